@@ -25,18 +25,15 @@ from hiserve.ipc.messages import Admit, Generate, Ready
 from hiserve.ipc.updates import RequestUpdates, TokenDelta
 from hiserve.ipc.wire_errors import to_error
 from hiserve.scheduler.crash_isolation import CrashIsolation
-from hiserve.scheduler.drain import DrainRate
 from hiserve.scheduler.ledger import Entry, Ledger, RequestState
-from hiserve.scheduler.placement import Placement
-from hiserve.scheduler.policy import Policy
-from hiserve.scheduler.prefix_index import PrefixIndex
-from hiserve.scheduler.queue import Queue, QueuedRequest
+from hiserve.scheduler.placement import Placement, PrefixIndex
+from hiserve.scheduler.queue import DrainRate, Policy, Queue, QueuedRequest
 
 _GUILTY = "the worker died {} times with this request, at last with no other. It was given up; do not send it again."
 
 
 class DispatcherEvents(Protocol):
-    """Where the decisions go. Nothing in it may block or fail."""
+    """Receives the decisions: ``process.SchedulerService``, which imports this file. No call may block or fail."""
 
     def updated(self, updates: RequestUpdates) -> None:
         """Sends the client output of requests."""
@@ -85,7 +82,6 @@ class Dispatcher:
         self.isolation = CrashIsolation()
         self.index = index
         self.replays = ReplayCounter()
-        self._moved: set[int] = set()  # workers that told news of a request
         self._max_len = 0
         self._closed: HiserveError | None = None
 
@@ -169,20 +165,18 @@ class Dispatcher:
         self.placement.join(replica, ready.max_running)
         self.index.attach(replica, ready.namespace)
 
-    def worker_lost(self, replica: int) -> tuple[list[int], bool]:
+    def worker_lost(self, replica: int) -> list[int]:
         """A worker is gone, its credits and its cache are forgotten.
 
         What it held goes back to the front of the queue, but for what was being aborted, which ends, and what may have
         killed it, which is tried apart, or fails.
 
         Returns:
-            What it held, and whether it was of use: it told news of a request, or had none.
+            The requests it held.
         """
         self.placement.leave(replica)
         self.index.detach(replica)
         held = self.ledger.running_on(replica)
-        was_of_use = not held or any(entry.has_moved for entry in held) or replica in self._moved
-        self._moved.discard(replica)
         aborted = [entry for entry in held if entry.state is RequestState.ABORTING]
         for entry in held:
             entry.leave()
@@ -196,7 +190,7 @@ class Dispatcher:
         for entry in guilty:
             self._end(entry)
             self._events.failed(entry.uid, EngineError(_GUILTY.format(entry.num_crashes)))
-        return [entry.uid for entry in held], was_of_use
+        return [entry.uid for entry in held]
 
     def worker_abandoned(self, replica: int) -> None:
         """A worker that was lost will not come again: what was to be tried on it may run on others."""
@@ -222,7 +216,6 @@ class Dispatcher:
         self.index.update(replica, updates.published, updates.removed)
         failed, updates.failed, updates.published, updates.removed = updates.failed, [], b"", b""
         if entries:
-            self._moved.add(replica)
             self._record(entries, updates)
             self._events.updated(updates)
         for entry, (_, code, message) in zip(failures, failed, strict=True):

@@ -8,7 +8,8 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import uvloop
@@ -17,6 +18,7 @@ from hiserve.config.settings import Settings
 from hiserve.core.digest import chain_of
 from hiserve.core.plan import Int32Array
 from hiserve.errors import EngineError, HiserveError, RequestError, UnavailableError
+from hiserve.ipc.cache_stats import TreeFacts
 from hiserve.ipc.channel import AsyncChannel, Link
 from hiserve.ipc.child import log_to_stderr, meet_parent
 from hiserve.ipc.codec import Frames, MalformedError, MessageDecoder, Received, encode
@@ -30,11 +32,13 @@ from hiserve.ipc.messages import (
     Failed,
     Flush,
     FlushCache,
+    Flushed,
     FromWorker,
     Generate,
     Halted,
     Inspect,
     InspectCache,
+    Inspected,
     Query,
     Ready,
     Started,
@@ -48,16 +52,78 @@ from hiserve.ipc.messages import (
 )
 from hiserve.ipc.updates import MergedUpdates, RequestUpdates
 from hiserve.ipc.wire_errors import trace_of
-from hiserve.scheduler.broadcast import Broadcast
 from hiserve.scheduler.dispatcher import Dispatcher
-from hiserve.scheduler.policy import POLICIES
-from hiserve.scheduler.prefix_index import PrefixIndex
-from hiserve.scheduler.supervisor import WORKER_COMMAND, LostWork, Supervisor
+from hiserve.scheduler.placement import PrefixIndex
+from hiserve.scheduler.queue import POLICIES
+from hiserve.scheduler.supervisor import WORKER_COMMAND, Supervisor
 
 logger = logging.getLogger(__name__)
 
 LINGER_MS = 1000
 PARENT_DIED = signal.SIGHUP
+
+
+Question = FlushCache | InspectCache
+Answer = CacheFlushed | CacheInspected
+
+
+@dataclass(slots=True)
+class _OpenQuestion:
+    """A question, the workers that have not answered it, and the answers of the others."""
+
+    question: Question
+    waiting: set[int]
+    answers: dict[int, Answer] = field(default_factory=dict)
+
+    def conclusion(self) -> Flushed | Inspected:
+        """Returns what the client is told."""
+        ticket, answers = self.question.ticket, sorted(self.answers.items())
+        if isinstance(self.question, FlushCache):
+            return Flushed(ticket, sum(answer.pages for _, answer in answers if isinstance(answer, CacheFlushed)))
+        trees = [
+            TreeFacts(replica, answer.incarnation, answer.nodes)
+            for replica, answer in answers
+            if isinstance(answer, CacheInspected)
+        ]
+        return Inspected(ticket, trees)
+
+
+class Broadcast:
+    """All questions under way.
+
+    Args:
+        send: Sends frames to a worker.
+        tell: Sends frames to the client.
+    """
+
+    def __init__(self, send: Callable[[int, Frames], None], tell: Callable[[Frames], None]) -> None:
+        self._send = send
+        self._tell = tell
+        self._open: dict[int, _OpenQuestion] = {}
+
+    def ask(self, question: Question, replicas: Iterable[int]) -> None:
+        """Asks these workers; with none of them, the client is answered at once."""
+        self._open[question.ticket] = _OpenQuestion(question, set(replicas))
+        for replica in self._open[question.ticket].waiting:
+            self._send(replica, encode(question))
+        self._conclude()
+
+    def answered(self, replica: int, answer: Answer) -> None:
+        """Takes in the answer of a worker; one that nobody waits for is ignored."""
+        if answer.ticket in self._open:
+            self._open[answer.ticket].answers[replica] = answer
+            self._open[answer.ticket].waiting.discard(replica)
+            self._conclude()
+
+    def lost(self, replica: int) -> None:
+        """Waits no more for a worker that is gone."""
+        for each in self._open.values():
+            each.waiting.discard(replica)
+        self._conclude()
+
+    def _conclude(self) -> None:
+        for ticket in [ticket for ticket, each in self._open.items() if not each.waiting]:
+            self._tell(encode(self._open.pop(ticket).conclusion()))
 
 
 class SchedulerService:
@@ -217,13 +283,13 @@ class SchedulerService:
         """Uses the credits that came back."""
         self._dispatcher.dispatch()
 
-    def worker_lost(self, replica: int) -> LostWork:
-        """Gives what it held to others, at once or later."""
-        uids, was_of_use = self._dispatcher.worker_lost(replica)
+    def worker_lost(self, replica: int) -> list[int]:
+        """Gives the requests it held to others, at once or later; returns them."""
+        uids = self._dispatcher.worker_lost(replica)
         self._broadcast.lost(replica)
         self._dispatcher.dispatch()
         self._set_timer()
-        return LostWork(uids, was_of_use)
+        return uids
 
     def worker_reaped(self, crash: Crash) -> None:
         """Tells the client, which may outlive this process."""

@@ -1,16 +1,21 @@
-"""Accepted requests that no worker has yet: callers take turns, and of each who is sooner goes first, then who came first."""
+"""Accepted requests that no worker has yet: callers take turns, the policy chooses among the requests of one caller."""
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from hiserve.scheduler.ledger import Entry
-from hiserve.scheduler.prefix_index import Prefix
+from hiserve.scheduler.placement import Prefix
 
 MAX_OVERTAKEN = 256
+LONGEST_PREFIX_WINDOW = 64
+MIN_RETRY_S = 1
+MAX_RETRY_S = 60
+RATE_MEMORY_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
@@ -190,3 +195,96 @@ class Queue:
             self._lines[caller] = _CallerQueue()
             self._served[caller] = max(self._served.get(caller, 0), self._latest_turn)
         return self._lines[caller]
+
+
+class Policy:
+    """Chooses among the oldest requests of one caller; this one, first come, first served.
+
+    A request that was overtaken too often is the only one that a policy sees.
+
+    Attributes:
+        window: Requests it chooses among.
+    """
+
+    window = 1
+
+    def rank(self, priority: int) -> int:
+        """Returns the rank of a request of this priority in the queue; a larger rank is chosen first."""
+        return 0
+
+    def choose(self, waiting: Sequence[QueuedRequest], matched: Callable[[QueuedRequest], int]) -> int:
+        """Returns the index of the next request.
+
+        Args:
+            waiting: At least one request, all of one caller and of its largest rank, oldest first.
+            matched: Prompt tokens that a worker with credit has cached for a request.
+        """
+        return 0
+
+
+class Fcfs(Policy):
+    """First come, first served."""
+
+
+class LongestPrefix(Policy):
+    """The request with the longest cached prefix; the oldest among equals."""
+
+    window = LONGEST_PREFIX_WINDOW
+
+    def choose(self, waiting: Sequence[QueuedRequest], matched: Callable[[QueuedRequest], int]) -> int:
+        """Returns the index of the longest match."""
+        lengths = [matched(candidate) for candidate in waiting]
+        return lengths.index(max(lengths))
+
+
+class Priority(Policy):
+    """The largest priority; first come, first served among equals."""
+
+    def rank(self, priority: int) -> int:
+        """Returns the priority itself."""
+        return priority
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {"fcfs": Fcfs, "longest-prefix": LongestPrefix, "priority": Priority}
+
+
+class DrainRate:
+    """What left a queue while others waited in it, per second of waiting; what is long ago counts less.
+
+    A queue that is empty says nothing: what passes through it then takes no time.
+    """
+
+    def __init__(self) -> None:
+        self._num_requests = 0.0
+        self._num_tokens = 0.0
+        self._busy_s = 0.0
+        self._since_s: float | None = None
+
+    def observe(self, now_s: float, num_requests: int, num_tokens: int, *, is_busy: bool) -> None:
+        """Takes in what left since the last call.
+
+        Args:
+            now_s: The monotonic clock.
+            num_requests: Requests that workers got.
+            num_tokens: Tokens of their prompts.
+            is_busy: Others still wait.
+        """
+        if self._since_s is not None:
+            passed_s = now_s - self._since_s
+            kept = math.exp(-passed_s / RATE_MEMORY_S)
+            self._num_requests = self._num_requests * kept + num_requests
+            self._num_tokens = self._num_tokens * kept + num_tokens
+            self._busy_s = self._busy_s * kept + passed_s
+        self._since_s = now_s if is_busy else None
+
+    def retry_after_s(self, num_requests: int, num_tokens: int) -> int:
+        """Returns the seconds until a queue like this has been emptied, ``MIN_RETRY_S`` to ``MAX_RETRY_S``.
+
+        Args:
+            num_requests: Requests in the queue.
+            num_tokens: Tokens of their prompts.
+        """
+        seconds = num_requests * self._busy_s / max(1.0, self._num_requests)
+        if self._num_tokens:
+            seconds = max(seconds, num_tokens * self._busy_s / self._num_tokens)
+        return min(MAX_RETRY_S, max(MIN_RETRY_S, math.ceil(seconds)))

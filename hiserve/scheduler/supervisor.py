@@ -27,9 +27,7 @@ from hiserve.ipc.lifecycle import Crash
 from hiserve.ipc.messages import Configure, FromWorker, Ready, StepReport, Stop, WorkerFacts, WorkerFailed
 from hiserve.ipc.parent import ChildProcess, wait_for_event
 from hiserve.ipc.wire_errors import to_error
-from hiserve.scheduler.progress_watch import CpuUsage, usage_of
-from hiserve.scheduler.recovery_times import RecoveryTimes
-from hiserve.scheduler.worker_process import WorkerProcess
+from hiserve.scheduler.worker_process import CpuUsage, RecoveryTimes, WorkerProcess, usage_of
 
 logger = logging.getLogger(__name__)
 
@@ -64,22 +62,13 @@ class _WorkerRun:
         """Whether it ever took requests."""
         return self.worker is not None and self.worker.ready is not None
 
-
-@dataclass(frozen=True, slots=True)
-class LostWork:
-    """What a dead worker had.
-
-    Attributes:
-        uids: Requests it held.
-        was_of_use: It told news of a request, or had none.
-    """
-
-    uids: list[int]
-    was_of_use: bool
+    def was_useful(self, uids: list[int]) -> bool:
+        """Whether it was ready and had output, or died with no requests to have any of."""
+        return self.worker is not None and self.worker.ready is not None and (self.worker.has_output or not uids)
 
 
 class WorkerEvents(Protocol):
-    """Who is told what the workers do. Called from the event loop."""
+    """Receives what workers do: ``process.SchedulerService``, which imports this file. Called from the event loop."""
 
     def worker_ready(self, replica: int, ready: Ready) -> None:
         """A worker can take requests."""
@@ -94,8 +83,8 @@ class WorkerEvents(Protocol):
     def worker_idle(self) -> None:
         """A batch of messages has been handled."""
 
-    def worker_lost(self, replica: int) -> LostWork:
-        """A worker that was ready, or a successor that never was, has died."""
+    def worker_lost(self, replica: int) -> list[int]:
+        """A worker that was ready, or a successor that never was, has died; returns the requests it held."""
 
     def worker_reaped(self, crash: Crash) -> None:
         """What is known of that death."""
@@ -208,10 +197,10 @@ class Supervisor:
                 self.started.set_exception(life.error)
                 return
             logger.error("worker %d (incarnation %d) is gone: %s", replica, number, life.error, exc_info=life.error)
-            loss = self._events.worker_lost(replica)
-            self._record(replica, number, life, loss)
+            uids = self._events.worker_lost(replica)
+            self._record(replica, number, life, uids)
             num_failed = 0 if life.was_ready else num_failed + 1
-            num_useless = 0 if life.was_ready and loss.was_of_use else num_useless + 1
+            num_useless = 0 if life.was_useful(uids) else num_useless + 1
             if num_failed == len(RESTART_DELAYS_S) or num_useless == MAX_USELESS:
                 self._events.worker_abandoned(replica, life.error)
                 return
@@ -288,7 +277,7 @@ class Supervisor:
                 patience * limit_s,
             )
 
-    def _record(self, replica: int, number: int, life: _WorkerRun, loss: LostWork) -> None:
+    def _record(self, replica: int, number: int, life: _WorkerRun, uids: list[int]) -> None:
         """Keeps what is known of a death, and tells the log and the audience."""
         worker = life.worker
         self.crash = Crash(
@@ -300,13 +289,13 @@ class Supervisor:
             code=life.error.code,
             unix_s=round(time.time(), 3),
             num_steps=0 if worker is None else worker.stats.steps,
-            uids=loss.uids,
+            uids=uids,
             scene=None if worker is None else worker.snapshot,
         )
         logger.error("crash report: %s", msgspec.json.encode(self.crash).decode())
         self._events.worker_reaped(self.crash)
         if worker is not None:
-            self.recovery_times.begin(worker, len(loss.uids))
+            self.recovery_times.begin(worker, len(uids))
 
     def _receive(self, replica: int, batch: list[Frames]) -> None:
         worker = self._workers[replica]
@@ -344,6 +333,7 @@ class Supervisor:
         """Keeps a worker's stats, and sees whether it has recovered."""
         worker.on_stats(report.stats, worker.last_message_s)
         if report.updates.uids:
+            worker.has_output = True
             self.recovery_times.first_output(worker)
         elif not report.stats.running + report.stats.waiting and worker.last_message_s - worker.ready_s > REST_S:
             self.recovery_times.on_idle(worker.replica)

@@ -1,19 +1,115 @@
-"""One life of a worker: its process, what it said, and when it last got on with its work."""
+"""One life of a worker: its process, when it last made progress in time that was its own, and how its successor recovered."""
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
 from hiserve.errors import HiserveError
-from hiserve.ipc.lifecycle import CrashSnapshot
+from hiserve.ipc.lifecycle import CrashSnapshot, Recovery
 from hiserve.ipc.messages import Ready, WorkerFacts, WorkerStats
 from hiserve.ipc.parent import ChildProcess
-from hiserve.scheduler.progress_watch import ProgressWatch
 
 # Weights may come from a slow disk; what a worker takes longer for does not end any more.
 MAX_START_S = 3600.0
 RECENT_S = 3.0  # a worker that rests says so every second
+# Of the time that was its own: a worker that computed for so much of it was slow, not hung.
+ALIVE_SHARE = 0.25
+_CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_STATE, _USER_TICKS, _SYSTEM_TICKS = 0, 11, 12  # fields of /proc/PID/stat behind the command's name
+
+
+class CpuUsage(NamedTuple):
+    """What a process makes of the machine.
+
+    Attributes:
+        cpu_s: CPU time of all its threads until now, in seconds.
+        wants_cpu: One of its threads is on a CPU, or waits for one.
+    """
+
+    cpu_s: float
+    wants_cpu: bool
+
+
+def usage_of(pid: int, proc: Path = Path("/proc")) -> CpuUsage | None:
+    """Asks the kernel; None where it does not tell, as of a process that is gone.
+
+    Args:
+        pid: The process.
+        proc: Where the kernel's files are.
+    """
+    try:
+        fields = _fields(proc / str(pid) / "stat")
+        threads = list((proc / str(pid) / "task").iterdir())
+    except OSError:
+        return None
+    ticks = int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])
+    return CpuUsage(ticks / _CLOCK_TICKS_PER_S, any(map(_wants_cpu, threads)))
+
+
+def _wants_cpu(thread: Path) -> bool:
+    with suppress(OSError):  # it has ended
+        return _fields(thread / "stat")[_STATE] == b"R"
+    return False
+
+
+def _fields(stat: Path) -> list[bytes]:
+    return stat.read_bytes().rpartition(b")")[2].split()
+
+
+@dataclass(slots=True)
+class ProgressWatch:
+    """Times are of ``time.monotonic``.
+
+    A worker that wants a CPU is charged the CPU time it got; one that does not, as it sleeps or waits for a device, is
+    charged the time that passed: nobody keeps the machine from it.
+
+    Attributes:
+        since_s: When it last ended a step, or had no work.
+        sampled_s: When it was looked at last.
+        own_s: Seconds since then that were its own.
+        computed_s: Of them, those in which it computed.
+        cpu_s: CPU time it had at the last look; None if nobody asked.
+    """
+
+    since_s: float
+    sampled_s: float = 0.0
+    own_s: float = 0.0
+    computed_s: float = 0.0
+    cpu_s: float | None = None
+
+    def end(self, now_s: float) -> None:
+        """The worker got on, or has nothing to do."""
+        self.since_s = now_s
+        self.own_s = self.computed_s = 0.0
+
+    def extend_deadline(self, seconds: float) -> None:
+        """Nobody looked for so long: what it said meanwhile was not heard."""
+        self.since_s += seconds
+        self.sampled_s += seconds
+
+    def sample(self, now_s: float, usage: CpuUsage | None) -> None:
+        """Charges the worker the time since the last look, or since it got on.
+
+        Args:
+            now_s: Now.
+            usage: Of its process; None charges all of the time.
+        """
+        passed_s = max(0.0, now_s - max(self.sampled_s, self.since_s))
+        computed_s = 0.0 if usage is None or self.cpu_s is None else min(passed_s, max(0.0, usage.cpu_s - self.cpu_s))
+        is_kept_waiting = usage is not None and self.cpu_s is not None and usage.wants_cpu
+        self.own_s += computed_s if is_kept_waiting else passed_s
+        self.computed_s += computed_s
+        self.sampled_s, self.cpu_s = now_s, None if usage is None else usage.cpu_s
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it computed for much of its time: a step that takes long looks like this, a deadlock does not."""
+        return self.computed_s > ALIVE_SHARE * self.own_s
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +130,7 @@ class WorkerProcess:
         failure: Why it is being replaced.
         snapshot: What it could still tell when it failed.
         stats: Its latest.
+        has_output: It reported output of a request.
     """
 
     replica: int
@@ -49,6 +146,7 @@ class WorkerProcess:
     failure: HiserveError | None = None
     snapshot: CrashSnapshot | None = None
     stats: WorkerStats = field(default_factory=WorkerStats)
+    has_output: bool = False
 
     def facts(self) -> WorkerFacts:
         """Returns what is known of it."""
@@ -107,3 +205,60 @@ class WorkerProcess:
             return ""
         times = f"{self.no_progress_s(now_s):.1f} s ({own_s:.1f} s its own, {self.progress.computed_s:.1f} s of them computing)"
         return f"ended no step for {times}; by its last word it had {num_requests} requests"
+
+
+@dataclass(slots=True)
+class _OpenRecovery:
+    """A recovery under way.
+
+    Attributes:
+        dead: Who died.
+        reaped_s: When nothing was left of it.
+        num_requests: That it held.
+    """
+
+    dead: WorkerProcess
+    reaped_s: float
+    num_requests: int
+
+
+class RecoveryTimes:
+    """One for each replica at a time. If a successor dies before any news, the first death is where the way began.
+
+    Attributes:
+        last: The latest that came to its end.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, _OpenRecovery] = {}
+        self.last: Recovery | None = None
+
+    def begin(self, dead: WorkerProcess, num_requests: int) -> None:
+        """A worker is gone; nobody waits for news where it held nothing."""
+        if num_requests and dead.replica not in self._open:
+            self._open[dead.replica] = _OpenRecovery(dead, time.monotonic(), num_requests)
+
+    def on_idle(self, replica: int) -> None:
+        """A successor has nothing to do: what the worker before it held runs elsewhere, or has ended."""
+        self._open.pop(replica, None)
+
+    def first_output(self, worker: WorkerProcess) -> None:
+        """A worker told news of a request."""
+        under_way = self._open.pop(worker.replica, None)
+        if under_way is None or worker.ready is None:
+            return
+        dead, now_s = under_way.dead, time.monotonic()
+        phases = {
+            "detect": dead.noticed_s - dead.fault_s,
+            "exit": under_way.reaped_s - dead.noticed_s,
+            "wait": worker.born_s - under_way.reaped_s,
+            **worker.ready.startup_s,
+            "first token": now_s - worker.ready_s,
+        }
+        self.last = Recovery(
+            replica=worker.replica,
+            incarnation=worker.number,
+            num_requests=under_way.num_requests,
+            phases={name: round(seconds, 3) for name, seconds in phases.items()},
+            total_s=round(now_s - dead.fault_s, 3),
+        )

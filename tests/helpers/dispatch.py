@@ -15,8 +15,8 @@ from hiserve.errors import HiserveError
 from hiserve.ipc.messages import Admit, Generate, Ready
 from hiserve.ipc.updates import RequestUpdates, TokenDelta
 from hiserve.scheduler.dispatcher import Dispatcher
-from hiserve.scheduler.policy import Fcfs, Policy
-from hiserve.scheduler.prefix_index import PrefixIndex
+from hiserve.scheduler.placement import PrefixIndex
+from hiserve.scheduler.queue import Fcfs, Policy
 
 PAGE_SIZE = 4
 NAMESPACE = b"n" * 16

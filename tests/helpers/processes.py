@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from hiserve.scheduler.progress_watch import usage_of
+from hiserve.scheduler.worker_process import usage_of
 
 
 def is_alive(pid: int) -> bool:

@@ -1,6 +1,6 @@
 """Requests, queues, callers, workers that die."""
 
-from hiserve.scheduler import client, crash_isolation, dispatcher, ledger, prefix_index, progress_watch, queue, supervisor
+from hiserve.scheduler import client, crash_isolation, dispatcher, ledger, placement, queue, supervisor, worker_process
 from tests.unit.scheduler import (
     test_conservation,
     test_dispatcher,
@@ -49,7 +49,7 @@ with supervisor.Supervisor._patrol, test_supervisor.test_time_in_which_the_super
     worker.progress.extend_deadline(max(0.0, now_s - before_s - 2 * PATROL_S))
     pass
 with (
-    progress_watch.ProgressWatch.sample,
+    worker_process.ProgressWatch.sample,
     test_progress_watch,
     test_supervisor.test_a_worker_that_gets_no_cpu_is_not_taken_for_one_that_hangs,
 ):
@@ -84,7 +84,7 @@ with client.RequestStream.is_too_long, test_request_stream.test_more_than_a_read
     "INV 24: a reader may leave everything unread"
     self._num_unread_bytes > self._max_unread_bytes
     False
-with prefix_index.PrefixIndex.prefix, test_prefix_index.test_tenants_do_not_see_each_others_pages:
+with placement.PrefixIndex.prefix, test_prefix_index.test_tenants_do_not_see_each_others_pages:
     "INV 7: the placement index mixes tenants"
     namespace
     b""

@@ -14,7 +14,7 @@ from hiserve.engine.host_loads import LoadCostModel
 from hiserve.engine.loop import Engine
 from hiserve.engine.oom_recovery import LOAD_FAILED
 from hiserve.ipc.messages import Admit
-from hiserve.scheduler.prefix_index import PrefixIndex
+from hiserve.scheduler.placement import PrefixIndex
 from tests.helpers.echo import oracle
 from tests.helpers.engines import echo_engine
 

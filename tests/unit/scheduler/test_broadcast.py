@@ -14,7 +14,7 @@ from hiserve.ipc.messages import (
     ToClient,
     ToWorker,
 )
-from hiserve.scheduler.broadcast import Broadcast
+from hiserve.scheduler.process import Broadcast
 
 NODES = [NodeFacts("ab", "", 0, 0, "", 0, 0, 1, 0)]
 

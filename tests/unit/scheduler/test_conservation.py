@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from hiserve.config.options import Scheduler
 from hiserve.scheduler.dispatcher import Dispatcher
 from hiserve.scheduler.ledger import RequestState
-from hiserve.scheduler.policy import POLICIES
-from hiserve.scheduler.prefix_index import PrefixIndex
+from hiserve.scheduler.placement import PrefixIndex
+from hiserve.scheduler.queue import POLICIES
 from tests.helpers.dispatch import PAGE_SIZE, RecordedEvents, generate, ready, step_updates
 
 ROWS = 2

@@ -9,8 +9,7 @@ from hiserve.config.options import Scheduler
 from hiserve.errors import InvariantError, UnavailableError
 from hiserve.ipc.codec import MalformedError
 from hiserve.scheduler.ledger import Ledger
-from hiserve.scheduler.policy import Fcfs, LongestPrefix, Policy, Priority
-from hiserve.scheduler.queue import MAX_OVERTAKEN
+from hiserve.scheduler.queue import MAX_OVERTAKEN, Fcfs, LongestPrefix, Policy, Priority
 from tests.helpers.dispatch import (
     ABORT,
     STOP,

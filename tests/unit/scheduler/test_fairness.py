@@ -9,9 +9,16 @@ import pytest
 
 from hiserve.config.options import Scheduler
 from hiserve.core.request import FinishReason
-from hiserve.scheduler.drain import MAX_RETRY_S, MEMORY_S, MIN_RETRY_S, DrainRate
-from hiserve.scheduler.policy import POLICIES, Fcfs, Priority
-from hiserve.scheduler.queue import MAX_OVERTAKEN
+from hiserve.scheduler.queue import (
+    MAX_OVERTAKEN,
+    MAX_RETRY_S,
+    MIN_RETRY_S,
+    POLICIES,
+    RATE_MEMORY_S,
+    DrainRate,
+    Fcfs,
+    Priority,
+)
 from tests.helpers.dispatch import Desk
 
 STOP = int(FinishReason.STOP)
@@ -221,7 +228,7 @@ def test_a_slower_drain_is_a_longer_wait_soon() -> None:
     rate = drained(every_s=0.1, tokens=10, seconds=100)
     before = rate.retry_after_s(100, 1000)
     now_s = 100.1
-    for _ in range(int(4 * MEMORY_S)):
+    for _ in range(int(4 * RATE_MEMORY_S)):
         now_s += 1.0
         rate.observe(now_s, 1, 10, is_busy=True)
     assert rate.retry_after_s(20, 200) > 1.5 * before

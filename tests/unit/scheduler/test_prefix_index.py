@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiserve.core.digest import chain, namespace_digest, pack_tokens
-from hiserve.scheduler.prefix_index import HASHED_PAGES, PrefixIndex
+from hiserve.scheduler.placement import HASHED_PAGES, PrefixIndex
 
 BASE = b"b" * 16
 PAGE = 4

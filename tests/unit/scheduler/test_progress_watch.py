@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from hiserve.ipc.messages import Ready, WorkerStats
-from hiserve.scheduler.progress_watch import CpuUsage, ProgressWatch, usage_of
-from hiserve.scheduler.worker_process import WorkerProcess
+from hiserve.scheduler.worker_process import CpuUsage, ProgressWatch, WorkerProcess, usage_of
 
 TICK_S = 0.25
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hiserve.config.options import Scheduler
 from hiserve.ipc.updates import RequestUpdates, TokenDelta
 from hiserve.scheduler.dispatcher import Dispatcher
-from hiserve.scheduler.policy import Fcfs
-from hiserve.scheduler.prefix_index import PrefixIndex
+from hiserve.scheduler.placement import PrefixIndex
+from hiserve.scheduler.queue import Fcfs
 from tests.helpers.dispatch import PAGE_SIZE, RecordedEvents, generate, prompt, ready, step_updates
 
 

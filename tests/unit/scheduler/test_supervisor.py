@@ -27,8 +27,8 @@ from hiserve.ipc.lifecycle import Crash
 from hiserve.ipc.messages import FromWorker, Ready, StepReport
 from hiserve.ipc.parent import wait_for_event
 from hiserve.scheduler import supervisor as supervisor_module
-from hiserve.scheduler.progress_watch import CpuUsage, usage_of
-from hiserve.scheduler.supervisor import LostWork, Supervisor
+from hiserve.scheduler.supervisor import Supervisor
+from hiserve.scheduler.worker_process import CpuUsage, usage_of
 from tests.helpers.fake_processes import FAKE_WORKER
 from tests.helpers.processes import wait_dead
 from tests.helpers.settings import identified, settings_of
@@ -53,6 +53,7 @@ class Witness:
         self.reports: list[StepReport] = []
         self.readies: list[Ready] = []
         self.crashes: list[Crash] = []
+        self.held = [4, 5]
 
     def worker_ready(self, replica: int, ready: Ready) -> None:
         self.events.append(f"ready {ready.incarnation}")
@@ -65,9 +66,9 @@ class Witness:
     def worker_idle(self) -> None:
         pass
 
-    def worker_lost(self, replica: int) -> LostWork:
+    def worker_lost(self, replica: int) -> list[int]:
         self.events.append("lost")
-        return LostWork([4, 5], was_of_use=True)
+        return self.held
 
     def worker_reaped(self, crash: Crash) -> None:
         self.crashes.append(crash)
@@ -161,6 +162,29 @@ async def test_a_successor_that_never_comes_up_is_abandoned_after_a_few_tries(
     assert "exit code 3" in witness.events[-1]
 
 
+@pytest.mark.parametrize(
+    ("model", "held", "is_useful"),
+    [("last words", [4, 5], True), ("farewell", [4, 5], False), ("farewell", [], True)],
+    ids=["output", "no output", "no request"],
+)
+async def test_a_worker_without_output_of_the_requests_it_held_delays_its_successor(
+    model: str, held: list[int], is_useful: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delays = (0.0, 0.01, 0.02, 0.03)
+    monkeypatch.setattr(supervisor_module, "RESTART_DELAYS_S", delays)
+    waited: list[float] = []
+
+    async def wait(event: asyncio.Event, timeout_s: float) -> bool:
+        waited.append(timeout_s)
+        return await wait_for_event(event, timeout_s)
+
+    monkeypatch.setattr(supervisor_module, "wait_for_event", wait)
+    async with supervised(model) as (_, witness):
+        witness.held = held
+        await witness.until("ready 2")
+        assert waited == [delays[not is_useful]]
+
+
 # --- processes that cannot be started ----------------------------------------------------------------
 
 
@@ -190,6 +214,7 @@ async def test_a_successor_that_cannot_be_started_is_a_failed_start_and_is_tried
 
     monkeypatch.setattr(supervisor_module, "wait_for_event", wait)
     async with supervised("farewell") as (supervisor, witness):
+        witness.held = []
         await witness.until("ready 4")
         assert witness.events == ["ready 1", "lost", "lost", "lost", "ready 4"]
         assert waited == [delays[0], *delays[1:3]], "no back-off"
