@@ -23,7 +23,7 @@ class DraftStep:
     Attributes:
         rows: int64 ``[B]``, on the device.
         first: int64 ``[B]``. Tokens stored before the step; of an illegal row anything.
-        legal: bool ``[B]``. Rows that passed the check; what is made for the others goes to the padding page.
+        legal: bool ``[B]``. Rows that passed the check; drafts of the others go to the padding page.
         sampling: int64 ``[S]``. Which of the B rows sampled: the last token that they know is new.
         q_lens: int32 ``[B]``, on the host. Tokens that each row computed.
         kv_bounds: int32 ``[B]``, on the host. Upper bounds of the tokens that each row stores, these included.

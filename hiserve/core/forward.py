@@ -1,4 +1,4 @@
-"""What one forward pass takes and gives, and how a layer sees its part of the KV pool."""
+"""Inputs and outputs of one forward pass, and a layer's view of the KV pool."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hiserve.core.plan import Int32Array
 class LayerKV:
     """Keys and values of one layer: views of the device pool, indexed by slot.
 
-    Slot ``page * page_size + offset`` holds one token. Slots nobody owns may hold anything, NaN included.
+    Slot ``page * page_size + offset`` holds one token. Slots without an owner may hold anything, NaN included.
 
     Attributes:
         k: ``[num_slots, num_kv_heads, head_dim]``, the group's dtype, on the device.
@@ -29,8 +29,8 @@ class LayerKV:
 class ForwardInputs:
     """One ragged batch: B rows, T tokens in row order, N rows of logits.
 
-    Every tensor lies on the device and holds exact lengths. What the host knows are exact tokens per row, and upper
-    bounds of what they attend over, so that shapes never wait for the device.
+    All that a model's forward and its attention may read. Every tensor lies on the device and holds exact lengths. The
+    host knows the exact tokens of each row, and upper bounds of its length, so that shapes never wait for the device.
 
     Attributes:
         input_ids: int32 ``[T]``. Token ids.
@@ -46,12 +46,12 @@ class ForwardInputs:
         q_lens: int32 ``[B]``, on the host. Tokens of each row.
         kv_bounds: int32 ``[B]``, on the host. Upper bounds of ``kv_lens``, exact but for drafts.
         max_kv_len: Upper bound of all ``kv_lens``; in a captured graph that of any replay.
-        num_decode: Rows up to the last that decodes: the ``kv_bounds`` of those behind it are exact.
-        tree_mask: int64 ``[T]``. Bit j of a token: it sees the j-th of its row's new tokens, besides all before these.
+        num_decode: Rows up to the last that decodes: the ``kv_bounds`` of the later ones are exact.
+        tree_mask: int64 ``[T]``. Bit j of a token: it attends to the j-th of its row's new tokens, besides all before these.
             At most 63 new tokens a row then. None is causal.
-        before_layer: Called with the index of each layer before it reads keys and values that may still be on their way;
-            None when all are there.
-        wants_hidden_states: Whether a draft head reads hidden states of this step, if the model shows any.
+        before_layer: Called with the index of each layer before it reads keys and values that may still be loading; None
+            when all are loaded.
+        wants_hidden_states: Whether a draft head reads the hidden states of this step, if the model has ``aux_layers``.
     """
 
     input_ids: Tensor
@@ -78,11 +78,11 @@ class ForwardInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardOutputs:
-    """What a forward pass computed.
+    """The result of a forward pass.
 
     Attributes:
         logits: ``[N, vocab_size]``, the model's dtype, on the device.
-        hidden_states: ``[T, n]``, what a proposer of drafts takes of every token, likewise; None if it takes nothing.
+        hidden_states: ``[T, n]``, outputs of the model's ``aux_layers``, likewise; None without them.
     """
 
     logits: Tensor

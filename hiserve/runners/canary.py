@@ -1,4 +1,4 @@
-"""A debug mode: every slot says which token it is and where, and who reads it first checks that."""
+"""A debug mode: each slot stores its token and position, and a row verifies a prefix before it reads it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hiserve.runners.device_rows import DeviceRows
 
 
 class Canary:
-    """Writes token and position beside the keys and values of each slot, and verifies prefixes that a row took over.
+    """Writes token and position beside the keys and values of each slot, and verifies prefixes from the cache.
 
     Both lie in a group of the page (``core.kv_groups.CANARY``), so they pass through every tier as the rest does. A row's
     prefix is verified through its own page table, as a whole: each of its slots must hold the row's token of that
-    position. That is what equal chain hashes of the prefix would say, so none is kept.
+    position.
 
     Reads back from the device: the checks wait for it.
 
@@ -40,7 +40,7 @@ class Canary:
             self._due.update(table.rows[is_filled].tolist())
 
     def verify(self, plan: BatchPlan, inputs: StepInputs) -> None:
-        """Checks the prefixes that a step reads and nobody has checked, before it reads them.
+        """Checks the unchecked prefixes that a step reads, before it reads them.
 
         Raises:
             InvariantError: A slot of a row holds something else.

@@ -47,7 +47,7 @@ def _up_to(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
 
 
 class Graph:
-    """Captured work. Whoever captured it keeps every tensor that it reads and every one whose content is wanted.
+    """Captured work. Its owner keeps every tensor that it reads and every one whose content is wanted.
 
     Args:
         graph: Captured and kept, not instantiated.
@@ -72,8 +72,8 @@ class Graph:
 class Capture:
     """Captures graphs that share one pool of memory, so at most one of them may run at a time.
 
-    The stream is made for the device by name. One made while another device is current captures nothing, and tells
-    nobody: hence also the count of nodes.
+    The stream is made for the device by name: one made while another device is current captures nothing, without an
+    error. The count of nodes would show it.
 
     Args:
         device: A CUDA device, with its index.
@@ -94,7 +94,7 @@ class Capture:
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Makes the capture stream current, behind what the stream before it was given, and waits for it at the end."""
+        """Makes the capture stream current, after the work of the stream before, and waits for it at the end."""
         with torch.cuda.device(self._device), without_collections():
             before = torch.cuda.current_stream()
             self._stream.wait_stream(before)
@@ -142,15 +142,15 @@ class Capture:
         """Ends a capture that failed, if one is under way, and forgets it."""
         graph, self._open = self._open, None
         if graph is not None:
-            with suppress(RuntimeError):  # it fails again when it ends; the first failure is the one that is told
+            with suppress(RuntimeError):  # it fails again when it ends; the first failure is reported
                 self._finish(graph)
 
     def _finish(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
             graph.capture_end()
         except RuntimeError:
-            # Up to 2.12 torch forgets to tell its allocators (pytorch/pytorch#180395). The one of the device can be told;
-            # that of pinned memory goes on asking the graph, and takes no other capture for the pool.
+            # Up to 2.12 torch does not notify its allocators (pytorch/pytorch#180395). We notify that of the device; that
+            # of pinned memory keeps querying the graph, and accepts no other capture for the pool.
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
             self._pool = torch.cuda.graph_pool_handle()
@@ -159,7 +159,7 @@ class Capture:
 
 
 def capture_sizes(capture: Capture, sizes: Sequence[int], work: Callable[[int], T], message: str) -> dict[int, T]:
-    """Captures something for each size, the largest first: smaller ones then find room in its memory.
+    """Captures something for each size, the largest first, so that smaller ones reuse its memory.
 
     Args:
         capture: Where.
@@ -182,7 +182,7 @@ def capture_sizes(capture: Capture, sizes: Sequence[int], work: Callable[[int], 
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Leaves garbage alone: graphs of a former engine may be in it, and who destroys a graph ends his thread's capture."""
+    """Disables garbage collection: it may destroy graphs of a former engine, which ends this thread's capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Permanent rows: a request's state on the device, from admission to release."""
+"""Rows: a request's state on the device, from admission to release."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class DeviceRows:
         computed_len: int64 ``[R]``. Leading tokens whose keys and values are stored.
         known_len: int64 ``[R]``. Valid entries of ``tokens``, drafts not counted.
         page_table: int32 ``[R, max_pages]``.
-        entry_owner: int32 ``[R, max_pages]``. The allocation each entry was written for.
-        page_owner: int32 ``[num_pages]``. The allocation each page belongs to.
+        entry_owner: int32 ``[R, max_pages]``. The allocation that each entry was written for.
+        page_owner: int32 ``[num_pages]``. The allocation that each page belongs to.
         state: These six tensors, as the step kernels take them.
         relocation_version: Of the latest plan that was applied; 0 before the first.
         has_moved: A page of a live row had moved between the planning of the step before and that of this one.
@@ -104,10 +104,10 @@ class DeviceRows:
         self.relocation_version = plan.relocation_version
 
     def warm_up(self, num_tokens: int) -> None:
-        """Lets each row know one token that is not computed, with places for so many: nobody has a row, or a page, yet.
+        """Gives each row one known token and pages for so many, before any request has a row or a page.
 
-        All rows share these pages, and compute the same. So no two tokens of a row are stored in one place, as those of a
-        row that pads a batch may be: the sink has no more places than a page.
+        All rows share these pages and compute the same, so that no two tokens of a row share a slot. Those of a row that
+        pads a batch may: the padding page has no more slots than any page.
         """
         num_pages = min(-(-num_tokens // self.page_size), self.num_pages - 1, self.page_table.shape[1])
         pages = slice(SINK_PAGE + 1, SINK_PAGE + 1 + num_pages)
@@ -119,7 +119,7 @@ class DeviceRows:
         self.page_owner[pages].zero_()
 
     def forget(self) -> None:
-        """Makes rows and pages nobody's again."""
+        """Resets all rows and pages."""
         for lengths in (self.tokens, self.computed_len, self.known_len, self.taken_len):
             lengths.zero_()
         self.page_table.fill_(SINK_PAGE)
@@ -128,7 +128,7 @@ class DeviceRows:
         self.page_owner[SINK_PAGE] = 0  # not NO_OWNER: an entry never written is not owned
 
     def _clear(self, release: Int32Array, admit: Sequence[RowAdmit]) -> None:
-        """Forgets the previous tenant, so that none of its entries can pass for the next one's."""
+        """Resets rows, so that no entry of their last request is valid for the next."""
         host_rows = np.concatenate((release, np.array([each.row for each in admit], dtype=np.int32)))
         (rows,) = upload((host_rows.astype(np.int64),), self.device)
         self.computed_len.index_fill_(0, rows, 0)

@@ -1,4 +1,4 @@
-"""Gives each step to the runner that the gate names."""
+"""Runs each step with the runner that the gate chose."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Dispatch:
 
     Args:
         rows: The permanent rows.
-        eager: Runs what no graph covers.
+        eager: Runs steps that no graph covers.
         full: Graphs of whole steps, by tokens per row.
-        mixed: Graphs of rows that decode beside a few prompts, if there are any.
-        piecewise: Likewise of what lies between attentions.
-        is_strict: No graph is replayed while any load, or relocation of a live row's page, is under way.
+        mixed: Graphs of rows that decode and a few prompts, if there are any.
+        piecewise: Graphs between attentions, likewise.
+        is_strict: No graph is replayed while any load is open, or after a live row's page moved.
         canary: Checks what rows find in pages; None unless debugging.
         proposer: Drafts what follows each step; None for plain decoding.
 
@@ -64,7 +64,7 @@ class Dispatch:
         self.coverage = Coverage(is_strict=is_strict)
 
     def capture(self) -> None:
-        """Captures all graphs. Until it ends the gate knows of none."""
+        """Captures all graphs; until it ends ``coverage`` has none."""
         for runner in self._captured:
             runner.capture()
         self.coverage = replace(
@@ -75,7 +75,7 @@ class Dispatch:
         )
 
     def close(self) -> None:
-        """Gives the graphs and their memory back, when no step is in flight. Nothing runs afterwards."""
+        """Frees the graphs and their memory, when no step is in flight. Nothing runs afterwards."""
         for runner in self._captured:
             runner.close()
 
@@ -96,13 +96,13 @@ class Dispatch:
         return self._eager.needs_host_lengths
 
     def facts(self, plan: BatchPlan) -> StepFacts:
-        """Returns what the gate compares with the coverage; scores are more than graphs compute."""
+        """Returns the facts that the gate compares with the coverage; graphs compute no scores."""
         sampling, rows = self._rows.sampling, plan.rows[plan.samples]
         drawing = sampling.drawing(rows) if sampling.num_top(rows) is None else Drawing.ANY
         return StepFacts.of(plan, sampling=drawing.value)
 
     def note(self, plan: BatchPlan) -> None:
-        """Takes notice of an applied plan, whatever becomes of its step."""
+        """Passes an applied plan to the canary, whether its step runs or not."""
         if self._canary is not None:
             self._canary.note(plan)
 

@@ -61,7 +61,7 @@ class DraftGraphs:
 
 
 class DraftCapture:
-    """Captures what a proposer does after captured steps.
+    """Captures a proposer's work after captured steps.
 
     Steps of as many rows share all graphs but the first two, and so the memory of their logits.
 
@@ -78,15 +78,15 @@ class DraftCapture:
         self._first: dict[int, DraftGraphs] = {}  # captured for each number of rows
 
     def clear(self) -> None:
-        """Gives what is shared back, once nobody has it."""
+        """Frees the shared graphs, once no runner holds them."""
         self._first.clear()
 
     def after(self, inputs: StepInputs, hidden_states: Tensor | None) -> DraftGraphs | None:
-        """Captures what follows a captured step, under the capture's stream; None where graphs cannot hold it.
+        """Captures the work after a captured step, on the capture's stream; None where graphs cannot hold it.
 
         Args:
             inputs: Of the step: each of its rows computes as many tokens, and samples.
-            hidden_states: What the model shows of them.
+            hidden_states: The model's, of ``Proposer.aux_layers``; None without such layers.
 
         Raises:
             RuntimeError: Something cannot be captured, or a replay differs from the eager step.

@@ -99,7 +99,7 @@ class FullGraphs:
 
 @dataclass(frozen=True, slots=True)
 class PiecewiseGraphs:
-    """Graphs of what lies between attentions, which run eagerly: lengths, tables, checks and sampling are free.
+    """Graphs between attentions, which run eagerly: lengths, tables, checks and sampling are free.
 
     Attributes:
         buckets: Tokens of each set of graphs, ascending; of captures that failed too.
@@ -112,13 +112,13 @@ class PiecewiseGraphs:
 
 @dataclass(frozen=True, slots=True)
 class MixedGraphs:
-    """Graphs of rows that decode and a few prompts behind them; sampling is free.
+    """Graphs of rows that decode and then a few prompts; sampling is free.
 
     Attributes:
         buckets: Tokens of each graph, ascending; of captures that failed too.
         max_decode: Rows up to the last that decodes.
         max_width: Tokens of each of those.
-        max_prompts: Rows behind them.
+        max_prompts: Rows after them.
         max_len: Longest row after the step, in tokens.
         failed: Buckets whose capture failed.
     """
@@ -133,13 +133,13 @@ class MixedGraphs:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What was captured, in numbers of the host.
+    """The captured graphs, as numbers.
 
     Attributes:
-        full: By tokens per row: 1 is decode, N is N - 1 drafts behind the last token.
+        full: By tokens per row: 1 is decode, N is N - 1 drafts after the last token.
         mixed: None without.
         piecewise: Likewise.
-        is_strict: Nothing is replayed while any load, or relocation of a live row's page, is under way.
+        is_strict: No graph is replayed while any load is open, or after a live row's page moved.
     """
 
     full: Mapping[int, FullGraphs] = field(default_factory=dict)
@@ -150,7 +150,7 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What the graphs' limits are compared with.
+    """Facts of a step that are compared with the limits of graphs.
 
     Attributes:
         num_rows: Rows.
@@ -172,13 +172,13 @@ class StepFacts:
 
     @classmethod
     def of(cls, plan: BatchPlan, *, sampling: str = "") -> StepFacts:
-        """Takes from a plan what it says."""
+        """Returns the facts of a plan."""
         num_new, is_empty = plan.num_new, not plan.rows.size
         width = 0 if is_empty else int(num_new[0])
         decoding = np.flatnonzero(num_new - plan.num_draft == 1)
         num_decode = 0 if not decoding.size else int(decoding[-1]) + 1
         is_uniform = plan.samples.all() and (num_new == width).all() and (plan.num_draft == width - 1).all()
-        # Behind the last known token of a row there is none to score.
+        # After the last known token of a row there is none to score.
         assert not (is_uniform and plan.num_scored.any()), f"step {plan.step_id} scores {plan.num_scored} of its drafts"
         return cls(
             num_rows=plan.rows.size,

@@ -26,7 +26,7 @@ from hiserve.sampling.params import Drawing
 
 logger = logging.getLogger(__name__)
 
-# What graphs draw by themselves; what else there is runs eagerly on the logits.
+# Variants that graphs draw; the others run eagerly on the logits.
 DRAWINGS = (Drawing.GREEDY, Drawing.FREE)
 
 
@@ -35,14 +35,14 @@ class _CapturedStep:
     """Graphs of one bucket, and the tensors that they read and write.
 
     Attributes:
-        varying: int64 ``[2, rows]``: what changes between replays; see ``uniform_inputs``.
-        inputs: Around it; filled by the first graph.
+        varying: int64 ``[2, rows]``: written before each replay; see ``uniform_inputs``.
+        inputs: With views of it; filled by the first graph.
         logits: ``[rows * width, vocab_size]``, likewise.
-        hidden_states: ``[rows * width, n]``, likewise; None where the model shows nothing.
+        hidden_states: ``[rows * width, n]``, likewise; None without ``aux_layers``.
         forward: From rows and plan to the logits.
         draws: Ways of drawing, each a graph from the logits to the words, and these, int32.
-        attention: What the first graph attends with.
-        drafts: What follows them; None where nothing does, or not as graphs.
+        attention: Of the first graph.
+        drafts: The proposer's work after them; None without a proposer, or where graphs cannot hold it.
     """
 
     varying: Tensor
@@ -58,8 +58,8 @@ class _CapturedStep:
 class GraphRunner:
     """Replays decode steps, or steps that verify the same number of drafts in every row.
 
-    A graph holds addresses, widths and grids, no slots and no lengths: those it reads from the rows each time. So pages
-    may move between replays, and nothing is captured again. Padding rows are row 0, which the check sends to the sink.
+    A graph holds addresses, widths and grids; it reads slots and lengths from the rows in each replay. So pages may move
+    between replays without a new capture. Padding rows are row 0, which the check sends to the padding page.
 
     Args:
         model: The decoder.
@@ -69,8 +69,8 @@ class GraphRunner:
         capture: Where graphs are captured.
         width: Tokens of each row: 1, and its drafts.
         max_len: Longest row of a replay, in tokens: page tables and grids are as large.
-        buckets: Rows of each graph, ascending; those that attention has nothing for are left out.
-        drafts: Captures what follows each step; None for plain decoding.
+        buckets: Rows of each graph, ascending; those that attention cannot capture are left out.
+        drafts: Captures the proposer's work after each step; None for plain decoding.
 
     Attributes:
         failed: Rows of captures that failed.
@@ -113,7 +113,7 @@ class GraphRunner:
 
     @property
     def graphs(self) -> set[Graph]:
-        """All graphs; those behind the forward may be others', too."""
+        """All graphs; runners of other widths share those of drafts."""
         graphs = {each.forward for each in self._captured.values()}
         for each in self._captured.values():
             graphs.update(graph for graph, _ in each.draws.values())
@@ -122,15 +122,15 @@ class GraphRunner:
         return graphs
 
     def close(self) -> None:
-        """Gives the graphs and their memory back."""
+        """Frees the graphs and their memory."""
         self._captured.clear()
         if self._drafts is not None:
             self._drafts.clear()
 
     def capture(self) -> None:
-        """Captures every bucket, the largest first: smaller ones then find room in its memory.
+        """Captures every bucket, the largest first, so that smaller ones reuse its memory.
 
-        Nobody has a row or a page yet. A capture that fails is told once and remembered; its steps run eagerly.
+        No request has a row or a page yet. A failure is logged and remembered; its steps run eagerly.
         """
         with self._capture.on_stream(), torch.inference_mode():
             for num_rows in reversed(self._buckets):
@@ -162,7 +162,7 @@ class GraphRunner:
             return None
         inputs = uniform_inputs(varying, self._width, self._max_len, rows)
         fill_inputs(inputs, rows)
-        # It keeps these tensors, so all steps write into them. No row has stored anything here: exact lengths are those.
+        # Attention keeps these tensors, so all steps write into them. No row has stored anything yet: ``q_lens`` are exact.
         bounds = inputs.forward.q_lens if attention.needs_host_lengths else inputs.forward.kv_bounds
         attention.plan(replace(inputs.forward, kv_bounds=bounds))
         made: dict[str, Tensor] = {}
@@ -179,7 +179,7 @@ class GraphRunner:
             made["words"] = record(inputs, drawn.view(num_rows, self._width), rows)
 
         def reset_rows() -> None:
-            # Behind this step's tokens comes the one that is drawn, and its own drafts.
+            # After this step's tokens come the one that is drawn and its drafts.
             rows.warm_up(self._width + 1 + NUM_WARMUP_DRAFTS)
 
         reset_rows()
@@ -210,7 +210,7 @@ class GraphRunner:
         Args:
             plan: Of at most ``bucket`` rows, as the coverage says.
             bucket: Whose capture did not fail.
-            drawing: How its tokens are drawn; ``ANY`` runs eagerly behind the forward.
+            drawing: How its tokens are drawn; ``ANY`` runs eagerly after the forward.
         """
         captured = self._captured[bucket]
         self._fill(captured, plan)
@@ -238,7 +238,7 @@ class GraphRunner:
 
 
 def _of_plan(inputs: StepInputs, plan: BatchPlan) -> StepInputs:
-    """The same for the rows of a plan and as long as these may be, as far as what follows the forward needs it."""
+    """Returns the inputs of the plan's rows alone, as far as ``finish_step`` reads them."""
     num_rows, forward = plan.rows.size, inputs.forward
     return replace(
         inputs,

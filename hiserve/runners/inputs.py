@@ -62,16 +62,16 @@ def uniform_inputs(varying: Tensor, width: int, max_kv_len: int, rows: DeviceRow
 
 
 def fill_inputs(inputs: StepInputs, rows: DeviceRows) -> None:
-    """Checks the rows and gathers tokens, positions, slots and page tables; in a graph, anew in each replay."""
+    """Checks the rows and gathers tokens, positions, slots and page tables; in a graph, in each replay."""
     rows.ops.fill_inputs(inputs, rows.state, page_size=rows.page_size)
 
 
 def put_tokens(inputs: ForwardInputs, static: ForwardInputs, size: int) -> None:
-    """Copies a step's tokens, where they are and where they go to the first places of a graph's; what pads it goes to the sink.
+    """Copies a step's tokens, positions and slots into a graph's; the slots of its other tokens are on the padding page.
 
     Args:
         inputs: T tokens.
-        static: Those that the graph reads.
+        static: Tensors that the graph reads.
         size: Tokens of the graph, T or more.
     """
     num_tokens = inputs.input_ids.shape[0]

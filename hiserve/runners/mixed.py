@@ -1,4 +1,4 @@
-"""Steps of rows that decode and a few prompts behind them, each as one CUDA graph up to the last attention."""
+"""Steps of rows that decode and then a few prompts, each as one CUDA graph up to the last attention."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ MAX_PROMPTS = 2  # likewise, for each block of tokens of the bucket
 
 
 class StaticInputs:
-    """Inputs of fixed size for steps of any rows: first of those that decode, then of the prompts behind them.
+    """Inputs of fixed size for steps of any rows: first those that decode, then the prompts.
 
-    At first no row has tokens, and all tokens are padding. Which row has which token, ``token_rows``, means nothing.
+    At first no row has tokens, and all tokens are padding. ``token_rows`` means nothing.
 
     Args:
         num_tokens: T, of the largest step.
         max_decode: D. Rows up to the last that decodes.
-        max_prompts: Rows behind them.
+        max_prompts: Rows after them.
         table_width: Entries of a row's page table.
         device: Of all tensors.
 
@@ -61,7 +61,7 @@ class StaticInputs:
         )
 
     def bounded(self, num_tokens: int, max_width: int, max_len: int) -> ForwardInputs:
-        """Returns the places of a bucket, with bounds for the host: one great prompt among rows that decode.
+        """Returns the tensors of a bucket, with bounds for the host: one large prompt among rows that decode.
 
         Args:
             num_tokens: Of the bucket.
@@ -84,7 +84,7 @@ class StaticInputs:
         )
 
     def fill(self, inputs: ForwardInputs, bucket: int) -> None:
-        """Puts a step into the places of a bucket; what it leaves empty has no tokens, and padding goes to the sink."""
+        """Copies a step into a bucket; unused rows have no tokens, and padding tokens go to the padding page."""
         static, num_decode = self.inputs, inputs.num_decode
         put_tokens(inputs, static, bucket)
         indptr = _spread(inputs.q_lens, num_decode, static.num_decode, static.qo_indptr.shape[0])
@@ -99,7 +99,7 @@ class StaticInputs:
 
 
 class _FixedOutput:
-    """An attention that always writes to one buffer: of padding tokens, which nobody attends for, it holds what it held."""
+    """An attention that always writes to one buffer, which it leaves as it was for padding tokens."""
 
     needs_host_lengths = False
 
@@ -108,7 +108,7 @@ class _FixedOutput:
         self._out = out
 
     def captured(self, num_rows: int, width: int) -> Attention | None:
-        """Returns none: a graph has been asked for."""
+        """Returns none: it is part of a graph already."""
 
     def ragged(self) -> Attention:
         """Returns itself."""
@@ -130,7 +130,7 @@ class _CapturedMixed:
     Attributes:
         graph: From the inputs to the last attention.
         residual: ``[T, hidden_size]``, the residual stream before the last attention.
-        hidden_states: ``[T, n]``, what the model shows of its tokens; None where it shows nothing.
+        hidden_states: ``[T, n]``, of ``aux_layers``; None without them.
     """
 
     graph: Graph
@@ -139,18 +139,17 @@ class _CapturedMixed:
 
 
 class MixedRunner:
-    """Computes rows that decode, each up to so many tokens, and a few prompts or parts of prompts.
+    """Computes rows that decode, each up to so many tokens, and a few prompts or chunks of prompts.
 
-    A step of some hundreds of tokens takes the device less time than the host takes to launch it attention by attention,
-    least of all beside a thread that loads pages. So attention is part of the graph here: each of its two groups of rows
-    has a fixed number of places, those that a step leaves empty have no tokens, and lengths are read on the device.
-    Padding tokens are written to the sink.
+    The device computes a step of some hundreds of tokens faster than the host launches its attentions one by one, above
+    all beside a thread that loads pages. So attention is part of the graph: each of the two groups of rows has a fixed
+    size, unused rows have no tokens, and lengths are read on the device. Padding tokens go to the padding page.
 
     Args:
         model: The decoder.
         layers: The pool's views.
         attention: A backend for graphs of ragged batches.
-        shape: What it knows of the model.
+        shape: Of the model.
         rows: The permanent rows.
         capture: Where graphs are captured.
         buckets: Tokens of each graph, ascending.
@@ -184,8 +183,8 @@ class MixedRunner:
         self._coverage = MixedGraphs(buckets, min(MAX_DECODE, max_rows - 1), max_width, MAX_PROMPTS, max_len)
         self._max_len = max_len
         self._static = StaticInputs(buckets[-1], self._coverage.max_decode, MAX_PROMPTS, table_width, rows.device)
-        # Noise tells whether the model was replayed behind attention; torch's generator is of no use for it outside
-        # graphs any more once a capture has failed.
+        # Noise shows whether the replay wrote the output. It has its own generator: torch's cannot be used outside graphs
+        # once a capture has failed.
         self._out = torch.empty((buckets[-1], shape.num_heads, shape.head_dim), dtype=shape.dtype, device=rows.device)
         self._out.normal_(generator=torch.Generator(rows.device))
         self._attention = _FixedOutput(attention, self._out)
@@ -203,7 +202,7 @@ class MixedRunner:
         return {each.graph for each in self._captured.values()}
 
     def close(self) -> None:
-        """Gives the graphs and their memory back."""
+        """Frees the graphs and their memory."""
         self._captured.clear()
 
     def capture(self) -> None:
@@ -251,7 +250,7 @@ class MixedRunner:
 
 
 def _spread(q_lens: Int32Array, num_decode: int, first: int, size: int) -> Int32Array:
-    """Returns where the tokens of each place begin, int32 ``[size]``: rows that decode from 0 on, the others from ``first``."""
+    """Returns where the tokens of each row begin, int32 ``[size]``: rows that decode from 0 on, the others from ``first``."""
     ends = q_lens.cumsum(dtype=np.int32)
     indptr = np.full(size, ends[-1], dtype=np.int32)
     indptr[0] = 0

@@ -1,4 +1,4 @@
-"""Steps of any kind, with CUDA graphs of what lies between attentions."""
+"""Steps of any kind, with CUDA graphs of the parts between attentions."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from hiserve.runners.inputs import put_tokens
 
 
 class _AttentionSplit:
-    """An attention that leaves its arguments in buffers, for whoever attends, and takes the output from another one.
+    """An attention that copies its arguments to buffers and returns another buffer; the runner attends between them.
 
-    While a capture is under way it ends one piece there and begins the next, if there is another layer.
+    During a capture it ends one piece and begins the next, if there is another layer.
 
     Attributes:
         q: ``[T, num_heads, head_dim]``; a bucket uses the first of the T tokens.
@@ -61,7 +61,7 @@ class _AttentionSplit:
         """Does nothing."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
-        """Hands over. The model, which calls it, names no ``out``: whoever attends writes to this one."""
+        """Copies the arguments. The model, which calls it, passes no ``out``: the runner writes to this one."""
         for buffer, made in ((self.q, q), (self.k, k), (self.v, v)):
             buffer[: made.shape[0]].copy_(made)
         if self._capture.is_active:
@@ -79,7 +79,7 @@ class _CapturedPieces:
         inputs: Whose token ids, positions and slots the first piece reads.
         pieces: One for each layer.
         residual: ``[T, hidden_size]``, the residual stream before the last attention.
-        hidden_states: ``[T, n]``, what the model shows of its tokens; None where it shows nothing.
+        hidden_states: ``[T, n]``, of ``aux_layers``; None without them.
     """
 
     inputs: ForwardInputs
@@ -91,13 +91,13 @@ class _CapturedPieces:
 class PiecewiseRunner:
     """Computes any batch of up to so many tokens. Lengths, page tables, masks and waits for layers stay eager.
 
-    Padding tokens are written to the sink.
+    Padding tokens go to the padding page.
 
     Args:
         model: The decoder.
         layers: The pool's views.
         attention: The backend.
-        shape: What it knows of the model.
+        shape: Of the model.
         capture: Where graphs are captured.
         buckets: Tokens of each set of pieces, ascending.
         head: Computes what follows the last attention.
@@ -124,7 +124,7 @@ class PiecewiseRunner:
         self._capture = capture
         self._buckets = buckets
         self._split = _AttentionSplit(capture, shape, buckets[-1], layers[0].k.device)
-        # Its own: torch's is of no use outside graphs any more once a capture has failed.
+        # Its own: torch's cannot be used outside graphs once a capture has failed.
         self._noise = torch.Generator(layers[0].k.device)
         self._captured: dict[int, _CapturedPieces] = {}
         self.failed: set[int] = set()
@@ -140,7 +140,7 @@ class PiecewiseRunner:
         return {piece for each in self._captured.values() for piece in each.pieces}
 
     def close(self) -> None:
-        """Gives the graphs and their memory back."""
+        """Frees the graphs and their memory."""
         self._captured.clear()
         self._split.pieces.clear()  # of the bucket that was captured last
 
@@ -197,7 +197,7 @@ class PiecewiseRunner:
 
 
 def _padding(num_tokens: int, device: torch.device) -> ForwardInputs:
-    """Tokens that are all padding, of which each overwrites the sink's first slot."""
+    """Returns padding tokens, each of which overwrites the first slot of the padding page."""
     zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     lengths = np.ones(num_tokens, dtype=np.int32)
     return ForwardInputs(

@@ -1,4 +1,4 @@
-"""What follows the forward of a step: drawing, accepting, recording, and the words that the host reads."""
+"""The end of a step after its forward: tokens are drawn, drafts accepted, rows advanced, words packed for the host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hiserve.sampling.score_packing import pack_scores
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceOutput:
-    """What a step leaves for the host.
+    """The outcome of a step for the host, still on the device.
 
     Attributes:
         words: int32, on the device: B legal flags, S counts, S * width tokens, then the packed scores of these tokens
@@ -50,9 +50,9 @@ class LaunchedStep:
     Attributes:
         output: For the host.
         inputs: Of the plan's rows, and perhaps of others that pad them.
-        hidden_states: ``[T, n]``, what the model showed of its tokens and of those that pad them; None where it shows nothing.
-        is_greedy: No row draws at random, as the gate was told.
-        drafts: Graphs of what follows it, if there are any.
+        hidden_states: ``[T, n]``, of ``Proposer.aux_layers``, padding tokens included; None without such layers.
+        is_greedy: No row draws at random.
+        drafts: Graphs of the proposer's work after it, if there are any.
     """
 
     output: DeviceOutput
@@ -113,7 +113,7 @@ def draw(inputs: StepInputs, logits: Tensor, rows: DeviceRows, drawing: Drawing)
 
 
 def _draw_any(inputs: StepInputs, logits: Tensor, rows: DeviceRows, host_rows: Int32Array) -> Tensor:
-    """Draws so many at a time: what it takes is many times the logits, and with drafts there are many of these."""
+    """Draws a slice of rows at a time: it needs many times the memory of the logits, of which drafts add more."""
     tokens = rows.tokens.narrow(1, 0, inputs.forward.max_kv_len)
     host_rows, owners, places = np.repeat(host_rows, inputs.width), _owners(inputs), _places(inputs)
     drawn = []
@@ -155,7 +155,7 @@ def record(inputs: StepInputs, drawn: Tensor, rows: DeviceRows) -> Tensor:
 
 
 def draft_step(plan: BatchPlan, launched_step: LaunchedStep) -> DraftStep:
-    """Returns what a proposer takes of a step.
+    """Returns a step as a proposer takes it.
 
     Args:
         plan: Of the step.
@@ -177,12 +177,12 @@ def draft_step(plan: BatchPlan, launched_step: LaunchedStep) -> DraftStep:
 
 
 def read_output(plan: BatchPlan, output: DeviceOutput, words: Int32Array) -> StepResult:
-    """Takes the words apart, in the order in which ``DeviceOutput`` lists them.
+    """Unpacks the words, in the order in which ``DeviceOutput`` lists them.
 
     Args:
-        plan: Whose outcome it is.
-        output: What the words are.
-        words: Them, on the host.
+        plan: Of the step.
+        output: Of the step.
+        words: ``output.words`` on the host.
     """
     if not output.num_rows:
         nothing = np.empty(0, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""How many drafts the next step verifies: as many as give the most tokens per second, and none where that is none."""
+"""The number of drafts per step: the one with the most expected tokens per second, which may be 0."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 
 from hiserve.core.plan import Int32Array
 from hiserve.core.startup_measurements import FloatArray, StepCosts
-from hiserve.spec.cold import Phase, Warmth
+from hiserve.spec.cold import HeadSchedule, Phase
 
 MIN_GAIN = 0.05  # of a change, as a share of the tokens per second
-LEAST_GAIN = 0.01  # where nothing has changed for long: little lost for ever is much
+LEAST_GAIN = 0.01  # likewise, once nothing has changed for long
 DWELL_STEPS = 20  # from one change to the next
-PROBE_SHARE = 0.01  # of all time, for numbers of drafts other than the best known
-MIN_PROBE_LOSS = 0.1  # steps; what a probe costs at least, so that numbers that are as good are not probed all the time
-MAX_CREDIT = 2.0  # steps that probes which went well may pay for in advance
+PROBE_SHARE = 0.01  # of the time of all steps, for other numbers of drafts than the best known
+MIN_PROBE_LOSS = 0.1  # steps; assumed cost of a probe at least, so that equal numbers are not probed all the time
+MAX_CREDIT = 2.0  # steps; most credit that successful probes build up
 
 PRIOR = 0.6  # of the first draft, before any was verified
 PRIOR_ROWS = 2.0  # rows that weigh as much
@@ -24,15 +24,15 @@ WINDOW_ROWS = 64.0  # whose drafts are remembered,
 WINDOW_STEPS = 8.0  # and for how many steps at least
 
 TIME_RATE = 0.01  # of a new time, against those before it
-DRAFT_RATE = 0.2  # likewise, of further drafts: only probes tell their time
-MIN_S = 1e-9  # of a step, so that a clock that stood still can be told
+DRAFT_RATE = 0.2  # likewise, of further drafts: only probes measure their time
+MIN_S = 1e-9  # of a step, where the clock did not advance
 MAX_ERROR = 0.5  # of the logarithm of a time: a stall weighs no more
 
 
 class Acceptance:
-    """How likely drafts are accepted, by their place: what was seen lately weighs most.
+    """The probability that drafts are accepted, by their position in the chain; recent steps weigh most.
 
-    A place that no row has reached lately keeps its chance relative to the one before it; one never reached has the
+    A position that no row has reached lately keeps its chance relative to the one before it; one never reached has the
     same chance as that.
 
     Args:
@@ -49,7 +49,7 @@ class Acceptance:
         self._update()
 
     def add(self, num_draft: Int32Array, counts: Int32Array) -> None:
-        """Takes in a step; int32 ``[S]`` drafts of each row, and those accepted + 1."""
+        """Records a step; int32 ``[S]`` drafts of each row, and those accepted + 1."""
         num_rows = _num_with(num_draft, self._max_draft)
         share = num_rows / (WINDOW_ROWS + WINDOW_STEPS * num_rows)
         self._reached += _num_with(np.minimum(num_draft, counts), self._max_draft) - share * self._reached
@@ -57,7 +57,7 @@ class Acceptance:
         self._update()
 
     def forget(self) -> None:
-        """Knows nothing any more, and expects nothing."""
+        """Drops all observations, and expects no draft to be accepted."""
         self._prior = 0.0
         self._reached[:] = self._accepted[:] = 0.0
         self._update()
@@ -73,7 +73,7 @@ class Acceptance:
 
 
 class Times:
-    """What steps take, by the table that was measured at start and by what steps took since.
+    """Expected times of steps: the table measured at start, corrected by the steps since.
 
     Args:
         costs: The table.
@@ -94,7 +94,7 @@ class Times:
         return np.multiply(by_table, np.exp(factors))
 
     def add(self, num_rows: int, mean_context: float, tier: int, seconds: float) -> None:
-        """Takes in what a step took that verified one of the C tiers."""
+        """Records the time of a step that verified one of the C tiers."""
         bucket = self._costs.bucket(num_rows)
         expected = self.expect(num_rows, mean_context)[tier]
         rate = max(TIME_RATE, 1.0 / (1 + self._num_measured[bucket, tier]))
@@ -102,14 +102,14 @@ class Times:
         self._num_measured[bucket, tier] += 1
 
     def further(self, num_rows: int, mean_context: float) -> FloatArray:
-        """Returns what all drafts of a tier but the first take to make, float64 ``[C]``."""
+        """Returns the seconds of making all drafts of a tier but the first, float64 ``[C]``."""
         bucket = self._costs.bucket(num_rows)
         factor = float(np.exp(self._draft_factors[bucket]))
         further: FloatArray = factor * self._costs.further(bucket, num_rows * mean_context)
         return further
 
     def add_further(self, num_rows: int, mean_context: float, tier: int, made: int, seconds: float) -> None:
-        """Takes in what a step took that verified a tier whose time is known, and behind which another was made."""
+        """Records the time of a step that verified a tier of known time, and after which another tier was drafted."""
         bucket, further = self._costs.bucket(num_rows), self.further(num_rows, mean_context)
         expected = float(further[made] - further[tier])
         if not expected:
@@ -142,30 +142,29 @@ def _num_with(num_draft: Int32Array, max_draft: int) -> NDArray[np.int64]:
 class DraftController:
     """Picks how many drafts each row makes and verifies.
 
-    The choice is the tier of most expected tokens per expected second. It changes where a change gains enough, and not
-    soon again, for batches of about as many rows. A small share of all time goes to other tiers, in single steps, so that what was learned in other times,
-    or measured wrongly, is found out: each is probed when enough has been saved for what that is expected to lose. What
-    a probe gains over that pays for the next: where drafts are accepted again, one follows the other.
+    The choice is the tier of most expected tokens per expected second. It changes where a change gains enough, and then
+    stays for a while, separately for each size of batch. Single steps probe other tiers from a budget of 1 % of the time, so
+    that stale or wrong estimates are corrected: a tier is probed when its credit covers the expected loss. A probe that
+    gains more than expected adds credit, so that probes follow each other once drafts are accepted again.
 
-    A choice may be verified any number of steps later; what is recorded need not be what was chosen last.
+    A choice may be verified any number of steps later; the recorded step need not be the last chosen one.
 
-    Where no drafts are best for long, what drafts goes cold: it does nothing behind a step. ``spec.cold`` says when it is
-    tried again.
+    Where no drafts are best for long, the head goes cold: it skips steps. ``spec.cold`` says when it is tried again.
 
     Args:
         costs: Measured at start, for at least one draft.
-        warm_steps: That a cold head takes part in before its drafts are worth something; None if it is never cold.
+        warm_steps: Steps that a cold head takes part in before its drafts are of use; None if it never goes cold.
     """
 
     def __init__(self, costs: StepCosts, warm_steps: int | None = None) -> None:
         self._costs = costs
-        self._warmth = None if warm_steps is None else Warmth(warm_steps)
+        self._schedule = None if warm_steps is None else HeadSchedule(warm_steps)
         self._num_rows, self._price = 0, 0.0  # of a trial, for batches of so many rows
         self._times = Times(costs)
         self._acceptance = Acceptance(costs.max_draft)
         self._tiers = np.array(costs.tiers, np.int64)
         self._credit = np.zeros(len(costs.tiers))  # steps that may be lost to probes
-        # By the batches that were measured: what is best for one says little of what is for another.
+        # By the measured sizes of batches: the best tier of one says little about another.
         self._kept = [0] * len(costs.rows)
         self._age = [DWELL_STEPS] * len(costs.rows)
         self._bucket = 0
@@ -182,34 +181,34 @@ class DraftController:
 
     @property
     def num_draft(self) -> int:
-        """What is chosen for batches like the last, probes aside."""
+        """The choice for batches like the last, probes aside."""
         return self._costs.tiers[self._kept[self._bucket]]
 
     @property
     def is_cold(self) -> bool:
-        """Whether what drafts does nothing behind the next step."""
-        return self._warmth is not None and self._warmth.phase is Phase.COLD
+        """Whether the head skips the next step."""
+        return self._schedule is not None and self._schedule.phase is Phase.COLD
 
     def stays_cold(self, allowed: Int32Array) -> bool:
-        """Takes in a step before drafts are chosen for it; there are none to choose while it returns True.
+        """Records a step before drafts are chosen for it; while it returns True there are none to choose.
 
         Args:
             allowed: As in ``choose``.
         """
-        warmth = self._warmth
-        if warmth is None or warmth.phase is not Phase.COLD:
+        schedule = self._schedule
+        if schedule is None or schedule.phase is not Phase.COLD:
             return False
         if allowed.size != self._num_rows:
             self._num_rows, bucket = allowed.size, self._costs.bucket(allowed.size)
             shares = self._costs.shares(bucket)
-            self._price = warmth.price(allowed.size, float(shares[0]), float(shares[1]))
+            self._price = schedule.trial_cost(allowed.size, float(shares[0]), float(shares[1]))
             if bucket != self._bucket:
                 self._bucket = bucket
                 if self._pays(allowed, self._times.expect(allowed.size, 0.0)):  # as far as is known
-                    warmth.wake()
+                    schedule.wake()
                     return False
-        warmth.save(allowed.size, self._price)
-        return warmth.phase is Phase.COLD
+        schedule.note_cold(allowed.size, self._price)
+        return schedule.phase is Phase.COLD
 
     def choose(self, allowed: Int32Array, mean_context: float) -> int:
         """Returns how many drafts to make for the next step, at most.
@@ -221,27 +220,27 @@ class DraftController:
         most = int(allowed.max(initial=0))
         if most == 0 or self.is_cold:
             return 0
-        bucket, warmth = self._costs.bucket(allowed.size), self._warmth
+        bucket, schedule = self._costs.bucket(allowed.size), self._schedule
         self._bucket = bucket
-        if warmth is not None and warmth.phase is not Phase.WARM:
-            was, phase = warmth.phase, warmth.advance()
+        if schedule is not None and schedule.phase is not Phase.WARM:
+            was, phase = schedule.phase, schedule.advance()
             if phase is Phase.TRIAL and was is not Phase.TRIAL:
                 self._acceptance.forget()
                 self._age[bucket] = DWELL_STEPS  # what it finds counts at once
             if phase is not Phase.WARM:
                 return min(most, self._costs.tiers[1]) if phase is Phase.TRIAL else 0
             # By the table alone: the few times of a trial may be those of stalls.
-            if was is Phase.VERDICT and not self._pays(
+            if was is Phase.PENDING and not self._pays(
                 allowed, self._costs.seconds(bucket, allowed.size * mean_context)
             ):
-                warmth.chill()
+                schedule.go_cold()
                 return 0
         seconds = self._times.expect(allowed.size, mean_context)
         chosen = self._choose(bucket, allowed, seconds)
-        if warmth is not None:
+        if schedule is not None:
             self._num_rows = 0
             keep_share = float(self._costs.shares(bucket)[0])
-            if warmth.rest(is_idle=not self._pays(allowed, seconds), keep_share=keep_share):
+            if schedule.note_idle(is_idle=not self._pays(allowed, seconds), keep_share=keep_share):
                 self._kept[bucket] = chosen = 0
         return chosen
 
@@ -273,15 +272,15 @@ class DraftController:
     def record(
         self, num_draft: Int32Array, counts: Int32Array, num_made: int, mean_context: float, seconds: float | None
     ) -> None:
-        """Takes in a step.
+        """Records a step.
 
         Args:
             num_draft: int32 ``[S]``. Drafts that each row verified; rows that failed their check are left out.
             counts: int32 ``[S]``. Those accepted + 1, before any stop.
-            num_made: Drafts of each row whose making took part of the time: those made behind the step before, if its
-                end was told when it had verified; those made behind this one, if its end is told only then.
+            num_made: Drafts of each row that were made within ``seconds``: those after the previous step where a step ends
+                with its verification, those after this one where it ends with its drafts.
             mean_context: As in ``choose``.
-            seconds: From the end of the step before to the end of this one; None if it did something else too.
+            seconds: From the end of the previous step to the end of this one; None if something else ran in between.
         """
         if not counts.size:
             return
@@ -307,7 +306,7 @@ class DraftController:
     def _gain(
         self, tier: int, num_draft: Int32Array, counts: Int32Array, mean_context: float, seconds: float | None
     ) -> float:
-        """Returns by how much a step was better than expected, in steps of those that are usual now."""
+        """Returns by how much a step was better than expected, in steps of the kept tier."""
         tokens, kept = self._expect_tokens(num_draft), self._kept[self._costs.bucket(counts.size)]
         gained = float((counts.sum() - tokens[-1]) / tokens[kept])
         if seconds is not None:

@@ -1,35 +1,35 @@
-"""When what drafts does nothing at all: its part in a step costs, and where no draft pays it gains nothing."""
+"""When a draft head skips steps: its part in a step costs time, and gains nothing where no draft pays."""
 
 from __future__ import annotations
 
 from enum import Enum
 
-COLD_AFTER = 64  # steps in a row for which no drafts were the best
-MIN_SHARE = 0.002  # of a step's time; a part that takes less goes on
-TRIAL_SHARE = 0.01  # of all time, for trials
-TRIAL_ROWS = 8  # that verify drafts in a trial, in all its steps together
+COLD_AFTER = 64  # consecutive steps for which no drafts were the best
+MIN_SHARE = 0.002  # of a step's time; a head that takes less never goes cold
+TRIAL_SHARE = 0.01  # of the time of all steps, spent on trials at most
+TRIAL_ROWS = 8  # rows that verify drafts in one trial, summed over its steps
 MIN_TRIAL_STEPS = 2
-LAG_STEPS = 2  # until the results of a trial are in
+LAG_STEPS = 2  # from a trial's last step to its results
 
 
 class Phase(Enum):
-    """What a head does behind a step."""
+    """What a head does after a step."""
 
-    WARM = "warm"  # takes part; drafts are chosen
-    COLD = "cold"  # nothing
-    WARMING = "warming"  # takes part; no drafts
-    TRIAL = "trial"  # takes part; the fewest drafts
-    VERDICT = "verdict"  # takes part; no drafts, until results are in
+    WARM = "warm"  # it takes part; the number of drafts is chosen
+    COLD = "cold"  # it skips the step
+    WARMING = "warming"  # it takes part; no drafts
+    TRIAL = "trial"  # it takes part; the fewest drafts
+    PENDING = "pending"  # it takes part; no drafts until the results of the trial arrive
 
 
-class Warmth:
-    """Lets a head go cold after steps without drafts, and tries it again as often as trials may cost.
+class HeadSchedule:
+    """Decides in which steps a head takes part: it goes cold after steps without drafts, and is tried again at a bounded cost.
 
-    A trial begins with steps in which the head only takes part: of tokens before them it has computed nothing. A cold
-    head saves the time of those steps, and of the drafts behind them, before they begin.
+    A trial begins with steps in which the head takes part and drafts nothing, since it has computed nothing of the tokens
+    before them. Before a trial begins, cold steps must have saved its cost.
 
     Args:
-        warm_steps: In which the head takes part before its drafts are tried.
+        warm_steps: Steps in which the head takes part before its drafts are tried.
 
     Attributes:
         phase: Of the next step.
@@ -41,54 +41,54 @@ class Warmth:
         self._num_idle = 0
         self._left = 0  # steps of this phase
         self._trial_steps = 0
-        self._saved = 0.0  # steps that trials may cost
+        self._saved = 0.0  # cost that trials may have, in steps
 
-    def price(self, num_rows: int, keep_share: float, draft_share: float) -> float:
-        """Returns what a trial costs, in steps without a head.
+    def trial_cost(self, num_rows: int, keep_share: float, draft_share: float) -> float:
+        """Returns the cost of a trial, in steps without a head.
 
         Args:
             num_rows: Of a step.
-            keep_share: What taking part costs.
-            draft_share: What the fewest drafts cost.
+            keep_share: Cost of taking part, of a step.
+            draft_share: Cost of the fewest drafts, likewise.
         """
         return (self._warm_steps + LAG_STEPS) * keep_share + _trial_steps(num_rows) * draft_share
 
-    def rest(self, *, is_idle: bool, keep_share: float) -> bool:
-        """Takes in a step of a warm head, whose drafts pay or do not; returns whether it goes cold.
+    def note_idle(self, *, is_idle: bool, keep_share: float) -> bool:
+        """Records a step of a warm head; returns whether the head goes cold.
 
         Args:
-            is_idle: They do not.
-            keep_share: What taking part costs, of a step.
+            is_idle: No number of drafts pays.
+            keep_share: Cost of taking part, of a step.
         """
         self._num_idle = self._num_idle + 1 if is_idle else 0
         if self._num_idle > COLD_AFTER and keep_share > MIN_SHARE:
-            self.chill()
+            self.go_cold()
             return True
         return False
 
-    def chill(self) -> None:
+    def go_cold(self) -> None:
         """Lets the head go cold."""
         self.phase, self._saved = Phase.COLD, 0.0
 
-    def save(self, num_rows: int, price: float) -> None:
-        """Takes in a step of a cold head, and begins a trial if enough is saved."""
+    def note_cold(self, num_rows: int, price: float) -> None:
+        """Records a step of a cold head; begins a trial once enough is saved."""
         self._saved += TRIAL_SHARE
         if self._saved >= price:
             self.wake(_trial_steps(num_rows))
 
     def wake(self, trial_steps: int = 0) -> None:
-        """Ends the cold: with a trial, or without one where it is known that drafts pay."""
+        """Ends the cold phase: with a trial, or without one where drafts are known to pay."""
         self.phase, self._left = Phase.WARMING, self._warm_steps
         self._trial_steps, self._num_idle = trial_steps, 0
 
     def advance(self) -> Phase:
-        """Returns what the head does behind this step, between the cold and the next choice."""
+        """Returns what the head does after this step, on the way from cold to warm."""
         while not self._left:
             match self.phase:
                 case Phase.WARMING if self._trial_steps:
                     self.phase, self._left = Phase.TRIAL, self._trial_steps
                 case Phase.TRIAL:
-                    self.phase, self._left = Phase.VERDICT, LAG_STEPS
+                    self.phase, self._left = Phase.PENDING, LAG_STEPS
                 case _:
                     self.phase = Phase.WARM
                     return self.phase

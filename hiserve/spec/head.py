@@ -1,13 +1,13 @@
 """The proposer with a head, or a small model: one forward over what a step computed, then one for each further draft.
 
-The draft slot of a token is computed from its embedding and from what the model showed of the token before it. A step
-that computed a row's places c to c + n - 1 thus lets the head compute c to c + n: the last of them, drawn just now,
-gives the first draft. Place c, which the step before computed too, is computed again: nothing needs to be known of how
-a row came there, by a prompt, a cached prefix, or a step without drafts. The idea of the features is EAGLE's (Li et al.,
-arXiv:2401.15077); the slot convention is ours: a page's draft part depends on nothing behind the page.
+The draft slot of a token is computed from its embedding and the model's hidden state of the token before it. After a step
+that computed a row's places c to c + n - 1 the head computes c to c + n: the last of them, drawn just now, gives the first
+draft. Place c, which the previous step computed too, is computed again, so that it does not matter how the row came there:
+by a prompt, a cached prefix, or a step without drafts. The use of hidden states is EAGLE's idea (Li et al.,
+arXiv:2401.15077); the slot convention is ours: a page's draft part depends on no later page.
 
-The head need not take part in every step. Pages with a token whose step it left out are not drafted, wherever they move,
-and drafts attend over what stands behind the last of them.
+The head may skip steps. Pages with a token of a skipped step are not drafted, in whatever tier they are, and drafts attend
+over the pages after the last of them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from hiserve.sampling.params import SamplingRows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftPool:
-    """Where a head keeps what it needs of tokens.
+    """The head's part of the device pool.
 
     Attributes:
         layers: Keys and values of its layers, in the pages of the tokens that they embed.
-        page_hidden: ``[num_pages, F]``. What the model showed of the last token of each page.
-        is_drafted: ``[num_pages]`` and
-        taken_len: int64 ``[R]``, as ``DraftProgress`` has them.
+        page_hidden: ``[num_pages, F]``. The hidden state of the last token of each page.
+        is_drafted: ``[num_pages]``, and
+        taken_len: int64 ``[R]``, as in ``DraftProgress``.
         page_size: Tokens per page.
     """
 
@@ -55,11 +55,11 @@ class HeadProposer:
         attention: A backend of its shape.
         state: The rows.
         sampling: Their parameters.
-        step_ops: Draws and
-        draft_ops: the rest of the device's kernels.
+        step_ops: The device's kernels that draw, and
+        draft_ops: those of drafts.
 
     Attributes:
-        aux_layers: Layers of the model that the head sees.
+        aux_layers: Layers of the model whose output the head takes.
     """
 
     def __init__(
@@ -80,8 +80,10 @@ class HeadProposer:
         self._sampling = sampling
         self._step_ops = step_ops
         self._ops = draft_ops
-        self._max_kv_len = state.page_table.shape[1] * pool.page_size  # drafts past a row's end see its last pages
-        # Of the last computed token of each row, what the model showed.
+        self._max_kv_len = (
+            state.page_table.shape[1] * pool.page_size
+        )  # drafts past a row's end attend to its last pages
+        # The hidden state of the last computed token of each row.
         num_rows = state.tokens.shape[0]
         self._last = pool.page_hidden.new_zeros((num_rows, head.feature_size))
         self._progress = DraftProgress(
@@ -173,13 +175,11 @@ class HeadProposer:
         return DraftLayout.after(step, self._max_kv_len), self._attention
 
     def _take_in(self, step: DraftStep, layout: DraftLayout) -> tuple[ForwardInputs, Tensor]:
-        """Returns what a forward over a step takes, with what the model showed of the token before each."""
+        """Returns the inputs of a forward over a step, and the hidden state of the token before each."""
         made = self._inputs(step.rows, step.first, step.legal, layout)
-        assert step.hidden_states is not None or not self.aux_layers, (
-            f"the model showed nothing of layers {self.aux_layers}"
-        )
+        assert step.hidden_states is not None or not self.aux_layers, f"no hidden states of layers {self.aux_layers}"
         nothing = self._last.new_empty((layout.token_rows.shape[0], 0))
-        shown = StepHiddenStates(
+        kept = StepHiddenStates(
             hidden_states=nothing if step.hidden_states is None else self._head.fuse(step.hidden_states),
             last=self._last,
             page_hidden=self._pool.page_hidden,
@@ -194,9 +194,9 @@ class HeadProposer:
         )
         hidden_states = nothing
         if self._head.feature_size:
-            hidden_states = self._ops.draft_hidden_states(shown)
-            self._ops.keep_hidden_states(shown, self._state)
-        self._ops.note_drafted(shown, self._state, self._progress)
+            hidden_states = self._ops.draft_hidden_states(kept)
+            self._ops.keep_hidden_states(kept, self._state)
+        self._ops.note_drafted(kept, self._state, self._progress)
         return self._window(step.rows, step.first, step.legal, made), hidden_states
 
     def _window(self, rows: Tensor, first: Tensor, legal: Tensor, made: ForwardInputs) -> ForwardInputs:

@@ -1,4 +1,4 @@
-"""The proposer without a model: what followed the last tokens where they stood before in the row.
+"""The proposer without a model: drafts are the tokens that followed an earlier occurrence of the row's last tokens.
 
 The idea is prompt lookup decoding (Saxena 2023): replies repeat what their prompts say.
 """

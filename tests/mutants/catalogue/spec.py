@@ -48,7 +48,7 @@ with head.HeadProposer.draft, test_spec_drafts.test_a_model_that_drafts_for_itse
     self._step_ops.draw_free(chain.logits, temperature, seed, choice, chain.places + 1, temperature > 0)
 with adaptive.DraftController.stays_cold, test_cold.test_it_comes_back_where_drafts_are_accepted_again:
     "INV 68: a cold head is never tried again"
-    warmth.save(allowed.size, self._price)
+    schedule.note_cold(allowed.size, self._price)
     pass
 with adaptive.DraftController._choose, test_adaptive.test_work_of_one_kind_is_done_as_fast_as_with_the_best_fixed_number:
     "adaptive drafts: the longest draft is chosen at any cost"

@@ -11,7 +11,7 @@ import pytest
 from hiserve.core.startup_measurements import StepCosts
 from hiserve.spec import cold
 from hiserve.spec.adaptive import DraftController
-from hiserve.spec.cold import COLD_AFTER, TRIAL_SHARE, Phase, Warmth
+from hiserve.spec.cold import COLD_AFTER, TRIAL_SHARE, HeadSchedule, Phase
 from tests.helpers.step_costs import step_costs
 
 K, CONTEXT, WARM_STEPS = 5, 500.0, 32
@@ -178,15 +178,15 @@ def test_rows_that_want_no_drafts_ask_for_nothing() -> None:
 @pytest.mark.parametrize("rows", [1, 3, 8, 100])
 def test_the_price_of_a_trial_is_what_its_steps_cost(rows: int) -> None:
     keep_share, draft_share = 0.01, 0.3
-    warmth = Warmth(WARM_STEPS)
-    price = warmth.price(rows, keep_share, draft_share)
-    warmth.chill()
+    schedule = HeadSchedule(WARM_STEPS)
+    price = schedule.trial_cost(rows, keep_share, draft_share)
+    schedule.go_cold()
     num_saved = 0
-    while warmth.phase is Phase.COLD:
-        warmth.save(rows, price)
+    while schedule.phase is Phase.COLD:
+        schedule.note_cold(rows, price)
         num_saved += 1
     cost, num_tried = 0.0, 0
-    while (phase := warmth.advance()) is not Phase.WARM:
+    while (phase := schedule.advance()) is not Phase.WARM:
         cost += draft_share if phase is Phase.TRIAL else keep_share
         num_tried += rows * (phase is Phase.TRIAL)
     assert num_tried >= cold.TRIAL_ROWS
@@ -195,18 +195,20 @@ def test_the_price_of_a_trial_is_what_its_steps_cost(rows: int) -> None:
 
 
 def test_phases_follow_each_other() -> None:
-    warmth = Warmth(2)
+    schedule = HeadSchedule(2)
     for _ in range(COLD_AFTER):
-        warmth.rest(is_idle=True, keep_share=0.1)
-    warmth.rest(is_idle=False, keep_share=0.1)
-    assert warmth.phase is Phase.WARM
-    assert [warmth.rest(is_idle=True, keep_share=0.1) for _ in range(COLD_AFTER + 1)] == [False] * COLD_AFTER + [True]
-    assert warmth.phase is Phase.COLD
+        schedule.note_idle(is_idle=True, keep_share=0.1)
+    schedule.note_idle(is_idle=False, keep_share=0.1)
+    assert schedule.phase is Phase.WARM
+    assert [schedule.note_idle(is_idle=True, keep_share=0.1) for _ in range(COLD_AFTER + 1)] == [False] * COLD_AFTER + [
+        True
+    ]
+    assert schedule.phase is Phase.COLD
     for _ in range(round(1 / TRIAL_SHARE)):
-        assert warmth.phase is Phase.COLD
-        warmth.save(8, 1.0)
-    phases = [warmth.advance() for _ in range(7)]
-    assert phases == [*[Phase.WARMING] * 2, *[Phase.TRIAL] * 2, *[Phase.VERDICT] * 2, Phase.WARM]
-    warmth.wake()
-    assert [warmth.advance() for _ in range(3)] == [Phase.WARMING, Phase.WARMING, Phase.WARM]
-    assert not any(warmth.rest(is_idle=True, keep_share=0.1) for _ in range(COLD_AFTER))
+        assert schedule.phase is Phase.COLD
+        schedule.note_cold(8, 1.0)
+    phases = [schedule.advance() for _ in range(7)]
+    assert phases == [*[Phase.WARMING] * 2, *[Phase.TRIAL] * 2, *[Phase.PENDING] * 2, Phase.WARM]
+    schedule.wake()
+    assert [schedule.advance() for _ in range(3)] == [Phase.WARMING, Phase.WARMING, Phase.WARM]
+    assert not any(schedule.note_idle(is_idle=True, keep_share=0.1) for _ in range(COLD_AFTER))
