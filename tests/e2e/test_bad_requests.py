@@ -25,8 +25,6 @@ from tests.helpers import bad_requests, bad_wire
 from tests.helpers.bad_requests import MAX_REQUEST_BYTES, NATIVE, TEXT, Answer, Bad
 from tests.helpers.bad_wire import Wire
 
-pytestmark = pytest.mark.alone
-
 
 async def run_corpus(
     url: str, corpus: Iterable[Wire], quiet: Quiet, headers: dict[str, str] | None = None

@@ -17,8 +17,6 @@ import pytest
 
 from tests.e2e.live import Live, serve
 
-pytestmark = pytest.mark.alone
-
 SMALL = ("--cpu-threads", "1")
 SECRET = "sesame-9f3c41d2"
 KEYS = ("--api-key", "alpha", "--api-key", "beta", "--api-key", SECRET, "--admin-api-key", "root")

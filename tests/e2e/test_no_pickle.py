@@ -13,8 +13,6 @@ import pytest
 import hiserve
 from tests.e2e.live import COMMAND, Live, serve
 
-pytestmark = pytest.mark.alone
-
 PACKAGE = Path(hiserve.__file__).parent
 FORBIDDEN = re.compile(
     r"\b(?:import|from)\s+(?:_?pickle|dill|cloudpickle|joblib|shelve|marshal)\b|\btorch\.load\b|allow_pickle\s*=\s*True"

@@ -23,8 +23,6 @@ from hiserve.models.model_config import NANO, find_model
 from hiserve.text.tokenizer import Tokenizer
 from tests.e2e.live import COMMAND, Live, serve, wait_gone
 
-pytestmark = pytest.mark.alone
-
 MODEL = NANO
 QUESTIONS = [
     "I would like a small latte with oat milk, please.",
@@ -296,6 +294,7 @@ async def test_disconnects_leak_no_pages_and_every_stream_ends_once(live: Live) 
 async def test_a_closed_socket_frees_its_request_while_others_run(live: Live) -> None:
     """A request without an end in sight leaves the batch when its client does."""
     live.wait_idle()
+    num_whole = live.counter("hiserve:request_success_total", finished_reason="length")
     host, port = live.url.removeprefix("http://").split(":")
     body = json.dumps({"prompt": [50], "max_tokens": 4000, "ignore_eos": True}).encode()
     for _ in range(3):
@@ -306,7 +305,8 @@ async def test_a_closed_socket_frees_its_request_while_others_run(live: Live) ->
             await asyncio.sleep(0.01)
         writer.close()
         await writer.wait_closed()
-        await asyncio.to_thread(live.wait_idle, 5.0)
+        await asyncio.to_thread(live.wait_idle)
+    assert live.counter("hiserve:request_success_total", finished_reason="length") == num_whole
 
 
 def test_a_port_in_use_is_one_line_and_exit_status_1(tmp_path: Path) -> None:
@@ -329,6 +329,7 @@ def wait_for_log(running: Live, text: str) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.alone
 def test_a_second_signal_stops_at_once_and_kill_leaves_no_orphans(tmp_path: Path) -> None:
     body = {"prompt": [50], "max_tokens": 8000, "ignore_eos": True, "stream": True}
     for signals, status in (([signal.SIGTERM, signal.SIGTERM], 0), ([signal.SIGKILL], -signal.SIGKILL)):

@@ -20,8 +20,6 @@ from tests.helpers.fake_engine import FAIL, reply
 from tests.helpers.process_engine import collect, engine, finish, order, private_folder, settled, tokens, until_running
 from tests.helpers.processes import resident_bytes, wait_resting
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -96,7 +96,6 @@ def ask(live: Live, prompt: list[int]) -> dict[str, Any]:
     return dict(response.json()["usage"]["prompt_tokens_details"]["cached_tokens_details"])
 
 
-@pytest.mark.alone
 def test_sigterm_lets_pages_reach_a_slow_store(tmp_path: Path) -> None:
     """Each file takes 50 ms: when the signal comes, most pages wait."""
     store = ("--store", f"file:{tmp_path}/store", "--spec", "off", "--kv-pages", "80")
@@ -113,7 +112,6 @@ def test_sigterm_lets_pages_reach_a_slow_store(tmp_path: Path) -> None:
     assert found >= 0.99 * 6 * (NUM_TOKENS // PAGE * PAGE)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("is_hurried", [False, True], ids=["until the time is over", "until a second signal"])
 def test_the_end_waits_for_pages_as_long_as_it_may_and_nobody_hurries_it(tmp_path: Path, is_hurried: bool) -> None:
     """The store is a worker's whose calls take longer than this test waits for the end."""

@@ -19,8 +19,6 @@ from hiserve.config.options import make_options
 from tests.e2e.live import Live
 from tests.faults.harness import Crowd, check_idle, open_files, serving, worker_pid
 
-pytestmark = pytest.mark.alone
-
 SEED = 51
 # A file system of its own, which nobody else sees: its size, where it is mounted, the command in it.
 NAMESPACE = ("unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size="$1" tmpfs "$2" && shift 2 && exec "$@"', "sh")
@@ -89,6 +87,7 @@ async def test_a_file_system_that_is_full(tmp_path: Path) -> None:
         assert "space" in found["tiers"]["store"]["last_error"]
 
 
+@pytest.mark.alone
 async def test_a_shared_memory_that_is_full_when_a_worker_starts_again(tmp_path: Path) -> None:
     with serving(tmp_path, "--host-cache-name", "full", before=with_file_system("30m", Path("/dev/shm"))) as live:
         shared = Path(f"/proc/{live.process.pid}/root/dev/shm")

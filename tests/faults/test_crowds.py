@@ -12,8 +12,6 @@ import pytest
 from tests.e2e.live import Live
 from tests.faults.harness import Crowd, body_of, check_idle, open_files, scripts, serving, worker_pid
 
-pytestmark = pytest.mark.alone
-
 QUEUED = 8
 SEED = 31
 

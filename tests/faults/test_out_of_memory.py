@@ -8,13 +8,10 @@ from typing import Any
 
 import httpx
 import numpy as np
-import pytest
 
 from hiserve import LLM, SamplingParams
 from tests.faults.harness import read, serving, worker_pid
 from tests.helpers.traffic import SETTINGS
-
-pytestmark = pytest.mark.alone
 
 SIZES = {"max_model_len": 3328, "max_batched_tokens": 3072, "kv_pages": 480, "host_cache_gib": 0}
 FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]

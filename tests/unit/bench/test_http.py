@@ -14,8 +14,6 @@ from hiserve.bench.http import Pool
 from hiserve.errors import ConfigError, UnavailableError
 from tests.helpers.fake_server import Asked, FakeServer, Out
 
-pytestmark = pytest.mark.alone
-
 
 async def whole(asked: Asked, out: Out) -> None:
     await out.json(200, {"got": asked.body})

@@ -29,8 +29,6 @@ from tests.helpers.fake_server import (
     usage_event,
 )
 
-pytestmark = pytest.mark.alone
-
 COMPLETIONS = "/v1/completions"
 CHATS = "/v1/chat/completions"
 IDS = np.array([5, 6, 7], dtype=np.int32)

@@ -37,8 +37,6 @@ from hiserve.ipc.updates import RequestUpdates
 from tests.helpers.fake_engine import FakeEngine, reply
 from tests.helpers.settings import settings_of
 
-pytestmark = pytest.mark.alone
-
 PROMPT = np.arange(40, dtype=np.int32)
 
 

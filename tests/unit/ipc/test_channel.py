@@ -17,8 +17,6 @@ from hiserve.errors import ResourceError
 from hiserve.ipc.channel import HIGH_WATER_MARK, AsyncChannel, Link, PeerGoneError, PollingChannel
 from hiserve.ipc.codec import Frames
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:

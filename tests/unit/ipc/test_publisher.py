@@ -21,8 +21,6 @@ from hiserve.ipc.kv_events import MAX_KEPT_BATCHES, Cleared, Removed
 from hiserve.ipc.publisher import Publisher
 from tests.helpers.kv_mirror import Reader
 
-pytestmark = pytest.mark.alone
-
 
 class Setup:
     """Makes publishers and readers on sockets in a folder, and closes them."""

@@ -28,8 +28,6 @@ from hiserve.ipc.publisher import Publisher
 from tests.helpers.kv_mirror import Reader
 from tests.helpers.processes import wait_dead
 
-pytestmark = pytest.mark.alone
-
 SEED = 11
 NOBODY = 65_534
 GREETING = bytes([0xFF, *8 * [0], 0x7F, 3, 0]) + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -102,6 +100,7 @@ class Strangers:
         self.num_visits += 1
 
 
+@pytest.mark.alone
 async def test_strangers_at_the_socket_of_a_child_are_not_heard_and_do_not_keep_it_out(folder: Path) -> None:
     heard: list[Frames] = []
     with Strangers(folder) as strangers:
@@ -227,6 +226,7 @@ def say_raw(address: str, noise: bytes) -> None:
                 raw.sendall(noise)
 
 
+@pytest.mark.alone
 def test_a_child_whose_parent_never_listens_ends(folder: Path) -> None:
     """As when the parent was killed between the start of its child and the opening of its socket."""
     code = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); input()"

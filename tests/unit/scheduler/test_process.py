@@ -19,8 +19,6 @@ from hiserve.ipc.updates import RequestUpdates, TokenDelta
 from hiserve.scheduler.process import SchedulerService
 from tests.helpers.settings import settings_of
 
-pytestmark = pytest.mark.alone
-
 NO_WORKER = ("/does/not/exist",)
 
 

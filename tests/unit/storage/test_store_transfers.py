@@ -20,8 +20,6 @@ from hiserve.errors import InvariantError
 from tests.helpers.host import PAGE_SIZE, content, make_layout, make_run
 from tests.helpers.sim_store import Fault, SimStore, Step
 
-pytestmark = pytest.mark.alone
-
 GROUPS = (CacheGroupSpec(name="kv", num_layers=1, num_kv_heads=1, head_dim=4, dtype="float32"),)
 PAGE_BYTES = PageLayout(GROUPS, PAGE_SIZE).page_bytes
 NOTHING = np.empty(0, dtype=np.int32)

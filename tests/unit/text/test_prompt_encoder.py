@@ -27,8 +27,6 @@ from hiserve.text.template import ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
 from tests.helpers import tiny_text
 
-pytestmark = pytest.mark.alone
-
 MESSAGES: list[Message] = [{"role": "user", "content": "a small coffee"}]
 CHAT = ChatRequest(messages=MESSAGES)
 

@@ -14,8 +14,6 @@ from hiserve.errors import ModelError, RequestError
 from hiserve.text.chat_request import ChatRequest
 from hiserve.text.template import TOO_SLOW, ChatTemplate
 
-pytestmark = pytest.mark.alone
-
 MAX_S = 0.3
 GROW = "{% set ns = namespace(x=START) %}{% for i in range(100) %}{% set ns.x = STEP %}{% endfor %}"
 SHARED = GROW.replace("START", "[1]").replace("STEP", "[ns.x, ns.x]")
