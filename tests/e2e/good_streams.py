@@ -14,10 +14,11 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.live import Live, is_alive
+from tests.e2e.live import Live
 from tests.helpers.bad_requests import CHAT, MAX_MODEL_LEN, MAX_REQUEST_BYTES, TEXT
 from tests.helpers.bad_wire import Ending, Wire
 from tests.helpers.error_shape import fault_of_error
+from tests.helpers.processes import is_alive
 
 LEAST_STREAMS = 4
 ANSWER_S = 60.0

@@ -101,19 +101,3 @@ def serve(
             process.wait()
             if process.stdout is not None:
                 process.stdout.close()
-
-
-def is_alive(pid: int) -> bool:
-    """Says whether a process runs (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_gone(pids: list[int], timeout_s: float = 60.0) -> None:
-    """Waits until none of the processes lives."""
-    deadline = time.monotonic() + timeout_s
-    while alive := [pid for pid in pids if is_alive(pid)]:
-        assert time.monotonic() < deadline, f"orphans: {alive} (this is {os.getpid()})"
-        time.sleep(0.05)

@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.live import Live, serve, wait_gone
+from tests.e2e.live import Live, serve
+from tests.helpers.processes import wait_dead
 
 pytestmark = pytest.mark.alone
 
@@ -72,7 +73,7 @@ async def test_a_drain_says_so_finishes_what_it_can_and_ends_the_rest_with_a_cle
                 assert response.headers["retry-after"]
                 check_end(response.json())
             assert await asyncio.to_thread(live.process.wait, 60) == 0  # whatever connections are kept
-        wait_gone(pids)
+        wait_dead(pids)
         check_log(live)
 
 

@@ -20,8 +20,19 @@ import torch
 from hiserve import LLM, SamplingParams
 from hiserve.ipc.messages import Admit
 from hiserve.models.model_config import NANO, find_model
-from tests.helpers.cache_paths import SETTINGS, Case, Work, answer, ask, host_hits, pairwise, pool, store_hits
-from tests.helpers.cramped_paths import preemption, storm
+from tests.helpers.cache_paths import (
+    SETTINGS,
+    Case,
+    Work,
+    answer,
+    ask,
+    host_hits,
+    pairwise,
+    pool,
+    preemption,
+    store_hits,
+    storm,
+)
 from tests.helpers.gated import run_until
 from tests.helpers.models import SHAPE, save_family
 from tests.helpers.recorded_llm import allow_recording

@@ -21,7 +21,8 @@ import pytest_asyncio
 
 from hiserve.models.model_config import NANO, find_model
 from hiserve.text.tokenizer import Tokenizer
-from tests.e2e.live import COMMAND, Live, serve, wait_gone
+from tests.e2e.live import COMMAND, Live, serve
+from tests.helpers.processes import wait_dead
 
 MODEL = NANO
 QUESTIONS = [
@@ -347,7 +348,7 @@ def test_a_second_signal_stops_at_once_and_kill_leaves_no_orphans(tmp_path: Path
                     running.process.send_signal(number)
                 list(lines)
             assert running.process.wait(10) == status
-            wait_gone(pids)
+            wait_dead(pids)
 
 
 def test_the_terminal_chat_talks_through_a_pipe(live: Live) -> None:

@@ -18,8 +18,21 @@ import pytest
 from hiserve import LLM, SamplingParams
 from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.models.model_config import NANO
-from tests.helpers.cache_paths import HOST, SETTINGS, Case, Work, answer, ask, host_hits, pairwise, pool, store_hits
-from tests.helpers.cramped_paths import chunks, preemption, storm
+from tests.helpers.cache_paths import (
+    HOST,
+    SETTINGS,
+    Case,
+    Work,
+    answer,
+    ask,
+    chunks,
+    host_hits,
+    pairwise,
+    pool,
+    preemption,
+    store_hits,
+    storm,
+)
 from tests.helpers.recorded_llm import allow_recording
 from tests.helpers.tiered import check_whole, counts_of, leave_device, transfers_of
 from tests.helpers.transfers import hold_copies

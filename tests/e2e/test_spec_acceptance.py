@@ -12,7 +12,7 @@ from hiserve import LLM, SamplingParams
 from hiserve.core.usage import DraftUse
 from hiserve.models.model_config import NANO, find_model
 from tests.helpers.cache_paths import HOST, SETTINGS, pool
-from tests.helpers.held_out import held_out_prompts
+from tests.helpers.dialogues import held_out_prompts
 from tests.helpers.tiered import leave_device
 from tools.nano.accept import SOURCES, figures, prompts_of
 from tools.nano.accept_served import BARS, MAX_DIFFERENCE, STEPS, bundled_head, greedy_drafts, predict, serve

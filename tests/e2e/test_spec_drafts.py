@@ -8,13 +8,12 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from hiserve import LLM, SamplingParams
 from hiserve.llm.outputs import RequestOutput
-from hiserve.models.model_config import NANO, find_model
+from hiserve.models.model_config import NANO
 from tests.helpers.cache_paths import SETTINGS, check, pool
-from tools.nano.head_files import export_head, load_target
+from tests.helpers.drafted import save_heads
 from tools.nano.heads import HEADS
 
 NUM_NEW = 40
@@ -41,13 +40,7 @@ def plain() -> dict[str, list[RequestOutput]]:
 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Heads of drawn weights."""
-    folder = tmp_path_factory.mktemp("heads")
-    target = load_target(find_model(NANO), torch.device("cpu"))
-    torch.manual_seed(1)
-    for kind, head in HEADS.items():
-        export_head(head(target), target.config, folder / kind)
-    return {kind: folder / kind for kind in HEADS}
+    return save_heads(tmp_path_factory.mktemp("heads"), seed=1)
 
 
 @pytest.mark.parametrize("how", SAMPLING)

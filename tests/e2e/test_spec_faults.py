@@ -135,7 +135,7 @@ class Spoiler:
 
 @pytest.fixture(scope="module", params=PROPOSERS)
 def spoiled(request: pytest.FixtureRequest) -> Iterator[tuple[LLM, Spoiler]]:
-    spec = trained(request.param) if request.param == "eagle3" else request.param
+    spec = trained(request.param)
     with LLM(**settings(host_cache_gib=0, disable_prefix_cache=True, spec=spec, spec_steps=STEPS)) as llm:
         yield llm, Spoiler(llm)
 

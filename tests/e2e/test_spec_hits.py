@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from hiserve import LLM, SamplingParams
-from hiserve.models.model_config import NANO
 from tests.helpers.cache_paths import HOST, PAGE, SETTINGS, answer, check, pool
 from tests.helpers.dialogues import conversations, trained
 from tests.helpers.tiered import check_whole, counts_of, leave_device, rest
@@ -22,10 +21,6 @@ GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=12, ignore_eos=True)
 DIALOGUES = 3  # so many in a turn
 SHORT = ("eagle3", 4)
 Hits = list[tuple[int, int]]
-
-
-def proposer(spec: str) -> str:
-    return trained(spec) if spec in ("eagle3", "mtp") else spec
 
 
 @lru_cache
@@ -49,11 +44,11 @@ def hits_of(spec: str, page_size: int) -> Hits:
     ("spec", "page_size"),
     [
         pytest.param(*case, marks=() if case == SHORT else pytest.mark.long)
-        for case in itertools.product(("eagle3", "mtp", "ngram", f"draft:{NANO}"), (1, 4, 16))
+        for case in itertools.product(("eagle3", "mtp", "ngram", "draft_model"), (1, 4, 16))
     ],
 )
 def test_tc_07_speculation_does_not_defeat_prefix_reuse(spec: str, page_size: int) -> None:
-    drafted, plain = hits_of(proposer(spec), page_size), hits_of("off", page_size)
+    drafted, plain = hits_of(trained(spec), page_size), hits_of("off", page_size)
     for ours, theirs in zip(drafted, plain, strict=True):
         assert sum(ours) >= sum(theirs) - page_size
     assert all(host for _, host in plain[DIALOGUES : 2 * DIALOGUES])

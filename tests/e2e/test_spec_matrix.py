@@ -14,9 +14,19 @@ import numpy as np
 import pytest
 
 from hiserve import SamplingParams
-from hiserve.models.model_config import NANO
-from tests.helpers.cache_paths import Case, Work, answer, device_hits, host_hits, pairwise, store_hits
-from tests.helpers.cramped_paths import chunks, preemption, storm
+from tests.helpers.cache_paths import (
+    Case,
+    Work,
+    answer,
+    chunks,
+    device_hits,
+    host_hits,
+    pairwise,
+    preemption,
+    store_hits,
+    storm,
+)
+from tests.helpers.dialogues import trained
 
 SEED = 43
 NUM_NEW = 22
@@ -31,9 +41,6 @@ PROPOSERS, STEPS, PAGES, DEPTHS, IS_GREEDY = (
     (True, False),
 )
 ALL: list[Case] = list(product(PATHS, PROPOSERS, STEPS, PAGES, DEPTHS, IS_GREEDY))
-
-
-SPECS = {"ngram": "ngram", "draft_model": f"draft:{NANO}", "eagle3": "eagle3", "mtp": "mtp"}  # trained heads
 
 
 @lru_cache
@@ -57,7 +64,7 @@ def named(case: Case) -> str:
 @pytest.mark.parametrize("case", list(pairwise(ALL)), ids=named)
 def test_speculation_changes_nothing(case: Case, tmp_path: Path) -> None:
     path, proposer, steps, page_size, depth, is_greedy = case
-    path(work_of(is_greedy), tmp_path, page_size, overlap=depth, spec=SPECS[proposer], spec_steps=steps)
+    path(work_of(is_greedy), tmp_path, page_size, overlap=depth, spec=trained(proposer), spec_steps=steps)
 
 
 @pytest.mark.long

@@ -13,8 +13,8 @@ from hiserve import SamplingParams
 from hiserve.core.drafts import DraftChain
 from hiserve.spec.head import HeadProposer
 from tests.helpers.cache_paths import HOST, pool
+from tests.helpers.dialogues import held_out_prompts
 from tests.helpers.drafted import Draft, Drafted, nano, save_heads
-from tests.helpers.held_out import held_out_prompts
 from tests.helpers.tiered import leave_device
 from tests.unit.tools.head_oracle import HeadOracle
 from tools.nano.accept_served import bundled_head

@@ -23,8 +23,7 @@ from hiserve.core.usage import DraftUse
 from hiserve.llm.outputs import RequestOutput
 from tests.helpers.cache_paths import HOST, SETTINGS, pool
 from tests.helpers.dialogues import conversations, trained
-from tests.helpers.fingerprints import Pages, draft_pages, target_pages
-from tests.helpers.tiered import counts_of, engine_of, leave_device, rest, seal
+from tests.helpers.tiered import Pages, counts_of, draft_pages, engine_of, leave_device, rest, seal, target_pages
 from tests.helpers.tokenwise import tokenwise
 
 STEPS, NUM_NEW, NUM_PROMPTS = 3, 13, 3
@@ -200,7 +199,7 @@ def test_tc_01_what_was_evicted_to_the_host_and_loaded_keeps_its_drafts(kind: st
 def test_pages_that_steps_with_drafts_publish_are_those_of_plain_decoding(
     spec: str, steps: int, page_size: int, depth: int
 ) -> None:
-    proposer = spec if spec == "ngram" else trained(spec)
+    proposer = trained(spec)
     drafted = Cold(page_size, overlap=depth, spec=proposer, spec_steps=steps)
     plain = Cold(page_size, overlap=depth, num_more=1)  # so that it computes the last tokens, too
     assert drafted.said == [each[:NUM_NEW] for each in plain.said]

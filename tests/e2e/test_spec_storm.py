@@ -8,8 +8,16 @@ import pytest
 
 from hiserve import LLM
 from tests.helpers.dialogues import trained
-from tests.helpers.spec_storm import Outcome, check_acceptance, check_hits, dialogues, weather
-from tests.helpers.storm import Load, load_whatever_it_costs, settings
+from tests.helpers.storm import (
+    Load,
+    Outcome,
+    check_acceptance,
+    check_hits,
+    dialogues,
+    load_whatever_it_costs,
+    settings,
+    weather,
+)
 from tests.helpers.tiered import check_whole, engine_of
 
 SEED = 17

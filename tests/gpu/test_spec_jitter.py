@@ -14,13 +14,17 @@ from hiserve import LLM
 from tests.helpers import cuda
 from tests.helpers.dialogues import trained
 from tests.helpers.jitter import jitter
-from tests.helpers.spec_storm import Outcome, check_acceptance, check_hits, dialogues, weather
 from tests.helpers.storm import (
     Load,
+    Outcome,
+    check_acceptance,
+    check_hits,
     check_margins,
+    dialogues,
     load_whatever_it_costs,
     settings,
     share_of_replays,
+    weather,
 )
 from tests.helpers.tiered import check_whole, engine_of
 

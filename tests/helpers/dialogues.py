@@ -1,14 +1,18 @@
-"""Conversations of the kind that hiserve-nano and its heads were trained on: what trained heads guess is often right."""
+"""Text for hiserve-nano and its heads: conversations of the kind they were trained on, and beginnings that they were not."""
 
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 
 import numpy as np
 
 from hiserve import LLM
 from hiserve.models.model_config import NANO, find_model
+from hiserve.text.tokenizer import Tokenizer
 
+HELD_OUT = Path(__file__).parents[1] / "data/held_out_prompts.jsonl"
 OPENINGS = (
     ("Hi, I'd like a large cappuccino with oat milk.", "Sure, please confirm that your order looks correct."),
     ("Can I get two decaf lattes and a mocha, please?", "Alright, does your order look correct on that screen?"),
@@ -28,9 +32,10 @@ FOLLOW_UPS = (
 
 
 def trained(kind: str) -> str:
-    """Returns the ``spec`` of the head that comes with hiserve-nano."""
-    assert (find_model(NANO) / kind / "config.json").is_file(), f"no {kind} came with hiserve-nano"
-    return kind
+    """Returns the ``spec`` of a proposer; a head is the one that comes with hiserve-nano, a draft model the model itself."""
+    if kind in ("eagle3", "mtp"):
+        assert (find_model(NANO) / kind / "config.json").is_file(), f"no {kind} came with hiserve-nano"
+    return f"draft:{NANO}" if kind == "draft_model" else kind
 
 
 def conversations(llm: LLM) -> list[list[int]]:
@@ -48,3 +53,11 @@ def conversations(llm: LLM) -> list[list[int]]:
 def shuffled(rng: np.random.Generator, prompts: list[list[int]], count: int) -> list[list[int]]:
     """Returns so many of them in any order, again and again."""
     return [prompts[index] for index in rng.integers(len(prompts), size=count).tolist()]
+
+
+def held_out_prompts(*sources: str) -> list[list[int]]:
+    """Returns tokens of text that hiserve-nano was not trained on; sources are ``coffee``, ``services``, ``pytask``, ``python``."""
+    tokenizer = Tokenizer.load(find_model(NANO))
+    rows = [json.loads(line) for line in HELD_OUT.read_text(encoding="utf-8").splitlines()]
+    texts = [row["prompt"] for row in rows if row["source"] in sources]
+    return [tokenizer.encode(text, add_special_tokens=False).tolist() for text in texts]
