@@ -1,4 +1,4 @@
-"""Bodies of requests: JSON to Python, large ones made small before anybody handles their fields."""
+"""Request bodies: JSON to Python. Large bodies are reduced to few values before their fields are handled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hiserve.text.chat_request import join_parts
 from hiserve.text.request_json import bare, check_text
 
 MAX_PROMPTS = 1024
-# Values in a body, without the ids of prompts and with the parts of a content as one.
+# Values of a body. Token ids are not counted, and a content in parts counts as one value.
 MAX_BODY_VALUES = 2**16
 # A body within all of these is parsed in a few milliseconds.
 QUICK_BYTES = 2**20
@@ -27,7 +27,7 @@ _IDS = 1  # msgpack's type of token ids, int32
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """What token ids and prompts may be.
+    """Limits of token ids and prompts.
 
     Attributes:
         vocab_size: Ids are below it.
@@ -39,9 +39,9 @@ class Sizes(msgspec.Struct, frozen=True):
 
 
 def is_quick(raw: bytes) -> bool:
-    """Says whether a body can be parsed in a few milliseconds, by its length and the number of its values.
+    """Whether a body can be parsed in a few milliseconds, by its length and the number of its values.
 
-    Commas and brackets within strings are no values: the strings are taken out before they are counted.
+    Commas and brackets within strings are not counted.
     """
     if len(raw) > QUICK_BYTES or raw.count(b'"') - raw.count(b'\\"') > 2 * QUICK_STRINGS:
         return False
@@ -55,7 +55,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     """Parses a request body.
 
     Raises:
-        RequestError: It is not a JSON object.
+        RequestError: The body is not a JSON object.
     """
     try:
         body = json.loads(raw)
@@ -74,18 +74,12 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 
 def parse_prompt(prompt: Any, *, vocab_size: int, param: str = "prompt") -> str | Int32Array:
-    """Reads one prompt.
+    """Returns one prompt: a non-empty text, or token ids, int32 ``[n]`` with n > 0.
 
-    Args:
-        prompt: A string, a list of token ids, or what ``slim`` made of it.
-        vocab_size: Token ids must be below it.
-        param: The field it came from.
-
-    Returns:
-        A non-empty text, or int32 ``[n]`` with n > 0.
+    ``prompt`` is a string, a list of token ids, or the array that ``unpack_slim`` returns.
 
     Raises:
-        RequestError: The prompt is missing, empty or malformed.
+        RequestError: The prompt is empty or malformed.
     """
     if isinstance(prompt, np.ndarray):
         return prompt
@@ -106,17 +100,12 @@ def parse_prompt(prompt: Any, *, vocab_size: int, param: str = "prompt") -> str 
 
 
 def slim(raw: bytes, sizes: Sizes) -> bytes:
-    """Parses a large body and returns it in few values, as ``unpack_slim`` reads it.
+    """Parses a large body and encodes it in few values, for ``unpack_slim``.
 
-    Lists of token ids are checked and packed, contents in parts are joined. A body that has too many values even then
-    is refused.
-
-    Args:
-        raw: JSON.
-        sizes: What token ids and prompts may be.
+    Lists of token ids are checked and packed, contents in parts are joined.
 
     Raises:
-        RequestError: It is not a JSON object, or something in it is malformed or too much.
+        RequestError: The body is not a JSON object, a value is malformed, or the packed body still has too many values.
     """
     body = parse_body(raw)
     for name in TOKEN_FIELDS:
@@ -141,7 +130,7 @@ def unpack_slim(packed: bytes) -> dict[str, Any]:
 
 
 def _packed(value: list[Any], sizes: Sizes, name: str, *, may_be_long: bool) -> Any:
-    """Returns token ids packed, or a list of such; anything else as it is."""
+    """Packs token ids, or each list of them; other values are returned unchanged."""
     if isinstance(value[0], list):
         if len(value) > MAX_PROMPTS:
             raise RequestError(f"{name} has {len(value)} prompts; the most is {MAX_PROMPTS}.", param=name)
@@ -166,7 +155,7 @@ def _unpack_ids(kind: int, data: memoryview) -> Int32Array:
 
 
 def _check_number(body: dict[str, Any]) -> None:
-    """Refuses a body with too many values, by the field that has most of them."""
+    """Refuses a body with too many values; the error names the field with the most."""
     numbers = {name: _num_values(value) for name, value in body.items()}
     if sum(numbers.values()) > MAX_BODY_VALUES:
         most = max(numbers, key=lambda name: numbers[name])

@@ -1,4 +1,4 @@
-"""What a chat request says: messages, tools, documents, and how the template is to render them."""
+"""Chat requests: messages, tools, documents, and options of the chat template."""
 
 from __future__ import annotations
 
@@ -85,15 +85,15 @@ class ChatFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that the prompt of a conversation is made from.
+    """The input of the chat template.
 
     Attributes:
-        messages: As ``parse_messages`` returns them: plain objects.
+        messages: Plain objects, as ``parse_messages`` returns them.
         tools: OpenAI function tools, or None.
         documents: For templates that cite them, or None.
         template_kwargs: More variables for the template, by name.
         add_generation_prompt: End the prompt with the start of the assistant's reply.
-        continue_final_message: End the prompt inside the last message, so that the model goes on with it.
+        continue_final_message: End the prompt inside the last message; the model continues it.
     """
 
     messages: list[Message]
@@ -105,7 +105,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_chars(self) -> int:
-        """About how many characters a prompt has that shows everything."""
+        """Approximate characters of a prompt that shows every field."""
         framing = 16 * len(self.messages)
         contents = sum(len(message["content"]) for message in self.messages)
         more = [self.tools, self.documents, self.template_kwargs]
@@ -113,16 +113,13 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_chat(body: dict[str, Any]) -> ChatRequest:
-    """Reads the fields of a request that the chat template sees.
+    """Returns the fields of a request body that the chat template receives; other fields are ignored.
 
-    ``tool_choice`` ``none`` leaves the tools out: a model that does not see them does not call them.
-    ``continue_final_message`` is without a generation prompt, also when ``add_generation_prompt`` is not given.
-
-    Args:
-        body: The parsed body; other fields are left alone.
+    ``tool_choice`` ``none`` removes the tools: a model that does not see them does not call them.
+    ``continue_final_message`` turns the generation prompt off, unless ``add_generation_prompt`` is given.
 
     Raises:
-        RequestError: Something is malformed or not supported; ``param`` says where.
+        RequestError: A field is malformed or not supported; ``param`` names it.
     """
     fields = decode(body, ChatFields)
     continues = bool(fields.continue_final_message)
@@ -150,17 +147,16 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
 
 
 def parse_messages(value: Any) -> list[Message]:
-    """Checks the ``messages`` of a request and brings their contents to plain text.
+    """Checks the ``messages`` of a request and converts their contents to plain text.
 
-    - A content is a string or a list of text parts, which are joined. A missing content of an assistant
-      that calls tools is the empty text.
+    - The text parts of a content are joined. A missing content of an assistant that calls tools is the empty text.
     - ``developer`` becomes ``system``.
-    - The ``arguments`` of a tool call are a JSON text; templates expect the object that it spells. A text that
-      does not spell an object (a model may have written it) stays a text.
+    - The ``arguments`` of a tool call are parsed to the object that templates expect. A text that is not a JSON
+      object (a model may have written it) stays a text.
     - Other fields of a message are kept where they are strings.
 
     Raises:
-        RequestError: Something is malformed or not supported; ``param`` says where.
+        RequestError: A message is malformed or not supported; ``param`` names the field.
     """
     return _plain_messages(value, decode({"messages": value}, ChatFields).messages)
 

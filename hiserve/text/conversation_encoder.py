@@ -1,4 +1,4 @@
-"""Conversations to token ids, with the replies in them as they were generated."""
+"""Conversations to token ids. Replies in the history keep the ids they were generated with."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ from hiserve.text.tokenizer import Tokenizer
 
 
 class ConversationEncoder:
-    """Encodes conversations and remembers what they were answered with.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        template: The model's chat template.
-        reply_cache: Where generated replies keep their ids.
-    """
+    """Encodes conversations and remembers the token ids of their replies."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, reply_cache: ReplyTokenCache) -> None:
         self._tokenizer = tokenizer
@@ -26,11 +20,9 @@ class ConversationEncoder:
         self._reply_cache = reply_cache
 
     def encode(self, namespace: bytes, chat: ChatRequest) -> Int32Array:
-        """Returns the ids of a conversation, remembered replies with the ids they had, int32 ``[n]``.
+        """Returns the ids of a conversation, int32 ``[n]``; remembered replies keep their ids.
 
-        Args:
-            namespace: Digest that keeps tenants apart.
-            chat: The conversation.
+        ``namespace`` is a digest that separates tenants.
 
         Raises:
             RequestError: The template refuses the messages.
@@ -38,12 +30,8 @@ class ConversationEncoder:
         return encode_chat(chat, self._reply_cache.recall(namespace, chat), self._template, self._tokenizer)
 
     def remember(self, namespace: bytes, chat: ChatRequest, text: str, ids: Sequence[int]) -> None:
-        """Keeps the ids of a finished reply for the prompts that will contain it.
+        """Stores the ids of a finished reply to ``chat`` for later prompts that contain it.
 
-        Args:
-            namespace: As given to ``encode``.
-            chat: What the reply answers.
-            text: What the client received.
-            ids: Everything generated, end token included.
+        ``text`` is the reply as the client received it; ``ids`` are all generated ids, end token included.
         """
         self._reply_cache.remember(namespace, chat, text, self._tokenizer.without_hidden_end(ids))

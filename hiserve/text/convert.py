@@ -1,6 +1,6 @@
-"""Tokenizers without a tokenizer.json, such as SentencePiece's: Hugging Face transformers converts them.
+"""Converts tokenizers without a tokenizer.json, such as SentencePiece's, through Hugging Face transformers.
 
-It does so in a process of its own, so that this one never holds transformers, and torch with it.
+The conversion runs in a child process, so that this process never imports transformers and torch.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ SOURCES = ("tokenizer.model", "*.tiktoken", "tekken.json", "vocab.*", "tokenizer
 
 
 def convert(folder: Path) -> tokenizers.Tokenizer:
-    """Returns the tokenizer of a model's folder, converted. Code that comes with a model is never run.
+    """Converts the tokenizer of a model's folder. Code that comes with a model is never run.
 
     Raises:
-        ModelError: The folder has no tokenizer, transformers is not installed, or it cannot convert this one.
+        ModelError: The folder has no tokenizer, transformers is not installed, or it cannot convert this tokenizer.
     """
     if not any(path.is_file() for pattern in SOURCES for path in folder.glob(pattern)):
         raise ModelError(f"{str(folder)!r} has no tokenizer.json and no other tokenizer.", param="model")
@@ -55,7 +55,7 @@ def convert(folder: Path) -> tokenizers.Tokenizer:
 
 
 def main(folder: str, target: str) -> None:
-    """Converts a tokenizer and saves it; the program that ``convert`` runs."""
+    """Converts a tokenizer and saves it. ``convert`` runs this function as a program."""
     transformers = importlib.import_module("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not hasattr(tokenizer, "backend_tokenizer"):

@@ -1,4 +1,4 @@
-"""Token ids to text while they arrive: what is shown never changes later."""
+"""Incremental detokenization: returned text never changes later."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any, Protocol
 from hiserve.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
-# Tokens before the newest ones that a decoder may look at to spell these.
+# Tokens before the newest ones on which a decoder's text for these may depend.
 CONTEXT_TOKENS = 8
 
 
 class Detokenizer(Protocol):
-    """Turns one stream of tokens into text.
+    """Converts one stream of tokens to text.
 
-    The texts returned, joined, equal the tokenizer's decoding of all the tokens, whatever the chunks.
+    The returned texts, joined, equal the tokenizer's decoding of all tokens, for any chunking.
     """
 
     def push(self, ids: Iterable[int]) -> str:
-        """Takes tokens and returns the text that is now certain; may be empty."""
+        """Adds tokens and returns the text that is now certain; may be empty."""
 
     def flush(self) -> str:
-        """Returns what is left at the end; the stream takes no more tokens."""
+        """Ends the stream and returns the remaining text."""
 
 
 class TokenBytes:
-    """What each token id adds to a text, and the rule that joins the pieces.
+    """The bytes of each token, and the rule that joins them.
 
     Two rules cover most models. *Byte level* (GPT-2, Llama 3, Qwen): each character of a token
-    stands for one byte, and the bytes of all tokens make UTF-8. *Byte fallback* (SentencePiece: Llama 2):
+    stands for one byte, and the bytes of all tokens are UTF-8. *Byte fallback* (SentencePiece: Llama 2):
     tokens are text with ``▁`` for a space, and ``<0xE2>`` is one byte of a character without a token.
-    Any other decoder is asked itself, over a window of tokens.
+    Any other tokenizer decodes a window of tokens itself.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -57,11 +57,7 @@ class TokenBytes:
                 self._visible[index] = b""
 
     def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
-        """Returns a detokenizer for one new stream.
-
-        Args:
-            skip_special: Leave out the tokenizer's ``hidden_ids``.
-        """
+        """Returns a detokenizer for a new stream; ``skip_special`` omits the tokenizer's ``hidden_ids``."""
         pieces = self._visible if skip_special else self._pieces
         if self._is_byte_level:
             return ByteLevelDetokenizer(pieces)
@@ -71,11 +67,7 @@ class TokenBytes:
         return WindowDetokenizer(self._tokenizer, hidden, self._byte_ids)
 
     def bytes_of(self, index: int) -> bytes:
-        """Returns the bytes that a token adds inside a text; special tokens as they are spelled.
-
-        Args:
-            index: A token id; an unknown one adds nothing.
-        """
+        """Returns the bytes that a token adds inside a text; b"" for an unknown id. Special tokens are spelled out."""
         if index < len(self._pieces):
             return self._pieces[index]
         if index in self._byte_ids:
@@ -85,7 +77,7 @@ class TokenBytes:
 
 
 class ByteLevelDetokenizer:
-    """Joins bytes and shows each character once it is complete."""
+    """Joins bytes and returns each character once it is complete."""
 
     __slots__ = ("_decoder", "_pieces")
 
@@ -94,19 +86,18 @@ class ByteLevelDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: Iterable[int]) -> str:
-        """Takes tokens and returns the complete characters."""
         pieces = self._pieces
         return self._decoder.decode(b"".join([pieces[i] for i in ids if i < len(pieces)]))
 
     def flush(self) -> str:
-        """Returns replacement characters for an unfinished character, if there is one."""
+        """Returns replacement characters for an unfinished character."""
         return self._decoder.decode(b"", final=True)
 
 
 class ByteFallbackDetokenizer:
-    """Shows text tokens at once and holds back runs of byte tokens until they end.
+    """Returns text tokens at once and holds runs of byte tokens back until they end.
 
-    A run that is not UTF-8 as a whole becomes one replacement character a byte, so no part of it is
+    A run that is not UTF-8 as a whole becomes one replacement character per byte, so no part of it is
     certain earlier.
     """
 
@@ -119,7 +110,7 @@ class ByteFallbackDetokenizer:
         self._run = bytearray()
 
     def push(self, ids: Iterable[int]) -> str:
-        """Takes tokens and returns everything before an open run of byte tokens."""
+        """Adds tokens and returns the text before an open run of byte tokens."""
         shown = []
         for index in ids:
             piece = self._pieces[index] if index < len(self._pieces) else b""
@@ -152,10 +143,10 @@ class ByteFallbackDetokenizer:
 
 
 class WindowDetokenizer:
-    """Decodes the newest tokens behind some that are shown already, and shows what they add.
+    """Decodes a window of the newest tokens and returns the text after the part already returned.
 
-    For decoders of which nothing is known but that a token's text depends on the tokens just before it.
-    A text that ends in a replacement character, or within a run of byte tokens, may still change and waits.
+    It serves decoders of which only one fact is known: a token's text depends on the tokens just before it.
+    A text that ends in a replacement character, or within a run of byte tokens, may still change and is held back.
     """
 
     __slots__ = ("_byte_ids", "_hidden", "_ids", "_shown", "_tokenizer")
@@ -168,7 +159,6 @@ class WindowDetokenizer:
         self._shown = ""  # the part of the window's text that was returned
 
     def push(self, ids: Iterable[int]) -> str:
-        """Takes tokens and returns what they add, once it is certain."""
         vocab = self._tokenizer.vocab
         self._ids += [index for index in ids if index in vocab and index not in self._hidden]
         text = self._decoded()
@@ -181,7 +171,6 @@ class WindowDetokenizer:
         return new
 
     def flush(self) -> str:
-        """Returns what has waited."""
         return self._decoded()[len(self._shown) :]
 
     def _decoded(self) -> str:
@@ -189,7 +178,7 @@ class WindowDetokenizer:
 
 
 def _is_byte_fallback(parts: list[dict[str, Any]]) -> bool:
-    """Whether a decoder is SentencePiece's in its usual spelling, leading spaces stripped or not."""
+    """Whether a decoder is SentencePiece's usual sequence, with or without stripping of leading spaces."""
     kinds = [part.get("type") for part in parts]
     if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or "String" not in parts[0]["pattern"]:
         return False
@@ -199,7 +188,7 @@ def _is_byte_fallback(parts: list[dict[str, Any]]) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The 256 characters of byte-level BPE (GPT-2): printable bytes are themselves, the rest start at 256."""
+    """The 256 characters of byte-level BPE (GPT-2): printable bytes are themselves, the others start at 256."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -209,7 +198,7 @@ def _spell_byte_level(alphabet: dict[str, int]) -> Callable[[str], bytes]:
     def spell(token: str) -> bytes:
         if all(char in alphabet for char in token):
             return bytes(alphabet[char] for char in token)
-        return token.encode()  # an added token, spelled as it is
+        return token.encode()  # an added token
 
     return spell
 

@@ -1,7 +1,7 @@
-"""Encoding as steps: what is to be done next is yielded, and whoever runs the steps decides where each is done.
+"""Encoding as a generator of steps: the driver chooses where each step runs.
 
-Offline each step runs at once. The server runs short ones in its event loop and others in threads or in a process of
-their own, and lets its callers take turns between any two.
+Offline every step runs at once. The server runs short steps in its event loop and long ones in threads or child
+processes, and switches between callers after any step.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from hiserve.text.tokenizer import Tokenizer
 
 # About 30 ms of a thread, and 10 MB.
 PIECE_CHARS = 2**16
-# A text has rarely more characters for each token; if it has, more is encoded.
+# Characters of a token, rarely exceeded. Where they are, another piece is encoded.
 TOKEN_CHARS = 6
 
 
 class Encode(NamedTuple):
-    """Find the token ids of a text; the answer is int32 ``[n]``."""
+    """A step that tokenizes a text; its result is int32 ``[n]``."""
 
     text: str
     add_special_tokens: bool
 
 
 class Render(NamedTuple):
-    """Apply the chat template; the answer is the text. ``max_chars`` as for ``ChatTemplate.render``."""
+    """A step that applies the chat template; its result is the text. ``max_chars`` as for ``ChatTemplate.render``."""
 
     chat: ChatRequest
     max_chars: int | None
 
 
 class Wanted(NamedTuple):
-    """How much of a prompt counts.
+    """The part of a prompt that is needed.
 
     Attributes:
-        most: Tokens. A prompt with more is refused, or loses its start.
-        from_end: It loses its start.
-        param: The request field that it came from.
+        most: Tokens. A longer prompt is refused or truncated.
+        from_end: Truncate at the start instead of refusing.
+        param: The request field that the prompt came from.
     """
 
     most: int
@@ -56,10 +56,10 @@ Steps = Generator[Encode | Render, Any, Int32Array]
 
 
 def text_steps(text: str, split_points: SplitPoints, wanted: Wanted, *, add_special_tokens: bool) -> Steps:
-    """Encodes a plain text, as far as it counts; returns its ids, int32 ``[n]``.
+    """Encodes the needed part of a plain text; returns its ids, int32 ``[n]``.
 
     Raises:
-        ContextLengthError: It is too long.
+        ContextLengthError: The text is too long.
     """
     is_long = len(text) > PIECE_CHARS and split_points.exist
     around = None if not is_long else split_points.tokenizer.around if add_special_tokens else ([], [])
@@ -71,14 +71,10 @@ def text_steps(text: str, split_points: SplitPoints, wanted: Wanted, *, add_spec
 
 
 def join_steps(parts: Sequence[str | Int32Array], split_points: SplitPoints, wanted: Wanted) -> Steps:
-    """Encodes the texts among the parts of a prompt, as far as they count; returns all ids, int32 ``[n]``.
+    """Encodes the needed part of a prompt; returns all ids, int32 ``[n]``.
 
-    A long text is encoded piece by piece: no more of it than can count, and never so much that it takes long.
-
-    Args:
-        parts: Texts, and ids int32 ``[n]`` that are known.
-        split_points: Where texts may be cut.
-        wanted: How much counts.
+    ``parts`` are texts, and known ids int32 ``[n]``. A long text is encoded in pieces, so that no step takes long and
+    encoding stops once enough tokens are found.
 
     Raises:
         ContextLengthError: The prompt is too long.
@@ -119,7 +115,7 @@ def join_steps(parts: Sequence[str | Int32Array], split_points: SplitPoints, wan
 def run_steps(
     steps: Steps, tokenizer: Tokenizer, template: ChatTemplate | None = None, max_s: float = RENDER_S
 ) -> Int32Array:
-    """Runs steps one after the other, here and now; returns the ids, int32 ``[n]``.
+    """Runs steps in sequence in this thread; returns the ids, int32 ``[n]``.
 
     Raises:
         RequestError: The template refuses the messages, or the prompt is too long.

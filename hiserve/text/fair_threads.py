@@ -1,4 +1,4 @@
-"""Callers take turns at work that there is little room for."""
+"""Fair scheduling of callers on a limited number of threads."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ _T = TypeVar("_T")
 
 
 class FairSemaphore:
-    """A number of places; whoever waits gets one when his caller is next. Lives in one event loop.
+    """A semaphore that serves callers in turn. Lives in one event loop.
 
-    A caller that asks for much waits behind each other caller once, whatever stands in its own line.
-
-    Args:
-        num_places: How many may be taken at once.
+    A caller with many waiting entries waits for at most one entry of each other caller between two of its own.
     """
 
     def __init__(self, num_places: int) -> None:
@@ -25,11 +22,7 @@ class FairSemaphore:
         self._lines: OrderedDict[int, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def enter(self, caller: int) -> None:
-        """Returns with a place, which ``leave`` gives back.
-
-        Args:
-            caller: Who waits.
-        """
+        """Acquires one unit, which ``leave`` releases."""
         if self._num_free:
             self._num_free -= 1
             return
@@ -43,7 +36,7 @@ class FairSemaphore:
             raise
 
     def leave(self) -> None:
-        """Gives a place to the caller who is next; that one then stands last."""
+        """Releases one unit to the next caller, which then moves to the end of the queue."""
         while self._lines:
             caller, line = self._lines.popitem(last=False)
             place = line.popleft()
@@ -56,11 +49,9 @@ class FairSemaphore:
 
 
 class FairThreads:
-    """Threads for work that would hold the event loop up; callers take turns at them. Lives in one event loop.
+    """A thread pool for work that would block the event loop, shared fairly by callers. Lives in one event loop.
 
-    Args:
-        num_threads: How many pieces of work are done at once.
-        name: What the threads' names begin with.
+    ``name`` is the prefix of the threads' names.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -68,11 +59,9 @@ class FairThreads:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
 
     async def do(self, work: Callable[[], _T], caller: int) -> _T:
-        """Does a piece of work and returns what it returns.
+        """Runs ``work`` in a thread and returns its result.
 
-        Args:
-            work: Called in a thread. It goes on if the caller goes, who leaves the place when it is over.
-            caller: Whose it is.
+        Work that has begun continues if the caller is cancelled; it holds its thread until it ends.
         """
         await self._turns.enter(caller)
         working = asyncio.get_running_loop().run_in_executor(self._pool, work)
@@ -80,5 +69,5 @@ class FairThreads:
         return await asyncio.shield(working)
 
     def close(self) -> None:
-        """Ends the threads; work that has not begun is cancelled."""
+        """Ends the threads and cancels work that has not begun."""
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""What turns text into tokens and back for one model; the server, ``LLM`` and the benchmarks load it the same way."""
+"""Tokenizer, chat template and encoders of one model, loaded the same way by the server, ``LLM`` and the benchmarks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hiserve.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frontend:
-    """A model's text half.
+    """Everything that converts a model's text to tokens and back.
 
     Attributes:
-        tokenizer: The model's.
+        tokenizer: The model's tokenizer.
         template: The chat template; None where the model has none.
         token_bytes: Bytes of every token, for detokenizers.
-        default_sampling: Sampling of requests that do not say, as ``--sampling-defaults`` wants it.
-        reply_cache: Tokens of generated replies, for the prompts that contain them.
+        default_sampling: Sampling values for fields that a request omits, by ``--sampling-defaults``.
+        reply_cache: Token ids of generated replies, for prompts that contain them.
     """
 
     tokenizer: Tokenizer
@@ -35,21 +35,16 @@ class Frontend:
     reply_cache: ReplyTokenCache = field(default_factory=ReplyTokenCache)
 
     def prompt_encoder(self) -> PromptEncoder:
-        """Returns the encoder of a server, with threads and processes of its own; the caller closes it."""
+        """Returns a server's encoder, with its own threads and processes; the caller closes it."""
         return PromptEncoder(self.tokenizer, self.template, self.reply_cache)
 
     def conversation_encoder(self) -> ConversationEncoder | None:
-        """Returns the encoder of conversations that works in the caller's thread; None without a template."""
+        """Returns an encoder that works in the caller's thread; None without a template."""
         return None if self.template is None else ConversationEncoder(self.tokenizer, self.template, self.reply_cache)
 
 
 def load_frontend(settings: Model, folder: Path, model: ModelConfig) -> Frontend:
-    """Loads the text half of a model.
-
-    Args:
-        settings: Of the model.
-        folder: The model's folder.
-        model: Its configuration.
+    """Loads the tokenizer and the chat template from a model's folder.
 
     Raises:
         ConfigError: ``--chat-template`` cannot be read.

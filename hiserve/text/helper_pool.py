@@ -1,4 +1,4 @@
-"""Work that would hold the event loop up, in Python that no thread could do beside it: done by processes of their own."""
+"""Child processes for Python work that would block the event loop and that, because of the GIL, no thread could do."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from hiserve.text.template import TOO_SLOW, ChatTemplate, Sources
 
 COMMAND = (sys.executable, "-m", "hiserve.text.helper_process")
 NUM_PROCESSES = 2
-# A process without work for so long is ended, and with it goes its memory.
+# An idle process is ended after this time, which frees its memory.
 IDLE_S = 8.0
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """First message to a process: the chat template, if there is one."""
+    """First message to a process: the sources of the chat template, if there is one."""
 
     sources: Sources | None
 
 
 class Slim(msgspec.Struct, frozen=True, tag=True):
-    """Do ``body_parser.slim`` for the second frame."""
+    """Job: ``body_parser.slim`` of the second frame."""
 
     sizes: Sizes
 
 
 class Rendering(msgspec.Struct, frozen=True, tag=True):
-    """Render this conversation; as for ``ChatTemplate.render``."""
+    """Job: render a conversation, as ``ChatTemplate.render`` does."""
 
     chat: ChatRequest
     max_chars: int | None
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """The second frame is the result. ``is_last``: the process ends now."""
+    """Answer: the second frame is the result. ``is_last``: the process ends now."""
 
     is_last: bool = False
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The request is at fault: the arguments of the error. ``is_last`` as for ``Done``."""
+    """Answer: the request is at fault; the fields of the error. ``is_last`` as for ``Done``."""
 
     is_last: bool = False
     is_length: bool
@@ -64,11 +64,7 @@ _ANSWER = msgspec.msgpack.Decoder(Done | Refused)
 
 
 class HelperPool:
-    """A few processes, each started when it is needed and ended when it is not. Lives in one event loop.
-
-    Args:
-        template: The model's chat template, or None.
-    """
+    """A few processes, started on demand and ended when idle. Lives in one event loop. Callers take turns."""
 
     def __init__(self, template: ChatTemplate | None) -> None:
         setup = Setup(None if template is None else template.sources)
@@ -77,23 +73,18 @@ class HelperPool:
         self._turns = FairSemaphore(NUM_PROCESSES)
 
     async def slim(self, raw: bytes, sizes: Sizes, caller: int) -> dict[str, Any]:
-        """Parses the large body of a request, checks it and makes it small; as for ``body_parser.slim``.
-
-        Args:
-            raw: JSON.
-            sizes: What token ids and prompts may be.
-            caller: Whose it is; callers take turns.
+        """Parses a large body in a process; see ``body_parser.slim``.
 
         Raises:
-            RequestError: It is malformed, or more than any request can be.
+            RequestError: The body is malformed or exceeds a limit.
         """
         return unpack_slim(await self._do(Slim(sizes), raw, caller=caller))
 
     async def render(self, chat: ChatRequest, max_chars: int | None, caller: int) -> str:
-        """Renders a conversation; as for ``ChatTemplate.render``.
+        """Renders a conversation in a process; see ``ChatTemplate.render``.
 
         Raises:
-            RequestError: As there; ``TOO_SLOW`` also where the process had to be ended.
+            RequestError: As there; the code is ``TOO_SLOW`` also where the process had to be ended.
         """
         return (await self._do(Rendering(chat, max_chars), caller=caller)).decode()
 
@@ -102,8 +93,8 @@ class HelperPool:
         await asyncio.gather(*(process.end() for process in self._all))
 
     async def _do(self, job: Job, *frames: bytes, caller: int) -> bytes:
-        """Returns the second frame of the answer. A caller that goes leaves its place when the work is over."""
-        message = [msgspec.msgpack.encode(job), *frames]  # what cannot be encoded takes no place
+        """Returns the second frame of the answer. Work of a cancelled caller keeps its process until it ends."""
+        message = [msgspec.msgpack.encode(job), *frames]  # may raise, so before a process is acquired
         await self._turns.enter(caller)
         process = self._free.pop()
 
@@ -121,12 +112,12 @@ class HelperPool:
 
 def _begin(work: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
     task = asyncio.create_task(work)
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, if nobody waits any more
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # read here: a cancelled caller does not
     return task
 
 
 class _Process:
-    """One process, while there is work for it."""
+    """One child process, started with the first job and again after it has ended."""
 
     def __init__(self, setup: bytes) -> None:
         self._setup = setup
@@ -137,11 +128,11 @@ class _Process:
         self._is_spent = False
 
     async def do(self, frames: Frames) -> Answer:
-        """Sends one piece of work and returns the answer, with the result if there is one.
+        """Sends one job and returns the answer, with the result if there is one.
 
         Raises:
-            RequestError: It took more than a process may use, in time or memory.
-            UnavailableError: There can be no process now.
+            RequestError: The job exceeded the limit of time or memory.
+            UnavailableError: The process cannot be started.
         """
         self._stop_timer()
         if self._is_spent or self._ended is None or self._ended.done():
@@ -160,7 +151,7 @@ class _Process:
         return answer, b"".join(result)
 
     async def end(self) -> None:
-        """Ends it, if it runs."""
+        """Ends the process if it runs."""
         self._stop_timer()
         if self._child is not None and self._ended is not None:
             self._child.kill()

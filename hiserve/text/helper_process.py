@@ -1,7 +1,7 @@
-"""Reads large requests and renders long conversations: ``python -m hiserve.text.helper_process ENDPOINT``.
+"""Parses large requests and renders long conversations: ``python -m hiserve.text.helper_process ENDPOINT``.
 
-Started by ``text.helper_pool``, which gives it one piece of work at a time. Each has a limit of CPU time, at which the kernel ends
-the process, and of memory. A process that holds much memory says so with its answer and is ended, so that it returns.
+``text.helper_pool`` starts it and sends one job at a time. Each job has a limit of CPU time, at which the kernel ends
+the process, and of memory. After a job that left much memory allocated, the process ends to return it.
 """
 
 from __future__ import annotations
@@ -25,23 +25,19 @@ from hiserve.text.template import ChatTemplate
 JOB_CPU_S = 10.0
 MAX_MEMORY_BYTES = 4 * 2**30
 KEPT_MEMORY_BYTES = 256 * 2**20
-# The worker and the event loop go first.
+# The engine and the event loop have priority.
 NICENESS = 10
 
 
 class Helper:
-    """Does the work.
-
-    Args:
-        setup: What all work shares.
-    """
+    """Runs jobs."""
 
     def __init__(self, setup: Setup) -> None:
         self._template = None if setup.sources is None else ChatTemplate.of(setup.sources)
         self._jobs = msgspec.msgpack.Decoder(Job)
 
     def answer(self, frames: Frames) -> Frames:
-        """Returns the answer to one piece of work."""
+        """Returns the answer to one job."""
         try:
             result = self._do(self._jobs.decode(frames[0]), frames[1:])
         except MemoryError:
@@ -66,13 +62,13 @@ def _refusal(error: RequestError) -> Frames:
 
 
 def _has_grown() -> bool:
-    """Says whether this process holds so much memory that it had better end."""
+    """Whether this process holds so much memory that it should end."""
     num_pages = int(Path("/proc/self/statm").read_text().split()[1])
     return num_pages * resource.getpagesize() > KEPT_MEMORY_BYTES
 
 
 def serve(endpoint: str) -> int:
-    """Works until the parent is gone; returns the exit code."""
+    """Serves jobs until the parent is gone; returns the exit code."""
     link, frames = meet_parent(endpoint, signal.SIGKILL)
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))

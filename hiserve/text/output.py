@@ -1,4 +1,4 @@
-"""One choice's tokens to the text that its reader sees: stop texts, end tokens, special tokens."""
+"""Tokens of one choice to the text that its reader receives: stop texts, end tokens, special tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hiserve.text.detokenizer import TokenBytes
 
 
 class TextDelta(NamedTuple):
-    """What some tokens add.
+    """The text that some tokens add.
 
     Attributes:
         text: Characters that are certain now; may be empty.
@@ -27,16 +27,12 @@ class TextDelta(NamedTuple):
 
 
 class TextOutput:
-    """Turns the tokens of one choice into text, whatever the chunks they come in.
+    """Converts the tokens of one choice to text, for any chunking.
 
     The text ends at the first place where a stop text is complete. If several are complete there, the
     longest counts: of ``"bc"`` and ``"abc"`` the second. A text that begins with another stop text
-    (``"ab"``, ``"abc"``) can therefore end a choice only while ``min_tokens`` keeps the other from it.
+    (``"ab"``, ``"abc"``) can therefore end a choice only while ``min_tokens`` suppresses the other.
     The token that ends a choice counts as a token but is not in the text, unless the stop is to be included.
-
-    Args:
-        token_bytes: Of the model's tokens.
-        sampling: Its stops, and what of them and of special tokens is shown.
     """
 
     __slots__ = ("_detokenizer", "_ended", "_held", "_num_tokens", "_sampling", "_stops")
@@ -50,14 +46,9 @@ class TextOutput:
         self._ended: TextDelta | None = None
 
     def push(self, tokens: Sequence[int], finish: FinishReason) -> TextDelta:
-        """Takes the next tokens.
+        """Adds the next tokens and returns their text; after the end of the choice, an empty delta.
 
-        Args:
-            tokens: Ids, in order; the token that ended the choice is the last one when ``finish`` is STOP.
-            finish: Why the engine ended the choice; RUNNING while it goes on.
-
-        Returns:
-            What they add. After the end of the choice, however it came, nothing.
+        ``finish`` is RUNNING until the engine ends the choice. If it is STOP, the last token is the one that ended it.
         """
         if self._ended is not None:
             return self._ended
@@ -73,7 +64,7 @@ class TextOutput:
         return TextDelta(text, len(tokens), finish, self._end_token(tokens, finish))
 
     def _scan(self, tokens: Sequence[int], finish: FinishReason) -> TextDelta:
-        """Looks for stop texts token by token, so that it is known which one completed a match."""
+        """Searches stop texts token by token, to find the token that completes a match."""
         texts = []
         visible = self._visible(tokens, finish)
         for i, token in enumerate(visible):
@@ -92,7 +83,7 @@ class TextOutput:
         return TextDelta("".join(texts) + self._held, len(tokens), finish, self._end_token(tokens, finish))
 
     def _release(self, new: str) -> tuple[str, str | None]:
-        """Adds text; returns what of it and of the held text may be shown, and the stop text that it ends at."""
+        """Adds text; returns the part of it and of the held text that is certain, and the stop text that ends it."""
         if not new:
             return "", None
         is_early = self._num_tokens < self._sampling.min_tokens
@@ -108,7 +99,7 @@ class TextOutput:
         return text[: len(text) - num_held], None
 
     def _visible(self, tokens: Sequence[int], finish: FinishReason) -> Sequence[int]:
-        """Returns the tokens without the one that ended the choice, unless that is to be shown."""
+        """Returns the tokens without the one that ended the choice, unless the stop is to be included."""
         is_cut = finish is FinishReason.STOP and not self._sampling.include_stop_str_in_output
         return tokens[:-1] if is_cut else tokens
 
@@ -118,11 +109,11 @@ class TextOutput:
 
 
 class _StopText:
-    """Follows one stop text through a stream (Knuth, Morris and Pratt, 1977).
+    """Searches one stop text in a stream (Knuth, Morris and Pratt, 1977).
 
     Attributes:
         text: The stop text.
-        num_matched: Length of the longest end of the stream so far that the stop text begins with.
+        num_matched: Length of the longest end of the stream so far that is a prefix of the stop text.
     """
 
     __slots__ = ("_borders", "num_matched", "text")
@@ -130,23 +121,18 @@ class _StopText:
     def __init__(self, text: str) -> None:
         self.text = text
         self.num_matched = 0
-        # By length: the longest proper start of text[:length] that is also its end. Grows as the stream
-        # needs it, so that a long stop text that never comes costs nothing.
+        # By length: the longest proper prefix of text[:length] that is also its end. Computed on demand, so that a
+        # long stop text that never matches costs nothing.
         self._borders = [0, 0]
 
     def advance(self, new: str, is_early: bool) -> int:
-        """Goes through more of the stream.
+        """Consumes the next characters; returns how many complete the first match, 0 without one.
 
-        Args:
-            new: The next characters.
-            is_early: A match does not count.
-
-        Returns:
-            How many characters complete the first match; 0 if there is none.
+        If ``is_early``, matches do not count.
         """
         at, text = 0, self.text
         while at < len(new):
-            if not self.num_matched:  # most characters: skip them at once
+            if not self.num_matched:  # the common case: skip to the first character
                 at = new.find(text[0], at)
                 if at < 0:
                     return 0
@@ -159,7 +145,7 @@ class _StopText:
         return 0
 
     def _extended(self, length: int, char: str) -> int:
-        """Returns the length of the longest start of the text that ends ``text[:length] + char``."""
+        """Returns the length of the longest prefix of the text that ends ``text[:length] + char``."""
         while length and self.text[length] != char:
             length = self._border(length)
         return length + 1 if self.text[length] == char else 0

@@ -1,4 +1,4 @@
-"""Prompts for the engine: text or messages in, token ids out, long ones off the event loop."""
+"""The server's prompt encoder: text or messages to token ids; long prompts leave the event loop."""
 
 from __future__ import annotations
 
@@ -20,25 +20,20 @@ from hiserve.text.tokenizer import Tokenizer
 
 # Encoding this many characters takes about 5 ms; longer texts go to a thread.
 INLINE_CHARS = 20_000
-# A template that takes longer or works more goes to a process, and so do conversations with more: it holds the GIL.
+# Rendering holds the GIL. Beyond these limits a conversation is rendered in a process.
 INLINE_S = 0.02
 INLINE_RENDER_CHARS = 2**20
 INLINE_WORK_CHARS = 2**23
 INLINE_MESSAGES = 512
-STEP_CHARS = 200  # what the encoding of an empty text costs
+STEP_CHARS = 200  # fixed cost of an encoding, in characters
 
 
 class PromptEncoder:
-    """Encodes what clients send. Everything but ``close`` is called from one event loop.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        template: The model's chat template, or None.
-        reply_cache: Where generated replies keep their ids.
-        num_threads: Threads that encode long prompts.
+    """Encodes prompts and conversations. All methods but ``close`` are called from one event loop; ``caller`` names the
+    tenant, and tenants take turns.
 
     Attributes:
-        helpers: Processes that render long conversations, and read large bodies.
+        helpers: Processes that render long conversations and parse large bodies.
     """
 
     def __init__(
@@ -56,11 +51,11 @@ class PromptEncoder:
         return bool(chat.tools) and self._template is not None and not self._template.shows_tools
 
     def prepare(self) -> None:
-        """Finds out where long texts may be cut, before the first one comes: 0.1 s."""
+        """Finds the split points before the first long text arrives (0.1 s)."""
         self._split_points.find()
 
     async def close(self) -> None:
-        """Ends threads and processes; encodings that have not begun are cancelled."""
+        """Ends threads and processes and cancels encodings that have not begun."""
         self._threads.close()
         await self.helpers.close()
 
@@ -74,16 +69,15 @@ class PromptEncoder:
         param: str = "prompt",
         caller: int = 0,
     ) -> Int32Array:
-        """Returns the ids of a plain prompt, int32 ``[n]``.
+        """Returns the ids of a plain prompt, int32 ``[n]``. No more of the text is encoded than can be needed.
 
         Args:
             text: Without lone surrogates.
-            max_tokens: Context length; of a text that does not fit it, no more is encoded.
-            add_special_tokens: Add what the tokenizer puts around a text (such as a start token).
-            truncate: Keep the last so many tokens; -1 keeps as many as leave room for one more. Only the end of the text
-                is encoded then, as far as it counts.
-            param: The request field it came from.
-            caller: Whose text it is; callers take turns.
+            max_tokens: Context length.
+            add_special_tokens: Add the tokens that the tokenizer puts around a text (such as a start token).
+            truncate: Keep the last so many tokens; -1 keeps one less than the context length.
+            param: The request field that the text came from.
+            caller: The tenant.
 
         Raises:
             ContextLengthError: The text is far too long.
@@ -96,14 +90,9 @@ class PromptEncoder:
     async def encode_chat(
         self, chat: ChatRequest, *, namespace: bytes, max_tokens: int, truncate: int | None = None, caller: int = 0
     ) -> Int32Array:
-        """Returns the ids of a conversation, remembered replies with the ids they had, int32 ``[n]``.
+        """Returns the ids of a conversation, int32 ``[n]``; remembered replies keep their ids.
 
-        Args:
-            chat: The conversation.
-            namespace: Digest that keeps tenants apart.
-            max_tokens: Context length; of messages that do not fit it, no more is encoded.
-            truncate: As for ``encode_text``.
-            caller: As for ``encode_text``.
+        ``namespace`` is a digest that separates tenants; the other parameters are those of ``encode_text``.
 
         Raises:
             RequestError: The model has no chat template, or it refuses these messages.
@@ -122,7 +111,7 @@ class PromptEncoder:
         return truncated(await self._run(steps, caller), truncate, max_tokens)
 
     async def _run(self, steps: Steps, caller: int) -> Int32Array:
-        """Runs steps, each where it holds nobody up; the event loop goes round between them."""
+        """Runs each step where it does not block the event loop, and yields to the loop between steps."""
         done: Any = None
         num_chars = 0
         while True:
@@ -157,18 +146,14 @@ class PromptEncoder:
         return await self.helpers.render(step.chat, step.max_chars, caller)
 
     def remember(self, namespace: bytes, chat: ChatRequest, text: str, ids: Sequence[int]) -> None:
-        """Keeps the ids of a finished reply for the prompts that will contain it.
+        """Stores the ids of a finished reply to ``chat`` for later prompts that contain it.
 
-        Args:
-            namespace: As given to ``encode_chat``.
-            chat: As given to ``encode_chat``.
-            text: What the client received.
-            ids: Everything generated, end token included.
+        ``text`` is the reply as the client received it; ``ids`` are all generated ids, end token included.
         """
         self._reply_cache.remember(namespace, chat, text, self._tokenizer.without_hidden_end(ids))
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Returns the text of token ids, special tokens as they are spelled."""
+        """Returns the text of token ids, special tokens spelled out."""
         return self._tokenizer.decode(ids, skip_hidden=False)
 
     def _check_length(self, num_chars: int, max_tokens: int, truncate: int | None, *, param: str) -> None:
@@ -183,19 +168,16 @@ class PromptEncoder:
 
 
 def _wanted(max_tokens: int, truncate: int | None, param: str) -> Wanted:
-    """Returns how much of a prompt counts; one token more than fits is enough to refuse it."""
+    """Returns the needed part of a prompt. One token more than fits suffices to refuse it."""
     if truncate is None:
         return Wanted(max_tokens, param=param)
     return Wanted(min(max_tokens, max_tokens - 1 if truncate == -1 else truncate), from_end=True, param=param)
 
 
 def truncated(ids: Int32Array, truncate: int | None, max_tokens: int) -> Int32Array:
-    """Keeps the end of a prompt, as ``truncate_prompt_tokens`` of a request says.
+    """Returns the end of a prompt, int32 ``[n]``, by ``truncate_prompt_tokens``.
 
-    Args:
-        ids: int32 ``[n]``.
-        truncate: Tokens to keep; -1 keeps as many as leave room for one more in the context, None keeps all.
-        max_tokens: Context length.
+    ``truncate`` is a number of tokens; -1 keeps one less than the context length, None keeps all.
     """
     if truncate is None:
         return ids

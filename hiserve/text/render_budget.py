@@ -1,4 +1,4 @@
-"""What one rendering of a chat template may spend: time, and text that it makes."""
+"""The budget of one rendering of a chat template: time, and characters that it makes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jinja2.utils import Namespace
 
 # Characters that one rendering may make, intermediate ones included.
 MAX_WORK_CHARS = 2**27
-ENTRY_CHARS = 64  # what a list costs for each entry
+ENTRY_CHARS = 64  # cost of an entry of a list
 MAX_WIDTH = 999  # of a padded field
 MAX_INT_BITS = 4096
 
@@ -25,12 +25,7 @@ class RenderBudgetError(jinja2.TemplateRuntimeError):
 
 
 class RenderBudget:
-    """What is left of it.
-
-    Args:
-        seconds: Time from now.
-        chars: Characters made.
-    """
+    """The remaining time and characters of a rendering."""
 
     __slots__ = ("_deadline", "_left", "_seconds")
 
@@ -40,10 +35,10 @@ class RenderBudget:
         self._left = chars
 
     def pay(self, chars: int) -> None:
-        """Takes an amount.
+        """Subtracts an amount.
 
         Raises:
-            BudgetError: There is not as much left, or the time is over.
+            RenderBudgetError: The characters or the time are used up.
         """
         self._left -= chars
         if self._left < 0:
@@ -52,11 +47,11 @@ class RenderBudget:
             raise RenderBudgetError(f"it takes longer than {self._seconds:g} s")
 
     def pay_text(self, value: Any) -> None:
-        """Pays for the text of a value before that is made; what stands in it several times counts as often.
+        """Pays for the text of a value before it is made; a value contained several times is paid for each time.
 
         Raises:
-            BudgetError: As ``pay``.
-            TypeError: It is a namespace, which may contain itself.
+            RenderBudgetError: As ``pay``.
+            TypeError: The value is a namespace, which may contain itself.
         """
         if isinstance(value, str):
             self.pay(len(value))
@@ -77,22 +72,21 @@ class RenderBudget:
 
 
 def budget_of(context: Context) -> RenderBudget:
-    """Returns the budget of a rendering."""
     budget: RenderBudget = context.parent[BUDGET]
     return budget
 
 
 def text_of(context: Context, value: Any) -> str:
-    """Turns a value into text, and pays for it."""
+    """Pays for the text of a value and returns it."""
     budget_of(context).pay_text(value)
     return str(value)
 
 
 def check_width(width: Any) -> None:
-    """Refuses a padding that would make much out of little.
+    """Refuses a padding that would make a long text from a short one.
 
     Raises:
-        ValueError: It is a number beyond ``MAX_WIDTH``.
+        ValueError: The width is a number above ``MAX_WIDTH``.
     """
     if isinstance(width, int) and width > MAX_WIDTH:
         raise ValueError(f"a width of {width} is more than {MAX_WIDTH}")
@@ -102,7 +96,7 @@ def check_bits(num_bits: int) -> None:
     """Refuses numbers that take long to compute with.
 
     Raises:
-        ValueError: There are more than ``MAX_INT_BITS``.
+        ValueError: There are more than ``MAX_INT_BITS`` bits.
     """
     if num_bits > MAX_INT_BITS:
         raise ValueError(f"a number has more than {MAX_INT_BITS} bits")

@@ -1,8 +1,8 @@
-"""Replies keep their tokens: a reply that comes back as history keeps the ids it was generated with.
+"""Remembers the token ids of generated replies, so that a reply in the history keeps them.
 
 A sampled reply is rarely tokenized the way the tokenizer would: "token" may have been sampled as
 "to" + "ken". Re-tokenizing the history would end the prefix hit at the first such place, so the ids
-of each reply are remembered under its conversation and put back into later prompts.
+of each reply are stored by conversation and inserted into later prompts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from hiserve.text.split_points import SplitPoints
 from hiserve.text.template import RENDER_S, ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
 
-# Stands in for the content of message i. Private-use characters; a prompt that contains one itself is
-# simply not spliced.
+# Placeholder of the content of message i, in private-use characters. A prompt that contains one is tokenized whole.
 _STAND_IN = "\ue000{}\ue001"
 _STAND_IN_PATTERN = re.compile("\ue000([0-9]{1,6})\ue001")
 
@@ -33,12 +32,12 @@ _STAND_IN_PATTERN = re.compile("\ue000([0-9]{1,6})\ue001")
 class ReplyTokenCache:
     """Generated token ids by conversation, the reply included; least recently used first out.
 
-    The text alone would not do as a key: the same words may have been sampled as different ids in
+    The reply's text alone is no sufficient key: the same words may have been sampled as different ids in
     another turn, and only the ids of this very turn continue this prefix.
 
     Args:
-        max_entries: Replies kept.
-        max_tokens: Tokens kept, all replies together (4 bytes each).
+        max_entries: Most replies.
+        max_tokens: Most tokens of all replies together (4 bytes each).
     """
 
     def __init__(self, *, max_entries: int = 16_384, max_tokens: int = 4_000_000) -> None:
@@ -58,14 +57,10 @@ class ReplyTokenCache:
         return self._num_tokens
 
     def remember(self, namespace: bytes, chat: ChatRequest, text: str, ids: Sequence[int]) -> None:
-        """Keeps the ids of a finished reply.
+        """Stores the ids of a finished reply to ``chat``.
 
-        Args:
-            namespace: Digest that keeps tenants apart.
-            chat: What the reply answers. If it continues its last message, the reply is remembered with that
-                message, provided that the ids of that are known too.
-            text: What the client received.
-            ids: What was generated, end token not included.
+        If the reply continues the last message, both are stored as one reply, provided that the ids of that message are
+        known. ``text`` is the reply as the client received it; ``ids`` have no end token.
         """
         messages = chat.messages
         if chat.continue_final_message:
@@ -85,7 +80,7 @@ class ReplyTokenCache:
             self._num_tokens -= len(self._ids.popitem(last=False)[1])
 
     def recall(self, namespace: bytes, chat: ChatRequest) -> dict[int, Int32Array]:
-        """Returns the remembered ids of the assistant's messages, by index in ``chat_request.messages``."""
+        """Returns the known ids of the assistant's messages, by index in ``chat.messages``."""
         found = {}
         for i, key in enumerate(_reply_keys(namespace, chat)):
             if chat.messages[i]["role"] == "assistant" and key in self._ids:
@@ -115,15 +110,9 @@ def encode_chat(
     max_chars: int | None = None,
     max_s: float = RENDER_S,
 ) -> Int32Array:
-    """Runs ``chat_steps`` here and now; no prompt is too long.
+    """Runs ``chat_steps`` in this thread, without a limit of tokens.
 
-    Args:
-        chat: The conversation.
-        known: As for ``chat_steps``.
-        template: The model's template.
-        tokenizer: The model's tokenizer.
-        max_chars: As for ``chat_steps``.
-        max_s: Longest the template may run, in seconds.
+    ``max_s`` limits the template's time, in seconds; the other parameters are those of ``chat_steps``.
 
     Raises:
         RequestError: The template refuses the messages.
@@ -140,26 +129,23 @@ def chat_steps(
     *,
     max_chars: int | None = None,
 ) -> Steps:
-    """Renders a conversation and encodes it, with known ids in the places of known replies.
+    """Renders a conversation and encodes it; known replies keep their ids. Returns the prompt, int32 ``[n]``.
 
-    The template is rendered a second time with stand-ins for the known contents. If putting the contents
-    back gives exactly the true text, the text is split there and only what lies between is tokenized::
+    The template is rendered a second time with placeholders for the known contents. If replacing the placeholders
+    gives exactly the true text, the text is split there and only the rest is tokenized::
 
         <|user|>Hi<|end|><|assistant|>{0}<|end|><|user|>Bye<|end|><|assistant|>
         └────────── encode ──────────┘ids└───────────── encode ──────────────┘
 
-    A reply that the template trims or cuts is not in the text and is encoded afresh. A template that looks
-    deeper into the contents (counts them, compares them) fails the comparison, and the text is encoded as it is.
+    A reply that the template trims or cuts is not in the text and is tokenized again. With a template that inspects
+    the contents (counts them, compares them) the comparison fails, and the whole text is tokenized.
 
     Args:
         chat: The conversation.
-        known: Ids of some assistant messages, by index. Those that do not decode to the text are not used.
+        known: Ids of assistant messages, by index. Ids that do not decode to the message's content are ignored.
         split_points: Where texts may be cut, for the model's tokenizer.
-        wanted: How much of the prompt counts.
+        wanted: The needed part of the prompt.
         max_chars: As for ``ChatTemplate.render``.
-
-    Returns:
-        The prompt, int32 ``[n]``.
 
     Raises:
         ContextLengthError: The prompt is too long.
@@ -178,13 +164,13 @@ def chat_steps(
 
 
 def _is_usable(ids: Int32Array, content: str, text: str, tokenizer: Tokenizer) -> bool:
-    """Says whether a reply stands in the text as it was, and its ids alone make it."""
+    """Whether a reply is in the text unchanged and its ids decode to it."""
     is_verbatim = tokenizer.is_concatenative and content in text
     return is_verbatim and tokenizer.decode(ids, skip_hidden=False) == content
 
 
 def _marked(chat: ChatRequest, chosen: Collection[int]) -> ChatRequest:
-    """Returns the conversation with stand-ins for the chosen contents."""
+    """Returns the conversation with placeholders for the chosen contents."""
     messages = [
         {**message, "content": _STAND_IN.format(i)} if i in chosen else message
         for i, message in enumerate(chat.messages)
@@ -193,7 +179,7 @@ def _marked(chat: ChatRequest, chosen: Collection[int]) -> ChatRequest:
 
 
 def _split(text: str, marked: str, chat: ChatRequest, chosen: Collection[int]) -> list[str]:
-    """Returns text, index, text, index, ..., text; or the text alone when the template does more than insert."""
+    """Returns text, index, text, index, ..., text; the text alone if the template does more than insert contents."""
     pieces = _STAND_IN_PATTERN.split(marked)
     if any(int(i) not in chosen for i in pieces[1::2]):
         return [text]

@@ -1,4 +1,4 @@
-"""JSON that a client sent: its size, its texts, and its fields as typed values, each fault under the name of its field."""
+"""JSON from clients: its size, its texts, and its fields as typed values; errors name the field."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNKNOWN = re.compile("^Object contains unknown field `(.+?)`(?: - at `|$)", re.
 
 
 def decode(body: dict[str, Any], kind: type[T]) -> T:
-    """Returns the fields of a type from a parsed body; other fields of the body are left out.
+    """Returns the fields of a type from a parsed body; other fields of the body are ignored.
 
     Raises:
         RequestError: A field has another type, or is out of its range; ``param`` names it.
@@ -50,7 +50,7 @@ def check_text(text: str, param: str) -> None:
     """Refuses lone surrogates, which JSON can spell but UTF-8 cannot.
 
     Raises:
-        RequestError: There is one.
+        RequestError: The text has one.
     """
     try:
         text.encode()
@@ -61,11 +61,11 @@ def check_text(text: str, param: str) -> None:
 
 
 def check_json(value: Any, param: str) -> None:
-    """Refuses parsed JSON that no template should walk through.
+    """Refuses parsed JSON that is too large or too deep for a template.
 
     Raises:
-        RequestError: It is nested too deeply, has too many values, a text in it is not valid Unicode, or a whole number
-            has more than 64 bits.
+        RequestError: The value is nested too deeply, has too many values, a text in it is not valid Unicode, or a whole
+            number has more than 64 bits.
     """
     level, num_values = [value], 0
     for _ in range(MAX_DEPTH):
@@ -86,19 +86,19 @@ def check_json(value: Any, param: str) -> None:
 
 
 def bare(raw: bytes) -> bytes:
-    """Returns what stands outside the strings of a JSON text; takes time in proportion to its length, whatever it is."""
+    """Returns the part of a JSON text outside its strings, in linear time for any input."""
     plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote that is left begins or ends a string
     return b"".join(plain.split(b'"')[::2])
 
 
 def num_marks(text: str) -> int:
-    """Returns the commas and opening brackets outside of strings: at most one less than the values."""
+    """Returns the number of commas and opening brackets outside of strings: at least the number of values less one."""
     raw = bare(text.encode("utf-8", "surrogatepass"))
     return raw.count(b",") + raw.count(b"[") + raw.count(b"{")
 
 
 def forms(schema: Schema, schemas: dict[str, Schema]) -> list[Schema]:
-    """Returns the alternatives of a schema, those within them too, references resolved; null is none of them."""
+    """Returns the alternatives of a schema, nested ones included, references resolved, null excluded."""
     if "$ref" in schema:
         return forms(schemas[schema["$ref"].rpartition("/")[2]], schemas)
     inner = [form for word in ("anyOf", "oneOf") for each in schema.get(word, ()) for form in forms(each, schemas)]
@@ -106,7 +106,7 @@ def forms(schema: Schema, schemas: dict[str, Schema]) -> list[Schema]:
 
 
 def wanted(schema: Schema, schemas: dict[str, Schema]) -> str:
-    """Returns the values that a schema allows, in words: "a number between 0 and 1"; null is as good as nothing."""
+    """Returns the values that a schema allows, in words: "a number between 0 and 1". Null is not mentioned."""
     if "title" in schema and "properties" not in schema:  # a named value, and no type
         return str(schema["title"])
     words = dict.fromkeys(_words(form, schemas) for form in forms(schema, schemas))
@@ -152,20 +152,20 @@ def _size(form: Schema, word: str, unit: str, *more: str) -> str:
 
 
 def union(title: str, *kinds: Any) -> msgspec.Meta:
-    """Returns the schema of a value that is one of several types, for a field that msgspec does not convert."""
+    """Returns the schema of a value of one of several types, for a field that msgspec does not convert."""
     schemas, _ = msgspec.json.schema_components(kinds, ref_template=REF)
     return msgspec.Meta(title=title, extra_json_schema={"anyOf": list(schemas)})
 
 
 @cache
 def components(kind: type[msgspec.Struct]) -> tuple[Schema, dict[str, Schema]]:
-    """Returns the JSON schema of a type, and those of the types within it by name."""
+    """Returns the JSON schema of a type, and the schemas of the types within it by name."""
     (schema,), schemas = msgspec.json.schema_components([kind], ref_template=REF)
     return schema, schemas
 
 
 def _fault(message: str, given: dict[str, Any], kind: type[msgspec.Struct]) -> RequestError:
-    """Returns msgspec's complaint as one that names the field, and what it may be."""
+    """Converts msgspec's error to one that names the field and its allowed values."""
     where = message.rpartition("`$")[2] if "`$" in message else ""
     missing = _MISSING.match(message)
     steps: list[str | int] = [name or int(index) for name, index in _STEP.findall(where)]
@@ -189,7 +189,7 @@ def _fault(message: str, given: dict[str, Any], kind: type[msgspec.Struct]) -> R
 
 
 def _number_at(given: Any, steps: list[str | int]) -> int | float | None:
-    """Returns the number at a place; None if there is something else, or a number of too many digits."""
+    """Returns the number at a path; None for another type or a number of too many digits."""
     for step in steps:
         given = given.get(step) if isinstance(given, dict) else None
     is_number = isinstance(given, int | float) and not isinstance(given, bool)
@@ -197,7 +197,7 @@ def _number_at(given: Any, steps: list[str | int]) -> int | float | None:
 
 
 def _inner(schema: Schema, step: str | int, schemas: dict[str, Schema]) -> Schema:
-    """Returns the schema of a field, or of the entries of a list; fields of objects in a list are found as its own."""
+    """Returns the schema of a field, or of a list's entries. A field name applied to a list refers to its entries."""
     for form in forms(schema, schemas):
         if isinstance(step, int) and "items" in form:
             return dict(form["items"])
@@ -209,7 +209,7 @@ def _inner(schema: Schema, step: str | int, schemas: dict[str, Schema]) -> Schem
 
 
 def _surrogate(value: Any, where: str = "") -> str:
-    """Returns the place of a text that is not valid Unicode, or of the object that has it as a name."""
+    """Returns the path of a text that is not valid Unicode, or of the object that has it as a key."""
     entries = value.items() if isinstance(value, dict) else enumerate(value) if where == "messages" else ()
     for step, entry in entries:
         if _is_unicode(step) and not _is_unicode(entry):

@@ -1,4 +1,4 @@
-"""Where a text may be cut so that its parts, encoded one by one, have the tokens of the whole."""
+"""Cuts of a text at which the parts, encoded one by one, give the tokens of the whole."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ SCRIPTS = {
 }
 # A cut is between a letter and one of these.
 FOLLOWERS = " \n，。、！？"
-# Stands before each part but the first, as the letter before the cut did, and its tokens are taken out again.
+# Precedes each part but the first in place of the letter before the cut; its tokens are removed again.
 ANCHOR = "x"
-# Of a text that is encoded at once because there is no cut in it: about a second of a thread.
+# Most characters of a part without a cut: about a second of a thread.
 MAX_WHOLE_CHARS = 2**18
 _WINDOW = 4096
 _MOST_MARKS = 64
@@ -38,19 +38,13 @@ _RIGHT = ("", "the", " \n", "'s 12? 日")
 
 
 class SplitPoints:
-    """The places where texts may be cut, for one tokenizer.
+    """The cuts at which one tokenizer may encode a text in parts.
 
-    A tokenizer splits a text into words by a pattern, and words into tokens. A cut is right where a word ends whatever
-    stands before and after: in the patterns of all common models between a letter and a space, a line break or a full
-    stop of Chinese. A tokenizer without words cuts wherever no token of its vocabulary has both characters side by side. Before a special
-    token, such as the one that ends a message, a word ends too.
-    Which of these places a tokenizer has is found out on examples; each must also give the same tokens.
-
-    Args:
-        tokenizer: Encodes the examples.
-
-    Attributes:
-        tokenizer: The same.
+    A tokenizer splits a text into words by a pattern, and words into tokens. A cut is correct where a word ends in any
+    context: in the patterns of all common models between a letter and a space, a line break or a Chinese full stop. For
+    a tokenizer without words, a cut is correct where no token of its vocabulary contains both characters side by side.
+    A word also ends before a special token, such as the one that ends a message.
+    Examples are encoded to find which of these cuts a tokenizer has; each cut must also give the same tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -62,12 +56,12 @@ class SplitPoints:
         return self._encode(ANCHOR).size
 
     def find(self) -> None:
-        """Looks for the places now; otherwise the first text that is cut waits for it."""
+        """Finds the cuts now instead of at the first long text."""
         _ = self._pattern, self.num_anchor, self.tokenizer.around
 
     @property
     def exist(self) -> bool:
-        """Whether there is any; otherwise a text must be encoded whole."""
+        """Whether there is any cut; otherwise a text must be encoded whole."""
         return self._pattern is not None
 
     @cached_property
@@ -85,12 +79,12 @@ class SplitPoints:
         return re.compile("|".join(places)) if places else None
 
     def first(self, text: str, start: int, end: int) -> int | None:
-        """Returns the first cut in ``[start, end)``; None if there is none."""
+        """Returns the first cut in ``[start, end)``, or None."""
         found = self._pattern and self._pattern.search(text, start, end)
         return found.start() if found else None
 
     def last(self, text: str, start: int, end: int) -> int | None:
-        """Returns the last cut in ``[start, end)``; None if there is none."""
+        """Returns the last cut in ``[start, end)``, or None."""
         for window_end in range(end, start, -_WINDOW) if self._pattern else ():
             window = max(start, window_end - _WINDOW), window_end
             found = [match.start() for match in self._pattern.finditer(text, *window)]  # type: ignore[union-attr]
@@ -99,7 +93,7 @@ class SplitPoints:
         return None
 
     def _is_cut(self, added: list[str], letters: str, examples: str, mark: str) -> bool:
-        """Says whether a text may be cut between any of these letters and a mark."""
+        """Whether a text may be cut between any of these letters and a mark."""
         across = re.compile(f"[{letters}][{mark}{'▁' if mark == ' ' else ''}]")
         if any(map(across.search, added)):
             return False
@@ -110,7 +104,7 @@ class SplitPoints:
         return all(self._are_tokens_cut(left, right) for left, right in texts)
 
     def _is_mark(self, mark: str, added: list[str]) -> bool:
-        """Says whether a text may be cut before a token that is found before words are, wherever it stands."""
+        """Whether a text may be cut before a token that is found before the text is split into words."""
         ends = {other[at:] for other in added for at in range(1, len(other))}
         is_apart = not any(mark.startswith(end) for end in ends if end) and not any(
             mark in other[1:] for other in added
@@ -132,17 +126,17 @@ class SplitPoints:
 def ranges(
     text: str, split_points: SplitPoints, size: Callable[[], int], *, from_end: bool, param: str
 ) -> Iterator[tuple[int, int]]:
-    """Yields where the parts of a text are, ``[start, end)``, one behind the other or from the end backwards.
+    """Yields the parts of a text as ``[start, end)``, in order or from the end backwards.
 
     Args:
         text: Any text.
-        split_points: Where it may be cut.
-        size: Returns about how many characters the next part shall have; it has more where there is no cut.
+        split_points: Its cuts.
+        size: Returns the desired characters of the next part; a part is longer where there is no cut.
         from_end: Begin with the last part.
         param: The request field that the text came from.
 
     Raises:
-        ContextLengthError: There is no cut for so long that encoding what is between them would take too long.
+        ContextLengthError: A part without a cut is longer than ``MAX_WHOLE_CHARS``.
     """
     done, length = 0, len(text)
     while done < length:

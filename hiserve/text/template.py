@@ -1,4 +1,4 @@
-"""A conversation to one text, by the model's chat template."""
+"""Renders a conversation to one text by the model's chat template."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hiserve.text.request_json import check_text
 from hiserve.text.template_sandbox import BoundedEnvironment
 
 RENDER_S = 5.0
-# What a template may raise over messages it was not written for.
+# Errors that a template may raise for messages it was not written for.
 TEMPLATE_FAILURES = (
     jinja2.TemplateError,
     TypeError,
@@ -31,7 +31,7 @@ TEMPLATE_FAILURES = (
     MemoryError,
 )
 TOO_SLOW = "template_too_slow"
-# Marks the end of a message that is to be continued: a private-use character, taken out again.
+# Marks the end of a message that is to be continued: a private-use character, removed again.
 _END = "\ue002"
 _PROBE = "hiserve_probe"
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
@@ -45,7 +45,7 @@ class _Named(msgspec.Struct):
 
 
 class Sources(msgspec.Struct, frozen=True):
-    """What a template is made from; as for ``ChatTemplate``."""
+    """The arguments of ``ChatTemplate``."""
 
     source: str
     special_tokens: dict[str, str]
@@ -55,11 +55,7 @@ class Sources(msgspec.Struct, frozen=True):
 class ChatTemplate:
     """A compiled chat template.
 
-    It comes with the model, so it runs in a sandbox, within bounds of time and size. Safe to use from several
-    threads at once.
-
-    Attributes:
-        sources: What it was made from.
+    It comes with the model, so it runs in a sandbox with limits of time and size. Thread-safe.
     """
 
     def __init__(
@@ -70,7 +66,7 @@ class ChatTemplate:
         Args:
             source: Jinja source.
             special_tokens: Names such as ``bos_token`` that the template may use.
-            tool_source: Takes its place when tools are given.
+            tool_source: Replaces ``source`` when tools are given.
 
         Raises:
             ModelError: A source is not valid Jinja.
@@ -86,21 +82,15 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, sources: Sources) -> ChatTemplate:
-        """Makes a template as another one is."""
+        """Compiles a template from the sources of another."""
         return cls(sources.source, sources.special_tokens, sources.tool_source)
 
     @classmethod
     def load(cls, folder: Path, override: Path | None = None) -> ChatTemplate | None:
-        """Reads ``chat_template.jinja`` or the ``chat_template`` of ``tokenizer_config.json``.
+        """Reads ``chat_template.jinja`` or the ``chat_template`` of ``tokenizer_config.json``; None without either.
 
-        Some models have several templates by name; of these, ``default`` and ``tool_use`` are used.
-
-        Args:
-            folder: The model's folder; special tokens are read from it in any case.
-            override: A file that takes the place of the model's templates.
-
-        Returns:
-            The template, or None when the model has none.
+        Of several named templates, ``default`` and ``tool_use`` are used. The file ``override`` replaces them all;
+        special tokens are always read from the model's folder.
 
         Raises:
             ConfigError: ``override`` cannot be read.
@@ -130,12 +120,12 @@ class ChatTemplate:
         Args:
             chat: The conversation.
             max_chars: A longer prompt cannot fit the context; None is no limit.
-            max_s: Longest the template may run, in seconds.
-            max_work: Characters that it may make, intermediate ones included.
+            max_s: Longest time of the template, in seconds.
+            max_work: Most characters that it may make, intermediate ones included.
 
         Raises:
-            RequestError: The template refuses these messages, or a name of ``template_kwargs`` is taken. The code
-                is ``TOO_SLOW`` when the time was over or the work too much.
+            RequestError: The template refuses these messages, or a name of ``template_kwargs`` is reserved. The code
+                is ``TOO_SLOW`` when a limit of time or work was exceeded.
             ContextLengthError: The prompt is longer than ``max_chars``.
         """
         self._check_names(chat.template_kwargs)
@@ -177,7 +167,7 @@ class ChatTemplate:
             return self._environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"the chat template is not valid Jinja: line {error.lineno}: {error}.") from None
-        except (SyntaxError, RecursionError, MemoryError) as error:  # Python's, over the code that Jinja makes of it
+        except (SyntaxError, RecursionError, MemoryError) as error:  # Python's, for the code that Jinja generates
             raise ModelError(f"the chat template is nested too deeply: {type(error).__name__}.") from None
 
     def _run(
@@ -219,7 +209,7 @@ def _read_override(path: Path) -> str:
 
 
 def _read_sources(folder: Path, configured: Any) -> dict[str, str]:
-    """Returns the sources of a model's templates by name; files take the place of the configured ones."""
+    """Returns the sources of a model's templates by name; files override the configured ones."""
     paths = {"default": folder / "chat_template.jinja", "tool_use": folder / "additional_chat_templates/tool_use.jinja"}
     try:
         found = {name: path.read_text(encoding="utf-8") for name, path in paths.items() if path.is_file()}
@@ -245,7 +235,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _token_text(value: Any) -> str | None:
-    """Reads a special token in both spellings: a string, or an object with ``content``."""
+    """Reads a special token from a string or an object with ``content``."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
 

@@ -1,7 +1,8 @@
-"""Comparing, sorting and looking up in templates: paid for before it begins.
+"""Comparing, sorting and looking up in templates, paid for in advance.
 
-Lists can contain each other many times over: sixty of them, each with the one before it twice, take as long to compare as
-2^60 values. What stands in a value several times therefore counts as often, as the interpreter visits it.
+Lists can contain each other many times over: of sixty lists, each containing the previous one twice, the last takes
+as long to compare as 2^60 values. A value contained several times is therefore counted as often as the interpreter
+visits it.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ _Containers = (list, tuple, dict)
 
 
 def pay_visits(budget: RenderBudget, value: Any) -> None:
-    """Pays for visiting all that stands in a value.
+    """Pays for visiting all values within a value.
 
     Raises:
-        BudgetError: There is too much.
+        RenderBudgetError: There are too many.
     """
     waiting: list[Iterator[Any]] = [iter((value,))]
     while waiting:
@@ -57,11 +58,11 @@ _END = object()
 
 
 def pay_comparison(budget: RenderBudget, left: Any, right: Any) -> None:
-    """Pays for comparing two values, or for looking for the first in the second.
+    """Pays for comparing two values, or for searching the first in the second.
 
     Raises:
-        BudgetError: They are too large.
-        TypeError: A list is looked for in what can be walked through only once.
+        RenderBudgetError: The values are too large.
+        TypeError: A list is searched in an iterator, which can be walked only once.
     """
     if not isinstance(left, _Containers):
         budget.pay(len(right) if isinstance(right, Collection) else 1)
@@ -73,13 +74,7 @@ def pay_comparison(budget: RenderBudget, left: Any, right: Any) -> None:
 
 
 def compared(context: Context, left: Any, *further: Any) -> Any:
-    """Computes ``left operator right operator ...``.
-
-    Args:
-        context: Of the rendering.
-        left: The first operand.
-        further: Name of an operator, function that returns the operand behind it, and so on.
-    """
+    """Computes ``left operator right ...``. ``further`` alternates operators and functions for the next operand."""
     result: Any = True
     for name, right_of in zip(further[::2], further[1::2], strict=True):
         right = right_of()
@@ -92,7 +87,7 @@ def compared(context: Context, left: Any, *further: Any) -> Any:
 
 
 def pay_call(budget: RenderBudget, function: Any, arguments: Collection[Any]) -> None:
-    """Pays for what a method of a list or of a dict does with its arguments: it compares them, or looks them up."""
+    """Pays for a call of a list's or dict's method, which compares its arguments or looks them up."""
     owner = getattr(function, "__self__", None)
     if isinstance(owner, (*_Containers, LoopContext, type)) or function is dict:
         for argument in arguments:
@@ -102,10 +97,10 @@ def pay_call(budget: RenderBudget, function: Any, arguments: Collection[Any]) ->
 
 
 def check_key(key: Any) -> Any:
-    """Returns a key for a dict, which is no list of several.
+    """Returns a dict key that is not a tuple.
 
     Raises:
-        TypeError: It is; looking it up would visit all that stands in it.
+        TypeError: It is a tuple; looking it up would visit all values in it.
     """
     if isinstance(key, tuple):
         raise TypeError("a list cannot be a key")
@@ -135,7 +130,7 @@ def _comparing_filter(inner: Callable[..., Any]) -> Callable[..., Any]:
     @jinja2.pass_context
     def paid(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
         values = value if isinstance(value, Collection) else list(value)
-        for _ in range(1 + len(values).bit_length()):  # as often as sorting looks at each
+        for _ in range(1 + len(values).bit_length()):  # sorting compares each value about log2(n) times
             pay_visits(budget_of(context), values)
         needs_environment = getattr(inner, "jinja_pass_arg", None) is not None
         return inner(*([context.environment] if needs_environment else []), values, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""The filters that a chat template has: Jinja's, but those that could grow without end."""
+"""The filters of chat templates: Jinja's without those of unbounded output."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jinja2.runtime import Context
 from hiserve.text.render_budget import ENTRY_CHARS, budget_of, check_width, text_of
 from hiserve.text.template_comparisons import FILTERS as COMPARING
 
-# What they return is no larger than what they get.
+# The result is no larger than the input.
 _BOUNDED = (
     "abs attr count d default first float int items last length list map reject rejectattr reverse select selectattr"
 )
-# They turn a value into text first, which may be a list of lists of one long text.
+# These convert their input to text first; the input may be a list of lists of one long text.
 _OF_TEXT = "capitalize e escape forceescape lower safe title trim upper urlencode wordcount"
 
 
@@ -63,7 +63,7 @@ def _indent(context: Context, value: str, width: int | str = 4, first: bool = Fa
 
 @jinja2.pass_context
 def _format(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-    # The operator is the sandbox's, which knows how large its result can be.
+    # The sandbox's operator bounds the size of its result.
     binop: Callable[..., Any] = context.environment.call_binop  # type: ignore[attr-defined]
     return binop(context, "%", text_of(context, value), kwargs or args)
 
@@ -77,7 +77,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As in transformers: Jinja's own ``tojson`` escapes HTML; prompts need the plain form."""
+    """Like transformers' filter: Jinja's own ``tojson`` escapes HTML, prompts need the plain form."""
     check_width(indent)
     budget_of(context).pay_text(value)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

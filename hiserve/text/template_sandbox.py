@@ -1,16 +1,16 @@
-"""A Jinja environment in which no rendering runs or grows without end.
+"""A Jinja environment that bounds the time and memory of every rendering.
 
-A chat template comes with a model, and what it loops over comes with a request; neither may stop the server.
-Jinja's sandbox keeps a template away from Python, but not from the clock or the memory. A thread cannot be
+A chat template comes with a model, and its data comes with a request; neither may stop the server.
+Jinja's sandbox denies a template access to Python, but bounds neither time nor memory. A thread cannot be
 ended from outside, and a trace function would slow every line, so the checks are compiled into the template:
 each rendering has a *budget* and pays from it
 
 - at the start of every block (a loop's body, a branch, a macro), for the block's own text;
 - for every text or list that an expression makes: by ``~``, ``+``, ``*``, ``%``, a slice, a filter, a call.
 
-What can make much out of little (``*``, ``**``, ``replace``, ``join``, padding ...) pays before it begins, and
-filters that cannot be made to are left out. Each payment also looks at the clock. Between two payments there is
-only work in proportion to what was paid for. What compares, sorts or looks up lists is in ``text.template_comparisons``.
+Operations that can make a large result from small input (``*``, ``**``, ``replace``, ``join``, padding ...) pay in
+advance; filters that cannot are removed. Each payment also checks the clock, and the work between two payments is
+proportional to the amount paid. ``text.template_comparisons`` pays for comparing, sorting and looking up.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hiserve.text.render_budget import BUDGET, ENTRY_CHARS, RenderBudget, budget
 from hiserve.text.template_comparisons import TESTS, check_key, compared, pay_call
 from hiserve.text.template_filters import FILTERS
 
-BLOCK_CHARS = 8  # what a block costs beside its text
+BLOCK_CHARS = 8  # cost of a block beside its text
 _PADDING = {"center", "ljust", "rjust", "zfill"}
 _UNBOUNDED = {"expandtabs", "translate", "to_bytes"}
 _WIDE_FIELD = re.compile(r"%[^%a-zA-Z]*(\*|\d{4})")
@@ -44,7 +44,7 @@ class _Generator(CodeGenerator):
     """Compiles the payments into a template."""
 
     def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
-        """Writes a block: first it pays for the text in it, the blocks inside not counted."""
+        """Writes a block; first it pays for its own text, without that of inner blocks."""
         block = list(nodes)
         self.writeline(f"context.parent[{BUDGET!r}].pay({BLOCK_CHARS + _num_chars(block)})")
         super().blockvisit(block, frame)
@@ -64,7 +64,7 @@ class _Generator(CodeGenerator):
         self.write(")")
 
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802
-        """Writes ``a < b <= c``; an operand that the one before it makes unnecessary is not computed."""
+        """Writes ``a < b <= c``; operands after the first false comparison are not computed."""
         self.write("environment.compared(context, ")
         self.visit(node.expr, frame)
         for operand in node.ops:
@@ -106,13 +106,13 @@ class _Generation(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Returns what stands inside."""
+        """Returns the nodes inside the tag."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class _Form:
-    """``text.format`` as templates get it: only the environment's ``call`` applies it."""
+    """``text.format`` as templates see it: only the environment's ``call`` applies it."""
 
     __slots__ = ("is_map", "text")
 
@@ -122,10 +122,9 @@ class _Form:
 
 
 class _Formatter(SandboxedFormatter):
-    """Fills in a form."""
+    """Fills in a format string."""
 
     def format_field(self, value: Any, format_spec: str) -> Any:
-        """Returns one field."""
         if _WIDE_SPEC.search(format_spec):
             raise ValueError(f"the field {format_spec[:20]!r} is too wide")
         return super().format_field(value, format_spec)
@@ -161,7 +160,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Yields the parts of a rendering.
 
         Raises:
-            BudgetError: The budget is used up. Other errors are the template's.
+            RenderBudgetError: The budget is used up. Other errors are the template's.
         """
         return template.generate({**variables, BUDGET: budget})
 
@@ -176,7 +175,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def joined(self, context: Context, parts: Iterable[Any]) -> str:
-        """Computes ``a ~ b``."""
         return "".join([text_of(context, part) for part in parts])
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -213,18 +211,17 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return _Formatter(self).vformat(form.text, args, kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Returns what stands for ``text.format`` and ``text.format_map``; None for anything else."""
+        """Returns the replacement of ``text.format`` and ``text.format_map``; None for any other value."""
         owner, name = getattr(value, "__self__", None), getattr(value, "__name__", "")
         if not isinstance(owner, str) or name not in ("format", "format_map"):
             return None
         return _Form(owner, is_map=name == "format_map")  # type: ignore[return-value]
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Returns an entry."""
         return super().getitem(obj, check_key(argument))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Says whether a template may have an attribute."""
+        """Whether a template may read an attribute."""
         return attr not in _UNBOUNDED and super().is_safe_attribute(obj, attr, value)
 
     def call_filter(
@@ -271,7 +268,7 @@ def _pay_product(context: Context, left: Any, right: Any) -> None:
 
 
 def _pay_fields(context: Context, form: str, num_fields: int, values: Any) -> None:
-    """Pays for a filled-in form, as if each field showed all the values."""
+    """Pays for a filled-in format string, as if each field showed all values."""
     budget_of(context).pay(len(form))
     for _ in range(num_fields):
         budget_of(context).pay_text(values)

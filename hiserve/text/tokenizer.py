@@ -1,4 +1,4 @@
-"""Text to token ids and back, by the tokenizer of a model's folder."""
+"""A model's tokenizer: text to token ids and back."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hiserve.text.convert import convert
 
 
 class Tokenizer:
-    """One model's tokenizer. Safe to use from several threads at once.
+    """One model's tokenizer. Thread-safe.
 
     Attributes:
         vocab: Token strings by id, special and added ones included.
-        hidden_ids: Tokens that no reader should see: the special ones and the model's end tokens.
+        hidden_ids: Tokens that readers do not see: the special ones and the model's end tokens.
         max_token_chars: Length of the longest token string, in characters.
-        is_concatenative: Encoding two texts one after the other decodes to both joined. Tokenizers
-            that add a space in front of every text are not.
+        is_concatenative: The ids of two texts, joined, decode to both texts joined. False for tokenizers that add a
+            space before every text.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, eos_token_ids: Iterable[int] = ()) -> None:
@@ -43,7 +43,7 @@ class Tokenizer:
         """Reads ``tokenizer.json``, or converts another tokenizer.
 
         Raises:
-            ModelError: There is no tokenizer, it cannot be read, or it cannot be converted.
+            ModelError: There is no tokenizer, or it cannot be read or converted.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -55,7 +55,7 @@ class Tokenizer:
         return cls(backend, eos_token_ids)
 
     def without_hidden_end(self, ids: Sequence[int]) -> Sequence[int]:
-        """Returns generated ids without the tokens at their end that show no text, such as the end token."""
+        """Returns generated ids without trailing tokens that show no text, such as the end token."""
         end = len(ids)
         while end and ids[end - 1] in self.hidden_ids:
             end -= 1
@@ -67,14 +67,14 @@ class Tokenizer:
         return list(self._backend.get_added_tokens_decoder().values())
 
     def words(self, text: str) -> list[str]:
-        """Returns the words in which tokens are looked for; the whole text where the tokenizer does not split it."""
+        """Returns the words within which tokens are formed; the whole text if the tokenizer does not split it."""
         normalizer, splitter = self._backend.normalizer, self._backend.pre_tokenizer
         normalized = text if normalizer is None else normalizer.normalize_str(text)
         return [normalized] if splitter is None else [word for word, _ in splitter.pre_tokenize_str(normalized)]
 
     @cached_property
     def around(self) -> tuple[list[int], list[int]] | None:
-        """Ids that are put in front of a text and behind it; None where they are not the same for each text."""
+        """Ids that the tokenizer puts before and after a text; None if they differ from text to text."""
         bare, whole = (self.encode("x", add_special_tokens=adds).tolist() for adds in (False, True))
         for at in range(len(whole) - len(bare) + 1):
             if whole[at : at + len(bare)] == bare:
@@ -83,31 +83,25 @@ class Tokenizer:
 
     @property
     def decoder(self) -> dict[str, Any]:
-        """The decoder's description, as ``tokenizer.json`` spells it; empty when there is none."""
+        """The decoder's description, as in ``tokenizer.json``; empty if there is none."""
         decoder = self._backend.decoder
         description: dict[str, Any] = {} if decoder is None else json.loads(decoder.__getstate__())
         return description
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Int32Array:
-        """Returns the token ids of a text, int32 ``[n]``.
+        """Returns the token ids of a text without lone surrogates, int32 ``[n]``. Releases the GIL.
 
-        Special tokens that are spelled out in the text become their ids. Releases the GIL.
-
-        Args:
-            text: Any text without lone surrogates.
-            add_special_tokens: Add what the tokenizer puts around a text (such as a start token). Chat
-                templates spell these out themselves.
+        Special tokens that are spelled out in the text become their ids. ``add_special_tokens`` adds the tokens that
+        the tokenizer puts around a text (such as a start token); chat templates spell these out themselves.
         """
-        # One text as a batch: the library's call for single texts holds the GIL, and finds offsets that nobody wants.
+        # One text as a batch: the library's call for single texts holds the GIL and computes offsets.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return np.array(encoding.ids, dtype=np.int32)
 
     def decode(self, ids: Sequence[int] | Int32Array, *, skip_hidden: bool = True) -> str:
-        """Returns the text of token ids; invalid UTF-8 becomes replacement characters.
+        """Returns the text of token ids; unknown ids add nothing, invalid UTF-8 becomes replacement characters.
 
-        Args:
-            ids: Token ids; unknown ones add nothing.
-            skip_hidden: Leave out ``hidden_ids``.
+        ``skip_hidden`` omits ``hidden_ids``.
         """
         chosen = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
         if skip_hidden:
