@@ -13,6 +13,7 @@ from tests.unit.engine import (
     test_planner,
     test_planner_pages,
     test_planner_scores,
+    test_rows,
     test_store_prefetch,
 )
 from tests.unit.engine import test_planner_tiers as worker_test_planner_tiers
@@ -37,6 +38,10 @@ with rows.RowState.append, test_planner.test_rejected_drafts_are_computed_again:
     "INV 1: rejected drafts count as computed in the planner"
     self.computed[rows] -= rejected
     self.computed[rows] -= 0
+with rows.RowState.append, test_rows.test_lengths_are_in_order_from_admission_to_release:
+    "INV 71: rejected drafts stay settled"
+    self.settled[rows] -= rejected
+    self.settled[rows] -= 0
 with rows.RowState._cut, test_planner.test_a_stop_token_inside_an_accepted_run_cuts_the_rest:
     "INV 1: tokens after a stop token are kept"
     counts[ends] = is_end[ends].argmax(axis=1) + 1
