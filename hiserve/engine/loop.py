@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,7 +14,6 @@ from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasuremen
 from hiserve.core.transfers import CopyAck
 from hiserve.engine.kv_event_sender import KvEventSender
 from hiserve.engine.planner import Planner
-from hiserve.engine.step_timer import StepTimer
 from hiserve.engine.waiting_queue import Request
 from hiserve.ipc.cache_stats import LOCAL_TIERS, NodeFacts, StoreStats, TierName
 from hiserve.ipc.lifecycle import CrashSnapshot
@@ -21,6 +21,9 @@ from hiserve.ipc.messages import Admit, GateCounts, WorkerStats
 from hiserve.ipc.updates import RequestUpdates
 
 MAX_ACK_WAIT_S = 0.002  # while nothing runs; messages wait as long
+LEAD_S = 0.003  # from the start of planning a step to its launch, at most
+RATE = 0.3  # weight of a new time against earlier ones
+_FINE_TOKENS = 64  # steps of fewer tokens differ by their rows only
 
 
 class PlanExecutor(Protocol):
@@ -79,6 +82,49 @@ class EngineFacts:
     namespace: bytes
     startup_s: dict[str, float]
     measurements: StartupMeasurements = NO_MEASUREMENTS
+
+
+class StepTimer:
+    """Estimates when the step in flight ends, from the times of earlier steps of its size.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seconds: dict[int, float] = {}  # by size
+        self._in_flight: deque[tuple[int | None, float]] = deque()  # size, begin
+        self._last_end_s = 0.0
+
+    def begin(self, plan: BatchPlan) -> None:
+        """Notes the launch of a step. The time of one that waits for loads is unknown."""
+        self._in_flight.append((None if plan.waits else _size(plan.num_tokens), self._clock()))
+
+    def end(self) -> None:
+        """Notes the end of the oldest step in flight."""
+        size, begin_s = self._in_flight.popleft()
+        begin_s, self._last_end_s = max(begin_s, self._last_end_s), self._clock()
+        if size is not None:
+            took_s = self._last_end_s - begin_s
+            before_s = self._seconds.get(size, took_s)
+            self._seconds[size] = before_s + RATE * (took_s - before_s)
+
+    def time_left_s(self) -> float:
+        """Returns the seconds until the only step in flight ends, less the time of planning the next one.
+
+        0 where its time is unknown, and with none in flight or several.
+        """
+        if len(self._in_flight) != 1:
+            return 0.0
+        size, begin_s = self._in_flight[0]
+        expected_s = 0.0 if size is None else self._seconds.get(size, 0.0)
+        return max(0.0, max(begin_s, self._last_end_s) + expected_s - LEAD_S - self._clock())
+
+
+def _size(num_tokens: int) -> int:
+    """Returns a class of steps with about as many tokens."""
+    return -num_tokens.bit_length() if num_tokens <= _FINE_TOKENS else -(-num_tokens // _FINE_TOKENS)
 
 
 class Engine:

@@ -1,4 +1,4 @@
-"""The worker's loop between the scheduler's channel and an engine: obey, step, report."""
+"""The worker's loop between the scheduler's channel and an engine: receive, step, report."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import math
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable
 
 from hiserve.config.settings import Settings
 from hiserve.core.startup_measurements import StartupMeasurements
 from hiserve.engine.fatal import EXIT_FAILED, exit_code_of, exit_with_error
 from hiserve.engine.loop import Engine
-from hiserve.engine.report_sender import ReportSender
 from hiserve.ipc.channel import PeerGoneError, PollingChannel
 from hiserve.ipc.child import log_to_stderr, meet_parent
-from hiserve.ipc.codec import MalformedError, MessageDecoder, Received
+from hiserve.ipc.codec import Frames, MalformedError, MessageDecoder, Received, encode
 from hiserve.ipc.lifecycle import CrashSnapshot
 from hiserve.ipc.messages import (
     Admit,
@@ -28,16 +28,63 @@ from hiserve.ipc.messages import (
     FlushCache,
     InspectCache,
     Ready,
+    StepReport,
     Stop,
     ToWorker,
     WorkerStats,
 )
-from hiserve.ipc.updates import RequestUpdates
+from hiserve.ipc.updates import MergedUpdates, RequestUpdates
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_S = 1.0  # something is told that often, unless a step takes longer
-IDLE_S = 1.0  # an idle worker looks this often at what threads do meanwhile: host memory made ready, a store emptied
+HEARTBEAT_S = 1.0  # reports are sent this often at least, unless a step takes longer
+IDLE_S = 1.0  # an idle worker checks this often on its threads: host memory made ready, a store emptied
+
+
+class ReportSender:
+    """Sends at once what the scheduler takes at once; never blocks.
+
+    Args:
+        channel: To the scheduler.
+        incarnation: Stamped on every report.
+    """
+
+    def __init__(self, channel: PollingChannel, incarnation: int) -> None:
+        self._channel = channel
+        self._incarnation = incarnation
+        self._answers: deque[Frames] = deque()
+        self._late = MergedUpdates()
+        self._late_stats: WorkerStats | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether something waits for the scheduler."""
+        return bool(self._answers) or self._late_stats is not None
+
+    def answer(self, message: Ready | CacheFlushed | CacheInspected) -> None:
+        """Sends a message of which there are few."""
+        self._answers.append(encode(message))
+        self.flush()
+
+    def report(self, updates: RequestUpdates, stats: WorkerStats) -> None:
+        """Sends a report, or merges it with those that wait."""
+        if not self.is_pending and self._channel.is_writable:
+            self._send(updates, stats)
+            return
+        self._late.merge(updates)
+        self._late_stats = stats
+
+    def flush(self) -> None:
+        """Sends what waits, as far as the scheduler takes it."""
+        while self._answers and self._channel.try_send(self._answers[0]):
+            self._answers.popleft()
+        if self._late_stats is not None and not self._answers and self._channel.is_writable:
+            self._send(self._late.take(), self._late_stats)
+            self._late_stats = None
+
+    def _send(self, updates: RequestUpdates, stats: WorkerStats) -> None:
+        # It was writable a moment ago; if it is not, the scheduler is gone and so are we, soon.
+        self._channel.try_send(encode(StepReport(self._incarnation, updates, stats)))
 
 
 class WorkerService:
@@ -56,8 +103,8 @@ class WorkerService:
         self._sender = ReportSender(channel, incarnation)
         self._decoder = MessageDecoder[ToWorker](ToWorker)
         self._stop_at_s = math.inf
-        self._told: WorkerStats | None = None
-        self._told_s = 0.0
+        self._reported: WorkerStats | None = None
+        self._reported_s = 0.0
 
     def run(self) -> None:
         """Serves until the scheduler says stop.
@@ -84,7 +131,7 @@ class WorkerService:
             self._turn()
 
     def _is_over(self) -> bool:
-        """Whether it was told to stop, and no page is left to be copied, or no time for that."""
+        """Whether the scheduler said stop, and no page is left to copy, or no time for it."""
         if self._stop_at_s == math.inf or (self._engine.is_copying and time.monotonic() < self._stop_at_s):
             return False
         if self._engine.is_copying:
@@ -92,7 +139,7 @@ class WorkerService:
         return True
 
     def _turn(self) -> None:
-        """Handles all that has come, does one step, and says what it changed."""
+        """Handles the received messages, does one step, and reports it."""
         is_idle = not self._engine.has_work
         is_pending = self._sender.is_pending
         for frames in self._channel.receive(is_idle=is_idle, until_writable=is_pending, timeout_s=IDLE_S):
@@ -101,17 +148,17 @@ class WorkerService:
         self._sender.flush()
 
     def _send_report(self, updates: RequestUpdates | None) -> None:
-        """Reports a step; of one without news of any request, the stats: if nothing will follow, or nothing was told for long.
+        """Reports a step. A step without updates reports its stats, if no step follows or the last report is old.
 
-        Whoever hears nothing may so take it that a step takes long, or that this process stands still.
+        Without reports the scheduler may assume a long step, or a process that hangs.
         """
-        is_due = time.monotonic() - self._told_s >= HEARTBEAT_S
+        is_due = time.monotonic() - self._reported_s >= HEARTBEAT_S
         if updates is None and self._engine.has_work and not is_due:
             return
         stats = self._engine.stats()
-        if updates is not None or stats != self._told or is_due:
+        if updates is not None or stats != self._reported or is_due:
             self._sender.report(updates or RequestUpdates(), stats)
-            self._told, self._told_s = stats, time.monotonic()
+            self._reported, self._reported_s = stats, time.monotonic()
 
     def _handle(self, received: Received[ToWorker]) -> None:
         match received.message:
@@ -163,7 +210,7 @@ def serve(endpoint: str, build: Callable[[Settings, int, int, StartupMeasurement
 
 
 def _crash_snapshot_of(engine: Engine, replica: int) -> CrashSnapshot | None:
-    """Returns what a failed engine was at, if it can still tell."""
+    """Returns the steps and copies in flight of a failed engine, if it still can."""
     try:
         return engine.crash_snapshot()
     except Exception:

@@ -7,9 +7,8 @@ import itertools
 from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache
 from hiserve.engine.host_loads import LoadCostModel
 from hiserve.engine.kv_event_sender import KvEventSender
-from hiserve.engine.loop import Engine, EngineFacts
+from hiserve.engine.loop import Engine, EngineFacts, StepTimer
 from hiserve.engine.planner import Planner
-from hiserve.engine.step_timer import StepTimer
 from hiserve.spec.adaptive import DraftController
 from tests.helpers.echo import EchoExecutor
 from tests.helpers.echo_host import EchoHost

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hiserve.core.request import FinishReason
 from hiserve.core.usage import CacheUse
-from hiserve.engine.report_sender import ReportSender
+from hiserve.engine.service import ReportSender
 from hiserve.ipc.codec import Frames, MessageDecoder
 from hiserve.ipc.messages import CacheFlushed, FromWorker, StepReport, WorkerStats
 from hiserve.ipc.updates import RequestUpdates, TokenDelta
