@@ -41,8 +41,7 @@ def error_body(status: int, message: str, *, code: str, param: str | None = None
         param: The request field at fault.
     """
     kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": _printable(message), "type": kind, "param": param and _printable(param), "code": code}
-    return msgspec.json.encode({"error": error})
+    return msgspec.json.encode(Error(ErrorFields(_printable(message), kind, param and _printable(param), code)))
 
 
 def error_response(

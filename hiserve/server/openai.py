@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,7 +18,7 @@ from hiserve.server.auth import caller_of
 from hiserve.server.generation import Choices, Generation, OutputDelta, Remember, RequestContext, generations
 from hiserve.server.logprobs import check_prompt_scores
 from hiserve.server.openai_format import ChatFormatter, CompletionFormatter, ReplyFormatter, events
-from hiserve.server.openai_types import ChatOptions, CompletionRequest, OpenAIFields
+from hiserve.server.openai_types import Card, ChatOptions, CompletionRequest, ModelList, OpenAIFields
 from hiserve.server.reply_format import envelope, json_response
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
 from hiserve.server.sampling_fields import fit_context
@@ -96,7 +95,7 @@ class OpenAIRoutes:
 
     async def models(self, _: Request) -> Response:
         """Lists the one served model."""
-        return json_response({"object": "list", "data": [self._card()]})
+        return json_response(ModelList("list", [self._card()]))
 
     async def one_model(self, request: Request) -> Response:
         """Describes the served model.
@@ -109,17 +108,17 @@ class OpenAIRoutes:
             raise NotFoundError(f"there is no model {name[:100]!r} here; this server serves {self._model.name!r}.")
         return json_response(self._card())
 
-    def _card(self) -> dict[str, Any]:
-        engine = self._front.handle.engine
-        return {
-            "id": self._model.name,
-            "object": "model",
-            "created": self._model.created,
-            "owned_by": "hiserve",
-            "root": self._model.root,
-            "parent": None,
-            "max_model_len": engine.max_model_len if engine else None,
-        }
+    def _card(self) -> Card:
+        engine, model = self._front.handle.engine, self._model
+        return Card(
+            id=model.name,
+            object="model",
+            created=model.created,
+            owned_by="hiserve",
+            root=model.root,
+            parent=None,
+            max_model_len=engine.max_model_len if engine else None,
+        )
 
     async def _encode(
         self, given: Sequence[str | Int32Array], asked: CompletionRequest, max_model_len: int, caller: int

@@ -7,33 +7,47 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, Protocol
 
+from msgspec import UNSET, UnsetType
+
 from hiserve.server.generation import Choices, Generation, OutputDelta, nothing
 from hiserve.server.logprobs import Spell, TextLogprobs, chat_logprobs, prompt_logprobs
-from hiserve.server.openai_types import ChatOptions, CompletionRequest, OpenAIFields
-from hiserve.server.reply_format import usage
+from hiserve.server.openai_types import (
+    ChatChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatDeltaChoice,
+    ChatMessage,
+    ChatOptions,
+    Chunk,
+    Completion,
+    CompletionRequest,
+    OpenAIFields,
+    TextChoice,
+)
+from hiserve.server.reply_format import Usage, usage
 from hiserve.server.streaming import DONE, EventHead
 from hiserve.text.detokenizer import TokenBytes
 
-Word = Callable[[Callable[[], dict[str, Any] | None]], Awaitable[dict[str, Any] | None]]
+Word = Callable[[Callable[[], Chunk | None]], Awaitable[Chunk | None]]
 
 
 class ReplyFormatter(Protocol):
     """Words one reply. Lives as long as the reply.
 
     Attributes:
-        chunk_head: What each chunk of a stream begins with.
+        chunk_head: The fields that each chunk of a stream begins with.
     """
 
     chunk_head: dict[str, Any]
 
-    def whole(self, choices: Choices) -> dict[str, Any]:
+    def whole(self, choices: Choices) -> ChatCompletion | Completion:
         """Returns the reply that is not streamed."""
 
-    def opening(self, generation: Generation) -> dict[str, Any] | None:
-        """Returns the rest of the chunk before a choice's first piece, or None when there is none."""
+    def opening(self, generation: Generation) -> Chunk | None:
+        """Returns the chunk before a choice's first piece, or None when there is none."""
 
-    def piece(self, output_delta: OutputDelta) -> dict[str, Any] | None:
-        """Returns the rest of the chunk for one piece, or None when the piece has nothing to show."""
+    def piece(self, output_delta: OutputDelta) -> Chunk | None:
+        """Returns the chunk for one piece, or None when the piece has nothing to show."""
 
 
 class ChatFormatter:
@@ -41,15 +55,15 @@ class ChatFormatter:
 
     Args:
         head: As ``reply_format.envelope`` makes it.
-        request: What the reply shows.
+        request: Says what the reply shows.
         spell: Spells a token.
 
     Attributes:
-        chunk_head: What each chunk of a stream begins with.
+        chunk_head: The fields that each chunk of a stream begins with.
     """
 
     def __init__(self, head: dict[str, Any], request: ChatOptions, spell: Spell) -> None:
-        self._whole_head = {**head, "object": "chat.completion"}
+        self._head = head
         self.chunk_head = {**head, "object": "chat.completion.chunk"}
         self._has_token_ids = bool(request.return_token_ids)
         self._num_top = request.num_top
@@ -57,49 +71,50 @@ class ChatFormatter:
         self._shows_tokens = self._has_token_ids or self._num_top is not None
         self._spell = spell
 
-    def whole(self, choices: Choices) -> dict[str, Any]:
+    def whole(self, choices: Choices) -> ChatCompletion:
         """Returns the reply that is not streamed."""
-        shown = []
-        for output_delta in map(Generation.whole, choices.generations):
-            shown.append(
-                self._choice(output_delta, message={"role": "assistant", "content": output_delta.text, "refusal": None})
+        shown = [
+            ChatChoice(
+                delta.choice,
+                ChatMessage("assistant", delta.text),
+                self._logprobs(delta),
+                delta.finish.text,
+                delta.stop,
+                delta.tokens if self._has_token_ids else UNSET,
             )
-        prompt = self._prompt(choices.generations[0])
-        return {**self._whole_head, **prompt, "choices": shown, "usage": usage(choices)}
+            for delta in map(Generation.whole, choices.generations)
+        ]
+        return ChatCompletion(**self._head, **self._prompt(choices.generations[0]), choices=shown, usage=usage(choices))
 
-    def opening(self, generation: Generation) -> dict[str, Any]:
-        """Returns the rest of the chunk with the role, before a choice's first piece."""
-        choice = self._choice(nothing(generation.choice), delta={"role": "assistant", "content": ""})
-        return {"choices": [choice], **self._prompt(generation)}
+    def opening(self, generation: Generation) -> Chunk:
+        """Returns the chunk with the role, before a choice's first piece."""
+        choice = self._delta(nothing(generation.choice), ChatDelta("assistant", ""))
+        return Chunk([choice], **(self._prompt(generation) if generation.choice == 0 else {}))
 
-    def piece(self, output_delta: OutputDelta) -> dict[str, Any] | None:
-        """Returns the rest of the chunk for one piece, or None when the piece has nothing to show."""
+    def piece(self, output_delta: OutputDelta) -> Chunk | None:
+        """Returns the chunk for one piece, or None when the piece has nothing to show."""
         if not (output_delta.text or output_delta.finish or self._shows_tokens):
             return None
-        return {
-            "choices": [self._choice(output_delta, delta={"content": output_delta.text} if output_delta.text else {})]
-        }
+        return Chunk([self._delta(output_delta, ChatDelta(content=output_delta.text or UNSET))])
 
-    def _choice(self, output_delta: OutputDelta, **content: dict[str, Any]) -> dict[str, Any]:
-        choice: dict[str, Any] = {
-            "index": output_delta.choice,
-            **content,
-            "logprobs": None,
-            "finish_reason": output_delta.finish.text,
-        }
-        if output_delta.finish:
-            choice["stop_reason"] = output_delta.stop
-        if self._has_token_ids:
-            choice["token_ids"] = output_delta.tokens
-        if self._num_top is not None and output_delta.tokens:
-            choice["logprobs"] = chat_logprobs(output_delta, self._num_top, self._spell)
-        return choice
+    def _delta(self, output_delta: OutputDelta, shown: ChatDelta) -> ChatDeltaChoice:
+        return ChatDeltaChoice(
+            output_delta.choice,
+            shown,
+            self._logprobs(output_delta),
+            output_delta.finish.text,
+            output_delta.stop if output_delta.finish else UNSET,
+            output_delta.tokens if self._has_token_ids else UNSET,
+        )
+
+    def _logprobs(self, output_delta: OutputDelta) -> dict[str, Any] | None:
+        if self._num_top is None or not output_delta.tokens:
+            return None
+        return chat_logprobs(output_delta, self._num_top, self._spell)
 
     def _prompt(self, generation: Generation) -> dict[str, Any]:
         """Returns what is shown of the prompt, with the first choice."""
         shown: dict[str, Any] = {}
-        if generation.choice != 0:
-            return shown
         if self._has_token_ids:
             shown["prompt_token_ids"] = generation.prompt.tolist()
         if self._num_prompt_top is not None:
@@ -112,17 +127,18 @@ class CompletionFormatter:
 
     Args:
         head: As ``reply_format.envelope`` makes it.
-        request: What the reply shows.
+        request: Says what the reply shows.
         token_bytes: Of the model's tokens.
         prompts: Text of each prompt, for the echo; None for a prompt that was given as token ids.
 
     Attributes:
-        chunk_head: What each chunk of a stream begins with.
+        chunk_head: The fields that each chunk of a stream begins with.
     """
 
     def __init__(
         self, head: dict[str, Any], request: CompletionRequest, token_bytes: TokenBytes, prompts: Sequence[str | None]
     ) -> None:
+        self._head = head
         self.chunk_head = {**head, "object": "text_completion"}
         self._request = request
         self._num_top = request.num_top
@@ -131,63 +147,51 @@ class CompletionFormatter:
         self._has_opening = request.echo or request.return_token_ids or request.prompt_logprobs is not None
         self._logprobs: dict[int, TextLogprobs] = {}
 
-    def whole(self, choices: Choices) -> dict[str, Any]:
+    def whole(self, choices: Choices) -> Completion:
         """Returns the reply that is not streamed."""
         shown = []
         for generation in choices.generations:
-            opening = self._open(generation)
-            reply = self._choice(generation.whole())
-            reply["text"] = opening["text"] + reply["text"]
-            if opening["logprobs"]:
-                before, after = opening["logprobs"], reply["logprobs"]
-                reply["logprobs"] = {name: before[name] + after[name] for name in before}
-            shown.append({**opening, **reply})
-        return {**self.chunk_head, "choices": shown, "usage": usage(choices)}
+            before, choice = self._open(generation), self._choice(generation.whole())
+            choice.text = before.text + choice.text
+            if before.logprobs and choice.logprobs:
+                choice.logprobs = {name: before.logprobs[name] + choice.logprobs[name] for name in before.logprobs}
+            choice.prompt_token_ids, choice.prompt_logprobs = before.prompt_token_ids, before.prompt_logprobs
+            shown.append(choice)
+        return Completion(**self._head, choices=shown, usage=usage(choices))
 
-    def opening(self, generation: Generation) -> dict[str, Any] | None:
-        """Returns the rest of the chunk before a choice's first piece, or None when there is none."""
+    def opening(self, generation: Generation) -> Chunk | None:
+        """Returns the chunk before a choice's first piece, or None when there is none."""
         opening = self._open(generation)
-        return {"choices": [opening]} if self._has_opening else None
+        return Chunk([opening]) if self._has_opening else None
 
-    def piece(self, output_delta: OutputDelta) -> dict[str, Any] | None:
-        """Returns the rest of the chunk for one piece, or None when the piece has nothing to show."""
-        is_shown = (
-            output_delta.text or output_delta.finish or self._request.return_token_ids or self._num_top is not None
+    def piece(self, output_delta: OutputDelta) -> Chunk | None:
+        """Returns the chunk for one piece, or None when the piece has nothing to show."""
+        shows_tokens = self._request.return_token_ids or self._num_top is not None
+        return Chunk([self._choice(output_delta)]) if output_delta.text or output_delta.finish or shows_tokens else None
+
+    def _choice(self, output_delta: OutputDelta) -> TextChoice:
+        index, is_scored = output_delta.choice, self._num_top is not None
+        return TextChoice(
+            index,
+            output_delta.text,
+            self._logprobs[index].of_piece(output_delta) if is_scored else None,
+            output_delta.finish.text,
+            token_ids=output_delta.tokens if self._request.return_token_ids else UNSET,
+            stop_reason=output_delta.stop if output_delta.finish else UNSET,
         )
-        return {"choices": [self._choice(output_delta)]} if is_shown else None
 
-    def _choice(self, output_delta: OutputDelta) -> dict[str, Any]:
-        choice: dict[str, Any] = {
-            "index": output_delta.choice,
-            "text": output_delta.text,
-            "logprobs": None,
-            "finish_reason": output_delta.finish.text,
-        }
-        if output_delta.finish:
-            choice["stop_reason"] = output_delta.stop
-        if self._request.return_token_ids:
-            choice["token_ids"] = output_delta.tokens
-        if self._num_top is not None:
-            choice["logprobs"] = self._logprobs[output_delta.choice].of_piece(output_delta)
-        return choice
-
-    def _open(self, generation: Generation) -> dict[str, Any]:
+    def _open(self, generation: Generation) -> TextChoice:
         """Returns what is shown of a choice's prompt, and gets ready to word its reply."""
         request, spell = self._request, self._token_bytes.bytes_of
         text, logprobs = self._echo(generation) if request.echo else ("", None)
         if self._num_top is not None:
             detokenizer = self._token_bytes.detokenizer(skip_special=request.skip_special_tokens is not False)
             self._logprobs[generation.choice] = TextLogprobs(self._num_top, spell, detokenizer, len(text))
-        opening: dict[str, Any] = {
-            "index": generation.choice,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": None,
-        }
+        opening = TextChoice(generation.choice, text, logprobs, None)
         if request.return_token_ids:
-            opening |= {"prompt_token_ids": generation.prompt.tolist(), "token_ids": []}
+            opening.prompt_token_ids, opening.token_ids = generation.prompt.tolist(), []
         if request.prompt_logprobs is not None:
-            opening["prompt_logprobs"] = prompt_logprobs(generation, request.prompt_logprobs, spell)
+            opening.prompt_logprobs = prompt_logprobs(generation, request.prompt_logprobs, spell)
         return opening
 
     def _echo(self, generation: Generation) -> tuple[str, dict[str, list[Any]] | None]:
@@ -213,22 +217,22 @@ async def events(
     """Yields the events of a reply, those of one piece together."""
     unopened = {generation.choice: generation for generation in choices.generations}
     head = EventHead(formatter.chunk_head)
-    so_far: dict[str, Any] = {"usage": None} if request.has_usage else {}
+    so_far: Usage | UnsetType | None = None if request.has_usage else UNSET
     async with aclosing(pieces):
         async for output_delta in pieces:
             generation = unopened.pop(output_delta.choice, None)
-            opening = await _opening(formatter, generation, word) if generation else None
-            shown = formatter.piece(output_delta)
-            if request.has_usage and request.has_running_usage:
-                so_far = {"usage": usage(choices)}
-            events = head.event({**opening, **so_far}) if opening else b""
+            chunks = [await _opening(formatter, generation, word)] if generation else []
+            chunks.append(formatter.piece(output_delta))
+            if request.has_running_usage:
+                so_far = usage(choices)
+            shown = [chunk for chunk in chunks if chunk is not None]
+            for chunk in shown:
+                chunk.usage = so_far
             if shown:
-                events += head.event({**shown, **so_far})
-            if events:
-                yield events
-    yield (head.event({"choices": [], "usage": usage(choices)}) if request.has_usage else b"") + DONE
+                yield b"".join(map(head.event, shown))
+    yield (head.event(Chunk([], usage=usage(choices))) if request.has_usage else b"") + DONE
 
 
-async def _opening(formatter: ReplyFormatter, generation: Generation, word: Word) -> dict[str, Any] | None:
+async def _opening(formatter: ReplyFormatter, generation: Generation, word: Word) -> Chunk | None:
     opening = partial(formatter.opening, generation)
     return await word(opening) if generation.scorer.has_many_prompt_scores else opening()

@@ -6,13 +6,13 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from hiserve.config.serving import MAX_INT32
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
 from hiserve.errors import RequestError
-from hiserve.server.reply_format import ServedModel
+from hiserve.server.reply_format import ServedModel, Usage
 from hiserve.server.sampling_fields import Limits, Name, Priority, SamplingFields, TokenId, range_of
 from hiserve.text.body_parser import MAX_PROMPTS, parse_prompt
 from hiserve.text.request_json import union
@@ -202,47 +202,7 @@ def check_number(num_prompts: int, param: str) -> None:
         raise RequestError(f"{param} has {num_prompts} prompts; the most is {MAX_PROMPTS}.", param=param)
 
 
-class CachedTokensDetails(msgspec.Struct):
-    """Cached tokens by the tier that had them."""
-
-    device: int
-    host: int
-    store: int
-
-
-class CacheMiss(msgspec.Struct):
-    """Why no more of a prompt was cached, and where in it that ended, in tokens."""
-
-    reason: str
-    at: int
-
-
-class PromptTokensDetails(msgspec.Struct):
-    """How the tokens of the prompt came about."""
-
-    cached_tokens: int
-    cached_tokens_details: CachedTokensDetails
-    cache_miss: CacheMiss | None
-
-
-class SpecTokensDetails(msgspec.Struct):
-    """What speculation gave; accepted are tokens beyond the one that every step gives."""
-
-    accept_length: float
-    proposed: int
-    accepted: int
-    verify_steps: int
-    accepted_per_position: list[int]
-
-
-class Usage(msgspec.Struct):
-    """Tokens of a reply; without speculation there is nothing to say of it."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    spec_tokens_details: SpecTokensDetails | msgspec.UnsetType = msgspec.UNSET
+PromptLogprobs = list[dict[str, Any] | None]
 
 
 class ChatMessage(msgspec.Struct):
@@ -250,6 +210,7 @@ class ChatMessage(msgspec.Struct):
 
     role: str
     content: str | None
+    refusal: str | None = None
 
 
 class ChatChoice(msgspec.Struct):
@@ -257,41 +218,76 @@ class ChatChoice(msgspec.Struct):
 
     index: int
     message: ChatMessage
-    finish_reason: str
     logprobs: dict[str, Any] | None
+    finish_reason: str | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(msgspec.Struct):
+class ChatCompletion(msgspec.Struct, kw_only=True):
     """Reply of ``/v1/chat/completions`` that is not streamed."""
 
     id: str
-    object: str
     created: int
     model: str
     system_fingerprint: str
+    object: str = "chat.completion"
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     choices: list[ChatChoice]
     usage: Usage
 
 
+class ChatDelta(msgspec.Struct):
+    """What an event adds to a message."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatDeltaChoice(msgspec.Struct):
+    """What an event adds to an answer."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: dict[str, Any] | None
+    finish_reason: str | None
+    stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
 class TextChoice(msgspec.Struct):
-    """One continuation."""
+    """One continuation, or what an event adds to it."""
 
     index: int
     text: str
-    finish_reason: str
     logprobs: dict[str, Any] | None
+    finish_reason: str | None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    stop_reason: str | int | UnsetType | None = UNSET
 
 
-class Completion(msgspec.Struct):
+class Completion(msgspec.Struct, kw_only=True):
     """Reply of ``/v1/completions`` that is not streamed."""
 
     id: str
-    object: str
     created: int
     model: str
     system_fingerprint: str
+    object: str = "text_completion"
     choices: list[TextChoice]
     usage: Usage
+
+
+class Chunk(msgspec.Struct):
+    """An event of a stream, after the fields with which each begins. The last one may have the usage alone."""
+
+    choices: list[ChatDeltaChoice] | list[TextChoice]
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 class Card(msgspec.Struct):

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from hiserve.core.request import SamplingParams
@@ -36,6 +37,49 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     spec_steps: int = 0
 
 
+class CachedTokensDetails(msgspec.Struct):
+    """Cached tokens by the tier that had them."""
+
+    device: int
+    host: int
+    store: int
+
+
+class CacheMiss(msgspec.Struct):
+    """Why no more of a prompt was cached, and where in it that ended, in tokens."""
+
+    reason: str
+    at: int
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """How the tokens of the prompt came about."""
+
+    cached_tokens: int
+    cached_tokens_details: CachedTokensDetails
+    cache_miss: CacheMiss | None
+
+
+class SpecTokensDetails(msgspec.Struct):
+    """What speculation gave; accepted are tokens beyond the one that every step gives."""
+
+    accept_length: float
+    proposed: int
+    accepted: int
+    verify_steps: int
+    accepted_per_position: list[int]
+
+
+class Usage(msgspec.Struct):
+    """Tokens of a reply; without speculation there is nothing to say of it."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    spec_tokens_details: SpecTokensDetails | UnsetType = UNSET
+
+
 def envelope(model: ServedModel, prefix: str) -> dict[str, Any]:
     """Returns what every part of a reply begins with.
 
@@ -51,31 +95,22 @@ def envelope(model: ServedModel, prefix: str) -> dict[str, Any]:
     }
 
 
-def usage(choices: Choices) -> dict[str, Any]:
+def usage(choices: Choices) -> Usage:
     """Returns the token counts of a reply so far."""
     num_prompt, num_generated, cached = choices.num_prompt, choices.num_generated, choices.cached
-    details = {
-        "cached_tokens": cached.num_tokens,
-        "cached_tokens_details": {"device": cached.device, "host": cached.host, "store": cached.store},
-        "cache_miss": cache_miss(cached),
-    }
-    counts = {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_generated,
-        "total_tokens": num_prompt + num_generated,
-        "prompt_tokens_details": details,
-    }
-    return counts | spec_details(choices.drafts)
+    by_tier = CachedTokensDetails(cached.device, cached.host, cached.store)
+    details = PromptTokensDetails(cached.num_tokens, by_tier, cache_miss(cached))
+    return Usage(num_prompt, num_generated, num_prompt + num_generated, details, spec_details(choices.drafts))
 
 
-def spec_details(drafts: DraftUse | None) -> dict[str, Any]:
+def spec_details(drafts: DraftUse | None) -> SpecTokensDetails | UnsetType:
     """Returns what the usage of a reply says of speculation; nothing where there is none."""
-    return {} if drafts is None else {"spec_tokens_details": drafts.shown()}
+    return UNSET if drafts is None else msgspec.convert(drafts.shown(), SpecTokensDetails)
 
 
-def cache_miss(cached: CacheUse) -> dict[str, Any] | None:
-    """Returns why no more of a prompt was cached, and where in it that ended, in tokens; None when nobody looked."""
-    return {"reason": cached.miss, "at": cached.miss_at} if cached.miss else None
+def cache_miss(cached: CacheUse) -> CacheMiss | None:
+    """Returns why no more of a prompt was cached; None when nobody looked."""
+    return CacheMiss(cached.miss, cached.miss_at) if cached.miss else None
 
 
 def json_response(content: Any) -> Response:

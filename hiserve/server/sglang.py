@@ -22,13 +22,20 @@ from hiserve.server.logprobs import Scored, Spell, check_prompt_scores, scored_p
 from hiserve.server.reply_format import cache_miss, spec_details
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
 from hiserve.server.sampling_fields import fit_context
-from hiserve.server.sglang_types import GenerateRequest, NativePrompt, NativeSampling
+from hiserve.server.sglang_types import (
+    Entries,
+    Entry,
+    Generated,
+    GenerateRequest,
+    MetaInfo,
+    NativePrompt,
+    NativeSampling,
+    StorageTokensDetails,
+)
 from hiserve.server.streaming import DONE, answer, cancel_on_disconnect, event
 from hiserve.text.request_json import decode
 
-Word = Callable[[Callable[[], dict[str, Any]]], Awaitable[dict[str, Any]]]
-# Logprob, token id, text of the token or None.
-Entry = tuple[float | None, int, str | None]
+Word = Callable[[Callable[[], Generated]], Awaitable[Generated]]
 
 
 class NativeRoutes:
@@ -146,7 +153,9 @@ async def _events(
             formatter = formatters[output_delta.choice]
             formatter.take(output_delta)
             reply = await word(formatter.reply) if formatter.is_large else formatter.reply()
-            yield event(reply | ({"index": output_delta.choice} if has_index else {}))
+            if has_index:
+                reply.index = output_delta.choice
+            yield event(reply)
     yield DONE
 
 
@@ -180,8 +189,8 @@ class NativeFormatter:
         self._arrived = arrived
         self._text = ""
         self._tokens: list[int] = []
-        self._entries: list[Entry] = []
-        self._tops: list[list[Entry]] = []
+        self._entries: Entries = []
+        self._tops: list[Entries] = []
         self._input: dict[str, msgspec.Raw] = {}
         self._last = nothing(generation.choice)
 
@@ -201,28 +210,34 @@ class NativeFormatter:
             self._entries += map(self._entry, scored)
             self._tops += map(self._top, scored)
 
-    def reply(self) -> dict[str, Any]:
+    def reply(self) -> Generated:
         """Returns everything so far."""
         generation, is_over = self._generation, self._last.finish is not FinishReason.RUNNING
-        cached = generation.cached
-        meta: dict[str, Any] = {
-            "id": self._name,
-            "finish_reason": self._finish_reason() if is_over else None,
-            "prompt_tokens": len(generation.prompt),
-            "completion_tokens": len(self._tokens),
-            "cached_tokens": cached.num_tokens,
-            "cached_tokens_details": {"device": cached.device, "host": cached.host, "storage": cached.store},
-            "cache_miss": cache_miss(cached),
-            "weight_version": self._version,
-            **spec_details(generation.facts.drafts),
-        }
+        cached, num_top = generation.cached, generation.sampling.logprobs
+        meta = MetaInfo(
+            id=self._name,
+            finish_reason=self._finish_reason() if is_over else None,
+            prompt_tokens=len(generation.prompt),
+            completion_tokens=len(self._tokens),
+            cached_tokens=cached.num_tokens,
+            cached_tokens_details=StorageTokensDetails(cached.device, cached.host, cached.store),
+            cache_miss=cache_miss(cached),
+            weight_version=self._version,
+            spec_tokens_details=spec_details(generation.facts.drafts),
+        )
         if is_over:
-            meta["e2e_latency"] = time.monotonic() - self._arrived
+            meta.e2e_latency = time.monotonic() - self._arrived
         if generation.facts.queue_s >= 0:
-            meta["queue_time"] = generation.facts.queue_s
-        if generation.sampling.logprobs is not None:
-            meta |= self._logprobs(generation.sampling.logprobs)
-        return {"text": self._text, "output_ids": self._tokens, "meta_info": meta}
+            meta.queue_time = generation.facts.queue_s
+        if num_top is not None:
+            meta.output_token_logprobs = self._entries
+            if num_top:
+                meta.output_top_logprobs = self._tops
+            if self._first_scored is not None:
+                self._input = self._input or self._input_logprobs(self._first_scored, has_top=num_top > 0)
+                for name, scores in self._input.items():
+                    setattr(meta, name, scores)
+        return Generated(self._text, self._tokens, meta)
 
     def _finish_reason(self) -> dict[str, Any]:
         output_delta = self._last
@@ -232,14 +247,6 @@ class NativeFormatter:
             return {"type": "abort", "message": "the request was aborted."}
         ended_by = self._tokens[-1] if output_delta.stop is None and self._tokens else output_delta.stop
         return {"type": "stop", "matched": ended_by}
-
-    def _logprobs(self, num_top: int) -> dict[str, Any]:
-        shown: dict[str, Any] = {"output_token_logprobs": self._entries}
-        if num_top:
-            shown["output_top_logprobs"] = self._tops
-        if self._first_scored is not None:
-            self._input = self._input or self._input_logprobs(self._first_scored, has_top=num_top > 0)
-        return shown | self._input
 
     def _input_logprobs(self, first_scored: int, *, has_top: bool) -> dict[str, msgspec.Raw]:
         """Returns what is known of the prompt, encoded: it stays as it is, and each event of a stream repeats it."""

@@ -6,14 +6,14 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from hiserve.config.serving import MAX_INT32
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import MAX_LOGPROBS, SamplingParams
 from hiserve.errors import RequestError
-from hiserve.server.openai_types import MAX_CHOICES, CacheMiss, NonEmpty, SpecTokensDetails, TokenIds, check_number
-from hiserve.server.reply_format import ServedModel
+from hiserve.server.openai_types import MAX_CHOICES, NonEmpty, TokenIds, check_number
+from hiserve.server.reply_format import CacheMiss, ServedModel, SpecTokensDetails
 from hiserve.server.sampling_fields import Limits, Name, Priority, SamplingFields, range_of
 from hiserve.text.body_parser import MAX_PROMPTS, parse_prompt
 from hiserve.text.request_json import check_text, union
@@ -177,8 +177,13 @@ class StorageTokensDetails(msgspec.Struct):
     storage: int
 
 
+# Logprob, token id, text of the token or None.
+Entry = tuple[float | None, int, str | None]
+Entries = list[Entry]
+
+
 class MetaInfo(msgspec.Struct):
-    """Everything about a reply of ``/generate`` but the reply."""
+    """Everything about a reply of ``/generate`` but the reply; scores of the prompt are JSON already."""
 
     id: str
     finish_reason: dict[str, Any] | None
@@ -188,12 +193,19 @@ class MetaInfo(msgspec.Struct):
     cached_tokens_details: StorageTokensDetails
     cache_miss: CacheMiss | None
     weight_version: str
-    spec_tokens_details: SpecTokensDetails | msgspec.UnsetType = msgspec.UNSET
+    spec_tokens_details: SpecTokensDetails | UnsetType = UNSET
+    e2e_latency: float | UnsetType = UNSET
+    queue_time: float | UnsetType = UNSET
+    output_token_logprobs: Entries | UnsetType = UNSET
+    output_top_logprobs: list[Entries] | UnsetType = UNSET
+    input_token_logprobs: msgspec.Raw | UnsetType = UNSET
+    input_top_logprobs: msgspec.Raw | UnsetType = UNSET
 
 
 class Generated(msgspec.Struct):
-    """Reply of ``/generate`` to one prompt; an event of its stream has the same form."""
+    """Reply of ``/generate`` to one prompt; an event of its stream has the same form, and the index of its choice."""
 
     text: str
     output_ids: list[int]
     meta_info: MetaInfo
+    index: int | UnsetType = UNSET

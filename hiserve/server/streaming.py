@@ -24,8 +24,8 @@ DONE = b"data: [DONE]\n\n"
 _T = TypeVar("_T")
 
 
-def event(data: bytes | dict[str, Any]) -> bytes:
-    """Returns one event; a dict becomes JSON, which has no line breaks."""
+def event(data: bytes | msgspec.Struct) -> bytes:
+    """Returns one event; a reply becomes JSON, which has no line breaks."""
     return b"data: " + (data if isinstance(data, bytes) else msgspec.json.encode(data)) + b"\n\n"
 
 
@@ -39,8 +39,8 @@ class EventHead:
     def __init__(self, fields: dict[str, Any]) -> None:
         self._start = b"data: " + msgspec.json.encode(fields)[:-1] + b","
 
-    def event(self, fields: dict[str, Any]) -> bytes:
-        """Returns the event that goes on with these fields, which are not empty."""
+    def event(self, fields: msgspec.Struct) -> bytes:
+        """Returns the event that goes on with these fields, of which there is one at least."""
         return self._start + msgspec.json.encode(fields)[1:] + b"\n\n"
 
 

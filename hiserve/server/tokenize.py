@@ -114,13 +114,7 @@ class TokenRoutes:
                 if asked.return_token_strs
                 else None
             )
-            reply = {
-                "count": len(tokens),
-                "max_model_len": self._max_model_len,
-                "tokens": tokens,
-                "token_strs": strings,
-            }
-            return json_response(reply)
+            return json_response(Tokenized(len(tokens), self._max_model_len, tokens, strings))
 
         return worded() if len(ids) <= QUICK_TOKENS else await self._front.words.do(worded, caller)
 
@@ -128,7 +122,7 @@ class TokenRoutes:
         """Returns the text of ``tokens``, special tokens as they are spelled."""
         tokens = decode(await self._front.bodies.read(request, DetokenizeRequest), DetokenizeRequest).tokens
         if isinstance(tokens, list) and not tokens:
-            return json_response({"prompt": ""})
+            return json_response(Detokenized(""))
         if isinstance(tokens, list | np.ndarray) and len(tokens) > MAX_TOKENS:
             raise RequestError(f"tokens must be a list of at most {MAX_TOKENS} token ids.", param="tokens")
         ids = parse_prompt(tokens, vocab_size=self._front.model.vocab_size, param="tokens")
@@ -136,7 +130,7 @@ class TokenRoutes:
             raise RequestError("tokens must be a list of token ids.", param="tokens")
 
         def worded() -> Response:
-            return json_response({"prompt": self._front.encoder.detokenize(ids.tolist())})
+            return json_response(Detokenized(self._front.encoder.detokenize(ids.tolist())))
 
         return worded() if len(ids) <= QUICK_TOKENS else await self._front.words.do(worded, caller_of(request).number)
 
