@@ -13,7 +13,7 @@ from hiserve.core.forward import ForwardInputs, LayerKV
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionShape:
-    """What a backend must know of the model. Scores are scaled by ``head_dim ** -0.5``.
+    """The attention of a model, as a backend needs it. Scores are scaled by ``head_dim ** -0.5``.
 
     Attributes:
         num_layers: Layers.
@@ -22,10 +22,10 @@ class AttentionShape:
         head_dim: Elements per head.
         page_size: Tokens per page.
         dtype: Of queries, keys and values.
-        windows: Of each layer: a token at position p sees positions above p - window. Empty is none anywhere.
+        windows: Of each layer: a token at position p attends to positions above p - window. Empty is none anywhere.
         sinks: Of each layer: float32 ``[num_heads]``, a score that takes part in the softmax and gives nothing. Empty is
             none anywhere.
-        hides_first: Nobody sees position 0, whose slot may never have been written.
+        hides_first: No token attends to position 0, whose slot may never have been written.
     """
 
     num_layers: int
@@ -68,9 +68,9 @@ class Attention(Protocol):
     def captured(self, num_rows: int, width: int) -> Attention | None:
         """Returns a backend for a graph of batches with so many rows of ``width`` tokens each; it may be itself.
 
-        None is none: plans make tensors, which a graph would read when they are gone. Such steps run without a graph.
-        It is planned once before the capture. Those that need host lengths are planned before each replay too, with
-        inputs of the same tensors and other lengths.
+        None if its plans allocate tensors, which a graph would read after they are freed: such steps run without a graph.
+        The backend is planned once before the capture. One that needs host lengths is planned before each replay too,
+        with inputs of the same tensors and other lengths.
         """
 
     def ragged(self) -> Attention | None:
@@ -78,11 +78,11 @@ class Attention(Protocol):
 
         It is planned once before each capture, with bounds of all lengths, where one row at least has many tokens, and
         reads ``qo_indptr``, ``kv_lens`` and ``page_table`` in each replay. Rows may have no tokens then, but
-        the length 1 and a first page. None is none.
+        the length 1 and a first page. None if it has no such backend.
         """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
-        """Attends: token t of a row sees the row's positions up to its own. Can be captured in a graph.
+        """Attends: token t of a row attends to the row's positions up to its own. A graph can hold it.
 
         Args:
             q: ``[T, num_heads, head_dim]``. Head h reads KV head ``h // (num_heads / num_kv_heads)``.
@@ -93,5 +93,5 @@ class Attention(Protocol):
             out: Contiguous, of the result's shape; written and returned if given.
 
         Returns:
-            ``[T, num_heads, head_dim]``. Nothing in it depends on a slot outside the row; zeros where a token sees none.
+            ``[T, num_heads, head_dim]``. Nothing in it depends on a slot outside the row; zeros where a token attends to none.
         """

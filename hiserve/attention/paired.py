@@ -1,4 +1,4 @@
-"""Two backends as one: rows that decode are computed by the first, prompts behind them by the second."""
+"""Two backends as one: the first computes rows that decode, the second the prompts after them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hiserve.core.forward import ForwardInputs, LayerKV
 
 
 class PairedAttention:
-    """Splits each batch behind the last row that decodes.
+    """Splits each batch after the last row that decodes.
 
-    Of a row that decodes the host may know no more than a bound of its length, as long as drafts of it are on their way;
-    of the rows behind it knows the lengths. So ``prompts`` may plan with host lengths in steps that have drafts, too.
+    While drafts of a row are in flight, the host knows only a bound of its length; of later rows it knows the exact length.
+    So ``prompts`` may plan with host lengths in steps that have drafts, too.
 
     Args:
         decoding: For rows that decode, and for graphs.
-        prompts: For the rows behind them.
-        has_prompts: Whether ``prompts`` may plan; asked at each plan until it may. Until then ``decoding`` computes all
-            rows. No graph holds what ``prompts`` launches, so that the change is one between two steps.
+        prompts: For the rows after them.
+        has_prompts: Whether ``prompts`` may plan; called at each plan until it returns True. Until then ``decoding`` computes
+            all rows. No graph holds launches of ``prompts``, so that the change happens between two steps.
     """
 
     def __init__(self, decoding: Attention, prompts: Attention, has_prompts: Callable[[], bool] = lambda: True) -> None:
@@ -35,15 +35,15 @@ class PairedAttention:
         self._has_prompts = False
 
     def captured(self, num_rows: int, width: int) -> Attention | None:
-        """Returns what rows that decode have."""
+        """As the backend of rows that decode."""
         return self._decoding.captured(num_rows, width)
 
     def ragged(self) -> Attention | None:
-        """Returns what rows that decode have: in such graphs it computes prompts, too."""
+        """As the backend of rows that decode, which computes prompts too in such graphs."""
         return self._decoding.ragged()
 
     def plan(self, inputs: ForwardInputs) -> None:
-        """Plans the parts that there are; a part that is the whole batch without a launch."""
+        """Plans each part of the batch; a part that is the whole batch needs no launch."""
         num_rows, num_decode = len(inputs.q_lens), inputs.num_decode
         self._num_tokens = int(inputs.q_lens[:num_decode].sum())
         self._is_split = self._is_split or self._may_split()

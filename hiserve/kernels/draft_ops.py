@@ -1,4 +1,4 @@
-"""The device half of drafting around a head: what each device's kernels do, and on what."""
+"""The kernels of drafting around a head, as each device implements them, and the tensors that they read and write."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MODULES = {"cpu": "hiserve.kernels.draft_reference", "cuda": "hiserve.kernels.d
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepHiddenStates:
-    """What a step of B rows and T tokens showed, where features are kept, and the draft tokens that take them.
+    """The hidden states of a step of B rows and T tokens, where they are kept, and the draft tokens that take them.
 
     Attributes:
         hidden_states: ``[T, F]``, of the step's tokens in row order; elements adjacent, as in the next two.
@@ -49,10 +49,10 @@ class StepHiddenStates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftProgress:
-    """What a head has computed of rows and pages: it does not follow every step.
+    """The pages and rows that a head has computed: it may skip steps.
 
-    A page is drafted where a head has computed all of its places, each in the step that computed the token itself. A
-    head attends over a row's pages from some page on, behind the last that is not drafted.
+    A page is drafted if the head has computed all of its places, each in the step that computed the token itself. A head
+    attends over a row's pages after the last that is not drafted.
 
     Attributes:
         is_drafted: ``[num_pages]``, of any type. 1 for a page that is drafted; anything else is none.
@@ -66,12 +66,12 @@ class DraftProgress:
 
 
 class DraftOps(Protocol):
-    """Work of fixed shape that waits for nothing, and so can be recorded in a graph.
+    """Work of fixed shape that never waits for the device, so that a graph can hold it.
 
-    Features are vectors of F elements that the model showed of a token. A head computes the draft slot of a token from
-    the features of the token before it. Those of the last computed token of each row are kept for the next step, and
-    those of the last token of each page with the page. B rows that computed T tokens in a step have ``T + B`` draft
-    tokens: row b those of the step and the one behind them.
+    A hidden state is a vector of F elements, the model's output of a token. A head computes the draft slot of a token from
+    the hidden state of the token before it. That of the last computed token of each row is kept for the next step, and
+    that of the last token of each page with the page. B rows that computed T tokens in a step have ``T + B`` draft
+    tokens: row b those of the step and the next one.
     """
 
     def draft_inputs(
@@ -92,7 +92,7 @@ class DraftOps(Protocol):
         what they are means nothing.
 
         Args:
-            rows: int64 ``[B]``. Row numbers; row 0 may stand there several times.
+            rows: int64 ``[B]``. Row numbers; row 0 may occur several times.
             first: int64 ``[B]``. Place of each row's first token; of an illegal row anything.
             legal: bool ``[B]``.
             layout: Tokens of each row, from 1 to ``W * page_size``.
@@ -107,10 +107,10 @@ class DraftOps(Protocol):
         """
 
     def draft_hidden_states(self, step: StepHiddenStates) -> Tensor:
-        """Gathers for each draft token of a step the features of the token before it.
+        """Gathers for each draft token of a step the hidden state of the token before it.
 
-        Those of tokens that the step computed are its own. Before a row's first one there is nothing at place 0, the
-        page's boundary where a page begins, and else what the row kept. Rows that failed the check have nothing there.
+        That of a token that the step computed is its own. Before a row's first token it is zero at place 0, that of the
+        previous page where a page begins, and else that of the row. Rows that failed the check have zeros.
 
         Args:
             step: Unchanged.
@@ -120,24 +120,24 @@ class DraftOps(Protocol):
         """
 
     def keep_hidden_states(self, step: StepHiddenStates, state: RowTensors) -> None:
-        """Keeps what later steps take of a step's features: of the last token that counts as computed, and of pages' ends.
+        """Keeps the hidden states that later steps read: of the last token that counts as computed, and of pages' last tokens.
 
         Row 0 and the sink keep nothing of use. After ``draft_hidden_states``, if both stand in a step.
 
         Args:
-            step: What is kept in it is changed, but for rows that failed the check.
+            step: ``last`` and ``page_hidden`` are changed, but for rows that failed the check.
             state: The rows after the step: drafts that were refused do not count as computed.
         """
 
     def note_drafted(self, step: StepHiddenStates, state: RowTensors, progress: DraftProgress) -> None:
-        """Notes that a head takes part in a step: which pages are drafted then, and where rows' drafts attend from.
+        """Records that a head takes part in a step: the pages that are drafted then, and the page that drafts attend from.
 
-        A step that begins where a page does goes on behind the row's last page that is not drafted. One that begins
-        inside a page goes on if the head took part in the row's step before; else neither that page nor what the step
-        computes counts as drafted. Rows that failed the check change nothing but what stands for row 0 and the sink.
+        A step that begins with a page continues after the row's last page that is not drafted. One that begins inside a page
+        continues if the head took part in the row's previous step; else neither that page nor the tokens of the step count
+        as drafted. Rows that failed the check change nothing but what stands for row 0 and the sink.
 
         Args:
-            step: Its features are not read.
+            step: Its hidden states are not read.
             state: The rows after the step.
             progress: Changed.
         """
@@ -152,7 +152,7 @@ class DraftOps(Protocol):
         *,
         page_size: int,
     ) -> ForwardInputs:
-        """Leaves out the pages that a forward of a head is not to attend over: those before the rows' ``start_page``.
+        """Drops the pages that a head's forward must not attend over: those before the rows' ``start_page``.
 
         A page with a place of the forward itself always counts.
 
@@ -165,13 +165,13 @@ class DraftOps(Protocol):
             page_size: Tokens per page.
 
         Returns:
-            The same tokens, positions and slots; ``kv_lens`` and ``page_table`` of the pages that are left.
+            The same tokens, positions and slots; ``kv_lens`` and ``page_table`` of the remaining pages.
         """
 
     def draft_ngrams(
         self, rows: Tensor, state: RowTensors, *, num_draft: int, min_ngram: int, max_ngram: int, max_known: int
     ) -> None:
-        """Writes behind each row what followed the last tokens that it knows where they stood before.
+        """Writes after each row the tokens that followed an earlier occurrence of its last known tokens.
 
         Of the earlier occurrences of a row's last tokens, at most ``max_ngram`` of them, it takes one of the longest,
         and of these the latest; what followed is repeated if it is shorter than the drafts. Where fewer than

@@ -55,7 +55,7 @@ def _own_pages(rows: Tensor, legal: Tensor, state: RowTensors, width: int) -> Te
 
 
 def draft_hidden_states(step: StepHiddenStates) -> Tensor:
-    """Gathers for each draft token of a step the features of the token before it."""
+    """Gathers for each draft token of a step the hidden state of the token before it."""
     rows, first = step.rows, step.first * step.legal
     pages = _pages_of(first - 1, torch.arange(rows.shape[0], device=rows.device), step)
     at_boundary, kept = step.page_hidden.index_select(0, pages), step.last.index_select(0, rows)
@@ -66,7 +66,7 @@ def draft_hidden_states(step: StepHiddenStates) -> Tensor:
 
 
 def keep_hidden_states(step: StepHiddenStates, state: RowTensors) -> None:
-    """Keeps what later steps take of a step's features; row 0 and the sink take zeros for the rest."""
+    """Keeps the hidden states that later steps read; row 0 and the sink take zeros for the rest."""
     hidden_states, token_rows, legal = step.hidden_states, step.token_rows, step.legal
     first, computed_len = step.first * legal, state.computed_len.index_select(0, step.rows) * legal
     index = (step.qo_indptr[:-1] + computed_len - 1 - first).clamp_(0, hidden_states.shape[0] - 1)
@@ -132,7 +132,7 @@ def _write(kept: Tensor, index: Tensor, values: Tensor, is_kept: Tensor) -> None
 def draft_ngrams(
     rows: Tensor, state: RowTensors, *, num_draft: int, min_ngram: int, max_ngram: int, max_known: int
 ) -> None:
-    """Writes behind each row what followed the last tokens that it knows where they stood before."""
+    """Writes after each row the tokens that followed an earlier occurrence of its last known tokens."""
     row_len = state.tokens.shape[1]
     known_len = state.known_len.index_select(0, rows)
     tokens = state.tokens.narrow(1, 0, min(max_known, row_len)).index_select(0, rows)

@@ -78,7 +78,7 @@ def draft_inputs(
 
 
 def draft_hidden_states(step: StepHiddenStates) -> Tensor:
-    """Gathers for each draft token of a step the features of the token before it."""
+    """Gathers for each draft token of a step the hidden state of the token before it."""
     hidden_states = _check_hidden_states(step)
     num_tokens, size = step.token_rows.shape[0], hidden_states.shape[1]
     out = torch.empty((num_tokens, size), dtype=hidden_states.dtype, device=hidden_states.device)
@@ -108,7 +108,7 @@ def draft_hidden_states(step: StepHiddenStates) -> Tensor:
 
 
 def keep_hidden_states(step: StepHiddenStates, state: RowTensors) -> None:
-    """Keeps what later steps take of a step's features."""
+    """Keeps the hidden states that later steps read."""
     hidden_states = _check_hidden_states(step)
     size = hidden_states.shape[1]
     block = min(_HIDDEN_BLOCK, triton.next_power_of_2(size))
@@ -139,10 +139,10 @@ def keep_hidden_states(step: StepHiddenStates, state: RowTensors) -> None:
 def _check_hidden_states(step: StepHiddenStates) -> Tensor:
     hidden_states = step.hidden_states
     for kept in (step.last, step.page_hidden):
-        assert kept.dtype == hidden_states.dtype, f"features of {hidden_states.dtype} are kept as {kept.dtype}"
-        assert kept.shape[1] == hidden_states.shape[1], f"of {hidden_states.shape[1]} features {kept.shape[1]} are kept"
+        assert kept.dtype == hidden_states.dtype, f"hidden states of {hidden_states.dtype} are kept as {kept.dtype}"
+        assert kept.shape[1] == hidden_states.shape[1], f"of {hidden_states.shape[1]} elements {kept.shape[1]} are kept"
         assert kept.stride(1) == hidden_states.stride(1) == 1, (
-            f"features {kept.stride()} and {hidden_states.stride()} apart"
+            f"elements {kept.stride()} and {hidden_states.stride()} apart"
         )
     return hidden_states
 
@@ -257,7 +257,7 @@ def _draft_hidden_states(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program copies a block of one draft token's features from where they are."""
+    """Each program copies a block of one draft token's hidden state."""
     token = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     start_next(IS_EARLY)
@@ -302,7 +302,7 @@ def _keep_hidden_states(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program keeps a block of the features of the token before one draft token, if they are to be kept."""
+    """Each program keeps a block of the hidden state of the token before one draft token, if later steps read it."""
     token = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     start_next(IS_EARLY)

@@ -1,4 +1,4 @@
-"""The device half of a step around the model: what each device's kernels do, and on what."""
+"""The kernels of a step around the model, as each device implements them, and the tensors that they read and write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MODULES = {"cpu": "hiserve.kernels.step_reference", "cuda": "hiserve.kernels.st
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTensors:
-    """What R permanent rows of L tokens and P pages hold; fields as in ``DeviceRows``.
+    """The state of R permanent rows of L tokens and P pages; fields as in ``DeviceRows``.
 
     Attributes:
         tokens: int32 ``[R, L]``. Those from ``known_len`` on are the row's drafts, if it has any.
@@ -39,15 +39,15 @@ class RowTensors:
 class StepInputs:
     """One step on the device: B rows, T tokens in row order; S rows sample, the next token of P tokens is scored.
 
-    A row may be row 0, which pads batches, and then stand here several times. The plan's columns come first; ``fill_inputs``
-    writes ``legal`` and, of ``forward``, all that depends on the rows: tokens, positions, slots, lengths, page tables. In a
-    graph every tensor stays where it is; before a replay only ``rows`` and ``max_len`` change.
+    Row 0, which pads batches, may occur several times. The plan's columns come first; ``fill_inputs`` writes ``legal`` and, of
+    ``forward``, all that depends on the rows: tokens, positions, slots, lengths, page tables. In a graph every tensor keeps
+    its address; before a replay only ``rows`` and ``max_len`` change.
 
     Attributes:
         rows: int64 ``[B]``.
         num_new: int64 ``[B]``. Tokens to compute, drafts included; at least 1.
         num_draft: int64 ``[B]``. Of these, how many are drafts; 0 where the row does not sample.
-        samples: bool ``[B]``. The row reaches the end of what is known and emits tokens.
+        samples: bool ``[B]``. The row reaches its last known token and emits tokens.
         max_len: int64 ``[B]``. Upper bound of the row's length after the step; at least ``num_new``.
         offsets: int64 ``[T]``. The token's index among its row's new tokens.
         sampling: int64 ``[S]``. Which of the B rows sample.
@@ -73,7 +73,7 @@ class StepInputs:
 
 
 class StepOps(Protocol):
-    """Work of fixed shape that waits for nothing, and so can be recorded in a graph."""
+    """Work of fixed shape that never waits for the device, so that a graph can hold it."""
 
     def fill_inputs(self, inputs: StepInputs, state: RowTensors, *, page_size: int) -> None:
         """Checks the rows, and gathers the step's tokens, positions, slots and page tables.
@@ -90,7 +90,7 @@ class StepOps(Protocol):
         """
 
     def accept(self, drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowTensors) -> Tensor:
-        """Counts the tokens each sampling row emits: the drafts that agree with what was drawn, up to the first that does not, and 1.
+        """Counts the tokens that each sampling row emits: its drafts up to the first that differs from the drawn token, and 1.
 
         Args:
             drawn: int64 ``[S, w]``. The token drawn after each of a row's last known token and its drafts.
@@ -105,10 +105,10 @@ class StepOps(Protocol):
     def advance(self, inputs: StepInputs, drawn: Tensor, counts: Tensor, state: RowTensors) -> Tensor:
         """Records in the rows what a step computed and emitted, and packs the outcome for the host.
 
-        A row that failed the check forgets its tokens, so that a step already launched for it fails too.
+        A row that failed the check loses its tokens, so that a step already launched for it fails too.
 
         Args:
-            inputs: Filled. Row 0 may stand there several times, and must have failed the check.
+            inputs: Filled. Row 0 may occur several times, and must have failed the check.
             drawn: int64 ``[S, w]``. Row s emits the first ``counts[s]`` of them.
             counts: int64 ``[S]``, from ``accept``.
             state: The rows; changed.
