@@ -15,7 +15,8 @@ from tools.pytest_run import ROOT, run_pytest, verdict
 
 IN_CI = "not gpu and not long and not clients"
 HALVES = (
-    ("-m", f"{IN_CI} and not alone", "-n", "2", "--dist", "loadfile"),
+    # In the order of the folders: engines and servers come first, short files last, so that both processes end together.
+    ("-m", f"{IN_CI} and not alone", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"),
     ("-m", f"{IN_CI} and alone"),
 )
 CHECKS = {
