@@ -17,8 +17,6 @@ from hiserve.bench.soak.stream_oracle import REFUSALS
 from hiserve.config.options import make_options
 from tests.e2e.live import serve
 
-pytestmark = pytest.mark.alone
-
 SIZES = ["--page-size", "16", "--kv-pages", "80", "--max-model-len", "512", "--max-running-requests", "4"]
 SERVER = [*SIZES, "--dtype", "float64", "--cpu-threads", "1", "--log-level", "warning", "--max-queued-requests", "6"]
 FEW = ["--num-dialogues", "2", "--num-agents", "2", "--num-turns", "2", "--prefix-length", "96", "--output-length", "8"]
@@ -38,6 +36,7 @@ LOAD = [
 ]
 
 
+@pytest.mark.alone
 def test_a_soak_strikes_its_server_and_tells_what_it_survived(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
