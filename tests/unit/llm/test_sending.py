@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any
 
@@ -13,9 +13,9 @@ import pytest
 
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
-from hiserve.ipc.updates import TokenDelta
 from hiserve.llm.offline_backends import Job, Processes
 from hiserve.scheduler.client import EngineClient
+from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.settings import settings_of
 
 PROMPT, NUM_PROMPTS = 100, 12
@@ -35,22 +35,15 @@ class Diary:
             yield Job(number, tokens, SamplingParams(seed=1), 0, lambda *_: False, lambda _: None)
 
 
-class Client:
-    """An engine client that answers everything with one token."""
-
-    def __init__(self, diary: Diary) -> None:
-        self._diary = diary
-
-    async def generate(self, tokens: Int32Array, sampling: Any, *, choice: int) -> AsyncGenerator[TokenDelta, None]:
-        self._diary.events.append(f"sent {tokens[0]}")
-        await asyncio.sleep(0.001)
-        yield TokenDelta([1], FinishReason.LENGTH)
-
-
 def test_processes_get_each_prompt_before_the_next_is_encoded() -> None:
     diary, ended = Diary(), SimpleQueue[Job | None]()
+
+    def script(prompt: Int32Array) -> list[list[int]]:
+        diary.events.append(f"sent {prompt[0]}")
+        return [[1]]
+
     backend: Any = object.__new__(Processes)
-    backend._room, backend._client = 100, Client(diary)
+    backend._room, backend._client = 100, FakeEngineClient(script, FinishReason.LENGTH)
     asyncio.run(backend._drive(diary.jobs(), ended))
     assert ended.qsize() == NUM_PROMPTS + 1
     for number in range(NUM_PROMPTS - 1):

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-from hiserve.config.options import Scheduler
 from hiserve.ipc.updates import RequestUpdates, TokenDelta
-from hiserve.scheduler.dispatcher import Dispatcher
-from hiserve.scheduler.placement import PrefixIndex
-from hiserve.scheduler.queue import Fcfs
-from tests.helpers.dispatch import PAGE_SIZE, RecordedEvents, generate, prompt, ready, step_updates
+from tests.helpers.dispatch import Desk
 
 
-class Desk:
-    """A dispatcher with a worker of two rows, and a clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-        self.events = RecordedEvents()
-        self.dispatcher = Dispatcher(self.events, Fcfs(), PrefixIndex(PAGE_SIZE), Scheduler(), clock=lambda: self.now_s)
-        self.dispatcher.worker_ready(0, ready(rows=1))  # holds two: one runs, one waits
-
-    def submit(self, uid: int) -> None:
-        self.dispatcher.submit(generate(uid), prompt(1, 2, 3))
-        self.dispatcher.dispatch()
-
-    def report(self, *rows: tuple[int, list[int], int]) -> None:
-        self.dispatcher.report(0, step_updates(*rows))
-        self.dispatcher.dispatch()
+def make_desk() -> Desk:
+    """One row: the worker holds two requests, one runs and one waits."""
+    return Desk(rows=1)
 
 
 def test_scores_are_passed_on_as_they_came() -> None:
-    desk = Desk()
+    desk = make_desk()
     desk.submit(1)
     desk.submit(2)
     updates = RequestUpdates()
@@ -40,7 +23,7 @@ def test_scores_are_passed_on_as_they_came() -> None:
 
 
 def test_the_time_in_the_queue_is_told_with_the_first_news_and_only_then() -> None:
-    desk = Desk()
+    desk = make_desk()
     desk.submit(1)
     desk.now_s = 100.5
     desk.submit(2)
@@ -56,7 +39,7 @@ def test_the_time_in_the_queue_is_told_with_the_first_news_and_only_then() -> No
 
 
 def test_a_request_that_no_worker_got_has_no_time_in_the_queue() -> None:
-    desk = Desk()
+    desk = make_desk()
     for uid in (1, 2, 3):
         desk.submit(uid)
     desk.now_s = 110.0
