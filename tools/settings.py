@@ -28,7 +28,7 @@ def takes(setting: Flag) -> str:
         return " or ".join([number, *(f"`{word}`" for word in setting.choices)])
     if setting.choices:
         return ", ".join(f"`{word}`" for word in setting.choices)
-    return "text, several times" if setting.kind == "list" else "text"
+    return "text, several times" if setting.is_list else "text"
 
 
 def page() -> str:

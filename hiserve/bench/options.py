@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import math
-import operator
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import msgspec
-from msgspec import Meta
 
-from hiserve.config.flags import flag_of
+from hiserve.config.flags import about, flags_of
 
 Dataset = Literal["random", "shared-prefix", "conversation-trace", "chats", "agent-sessions"]
 SYNTHETIC = ("random", "shared-prefix", "conversation-trace")
 # A size that the user left open: see ``bench.defaults``.
 FITTING = 0
 _T = TypeVar("_T")
-
-
-def about(
-    text: str,
-    *,
-    unit: str | None = None,
-    least: float | None = None,
-    most: float | None = None,
-    above: float | None = None,
-) -> Meta:
-    """Describes an option: its help sentence, its unit and its range; ``above`` itself is outside of the range."""
-    return Meta(description=text, extra_json_schema={"unit": unit, "least": least, "most": most, "above": above})
 
 
 class ConnectionOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -332,51 +316,11 @@ def add_flags(parser: argparse.ArgumentParser, *sections: type[msgspec.Struct]) 
     """Adds a flag for every field of these sections."""
     for section in sections:
         group = parser.add_argument_group((section.__doc__ or "").rstrip("."))
-        hints = get_type_hints(section, include_extras=True)
-        for field in msgspec.structs.fields(section):
-            annotation, meta = get_args(hints[field.name])
-            _add_flag(group, field.name, annotation, meta, field.default)
-
-
-def _add_flag(group: argparse._ArgumentGroup, name: str, annotation: Any, meta: Meta, default: Any) -> None:
-    extra = meta.extra_json_schema or {}
-    unit = f" [{extra['unit']}]" if extra["unit"] else ""
-    listed = " ".join(map(str, default)) if isinstance(default, tuple) else default
-    is_open = type(default) is int and default == FITTING
-    is_nothing = default is None or default is False or default == () or is_open
-    shown = "" if is_nothing else f" (default: {listed})"
-    text = f"{meta.description}{unit}{shown}".replace("%", "%%")
-    kinds = [kind for kind in get_args(annotation) or (annotation,) if kind not in (type(None), ...)]
-    words = [word for kind in kinds for word in (get_args(kind) or (kind,)) if isinstance(word, str)]
-    given: dict[str, Any] = {"default": default, "help": text}
-    if words:
-        given |= {"choices": words, "metavar": "|".join(words)}
-    elif kinds == [bool]:
-        given["action"] = "store_true" if default is False else argparse.BooleanOptionalAction
-    elif kinds[0] in (int, float):
-        given |= {"type": partial(_number, kinds[0], extra), "metavar": "N"}
-    else:
-        given |= {"type": kinds[0], "metavar": "PATH" if kinds[0] is Path else "TEXT"}
-    if isinstance(default, tuple):
-        given["nargs"] = "+"
-    group.add_argument(flag_of(name), **given)
-
-
-def _number(kind: type[int] | type[float], limits: Mapping[str, Any], text: str) -> int | float:
-    try:
-        value = kind(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no {'whole ' if kind is int else ''}number") from None
-    tests = {"least": operator.ge, "most": operator.le, "above": operator.gt}
-    for word, is_fine in tests.items():
-        limit = limits[word]
-        if math.isnan(value) or (limit is not None and not is_fine(value, limit)):
-            bound = f"it must be above {limit}" if word == "above" else f"the {word} is {limit}"
-            raise argparse.ArgumentTypeError(f"{text} is out of range; {bound}")
-    return value
+        for flag in flags_of("bench", section).values():
+            flag.add_to(group)
 
 
 def pick(section: type[_T], arguments: Mapping[str, Any]) -> _T:
     """Returns a section filled from parsed arguments."""
-    given = {name: arguments[name] for name in get_type_hints(section)}
+    given = {name: arguments[name] for name in get_type_hints(section) if arguments[name] is not None}
     return section(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})

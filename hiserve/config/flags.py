@@ -8,43 +8,51 @@ import math
 import operator
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from hiserve.errors import ConfigError
 
-Kind = Literal["int", "float", "str", "bool", "list"]
+Kind = Literal["int", "float", "str", "bool", "path"]
+_KINDS: dict[type, Kind] = {bool: "bool", int: "int", float: "float", Path: "path"}
 
 
 def about(
     text: str,
     *,
     unit: str | None = None,
-    least: int | None = None,
-    most: int | None = None,
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    repeats: bool = False,
     is_secret: bool = False,
     is_debug: bool = False,
 ) -> Meta:
-    """Describes an option: its help sentence, its unit and range, whether its value and its flag are shown."""
-    extra = {"unit": unit, "least": least, "most": most, "is_secret": is_secret, "is_debug": is_debug}
-    return Meta(description=text, extra_json_schema=extra)
+    """Describes an option; ``Flag`` says what the arguments mean."""
+    limits = {"unit": unit, "least": least, "most": most, "above": above}
+    shown = {"repeats": repeats, "is_secret": is_secret, "is_debug": is_debug}
+    return Meta(description=text, extra_json_schema=limits | shown)
 
 
 class Flag(msgspec.Struct, frozen=True, kw_only=True):
     """One option, as the command line and the documentation need it.
 
     Attributes:
-        section: Field name of the section in ``Options``.
+        section: Field name of its section.
         name: Field name; the flag is ``--name`` with dashes.
-        kind: ``int``, ``float``, ``str``, ``bool``, or ``list`` of texts.
+        kind: Type of the value, or of each value of a list.
+        is_list: It takes several values.
         choices: Allowed words; for a number, words allowed beside it.
-        default: Default value.
+        default: Default value; a number below the range stands for one that is chosen later.
         help: One sentence.
         unit: Unit of a number, or None.
         least: Smallest allowed number, or None.
         most: Largest allowed number, or None.
+        above: Number that is too small itself, or None.
+        repeats: A list is given flag by flag, not behind one flag.
         is_secret: Its value must not be shown.
         is_debug: For measurements and tests; ``--help`` leaves it out.
     """
@@ -52,12 +60,15 @@ class Flag(msgspec.Struct, frozen=True, kw_only=True):
     section: str
     name: str
     kind: Kind
+    is_list: bool
     choices: tuple[str, ...]
     default: Any
     help: str
     unit: str | None
-    least: int | None
-    most: int | None
+    least: float | None
+    most: float | None
+    above: float | None
+    repeats: bool
     is_secret: bool
     is_debug: bool
 
@@ -69,39 +80,61 @@ class Flag(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def has_default(self) -> bool:
         """Whether its default is a value, and not the absence of one."""
-        return not (self.default is False or self.default in (None, ()))
+        is_open = type(self.default) is int and self.least is not None and self.default < self.least
+        return not (is_open or self.default is False or self.default in (None, ()))
 
     def check(self, value: Any) -> Any:
-        """Returns the value if the option takes it; a number in text becomes a number.
+        """Returns the value if the option takes it; a number or a path in text becomes one.
 
         Raises:
             ConfigError: It has the wrong type or is out of range.
         """
-        is_optional = self.default is None
-        if (value is None and is_optional) or (isinstance(value, str) and value in self.choices):
+        if value is None and self.default is None:
+            return value
+        if not self.is_list:
+            return self._check_one(value)
+        values = (value,) if isinstance(value, str) else value
+        if not isinstance(values, list | tuple):
+            self._refuse_text(value)
+        return tuple(self._check_one(each) for each in values)
+
+    def _check_one(self, value: Any) -> Any:
+        if isinstance(value, str) and value in self.choices:
             return value
         if self.kind in ("int", "float"):
             return _number(self, value)
-        if self.kind == "list":
-            return _texts(self, value)
+        if self.kind == "path" and isinstance(value, str | Path):
+            return Path(value)
         is_right = isinstance(value, bool if self.kind == "bool" else str) and not self.choices
+        if self.is_list and not self.choices and not (is_right and value):
+            self._refuse_text(value)
         if not is_right:
             wanted = f"one of {', '.join(self.choices)}" if self.choices else f"a {self.kind}"
             raise ConfigError(f"{flag_of(self.name)} is {value!r}; give {wanted}.", param=self.name)
         return value
 
+    def _refuse_text(self, value: Any) -> NoReturn:
+        shown = "given" if self.is_secret else repr(value)
+        raise ConfigError(f"{flag_of(self.name)} is {shown}; give texts that are not empty.", param=self.name)
+
     def add_to(self, group: argparse._ArgumentGroup) -> None:
-        """Adds the flag to a group of a parser; its value is None unless given, and unchecked."""
+        """Adds the flag to a group of a parser; its value is checked, and None unless given."""
+        default = " ".join(map(str, self.default)) if isinstance(self.default, tuple) else self.default
+        notes = (f" [{self.unit}]" if self.unit else "") + (f" (default: {default})" if self.has_default else "")
+        given: dict[str, Any] = {"default": None, "help": f"{self.help}{notes}".replace("%", "%%")}
         words = (["N"] if self.kind in ("int", "float") else []) + list(self.choices)
-        unit = f" [{self.unit}]" if self.unit else ""
-        default = f" (default: {self.default})" if self.has_default else ""
-        text = argparse.SUPPRESS if self.is_debug else f"{self.help}{unit}{default}".replace("%", "%%")
+        if self.is_debug:
+            given["help"] = argparse.SUPPRESS
         if self.kind == "bool":
-            group.add_argument(flag_of(self.name), action="store_true", default=None, help=text)
+            given["action"] = "store_true" if self.default is False else argparse.BooleanOptionalAction
         else:
-            action = "append" if self.kind == "list" else "store"
-            metavar = "|".join(words) or "TEXT"
-            group.add_argument(flag_of(self.name), action=action, metavar=metavar, default=None, help=text)
+            given |= {
+                "type": self._check_one,
+                "metavar": "|".join(words) or ("PATH" if self.kind == "path" else "TEXT"),
+            }
+        if self.is_list:
+            given |= {"action": "append"} if self.repeats else {"nargs": "+"}
+        group.add_argument(flag_of(self.name), **given)
 
 
 def flags_of(section: str, kind: type[msgspec.Struct]) -> dict[str, Flag]:
@@ -110,12 +143,14 @@ def flags_of(section: str, kind: type[msgspec.Struct]) -> dict[str, Flag]:
     found = {}
     for field in msgspec.structs.fields(kind):
         annotation, *notes = get_args(hints[field.name])
-        form, choices = _kind_and_choices(annotation)
+        is_list = get_origin(annotation) is tuple
+        form, choices = _kind_and_choices(get_args(annotation)[0] if is_list else annotation)
         meta = next(note for note in notes if isinstance(note, Meta))
         found[field.name] = Flag(
             section=section,
             name=field.name,
             kind=form,
+            is_list=is_list,
             choices=choices,
             default=field.default,
             help=meta.description or "",
@@ -136,12 +171,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _kind_and_choices(annotation: Any) -> tuple[Kind, tuple[str, ...]]:
-    if get_origin(annotation) is tuple:
-        return "list", ()
     members = get_args(annotation) or (annotation,)
     words = [word for member in members for word in (get_args(member) or (member,)) if isinstance(word, str)]
-    plain: dict[type, Kind] = {bool: "bool", int: "int", float: "float"}
-    return next((kind for form, kind in plain.items() if form in members), "str"), tuple(words)
+    return next((kind for form, kind in _KINDS.items() if form in members), "str"), tuple(words)
 
 
 def _number(flag: Flag, value: Any) -> int | float:
@@ -156,17 +188,13 @@ def _number(flag: Flag, value: Any) -> int | float:
     if number is None or isinstance(value, bool) or math.isnan(number):
         words = f" or {', '.join(flag.choices)}" if flag.choices else ""
         raise ConfigError(f"{shown} is {value!r}; give a {'whole ' * is_whole}number{words}.", param=flag.name)
+    bound = ""
     if flag.least is not None and number < flag.least:
-        raise ConfigError(f"{shown} is {number:.12g}; the least is {flag.least}.", param=flag.name)
-    if flag.most is not None and number > flag.most:
-        raise ConfigError(f"{shown} is {number:.12g}; the most is {flag.most}.", param=flag.name)
+        bound = f"the least is {flag.least}"
+    elif flag.most is not None and number > flag.most:
+        bound = f"the most is {flag.most}"
+    elif flag.above is not None and number <= flag.above:
+        bound = f"it must be above {flag.above}"
+    if bound:
+        raise ConfigError(f"{shown} is {number:.12g}; {bound}.", param=flag.name)
     return number
-
-
-def _texts(flag: Flag, value: Any) -> tuple[str, ...]:
-    texts = (value,) if isinstance(value, str) else value
-    is_right = isinstance(texts, list | tuple) and all(isinstance(text, str) and text for text in texts)
-    if not is_right:
-        shown = "given" if flag.is_secret else repr(value)
-        raise ConfigError(f"{flag_of(flag.name)} is {shown}; give texts that are not empty.", param=flag.name)
-    return tuple(texts)

@@ -43,7 +43,11 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     api_key: Annotated[
         tuple[str, ...],
-        about("Key that requests must carry; may be given several times, for as many tenants.", is_secret=True),
+        about(
+            "Key that requests must carry; may be given several times, for as many tenants.",
+            repeats=True,
+            is_secret=True,
+        ),
     ] = ()
     admin_api_key: Annotated[
         str | None,

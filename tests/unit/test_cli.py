@@ -43,7 +43,7 @@ def test_every_setting_is_a_flag(name: str) -> None:
         argv, value = [flag_of(name)], True
     elif setting.kind in ("int", "float"):
         argv, value = [flag_of(name), str(setting.least)], setting.least
-    elif setting.kind == "list":
+    elif setting.is_list:
         argv, value = [flag_of(name), "a", flag_of(name), "b"], ["a", "b"]
     else:
         value = setting.choices[-1] if setting.choices else "words with spaces"

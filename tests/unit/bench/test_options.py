@@ -27,6 +27,7 @@ from hiserve.bench.options import (
 )
 from hiserve.config.flags import flag_of
 from hiserve.config.options import flags
+from hiserve.errors import ConfigError
 
 SECTIONS = (
     ConnectionOptions,
@@ -91,18 +92,18 @@ def test_a_flag_becomes_a_value_of_its_type(argv: list[str], section: Any, name:
     ("flag", "value", "words"),
     [
         ("--num-prompts", "0", "the least is 1"),
-        ("--num-prompts", "1.5", "no whole number"),
+        ("--num-prompts", "1.5", "give a whole number"),
         ("--random-range-ratio", "1.1", "the most is 1"),
         ("--random-range-ratio", "-0.1", "the least is 0"),
         ("--request-rate", "0", "above 0"),
-        ("--speed", "nan", "out of range"),
-        ("--burstiness", "x", "no number"),
-        ("--dataset", "sharegpt", "invalid choice"),
-        ("--backend", "vllm", "invalid choice"),
+        ("--speed", "nan", "give a number"),
+        ("--burstiness", "x", "give a number"),
+        ("--dataset", "sharegpt", "give one of random, "),
+        ("--backend", "vllm", "give one of openai, "),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_its_flag(flag: str, value: str, words: str) -> None:
-    with pytest.raises(argparse.ArgumentError, match=words) as caught:
+    with pytest.raises(ConfigError, match=words) as caught:
         parse(flag, value)
     assert flag in str(caught.value)
 
