@@ -251,7 +251,7 @@ class _Worker:
         if self._chosen.on_cpu:
             share, why = min(
                 (self._room // 4, "a quarter of the memory beside the weights"),
-                (MAX_CPU_POOL_BYTES, f"{_gib(MAX_CPU_POOL_BYTES)}, the most on cpu"),
+                (MAX_CPU_POOL_BYTES, f"{_gib(MAX_CPU_POOL_BYTES)} are the most on cpu"),
             )
         else:
             share = max(0, self._room - sum(self._beside_pool(length).values()))
@@ -360,7 +360,7 @@ class _Worker:
             return [
                 (room // 4, "a quarter of the memory that is left"),
                 (2 * pool, "twice the KV pool"),
-                (MAX_CPU_HOST_BYTES, f"{_gib(MAX_CPU_HOST_BYTES)}, the most on cpu"),
+                (MAX_CPU_HOST_BYTES, "the most on cpu"),
             ]
         return [(room // 2, "half of the memory that is left"), (4 * pool, "four times the KV pool")]
 

@@ -86,11 +86,8 @@ class LLM:
             )
         launch.log()
         self.config = launch.identified()
-        frontend = load_frontend(self.config.model, launch.folder, launch.model)
-        self.tokenizer = frontend.tokenizer
-        self.default_sampling = frontend.default_sampling
-        self._token_bytes = frontend.token_bytes
-        self._chats = frontend.conversation_encoder()
+        self._frontend = load_frontend(self.config.model, launch.folder, launch.model)
+        self.tokenizer, self.default_sampling = self._frontend.tokenizer, self._frontend.default_sampling
         self._vocab_size = launch.model.vocab_size
         self._is_closed = False
         self._backend: OfflineBackend = InProcess(self.config) if in_process else Processes(self.config)
@@ -223,7 +220,7 @@ class LLM:
         for choice in range(sampling.n):
             # Of the choices of one prompt, the first scores it.
             own = sampling if choice == 0 else msgspec.structs.replace(sampling, prompt_logprobs=None)
-            builder = ChoiceBuilder(request.output, choice, own, TextOutput(self._token_bytes, own))
+            builder = ChoiceBuilder(request.output, choice, own, TextOutput(self._frontend.token_bytes, own))
             yield Job(request, request.output.tokens, own, choice, builder.take, request.fail)
 
     def _finished(self, request: _Request) -> RequestOutput:
@@ -231,9 +228,9 @@ class LLM:
         output = request.output
         if output.error is not None:
             logger.warning("a request failed, and the others go on: %s", output.error)
-        elif request.chat is not None and self._chats is not None:
+        elif request.chat is not None:
             for choice in output.outputs:
-                self._chats.remember(b"", request.chat, choice.text, choice.token_ids)
+                self._frontend.remember(request.chat, choice.text, choice.token_ids)
         return output
 
     def _request(self, prompt: Prompt, sampling: SamplingParams) -> _Request:
@@ -241,10 +238,8 @@ class LLM:
         return _Request(RequestOutput(text, self._encode(prompt)), sampling, num_open=sampling.n)
 
     def _chat_request(self, messages: Any, fields: dict[str, Any], sampling: SamplingParams) -> _Request:
-        if self._chats is None:
-            raise RequestError("this model has no chat template; give a prompt.", param="messages")
         chat = parse_chat({"messages": list(messages), **fields})
-        tokens = self._chats.encode(b"", chat)
+        tokens = self._frontend.encode_chat(chat)
         self._check_length(tokens.size, "messages")
         return _Request(RequestOutput(None, tokens), sampling, num_open=sampling.n, chat=chat)
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hiserve.config.options import Model
+from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
+from hiserve.errors import RequestError
 from hiserve.models.model_config import ModelConfig
-from hiserve.text.conversation_encoder import ConversationEncoder
+from hiserve.text.chat_request import ChatRequest
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.prompt_encoder import PromptEncoder
-from hiserve.text.reply_tokens import ReplyTokenCache
+from hiserve.text.reply_tokens import ReplyTokenCache, encode_chat
 from hiserve.text.template import ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
 
@@ -38,9 +41,30 @@ class Frontend:
         """Returns a server's encoder, with its own threads and processes; the caller closes it."""
         return PromptEncoder(self.tokenizer, self.template, self.reply_cache)
 
-    def conversation_encoder(self) -> ConversationEncoder | None:
-        """Returns an encoder that works in the caller's thread; None without a template."""
-        return None if self.template is None else ConversationEncoder(self.tokenizer, self.template, self.reply_cache)
+    def encode_chat(self, chat: ChatRequest, namespace: bytes = b"") -> Int32Array:
+        """Returns the ids of a conversation, remembered replies with the ids they had, int32 ``[n]``.
+
+        Args:
+            chat: The conversation.
+            namespace: Digest that keeps tenants apart.
+
+        Raises:
+            RequestError: The model has no chat template, or it refuses the messages.
+        """
+        if self.template is None:
+            raise RequestError("this model has no chat template; give a prompt.", param="messages")
+        return encode_chat(chat, self.reply_cache.recall(namespace, chat), self.template, self.tokenizer)
+
+    def remember(self, chat: ChatRequest, text: str, ids: Sequence[int], namespace: bytes = b"") -> None:
+        """Keeps the ids of a finished reply for the prompts that will contain it.
+
+        Args:
+            chat: The conversation that the reply answers.
+            text: The reply as its reader received it.
+            ids: All generated ids, end token included.
+            namespace: As given to ``encode_chat``.
+        """
+        self.reply_cache.remember(namespace, chat, text, self.tokenizer.without_hidden_end(ids))
 
 
 def load_frontend(settings: Model, folder: Path, model: ModelConfig) -> Frontend:

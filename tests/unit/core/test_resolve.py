@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import settings as trials
 from hypothesis import strategies as st
 
+from hiserve.config.flags import flag_of
 from hiserve.config.options import DTYPE_BYTES, Options, flags, make_options
 from hiserve.config.settings import Settings
 from hiserve.core.devices import devices_of
@@ -211,6 +212,49 @@ def test_a_host_cache_of_less_than_two_pages_is_none_and_says_why() -> None:
     assert resolved.settings.cache.host_cache_gib == 0
     (line,) = [line for line in resolved.decisions if line.startswith("--host-cache-gib")]
     assert line == "--host-cache-gib auto -> 0: 0.00014 GiB would hold fewer than two pages of 0.00012 GiB"
+
+
+@pytest.mark.parametrize(
+    ("given", "model", "machine", "reasons"),
+    [
+        ({}, NANO, LAPTOP, ("2.00 GiB are the most on cpu", "the model's context", "the most on cpu")),
+        ({"kv_pages": 9, "max_model_len": 64, "host_cache_gib": 0}, NANO, LAPTOP, ("as given",) * 3),
+        ({"kv_pages": 9}, NANO, LAPTOP, ("as given", "all that the KV pool holds", "twice the KV pool")),
+        (
+            {"max_running_requests": 2, "max_model_len": 64},
+            NANO,
+            LAPTOP,
+            ("as many as 2 requests of 64 tokens fill", "as given", "twice the KV pool"),
+        ),
+        (
+            {},
+            NANO,
+            msgspec.structs.replace(LAPTOP, memory_bytes=GIB),
+            (
+                "a quarter of the memory beside the weights",
+                "the model's context",
+                "a quarter of the memory that is left",
+            ),
+        ),
+        (
+            {},
+            LARGE,
+            SERVER,
+            ("all memory beside weights, tables and steps", "the model's context", "half of the memory that is left"),
+        ),
+    ],
+)
+def test_each_size_has_its_reason_and_is_decided_with_it(
+    given: dict[str, Any], model: ModelFacts, machine: Machine, reasons: tuple[str, str, str]
+) -> None:
+    resolved = resolve(make_options(**given), model, machine)
+    assert [line.partition(": ")[2] for line in resolved.memory.lines()] == list(reasons)
+    settings = values(resolved.settings)
+    for name, reason in zip(("kv_pages", "max_model_len", "host_cache_gib"), reasons, strict=True):
+        decision = [line for line in resolved.decisions if line.startswith(flag_of(name))]
+        assert [line.partition(": ")[2] for line in decision] == ([] if reason == "as given" else [reason])
+    assert f"{settings['kv_pages']:,} KV pages" in resolved.memory.lines()[0]
+    assert f"up to {settings['max_model_len']:,} tokens" in resolved.memory.lines()[1]
 
 
 def test_the_longest_request_shrinks_to_the_pool_when_nobody_chose_it() -> None:
