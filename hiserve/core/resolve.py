@@ -21,9 +21,9 @@ from hiserve.config.settings import (
     Settings,
 )
 from hiserve.core.devices import choose_devices
+from hiserve.core.endpoints import check_kv_events
 from hiserve.core.machine import Machine
 from hiserve.core.memory_plan import Chosen, MemoryPlan, plan_memory
-from hiserve.core.public_endpoints import check_kv_events
 from hiserve.core.step_memory import ModelFacts
 from hiserve.errors import ConfigError
 

@@ -21,9 +21,9 @@ from typing import Any
 import zmq
 
 from hiserve.config.flags import flag_of
+from hiserve.core.endpoints import SCHEME, new_endpoint, path_of, remove, require_free
 from hiserve.errors import ResourceError
 from hiserve.ipc.codec import Frames
-from hiserve.ipc.endpoints import SCHEME, new_endpoint, path_of, remove, require_free
 
 HIGH_WATER_MARK = 256
 MAX_BATCH = 64

@@ -1,16 +1,118 @@
-"""What a child process does about its parent: meets it, dies with it, leaves SIGINT and SIGTERM to it."""
+"""A child process: its parent starts it, talks to it and ends it; the child meets its parent and dies with it."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ctypes
 import logging
 import os
 import signal
+from collections.abc import Callable, Mapping, Sequence
 
 from hiserve.config.settings import Settings
-from hiserve.ipc.channel import Link
+from hiserve.core.endpoints import new_endpoint, remove, wait_for_listener
+from hiserve.errors import ResourceError
+from hiserve.ipc.channel import AsyncChannel, Link
 from hiserve.ipc.codec import Frames
-from hiserve.ipc.endpoints import wait_for_listener
+
+LAST_WORDS_S = 0.5
+
+
+class ChildProcess:
+    """A process and the only channel to it. Made by ``start``.
+
+    Args:
+        process: The running process.
+        channel: The parent's end.
+        gone: Set when the child closed its end and all that arrived from it was delivered.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, channel: AsyncChannel, gone: asyncio.Event) -> None:
+        self._process = process
+        self._channel = channel
+        self._gone = gone
+
+    @classmethod
+    async def start(
+        cls,
+        command: Sequence[str],
+        on_messages: Callable[[list[Frames]], None],
+        *,
+        pass_fds: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> ChildProcess:
+        """Starts ``command ENDPOINT`` in a session of its own, where no Ctrl-C reaches it.
+
+        Args:
+            command: Its command line; the endpoint is appended.
+            on_messages: As in ``AsyncChannel``. A child says nothing before it was sent something.
+            pass_fds: Descriptors that the child gets, under the same numbers; all others stay here.
+            environment: Its environment variables; None gives it those of this process.
+
+        Raises:
+            ResourceError: The command cannot be run, or the directory for temporary files cannot be used.
+        """
+        gone = asyncio.Event()
+        endpoint = new_endpoint()
+        with contextlib.ExitStack() as undo:
+            undo.callback(remove, endpoint)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    endpoint,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    start_new_session=True,
+                    pass_fds=pass_fds,
+                    env=environment,
+                )
+            except OSError as error:
+                raise ResourceError(
+                    f"the process {' '.join(command)} cannot be started: {error}. Free memory, or raise the limits of "
+                    "processes and of open files."
+                ) from error
+            try:
+                link = Link.bind(endpoint, process.pid)
+            except ResourceError:
+                process.kill()
+                await process.wait()
+                raise
+            undo.pop_all()
+        return cls(process, AsyncChannel(link, on_messages=on_messages, on_gone=gone.set), gone)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    def send(self, frames: Frames) -> None:
+        """As ``AsyncChannel.send``."""
+        self._channel.send(frames)
+
+    async def wait(self) -> str:
+        """Waits for its end and everything it said before; returns how it ended."""
+        returncode = await self._process.wait()
+        await wait_for_event(self._gone, LAST_WORDS_S)
+        self._channel.close()
+        return f"exit code {returncode}" if returncode >= 0 else f"killed by {signal.Signals(-returncode).name}"
+
+    def kill(self) -> None:
+        """Ends it now. ``wait`` is still due."""
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Sends it a signal, if it lives."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+
+async def wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:
+    """Waits for an event, at most ``timeout_s`` seconds; returns whether it came."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), timeout_s)
+    return event.is_set()
+
 
 MEET_S = 10.0
 _PR_SET_PDEATHSIG = 1

@@ -1,22 +1,17 @@
-"""KV events as routers outside read them: batches in msgpack, numbered, the last of them kept for replay.
+"""KV events as routers outside read them: batches in msgpack.
 
 The format is the one that Dynamo, llm-d, AIBrix and the routers of vLLM and SGLang read; see docs/kv-events.md.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from hiserve.core.digest import DIGEST_BYTES
-
-SEQUENCE_BYTES = 8
-MAX_KEPT_BATCHES = 10_000
-END_OF_REPLAY = ((-1).to_bytes(SEQUENCE_BYTES, "big", signed=True), b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,35 +91,3 @@ def _event(change: Change, page_size: int) -> msgspec.Struct:
             return _BlockRemoved(block_hashes(digests), medium)
         case Cleared():
             return _AllBlocksCleared()
-
-
-class KvEventLog:
-    """Numbers batches, and keeps the last of those that say something.
-
-    Args:
-        max_batches: How many are kept.
-    """
-
-    def __init__(self, max_batches: int = MAX_KEPT_BATCHES) -> None:
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=max_batches)
-        self._next = 0
-
-    def add(self, payload: bytes, *, keep: bool = True) -> bytes:
-        """Gives a batch the next number; returns it as it is sent."""
-        sequence, self._next = self._next, self._next + 1
-        if keep:
-            self._kept.append((sequence, payload))
-        return sequence.to_bytes(SEQUENCE_BYTES, "big")
-
-    def skip(self, count: int) -> None:
-        """Leaves out the numbers of batches that were lost."""
-        self._next += count
-
-    def answer(self, request: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Yields the kept batches from the number that a client asks for, and the end; of nonsense, the end alone."""
-        if len(request) == SEQUENCE_BYTES:
-            start = int.from_bytes(request, "big")
-            for sequence, payload in self._kept:
-                if sequence >= start:
-                    yield sequence.to_bytes(SEQUENCE_BYTES, "big"), payload
-        yield END_OF_REPLAY

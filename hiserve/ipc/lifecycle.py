@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from hiserve.core.usage import CacheUse
-
 
 class StepSnapshot(msgspec.Struct, frozen=True):
     """A step whose result was not taken in.
@@ -101,26 +99,3 @@ class ReplayStats(msgspec.Struct, frozen=True):
     requests: int = 0
     tokens: int = 0
     cached: dict[str, int] = {}
-
-
-class ReplayCounter:
-    """Counts replays as they happen."""
-
-    def __init__(self) -> None:
-        self._num_requests = 0
-        self._num_tokens = 0
-        self._cached = {"device": 0, "host": 0, "store": 0}
-
-    def begin(self, num_tokens: int) -> None:
-        """A worker got a request that others had; so many of its tokens are known."""
-        self._num_requests += 1
-        self._num_tokens += num_tokens
-
-    def found(self, cached: CacheUse) -> None:
-        """It told what of them it had."""
-        for tier in self._cached:
-            self._cached[tier] += getattr(cached, tier)
-
-    def stats(self) -> ReplayStats:
-        """Returns the counts until now."""
-        return ReplayStats(self._num_requests, self._num_tokens, dict(self._cached))

@@ -15,6 +15,7 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.errors import EngineError, HiserveError, SlowReaderError, UnavailableError
 from hiserve.ipc.cache_stats import LOCAL_TIERS, TierName, TreeFacts
+from hiserve.ipc.child import ChildProcess, wait_for_event
 from hiserve.ipc.codec import Frames, MalformedError, MessageDecoder, Received, encode
 from hiserve.ipc.lifecycle import Crash
 from hiserve.ipc.messages import (
@@ -35,7 +36,6 @@ from hiserve.ipc.messages import (
     WorkerBack,
     WorkerLost,
 )
-from hiserve.ipc.parent import ChildProcess, wait_for_event
 from hiserve.ipc.updates import RequestUpdates, TokenDelta
 from hiserve.ipc.wire_errors import to_error
 

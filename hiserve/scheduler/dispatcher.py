@@ -20,12 +20,11 @@ from hiserve.errors import (
     RequestError,
     UnavailableError,
 )
-from hiserve.ipc.lifecycle import ReplayCounter
 from hiserve.ipc.messages import Admit, Generate, Ready
 from hiserve.ipc.updates import RequestUpdates, TokenDelta
 from hiserve.ipc.wire_errors import to_error
 from hiserve.scheduler.crash_isolation import CrashIsolation
-from hiserve.scheduler.ledger import Entry, Ledger, RequestState
+from hiserve.scheduler.ledger import Entry, Ledger, ReplayCounter, RequestState
 from hiserve.scheduler.placement import Placement, PrefixIndex
 from hiserve.scheduler.queue import DrainRate, Policy, Queue, QueuedRequest
 

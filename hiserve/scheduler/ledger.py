@@ -11,9 +11,10 @@ import numpy as np
 
 from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.core.request import SamplingParams
-from hiserve.core.usage import DraftUse
+from hiserve.core.usage import CacheUse, DraftUse
 from hiserve.errors import InvariantError
 from hiserve.ipc.codec import MalformedError
+from hiserve.ipc.lifecycle import ReplayStats
 from hiserve.ipc.messages import Admit, Generate
 from hiserve.ipc.updates import UNREPORTED, TokenDelta
 
@@ -205,3 +206,26 @@ class Ledger:
             raise InvariantError(f"request {entry.uid} ended twice ({len(self._entries)} live)")
         entry.state = RequestState.ENDED
         self.num_ended += 1
+
+
+class ReplayCounter:
+    """Counts replays as they happen."""
+
+    def __init__(self) -> None:
+        self._num_requests = 0
+        self._num_tokens = 0
+        self._cached = {"device": 0, "host": 0, "store": 0}
+
+    def begin(self, num_tokens: int) -> None:
+        """A worker got a request that others had; so many of its tokens are known."""
+        self._num_requests += 1
+        self._num_tokens += num_tokens
+
+    def found(self, cached: CacheUse) -> None:
+        """It told what of them it had."""
+        for tier in self._cached:
+            self._cached[tier] += getattr(cached, tier)
+
+    def stats(self) -> ReplayStats:
+        """Returns the counts until now."""
+        return ReplayStats(self._num_requests, self._num_tokens, dict(self._cached))

@@ -22,10 +22,10 @@ from hiserve.config.settings import Settings
 from hiserve.core.devices import environment_of
 from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
 from hiserve.errors import EngineError, HiserveError, ResourceError
+from hiserve.ipc.child import ChildProcess, wait_for_event
 from hiserve.ipc.codec import Frames, MalformedError, MessageDecoder, Received, encode
 from hiserve.ipc.lifecycle import Crash
 from hiserve.ipc.messages import Configure, FromWorker, Ready, StepReport, Stop, WorkerFacts, WorkerFailed
-from hiserve.ipc.parent import ChildProcess, wait_for_event
 from hiserve.ipc.wire_errors import to_error
 from hiserve.scheduler.worker_process import CpuUsage, RecoveryTimes, WorkerProcess, usage_of
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hiserve.errors import HiserveError
+from hiserve.ipc.child import ChildProcess
 from hiserve.ipc.lifecycle import CrashSnapshot, Recovery
 from hiserve.ipc.messages import Ready, WorkerFacts, WorkerStats
-from hiserve.ipc.parent import ChildProcess
 
 # Weights may come from a slow disk; what a worker takes longer for does not end any more.
 MAX_START_S = 3600.0

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from hiserve.errors import ContextLengthError, HiserveError, RequestError, UnavailableError
+from hiserve.ipc.child import ChildProcess
 from hiserve.ipc.codec import Frames
-from hiserve.ipc.parent import ChildProcess
 from hiserve.text.body_parser import Sizes, unpack_slim
 from hiserve.text.chat_request import ChatRequest
 from hiserve.text.fair_threads import FairSemaphore

@@ -1,6 +1,6 @@
 """Messages between processes and to routers."""
 
-from hiserve.ipc import channel, child, codec, parent, updates
+from hiserve.ipc import channel, child, codec, updates
 from tests.unit.ipc import test_channel, test_codec, test_strangers
 
 with updates.RequestUpdates.check, test_codec.test_columns_that_contradict_each_other_are_malformed:
@@ -11,7 +11,7 @@ with codec.MessageDecoder.decode, test_codec.test_neither_depth_nor_announced_si
     "INV 62: deep nesting escapes the decoder"
     RecursionError
     KeyError
-with parent.ChildProcess.start, test_strangers.test_strangers_at_the_socket_of_a_child_are_not_heard_and_do_not_keep_it_out:
+with child.ChildProcess.start, test_strangers.test_strangers_at_the_socket_of_a_child_are_not_heard_and_do_not_keep_it_out:
     "INV 62: a stranger at the socket is taken for the child"
     Link.bind(endpoint, process.pid)
     Link.bind(endpoint)

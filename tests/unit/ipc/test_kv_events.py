@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from hiserve.core.digest import chain, namespace_digest, pack_tokens
-from hiserve.ipc.kv_events import Cleared, KvEventLog, Removed, Stored, block_hashes, encode_batch
+from hiserve.engine.kv_event_sender import KvEventLog
+from hiserve.ipc.kv_events import Cleared, Removed, Stored, block_hashes, encode_batch
 
 PAGE_SIZE = 2
 KEY = pack_tokens(np.arange(6, dtype=np.int32))

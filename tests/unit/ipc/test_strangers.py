@@ -19,12 +19,12 @@ from pathlib import Path
 import pytest
 import zmq
 
+from hiserve.core.endpoints import path_of, remove
+from hiserve.engine.kv_event_sender import Publisher
 from hiserve.ipc.channel import Link, PublishChannel
+from hiserve.ipc.child import ChildProcess
 from hiserve.ipc.codec import Frames
-from hiserve.ipc.endpoints import path_of, remove
 from hiserve.ipc.kv_events import Removed
-from hiserve.ipc.parent import ChildProcess
-from hiserve.ipc.publisher import Publisher
 from tests.helpers.kv_mirror import Reader
 from tests.helpers.processes import wait_dead
 

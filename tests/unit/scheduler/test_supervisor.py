@@ -22,10 +22,10 @@ import pytest
 from hiserve.config.options import make_options
 from hiserve.core.devices import VISIBLE_DEVICES
 from hiserve.errors import ConfigError, HiserveError, ResourceError
+from hiserve.ipc.child import wait_for_event
 from hiserve.ipc.codec import Received
 from hiserve.ipc.lifecycle import Crash
 from hiserve.ipc.messages import FromWorker, Ready, StepReport
-from hiserve.ipc.parent import wait_for_event
 from hiserve.scheduler import supervisor as supervisor_module
 from hiserve.scheduler.supervisor import Supervisor
 from hiserve.scheduler.worker_process import CpuUsage, usage_of

@@ -14,11 +14,11 @@ import msgspec
 import pytest
 import zmq
 
+from hiserve.engine.kv_event_sender import MAX_KEPT_BATCHES, Publisher
 from hiserve.errors import InvariantError, ResourceError
 from hiserve.ipc import channel
 from hiserve.ipc.channel import MAX_UNREAD_NEWS, PublishChannel
-from hiserve.ipc.kv_events import MAX_KEPT_BATCHES, Cleared, Removed
-from hiserve.ipc.publisher import Publisher
+from hiserve.ipc.kv_events import Cleared, Removed
 from tests.helpers.kv_mirror import Reader
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from hiserve.errors import ResourceError
 from hiserve.ipc import channel
+from hiserve.ipc.child import ChildProcess
 from hiserve.ipc.codec import Frames
-from hiserve.ipc.parent import ChildProcess
 from tests.helpers.processes import is_alive, wait_dead
 
 pytestmark = pytest.mark.alone

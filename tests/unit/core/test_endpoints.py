@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hiserve.config.options import make_options
-from hiserve.core.public_endpoints import check_kv_events, endpoint_of
+from hiserve.core.endpoints import check_kv_events, endpoint_of
 from hiserve.errors import ConfigError
 
 
