@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from hiserve.config.options import make_options
@@ -96,25 +97,25 @@ def make_subject(name: str, folder: Path) -> Subject:
 def engine_of(
     subject: Subject, *, chunk: int = 64, depth: int = 0, page_size: int = 4, kv_pages: int = 200, device: str = "cpu"
 ) -> Engine:
-    """The engine as ``hiserve serve`` builds it, in float64."""
-    return build_engine(
-        identified(
-            make_options(
-                model=str(subject.folder),
-                dtype="float64",
-                device=device,
-                max_model_len=160,
-                kv_pages=kv_pages,
-                page_size=page_size,
-                max_running_requests=8,
-                max_batched_tokens=chunk,
-                overlap=depth,
-                graphs="off" if device == "cpu" else "all",
-                cpu_threads=1,
-                spec="off",
-            )
+    """The engine as ``hiserve serve`` builds it, in float64; its pages may be fewer than the longest request has."""
+    max_len = 160
+    settings = identified(
+        make_options(
+            model=str(subject.folder),
+            dtype="float64",
+            device=device,
+            max_model_len=max_len,
+            kv_pages=max(kv_pages, 1 + max_len // page_size),
+            page_size=page_size,
+            max_running_requests=8,
+            max_batched_tokens=chunk,
+            overlap=depth,
+            graphs="off" if device == "cpu" else "all",
+            cpu_threads=1,
+            spec="off",
         )
     )
+    return build_engine(replace(settings, cache=replace(settings.cache, kv_pages=kv_pages)))
 
 
 def generate(engine: Engine, prompts: dict[int, list[int]], sampling: SamplingParams = GREEDY) -> dict[int, list[int]]:
