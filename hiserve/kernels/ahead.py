@@ -1,4 +1,4 @@
-"""Compiles kernels side by side: work runs once without them, and every kernel it asks for is compiled meanwhile."""
+"""Compiles kernels in parallel: a dry run launches none, and other threads compile every kernel that it calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.runtime import JITFunction
 
-_LOCK = threading.Lock()  # the method that is replaced is the library's own, and so that of every engine of the process
+_LOCK = threading.Lock()  # the replaced method is the library's, shared by every engine of the process
 
 _aten = torch.ops.aten
 _EMPTY = (
@@ -27,7 +27,7 @@ _EMPTY = (
 
 
 class _Zeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fills new tensors with zeros: what no kernel has written may be an index, and 0 is one that every table has."""
+    """Fills new tensors with zeros: unwritten memory may be read as an index, and 0 is valid in every table."""
 
 
 def _dispatch(mode: TorchDispatchMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -35,21 +35,18 @@ def _dispatch(mode: TorchDispatchMode, func: Any, types: Any, args: Any = (), kw
     return out.zero_() if func in _EMPTY else out
 
 
-# Set here: what stands in the class is wrapped in something that imports all of torch's own compiler, for seconds.
+# Set here: torch wraps a method defined in the class, and the wrapper imports torch's compiler, which takes seconds.
 _Zeros.__torch_dispatch__ = _dispatch  # type: ignore[method-assign]
 
 
 @contextmanager
 def compiled_side_by_side(num_threads: int) -> Iterator[list[str]]:
-    """Within, this thread launches no Triton kernel: each is compiled by another thread. At the end all are compiled.
+    """Within this context, this thread launches no Triton kernel; other threads compile each. The exit waits for all.
 
     Yields the names of the kernels that were in no cache, complete at the end.
 
-    What the work computes means nothing. Compilers work outside Python's lock. What was compiled is in Triton's caches, of
-    the process and of the machine. A kernel that cannot be compiled is left out, and fails when it is launched.
-
-    Args:
-        num_threads: That compile.
+    The values that the body computes are meaningless. Compilers work without the GIL. Compiled kernels are in Triton's
+    caches, of the process and on disk. A kernel that cannot be compiled is skipped; its first launch raises the error.
     """
     launch, ours, told = JITFunction.run, threading.get_ident(), knobs.compilation.listener
     compiled: list[str] = []
@@ -66,7 +63,7 @@ def compiled_side_by_side(num_threads: int) -> Iterator[list[str]]:
         made = launch(kernel, *args, grid=grid, warmup=True, **settings)
         future = getattr(made, "future", None)
         if future is not None and future.done() and future.exception() is None:
-            made.result()  # from now on it is found at once
+            made.result()  # puts the kernel into the launch cache
         return None
 
     with _LOCK, ThreadPoolExecutor(num_threads, "compile") as threads:

@@ -1,7 +1,8 @@
-"""Blocks of adjacent positions, taken into the softmax of some queries: from where they lie to the mix of their values.
+"""Online softmax over blocks of adjacent positions, loaded from the pool or from the step's own keys and values.
 
-The softmax is the online one of Milakov and Gimelshein (2018), cut into tiles as in FlashAttention-2 (Dao, 2023).
-Page numbers are loaded one step ahead of what they lead to: then keys and values are loaded ``num_stages`` ahead.
+The softmax is the online one of Milakov and Gimelshein (2018), tiled as in FlashAttention-2 (Dao, 2023).
+Page numbers are loaded one step before the keys and values that they locate, so that the compiler can pipeline these
+``num_stages`` steps ahead.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ RUN = tl.constexpr(16)
 def fold_all_seen(  # type: ignore[no-untyped-def]
     queries, k, v, k_blocks, v_blocks, kv_head, pages, start, block, end, kv_stride, scale, top, total, mixed, shape: tl.constexpr
 ):  # fmt: skip
-    """Takes in the blocks ``[block, end)``, which all the queries see, so that nothing is masked.
+    """Adds the blocks ``[block, end)``, which all the queries see, so that no mask is needed.
 
-    ``k_blocks`` and ``v_blocks`` describe ``k`` and ``v`` for the copy engine, which takes blocks whose slots are adjacent.
+    ``k_blocks`` and ``v_blocks`` describe ``k`` and ``v`` for the copy engine, which loads blocks of adjacent slots.
     """
     while block < end:
         is_adjacent, stop = _run(pages, block, end, shape)
@@ -40,7 +41,7 @@ def fold_all_seen(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _run(pages, block, end, shape: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Whether the next blocks lie in adjacent slots, each by itself, and where this changes."""
+    """Whether each of the next blocks has adjacent slots, and the block where this changes."""
     if shape.is_fresh:
         return True, end
     is_adjacent, stop = _are_adjacent(pages, block, end, shape), tl.minimum(block + RUN, end)
@@ -94,7 +95,7 @@ def _fold_scattered(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def gather(x, place, is_key, stride, shape: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Vectors at the places, ``[num_keys, block_dim]``; zeros, and nothing is read, where ``is_key`` is false."""
+    """Loads vectors ``[num_keys, block_dim]``; where ``is_key`` is false, zeros without a read."""
     dim = tl.arange(0, shape.block_dim)
     at = x + (place.to(tl.int64) * stride)[:, None] + dim[None, :]
     if is_key is not None:
@@ -108,12 +109,12 @@ def gather(x, place, is_key, stride, shape: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit
 def fold(queries, keys, values, sees, scale, top, total, mixed):  # type: ignore[no-untyped-def]
-    """Takes some keys into the softmax, in powers of 2: its largest score, its sum of weights and the mix of values so far."""
+    """Adds some keys to the softmax, in powers of 2: largest score, sum of weights and weighted sum of values."""
     scores = tl.dot(queries, keys.T, input_precision="ieee")
     if sees is not None:
         scores = tl.where(sees, scores, -float("inf"))
     new_top = tl.maximum(top, tl.max(scores, 1) * scale)
-    base = tl.where(new_top == -float("inf"), 0.0, new_top)  # of a query that has seen nothing yet
+    base = tl.where(new_top == -float("inf"), 0.0, new_top)  # a query that has seen no key yet
     weights, decay = tl.exp2(scores * scale - base[:, None]), tl.exp2(top - base)
     mixed = tl.dot(weights.to(values.dtype), values, mixed * decay[:, None], input_precision="ieee")
     return new_top, total * decay + tl.sum(weights, 1), mixed
@@ -121,7 +122,7 @@ def fold(queries, keys, values, sees, scale, top, total, mixed):  # type: ignore
 
 @triton.jit  # type: ignore[untyped-decorator]
 def close(mixed, top, total, cell, head, is_query, results, shape: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Divides by the sum of weights, and stores: zeros and -inf where nothing was seen."""
+    """Divides by the sum of weights and stores; zeros and -inf for a query that saw no key."""
     if results.sinks is not None:
         sink = tl.load(results.sinks + head) / LN_2
         new_top = tl.maximum(top, sink)

@@ -1,9 +1,8 @@
-"""Attention of few tokens a row over paged keys and values: decode, chains and trees to verify.
+"""Attention of a few tokens per row over paged keys and values: decode, and chains and trees to verify.
 
-All query heads of one KV head, times the tokens of the row, are the rows of one matrix product, so that keys and values are
-read once. Long rows are split among several programs, of which the last to finish joins the parts (the split-KV of
-FlashDecoding). The grid depends on nothing but shapes: ``kernels.attention_schedule`` tells every program its share on
-the device.
+All query heads of one KV head, times the tokens of the row, are the rows of one matrix product, so that keys and
+values are read once. Long rows are split among several programs; the last to finish joins the parts (the split-KV of
+FlashDecoding). The grid depends only on shapes: ``kernels.attention_schedule`` assigns the parts on the device.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _NUM_JOINED = tl.constexpr(8192)
 
 
 class _Rows(NamedTuple):
-    """Pages and masks of rows, and their parts, on the device."""
+    """Pages, masks and parts of rows, on the device."""
 
     page_table: Tensor
     tree_mask: Tensor | None
@@ -39,7 +38,7 @@ class _Rows(NamedTuple):
 
 
 class _Results(NamedTuple):
-    """Where results are written, and the scores that only the softmax sees; float32 room for parts of rows."""
+    """Output tensors, the sinks, and float32 memory for parts of rows."""
 
     out: Tensor
     lse: Tensor | None
@@ -49,7 +48,7 @@ class _Results(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """What compilation depends on, besides types."""
+    """Compile-time constants besides types."""
 
     num_heads: int
     group: int
@@ -80,13 +79,13 @@ def decode(
     Args:
         q: ``[T, num_heads, head_dim]``, heads adjacent, tokens at any distance.
         kv: The layer's pool, ``[num_slots, num_kv_heads, head_dim]``.
-        rows: Whose tokens they are. Of a row without tokens, which must be of length 1, nothing is read.
-        schedule: Of these rows.
+        rows: The rows of these tokens. A row without tokens must be of length 1; it is not read.
+        schedule: For these rows.
         page_size: Tokens per page.
-        scale: Of the scores.
-        sinks: float32 ``[num_heads]``, a score that takes part in the softmax and gives nothing.
+        scale: Factor of the scores.
+        sinks: float32 ``[num_heads]``, scores that take part in the softmax without a value.
         tree_mask: int64 ``[T]``. Bit j of a token: it sees the j-th of its row's own tokens. None is causal.
-        out: Written and returned when given; else a new tensor like ``q``, contiguous. Zeros where a token sees nothing.
+        out: Written and returned when given; else a new contiguous tensor like ``q``. Zeros where a token sees no key.
         lse: float32 ``[T, num_heads]``, written when given: the log of the sum of exponentials, sinks included.
     """
     num_heads, head_dim = q.shape[1:]
@@ -100,7 +99,7 @@ def decode(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     assert out.is_contiguous() and (lse is None or lse.is_contiguous())
     shape = _shape(q, kv, rows, schedule, page_size)
-    room = (2 * schedule.num_extra, rows.max_q_len, num_heads)  # for parts of rows that are split, which come first
+    room = (2 * schedule.num_extra, rows.max_q_len, num_heads)  # of rows that are split, whose parts come first
     part_out = torch.empty((*room, head_dim), dtype=torch.float32, device=q.device)
     part_lse = torch.empty(room, dtype=torch.float32, device=q.device)
     num_programs = schedule.counts.shape[1]
@@ -158,7 +157,7 @@ def _attend(  # type: ignore[no-untyped-def]
     SHAPE: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """One program: some queries of one KV head of one row, over one part of its keys. Heads of a row run side by side."""
+    """One program: some queries of one KV head of one row, over one part of its keys. Heads of a row are adjacent."""
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
     part = tl.program_id(1)
@@ -175,7 +174,7 @@ def _attend(  # type: ignore[no-untyped-def]
     seen, depth = None, token
     if rows.tree_mask is not None:
         seen = tl.load(rows.tree_mask + start + token, is_query, other=0)
-        if window is not None:  # as deep in the tree as it has ancestors
+        if window is not None:  # a token's depth in the tree is its number of ancestors
             depth = tl.sum((seen[:, None] >> tl.arange(0, 64)[None, :]) & 1, 1).to(tl.int32) - 1
     to_kv_head = tl.program_id(0) % (SHAPE.num_heads // SHAPE.group) * SHAPE.head_dim
     mixed, top, total = _attend_part(
@@ -189,7 +188,7 @@ def _attend(  # type: ignore[no-untyped-def]
         place = (part * max_q_len + token) * SHAPE.num_heads + head
         tl.store(results.part_out + place[:, None] * SHAPE.head_dim + dim, mixed, is_element)
         tl.store(results.part_lse + place, log_total, is_query)
-        tl.debug_barrier()  # All threads have stored: the count, which one of them raises, tells others of all the stores.
+        tl.debug_barrier()  # all threads have stored before one of them raises the count, which publishes the stores
         count = rows.counts + first_part * tl.num_programs(0) + tl.program_id(0)
         if tl.atomic_add(count, 1, sem="acq_rel") == num_parts - 1:
             tl.store(count, 0)  # for the next layer
@@ -198,7 +197,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _queries(number, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """The tokens of their row and the heads of this program's queries of some numbers."""
+    """Token and head of this program's queries of the given numbers."""
     num_kv_heads: tl.constexpr = SHAPE.num_heads // SHAPE.group
     query = tl.program_id(0) // num_kv_heads * SHAPE.num_queries + number
     return query // SHAPE.group, tl.program_id(0) % num_kv_heads * SHAPE.group + query % SHAPE.group
@@ -221,7 +220,7 @@ def _attend_part(  # type: ignore[no-untyped-def]
     scale,
     SHAPE: tl.constexpr,  # noqa: N803
 ):
-    """Keys ``first``, where a block starts, to ``end``: their weighted sum, the highest score, the sum of weights."""
+    """Attends over keys ``first`` (a block's start) to ``end``: weighted sum of values, top score, sum of weights."""
     QUERIES: tl.constexpr = SHAPE.num_queries  # noqa: N806
     KEYS: tl.constexpr = SHAPE.num_keys  # noqa: N806
     DIM: tl.constexpr = SHAPE.block_dim  # noqa: N806
@@ -230,7 +229,7 @@ def _attend_part(  # type: ignore[no-untyped-def]
     mixed = tl.zeros([QUERIES, DIM], tl.float32)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    # Page numbers are loaded one step ahead of what they lead to: then keys and values are loaded num_stages ahead.
+    # Page numbers are loaded one step before their keys and values, so that these are pipelined num_stages ahead.
     page = tl.load(pages + key // SHAPE.page_size, (key >= begin) & (key < end), other=0)
     for _ in range(first, end, KEYS):
         is_key = (key >= begin) & (key < end)
@@ -254,7 +253,7 @@ def _attend_part(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _sees(token, depth, seen, key, window):  # type: ignore[no-untyped-def]
-    """Which token sees which key; both count from the row's first new token, so that cached keys are negative."""
+    """Visibility mask. Keys and tokens are counted from the row's first new token, so that cached keys are negative."""
     if seen is None:
         sees = key[None, :] <= token[:, None]
     else:
@@ -267,7 +266,7 @@ def _sees(token, depth, seen, key, window):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _close(mixed, top, total, sink):  # type: ignore[no-untyped-def]
-    """Divides sums by the sum of weights, ``exp2(score - top)``, and takes its log: zeros and -inf where nothing was seen."""
+    """Divides by the sum of weights, ``exp2(score - top)``, and takes its log; zeros and -inf without keys."""
     if sink is not None:
         sink = sink * _LOG2_E
         higher = tl.maximum(top, sink)
@@ -281,7 +280,7 @@ def _close(mixed, top, total, sink):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _finish(mixed, top, total, token, head, start, q_len, results, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Writes results of queries that have all their keys."""
+    """Writes results of queries whose keys are all in this part."""
     is_query, dim = token < q_len, tl.arange(0, SHAPE.block_dim)
     sink = None
     if results.sinks is not None:
@@ -296,7 +295,10 @@ def _finish(mixed, top, total, token, head, start, q_len, results, SHAPE: tl.con
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _join(first_part, num_parts, max_q_len, start, q_len, results, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Joins the parts of a row, in their order, whoever was last; past the first cache, which other programs do not write."""
+    """Joins the parts of a row, in order, so that the result is the same whichever program joins.
+
+    Loads bypass the L1 cache, which does not contain the stores of other programs.
+    """
     # Bound to names, as Triton 3.6 has no shapes of fields.
     QUERIES: tl.constexpr = SHAPE.num_joined  # noqa: N806
     DIM: tl.constexpr = SHAPE.block_dim  # noqa: N806

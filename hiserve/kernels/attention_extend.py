@@ -1,8 +1,8 @@
-"""Attention of rows with many new tokens over paged keys and values: prefill, chunks behind a prefix, trees.
+"""Attention of rows with many new tokens over paged keys and values: prefill, chunks after a prefix, trees.
 
-A program computes some new tokens of a row for all query heads that share one KV head. Blocks of keys that all its
-queries see are not masked at all; the others, at most a few, come first. Where rows are too few to fill the device, their
-keys are split among programs, whose parts a second kernel joins (the split-KV of FlashDecoding).
+A program computes some new tokens of a row for all query heads that share one KV head. It first masks the few blocks of
+keys that only some of its queries see, then adds the others without a mask. Where rows are too few to fill the device,
+their keys are split among programs, and a second kernel joins the parts (the split-KV of FlashDecoding).
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _LOG2_E = tl.constexpr(math.log2(math.e))
 _MIN_QUERIES = 16
 _MAX_QUERIES = 128
 _MAX_PARTS = 16
-_BLOCKS_TO_START = 3  # a program starts and ends in about the time that it takes for this many blocks
+_BLOCKS_TO_START = 3  # fixed cost of a program, in blocks
 _BLOCKS_TO_JOIN = 4
 _JOINED = 16
 
 
 class ExtendTile(NamedTuple):
-    """How the work is cut.
+    """Tile of a program.
 
     Attributes:
         num_queries: Query vectors per program, tokens times heads; a power of two from 16.
         num_keys: Keys per step; a power of two from 16.
         num_warps: Warps per program.
-        num_stages: Steps whose loads are under way at once.
+        num_stages: Steps whose loads are in flight at once.
     """
 
     num_queries: int
@@ -46,7 +46,7 @@ class ExtendTile(NamedTuple):
 
 
 class _Results(NamedTuple):
-    """Where results are written, and the scores that only the softmax sees."""
+    """Output tensors and the sinks."""
 
     out: Tensor
     lse: Tensor | None
@@ -54,7 +54,7 @@ class _Results(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """What compilation depends on, besides types."""
+    """Compile-time constants besides types."""
 
     num_kv_heads: int
     group: int
@@ -71,11 +71,7 @@ class _Shape(NamedTuple):
 def tile_for(max_q_len: int, group: int, head_dim: int, dtype: torch.dtype) -> ExtendTile:
     """Returns the tile that was fastest on one H200.
 
-    Args:
-        max_q_len: Upper bound of a row's new tokens.
-        group: Query heads of one KV head.
-        head_dim: Elements per head.
-        dtype: Of queries, keys and values.
+    ``max_q_len`` bounds a row's new tokens; ``group`` is the number of query heads of one KV head.
     """
     assert group <= _MAX_QUERIES, f"{group} query heads of one KV head"  # a program computes whole tokens
     num_queries = min(max(_MIN_QUERIES, triton.next_power_of_2(max_q_len * group)), _MAX_QUERIES)
@@ -89,12 +85,12 @@ def tile_for(max_q_len: int, group: int, head_dim: int, dtype: torch.dtype) -> E
 def choose_num_parts(
     q_lens: Int32Array, max_kv_len: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, *, num_sms: int
 ) -> int:
-    """Returns into how many parts to split the keys of each row, so that the programs fill the multiprocessors.
+    """Returns the number of parts per row into which keys are split, so that the programs fill the multiprocessors.
 
     Args:
         q_lens: int32 ``[B]``. New tokens of each row.
         max_kv_len: Upper bound of the tokens a row attends over.
-        heads: Query heads; key and value heads.
+        heads: Query heads; KV heads.
         head_dim: Elements per head.
         dtype: Of queries, keys and values.
         num_sms: Multiprocessors of the device.
@@ -137,11 +133,11 @@ def extend(
     num_parts: int = 1,
     tile: ExtendTile | None = None,
 ) -> None:
-    """Attends for the tokens of some rows, and writes nothing of others. Waits for nothing.
+    """Attends for the tokens of some rows; tokens of other rows are not written. Does not wait for the device.
 
     Args:
         q: ``[T, num_heads, head_dim]``, heads adjacent. Like ``k`` and ``v`` 16-byte aligned.
-        k: ``[T, num_kv_heads, head_dim]``. This step's keys, which already stand in their slots.
+        k: ``[T, num_kv_heads, head_dim]``. This step's keys, which are already in their slots.
         v: Like ``k``.
         kv: The layer's pool.
         qo_indptr: int32 ``[B + 1]``, of these rows; may start above 0.
@@ -149,17 +145,18 @@ def extend(
         page_table: int32 ``[B, W]``. Entries of keys that no token sees are not read.
         max_q_len: Upper bound of the new tokens of a row.
         page_size: Tokens per page.
-        scale: Of scores.
-        out: ``[T, num_heads, head_dim]``, contiguous. Written; zeros where a token sees nothing.
-        lse: float32 ``[T, num_heads]``, contiguous. Written: natural logarithm of the sum of exponentials, sinks included.
+        scale: Factor of the scores.
+        out: ``[T, num_heads, head_dim]``, contiguous. Written; zeros where a token sees no key.
+        lse: float32 ``[T, num_heads]``, contiguous. Written: natural logarithm of the sum of exponentials, sinks
+            included.
         window: A token at position p sees positions above p - window.
-        sinks: float32 ``[num_heads]``. Scores that take part in the softmax and give nothing.
-        hides_first: Nobody sees position 0.
+        sinks: float32 ``[num_heads]``. Scores that take part in the softmax without a value.
+        hides_first: No token sees position 0.
         tree_mask: int64 ``[T]``. Bit j of a token: it sees the j-th of its row's new tokens, besides all before these.
-        has_fresh: There may be rows without a prefix, and these are to read ``k`` and ``v``.
+        has_fresh: There may be rows without a prefix, and these read ``k`` and ``v``.
         has_prefixed: There may be rows with a prefix; or without, if ``has_fresh`` is false.
         num_parts: Parts the keys of each row are split into.
-        tile: Instead of the one chosen.
+        tile: Overrides ``tile_for``.
     """
     for x in (q, k, v, kv.k, kv.v):
         assert x.stride()[1:] == (q.shape[2], 1), f"elements {x.stride()} apart"
@@ -226,7 +223,7 @@ def _parts(q: Tensor, num_parts: int) -> _Results:
 
 
 def _blocks(x: Tensor, shape: _Shape) -> TensorDescriptor:
-    """Describes ``[T, num_kv_heads, head_dim]`` as blocks of one head, for the copy engine. Outside it reads 0."""
+    """Describes ``[T, num_kv_heads, head_dim]`` as blocks of one head for the copy engine; reads outside give 0."""
     return TensorDescriptor.from_tensor(x, [shape.num_keys, 1, shape.block_dim])
 
 
@@ -254,7 +251,7 @@ def _extend(  # type: ignore[no-untyped-def]
     leaves_fresh,
     shape: tl.constexpr,
 ):
-    """Some new tokens of a row, one KV head, one part of the keys; those with the most keys first, heads side by side."""
+    """One program: some new tokens of a row, one KV head, one part of the keys. Those with the most keys come first."""
     num_queries: tl.constexpr = shape.num_queries
     block_dim: tl.constexpr = shape.block_dim
     tokens: tl.constexpr = num_queries // shape.group
@@ -299,7 +296,7 @@ def _extend(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _span(prefix, q_len, first, tokens, window, seen, shape: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Keys that some of the tokens see, ``[begin, end)``, and their blocks: ``[low_all, high_all)`` are seen by each token."""
+    """Keys that any of the tokens sees, ``[begin, end)``, and their blocks; each token sees ``[low_all, high_all)``."""
     first_position, last = prefix + first, tl.minimum(first + tokens, q_len) - 1 + prefix
     end_all, end = first_position + 1, last + 1
     if seen is not None:
@@ -316,7 +313,7 @@ def _span(prefix, q_len, first, tokens, window, seen, shape: tl.constexpr):  # t
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _share(low, low_all, high_all, high, part, shape: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The part's share of the blocks."""
+    """The blocks of a part."""
     share = tl.cdiv(high - low, tl.num_programs(0) // shape.num_kv_heads)
     low = tl.minimum(low + part * share, high)
     high = tl.minimum(low + share, high)
@@ -326,7 +323,7 @@ def _share(low, low_all, high_all, high, part, shape: tl.constexpr):  # type: ig
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_queries(q, token, head, is_query, q_stride, shape: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Query vectors, ``[num_queries, block_dim]``; zeros where there is none."""
+    """Loads query vectors, ``[num_queries, block_dim]``; zeros where there is no query."""
     dim = tl.arange(0, shape.block_dim)
     is_element = is_query[:, None] & (dim < shape.head_dim)[None, :]
     at = token.to(tl.int64) * q_stride + head * shape.head_dim
@@ -335,7 +332,7 @@ def _load_queries(q, token, head, is_query, q_stride, shape: tl.constexpr):  # t
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _places(key, is_key, start, pages, shape: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where keys lie: among the new ones or in the pool; anywhere, where ``is_key`` is false."""
+    """Indices of keys among the new ones or in the pool; arbitrary where ``is_key`` is false."""
     if shape.is_fresh:
         place = start + key
     else:
@@ -346,14 +343,14 @@ def _places(key, is_key, start, pages, shape: tl.constexpr):  # type: ignore[no-
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sees(key, is_key, prefix, position, window, seen, shape: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which query sees which key."""
+    """Visibility mask of queries and keys."""
     if seen is None:
         sees = key[None, :] <= position[:, None]
     else:
         bit = tl.minimum(tl.maximum(key - prefix, 0), 63)
         sees = (key < prefix)[None, :] | (((seen[:, None] >> bit[None, :]) & 1) != 0)
         ones = (seen[:, None] >> tl.arange(0, 64)[None, :]) & 1
-        position = prefix - 1 + tl.sum(ones, 1).to(tl.int32)  # as deep in the tree as it has ancestors
+        position = prefix - 1 + tl.sum(ones, 1).to(tl.int32)  # a token's depth is its number of ancestors
     if window is not None:
         sees &= key[None, :] > position[:, None] - window
     if seen is not None or shape.hides_first:  # else these conditions imply it
@@ -367,7 +364,7 @@ def _sees(key, is_key, prefix, position, window, seen, shape: tl.constexpr):  # 
 def _join(  # type: ignore[no-untyped-def]
     parts, results, qo_indptr, num_rows, num_parts, num_cells, NUM_JOINED: tl.constexpr, shape: tl.constexpr  # noqa: N803
 ):  # fmt: skip
-    """Some heads of the rows' tokens, from all parts."""
+    """One program: some heads of the rows' tokens, from all parts."""
     num_heads: tl.constexpr = shape.num_kv_heads * shape.group
     block_dim: tl.constexpr = shape.block_dim
     cell = tl.program_id(0) * NUM_JOINED + tl.arange(0, NUM_JOINED)

@@ -1,9 +1,9 @@
-"""Which program attends over which keys of which row, decided on the device from the lengths that stand there.
+"""Assigns rows and ranges of keys to programs, on the device, from the lengths that are stored there.
 
-Rows that are long for their batch are split into parts, so that no program works much longer than the others. How many
-parts there can be, and so what is launched, depends on shapes alone: what a graph records suits every batch. What rows
-are split into depends on no row of one block of keys: where shapes allow as many more parts, rows that pad a batch change
-nothing in the others' results.
+Rows that are long for their batch are split into parts, so that no program works much longer than the others. The most
+parts, and so the launch, depend on shapes alone: a captured graph serves every batch. Rows of one block of keys do not
+influence how the others are split: where shapes allow as many extra parts, rows that pad a batch leave the other rows'
+results unchanged.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ FIELDS = tl.constexpr(8)
 
 
 class KeyTile(NamedTuple):
-    """How the keys of a row are taken.
+    """Tile of keys.
 
     Attributes:
         num_keys: Keys of a block, a power of two, at least 16.
         num_warps: Warps of a program.
-        num_stages: Blocks whose loads are under way at once.
+        num_stages: Blocks whose loads are in flight at once.
     """
 
     num_keys: int
@@ -46,7 +46,7 @@ class ScheduledRows(NamedTuple):
     Attributes:
         qo_indptr: int32 ``[B + 1]``. Row b has tokens ``qo_indptr[b]`` to ``qo_indptr[b + 1]``.
         kv_lens: int64 ``[B]``. Tokens a row attends over, its own included; at least 1.
-        page_table: int32 ``[B, W]``. Entries past ``kv_lens`` may hold anything.
+        page_table: int32 ``[B, W]``. Entries past ``kv_lens`` are arbitrary.
         max_q_len: Upper bound of the tokens of one row, 1 to 64.
         max_kv_len: Upper bound of ``kv_lens``.
     """
@@ -59,19 +59,19 @@ class ScheduledRows(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Parts of rows, each of which one program attends over for each KV head. It holds while the lengths stand.
+    """Parts of rows; one program attends over each part for each KV head. Valid until the lengths change.
 
     Attributes:
-        parts: int32 ``[B + num_extra, 8]``: row, first key, end, the row's first token, its tokens, its keys before them, the
-            first of its parts, its parts; zeros behind the last. Rows with many blocks of keys come first, the parts of a
-            row are adjacent.
-        counts: int32 ``[2 * num_extra, num_programs]``, zeros. By the first part of a row that is split, and the programs
-            that attend over each part: how many of its parts they have finished, until all are.
-        num_extra: Most parts beyond one for each row, at least 1. So the parts of rows that are split are the first
-            ``2 * num_extra`` at most.
+        parts: int32 ``[B + num_extra, 8]``: row, first key, end, the row's first token, its tokens, its keys before
+            them, the first of its parts, its parts; zeros after the last. Rows with many blocks of keys come first, the
+            parts of a row are adjacent.
+        counts: int32 ``[2 * num_extra, num_programs]``, zeros. Finished parts, by the first part of a row that is split
+            and by program; reset when all are finished.
+        num_extra: Most parts beyond one for each row, at least 1. The parts of rows that are split are therefore among
+            the first ``2 * num_extra``.
         window: A token at position p sees positions above ``p - window``; None is all.
-        hides_first: Nobody sees position 0.
-        tile: How keys are taken.
+        hides_first: No token sees position 0.
+        tile: Tile of keys.
     """
 
     parts: Tensor
@@ -91,16 +91,12 @@ def tile_for(head_dim: int, dtype: torch.dtype) -> KeyTile:
 def choose_num_extra(rows: ScheduledRows, heads: tuple[int, int], num_sms: int, num_keys: int) -> int:
     """Returns how many parts to allow beyond one for each row.
 
-    Two programs on a multiprocessor take all of its share of the bandwidth, three fit. A batch of fewer rows than would
-    keep each multiprocessor busy once may have two programs more on each; a larger one, one more. So rows alike become
-    one wave of programs. The parts of a row are joined one after the other, for all its tokens: rows of several tokens have
-    fewer parts. Measured on an H200.
+    Two programs on a multiprocessor use all of its bandwidth, three fit. A batch whose rows do not occupy every
+    multiprocessor once gets up to two extra programs on each; a larger one, one. Equal rows thus become one wave of
+    programs. The parts of a row are joined sequentially, for all its tokens: rows of several tokens have fewer parts.
+    Measured on an H200.
 
-    Args:
-        rows: Of which only numbers are read.
-        heads: Query heads; key and value heads.
-        num_sms: Multiprocessors of the device.
-        num_keys: Keys of a block.
+    Only shapes of ``rows`` are read. ``heads`` are query heads and KV heads.
     """
     num_rows, num_at_once = rows.kv_lens.shape[0], num_sms // count_programs(rows, heads)
     num_more_blocks = num_rows * (-(-rows.max_kv_len // num_keys) - 1)
@@ -114,7 +110,7 @@ def choose_num_extra(rows: ScheduledRows, heads: tuple[int, int], num_sms: int, 
 
 
 def count_programs(rows: ScheduledRows, heads: tuple[int, int]) -> int:
-    """Returns how many programs attend over each part: for each KV head, one for each block of queries."""
+    """Returns the programs per part: for each KV head, one for each block of queries."""
     num_heads, num_kv_heads = heads
     return num_kv_heads * -(-rows.max_q_len * (num_heads // num_kv_heads) // MAX_QUERIES)
 
@@ -130,13 +126,7 @@ def schedule(
 ) -> Schedule:
     """Splits rows, in one fill and one launch for all layers of one window.
 
-    Args:
-        rows: Not kept.
-        heads: Query heads; key and value heads.
-        num_extra: Most parts beyond one for each row, at least 1; see ``choose_num_extra``.
-        tile: How keys are taken.
-        window: A token at position p sees positions above ``p - window``; None is all.
-        hides_first: Nobody sees position 0.
+    ``num_extra`` is at least 1; see ``choose_num_extra``. The other arguments are attributes of the result.
     """
     assert num_extra >= 1, f"{num_extra} more parts"
     num_rows, num_programs = rows.kv_lens.shape[0], count_programs(rows, heads)
@@ -171,7 +161,7 @@ def _schedule(  # type: ignore[no-untyped-def]
     HIDES_FIRST: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """One program: one row. A part has at most a share of blocks, which is the same for all rows."""
+    """One program: one row. No part has more blocks than the share, which is the same for all rows."""
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
     row = tl.program_id(0)
@@ -211,10 +201,11 @@ def _share(  # type: ignore[no-untyped-def]
     KEYS: tl.constexpr,  # noqa: N803
     HIDES_FIRST: tl.constexpr,  # noqa: N803
 ):
-    """The least number of blocks, of 32 that are tried, such that parts of so many are few enough.
+    """The least number of blocks per part, of 32 candidates, for which the parts fit ``num_extra``.
 
-    More parts than one for each row are fewer than the blocks beyond one for each over the share, but, of rows that have
-    such blocks, by less than one for each. So there is a least share, which just may do, and one that does.
+    With share s, the parts beyond one per row number at most total / s, where total counts the blocks beyond one per
+    row. They number more than total / s less one for each row with such blocks. The first bound gives a share that
+    suffices, the second a share below which none does; the candidates lie between.
     """
     num_more, num_long = tl.zeros([_BLOCK], tl.int32), tl.zeros([_BLOCK], tl.int32)
     for start in range(0, num_rows, _BLOCK):
@@ -243,9 +234,9 @@ def _seen_blocks(  # type: ignore[no-untyped-def]
     KEYS: tl.constexpr,  # noqa: N803
     HIDES_FIRST: tl.constexpr,  # noqa: N803
 ):
-    """The first block of keys that any token of a row sees; how many there are from it on, at least 1; the row's length.
+    """The first block of keys that any token of a row sees; the blocks from there, at least 1; the row's length.
 
-    Behind the last row all have one block, which is never before that of a row.
+    Indices after the last row give one block, which never sorts before a row's.
     """
     is_row = row < num_rows
     kv_len = tl.load(kv_lens + row, is_row, other=1).to(tl.int32)
@@ -256,7 +247,7 @@ def _seen_blocks(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def first_seen(prefix, window, HIDES_FIRST: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """The first key that any token sees of a row with ``prefix`` tokens before its new ones."""
+    """The first key that any token sees, in a row with ``prefix`` tokens before its new ones."""
     first = tl.full((), 1 if HIDES_FIRST else 0, tl.int32)
     if window is not None:
         first = tl.maximum(first, prefix + 1 - window)

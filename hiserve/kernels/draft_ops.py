@@ -1,4 +1,4 @@
-"""The kernels of drafting around a head, as each device implements them, and the tensors that they read and write."""
+"""Device operations around a draft head's forward."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _MODULES = {"cpu": "hiserve.kernels.draft_reference", "cuda": "hiserve.kernels.d
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepHiddenStates:
-    """The hidden states of a step of B rows and T tokens, where they are kept, and the draft tokens that take them.
+    """Hidden states of a step of B rows and T tokens, the stored ones, and the draft tokens that take them.
 
     Attributes:
         hidden_states: ``[T, F]``, of the step's tokens in row order; elements adjacent, as in the next two.
-        last: ``[R, F]``, by row number.
-        page_hidden: ``[num_pages, F]``.
+        last: ``[R, F]``, of each row's last computed token, by row number.
+        page_hidden: ``[num_pages, F]``, of each page's last token.
         rows: int64 ``[B]``. Row numbers.
-        first: int64 ``[B]``. Tokens stored before the step; of an illegal row anything.
+        first: int64 ``[B]``. Tokens stored before the step; arbitrary for an illegal row.
         token_rows: int64 ``[T + B]``. Which of the B rows a draft token belongs to.
         offsets: int64 ``[T + B]``. Its index among those of its row.
         legal: bool ``[B]``. Rows that passed the check.
@@ -49,15 +49,15 @@ class StepHiddenStates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftProgress:
-    """The pages and rows that a head has computed: it may skip steps.
+    """The pages and rows for which a head has computed keys and values; it does not take part in every step.
 
-    A page is drafted if the head has computed all of its places, each in the step that computed the token itself. A head
-    attends over a row's pages after the last that is not drafted.
+    A page is drafted if a head has computed all of its tokens, each in the step that computed the token itself. A
+    head attends over a row's pages after the last one that is not drafted.
 
     Attributes:
-        is_drafted: ``[num_pages]``, of any type. 1 for a page that is drafted; anything else is none.
-        start_page: int64 ``[R]``, by row number. Page of the row's table that its drafts attend from.
-        taken_len: int64 ``[R]``. Tokens of the row that were computed when the head took part last.
+        is_drafted: ``[num_pages]``, of any type. 1 for a drafted page, any other value for one that is not.
+        start_page: int64 ``[R]``, by row number. First entry of the row's table that its drafts attend over.
+        taken_len: int64 ``[R]``. Tokens of the row that were computed when the head last took part.
     """
 
     is_drafted: Tensor
@@ -66,12 +66,12 @@ class DraftProgress:
 
 
 class DraftOps(Protocol):
-    """Work of fixed shape that never waits for the device, so that a graph can hold it.
+    """Operations of fixed shape that do not wait for the device, so that a graph can record them.
 
-    A hidden state is a vector of F elements, the model's output of a token. A head computes the draft slot of a token from
-    the hidden state of the token before it. That of the last computed token of each row is kept for the next step, and
-    that of the last token of each page with the page. B rows that computed T tokens in a step have ``T + B`` draft
-    tokens: row b those of the step and the next one.
+    Hidden states are vectors of F elements per token, from the model. A head computes the draft slot of a token from
+    the hidden state of the token before it. The hidden state of each row's last computed token is kept for the next
+    step, and that of each page's last token with the page. B rows that computed T tokens in a step have ``T + B`` draft
+    tokens: those of the step and, for each row, the next one.
     """
 
     def draft_inputs(
@@ -85,61 +85,51 @@ class DraftOps(Protocol):
         page_size: int,
         width: int,
     ) -> ForwardInputs:
-        """Gathers tokens, positions, slots and page tables of rows, from given places on.
+        """Gathers tokens, positions, slots and page tables of rows.
 
-        An illegal row starts at 0, and has the sink for every page. The sink also stands for each page that is no
-        longer the row's own. Tokens past the row's last place, or past the last page of its table, go to the sink;
-        what they are means nothing.
+        An illegal row starts at 0, and its pages are all the padding page. The padding page also replaces pages that no
+        longer belong to the row. Tokens past the row's capacity, or past the last page of its table, are written to the
+        padding page; their values are meaningless.
 
         Args:
             rows: int64 ``[B]``. Row numbers; row 0 may occur several times.
-            first: int64 ``[B]``. Place of each row's first token; of an illegal row anything.
+            first: int64 ``[B]``. Position of each row's first token; arbitrary for an illegal row.
             legal: bool ``[B]``.
             layout: Tokens of each row, from 1 to ``W * page_size``.
-            state: The rows. Unchanged.
+            state: Unchanged.
             page_size: Tokens per page.
             width: W, entries of a row's page table; at most the row's own.
 
         Returns:
             Inputs without ``logits_rows``. ``kv_lens`` are ``first + num_tokens``, at most ``W * page_size``;
-            ``positions`` at the row's end may exceed its last place. Entries of the page table past a row's last page
-            are the sink.
+            ``positions`` at the row's end may exceed its capacity. Entries of the page table past a row's last page
+            are the padding page.
         """
 
     def draft_hidden_states(self, step: StepHiddenStates) -> Tensor:
-        """Gathers for each draft token of a step the hidden state of the token before it.
+        """Returns for each draft token of a step the hidden state of the token before it, ``[T + B, F]``.
 
-        That of a token that the step computed is its own. Before a row's first token it is zero at place 0, that of the
-        previous page where a page begins, and else that of the row. Rows that failed the check have zeros.
-
-        Args:
-            step: Unchanged.
-
-        Returns:
-            ``[T + B, F]``.
+        For tokens after a computed one it is the step's. For a row's first token it is zero at position 0, that of the
+        previous page's end at the start of a page, and the row's kept one elsewhere. It is zero for rows that failed
+        the check.
         """
 
     def keep_hidden_states(self, step: StepHiddenStates, state: RowTensors) -> None:
-        """Keeps the hidden states that later steps read: of the last token that counts as computed, and of pages' last tokens.
+        """Stores the hidden states that later steps need: of the last token that counts as computed, and of pages' ends.
 
-        Row 0 and the sink keep nothing of use. After ``draft_hidden_states``, if both stand in a step.
-
-        Args:
-            step: ``last`` and ``page_hidden`` are changed, but for rows that failed the check.
-            state: The rows after the step: drafts that were refused do not count as computed.
+        Refused drafts do not count as computed; ``state`` is that after the step. Entries of row 0 and the padding page
+        are meaningless. Rows that failed the check store nothing. Call it after ``draft_hidden_states``.
         """
 
     def note_drafted(self, step: StepHiddenStates, state: RowTensors, progress: DraftProgress) -> None:
-        """Records that a head takes part in a step: the pages that are drafted then, and the page that drafts attend from.
+        """Records that a head takes part in a step: updates drafted pages and each row's ``start_page``.
 
-        A step that begins with a page continues after the row's last page that is not drafted. One that begins inside a page
-        continues if the head took part in the row's previous step; else neither that page nor the tokens of the step count
-        as drafted. Rows that failed the check change nothing but what stands for row 0 and the sink.
+        In a step that begins at a page's start, drafts attend after the row's last page that is not drafted. In one
+        that begins inside a page, ``start_page`` stays if the head took part in the row's previous step; otherwise that
+        page and the tokens of the step count as not drafted. Rows that failed the check change only entries of row 0
+        and the padding page.
 
-        Args:
-            step: Its hidden states are not read.
-            state: The rows after the step.
-            progress: Changed.
+        Hidden states are not read. ``state`` is that after the step.
         """
 
     def draft_window(
@@ -152,34 +142,24 @@ class DraftOps(Protocol):
         *,
         page_size: int,
     ) -> ForwardInputs:
-        """Drops the pages that a head's forward must not attend over: those before the rows' ``start_page``.
+        """Removes from a head's forward the pages before the rows' ``start_page``, but no page that it writes itself.
 
-        A page with a place of the forward itself always counts.
-
-        Args:
-            rows: int64 ``[B]``. Row numbers.
-            first: int64 ``[B]``. Place of each row's first token; of an illegal row anything.
-            legal: bool ``[B]``.
-            made: Of these rows, from ``draft_inputs``. Unchanged.
-            progress: Unchanged.
-            page_size: Tokens per page.
-
-        Returns:
-            The same tokens, positions and slots; ``kv_lens`` and ``page_table`` of the remaining pages.
+        ``made`` is the result of ``draft_inputs`` for these arguments. Returns the same tokens, positions and slots;
+        ``kv_lens`` and ``page_table`` of the remaining pages.
         """
 
     def draft_ngrams(
         self, rows: Tensor, state: RowTensors, *, num_draft: int, min_ngram: int, max_ngram: int, max_known: int
     ) -> None:
-        """Writes after each row the tokens that followed an earlier occurrence of its last known tokens.
+        """Writes after each row's tokens those that followed an earlier occurrence of its last tokens.
 
-        Of the earlier occurrences of a row's last tokens, at most ``max_ngram`` of them, it takes one of the longest,
-        and of these the latest; what followed is repeated if it is shorter than the drafts. Where fewer than
-        ``min_ngram`` tokens agree anywhere, the last token is repeated. Drafts without a place are not written.
+        Of the earlier occurrences of a row's last tokens, at most ``max_ngram`` of them, the longest is used,
+        and of these the latest; its continuation is repeated if it is shorter than the drafts. If fewer than
+        ``min_ngram`` tokens agree anywhere, the last token is repeated. Drafts past the row's capacity are not written.
 
         Args:
-            rows: int64 ``[S]``. Row numbers, each at most once but for row 0. A row that knows nothing gets nothing.
-            state: The rows; tokens from ``known_len`` on are changed, and those of row 0, which mean nothing.
+            rows: int64 ``[S]``. Row numbers, each at most once except row 0. A row without known tokens gets no drafts.
+            state: The rows; tokens from ``known_len`` on are changed, and those of row 0, which are meaningless.
             num_draft: Drafts for each row, at least 1.
             min_ngram: Fewest tokens that agree, at least 1.
             max_ngram: Most tokens that are compared.
@@ -190,7 +170,7 @@ class DraftOps(Protocol):
 def draft_forward(
     layout: DraftLayout, *, kv_lens: Tensor, page_table: Tensor, input_ids: Tensor, positions: Tensor, slots: Tensor
 ) -> ForwardInputs:
-    """Returns the inputs of a draft forward from what ``DraftOps.draft_inputs`` made; no logits are wanted yet."""
+    """Returns the inputs of a draft forward, without rows of logits."""
     return ForwardInputs(
         input_ids=input_ids,
         positions=positions,

@@ -1,4 +1,4 @@
-"""The draft kernels in plain torch: vectorised, of fixed shape, without a host sync. See ``DraftOps`` for what each does."""
+"""The draft kernels in plain torch: vectorised, of fixed shape, without a host sync. ``DraftOps`` documents each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def draft_inputs(
     page_size: int,
     width: int,
 ) -> ForwardInputs:
-    """Gathers tokens, positions, slots and page tables of rows, from given places on."""
     row_len, num_places, token_rows = state.tokens.shape[1], width * page_size, layout.token_rows
     table = _own_pages(rows, legal, state, width)
     first = first * legal
@@ -45,7 +44,7 @@ def draft_inputs(
 
 
 def _own_pages(rows: Tensor, legal: Tensor, state: RowTensors, width: int) -> Tensor:
-    """Each row's pages, int32 ``[B, width]``; the sink instead of those that are not, or no longer, its own."""
+    """Each row's pages, int32 ``[B, width]``; the padding page instead of those that do not belong to it any more."""
     table = state.page_table.index_select(0, rows).narrow(1, 0, width)
     owners = state.entry_owner.index_select(0, rows).narrow(1, 0, width)
     num_pages = state.page_owner.shape[0]
@@ -55,7 +54,6 @@ def _own_pages(rows: Tensor, legal: Tensor, state: RowTensors, width: int) -> Te
 
 
 def draft_hidden_states(step: StepHiddenStates) -> Tensor:
-    """Gathers for each draft token of a step the hidden state of the token before it."""
     rows, first = step.rows, step.first * step.legal
     pages = _pages_of(first - 1, torch.arange(rows.shape[0], device=rows.device), step)
     at_boundary, kept = step.page_hidden.index_select(0, pages), step.last.index_select(0, rows)
@@ -66,12 +64,11 @@ def draft_hidden_states(step: StepHiddenStates) -> Tensor:
 
 
 def keep_hidden_states(step: StepHiddenStates, state: RowTensors) -> None:
-    """Keeps the hidden states that later steps read; row 0 and the sink take zeros for the rest."""
     hidden_states, token_rows, legal = step.hidden_states, step.token_rows, step.legal
     first, computed_len = step.first * legal, state.computed_len.index_select(0, step.rows) * legal
     index = (step.qo_indptr[:-1] + computed_len - 1 - first).clamp_(0, hidden_states.shape[0] - 1)
     _write(step.last, step.rows, hidden_states.index_select(0, index), legal)
-    ends = first.index_select(0, token_rows) + step.offsets  # behind each token of the step
+    ends = first.index_select(0, token_rows) + step.offsets  # after each token of the step
     is_end = (ends % step.page_size == 0) & (step.offsets > 0) & (ends <= computed_len.index_select(0, token_rows))
     pages = _pages_of(ends - 1, token_rows, step)
     index = _step_tokens(step).clamp_(min=0)
@@ -79,7 +76,6 @@ def keep_hidden_states(step: StepHiddenStates, state: RowTensors) -> None:
 
 
 def note_drafted(step: StepHiddenStates, state: RowTensors, progress: DraftProgress) -> None:
-    """Notes that a head takes part in a step."""
     rows, legal, page_size = step.rows, step.legal, step.page_size
     first, table = step.first * legal, step.page_table
     pages, entries = table.reshape(-1).long(), torch.arange(table.shape[1], device=table.device)
@@ -92,7 +88,7 @@ def note_drafted(step: StepHiddenStates, state: RowTensors, progress: DraftProgr
     goes_on = progress.taken_len.index_select(0, rows) == first
     start = torch.where(goes_on, progress.start_page.index_select(0, rows), behind_step)
     start = torch.where(first % page_size == 0, behind_missing, start)
-    # What begins in a page that is left out sees what nobody computed there.
+    # A step that begins in a page that is left out attends over keys of that page that no head computed.
     start = torch.where(start > first_page, torch.maximum(start, behind_step), start)
     is_own = torch.where(legal, rows, 0)
     progress.start_page.index_copy_(0, is_own, start * legal)
@@ -106,7 +102,6 @@ def note_drafted(step: StepHiddenStates, state: RowTensors, progress: DraftProgr
 def draft_window(
     rows: Tensor, first: Tensor, legal: Tensor, made: ForwardInputs, progress: DraftProgress, *, page_size: int
 ) -> ForwardInputs:
-    """Leaves out the pages that a forward of a head is not to attend over."""
     width = made.page_table.shape[1]
     last = torch.minimum(first, made.kv_lens - 1) // page_size
     skipped = torch.minimum(progress.start_page.index_select(0, rows), last) * legal
@@ -115,24 +110,23 @@ def draft_window(
 
 
 def _step_tokens(step: StepHiddenStates) -> Tensor:
-    """The step's token before each draft token, int64 ``[T + B]``; that of an earlier row, or -1, before a row's first."""
+    """The step's token before each draft token, int64 ``[T + B]``; for a row's first, an earlier row's or -1."""
     return step.qo_indptr.index_select(0, step.token_rows) + step.offsets - 1
 
 
 def _pages_of(places: Tensor, table_rows: Tensor, step: StepHiddenStates) -> Tensor:
-    """The pages that places stand on, int64 ``[n]``; for a place outside the table one of its first or last."""
+    """The pages of positions, int64 ``[n]``; for a position outside the table its first or last page."""
     return step.page_table[table_rows, (places // step.page_size).clamp_(0, step.page_table.shape[1] - 1)].long()
 
 
 def _write(kept: Tensor, index: Tensor, values: Tensor, is_kept: Tensor) -> None:
-    """Writes the values that are kept; the first entry takes zeros for the others."""
+    """Writes the values that are kept; entry 0 receives zeros for the others."""
     kept.index_copy_(0, torch.where(is_kept, index, 0), torch.where(is_kept[:, None], values, 0))
 
 
 def draft_ngrams(
     rows: Tensor, state: RowTensors, *, num_draft: int, min_ngram: int, max_ngram: int, max_known: int
 ) -> None:
-    """Writes after each row the tokens that followed an earlier occurrence of its last known tokens."""
     row_len = state.tokens.shape[1]
     known_len = state.known_len.index_select(0, rows)
     tokens = state.tokens.narrow(1, 0, min(max_known, row_len)).index_select(0, rows)
@@ -147,7 +141,7 @@ def draft_ngrams(
 
 
 def _distance(tokens: Tensor, known_len: Tensor, min_ngram: int, max_ngram: int) -> Tensor:
-    """How far behind each row's last token the occurrence ends that it goes on like, int64 ``[S, 1]``; 1 without one."""
+    """Tokens from the end of the matching occurrence to each row's last token, int64 ``[S, 1]``; 1 without a match."""
     width = tokens.shape[1]
     ends = torch.arange(width, dtype=torch.int32, device=tokens.device)
     agrees = ends < known_len - 1
@@ -157,6 +151,6 @@ def _distance(tokens: Tensor, known_len: Tensor, min_ngram: int, max_ngram: int)
         agrees[:, :back] = False
         agrees[:, back:] &= tokens[:, : width - back] == wanted
         score += agrees
-    # The longest wins, and of these the last.
+    # The longest match wins, and of these the latest.
     best = score.mul_(width).add_(ends).amax(1, keepdim=True).long()
     return torch.where(best < min_ngram * width, 1, known_len - 1 - best % width)

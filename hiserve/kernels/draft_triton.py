@@ -1,4 +1,4 @@
-"""The draft kernels in Triton; what each does stands at ``DraftOps``, and ``draft_reference`` has their twins."""
+"""The draft kernels in Triton. ``DraftOps`` documents each; ``draft_reference`` has their twins."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ def draft_inputs(
     page_size: int,
     width: int,
 ) -> ForwardInputs:
-    """Gathers tokens, positions, slots and page tables of rows, from given places on, in one launch."""
     num_rows, num_tokens, device = rows.shape[0], layout.token_rows.shape[0], rows.device
     out = draft_forward(
         layout,
@@ -78,7 +77,6 @@ def draft_inputs(
 
 
 def draft_hidden_states(step: StepHiddenStates) -> Tensor:
-    """Gathers for each draft token of a step the hidden state of the token before it."""
     hidden_states = _check_hidden_states(step)
     num_tokens, size = step.token_rows.shape[0], hidden_states.shape[1]
     out = torch.empty((num_tokens, size), dtype=hidden_states.dtype, device=hidden_states.device)
@@ -108,7 +106,6 @@ def draft_hidden_states(step: StepHiddenStates) -> Tensor:
 
 
 def keep_hidden_states(step: StepHiddenStates, state: RowTensors) -> None:
-    """Keeps the hidden states that later steps read."""
     hidden_states = _check_hidden_states(step)
     size = hidden_states.shape[1]
     block = min(_HIDDEN_BLOCK, triton.next_power_of_2(size))
@@ -147,7 +144,7 @@ def _check_hidden_states(step: StepHiddenStates) -> Tensor:
     return hidden_states
 
 
-# Not compiled anew for each alignment of their addresses: most are views into one upload, or of a batch.
+# Most of these are views of one upload or of a batch, so alignment varies: do not compile a variant for each.
 _VARYING = [
     *("rows", "first", "num", "legal", "token_rows", "offsets", "qo_indptr", "table"),
     *("kv_lens", "input_ids", "places", "slots", "num_rows", "num_tokens", "table_stride", "width"),
@@ -184,7 +181,7 @@ def _draft_inputs(  # type: ignore[no-untyped-def]
     TOKEN_BLOCK: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program copies the table of one row or, behind these, places a block of tokens."""
+    """Each program copies the table of one row or, after the rows, fills a block of tokens."""
     program = tl.program_id(0).to(tl.int64)
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
@@ -227,7 +224,7 @@ def _own_page(  # type: ignore[no-untyped-def]
     num_pages,
     SINK: tl.constexpr,  # noqa: N803
 ):
-    """The pages of some entries; the sink instead of those that are not, or no longer, the row's own."""
+    """The pages of some entries; the padding page instead of those that do not, or no longer, belong to the row."""
     page = tl.load(page_table + flat, mask=mask, other=SINK)
     is_own = mask & (page >= 0) & (page < num_pages)
     owner = tl.load(page_owner + page, mask=is_own, other=0)
@@ -257,7 +254,7 @@ def _draft_hidden_states(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program copies a block of one draft token's hidden state."""
+    """Each program copies a block of the hidden state for one draft token."""
     token = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     start_next(IS_EARLY)
@@ -302,14 +299,14 @@ def _keep_hidden_states(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program keeps a block of the hidden state of the token before one draft token, if later steps read it."""
+    """Each program stores a block of the hidden state of the token before one draft token, if later steps need it."""
     token = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
     number, offset = tl.load(token_rows + token), tl.load(offsets + token)
     row, is_computed = tl.load(rows + number), (tl.load(legal + number) != 0) & (offset > 0)
-    end, computed = tl.load(first + number) + offset, tl.load(computed_len + row)  # behind the token
+    end, computed = tl.load(first + number) + offset, tl.load(computed_len + row)  # after the token
     is_last = is_computed & (end == computed)
     ends_page = is_computed & (end <= computed) & (end % PAGE_SIZE == 0)
     page = tl.load(table + number * table_stride + end // PAGE_SIZE - 1, mask=ends_page, other=SINK).to(tl.int64)

@@ -1,4 +1,4 @@
-"""In Triton, which pages a head has computed and which of them it attends over; twins in ``draft_reference``."""
+"""Triton kernels for the pages that a head has computed and attends over; twins in ``draft_reference``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ _TABLE_BLOCK = 1024
 
 
 def note_drafted(step: StepHiddenStates, state: RowTensors, progress: DraftProgress) -> None:
-    """Notes that a head takes part in a step, in one launch."""
     _note_drafted[(step.rows.shape[0],)](
         step.rows,
         step.first,
@@ -42,7 +41,6 @@ def note_drafted(step: StepHiddenStates, state: RowTensors, progress: DraftProgr
 def draft_window(
     rows: Tensor, first: Tensor, legal: Tensor, made: ForwardInputs, progress: DraftProgress, *, page_size: int
 ) -> ForwardInputs:
-    """Leaves out the pages that a forward of a head is not to attend over, in one launch."""
     num_rows, width = made.page_table.shape
     left = replace(made, kv_lens=torch.empty_like(made.kv_lens), page_table=torch.empty_like(made.page_table))
     _draft_window[(num_rows,)](
@@ -86,7 +84,7 @@ def _note_drafted(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program takes one row; those that failed the check have nothing to do."""
+    """Each program handles one row; rows that failed the check store nothing."""
     number = tl.program_id(0).to(tl.int64)
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
@@ -139,7 +137,7 @@ def _draft_window(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program moves the table of one row to its beginning."""
+    """Each program shifts the table of one row left."""
     number = tl.program_id(0).to(tl.int64)
     start_next(IS_EARLY)
     await_previous(IS_EARLY)

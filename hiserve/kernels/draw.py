@@ -1,6 +1,6 @@
 """Chooses tokens in Triton: the best of each row of logits, or of logits with Gumbel noise.
 
-A row is cut into parts so that a single one keeps the device busy; a second launch joins the parts.
+A row is split into parts so that a single row keeps the device busy; a second launch joins the parts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def greedy(logits: Tensor) -> Tensor:
 def draw_free(
     logits: Tensor, temperature: Tensor, seed: Tensor, choice: Tensor, position: Tensor, is_drawn: Tensor | None
 ) -> Tensor:
-    """Draws from all tokens, in three launches: maximum, noise, join."""
+    """Draws from all tokens, in three launches: maximum, noise, join. See ``StepOps``."""
     maxima, _ = _best_of_parts(logits)
     num_rows, size = logits.shape
     values, entries, num_blocks = _new_parts(logits, _NOISY_BLOCK)
@@ -73,7 +73,7 @@ def _best_of_parts(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _new_parts(logits: Tensor, block: int) -> tuple[Tensor, Tensor, int]:
-    """Returns room for the best value and entry of each part, ``[S, num_parts]``, and the blocks of a part."""
+    """Returns memory for the best value and entry of each part, ``[S, num_parts]``, and the blocks of a part."""
     assert logits.stride(1) == 1, f"logits {logits.stride()} apart"
     num_rows, size = logits.shape
     num_blocks = max(1, triton.cdiv(num_rows * triton.cdiv(size, block), _MAX_PROGRAMS))
@@ -83,7 +83,7 @@ def _new_parts(logits: Tensor, block: int) -> tuple[Tensor, Tensor, int]:
 
 
 def _max_parts(size: int) -> int:
-    """Bound on the parts of a row, the same for any number of rows: each bound is a variant to compile."""
+    """Bound on the parts of a row, independent of the number of rows: each bound compiles a variant."""
     parts: int = triton.next_power_of_2(triton.cdiv(size, _NOISY_BLOCK))
     return parts
 
@@ -193,7 +193,7 @@ def _join_parts(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _better(best, where, x, entry):  # type: ignore[no-untyped-def]
-    """Takes what is greater, so that of equal values the first stays; NaN counts as infinity."""
+    """Keeps the greater value, the first of equal ones; NaN counts as infinity."""
     x = tl.where(x != x, float("inf"), x)
     is_better = x > best
     return tl.where(is_better, x, best), tl.where(is_better, entry, where)
@@ -208,13 +208,13 @@ def _store_part(best, where, values, entries, place, size):  # type: ignore[no-u
 
 @triton.jit
 def _divide(x, y):  # type: ignore[no-untyped-def]
-    """Division rounded as IEEE 754 has it, which ``/`` is in float64 alone."""
+    """Division with IEEE 754 rounding; ``/`` has it only in float64."""
     return tl.div_rn(x, y) if x.dtype == tl.float32 else x / y
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _words(seed, choice, position, stream, block, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """One random word for each entry of a block: those of ``kernels.reference.gumbel``, four to a counter."""
+    """One random word for each entry of a block, as in ``kernels.reference.gumbel``: four to a counter."""
     counter = (block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     a, b, c, d = tl.philox(seed, counter, position.to(tl.uint32), choice.to(tl.uint32), stream)
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK])

@@ -1,9 +1,9 @@
-"""A mixture of experts as Triton kernels: fixed shapes and five launches, whatever the router chooses.
+"""A mixture of experts as Triton kernels: fixed shapes and five launches for any routing.
 
 Each pair of a token and one of its experts is a row of work. Rows are ordered by expert, so that a program reads
-one expert's weights for a block of rows; how many blocks an expert has is known on the device alone, so there are
-programs for the worst case, and those without a block end at once. Nothing is added by atomics: results are the
-same bits each time.
+one expert's weights for a block of rows. Only the device knows the number of blocks of each expert, so programs are
+launched for the worst case, and those without a block end at once. There are no atomic additions: results are
+bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SUM_BLOCK = 512
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """How a program of a product by experts is shaped.
+    """Tile of a program of a product by experts.
 
     Attributes:
         rows: Pairs of a token and an expert.
@@ -50,7 +50,7 @@ _TILES = (
 
 
 def route(logits: Tensor, num_per_token: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
-    """As ``reference.route``; of equally likely experts the first ones."""
+    """Like ``reference.route``; of equally likely experts the first ones."""
     if logits.dtype == torch.float64:
         return reference.route(logits, num_per_token, is_normalized)
     assert logits.is_contiguous(), f"rows {logits.stride()} apart"
@@ -84,7 +84,7 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     IS_NORMALIZED: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program routes one token. Whatever its logits are, experts are in range and differ."""
+    """Each program routes one token. For any logits, NaN included, experts are in range and differ."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     start_next(IS_EARLY)
@@ -110,7 +110,7 @@ def _route_kernel(  # type: ignore[no-untyped-def]
 
 
 def mix_experts(x: Tensor, shares: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """As ``reference.mix_experts``, each token computed by its own experts alone; float64 is as there."""
+    """Like ``reference.mix_experts``, but only its own experts compute a token. float64 uses the reference."""
     if x.dtype == torch.float64:
         return reference.mix_experts(x, shares, chosen, gate_up, down)
     assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous(), (x.stride(), gate_up.stride())
@@ -119,7 +119,7 @@ def mix_experts(x: Tensor, shares: Tensor, chosen: Tensor, gate_up: Tensor, down
     num_pairs = chosen.numel()
     order, ends = _group(chosen, num_experts)
     tile = _tile_for(num_pairs, num_experts)
-    # Every block holds a pair, and an expert's last block alone may hold fewer than it could.
+    # Every block has a pair, and only an expert's last block may be partly filled.
     max_blocks = min(num_pairs, num_pairs // tile.rows + num_experts)
     activated, made = (x.new_empty((num_pairs, width)) for width in (inner, hidden))
     for source, weight, out, is_gated in ((x, gate_up, activated, True), (activated, down, made, False)):
@@ -156,7 +156,7 @@ def mix_experts(x: Tensor, shares: Tensor, chosen: Tensor, gate_up: Tensor, down
 
 
 def _tile_for(num_pairs: int, num_experts: int) -> _Tile:
-    """Returns the tallest tile of which an expert's share of the pairs fills half, or else the lowest one."""
+    """Returns the tallest tile of which an expert's share of the pairs fills half, or else the lowest."""
     filled = [tile for tile in _TILES if 2 * num_pairs >= tile.rows * num_experts]
     return filled[-1] if filled else _TILES[0]
 
@@ -164,12 +164,10 @@ def _tile_for(num_pairs: int, num_experts: int) -> _Tile:
 def _group(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Orders pairs by expert, and those of one expert by token.
 
-    Args:
-        chosen: int64 ``[T, k]``; pair p is token ``p // k``.
-        num_experts: Experts.
+    Pair p of ``chosen``, int64 ``[T, k]``, is token ``p // k``.
 
     Returns:
-        int32 ``[T * k]``, the pairs in order; int32 ``[num_experts]``, where those of each expert end.
+        int32 ``[T * k]``, the pairs in order; int32 ``[num_experts]``, the end of each expert's pairs.
     """
     num_pairs = chosen.numel()
     order = torch.empty(num_pairs, dtype=torch.int32, device=chosen.device)
@@ -227,8 +225,8 @@ def _product_kernel(  # type: ignore[no-untyped-def]
 ):
     """Each program multiplies a block of an expert's rows with a block of its weights.
 
-    Gated, rows are those of the pairs' tokens, weights are those of gate and up, and results lie in the order of
-    experts; else rows lie in that order and results in the order of pairs.
+    Gated: rows are those of the pairs' tokens, weights are those of gate and up, and results are in the order of
+    experts. Otherwise rows are in the order of experts and results in the order of pairs.
     """
     block = tl.program_id(0) // tl.cdiv(num_columns, COLUMNS)
     expert_of = tl.arange(0, EXPERTS)
@@ -282,7 +280,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program adds up a part of one token, its likeliest expert first."""
+    """Each program sums a block of one token, its likeliest expert first."""
     blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)

@@ -1,6 +1,6 @@
 """The operations of a decoder as Triton kernels: one launch each, where plain torch takes five to ten.
 
-Arithmetic is float32, or float64 for float64, and is rounded where ``kernels.reference`` rounds.
+Arithmetic is float32, or float64 for float64, with the same rounding as ``kernels.reference``.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _SILU_BLOCK = 1024
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As ``reference.rms_norm``, of contiguous ``[T, n]``."""
+    """Like ``reference.rms_norm``, for contiguous ``[T, n]``."""
     return _norm(x, None, weight, eps)
 
 
 def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As ``reference.add_rms_norm``, of contiguous ``[T, n]``."""
+    """Like ``reference.add_rms_norm``, for contiguous ``[T, n]``."""
     return _norm(residual, delta, weight, eps)
 
 
@@ -65,7 +65,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     IS_WIDE: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program norms one row, and writes it back first where something is added to it."""
+    """Each program norms one row; with a delta, it first writes the sum back."""
     wide: tl.constexpr = tl.float64 if IS_WIDE else tl.float32
     dtype: tl.constexpr = x.dtype.element_ty
     column = tl.arange(0, BLOCK)
@@ -87,7 +87,6 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
 def rotations(
     positions: Tensor, frequencies: Tensor, attention_factor: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """As ``reference.rotations``."""
     half = frequencies.shape[0]
     shape = (positions.shape[0], 1, 2 * half)
     cos, sin = (torch.empty(shape, dtype=dtype, device=positions.device) for _ in range(2))
@@ -135,7 +134,7 @@ def _rotations_kernel(  # type: ignore[no-untyped-def]
 def rotate_and_store(
     qkv: Tensor, qk_weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, kv: LayerKV, slots: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``reference.rotate_and_store``: keys are rotated where they stand in ``qkv``, queries into memory of their own."""
+    """Like ``reference.rotate_and_store``: keys are rotated in place in ``qkv``, queries into a new tensor."""
     num_tokens, num_all, head_dim = qkv.shape
     num_kv_heads = kv.k.shape[1]
     num_heads = num_all - 2 * num_kv_heads
@@ -185,7 +184,7 @@ def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
     BLOCK_PAIRS: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program takes some heads of one token, of one kind: queries, then keys, then values."""
+    """Each program handles some heads of one token, of one kind: queries, then keys, then values."""
     query_blocks: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     key_blocks: tl.constexpr = (NUM_KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     num_rotated: tl.constexpr = NUM_HEADS + NUM_KV_HEADS
@@ -231,7 +230,7 @@ def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """As ``reference.silu_mul``, of contiguous ``[T, 2 n]``."""
+    """Like ``reference.silu_mul``, for contiguous ``[T, 2 n]``."""
     assert gate_up.is_contiguous(), f"rows {gate_up.stride()} apart"
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
@@ -272,5 +271,5 @@ def _silu_mul_kernel(  # type: ignore[no-untyped-def]
 
 
 def _num_warps(num_elements: int) -> int:
-    """Warps of a program for the elements it holds, a power of two."""
+    """Warps of a program for its number of elements, a power of two."""
     return min(_MAX_WARPS, max(1, num_elements // _ELEMENTS_PER_WARP))

@@ -1,4 +1,4 @@
-"""The search for a row's last tokens among those before them, in Triton."""
+"""N-gram search of a row's last tokens among its earlier ones, in Triton."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ _NUM_WARPS = 8
 def draft_ngrams(
     rows: Tensor, state: RowTensors, *, num_draft: int, min_ngram: int, max_ngram: int, max_known: int
 ) -> None:
-    """Writes behind each row what followed the last tokens that it knows where they stood before; see ``DraftOps``."""
     row_len = state.tokens.shape[1]
     assert max_known > 0 and max_ngram * row_len < 2**31, f"{max_ngram} of {row_len} tokens have no 32-bit score"
     _draft_ngrams[(rows.shape[0],)](
@@ -47,7 +46,7 @@ def _draft_ngrams(  # type: ignore[no-untyped-def]
     DRAFT_BLOCK: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program reads what one row knows, once, and goes on where its last tokens stood before."""
+    """Each program reads one row's known tokens once and copies the continuation of the best match."""
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
     row = tl.load(rows + tl.program_id(0))
@@ -63,7 +62,7 @@ def _draft_ngrams(  # type: ignore[no-untyped-def]
             wanted = tl.load(text + known - 1 - back, mask=known > back, other=0)
             agrees = agrees & (tl.load(text + end - back, mask=agrees, other=0) == wanted)
             num_equal += agrees.to(tl.int32)
-        # The longest wins, and of these the last.
+        # The longest match wins, and of these the latest.
         best = tl.maximum(best, tl.where(num_equal >= MIN_NGRAM, num_equal * row_len + end, -1))
     score = tl.max(best, 0)
     distance = tl.where(score < 0, 1, known - 1 - score % row_len)

@@ -1,4 +1,4 @@
-"""What layers ask of a device, and the module that does it there."""
+"""The operations of the layers, and the module that implements them on each device."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 
 from hiserve.core.forward import LayerKV
 
-# Found by name: triton, which a device's kernels need, is not installed everywhere.
+# Imported by name: triton, which CUDA kernels need, is not installed everywhere.
 _MODULES = {"cpu": "hiserve.kernels.reference", "cuda": "hiserve.kernels.fused"}
 
 
 class Ops(Protocol):
-    """The operations of a decoder. ``kernels.reference`` says what each of them computes.
+    """The operations of a decoder; ``kernels.reference`` documents each.
 
     None waits for the device, and shapes depend on shapes alone: a CUDA graph can record them all. Weights may be read
-    while the kernel before still runs: nothing that a step computes is one.
+    while the previous kernel still runs, because no step computes them.
     """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Norms the last dimension of ``[T, n]``."""
 
     def add_rms_norm(self, delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Adds ``delta`` to ``residual`` in place and returns its norm."""
+        """Adds ``delta`` to ``residual`` in place and returns the norm of the sum."""
 
     def rotations(
         self, positions: Tensor, frequencies: Tensor, attention_factor: float, dtype: torch.dtype
@@ -45,7 +45,7 @@ class Ops(Protocol):
         """Norms and rotates queries and keys, and writes keys and values into their slots."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_behind_attention: bool) -> Tensor:
-        """Projects ``[T, n]``; told whether that comes from an attention, beside which a device may not want to begin."""
+        """Projects ``[T, n]``. After an attention a device may launch it without overlap, which the attention needs."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Returns ``silu(gate) * up``."""
@@ -54,7 +54,7 @@ class Ops(Protocol):
         """Returns shares and numbers of the likeliest experts."""
 
     def mix_experts(self, x: Tensor, shares: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """Adds up what the chosen experts make of each token."""
+        """Returns each token's sum of its chosen experts' outputs, weighted by shares."""
 
 
 def ops_for(device: torch.device) -> Ops:

@@ -1,6 +1,6 @@
-"""Copies pages between memory where each layer has its own plane and memory where a page is one piece.
+"""Copies pages between memory with one plane per layer and memory where a page is contiguous.
 
-The second may be pinned memory of the host: the kernel then reads or writes it across the link by itself.
+The second may be pinned host memory: the kernel then reads or writes it over the link.
 """
 
 from __future__ import annotations
@@ -21,28 +21,21 @@ def word_type(num_bytes: int) -> torch.dtype:
 
 
 def copy_pages(planes: Tensor, pages: Tensor, indices: Tensor, *, to_planes: bool, max_programs: int) -> None:
-    """Copies ``planes[:, indices[0, i]]`` to ``pages[indices[1, i]]`` for each i, or back. Waits for nothing.
+    """Copies ``planes[:, indices[0, i]]`` to ``pages[indices[1, i]]`` for each i, or back, without waiting.
 
     Args:
         planes: ``[num_planes, num_pages, piece_words]``, contiguous, on the device.
         pages: ``[n, num_planes * piece_words]`` of the same integer type, rows at any distance; on the device, or
             on the host if all pages named are pinned and mapped.
-        indices: int32 ``[2, m]`` on the device, rows at any distance. No page is named twice on the side that is written.
+        indices: int32 ``[2, m]`` on the device, rows at any distance. Written pages are named once each.
         to_planes: The direction.
-        max_programs: Bound on the programs that run at once, and so on the multiprocessors that forwards lose.
+        max_programs: Bound on concurrent programs, and so on the multiprocessors taken from forwards.
     """
     PreparedCopy(planes, pages, to_planes=to_planes, max_programs=max_programs)(indices)
 
 
 class PreparedCopy:
-    """``copy_pages`` between the same memory again and again: what does not change from call to call is computed once.
-
-    Args:
-        planes: As of ``copy_pages``.
-        pages: Likewise.
-        to_planes: Likewise.
-        max_programs: Likewise.
-    """
+    """``copy_pages`` for repeated calls with the same memory: everything but the indices is computed once."""
 
     def __init__(self, planes: Tensor, pages: Tensor, *, to_planes: bool, max_programs: int) -> None:
         num_planes, num_plane_pages, piece_words = planes.shape
@@ -63,7 +56,7 @@ class PreparedCopy:
         }
 
     def __call__(self, indices: Tensor) -> None:
-        """Copies the pages that ``indices`` names, as of ``copy_pages``. Waits for nothing."""
+        """Copies the pages named by ``indices``; see ``copy_pages``."""
         index_stride, one = indices.stride()
         count = indices.shape[1]
         assert not count or one == 1, f"page numbers {indices.stride()} apart"
@@ -89,7 +82,7 @@ def _copy_pages(  # type: ignore[no-untyped-def]
     TO_PLANES: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """Each program takes every so manieth block of a page. Offsets are 64 bits wide: pools have more words than 2**31."""
+    """Each program copies every n-th block of the pages. Offsets are 64 bits wide: pools have more than 2**31 words."""
     blocks_per_page: tl.constexpr = (NUM_WORDS + BLOCK - 1) // BLOCK
     for item in range(tl.program_id(0), count * blocks_per_page, tl.num_programs(0)):
         number = item // blocks_per_page

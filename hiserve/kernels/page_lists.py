@@ -1,4 +1,4 @@
-"""The kernel that turns rows of a page table into one list, for attention that takes pages so."""
+"""Flattens rows of a page table into one list, for attention libraries that take pages as a list."""
 
 from __future__ import annotations
 
@@ -10,16 +10,7 @@ _BLOCK = 1024
 
 
 def list_pages(page_table: Tensor, kv_lens: Tensor, rows: Tensor, indptr: Tensor, page_size: int, out: Tensor) -> None:
-    """Writes the pages of some rows behind each other; ``kernels.reference.list_pages`` says how. Waits for nothing.
-
-    Args:
-        page_table: int32 ``[B, W]``, entries adjacent.
-        kv_lens: int64 ``[B]``.
-        rows: int64 ``[n]``.
-        indptr: int32 ``[n + 1]``, its steps at most W.
-        page_size: Tokens per page.
-        out: int32, at least ``indptr[n]`` long.
-    """
+    """Like ``kernels.reference.list_pages``; entries of a row of ``page_table`` are adjacent."""
     assert page_table.stride(1) == 1, f"table entries {page_table.stride()} apart"
     grid = (rows.shape[0], triton.cdiv(page_table.shape[1], _BLOCK))
     _list_pages[grid](page_table, kv_lens, rows, indptr, out, page_table.stride(0), PAGE_SIZE=page_size, BLOCK=_BLOCK)

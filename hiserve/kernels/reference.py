@@ -19,12 +19,9 @@ SINK_PAGE = 0
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm of the last dimension; 16-bit inputs are reduced in float32.
+    """Root-mean-square norm of the last dimension of ``[..., n]``; 16-bit inputs are reduced in float32.
 
-    Args:
-        x: ``[..., n]``.
-        weight: ``[n]`` or anything that broadcasts to ``x``, in the dtype of ``x``.
-        eps: Added to the mean square.
+    ``weight`` broadcasts to ``x`` and has its dtype; ``eps`` is added to the mean square.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
@@ -41,13 +38,13 @@ def rotations(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the angles ``position * frequency``.
 
-    Angles are float32 products whatever the model's dtype: checkpoints were trained with them, and at
+    Angles are float32 products for every dtype of the model: checkpoints were trained with them, and at
     position 8,000 float64 angles would differ in the fourth digit.
 
     Args:
         positions: int64 ``[T]``.
         frequencies: float32 ``[head_dim / 2]``.
-        attention_factor: Cosines and sines are multiplied by it.
+        attention_factor: Factor of cosines and sines.
         dtype: float32 or float64.
 
     Returns:
@@ -90,13 +87,13 @@ def rotate_and_store(
         qk_weight: ``[num_heads + num_kv_heads, head_dim]``, of the norm of each query and key head before the
             rotation; None without one.
         eps: Of that norm.
-        cos: As ``rotations`` returns them.
-        sin: Likewise.
+        cos: From ``rotations``.
+        sin: From ``rotations``.
         kv: The layer's pool.
         slots: int64 ``[T]``.
 
     Returns:
-        Queries ``[T, num_heads, head_dim]``, keys and values ``[T, num_kv_heads, head_dim]``; views of what may be one
+        Queries ``[T, num_heads, head_dim]``, keys and values ``[T, num_kv_heads, head_dim]``; they may be views of one
         tensor. Queries are contiguous on a GPU.
     """
     num_kv_heads = kv.k.shape[1]
@@ -113,10 +110,11 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     """Joins attention over two parts of the keys; a sink belongs to one of the parts.
 
     Args:
-        out_a: ``[T, num_heads, head_dim]``, zeros where a token saw nothing.
-        lse_a: ``[T, num_heads]``, float32 or wider: log of the sum of exponentials of its scores, -inf where it saw nothing.
-        out_b: As ``out_a``, of the other part.
-        lse_b: As ``lse_a``.
+        out_a: ``[T, num_heads, head_dim]``, zeros where a token saw no key.
+        lse_a: ``[T, num_heads]``, float32 or wider: log of the sum of exponentials of its scores, -inf where it saw no
+            key.
+        out_b: Like ``out_a``, of the other part.
+        lse_b: Like ``lse_a``.
 
     Returns:
         Both for all keys, in the dtypes of ``out_a`` and ``lse_a``.
@@ -128,7 +126,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_behind_attention: bool = False) -> Tensor:
-    """Projects ``[T, in_features]`` by ``[out_features, in_features]`` and adds a bias ``[out_features]``, if there is one."""
+    """Projects ``[T, in_features]`` by ``[out_features, in_features]`` and adds an optional ``[out_features]``."""
     return F.linear(x, weight, bias)
 
 
@@ -155,10 +153,10 @@ def route(logits: Tensor, num_per_token: int, is_normalized: bool) -> tuple[Tens
 
 
 def mix_experts(x: Tensor, shares: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Adds up what the chosen experts make of each token, each by its share, in the dtype of the shares.
+    """Returns each token's sum of its chosen experts' outputs, weighted by shares, in the dtype of the shares.
 
-    Every expert computes every token, so that shapes are fixed; what nobody asked for is dropped, not
-    multiplied by zero, because it may be infinite.
+    Every expert computes every token, so that shapes are fixed. Outputs of experts that were not chosen are dropped,
+    not multiplied by zero, because they may be infinite.
 
     Args:
         x: ``[T, n]``.
@@ -183,7 +181,7 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
     """Philox-4x32-10: four random words for each counter.
 
     Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. torch has no uint32
-    arithmetic, so words travel in int64: a 32 x 32 bit product wraps to the right 64 bits.
+    arithmetic, so words are int64: a 32 x 32 bit product wraps to the correct 64 bits.
 
     Args:
         counter: int64 ``[4, ...]``, values in [0, 2**32).
@@ -204,7 +202,7 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
 
 
 def _pair(first: int, second: int, like: Tensor) -> Tensor:
-    """Two constants along the first dimension, made on the device: a copy from the host would wait for it."""
+    """Two constants along the first dimension, computed on the device: a copy from the host would block."""
     pair = first + torch.arange(2, device=like.device) * (second - first)
     return pair.view(2, *[1] * (like.dim() - 1))
 
@@ -216,7 +214,7 @@ def gumbel(seed: Tensor, choice: Tensor, position: Tensor, stream: int, size: in
         seed: int64 ``[S]``, in [0, 2**63).
         choice: int64 ``[S]``, in [0, 2**32).
         position: int64 ``[S]``, in [0, 2**32). Absolute position of the token to draw.
-        stream: Tells apart the uses of random numbers at one position.
+        stream: Separates the uses of random numbers at one position.
         size: Vocabulary entries.
 
     Returns:
@@ -228,7 +226,7 @@ def gumbel(seed: Tensor, choice: Tensor, position: Tensor, stream: int, size: in
 
 
 def gumbel_at(seed: Tensor, choice: Tensor, position: Tensor, stream: int, entries: Tensor) -> Tensor:
-    """The noise that ``gumbel`` gives to some vocabulary entries, int64 ``[S, n]``; returns float64 ``[S, n]``."""
+    """The noise of ``gumbel`` for some vocabulary entries, int64 ``[S, n]``; returns float64 ``[S, n]``."""
     words = _words(seed, choice, position, stream, entries // 4)
     return _gumbel(words.gather(0, (entries % 4)[None])[0])
 
@@ -249,10 +247,10 @@ def _gumbel(words: Tensor) -> Tensor:
 
 
 def list_pages(page_table: Tensor, kv_lens: Tensor, rows: Tensor, indptr: Tensor, page_size: int, out: Tensor) -> None:
-    """Writes the first pages of some rows behind each other: those of ``rows[i]`` from ``indptr[i]`` to ``indptr[i + 1]``.
+    """Concatenates the first pages of some rows: those of ``rows[i]`` at ``indptr[i]`` to ``indptr[i + 1]``.
 
-    The host said how many they are. Where the device knows the row to be shorter, as one that was sent to the sink is,
-    its table may hold anything: the sink is listed there.
+    The host gives their number. Where the device's length is shorter, as for a row that failed the check, the row's
+    table is arbitrary there, and the padding page is listed instead.
 
     Args:
         page_table: int32 ``[B, W]``.
@@ -260,7 +258,7 @@ def list_pages(page_table: Tensor, kv_lens: Tensor, rows: Tensor, indptr: Tensor
         rows: int64 ``[n]``.
         indptr: int32 ``[n + 1]``, its steps at most W.
         page_size: Tokens per page.
-        out: int32, at least ``indptr[n]`` long. What it holds behind that is not defined.
+        out: int32, at least ``indptr[n]`` long; undefined after that.
     """
     places = torch.arange(out.shape[0], device=out.device)
     item = torch.searchsorted(indptr[1:], places, right=True).clamp_(max=rows.shape[0] - 1)
@@ -270,12 +268,10 @@ def list_pages(page_table: Tensor, kv_lens: Tensor, rows: Tensor, indptr: Tensor
 
 
 def last_loc(page_table: Tensor, computed_len: Tensor, page_size: int) -> Tensor:
-    """Slot of the token at ``computed_len - 1``, or -1 when a row has none.
+    """Slot of the token at ``computed_len - 1``, or -1 for an empty row.
 
-    Args:
-        page_table: int32 ``[B, W]``.
-        computed_len: int64 ``[B]``. Beyond ``W * page_size`` the answer means nothing.
-        page_size: Tokens per page.
+    ``page_table`` is int32 ``[B, W]``, ``computed_len`` int64 ``[B]``. Lengths above ``W * page_size`` give a
+    meaningless result.
     """
     last = (computed_len - 1).clamp_(0, page_table.shape[1] * page_size - 1)
     page = page_table.gather(1, (last // page_size)[:, None])[:, 0].long()
@@ -283,11 +279,7 @@ def last_loc(page_table: Tensor, computed_len: Tensor, page_size: int) -> Tensor
 
 
 def is_last_loc_legal(location: Tensor, computed_len: Tensor, page_size: int, num_slots: int) -> Tensor:
-    """Whether each ``last_loc`` is -1, or a slot past the sink that agrees with the length.
-
-    Returns:
-        bool ``[B]``.
-    """
+    """Whether each ``last_loc`` is -1, or a slot past the padding page that agrees with the length: bool ``[B]``."""
     in_range = (location >= page_size) & (location < num_slots)
     agrees = (location + 1) % page_size == computed_len % page_size
     return (location == NO_LAST_LOC) | (in_range & agrees)
@@ -296,7 +288,7 @@ def is_last_loc_legal(location: Tensor, computed_len: Tensor, page_size: int, nu
 def is_table_owned(
     page_table: Tensor, entry_owner: Tensor, page_owner: Tensor, kv_lens: Tensor, page_size: int
 ) -> Tensor:
-    """Whether every entry a row reads or writes still points at the allocation it was given.
+    """Whether every entry a row reads or writes still refers to the allocation it was written for: bool ``[B]``.
 
     Args:
         page_table: int32 ``[B, W]``.
@@ -304,9 +296,6 @@ def is_table_owned(
         page_owner: int32 ``[num_pages]``. The allocation each page belongs to now.
         kv_lens: int64 ``[B]``. Entries up to here are in use.
         page_size: Tokens per page.
-
-    Returns:
-        bool ``[B]``.
     """
     entries = torch.arange(page_table.shape[1], device=page_table.device)
     unused = entries * page_size >= kv_lens[:, None]

@@ -1,4 +1,4 @@
-"""Dense projections of few tokens: the weights are read once, at the speed of memory."""
+"""Dense projections of few tokens, limited by the memory bandwidth of one read of the weights."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hiserve.kernels.launch import await_previous, early_launch, start_next
 
 _MAX_DEPTH = 2048
 _MAX_COLUMNS = 4
-_ELEMENTS = 4096  # of the weight, that a program holds at once
+_ELEMENTS = 4096  # of the weight, held by a program at once
 _ELEMENTS_PER_WARP = 256
 
-_MAX_ROW_ELEMENTS = 1 << 24  # of a weight of whole tiles, that one row's own kernel reads
+_MAX_ROW_ELEMENTS = 1 << 24  # largest weight of whole tiles for which a single row uses the row kernel
 
 _TILE_ROWS = (16, 32)
 _TILE_COLUMNS = 64
@@ -26,11 +26,11 @@ _SUM_BLOCK = 512
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_behind_attention: bool = False) -> Tensor:
-    """As ``reference.linear``, for weights that were in place before the step.
+    """Like ``reference.linear``, for weights that were on the device before the step.
 
-    Up to 32 rows of a 16-bit type have a kernel of their own for weights of whole tiles; one row has another for all weights
-    but large ones of whole tiles. On an H200 the four products of a layer of Llama-8B take 114, 116 and 120 us for 1, 8 and
-    32 rows, and 102 at the rate of a copy (``benchmarks/results/layers.json``).
+    Up to 32 rows of a 16-bit type use the tiled kernel if the weight is of whole tiles; a single row uses the row
+    kernel unless the weight is large and of whole tiles. On an H200 the four products of a layer of Llama-8B take 114,
+    116 and 120 us for 1, 8 and 32 rows, and 102 us at the rate of a copy (``benchmarks/results/layers.json``).
     """
     num_rows, (num_columns, depth) = x.shape[0], weight.shape
     if x.dtype.itemsize == 2 and 1 <= num_rows <= _TILE_ROWS[-1]:
@@ -75,9 +75,10 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     DEPTH: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program reads some rows of the weight, which are columns of the result, from one end to the other.
+    """Each program reads whole rows of the weight, which are columns of the result.
 
-    It is a block ahead with the weight, so that the first is on its way before the kernel that makes ``x`` has ended.
+    It loads the weight one block ahead, so that the first block is in flight before the kernel that computes ``x``
+    ends.
     """
     start_next(IS_EARLY)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -100,9 +101,9 @@ def _row_kernel(  # type: ignore[no-untyped-def]
 
 
 def _tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_early: bool) -> Tensor:
-    """Few tiles are split along their depth, until every multiprocessor has one; their parts are summed in order.
+    """Splits few tiles along their depth until every multiprocessor has one; the parts are summed in order.
 
-    A kernel that begins early costs the attention before it time: see docs/design/execution.md.
+    An early launch would slow the attention before it: see docs/design/execution.md.
     """
     assert x.is_contiguous() and weight.is_contiguous(), (x.stride(), weight.stride())
     (num_rows, depth), num_columns = x.shape, weight.shape[0]
@@ -154,11 +155,11 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     DEPTH: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program multiplies some rows of the weight, or a part of their depth, with all rows.
+    """Each program multiplies some rows of the weight, or a part of their depth, with all rows of ``x``.
 
-    The weight stands on the left: instructions for products want 64 rows there, and few rows on the right are no waste. The
-    next kernel may begin when all programs are past their loops: begun before, its programs would gather on those
-    multiprocessors that are done first.
+    The weight is the left operand: matrix instructions take 64 rows there, and few rows on the right waste nothing. The
+    next kernel may begin when all programs are past their loops: if it began earlier, its programs would gather on the
+    multiprocessors that finish first.
     """
     await_previous(IS_EARLY)
     part, num_parts = tl.program_id(1), tl.num_programs(1)

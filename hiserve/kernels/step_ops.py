@@ -1,4 +1,4 @@
-"""The kernels of a step around the model, as each device implements them, and the tensors that they read and write."""
+"""Device operations around the model's forward in a step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _MODULES = {"cpu": "hiserve.kernels.step_reference", "cuda": "hiserve.kernels.st
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTensors:
-    """The state of R permanent rows of L tokens and P pages; fields as in ``DeviceRows``.
+    """The device state of R permanent rows of L tokens and P pages; fields as in ``DeviceRows``.
 
     Attributes:
-        tokens: int32 ``[R, L]``. Those from ``known_len`` on are the row's drafts, if it has any.
+        tokens: int32 ``[R, L]``. Entries from ``known_len`` on are the row's drafts, if it has any.
         computed_len: int64 ``[R]``. Leading tokens whose keys and values are stored.
         known_len: int64 ``[R]``. Valid entries of ``tokens``, drafts not counted; 0 in row 0.
         page_table: int32 ``[R, P]``.
@@ -39,21 +39,21 @@ class RowTensors:
 class StepInputs:
     """One step on the device: B rows, T tokens in row order; S rows sample, the next token of P tokens is scored.
 
-    Row 0, which pads batches, may occur several times. The plan's columns come first; ``fill_inputs`` writes ``legal`` and, of
-    ``forward``, all that depends on the rows: tokens, positions, slots, lengths, page tables. In a graph every tensor keeps
-    its address; before a replay only ``rows`` and ``max_len`` change.
+    Row 0 pads batches and may occur several times. The plan's columns come first; ``fill_inputs`` writes ``legal`` and
+    all of ``forward`` that depends on the rows: tokens, positions, slots, lengths, page tables. In a graph every tensor
+    keeps its address; before a replay only ``rows`` and ``max_len`` change.
 
     Attributes:
         rows: int64 ``[B]``.
         num_new: int64 ``[B]``. Tokens to compute, drafts included; at least 1.
-        num_draft: int64 ``[B]``. Of these, how many are drafts; 0 where the row does not sample.
-        samples: bool ``[B]``. The row reaches its last known token and emits tokens.
+        num_draft: int64 ``[B]``. The drafts among these; 0 where the row does not sample.
+        samples: bool ``[B]``. The row reaches the end of its known tokens and emits tokens.
         max_len: int64 ``[B]``. Upper bound of the row's length after the step; at least ``num_new``.
         offsets: int64 ``[T]``. The token's index among its row's new tokens.
         sampling: int64 ``[S]``. Which of the B rows sample.
-        width: Most tokens that a row may emit: each of the S rows has so many rows of logits, the last repeated where a
-            row has fewer drafts.
-        legal: bool ``[B]``. Rows that passed the check; the others read and write the sink, from position 0.
+        width: Most tokens that a row may emit: each of the S rows has this many rows of logits, the last repeated where
+            a row has fewer drafts.
+        legal: bool ``[B]``. Rows that passed the check; the others read and write the padding page, from position 0.
         forward: The inputs of the model.
         scored_tokens: int64 ``[P]``. Known tokens to score, in plan order: those that follow the tokens of
             ``forward.logits_rows[S * width:]``. None when P is 0.
@@ -73,24 +73,21 @@ class StepInputs:
 
 
 class StepOps(Protocol):
-    """Work of fixed shape that never waits for the device, so that a graph can hold it."""
+    """Operations of fixed shape that do not wait for the device, so that a graph can record them."""
 
     def fill_inputs(self, inputs: StepInputs, state: RowTensors, *, page_size: int) -> None:
         """Checks the rows, and gathers the step's tokens, positions, slots and page tables.
 
-        A row is legal if the slot of its last computed token agrees with its length, if every page it reads or writes is
-        still its own, if it stays within ``max_len``, and if it knows the tokens: a row that samples reaches exactly
-        the end of what it knows, its drafts aside, and has places for all tokens that it may emit.
+        A row is legal if the slot of its last computed token agrees with its length, if every page it reads or writes
+        still belongs to it, if it stays within ``max_len``, and if its tokens are known: a row that samples ends
+        exactly at its last known token, drafts aside, and has capacity for all tokens that it may emit.
 
-        Args:
-            inputs: Written; ``max_len`` is at most the places of its page table. Entries of this table past a row's
-                last page keep what they hold.
-            state: The rows. Unchanged.
-            page_size: Tokens per page.
+        ``max_len`` is at most the capacity of the page table; entries past a row's last page are not written. ``state``
+        is unchanged.
         """
 
     def accept(self, drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowTensors) -> Tensor:
-        """Counts the tokens that each sampling row emits: its drafts up to the first that differs from the drawn token, and 1.
+        """Counts the tokens that each sampling row emits: 1, and the drafts before the first that was not drawn.
 
         Args:
             drawn: int64 ``[S, w]``. The token drawn after each of a row's last known token and its drafts.
@@ -99,19 +96,19 @@ class StepOps(Protocol):
             state: The rows; ``known_len`` as before the step.
 
         Returns:
-            int64 ``[S]``, at least 1. That of an illegal row means nothing.
+            int64 ``[S]``, at least 1; meaningless for an illegal row.
         """
 
     def advance(self, inputs: StepInputs, drawn: Tensor, counts: Tensor, state: RowTensors) -> Tensor:
-        """Records in the rows what a step computed and emitted, and packs the outcome for the host.
+        """Adds the step's computed and emitted tokens to the rows, and packs the result for the host.
 
-        A row that failed the check loses its tokens, so that a step already launched for it fails too.
+        The tokens of a row that failed the check are cleared, so that a step already launched for it fails too.
 
         Args:
             inputs: Filled. Row 0 may occur several times, and must have failed the check.
             drawn: int64 ``[S, w]``. Row s emits the first ``counts[s]`` of them.
             counts: int64 ``[S]``, from ``accept``.
-            state: The rows; changed.
+            state: Changed.
 
         Returns:
             int32 ``[B + S + S * w]``: B legal flags, S counts, 0 for an illegal row, then ``drawn``.
@@ -129,7 +126,7 @@ class StepOps(Protocol):
         position: Tensor,
         is_drawn: Tensor | None,
     ) -> Tensor:
-        """Draws from all tokens, as ``sampling.sampler`` does where nothing is filtered.
+        """Draws from all tokens, as ``sampling.sampler`` does for unfiltered rows; returns int64 ``[S]``.
 
         Args:
             logits: ``[S, vocab_size]``, any floating type. Unchanged.
@@ -138,9 +135,6 @@ class StepOps(Protocol):
             choice: int64 ``[S]``, in [0, 2**32).
             position: int64 ``[S]``, in [0, 2**32). Absolute position of the token to draw.
             is_drawn: bool ``[S]``. The other rows take their likeliest token; None if all draw.
-
-        Returns:
-            int64 ``[S]``.
         """
 
 

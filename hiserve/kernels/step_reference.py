@@ -1,4 +1,4 @@
-"""The step kernels in plain torch: vectorised, of fixed shape, without a host sync. See ``StepOps`` for what each does."""
+"""The step kernels in plain torch: vectorised, of fixed shape, without a host sync. ``StepOps`` documents each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ SAMPLE_STREAM = 0
 
 
 def fill_inputs(inputs: StepInputs, state: RowTensors, *, page_size: int) -> None:
-    """Checks the rows, and gathers the step's tokens, positions, slots and page tables."""
     forward = inputs.forward
     width = forward.page_table.shape[1]
     table = state.page_table.index_select(0, inputs.rows).narrow(1, 0, width)
@@ -35,12 +34,12 @@ def fill_inputs(inputs: StepInputs, state: RowTensors, *, page_size: int) -> Non
 
 
 def _check(inputs: StepInputs, state: RowTensors, table: Tensor, computed_len: Tensor, page_size: int) -> Tensor:
-    """Whether each row may run: bool ``[B]``. Its slots are its own, and the plan fits its lengths."""
+    """Whether each row may run: bool ``[B]``. Its pages belong to it, and the plan fits its lengths."""
     end = computed_len + inputs.num_new
     known_len = state.known_len.index_select(0, inputs.rows)
     owners = state.entry_owner.index_select(0, inputs.rows).narrow(1, 0, table.shape[1])
     location = last_loc(table, computed_len, page_size)
-    # The last token that a row may emit stands at ``end``.
+    # The last token that a row may emit is at ``end``.
     is_known = torch.where(
         inputs.samples,
         (end - inputs.num_draft == known_len) & (end < state.tokens.shape[1]),
@@ -56,7 +55,6 @@ def _check(inputs: StepInputs, state: RowTensors, table: Tensor, computed_len: T
 
 
 def accept(drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowTensors) -> Tensor:
-    """Counts the tokens each sampling row emits: the drafts that agree with what was drawn, and 1."""
     index = torch.arange(drawn.shape[1], device=drawn.device)
     places = state.known_len.index_select(0, sampling_rows)[:, None] + index
     places.clamp_(max=state.tokens.shape[1] - 1)
@@ -66,7 +64,6 @@ def accept(drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowTe
 
 
 def advance(inputs: StepInputs, drawn: Tensor, counts: Tensor, state: RowTensors) -> Tensor:
-    """Records in the rows what a step computed and emitted, and packs the outcome for the host."""
     rows, legal, sampling, kv_lens = inputs.rows, inputs.legal, inputs.sampling, inputs.forward.kv_lens
     counts = counts * legal.index_select(0, sampling)
     _write_tokens(rows.index_select(0, sampling), drawn, counts, state)
@@ -79,7 +76,7 @@ def advance(inputs: StepInputs, drawn: Tensor, counts: Tensor, state: RowTensors
 
 
 def _write_tokens(rows: Tensor, drawn: Tensor, counts: Tensor, state: RowTensors) -> None:
-    """Writes the first ``counts`` tokens of each row behind what it knows; the padding row's first takes the rest as 0."""
+    """Appends the first ``counts`` tokens to each row; entry 0 of the padding row receives 0 for the others."""
     index = torch.arange(drawn.shape[1], device=drawn.device)
     is_emitted = index < counts[:, None]
     places = (rows * state.tokens.shape[1] + state.known_len.index_select(0, rows))[:, None] + index
@@ -89,18 +86,16 @@ def _write_tokens(rows: Tensor, drawn: Tensor, counts: Tensor, state: RowTensors
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """Returns the largest entry of each row of ``[S, vocab_size]``, int64 ``[S]``; of equal ones the lowest."""
     return argmax(_widened(logits))
 
 
 def draw_free(
     logits: Tensor, temperature: Tensor, seed: Tensor, choice: Tensor, position: Tensor, is_drawn: Tensor | None
 ) -> Tensor:
-    """Draws from all tokens: the argmax of scaled logits plus Gumbel noise."""
     wide = _widened(logits)
-    # At least the smallest normal number: a temperature may vanish in float32, and must not divide 0 by 0.
+    # At least the smallest normal number: a temperature may underflow in float32, and 0 / 0 is NaN.
     divisor = temperature.to(wide.dtype).clamp_(min=torch.finfo(wide.dtype).tiny)
-    # Less the maximum, so that a tiny temperature gives -inf for the others and never inf.
+    # The maximum is subtracted, so that a tiny temperature gives -inf for the others and never inf.
     scaled = (wide - wide.amax(-1, keepdim=True)).div_(divisor[:, None])
     scores = scaled.add_(gumbel(seed, choice, position, SAMPLE_STREAM, wide.shape[1]).to(wide.dtype))
     return argmax(scores if is_drawn is None else torch.where(is_drawn[:, None], scores, wide))

@@ -1,4 +1,4 @@
-"""The step kernels in Triton; what each does stands at ``StepOps``, and ``step_reference`` has their twins."""
+"""The step kernels in Triton. ``StepOps`` documents each; ``step_reference`` has their twins."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ _SAMPLING_BLOCK = 256
 
 
 def fill_inputs(inputs: StepInputs, state: RowTensors, *, page_size: int) -> None:
-    """Checks the rows, and gathers the step's tokens, positions, slots and page tables, in two launches."""
     forward = inputs.forward
     num_rows, num_tokens = inputs.rows.shape[0], forward.token_rows.shape[0]
     early = early_launch(state.tokens.device)
@@ -74,7 +73,6 @@ def fill_inputs(inputs: StepInputs, state: RowTensors, *, page_size: int) -> Non
 
 
 def accept(drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowTensors) -> Tensor:
-    """Counts the tokens each sampling row emits: the drafts that agree with what was drawn, and 1."""
     assert drawn.is_contiguous(), f"tokens {drawn.stride()} apart"
     num_sampling, width = drawn.shape
     counts = torch.empty(num_sampling, dtype=torch.int64, device=drawn.device)
@@ -95,7 +93,6 @@ def accept(drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowTe
 
 
 def advance(inputs: StepInputs, drawn: Tensor, counts: Tensor, state: RowTensors) -> Tensor:
-    """Records in the rows what a step computed and emitted, and packs the outcome for the host, in one launch."""
     rows = inputs.rows
     assert drawn.is_contiguous(), f"tokens {drawn.stride()} apart"
     num_rows, (num_sampling, width) = rows.shape[0], drawn.shape
@@ -123,7 +120,7 @@ def advance(inputs: StepInputs, drawn: Tensor, counts: Tensor, state: RowTensors
     return words
 
 
-# Not compiled anew for each alignment of their addresses: most are views into one upload, at any multiple of 8 bytes.
+# Most of these are views of one upload, at any multiple of 8 bytes: do not compile a variant for each alignment.
 _VARYING = [
     *("rows", "num_new", "num_draft", "samples", "max_len", "token_rows", "offsets", "sampling", "sampling_rows"),
     *("legal", "kv_lens", "table", "input_ids", "positions", "slots", "drawn", "counts", "words"),
@@ -166,10 +163,10 @@ def _check_rows(  # type: ignore[no-untyped-def]
     known = tl.load(known_len + row)
     end = computed + new
     pages, owners = page_table + row * num_entries, entry_owner + row * num_entries
-    # The slot of the last computed token agrees with the length by the way it is found: only its page can be wrong.
+    # The slot of the last computed token is derived from the length, so only its page can be wrong.
     last_page = tl.load(pages + tl.minimum(tl.maximum(computed - 1, 0) // PAGE_SIZE, width - 1))
     is_placed = (computed <= 0) | ((last_page != SINK) & (last_page >= 0) & (last_page < num_pages))
-    # The last token that a row may emit stands at ``end``.
+    # The last token that a row may emit is at ``end``.
     reaches = (end - tl.load(num_draft + number) == known) & (end < capacity)
     is_known = tl.where(tl.load(samples + number) != 0, reaches, end <= known)
     is_legal = (computed >= 0) & is_placed & is_known & (end <= tl.load(max_len + number))
@@ -180,7 +177,7 @@ def _check_rows(  # type: ignore[no-untyped-def]
         is_used = entry < num_used
         page = tl.load(pages + entry, mask=is_used, other=SINK)
         owner = tl.load(owners + entry, mask=is_used, other=0)
-        is_page = (page >= 0) & (page < num_pages)  # or nothing of it is read
+        is_page = (page >= 0) & (page < num_pages)  # others are not read
         is_stale = (tl.load(page_owner + page, mask=is_used & is_page, other=0) != owner) | ~is_page
         num_stale += tl.sum(is_stale.to(tl.int32), 0)
     is_legal = is_legal & (num_stale == 0)
@@ -216,7 +213,7 @@ def _place_tokens(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program places a block of tokens, after ``_check_rows``."""
+    """Each program fills the inputs of a block of tokens, after ``_check_rows``."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = token < num_tokens
     start_next(IS_EARLY)
@@ -245,7 +242,7 @@ def _count_accepted(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program finds the first token of one row that no draft foresaw."""
+    """Each program finds the first drawn token of one row that differs from its draft."""
     number = tl.program_id(0).to(tl.int64)
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
@@ -279,7 +276,7 @@ def _advance_rows(  # type: ignore[no-untyped-def]
     SAMPLING_BLOCK: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program advances one row; it looks for the row among those that sampled."""
+    """Each program advances one row; it searches the row among those that sampled."""
     number = tl.program_id(0)
     num_rows = tl.num_programs(0)
     start_next(IS_EARLY)
@@ -302,6 +299,6 @@ def _advance_rows(  # type: ignore[no-untyped-def]
         tl.store(tokens + row * capacity + known + index, token, mask=index < count)
         computed -= tl.load(num_draft + number) + 1 - count
         known += count
-    # Programs of the padding row run side by side: they all store zeros.
+    # Programs of the padding row run concurrently: they all store zeros.
     tl.store(computed_len + row, tl.where(is_legal, computed, 0))
     tl.store(known_len + row, tl.where(is_legal, known, 0))
