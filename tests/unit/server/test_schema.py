@@ -54,7 +54,7 @@ async def test_every_route_is_described_and_every_description_is_a_route(server:
             assert operation["summary"]
             for status in ("401", "503") if path not in PUBLIC_PATHS else ():
                 assert status in operation["responses"]
-        for method in {"GET", "POST", "PUT", "DELETE", "PATCH"} - {name.upper() for name in operations}:
+        for method in {"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH"} - {name.upper() for name in operations}:
             assert (await ask(server, path, method)).status == 405
     shown = {template(path) for path in described["paths"]}
     assert shown == REPLIES.keys() | TEXT_REPLIES.keys()
