@@ -1,4 +1,4 @@
-"""Every decision of the scheduler, without sockets: messages go in, messages come out."""
+"""Every decision of the scheduler, without sockets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DispatcherEvents(Protocol):
         """Sends the client output of requests."""
 
     def failed(self, uid: int, error: HiserveError) -> None:
-        """Tells the client that a request ended with an error, or was refused."""
+        """Sends the client the error of a request that failed or was refused."""
 
     def admit(self, replica: int, message: Admit, tokens: Int32Array) -> None:
         """Sends a worker a request."""
@@ -48,17 +48,17 @@ class DispatcherEvents(Protocol):
 
 
 class Dispatcher:
-    """Ledger, queue, policy, admission and prefix index at work together.
+    """Joins ledger, queue, policy, placement and prefix index.
 
     A request is in the ledger from ``submit`` to its one terminal message; while it is queued
-    it is in the queue, or in quarantine, and from its admission on it holds one credit of its worker. When the worker dies,
-    it goes on with another, behind the tokens that the client has.
+    it is in the queue or isolated, and from its admission on it holds one credit of its worker. When the worker dies,
+    another one continues it after the tokens that the client has.
 
     Args:
         events: Receives every message.
-        policy: Who is next.
-        index: Learns what the workers have cached; empty.
-        limits: How much may wait, and how long.
+        policy: Chooses the next request.
+        index: Prefixes that workers have cached; empty.
+        limits: Of the queue's length and of waiting times.
         clock: Monotonic seconds.
     """
 
@@ -119,7 +119,7 @@ class Dispatcher:
             self._events.drop(replica, running)
 
     def _report_aborted(self, ended: Sequence[Entry]) -> None:
-        """Tells the client that requests ended that no worker has."""
+        """Reports the end of requests that no worker has."""
         if not ended:
             return
         updates = RequestUpdates()
@@ -127,7 +127,7 @@ class Dispatcher:
         self._events.updated(updates)
 
     def expire(self) -> None:
-        """Ends what is past its deadline: queued requests with an error, others with what they have.
+        """Ends requests past their deadlines: queued ones with an error, others with the output they have.
 
         A request whose worker died has waited for one before: only its own deadline counts.
         """
@@ -165,10 +165,10 @@ class Dispatcher:
         self.index.attach(replica, ready.namespace)
 
     def worker_lost(self, replica: int) -> list[int]:
-        """A worker is gone, its credits and its cache are forgotten.
+        """Removes a dead worker with its credits and its cache.
 
-        What it held goes back to the front of the queue, but for what was being aborted, which ends, and what may have
-        killed it, which is tried apart, or fails.
+        Its requests return to the front of the queue. One that was being aborted ends; one that may have killed the
+        worker is isolated, or fails.
 
         Returns:
             The requests it held.
@@ -192,12 +192,12 @@ class Dispatcher:
         return [entry.uid for entry in held]
 
     def worker_abandoned(self, replica: int) -> None:
-        """A worker that was lost will not come again: what was to be tried on it may run on others."""
+        """Lets other workers run the requests that were isolated on a worker that has no successor."""
         self.placement.unreserve(replica)
         self.queue.requeue([self._queued(entry) for entry in self.isolation.dissolve(replica)])
 
     def close(self, error: UnavailableError) -> None:
-        """No worker is left and none will come: queued and later requests are refused."""
+        """Refuses queued and later requests: no worker is left and none will come."""
         self._closed = error
         for entry in [entry for entry in self.ledger if entry.state is RequestState.QUEUED]:
             self._take_out(entry)
@@ -259,7 +259,7 @@ class Dispatcher:
         return self.index.match(waiting.prefix, replica)
 
     def _admit(self, entry: Entry, replica: int) -> None:
-        """Sends a worker a request, or what is left of it."""
+        """Sends a worker a request, or the rest of it."""
         self.placement.take_credit(replica)
         if entry.num_admissions:
             self.replays.begin(entry.num_tokens)
@@ -288,7 +288,7 @@ class Dispatcher:
         return None if self._make_room(caller, len(prompt)) else self._overload()
 
     def _make_room(self, caller: int, num_tokens: int) -> bool:
-        """Says whether a request may be queued; where there is no room, callers who take most of it make some."""
+        """Returns whether a request may be queued; a full queue sheds requests of callers above their share."""
         while not self.queue.has_room(num_tokens):
             crowding = self.queue.shed_candidate(caller, num_tokens)
             if crowding is None:
@@ -310,12 +310,12 @@ class Dispatcher:
         return self._drain.retry_after_s(len(self.queue), self.queue.num_tokens)
 
     def _queued(self, entry: Entry) -> QueuedRequest:
-        """Returns an entry as the queue has it."""
+        """Returns an entry in the form of the queue."""
         prefix = self.index.prefix(entry.tokens, entry.namespace)
         return QueuedRequest(entry, prefix, self._policy.rank(entry.priority))
 
     def _take_out(self, entry: Entry) -> None:
-        """Takes a request out of where it waits."""
+        """Removes a request from the queue, or from isolation."""
         if entry.uid in self.queue:
             self.queue.remove(entry.uid)
         else:

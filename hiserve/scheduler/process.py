@@ -237,12 +237,12 @@ class SchedulerService:
     # --- from the dispatcher --------------------------------------------------------------
 
     def updated(self, updates: RequestUpdates) -> None:
-        """Sends output on, or merges it with what the client was too slow for."""
+        """Sends output on, or merges it while the client is slow."""
         if self._late or not self._client.try_send(encode(updates)):
             self._late.merge(updates)
 
     def failed(self, uid: int, error: HiserveError) -> None:
-        """Tells the client; behind all tokens of the request."""
+        """Sends the client the error, after all tokens of the request."""
         self._send_late()
         self._client.send(encode(Failed(uid, error.status, error.code, error.message, error.retry_after_s)))
 
@@ -261,14 +261,14 @@ class SchedulerService:
     # --- from the supervisor --------------------------------------------------------------
 
     def worker_ready(self, replica: int, ready: Ready) -> None:
-        """Gives it work."""
+        """Lets the dispatcher use the worker."""
         assert ready.page_size == self._page_size, f"pages of {ready.page_size} tokens, configured {self._page_size}"
         self._dispatcher.worker_ready(replica, ready)
         if ready.incarnation > 1:
             self._client.send(encode(WorkerBack(replica, ready.incarnation)))
 
     def worker_sent(self, replica: int, received: Received[FromWorker]) -> None:
-        """Passes on what it did.
+        """Passes on its report or answer.
 
         Raises:
             MalformedError: It contradicts the ledger.
@@ -280,11 +280,11 @@ class SchedulerService:
             self._broadcast.answered(replica, message)
 
     def worker_idle(self) -> None:
-        """Uses the credits that came back."""
+        """Dispatches to the credits that were returned."""
         self._dispatcher.dispatch()
 
     def worker_lost(self, replica: int) -> list[int]:
-        """Gives the requests it held to others, at once or later; returns them."""
+        """Returns the requests it held to the queue; returns their uids."""
         uids = self._dispatcher.worker_lost(replica)
         self._broadcast.lost(replica)
         self._dispatcher.dispatch()
@@ -292,7 +292,7 @@ class SchedulerService:
         return uids
 
     def worker_reaped(self, crash: Crash) -> None:
-        """Tells the client, which may outlive this process."""
+        """Reports the death to the client, which may outlive this process."""
         self._client.send(encode(WorkerLost(crash)))
 
     def worker_abandoned(self, replica: int, error: HiserveError) -> None:

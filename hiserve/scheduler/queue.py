@@ -24,8 +24,8 @@ class QueuedRequest:
 
     Attributes:
         prefix: Its prompt as the prefix index sees it.
-        rank: Larger is sooner; the policy's word.
-        number: How many of its caller came into the line before it; the queue's word.
+        rank: Larger is sooner; set by the policy.
+        number: Requests of its caller that were pushed before it; set by the queue.
     """
 
     entry: Entry
@@ -35,10 +35,10 @@ class QueuedRequest:
 
 
 class _CallerQueue:
-    """What waits of one caller.
+    """Queued requests of one caller.
 
     Attributes:
-        num_tokens: Prompt tokens of all of it.
+        num_tokens: Their prompt tokens.
     """
 
     def __init__(self) -> None:
@@ -87,13 +87,13 @@ class _CallerQueue:
 
 
 class Queue:
-    """Unordered removal, ordered iteration, bounded, shared fairly.
+    """Queued requests of all callers: unordered removal, ordered iteration, bounded, shared fairly.
 
-    Whose turn it is: the caller for whom fewest tokens were computed, of prompts and replies together. One who was away comes
-    back with as many as those who wait now, so that nobody saves turns up (Sheng et al., "Fairness in serving large
-    language models", 2024; the rule for who was away is that of start-time fair queueing).
+    The next request is of the caller with the fewest computed tokens, of prompts and replies together. A caller without
+    queued requests returns with the count of the latest turn, so that no caller accumulates turns (Sheng et al., "Fairness
+    in serving large language models", 2024; the rule for returning callers is that of start-time fair queueing).
 
-    None of a caller's requests is overtaken by more than ``MAX_OVERTAKEN`` of his later ones, whatever the policy.
+    No request is overtaken by more than ``MAX_OVERTAKEN`` later ones of its caller, whatever the policy.
 
     Args:
         max_requests: Requests it holds at most.
@@ -123,13 +123,13 @@ class Queue:
         )
 
     def shed_candidate(self, caller: int, num_tokens: int) -> QueuedRequest | None:
-        """Returns whom to push out for a request that finds no room: the last of the caller who has most.
+        """Returns the request to shed for a new one that finds no room: the last of the caller that has most.
 
-        None where the request would give its caller more than an equal share of the queue, and where the last one
-        had a worker that died: then it is the new request that goes.
+        None if the new request would give its caller more than an equal share of the queue, and if the last request
+        had a worker that died: then the new request is refused.
 
         Args:
-            caller: Whose request it is.
+            caller: Of the new request.
             num_tokens: Length of its prompt.
         """
         mine = self._lines.get(caller) or _CallerQueue()
@@ -148,7 +148,7 @@ class Queue:
         return uid in self._waiting
 
     def push(self, waiting: QueuedRequest) -> None:
-        """Adds a request behind all others of its caller and rank."""
+        """Adds a request after all others of its caller and rank."""
         self._queue_of(waiting).push(waiting)
 
     def requeue(self, waiting: Sequence[QueuedRequest]) -> None:
@@ -157,17 +157,17 @@ class Queue:
             self._queue_of(each).requeue(each)
 
     def window(self, size: int) -> list[QueuedRequest]:
-        """Returns the first ``size`` requests of the caller whose turn it is, of his largest rank, oldest first."""
+        """Returns the first ``size`` requests of the next caller, of its largest rank, oldest first."""
         if not self._lines:
             return []
         return self._lines[min(self._lines, key=self._served.__getitem__)].window(size)
 
     def __iter__(self) -> Iterator[QueuedRequest]:
-        """Walks the queue as it stands, so that the walker may remove."""
+        """Walks a copy of the queue, so that requests may be removed meanwhile."""
         return iter(list(self._waiting.values()))
 
     def remove(self, uid: int) -> QueuedRequest:
-        """Takes a request out, wherever it stands."""
+        """Removes a request from any position."""
         waiting = self._waiting.pop(uid)
         line = self._lines[waiting.entry.caller]
         line.remove(uid)
@@ -177,7 +177,7 @@ class Queue:
         return waiting
 
     def admit(self, uid: int, num_cached: int = 0) -> None:
-        """Takes out a request that a worker gets, and charges its caller what of its prompt is not cached there."""
+        """Removes a request that a worker gets; charges its caller the prompt tokens that are not cached there."""
         entry = self.remove(uid).entry
         self._latest_turn = max(self._latest_turn, self._served[entry.caller])
         self.charge(entry.caller, len(entry.prompt) - num_cached)
@@ -187,7 +187,7 @@ class Queue:
         self._served[caller] += num_tokens
 
     def _queue_of(self, waiting: QueuedRequest) -> _CallerQueue:
-        """Counts a request that joins its caller's line; returns the line."""
+        """Counts a request that is added; returns its caller's queue."""
         caller = waiting.entry.caller
         self._waiting[waiting.entry.uid] = waiting
         self.num_tokens += len(waiting.entry.prompt)
@@ -249,9 +249,9 @@ POLICIES: dict[str, Callable[[], Policy]] = {"fcfs": Fcfs, "longest-prefix": Lon
 
 
 class DrainRate:
-    """What left a queue while others waited in it, per second of waiting; what is long ago counts less.
+    """Requests and tokens that left a queue per second in which others waited; the past counts exponentially less.
 
-    A queue that is empty says nothing: what passes through it then takes no time.
+    Time in which the queue is empty does not count: requests pass it at once.
     """
 
     def __init__(self) -> None:
@@ -261,7 +261,7 @@ class DrainRate:
         self._since_s: float | None = None
 
     def observe(self, now_s: float, num_requests: int, num_tokens: int, *, is_busy: bool) -> None:
-        """Takes in what left since the last call.
+        """Records the departures since the last call.
 
         Args:
             now_s: The monotonic clock.

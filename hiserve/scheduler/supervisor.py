@@ -45,12 +45,12 @@ REST_S = 0.5  # a worker without requests so long after it was ready will get no
 
 @dataclass(frozen=True, slots=True)
 class _WorkerRun:
-    """A life of a worker that is over.
+    """An incarnation of a worker that has ended.
 
     Attributes:
-        error: Why.
-        end: How its process ended.
-        worker: Who it was; None if no process could be started.
+        error: The reason.
+        end: Exit code or signal.
+        worker: The worker; None if no process could be started.
     """
 
     error: HiserveError
@@ -84,10 +84,10 @@ class WorkerEvents(Protocol):
         """A batch of messages has been handled."""
 
     def worker_lost(self, replica: int) -> list[int]:
-        """A worker that was ready, or a successor that never was, has died; returns the requests it held."""
+        """A worker, or a successor that was never ready, has died; returns the requests it held."""
 
     def worker_reaped(self, crash: Crash) -> None:
-        """What is known of that death."""
+        """The report of that death is complete."""
 
     def worker_abandoned(self, replica: int, error: HiserveError) -> None:
         """A worker died too often to be started again."""
@@ -99,8 +99,8 @@ class Supervisor:
     Args:
         config: Resolved configuration; part of the first message to every worker.
         command: Command line of a worker, without its endpoint.
-        events: Is told everything.
-        usage: Asks the kernel what a process makes of the machine.
+        events: Receives every event.
+        usage: Returns the CPU usage of a process.
 
     Attributes:
         started: Done when every replica was ready once; fails with the ``HiserveError`` of the
@@ -108,7 +108,7 @@ class Supervisor:
         num_stale: Messages ignored because they were of another incarnation.
         num_malformed: Messages for which a worker was replaced.
         crash: The latest death of a worker.
-        recovery_times: What came after such.
+        recovery_times: Of the recoveries after deaths.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class Supervisor:
                 return
 
     def _learn(self, replica: int, *, is_alive: bool) -> None:
-        """Gives the next worker more time where this one was slow, and not hung."""
+        """Doubles the next worker's time limit if this one was slow and did not hang."""
         patience = min(MAX_PATIENCE, 2 * self._patience.get(replica, 1)) if is_alive else 1
         self._patience[replica] = patience
         if is_alive:
@@ -278,7 +278,7 @@ class Supervisor:
             )
 
     def _record(self, replica: int, number: int, life: _WorkerRun, uids: list[int]) -> None:
-        """Keeps what is known of a death, and tells the log and the audience."""
+        """Records a death, logs it and reports it."""
         worker = life.worker
         self.crash = Crash(
             replica=replica,
@@ -330,7 +330,7 @@ class Supervisor:
                 self._on_stats(worker, message)
 
     def _on_stats(self, worker: WorkerProcess, report: StepReport) -> None:
-        """Keeps a worker's stats, and sees whether it has recovered."""
+        """Records a worker's stats and output, and the end of a recovery."""
         worker.on_stats(report.stats, worker.last_message_s)
         if report.updates.uids:
             worker.has_output = True

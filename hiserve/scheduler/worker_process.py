@@ -83,12 +83,12 @@ class ProgressWatch:
     cpu_s: float | None = None
 
     def end(self, now_s: float) -> None:
-        """The worker got on, or has nothing to do."""
+        """Records a step, or that there is no work."""
         self.since_s = now_s
         self.own_s = self.computed_s = 0.0
 
     def extend_deadline(self, seconds: float) -> None:
-        """Nobody looked for so long: what it said meanwhile was not heard."""
+        """Leaves out time in which this process stood still and read no messages."""
         self.since_s += seconds
         self.sampled_s += seconds
 
@@ -118,18 +118,18 @@ class WorkerProcess:
 
     Attributes:
         replica: Index from 0.
-        number: Of this life, from 1.
+        number: Incarnation, from 1.
         process: The process.
-        born_s: When it was started.
-        ready_s: When it was ready; 0 before that.
-        last_message_s: When it said anything last.
-        progress: Since when it has had work and ended no step, and how much of that time was its own.
-        fault_s: When it failed, by its own word, or by what was seen last of it; 0 while it lives.
-        noticed_s: When that was known here.
-        ready: What it said when it was.
-        failure: Why it is being replaced.
-        snapshot: What it could still tell when it failed.
-        stats: Its latest.
+        born_s: Time of its start.
+        ready_s: Time of ``Ready``; 0 before that.
+        last_message_s: Time of its last message.
+        progress: Time since its last step while it has work, and the part of that time that was its own.
+        fault_s: Time of its failure, as it reported or from its last message; 0 while it lives.
+        noticed_s: Time at which the failure was known here.
+        ready: Its ``Ready``.
+        failure: Reason for its replacement.
+        snapshot: State of its engine at the failure, if it could report it.
+        stats: The latest.
         has_output: It reported output of a request.
     """
 
@@ -161,41 +161,41 @@ class WorkerProcess:
         )
 
     def on_message(self, now_s: float) -> None:
-        """It said something."""
+        """Records the arrival of a message."""
         self.last_message_s = now_s
 
     def on_stats(self, stats: WorkerStats, now_s: float) -> None:
-        """It told its stats."""
+        """Records stats, and progress when they show some."""
         if stats.steps != self.stats.steps or not stats.running + stats.waiting:
             self.progress.end(now_s)
         self.stats = stats
 
     def mark_ready(self, ready: Ready, now_s: float) -> None:
-        """It is ready."""
+        """Records that it can take requests."""
         self.ready, self.ready_s = ready, now_s
         self.progress.end(now_s)
         self.stats = WorkerStats(free_pages=ready.num_pages)
 
     def no_progress_s(self, now_s: float) -> float:
-        """Returns for how long it has had work, and ended no step; a worker that rests is heard of all the time."""
+        """Returns seconds without progress; an idle worker reports every second, which counts as progress."""
         return max(0.0, now_s - self.progress.since_s) if self.ready else 0.0
 
     def _is_idle(self) -> bool:
-        """Whether it had nothing to do a moment ago, by its own word; what it was given since is news yet to come."""
+        """Whether its last stats, at most ``RECENT_S`` old, show no request."""
         return not self.stats.running + self.stats.waiting and self.no_progress_s(time.monotonic()) < RECENT_S
 
     def mark_failed(self, failure: HiserveError, *, fault_s: float, snapshot: CrashSnapshot | None = None) -> None:
-        """Says why it is being replaced; the first word stands."""
+        """Records the reason for its replacement; the first one stands."""
         if self.failure is None:
             self.failure, self.snapshot = failure, snapshot
             self.fault_s, self.noticed_s = fault_s, time.monotonic()
 
     def stuck(self, now_s: float, max_still_s: float) -> str:
-        """Returns in which way it is stuck; empty if it is not.
+        """Returns a description of how it hangs; empty if it does not.
 
         Args:
             now_s: Now.
-            max_still_s: Most of its own time that it may have work and end no step; 0 is no limit.
+            max_still_s: Limit of its own time with work and without a step; 0 is no limit.
         """
         if self.ready is None:
             age_s = now_s - self.born_s
@@ -212,9 +212,9 @@ class _OpenRecovery:
     """A recovery under way.
 
     Attributes:
-        dead: Who died.
-        reaped_s: When nothing was left of it.
-        num_requests: That it held.
+        dead: The dead worker.
+        reaped_s: Time at which its process was reaped.
+        num_requests: Requests it held.
     """
 
     dead: WorkerProcess
@@ -223,10 +223,10 @@ class _OpenRecovery:
 
 
 class RecoveryTimes:
-    """One for each replica at a time. If a successor dies before any news, the first death is where the way began.
+    """Measures recoveries, one per replica at a time; one that began with the first of several deaths counts from there.
 
     Attributes:
-        last: The latest that came to its end.
+        last: The latest that ended.
     """
 
     def __init__(self) -> None:
@@ -234,16 +234,16 @@ class RecoveryTimes:
         self.last: Recovery | None = None
 
     def begin(self, dead: WorkerProcess, num_requests: int) -> None:
-        """A worker is gone; nobody waits for news where it held nothing."""
+        """Begins a recovery, if the dead worker held requests."""
         if num_requests and dead.replica not in self._open:
             self._open[dead.replica] = _OpenRecovery(dead, time.monotonic(), num_requests)
 
     def on_idle(self, replica: int) -> None:
-        """A successor has nothing to do: what the worker before it held runs elsewhere, or has ended."""
+        """Drops the recovery of an idle successor: the requests run elsewhere, or have ended."""
         self._open.pop(replica, None)
 
     def first_output(self, worker: WorkerProcess) -> None:
-        """A worker told news of a request."""
+        """Ends the recovery with the first output of a successor."""
         under_way = self._open.pop(worker.replica, None)
         if under_way is None or worker.ready is None:
             return
