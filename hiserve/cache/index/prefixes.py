@@ -67,6 +67,9 @@ class Prefixes:
         self._namespace = namespace
         self._tiers = tiers
         self._tree = tiers.tree
+        self._device = tiers.device
+        self._page_size = tiers.tree.page_size
+        self._page_bytes = tiers.tree.page_bytes
         self._locks = locks
         self._ops = ops
         self._transfers = transfers
@@ -85,8 +88,8 @@ class Prefixes:
             step = step.parent
         num_host_pages = max(0, num_host_pages)
         return Match(
-            num_tokens=(num_pages - num_host_pages) * self._tree.page_size,
-            num_host_tokens=num_host_pages * self._tree.page_size,
+            num_tokens=(num_pages - num_host_pages) * self._page_size,
+            num_host_tokens=num_host_pages * self._page_size,
             tree_epoch=self._tiers.tree_epoch,
             _node=node,
             _num_beyond=num_beyond,
@@ -95,11 +98,11 @@ class Prefixes:
     def lock(self, match: Match, num_host_tokens: int, priority: int, account: bytes | None) -> PrefixLock:
         """See ``PrefixCache``."""
         assert match.tree_epoch == self._tiers.tree_epoch, "the tree changed since the match; match again"
-        assert 0 <= num_host_tokens <= match.num_host_tokens and num_host_tokens % self._tree.page_size == 0
-        node = self._end_of(match, (match.num_host_tokens - num_host_tokens) // self._tree.page_size)
+        assert 0 <= num_host_tokens <= match.num_host_tokens and num_host_tokens % self._page_size == 0
+        node = self._end_of(match, (match.num_host_tokens - num_host_tokens) // self._page_size)
         *_, root = path(node)
         self._tiers.hand_over(root, root.digests[0] if account is None else account)
-        self._tiers.device.shares.see(root.owner)
+        self._device.shares.see(root.owner)
         self._tiers.host.shares.see(root.owner)
         lock = self._locks.issue(node, self.release, priority)
         if self._ops.num_loads:
@@ -117,7 +120,7 @@ class Prefixes:
 
     def insert(self, lock: PrefixLock, key: bytes, pages: Int32Array, step: int) -> Int32Array:
         """See ``PrefixCache``."""
-        page_bytes = self._tree.page_bytes
+        page_bytes = self._page_bytes
         assert lock.is_open and len(key) == pages.size * page_bytes
         assert not lock.host_pages.size, f"{lock.host_pages.size} host pages were neither loaded nor released"
         canonical = pages
@@ -153,16 +156,16 @@ class Prefixes:
     def missing(self, tenant: bytes, key: bytes) -> tuple[int, list[bytes]]:
         """See ``PrefixCache``."""
         match = self.match(tenant, key)
-        node, num_cached = match._node, (match.num_tokens + match.num_host_tokens) // self._tree.page_size
+        node, num_cached = match._node, (match.num_tokens + match.num_host_tokens) // self._page_size
         used = node.num_pages - match._num_beyond
-        rest = self.usable(key)[num_cached * self._tree.page_bytes :]
+        rest = self.usable(key)[num_cached * self._page_bytes :]
         return num_cached, self._tree.chain(node.digests[used - 1 if used else 0], rest)
 
     def rest_of(self, tenant: bytes, key: bytes, max_pages: int) -> tuple[Node, bytes] | None:
         """Returns where the cached prefix of a prompt ends, and the tokens of up to ``max_pages`` pages after it, if any."""
         match = self.match(tenant, key)
         start = match.num_tokens + match.num_host_tokens
-        rest = self.usable(key)[4 * start :][: max_pages * self._tree.page_bytes]
+        rest = self.usable(key)[4 * start :][: max_pages * self._page_bytes]
         return (self._end_of(match, 0), rest) if rest else None
 
     def root(self, tenant: bytes) -> Node:
@@ -171,7 +174,7 @@ class Prefixes:
 
     def usable(self, key: bytes) -> bytes:
         """Returns the whole pages of a prompt that leave its last token out."""
-        usable = max(0, len(key) // 4 - 1) // self._tree.page_size * self._tree.page_bytes
+        usable = max(0, len(key) // 4 - 1) // self._page_size * self._page_bytes
         return key[:usable]
 
     def _end_of(self, match: Match, num_less: int) -> Node:
@@ -196,9 +199,9 @@ class Prefixes:
             path_lock.node = end
             self._tiers.clock += 1
             self._locks.touch(end)
-        self._tiers.device.shares.charge(end.owner, pages.size)
+        self._device.shares.charge(end.owner, pages.size)
         end.written_step = step
-        self._tiers.device.insert(end, end.num_pages - pages.size)
+        self._device.insert(end, end.num_pages - pages.size)
         self._tiers.tree_epoch += 1
         if self._writes_through:
             self._transfers.enqueue(end)
