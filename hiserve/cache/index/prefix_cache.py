@@ -19,7 +19,7 @@ from hiserve.cache.index.transfer_ops import SubtreeRemoval, TransferOps
 from hiserve.cache.index.transfers import MANY_COPIES, Transfers
 from hiserve.core.digest import Chain, chain
 from hiserve.core.plan import Int32Array
-from hiserve.core.transfers import CopyKind, PageCopy, PageRun
+from hiserve.core.transfers import DEVICE_KINDS, CopyKind, PageCopy, PageRun
 from hiserve.ipc.cache_stats import NodeFacts
 
 # All that the rest of the package may name of the index.
@@ -257,15 +257,15 @@ class PrefixCache:
             The locks that lost pages because a load failed. Their rows must be computed again from where ``lock.pages``
             end now.
         """
-        match self.ops[op].kind:
-            case CopyKind.PREFETCH:
-                self.store_sync.end_prefetch(op, num_pages)
-            case CopyKind.STAGE:
-                self.uploads.end_stage(op, ok=ok)
-            case CopyKind.UPLOAD:
-                self.uploads.end_upload(op)
-            case _:
-                return self.transfers.complete(op, ok=ok)
+        kind = self.ops[op].kind
+        if kind in DEVICE_KINDS:
+            return self.transfers.complete(op, ok=ok)
+        if kind is CopyKind.PREFETCH:
+            self.store_sync.end_prefetch(op, num_pages)
+        elif kind is CopyKind.STAGE:
+            self.uploads.end_stage(op, ok=ok)
+        else:
+            self.uploads.end_upload(op)
         return []
 
     def copies_in_flight(self) -> list[int]:
