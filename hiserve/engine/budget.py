@@ -12,12 +12,12 @@ from hiserve.core.plan import MAX_SCORED_TOKENS, BoolArray, Int32Array
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Allocation:
-    """What each row of a step does, in columns.
+    """The part of each row in a step, in columns.
 
     Attributes:
         num_new: int32 ``[B]``. Tokens to compute, drafts included.
         num_draft: int32 ``[B]``. Of these, drafts.
-        samples: bool ``[B]``. Whether the row reaches the end of what is known.
+        samples: bool ``[B]``. Whether the row reaches the end of its known tokens.
         num_scored: int32 ``[B]``. Of the new tokens, the first that many are scored.
     """
 
@@ -55,7 +55,7 @@ def allocate_tokens(
 
     ``num_new = known + pending + num_draft - computed``, cut by the budget: chunked prefill,
     decode and verify are this one line. Rows that are one token behind (decode, verify) come
-    before rows with a prompt to compute, so that a long prompt delays nobody's next token.
+    before rows with a prompt to compute, so that a long prompt delays no other row's next token.
 
     Args:
         known: int32 ``[B]``. Tokens the planner has seen.
@@ -64,13 +64,13 @@ def allocate_tokens(
         limit: int32 ``[B]``. Longest the row may get; a row that may have reached it in flight waits.
         to_score: int32 ``[B]``. The first that many tokens to compute are scored: of all rows, a step scores
             ``MAX_SCORED_TOKENS``.
-        drafted: int32 ``[B]``. Drafts that stand behind what is known of each row, to be verified; None for none at all.
-            Those that would take a row beyond its limit too: rows of one width are one graph, and what is too much is cut.
+        drafted: int32 ``[B]``. Drafts after the known tokens of each row, to be verified; None for none at all.
+            They may pass the row's limit: rows of one width are one graph, and tokens beyond the limit are cut.
         max_len: Longest that any row may get.
         budget: Tokens of the whole step.
 
     Returns:
-        The share of each row; ``num_new`` is 0 for a row that does nothing.
+        The allocation of each row; ``num_new`` is 0 for a row that does nothing.
     """
     ahead = known + pending
     left = limit - ahead
@@ -107,7 +107,7 @@ def decode_first(rows: NDArray[np.int64], allocation: Allocation) -> tuple[NDArr
 
 
 def allocation_of_chunks(chunks: list[tuple[int, int, bool, int]]) -> tuple[NDArray[np.int64], Allocation]:
-    """Returns rows int64 ``[n]`` and the share of rows that start with a chunk of their prompt.
+    """Returns rows int64 ``[n]`` that start with a chunk of their prompt, and their allocation.
 
     Args:
         chunks: Row, tokens of the chunk, whether it is the prompt's last, and how many of its tokens are scored.

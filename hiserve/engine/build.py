@@ -45,8 +45,8 @@ from hiserve.spec.adaptive import DraftController
 
 logger = logging.getLogger(__name__)
 
-LINGER_S = 1.5  # for checksums at the end, where pages outlive the server: less than a supervisor waits
-WARM_TOKENS = 16  # of a row, that a head which was cold attends over before its drafts are tried
+LINGER_S = 1.5  # for checksums at the end, where pages outlive the server; a supervisor waits longer
+WARM_TOKENS = 16  # of a row: a cold head attends to so many before its drafts are tried
 UPLOAD_SHARE = 4  # of the host pages, one in so many may be kept for uploads
 
 
@@ -62,7 +62,7 @@ def build_engine(
 
     Args:
         config: Resolved, with its identity.
-        segment: Holds the host cache; what a former process left in it is adopted. None is no host cache.
+        segment: Holds the host cache; the pages of a former process are recovered. None is no host cache.
         replica: Which worker this is.
         measurements: Of the worker before it, whose memory is waited for.
         waits_for_compilers: Otherwise prompts are computed by Triton until FlashInfer's kernels are compiled.
@@ -89,7 +89,7 @@ def _compose(
     waits_for_compilers: bool,
     undo: ExitStack,
 ) -> Engine:
-    """Makes the engine; ``undo`` gets what ends the threads that were started, should a later part fail."""
+    """Makes the engine; ``undo`` gets a callback for each started thread, in case a later part fails."""
     startup_s: dict[str, float] = {}
     if config.model.device == "cuda":
         with _phase(startup_s, "await memory"):
@@ -146,7 +146,7 @@ def _compose(
 def _load(
     config: Settings, folder: Path, model_config: ModelConfig, draft: DraftConfig | None
 ) -> tuple[Decoder, DraftHead | None]:
-    """Reads the weights of the model, and of what drafts."""
+    """Reads the weights of the model and of the draft head."""
     max_len = config.model.max_model_len
     settings: dict[str, Any] = {name: getattr(config.model, name) for name in ("dtype", "device", "load_format")}
     aux_layers = () if draft is None else draft.aux_layers
@@ -173,7 +173,7 @@ def _depth(config: Settings, runners: Dispatch) -> int:
 def _controller(
     config: Settings, runners: Dispatch, rows: DeviceRows, measurements: StartupMeasurements, *, has_head: bool
 ) -> DraftController | None:
-    """Measures what drafts cost, where there is a choice, unless a worker before has done it."""
+    """Measures the costs of drafts, where their number is chosen, unless an earlier worker has."""
     tiers = config.spec.tiers
     if len(tiers) == 1:
         return None
@@ -225,7 +225,7 @@ def _copier(
     startup_s: dict[str, float],
     undo: ExitStack,
 ) -> TierTransfers:
-    """Adopts what a former process left on the host, and opens what lies beyond."""
+    """Recovers the host pages of a former process, and opens the store."""
     undo.callback(host.close)
     with _phase(startup_s, "adopt host cache"):
         recover_host_pages(host, cache)
@@ -255,7 +255,7 @@ def _phase(startup_s: dict[str, float], name: str) -> Iterator[None]:
 
 @contextmanager
 def _memory_error_as_advice(num_pages: int) -> Iterator[None]:
-    """Turns an allocation failure into what the user can lower."""
+    """Turns an allocation failure into an error that names the settings to lower."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""What the cache did for requests and how its copies ended, counted for whoever watches the worker."""
+"""Counts of the cache for observers of the worker: hits and misses of requests, and the ends of copies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hiserve.core.transfers import DEVICE_KINDS, CopyAck, CopyKind, PageCopy
 from hiserve.core.usage import CacheUse
 from hiserve.ipc.cache_stats import CacheStats, CopyStats, StoreStats
 
-PLACE_LOST = "place_lost"  # all bytes arrived, but what they belonged to had left the cache
+PLACE_LOST = "place_lost"  # all bytes arrived, but their pages had left the cache
 HOST_FULL = "host_full"
 STORE_BEHIND = "store_behind"
 
@@ -26,7 +26,7 @@ class _Ended:
 
 
 class CacheCounters:
-    """Adds to what the index counts what only the planner sees: requests, reasons, bytes.
+    """Adds the counts of the planner to those of the index: requests, reasons, bytes.
 
     Args:
         cache: Counts pages and copies.
@@ -70,10 +70,10 @@ class CacheCounters:
             ended.unfulfilled[ack.reason or PLACE_LOST] += num_lost
 
     def stats(self, store: StoreStats | None = None) -> CacheStats:
-        """Returns everything as of now.
+        """Returns all counts until now.
 
         Args:
-            store: What the store beyond the host counted, if there is one.
+            store: Counts of the store, if there is one.
         """
         index = self._cache.stats()
         prefetches = self._ended[CopyKind.PREFETCH]

@@ -1,4 +1,4 @@
-"""Measures at start what steps with drafts take, for the controller that chooses how many pay."""
+"""Measures at start the times of steps with drafts, for the controller that chooses their number."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ MAX_LONG_ROWS = 4  # on a CPU, where the time of stored tokens grows with each r
 
 @dataclass(frozen=True, slots=True)
 class _Seconds:
-    """What the parts of a step took."""
+    """Times of the parts of a step."""
 
     verify: float
     drafts: float
 
 
 class DraftTimer:
-    """Runs steps of rows that nobody has yet, on pages that nobody owns yet.
+    """Runs steps on free rows and free pages.
 
     Args:
         runners: With a proposer.
@@ -45,14 +45,14 @@ class DraftTimer:
         self._rows = rows
 
     def measure(self, tiers: Sequence[int], max_rows: int) -> StepCosts:
-        """Returns what steps take that verify, and propose, each of these numbers of drafts, ascending from 0.
+        """Returns the costs of steps that verify and propose each of these numbers of drafts, ascending from 0.
 
         Args:
             tiers: Numbers of drafts.
             max_rows: Rows of the largest batch.
 
         Raises:
-            ConfigError: Rows or the pool are shorter than what is measured.
+            ConfigError: Rows or the pool are too short to measure.
         """
         most, room = tiers[-1], min(self._rows.max_len, self._num_places())
         if room <= 2 * most + 2:
@@ -94,7 +94,7 @@ class DraftTimer:
     def _time_stored(
         self, sizes: NDArray[np.int64], num_draft: int, verify: FloatArray, follow: FloatArray
     ) -> _Seconds:
-        """Returns what each stored token of any row adds, given what batches (int64 ``[R]``) take with few of them."""
+        """Returns the time added by each stored token of any row, given the times of batches (int64 ``[R]``) with few of them."""
         beyond = 2 * num_draft + 2
         context = min(LONG_CONTEXT, self._rows.max_len - beyond, self._num_places() - beyond)
         at = int(np.searchsorted(sizes, MAX_LONG_ROWS, side="right")) - 1 if self._is_on_cpu else sizes.size - 1
@@ -108,7 +108,7 @@ class DraftTimer:
         return (self._rows.num_pages - 1) * self._rows.page_size
 
     def _time(self, num_rows: int, num_draft: int, num_propose: int, context: int = CONTEXT) -> _Seconds:
-        """Returns what a step and its drafts take of the device, and of the thread that launches them."""
+        """Returns the times of a step and of its drafts, on the device and in the thread that launches them."""
         repeats = CPU_REPEATS if self._is_on_cpu else REPEATS
         took = [self._once(num_rows, num_draft, num_propose, context) for _ in range(repeats + 1)][1:]
         return _Seconds(min(each.verify for each in took), min(each.drafts for each in took))
@@ -126,7 +126,7 @@ class DraftTimer:
         return _Seconds(middle - begin, end - middle)
 
     def _now(self) -> float:
-        """The time when everything launched is done; on a CPU only what this thread had of it, whoever else was busy."""
+        """Waits for the launched work and returns the time; on a CPU the time of this thread alone, whatever else runs."""
         if self._is_on_cpu:
             return time.thread_time()
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -137,7 +137,7 @@ class DraftTimer:
     def _plan(
         self, num_rows: int, num_draft: int, num_propose: int, context: int, *, is_over: bool = False
     ) -> BatchPlan:
-        """A step in which each row verifies drafts behind so many tokens; all rows share their pages, whatever these hold."""
+        """Returns a step in which each row verifies drafts after so many tokens; all rows share their pages."""
         rows = self._rows
         numbers = np.arange(1, num_rows + 1, dtype=np.int32)
         context = min(context, rows.max_len - 2 * num_draft - 2, self._num_places() - 2 * num_draft - 2)
@@ -168,7 +168,7 @@ class DraftTimer:
 
 
 def without_stalls(seconds: FloatArray) -> FloatArray:
-    """Lowers what took longer than more of the same did, of rows or drafts, along any axis: something was in its way."""
+    """Lowers each time to that of any larger batch or number of drafts: a stall had delayed it."""
     for axis in range(seconds.ndim):
         seconds = np.flip(np.minimum.accumulate(np.flip(seconds, axis), axis=axis), axis)
     return seconds

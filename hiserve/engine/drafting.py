@@ -1,4 +1,4 @@
-"""The number of drafts after each step, and what became of them."""
+"""The number of drafts after each step, and the counts of verified and accepted ones."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Executor:
     On CUDA a step is launched by the caller on a stream of the executor's, without a host sync, and a thread waits for
     the copy of its outcome. On CPU a step runs inside ``submit``, or, when ``threaded``, in one thread of its own.
 
-    A step for which memory runs out is given up, and says so in its result; any other exception is raised by it.
+    A step that runs out of memory is given up, with the fault in its result; any other exception is raised by it.
 
     Args:
         runners: Compute the steps.
@@ -75,7 +75,7 @@ class Executor:
                 assert self._thread is not None, f"step {plan.step_id} was launched without a thread to wait for it"
                 return self._thread.submit(_collect, plan, *launched)
             done.set_result(launched)
-        except Exception as error:  # noqa: BLE001 - the future carries it to whoever asks for the result
+        except Exception as error:  # noqa: BLE001 - the future raises it from ``result()``
             done.set_exception(error)
         return done
 
@@ -96,14 +96,14 @@ class Executor:
         return None if self._tier_transfers is None else self._tier_transfers.store_stats()
 
     def gate_counts(self) -> GateCounts:
-        """Returns the gate's verdicts until now: verdict -> reason -> steps."""
+        """Returns the gate's decisions until now: decision -> reason -> steps."""
         counts: GateCounts = {}
         for (action, reason), count in dict(self._verdicts).items():  # a copy: steps may run in another thread
             counts.setdefault(action.value, {})[reason.value] = count
         return counts
 
     def last_decision(self) -> tuple[int, str]:
-        """Returns the latest step that came to the gate, and its verdict in words; touches no device."""
+        """Returns the latest step that passed the gate, and the decision in words; touches no device."""
         step_id, decision = self._last
         if decision is None:
             return step_id, ""
@@ -133,7 +133,7 @@ class Executor:
         return self._contained(plan, self._compute)
 
     def _contained(self, plan: BatchPlan, work: Callable[[BatchPlan], T]) -> T | StepResult:
-        """Does a step; gives back what one took for which memory ran out. Its rows are to be admitted anew."""
+        """Does a step. If memory runs out, frees the memory of the step; its rows must be admitted anew."""
         self._is_replay = False
         try:
             return work(plan)
@@ -142,7 +142,7 @@ class Executor:
             if not kind:
                 raise
             fault = StepFault(kind, first_line(error), self._is_replay)
-        # The error is gone, and with it what its frames held. What was launched may still run: copies come after it.
+        # The error is gone, and with it the tensors of its frames. Launched work may still run: copies come after it.
         with self._on_stream():
             self._free_memory()
             self._step_done(plan)
@@ -165,7 +165,7 @@ class Executor:
             host.copy_(output.words, non_blocking=True)
             copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record()
-            self._finish(plan, launched_step)  # behind the copy: the host waits for no draft
+            self._finish(plan, launched_step)  # after the copy: the host waits for no draft
         return output, host, copied
 
     def _step(self, plan: BatchPlan) -> tuple[DeviceOutput, LaunchedStep | None]:
@@ -175,10 +175,10 @@ class Executor:
         return self._pass_gate(plan) if plan.rows.size else self._nothing()
 
     def _apply(self, plan: BatchPlan) -> None:
-        """Changes the rows; again if memory ran out for that: each change says what will be, not what is added.
+        """Applies the plan to the rows; again if memory ran out: each change is a final value, not an increment.
 
         Raises:
-            EngineError: Memory ran out twice. What the plan says would be lost.
+            EngineError: Memory ran out twice. The changes of the plan would be lost.
         """
         for is_last in (False, True):
             try:
@@ -192,10 +192,10 @@ class Executor:
             self._free_memory()
 
     def _order_copies(self, plan: BatchPlan) -> None:
-        """Starts what the plan copies between tiers.
+        """Starts the plan's copies between tiers.
 
         Raises:
-            EngineError: Memory ran out for that. Orders would be lost, and whoever waits for them would wait for ever.
+            EngineError: Memory ran out. Copies would be lost, and rows would wait for them without end.
         """
         if self._tier_transfers is None:
             assert not plan.copies, f"copy {plan.copies[0].op} with one tier"
@@ -217,12 +217,12 @@ class Executor:
                 yield
 
     def _free_memory(self) -> None:
-        """Returns what nobody holds to the device, where it may be joined to larger pieces."""
+        """Returns cached memory to the device, where it may be joined to larger pieces."""
         if self._stream is not None:
             torch.cuda.empty_cache()
 
     def _finish(self, plan: BatchPlan, launched_step: LaunchedStep | None) -> None:
-        """Drafts what follows; then all that the step writes to pages is on the stream."""
+        """Drafts; after that all writes of the step to pages are on the stream."""
         if launched_step is not None:
             self._runners.propose(plan, launched_step)
         self._step_done(plan)
@@ -233,7 +233,7 @@ class Executor:
             self._tier_transfers.forward_done(plan.step_id)
 
     def _pass_gate(self, plan: BatchPlan) -> tuple[DeviceOutput, LaunchedStep | None]:
-        """Does what the gate says to a step."""
+        """Asks the gate, and runs or defers the step."""
         runners, tier_transfers = self._runners, self._tier_transfers
         loads = PendingLoads() if tier_transfers is None else tier_transfers.loads
         decision = admit(plan, loads, runners.coverage, runners.facts(plan), has_moved=self._rows.has_moved)
@@ -250,7 +250,7 @@ class Executor:
         return launched_step.output, launched_step
 
     def _nothing(self, deferred: str = "") -> tuple[DeviceOutput, None]:
-        """The outcome of a plan of which nothing was computed."""
+        """The output of a plan without a forward."""
         return DeviceOutput(torch.empty(0, dtype=torch.int32, device=self._rows.device), 0, 0, deferred=deferred), None
 
 

@@ -126,7 +126,7 @@ class LoadCostModel:
         self._loads.add(num_tokens, seconds)
 
     def leave(self) -> None:
-        """A request computes what the host has."""
+        """Notes a request that computes pages of the host."""
         self._loads.leave()
 
     def end_fetch(self, num_tokens: int, seconds: float) -> None:
@@ -134,7 +134,7 @@ class LoadCostModel:
         self._fetches.add(num_tokens, seconds)
 
     def leave_fetch(self) -> None:
-        """A request computes what the store has."""
+        """Notes a request that computes pages of the store."""
         self._fetches.leave()
 
     def is_worth_loading(self, num_tokens: int, num_before: int) -> bool:

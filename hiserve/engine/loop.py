@@ -68,7 +68,7 @@ class EngineFacts:
     Attributes:
         max_running: Rows.
         max_len: Longest prompt plus output, in tokens.
-        num_pages: KV pages, the sink not counted.
+        num_pages: KV pages, the padding page not counted.
         page_size: Tokens per page.
         namespace: Base digest of everything that keeps caches apart but the tenant.
         startup_s: Seconds per start-up phase, in order.
@@ -163,10 +163,10 @@ class Engine:
         self._in_flight: deque[Future[StepResult]] = deque()
         self._timer = timer or StepTimer()
         self._is_consistent = True
-        self._publish()  # what a former process left
+        self._publish()  # pages of a former process
 
     def add(self, admit: Admit, tokens: Int32Array) -> None:
-        """Takes a request; tokens int32 ``[n]`` are its prompt, then what it generated before."""
+        """Takes a request; tokens int32 ``[n]`` are its prompt, then the tokens generated before."""
         tenant = admit.namespace if self._shares_prefixes else admit.namespace + b"%d" % admit.uid
         self._planner.add(
             Request(

@@ -43,10 +43,10 @@ def pick_scores(
 
     Args:
         plan: The step.
-        result: What came of it.
+        result: Its result.
         ok: bool ``[B]``. Rows of the plan whose result counts.
         counts: int32 ``[S]``. Tokens kept of each sampling row that counts.
-        state: The rows; their requests note which scores of their prompts are told.
+        state: The rows; their requests count the reported scores of their prompts.
     """
     packed: dict[int, bytes] = {}
     if result.prompt_scores is not None:
@@ -63,7 +63,7 @@ def pick_scores(
 
 
 def _pack_prompts(plan: BatchPlan, result: StepResult, ok: BoolArray, state: RowState) -> dict[int, bytes]:
-    """Packs scores of prompts; those told before the request lost its row were computed again, and are left out."""
+    """Packs scores of prompts; those reported before the request lost its row were computed again, and are left out."""
     assert result.prompt_scores is not None, f"step {plan.step_id} came without scores of its prompts"
     packed: dict[int, bytes] = {}
     ends = np.cumsum(plan.num_scored)
@@ -72,11 +72,11 @@ def _pack_prompts(plan: BatchPlan, result: StepResult, ok: BoolArray, state: Row
         request = state.request(row)
         num_top = request.sampling.prompt_logprobs
         start = int(plan.max_len[i] - plan.num_new[i])  # exact: nothing was drafted before the prompt ends
-        told = request.num_scored - start
+        num_reported = request.num_scored - start
         assert num_top is not None, f"request {request.uid} wants no scores of its prompt"
-        assert told >= 0, f"request {request.uid}: {request.num_scored} scores were told, {start} are due"
-        if told < num_scored:
-            begin = int(ends[i]) - num_scored + told
-            packed[row] = result.prompt_scores.pack(begin, num_top, num_scored - told)
+        assert num_reported >= 0, f"request {request.uid}: {request.num_scored} scores were reported, {start} are due"
+        if num_reported < num_scored:
+            begin = int(ends[i]) - num_scored + num_reported
+            packed[row] = result.prompt_scores.pack(begin, num_top, num_scored - num_reported)
             request.num_scored = start + num_scored
     return packed

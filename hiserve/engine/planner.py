@@ -294,7 +294,7 @@ class Planner:
         """Starts the rows whose loads arrive first, because no other row can run; their forward waits for the loads."""
         rows = self._host_loads.next_rows()  # later ones would delay them; the link is as busy meanwhile
         allocation = self._allocate(rows)
-        if not self._rows.grow(rows, allocation.num_new):  # stores, or drafts in flight, still hold what was promised
+        if not self._rows.grow(rows, allocation.num_new):  # offloads or drafts in flight still hold the promised pages
             rows, allocation = rows[:0], allocation.pick(rows[:0])
         rows, allocation = decode_first(rows, allocation)
         return rows, allocation, self._host_loads.start(rows)

@@ -118,7 +118,7 @@ def make_runners(
         model: The decoder.
         layers: The pool's views.
         rows: The permanent rows.
-        shape: What attention must know of the model.
+        shape: Of the model's attention.
         max_batched_tokens: Tokens of the largest step.
         widths: Tokens of each row, one of them known and the others drafts, for which whole steps are captured.
         canary: Checks what rows find in pages; it reads them on the host, so that nothing is captured with it.

@@ -42,7 +42,7 @@ IDLE_S = 1.0  # an idle worker checks this often on its threads: host memory mad
 
 
 class ReportSender:
-    """Sends at once what the scheduler takes at once; never blocks.
+    """Sends reports while the scheduler takes them, and merges them while it does not; never blocks.
 
     Args:
         channel: To the scheduler.
@@ -58,7 +58,7 @@ class ReportSender:
 
     @property
     def is_pending(self) -> bool:
-        """Whether something waits for the scheduler."""
+        """Whether a message waits for the scheduler."""
         return bool(self._answers) or self._late_stats is not None
 
     def answer(self, message: Ready | CacheFlushed | CacheInspected) -> None:
@@ -75,7 +75,7 @@ class ReportSender:
         self._late_stats = stats
 
     def flush(self) -> None:
-        """Sends what waits, as far as the scheduler takes it."""
+        """Sends waiting messages while the scheduler takes them."""
         while self._answers and self._channel.try_send(self._answers[0]):
             self._answers.popleft()
         if self._late_stats is not None and not self._answers and self._channel.is_writable:
@@ -186,7 +186,7 @@ def serve(endpoint: str, build: Callable[[Settings, int, int, StartupMeasurement
     Args:
         endpoint: Where the scheduler listens.
         build: Makes the engine, of a configuration, the descriptor of the host segment (-1 without one), the replica and
-            what the worker before it found out.
+            the measurements of the worker before it.
     """
     link, frames = meet_parent(endpoint, signal.SIGKILL)
     faulthandler.register(signal.SIGUSR1)  # a supervisor that finds it hanging asks where
@@ -194,7 +194,7 @@ def serve(endpoint: str, build: Callable[[Settings, int, int, StartupMeasurement
     log_to_stderr(configure.config)
     try:
         engine = build(configure.config, configure.host_fd, configure.replica, configure.findings)
-    except Exception as error:  # noqa: BLE001 - the scheduler is told, and the process ends
+    except Exception as error:  # noqa: BLE001 - the scheduler gets a report, and the process ends
         exit_with_error(link, configure.incarnation, error)
     try:
         WorkerService(engine, PollingChannel(link), configure.incarnation).run()
@@ -214,5 +214,5 @@ def _crash_snapshot_of(engine: Engine, replica: int) -> CrashSnapshot | None:
     try:
         return engine.crash_snapshot()
     except Exception:
-        logger.exception("worker %d cannot tell what it was at", replica)
+        logger.exception("worker %d cannot report its steps in flight", replica)
         return None

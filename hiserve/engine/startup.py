@@ -22,9 +22,9 @@ from hiserve.runners.gate import Action, Decision, Reason
 from hiserve.sampling.params import Drawing
 
 GIB = 1 << 30
-ENOUGH = 0.99  # of what was free before the first worker
+ENOUGH = 0.99  # of the memory that was free before the first worker
 MAX_WAIT_S = 30.0
-SETTLED_S = 2.0  # no more came for so long: somebody else has the rest
+SETTLED_S = 2.0  # without more free memory: another process has the rest
 PERIOD_S = 0.05
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
@@ -94,11 +94,11 @@ def warm_up_steps(
 ) -> int:
     """Runs small steps eagerly: rows of every width and of several, with drafts and without, few and longer ones.
 
-    Their rows have no pages: all that they store goes to the sink, and afterwards they have forgotten it, as such rows do.
+    Their rows have no pages: they write to the padding page, and forget their tokens afterwards.
 
     Args:
         runners: Of the device.
-        rows: Nobody has one yet; nobody has one afterwards.
+        rows: All free, before and afterwards.
         max_batched_tokens: Tokens of the largest step.
         num_draft: Drafts of a row, at most.
         most: Shapes of steps, the smallest ones first; None is all.
@@ -130,11 +130,11 @@ def compile_steps(
     """Compiles, side by side, the Triton kernels of small steps; graphs consist of the same ones.
 
     Where the first steps find all of theirs in Triton's cache, that is all: this machine has had such a start before. It
-    saves time, and no more: where it fails, that is told, and kernels are compiled one by one as they are launched.
+    only saves time: where it fails, a warning says so, and kernels are compiled one by one as they are launched.
 
     Args:
         runners: Of a CUDA device.
-        rows: Nobody has one yet; nobody has one afterwards.
+        rows: All free, before and afterwards.
         num_threads: For compilers.
         max_batched_tokens: Tokens of the largest step.
         num_draft: Drafts of a row, at most.
@@ -156,7 +156,7 @@ def compile_steps(
 
 
 def _steps(max_len: int, num_draft: int) -> Iterator[tuple[list[_WarmupRow], int]]:
-    """The rows of each step, and the drafts to propose behind it."""
+    """The rows of each step, and the drafts to propose after it."""
     for width in WIDTHS:
         yield [_WarmupRow(width)], num_draft
         yield [_WarmupRow(width), _WarmupRow(1)], 0
@@ -172,13 +172,13 @@ def _steps(max_len: int, num_draft: int) -> Iterator[tuple[list[_WarmupRow], int
 def plan_without_pages(
     known: Int32Array, num_draft: Int32Array, max_len: Int32Array, num_propose: int, sampling: SamplingParams
 ) -> BatchPlan:
-    """A step of rows that are admitted with it and have no pages: what they store goes to the sink.
+    """Returns a step of rows that are admitted with it and have no pages: they write to the padding page.
 
     Args:
         known: int32 ``[B]``. Tokens of each row, all of which it computes.
-        num_draft: int32 ``[B]``. Drafts to verify behind them.
+        num_draft: int32 ``[B]``. Drafts to verify after them.
         max_len: int32 ``[B]``. Upper bounds of the rows' lengths.
-        num_propose: Drafts to propose behind the step.
+        num_propose: Drafts to propose after the step.
         sampling: Of all rows.
     """
     numbers = np.arange(1, known.size + 1, dtype=np.int32)
@@ -231,17 +231,17 @@ def profile_steps(
 ) -> dict[str, int]:
     """Runs the largest prefill step and the largest decode step eagerly; returns the bytes that each took, by name.
 
-    With drafts the largest step that verifies them, too, and what drafts behind each.
+    With drafts, also the largest step that verifies them, and the proposer after each step.
 
-    Their rows have no pages: all that they store goes to the sink, and afterwards they have forgotten it, as such rows do.
+    Their rows have no pages: they write to the padding page, and forget their tokens afterwards.
 
     Args:
         runners: Of the device.
-        rows: Nobody has one yet; nobody has one afterwards.
+        rows: All free, before and afterwards.
         meter: Of the device.
         max_batched_tokens: Tokens of the largest step.
         num_draft: Drafts of a row, at most.
-        budget_bytes: What was planned for a step; a step that takes more is told as a warning.
+        budget_bytes: Planned for a step; a step that takes more logs a warning.
 
     Raises:
         ResourceError: A step found no memory.
@@ -268,7 +268,7 @@ def profile_steps(
             peaks[name] / GIB,
             budget_bytes / GIB,
         )
-    meter.begin()  # what is cached belongs to the stream of this thread, and steps run on another
+    meter.begin()  # cached memory belongs to the stream of this thread, and steps run on another
     return peaks
 
 

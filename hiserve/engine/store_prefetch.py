@@ -17,27 +17,27 @@ MAX_WAIT_S = 60.0  # of a request that waits for the store to the end
 MAX_LOOKUPS = 64  # without an answer
 MAX_PREFETCHES = 8  # under way
 FIRST_PAGES_S = 5.0  # after the start: a host that has no page ready by then has no memory
-MAX_PAGES = 256  # of one prefetch: a longer prefix comes in pieces, so that what is there can be used
+MAX_PAGES = 256  # of one prefetch: a longer prefix comes in parts, which can be used as they arrive
 TOO_LATE = "too_late"  # a reason, beside those of ``cache_stats``
-STALL_S = 5.0  # at the end, whoever waits for uploads gives a store up that has answered nothing for so long
-PATIENCE_S = 2.0  # orders older than this are no work: whoever is idle stops polling for them
+STALL_S = 5.0  # at the end, uploads to a store that has not answered for so long are given up
+PATIENCE_S = 2.0  # copies older than this are no work: an idle worker stops polling for them
 
 
 @dataclass(slots=True, eq=False)
 class _PrefetchRequest:
-    """What a waiting request hopes for.
+    """The part of a waiting request's prompt that the store may have.
 
     Attributes:
         request: Whose prompt.
         since: When it came.
         num_cached: Pages of the prompt that were here then.
         digests: Of the pages after those that the store was asked for.
-        end: Pages of the prompt up to the end of what the store has; 0 until it has said so.
-        has_answer: The store has said so.
+        end: Pages of the prompt up to the end of the stored ones; 0 until the store has answered.
+        has_answer: The store has answered.
         op: The prefetch that it waits for, its own or another request's; 0 without one.
         num_arrived: Pages after ``num_cached`` that came while it waited.
         is_late: It has waited long enough.
-        is_over: It hopes for nothing more.
+        is_over: It waits for nothing more.
     """
 
     request: Request
@@ -62,14 +62,14 @@ class _PendingCopy:
 
 
 class StorePrefetcher:
-    """Asks the store for what the cache lacks of waiting requests, fetches it, and uploads what is new.
+    """Looks up the missing pages of waiting requests in the store, fetches them, and uploads new pages.
 
-    A store that does not answer in time is asked nothing more until it does: its silence costs hits, and one wait.
+    After a late answer the store gets no lookup until it answers: it costs hits, and one wait.
 
     Args:
         cache: Decides where pages go; keeps those that are uploaded.
-        cache_counters: Is told how copies ended.
-        costs: Says what the store can bring in time; is told how long prefetches took.
+        cache_counters: Counts the copies.
+        costs: Estimates the pages that arrive in time, from the times of prefetches.
         policy: How long a request waits; None without a store.
         timeout_s: Longest, where ``policy`` is ``timeout``.
         clock: Monotonic seconds.
@@ -115,7 +115,7 @@ class StorePrefetcher:
         return self._clock() - max(oldest_s, self._answered_s) < STALL_S
 
     def add(self, request: Request) -> None:
-        """A request began to wait: the store is to be asked for what the cache lacks of it."""
+        """Notes a waiting request; the store will be asked for its missing pages."""
         if not self._has_store:
             return
         num_cached, digests = self._cache.missing(request.tenant, request.prefix_key)
@@ -129,7 +129,7 @@ class StorePrefetcher:
             self._to_ask[request.uid] = wanted
 
     def is_awaited(self, request: Request) -> bool:
-        """Whether a request is to be passed over, because its prefix may come from the store still."""
+        """Whether a request waits because its prefix may still come from the store."""
         wanted = self._wants.get(request.uid)
         if wanted is None or wanted.is_over:
             return False
@@ -154,13 +154,13 @@ class StorePrefetcher:
         return wanted is not None and (not wanted.has_answer or num_tokens < wanted.end * self._cache.page_size)
 
     def drop(self, uid: int) -> None:
-        """A request waits no more: it was admitted or aborted."""
+        """Forgets a request that was admitted or aborted."""
         wanted = self._wants.pop(uid, None)
         if wanted is not None and not wanted.is_over:
             self._give_up(wanted, TOO_LATE)
 
     def take(self) -> tuple[tuple[StoreLookup, ...], tuple[PageCopy, ...]]:
-        """Returns the questions and copies to be sent with the next plan."""
+        """Returns the lookups and copies for the next plan."""
         lookups: list[StoreLookup] = []
         while self._to_ask and len(self._asked) < MAX_LOOKUPS:
             uid = next(iter(self._to_ask))
@@ -172,7 +172,7 @@ class StorePrefetcher:
         return tuple(lookups), (*copies, *self._begin_fetches())
 
     def found(self, answers: Sequence[tuple[int, int]]) -> None:
-        """Takes in how many of the pages that it was asked for the store has: (uid, pages) of requests."""
+        """Takes the answers of lookups: (uid, pages) that the store has."""
         for uid, num_pages in answers:
             wanted = self._asked.pop(uid)
             wanted.end, wanted.has_answer = wanted.num_cached + num_pages, True
@@ -181,7 +181,7 @@ class StorePrefetcher:
             wanted.is_over |= not num_pages
 
     def complete(self, acks: Sequence[CopyAck]) -> list[CopyAck]:
-        """Takes in how copies ended; returns those that were not ordered here."""
+        """Completes copies; returns those that were not begun here."""
         others: list[CopyAck] = []
         for ack in acks:
             order = self._open.pop(ack.op, None)
@@ -207,7 +207,7 @@ class StorePrefetcher:
                 wanted.is_over |= wanted is order.wanted and not ack.is_ok
 
     def _is_behind(self) -> bool:
-        """Whether the store owes an answer that came too late for whoever waited."""
+        """Whether an answer of the store is out that is too late for its request."""
         wants = [*self._asked.values(), *(order.wanted for order in self._open.values())]
         return any(wanted is not None and wanted.is_late for wanted in wants)
 
@@ -237,7 +237,7 @@ class StorePrefetcher:
     def _num_in_time(self, wanted: _PrefetchRequest, num_pages: int, num_before: int) -> tuple[int, str]:
         """Returns how many of the next pages of a request can come before it is let go, or none and why."""
         if not self._max_wait_s:
-            return num_pages, ""  # nobody waits
+            return num_pages, ""  # no request waits
         page_size = self._cache.page_size
         wait_s = wanted.since + self._max_wait_s - self._clock()
         num_tokens = self._costs.num_in_time(num_pages * page_size, num_before * page_size, wait_s)
@@ -284,7 +284,7 @@ class StorePrefetcher:
         return num_here
 
     def _give_up(self, wanted: _PrefetchRequest, reason: str) -> None:
-        """Drops what is on its way for nobody but this request, and counts what is not even that."""
+        """Aborts a prefetch for this request alone, and counts the pages that were not begun."""
         wanted.is_over = True
         self._to_ask.pop(wanted.request.uid, None)
         op, wanted.op = wanted.op, 0

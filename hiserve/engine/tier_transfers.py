@@ -25,15 +25,15 @@ logger = logging.getLogger(__name__)
 
 TOUCH_TIMEOUT_S = 600.0
 MAX_FAILED = 1024  # loads whose failure is remembered: more than plans can be submitted that still wait for one
-# The one table that turns a device into its engine: module and class. Those of CUDA need Triton.
+# The transfer engine of each device: module and class. That of CUDA needs Triton.
 _ENGINES = {
     "cpu": ("hiserve.cache.storage.transfer", "ThreadTransfers"),
     "cuda": ("hiserve.cache.storage.cuda_transfer", "CudaTransfers"),
 }
-# Stores give way to everything else: what waits beyond this is dropped, and counted. Between the least and the most it is
-# a share of the device pool: pages on their way to the host are locked until they are there, so that this bounds what
-# eviction cannot have. The most holds what a few steps of prompts write, 0.94 GB each on an H200 with a model of 0.6B; the
-# least has room for a long order where the pool is small.
+# Offloads yield to all other copies: those queued beyond this are dropped, and counted. Between the least and the most it
+# is a share of the device pool: pages that are being offloaded are locked, so that this bounds the pages that eviction
+# cannot take. The most holds the output of a few prefill steps, 0.94 GB each on an H200 with a model of 0.6B; the least
+# has room for a long copy where the pool is small.
 _LEAST_QUEUED_STORE_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 _MAX_QUEUED_STORE_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
 _QUEUED_SHARE = 8  # one in so many bytes of the pool
@@ -96,7 +96,7 @@ class TierTransfers:
         transfers: Copies pages between device and host.
         host: Where pages lie on the host.
         beyond: Copies pages between the host and a store, if there is one.
-        linger_s: How long ``close`` may wait until the host pages have their checksums: none is adopted without.
+        linger_s: Seconds that ``close`` may wait for checksums of host pages: a page without one is not recovered.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class TierTransfers:
         return PendingLoads(self._open_loads, self._failed_loads, self._last_load)
 
     def start(self, plan: BatchPlan) -> None:
-        """Forgets the host pages that a plan gives back, then starts its copies. Pinning leaves the device to the step."""
+        """Frees the host pages that a plan releases, then starts its copies. Pinning yields to the step."""
         self._host.prefault.throttle.step()
         if plan.host_release.size:
             self._host.free(plan.host_release)
@@ -139,7 +139,7 @@ class TierTransfers:
             self._beyond.look_up(lookup)
 
     def wait(self, loads: tuple[int, ...], layer: int | None = None) -> None:
-        """Lets what is launched next wait for loads that were started, or for their part of one layer."""
+        """Makes the next launch wait for loads that were started, or for their part of one layer."""
         for op in loads:
             self._transfers.wait(op, layer)
 
@@ -153,7 +153,7 @@ class TierTransfers:
             self._transfers.launch_ends()
 
     def forward_done(self, step_id: int) -> None:
-        """Tells that the step's forward is done, or, on a stream device, was launched."""
+        """Notes that the step's forward is done, or, on a stream device, was launched."""
         self._transfers.forward_done(step_id)
 
     def take_acks(self, wait_s: float) -> list[CopyAck]:
@@ -181,7 +181,7 @@ class TierTransfers:
         self._beyond.clear()
 
     def close(self) -> None:
-        """Ends the copies and gives everything back."""
+        """Ends the copies and frees all resources."""
         self._transfers.close()
         if self._beyond is not None:
             self._beyond.close()
