@@ -15,6 +15,7 @@ from hiserve.kernels.launch import await_previous, early_launch, start_next
 from hiserve.kernels.ngram_search import draft_ngrams
 from hiserve.kernels.reference import SINK_PAGE
 from hiserve.kernels.step_ops import RowTensors
+from hiserve.kernels.step_triton import put_tokens
 
 __all__ = ["draft_hidden_states", "draft_inputs", "draft_ngrams", "draft_window", "keep_hidden_states", "note_drafted"]
 
@@ -147,7 +148,7 @@ def _check_hidden_states(step: StepHiddenStates) -> Tensor:
 # Most of these are views of one upload or of a batch, so alignment varies: do not compile a variant for each.
 _VARYING = [
     *("rows", "first", "num", "legal", "token_rows", "offsets", "qo_indptr", "table"),
-    *("kv_lens", "input_ids", "places", "slots", "num_rows", "num_tokens", "table_stride", "width"),
+    *("kv_lens", "input_ids", "positions", "slots", "num_rows", "num_tokens", "table_stride", "width"),
 ]
 
 
@@ -166,7 +167,7 @@ def _draft_inputs(  # type: ignore[no-untyped-def]
     kv_lens,
     table,
     input_ids,
-    places,
+    positions,
     slots,
     num_rows,
     num_tokens,
@@ -209,9 +210,7 @@ def _draft_inputs(  # type: ignore[no-untyped-def]
         flat_token = token_row * num_entries + place // PAGE_SIZE
         token_page = _own_page(page_table, entry_owner, page_owner, flat_token, may_read, num_pages, SINK)
         input_id = tl.load(tokens + token_row * row_len + tl.minimum(place, row_len - 1), mask=mask, other=0)
-        tl.store(input_ids + token, input_id, mask=mask)
-        tl.store(places + token, place, mask=mask)
-        tl.store(slots + token, token_page.to(tl.int64) * PAGE_SIZE + place % PAGE_SIZE, mask=mask)
+        put_tokens(token, mask, input_id, place, token_page, input_ids, positions, slots, PAGE_SIZE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -224,7 +224,24 @@ def _place_tokens(  # type: ignore[no-untyped-def]
     position = first + tl.load(offsets + token, mask=mask, other=0)
     is_legal = tl.load(legal + number, mask=mask, other=0) != 0
     page = tl.load(page_table + row * num_entries + position // PAGE_SIZE, mask=mask & is_legal, other=SINK)
-    tl.store(input_ids + token, tl.load(tokens + row * capacity + position, mask=mask, other=0), mask=mask)
+    input_id = tl.load(tokens + row * capacity + position, mask=mask, other=0)
+    put_tokens(token, mask, input_id, position, page, input_ids, positions, slots, PAGE_SIZE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def put_tokens(  # type: ignore[no-untyped-def]
+    token,
+    mask,
+    input_id,
+    position,
+    page,
+    input_ids,
+    positions,
+    slots,
+    PAGE_SIZE: tl.constexpr,  # noqa: N803
+):
+    """Stores a block of a forward's tokens: ids, positions, and slots by their pages."""
+    tl.store(input_ids + token, input_id, mask=mask)
     tl.store(positions + token, position, mask=mask)
     tl.store(slots + token, page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE, mask=mask)
 
