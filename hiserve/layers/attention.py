@@ -1,4 +1,4 @@
-"""The attention layer: project, rotate, store, attend; and project back."""
+"""The attention layer: projects, rotates, stores keys and values, attends."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ class SelfAttention:
         qk_weight: ``[num_heads + num_kv_heads, head_dim]``, of the norm of each query and key head before the
             rotation; None without one.
         eps: Of that norm.
-        head_dim: Elements per head.
-        ops: The device's operations.
     """
 
     layer: int
@@ -39,11 +37,11 @@ class SelfAttention:
     def __call__(
         self, x: Tensor, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV, attention: Attention
     ) -> Tensor:
-        """Returns ``[T, num_heads * head_dim]``, which ``out`` maps back, and stores the step's keys and values."""
+        """Stores the step's keys and values and attends. Returns ``[T, num_heads * head_dim]``, before ``out``."""
         q, k, v = self.store(x, inputs, rotation, kv)
         return attention.forward(q, k, v, kv, self.layer).flatten(1)
 
     def store(self, x: Tensor, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV) -> tuple[Tensor, Tensor, Tensor]:
-        """Stores keys and values, and returns them behind the queries, each ``[T, heads, head_dim]``."""
+        """Stores keys and values, and returns queries, keys and values, each ``[T, heads, head_dim]``."""
         qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)
         return self.ops.rotate_and_store(qkv, self.qk_weight, self.eps, rotation.cos, rotation.sin, kv, inputs.slots)

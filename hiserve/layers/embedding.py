@@ -10,11 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embedding:
-    """Looks up one vector per token.
-
-    Attributes:
-        weight: ``[vocab_size, hidden_size]``.
-    """
+    """Looks up one vector per token in ``weight``, ``[vocab_size, hidden_size]``."""
 
     weight: Tensor
 

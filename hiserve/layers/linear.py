@@ -16,8 +16,8 @@ class Linear:
 
     Args:
         weight: ``[out_features, in_features]``. Copied where packing makes products faster.
-        bias: ``[out_features]``, or None without one.
-        is_behind_attention: Whether it is an attention's output that is projected.
+        bias: ``[out_features]``, or None.
+        is_behind_attention: The input is an attention's output.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, is_behind_attention: bool = False) -> None:

@@ -17,7 +17,6 @@ class GatedMLP:
     Attributes:
         gate_up: Gate rows, then up rows: ``[2 * intermediate_size, hidden_size]``.
         down: ``[hidden_size, intermediate_size]``.
-        ops: The device's operations.
     """
 
     gate_up: Linear

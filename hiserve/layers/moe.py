@@ -12,20 +12,18 @@ from hiserve.kernels.ops import Ops
 from hiserve.layers.linear import Linear
 from hiserve.layers.mlp import GatedMLP
 
-# Maps x ``[T, hidden_size]``, shares ``[T, k]`` and the experts they belong to, int64 ``[T, k]``.
+# Maps x ``[T, hidden_size]``, shares ``[T, k]`` and their experts, int64 ``[T, k]``, to ``[T, hidden_size]``.
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MoE:
-    """Weighs the outputs of the experts that a router chooses for each token.
+    """Adds the outputs of the experts that a router chooses for each token, weighted by shares.
 
     Attributes:
         router: ``[num_experts, hidden_size]``.
-        experts: Computes and adds up.
         num_per_token: Experts that compute a token.
-        is_normalized: Their shares are scaled to sum to 1.
-        ops: The device's operations.
+        is_normalized: The shares of a token are scaled to sum to 1.
     """
 
     router: Linear
@@ -41,12 +39,11 @@ class MoE:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackedExperts:
-    """All experts at once: fixed shapes, nothing that waits for the device.
+    """All experts at once: fixed shapes, no wait for the device.
 
     Attributes:
         gate_up: ``[num_experts, 2 * intermediate_size, hidden_size]``.
         down: ``[num_experts, hidden_size, intermediate_size]``.
-        ops: The device's operations.
     """
 
     gate_up: Tensor
@@ -54,22 +51,17 @@ class StackedExperts:
     ops: Ops
 
     def __call__(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
-        """As ``Experts``."""
         return self.ops.mix_experts(x, shares, chosen, self.gate_up, self.down)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseExperts:
-    """Every expert computes its own tokens, for the CPU, where counting them costs nothing.
-
-    Attributes:
-        mlps: The experts.
-    """
+    """Every expert computes only its own tokens. For the CPU, where reading their number needs no synchronization."""
 
     mlps: Sequence[GatedMLP]
 
     def __call__(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
-        """As ``Experts``. A token's outputs are added in the order of its experts, whatever else is in the batch."""
+        """Adds a token's outputs in the order of its experts, so that the sum does not depend on the batch."""
         experts = chosen.flatten()
         order = experts.argsort(stable=True)
         counts = torch.bincount(experts, minlength=len(self.mlps)).tolist()

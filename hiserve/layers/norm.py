@@ -16,7 +16,6 @@ class RMSNorm:
     Attributes:
         weight: ``[n]``.
         eps: Added to the mean square.
-        ops: The device's operations.
     """
 
     weight: Tensor

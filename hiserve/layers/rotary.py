@@ -1,4 +1,4 @@
-"""Rotary position embedding: its angles, once a step for all layers."""
+"""Rotary position embedding: the angles of a step, computed once for all layers."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Rotation:
 class Rotary:
     """Angles ``position * frequency`` (Su et al., RoFormer, 2021).
 
-    Computed each step, not looked up: one launch, where a table for 131,072 positions would take 128 MiB.
+    They are computed in each step: one launch, where a table for 131,072 positions would take 128 MiB.
 
     Args:
-        frequencies: float32 ``[head_dim / 2]``, where positions will lie.
-        dtype: The model's; rotation happens in float32, or in float64 for a float64 model.
+        frequencies: float32 ``[head_dim / 2]``, on the device of the positions.
+        dtype: The model's; rotation is float32, or float64 for a float64 model.
         ops: The device's operations.
-        attention_factor: Cosines and sines are multiplied by it.
+        attention_factor: Factor of cosines and sines.
     """
 
     def __init__(self, frequencies: Tensor, dtype: torch.dtype, ops: Ops, attention_factor: float = 1.0) -> None:
