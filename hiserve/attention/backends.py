@@ -1,4 +1,4 @@
-"""Opens attention backends by name: the one table of what there is, and of what each can do."""
+"""The table of attention backends, their limits, and the choice among them."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ logger = logging.getLogger(__name__)
 
 
 class LaterAttention(Attention, Protocol):
-    """A backend whose kernels may still be compiled."""
+    """A backend whose kernels may still be compiling."""
 
     def is_ready(self) -> bool:
-        """Whether it may plan; loads the kernels when their compilers have ended. Not while a graph is captured."""
+        """Whether it may plan; loads the kernels once they are compiled. Not to be called during a graph capture."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Backend:
-    """Where a backend is, and its limits. Its class takes an ``AttentionShape``.
+    """The class of a backend, which takes an ``AttentionShape``, and its limits.
 
     Attributes:
-        module: Imported when it is opened.
+        module: Imported when the backend is opened.
         name: Of the class.
-        devices: Where it runs.
-        package: What must be installed beyond hiserve's own requirements.
-        head_dims: Those it knows; None is any.
-        dtypes: Likewise.
+        devices: Supported device types.
+        package: A package it needs beyond hiserve's own requirements.
+        head_dims: Supported sizes; None is any.
+        dtypes: Supported types; None is any.
         max_group: Most query heads of one KV head; None is any.
-        has_sinks: Scores that take part in the softmax and give nothing.
-        has_hidden_first: ``AttentionShape.hides_first``.
-        has_trees: ``ForwardInputs.tree_mask``.
-        has_device_lengths: It needs no lengths from the host: the class has ``needs_host_lengths`` False.
+        has_sinks: Supports ``AttentionShape.sinks``.
+        has_hidden_first: Supports ``AttentionShape.hides_first``.
+        has_trees: Supports ``ForwardInputs.tree_mask``.
+        has_device_lengths: Needs no lengths from the host: the class has ``needs_host_lengths`` False.
     """
 
     module: str
@@ -56,7 +56,7 @@ class _Backend:
     has_device_lengths: bool = True
 
     def refusal(self, shape: AttentionShape, device: torch.device, has_trees: bool) -> str | None:
-        """Returns why it cannot do what is asked, as the end of a sentence; None when it can."""
+        """Returns why it does not support these arguments, as the end of a sentence; None if it does."""
         if device.type not in self.devices:
             return f"does not run on {device.type}"
         if self.package is not None and importlib.util.find_spec(self.package) is None:
@@ -77,11 +77,11 @@ class _Backend:
         return f"has no {' and no '.join(lacks)}" if lacks else None
 
     def open(self, shape: AttentionShape) -> Attention:
-        """Imports its module and makes it."""
+        """Imports the module and creates the backend."""
         return cast("Attention", self._class(shape))
 
     def open_later(self, shape: AttentionShape) -> LaterAttention:
-        """As ``open``, without waiting for its compilers."""
+        """Like ``open``, without waiting for the compilers."""
         return cast("LaterAttention", self._class(shape, waits=False))
 
     @property
@@ -89,7 +89,7 @@ class _Backend:
         return getattr(importlib.import_module(self.module), self.name)
 
 
-# The first that can do what another cannot is the one that its error names.
+# In order of preference: the error of one backend names the first other one that supports the arguments.
 _BACKENDS = {
     "triton": _Backend(
         "hiserve.attention.triton",
@@ -130,18 +130,18 @@ def open_attention(
     has_trees: bool = False,
     is_serving: Callable[[], bool] | None = None,
 ) -> Attention:
-    """Imports and makes a backend.
+    """Creates a backend.
 
     Args:
         name: ``auto``, ``triton``, ``flashinfer``, ``cpu`` or ``reference``.
         shape: Of the model.
-        device: Where the pool lies.
+        device: Of the pool.
         has_trees: Steps may have tree masks.
-        is_serving: Whether steps are those of requests. Where it is given, ``auto`` waits for no compiler: from then on,
-            and when the compilers have ended, FlashInfer computes the prompts, which Triton computes before.
+        is_serving: Whether steps are those of requests. If given, ``auto`` does not wait for compilers: Triton computes
+            the prompts until FlashInfer is compiled and ``is_serving`` is true, then FlashInfer does.
 
     Raises:
-        ConfigError: It is not installed or cannot do what is asked; says which backend would do.
+        ConfigError: The backend is not installed or does not support the arguments; the message names one that does.
     """
     if name == "auto":
         return _open_fastest(shape, device, has_trees, is_serving)
@@ -157,16 +157,12 @@ def open_attention(
 
 
 def open_draft_attention(name: str, shape: AttentionShape, device: torch.device) -> Attention:
-    """Imports and makes the backend that drafts attend with: the model's, or the best there is if that cannot do it.
+    """Creates the backend of drafts: the model's, or the best one that reads lengths on the device.
 
-    Drafts need lengths that are read on the device, for how many were accepted is known only there. A backend that was
-    named for the model and cannot do this, or the head's shape, is no error: there is no other setting for drafts, no
-    token depends on what computes them, and to refuse would deny the model a backend that suits it. It is told once.
-
-    Args:
-        name: As the configuration names the model's.
-        shape: Of what drafts.
-        device: Where the pool lies.
+    Drafts need such a backend because only the device knows how many tokens were accepted. If the backend ``name``
+    lacks this, or does not support the head's shape, that is no error: there is no other setting for drafts, no token
+    depends on the backend of drafts, and an error would deny the model a backend that suits it. A warning is logged
+    once.
     """
     named = _BACKENDS.get(name)
     refusal = None if named is None else named.refusal(shape, device, False)
@@ -182,14 +178,17 @@ def open_draft_attention(name: str, shape: AttentionShape, device: torch.device)
 def _open_fastest(
     shape: AttentionShape, device: torch.device, has_trees: bool, is_serving: Callable[[], bool] | None
 ) -> Attention:
-    """Opens the fastest of those that fit, or of two of them each where it is fastest.
+    """Opens the fastest supported backend, or a pair of backends, each for the rows where it is faster.
 
-    Nothing is measured here. Rows that decode are Triton's, though its kernels are not the faster ones: on an H200
-    (``benchmarks/results/attention.json``, at 7fa9001) FlashInfer's took between 0.77 and 1.18 of their time, less in six of
-    eight shapes, and 0.72 where 8 rows verified 4 tokens. But FlashInfer makes a schedule on the host before each step, from
-    lengths that the host must know: with drafts no step could be planned ahead (``engine/build.py``), and rows that decode
-    beside prompts would have no graph (``ragged``). ``choices`` in that benchmark says what a schedule costs, shape by shape.
-    FlashInfer's kernels for Hopper compute prompts faster, in 0.73 to 0.91 of the time at each of the shapes measured.
+    The choice is fixed; nothing is measured here. Triton computes rows that decode, though its kernels are not the
+    faster
+    ones: on an H200 (``benchmarks/results/attention.json``, at 7fa9001) FlashInfer's took between 0.77 and 1.18 of
+        their
+    time, less in six of eight shapes, and 0.72 where 8 rows verified 4 tokens. But FlashInfer makes a schedule on the
+    host before each step, from host lengths: with drafts no step could be planned ahead (``engine/build.py``), and rows
+    that decode beside prompts would have no graph (``ragged``). ``choices`` in that benchmark has the cost of a
+    schedule for each shape. FlashInfer's kernels for Hopper compute prompts in 0.73 to 0.91 of Triton's time at each of
+    the shapes measured.
     """
     fits = fitting_backends(shape, device, has_trees=has_trees)
     fastest = _BACKENDS[fits[0]].open(shape)
@@ -208,13 +207,7 @@ def _open_fastest(
 
 
 def fitting_backends(shape: AttentionShape, device: torch.device, *, has_trees: bool = False) -> tuple[str, ...]:
-    """Returns those that are installed and can do what is asked, the best first; the reference always can.
-
-    Args:
-        shape: Of the model.
-        device: Where the pool lies.
-        has_trees: Steps may have tree masks.
-    """
+    """Returns the installed backends that support the arguments, best first; the reference always does."""
     fits = tuple(name for name, backend in _BACKENDS.items() if backend.refusal(shape, device, has_trees) is None)
     assert fits, f"no attention backend for {device}"
     return fits

@@ -1,4 +1,4 @@
-"""Compilers that run beside the engine: several at once, each in processes of its own, without the device."""
+"""Runs compilers beside the engine: several at once, each in its own processes, without the device."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ NICE = 10
 
 
 class Building:
-    """Runs builds, each in a thread of its own, from now on. A process that ends does not wait for them.
+    """Starts builds at once, each in a thread of its own. A process that ends does not wait for them.
 
-    Args:
-        builds: Each waits for a compiler. They use no device, and no two of them write the same files.
+    Each build waits for a compiler. Builds use no device, and no two of them write the same files.
     """
 
     def __init__(self, builds: Sequence[Callable[[], object]]) -> None:
@@ -26,14 +25,14 @@ class Building:
 
     @property
     def is_done(self) -> bool:
-        """Whether every build has ended, well or not."""
+        """Whether every build has ended, successfully or not."""
         return all(end.done() for end in self._ends)
 
     def wait(self) -> None:
         """Waits for every build.
 
         Raises:
-            Exception: Of the first, in their order, that failed.
+            Exception: Of the first failed build, in the order given.
         """
         wait(self._ends)
         for end in self._ends:
@@ -41,11 +40,11 @@ class Building:
 
 
 def _run(build: Callable[[], object], end: Future[None]) -> None:
-    with suppress(OSError):  # where it is not allowed, compilers are as important as the rest
+    with suppress(OSError):  # without permission the compilers keep the default priority
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # of this thread; its children inherit it
     try:
         build()
-    except Exception as error:  # noqa: BLE001 - the future carries it to whoever waits
+    except Exception as error:  # noqa: BLE001 - the future raises it in the caller of wait
         end.set_exception(error)
     else:
         end.set_result(None)

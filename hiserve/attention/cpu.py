@@ -1,4 +1,4 @@
-"""Attention for CPUs: one fused call a row, over a view of the pool where the row's pages are adjacent."""
+"""Attention for CPUs: one fused call per row, over a view of the pool where the row's pages are adjacent."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from hiserve.core.forward import ForwardInputs, LayerKV
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Seen:
-    """What a row's tokens see in layers of one window.
+    """The keys that a row's tokens see in layers of one window.
 
     Attributes:
-        first: Position of the first key that one of them sees.
-        mask: ``[num_new, kv_len - first]``, added to the scores; None where it hides nothing, or a prompt's future alone.
+        first: Position of the first key that any token sees.
+        mask: ``[num_new, kv_len - first]``, added to the scores; None where it would hide nothing, or only a prompt's
+            future.
     """
 
     first: int
@@ -35,8 +36,8 @@ class _CpuRow:
         start: First of its tokens.
         num_new: Its tokens.
         kv_len: Tokens it attends over.
-        first_slot: Where its keys begin, when its pages are adjacent.
-        pages: int64 ``[n]``, its pages in order, when they are not; else None.
+        first_slot: First slot of its keys, if its pages are adjacent.
+        pages: int64 ``[n]``, its pages in order, if they are not adjacent; else None.
         seen: By window.
     """
 
@@ -49,13 +50,10 @@ class _CpuRow:
 
 
 class CpuAttention:
-    """Reads the pool in place where it can.
+    """Reads the pool in place where pages are adjacent. Does not support sinks, hidden positions and tree masks.
 
     At 500 to 1,000 tokens of context a decode row over adjacent pages costs about half of a gather of
     its pages. A gather by runs of adjacent pages was measured no faster than by pages, so there is none.
-
-    Args:
-        shape: Of the model; without sinks and hidden positions.
     """
 
     needs_host_lengths = False
@@ -66,13 +64,13 @@ class CpuAttention:
         self._rows: list[_CpuRow] = []
 
     def captured(self, num_rows: int, width: int) -> None:
-        """Returns none: there are no graphs on a CPU."""
+        """Returns None: there are no graphs on a CPU."""
 
     def ragged(self) -> None:
-        """Likewise."""
+        """Returns None: there are no graphs on a CPU."""
 
     def plan(self, inputs: ForwardInputs) -> None:
-        """Decides for each row whether its keys are one stretch of the pool."""
+        """Decides for each row whether its keys are adjacent in the pool."""
         assert inputs.tree_mask is None, "the CPU backend has no tree masks"
         table = inputs.page_table.numpy()
         num_pages = -(-inputs.kv_lens.numpy() // self._page_size)
@@ -95,7 +93,7 @@ class CpuAttention:
             )
 
     def _seen(self, num_new: int, kv_len: int, window: int | None) -> _Seen:
-        reach = kv_len if window is None else min(window, kv_len)  # keys that a token sees, at most
+        reach = kv_len if window is None else min(window, kv_len)  # most keys that a token sees
         first = max(0, kv_len - num_new - reach + 1)
         if num_new == 1 or num_new == reach == kv_len:
             return _Seen(first, None)
@@ -104,7 +102,7 @@ class CpuAttention:
         return _Seen(first, hidden.triu(before + 1) + hidden.tril(before - reach))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
-        """Attends row by row; a row without a prefix reads ``k`` and ``v`` themselves."""
+        """Attends row by row; a row without a prefix reads ``k`` and ``v`` instead of the pool."""
         window = self._shape.window(layer)
         queries = _heads_first(q)
         new_keys, new_values = _heads_first(k), _heads_first(v)

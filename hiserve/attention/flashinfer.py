@@ -1,4 +1,4 @@
-"""Attention by FlashInfer: tokens to decode, whole prompts and chunks behind a prefix, each by the kernel made for it."""
+"""Attention by FlashInfer: decode, whole prompts and chunks after a prefix, each by its own kernel."""
 
 from __future__ import annotations
 
@@ -25,24 +25,22 @@ from hiserve.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _MAX_TILE = 128  # query vectors of one program
-_NUM_TURNS = 2  # schedules that may be on their way to the device
+_NUM_TURNS = 2  # schedules whose upload may be in flight
 # Tokens of a chunk up to which fa2 is faster than fa3, whose tile has 128 of one head; one of fa2's has those of all heads
-# of a KV head. On an H200, 32 chunks of 4 tokens behind 2,048 take 72 and 264 us, 4 chunks of 64 tokens 60 and 39 us.
+# of a KV head. On an H200, 32 chunks of 4 tokens after 2,048 take 72 and 264 us, 4 chunks of 64 tokens 60 and 39 us.
 _MAX_SHORT = 16
 
 
 class FlashInferAttention:
-    """Splits a batch by what its rows are, and gives each part to a kernel of FlashInfer's.
+    """Splits a batch by the kind of its rows, and computes each part with a kernel of FlashInfer's.
 
-    Rows of one token are decoded over their pages; rows without a prefix attend over their keys and values as these come
-    from the model; all others over their pages. Schedules are made on the host, hence from host lengths. Plans take
-    turns at two sets of schedules, and each waits until that of the last but one has been copied.
+    Rows of one token are decoded over their pages; rows without a prefix attend over the step's keys and values; all
+    others over their pages. Schedules are made on the host, hence from host lengths. Plans alternate between two sets
+    of schedules, and each waits until the upload of the set's previous schedule has ended.
 
-    Compiles its kernels when it is made, side by side, or finds them compiled: a minute the first time.
-
-    Args:
-        shape: Of the model; without sinks and hidden positions.
-        waits: For the compilers. Otherwise nothing may be planned before ``is_ready``.
+    The constructor compiles the kernels in parallel, which takes a minute the first time. With ``waits`` false it
+    returns at once, and ``plan`` may be called only after ``is_ready``. Sinks, hidden positions and tree masks are not
+    supported.
 
     Raises:
         ConfigError: The kernels cannot be compiled on this machine.
@@ -56,7 +54,7 @@ class FlashInferAttention:
         self._turns = [_BatchSchedule(shape, self._workspace) for _ in range(_NUM_TURNS)]
         self._num_plans = 0
         self._parts: list[_Part] = []
-        self._unlisted: ForwardInputs | None = None  # until the pages of its rows are listed
+        self._unlisted: ForwardInputs | None = None  # None once the pages of its rows are listed
         self._begin_s = time.perf_counter()
         self._is_loaded = self._is_broken = False
         with _advice():
@@ -70,7 +68,7 @@ class FlashInferAttention:
             self._load()
 
     def is_ready(self) -> bool:
-        """Whether it may plan. The first call after the compilers have ended loads what they made, in a second or so."""
+        """Whether it may plan. The first call after the compilers have ended loads the kernels, in about a second."""
         if not self._is_loaded and not self._is_broken and self._building.is_done:
             try:
                 self._load()
@@ -88,11 +86,11 @@ class FlashInferAttention:
         logger.info("flashinfer's kernels were there after %.0f s", time.perf_counter() - self._begin_s)
 
     def captured(self, num_rows: int, width: int) -> Attention:
-        """Returns a backend with buffers of its own."""
+        """Returns a backend with its own buffers."""
         return GraphAttention(self._shape, self._workspace, num_rows, width)
 
     def ragged(self) -> None:
-        """Returns none: what it launches depends on the lengths."""
+        """Returns None: its launches depend on the lengths."""
 
     def plan(self, inputs: ForwardInputs) -> None:
         """Schedules each part of the batch."""
@@ -124,7 +122,7 @@ class FlashInferAttention:
 
 @contextmanager
 def _advice() -> Iterator[None]:
-    """Turns what compilers say into what the user can do."""
+    """Converts errors of compilers to a ConfigError with a remedy."""
     try:
         yield
     except (RuntimeError, OSError) as error:
@@ -144,9 +142,9 @@ class _Part:
     """Rows of one kind, scheduled.
 
     Attributes:
-        rows: How they attend, by window.
-        tokens: Theirs: a slice, or int64 on the device where they are not adjacent.
-        pages: The list they read, if they read pages.
+        rows: Their kernels, by window.
+        tokens: Their tokens: a slice, or int64 on the device if they are not adjacent.
+        pages: The list of their pages, if they read pages.
     """
 
     rows: Mapping[int | None, RowGroup]
@@ -155,7 +153,7 @@ class _Part:
 
 
 class _BatchSchedule:
-    """Schedules for one batch, and the event that says when their pinned buffers may be written again."""
+    """Schedules for one batch, and the event after which their pinned buffers may be rewritten."""
 
     def __init__(self, shape: AttentionShape, workspace: Workspace) -> None:
         self._shape = shape
@@ -176,12 +174,7 @@ class _BatchSchedule:
         self.plan(q_lens, q_lens + np.array([0, 0, 1, 1], dtype=np.int32))
 
     def plan(self, q_lens: Int32Array, kv_lens: Int32Array) -> list[_Part]:
-        """Schedules a batch.
-
-        Args:
-            q_lens: ``[B]``, tokens of each row.
-            kv_lens: ``[B]``, tokens it attends over.
-        """
+        """Schedules a batch: ``q_lens`` ``[B]`` are tokens of each row, ``kv_lens`` ``[B]`` tokens it attends over."""
         self._copied.synchronize()
         is_one, is_prompt = q_lens == 1, q_lens == kv_lens
         is_chunk, is_short = ~is_prompt & ~is_one, q_lens <= _MAX_SHORT

@@ -1,7 +1,7 @@
-"""The calls of FlashInfer that we make: the one door to the library, whose arguments move between versions.
+"""All calls of FlashInfer, whose arguments change between versions.
 
 Each class schedules rows of one kind on the host, and then attends for them in every layer of one window. FlashInfer
-stages a schedule in one pinned buffer: it must have reached the device before the next is made.
+stages a schedule in one pinned buffer: its upload must end before the next schedule is made.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hiserve.attention.base import AttentionShape
 from hiserve.core.plan import Int32Array
 
 _MIN_TENSOR_CORE_GROUP = 4  # query heads of one KV head from which decoding is faster on tensor cores
-_GRAPH_SCHEDULE_BYTES = 1 << 20  # many times what the rows of a graph need; FlashInfer's own default is 8 MiB
+_GRAPH_SCHEDULE_BYTES = 1 << 20  # many times the need of a graph's rows; FlashInfer's default is 8 MiB
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,9 +65,9 @@ class GraphBuffers:
 
     Attributes:
         qo_indptr: ``[n + 1]``.
-        page_indptr: ``[n + 1]``. Filled by whoever has the graph.
-        last_page_len: ``[n]``. Likewise.
-        indices: As long as the lists of pages can become. Likewise.
+        page_indptr: ``[n + 1]``. Filled by the graph's owner, like the next two.
+        last_page_len: ``[n]``.
+        indices: As long as the lists of pages can become.
     """
 
     qo_indptr: Tensor
@@ -77,36 +77,30 @@ class GraphBuffers:
 
 
 class RowGroup(Protocol):
-    """Rows of one kind, of layers of one window."""
+    """Rows of one kind, in layers of one window."""
 
     def schedule(self, lengths: RowLengths, indices: Tensor) -> None:
-        """Makes the schedule and copies it to the device.
+        """Makes the schedule of rows of these lengths and copies it to the device.
 
-        Args:
-            lengths: Of the rows.
-            indices: int32, on the device: the list of their pages, which may be filled later.
+        ``indices`` is the list of their pages, int32 on the device; it may be filled later.
         """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pool: tuple[Tensor, Tensor], out: Tensor) -> None:
-        """Writes ``out``, like ``q`` ``[tokens of the rows, num_heads, head_dim]``.
+        """Writes ``out``, contiguous, like ``q`` ``[tokens of the rows, num_heads, head_dim]``.
 
-        Args:
-            q: Their queries.
-            k: Their keys.
-            v: Their values.
-            pool: ``[num_pages, page_size, num_kv_heads, head_dim]`` of keys, and of values.
-            out: Contiguous.
+        ``k`` and ``v`` are the rows' own; ``pool`` is ``[num_pages, page_size, num_kv_heads, head_dim]`` of keys, and
+        of values.
         """
 
 
 class DecodeRows:
-    """One token a row.
+    """Rows of one token.
 
     Args:
         shape: Of the model.
         window: Of the layers.
         partials: Zeroed memory for parts of rows.
-        buffers: Of the graph, if it is for one; its rows and addresses are then fixed.
+        buffers: Of a graph, which fixes the rows and addresses; None outside of graphs.
     """
 
     def __init__(
@@ -130,53 +124,41 @@ class DecodeRows:
         self._is_compiled = False
 
     def schedule(self, lengths: RowLengths, indices: Tensor) -> None:
-        """As ``RowGroup.schedule``."""
         indptr, last = pin(lengths.page_indptr), pin(lengths.last_page_len)
         if self._keeps_buffers and self._is_compiled:
-            # ``plan`` would look for the longest row in a Python loop: 0.6 ms for 256 rows.
+            # ``plan`` would search the longest row in a Python loop: 0.6 ms for 256 rows.
             fast_decode_plan(self._wrapper, indptr, indices, last, global_override_indptr_cpu=indptr, **self._arguments)
         else:
             self._wrapper.plan(indptr, indices, last, **self._arguments)
         self._is_compiled = True
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pool: tuple[Tensor, Tensor], out: Tensor) -> None:
-        """As ``RowGroup.attend``, over the pool."""
+        """Attends over the pool."""
         self._wrapper.run(q, pool, out=out)
 
 
 class PromptRows:
-    """Rows without a prefix: they read their keys and values as these come from the model.
-
-    Args:
-        shape: Of the model.
-        window: Of the layers.
-        partials: Zeroed memory for parts of rows.
-        backend: ``fa2`` or ``fa3``.
-    """
+    """Rows without a prefix, which read the step's keys and values. ``backend`` is ``fa2`` or ``fa3``."""
 
     def __init__(self, shape: AttentionShape, window: int | None, partials: Tensor, backend: str) -> None:
         self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(partials, "NHD", backend=backend)
         self._arguments = _of_model(shape, window) | {"head_dim_qk": shape.head_dim, "causal": True}
 
     def schedule(self, lengths: RowLengths, indices: Tensor) -> None:
-        """As ``RowGroup.schedule``; there are no pages."""
+        """Makes the schedule; there are no pages."""
         indptr = pin(lengths.qo_indptr)
         self._wrapper.plan(indptr, indptr, **self._arguments)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pool: tuple[Tensor, Tensor], out: Tensor) -> None:
-        """As ``RowGroup.attend``, over ``k`` and ``v``."""
+        """Attends over ``k`` and ``v``."""
         self._wrapper.run(q, k, v, out=out)
 
 
 class ChunkRows:
-    """Several tokens a row behind a prefix.
+    """Rows of several tokens after a prefix.
 
-    Args:
-        shape: Of the model.
-        window: Of the layers.
-        partials: Zeroed memory for parts of rows.
-        backend: ``fa2``, which makes one product of all heads of a KV head and all tokens of a row, or ``fa3``.
-        buffers: As in ``DecodeRows``.
+    ``backend`` is ``fa2``, which makes one product of all heads of a KV head and all tokens of a row, or ``fa3``; the
+    other arguments are those of ``DecodeRows``.
     """
 
     def __init__(
@@ -206,7 +188,6 @@ class ChunkRows:
         }
 
     def schedule(self, lengths: RowLengths, indices: Tensor) -> None:
-        """As ``RowGroup.schedule``."""
         self._wrapper.plan(
             pin(lengths.qo_indptr),
             pin(lengths.page_indptr),
@@ -217,19 +198,15 @@ class ChunkRows:
         )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pool: tuple[Tensor, Tensor], out: Tensor) -> None:
-        """As ``RowGroup.attend``, over the pool."""
+        """Attends over the pool."""
         self._wrapper.run(q, pool, out=out)
 
 
 def builds(shape: AttentionShape, prefill: str) -> list[Callable[[], None]]:
-    """Returns what compiles the libraries that a model's rows need and this machine never had, one each.
+    """Returns functions that compile the libraries that a model's rows need and this machine lacks, one each.
 
-    The arguments are those by which the schedules of this version ask for their libraries; one that is not built here
-    is compiled when it is first asked for.
-
-    Args:
-        shape: Of the model.
-        prefill: ``fa2`` or ``fa3``, for prompts and long chunks.
+    The arguments are those by which the schedules of this version look up their libraries; a library that is not built
+    here is compiled at its first use. ``prefill`` is ``fa2`` or ``fa3``, for prompts and long chunks.
     """
     specs = []
     for has_window in sorted({window is not None for window in shape.distinct_windows}):
@@ -254,7 +231,7 @@ def _uses_tensor_cores(shape: AttentionShape) -> bool:
 
 
 def _of_model(shape: AttentionShape, window: int | None) -> dict[str, Any]:
-    """What FlashInfer is told of the model. Its window counts the tokens before the query, ours the query too."""
+    """FlashInfer's arguments of the model. Its window counts the tokens before the query, ours also the query."""
     return {
         "num_qo_heads": shape.num_heads,
         "num_kv_heads": shape.num_kv_heads,
@@ -272,7 +249,7 @@ def _starts(counts: Int32Array) -> Int32Array:
 
 
 def pin(array: Int32Array) -> Tensor:
-    """Returns what can be read on the host, and copied to the device without a wait."""
+    """Returns pinned memory, so that an upload does not block."""
     return torch.from_numpy(array).pin_memory()
 
 

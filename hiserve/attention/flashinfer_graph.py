@@ -1,4 +1,4 @@
-"""FlashInfer in captured graphs, and what it shares with the steps that are not captured."""
+"""FlashInfer in captured graphs, and the memory shared with steps outside of graphs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,11 @@ from hiserve.kernels.page_lists import list_pages
 
 
 class Workspace:
-    """Memory that all schedules share, since their kernels run one after the other.
-
-    Args:
-        shape: Of the model.
-        device: A CUDA device.
+    """Memory that all schedules share, since their kernels run in sequence.
 
     Attributes:
-        device: Where it lies.
-        num_programs: How many programs FlashInfer splits rows among.
+        device: A CUDA device.
+        num_programs: Programs among which FlashInfer splits rows.
     """
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
@@ -36,11 +32,9 @@ class Workspace:
         self._indices = torch.empty(0, dtype=torch.int32, device=device)
 
     def partials(self, num_tiles: int, tile: int) -> Tensor:
-        """Returns memory for what programs that share a row leave for each other.
+        """Returns memory for intermediate results of programs that share a row.
 
-        Args:
-            num_tiles: Programs, times the query heads that each computes.
-            tile: Query vectors of one.
+        ``num_tiles`` counts programs times the query heads that each computes; ``tile`` is the query vectors of one.
         """
         num_bytes = 4 * num_tiles * tile * (self._shape.head_dim + 1) + 4096  # float32; a weight with each vector
         if self._partials.numel() < num_bytes:
@@ -56,11 +50,11 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageList:
-    """The pages of some rows, behind each other; all on the device.
+    """The concatenated pages of some rows; all on the device.
 
     Attributes:
         rows: int64 ``[n]``.
-        indptr: int32 ``[n + 1]``: where the pages of each row start.
+        indptr: int32 ``[n + 1]``: start of each row's pages.
         indices: int32, at least ``indptr[n]`` long.
         page_size: Tokens per page.
     """
@@ -76,15 +70,9 @@ class PageList:
 
 
 class GraphAttention:
-    """Rows of one width in a graph: addresses and grids stay, and a schedule is copied in before each replay.
+    """Rows of one width in a graph: addresses and grids are fixed, and a schedule is uploaded before each replay.
 
-    The graph itself lists the pages, from the tensors of the plan, which it may have filled just before.
-
-    Args:
-        shape: Of the model.
-        workspace: Shared with others.
-        num_rows: Rows of the graph.
-        width: Tokens of each row.
+    The graph itself lists the pages, because it may also fill the tensors of the plan that they are read from.
     """
 
     needs_host_lengths = True
@@ -105,12 +93,12 @@ class GraphAttention:
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def captured(self, num_rows: int, width: int) -> Attention:
-        """Returns itself: it is one."""
+        """Returns itself."""
         assert (num_rows, width) == (self._pages.rows.shape[0], self._width), f"{num_rows} rows of {width} tokens"
         return self
 
     def ragged(self) -> None:
-        """Returns none: its rows have one width."""
+        """Returns None: its rows have one width."""
 
     def plan(self, inputs: ForwardInputs) -> None:
         """Schedules the rows."""
@@ -128,7 +116,7 @@ class GraphAttention:
         self._copied.record()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
-        """Attends; the first layer lists the pages for all."""
+        """Attends; the first layer lists the pages for all layers."""
         assert self._inputs is not None, "forward before plan"
         if layer == 0:
             self._pages.fill(self._inputs)

@@ -1,4 +1,4 @@
-"""Two backends as one: the first computes rows that decode, the second the prompts after them."""
+"""Combines two backends: the first computes rows that decode, the second the prompts after them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hiserve.core.forward import ForwardInputs, LayerKV
 class PairedAttention:
     """Splits each batch after the last row that decodes.
 
-    While drafts of a row are in flight, the host knows only a bound of its length; of later rows it knows the exact length.
-    So ``prompts`` may plan with host lengths in steps that have drafts, too.
+    The host may know only a bound of the length of a row that decodes, while drafts of it are in flight; it knows the
+    lengths of the other rows. So ``prompts`` may plan with host lengths also in steps that have drafts.
 
     Args:
         decoding: For rows that decode, and for graphs.
         prompts: For the rows after them.
-        has_prompts: Whether ``prompts`` may plan; called at each plan until it returns True. Until then ``decoding`` computes
-            all rows. No graph holds launches of ``prompts``, so that the change happens between two steps.
+        has_prompts: Whether ``prompts`` may plan; called at each plan until it returns true. Until then ``decoding``
+            computes all rows. No graph contains launches of ``prompts``, so the change happens between two steps.
     """
 
     def __init__(self, decoding: Attention, prompts: Attention, has_prompts: Callable[[], bool] = lambda: True) -> None:
@@ -31,19 +31,19 @@ class PairedAttention:
         self._prompts = prompts
         self._num_tokens = 0  # of the rows that decode
         self._may_split = has_prompts
-        self._is_split = False  # once and for all
+        self._is_split = False  # never reset
         self._has_prompts = False
 
     def captured(self, num_rows: int, width: int) -> Attention | None:
-        """As the backend of rows that decode."""
+        """Returns the one of ``decoding``."""
         return self._decoding.captured(num_rows, width)
 
     def ragged(self) -> Attention | None:
-        """As the backend of rows that decode, which computes prompts too in such graphs."""
+        """Returns the one of ``decoding``, which also computes prompts in such graphs."""
         return self._decoding.ragged()
 
     def plan(self, inputs: ForwardInputs) -> None:
-        """Plans each part of the batch; a part that is the whole batch needs no launch."""
+        """Plans the parts that are not empty; a part that is the whole batch needs no launch."""
         num_rows, num_decode = len(inputs.q_lens), inputs.num_decode
         self._num_tokens = int(inputs.q_lens[:num_decode].sum())
         self._is_split = self._is_split or self._may_split()
@@ -71,7 +71,7 @@ class PairedAttention:
 
 
 def _cut(inputs: ForwardInputs, first: int, end: int) -> ForwardInputs:
-    """Returns some rows, of which all decode or none does, as a batch of their own."""
+    """Returns some rows, all of which decode or none does, as a batch."""
     start, stop = int(inputs.q_lens[:first].sum()), int(inputs.q_lens[:end].sum())
     bounds = inputs.kv_bounds[first:end]
     return replace(

@@ -1,4 +1,4 @@
-"""Attention in plain torch, by a padded gather through the page table: the oracle of every backend."""
+"""Attention in plain torch, by a padded gather through the page table: the reference of every backend's tests."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from hiserve.core.forward import ForwardInputs, LayerKV
 
 
 class ReferenceAttention:
-    """Runs on any device, eagerly, without a host sync; slow and plain on purpose.
-
-    Args:
-        shape: Of the model.
-    """
+    """Runs on any device, eagerly, without a host sync; not optimized."""
 
     needs_host_lengths = False
 
@@ -22,10 +18,10 @@ class ReferenceAttention:
         self._shape = shape
 
     def captured(self, num_rows: int, width: int) -> None:
-        """Returns none."""
+        """Returns None."""
 
     def ragged(self) -> None:
-        """Likewise."""
+        """Returns None."""
 
     def plan(self, inputs: ForwardInputs) -> None:
         """Lays out the padded batch: queries ``[B, Q]`` and keys ``[B, N]``."""
@@ -57,17 +53,17 @@ class ReferenceAttention:
         return attended if out is None else out.copy_(attended)
 
     def attend(self, q: Tensor, kv: LayerKV, layer: int) -> tuple[Tensor, Tensor]:
-        """As ``forward``, with the logarithm of the sum of exponentials.
+        """Like ``forward``, with the logarithm of the sum of exponentials.
 
         Returns:
             ``[T, num_heads, head_dim]``, and float32 or wider ``[T, num_heads]``: the sink included, -inf where a token
-            sees nothing.
+            sees no key.
         """
         wide = torch.promote_types(q.dtype, torch.float32)
         kv_heads = kv.k.shape[1]
         hidden = self._hidden_from(layer)
         grouped = self._pad(q.to(wide)).view(*self._padded, kv_heads, -1, q.shape[2])
-        # What nobody may see may hold NaN, and 0 * NaN is NaN: its scores are overwritten, its values blanked.
+        # Hidden slots may hold NaN, and 0 * NaN is NaN: their scores are overwritten, their values zeroed.
         values = kv.v[self._slots].to(wide).masked_fill_(hidden.all(1)[:, :, None, None], 0)
         scores = torch.einsum("bqhgd,bnhd->bhgqn", grouped, kv.k[self._slots].to(wide)) * self._shape.head_dim**-0.5
         scores.masked_fill_(hidden[:, None, None], -torch.inf)
@@ -79,7 +75,7 @@ class ReferenceAttention:
         return out[self._places].to(q.dtype), lse.permute(0, 3, 1, 2).flatten(2)[self._places]
 
     def _hidden_from(self, layer: int) -> Tensor:
-        """Which keys each query does not see: bool ``[B, Q, N]``; padding sees none."""
+        """The keys that each query does not see: bool ``[B, Q, N]``; padding sees none."""
         hidden = self._hidden
         if (window := self._shape.window(layer)) is not None:
             hidden = hidden | (self._keys <= self._positions[:, :, None] - window)

@@ -1,4 +1,4 @@
-"""Attention by our own Triton kernels: one for leading rows of few tokens each, one for the rows behind them."""
+"""Attention by our own Triton kernels: one for leading rows of few tokens each, one for the rows after them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _SMS_OF_THE_INTERPRETER = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Others:
-    """Rows behind those of few tokens.
+    """Rows after those of few tokens.
 
     Attributes:
         rows: Views of the step's; ``qo_indptr`` counts from the first token of the step.
-        has_fresh: There are rows that have no prefix.
-        has_prefixed: There may be rows that have one.
+        has_fresh: There are rows without a prefix.
+        has_prefixed: There may be rows with a prefix.
         num_parts: Parts the keys of each row are split into, in layers without a window.
     """
 
@@ -42,13 +42,10 @@ class _Others:
 
 
 class TritonAttention:
-    """Reads lengths on the device. What the host knows of them chooses kernels and how much is launched, no more.
+    """Reads lengths on the device. Host lengths only choose kernels and the size of launches.
 
-    The first layer of each window splits the rows of few tokens for the layers behind it. So a graph splits them anew
-    in each replay, by the lengths that its tensors hold then.
-
-    Args:
-        shape: Of the model.
+    The first layer of each window splits the rows of few tokens for the later layers. A graph therefore splits them
+    again in each replay, by the lengths in its tensors.
     """
 
     needs_host_lengths = False
@@ -65,12 +62,12 @@ class TritonAttention:
         self._schedules: dict[int | None, Schedule] = {}
 
     def captured(self, num_rows: int, width: int) -> Attention:
-        """Returns itself: for rows of one small width, launches depend on nothing but the arguments."""
+        """Returns itself: for rows of one small width, launches depend only on the arguments."""
         assert width <= MAX_TOKENS, f"{width} tokens a row"
         return self
 
     def ragged(self) -> Attention:
-        """Returns itself: bounds alone choose what is launched."""
+        """Returns itself: launches depend only on bounds."""
         return self
 
     def plan(self, inputs: ForwardInputs) -> None:
@@ -96,9 +93,9 @@ class TritonAttention:
             )
 
     def _count_short(self, q_lens: Int32Array) -> int:
-        """How many leading rows have so few tokens that one program has all queries of a KV head; or more, all alike.
+        """Counts the leading rows whose queries of a KV head fit one program; or all rows, if all are of one length.
 
-        The kernel for the others so is only compiled for rows of many tokens.
+        The kernel for the other rows is thus only compiled for rows of many tokens.
         """
         is_long = q_lens > MAX_QUERIES * self._shape.num_kv_heads // self._shape.num_heads
         if is_long[0]:
