@@ -1,4 +1,4 @@
-"""What one sampling call needs beside the logits of its S rows: parameters of the rows that need them."""
+"""Inputs of a sampling call besides the logits of its S rows: parameters of the rows that need them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ MAX_FEW = 64  # a top-k up to here needs no sort of the vocabulary
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Subset:
-    """Some rows of a batch. Work is done for them alone, so that no row's arithmetic depends on another's wishes.
+    """Some rows of a batch. Only they are computed: a row's arithmetic does not depend on the others' parameters.
 
-    Attributes:
-        index: int64 ``[n]``, ascending; None for all rows.
+    ``index`` is int64 ``[n]``, ascending; None for all rows.
     """
 
     index: Tensor | None
@@ -30,12 +29,12 @@ class Subset:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Biases:
-    """Rows to whose logits something is added.
+    """Rows with logit biases.
 
     Attributes:
         subset: n of the batch's rows.
         tokens: int64 ``[n, W]``. Padded with token 0.
-        values: float64 ``[n, W]``. Added to their logits: 0 for padding, -inf for what cannot be chosen.
+        values: float64 ``[n, W]``. Added to their logits: 0 for padding, -inf for tokens that may not be chosen.
     """
 
     subset: Subset
@@ -45,14 +44,14 @@ class Biases:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Penalties:
-    """Rows whose logits depend on the tokens before.
+    """Rows with penalties for earlier tokens.
 
     Attributes:
         subset: n of the batch's rows.
         repetition: float64 ``[n]``; 1 is none.
         presence: float64 ``[n]``; 0 is none.
         frequency: float64 ``[n]``; 0 is none.
-        tokens: int64 ``[n, L]``. Each row's tokens; those from ``position`` on mean nothing.
+        tokens: int64 ``[n, L]``. Each row's tokens; meaningless from ``position`` on.
         num_prompt: int64 ``[n]``. Leading tokens that are the prompt.
         position: int64 ``[n]``. Position of the token to draw; tokens before it are known.
     """
@@ -68,7 +67,7 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draws:
-    """Rows that draw at random, all with the same steps.
+    """Rows that draw at random by the same operations.
 
     Attributes:
         subset: n of the batch's rows.
@@ -93,11 +92,11 @@ class Draws:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingBatch:
-    """Who needs what; None when nobody does. A row that draws stands in one of the last three, a greedy one in none.
+    """The subsets of a batch, None where empty. A row that draws is in one of the last three, a greedy one in none.
 
     Attributes:
-        biases: What is added to logits.
-        penalties: What tokens before do to logits.
+        biases: Rows with biases.
+        penalties: Rows with penalties.
         free: Draws from all tokens.
         few: Draws with a top-k of at most ``MAX_FEW``.
         filtered: Draws with another top-k or a top-p.

@@ -1,4 +1,4 @@
-"""Sampling parameters of every permanent row on the device; what each row needs, on the host."""
+"""Sampling parameters of every permanent row: values on the device, flags of their use on the host."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hiserve.core.request import MAX_BIASES, MAX_STOP_TOKENS, SamplingParams
 from hiserve.core.upload import upload
 from hiserve.sampling.batch import MAX_FEW, Biases, Draws, Penalties, SamplingBatch, Subset
 
-# What a row may need, as bits.
+# Features that a row uses, as bits.
 _BIAS, _PENALTY, _FREE, _FEW, _FILTERED, _MIN_P = (1 << bit for bit in range(6))
 
 
 class Drawing(Enum):
-    """How the tokens of some rows are drawn: the simplest way that is right for all of them."""
+    """The simplest correct method to draw the tokens of some rows."""
 
     GREEDY = "greedy"  # the likeliest token of unchanged logits
     FREE = "free"  # that, or a draw from all tokens
@@ -29,14 +29,9 @@ class Drawing(Enum):
 
 
 class SamplingRows:
-    """Parameters of every permanent row.
+    """Parameters of every permanent row; ``num_rows`` includes the padding row.
 
-    A row's biases are read only while its tenant has some, so they need no clearing.
-
-    Args:
-        num_rows: Rows, the padding row included.
-        device: ``cpu`` or ``cuda``.
-        eos_token_ids: Tokens that end a reply.
+    A row's biases are read only while its flag is set, so they need no clearing.
     """
 
     def __init__(self, num_rows: int, device: torch.device, eos_token_ids: Sequence[int] = ()) -> None:
@@ -46,7 +41,7 @@ class SamplingRows:
         self._floats = torch.zeros((num_rows, 6), dtype=torch.float64, device=device)
         # Top-k, seed, choice, prompt tokens, first position where an end token may stand.
         self._ints = torch.zeros((num_rows, 5), dtype=torch.int64, device=device)
-        # Biases first, end tokens behind them.
+        # Biases first, then end tokens.
         width = MAX_BIASES + MAX_STOP_TOKENS + len(self._eos_token_ids)
         self._bias_tokens = torch.zeros((num_rows, width), dtype=torch.int64, device=device)
         self._bias_values = torch.zeros((num_rows, width), dtype=torch.float64, device=device)
@@ -93,30 +88,30 @@ class SamplingRows:
         self._bias_values.index_copy_(0, on_device, new_values)
 
     def drawing(self, host_rows: Int32Array) -> Drawing:
-        """Returns how the tokens of these rows are drawn."""
+        """Returns the method for these rows."""
         needs = int(np.bitwise_or.reduce(self._needs[host_rows], initial=0))
         if not needs:
             return Drawing.GREEDY
         return Drawing.FREE if needs == _FREE else Drawing.ANY
 
     def free_draws(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns temperature, float64, 0 where the likeliest token is taken, seed and choice of some rows, int64 ``[S]``."""
+        """Returns temperature (float64, 0 for the likeliest token), seed and choice (int64) of some rows, each ``[S]``."""
         ints = self._ints.index_select(0, rows)
         return self._floats[:, 0].index_select(0, rows), ints[:, 1].contiguous(), ints[:, 2].contiguous()
 
     def num_top(self, host_rows: Int32Array) -> int | None:
-        """Likeliest tokens to tell of for each sampled token: the most any of the rows wants; None if none does."""
+        """Returns the most likeliest tokens that any of the rows reports per sampled token; None if none does."""
         return _most(self._num_top[host_rows])
 
     def num_prompt_top(self, host_rows: Int32Array) -> int | None:
-        """Likewise for the tokens of the rows' prompts."""
+        """Returns the most likeliest tokens that any of the rows reports per prompt token; None if none does."""
         return _most(self._num_prompt_top[host_rows])
 
     def gather(self, host_rows: Int32Array, rows: Tensor, position: Tensor, tokens: Tensor) -> SamplingBatch:
-        """Returns what the S entries of a batch need.
+        """Returns the sampling inputs of the S entries of a batch.
 
         Args:
-            host_rows: int32 ``[S]``, on the host. A row may stand here several times, at several positions.
+            host_rows: int32 ``[S]``, on the host. A row may occur several times, at several positions.
             rows: The same rows on the device, int64.
             position: int64 ``[S]``. Absolute position of the token that each entry draws.
             tokens: int32 ``[R, L]``. Tokens of all permanent rows, valid up to each ``position``.
@@ -175,12 +170,9 @@ def _penalties(
 
 
 def _subsets(needs: NDArray[np.uint8], bits: Sequence[int], device: torch.device) -> list[Subset | None]:
-    """Finds who has each bit, None for nobody. Only an index of some but not all goes to the device.
+    """Returns the rows of each bit, None where there are none.
 
-    Args:
-        needs: uint8 ``[S]``.
-        bits: What to look for.
-        device: Where the indices go, in one copy.
+    ``needs`` is uint8 ``[S]``. Only an index of some but not all rows is uploaded, all indices in one copy.
     """
     of_any, of_all = int(np.bitwise_or.reduce(needs)), int(np.bitwise_and.reduce(needs))
     indices = [np.flatnonzero(needs & bit) for bit in bits if of_any & ~of_all & bit]

@@ -1,4 +1,4 @@
-"""Chooses tokens: logits after biases and penalties, then greedy, or drawn with random numbers keyed by position.
+"""Chooses tokens: applies biases and penalties, then takes the best or draws with random numbers keyed by position.
 
 A draw is the argmax of scaled, filtered logits plus Gumbel noise (Gumbel-max, Gumbel 1954; Maddison et al. 2014).
 The noise is a function of (seed, choice, position, vocabulary entry), so a stream does not depend on
@@ -19,15 +19,13 @@ from hiserve.sampling.batch import MAX_FEW, Biases, Draws, Penalties, SamplingBa
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Returns the token of each row, int64 ``[S]``; of equal scores the lowest token wins.
 
-    Args:
-        logits: ``[S, vocab_size]``, any floating type. Unchanged.
-        batch: The rows' parameters.
+    ``logits`` are ``[S, vocab_size]``, any floating type, unchanged.
     """
     return argmax(scores(logits, batch))
 
 
 def scores(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Returns what ``sample`` takes the argmax of: changed logits; for a row that draws scaled, filtered, plus noise.
+    """Returns the scores that ``sample`` maximizes: changed logits; of a row that draws scaled, filtered, with noise.
 
     Returns:
         ``[S, vocab_size]``, float32, or float64 for float64 logits; -inf where filtered out.
@@ -42,9 +40,9 @@ def scores(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 def _scaled(logits: Tensor, draws: Draws) -> Tensor:
     """Logits over temperature, at most 0."""
-    # At least the smallest normal number: a temperature may vanish in float32, and must not divide 0 by 0.
+    # At least the smallest normal number: a temperature may underflow in float32, and 0 / 0 is NaN.
     temperature = draws.temperature.to(logits.dtype).clamp_(min=torch.finfo(logits.dtype).tiny)
-    # Less the maximum, so that a tiny temperature gives -inf for the others and never inf.
+    # The maximum is subtracted, so that a tiny temperature gives -inf for the others and never inf.
     return (logits - logits.amax(-1, keepdim=True)).div_(temperature[:, None])
 
 
@@ -59,7 +57,7 @@ def _filtered(scaled: Tensor, draws: Draws) -> Tensor:
 
 
 def _few(scaled: Tensor, draws: Draws) -> Tensor:
-    """As ``_filtered``, with noise for the likeliest tokens alone: ``MAX_FEW`` of them, were more of them equal."""
+    """Like ``_filtered``, with noise only for the ``MAX_FEW`` likeliest tokens; ties beyond these are dropped."""
     tokens = likeliest(scaled.to(torch.float32), min(MAX_FEW, scaled.shape[1]))
     values = scaled.gather(1, tokens)
     values = values.masked_fill(values < _threshold(ascending(values), draws), -torch.inf)
@@ -69,40 +67,33 @@ def _few(scaled: Tensor, draws: Draws) -> Tensor:
 
 
 def _threshold(ordered: Tensor, draws: Draws) -> Tensor:
-    """Returns the least value each row keeps, ``[n, 1]``: top-k first, then top-p of what top-k left.
+    """Returns the least value each row keeps, ``[n, 1]``: top-k first, then top-p of the remaining values.
 
-    Values equal to the threshold are all kept, so that the order of equal values cannot matter.
-
-    Args:
-        ordered: ``[n, size]``, ascending.
-        draws: With ``top_k`` and ``top_p``.
+    Values equal to the threshold are all kept, so that the order of equal values cannot matter. ``ordered`` is
+    ``[n, size]``, ascending.
     """
     size = ordered.shape[1]
     num_cut = torch.where(draws.top_k > 0, size - draws.top_k, 0)
     is_cut = torch.arange(size, device=ordered.device) < num_cut[:, None]
     probabilities = ordered.masked_fill(is_cut, -torch.inf).softmax(-1)
-    # Summed from the smallest up: a value falls if it and all below it weigh at most 1 - top_p.
+    # Summed from the smallest: a value is dropped if it and all smaller ones have at most 1 - top_p.
     mass = probabilities.cumsum(-1, dtype=torch.float64)
     num_fallen = (mass <= 1 - draws.top_p[:, None]).sum(-1, keepdim=True).clamp_(max=size - 1)
     return ordered.gather(1, num_fallen)
 
 
 def _above_min_p(scaled: Tensor, draws: Draws) -> Tensor:
-    """Keeps what is at least ``min_p`` times as likely as the likeliest token, whose score is 0."""
+    """Keeps values at least ``min_p`` times as likely as the likeliest token, whose score is 0."""
     if draws.log_min_p is None:
         return scaled
     return scaled.masked_fill(scaled < draws.log_min_p.to(scaled.dtype)[:, None], -torch.inf)
 
 
 def change(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Returns the logits after biases, then penalties; the argument stays as it is.
+    """Returns the logits, ``[S, vocab_size]``, after biases, then penalties; the argument is unchanged.
 
     A token that may not be chosen yet has a bias of -inf, which no penalty changes, so the order of
-    the two does not matter to it.
-
-    Args:
-        logits: ``[S, vocab_size]``, float32 or float64.
-        batch: The rows' parameters.
+    the two does not matter for it.
     """
     if batch.biases is not None:
         subset = batch.biases.subset
@@ -123,7 +114,7 @@ def _penalised(logits: Tensor, penalties: Penalties) -> Tensor:
     repetition, presence, frequency = (
         column.to(logits.dtype)[:, None] for column in (penalties.repetition, penalties.presence, penalties.frequency)
     )
-    # Never 0 nor infinite, though a penalty may vanish in float32: 0 times -inf would be no number.
+    # Neither 0 nor infinite, though a penalty may underflow in float32: 0 times -inf is NaN.
     limits = torch.finfo(logits.dtype)
     repetition = repetition.clamp(min=limits.tiny)
     is_known = token_counts(penalties.tokens, None, penalties.position, size) > 0

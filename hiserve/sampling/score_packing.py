@@ -16,8 +16,8 @@ def pack_scores(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
     Args:
         logits: ``[N, vocab_size]``, any floating type, before every bias, penalty, temperature and filter.
         tokens: int64 ``[N]``. The token to score of each row.
-        num_top: Likeliest tokens to add, at most ``vocab_size``. Of those whose log-probability is the same float32
-            number the lower token comes first.
+        num_top: Likeliest tokens to add, at most ``vocab_size``; of equal float32 log-probabilities the lower token
+            comes first.
     """
     parts = zip(torch.split(logits, MAX_SLICE), torch.split(tokens, MAX_SLICE), strict=True)
     return torch.cat([_pack(part, chosen[:, None], num_top) for part, chosen in parts])
