@@ -1,4 +1,4 @@
-"""The model that the settings name: a checkpoint, or a built-in shape without one."""
+"""Reads the model that the settings name: a checkpoint, or a built-in shape without one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _QWEN3: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 
-# The public config.json of Llama-3.1-8B, Qwen3-0.6B and Qwen3-8B, as far as it is read.
+# The fields that are read of the public config.json of Llama-3.1-8B, Qwen3-0.6B and Qwen3-8B.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {
         "architectures": ["LlamaForCausalLM"],
@@ -67,7 +67,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def shape_config(name: str) -> ModelConfig:
-    """Returns a built-in shape; it has no end tokens, for it has no tokenizer."""
+    """Returns a built-in shape. It has no end tokens, because it has no tokenizer."""
     return parse_config(SHAPES[name], Path(name) / "config.json", GenerationConfig())
 
 

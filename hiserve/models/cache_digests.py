@@ -1,4 +1,4 @@
-"""What shapes a model's keys and values, as digests: equal on every host that serves the same model the same way."""
+"""Digests of everything that determines a model's keys and values; equal on all hosts that serve it the same way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hiserve.models.draft_config import DraftConfig
 from hiserve.models.generation_config import SamplingDefaults
 from hiserve.models.model_config import ModelConfig
 
-# Of a page's bytes and of how they are computed: it grows with every change after which old pages are wrong.
+# Version of a page's bytes and of their computation; raised by every change that invalidates old pages.
 LAYOUT_VERSION = "2"
 NUM_BLOCKS = 64  # of each file
 BLOCK_BYTES = 1 << 16
@@ -34,41 +34,34 @@ def cache_namespace(
     debug_groups: Sequence[str] = (),
     secret: bytes = b"",
 ) -> bytes:
-    """Returns the 16-byte digest of everything that keeps caches apart but the tenant.
+    """Returns the 16-byte digest that separates caches, but for tenants.
 
-    It knows no path and no time: copies of a checkpoint share a cache, on one host or on several.
+    It depends on no path and no time: copies of a checkpoint share a cache, on one host or on several.
 
     Args:
-        shape: As ``shape_digest`` returns it.
-        weights: As ``weight_digests`` returns it, or what stands for weights that were drawn.
+        shape: From ``shape_digest``.
+        weights: From ``weight_digests``, or a substitute for dummy weights.
         dtype: Element type name of the KV cache.
         page_size: Tokens per page.
-        debug_groups: Names of the groups of a page that are there for debugging.
-        secret: The server's, where a cache outlives it: who does not know it cannot tell what a digest stands for.
+        debug_groups: Names of a page's groups that exist for debugging.
+        secret: The server's, for a cache that outlives it: without it a digest does not reveal what it stands for.
     """
     shard, layout = "1/1", "+".join((LAYOUT_VERSION, *debug_groups))
     return namespace_digest(secret, shape, str(len(weights)), *weights, dtype, layout, str(page_size), shard)
 
 
 def shape_digest(model: ModelConfig, draft: DraftConfig | None, max_len: int) -> bytes:
-    """Returns the 16-byte digest of the parsed configurations of a model and of what drafts for it.
+    """Returns the 16-byte digest of the parsed configurations of a model and of its draft head or model.
 
-    End tokens and sampling defaults are left out: they shape no key and no value.
-
-    Args:
-        model: The model's.
-        draft: The draft's; None without.
-        max_len: Tokens of the longest request: with longrope the frequencies depend on it.
+    End tokens and sampling defaults are left out: no key or value depends on them. ``max_len`` is the tokens of the
+    longest request, on which longrope's frequencies depend.
     """
     drafts = None if draft is None else (draft.kind, _shape(draft.model, max_len), draft.aux_layers, draft.head)
     return namespace_digest(msgspec.json.encode((_shape(model, max_len), drafts), order="deterministic"))
 
 
 def stamps(folders: Mapping[Path, str]) -> tuple[FileStamp, ...]:
-    """Returns the files of the weights as they are now.
-
-    Args:
-        folders: Of the checkpoints, each with the setting that names it.
+    """Returns the current weight files of checkpoint folders, each with the setting that names it.
 
     Raises:
         ModelError: A checkpoint is damaged or a file of it is missing.
@@ -85,10 +78,11 @@ def stamps(folders: Mapping[Path, str]) -> tuple[FileStamp, ...]:
 
 
 def weight_digests(files: Sequence[FileStamp]) -> list[bytes]:
-    """Returns the 32-byte digest of each file: of its size, its header and up to 64 blocks of its data, first and last included.
+    """Returns the 32-byte digest of each file: of its size, its header and up to 64 blocks of its data.
 
-    A file of up to 4 MiB of data is read whole. A larger one that was edited in place between the blocks, with the same
-    tensors, has the same digest: such weights need another ``--store`` and ``--host-cache-name``.
+    The first and the last block are always included; a file of up to 4 MiB of data is read whole. If a larger file is
+    edited in place between the blocks, its digest does not change: such weights need another ``--store`` and
+    ``--host-cache-name``.
 
     Raises:
         ModelError: A file cannot be read.
@@ -101,7 +95,7 @@ def _digest(stamp: FileStamp) -> bytes:
     hasher = hashlib.sha256()
     try:
         with open(stamp.path, "rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # of this descriptor: nothing is read ahead
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead for this descriptor
             header = read_header(file)
             hasher.update(stamp.num_bytes.to_bytes(8, "little") + header)
             for start in _blocks(len(header), stamp.num_bytes):
@@ -112,7 +106,7 @@ def _digest(stamp: FileStamp) -> bytes:
 
 
 def _blocks(begin: int, end: int) -> list[int]:
-    """Returns where blocks start within [begin, end): one behind the other, or evenly spread if they do not cover it."""
+    """Returns the starts of blocks within [begin, end): adjacent, or evenly spread if they do not cover it."""
     if end - begin <= NUM_BLOCKS * BLOCK_BYTES:
         return list(range(begin, end, BLOCK_BYTES))
     last = end - begin - BLOCK_BYTES
@@ -120,7 +114,7 @@ def _blocks(begin: int, end: int) -> list[int]:
 
 
 def _shape(model: ModelConfig, max_len: int) -> ModelConfig:
-    """Returns the configuration with the frequencies that are used, and without what only concerns text."""
+    """Returns the configuration with the frequencies that are used, and without the fields that only concern text."""
     return msgspec.structs.replace(
         model,
         rope=model.rope.fixed(max_len),

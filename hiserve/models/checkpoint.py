@@ -1,4 +1,4 @@
-"""The files of a checkpoint, without torch: fetched from the Hugging Face Hub, which hold weights, the header of each."""
+"""Files of a checkpoint, without torch: download from the Hugging Face Hub, weight files, safetensors headers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import msgspec
 
 from hiserve.errors import ModelError
 
-# Calls the hub's ``snapshot_download``; a test brings its own.
+# Signature of the hub's ``snapshot_download``; tests replace it.
 Download = Callable[..., Any]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# Never pickled weights. Some repositories hold a second copy of the weights under another name, or in a
-# folder: only files that start with ``model`` are ours.
+# No pickled weights. Some repositories have a second copy of the weights under another name, or in a
+# folder: only files that start with ``model`` are fetched.
 PATTERNS = (
     "config.json",
     "generation_config.json",
@@ -41,19 +41,19 @@ def is_hub_name(name: str) -> bool:
 
 
 def fetch(name: str, revision: str | None, download: Download | None = None) -> Path:
-    """Returns the folder of a model of the Hub. Its local cache goes first: a whole copy there needs no network.
+    """Returns the folder of a model of the Hub. A complete copy in the local cache needs no network.
 
-    The library shows a progress bar where standard error is a terminal. It is imported here, by
-    name, because it takes 0.15 s and 24 MB that only this function needs.
+    The library shows a progress bar on a terminal. It is imported here because the import takes 0.15 s and 24 MB, which
+    only this function needs.
 
     Args:
         name: ``owner/name``.
         revision: Branch, tag or commit; None is the main branch.
-        download: ``huggingface_hub.snapshot_download``, or what stands in for it.
+        download: Replaces ``huggingface_hub.snapshot_download``.
 
     Raises:
-        ModelError: There is no such model or revision, its terms were not accepted, it cannot be
-            reached, or it has no safetensors.
+        ModelError: There is no such model or revision, its terms were not accepted, the Hub cannot be
+            reached, or the model has no safetensors.
     """
     errors = importlib.import_module("huggingface_hub.errors")
     download = download or importlib.import_module("huggingface_hub").snapshot_download
@@ -62,7 +62,7 @@ def fetch(name: str, revision: str | None, download: Download | None = None) -> 
         if _is_whole(folder):
             return folder
     except (OSError, ValueError):
-        pass  # not in the cache; the network may have it
+        pass  # not in the cache; try the network
     logger.info("fetching %s from the Hugging Face Hub", name)
     try:
         folder = Path(download(name, revision=revision, allow_patterns=list(PATTERNS)))
@@ -78,7 +78,7 @@ def fetch(name: str, revision: str | None, download: Download | None = None) -> 
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether configuration and all weights are there; a cache may hold what another program needed of a model."""
+    """Whether configuration and all weights are present; another program may have cached only some files."""
     if not (folder / "config.json").is_file():
         return False
     if (folder / SINGLE).is_file():
@@ -91,7 +91,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _advice(errors: Any, error: Exception, name: str, revision: str | None) -> str:
-    """Says what failed and what to do; gated models are reported as a kind of those not found."""
+    """Returns the cause and a remedy. GatedRepoError is tested first, because it is a RepositoryNotFoundError."""
     if isinstance(error, errors.GatedRepoError):
         return f"{name!r} is gated: accept its terms at https://huggingface.co/{name} and log in with 'hf auth login'."
     if isinstance(error, errors.RepositoryNotFoundError):
@@ -111,15 +111,13 @@ def _advice(errors: Any, error: Exception, name: str, revision: str | None) -> s
 
 
 _LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000  # as the library of the format limits it
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
 def weight_files(folder: Path, *, param: str) -> list[Path]:
-    """Returns the safetensors files that a checkpoint consists of, by name. They may be missing.
+    """Returns the paths of a checkpoint's safetensors files, by name; the files may be missing.
 
-    Args:
-        folder: Of the checkpoint.
-        param: The setting that names it.
+    ``param`` is the setting that names the checkpoint.
 
     Raises:
         ModelError: There is neither a single file nor an index, or the index is damaged.
@@ -141,19 +139,19 @@ def weight_files(folder: Path, *, param: str) -> list[Path]:
 
 
 def read_header(file: BinaryIO) -> bytes:
-    """Reads the header of a safetensors file, its length included, as far as it is there; the data follow it."""
+    """Reads the header of a safetensors file, its length field included; shorter if the file is truncated."""
     length = file.read(_LENGTH_BYTES)
     return length + file.read(min(int.from_bytes(length, "little"), _MAX_HEADER_BYTES))
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """A tensor of a checkpoint, and where it lies.
+    """A tensor of a checkpoint and its location.
 
     Attributes:
         path: The file.
-        dtype: As the format calls it, for example ``BF16``.
+        dtype: In the format's spelling, for example ``BF16``.
         shape: Sizes.
-        begin: Bytes of the file before its elements, which are contiguous.
+        begin: Offset of its elements in the file, in bytes; they are contiguous.
     """
 
     path: Path
@@ -163,7 +161,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors of a file whose header the library of the format has accepted, by name."""
+    """Returns the tensors of a file by name. The safetensors library must have accepted the header before."""
     with path.open("rb") as file:
         header = read_header(file)
     entries = msgspec.json.decode(header[_LENGTH_BYTES:], type=dict[str, _Entry])
@@ -181,7 +179,7 @@ class _Entry(msgspec.Struct):
 
 
 def tensor_names(folder: Path) -> frozenset[str]:
-    """Returns the names of the tensors of a checkpoint; none where it cannot be read, which its loading will report."""
+    """Returns the names of a checkpoint's tensors; empty if it cannot be read, which the loader reports later."""
     try:
         if not (folder / SINGLE).is_file():
             return frozenset(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])

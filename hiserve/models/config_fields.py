@@ -1,4 +1,4 @@
-"""The JSON files of a checkpoint, read with their types and ranges; the sliding windows that they describe."""
+"""Reads the JSON files of a checkpoint with types and ranges, and the sliding windows that they describe."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hiserve.errors import ModelError
 Count = Annotated[int, Meta(ge=0, le=MAX_INT32)]
 Size = Annotated[int, Meta(ge=1, le=MAX_INT32)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
-# A finite bound also refuses NaN and Infinity, which Python's JSON reader lets through.
+# A finite bound also refuses NaN and Infinity, which Python's JSON reader accepts.
 Positive = Annotated[float, Meta(gt=0, le=1e30)]
 NotNegative = Annotated[float, Meta(ge=0, le=1e30)]
 
-# How older files call a field -> how transformers 5 does.
+# Spelling of older files -> spelling of transformers 5.
 _OLD_SPELLINGS = {"torch_dtype": "dtype", "rope_scaling": "rope_parameters", "num_local_experts": "num_experts"}
 
-# What no model comes near, and beyond which shapes, names and tables of a model would themselves fill memory.
+# Far above any model; beyond these, the shapes, names and tables of a model would themselves fill memory.
 _MOST = {
     "vocab_size": 2**24,
     "hidden_size": 2**20,
@@ -65,7 +65,7 @@ class RopeFields(msgspec.Struct):
 
 
 class ConfigFields(msgspec.Struct):
-    """The fields of ``config.json`` that are read, as transformers 5 spells them."""
+    """The fields of ``config.json`` that are read, in the spelling of transformers 5."""
 
     vocab_size: Size
     hidden_size: Size
@@ -105,7 +105,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object.
 
     Raises:
-        ModelError: The file cannot be read or is no JSON object.
+        ModelError: The file cannot be read or is not a JSON object.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -121,7 +121,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def convert(raw: dict[str, Any], kind: type[_T], path: Path) -> _T:
-    """Returns the fields of a file; those that ``kind`` does not name may hold anything.
+    """Returns the fields of a file; fields that ``kind`` does not name are not checked.
 
     Raises:
         ModelError: A field is missing, has the wrong type or is out of range.
@@ -133,10 +133,10 @@ def convert(raw: dict[str, Any], kind: type[_T], path: Path) -> _T:
 
 
 def refuse_oversize(fields: ConfigFields, path: Path) -> None:
-    """Compares every size with what a model may have, before anything is built of it.
+    """Checks every size against its limit, before anything of that size is allocated.
 
     Raises:
-        ModelError: One is larger.
+        ModelError: A size is larger.
     """
     sizes = {name: getattr(fields, name) or 0 for name in _MOST}
     facts = {f"{name} is {size}, and the most is {_MOST[name]}": size > _MOST[name] for name, size in sizes.items()}
@@ -151,10 +151,10 @@ def refuse_oversize(fields: ConfigFields, path: Path) -> None:
 
 
 def respell(raw: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Returns ``config.json`` as transformers 5 spells it.
+    """Returns ``config.json`` in the spelling of transformers 5.
 
     Raises:
-        ModelError: It says one thing in the old spelling and another in the new one.
+        ModelError: The old and the new spelling of a field differ.
     """
     spelled = dict(raw)
     for old, new in _OLD_SPELLINGS.items():
@@ -175,14 +175,11 @@ _LAYER_TYPES = {"full_attention", "attention", _SLIDING}
 def read_windows(fields: ConfigFields, context_length: int) -> tuple[int | None, ...]:
     """Returns the window of each layer: a token at position p sees positions above p - window. Empty is none anywhere.
 
-    A window that no request outgrows changes nothing, and is none.
-
-    Args:
-        fields: With ``layer_types``, or ``max_window_layers`` full layers before the others; with neither all layers slide.
-        context_length: Longest a request may get, in tokens.
+    A window of at least ``context_length`` (most tokens of a request) has no effect, and counts as none. Layers slide
+    by ``layer_types``, else from ``max_window_layers`` on, else all.
 
     Raises:
-        ModelError: Types of layers that are not supported, or that do not fit the other fields.
+        ModelError: Types of layers that are not supported, or that contradict the other fields.
     """
     window = None if fields.use_sliding_window is False else fields.sliding_window
     slides = _which_slide(fields, window)

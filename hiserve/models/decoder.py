@@ -1,4 +1,4 @@
-"""The decoder: one transformer with settings, for every family."""
+"""The decoder: one configurable transformer for every family."""
 
 from __future__ import annotations
 
@@ -26,14 +26,7 @@ from hiserve.models.weights import load_parameters
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """One layer of a decoder.
-
-    Attributes:
-        input_norm: Before attention.
-        attention: Queries, keys and values to what they mix, and back.
-        mlp_norm: Before the MLP.
-        mlp: Or its experts.
-    """
+    """One layer of a decoder; ``mlp`` is an MLP or experts."""
 
     input_norm: RMSNorm
     attention: SelfAttention
@@ -41,11 +34,10 @@ class Layer:
     mlp: GatedMLP | MoE
 
     def finish(self, attn_out: Tensor, residual: Tensor) -> Tensor:
-        """Computes what follows attention, token by token; returns what the residual stream does not hold yet.
+        """Computes the layer after attention; returns the MLP's output, not yet added to the residual stream.
 
-        Args:
-            attn_out: ``[T, num_heads * head_dim]``, what attention gave.
-            residual: ``[T, hidden_size]``. Updated in place.
+        ``attn_out`` is attention's output, ``[T, num_heads * head_dim]``; ``residual``, ``[T, hidden_size]``, is updated in
+        place.
         """
         return self.mlp(self.mlp_norm.add(self.attention.out(attn_out), residual))
 
@@ -55,15 +47,15 @@ class Decoder:
 
     Args:
         config: The model's shape.
-        parameters: As ``names.parameter_table`` names them. Taken out one by one, so that a
+        parameters: Named as in ``names.parameter_table``. Removed one by one, so that a
             projection that keeps a packed copy frees the original.
         max_len: Tokens of the longest request.
-        aux_layers: Layers, counted from 0, whose output is shown of every token: the residual stream behind each. The number
-            of layers stands for the states behind the last norm.
+        aux_layers: Layers, counted from 0, whose outputs (the residual stream) are returned as hidden states. The
+            number of layers denotes the states after the last norm.
 
     Attributes:
-        embedding: Of tokens; draft heads share it.
-        head: States to logits; likewise.
+        embedding: Of tokens; shared with draft heads.
+        head: States to logits; shared with draft heads.
     """
 
     def __init__(
@@ -84,16 +76,13 @@ class Decoder:
 
     @property
     def hidden_states_size(self) -> int:
-        """Elements that are shown of each token."""
+        """Elements of a token's hidden states."""
         return len(self._columns) * self.embedding.weight.shape[1]
 
     def forward(self, inputs: ForwardInputs, layers: Sequence[LayerKV], attention: Attention) -> ForwardOutputs:
         """Computes the step's tokens and stores their keys and values.
 
-        Args:
-            inputs: The batch.
-            layers: The pool's views, one per layer.
-            attention: A backend on which ``plan(inputs)`` was called.
+        ``layers`` are the pool's views, one per layer; ``plan(inputs)`` was called on ``attention``.
         """
         hidden_states = self.new_hidden_states(inputs.input_ids.shape[0]) if inputs.wants_hidden_states else None
         attn_out, residual = self.trunk(inputs, layers, attention, hidden_states)
@@ -101,7 +90,7 @@ class Decoder:
         return ForwardOutputs(logits=logits, hidden_states=hidden_states)
 
     def new_hidden_states(self, num_tokens: int) -> Tensor | None:
-        """Returns room for what is shown of so many tokens; None where nothing is."""
+        """Allocates hidden states of ``num_tokens`` tokens; None without auxiliary layers."""
         return self.embedding.weight.new_empty((num_tokens, self.hidden_states_size)) if self._columns else None
 
     def trunk(
@@ -111,16 +100,16 @@ class Decoder:
         attention: Attention,
         hidden_states: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Computes all that tokens have to do with each other: everything up to the last attention.
+        """Computes everything up to the last attention: all operations in which tokens interact.
 
         Args:
             inputs: The batch.
             layers: The pool's views, one per layer.
             attention: A backend on which ``plan(inputs)`` was called.
-            hidden_states: ``[T, hidden_states_size]``. Filled in for the layers before the last; None shows nothing.
+            hidden_states: ``[T, hidden_states_size]``. Written for the layers before the last; None for none.
 
         Returns:
-            ``[T, num_heads * head_dim]``, what the last attention gives, and ``[T, hidden_size]``, the residual stream
+            ``[T, num_heads * head_dim]``, the last attention's output, and ``[T, hidden_size]``, the residual stream
             before it.
         """
         rotation = self._rotary(inputs.positions)
@@ -140,13 +129,13 @@ class Decoder:
     ) -> Tensor:
         """Returns the logits ``[N, vocab_size]`` of some tokens.
 
-        Of a prompt few are wanted: the others stop here, unless the last layer is shown.
+        Only these tokens pass the last layer's MLP, unless hidden states of the last layer are needed.
 
         Args:
             attn_out: From ``trunk``.
-            residual: Likewise; rows past those of ``attn_out`` mean nothing. Unchanged.
+            residual: From ``trunk``, unchanged; rows past those of ``attn_out`` are meaningless.
             logits_rows: int64 ``[N]``, indices into T.
-            hidden_states: As ``trunk`` left it. Filled in for the last layer and what follows it.
+            hidden_states: From ``trunk``. Written for the last layer and the last norm.
         """
         if hidden_states is None or not self._has_last_aux:
             residual = residual.index_select(0, logits_rows)
@@ -158,7 +147,7 @@ class Decoder:
         return self.head(states.index_select(0, logits_rows))
 
     def _finish(self, attn_out: Tensor, residual: Tensor) -> Tensor:
-        """Computes what follows the last attention; leaves the last layer's output in ``residual``."""
+        """Computes everything after the last attention; leaves the last layer's output in ``residual``."""
         return self._norm.add(self._layers[-1].finish(attn_out, residual), residual)
 
     def _keep_aux(self, layer: int, states: Tensor, hidden_states: Tensor | None) -> None:
@@ -167,7 +156,7 @@ class Decoder:
 
 
 def make_layer(config: ModelConfig, parameters: dict[str, Tensor], index: int, ops: Ops) -> Layer:
-    """Takes the parameters of one layer out of a decoder's; ``index`` counts from 0."""
+    """Removes the parameters of one layer, counted from 0, from a decoder's, and makes the layer."""
     ours = f"layers.{index}."
     qk_weight = None
     if config.has_qk_norm:
@@ -199,7 +188,7 @@ def _linear(parameters: dict[str, Tensor], name: str, *, is_behind_attention: bo
 
 
 def _moe(config: ExpertsConfig, parameters: dict[str, Tensor], ours: str, ops: Ops) -> MoE:
-    """Stacks matrices of experts as ``[num_experts, rows, columns]``; on the CPU each expert packs its own."""
+    """Makes stacked experts ``[num_experts, rows, columns]``; on the CPU one packed MLP per expert."""
     gate_up, down = (
         matrices.view(config.num_experts, -1, matrices.shape[1])
         for matrices in (parameters.pop(ours + "experts_gate_up"), parameters.pop(ours + "experts_down"))
@@ -231,13 +220,13 @@ def load_decoder(
     """Reads a checkpoint, or draws random weights of its shape.
 
     Args:
-        folder: Checkpoint folder.
+        folder: Of the checkpoint.
         config: Its shape.
         dtype: Type name of weights and activations, a key of ``config.DTYPE_BYTES``.
         device: ``cpu`` or ``cuda``.
         load_format: ``auto`` or ``dummy``.
         max_len: Tokens of the longest request; None is the model's context.
-        aux_layers: As ``Decoder`` takes them.
+        aux_layers: As for ``Decoder``.
 
     Raises:
         ModelError: The checkpoint cannot be used.
@@ -247,13 +236,7 @@ def load_decoder(
 
 
 def attention_shape(config: ModelConfig, *, dtype: torch.dtype, page_size: int) -> AttentionShape:
-    """Returns the shape of the attention in every layer.
-
-    Args:
-        config: Of the model.
-        dtype: Of queries, keys and values.
-        page_size: Tokens per page.
-    """
+    """Returns the shape of the attention in every layer; ``dtype`` is that of queries, keys and values."""
     return AttentionShape(
         num_layers=config.num_layers,
         num_heads=config.num_heads,

@@ -1,4 +1,4 @@
-"""The draft head or draft model of a configuration: its shape, read without torch; whether it fits; its pages and sizes."""
+"""Reads the shape of a draft head or draft model without torch, checks that it fits the model, and gives its sizes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ DraftKind = Literal["eagle3", "mtp", "draft_model"]
 
 
 class DraftConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What drafts for a model.
+    """A draft head or draft model.
 
     Attributes:
         kind: ``eagle3``, ``mtp`` or ``draft_model``.
-        folder: Its checkpoint's.
-        model: Shape of its layers: a head's one, or those of a small model.
-        aux_layers: Layers of the model, counted from 0, whose outputs it sees; their number is what the output head takes.
-        head: A head's own settings; None of a small model.
+        folder: Of its checkpoint.
+        model: Shape of a head's one layer, or of the draft model.
+        aux_layers: Layers of the model, counted from 0, whose outputs it takes; the number of layers denotes the input
+            of the output head.
+        head: A head's own settings; None for a draft model.
         is_bundled: It came with the model.
     """
 
@@ -42,7 +43,7 @@ class DraftConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def feature_size(self) -> int:
-        """Elements that it takes of each of the model's tokens, and carries from draft to draft."""
+        """Elements that it takes per token of the model, and carries from draft to draft."""
         return 0 if self.head is None else self.model.hidden_size
 
     @property
@@ -52,14 +53,14 @@ class DraftConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_params(self) -> int:
-        """Parameters, what it shares with the model left out."""
+        """Parameters, without those shared with the model."""
         if self.head is None:
             return self.model.num_params
         pieces = [piece for stacked in self.head.table(self.model).values() for piece in stacked]
         return sum(piece.num_rows * (piece.shape[-1] if len(piece.shape) > 1 else 1) for piece in pieces)
 
     def memory_shape(self, hidden_size: int) -> DraftShape:
-        """Returns what its forwards are made of, behind a model of such a residual stream."""
+        """Returns the sizes of its forwards, for a model of this ``hidden_size``."""
         return DraftShape(
             step=self.model.facts().step,
             shown_elements=len(self.aux_layers) * hidden_size,
@@ -67,7 +68,7 @@ class DraftConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def kv_groups(self, dtype: str) -> tuple[CacheGroupSpec, ...]:
-        """Returns the KV groups its layers write, stored as ``dtype``."""
+        """Returns the KV groups of its layers, stored as ``dtype``."""
         return tuple(msgspec.structs.replace(group, name="draft") for group in self.model.kv_groups(dtype))
 
 
@@ -77,7 +78,7 @@ class _EagleFields(msgspec.Struct):
 
 
 class _HeadFields(msgspec.Struct):
-    """What a head's ``config.json`` says beside its layer's shape."""
+    """Fields of a head's ``config.json`` besides its layer's shape."""
 
     draft_vocab_size: Size | None = None
     target_hidden_size: Size | None = None
@@ -93,12 +94,12 @@ class _HeadFields(msgspec.Struct):
 
 
 def find_draft(kind: DraftKind, source: str | None, folder: Path, target: ModelConfig) -> DraftConfig:
-    """Returns what drafts for a model.
+    """Returns the draft head or draft model of a model.
 
     Args:
         kind: ``eagle3``, ``mtp`` or ``draft_model``.
         source: Its folder, or its name on the Hugging Face Hub. None is a head that came with the model: in its own
-            files, or in a folder of the kind's name in the model's.
+            files, or in a subfolder named after the kind.
         folder: Of the model.
         target: The model.
 
@@ -119,10 +120,10 @@ def find_draft(kind: DraftKind, source: str | None, folder: Path, target: ModelC
 
 
 def read_draft_model(folder: Path, target_folder: Path, target: ModelConfig) -> DraftConfig:
-    """Reads the shape of a small model that drafts.
+    """Reads the shape of a draft model.
 
     Raises:
-        ModelError: It cannot be served, or it has another vocabulary.
+        ModelError: It is not supported, or it has another vocabulary.
     """
     model = read_model_config(folder)
     if model.vocab_size != target.vocab_size:
@@ -134,15 +135,12 @@ def read_draft_model(folder: Path, target_folder: Path, target: ModelConfig) -> 
 
 
 def read_head(kind: HeadKind, folder: Path, target: ModelConfig) -> DraftConfig:
-    """Reads the shape of a head, and compares it with the model that it is to draft for.
+    """Reads the shape of a head, and checks it against its target model.
 
-    Args:
-        kind: ``eagle3`` or ``mtp``.
-        folder: The head's; the model's own if the head is in the model's files.
-        target: The model.
+    ``folder`` is the model's own if the head is in the model's files.
 
     Raises:
-        ModelError: Another kind of head, an unsupported one, one that makes no sense or does not fit.
+        ModelError: Another kind of head, an unsupported or invalid one, or one that does not fit.
     """
     path = folder / "config.json"
     raw = read_json(path)
@@ -173,7 +171,7 @@ def _read_eagle3(form: DraftFormat, raw: dict[str, Any], path: Path, target: Mod
         "a bias of fc": fields.bias,
         "fc_norm": fields.fc_norm,
         "use_aux_norm": fields.use_aux_norm,
-        # Some mean by it that a norm stands before the output head, as it always does; others what is carried.
+        # Ambiguous: either a norm before the output head, which is always there, or the state that is carried.
         "norm_output": fields.norm_output,
         "use_aux_hidden_state false": eagle.use_aux_hidden_state is False,
         "no norm_before_residual, which engines assume differently": (
@@ -197,7 +195,7 @@ def _read_eagle3(form: DraftFormat, raw: dict[str, Any], path: Path, target: Mod
 
 
 def _aux_layers(form: DraftFormat, fields: _HeadFields, eagle: _EagleFields, target: ModelConfig) -> tuple[int, ...]:
-    """Returns the layers that EAGLE-3 sees; where nothing is said, those that its authors chose."""
+    """Returns the layers that EAGLE-3 takes; by default those that its authors chose."""
     given = (eagle if "eagle_config" in form.layers_field else fields).eagle_aux_hidden_state_layer_ids
     if given is None:
         return (1, target.num_layers // 2 - 1, target.num_layers - 4)
@@ -282,7 +280,7 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 
 def _vocabulary(folder: Path) -> Any:
-    """Returns what numbers the tokens of a ``tokenizer.json`` have, or None without one."""
+    """Returns the token numbers of a ``tokenizer.json``, or None without one."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None
@@ -296,12 +294,9 @@ _KINDS: dict[str, DraftKind] = {"eagle3": "eagle3", "mtp": "mtp", "draft": "draf
 
 
 def read_draft(config: Options, folder: Path, model: ModelConfig) -> DraftConfig | None:
-    """Returns the checkpoint that drafts; None where nothing does, or something that needs none.
+    """Returns the draft head or model that ``--spec`` names; None for proposers without a checkpoint.
 
-    Args:
-        config: Says whom to read; ``auto`` is what came with the model, if anything did and the model has its weights.
-        folder: Of the model.
-        model: Its shape.
+    ``auto`` is the head that came with the model, if there is one and the model's weights are not dummies.
 
     Raises:
         ConfigError: There is no such proposer.
@@ -313,7 +308,7 @@ def read_draft(config: Options, folder: Path, model: ModelConfig) -> DraftConfig
         return None
     if asked == "auto":
         if config.model.load_format == "dummy":
-            return None  # a head knows nothing of drawn weights
+            return None  # a head cannot predict dummy weights
         bundled: DraftKind | None = "mtp" if model.num_mtp_layers else None
         if (folder / "eagle3" / "config.json").is_file():
             bundled = "eagle3"
@@ -327,13 +322,7 @@ def read_draft(config: Options, folder: Path, model: ModelConfig) -> DraftConfig
 
 
 def page_groups(config: Options, model: ModelConfig, draft: DraftConfig | None) -> tuple[CacheGroupSpec, ...]:
-    """Returns the groups of a page: the model's, those of what drafts, and those for debugging.
-
-    Args:
-        config: Resolved.
-        model: The model's shape.
-        draft: As ``read_draft`` returns it.
-    """
+    """Returns the groups of a page: the model's, those of drafts, and those for debugging."""
     dtype, drafts = config.model.dtype, tuple[CacheGroupSpec, ...]()
     if draft is not None:
         drafts = (*draft.kv_groups(dtype), page_hidden_group(draft.feature_size, config.cache.page_size, dtype))
@@ -341,7 +330,7 @@ def page_groups(config: Options, model: ModelConfig, draft: DraftConfig | None) 
 
 
 def model_facts(config: Options, folder: Path, model: ModelConfig) -> ModelFacts:
-    """Returns what ``core.resolve`` must know of a model and of what drafts for it.
+    """Returns the facts of a model and its draft that ``core.resolve`` needs.
 
     Raises:
         ConfigError, ModelError: As ``read_draft``.

@@ -1,4 +1,4 @@
-"""The formats of draft heads' checkpoints: a table of what each calls its tensors and of what it leaves unsaid."""
+"""Checkpoint formats of draft heads: tensor names, and settings that the format implies."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ HeadKind = Literal["eagle3", "mtp"]
 
 
 class DraftFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """What a kind of checkpoint settles. Names may contain ``{behind}``, the number of layers of the head's model.
+    """A checkpoint format. Names may contain ``{behind}``, the number of layers of the head's model.
 
     Attributes:
-        title: What messages call it.
+        title: Its name in messages.
         kind: EAGLE-3 fuses states of several layers and reads them beside the embedding (Li et al., arXiv:2503.01840).
-            MTP, multi-token prediction, joins the last states and the embedding into a stream of its own (DeepSeek-V3,
-            arXiv:2412.19437).
-        layer: What the names of its decoder layer's tensors begin with.
-        names: Those of the tensors outside the layer, by parameter.
-        embedding: Name of an embedding that a checkpoint may have, where not, the model's is shared; None if it is
+            MTP, multi-token prediction, joins the last states and the embedding into its own residual stream
+            (DeepSeek-V3, arXiv:2412.19437).
+        layer: Prefix of its decoder layer's tensor names.
+        names: Names of the tensors outside the layer, by parameter.
+        embedding: Name of an embedding that a checkpoint may have; without it the model's is shared. None if it is
             always the model's.
-        ignored: Tensors that say nothing new: copies of the model's, and what training alone needs.
+        ignored: Tensors that are not needed: copies of the model's, and those only for training.
         maps: Name of the tensor that maps its vocabulary to the model's; None if it has the model's.
-        nested: Field of config.json that describes the decoder layer, for those that set it apart.
-        layers_field: Where config.json says which layers it sees: a field, or a field within a field.
-        names_inputs: The layers named there are those whose inputs it sees; otherwise their outputs.
-        sees_normed: MTP sees the model's states behind the last norm; otherwise those before.
-        carries_normed: The state that the next draft takes is the one behind the head's last norm; otherwise before.
-        state_first: MTP's ``join`` takes the state first, then the embedding; otherwise the other way round.
+        nested: Field of config.json that describes the decoder layer, if it is separate.
+        layers_field: Field of config.json with the layers it takes: a name, or the names of nested fields.
+        names_inputs: That field names layers whose inputs it takes; otherwise their outputs.
+        sees_normed: MTP takes the model's states after the last norm; otherwise before.
+        carries_normed: The next draft takes the state after the head's last norm; otherwise before.
+        state_first: MTP's ``join`` takes the state first, then the embedding; otherwise in the other order.
         masks_first: The embedding counts as zero where the position is 0.
     """
 
@@ -105,14 +105,14 @@ _MIMO = DraftFormat(
     masks_first=True,
 )
 
-# Which heads are read, by their architecture in config.json.
+# Supported heads, by their architecture in config.json.
 EAGLE3_FORMATS = {
-    "LlamaForCausalLM": _EAGLE3,  # as its authors publish them
-    "LlamaForCausalLMEagle3": _EAGLE3,  # as SpecForge does
+    "LlamaForCausalLM": _EAGLE3,  # of its authors
+    "LlamaForCausalLMEagle3": _EAGLE3,  # of SpecForge
     "Eagle3Speculator": _SPECULATORS,
     "Eagle3DraftModel": _SPECULATORS,
 }
-# MTP's is that of the model it belongs to, with this behind it where it comes in a folder of its own.
+# An MTP head's architecture is its model's, with this suffix if it has its own folder.
 MTP_SUFFIX = "NextN"
 
 
@@ -126,14 +126,14 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         format: Of its checkpoint.
-        target_layers: Layers of the model it belongs to.
-        target_hidden_size: Width of that model.
-        num_states: States of the model that it sees of each token, side by side.
+        target_layers: Layers of its model.
+        target_hidden_size: Width of its model.
+        num_states: States of the model that it takes per token, concatenated.
         vocab_size: Tokens that it can draft.
-        is_in_model: Its tensors stand among those of the model.
-        has_embedding: It brings its own embedding.
+        is_in_model: Its tensors are in the model's files.
+        has_embedding: It has its own embedding.
         norm_before_residual: EAGLE-3's residual stream begins with the normed state; otherwise with the state.
-        norm_before_fuse: What EAGLE-3 fuses is normed before.
+        norm_before_fuse: EAGLE-3 norms the states before it fuses them.
     """
 
     format: DraftFormat
@@ -147,7 +147,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     norm_before_fuse: bool = False
 
     def named(self, name: str) -> str:
-        """Returns a name in the checkpoint."""
+        """Returns a name as it is in the checkpoint."""
         return name.replace("{behind}", str(self.target_layers))
 
     @property
@@ -156,11 +156,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
         return frozenset(map(self.named, self.format.ignored))
 
     def table(self, model: ModelConfig) -> dict[str, tuple[TensorSource, ...]]:
-        """Returns every parameter and the checkpoint tensors stacked in it.
-
-        Args:
-            model: Shape of its decoder layer; ``vocab_size`` is the model's.
-        """
+        """Returns every parameter and the checkpoint tensors stacked in it. ``model.vocab_size`` is the target's."""
         hidden, seen = model.hidden_size, self.num_states * self.target_hidden_size
         shapes: dict[str, tuple[int, ...]] = {"state_norm": (hidden,), "norm": (hidden,)}
         if self.format.kind == "eagle3":

@@ -1,4 +1,4 @@
-"""What drafts: heads that look at the model's states, EAGLE-3 and MTP, and small models."""
+"""Draft heads that read the model's states (EAGLE-3 and MTP), and draft models."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from hiserve.models.weights import load_head_parameters
 
 
 class DraftHead(Protocol):
-    """Computes logits of the token behind each that it is given.
+    """Computes for each token logits of the next one.
 
     Attributes:
         feature_size: Elements that it takes of the token before each, and carries from draft to draft; 0 is none.
         shift: The rotary position of token j is ``j - shift``.
-        aux_layers: Layers of the model that it sees, as ``Decoder`` takes them.
+        aux_layers: Layers of the model that it takes, as for ``Decoder``.
     """
 
     feature_size: int
@@ -42,7 +42,7 @@ class DraftHead(Protocol):
         """Returns the KV groups of its layers, stored as ``dtype``."""
 
     def fuse(self, aux_states: Tensor) -> Tensor:
-        """Makes features ``[T, feature_size]`` of what the model showed of each token, ``[T, len(taps) * hidden_size]``."""
+        """Computes features ``[T, feature_size]`` from the model's states, ``[T, len(aux_layers) * hidden_size]``."""
 
     def forward(
         self, inputs: ForwardInputs, hidden_states: Tensor, layers: Sequence[LayerKV], attention: Attention
@@ -51,28 +51,25 @@ class DraftHead(Protocol):
 
         Args:
             inputs: The batch; its positions are rotary ones.
-            hidden_states: ``[T, feature_size]``, of the token before each: fused, or as this returned them. Unchanged.
+            hidden_states: ``[T, feature_size]``, of the token before each: fused, or returned by this method.
+                Unchanged.
             layers: The pool's views of its group.
             attention: A backend on which ``plan(inputs)`` was called.
 
         Returns:
-            Logits ``[N, vocab_size]`` over the model's vocabulary, -inf of what it cannot draft, and what to carry,
-            ``[N, feature_size]``.
+            Logits ``[N, vocab_size]`` over the model's vocabulary, -inf for tokens that it cannot draft, and the states
+            to carry, ``[N, feature_size]``.
         """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Body:
-    """What heads have in common: a decoder layer, and logits.
+    """The common part of heads: a decoder layer, its last norm, and the output head.
 
     Attributes:
-        layer: The layer.
-        rotary: Its positions.
-        norm: Behind it.
-        output: To logits.
-        tokens: int64 ``[n]``, the model's token of each that it can draft; None if all are the same.
+        tokens: int64 ``[n]``, the model's token of each that it can draft; None if the vocabularies are the same.
         vocab_size: Of the model.
-        carries_normed: The state carried is that behind ``norm``.
+        carries_normed: The carried state is that after ``norm``.
     """
 
     layer: Layer
@@ -86,9 +83,9 @@ class _Body:
     def __call__(
         self, x: Tensor, stream: Tensor, inputs: ForwardInputs, layers: Sequence[LayerKV], attention: Attention
     ) -> tuple[Tensor, Tensor]:
-        """As ``DraftHead.forward``, of what attention reads and the residual stream before it, which stays.
+        """Like ``DraftHead.forward``, for attention's input and the residual stream before it, which is unchanged.
 
-        With one layer, what is stored depends on no attention: where nobody asks for logits there is none.
+        With one layer, stored keys and values do not depend on attention: without rows of logits it is skipped.
         """
         (kv,) = layers
         if inputs.before_layer is not None:
@@ -108,14 +105,9 @@ class _Body:
 
 
 class Eagle3Head:
-    """EAGLE-3 (Li et al., arXiv:2503.01840): states of several layers, fused, beside the embedding.
+    """EAGLE-3 (Li et al., arXiv:2503.01840): fused states of several layers, beside the embedding.
 
-    Args:
-        draft: Its shape.
-        parameters: As ``Head.table`` names them.
-        tokens: As ``load_head_parameters`` returns them.
-        target: The model.
-        max_len: Tokens of the longest request.
+    ``parameters`` are named as in ``Head.table``; ``tokens`` come from ``load_head_parameters``.
     """
 
     shift = 1
@@ -138,13 +130,11 @@ class Eagle3Head:
         self._body = _body(draft, parameters, Linear(parameters.pop("head")), tokens, target, max_len)
 
     def fuse(self, aux_states: Tensor) -> Tensor:
-        """As the protocol."""
         return self._fuse(aux_states if self._fuse_norm is None else self._fuse_norm(aux_states))
 
     def forward(
         self, inputs: ForwardInputs, hidden_states: Tensor, layers: Sequence[LayerKV], attention: Attention
     ) -> tuple[Tensor, Tensor]:
-        """As the protocol."""
         normed = self._state_norm(hidden_states)
         embedded = self._body.layer.input_norm(self._embedding(inputs.input_ids))
         stream = normed if self._norm_before_residual else hidden_states
@@ -152,15 +142,9 @@ class Eagle3Head:
 
 
 class MTPHead:
-    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437): the last states and the embedding make a stream of their own.
+    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437): joins last states and embedding in a residual stream.
 
-    Embedding and output head are the model's.
-
-    Args:
-        draft: Its shape.
-        parameters: As ``Head.table`` names them.
-        target: The model.
-        max_len: Tokens of the longest request.
+    Embedding and output head are the model's. ``parameters`` are named as in ``Head.table``.
     """
 
     shift = 1
@@ -179,13 +163,12 @@ class MTPHead:
         self._body = _body(draft, parameters, target.head, None, target, max_len)
 
     def fuse(self, aux_states: Tensor) -> Tensor:
-        """As the protocol: there is nothing to fuse."""
+        """Returns its argument: MTP takes one layer."""
         return aux_states
 
     def forward(
         self, inputs: ForwardInputs, hidden_states: Tensor, layers: Sequence[LayerKV], attention: Attention
     ) -> tuple[Tensor, Tensor]:
-        """As the protocol."""
         embedded = self._embedding(inputs.input_ids)
         if self._masks_first:
             embedded = embedded.masked_fill(inputs.positions[:, None] == 0, 0)
@@ -195,12 +178,7 @@ class MTPHead:
 
 
 class DraftModel:
-    """A small model with the same vocabulary. It looks at nothing but tokens.
-
-    Args:
-        draft: Its shape.
-        decoder: The model.
-    """
+    """A small model with the same vocabulary. It takes only tokens."""
 
     shift = 0
     feature_size = 0
@@ -211,13 +189,12 @@ class DraftModel:
         self._decoder = decoder
 
     def fuse(self, aux_states: Tensor) -> Tensor:
-        """As the protocol: nothing is taken."""
+        """Returns no features."""
         return aux_states[:, :0]
 
     def forward(
         self, inputs: ForwardInputs, hidden_states: Tensor, layers: Sequence[LayerKV], attention: Attention
     ) -> tuple[Tensor, Tensor]:
-        """As the protocol."""
         logits = self._decoder.forward(inputs, layers, attention).logits
         return logits, hidden_states.new_empty((logits.shape[0], 0))
 
@@ -225,10 +202,10 @@ class DraftModel:
 def load_draft(
     draft: DraftConfig, target: Decoder, *, dtype: str, device: str, load_format: str, max_len: int
 ) -> DraftHead:
-    """Reads the checkpoint of what drafts, or draws random weights of its shape.
+    """Reads the checkpoint of a draft head or model, or draws random weights of its shape.
 
     Args:
-        draft: As ``find_draft`` returns it.
+        draft: From ``find_draft``.
         target: The model that it drafts for, on the same device, of the same type.
         dtype: Type name of weights and activations, a key of ``config.DTYPE_BYTES``.
         device: ``cpu`` or ``cuda``.
@@ -283,5 +260,5 @@ def _ops(target: Decoder) -> Ops:
 
 
 def draft_attention_shape(draft: DraftConfig, *, dtype: torch.dtype, page_size: int) -> AttentionShape:
-    """As ``attention_shape``, of a draft model or head. A head hides position 0: no hidden state precedes the first token."""
+    """Like ``attention_shape``, of a draft head or model. A head hides position 0: its token has no state before it."""
     return replace(attention_shape(draft.model, dtype=dtype, page_size=page_size), hides_first=draft.head is not None)

@@ -1,4 +1,4 @@
-"""The architectures that the one decoder serves, and how each reads its config.json."""
+"""The supported architectures, and how each reads its config.json."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import msgspec
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """What the name of an architecture settles.
+    """Settings implied by the name of an architecture.
 
     Attributes:
         has_qk_norm: RMSNorm on each query and key head.
-        has_qkv_bias: Queries, keys and values have a bias, whatever config.json says.
-        ignored: Fields of config.json that transformers does not read for it, as it spells them.
-        defaults: What it takes where config.json is silent.
+        has_qkv_bias: Queries, keys and values have a bias, regardless of config.json.
+        ignored: Fields of config.json that transformers does not read for it, in its spelling.
+        defaults: Values of fields that config.json omits.
     """
 
     has_qk_norm: bool = False
@@ -23,7 +23,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     defaults: dict[str, Any] = {}
 
     def complete(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """Returns config.json without what is ignored and with what it leaves out."""
+        """Returns config.json without ignored fields and with defaults."""
         return self.defaults | {name: value for name, value in raw.items() if name not in self.ignored}
 
 

@@ -1,7 +1,7 @@
 """The rotary frequencies of every kind of scaling.
 
-All of it is float32 arithmetic in the order checkpoints were trained with: another order gives other last
-digits, which a position of some thousands turns into a visible angle.
+All arithmetic is float32 in the order that checkpoints were trained with: another order changes the last
+digits, which become a visible angle at positions of some thousands.
 """
 
 from __future__ import annotations
@@ -15,15 +15,9 @@ from hiserve.models.rope import RopeConfig
 
 
 def rotary_frequencies(rope: RopeConfig, head_dim: int, max_len: int) -> Tensor:
-    """Returns the angle per position of each pair of elements.
+    """Returns the angle per position of each pair of elements, float32 ``[head_dim / 2]``, on the CPU.
 
-    Args:
-        rope: The kind of scaling and its numbers.
-        head_dim: Elements per head.
-        max_len: Tokens of the longest request; longrope chooses its list by it.
-
-    Returns:
-        float32 ``[head_dim / 2]``, on the CPU.
+    ``max_len`` is the tokens of the longest request; it selects longrope's list.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     wavelengths = rope.theta**exponents  # over 2 pi
@@ -40,7 +34,7 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int, max_len: int) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
-    """Long wavelengths are divided by the factor, short ones stay, those between are blended (Llama 3.1)."""
+    """Long wavelengths are divided by the factor, short ones are unchanged, those between are blended (Llama 3.1)."""
     wavelengths = 2 * math.pi / plain
     longest, shortest = (rope.original_context / bound for bound in (rope.low_freq_factor, rope.high_freq_factor))
     stretched = torch.where(wavelengths > longest, plain / rope.factor, plain)
@@ -52,7 +46,7 @@ def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, wavelengths: Tensor, head_dim: int) -> Tensor:
-    """Blends by how often a pair turns within the original context (Peng et al., YaRN, 2023)."""
+    """Blends by the turns of a pair within the original context (Peng et al., YaRN, 2023)."""
     low, high = (_dimension(rope, beta, head_dim) for beta in (rope.beta_fast, rope.beta_slow))
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)

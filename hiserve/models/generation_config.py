@@ -1,4 +1,4 @@
-"""What a checkpoint says about generating: its end tokens and its sampling defaults."""
+"""Reads a checkpoint's end tokens and sampling defaults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hiserve.models.config_fields import TokenId, convert, read_json
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling parameters for requests that are silent about them; None where the model is silent too.
+    """Sampling parameters for requests that omit them; None where the model gives none.
 
     Attributes:
         temperature: 0 is greedy. Range 0 to 100.
@@ -31,7 +31,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float | None = None
 
     def params(self) -> SamplingParams:
-        """Returns the sampling of a request that says nothing."""
+        """Returns the sampling of a request without parameters."""
         given = msgspec.structs.asdict(self)
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
@@ -52,8 +52,8 @@ class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``generation_config.json``.
 
     Attributes:
-        eos_token_ids: Tokens that end a reply; None when the file does not say.
-        sampling_defaults: For requests that are silent.
+        eos_token_ids: Tokens that end a reply; None when the file omits them.
+        sampling_defaults: For requests that omit parameters.
     """
 
     eos_token_ids: tuple[int, ...] | None = None
@@ -61,11 +61,11 @@ class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_generation(folder: Path) -> GenerationConfig:
-    """Reads ``generation_config.json``; a folder without one says nothing.
+    """Reads ``generation_config.json``; without the file all values are unset.
 
     ``do_sample: false`` means a temperature of 0 when the file names none of temperature, top_p,
     top_k and min_p. Files that name one of them are often saved with ``do_sample: false`` by
-    accident; there it is not looked at.
+    accident; there it is ignored.
 
     Raises:
         ModelError: The file is not JSON, or a value is of the wrong type or out of range.

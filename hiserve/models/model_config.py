@@ -37,7 +37,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
         intermediate_size: Width of each.
         is_normalized: The shares of a token's experts are scaled to sum to 1.
         step: Every ``step``-th layer has experts, counted from 1.
-        dense_layers: Layers that have an MLP whatever ``step`` says, counted from 0.
+        dense_layers: Layers, counted from 0, that have an MLP regardless of ``step``.
     """
 
     num_experts: int
@@ -70,20 +70,20 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         head_dim: Elements per head.
         intermediate_size: Width of the MLP.
         norm_eps: Epsilon of every RMSNorm.
-        rope: How positions become angles.
+        rope: Rotary scaling.
         windows: Of each layer: a token at position p sees positions above p - window. Empty is none anywhere.
-        context_length: Tokens the model is good for.
+        context_length: Most tokens of a request.
         tie_embeddings: The output head is the embedding.
         has_qk_norm: RMSNorm on each query and key head before RoPE (Qwen3).
         has_qkv_bias: Queries, keys and values have a bias (Qwen2).
         has_out_bias: The projection after attention has a bias.
         has_mlp_bias: The three projections of the MLP have biases.
-        experts: What stands in place of the MLP in some or all layers, or None.
-        num_mtp_layers: Draft heads that come in the checkpoint's own files.
+        experts: Replaces the MLP in some or all layers; None without.
+        num_mtp_layers: Draft heads in the checkpoint's own files.
         dtype: Type name of the stored weights.
         eos_token_ids: Tokens that end a reply.
         bos_token_id: Token that starts a text, or None.
-        sampling_defaults: For requests that are silent.
+        sampling_defaults: For requests that omit parameters.
     """
 
     architecture: str
@@ -124,12 +124,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         total += self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         if self.experts is None:
             return total + self.num_layers * mlp
-        expert = 3 * self.hidden_size * self.experts.intermediate_size + self.hidden_size  # and its row of the router
+        expert = 3 * self.hidden_size * self.experts.intermediate_size + self.hidden_size  # with its row of the router
         num_sparse = self.experts.num_layers(self.num_layers)
         return total + (self.num_layers - num_sparse) * mlp + num_sparse * self.experts.num_experts * expert
 
     def facts(self) -> ModelFacts:
-        """Returns what ``core.resolve`` must know."""
+        """Returns the facts that ``core.resolve`` needs."""
         return ModelFacts(
             context_length=self.context_length,
             checkpoint_dtype=self.dtype,
@@ -147,7 +147,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _mlp_elements(self) -> int:
-        """Elements a token has in the MLP, or in its experts: gate and up and their product; likewise what they give."""
+        """Elements per token in the MLP (gate, up and their product), or in its experts, outputs included."""
         experts = self.experts
         if experts is None:
             return 3 * self.intermediate_size
@@ -155,7 +155,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return max(3 * self.intermediate_size, mixed)
 
     def kv_groups(self, dtype: str) -> tuple[CacheGroupSpec, ...]:
-        """Returns the KV groups its layers write, stored as ``dtype``: one, as in every ordinary decoder."""
+        """Returns the KV groups of its layers, stored as ``dtype``: one."""
         kv = CacheGroupSpec(
             name="kv",
             num_layers=self.num_layers,
@@ -170,9 +170,9 @@ def find_model(name: str, revision: str | None = None, *, download: Download | N
     """Returns the folder of a model: a local one, the embedded one, or one of the Hugging Face Hub.
 
     Args:
-        name: A path, ``hiserve-nano``, or ``owner/name`` on the Hub, in this order.
+        name: A path, ``hiserve-nano``, or ``owner/name`` on the Hub, tried in this order.
         revision: Branch, tag or commit on the Hub; None is the main branch.
-        download: As for ``hub.fetch``.
+        download: As for ``checkpoint.fetch``.
 
     Raises:
         ModelError: There is no such folder or model, it has no config.json, or it cannot be fetched.
@@ -180,7 +180,7 @@ def find_model(name: str, revision: str | None = None, *, download: Download | N
     try:
         folder = Path(name).expanduser()
         is_there = bool(name) and folder.is_dir()
-    except (OSError, RuntimeError, ValueError):  # a name too long for the file system; ``~`` of nobody; a null byte
+    except (OSError, RuntimeError, ValueError):  # name too long, ``~`` of an unknown user, null byte
         is_there = False
     if not is_there and name == NANO:
         return Path(__file__).parent / "nano"
@@ -201,20 +201,14 @@ def read_model_config(folder: Path) -> ModelConfig:
     """Reads ``config.json``, and ``generation_config.json`` for end tokens and sampling defaults.
 
     Raises:
-        ModelError: Unsupported architecture, a missing field, a value that makes no sense, or a
-            file that is not JSON.
+        ModelError: Unsupported architecture, a missing field, an invalid value, or a file that is not JSON.
     """
     path = folder / "config.json"
     return parse_config(read_json(path), path, read_generation(folder))
 
 
 def parse_config(raw: dict[str, Any], path: Path, generation: GenerationConfig) -> ModelConfig:
-    """Returns what the fields of ``config.json`` say.
-
-    Args:
-        raw: The fields.
-        path: Where they were read; for messages.
-        generation: What the model says about generating.
+    """Returns the configuration of the fields ``raw`` of ``config.json``; ``path`` is for messages.
 
     Raises:
         ModelError: As ``read_model_config``.

@@ -1,4 +1,4 @@
-"""Where each parameter of the decoder stands in a checkpoint: a table of names."""
+"""Maps each parameter of the decoder to its tensors in a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Part = tuple[str, tuple[int, ...]]
 
 
 class ExpertNaming(Enum):
-    """How a checkpoint names its experts: tensors of each one, Mixtral's own names, or all in one tensor."""
+    """Spelling of experts in a checkpoint: one tensor per expert, Mixtral's own names, or all experts in one tensor."""
 
     EACH = "mlp.experts.0.gate_proj"
     MIXTRAL = "block_sparse_moe.experts.0.w1"
@@ -64,7 +64,7 @@ def parameter_table(
 
 
 def bundled_prefixes(config: ModelConfig) -> tuple[str, ...]:
-    """Returns what the tensors of draft heads begin with that come in the model's own files; they are no layers of it."""
+    """Returns name prefixes of draft heads' tensors in the model's own files, which are not layers of the model."""
     behind = range(config.num_layers, config.num_layers + config.num_mtp_layers)
     return (*(f"model.layers.{layer}." for layer in behind), *(f"model.mtp_layers.{i}." for i in range(len(behind))))
 
@@ -74,12 +74,8 @@ def layer_table(
 ) -> dict[str, tuple[TensorSource, ...]]:
     """Returns the parameters of one layer.
 
-    Args:
-        config: Of the decoder.
-        layer: Its index.
-        theirs: What its names in the checkpoint begin with.
-        width: Of what attention reads; None is ``hidden_size``.
-        naming: Of its experts.
+    ``theirs`` is the prefix of the layer's names in the checkpoint; ``width`` that of attention's input, by default
+    ``hidden_size``.
     """
     hidden, ours = config.hidden_size, f"layers.{layer}."
     table = {ours + "input_norm": stack((theirs + "input_layernorm.weight", (hidden,)))}
@@ -113,7 +109,7 @@ def _mlp(config: ModelConfig, ours: str, theirs: str) -> dict[str, tuple[TensorS
 def _projection(
     ours: str, theirs: str, rows: dict[str, int], width: int, has_bias: bool
 ) -> dict[str, tuple[TensorSource, ...]]:
-    """A stack of projections of one input, by name and rows, and their biases."""
+    """Returns stacked projections of one input, by name and rows, and their biases."""
     table = {ours: stack(*((f"{theirs}{name}.weight", (count, width)) for name, count in rows.items()))}
     if has_bias:
         table[ours + "_bias"] = stack(*((f"{theirs}{name}.bias", (count,)) for name, count in rows.items()))
@@ -123,7 +119,7 @@ def _projection(
 def _experts(
     experts: ExpertsConfig, hidden: int, ours: str, theirs: str, naming: ExpertNaming
 ) -> dict[str, tuple[TensorSource, ...]]:
-    """Gate rows, then up rows, expert after expert; and their down rows."""
+    """Returns gate and up rows, expert by expert, and the experts' down rows."""
     inner, count = experts.intermediate_size, experts.num_experts
     theirs += "block_sparse_moe." if naming is ExpertNaming.MIXTRAL else "mlp."
     gate, up, down = ("w1", "w3", "w2") if naming is ExpertNaming.MIXTRAL else ("gate_proj", "up_proj", "down_proj")
@@ -144,7 +140,7 @@ def _experts(
 
 
 def stack(*parts: Part) -> tuple[TensorSource, ...]:
-    """Returns the pieces of a parameter, one tensor below the other."""
+    """Returns tensors stacked by rows."""
     pieces: list[TensorSource] = []
     start = 0
     for name, shape in parts:

@@ -1,4 +1,4 @@
-"""Reads tensors from files into memory of any device: in the order of the files, several pieces at once, ahead of copies."""
+"""Reads tensors from files into memory of any device, in the order of the files, with reads ahead of copies."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from hiserve.models.checkpoint import StoredTensor
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 8 << 20
-NUM_THREADS = 16  # to fill a link from the page cache; of a disk, they are its queue depth
-NUM_COPIED = 8  # buffers that are copied to the device, so that no thread waits for a copy before it reads
-NUM_BUFFERS = 2 * NUM_THREADS + NUM_COPIED  # of one piece each
-_SHOWN_BYTES = 256 << 20  # less is read before anybody has seen a bar
+NUM_THREADS = 16  # fill a link from the page cache; for a disk, its queue depth
+NUM_COPIED = 8  # buffers being copied to the device, so that no thread waits for a copy before it reads
+NUM_BUFFERS = 2 * NUM_THREADS + NUM_COPIED  # of one chunk each
+_SHOWN_BYTES = 256 << 20  # less is read before a progress bar could be seen
 _LOG_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpan:
-    """Whole elements of one tensor within a piece.
+    """Whole elements of one tensor within a chunk.
 
     Attributes:
-        begin: Bytes from the start of the piece.
-        stored: The type that the file holds.
-        target: Contiguous, ``[n]``: where the elements go, on any device and of any floating-point type.
+        begin: Bytes from the start of the chunk.
+        stored: Type in the file.
+        target: Contiguous, ``[n]``: destination, on any device and of any floating-point type.
     """
 
     begin: int
@@ -53,7 +53,7 @@ class TensorSpan:
 
     @property
     def is_direct(self) -> bool:
-        """Whether the bytes of the file are those of the target, in memory that a file can be read into."""
+        """Whether the file can be read into the target: it is on the CPU and of the stored type."""
         return self.target.device.type == "cpu" and self.target.dtype == self.stored
 
 
@@ -63,9 +63,9 @@ class FileChunk:
 
     Attributes:
         path: The file.
-        begin: Bytes before the piece.
+        begin: Offset in the file.
         num_bytes: Size.
-        parts: Of one tensor or of several that follow each other.
+        parts: Of one tensor or of adjacent ones.
     """
 
     path: Path
@@ -74,17 +74,16 @@ class FileChunk:
     parts: list[TensorSpan] = field(default_factory=list)
 
     def takes(self, path: Path, begin: int, num_bytes: int, stored: torch.dtype, limit: int) -> bool:
-        """Whether these bytes follow the piece, fit into it, and lie in it as their type asks for."""
+        """Whether these bytes follow the chunk, fit into it, and would be aligned to their type."""
         follows = self.path == path and self.begin + self.num_bytes == begin
         return follows and self.num_bytes + num_bytes <= limit and self.num_bytes % stored.itemsize == 0
 
 
 def plan_chunks(wanted: Sequence[tuple[StoredTensor, Tensor]], piece_bytes: int = PIECE_BYTES) -> list[FileChunk]:
-    """Returns what to read, in the order of the files and of the bytes within each.
+    """Returns the chunks to read, ordered by file and offset.
 
-    Args:
-        wanted: Each tensor with its target: contiguous, with as many elements.
-        piece_bytes: Most bytes of a piece; a multiple of 8.
+    ``wanted`` is each tensor with its target: contiguous, with as many elements. ``piece_bytes``, the most bytes of a
+    chunk, is a multiple of 8.
     """
     pieces: list[FileChunk] = []
     for tensor, target in sorted(wanted, key=lambda each: (each[0].path, each[0].begin)):
@@ -100,19 +99,16 @@ def plan_chunks(wanted: Sequence[tuple[StoredTensor, Tensor]], piece_bytes: int 
     return pieces
 
 
-# What the format calls the types that weights may be stored as.
+# Types of stored weights, in the spelling of the format.
 TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def read_chunks(pieces: Sequence[FileChunk], device: torch.device) -> None:
-    """Reads every piece to its targets. When it returns all bytes are there, also on a CUDA device.
+    """Reads every chunk into its targets. All bytes have arrived when it returns, also on a CUDA device.
 
-    Threads read ahead. Bytes that need no conversion are read straight into targets on the CPU; others go through buffers,
-    pinned for a CUDA device, and are converted and copied on this thread's current stream.
-
-    Args:
-        pieces: As ``plan_chunks`` returns them.
-        device: Of all targets.
+    Threads read ahead. Bytes that need no conversion are read directly into targets on the CPU; others pass through
+    buffers, pinned for a CUDA device, and are converted and copied on this thread's current stream. ``device`` is that
+    of all targets.
 
     Raises:
         OSError: A file cannot be read; ``EOFError``: it is shorter than it was.
@@ -142,7 +138,7 @@ def read_chunks(pieces: Sequence[FileChunk], device: torch.device) -> None:
 
 
 class _Buffers(Sequence["_Buffer"]):
-    """Buffers in one allocation, pinned if the device is CUDA's, until ``close``."""
+    """Buffers in one allocation, pinned for a CUDA device until ``close``."""
 
     def __init__(self, count: int, num_bytes: int, device: torch.device) -> None:
         stride = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -154,7 +150,7 @@ class _Buffers(Sequence["_Buffer"]):
                 error = cuda.cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)
             if error == cuda.cudaError.success:
                 self._cuda = cuda
-            else:  # copies still are right, and wait for the driver's own buffers
+            else:  # copies are still correct, but wait for the driver's own buffers
                 logger.warning("buffers for weights cannot be pinned: %s", cuda.cudaGetErrorString(error))
         self._buffers = [
             _Buffer(self._memory[i * stride : (i + 1) * stride], device if device.type == "cuda" else None)
@@ -168,7 +164,7 @@ class _Buffers(Sequence["_Buffer"]):
         return self._buffers[index]
 
     def wait(self) -> None:
-        """Waits until everything has been copied from the buffers."""
+        """Waits for all copies from the buffers."""
         for buffer in self._buffers:
             buffer.wait()
 
@@ -181,7 +177,7 @@ class _Buffers(Sequence["_Buffer"]):
 
 
 class _Buffer:
-    """Memory for one piece: loaded by a thread, unloaded by the caller's, then loaded again."""
+    """Memory for one chunk: loaded by a reader thread, unloaded by the caller's thread, then loaded again."""
 
     def __init__(self, memory: Tensor, device: torch.device | None) -> None:
         self._memory = memory
@@ -189,9 +185,9 @@ class _Buffer:
         self._copied = None if device is None else torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
     def load(self, chunk: FileChunk) -> None:
-        """Reads a piece, after what the buffer held has been copied; straight into the targets where that is possible."""
+        """Reads a chunk after the last copy from the buffer; directly into the targets where that is possible."""
         self.wait()
-        # Of its own: what the kernel reads ahead it decides by what one open file reads, which must be one piece.
+        # Opened for each chunk: the kernel's read-ahead is per open file, and must follow one chunk.
         with chunk.path.open("rb", buffering=0) as file:
             os.posix_fadvise(file.fileno(), chunk.begin, chunk.num_bytes, os.POSIX_FADV_SEQUENTIAL)
             if all(part.is_direct for part in chunk.parts):
@@ -201,7 +197,7 @@ class _Buffer:
                 _read(file.fileno(), self._memory[: chunk.num_bytes], chunk.begin, chunk.path)
 
     def unload(self, chunk: FileChunk) -> None:
-        """Copies a piece that was read to its targets; on a CUDA device this is asynchronous."""
+        """Copies a loaded chunk to its targets; asynchronous on a CUDA device."""
         if all(part.is_direct for part in chunk.parts):
             return
         for part in chunk.parts:
@@ -215,7 +211,7 @@ class _Buffer:
             self._copied.record()
 
     def wait(self) -> None:
-        """Waits until what was last unloaded has been copied."""
+        """Waits for the copies of the last ``unload``."""
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -231,7 +227,7 @@ def _read(fd: int, into: Tensor, begin: int, path: Path) -> None:
 
 @contextmanager
 def _progress(num_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Yields what is told of bytes read: it moves a bar on a terminal, and writes to the log elsewhere."""
+    """Yields a callback for bytes read, which updates a progress bar on a terminal and writes to the log elsewhere."""
     console = Console(file=sys.stderr)
     has_bar = console.is_terminal and num_bytes >= _SHOWN_BYTES
     columns = (TextColumn("weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
@@ -250,13 +246,7 @@ def _progress(num_bytes: int) -> Iterator[Callable[[int], None]]:
 
 
 class ProgressLog:
-    """Writes a line of what has been read, every ten seconds.
-
-    Args:
-        num_bytes: To be read.
-        is_quiet: Write nothing.
-        clock: Seconds, monotonic.
-    """
+    """Logs the progress every ten seconds. ``clock`` is monotonic, in seconds."""
 
     def __init__(self, num_bytes: int, *, is_quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
         self._num_bytes = num_bytes
@@ -266,7 +256,7 @@ class ProgressLog:
         self._done = 0
 
     def advance(self, count: int) -> None:
-        """Counts bytes that have been read."""
+        """Adds bytes that have been read."""
         self._done += count
         now_s = self._clock()
         if self._is_quiet or now_s < self._last_s + _LOG_S:

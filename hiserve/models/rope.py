@@ -1,4 +1,4 @@
-"""Rotary positions: which scaling a checkpoint was made for, read from its config.json."""
+"""Reads the rotary scaling of a checkpoint from its config.json."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _NEEDS: dict[str, tuple[str, ...]] = {
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How a position becomes angles. Keys are stored rotated, so every rule is static.
+    """Rotary scaling. Keys are stored rotated, so every rule is static.
 
     ``dynamic`` scaling changes nothing up to ``max_position_embeddings``, which is the longest
     context it is served with: here it is ``default``. ``longrope`` has two lists of divisors and
-    takes one of them by the longest request that is configured, not by the length of each: with a
+    selects one by the longest request that is configured, not by the length of each: with a
     context beyond ``original_context``, transformers gives other logits for shorter prompts.
 
     Attributes:
         kind: ``default``, ``linear``, ``llama3``, ``yarn`` or ``longrope``.
         theta: Base of the frequencies.
-        factor: How many times the original context is stretched.
+        factor: Ratio of the stretched to the original context.
         original_context: Tokens the model was trained with before it was stretched.
-        attention_factor: Cosines and sines are multiplied by it.
+        attention_factor: Factor of cosines and sines.
         low_freq_factor: llama3: wavelengths above ``original_context`` over this are divided by ``factor``.
-        high_freq_factor: llama3: wavelengths below ``original_context`` over this stay.
-        beta_fast: yarn: frequencies that turn more often than this within the original context stay.
-        beta_slow: yarn: frequencies that turn less often are divided by ``factor``.
+        high_freq_factor: llama3: wavelengths below ``original_context`` over this are unchanged.
+        beta_fast: yarn: frequencies with more turns than this within the original context are unchanged.
+        beta_slow: yarn: frequencies with fewer turns are divided by ``factor``.
         truncate: yarn: both bounds are rounded outwards to whole dimensions.
         short_factor: longrope: divisor of each frequency within the original context, ``head_dim / 2`` of them.
         long_factor: longrope: the same for longer contexts.
@@ -66,10 +66,10 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_rope(fields: ConfigFields, head_dim: int) -> RopeConfig:
-    """Returns the scaling that ``rope_parameters`` or the older ``rope_scaling`` asks for.
+    """Returns the scaling of ``rope_parameters`` or of the older ``rope_scaling``.
 
     Raises:
-        ModelError: An unknown kind, or one whose numbers are missing or make no sense.
+        ModelError: An unknown kind, or one whose numbers are missing or invalid.
     """
     given = fields.rope_parameters or RopeFields()
     kind = given.rope_type or given.type or "default"
@@ -102,10 +102,10 @@ def original_context(fields: ConfigFields, given: RopeFields) -> int:
 
 
 def stretched_context(fields: ConfigFields, rope: RopeConfig) -> int:
-    """Returns the tokens a model is good for.
+    """Returns the longest context of a model, in tokens.
 
-    Files that ask for yarn often keep the original ``max_position_embeddings`` (those of Qwen2.5 do):
-    the factor counts too. Every other kind is taken at its word.
+    Files with yarn often keep the original ``max_position_embeddings`` (those of Qwen2.5 do), so the factor is applied
+    too. For every other kind ``max_position_embeddings`` is used.
     """
     stretched = int(min(rope.original_context * rope.factor, MAX_INT32)) if rope.kind == "yarn" else 0
     return max(fields.max_position_embeddings, stretched)
@@ -131,7 +131,7 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 def _refuse(fields: ConfigFields, given: RopeFields, kind: str, head_dim: int, theta: float) -> None:
-    """Raises ModelError for what cannot be computed."""
+    """Raises ModelError for values that cannot be computed."""
     if kind not in _NEEDS:
         raise ModelError(f"RoPE scaling {kind!r} is not supported yet. Supported: {', '.join(_NEEDS)}.", param="model")
     if given.full_attention is not None or given.sliding_attention is not None:

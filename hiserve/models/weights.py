@@ -28,12 +28,8 @@ def load_parameters(
 ) -> dict[str, Tensor]:
     """Allocates every parameter on the device and fills it.
 
-    Args:
-        folder: Checkpoint folder; not read when ``load_format`` is ``dummy``.
-        config: The model's shape.
-        dtype: What the parameters are stored as.
-        device: Where.
-        load_format: ``auto`` reads safetensors; ``dummy`` draws weights from a fixed seed.
+    ``load_format`` is ``auto``, which reads safetensors, or ``dummy``, which draws weights from a fixed seed and reads
+    no file.
 
     Raises:
         ModelError: A file is missing or damaged; a tensor is missing, unexpected or of the wrong shape or type.
@@ -68,14 +64,9 @@ def read_parameters(
     *,
     param: str,
 ) -> dict[str, Tensor]:
-    """Reads every parameter of a table, none of whose tensors is missing, in the order of the files.
+    """Reads every parameter of a table, in the order of the files; ``held_tensors`` gave ``held``, which has all.
 
-    Args:
-        held: As ``held_tensors`` returns it.
-        table: The parameters.
-        dtype: What they are stored as.
-        device: Where.
-        param: The setting that names the checkpoint.
+    ``param`` is the setting that names the checkpoint.
 
     Raises:
         ModelError: A file is damaged, or a tensor has the wrong shape or type.
@@ -100,18 +91,14 @@ def read_parameters(
 
 
 def read_tensor(held: dict[str, StoredTensor], source: str, *, param: str) -> Tensor:
-    """Reads one tensor as it is stored, onto the CPU; arguments as ``read_parameters`` takes them."""
+    """Reads one tensor in its stored type onto the CPU; arguments as for ``read_parameters``."""
     with _opened(held[source].path, param) as file:
         tensor: Tensor = file.get_tensor(source)
     return tensor
 
 
 def held_tensors(folder: Path, *, param: str) -> dict[str, StoredTensor]:
-    """Returns the tensors of a checkpoint, by name.
-
-    Args:
-        folder: Of the checkpoint.
-        param: The setting that names it.
+    """Returns the tensors of a checkpoint, by name. ``param`` is the setting that names it.
 
     Raises:
         ModelError: A file is missing or damaged.
@@ -145,13 +132,13 @@ def _draw(parameters: dict[str, Tensor], device: torch.device) -> None:
 
 
 def compare(folder: Path, what: str, wanted: set[str], held: set[str], *, param: str) -> None:
-    """Names what the checkpoint lacks and what it has too much, before anything is read.
+    """Compares the names of tensors before anything is read.
 
     Args:
         folder: Of the checkpoint.
-        what: Its tensors are to make.
-        wanted: Names of the tensors that it needs.
-        held: Names of those that are there, but for those that nobody minds.
+        what: Description of the parameters, for messages.
+        wanted: Names of the needed tensors.
+        held: Names of the checkpoint's tensors, without ignored ones.
         param: The setting that names the checkpoint.
 
     Raises:
@@ -168,7 +155,7 @@ def compare(folder: Path, what: str, wanted: set[str], held: set[str], *, param:
 
 
 def _is_ignored(source: str, config: ModelConfig) -> bool:
-    """Copies of what is already there, a tied head and rotary frequencies; and a draft head that comes with the model."""
+    """Whether a tensor is not needed: a tied head, rotary frequencies, or part of a bundled draft head."""
     is_copy = source.endswith("rotary_emb.inv_freq") or (source == "lm_head.weight" and config.tie_embeddings)
     return is_copy or source.startswith(bundled_prefixes(config))
 
@@ -216,16 +203,10 @@ def _opened(path: Path, param: str) -> Iterator[Any]:
 def load_head_parameters(
     draft: DraftConfig, dtype: torch.dtype, device: torch.device, load_format: str
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Allocates every parameter of a head on the device and fills it.
-
-    Args:
-        draft: The head.
-        dtype: What the parameters are stored as.
-        device: Where.
-        load_format: ``auto`` reads safetensors; ``dummy`` draws weights from a fixed seed.
+    """Allocates every parameter of a head on the device and fills it; ``load_format`` as for ``load_parameters``.
 
     Returns:
-        The parameters, as ``Head.table`` names them; and the model's token of each token that the head can draft, int64
+        The parameters, named as in ``Head.table``; and the model's token of each token that the head can draft, int64
         ``[n]``, or None if they are the same.
 
     Raises:
@@ -257,7 +238,7 @@ def load_head_parameters(
 
 
 def _tokens(offsets: Tensor, folder: Path, name: str, num_drafted: int, num_tokens: int) -> Tensor:
-    """Returns the model's token of each drafted one: its own number and an offset."""
+    """Returns the model's token of each drafted one: its own number plus an offset."""
     if tuple(offsets.shape) != (num_drafted,) or offsets.is_floating_point() or offsets.is_complex():
         raise ModelError(
             f"tensor {name} in {str(folder)!r} is {offsets.dtype} {list(offsets.shape)}; {num_drafted} whole numbers are "
