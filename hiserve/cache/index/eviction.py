@@ -1,4 +1,4 @@
-"""Which page goes first: leaves in order, what each tenant may keep, and what the device keeps ready to lose."""
+"""Which page is evicted first: leaves in order, the shares of tenants, and the pages that the device keeps ready to lose."""
 
 from __future__ import annotations
 
@@ -168,9 +168,9 @@ class Eviction(OwnedHeaps):
 class TenantShares:
     """Keeps tenants from evicting each other below their shares.
 
-    A share is the tier's pages by the number of tenants that have some and were seen lately. Who has more than
-    that gives first, least recently used pages first; what a tenant leaves of its share is lent, because nobody gives
-    anything while pages are free.
+    A share is the tier's pages divided by the number of tenants that have some and were seen lately. Tenants above their
+    share lose pages first, least recently used pages first; an unused share is lent, because no page is evicted while
+    pages are free.
 
     Args:
         pages: The tier's.
@@ -209,7 +209,7 @@ class TenantShares:
     def next(self, leaves: OwnedHeaps) -> Iterator[tuple[Node, int]]:
         """Takes leaves in the order in which they should go.
 
-        The caller charges what goes before it asks for the next. With one owner, this is the order of its leaves.
+        The caller charges the evicted pages before it asks for the next leaf. With one owner, this is the order of its leaves.
 
         Yields:
             A leaf, and how many of its pages its owner should give at most.
@@ -235,7 +235,7 @@ class TenantShares:
                     heapq.heapreplace(heads, (head, owner))
 
     def _floors(self) -> Iterator[dict[bytes, int]]:
-        """Tells down to what each owner gives: its share; where that is not enough, the mean, then nothing."""
+        """Yields the pages that each owner keeps: its share; if that frees too few, the mean, then nothing."""
         capacity = self._pages.num_ready - 1
         since = self._num_given - MAX_IDLE_TURNOVERS * capacity
         active = {owner for owner in self._held if self._seen[owner] >= since}
@@ -247,10 +247,10 @@ class TenantShares:
 
 
 class EvictionReserve:
-    """The next victims of the device, as far as the host has them or does not want them.
+    """The next victims of the device that the host has, or need not have.
 
-    What is on both tiers is a page less for something else. So other pages leave the host only for the sake of as many
-    spare ones as the last steps took; as many as the largest steps took become spare where the host has room anyway.
+    A page on both tiers takes the place of another. So other pages leave the host only for as many spare ones as the last
+    steps took; as many as the largest steps took become spare where the host has room anyway.
 
     Args:
         pages: The device's.
@@ -306,7 +306,7 @@ class EvictionReserve:
         return len(self._candidates) > 0
 
     def end_step(self) -> bool:
-        """A step was planned, which took what it needed; returns whether it took anything."""
+        """Ends the count of a step's device pages; returns whether it took any."""
         num_taken = self.num_taken - self._num_seen
         self._num_seen = self.num_taken
         if num_taken:
@@ -327,7 +327,7 @@ class EvictionReserve:
         return next((leaf for leaf, _ in self._shares.next(self._candidates)), None)
 
     def mark(self, leaf: Node) -> None:
-        """Makes a leaf spare that may go at no loss, and what was used with it and goes after it."""
+        """Makes a leaf spare that may go at no loss, and the parents that were used with it and go after it."""
         marked = [leaf]
         while (parent := marked[-1].parent) is not None and self._goes_with(parent, leaf):
             marked.append(parent)
@@ -345,7 +345,7 @@ class EvictionReserve:
                 self._on_change(node)
 
     def leave_path(self, node: Node) -> None:
-        """A node may not go at no loss any more, nor what would have gone after it."""
+        """Makes a node spare no more, nor the parents that would have gone after it."""
         step: Node | None = node
         while step is not None and step.is_spare:
             self.leave(step)

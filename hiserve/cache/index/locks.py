@@ -1,4 +1,4 @@
-"""Holds: what keeps a path from eviction, counted along it, returned exactly once."""
+"""Locks: each keeps a path from eviction, is counted along it, and is returned exactly once."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class PathLock:
     Attributes:
         node: The path's last node. When it is cut off, the last one that is left.
         is_host: Only the host copies are held; the device may lose its own.
-        is_use: It counts as a use of the path. Who stores pages before they go does not use them.
+        is_use: It counts as a use of the path; an offload before eviction does not.
         is_lost: Whether the path was cut off.
-        priority: Of the request that holds it; every node of the path has at least this.
+        priority: The request's; every node of the path has at least this.
     """
 
     __slots__ = ("is_host", "is_lost", "is_use", "node", "priority")
@@ -39,8 +39,8 @@ class PrefixLock:
     As a context manager it is released on the way out, unless ``detach`` handed it on.
 
     Attributes:
-        pages: int32 ``[p]``. Where the prefix lies on the device: when it was locked, with what was loaded for
-            it since, or what is left after a load failed.
+        pages: int32 ``[p]``. Where the prefix lies on the device: the pages at the time of the lock and those loaded since,
+            or the rest after a load failed.
         host_pages: int32 ``[h]``. What follows, on the host alone; must be loaded before anything is published.
         ops: Loads in flight that fill some of ``pages``. Until there are none, no forward may read them without
             waiting.
@@ -62,7 +62,7 @@ class PrefixLock:
 
     @property
     def path_lock(self) -> PathLock:
-        """What it proves."""
+        """The lock on the path."""
         return self._path_lock
 
     @property
@@ -82,13 +82,13 @@ class PrefixLock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Releases the lock unless it was kept, or when an exception passes."""
+        """Releases the lock unless it was detached, and always when an exception passes."""
         if self.is_open and (not self._is_detached or kind is not None):
             self._release(self)
 
 
 class Locks:
-    """Every hold there is.
+    """Every lock there is.
 
     Args:
         tiers: Whose evictable pages they change.
@@ -183,7 +183,7 @@ class Locks:
             self._tiers.queue_copy(copy)
 
     def drop(self, path_lock: PathLock) -> None:
-        """Returns a hold. Exactly once."""
+        """Returns a path lock, exactly once."""
         del self._open[path_lock]
         if path_lock.is_host:
             self._drop_host(path_lock.node)
@@ -191,10 +191,10 @@ class Locks:
             self._drop_lock(path_lock.node, is_use=path_lock.is_use)
 
     def cut(self, gone: set[Node], end: Node) -> list[PrefixLock]:
-        """Moves the holds on nodes that are cut off to the node they are cut off from.
+        """Moves the locks on nodes that are cut off to the end of the rest of their paths.
 
         Returns:
-            The receipts that lost pages.
+            The prefix locks that lost pages.
         """
         lost: list[PrefixLock] = []
         for path_lock, lock in self._open.items():
@@ -209,14 +209,14 @@ class Locks:
         return lost
 
     def shorten(self, path_lock: PathLock) -> None:
-        """Moves a hold on host copies up to those that are left."""
+        """Moves a lock on host copies up to the last one that is left."""
         while not path_lock.node.host_pages.size and path_lock.node.parent is not None:
             path_lock.node.num_host_locks -= 1
             path_lock.node = path_lock.node.parent
 
     @property
     def prefix_locks(self) -> list[PrefixLock]:
-        """Every receipt that is open."""
+        """Every prefix lock that is open."""
         return [lock for lock in self._open.values() if lock is not None]
 
     def _add(self, node: Node, *, is_host: bool, is_use: bool) -> PathLock:
@@ -293,7 +293,7 @@ def path(node: Node) -> Iterator[Node]:
 
 
 def path_pages(node: Node) -> tuple[Int32Array, Int32Array]:
-    """Returns the device pages of a path, and the host pages of what follows on the host alone."""
+    """Returns the device pages of a path, and the host pages of its end that is on the host alone."""
     nodes = list(path(node))
     runs = [step.pages for step in nodes if not step.is_on_host_only]
     return joined(runs), joined([step.host_pages for step in nodes if step.is_on_host_only])

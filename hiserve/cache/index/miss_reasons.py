@@ -68,7 +68,7 @@ class RecentDigests:
 
 
 class LostPages(RecentDigests):
-    """What left the cache: remembers the last so many pages, and counts those that a store was to have.
+    """The last so many pages that left the cache, and a count of those that a store was to have.
 
     Attributes:
         awaited: Pages that are cached and wait to be copied to a store.
@@ -127,7 +127,7 @@ def explain(
     if digest in lost:
         return Miss(MissReason.EVICTED, num_tokens)
     if not root.children:
-        # That others hold these very tokens is theirs to know: only that there are others is told.
+        # Whether another tenant has these very tokens is secret: the answer says no more than that there are others.
         return Miss(MissReason.NAMESPACE if tree.roots.keys() - {root.digests[0]} else MissReason.COLD, 0)
     if used < node.num_pages:
         siblings = [node.key[used * page_bytes : (used + 1) * page_bytes]]

@@ -23,7 +23,7 @@ NO_PAGES.setflags(write=False)
 class NodeState(Enum):
     """Where a node's bytes are: D device, H host; W on their way to the host, L to the device.
 
-    D → DW → DH → H → HL → DH; any of D and H → gone. A store that fails takes DW back to D. L is an HL whose host
+    D → DW → DH → H → HL → DH; any of D and H → gone. An offload that fails takes DW back to D. L is an HL whose host
     copy a flush forgot; it becomes D.
     """
 
@@ -38,7 +38,7 @@ class NodeState(Enum):
 class Node:
     """A run of whole pages below a common prefix. On each tier it lies as a whole, or not at all.
 
-    A node on the device has its parent there too, and so has one on the host: what a prefix holds of a tier is
+    A node on the device has its parent there too, and so has one on the host: the part of a prefix that a tier has is
     a prefix.
 
     Attributes:
@@ -47,19 +47,19 @@ class Node:
         pages: int32 ``[num_pages]`` on the device, or empty.
         host_pages: int32 ``[num_pages]`` on the host, or empty.
         device_ready_op: The load that fills ``pages``; 0 when they are filled.
-        host_ready_op: The store that fills ``host_pages``; 0 when they are filled.
+        host_ready_op: The offload that fills ``host_pages``; 0 when they are filled.
         digests: One chain digest per page. A root has one: its namespace's.
         parent: None for a root.
         children: By the packed tokens of their first page.
         num_device_children: Of them, how many have pages on the device.
         num_host_children: Of them, how many have pages on the host.
-        num_locks: Holds on this node or one below it: it stays on every tier it is on.
-        num_host_locks: Holds on its host copy, or on one below it.
+        num_locks: Locks on this node or one below it: it stays on every tier it is on.
+        num_host_locks: Locks on its host copy, or on one below it.
         last_used: Logical time of the last lock or release through this node (see ``Tiers.clock``).
         priority: Largest priority of the requests that used it.
-        is_queued: Whether it waits for its turn to be stored.
+        is_queued: Whether it waits for its offload.
         is_wanted: Whether the host is to have it, at the latest before the device loses it.
-        is_spare: Whether the device counts it among what may go at no loss (see ``EvictionReserve``).
+        is_spare: Whether the device may lose it at no loss (see ``EvictionReserve``).
         owner: Whose share of each tier it takes (see ``TenantShares``); the same all over a tree.
         written_step: The step whose forward wrote its pages on the device last; 0 when a load did.
     """
@@ -128,17 +128,17 @@ class Node:
 
     @property
     def is_evictable(self) -> bool:
-        """Whether the device may lose its tail: nobody holds it, and nothing below it is there."""
+        """Whether the device may lose its tail: it has no lock, and no child there."""
         return self.num_locks == 0 and self.num_device_children == 0 and self.pages.size > 0
 
     @property
     def is_unbacked(self) -> bool:
-        """Whether the device alone has what the host is to have."""
+        """Whether the host is to have it and does not."""
         return self.is_wanted and not self.host_pages.size
 
     @property
     def turn(self) -> int:
-        """When it goes, among leaves of the device: 0 what is spare, then what costs nothing, last what would be lost."""
+        """Its rank among leaves of the device: 0 is spare, 1 costs nothing, 2 would lose the last copy."""
         return 0 if self.is_spare else 2 if self.is_wanted and not self.host_pages.size else 1
 
     @property
@@ -210,7 +210,7 @@ class RadixTree:
         return self.roots.setdefault(root.digests[0], root)
 
     def drop_root_if_unused(self, root: Node) -> None:
-        """Forgets a root that has nothing below it and that nobody refers to."""
+        """Forgets a root without children and locks."""
         if not root.children and root.num_locks == 0 and root.num_host_locks == 0:
             self.roots.pop(root.digests[0], None)
 
@@ -264,7 +264,7 @@ class RadixTree:
     def split(self, node: Node, num_pages: int) -> Node:
         """Cuts ``node`` after ``num_pages``; returns the new upper part.
 
-        The old object stays the lower part, so that holds and queue entries that refer
+        The old object stays the lower part, so that locks and queue entries that refer
         to it keep meaning everything down to its end. Both parts are where the node was, and
         wait for what it waited for.
 
@@ -319,7 +319,7 @@ class RadixTree:
     def extend(self, node: Node, key: bytes, pages: Int32Array, *, in_place: bool = True) -> tuple[Node, list[bytes]]:
         """Adds device pages below ``node``; they must not be there yet.
 
-        A leaf that only the caller holds, and that is nowhere but on the device, grows ``in_place`` if it may;
+        A leaf that only the caller has locked, and that is on the device alone, grows ``in_place`` if it may;
         otherwise a child is made.
 
         Returns:

@@ -22,7 +22,7 @@ class TierPages:
     Args:
         tier: Which.
         num_pages: Pages in the pool, page 0 included, which is never handed out.
-        eviction: Holds every node of the tier that may lose its tail.
+        eviction: Every node of the tier that may lose its tail.
         num_ready: Pages below this can be used already; all, unless given.
         listener: Gets every change at once, with the tokens.
 
@@ -76,7 +76,7 @@ class TierPages:
         self.notify(node, start)
 
     def notify(self, node: Node, start: int = 0) -> None:
-        """Tells the listener alone."""
+        """Reports the pages of a node to the listener alone."""
         if self._listener is not None:
             assert node.parent is not None
             parent = None if node.parent.is_root else node.parent.digests[-1]
