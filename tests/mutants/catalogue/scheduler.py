@@ -60,6 +60,10 @@ with supervisor.Supervisor._keep, test_supervisor.test_a_successor_that_cannot_b
     "INV 50: a worker that cannot be spawned is tried again without a pause"
     num_useless + 1
     0
+with supervisor._WorkerRun.was_useful, test_supervisor.test_a_worker_without_output_of_the_requests_it_held_delays_its_successor:
+    "INV 50: a worker that dies without output is replaced without a pause"
+    self.worker.has_output or not uids
+    True
 with supervisor.Supervisor._on_message, test_supervisor.test_messages_of_another_incarnation_are_counted_and_ignored:
     "messages of an earlier incarnation are accepted"
     message.incarnation != worker.number
