@@ -1,4 +1,4 @@
-"""The composition root: a resolved configuration becomes an engine."""
+"""The composition root: settings become an engine."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ UPLOAD_SHARE = 4  # of the host pages, one in so many may be kept for uploads
 
 
 def build_engine(
-    config: Settings,
+    settings: Settings,
     segment: Segment | None = None,
     replica: int = 0,
     measurements: StartupMeasurements = NO_MEASUREMENTS,
@@ -61,7 +61,7 @@ def build_engine(
     """Loads the model, allocates pool and rows, and joins both halves.
 
     Args:
-        config: Resolved, with its identity.
+        settings: With the cache's identity.
         segment: Holds the host cache; the pages of a former process are recovered. None is no host cache.
         replica: Which worker this is.
         measurements: Of the worker before it, whose memory is waited for.
@@ -72,17 +72,17 @@ def build_engine(
         ModelError: The model cannot be used.
         ResourceError: The device's memory does not suffice, or an address for KV events is in use.
     """
-    kv_events = open_kv_events(config, replica)  # first: an address in use costs no time
+    kv_events = open_kv_events(settings, replica)  # first: an address in use costs no time
     with ExitStack() as undo:
         if kv_events is not None:
             undo.callback(kv_events.close)
-        engine = _compose(config, segment, kv_events, measurements, waits_for_compilers, undo)
+        engine = _compose(settings, segment, kv_events, measurements, waits_for_compilers, undo)
         undo.pop_all()
     return engine
 
 
 def _compose(
-    config: Settings,
+    settings: Settings,
     segment: Segment | None,
     kv_events: KvEventSender | None,
     measurements: StartupMeasurements,
@@ -91,38 +91,38 @@ def _compose(
 ) -> Engine:
     """Makes the engine; ``undo`` gets a callback for each started thread, in case a later part fails."""
     startup_s: dict[str, float] = {}
-    if config.model.device == "cuda":
+    if settings.model.device == "cuda":
         with _phase(startup_s, "await memory"):
             await_memory(measurements.free_bytes, free_cuda_bytes)
             measurements = replace(measurements, free_bytes=max(measurements.free_bytes, free_cuda_bytes()))
-    torch.set_num_threads(config.runner.cpu_threads)
+    torch.set_num_threads(settings.runner.cpu_threads)
     torch.backends.cuda.matmul.allow_tf32 = False
-    folder, model_config = read_model(config.model)
-    max_len = config.model.max_model_len
-    max_rows = config.scheduler.max_running_requests
-    num_pages, page_size = config.cache.kv_pages, config.cache.page_size
-    draft = read_draft(config, folder, model_config)
-    groups = page_groups(config, model_config, draft)
+    folder, model_config = read_model(settings.model)
+    max_len = settings.model.max_model_len
+    max_rows = settings.scheduler.max_running_requests
+    num_pages, page_size = settings.cache.kv_pages, settings.cache.page_size
+    draft = read_draft(settings, folder, model_config)
+    groups = page_groups(settings, model_config, draft)
     with _phase(startup_s, "load weights"):
-        model, head = _load(config, folder, model_config, draft)
+        model, head = _load(settings, folder, model_config, draft)
     with _phase(startup_s, "allocate pool"), _memory_error_as_advice(num_pages):
-        pool = DevicePool(groups, num_pages, page_size, config.model.device)
+        pool = DevicePool(groups, num_pages, page_size, settings.model.device)
         ends = [token for token in model_config.eos_token_ids if token < model_config.vocab_size]
-        rows = DeviceRows(max_rows, max_len, page_size, num_pages, config.model.device, eos_token_ids=ends)
-    check_unchanged(config, folder, model_config, draft)
-    namespace = config.cache_identity.namespace
-    cache = _cache(config, namespace, segment, kv_events)
-    host = None if segment is None else _host_pool(config, segment, groups, namespace)
-    tier_transfers = None if host is None else _copier(config, host, cache, pool, startup_s, undo)
+        rows = DeviceRows(max_rows, max_len, page_size, num_pages, settings.model.device, eos_token_ids=ends)
+    check_unchanged(settings, folder, model_config, draft)
+    namespace = settings.cache_identity.namespace
+    cache = _cache(settings, namespace, segment, kv_events)
+    host = None if segment is None else _host_pool(settings, segment, groups, namespace)
+    tier_transfers = None if host is None else _copier(settings, host, cache, pool, startup_s, undo)
     with _phase(startup_s, "prepare runners"):
-        proposer = open_proposer(config, draft, head, pool, rows)
-        is_serving = threading.Event()
+        proposer = open_proposer(settings, draft, head, pool, rows)
+        serving = threading.Event()
         runners = prepare_runners(
-            config, model, model_config, draft, pool, rows, proposer, None if waits_for_compilers else is_serving.is_set
+            settings, model, model_config, draft, pool, rows, proposer, None if waits_for_compilers else serving.is_set
         )
-        controller = _controller(config, runners, rows, measurements, has_head=head is not None)
-        is_serving.set()
-    depth = _depth(config, runners)
+        controller = _controller(settings, runners, rows, measurements, has_head=head is not None)
+        serving.set()
+    depth = _depth(settings, runners)
     facts = EngineFacts(
         max_running=max_rows,
         max_len=max_len,
@@ -133,92 +133,94 @@ def _compose(
         measurements=measurements if controller is None else replace(measurements, draft_costs=controller.costs),
     )
     return Engine(
-        _planner(config, cache, model_config, controller),
+        _planner(settings, cache, model_config, controller),
         Executor(runners, rows, threaded=depth > 0, tier_transfers=tier_transfers),
         depth,
         facts,
-        shares_prefixes=not config.cache.disable_prefix_cache,
+        shares_prefixes=not settings.cache.disable_prefix_cache,
         kv_events=kv_events,
-        has_heirs=config.cache.store is not None or config.cache.host_cache_name is not None,
+        has_heirs=settings.cache.store is not None or settings.cache.host_cache_name is not None,
     )
 
 
 def _load(
-    config: Settings, folder: Path, model_config: ModelConfig, draft: DraftConfig | None
+    settings: Settings, folder: Path, model_config: ModelConfig, draft: DraftConfig | None
 ) -> tuple[Decoder, DraftHead | None]:
     """Reads the weights of the model and of the draft head."""
-    max_len = config.model.max_model_len
-    settings: dict[str, Any] = {name: getattr(config.model, name) for name in ("dtype", "device", "load_format")}
+    max_len = settings.model.max_model_len
+    loading: dict[str, Any] = {name: getattr(settings.model, name) for name in ("dtype", "device", "load_format")}
     aux_layers = () if draft is None else draft.aux_layers
-    model = load_decoder(folder, model_config, max_len=max_len, aux_layers=aux_layers, **settings)
-    return model, None if draft is None else load_draft(draft, model, max_len=max_len, **settings)
+    model = load_decoder(folder, model_config, max_len=max_len, aux_layers=aux_layers, **loading)
+    return model, None if draft is None else load_draft(draft, model, max_len=max_len, **loading)
 
 
-def _depth(config: Settings, runners: Dispatch) -> int:
+def _depth(settings: Settings, runners: Dispatch) -> int:
     """Returns how many steps are planned ahead: none where attention plans with the lengths of rows that verify drafts.
 
     While such a step runs the host knows no more of these lengths than bounds: how many drafts it accepts is not known.
     """
-    depth = config.runner.overlap
-    if depth and config.spec.tiers[-1] and runners.needs_host_lengths:
+    depth = settings.runner.overlap
+    if depth and settings.spec.tiers[-1] and runners.needs_host_lengths:
         logger.warning(
             "no step is planned ahead: the attention backend %s needs lengths from the host, which knows only after each "
             "step how many drafts were accepted. Use --attention-backend auto, or --spec off",
-            config.runner.attention_backend,
+            settings.runner.attention_backend,
         )
         return 0
     return depth
 
 
 def _controller(
-    config: Settings, runners: Dispatch, rows: DeviceRows, measurements: StartupMeasurements, *, has_head: bool
+    settings: Settings, runners: Dispatch, rows: DeviceRows, measurements: StartupMeasurements, *, has_head: bool
 ) -> DraftController | None:
     """Measures the costs of drafts, where their number is chosen, unless an earlier worker has."""
-    tiers = config.spec.tiers
+    tiers = settings.spec.tiers
     if len(tiers) == 1:
         return None
-    warm_steps = WARM_TOKENS + config.cache.page_size if has_head else None  # it attends from the next page on
+    warm_steps = WARM_TOKENS + settings.cache.page_size if has_head else None  # it attends from the next page on
     costs = measurements.draft_costs
     if costs is None:
         with torch.inference_mode():
-            costs = DraftTimer(runners, rows).measure(tiers, config.scheduler.max_running_requests)
+            costs = DraftTimer(runners, rows).measure(tiers, settings.scheduler.max_running_requests)
     return DraftController(costs, warm_steps)
 
 
-def _planner(config: Settings, cache: PrefixCache, model: ModelConfig, controller: DraftController | None) -> Planner:
+def _planner(settings: Settings, cache: PrefixCache, model: ModelConfig, controller: DraftController | None) -> Planner:
     return Planner(
         cache=cache,
-        max_rows=config.scheduler.max_running_requests,
-        max_len=config.model.max_model_len,
-        max_batched_tokens=config.scheduler.max_batched_tokens,
+        max_rows=settings.scheduler.max_running_requests,
+        max_len=settings.model.max_model_len,
+        max_batched_tokens=settings.scheduler.max_batched_tokens,
         eos_token_ids=model.eos_token_ids,
-        num_draft=config.spec.tiers[-1],
+        num_draft=settings.spec.tiers[-1],
         controller=controller,
         # A canary is read when a row starts: its load must have arrived, and not failed, by then.
-        overlaps_loads=config.model.device == "cuda" and not config.cache.kv_canary,
-        store_prefetch=None if config.cache.store is None else config.cache.store_prefetch,
-        store_timeout_s=config.cache.store_prefetch_timeout_s,
+        overlaps_loads=settings.model.device == "cuda" and not settings.cache.kv_canary,
+        store_prefetch=None if settings.cache.store is None else settings.cache.store_prefetch,
+        store_timeout_s=settings.cache.store_prefetch_timeout_s,
     )
 
 
-def _cache(config: Settings, namespace: bytes, segment: Segment | None, kv_events: KvEventSender | None) -> PrefixCache:
+def _cache(
+    settings: Settings, namespace: bytes, segment: Segment | None, kv_events: KvEventSender | None
+) -> PrefixCache:
     num_host_pages = 0 if segment is None else segment.layout.num_pages
     return PrefixCache(
-        num_pages=config.cache.kv_pages,
-        page_size=config.cache.page_size,
+        num_pages=settings.cache.kv_pages,
+        page_size=settings.cache.page_size,
         namespace=namespace,
-        eviction=config.cache.eviction,
+        eviction=settings.cache.eviction,
         num_host_pages=num_host_pages,
         num_ready_host_pages=None if segment is None else 1,
-        max_upload_pages=0 if config.cache.store is None else max(1, num_host_pages // UPLOAD_SHARE),
-        host_admission=HostAdmission(config.cache.host_admission),
+        max_upload_pages=0 if settings.cache.store is None else max(1, num_host_pages // UPLOAD_SHARE),
+        host_admission=HostAdmission(settings.cache.host_admission),
         listener=kv_events,
-        link=chain_of(is_strong=config.cache.store is not None),
+        link=chain_of(is_strong=settings.cache.store is not None),
     )
 
 
 def _copier(
-    config: Settings,
+    settings: Settings,
     host: HostPool,
     cache: PrefixCache,
     pool: DevicePool,
@@ -229,21 +231,21 @@ def _copier(
     undo.callback(host.close)
     with _phase(startup_s, "adopt host cache"):
         recover_host_pages(host, cache)
-    transfers = make_transfers(config.model.device, pool, host)
+    transfers = make_transfers(settings.model.device, pool, host)
     undo.callback(transfers.close)
     beyond = None
     with _phase(startup_s, "open store"):
-        if (store := open_store(config.cache)) is not None:
+        if (store := open_store(settings.cache)) is not None:
             beyond = StoreTransfers(store, host, wake=transfers.wake)
             undo.callback(beyond.close)
-    return TierTransfers(transfers, host, beyond, linger_s=0.0 if config.cache.host_cache_name is None else LINGER_S)
+    return TierTransfers(transfers, host, beyond, linger_s=0.0 if settings.cache.host_cache_name is None else LINGER_S)
 
 
-def _host_pool(config: Settings, segment: Segment, groups: Sequence[CacheGroupSpec], namespace: bytes) -> HostPool:
+def _host_pool(settings: Settings, segment: Segment, groups: Sequence[CacheGroupSpec], namespace: bytes) -> HostPool:
     assert segment.layout.namespace == namespace, "the segment of another identity was handed to a worker"
-    registrar = make_registrar(config.model.device)
-    link = chain_of(is_strong=config.cache.store is not None)
-    return HostPool(segment, groups, registrar=registrar, verify=config.cache.cache_verify, link=link)
+    registrar = make_registrar(settings.model.device)
+    link = chain_of(is_strong=settings.cache.store is not None)
+    return HostPool(segment, groups, registrar=registrar, verify=settings.cache.cache_verify, link=link)
 
 
 @contextmanager

@@ -85,42 +85,42 @@ class LoadedModel:
     head: DraftHead | None
 
 
-def load(config: Settings) -> LoadedModel:
+def load(settings: Settings) -> LoadedModel:
     """Reads the weights.
 
     Args:
-        config: Resolved.
+        settings: Of the engine.
 
     Raises:
         HiserveError: The model or what drafts for it cannot be used.
     """
-    folder, shape = read_model(config.model)
-    draft = read_draft(config, folder, shape)
-    of_model = config.model
-    settings: dict[str, Any] = {"dtype": of_model.dtype, "device": of_model.device, "load_format": of_model.load_format}
+    folder, shape = read_model(settings.model)
+    draft = read_draft(settings, folder, shape)
+    of_model = settings.model
+    loading: dict[str, Any] = {"dtype": of_model.dtype, "device": of_model.device, "load_format": of_model.load_format}
     aux_layers = () if draft is None else draft.aux_layers
-    model = load_decoder(folder, shape, max_len=MAX_LEN, aux_layers=aux_layers, **settings)
+    model = load_decoder(folder, shape, max_len=MAX_LEN, aux_layers=aux_layers, **loading)
     return LoadedModel(
-        shape, model, draft, None if draft is None else load_draft(draft, model, max_len=MAX_LEN, **settings)
+        shape, model, draft, None if draft is None else load_draft(draft, model, max_len=MAX_LEN, **loading)
     )
 
 
-def check_graphs(config: Settings) -> GraphReport:
+def check_graphs(settings: Settings) -> GraphReport:
     """Loads the model and checks steps of every kind, eager ones everywhere and graphs on CUDA.
 
     Args:
-        config: Resolved.
+        settings: Of the engine.
 
     Raises:
         HiserveError: The model, what drafts for it or the attention backend cannot be used.
     """
-    loaded = load(config)
-    eager = CheckedEngine(config, loaded, has_graphs=False)
+    loaded = load(settings)
+    eager = CheckedEngine(settings, loaded, has_graphs=False)
     checks = [eager.check(kind, eager) for kind in STEPS]
-    if config.model.device == "cpu":
+    if settings.model.device == "cpu":
         eager.executor.close()
         return GraphReport(device="cpu", num_nodes=0, checks=checks)
-    graphs = CheckedEngine(config, loaded, has_graphs=True)
+    graphs = CheckedEngine(settings, loaded, has_graphs=True)
     checks += [graphs.check(kind, eager) for kind in STEPS]
     for subject in (eager, graphs):
         subject.executor.close()
@@ -131,7 +131,7 @@ class CheckedEngine:
     """A pool, a few rows and an executor.
 
     Args:
-        config: Resolved.
+        settings: Of the engine.
         loaded: As ``load`` returns it.
         has_graphs: Steps are replayed.
 
@@ -140,31 +140,31 @@ class CheckedEngine:
         executor: Runs steps.
     """
 
-    def __init__(self, config: Settings, loaded: LoadedModel, *, has_graphs: bool) -> None:
-        dtype, page_size = config.model.dtype, config.cache.page_size
+    def __init__(self, settings: Settings, loaded: LoadedModel, *, has_graphs: bool) -> None:
+        dtype, page_size = settings.model.dtype, settings.cache.page_size
         self._num_pages = -(-MAX_LEN // page_size)  # of each row
         num_pages = 1 + LATE_ROW * self._num_pages
-        groups = page_groups(config, loaded.shape, loaded.draft)
-        pool = DevicePool(groups, num_pages, page_size, config.model.device)
+        groups = page_groups(settings, loaded.shape, loaded.draft)
+        pool = DevicePool(groups, num_pages, page_size, settings.model.device)
         self._layers = pool.layers("kv")
         self._draft_layers: Sequence[LayerKV] = () if loaded.draft is None else pool.layers("draft")
-        self._rows = DeviceRows(LATE_ROW, MAX_LEN, page_size, num_pages, config.model.device)
+        self._rows = DeviceRows(LATE_ROW, MAX_LEN, page_size, num_pages, settings.model.device)
         generator = torch.Generator().manual_seed(0)
         prompts = torch.randint(loaded.shape.vocab_size, self._rows.tokens.shape, generator=generator)
         self._prompts = prompts.to(self._rows.tokens)
         self._host_prompts: Int32Array = prompts.to(torch.int32).numpy()
         self._has_graphs = has_graphs
-        self._num_propose = 0 if config.spec.spec == "off" else WIDTH - 1
-        self._drafts_eagerly = config.spec.spec == "ngram"  # in a few launches, which need no graph
+        self._num_propose = 0 if settings.spec.spec == "off" else WIDTH - 1
+        self._drafts_eagerly = settings.spec.spec == "ngram"  # in a few launches, which need no graph
         self.runners = make_runners(
-            msgspec.structs.replace(config.runner, graphs="all" if has_graphs else "off"),
+            msgspec.structs.replace(settings.runner, graphs="all" if has_graphs else "off"),
             loaded.model,
             self._layers,
             self._rows,
             attention_shape(loaded.shape, dtype=getattr(torch, dtype), page_size=page_size),
             max_batched_tokens=len(ROWS) * PROMPT_LEN,
             widths=(1, WIDTH),
-            proposer=open_proposer(config, loaded.draft, loaded.head, pool, self._rows),
+            proposer=open_proposer(settings, loaded.draft, loaded.head, pool, self._rows),
         )
         self.executor = Executor(self.runners, self._rows)
         self._step_id = 0

@@ -208,24 +208,24 @@ class KvEventSender:
         self._publisher.close()
 
 
-def open_kv_events(config: Settings, replica: int) -> KvEventSender | None:
+def open_kv_events(settings: Settings, replica: int) -> KvEventSender | None:
     """Opens the sockets of a worker, or none when none were asked for.
 
     Args:
-        config: Resolved.
+        settings: Of the engine.
         replica: Which worker.
 
     Raises:
         ResourceError: An address is in use or cannot be used.
     """
-    given, replay = config.cache.kv_events, config.cache.kv_events_replay
+    given, replay = settings.cache.kv_events, settings.cache.kv_events_replay
     if given is None:
         return None
-    num_replicas = config.parallel.replicas
+    num_replicas = settings.parallel.replicas
     broadcast = PublishChannel(
         endpoint_of(given, replica, num_replicas),
         None if replay is None else endpoint_of(replay, replica, num_replicas),
         setting="kv_events",
         questions_setting="kv_events_replay",
     )
-    return KvEventSender(Publisher(broadcast, page_size=config.cache.page_size, replica=replica))
+    return KvEventSender(Publisher(broadcast, page_size=settings.cache.page_size, replica=replica))

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_runners(
-    config: Settings,
+    settings: Settings,
     model: Decoder,
     model_config: ModelConfig,
     draft: DraftConfig | None,
@@ -50,40 +50,40 @@ def prepare_runners(
     is_serving: Callable[[], bool] | None,
 ) -> Dispatch:
     """Opens the runners; on CUDA also compiles and warms up their kernels, and measures the largest steps against the budget."""
-    dtype, max_tokens = config.model.dtype, config.scheduler.max_batched_tokens
-    num_draft, has_kernels = config.spec.tiers[-1], rows.device.type == "cuda"
+    dtype, max_tokens = settings.model.dtype, settings.scheduler.max_batched_tokens
+    num_draft, has_kernels = settings.spec.tiers[-1], rows.device.type == "cuda"
     compiling = partial(
         compile_steps,
         rows=rows,
-        num_threads=config.runner.cpu_threads,
+        num_threads=settings.runner.cpu_threads,
         max_batched_tokens=max_tokens,
         num_draft=num_draft,
     )
     runners = make_runners(
-        config.runner,
+        settings.runner,
         model,
         pool.layers("kv"),
         rows,
-        attention_shape(model_config, dtype=getattr(torch, dtype), page_size=config.cache.page_size),
+        attention_shape(model_config, dtype=getattr(torch, dtype), page_size=settings.cache.page_size),
         max_batched_tokens=max_tokens,
-        widths=config.spec.widths,
-        canary=Canary(rows, pool.layers(CANARY.name)[0]) if config.cache.kv_canary else None,
+        widths=settings.spec.widths,
+        canary=Canary(rows, pool.layers(CANARY.name)[0]) if settings.cache.kv_canary else None,
         proposer=proposer,
         is_serving=is_serving,
         # A canary reads, on the host, what kernels have computed.
-        before_capture=compiling if has_kernels and not config.cache.kv_canary else None,
+        before_capture=compiling if has_kernels and not settings.cache.kv_canary else None,
     )
     if has_kernels:
         warm_up_steps(runners, rows, max_batched_tokens=max_tokens, num_draft=num_draft)
         budget = step_memory(
             model_config.facts().step,
             dtype_bytes=DTYPE_BYTES[dtype],
-            max_rows=config.scheduler.max_running_requests,
+            max_rows=settings.scheduler.max_running_requests,
             max_tokens=max_tokens,
             max_len=rows.max_len,
             page_size=rows.page_size,
             graphs="off",
-            widths=config.spec.widths,
+            widths=settings.spec.widths,
             draft=None if draft is None else draft.memory_shape(model_config.hidden_size),
         )
         profile_steps(
@@ -98,7 +98,7 @@ def prepare_runners(
 
 
 def make_runners(
-    settings: Runner,
+    runner: Runner,
     model: Decoder,
     layers: Sequence[LayerKV],
     rows: DeviceRows,
@@ -114,7 +114,7 @@ def make_runners(
     """Opens the attention backend and captures the graphs.
 
     Args:
-        settings: Resolved.
+        runner: How steps are executed.
         model: The decoder.
         layers: The pool's views.
         rows: The permanent rows.
@@ -129,14 +129,14 @@ def make_runners(
     Raises:
         ConfigError: The backend is not installed or does not support the model.
     """
-    attention = open_attention(settings.attention_backend, shape, rows.device, is_serving=is_serving)
+    attention = open_attention(runner.attention_backend, shape, rows.device, is_serving=is_serving)
     eager = EagerRunner(model, layers, attention)
-    if settings.graphs == "off" or canary is not None:
+    if runner.graphs == "off" or canary is not None:
         runners = Dispatch(rows, eager, canary=canary, proposer=proposer)
         if before_capture is not None:
             before_capture(runners)
         return runners
-    max_len = rows.max_len if settings.graph_max_len == "auto" else min(rows.max_len, settings.graph_max_len)
+    max_len = rows.max_len if runner.graph_max_len == "auto" else min(rows.max_len, runner.graph_max_len)
     capture = Capture(rows.device)
     buckets = row_buckets(rows.page_table.shape[0] - 1)
     drafts = None if proposer is None else DraftCapture(proposer, capture, max_draft=max(widths) - 1)
@@ -147,7 +147,7 @@ def make_runners(
         for width in widths
     }
     mixed = piecewise = None
-    if settings.graphs == "all":
+    if runner.graphs == "all":
         head = LogitsHead(model, tuple(sorted({num_rows * width for num_rows in buckets for width in widths})))
         if (ragged := attention.ragged()) is not None:
             sizes, most = mixed_buckets(max_batched_tokens), max(widths)
@@ -165,7 +165,7 @@ def make_runners(
             )
         pieces = token_buckets(max_batched_tokens)
         piecewise = PiecewiseRunner(model, layers, attention, shape, capture, buckets=pieces, head=head)
-    is_strict = settings.graph_gate == "strict"
+    is_strict = runner.graph_gate == "strict"
     runners = Dispatch(rows, eager, full=full, mixed=mixed, piecewise=piecewise, is_strict=is_strict, proposer=proposer)
     if before_capture is not None:
         before_capture(runners)
@@ -178,12 +178,12 @@ def make_runners(
 
 
 def open_proposer(
-    config: Settings, draft: DraftConfig | None, head: DraftHead | None, pool: DevicePool, rows: DeviceRows
+    settings: Settings, draft: DraftConfig | None, head: DraftHead | None, pool: DevicePool, rows: DeviceRows
 ) -> Proposer | None:
     """Returns the proposer, or None for plain decoding.
 
     Args:
-        config: Resolved.
+        settings: Of the engine.
         draft: The checkpoint that drafts, if one does.
         head: Loaded from it.
         pool: With its groups.
@@ -191,7 +191,7 @@ def open_proposer(
     """
     ops = draft_ops_for(rows.device)
     if draft is None or head is None:
-        return NgramProposer(rows.state, ops) if config.spec.spec == "ngram" else None
+        return NgramProposer(rows.state, ops) if settings.spec.spec == "ngram" else None
     (of_pages,) = pool.layers("boundary")
     boundary, marks = (each.view(rows.num_pages, -1) for each in (of_pages.k, of_pages.v))
     rows.is_drafted = marks[:, 0]
@@ -202,9 +202,9 @@ def open_proposer(
             page_hidden=boundary[:, : head.feature_size],
             is_drafted=rows.is_drafted,
             taken_len=rows.taken_len,
-            page_size=config.cache.page_size,
+            page_size=settings.cache.page_size,
         ),
-        _draft_attention(config, draft, rows),
+        _draft_attention(settings, draft, rows),
         rows.state,
         rows.sampling,
         rows.ops,
@@ -212,7 +212,7 @@ def open_proposer(
     )
 
 
-def _draft_attention(config: Settings, draft: DraftConfig, rows: DeviceRows) -> Attention:
-    dtype = getattr(torch, config.model.dtype)
-    shape = draft_attention_shape(draft, dtype=dtype, page_size=config.cache.page_size)
-    return open_draft_attention(config.runner.attention_backend, shape, rows.device)
+def _draft_attention(settings: Settings, draft: DraftConfig, rows: DeviceRows) -> Attention:
+    dtype = getattr(torch, settings.model.dtype)
+    shape = draft_attention_shape(draft, dtype=dtype, page_size=settings.cache.page_size)
+    return open_draft_attention(settings.runner.attention_backend, shape, rows.device)

@@ -12,10 +12,10 @@ from hiserve.engine.loop import Engine
 from hiserve.engine.service import serve
 
 
-def build(config: Settings, host_fd: int, replica: int, measurements: StartupMeasurements) -> Engine:
+def build(settings: Settings, host_fd: int, replica: int, measurements: StartupMeasurements) -> Engine:
     """Builds the engine on the host segment that the supervisor passed, if there is one."""
     segment = Segment.attach(host_fd) if host_fd >= 0 else None
-    return build_engine(config, segment, replica, measurements, waits_for_compilers=False)
+    return build_engine(settings, segment, replica, measurements, waits_for_compilers=False)
 
 
 if __name__ == "__main__":

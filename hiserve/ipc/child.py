@@ -150,8 +150,8 @@ def meet_parent(endpoint: str, death_signal: signal.Signals) -> tuple[Link, Fram
     return link, frames
 
 
-def log_to_stderr(config: Settings) -> None:
+def log_to_stderr(settings: Settings) -> None:
     """Sets up logging of a child process as the configuration asks."""
     logging.basicConfig(
-        level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+        level=settings.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )

@@ -78,9 +78,9 @@ class OfflineBackend(Protocol):
         """Gives everything back."""
 
 
-def room_for_jobs(config: Settings) -> int:
+def room_for_jobs(settings: Settings) -> int:
     """Returns how many jobs keep the engine busy: those that run, and as many that wait."""
-    return 2 * config.scheduler.max_running_requests * config.parallel.replicas
+    return 2 * settings.scheduler.max_running_requests * settings.parallel.replicas
 
 
 def _follow(
@@ -99,16 +99,16 @@ def _follow(
 class InProcess:
     """Steps an engine of this process, in a thread, so that Ctrl-C falls between two steps and never into one."""
 
-    def __init__(self, config: Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         with ExitStack() as undo:
-            segment = open_segment(config, 0)
+            segment = open_segment(settings, 0)
             if segment is not None:
                 undo.callback(segment.close)
-            self.engine: Engine = build_engine(config, segment)
+            self.engine: Engine = build_engine(settings, segment)
             undo.callback(self.engine.close)
             self._undo = undo.pop_all()
-        self._room = room_for_jobs(config)
-        self._copy_s = config.server.drain_timeout_s
+        self._room = room_for_jobs(settings)
+        self._copy_s = settings.server.drain_timeout_s
         self._last_uid = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hiserve-llm")
 
@@ -192,15 +192,15 @@ async def _end_others() -> None:
 class Processes:
     """Talks to a scheduler process from an event loop in a thread."""
 
-    def __init__(self, config: Settings) -> None:
-        self._room = room_for_jobs(config)
-        self._copy_s = config.server.drain_timeout_s
+    def __init__(self, settings: Settings) -> None:
+        self._room = room_for_jobs(settings)
+        self._copy_s = settings.server.drain_timeout_s
         self._loop = uvloop.new_event_loop()  # of what a token costs here, a fifth less than asyncio's own
         self._thread = threading.Thread(target=self._loop.run_forever, name="hiserve-llm", daemon=True)
         self._thread.start()
         with ExitStack() as undo:
             undo.callback(self._end_loop)
-            self._client: EngineClient = self._wait(EngineClient.start(config))
+            self._client: EngineClient = self._wait(EngineClient.start(settings))
             undo.pop_all()
 
     def run(self, jobs: Iterator[Job]) -> Generator[Job, None, None]:

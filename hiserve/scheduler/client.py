@@ -126,8 +126,8 @@ class EngineClient:
     _process: ChildProcess
     _watch: asyncio.Task[None]
 
-    def __init__(self, config: Settings, max_unread_bytes: int | None = None) -> None:
-        self._config = config
+    def __init__(self, settings: Settings, max_unread_bytes: int | None = None) -> None:
+        self._settings = settings
         self._max_unread_bytes = max_unread_bytes
         self.num_slow_readers = 0
         self.num_restarts = 0
@@ -145,23 +145,23 @@ class EngineClient:
 
     @classmethod
     async def start(
-        cls, config: Settings, *, command: Sequence[str] = SCHEDULER_COMMAND, max_unread_bytes: int | None = None
+        cls, settings: Settings, *, command: Sequence[str] = SCHEDULER_COMMAND, max_unread_bytes: int | None = None
     ) -> EngineClient:
         """Starts the scheduler, which starts the workers; returns when all are ready.
 
         On Linux the processes end with the thread that called this.
 
         Args:
-            config: Resolved configuration.
+            settings: Of the engine.
             command: Command line of the scheduler, without its endpoint.
             max_unread_bytes: A stream of which more waits for its reader is ended; None keeps all.
 
         Raises:
             HiserveError: What kept a worker from starting; its trace is a note on the error.
         """
-        client = cls(config, max_unread_bytes)
+        client = cls(settings, max_unread_bytes)
         client._process = await ChildProcess.start(command, client._receive)
-        client._process.send(encode(without_secrets(config)))
+        client._process.send(encode(without_secrets(settings)))
         client._watch = asyncio.create_task(client._watch_process())
         async with AsyncExitStack() as undo:
             undo.push_async_callback(client.stop)
@@ -182,7 +182,7 @@ class EngineClient:
     @property
     def max_model_len(self) -> int:
         """Longest prompt plus output, in tokens."""
-        return self._config.model.max_model_len
+        return self._settings.model.max_model_len
 
     @property
     def num_inflight(self) -> int:

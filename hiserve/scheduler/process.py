@@ -132,29 +132,29 @@ class SchedulerService:
     Everything runs in callbacks of one event loop; an exception in any of them ends the process.
 
     Args:
-        config: Resolved configuration.
+        settings: Of the engine.
         link: The client's.
         worker_command: Command line of a worker, without its endpoint.
     """
 
-    def __init__(self, config: Settings, link: Link, worker_command: Sequence[str]) -> None:
+    def __init__(self, settings: Settings, link: Link, worker_command: Sequence[str]) -> None:
         loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int] = loop.create_future()
         loop.set_exception_handler(self._broken)
         loop.add_signal_handler(PARENT_DIED, self._end, 0)
-        self._page_size = config.cache.page_size
+        self._page_size = settings.cache.page_size
         self._decoder = MessageDecoder[ToScheduler](ToScheduler)
         self._late = MergedUpdates()
         self._num_malformed = 0
         self._abandoned: set[int] = set()
         self._timer: asyncio.TimerHandle | None = None
-        timeouts = config.scheduler.queue_timeout_s, config.scheduler.request_timeout_s
+        timeouts = settings.scheduler.queue_timeout_s, settings.scheduler.request_timeout_s
         self._soonest_s = min(filter(None, timeouts), default=math.inf)  # no deadline of a new request is nearer
-        self._replicas = config.parallel.replicas
+        self._replicas = settings.parallel.replicas
         self._copy_s = 0.0
-        index = PrefixIndex(self._page_size, chain_of(is_strong=config.cache.store is not None))
-        self._dispatcher = Dispatcher(self, POLICIES[config.scheduler.policy](), index, config.scheduler)
-        self._supervisor = Supervisor(config, worker_command, self)
+        index = PrefixIndex(self._page_size, chain_of(is_strong=settings.cache.store is not None))
+        self._dispatcher = Dispatcher(self, POLICIES[settings.scheduler.policy](), index, settings.scheduler)
+        self._supervisor = Supervisor(settings, worker_command, self)
         self._client = AsyncChannel(
             link, on_messages=self._receive, on_writable=self._send_late, on_gone=lambda: self._end(0)
         )
@@ -329,16 +329,16 @@ class SchedulerService:
             self._ended.set_exception(context.get("exception") or EngineError(context["message"]))
 
 
-async def _serve(config: Settings, link: Link, worker_command: Sequence[str]) -> int:
-    return await SchedulerService(config, link, worker_command).run()
+async def _serve(settings: Settings, link: Link, worker_command: Sequence[str]) -> int:
+    return await SchedulerService(settings, link, worker_command).run()
 
 
 def main(endpoint: str, worker_command: Sequence[str] = WORKER_COMMAND) -> int:
     """Runs the process; returns its exit code."""
     link, frames = meet_parent(endpoint, PARENT_DIED)
-    config = MessageDecoder[Settings](Settings).decode(frames).message
-    log_to_stderr(config)
-    return int(uvloop.run(_serve(config, link, worker_command)))
+    settings = MessageDecoder[Settings](Settings).decode(frames).message
+    log_to_stderr(settings)
+    return int(uvloop.run(_serve(settings, link, worker_command)))
 
 
 if __name__ == "__main__":

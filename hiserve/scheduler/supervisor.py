@@ -97,7 +97,7 @@ class Supervisor:
     """Keeps one process per replica alive from ``run`` to ``stop``.
 
     Args:
-        config: Resolved configuration; part of the first message to every worker.
+        settings: Of all workers; part of the first message to every worker.
         command: Command line of a worker, without its endpoint.
         events: Receives every event.
         usage: Returns the CPU usage of a process.
@@ -113,12 +113,12 @@ class Supervisor:
 
     def __init__(
         self,
-        config: Settings,
+        settings: Settings,
         command: Sequence[str],
         events: WorkerEvents,
         usage: Callable[[int], CpuUsage | None] = usage_of,
     ) -> None:
-        self._config = config
+        self._settings = settings
         self._command = command
         self._events = events
         self._usage = usage
@@ -137,9 +137,9 @@ class Supervisor:
 
     async def run(self) -> None:
         """Returns when every worker has been stopped or abandoned."""
-        replicas = range(self._config.parallel.replicas)
+        replicas = range(self._settings.parallel.replicas)
         try:
-            self._segments += [open_segment(self._config, replica) for replica in replicas]
+            self._segments += [open_segment(self._settings, replica) for replica in replicas]
             async with asyncio.TaskGroup() as group:
                 for replica in replicas:
                     group.create_task(self._keep(replica))
@@ -219,7 +219,7 @@ class Supervisor:
                 self._command,
                 partial(self._receive, replica),
                 pass_fds=() if segment is None else (host_fd,),
-                environment=environment_of(self._config, replica),
+                environment=environment_of(self._settings, replica),
             )
         except ResourceError as error:  # it may be possible later, as with a machine that is out of processes
             return _WorkerRun(ResourceError(f"worker {replica} could not be started: {error.message}"))
@@ -227,7 +227,7 @@ class Supervisor:
         patrol = asyncio.create_task(self._patrol(worker))
         try:
             measurements = self._findings.get(replica, NO_MEASUREMENTS)
-            process.send(encode(Configure(self._config, replica, number, host_fd, measurements)))
+            process.send(encode(Configure(self._settings, replica, number, host_fd, measurements)))
             if self._stopping.is_set():
                 process.kill()
             end = await process.wait()
@@ -253,7 +253,7 @@ class Supervisor:
             worker.progress.sample(
                 now_s, self._usage(worker.process.pid) if worker.no_progress_s(now_s) > PATROL_S else None
             )
-            limit_s = self._config.scheduler.step_timeout_s * self._patience.get(worker.replica, 1)
+            limit_s = self._settings.scheduler.step_timeout_s * self._patience.get(worker.replica, 1)
             if how := worker.stuck(now_s, limit_s):
                 is_alive = worker.progress.is_alive
                 failure = EngineError(f"worker {worker.replica} {how}: it hangs, and is replaced.")
@@ -269,7 +269,7 @@ class Supervisor:
         patience = min(MAX_PATIENCE, 2 * self._patience.get(replica, 1)) if is_alive else 1
         self._patience[replica] = patience
         if is_alive:
-            limit_s = self._config.scheduler.step_timeout_s
+            limit_s = self._settings.scheduler.step_timeout_s
             logger.warning(
                 "worker %d was computing: --step-timeout-s %g is short for its steps on this machine; the next one gets %g s",
                 replica,
@@ -356,5 +356,5 @@ class Supervisor:
             ready.max_running,
         )
         self._events.worker_ready(worker.replica, ready)
-        if not self.started.done() and len(self.ready_replicas()) == self._config.parallel.replicas:
+        if not self.started.done() and len(self.ready_replicas()) == self._settings.parallel.replicas:
             self.started.set_result(None)

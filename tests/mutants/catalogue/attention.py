@@ -10,5 +10,5 @@ with reference_attention.ReferenceAttention.plan, test_attention.test_nobody_see
     pass
 with build._depth, test_host_lengths.test_lengths_that_a_backend_plans_with_are_exact:
     "INV 66: a step is planned ahead although attention needs exact host lengths"
-    depth and config.spec.tiers[-1] and runners.needs_host_lengths
+    depth and settings.spec.tiers[-1] and runners.needs_host_lengths
     False
