@@ -1,4 +1,4 @@
-"""What a worker tells of its cache: counts that travel with every report, and the tree for whoever asks."""
+"""Cache statistics of a worker: counters in every report, and the radix tree on request."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class TierStats(msgspec.Struct, frozen=True):
     """The pages of one tier.
 
     Attributes:
-        num_pages: Those that can be used; on the host they grow while its memory is made ready.
-        num_free: Of them, those that hold nothing.
+        num_pages: Usable pages; on the host they grow while its memory is prepared.
+        num_free: Of them, empty ones.
         num_evictable: Of them, those that eviction could free.
         num_evicted: Freed by eviction so far.
     """
@@ -30,12 +30,12 @@ class CopyStats(msgspec.Struct, frozen=True):
     """Copies of one kind, in pages. Always ``num_wanted == num_fulfilled + sum(unfulfilled) + num_in_flight``.
 
     Attributes:
-        num_wanted: Hits of a load or a prefetch; of a store or an upload, pages that were to be kept.
+        num_wanted: Hits of a load or a prefetch; pages selected for an offload or an upload.
         num_fulfilled: Of them, those that arrived.
-        num_in_flight: Of them, those on their way.
+        num_in_flight: Of them, those being copied.
         unfulfilled: The others, by reason.
         num_bytes: Copied.
-        seconds: Spent on it, waits not included.
+        seconds: Time of the copies, without waits.
     """
 
     num_wanted: int = 0
@@ -47,19 +47,19 @@ class CopyStats(msgspec.Struct, frozen=True):
 
 
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What a store holds, and what one process did with it since it was opened. All counts are of pages.
+    """The content of a store, and the operations of one process on it since it was opened. All counts are of pages.
 
     Attributes:
-        num_pages: Held now, as far as this process knows; others may share them.
-        num_bytes: They take.
-        num_hits: Delivered by ``get``.
-        num_misses: Asked of ``get`` and not delivered.
+        num_pages: Present now, as far as this process knows; other processes may share the store.
+        num_bytes: Their size.
+        num_hits: Returned by ``get``.
+        num_misses: Requested from ``get`` and not returned.
         num_stored: Written by ``put``.
-        num_refused: Given to ``put`` and neither written nor there before.
+        num_refused: Given to ``put``, not present before, and not written.
         num_evicted: Removed to stay within the cap.
-        num_corrupt: Found short, garbled or of another key, and removed.
+        num_corrupt: Removed because they were truncated, damaged or of another key.
         num_errors: Reads, writes and removals that failed (of operations, not of pages).
-        last_error: The last of them in words; empty without one.
+        last_error: Text of the last of them; empty without one.
     """
 
     num_pages: int = 0
@@ -75,19 +75,19 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheStats(msgspec.Struct, frozen=True):
-    """The cache of one worker. All but what the tiers hold and what is in flight are counters, which never fall.
+    """The cache of one worker. All but the tiers' pages and copies in flight are counters, which never decrease.
 
     Attributes:
-        device: Its pages.
-        host: Likewise; all 0 without a host tier.
-        store: What lies beyond the host; None without a store.
+        device: Pages on the device.
+        host: Pages on the host; all 0 without a host tier.
+        store: None without a store.
         loads: From host to device.
         stores: From device to host.
         prefetches: From a store to the host.
         uploads: From the host to a store.
         cached_tokens: Prompt tokens that were not computed, by the tier that had them.
         misses: Requests by the reason why no more of their prompts was cached.
-        num_unbacked: Pages evicted from the device that were nowhere else.
+        num_unbacked: Pages evicted from the device that were on no other tier.
     """
 
     device: TierStats = TierStats()
@@ -103,19 +103,19 @@ class CacheStats(msgspec.Struct, frozen=True):
 
 
 class NodeFacts(msgspec.Struct, frozen=True):
-    """A node of the radix tree, without its tokens: they are a user's text.
+    """A node of the radix tree, without its tokens, which are a user's text.
 
     Attributes:
-        digest: First half of the chain digest of its last page, of a root that of its namespace; hex.
-        parent: The parent's; empty of a root.
+        digest: First half of the chain digest of its last page, for a root that of its namespace; hex.
+        parent: The parent's; empty for a root.
         depth: Nodes above it.
-        num_tokens: That it adds to its parent's prefix.
-        state: Where its pages lie: D on the device, H on the host, DH on both, DW on the device and on the way to the
-            host, HL on the host and on the way to the device, L on the way alone; empty of a root.
-        num_locks: What holds it, or part of what follows it, on the device.
-        num_host_locks: Likewise on the host.
-        last_step: The step that was the last when it was used last.
-        num_children: Nodes right below it, shown or not.
+        num_tokens: Tokens beyond its parent's prefix.
+        state: Location of its pages: D on the device, H on the host, DH on both, DW on the device and being copied to
+            the host, HL on the host and being loaded to the device, L only being loaded; empty for a root.
+        num_locks: Locks on it or on a descendant, on the device.
+        num_host_locks: The same on the host.
+        last_step: Number of the last step when it was last used.
+        num_children: Its children, shown or not.
     """
 
     digest: str
@@ -134,8 +134,8 @@ class TreeFacts(msgspec.Struct, frozen=True):
 
     Attributes:
         replica: Index of the worker, from 0.
-        incarnation: Its life.
-        nodes: Parents first, of each level those used last first.
+        incarnation: Number of the worker process.
+        nodes: Parents first; within a level, the latest used first.
     """
 
     replica: int

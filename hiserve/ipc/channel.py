@@ -1,10 +1,10 @@
-"""Private sockets between a parent and its child process, and public ones for news; the only place that knows zmq.
+"""Private sockets between a parent and its child process, and public ones for events; the only module that uses zmq.
 
-A link is one PAIR socket over ``ipc://`` in a 0700 directory of its own. The parent starts the child and
-listens for that process alone, by its id as the kernel tells it; the child connects, and removes the directory once
-the first message proved the connection, so that nothing is left to leak and nobody can join later. Others of the
-same user can reach the socket until then: they are hung up on, whatever they send.
-A link never reconnects: what is queued for a dead peer never reaches a successor.
+A link is one PAIR socket over ``ipc://`` in its own 0700 directory. The parent starts the child and accepts
+only this process, by the process id that the kernel reports; the child connects, and removes the directory once
+the first message proved the connection, so that no socket file leaks and no other process can connect later. Until
+then other processes of the same user can reach the socket: their connections are closed.
+A link never reconnects: messages queued for a dead peer never reach a successor.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from hiserve.ipc.codec import Frames
 
 HIGH_WATER_MARK = 256
 MAX_BATCH = 64
-MAX_UNREAD_NEWS = 10_000  # messages that a subscriber may be behind before it loses some
+MAX_UNREAD_NEWS = 10_000  # messages queued for a subscriber before it loses some
 MAX_UNREAD_ANSWERS = 16_384
 MAX_QUESTION_BYTES = 1024
 NEWS_LINGER_MS = 200
 
 
 class PeerGoneError(Exception):
-    """The process at the other end closed the link or died; all that arrived from it was received.
+    """The process at the other end closed the link or died; all messages that arrived from it were received.
 
-    What a peer said last may not arrive if it died while more than the high-water mark waited.
+    A peer's last messages may be lost if it died while more than the high-water mark were queued.
     """
 
 
 class Link:
-    """One end of a connection to one peer. Nothing here blocks but ``wait``.
+    """One end of a connection to one peer. Only ``wait`` blocks.
 
     It owns a zmq context, so that closing the link ends its threads.
     """
@@ -52,8 +52,8 @@ class Link:
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        # What was queued for a peer that died is dropped at once. By default zmq keeps it for ever, and ``close`` with it:
-        # the linger that ``close`` sets does not reach a connection that has ended.
+        # Drops messages queued for a dead peer at once. By default zmq keeps them for ever, and ``close`` blocks:
+        # the linger that ``close`` sets does not apply to a connection that has ended.
         self._socket.setsockopt(zmq.LINGER, 0)
         self._monitor: Any = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         self._is_gone = False
@@ -64,7 +64,7 @@ class Link:
 
         Args:
             endpoint: Made by ``new_endpoint``; None makes one.
-            peer_pid: The only process that may connect; the system checks it.
+            peer_pid: The only process that may connect; the kernel checks it.
 
         Raises:
             ResourceError: The directory for temporary files cannot be used, or no socket is left.
@@ -85,7 +85,7 @@ class Link:
             raise ResourceError(
                 f"No socket can be opened in {path.parent}: {error}. Point TMPDIR elsewhere."
             ) from error
-        unheard.rename(path)  # who finds it is heard
+        unheard.rename(path)  # the path exists only once the socket listens
         return link
 
     @classmethod
@@ -102,13 +102,13 @@ class Link:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the peer was there and is not any more, or could not be reached."""
+        """Whether the peer was connected and is not any more, or could not be reached."""
         self._is_gone = self._is_gone or bool(self._monitor.poll(0))
         return self._is_gone
 
     @property
     def is_writable(self) -> bool:
-        """Whether the next ``try_send`` will be taken."""
+        """Whether the next ``try_send`` will succeed."""
         return bool(self._events & zmq.POLLOUT)
 
     @property
@@ -121,7 +121,7 @@ class Link:
         return int(self._socket.getsockopt(zmq.EVENTS))
 
     def try_send(self, frames: Frames) -> bool:
-        """Hands a message over; False when the peer is slow, not there yet, or gone."""
+        """Sends a message; False when the peer is slow, not yet connected, or gone."""
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
@@ -136,7 +136,7 @@ class Link:
             return None
 
     def wait(self, *, until_writable: bool = False, timeout_s: float | None = None) -> None:
-        """Blocks until a message came, the peer is gone, (if asked) the peer takes messages again, or time is over."""
+        """Blocks until a message arrives, the peer is gone, the socket is writable (if requested), or the timeout."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if until_writable else 0))
         poller.register(self._monitor, zmq.POLLIN)
@@ -147,7 +147,7 @@ class Link:
         remove(self.endpoint)
 
     def close(self, linger_ms: int = 0) -> None:
-        """Closes; messages that were sent get ``linger_ms`` milliseconds to leave."""
+        """Closes; sent messages get ``linger_ms`` milliseconds for delivery."""
         if self._socket.closed:
             return
         self._socket.disable_monitor()
@@ -158,26 +158,26 @@ class Link:
 
 
 class PollingChannel:
-    """A link for a loop of its own, which must not be held up: the worker's."""
+    """A link for a loop that must not block: the worker's."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
 
     @property
     def is_writable(self) -> bool:
-        """Whether the peer takes another message now."""
+        """Whether the next ``try_send`` will succeed."""
         return self._link.is_writable
 
     def receive(self, *, is_idle: bool, until_writable: bool = False, timeout_s: float | None = None) -> list[Frames]:
-        """Returns what has come.
+        """Returns up to ``MAX_BATCH`` messages.
 
         Args:
-            is_idle: Nothing else to do: block until something happens.
-            until_writable: While blocked, also return once the peer takes messages again.
-            timeout_s: While blocked, return after so long; None waits for ever.
+            is_idle: Block until an event.
+            until_writable: While blocked, also return once the link is writable.
+            timeout_s: While blocked, return after this time; None is no limit.
 
         Raises:
-            PeerGoneError: The peer is gone and all that arrived from it was returned before.
+            PeerGoneError: The peer is gone and all messages from it were returned before.
         """
         if is_idle:
             self._link.wait(until_writable=until_writable, timeout_s=timeout_s)
@@ -190,22 +190,21 @@ class PollingChannel:
         return batch
 
     def try_send(self, frames: Frames) -> bool:
-        """As ``Link.try_send``."""
         return self._link.try_send(frames)
 
 
 def _ignore() -> None:
-    """The default of callbacks that nobody asked for."""
+    """The default callback."""
 
 
 class AsyncChannel:
     """A link served by the running event loop.
 
     Args:
-        link: Its end; the channel closes it.
+        link: The channel closes it.
         on_messages: Called with up to ``MAX_BATCH`` messages at a time.
-        on_writable: Called when the peer may take messages again after ``try_send`` refused one.
-        on_gone: Called once, when the peer is gone and all that arrived from it was delivered.
+        on_writable: Called when the link is writable again after ``try_send`` returned False.
+        on_gone: Called once, when the peer is gone and all messages from it were delivered.
     """
 
     def __init__(
@@ -232,16 +231,16 @@ class AsyncChannel:
 
     @property
     def endpoint(self) -> str:
-        """Where the other end connects."""
+        """Address of the link."""
         return self._link.endpoint
 
     def send(self, frames: Frames) -> None:
-        """Sends now or, while the peer is slow, later and in order. For messages whose number is bounded."""
+        """Sends now or, while the peer is slow, later and in order. For messages of bounded number."""
         if not self.try_send(frames):
             self._backlog.append(frames)
 
     def try_send(self, frames: Frames) -> bool:
-        """Sends now or refuses, so that the caller can merge what the peer is too slow for."""
+        """Sends now or returns False, so that the caller can merge messages for a slow peer."""
         if self._is_closed:
             return False
         self._wake()
@@ -251,7 +250,7 @@ class AsyncChannel:
         return True
 
     def close(self, linger_ms: int = 0) -> None:
-        """Stops serving; messages that were sent get ``linger_ms`` milliseconds to leave."""
+        """Stops serving; sent messages get ``linger_ms`` milliseconds for delivery."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -260,8 +259,8 @@ class AsyncChannel:
         self._link.close(linger_ms)
 
     def _wake(self) -> None:
-        # The descriptor only announces changes, and any call on the socket may consume the
-        # announcement: after each call somebody has to look again.
+        # The descriptor is edge-triggered, and any call on the socket may consume the edge: after each call the state
+        # is checked again.
         if not self._is_woken:
             self._is_woken = True
             self._loop.call_soon(self._pump)
@@ -276,7 +275,7 @@ class AsyncChannel:
             self._wake()
 
     def _deliver(self) -> None:
-        was_gone = self._link.is_gone  # asked first: what it sent before is there by now
+        was_gone = self._link.is_gone  # read first: all that the peer sent before has arrived by now
         batch: list[Frames] = []
         while len(batch) < MAX_BATCH and (frames := self._link.try_receive()) is not None:
             batch.append(frames)
@@ -300,9 +299,9 @@ class AsyncChannel:
 
 
 class PublishChannel:
-    """Tells news to whoever subscribes, and answers questions about them; never waits for anybody.
+    """Publishes messages to subscribers and answers their questions; never waits for a reader.
 
-    A socket of a slow or dead reader drops what it does not take. Everything but ``wake`` is for one thread at a time.
+    A slow or dead reader loses messages. All methods but ``wake`` are for one thread at a time.
 
     Args:
         endpoint: Of the PUB socket, ``tcp://`` or ``ipc://``.
@@ -336,32 +335,32 @@ class PublishChannel:
             raise
 
     def publish(self, frames: Frames) -> None:
-        """Sends a message to every subscriber that is there."""
+        """Sends a message to every connected subscriber."""
         self._news.send_multipart(frames)
 
     def take_question(self) -> Frames | None:
-        """Returns the next question, its sender in front, or None."""
+        """Returns the next question, its sender's address first, or None."""
         try:
             return self._questions.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return None
 
     def answer(self, frames: Frames) -> None:
-        """Sends one answer to the sender in front."""
+        """Sends an answer to the address in its first frame."""
         self._questions.send_multipart(frames)
 
     def wait(self, timeout_s: float) -> None:
-        """Blocks until a question came, ``wake`` was called, or the time is over."""
+        """Blocks until a question arrives, ``wake`` is called, or the timeout."""
         self._poller.poll(max(0, math.ceil(timeout_s * 1000)))
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._waker)
 
     def wake(self) -> None:
-        """Ends ``wait``, or the next one; from any thread."""
+        """Ends the current or the next ``wait``; from any thread."""
         os.eventfd_write(self._waker, 1)
 
     def close(self) -> None:
-        """Closes; what was told gets ``NEWS_LINGER_MS`` to leave."""
+        """Closes; published messages get ``NEWS_LINGER_MS`` for delivery."""
         self._news.close(linger=NEWS_LINGER_MS)
         self._questions.close(linger=NEWS_LINGER_MS)
         self._context.term()

@@ -1,4 +1,4 @@
-"""A child process: its parent starts it, talks to it and ends it; the child meets its parent and dies with it."""
+"""A child process: the parent starts it, exchanges messages with it and ends it; the child connects and dies with it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,9 @@ LAST_WORDS_S = 0.5
 
 
 class ChildProcess:
-    """A process and the only channel to it. Made by ``start``.
+    """A process and its only channel. Made by ``start``.
 
-    Args:
-        process: The running process.
-        channel: The parent's end.
-        gone: Set when the child closed its end and all that arrived from it was delivered.
+    ``gone`` is set when the child closed its end and all messages from it were delivered.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, channel: AsyncChannel, gone: asyncio.Event) -> None:
@@ -42,12 +39,12 @@ class ChildProcess:
         pass_fds: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
     ) -> ChildProcess:
-        """Starts ``command ENDPOINT`` in a session of its own, where no Ctrl-C reaches it.
+        """Starts ``command ENDPOINT`` in its own session, which Ctrl-C does not reach.
 
         Args:
             command: Its command line; the endpoint is appended.
-            on_messages: As in ``AsyncChannel``. A child says nothing before it was sent something.
-            pass_fds: Descriptors that the child gets, under the same numbers; all others stay here.
+            on_messages: As in ``AsyncChannel``. A child sends nothing before its first message from the parent.
+            pass_fds: Descriptors that the child inherits, under the same numbers; all others are closed in it.
             environment: Its environment variables; None gives it those of this process.
 
         Raises:
@@ -90,14 +87,14 @@ class ChildProcess:
         self._channel.send(frames)
 
     async def wait(self) -> str:
-        """Waits for its end and everything it said before; returns how it ended."""
+        """Waits for its end and its last messages; returns how it ended."""
         returncode = await self._process.wait()
         await wait_for_event(self._gone, LAST_WORDS_S)
         self._channel.close()
         return f"exit code {returncode}" if returncode >= 0 else f"killed by {signal.Signals(-returncode).name}"
 
     def kill(self) -> None:
-        """Ends it now. ``wait`` is still due."""
+        """Kills it; ``wait`` must still be called."""
         self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -108,7 +105,7 @@ class ChildProcess:
 
 
 async def wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:
-    """Waits for an event, at most ``timeout_s`` seconds; returns whether it came."""
+    """Waits for an event, at most ``timeout_s`` seconds; returns whether it is set."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), timeout_s)
     return event.is_set()
@@ -119,21 +116,18 @@ _PR_SET_PDEATHSIG = 1
 
 
 def meet_parent(endpoint: str, death_signal: signal.Signals) -> tuple[Link, Frames]:
-    """Connects to the parent and waits for its first message.
+    """Connects to the parent and waits for its first message; returns the link and the frames of this message.
 
-    From here on SIGINT and SIGTERM are ignored: they may reach every process of a service at
-    once, and the parent decides what ends when.
+    Afterwards SIGINT and SIGTERM are ignored: they may reach every process of a service at
+    once, and the parent decides the order of their ends.
 
     Args:
         endpoint: Where the parent listens; removed once connected.
-        death_signal: Sent to this process by the kernel when the thread that started it ends
-            (Linux; elsewhere the link alone tells).
-
-    Returns:
-        The link, and the frames of the first message.
+        death_signal: Sent to this process by the kernel when the thread that started it ends (Linux only; elsewhere
+            the end of the link is the only sign).
 
     Raises:
-        SystemExit: The parent died before it said anything.
+        SystemExit: The parent died before its first message.
     """
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Turns messages into frames and back, strictly: one msgpack struct, and beside a request its tokens."""
+"""Encodes messages to frames and decodes them strictly: one msgpack struct, and for a request its tokens."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _NO_TOKENS.flags.writeable = False
 
 
 class MalformedError(Exception):
-    """Frames that no peer of ours would send.
+    """Frames that no hiserve process would send.
 
     Args:
-        reason: What is wrong, with numbers.
-        message: The struct, where it could still be read: its sender can be answered.
+        reason: The fault, with numbers.
+        message: The struct, if it could be decoded, so that its sender can be answered.
     """
 
     def __init__(self, reason: str, message: object = None) -> None:
@@ -46,7 +46,7 @@ class Received(NamedTuple, Generic[MessageT]):
 
 
 def encode(message: msgspec.Struct, tokens: Int32Array | None = None) -> Frames:
-    """Returns the frames of a message; ``tokens``, int32 ``[n]``, come with ``Generate`` and ``Admit`` alone."""
+    """Returns the frames of a message; only ``Generate`` and ``Admit`` have ``tokens``, int32 ``[n]``."""
     expects = isinstance(message, _WITH_TOKENS)
     assert expects == (tokens is not None), f"{type(message).__name__} {'needs' if expects else 'takes no'} tokens"
     frames = [msgspec.msgpack.encode(message)]
@@ -56,11 +56,7 @@ def encode(message: msgspec.Struct, tokens: Int32Array | None = None) -> Frames:
 
 
 class MessageDecoder(Generic[MessageT]):
-    """Decodes the messages of one direction.
-
-    Args:
-        kinds: The struct type, or the union of them, that may arrive.
-    """
+    """Decodes the messages of one direction; ``kinds`` is the union of their types."""
 
     def __init__(self, kinds: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[MessageT] = msgspec.msgpack.Decoder(kinds)
@@ -69,7 +65,7 @@ class MessageDecoder(Generic[MessageT]):
         """Returns the message.
 
         Raises:
-            MalformedError: Not such a message, or its arrays contradict its struct.
+            MalformedError: The frames are not such a message, or its arrays contradict its struct.
         """
         try:
             message = self._decoder.decode(frames[0])

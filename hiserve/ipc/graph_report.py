@@ -1,4 +1,4 @@
-"""What ``hiserve.engine.graph_check`` tells ``hiserve doctor --graphs``."""
+"""The report of ``hiserve.engine.graph_check`` to ``hiserve doctor --graphs``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import msgspec
 
 
 class StepCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """How a step of one kind was run, and what was wrong about it.
+    """The check of a step of one kind.
 
     Attributes:
         kind: prefill, decode, verify or mixed.
-        ran: The gate's verdict and reason.
-        allocations: Of the device's memory, by each step once all is warm; of the allocator, by whole steps as graphs.
+        ran: The gate's decision and reason.
+        allocations: Per step after warm-up: of device memory; for steps that are graphs as a whole, calls of the
+            allocator.
         difference: Of its keys and values from those of an eager step, as a share of the largest; 0 for an eager step.
-        problems: Each in a sentence; none if it is ready.
+        problems: One sentence each; empty if the check passed.
     """
 
     kind: str
@@ -24,7 +25,7 @@ class StepCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GraphReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was checked on a device.
+    """The checks of a device.
 
     Attributes:
         device: Its name.

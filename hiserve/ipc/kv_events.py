@@ -1,4 +1,4 @@
-"""KV events as routers outside read them: batches in msgpack.
+"""KV events for external routers: batches in msgpack.
 
 The format is the one that Dynamo, llm-d, AIBrix and the routers of vLLM and SGLang read; see docs/kv-events.md.
 """
@@ -16,12 +16,12 @@ from hiserve.core.digest import DIGEST_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Pages that a medium has from now on.
+    """Pages that a medium has gained.
 
     Attributes:
         medium: ``GPU``, ``CPU_PINNED``.
-        parent: Digest of the page before; None at the start of a prefix.
-        digests: Theirs, joined.
+        parent: Digest of the previous page; None at the start of a prefix.
+        digests: Of the pages, joined.
         key: Their packed tokens.
     """
 
@@ -33,7 +33,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Pages that a medium has no more; ``digests`` are joined."""
+    """Pages that a medium has lost; ``digests`` are joined."""
 
     medium: str
     digests: bytes
@@ -41,7 +41,7 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """No medium has any page."""
+    """All media have lost all pages."""
 
 
 Change = Stored | Removed | Cleared
@@ -67,7 +67,7 @@ class _AllBlocksCleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared"
 
 
 def block_hashes(digests: bytes) -> list[int]:
-    """Returns the first 64 bits of each digest, signed, the most significant byte first."""
+    """Returns the first 64 bits of each digest, signed, big-endian."""
     return np.frombuffer(digests, dtype=">i8")[:: DIGEST_BYTES // 8].tolist()  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""What is told of deaths of workers and of what came after: the last scene, the recovery, the replays."""
+"""Reports of worker deaths: state at the crash, recovery, replays."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import msgspec
 
 
 class StepSnapshot(msgspec.Struct, frozen=True):
-    """A step whose result was not taken in.
+    """A step in flight at a crash.
 
     Attributes:
         step: Its number.
-        uids: Requests in it, by the scheduler's names.
+        uids: Requests in it, by the scheduler's uids.
         num_tokens: Tokens it computes.
         num_drafts: Of them, drafts to verify.
-        waits: Loads that it waits for on the device, by number.
-        copies: Copies between tiers that its plan ordered, by number.
+        waits: Numbers of the loads that it waits for on the device.
+        copies: Numbers of the tier copies that its plan ordered.
     """
 
     step: int
@@ -26,13 +26,13 @@ class StepSnapshot(msgspec.Struct, frozen=True):
 
 
 class CrashSnapshot(msgspec.Struct, frozen=True):
-    """What an engine was at when it failed, as far as it can still tell.
+    """The state of an engine at its failure, as far as it could be read.
 
     Attributes:
         steps: In flight, oldest first.
-        verdict: The gate's last: action, reason, and the graph that was replayed, if one was.
-        verdict_step: The step that it was about.
-        pending_ops: Copies between tiers that were ordered and had not ended, by number.
+        verdict: The gate's last decision: action, reason, and the replayed graph, if any.
+        verdict_step: The step of that decision.
+        pending_ops: Numbers of tier copies that had not ended.
     """
 
     steps: list[StepSnapshot] = []
@@ -48,13 +48,13 @@ class Crash(msgspec.Struct, frozen=True):
         replica: Index from 0.
         incarnation: Its number.
         pid: Process id.
-        end: How the process ended: exit code or signal.
-        error: Why.
-        code: The error's, for programs.
-        unix_s: When it was noticed, in seconds since 1970.
-        num_steps: Steps it had told of.
+        end: Exit code or signal.
+        error: The reason.
+        code: The error's code.
+        unix_s: Time at which it was noticed, in seconds since 1970.
+        num_steps: Steps it had reported.
         uids: Requests it held.
-        scene: What it could still tell itself; None where it could not.
+        scene: Its own last report; None without one.
     """
 
     replica: int
@@ -70,14 +70,15 @@ class Crash(msgspec.Struct, frozen=True):
 
 
 class Recovery(msgspec.Struct, frozen=True):
-    """The way from the death of a worker to the first news of a request from a later one.
+    """The time from the death of a worker to the first output of a successor.
 
     Attributes:
         replica: Index from 0.
-        incarnation: Of the worker that told the news.
-        num_requests: Requests that the dead one held.
-        phases: Seconds of each phase, in order. What precedes "exit" is an upper bound: nobody sees the fault itself.
-        total_s: All of them.
+        incarnation: Of the successor.
+        num_requests: Requests that the dead worker held.
+        phases: Seconds of each phase, in order. Phases before "exit" are upper bounds: the fault itself is not
+            observed.
+        total_s: Their sum.
     """
 
     replica: int
@@ -88,12 +89,12 @@ class Recovery(msgspec.Struct, frozen=True):
 
 
 class ReplayStats(msgspec.Struct, frozen=True):
-    """Requests that went on with another worker. Counters never fall.
+    """Requests that continued on another worker. Counters never decrease.
 
     Attributes:
-        requests: How often one did.
-        tokens: Of their prompts and replies, as far as these had come.
-        cached: What of these tokens the other worker had, by tier.
+        requests: Replays.
+        tokens: Their prompt tokens and the reply tokens known at that time.
+        cached: Of these, the tokens cached by the other worker, by tier.
     """
 
     requests: int = 0

@@ -2,8 +2,9 @@
 
 Directions: client -> scheduler ``Generate Abort Flush Inspect Query Stop``; scheduler -> client
 ``Started StartFailed RequestUpdates Failed WorkerLost WorkerBack Halted Flushed Inspected Status``; scheduler -> worker
-``Configure Admit Drop FlushCache InspectCache Stop``; worker -> scheduler ``Ready WorkerFailed StepReport CacheFlushed CacheInspected``.
-The tokens of ``Generate`` and ``Admit`` travel in a second frame; output travels as ``ipc.updates.RequestUpdates``.
+``Configure Admit Drop FlushCache InspectCache Stop``; worker -> scheduler ``Ready WorkerFailed StepReport CacheFlushed
+CacheInspected``. The tokens of ``Generate`` and ``Admit`` travel in a second frame; output travels as
+``ipc.updates.RequestUpdates``.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     Attributes:
         uid: Unique within the client's life, positive.
-        sampling: As asked; the seed may be None.
-        namespace: Digest that keeps tenants apart; empty for the default tenant.
+        sampling: As requested; the seed may be None.
+        namespace: Digest that separates tenants; empty for the default tenant.
         choice: Index among the request's n choices.
         priority: Larger is sooner, under the priority policy.
-        caller: Number of the API key it came with: callers take turns; 0 without keys.
+        caller: Number of its API key, for fair queueing; 0 without keys.
     """
 
     uid: int
@@ -55,14 +56,14 @@ class Flush(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Inspect(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Show the upper levels of every radix tree, ``depth`` below the roots. Answered by ``Inspected``."""
+    """Return the upper levels of every radix tree, ``depth`` below the roots. Answered by ``Inspected``."""
 
     ticket: int
     depth: int
 
 
 class Query(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Ask for the state of scheduler and workers. Answered by ``Status``."""
+    """Return the state of scheduler and workers. Answered by ``Status``."""
 
     ticket: int
 
@@ -74,7 +75,7 @@ GateCounts = dict[str, dict[str, int]]  # verdicts of runners/gate.py: verdict -
 
 
 class WorkerStats(msgspec.Struct, frozen=True):
-    """A worker's gauges and counters, as of one step. Counters never fall."""
+    """A worker's gauges and counters, as of one step. Counters never decrease."""
 
     running: int = 0
     waiting: int = 0
@@ -103,7 +104,7 @@ class WorkerFacts(msgspec.Struct, frozen=True):
         pid: Process id.
         incarnation: Starts at 1; grows with each restart.
         startup_s: Seconds per start-up phase, in order.
-        num_pages: KV pages, the sink not counted.
+        num_pages: KV pages, without the padding page.
         stats: Gauges and counters of the last report (see ``WorkerStats``).
         step_age_s: Seconds since it last ended a step, or had no work.
     """
@@ -136,7 +137,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A request ended with an error. Terminal.
 
     Attributes:
-        retry_after_s: When it is worth trying again; None where nobody knows.
+        retry_after_s: Suggested delay of a retry; None if unknown.
     """
 
     uid: int
@@ -147,7 +148,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class WorkerLost(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A worker died. Told when it happens: the scheduler may be next."""
+    """A worker died. Sent at once, because the scheduler may die next."""
 
     crash: Crash
 
@@ -160,7 +161,7 @@ class WorkerBack(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Halted(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """No worker is left, and none will come; whatever is asked for is refused from now on."""
+    """No worker is left, and none will come; all requests are refused from now on."""
 
     reason: str
 
@@ -183,14 +184,14 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Answer to ``Query``.
 
     Attributes:
-        queued: Requests no worker has yet.
+        queued: Requests without a worker.
         queued_tokens: Tokens of their prompts.
         workers: Living workers, by replica.
         stale_messages: Messages ignored because they were of a dead incarnation.
-        malformed_messages: Messages that no peer of ours would send.
-        replays: Requests that went on with another worker.
+        malformed_messages: Messages that no hiserve process would send.
+        replays: Requests that continued on another worker.
         crash: The latest death of a worker.
-        recovery: The latest way from a death to news of a request again.
+        recovery: The latest recovery.
     """
 
     ticket: int
@@ -213,8 +214,8 @@ class Configure(msgspec.Struct, frozen=True, array_like=True, tag=True):
     Attributes:
         config: Resolved.
         replica: Index from 0.
-        incarnation: Starts at 1; stamped on everything the worker says.
-        host_fd: Number that the descriptor of the host segment has in the worker; -1 without a host cache.
+        incarnation: Starts at 1; part of every message of the worker.
+        host_fd: Descriptor number of the host segment in the worker; -1 without a host cache.
         findings: Of the first incarnation; empty for that one.
     """
 
@@ -231,9 +232,9 @@ class Admit(msgspec.Struct, frozen=True, array_like=True, tag=True):
     Attributes:
         num_prompt: Leading tokens that are the prompt; the rest was generated before a restart.
         sampling: With a seed; ``max_tokens`` counts from the end of the prompt.
-        priority: What it uses of the cache stays longer when larger, under ``--eviction priority``.
-        num_scored: Prompt tokens whose scores were told before a restart.
-        caller: Number of the API key it came with, whose share of the cache it takes; 0 without keys.
+        priority: Pages of a larger priority are evicted later, under ``--eviction priority``.
+        num_scored: Prompt tokens whose scores were sent before a restart.
+        caller: Number of its API key, whose share of the cache it uses; 0 without keys.
     """
 
     uid: int
@@ -260,17 +261,17 @@ class FlushCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class InspectCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Show the upper levels of this worker's radix tree, ``depth`` below the roots."""
+    """Return the upper levels of this worker's radix tree, ``depth`` below the roots."""
 
     ticket: int
     depth: int
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Exit with status 0. Also from the client to the scheduler. A second one ends what the first one allowed.
+    """Exit with status 0. Also from the client to the scheduler. A second ``Stop`` ends the grace period of the first.
 
     Attributes:
-        copy_s: Seconds that copies of pages to the host and the store get before that.
+        copy_s: Grace period for copies of pages to the host and the store, in seconds.
     """
 
     copy_s: float = 0.0
@@ -285,9 +286,9 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
     Attributes:
         max_running: Rows.
         max_len: Longest prompt plus output, in tokens.
-        num_pages: KV pages, the sink not counted.
+        num_pages: KV pages, without the padding page.
         page_size: Tokens per page.
-        namespace: Base digest of everything that keeps caches apart but the tenant.
+        namespace: Digest of everything that separates caches, but for tenants.
         startup_s: Seconds per start-up phase.
         findings: For its successors.
     """
@@ -307,8 +308,8 @@ class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Start-up failed, or a fatal error; the worker exits after this.
 
     Attributes:
-        fault_s: When, by ``time.monotonic``.
-        scene: What its engine was at; None without an engine.
+        fault_s: Time, by ``time.monotonic``.
+        scene: State of its engine; None without an engine.
     """
 
     incarnation: int
@@ -320,7 +321,7 @@ class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class StepReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What one or more steps changed.
+    """The changes of one or more steps.
 
     Attributes:
         updates: Output of requests, and pages of the cache.

@@ -1,6 +1,7 @@
-"""The output of requests, from the engine to the reader of each: in columns on the way, one ``TokenDelta`` at a time to read.
+"""The output of requests, from the engine to their readers: as columns in messages, as a ``TokenDelta`` for a reader.
 
-A new fact about requests is a field of ``RequestFacts`` with its rule in ``update``, and a column of ``RequestUpdates``.
+A new fact about requests is a field of ``RequestFacts`` with its rule in ``update``, and a column of
+``RequestUpdates``.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class RequestFacts(msgspec.Struct, kw_only=True):
     """Facts about one request.
 
     Attributes:
-        cached: Prompt tokens that came from the cache; None when already reported, and where no worker looked.
-        drafts: All drafts until now; None when nothing is new, and without speculation.
-        queue_s: Seconds from acceptance to the first worker; -1 when already reported, and before a worker got it.
+        cached: Prompt tokens that came from the cache; None when already reported, and before a worker looked.
+        drafts: All drafts until now; None when unchanged, and without speculation.
+        queue_s: Seconds from acceptance to the first worker; -1 when already reported, and before that.
     """
 
     cached: CacheUse | None = None
@@ -34,7 +35,7 @@ class RequestFacts(msgspec.Struct, kw_only=True):
     queue_s: float = UNREPORTED
 
     def update(self, later: RequestFacts) -> None:
-        """Adds later facts: of ``drafts`` the latest stand, of the others the first."""
+        """Adds later facts: the latest ``drafts``, the first of the others."""
         if self.cached is None:
             self.cached = later.cached
         if later.drafts is not None:
@@ -70,7 +71,7 @@ class TokenDelta(RequestFacts):
 
 
 class RequestUpdates(msgspec.Struct, array_like=True, tag=True):
-    """What steps changed: a row per request that has output, failures, and pages of the cache.
+    """The changes of one or more steps: a row per request that has output, failures, and pages of the cache.
 
     Attributes:
         uids: Requests; each occurs once.
@@ -82,7 +83,7 @@ class RequestUpdates(msgspec.Struct, array_like=True, tag=True):
         scores: Those of all rows.
         failed: (uid, code, message) of requests that ended with an error.
         published: Digests of pages that became readable on a tier, 16 bytes each; once for each tier.
-        removed: Digests of pages that cannot be read on a tier any more, likewise.
+        removed: Digests of pages that are no longer readable on a tier; once for each tier.
     """
 
     uids: list[int] = []
@@ -163,7 +164,7 @@ class RequestUpdates(msgspec.Struct, array_like=True, tag=True):
             scores: Packed scores of each request; empty when none has any.
             cached: As the attribute.
             drafts: As the attribute.
-            queue_s: As the attribute; None when nothing is known.
+            queue_s: As the attribute; None when no row has it.
         """
         self.uids += uids
         self.counts += counts
@@ -207,7 +208,7 @@ class RequestUpdates(msgspec.Struct, array_like=True, tag=True):
 
 
 class MergedUpdates:
-    """Updates that a slow receiver has not taken, as one.
+    """Updates that a slow receiver has not accepted yet, merged.
 
     Its size is bounded by the live requests with the output they may still have, and by the pages of the cache.
     """
@@ -240,7 +241,7 @@ class MergedUpdates:
                 del self._pages[digest]
 
     def take(self) -> RequestUpdates:
-        """Returns everything held, requests in order of first arrival, and forgets it."""
+        """Returns and clears everything held, requests in order of first arrival."""
         deltas, self._deltas = self._deltas, {}
         failed, self._failed = self._failed, []
         pages, self._pages = self._pages, Counter()

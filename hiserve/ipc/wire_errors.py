@@ -1,4 +1,4 @@
-"""Names of errors on the wire, turned back into the typed errors they stand for."""
+"""Converts error codes of messages to typed errors."""
 
 from __future__ import annotations
 
@@ -42,13 +42,9 @@ _BY_CODE: dict[str, type[HiserveError]] = {
 
 
 def to_error(code: str, message: str, trace: str = "", *, retry_after_s: int | None = None) -> HiserveError:
-    """Returns the error a code names; a code without a class of its own is an ``EngineError``.
+    """Returns the error of a code; an ``EngineError`` for a code without a class.
 
-    Args:
-        code: As in ``HiserveError.code``.
-        message: For people.
-        trace: Where it happened in the other process; kept as a note on the error.
-        retry_after_s: As in ``HiserveError``.
+    ``trace``, from the other process, is kept as a note on the error.
     """
     error = _BY_CODE.get(code, EngineError)(message, code=code, retry_after_s=retry_after_s)
     if trace:
@@ -57,5 +53,5 @@ def to_error(code: str, message: str, trace: str = "", *, retry_after_s: int | N
 
 
 def trace_of(error: HiserveError) -> str:
-    """Returns the trace kept on an error that came from another process."""
+    """Returns the trace of an error that came from another process."""
     return "\n".join(getattr(error, "__notes__", ()))
