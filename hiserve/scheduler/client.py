@@ -1,4 +1,4 @@
-"""The async token-level client of the engine: starts the scheduler process and talks to it."""
+"""The engine's async client: starts the scheduler process, submits token ids and yields token ids."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ TOKEN_BYTES = 36  # an int, and its place in a list
 
 
 class RequestStream:
-    """Output of one request that its reader has not taken, as one delta.
+    """Output of one request that its reader has not taken, merged to one delta.
 
     Args:
         tag: Name by which its request can be aborted.
-        max_unread_bytes: Limit of what waits for a slow reader; None is no limit.
+        max_unread_bytes: Limit of unread output; None is no limit.
     """
 
     def __init__(self, tag: str, max_unread_bytes: int | None = None) -> None:
@@ -63,12 +63,12 @@ class RequestStream:
         self._arrived = asyncio.Event()
 
     def push(self, delta: TokenDelta) -> None:
-        """Adds output; after an error there is none."""
+        """Adds output; ignored after an error."""
         if self._error is not None:
             return
         if (
             delta.tokens
-        ):  # the scores of a prompt come at once, with the first token at the latest: nobody is slow for that
+        ):  # scores of a prompt are not counted: all arrive by the first token, at any speed of the reader
             self._num_unread_bytes += TOKEN_BYTES * len(delta.tokens) + (len(delta.scores) if self._has_begun else 0)
             self._has_begun = True
         if self._unread is None:
@@ -79,18 +79,18 @@ class RequestStream:
 
     @property
     def is_too_long(self) -> bool:
-        """Whether more waits than may, of a request that goes on."""
+        """Whether the unread output of a running request exceeds its limit."""
         if self._max_unread_bytes is None or self._error is not None or self._unread is None or self._unread.finish:
             return False
         return self._num_unread_bytes > self._max_unread_bytes
 
     def fail(self, error: HiserveError) -> None:
-        """Ends the stream after what waits."""
+        """Ends the stream with an error, after the unread output."""
         self._error = error
         self._arrived.set()
 
     def cut(self) -> None:
-        """Ends the stream of a reader that is too slow, and frees what waits for it."""
+        """Ends the stream of a reader that is too slow, and frees its unread output."""
         unread = f"{self._num_unread_bytes} bytes of this stream were not read in time"
         self._unread = None
         self.fail(SlowReaderError(f"{unread}; the limit is {self._max_unread_bytes}. Read as fast as tokens come."))
@@ -116,8 +116,8 @@ class EngineClient:
     """Submits token ids and yields token ids. Made by ``start``; lives in one event loop.
 
     Attributes:
-        started: What the workers reported when they became ready.
-        num_slow_readers: Streams that were ended because too much of them was not read.
+        started: The workers' reports at start-up.
+        num_slow_readers: Streams that were ended because their unread output exceeded the limit.
         num_restarts: Workers that were ready again after one died.
         crash: The latest death of a worker.
     """
@@ -171,12 +171,12 @@ class EngineClient:
 
     @property
     def is_ready(self) -> bool:
-        """Requests can be sent: the engine was not stopped, its scheduler lives, and so may its workers."""
+        """Whether requests can be sent: the engine was not stopped, and its scheduler and a worker may be alive."""
         return self._closed is None and not self._halted
 
     @property
     def trouble(self) -> str:
-        """Why no request can be sent; empty when one can."""
+        """Reason why no request can be sent; empty when one can."""
         return self._closed or self._halted
 
     @property
@@ -186,7 +186,7 @@ class EngineClient:
 
     @property
     def num_inflight(self) -> int:
-        """Requests sent and not ended; one that was aborted counts until the scheduler says so."""
+        """Requests sent and not ended; an aborted one counts until the scheduler confirms it."""
         return len(self._streams)
 
     async def generate(
@@ -207,17 +207,17 @@ class EngineClient:
 
         Args:
             prompt: int32 ``[n]``.
-            sampling: How to sample and when to stop.
-            namespace: Keeps tenants' caches apart.
+            sampling: Sampling and stop parameters.
+            namespace: Separates tenants' caches.
             choice: Index among the request's choices; part of the random key.
             priority: Larger is sooner, under the priority policy.
-            caller: Whose request it is: callers take turns.
+            caller: Number of the caller; callers take turns.
             tag: Name by which ``abort`` finds the request; several requests may share it.
 
         Raises:
             ContextLengthError: The prompt leaves no room for output. (``max_tokens`` beyond the context
-                are not generated; to refuse them is the front end's part.)
-            RequestError: The prompt is not acceptable.
+                are not generated; the front end may refuse them.)
+            RequestError: The prompt is invalid.
             EngineError: The engine lost the request.
             SlowReaderError: Too much of it was not read.
             UnavailableError: The engine is stopped, stopping or dead.
@@ -238,13 +238,9 @@ class EngineClient:
                 self._process.send(encode(Abort([uid])))
 
     def abort(self, tag: str | None = None) -> int:
-        """Tells the engine to end requests; each still yields its last delta, with finish ``ABORT``.
+        """Aborts requests; each still yields its last delta, with finish ``ABORT``. Returns how many were open.
 
-        Args:
-            tag: As given to ``generate``; None means all requests.
-
-        Returns:
-            How many requests were open.
+        ``tag`` is that of ``generate``; None means all requests.
         """
         uids = [uid for uid, stream in self._streams.items() if tag is None or stream.tag == tag]
         if uids and self._closed is None:
@@ -279,12 +275,11 @@ class EngineClient:
         return answer
 
     async def stop(self, drain_s: float = 0.0, copy_s: float = 0.0) -> None:
-        """Ends scheduler and workers; may be called again, then at once.
+        """Ends scheduler and workers; a second call ends them at once.
 
         Args:
-            drain_s: Seconds that requests already sent get to finish; those left then fail. To
-                refuse new ones meanwhile is the caller's part.
-            copy_s: Seconds that pages get after that to reach the host and the store.
+            drain_s: Seconds for requests already sent; those left then fail. The caller refuses new ones meanwhile.
+            copy_s: Seconds after that for copies of pages to the host and the store.
         """
         if self._closed is None:
             await wait_for_event(self._idle, drain_s)
@@ -297,7 +292,7 @@ class EngineClient:
             await self._watch
 
     async def ended(self) -> str:
-        """Returns when scheduler and workers have ended, asked to or not: why."""
+        """Waits until scheduler and workers have ended, on request or not, and returns the reason."""
         await asyncio.shield(self._watch)
         return self.trouble
 
@@ -321,7 +316,7 @@ class EngineClient:
         self._close(f"the scheduler process died ({end}).")
 
     def _close(self, reason: str) -> None:
-        """Fails whatever is open; the first reason stays."""
+        """Fails everything that is open; the first reason is kept."""
         if self._closed is not None:
             return
         self._closed = reason

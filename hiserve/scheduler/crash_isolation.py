@@ -1,4 +1,4 @@
-"""Requests that workers died with, again and again: which of them are tried together, apart from all others."""
+"""Isolation of requests that were running at repeated deaths of workers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from hiserve.scheduler.ledger import Entry, RequestState
 
-MIN_CRASHES = 2  # a request that made no progress between so many deaths of its workers is suspected
+MIN_CRASHES = 2  # consecutive deaths of its workers, without progress between, that make a request a suspect
 
 
 @dataclass(slots=True)
@@ -16,8 +16,8 @@ class _Suspects:
     """One worker's suspects.
 
     Attributes:
-        groups: Those that wait, in the order in which they are tried.
-        running: Those that the worker was given last.
+        groups: Waiting groups, in the order of their trials.
+        running: The group that the worker has now.
     """
 
     groups: deque[list[Entry]] = field(default_factory=deque)
@@ -25,11 +25,11 @@ class _Suspects:
 
 
 class CrashIsolation:
-    """Finds the request that kills its worker, by halves.
+    """Finds the request that kills its worker, by bisection.
 
-    Where a worker has suspects, it gets nobody else. It gets one group of them, and the next when each of these has made
-    progress or has ended: then it is cleared. If the worker dies, those that are not cleared are halved. One that had the
-    worker for itself is guilty.
+    A worker with suspects runs only these. It gets one group of them, and the next when each request of the group has
+    made progress, which clears it, or has ended. If the worker dies, the suspects that are not cleared are halved. A
+    suspect that ran alone when the worker died is the culprit.
     """
 
     def __init__(self) -> None:
@@ -40,22 +40,18 @@ class CrashIsolation:
         return replica in self._suspects
 
     def __iter__(self) -> Iterator[int]:
-        """Walks the workers that have suspects."""
+        """Iterates over a copy of the workers that have suspects."""
         return iter(tuple(self._suspects))
 
     def waiting(self) -> list[Entry]:
-        """Returns the suspects that no worker has."""
+        """Returns the suspects without a worker."""
         return [entry for isolated in self._suspects.values() for group in isolated.groups for entry in group]
 
     def isolate(self, replica: int, held: Sequence[Entry]) -> tuple[list[Entry], list[Entry]]:
-        """A worker died: suspects stay here.
+        """Keeps the suspects of a dead worker.
 
-        Args:
-            replica: The worker.
-            held: The requests it had, oldest first; each has left it, or ended with it.
-
-        Returns:
-            Those that are free to run anywhere, and the culprits.
+        ``held`` are the requests it had, oldest first, none of them assigned any more. Returns the requests that may
+        run anywhere, and the culprits.
         """
         left = [entry for entry in held if entry.state is not RequestState.ENDED]
         suspects = [entry for entry in left if entry.num_crashes >= MIN_CRASHES]
@@ -72,7 +68,7 @@ class CrashIsolation:
         return free, []
 
     def next(self, replica: int) -> list[Entry] | None:
-        """Returns whom a living worker gets now, which may be nobody yet; None when it has no suspects any more."""
+        """Returns the next requests for a living worker, which may be none; None when it has no suspects any more."""
         isolated = self._suspects[replica]
         if not all(entry.has_moved or entry.state is RequestState.ENDED for entry in isolated.running):
             return []
@@ -83,7 +79,7 @@ class CrashIsolation:
         return isolated.running
 
     def remove(self, entry: Entry) -> None:
-        """Takes a suspect out that no worker has."""
+        """Removes a suspect without a worker."""
         for isolated in self._suspects.values():
             for group in isolated.groups:
                 if entry in group:
@@ -91,7 +87,7 @@ class CrashIsolation:
             isolated.groups = deque(group for group in isolated.groups if group)
 
     def dissolve(self, replica: int) -> list[Entry]:
-        """Returns the suspects of a worker that will not come again: they are under suspicion no more."""
+        """Returns the suspects of a worker without a successor, and clears them."""
         isolated = self._suspects.pop(replica, _Suspects())
         entries = [entry for group in isolated.groups for entry in group]
         for entry in entries:

@@ -85,13 +85,13 @@ class Dispatcher:
         self._closed: HiserveError | None = None
 
     def submit(self, message: Generate, prompt: Int32Array) -> None:
-        """Accepts a request or answers why not. It is admitted by the next ``dispatch``.
+        """Accepts a request or reports its refusal. It is admitted by the next ``dispatch``.
 
         Raises:
             MalformedError: Its uid is in use.
         """
         if not self.queue.has_room(len(prompt)):
-            self.dispatch()  # of a burst, only what no worker can take has to wait
+            self.dispatch()  # in a burst, only requests that no worker can take are queued
         refusal = self._refusal(message.caller, prompt)
         if refusal is not None:
             self._events.failed(message.uid, refusal)
@@ -252,9 +252,9 @@ class Dispatcher:
         self._drain.observe(self._clock(), num_requests, num_tokens, is_busy=len(self.queue) > 0)
 
     def _num_free(self, waiting: QueuedRequest, replica: int) -> int:
-        """Returns how many tokens of a prompt its caller is not charged: those cached, and all after a worker's death."""
+        """Returns the tokens of a prompt that are free for its caller: cached ones, and all after a worker's death."""
         entry = waiting.entry
-        if entry.num_admissions or not entry.caller:  # without keys there is one caller, and nothing to share
+        if entry.num_admissions or not entry.caller:  # without keys there is one caller, so fairness needs no counts
             return len(entry.prompt) if entry.num_admissions else 0
         return self.index.match(waiting.prefix, replica)
 
@@ -267,7 +267,7 @@ class Dispatcher:
         self._events.admit(replica, *entry.to_admit())
 
     def _choose(self, candidates: list[int]) -> QueuedRequest:
-        """Asks the policy."""
+        """Returns the policy's choice."""
         window = self.queue.window(self._policy.window)
         chosen = self._policy.choose(
             window, lambda waiting: max(self.index.match(waiting.prefix, replica) for replica in candidates)

@@ -1,4 +1,4 @@
-"""What is owed: every request accepted and not yet ended, with all it takes to run it again."""
+"""The ledger of accepted requests that have not ended, with everything needed to run them again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_DRAFTS = DraftUse()
 
 
 class RequestState(IntEnum):
-    """Where a request is."""
+    """State of a request."""
 
     QUEUED = 0
     RUNNING = 1
@@ -36,20 +36,20 @@ class Entry:
 
     Attributes:
         prompt: int32 ``[n]``.
-        sampling: With a seed, drawn here when the caller gave none.
-        priority: As asked.
-        caller: Number of the API key it came with.
-        accepted_at_s: When it was accepted, by a monotonic clock.
-        queue_s: Seconds until a worker got it first; -1 before that and when reported.
-        generated: Tokens the client was sent, in order.
+        sampling: With a seed, drawn here if the request has none.
+        priority: As requested.
+        caller: Number of its API key.
+        accepted_at_s: Time of acceptance, by a monotonic clock.
+        queue_s: Seconds from acceptance to the first worker; -1 before that and when reported.
+        generated: Tokens sent to the client, in order.
         replica: The worker that runs it; None while queued.
-        num_admissions: Workers that got it, one after the other.
-        num_crashes: Workers that died with it since it last made progress.
-        has_moved: Its present worker told news of it.
-        num_scored: Tokens of its prompt whose scores the client was sent.
-        drafts: Of the worker that runs it, all until now; None before it told of any.
-        former_drafts: Of the workers that died with it.
-        is_cache_told: The client knows what of its prompt came from the cache.
+        num_admissions: Workers that it was sent to.
+        num_crashes: Deaths of its workers since it last made progress.
+        has_moved: Its present worker reported output of it.
+        num_scored: Tokens of its prompt whose scores were sent to the client.
+        drafts: All until now, of the worker that runs it; None before its first report.
+        former_drafts: Of its dead workers.
+        is_cache_told: The client was sent the number of cached prompt tokens.
     """
 
     uid: int
@@ -74,30 +74,30 @@ class Entry:
 
     @property
     def tokens(self) -> Int32Array:
-        """Its prompt, then what was generated: int32 ``[n + generated]``."""
+        """The prompt, then the generated tokens: int32 ``[n + generated]``."""
         return np.concatenate([self.prompt, np.frombuffer(self.generated, dtype=np.int32)])
 
     @property
     def num_tokens(self) -> int:
-        """How many these are."""
+        """Length of ``tokens``."""
         return len(self.prompt) + len(self.generated)
 
     def enter(self, replica: int, now_s: float) -> None:
-        """A worker gets it."""
+        """Assigns it to a worker."""
         if not self.num_admissions:
             self.queue_s = now_s - self.accepted_at_s
         self.state, self.replica, self.has_moved = RequestState.RUNNING, replica, False
         self.num_admissions += 1
 
     def leave(self) -> None:
-        """Its worker died: all it did that the client was not told is done again."""
+        """Requeues it after its worker died; output that was not sent to the client is generated again."""
         self.state, self.replica = RequestState.QUEUED, None
         self.num_crashes = 1 if self.has_moved else self.num_crashes + 1
         if self.drafts is not None:
             self.former_drafts, self.drafts = self.former_drafts + self.drafts, None
 
     def record(self, delta: TokenDelta) -> None:
-        """Records what the client is sent; corrects the facts so that they are of all its workers and reported once."""
+        """Records output for the client, and corrects its facts: sums of all workers, each reported once."""
         self.generated.extend(delta.tokens)
         self.has_moved = True
         num_top = self.sampling.prompt_logprobs
@@ -113,7 +113,7 @@ class Entry:
         delta.queue_s, self.queue_s = self.queue_s, UNREPORTED
 
     def to_admit(self) -> tuple[Admit, Int32Array]:
-        """Returns what a worker needs to run the request from here, and its tokens int32 ``[n + generated]``."""
+        """Returns the message that continues the request, and its tokens int32 ``[n + generated]``."""
         message = Admit(
             uid=self.uid,
             num_prompt=len(self.prompt),
@@ -128,7 +128,7 @@ class Entry:
 
 
 class Ledger:
-    """Every accepted request leaves it exactly once, through ``end``.
+    """The accepted requests; each leaves exactly once, through ``end``.
 
     Attributes:
         num_accepted: Requests ever accepted; always the ended and the live ones together.
@@ -144,12 +144,7 @@ class Ledger:
         return len(self._entries)
 
     def accept(self, message: Generate, prompt: Int32Array, now_s: float) -> Entry:
-        """Records a request and draws its seed.
-
-        Args:
-            message: The request.
-            prompt: int32 ``[n]``.
-            now_s: The monotonic clock.
+        """Records a request with its prompt, int32 ``[n]``, and draws its seed if it has none.
 
         Raises:
             MalformedError: A live request has this uid already.
@@ -171,11 +166,11 @@ class Ledger:
         return entry
 
     def __iter__(self) -> Iterator[Entry]:
-        """Walks the live requests, oldest first."""
+        """Iterates over the live requests, oldest first."""
         return iter(self._entries.values())
 
     def get(self, uid: int) -> Entry | None:
-        """Returns a live request."""
+        """Returns a live request, or None."""
         return self._entries.get(uid)
 
     def running_on(self, replica: int) -> list[Entry]:
@@ -183,7 +178,7 @@ class Ledger:
         return [entry for entry in self._entries.values() if entry.replica == replica]
 
     def rows(self, uids: Sequence[int], replica: int) -> list[Entry]:
-        """Returns the entries a worker reports on.
+        """Returns the entries that a worker reports on.
 
         Raises:
             MalformedError: The worker does not hold one of them.
@@ -197,7 +192,7 @@ class Ledger:
         return entries
 
     def end(self, entry: Entry) -> None:
-        """Forgets a request for which the terminal message is being sent.
+        """Removes a request whose terminal message is being sent.
 
         Raises:
             InvariantError: It ended before.
@@ -209,7 +204,7 @@ class Ledger:
 
 
 class ReplayCounter:
-    """Counts replays as they happen."""
+    """Counts replays."""
 
     def __init__(self) -> None:
         self._num_requests = 0
@@ -217,12 +212,12 @@ class ReplayCounter:
         self._cached = {"device": 0, "host": 0, "store": 0}
 
     def begin(self, num_tokens: int) -> None:
-        """A worker got a request that others had; so many of its tokens are known."""
+        """Counts a request that another worker continues, and its known tokens."""
         self._num_requests += 1
         self._num_tokens += num_tokens
 
     def found(self, cached: CacheUse) -> None:
-        """It told what of them it had."""
+        """Counts the cached tokens that this worker reported."""
         for tier in self._cached:
             self._cached[tier] += getattr(cached, tier)
 

@@ -1,4 +1,4 @@
-"""Which worker gets the next request: how many each holds, and how much of the prompt each has cached."""
+"""Chooses a worker for each request by load and cached prefix."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ LOOKAHEAD_SHARE = 8
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """A prompt as a chain of page digests, hashed as far as anybody asked.
+    """A prompt as a chain of page digests, hashed on demand.
 
     Attributes:
         key: Packed int32 tokens.
         max_pages: Full pages that may be shared: the last token is always computed.
-        depths: Per replica, the pages that matched when last asked; where the next search starts.
+        depths: Per replica, the matching pages of the last search; the next search starts there.
     """
 
     root: bytes
@@ -30,14 +30,12 @@ class Prefix:
 
 
 class PrefixIndex:
-    """The page digests that each worker has on its device or host, fed by step reports.
+    """The page digests that each worker has on its device or host, updated by step reports.
 
     A hint: a worker may have evicted a page by the time a request arrives. Workers evict
     leaves first, so the pages of a prefix that are present are its first ones.
 
-    Args:
-        page_size: Tokens per page.
-        link: Makes the digests of pages, as the workers do (``core.digest.chain_of``).
+    ``link`` computes the digests of pages, as the workers do (``core.digest.chain_of``).
     """
 
     def __init__(self, page_size: int, link: Chain = chain) -> None:
@@ -49,30 +47,24 @@ class PrefixIndex:
     def attach(self, replica: int, namespace: bytes) -> None:
         """Adds a worker with an empty cache.
 
-        Args:
-            replica: The worker.
-            namespace: Base digest of all that keeps caches apart but the tenant; the same for
-                all replicas of one model.
+        ``namespace``, the digest of everything that separates caches but for tenants, is the same for all replicas.
         """
         assert self._namespace in (b"", namespace), f"replica {replica} has base {namespace.hex()}, not as the others"
         self._namespace = namespace
         self._pages[replica] = {}
 
     def detach(self, replica: int) -> None:
-        """Forgets a worker and its cache."""
+        """Removes a worker and its cache."""
         self._pages.pop(replica, None)
 
     def num_pages(self, replica: int) -> int:
-        """Returns the pages a worker is known to have."""
+        """Returns the number of a worker's pages in the index."""
         return len(self._pages[replica])
 
     def update(self, replica: int, published: bytes, removed: bytes) -> None:
-        """Applies what a worker reported.
+        """Applies a worker's report.
 
-        Args:
-            replica: The worker.
-            published: Joined digests of pages that a tier gained, once for each tier that did.
-            removed: Likewise of those that one lost.
+        ``published`` and ``removed`` are joined digests of pages that a tier gained or lost, once for each tier.
         """
         pages = self._pages[replica]
         for digest in split_digests(published):
@@ -83,7 +75,7 @@ class PrefixIndex:
                 pages[digest] = num_tiers
 
     def prefix(self, prompt: Int32Array, namespace: bytes) -> Prefix:
-        """Prepares a prompt for matching. Costs nothing until somebody matches it."""
+        """Prepares a prompt for matching; hashing starts with the first match."""
         return Prefix(
             root=namespace_digest(self._namespace, namespace),
             key=pack_tokens(prompt),
@@ -113,7 +105,7 @@ class PrefixIndex:
 
 @dataclass(slots=True)
 class _WorkerLoad:
-    """A worker's rows, the requests it holds (running, or waiting inside it), and when it got its last one."""
+    """A worker's rows, the requests it holds (running, or waiting inside it), and the time of its last one."""
 
     max_running: int
     num_held: int = 0
@@ -121,12 +113,12 @@ class _WorkerLoad:
 
     @property
     def credit(self) -> int:
-        # A few more than its rows, so that a row that frees is taken in the very next step.
+        # A few more than its rows, so that a freed row is used in the next step.
         return self.max_running + max(1, self.max_running // LOOKAHEAD_SHARE) - self.num_held
 
 
 class Placement:
-    """Credits: a worker is sent a request only while it holds few enough."""
+    """Credits: a worker is sent a request only while it holds less than its limit."""
 
     def __init__(self) -> None:
         self._loads: dict[int, _WorkerLoad] = {}
@@ -134,32 +126,25 @@ class Placement:
         self._num_taken = 0
 
     def join(self, replica: int, max_running: int) -> None:
-        """Adds a worker that holds nothing.
-
-        Args:
-            replica: The worker.
-            max_running: Requests it runs at once.
-        """
+        """Adds a worker without requests; it runs up to ``max_running`` at once."""
         self._loads[replica] = _WorkerLoad(max_running)
 
     def leave(self, replica: int) -> None:
-        """Removes a worker, with what it held."""
+        """Removes a worker and its requests."""
         self._loads.pop(replica, None)
 
     def reserve(self, replica: int) -> None:
-        """From now on a worker, and its successors, are offered to nobody."""
+        """Excludes a worker, and its successors, from ``place``."""
         self._reserved.add(replica)
 
     def unreserve(self, replica: int) -> None:
-        """They are offered again."""
+        """Includes it again."""
         self._reserved.discard(replica)
 
     def is_joined(self, replica: int) -> bool:
-        """Whether a worker is here."""
         return replica in self._loads
 
     def num_held(self, replica: int) -> int:
-        """Returns the requests a worker holds."""
         return self._loads[replica].num_held
 
     def with_credit(self) -> list[int]:
@@ -184,14 +169,12 @@ class Placement:
     def place(self, num_tokens: int, matched: Callable[[int], int]) -> int | None:
         """Chooses the worker for a request; None when none has credit.
 
-        The longest cached prefix wins while its worker is not far busier than the idlest one:
+        The longest cached prefix wins unless its worker is far busier than the idlest one:
         it may hold up to half its rows more if all of the prompt is cached, and less in
-        proportion (a shared system prompt must not draw all traffic to one worker).
-        Equals are decided by load, then in turn, so that cold conversations spread over idle workers.
+        proportion (a shared system prompt must not attract all traffic to one worker).
+        Ties are broken by load, then by the oldest assignment, so that cold conversations spread over idle workers.
 
-        Args:
-            num_tokens: Length of the prompt.
-            matched: Prompt tokens a worker has cached.
+        ``matched`` returns the prompt tokens that a worker has cached.
         """
         candidates = self.with_credit()
         if len(candidates) < 2:

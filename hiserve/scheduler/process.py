@@ -76,7 +76,7 @@ class _OpenQuestion:
     answers: dict[int, Answer] = field(default_factory=dict)
 
     def conclusion(self) -> Flushed | Inspected:
-        """Returns what the client is told."""
+        """Returns the answer for the client."""
         ticket, answers = self.question.ticket, sorted(self.answers.items())
         if isinstance(self.question, FlushCache):
             return Flushed(ticket, sum(answer.pages for _, answer in answers if isinstance(answer, CacheFlushed)))
@@ -89,7 +89,7 @@ class _OpenQuestion:
 
 
 class Broadcast:
-    """All questions under way.
+    """Questions to several workers that are not answered yet.
 
     Args:
         send: Sends frames to a worker.
@@ -102,21 +102,21 @@ class Broadcast:
         self._open: dict[int, _OpenQuestion] = {}
 
     def ask(self, question: Question, replicas: Iterable[int]) -> None:
-        """Asks these workers; with none of them, the client is answered at once."""
+        """Sends a question to these workers; without any, the client gets the answer at once."""
         self._open[question.ticket] = _OpenQuestion(question, set(replicas))
         for replica in self._open[question.ticket].waiting:
             self._send(replica, encode(question))
         self._conclude()
 
     def answered(self, replica: int, answer: Answer) -> None:
-        """Takes in the answer of a worker; one that nobody waits for is ignored."""
+        """Records the answer of a worker; an answer without an open question is ignored."""
         if answer.ticket in self._open:
             self._open[answer.ticket].answers[replica] = answer
             self._open[answer.ticket].waiting.discard(replica)
             self._conclude()
 
     def lost(self, replica: int) -> None:
-        """Waits no more for a worker that is gone."""
+        """Does not wait for a dead worker any more."""
         for each in self._open.values():
             each.waiting.discard(replica)
         self._conclude()

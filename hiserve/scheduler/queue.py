@@ -1,4 +1,4 @@
-"""Accepted requests that no worker has yet: callers take turns, the policy chooses among the requests of one caller."""
+"""Accepted requests without a worker: callers take turns, the policy chooses among the requests of one caller."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class _CallerQueue:
 
     def window(self, size: int) -> list[QueuedRequest]:
         oldest = next(iter(self._in_order.values()))
-        # All that came before the oldest has gone: what has gone beyond their number came later.
+        # All requests before the oldest have gone: those that have gone beyond their number came later.
         if self._num_gone - oldest.number >= MAX_OVERTAKEN:
             return [oldest]
         return list(islice(self._by_rank[max(self._by_rank)].values(), size))
@@ -90,8 +90,9 @@ class Queue:
     """Queued requests of all callers: unordered removal, ordered iteration, bounded, shared fairly.
 
     The next request is of the caller with the fewest computed tokens, of prompts and replies together. A caller without
-    queued requests returns with the count of the latest turn, so that no caller accumulates turns (Sheng et al., "Fairness
-    in serving large language models", 2024; the rule for returning callers is that of start-time fair queueing).
+    queued requests returns with the count of the latest turn, so that no caller accumulates turns (Sheng et al.,
+    "Fairness in serving large language models", 2024; the rule for returning callers is that of start-time fair
+    queueing).
 
     No request is overtaken by more than ``MAX_OVERTAKEN`` later ones of its caller, whatever the policy.
 

@@ -1,4 +1,4 @@
-"""One life of a worker: its process, when it last made progress in time that was its own, and how its successor recovered."""
+"""One incarnation of a worker: its process, its progress in time of its own, and the recovery by its successor."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hiserve.ipc.child import ChildProcess
 from hiserve.ipc.lifecycle import CrashSnapshot, Recovery
 from hiserve.ipc.messages import Ready, WorkerFacts, WorkerStats
 
-# Weights may come from a slow disk; what a worker takes longer for does not end any more.
+# Weights may come from a slow disk; a longer start will not end.
 MAX_START_S = 3600.0
-RECENT_S = 3.0  # a worker that rests says so every second
-# Of the time that was its own: a worker that computed for so much of it was slow, not hung.
+RECENT_S = 3.0  # an idle worker reports every second
+# Share of its own time; a worker that computed for longer was slow, not hung.
 ALIVE_SHARE = 0.25
 _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_STATE, _USER_TICKS, _SYSTEM_TICKS = 0, 11, 12  # fields of /proc/PID/stat behind the command's name
+_STATE, _USER_TICKS, _SYSTEM_TICKS = 0, 11, 12  # fields of /proc/PID/stat after the command's name
 
 
 class CpuUsage(NamedTuple):
-    """What a process makes of the machine.
+    """A process's use of CPUs.
 
     Attributes:
         cpu_s: CPU time of all its threads until now, in seconds.
@@ -36,12 +36,7 @@ class CpuUsage(NamedTuple):
 
 
 def usage_of(pid: int, proc: Path = Path("/proc")) -> CpuUsage | None:
-    """Asks the kernel; None where it does not tell, as of a process that is gone.
-
-    Args:
-        pid: The process.
-        proc: Where the kernel's files are.
-    """
+    """Reads a process's CPU usage from ``proc``; None if it cannot be read, as for a process that is gone."""
     try:
         fields = _fields(proc / str(pid) / "stat")
         threads = list((proc / str(pid) / "task").iterdir())
@@ -63,17 +58,17 @@ def _fields(stat: Path) -> list[bytes]:
 
 @dataclass(slots=True)
 class ProgressWatch:
-    """Times are of ``time.monotonic``.
+    """A worker's time without progress. Times are of ``time.monotonic``.
 
-    A worker that wants a CPU is charged the CPU time it got; one that does not, as it sleeps or waits for a device, is
-    charged the time that passed: nobody keeps the machine from it.
+    A worker that wants a CPU is charged the CPU time it got, because other processes may occupy the CPUs. One that
+    sleeps or waits for a device is charged the elapsed time.
 
     Attributes:
-        since_s: When it last ended a step, or had no work.
-        sampled_s: When it was looked at last.
-        own_s: Seconds since then that were its own.
-        computed_s: Of them, those in which it computed.
-        cpu_s: CPU time it had at the last look; None if nobody asked.
+        since_s: Time at which it last ended a step, or had no work.
+        sampled_s: Time of the last sample.
+        own_s: Seconds charged since ``since_s``.
+        computed_s: Of them, CPU time.
+        cpu_s: CPU time of the process at the last sample; None before one.
     """
 
     since_s: float
@@ -88,17 +83,12 @@ class ProgressWatch:
         self.own_s = self.computed_s = 0.0
 
     def extend_deadline(self, seconds: float) -> None:
-        """Leaves out time in which this process stood still and read no messages."""
+        """Excludes time in which the calling process was stopped and read no messages."""
         self.since_s += seconds
         self.sampled_s += seconds
 
     def sample(self, now_s: float, usage: CpuUsage | None) -> None:
-        """Charges the worker the time since the last look, or since it got on.
-
-        Args:
-            now_s: Now.
-            usage: Of its process; None charges all of the time.
-        """
+        """Charges the worker the time since the last sample or its last progress; all of it if ``usage`` is None."""
         passed_s = max(0.0, now_s - max(self.sampled_s, self.since_s))
         computed_s = 0.0 if usage is None or self.cpu_s is None else min(passed_s, max(0.0, usage.cpu_s - self.cpu_s))
         is_kept_waiting = usage is not None and self.cpu_s is not None and usage.wants_cpu
@@ -108,7 +98,7 @@ class ProgressWatch:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it computed for much of its time: a step that takes long looks like this, a deadlock does not."""
+        """Whether it computed for much of its time, as in a long step; a deadlocked worker does not."""
         return self.computed_s > ALIVE_SHARE * self.own_s
 
 
@@ -149,7 +139,7 @@ class WorkerProcess:
     has_output: bool = False
 
     def facts(self) -> WorkerFacts:
-        """Returns what is known of it."""
+        """Returns its state for ``/server_info``."""
         return WorkerFacts(
             replica=self.replica,
             pid=self.process.pid,
@@ -223,10 +213,10 @@ class _OpenRecovery:
 
 
 class RecoveryTimes:
-    """Measures recoveries, one per replica at a time; one that began with the first of several deaths counts from there.
+    """Measures recoveries, one per replica at a time. After several deaths, time counts from the first.
 
     Attributes:
-        last: The latest that ended.
+        last: The latest complete one.
     """
 
     def __init__(self) -> None:
