@@ -39,8 +39,8 @@ class CudaTransfers:
         host: The host pool, pinned and mapped.
         max_queued_bytes: Stores are dropped, and answered as failed, while more than this has not ended.
         max_store_bytes_per_s: Bound on what stores take of the link.
-        max_direct_page_bytes: Pages up to this size are copied by a kernel, larger ones by the copy engine. On
-            an H200 the kernel is faster up to 1 MiB, by 5 % there (``benchmarks/kernels/copy.py``), but forwards feel it.
+        max_direct_page_bytes: Pages up to this size are copied by a kernel, larger ones by the copy engine. On an H200
+            the kernel is faster up to 1 MiB, by 5 % there (``benchmarks/kernels/copy.py``), but forwards feel it.
         staging_bytes: Memory on the device that large pages pass through, both directions together.
         min_layer_bytes: Loads that a kernel copies may go layer by layer where each layer has at least this much.
     """
@@ -82,32 +82,29 @@ class CudaTransfers:
             self._queue.serve(partial(self._settle, flights))
 
     def start(self, copy: PageCopy, *, by_layer: bool = False) -> None:
-        """Takes an order; a store that comes while the link is behind is dropped."""
         if by_layer:
             self._by_layer.add(copy.op)
         self._queue.add(copy)
 
     def launch_begins(self) -> None:
-        """Has stores give way: each piece of one takes the interpreter from the thread that launches, many times."""
+        """Delays offloads: each piece of one takes the GIL from the launching thread, many times."""
         self._queue.launch_begins()
 
     def launch_ends(self) -> None:
-        """Lets stores go on."""
+        """Continues offloads."""
         self._queue.launch_ends()
 
     def forward_done(self, step_id: int) -> None:
-        """Tells that everything that the step does is on the current stream."""
+        """Marks the step's work as enqueued on the current stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self._launched.append((step_id, event))
         self._queue.forward_done(step_id)
 
     def poll(self, wait_s: float = 0.0) -> list[CopyAck]:
-        """Returns the orders that have ended since the last call; waits up to ``wait_s`` seconds for one."""
         return self._queue.poll(wait_s)
 
     def wake(self) -> None:
-        """Ends the wait of ``poll``, or of the next one."""
         self._queue.wake()
 
     def wait(self, op: int, layer: int | None = None) -> None:
@@ -141,7 +138,7 @@ class CudaTransfers:
             self._queue.release(copy)
 
     def _carry_out(self, copy: PageCopy) -> str:
-        """Enqueues a copy; returns why it could not, empty if it could."""
+        """Enqueues a copy; returns the reason of a failure, empty without one."""
         is_load = copy.kind is CopyKind.LOAD
         flight = self._streams[copy.kind].begin(
             copy,
@@ -155,22 +152,22 @@ class CudaTransfers:
         return ""
 
     def _pace(self, op: int, room: torch.cuda.Event | None) -> None:
-        """Enqueues no faster than the link takes it, unless somebody waits: the launches of others come in between."""
+        """Enqueues no faster than the link copies, unless a forward waits: other threads' launches interleave."""
         if not (room is None or self._queue.is_closed or self._queue.is_wanted(op)):
             room.synchronize()
 
     def _give_way(self, room: torch.cuda.Event | None) -> None:
-        """The pace of stores: nobody waits for them, and the queue bounds their rate."""
+        """The pace of offloads: no forward waits for them, and the queue bounds their rate."""
         self._queue.give_way()
 
     def _fence(self, after_step: int) -> torch.cuda.Event | None:
-        """Returns the event of the first step kept that is not before this one: of a forgotten step, a later one's."""
+        """Returns the event of the first recorded step that is not before this one."""
         if after_step == 0:
             return None
         return next(event for step_id, event in tuple(self._launched) if step_id >= after_step)
 
     def _settle(self, flights: SimpleQueue[Flight | None]) -> None:
-        """Answers the orders of one direction as they arrive, which they do in their order."""
+        """Answers the orders of one direction as they arrive, which is in their order."""
         torch.cuda.set_device(self._device_index)
         while (flight := flights.get()) is not None:
             flight.end.synchronize()

@@ -26,11 +26,11 @@ def layer_views(storage: Tensor) -> tuple[LayerKV, ...]:
 
 
 class DevicePool:
-    """Pages on the device. Page 0 is the padding sink: written by padded rows, owned by nobody.
+    """Pages on the device. Page 0 is the padding page, which padded rows write; it is never allocated.
 
     Args:
         groups: The model's KV groups; names are unique.
-        num_pages: Pages, the sink included.
+        num_pages: Pages, the padding page included.
         page_size: Tokens per page.
         device: ``cpu`` or ``cuda``.
     """
@@ -41,7 +41,7 @@ class DevicePool:
         for group in groups:
             assert group.name not in self._layers, f"two KV groups are named {group.name!r}"
             shape = storage_shape(group, num_pages, page_size)
-            # Not cleared: rows nobody owns may hold anything, and touching them all would take seconds.
+            # Not cleared: unallocated pages may hold any bytes, and touching them all would take seconds.
             storage = torch.empty(shape, dtype=getattr(torch, group.dtype), device=device)
             self._storages[group.name] = storage
             self._layers[group.name] = layer_views(storage)

@@ -1,4 +1,4 @@
-"""The page store in a directory: one file a page, shared by the servers of one user."""
+"""The page store in a directory: one file per page, shared by the servers of one user."""
 
 from __future__ import annotations
 
@@ -28,34 +28,35 @@ PAUSE_S = 30.0  # without writes after one that failed
 
 _PAGE = re.compile(r"[0-9a-f]{64}")
 _DRAFT = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{8}-[0-9]+\.new")
-_DRAFT_AGE_S = 3600.0  # an unfinished file this old belongs to nobody
+_DRAFT_AGE_S = 3600.0  # age of an unfinished file whose writer is gone
 _LISTINGS_PER_CAP = 8  # how often the directory is listed anew while its cap is written once
 
 logger = logging.getLogger(__name__)
 
 
 class FileStore:
-    """Pages as files ``DIR/ab/abcd...``, at most ``cap_bytes`` of them, the least recently used removed first.
+    """Pages as files ``DIR/ab/abcd...``, at most ``cap_bytes`` of them; the least recently used are removed first.
 
-    A page is written to a file of its own and then renamed, so no reader sees half of one. Nothing is
-    synced: after a loss of power a page may be short or garbled, which its header shows when it is read. When
-    a page was last used is kept in memory and as the file's mtime, so that it survives a restart.
+    A page is written to a temporary file and then renamed, so no reader sees a partial file. Nothing is
+    synced: after a loss of power a page may be truncated or damaged, which its header shows when it is read. The time
+        of a
+    page's last use is kept in memory and as the file's mtime, so that it survives a restart.
 
-    Only a regular file that is longer than a header is a page. Whatever else has a page's name is a miss and is
-    replaced by the next ``put``; nothing of it is followed or waited for. Where ``get`` finds a file that is damaged
-    or cannot be read, it distrusts the pages after it too: they count as missing until they are written again or read.
+    Only a regular file that is longer than a header is a page. Any other entry with a page's name is a miss and is
+    replaced by the next ``put``; it is neither followed nor waited for. If ``get`` finds a file that is damaged
+    or cannot be read, the pages after it count as missing too, until they are written again or read.
 
-    Several processes may share the directory: each finds what the others wrote. Each keeps to the cap by
-    what it knows, and looks again after writing an eighth of it; so N processes may exceed it by N eighths.
+    Several processes may share the directory: each finds the others' pages. Each enforces the cap on the files that it
+    knows, and lists the directory again after writing an eighth of it; so N processes may exceed it by N eighths.
 
     Args:
-        directory: Made with mode 0700 if missing.
-        cap_bytes: Most that the files may take, headers included.
-        clock: Seconds, monotone.
-        is_shared: Tell others, by a lock on the marker, that the store is in use; see ``cache.storage.inventory.delete_store``.
+        directory: Created with mode 0700 if missing.
+        cap_bytes: Limit of all files, headers included.
+        clock: Seconds, monotonic.
+        is_shared: Mark the store as in use, by a lock on the marker; see ``cache.storage.inventory.delete_store``.
 
     Raises:
-        ConfigError: The directory cannot be used, or is neither empty nor a store of this version; it is left alone.
+        ConfigError: The directory cannot be used, or is neither empty nor a store of this version; it is not changed.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class FileStore:
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # by key, least recently used first
         self._doubted: set[bytes] = set()  # of them, those to be written again
         self._num_bytes = 0
-        self._tag = os.urandom(4).hex()  # tells this object's drafts from those of other processes
+        self._tag = os.urandom(4).hex()  # separates this object's drafts from those of other processes
         self._num_drafts = 0
         self._unlisted_bytes = 0
         self._counts: Counter[str] = Counter()
@@ -86,11 +87,9 @@ class FileStore:
         self._list()
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        """See ``PageStore``."""
         return next((index for index, key in enumerate(keys) if not self._has(key)), len(keys))
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
-        """See ``PageStore``."""
         count = 0
         for key, buffer in zip(keys, buffers, strict=True):
             if self._is_closed:
@@ -106,7 +105,6 @@ class FileStore:
         return count
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
-        """See ``PageStore``."""
         count = num_stored = 0
         for key, buffer in zip(keys, buffers, strict=True):
             if not self._has(key):
@@ -121,25 +119,24 @@ class FileStore:
         return count
 
     def clear(self) -> int:
-        """See ``PageStore``. Half-written files of other processes stay."""
+        """Removes every page; temporary files of other processes stay."""
         count = sum(self._remove(bytes.fromhex(entry.name)) for entry in self._entries() if _PAGE.fullmatch(entry.name))
         self._list()
         return count
 
     def stats(self) -> StoreStats:
-        """See ``PageStore``. Takes no lock: who lists a large directory holds it for long."""
+        """Takes no lock, because listing a large directory holds the lock for long."""
         return StoreStats(
             num_pages=len(self._sizes), num_bytes=self._num_bytes, last_error=self._last_error, **self._counts
         )
 
     def close(self) -> None:
-        """See ``PageStore``."""
         self._is_closed = True
         if self._let_go is not None:
             self._let_go()
 
     def _has(self, key: bytes) -> bool:
-        """Returns whether a page is there; asks the directory about keys that this process does not know."""
+        """Whether a page is present; checks the directory for keys that this process does not know."""
         if self._is_closed or key in self._doubted:
             return False
         if key in self._sizes:
@@ -177,7 +174,7 @@ class FileStore:
         return _Read.BAD
 
     def _doubt(self, keys: Sequence[bytes]) -> None:
-        """Distrusts pages that follow one that is damaged: what damaged it may not have stopped there."""
+        """Marks pages after a damaged one as missing: the same fault may have damaged them."""
         with self._lock:
             self._doubted.update(keys)
 
@@ -229,7 +226,7 @@ class FileStore:
         return True
 
     def _use(self, keys: Sequence[bytes]) -> None:
-        """Marks pages of one prefix as just used, the first of them last: a prefix is of no use without its start."""
+        """Marks pages of one prefix as just used, in reverse order: a prefix is useless without its start."""
         now = time.time_ns()
         with self._lock:
             for key in reversed(keys):
@@ -256,7 +253,7 @@ class FileStore:
             self._counts.update(counts)
 
     def _note(self, error: OSError, may_be_missing: bool = True) -> None:
-        """Counts an error; that a file is not there is none where other processes remove files too."""
+        """Counts an error. A missing file is none, because other processes remove files too."""
         if not (may_be_missing and isinstance(error, FileNotFoundError)):
             self._count(num_errors=1)
             self._last_error = str(error)
@@ -266,7 +263,7 @@ class FileStore:
         return f"{self._directory}/{name[:2]}/{name}"
 
     def _list(self) -> None:
-        """Learns from the directory what is there and when it was used; removes what writers left behind."""
+        """Reads the present files and their times of use from the directory; removes leftover temporary files."""
         self._unlisted_bytes = 0
         known = set(self._sizes)
         found: list[tuple[int, bytes, int]] = []
@@ -300,7 +297,7 @@ class FileStore:
 
 
 class _Read(Enum):
-    """How reading a page ended."""
+    """Result of reading a page."""
 
     WHOLE = "whole"
     MISSING = "missing"  # there is no file
@@ -312,7 +309,7 @@ def _may_be_page(status: os.stat_result) -> bool:
 
 
 def _replace(draft: str, path: str) -> None:
-    """Puts a file where a page belongs, whatever is there."""
+    """Moves a file to a page's path, replacing any entry there."""
     try:
         os.rename(draft, path)
     except (IsADirectoryError, FileExistsError):
@@ -337,9 +334,9 @@ def _write_file(path: str, header: bytes, page: memoryview) -> None:
 
 
 def _share(marker: Path) -> int | None:
-    """Opens the marker with a lock that lets others do so, and nobody delete the store; None if it cannot be opened.
+    """Opens the marker with a shared lock, which prevents deletion; None if it cannot be opened.
 
-    The pages are as good without the lock, and a disk that fails for a moment ends no server.
+    Pages are valid without the lock, and a temporary disk error must not end a server.
     """
     try:
         fd = os.open(marker, os.O_RDONLY | os.O_CLOEXEC)
@@ -362,7 +359,7 @@ def store_secret(directory: Path) -> bytes:
 
 
 def _claim(directory: Path) -> None:
-    """Makes a directory a store, or makes sure that it is one.
+    """Makes a directory a store, or checks that it is one.
 
     Raises:
         ConfigError: As ``FileStore``.

@@ -20,23 +20,23 @@ from hiserve.core.transfers import PageRun
 
 
 class HostPool:
-    """Pages on the host, page-major: a page is one contiguous piece. Page 0 is nobody's.
+    """Pages on the host, page-major: a page is contiguous. Page 0 is unused.
 
-    Right after construction either ``recover`` or ``clear`` must be called, and before any other use of records.
+    Right after construction either ``recover`` or ``clear`` must be called, before any other use of records.
 
     Args:
-        segment: Where the pages lie; stays the caller's, who closes it after the pool.
+        segment: Holds the pages; the caller closes it after the pool.
         groups: The model's KV groups, as when the segment was made.
         registrar: Pins the memory; None without a device.
         num_threads: Threads that touch the memory first.
-        max_checksum_bytes_per_s: Bound on what the checksum thread reads.
-        verify: Which pages ``is_intact`` reads: ``store``, those of a former process, once; ``all``, or none.
-        link: Makes the digests of pages (``core.digest.chain_of``).
+        max_checksum_bytes_per_s: Bound on the checksum thread's reads.
+        verify: Pages that ``is_intact`` reads: ``store``, those of a former process, once; ``all``, or none.
+        link: Computes the digests of pages (``core.digest.chain_of``).
 
     Attributes:
-        layout: Where each piece of a page begins.
-        prefault: The work that makes pages ready. Where the memory is pinned, no copy may span two of its pieces.
-        records: What each page holds.
+        layout: Offsets within a page.
+        prefault: Prepares pages. Where the memory is pinned, no copy may span two of its pieces.
+        records: State of each page.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class HostPool:
 
     @property
     def num_ready_pages(self) -> int:
-        """Pages below this may be copied to and from; adopted ones above it must wait."""
+        """Pages below this may be copied to and from; recovered ones above it must wait."""
         return self.prefault.num_ready_pages
 
     def page(self, page: int) -> Tensor:
@@ -96,7 +96,7 @@ class HostPool:
         return self._layers[group]
 
     def begin(self, run: PageRun) -> None:
-        """Declares what is about to be copied to pages that are FREE."""
+        """Declares a copy into pages that are FREE."""
         self.records.begin(run)
         self._is_foreign[run.pages] = False
 
@@ -106,22 +106,22 @@ class HostPool:
         self._checksums.add(pages)
 
     def free(self, pages: Int32Array) -> None:
-        """Forgets pages, if they were begun; no copy from or to them may be running."""
+        """Frees pages, if they were begun; no copy from or to them may be running."""
         self.records.free(pages[self.records.in_use(pages)])
 
     def recover(self) -> list[PageRun]:
-        """Takes over the pages of a former process; see ``Records.recover``. Ask ``is_intact`` before each use."""
+        """Recovers the pages of a former process; see ``Records.recover``. Call ``is_intact`` before each use."""
         runs = self.records.recover()
         for run in runs:
             self._is_foreign[run.pages] = True
         return runs
 
     def clear(self) -> None:
-        """Forgets every page."""
+        """Frees every page."""
         self.records.clear()
 
     def is_intact(self, pages: Int32Array) -> bool:
-        """Returns whether the bytes of VALID pages are what was written, as far as that is to be verified.
+        """Whether the bytes of VALID pages are unchanged, as far as ``verify`` requires a check.
 
         A page that this process wrote and that has no checksum yet passes.
         """
@@ -141,7 +141,7 @@ class HostPool:
         return checksum != NO_CHECKSUM and checksum == page_checksum(self.buffer(page), self.records.digest(page))
 
     def wait_checksums(self, timeout_s: float) -> bool:
-        """Waits until every finished page had its turn at a checksum (when shutting down, so that all can be adopted)."""
+        """Waits until the checksum thread has handled every finished page (at shutdown: all can be recovered)."""
         return self._checksums.wait(timeout_s)
 
     def wait_sealed(self, pages: Int32Array, timeout_s: float) -> bool:
@@ -149,7 +149,7 @@ class HostPool:
         return self._checksums.wait_for(pages, timeout_s)
 
     def close(self) -> None:
-        """Stops the threads and unpins the memory; no copy may be running. What the pages hold stays."""
+        """Stops the threads and unpins the memory; no copy may be running. The pages' content stays."""
         self._checksums.close()
         self.prefault.close()
 

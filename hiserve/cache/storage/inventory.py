@@ -1,4 +1,4 @@
-"""What former servers left: named host caches in shared memory, and stores; listed, and deleted when nobody uses them."""
+"""Lists and deletes leftovers of former servers: named host caches in shared memory, and stores."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Leftover:
     """A named host cache, or a store.
 
     Attributes:
-        name: As a user gives it: the name of a host cache, or ``file:DIR``.
+        name: In the user's form: the name of a host cache, or ``file:DIR``.
         path: Its file or directory.
-        num_bytes: It takes.
-        num_pages: A host cache has room for, or a store holds.
-        page_size: Tokens per page of a host cache; 0 of a store.
-        used_s: When it was written or read last, in seconds since 1970.
+        num_bytes: Its size.
+        num_pages: Capacity of a host cache, or content of a store.
+        page_size: Tokens per page of a host cache; 0 for a store.
+        used_s: Time of the last write or read, in seconds since 1970.
         is_used: A server has it open.
-        trouble: Why nothing more is known of it; empty if there is more.
+        trouble: Reason why it could not be read; empty if it was.
     """
 
     name: str
@@ -62,7 +62,7 @@ def named_caches(directory: Path = SHARED_MEMORY) -> list[Leftover]:
 
 
 def store_in(directory: Path) -> Leftover:
-    """Returns what is known of a store.
+    """Returns the facts of a store.
 
     Raises:
         ConfigError: The directory is no store of this version.
@@ -77,10 +77,10 @@ def store_in(directory: Path) -> Leftover:
 
 
 def delete_named_cache(name: str, directory: Path = SHARED_MEMORY) -> int:
-    """Removes a named host cache and its secret; returns the bytes that become free.
+    """Removes a named host cache and its secret; returns the freed bytes.
 
     Raises:
-        ConfigError: There is none of this name, or the file is none of ours; it is left alone.
+        ConfigError: There is none of this name, or the file is not hiserve's; it is not changed.
         ResourceError: A server uses it.
     """
     path = segment_path(name, directory)
@@ -97,13 +97,10 @@ def delete_named_cache(name: str, directory: Path = SHARED_MEMORY) -> int:
 
 
 def delete_store(directory: Path) -> int:
-    """Removes the pages, the secret and the marker of a store, and the directory if nothing else is in it.
-
-    Returns:
-        The pages removed.
+    """Removes the pages, the secret and the marker of a store, and the directory if it is then empty; returns the pages.
 
     Raises:
-        ConfigError: The directory is no store of this version; it is left alone.
+        ConfigError: The directory is no store of this version; it is not changed.
         ResourceError: A server uses it.
     """
     _check_store(directory)
@@ -123,7 +120,7 @@ def delete_store(directory: Path) -> int:
 
 
 def _check_store(directory: Path) -> None:
-    """Makes sure that there is a store, and makes none."""
+    """Checks that there is a store, without creating one."""
     if not (directory / MARKER).is_file():
         raise ConfigError(f"{directory} is no store of hiserve: it has no file {MARKER}.")
 

@@ -136,12 +136,12 @@ class _Runs(NamedTuple):
 class PageStreams:
     """The streams of one direction. Used by one thread at a time, whose current device is the pools'.
 
-    Large pages take two streams, so that the copy engine never waits for a kernel: one gathers or scatters, on the other
-    staging memory crosses the link. For small pages both are the same. Between two pieces of staging memory others have
-    their turn at the copy engine.
+    Large pages take two streams, so that the copy engine never waits for a kernel: one gathers or scatters, on the
+    other staging memory crosses the link. For small pages both are the same. Between two pieces of staging memory
+    others have their turn at the copy engine.
 
-    What is enqueued takes the interpreter from the thread that launches forwards, so all that can be is made once: here,
-    or once for an order.
+    What is enqueued takes the interpreter from the thread that launches forwards, so all that can be is made once:
+    here, or once for an order.
 
     Args:
         device: The device pool.
@@ -176,7 +176,7 @@ class PageStreams:
         if page_bytes > max_direct_page_bytes:
             self._max_programs = _STAGING_PROGRAMS
             self._crossing = _stream()
-            with torch.cuda.stream(self._first):  # its memory from the start: nobody else may still use it
+            with torch.cuda.stream(self._first):  # no other stream may still use its memory
                 shape = self._pages_per_slot, page_bytes
                 memories = [torch.empty(shape, dtype=torch.uint8, device="cuda") for _ in range(_NUM_SLOTS)]
             self._slots.extend(_Slot(memory.data_ptr(), self._moves(memory), _event()) for memory in memories)
@@ -200,13 +200,14 @@ class PageStreams:
         *,
         by_layer: bool = False,
     ) -> Flight:
-        """Enqueues a copy behind an event and everything enqueued before.
+        """Enqueues a copy after an event and everything enqueued before.
 
         Args:
             copy: The order.
-            fence: What must be done before.
-            pace: Called before each piece is enqueued, with what it waits for; small pages are one piece, of None.
-            by_layer: A forward will wait for each layer of the load; it is slower so, by a third with small pages.
+            fence: Event before the copy.
+            pace: Called before each piece is enqueued, with the event it waits for; small pages are one piece, of None.
+            by_layer: A forward will wait for each layer of the load, which makes it slower, by a third with small
+                pages.
         """
         pace(self._slots[0].crossed if self._slots else None)
         order = np.argsort(copy.host_pages, kind="stable")  # so that adjacent pages make runs
@@ -272,7 +273,8 @@ class PageStreams:
     def _let_others_pass(self, crossed: torch.cuda.Event) -> None:
         """Has the copy engine wait a moment for the kernels' stream: only then does it turn to copies of others.
 
-        What crosses next comes after all kernels enqueued so far, and kernels enqueued from now on after what has crossed.
+        What crosses next comes after all kernels enqueued so far, and kernels enqueued from now on after what has
+        crossed.
         """
         self._kernels.wait_event(crossed)
         self._turn.record(self._kernels)

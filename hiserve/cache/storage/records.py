@@ -108,7 +108,7 @@ class Records:
             self._write("state", pages, PageState.VALID)
 
     def free(self, pages: Int32Array) -> None:
-        """WRITING or VALID to FREE: these pages may be given to somebody else."""
+        """WRITING or VALID to FREE: these pages may be allocated again."""
         with self._lock:
             self._expect(pages, self._fields["state"][pages] != PageState.FREE, "in use")
             self.num_used -= pages.size
@@ -116,7 +116,7 @@ class Records:
             self._write("state", pages, PageState.FREE)
 
     def clear(self) -> None:
-        """Frees every page, whatever a former process left."""
+        """Frees every page, also those of a former process."""
         with self._lock:
             self._lives += 1
             self.num_used = 0
@@ -127,7 +127,7 @@ class Records:
         return np.asarray(self._fields["state"][pages] != PageState.FREE)
 
     def state(self, page: int) -> PageState:
-        """Returns where a page is in its life."""
+        """Returns the state of a page."""
         return PageState(int(self._fields["state"][page]))
 
     def checksum(self, page: int) -> int:
@@ -135,7 +135,7 @@ class Records:
         return int(self._fields["checksum"][page])
 
     def digest(self, page: int) -> bytes:
-        """Returns the digest of a page; it means nothing while the page is FREE."""
+        """Returns the digest of a page; meaningless while the page is FREE."""
         return bytes(self._fields["digest"][page])
 
     def unsealed(self, pages: Int32Array) -> tuple[Int32Array, NDArray[np.int64], list[bytes]]:
@@ -196,7 +196,8 @@ class Records:
 class Checksums:
     """A thread that gives VALID pages their checksums, in the order in which they became VALID, at a bounded rate.
 
-    Pages are taken and sealed several at a time: Python code for each page alone would delay a thread that launches a forward.
+    Pages are taken and sealed several at a time: Python code for each page alone would delay a thread that launches a
+    forward.
 
     Args:
         records: Of the pages.

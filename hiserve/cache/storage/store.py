@@ -1,4 +1,4 @@
-"""The protocol of page stores, the keys and headers of their pages, and the secret that keeps one server's keys from another's."""
+"""The protocol of page stores, the keys and headers of their pages, and the secret that separates servers' keys."""
 
 from __future__ import annotations
 
@@ -25,56 +25,48 @@ assert _HEADER.size == HEADER_BYTES
 
 
 class PageStore(Protocol):
-    """Pages by key, on something slow that may fail.
+    """Pages by key, on a slow medium that may fail.
 
-    A store is a cache: it may forget any page at any time, and a failure is a miss. No method raises for
-    anything but the caller's own mistakes. Methods block, up to for ever, so they are called from threads that
-    may; several threads may call at once. After ``close`` everything misses.
+    A store is a cache: it may lose any page at any time, and a failure is a miss. Methods raise only for
+    mistakes of the caller. Methods may block without limit, so they are called from dedicated
+    threads; several threads may call at once. After ``close`` every lookup misses.
 
-    Keys have ``KEY_BYTES`` bytes and are collision-free even against whoever chooses prompts (see ``store_key``).
-    A page's bytes never change, so a key that is there need not be written again. Pages are handed over in
-    the order of their prefix; where a store must choose, the end of a prefix goes before its start.
+    Keys have ``KEY_BYTES`` bytes and are collision-free even if an attacker chooses prompts (see ``store_key``).
+    A page's bytes never change, so a present key need not be written again. Pages are passed in
+    the order of their prefix; where a store must choose, the end of a prefix is removed before its start.
 
-    Every page lies in the store with a header (``seal``), and ``get`` checks it (``is_intact``): the medium is not trusted.
+    Every page has a header in the store (``seal``), and ``get`` checks it (``is_intact``): the medium is not trusted.
     """
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        """Returns how many leading keys are there, the first missing one excluded. A guess: ``get`` may find less."""
+        """Returns the number of leading keys that are present. A hint: ``get`` may find fewer."""
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
-        """Reads pages until the first that is missing or damaged.
+        """Reads pages up to the first that is missing or damaged.
 
-        Args:
-            keys: Which pages.
-            buffers: Where each goes; writable bytes of exactly the page's size.
-
-        Returns:
-            How many leading buffers hold their pages, verified. What the others hold is undefined.
+        ``buffers`` are writable, each of exactly the page's size. Returns how many leading buffers hold their pages,
+        verified; the others are undefined.
         """
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
-        """Writes pages that are not there yet, until the first that cannot be written.
-
-        Returns:
-            How many leading pages are there now.
-        """
+        """Writes pages that are missing, up to the first failure; returns how many leading pages are present."""
 
     def clear(self) -> int:
-        """Removes every page of everybody; returns how many."""
+        """Removes every page, of all servers; returns how many."""
 
     def stats(self) -> StoreStats:
-        """Returns the counts, each exact, though not all of one moment. Waits for nothing: it is asked at every step."""
+        """Returns the counts, each exact, but not all of one moment. Does not block: it is called in every step."""
 
     def close(self) -> None:
-        """Lets go of the store; its pages stay. Calls that hang in it may go on hanging, or return 0."""
+        """Closes the store; its pages stay. Calls that hang in it may continue to hang, or return 0."""
 
 
 def store_key(digest: bytes, draft_revision: int = 0) -> bytes:
     """Returns the key of a page in a store.
 
     A store finds a page by its key alone, where the radix tree compares tokens. So the digest must be of
-    ``core.digest.strong_chain``, which covers everything before the page; and since the secret is in the namespace that
-    the chain starts from, who does not know it cannot tell what a key stands for.
+    ``core.digest.strong_chain``, which covers everything before the page; and since the chain starts from a namespace
+    that contains the secret, a key reveals nothing without it.
 
     Args:
         digest: 16 bytes. The page's.
@@ -84,26 +76,24 @@ def store_key(digest: bytes, draft_revision: int = 0) -> bytes:
 
 
 def seal(key: bytes, page: memoryview) -> bytes:
-    """Returns the ``HEADER_BYTES`` bytes that stand before a page in a store."""
+    """Returns the header of a page in a store, ``HEADER_BYTES`` bytes."""
     assert len(key) == KEY_BYTES, f"a key of {len(key)} bytes"
     return _HEADER.pack(_MAGIC, _VERSION, page.nbytes, page_checksum(page, key), key)
 
 
 def is_intact(key: bytes, header: bytes | bytearray, page: memoryview) -> bool:
-    """Returns whether this header and page are what was stored under the key. Reads the whole page."""
+    """Whether this header and page are those stored under the key. Reads the whole page."""
     return bytes(header) == seal(key, page)
 
 
 def read_secret(path: Path) -> bytes:
-    """Returns the secret in a private file, which is made when it is missing.
+    """Returns the secret in a private file, which is created if it is missing.
 
-    Several servers may start at once: all get the same secret.
-
-    Args:
-        path: Beside the store or the named segment whose keys it protects.
+    Servers that start at the same time get the same secret. ``path`` is beside the store or the named segment whose
+    keys it protects.
 
     Raises:
-        ConfigError: The file is not private to this user, has not the right length, or cannot be made.
+        ConfigError: The file is not private to this user, has not the right length, or cannot be created.
     """
     try:
         if not path.exists():
@@ -121,7 +111,7 @@ def read_secret(path: Path) -> bytes:
 
 
 def _make_secret(path: Path) -> None:
-    """Writes a new secret beside its place and links it there; whoever comes first wins."""
+    """Writes a new secret to a temporary file and links it to its path; the first process to link wins."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

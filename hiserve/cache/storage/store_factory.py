@@ -1,4 +1,4 @@
-"""Which store a configuration names."""
+"""Opens the store of a configuration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def open_store(cache: Cache) -> PageStore | None:
 
 
 def secret_of(cache: Cache) -> bytes:
-    """Returns the secret that is kept with the store, so that whoever opens the store again finds what is in it.
+    """Returns the secret that is kept with the store, so that its pages are found when it is opened again.
 
     Raises:
         ConfigError: As ``open_store``.

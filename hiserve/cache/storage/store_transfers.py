@@ -1,4 +1,4 @@
-"""Carries pages between the host and a store, in threads of their own: a store may be slow, fail, or never answer."""
+"""Copies pages between the host and a store, in dedicated threads: a store may be slow, fail, or never answer."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ Job = Callable[[], None]
 
 
 class StoreTransfers:
-    """Answers lookups, and carries out prefetches and uploads; each kind of work in its order.
+    """Answers lookups, and executes prefetches and uploads; each kind of work in its order.
 
-    A call that hangs keeps its thread and its order, and those that wait behind it; nothing else waits for it.
+    A call that hangs blocks its thread, its order and the orders queued after it, and nothing else.
 
     Args:
-        store: Beyond the host; closed at the end.
-        host: The host pool; learns what a prefetch is about to write and has written.
-        wake: Called by the threads when ``poll`` or ``take_found`` has something new.
+        store: Closed at the end.
+        host: The host pool; its records are updated before and after a prefetch writes pages.
+        wake: Called by the threads when ``poll`` or ``take_found`` has a result.
         num_prefetch_threads: Lookups and prefetches that run at once.
-        max_upload_bytes_per_s: Bound on what uploads take of the medium.
+        max_upload_bytes_per_s: Bound on the bandwidth of uploads.
         checksum_timeout_s: Longest an upload waits for the checksums of its pages.
-        close_timeout_s: Longest ``close`` waits for uploads that were begun, and then for the threads.
+        close_timeout_s: Longest ``close`` waits for uploads that have begun, and then for the threads.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class StoreTransfers:
         self._uploader = self._thread(self._uploads)
 
     def look_up(self, lookup: StoreLookup) -> None:
-        """Takes a question; returns at once."""
+        """Queues a lookup; returns at once."""
         self._fetches.put(partial(self._look_up, lookup))
 
     def start(self, copy: PageCopy) -> None:
-        """Takes a prefetch or an upload; returns at once. A prefetch needs pages that are FREE, an upload VALID ones."""
+        """Queues a prefetch, which needs FREE pages, or an upload, which needs VALID ones; returns at once."""
         assert copy.run is not None, f"copy {copy.op} does not say what its pages hold"
         if copy.kind is CopyKind.PREFETCH:
             self._fetches.put(partial(self._prefetch, copy.op, copy.run))
@@ -79,14 +79,14 @@ class StoreTransfers:
             self._uploads.put(partial(self._upload, copy.op, copy.run))
 
     def clear(self) -> None:
-        """Empties the store behind the uploads that were begun; returns at once."""
+        """Empties the store after the uploads that have begun; returns at once."""
         self._uploads.put(self._clear)
 
     def poll(self) -> list[CopyAck]:
         """Returns the orders that have ended since the last call.
 
         Raises:
-            InvariantError: A thread has failed; orders are carried out no more.
+            InvariantError: A thread has failed; no more orders are executed.
         """
         if self._failure is not None:
             raise InvariantError(f"the store's thread failed: {self._failure}") from self._failure
@@ -97,11 +97,11 @@ class StoreTransfers:
         return [self._found.popleft() for _ in range(len(self._found))]
 
     def stats(self) -> StoreStats:
-        """Returns the store's counts; waits for nothing."""
+        """Returns the store's counts; does not block."""
         return self._store.stats()
 
     def close(self) -> None:
-        """Ends. Uploads that were begun get a little time; what hangs then is left alone, with its thread."""
+        """Ends the threads. Uploads that have begun get ``close_timeout_s``; a thread that hangs is abandoned."""
         self._is_closing.set()
         for _ in self._fetchers:
             self._fetches.put(None)
@@ -144,7 +144,7 @@ class StoreTransfers:
         self._end(op, count, begin, "" if count == run.pages.size else NOT_DELIVERED)
 
     def _upload(self, op: int, run: PageRun) -> None:
-        """Stores the leading pages that are what was written: no damage of the host gets a checksum of its own."""
+        """Stores the leading pages that match their checksums, so that pages damaged on the host are not sealed anew."""
         begin = time.perf_counter()
         if not self._host.wait_sealed(run.pages, self._checksum_timeout_s):
             self._end(op, 0, begin, NO_CHECKSUM)
@@ -169,7 +169,7 @@ class StoreTransfers:
 
 
 def _count(call: Callable[[], int]) -> int:
-    """Returns the pages that a call of the store dealt with: none if memory ran out for it."""
+    """Returns the pages that a call of the store handled; 0 if it ran out of memory."""
     try:
         return call()
     except Exception as error:

@@ -28,45 +28,40 @@ MAX_GIVE_WAY_FILL = 0.5  # of what stores may fill: with more they wait for no l
 
 
 class TransferEngine(Protocol):
-    """Carries out orders asynchronously: loads before stores, each kind in its order."""
+    """Executes orders asynchronously: loads before offloads, each kind in its order."""
 
     def start(self, copy: PageCopy, *, by_layer: bool = False) -> None:
-        """Takes an order; returns at once.
-
-        Args:
-            copy: The order.
-            by_layer: A forward is about to wait for each layer of this load (``wait``).
-        """
+        """Queues an order; returns at once. ``by_layer``: a forward will wait for each layer of this load (``wait``)."""
 
     def launch_begins(self) -> None:
-        """Tells that the caller launches a forward now; what is not urgent stays out of its way meanwhile."""
+        """Marks the begin of a launch of a forward; work that is not urgent is delayed meanwhile."""
 
     def launch_ends(self) -> None:
-        """Tells that it does so no more, also where the launch failed."""
+        """Marks the end of a launch, successful or not."""
 
     def forward_done(self, step_id: int) -> None:
-        """Tells that the forwards up to this step are done, or, on a stream device, were launched."""
+        """Marks the forwards up to this step as done, or, on a stream device, as launched."""
 
     def poll(self, wait_s: float = 0.0) -> list[CopyAck]:
         """Returns the orders that have ended since the last call; waits up to ``wait_s`` seconds for one."""
 
     def wake(self) -> None:
-        """Ends the wait of ``poll``, or of the next one: there is news from elsewhere. Any thread may call it."""
+        """Ends the current wait of ``poll``, or the next one. Thread-safe."""
 
     def wait(self, op: int, layer: int | None = None) -> None:
-        """Makes what is launched next wait for a load, or at least for its part of one layer, counted from 0."""
+        """Makes later launches wait for a load, or at least for its part of one layer, counted from 0."""
 
     def close(self) -> None:
-        """Ends; orders that have not begun are dropped, unanswered."""
+        """Ends; orders that have not begun are dropped without an answer."""
 
 
 class TransferQueue:
-    """Loads before stores, each kind in its order; threads of the engine serve them.
+    """Loads before offloads, each kind in its order; threads of the engine serve them.
 
     Args:
-        host: The host pool; learns what a store is about to write and has written.
-        max_queued_bytes: Stores are dropped, and answered as failed, while more than this has not ended.
-        max_store_bytes_per_s: Bound on what stores take of the link.
+        host: The host pool; its records are updated before and after an offload writes pages.
+        max_queued_bytes: Offloads are dropped, and answered as failed, while more than this has not ended.
+        max_store_bytes_per_s: Bound on the bandwidth of offloads.
     """
 
     def __init__(self, host: HostPool, *, max_queued_bytes: int, max_store_bytes_per_s: float) -> None:
@@ -90,7 +85,7 @@ class TransferQueue:
 
     @property
     def is_closed(self) -> bool:
-        """The threads should end."""
+        """Whether the threads should end."""
         return self._is_closed
 
     def is_wanted(self, op: int) -> bool:
@@ -98,12 +93,12 @@ class TransferQueue:
         return self._wanted == op
 
     def serve(self, work: Callable[[], None]) -> None:
-        """Starts a thread of the engine; what ``work`` raises is raised again by ``poll`` and ``wait``."""
+        """Starts a thread of the engine; errors of ``work`` are raised by ``poll`` and ``wait``."""
 
         def run() -> None:
             try:
                 work()
-            except Exception as error:  # noqa: BLE001 - whoever asks for acks or waits gets it
+            except Exception as error:  # noqa: BLE001 - raised again by poll and wait
                 with self._news:
                     self._failure = error
                     self._news.notify_all()
@@ -112,7 +107,7 @@ class TransferQueue:
         self._threads[-1].start()
 
     def add(self, copy: PageCopy) -> None:
-        """Takes an order, or answers it as failed."""
+        """Queues an order, or answers it as failed."""
         is_store = copy.kind is CopyKind.OFFLOAD
         num_pages = copy.device_pages.size
         is_ready = int(copy.host_pages.max()) < self._host.num_ready_pages
@@ -131,18 +126,18 @@ class TransferQueue:
             self._news.notify_all()
 
     def launch_begins(self) -> None:
-        """Has stores give way until ``forward_done`` or ``launch_ends``."""
-        self._is_launching = True  # without the lock: nobody waits for this, and the enqueuing thread may hold it
+        """Delays offloads until ``forward_done`` or ``launch_ends``."""
+        self._is_launching = True  # without the lock: no thread waits for this, and the enqueuing thread may hold it
 
     def launch_ends(self) -> None:
-        """Stores need not give way any more, whatever became of the launch."""
+        """Ends the delay of offloads, whether the launch succeeded or not."""
         if self._is_launching:
             with self._news:
                 self._is_launching = False
                 self._news.notify_all()
 
     def forward_done(self, step_id: int) -> None:
-        """Lets orders begin that come after this step or an earlier one; its launch is over."""
+        """Releases orders that come after this step or an earlier one; its launch is over."""
         with self._news:
             self._is_launching = False
             self._done_step = max(self._done_step, step_id)
@@ -151,10 +146,10 @@ class TransferQueue:
                 self._news.notify_all()
 
     def give_way(self) -> None:
-        """Waits while a forward is launched; called before each piece of a store, whose thread would be in the way.
+        """Waits while a forward is launched; called before each piece of an offload, which would delay the launch.
 
-        It ends at once where a load may begin: that waits for the store. Also where stores fill more than half of what
-        they may: none is dropped because others have waited here.
+        It returns at once if a load is ready, because the load waits for the offload. It also returns at once if offloads fill
+        more than half of their limit, so that none is dropped because of these waits.
         """
         if self._is_launching:
             with self._news:
@@ -167,7 +162,7 @@ class TransferQueue:
     def next(self) -> PageCopy | None:
         """Waits for an order that may begin; None when the queue is closed.
 
-        A load of pages that are not what was stored is answered here and not carried out.
+        A load of pages that fail their check is answered here and not executed.
         """
         while (copy := self._pop()) is not None:
             if copy.kind is not CopyKind.LOAD or self._host.is_intact(copy.host_pages):
@@ -192,13 +187,13 @@ class TransferQueue:
             return None
 
     def release(self, load: PageCopy) -> None:
-        """Tells that a forward may follow this load now."""
+        """Allows forwards to follow this load."""
         with self._news:
             self._awaited.discard(load.op)
             self._news.notify_all()
 
     def end(self, copy: PageCopy, seconds: float, reason: str = "") -> None:
-        """Tells that all bytes have arrived, or why they have not and will not."""
+        """Records that all bytes have arrived, or the reason why they will not."""
         num_pages = copy.device_pages.size
         if copy.kind is CopyKind.OFFLOAD and not reason:
             self._host.finish(copy.host_pages)
@@ -212,7 +207,7 @@ class TransferQueue:
         """Returns the orders that have ended since the last call; waits up to ``wait_s`` seconds for one, or for ``wake``.
 
         Raises:
-            InvariantError: The engine's thread has failed; orders are carried out no more.
+            InvariantError: The engine's thread has failed; no more orders are executed.
         """
         if wait_s and not self._ended:
             with self._news:
@@ -225,7 +220,7 @@ class TransferQueue:
         return acks
 
     def wake(self) -> None:
-        """Ends the wait of ``poll``, or of the next one: there is news from elsewhere."""
+        """Ends the current wait of ``poll``, or the next one."""
         with self._news:
             self._is_woken = True
             self._news.notify_all()
@@ -245,7 +240,7 @@ class TransferQueue:
         self._check()
 
     def close(self) -> None:
-        """Ends the threads; orders that have not begun are dropped, unanswered."""
+        """Ends the threads; orders that have not begun are dropped without an answer."""
         with self._news:
             self._is_closed = True
             self._news.notify_all()
@@ -262,13 +257,9 @@ class TransferQueue:
 
 
 class ThreadTransfers:
-    """A thread plays the copy stream: real asynchrony where device memory is the CPU's.
+    """A thread replaces the copy stream, for device memory on the CPU; copies are really asynchronous.
 
-    Args:
-        device: The device pool.
-        host: The host pool.
-        max_queued_bytes: Stores are dropped, and answered as failed, while more than this waits.
-        max_store_bytes_per_s: Bound on what stores take of the memory's bandwidth.
+    The limits are those of ``TransferQueue``.
     """
 
     def __init__(
@@ -287,33 +278,29 @@ class ThreadTransfers:
         self._queue.serve(self._run)
 
     def start(self, copy: PageCopy, *, by_layer: bool = False) -> None:
-        """Takes an order; a store that comes while the link is behind is dropped."""
         self._queue.add(copy)
 
     def launch_begins(self) -> None:
-        """Changes nothing: copies of memory leave the interpreter to others."""
+        """No effect: copies release the GIL."""
 
     def launch_ends(self) -> None:
-        """Changes nothing either."""
+        """No effect."""
 
     def forward_done(self, step_id: int) -> None:
-        """Tells that the forwards up to this step are done."""
         self._queue.forward_done(step_id)
 
     def poll(self, wait_s: float = 0.0) -> list[CopyAck]:
-        """Returns the orders that have ended since the last call; waits up to ``wait_s`` seconds for one."""
         return self._queue.poll(wait_s)
 
     def wake(self) -> None:
-        """Ends the wait of ``poll``, or of the next one."""
         self._queue.wake()
 
     def wait(self, op: int, layer: int | None = None) -> None:
-        """Blocks until a load has ended, all of it whatever the layer."""
+        """Blocks until a load has ended, for every ``layer`` all of it."""
         self._queue.wait(op)
 
     def close(self) -> None:
-        """Ends after the copy that runs."""
+        """Ends after the running copy."""
         self._queue.close()
 
     def _run(self) -> None:
@@ -326,7 +313,7 @@ class ThreadTransfers:
 
     @torch.inference_mode()
     def _carry_out(self, copy: PageCopy) -> str:
-        """Copies all pages, one layer's keys or values at a time; returns why it could not, empty if it could."""
+        """Copies all pages, one layer's keys or values at a time; returns the reason of a failure, empty without one."""
         is_load = copy.kind is CopyKind.LOAD
         ours = torch.from_numpy(copy.device_pages).long()
         theirs = torch.from_numpy(copy.host_pages).long()
