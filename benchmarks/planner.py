@@ -31,8 +31,9 @@ from hiserve.engine.planner import Planner
 from hiserve.engine.waiting_queue import Request
 
 MEASURED = (
-    *(f"hiserve/engine/{name}.py" for name in ("planner", "budget", "columns", "journal", "stops", "scores", "report")),
-    *(f"hiserve/engine/{name}.py" for name in ("admitter", "loading", "cache_stats", "costs", "tables")),
+    *(f"hiserve/engine/{name}.py" for name in ("planner", "rows", "page_tables", "budget", "admission")),
+    *(f"hiserve/engine/{name}.py" for name in ("host_loads", "store_prefetch", "drafting", "output", "cache_counters")),
+    "hiserve/engine/waiting_queue.py",
     "hiserve/cache/index",
     "hiserve/core/plan.py",
     "benchmarks/planner.py",
