@@ -1,4 +1,4 @@
-"""The identity of a server's cache: computed once, in the process that resolves the options."""
+"""The identity of a server's cache, computed once, in the process that resolves the options."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def check_unchanged(settings: Settings, folder: Path, model: ModelConfig, draft:
 
 
 def server_secret(settings: Settings, directory: Path = SHARED_MEMORY) -> bytes:
-    """Returns the secret that goes into every digest: kept with what outlives the server, empty if nothing does.
+    """Returns the secret of every digest: kept with the storage that outlives the server, empty without such storage.
 
-    A store may outlive a named segment, which goes when the machine starts again: where there are both, it is the store's.
+    A store may outlive a named segment, which a reboot removes: with both, it is the store's.
 
     Raises:
         ConfigError: The file that holds it cannot be used.
@@ -93,7 +93,7 @@ def server_secret(settings: Settings, directory: Path = SHARED_MEMORY) -> bytes:
 
 
 def _files(settings: Settings, folder: Path, draft: DraftConfig | None) -> tuple[FileStamp, ...]:
-    """Returns the files that the weights are read from; none where they are drawn."""
+    """Returns the files that the weights are read from; none for dummy weights."""
     if settings.model.load_format == "dummy":
         return ()
     places = {folder: "model"}

@@ -26,23 +26,23 @@ _NUM_STEPS = 8  # whose events are kept; forwards are launched at most a few ahe
 
 
 class CudaTransfers:
-    """A thread enqueues the orders, so that the caller's time per order is that of a queue.
+    """A thread enqueues the orders, so that an order costs the caller only a queue's put.
 
-    One more for each direction waits for what was enqueued. All of them sleep where others would look again and again:
-    each look would take the interpreter from the thread that launches forwards.
+    One more thread per direction waits for enqueued copies. All of them sleep instead of polling: each poll would take
+    the GIL from the thread that launches forwards.
 
-    The current device when this is made is that of the pool, and forwards run on the current stream of the thread
+    The current device of the constructor is that of the pool, and forwards run on the current stream of the thread
     that calls ``forward_done`` and ``wait``.
 
     Args:
         device: The device pool.
         host: The host pool, pinned and mapped.
-        max_queued_bytes: Stores are dropped, and answered as failed, while more than this has not ended.
-        max_store_bytes_per_s: Bound on what stores take of the link.
-        max_direct_page_bytes: Pages up to this size are copied by a kernel, larger ones by the copy engine. On an H200
-            the kernel is faster up to 1 MiB, by 5 % there (``benchmarks/kernels/copy.py``), but forwards feel it.
-        staging_bytes: Memory on the device that large pages pass through, both directions together.
-        min_layer_bytes: Loads that a kernel copies may go layer by layer where each layer has at least this much.
+        max_queued_bytes: Offloads are dropped, and answered as failed, while more than this has not ended.
+        max_store_bytes_per_s: Bound on the bandwidth of offloads.
+        max_direct_page_bytes: Pages up to this size are copied by a kernel, larger ones by the copy engine. On
+            an H200 the kernel is faster up to 1 MiB, by 5 % there (``benchmarks/kernels/copy.py``), but slows forwards.
+        staging_bytes: Memory on the device for large pages, both directions together.
+        min_layer_bytes: Loads that a kernel copies may be split by layers of at least this size.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Enqueues copies of pages, in one direction, on CUDA streams.
 
-A page is one piece on the host and many on the device. Large pages go through staging memory on the device:
-one launch gathers or scatters their pieces there, and the copy engine moves whole pages, or whole runs of
-adjacent ones. Small pages would cost the copy engine more time each than their bytes do: for them a kernel
-reads and writes the host's memory by itself.
+A page is contiguous on the host and has many pieces on the device. Large pages pass through staging memory on the
+device: one launch gathers or scatters their pieces there, and the copy engine copies whole pages, or runs of
+adjacent ones. For small pages a call of the copy engine costs more than their bytes: for them a kernel
+reads and writes host memory directly.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ class CopyEngine:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flight:
-    """A copy that is on its way.
+    """A copy in flight.
 
     Attributes:
         copy: The order.
-        begin: Recorded when its waits are over.
-        end: Recorded when it has arrived.
-        layers: Recorded when all up to a layer has; one for each, or none where the whole came at once.
+        begin: Recorded after its waits.
+        end: Recorded after its arrival.
+        layers: Recorded after each layer; empty if the copy arrives as a whole.
     """
 
     copy: PageCopy
@@ -94,12 +94,12 @@ class Flight:
     layers: tuple[torch.cuda.Event, ...] = ()
 
     def end_of(self, layer: int | None) -> torch.cuda.Event:
-        """Returns the event of a layer; that of the whole for None, or where layers have none."""
+        """Returns the event of a layer; that of the whole copy for None, or without events of layers."""
         return self.end if layer is None or not self.layers else self.layers[layer]
 
     @property
     def seconds(self) -> float:
-        """Time on the device; of a copy that has arrived."""
+        """Time on the device, of a copy that has arrived."""
         milliseconds: float = self.begin.elapsed_time(self.end)
         return milliseconds / 1e3
 
@@ -136,20 +136,20 @@ class _Runs(NamedTuple):
 class PageStreams:
     """The streams of one direction. Used by one thread at a time, whose current device is the pools'.
 
-    Large pages take two streams, so that the copy engine never waits for a kernel: one gathers or scatters, on the
-    other staging memory crosses the link. For small pages both are the same. Between two pieces of staging memory
-    others have their turn at the copy engine.
+    Large pages use two streams, so that the copy engine never waits for a kernel: one gathers or scatters, the other
+    copies staging memory over the link. For small pages both are the same stream. Between two pieces of staging memory,
+    copies of other streams may use the copy engine.
 
-    What is enqueued takes the interpreter from the thread that launches forwards, so all that can be is made once:
-    here, or once for an order.
+    Enqueuing takes the GIL from the thread that launches forwards, so everything possible is prepared once: in the
+    constructor, or once per order.
 
     Args:
         device: The device pool.
         host: The host pool, pinned and mapped.
         kind: The direction.
-        staging_bytes: Staging memory on the device; at least two pages are taken.
+        staging_bytes: Staging memory on the device; at least two pages are allocated.
         max_direct_page_bytes: Pages up to this size are copied by a kernel.
-        min_layer_bytes: Loads by a kernel may go layer by layer where each layer has at least this much.
+        min_layer_bytes: Loads by a kernel may be split by layers of at least this size.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class PageStreams:
         return Flight(copy, begin, end, layers)
 
     def drain(self) -> None:
-        """Waits until nothing that was enqueued runs any more."""
+        """Waits until everything that was enqueued has ended."""
         for stream in (self._kernels, self._crossing):
             stream.synchronize()
 

@@ -25,7 +25,7 @@ RecordArray = NDArray[np.void]
 
 
 class PageState(IntEnum):
-    """Life of a host page: FREE, then WRITING while bytes are on their way, then VALID."""
+    """State of a host page: FREE, WRITING while it is copied, VALID."""
 
     FREE = 0
     WRITING = 1
@@ -49,9 +49,9 @@ def record_type(page_size: int) -> np.dtype[np.void]:
 
 
 def page_checksum(page: memoryview, digest: bytes) -> int:
-    """Returns the xxh3-64 of a page's bytes; never 0, which stands for "not yet".
+    """Returns the xxh3-64 of a page's bytes; never 0, which means "none yet".
 
-    The page's digest is the seed: bytes that belong to another prefix do not pass, even if they are intact.
+    The page's digest is the seed: intact bytes of another prefix do not match.
     """
     seed = int.from_bytes(digest[:8], "little")
     return xxhash.xxh3_64_intdigest(page, seed=seed) or 1
@@ -60,14 +60,14 @@ def page_checksum(page: memoryview, digest: bytes) -> int:
 class Records:
     """The records of a segment. One process writes at a time; its threads may share this object.
 
-    The rule that survives a crash: a record stops being VALID before anything else about its page
-    changes, and becomes VALID after everything else is written; its checksum comes later still. A
-    process dies between two instructions, so the next one sees the writes in this order.
+    Crash safety: a record stops being VALID before any other field of its page changes, and becomes VALID
+    after all others are written; its checksum is written last. A process dies between two instructions, so the next
+    one sees the writes in this order.
 
     Args:
         table: ``[num_pages]`` of ``record_type(page_size)``; usually a view of a segment.
         page_size: Tokens per page.
-        link: Makes the digests of pages (``core.digest.chain_of``).
+        link: Computes the digests of pages (``core.digest.chain_of``).
 
     Attributes:
         num_used: Pages that are WRITING or VALID, since ``recover`` or ``clear``.
@@ -85,7 +85,7 @@ class Records:
         self._lock = threading.Lock()
 
     def begin(self, run: PageRun) -> None:
-        """FREE to WRITING: bytes may be copied to these pages from now on."""
+        """FREE to WRITING: these pages may be written from now on."""
         pages = run.pages
         assert pages.size == len(run.digests) > 0, f"{len(run.digests)} digests for {pages.size} pages"
         tokens = np.frombuffer(run.key, dtype="<i4").reshape(pages.size, self._page_size)
@@ -102,7 +102,7 @@ class Records:
             self._write("tokens", pages, tokens)
 
     def finish(self, pages: Int32Array) -> None:
-        """WRITING to VALID: all bytes of these pages have arrived. Until they have a checksum, no restart adopts them."""
+        """WRITING to VALID: all bytes have arrived. Without a checksum, a restart does not recover these pages."""
         with self._lock:
             self._expect(pages, self._fields["state"][pages] == PageState.WRITING, "WRITING")
             self._write("state", pages, PageState.VALID)
@@ -139,7 +139,7 @@ class Records:
         return bytes(self._fields["digest"][page])
 
     def unsealed(self, pages: Int32Array) -> tuple[Int32Array, NDArray[np.int64], list[bytes]]:
-        """Returns the pages that are VALID without a checksum, what tells each from later uses of it, and their digests."""
+        """Returns the VALID pages without a checksum, counters that identify their present use, and their digests."""
         with self._lock:
             fields = self._fields
             lacks = (fields["state"][pages] == PageState.VALID) & (fields["checksum"][pages] == NO_CHECKSUM)
@@ -147,15 +147,12 @@ class Records:
             return ours, self._lives[ours], [bytes(digest) for digest in fields["digest"][ours]]
 
     def seal(self, pages: Int32Array, lives: NDArray[np.int64], checksums: Sequence[int]) -> Int32Array:
-        """Records checksums, except of pages that were freed since ``unsealed`` named them.
+        """Records checksums, except of pages that were freed since ``unsealed``; returns the sealed pages.
 
         Args:
             pages: int32 ``[n]``.
-            lives: int64 ``[n]``, of ``unsealed``.
+            lives: int64 ``[n]``, from ``unsealed``.
             checksums: Of each page's bytes.
-
-        Returns:
-            The pages whose checksum was recorded.
         """
         values = np.array(checksums, dtype=np.uint64)
         assert (values != NO_CHECKSUM).all(), f"one of {pages} cannot have the checksum that stands for none"
@@ -166,14 +163,14 @@ class Records:
             return ours
 
     def recover(self) -> list[PageRun]:
-        """Takes over what a former process left: its VALID pages with a checksum, parents first.
+        """Recovers the pages of a former process: its VALID pages with a checksum, parents first.
 
-        Everything else is freed: torn and unfinished records, records whose digest does not follow from
-        their parent and tokens, second copies, and pages whose parents are missing. The bytes of an
-        adopted page are not read; whoever uses a page first must verify it.
+        All others are freed: torn and unfinished records, records whose digest does not follow from
+        their parent and tokens, second copies, and pages whose parents are missing. The bytes of a
+        recovered page are not read; they must be verified before the first use.
 
         Returns:
-            Unbranched runs; the parent of each is a namespace or stands in a run before it.
+            Unbranched runs; the parent of each is a namespace or is in an earlier run.
         """
         runs = list(_runs(_true_records(self._table, self._page_size, self._link)))
         kept = np.zeros(self._table.size, dtype=np.bool_)
@@ -189,7 +186,7 @@ class Records:
         assert pages.min(initial=1) >= 1, "page 0 is nobody's"
 
     def _write(self, field: str, pages: Int32Array, value: Any) -> None:
-        """Writes one field of some records. Every write goes through here, in the order that matters."""
+        """Writes one field of some records. All writes use this method, and their order matters."""
         self._fields[field][pages] = value
 
 
@@ -313,7 +310,7 @@ def _rows(digests: list[bytes]) -> NDArray[np.uint8]:
 
 
 def _runs(records: Iterable[_Record]) -> Iterator[PageRun]:
-    """Walks down from the namespaces; a run ends where the prefix branches, ends or changes its draft revision."""
+    """Yields runs from the namespaces down; a run ends where the prefix branches, ends or changes its draft revision."""
     below: dict[tuple[bytes, bytes], dict[bytes, _Record]] = {}
     for record in records:
         below.setdefault((record.namespace, record.parent), {}).setdefault(record.digest, record)

@@ -1,4 +1,4 @@
-"""One piece of shared memory that holds the host tier and outlives its worker, and how a page lies in it."""
+"""Shared memory of the host tier, which outlives its worker, and the layout of a page in it."""
 
 from __future__ import annotations
 
@@ -33,15 +33,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class PageLayout:
-    """Where each piece of a page begins. A piece is the keys, or the values, of one layer.
+    """Offsets within a page. A piece is the keys, or the values, of one layer.
 
         page    group | group | ...
         group   layer 0: keys, values | layer 1: keys, values | ...
         piece   [page_size, num_kv_heads, head_dim]
-
-    Args:
-        groups: The model's KV groups; names are unique.
-        page_size: Tokens per page.
 
     Attributes:
         page_bytes: Bytes from one page to the next; a multiple of ``ALIGNMENT``.
@@ -67,10 +63,10 @@ class PageLayout:
 
 @dataclass(frozen=True, slots=True)
 class SegmentLayout:
-    """What a segment is for and where its parts lie: one page of header, the records, the pages.
+    """Identity and layout of a segment: one page of header, the records, the pages.
 
     Attributes:
-        namespace: 16 bytes. Digest of everything that keeps caches apart but the tenant: model, weights, dtype ...
+        namespace: 16 bytes. Digest of everything that separates caches, but for tenants: model, weights, dtype ...
         page_size: Tokens per page.
         page_bytes: Bytes per page (see ``PageLayout``).
         num_pages: Pages, the unused page 0 included; at least 2.
@@ -99,7 +95,7 @@ class SegmentLayout:
         return _HEADER.pack(*fields).ljust(_HEADER_BYTES, b"\0")
 
     def differences(self, other: SegmentLayout) -> list[str]:
-        """Says in words how another segment differs from this one; both are called by what a user can change."""
+        """Describes how another segment differs from this one, in terms that a user can change."""
         words = []
         if other.page_size != self.page_size:
             words.append(f"pages of {other.page_size} tokens, not {self.page_size} (--page-size)")
@@ -116,8 +112,8 @@ class Segment:
     """A mapped segment. Use ``anonymous``, ``named`` or ``attach``.
 
     Attributes:
-        layout: What lies where.
-        fd: Descriptor to hand to another process (``pass_fds``, ``SCM_RIGHTS``); open until ``close``.
+        layout: Of the segment.
+        fd: Descriptor to pass to another process (``pass_fds``, ``SCM_RIGHTS``); open until ``close``.
         records: ``[num_pages]`` of ``record_type(page_size)``, in shared memory.
         pages: uint8 ``[num_pages, page_bytes]``, in shared memory. Not resident before it is touched, and writing to
             an untouched page of a full /dev/shm kills the process: see ``Prefault``.
@@ -135,10 +131,10 @@ class Segment:
 
     @classmethod
     def anonymous(cls, layout: SegmentLayout) -> Segment:
-        """Creates a segment without a name: it is gone when the last process that holds it is, even after kill -9.
+        """Creates a segment without a name; it is freed with the last process that holds it, even after kill -9.
 
         Raises:
-            ResourceError: This much memory cannot be had.
+            ResourceError: There is not enough memory.
         """
         fd = os.memfd_create("hiserve-host-cache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         with ExitStack() as undo:
@@ -152,18 +148,18 @@ class Segment:
 
     @classmethod
     def named(cls, name: str, layout: SegmentLayout, directory: Path = SHARED_MEMORY) -> Segment:
-        """Opens the segment of this name, or creates it; nobody else can while any process holds it.
+        """Opens the segment of this name, or creates it; its content stays, for ``Records.recover``.
 
-        What it held stays, so that the next server finds it: see ``Records.recover``.
+        An exclusive lock keeps other processes from opening it.
 
         Args:
             name: ``--host-cache-name``: 1 to 64 letters, digits, '.', '_' and '-'.
-            layout: What it must be.
+            layout: Required layout.
             directory: A file system in memory.
 
         Raises:
             ConfigError: The name is malformed, or the file is not a segment of this layout, version and model, or
-                not private to this user; the file is left as it is.
+                not private to this user; the file is not changed.
             ResourceError: Another process holds it, or the file system has no room for it.
         """
         path = segment_path(name, directory)
@@ -186,7 +182,7 @@ class Segment:
 
     @classmethod
     def attach(cls, fd: int) -> Segment:
-        """Maps a segment that another process made and passed by descriptor; owns the descriptor from now on."""
+        """Maps a segment of another process by its descriptor, and takes ownership of the descriptor."""
         found = _read(fd, Path(f"/proc/self/fd/{fd}"))
         assert found is not None, f"descriptor {fd} is an empty file"
         size = os.fstat(fd).st_size
@@ -194,9 +190,9 @@ class Segment:
         return _mapped(fd, found)
 
     def close(self) -> None:
-        """Gives the descriptor and the arrays back.
+        """Closes the descriptor and drops the arrays.
 
-        The mapping itself, and with it the lock of a named segment, goes with the last view of it.
+        The mapping itself, and with it the lock of a named segment, ends with the last view of it.
         """
         del self.records, self.pages
         try:
@@ -207,7 +203,7 @@ class Segment:
 
 
 def stored_layout(name: str, directory: Path = SHARED_MEMORY) -> SegmentLayout | None:
-    """Returns the layout of the segment of this name, so that ``auto`` can keep its size; None when there is none.
+    """Returns the layout of the segment of this name, so that ``auto`` can keep its size; None without one.
 
     Raises:
         ConfigError: The name is malformed, or the file is no segment of this version.
@@ -260,7 +256,7 @@ def _open_private(path: Path) -> int:
 
 
 def _lock(fd: int, path: Path) -> None:
-    """Takes the exclusive lock; it belongs to the open file, so a process that got the descriptor holds it too."""
+    """Takes the exclusive lock; it belongs to the open file, so a process that inherits the descriptor holds it too."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -286,7 +282,7 @@ def _read(fd: int, path: Path) -> SegmentLayout | None:
 
 
 def _claim(fd: int, path: Path, layout: SegmentLayout) -> None:
-    """Makes an empty file ours, if there is room for what it is to hold; else removes it."""
+    """Initializes an empty file, if there is room for the segment; else removes it."""
     status = os.statvfs(path.parent)
     free = status.f_bavail * status.f_frsize
     if free < layout.num_bytes:
@@ -296,7 +292,7 @@ def _claim(fd: int, path: Path, layout: SegmentLayout) -> None:
 
 
 def _resize(fd: int, layout: SegmentLayout) -> None:
-    """Gives a file its size, and its header and records their memory; the pages get theirs from ``Prefault``."""
+    """Sets a file's size and allocates its header and records; ``Prefault`` allocates the pages."""
     try:
         os.ftruncate(fd, layout.num_bytes)
         os.posix_fallocate(fd, 0, layout.pages_offset)
@@ -312,7 +308,7 @@ def _mapped(fd: int, layout: SegmentLayout) -> Segment:
 
 
 def no_memory(num_bytes: int, fact: str) -> ResourceError:
-    """Returns the error for a host tier that does not fit."""
+    """Returns the error of a host tier that does not fit."""
     return ResourceError(
         f"the host cache needs {num_bytes / GIB:.3g} GiB of shared memory, but {fact}. "
         "Lower --host-cache-gib, or allow more (a container: --shm-size).",
