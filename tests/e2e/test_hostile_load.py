@@ -22,6 +22,8 @@ from tests.e2e.live import Live, serve
 from tests.helpers import bad_requests, bad_wire
 from tests.helpers.bad_wire import Wire
 
+pytestmark = pytest.mark.alone
+
 SEED = 41
 SHORT_S, LONG_S = 5.0, 300.0
 NUM_SENDERS = 2

@@ -22,6 +22,8 @@ from tests.faults.harness import body_of
 from tests.helpers.tiered import check_whole, counts_of, engine_of
 from tests.helpers.traffic import SETTINGS, TENANTS, TINY, Memory, Script, Turn, census, make_scripts
 
+pytestmark = pytest.mark.alone
+
 SEED = 77
 NUM_LIVE = 6
 ABORT_RATE = 0.1
