@@ -25,6 +25,7 @@ from hiserve.errors import (
     RequestError,
     UnavailableError,
 )
+from hiserve.ipc.updates import TokenDelta
 from hiserve.llm.offline_backends import InProcess
 from hiserve.llm.outputs import ChoiceBuilder
 from tests.helpers.processes import children, wait_dead
@@ -441,11 +442,11 @@ def test_ctrl_c_ends_the_call_and_its_requests_and_nothing_else(llm: LLM, monkey
     expected = tokens_of(llm.generate(TEXTS[0], GREEDY))
     seen: list[int] = []  # tokens that came before the call had ended
 
-    def take(builder: ChoiceBuilder, tokens: list[int], *rest: Any) -> bool:
+    def take(builder: ChoiceBuilder, delta: TokenDelta) -> bool:
         if not seen:
             os.kill(os.getpid(), signal.SIGINT)
-        seen.extend(tokens)
-        return original(builder, tokens, *rest)
+        seen.extend(delta.tokens)
+        return original(builder, delta)
 
     original = ChoiceBuilder.take
     long = SamplingParams(temperature=0.0, max_tokens=480, ignore_eos=True)
