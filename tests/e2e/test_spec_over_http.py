@@ -119,7 +119,7 @@ def test_an_offline_batch_is_told_of_drafts_and_may_ask_for_fewer() -> None:
         ({"num_steps": 16}, "spec.num_steps", "between 0 and 15"),
         ({"num_steps": "3"}, "spec.num_steps", "whole number"),
         ({"enabled": "yes"}, "spec.enabled", "true or false"),
-        ({"steps": 3}, "spec", "spec takes enabled and num_steps"),
+        ({"steps": 3}, "spec", "an object with enabled, num_steps"),
         ("on", "spec", "an object"),
     ],
 )
