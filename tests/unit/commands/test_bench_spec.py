@@ -54,6 +54,9 @@ def test_a_model_that_drafts_for_itself_is_always_right_wherever_prompts_are(tmp
 
 
 def test_lists_of_options_are_checked_one_by_one(capsys: Any) -> None:
-    for given, words in ((["--batches", "1", "0"], "--batches is 0; the least is 1"), (["--sources", "disk"], "invalid choice")):
+    for given, words in (
+        (["--batches", "1", "0"], "--batches is 0; the least is 1"),
+        (["--sources", "disk"], "give one of cold, device, host"),
+    ):
         assert cli.main(["bench", "spec", *given]) == 1
         assert words in capsys.readouterr().err
