@@ -99,21 +99,21 @@ class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
         """Whether each event has the usage so far."""
         return self.stream_options is not None and self.has_usage and bool(self.stream_options.continuous_usage_stats)
 
-    @property
-    def num_top(self) -> int | None:
-        """Likeliest tokens shown for each generated one; None shows no scores."""
-        raise NotImplementedError
+    def params_with_scores(self, model: ServedModel, shown: int | None, echoed: int | None = None) -> SamplingParams:
+        """Returns the sampling parameters; as ``SamplingFields.params``.
 
-    def sampling(self, model: ServedModel) -> SamplingParams:
-        """Returns the sampling parameters, with the scores that the shown ones need; as ``SamplingFields.params``."""
-        has_echo = isinstance(self, CompletionRequest) and self.echo
-        scored = [number for number in (self.prompt_logprobs, self.num_top if has_echo else None) if number is not None]
+        Args:
+            model: The model that is served.
+            shown: Likeliest tokens shown for each generated one; None shows no scores.
+            echoed: The same for each token of an echoed prompt.
+        """
+        scored = [number for number in (self.prompt_logprobs, echoed) if number is not None]
         return self.params(
             model,
             max_tokens=None if self.limit is None else max(1, self.limit),
             min_tokens=self.min_tokens,
             seed=self.seed,
-            logprobs=self.num_top,
+            logprobs=shown,
             prompt_logprobs=max(scored, default=None),
         )
 
@@ -134,6 +134,10 @@ class ChatOptions(OpenAIFields, frozen=True, kw_only=True):
     def num_top(self) -> int | None:
         """Likeliest tokens shown for each generated one; None shows no scores."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def sampling(self, model: ServedModel) -> SamplingParams:
+        """Returns the sampling parameters."""
+        return self.params_with_scores(model, self.num_top)
 
     @property
     def limits(self) -> Limits:
@@ -165,6 +169,10 @@ class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
     def num_top(self) -> int | None:
         """Likeliest tokens shown for each generated one; None shows no scores."""
         return None if self.logprobs is None or self.logprobs is False else int(self.logprobs)
+
+    def sampling(self, model: ServedModel) -> SamplingParams:
+        """Returns the sampling parameters; an echoed prompt has the scores that its reply has."""
+        return self.params_with_scores(model, self.num_top, self.num_top if self.echo else None)
 
     @property
     def limits(self) -> Limits:
