@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -92,16 +91,14 @@ class Memory:
         if not self.samples or now - self.samples[-1][0] >= SAMPLE_S:
             self.samples.append((now, rss_bytes(self.pid)))
 
-    def parts(self, count: int) -> list[Memory]:
-        """Splits the samples into so many parts, one after the other."""
-        edges = np.linspace(0, len(self.samples), count + 1).astype(int).tolist()
-        return [Memory(self.pid, self.samples[start:end]) for start, end in itertools.pairwise(edges)]
+    def median(self) -> float:
+        """Returns the median of the samples, MiB: what a process takes for a moment does not move it."""
+        return float(np.median([num_bytes for _, num_bytes in self.samples])) / MIB
 
-    def growth(self) -> tuple[float, float]:
-        """Fits a line to the samples; returns MiB a minute, and MiB in all."""
+    def slope(self) -> float:
+        """Fits a line to the samples; returns MiB a minute."""
         seconds, num_bytes = np.array(self.samples, dtype=np.float64).T
-        slope = float(np.polyfit(seconds - seconds[0], num_bytes, 1)[0]) / MIB
-        return slope * 60, slope * float(seconds[-1] - seconds[0])
+        return float(np.polyfit(seconds - seconds[0], num_bytes, 1)[0]) / MIB * 60
 
 
 def census() -> Counter[str]:
