@@ -275,9 +275,11 @@ def test_a_server_neither_errs_nor_leaks(scripts: list[Script], tmp_path: Path, 
         live.wait_idle()
         with asyncio.Runner() as runner:
             clients = Clients(live.url, scripts, np.random.default_rng(SEED))
-            runner.run(clients.run(warm_up(length), []))
-            check_memory(live.pids(), lambda *args: runner.run(clients.run(*args)), length)
-            runner.run(clients.close())
+            try:
+                runner.run(clients.run(warm_up(length), []))
+                check_memory(live.pids(), lambda *args: runner.run(clients.run(*args)), length)
+            finally:
+                runner.run(clients.close())
         print(f"{clients.num_replies} replies, {clients.num_aborts} aborts")
         assert clients.num_replies > 40 and clients.num_aborts > 5
         check_idle(live)
