@@ -14,8 +14,8 @@ from tools.freeze.logs import Logs, difference
 ROOT = Path(__file__).parents[2]
 
 
-def check(*arguments: str, seed: str) -> str:
-    command = [sys.executable, "-m", "tools.freeze", "check", *arguments]
+def check(*arguments: str, seed: str, program: tuple[str, ...] = ("tools.freeze", "check")) -> str:
+    command = [sys.executable, "-m", *program, *arguments]
     environment = os.environ | {"PYTHONHASHSEED": seed}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     remedy = "if this change is wanted: python -m tools.freeze record"
@@ -29,6 +29,12 @@ def test_a_few_workloads_and_the_session_are_as_recorded() -> None:
     num_same = said.count("the same")
     assert num_same == 4
     assert f"{num_same} of {num_same} are as recorded" in said
+
+
+@pytest.mark.timeout(900)
+def test_no_delay_of_memory_copies_store_or_steps_reaches_a_plan() -> None:
+    said = check("mtp on the host", "store", seed="4", program=("tests.helpers.late_freeze",))
+    assert "2 of 2 are as recorded" in said
 
 
 @pytest.mark.long

@@ -18,6 +18,7 @@ COPY_S, PAGE_S = 0.0004, 0.0002
 FAILING = 3  # of the copies of a kind that fails, those whose number it divides
 REAL_WAIT_S = 0.01  # while a thread carries a copy out
 MAX_POLLS = 12_000  # of these: two minutes
+READY_S = 120.0  # for the memory of the host tier
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class VirtualDevice:
     """Carries each plan out at once, and tells the engine of it later.
 
     The engine's own executor does all the work: its threads are waited for, so that what they do never races with planning.
+    The host tier is ready before the first step.
 
     Args:
         executor: The engine's own.
@@ -62,6 +64,7 @@ class VirtualDevice:
         self._asked: dict[int, float] = {}  # lookups: when they are answered
         self._acks: list[tuple[float, int, Any]] = []
         self._found: list[tuple[float, int, int]] = []
+        names.wait_for_host(executor, READY_S)
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is the executor's own."""

@@ -133,6 +133,13 @@ def replace_executor(engine: Any, executor: Any) -> None:
     engine._executor = executor
 
 
+def wait_for_host(executor: Any, timeout_s: float) -> None:
+    """Waits until every page of the host tier is ready; they become so in the background, in real time."""
+    if (tiers := executor._tier_transfers) is not None:
+        host = tiers._host
+        assert host.prefault.wait(host.num_pages, timeout_s), f"{host.num_ready_pages} of {host.num_pages} are ready"
+
+
 def start_before_loads(engine: Any) -> None:
     """Lets rows start before their loads have arrived, as on a GPU."""
     engine._planner._overlaps_loads = True
