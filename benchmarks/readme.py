@@ -12,8 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.gpu.eligible import replays
-from benchmarks.gpu.figures import Figure
+from benchmarks.gpu.figures import Figure, replays
 from benchmarks.gpu.sizes import PEER, PEER_DATE
 from benchmarks.measured import is_current
 from benchmarks.record import RESULTS, ROOT
@@ -101,9 +100,8 @@ def at_least(figure: float, bar: float, unit: str = "") -> str:
 
 def rows() -> list[tuple[str, str, str]]:
     """Returns (name, figures with their bars, source) of every line of the page."""
-    turn, radix, planner, cuda = (result(name) for name in ("second_turn", "radix", "planner", "cuda_eager"))
+    turn, radix, planner = (result(name) for name in ("second_turn", "radix", "planner"))
     offline, serving = result("offline"), result("serving")
-    server = cuda["servers"][0]
     memory_mb = serving.get("rss_mb", [serving["found"]["api_rss_mb"]])
     match = radix["results"][0]
     ratios = [each["second_turn_ms"] / each["second_turn_uncached_ms"] for each in turn["rounds"]]
@@ -154,11 +152,6 @@ def rows() -> list[tuple[str, str, str]]:
         *soak(),
         *tiers(),
         *gpu(),
-        (
-            "hiserve-nano's server on a GPU, eager: throughput at 128 streams; time to first token of the second turn",
-            f"{server['loads'][-1]['tokens_per_s']:.0f} tokens/s; {server['turns'][1]['ttft_ms']:.0f} ms",
-            source(cuda),
-        ),
     ]
 
 

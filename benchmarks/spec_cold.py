@@ -23,8 +23,7 @@ import torch
 
 from benchmarks.gpu.sizes import FULL, LARGE, SEED, SPEC_SHAPES
 from benchmarks.record import RESULTS, Record
-from benchmarks.widen.heads import widen_head, write_head
-from benchmarks.widen.target import widen, write
+from benchmarks.widen.checkpoint import widen, widen_head, write, write_head
 from hiserve import LLM, SamplingParams
 from hiserve.bench.options import SweepOptions
 from hiserve.bench.spec.spec_prompts import read_prompts

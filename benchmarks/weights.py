@@ -2,7 +2,7 @@
 
 Usage: ``python -m benchmarks.weights OUT.json COMMIT [--gib 2] [--device cpu|cuda] [--folder /tmp] [--rounds 5]``. A
 checkpoint of the Llama-8B shape is written with as many layers as the size asks for. In turns, in one run: ``dd`` over the
-files; one tensor at a time through a mapping, in the order of a set, as hiserve read until issue 16; and ``load_parameters``.
+files; a plain read into fresh memory; and ``load_parameters``.
 Cold means that the pages of the files are dropped (posix_fadvise DONTNEED) and that the kernel says how much came from the
 disk. Bars: at least 0.8 of ``dd`` cold; from the cache at least 0.8 of a copy from pinned memory on CUDA, and on a CPU of a
 plain read into fresh memory, for ``dd`` fills one buffer again and again.
@@ -23,7 +23,6 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from benchmarks.gpu.ceilings import link_rates
@@ -108,24 +107,6 @@ def into_fresh_memory(files: list[Path]) -> None:
                 begin += count
 
 
-def one_by_one(files: list[Path], shape: ModelConfig, device: torch.device) -> None:
-    """Reads as hiserve did before: each tensor by a blocking copy, in the order of a set."""
-    places = {piece.source: (name, piece) for name, pieces in parameter_table(shape).items() for piece in pieces}
-    parameters: dict[str, torch.Tensor] = {}
-    for name, pieces in parameter_table(shape).items():
-        rows, first = sum(piece.num_rows for piece in pieces), pieces[0].shape
-        parameters[name] = torch.empty(
-            (rows,) if len(first) == 1 else (rows, first[-1]), dtype=torch.bfloat16, device=device
-        )
-    for path in files:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            for source in set(file.keys()) & places.keys():
-                name, piece = places[source]
-                target = parameters[name][piece.start : piece.start + piece.num_rows]
-                target.copy_(file.get_tensor(source).view(target.shape))
-    settle(device)
-
-
 def settle(device: torch.device) -> None:
     """Waits until a device has done everything."""
     if device.type == "cuda":
@@ -139,7 +120,6 @@ def measure(folder: Path, shape: ModelConfig, device: torch.device, rounds: int)
     ways: dict[str, Callable[[], object]] = {
         "dd": lambda: dd(files),
         "fresh": lambda: into_fresh_memory(files),
-        "one by one": lambda: one_by_one(files, shape, device),
         "hiserve": lambda: (load_parameters(folder, shape, torch.bfloat16, device, "auto"), settle(device)),
     }
     found: dict[str, Any] = {
@@ -191,8 +171,6 @@ def main() -> int:
     ratios = {
         "cold against dd": medians["cold"]["hiserve"] / medians["cold"]["dd"],
         "cached against the limit": medians["cached"]["hiserve"] / limit,
-        "cold against one by one": medians["cold"]["hiserve"] / medians["cold"]["one by one"],
-        "cached against one by one": medians["cached"]["hiserve"] / medians["cached"]["one by one"],
     }
     is_met = all(ratios[name] >= BAR for name in ("cold against dd", "cached against the limit"))
     command = f"python -m benchmarks.weights OUT.json COMMIT --gib {options.gib:g} --device {options.device}"

@@ -78,7 +78,6 @@ _LEFT_OUT = tuple(f"--ignore={file}" for files in _FILES.values() for file in fi
 JOBS = (
     Job("suite_gpu_compiling", _suite(*_FILES["compiling"]), 185, None),
     Job("first_seconds", _bench("first_seconds", "--piece-mib", "64", "16"), 250),
-    Job("verify_long", _bench("verify_long"), 165),
     Job("bare_start", _bench("bare_start"), 220),
     Job("weights_gpu", _bench("weights", "--gib", "8", "--device", "cuda", "--rounds", "3"), 120, None),
     Job(

@@ -24,13 +24,11 @@ import torch
 from benchmarks.gpu import ceilings
 from benchmarks.gpu.driving import Bench, Part
 from benchmarks.gpu.figures import Figure, table
-from benchmarks.gpu.peers import measure_chats, measure_conversations, measure_peers
 from benchmarks.gpu.profiling import measure_profile
-from benchmarks.gpu.served import measure_http
 from benchmarks.gpu.sizes import FULL, LARGE, SEED, SMALL, TINY
 from benchmarks.gpu.spec import measure_spec
 from benchmarks.gpu.steps import measure_decode, measure_graphs, measure_overlap, measure_prefill
-from benchmarks.gpu.traffic import measure_traffic
+from benchmarks.gpu.workloads import measure_chats, measure_conversations, measure_http, measure_peers, measure_traffic
 from benchmarks.measured import SERVER
 from benchmarks.record import Record, gpu_parser
 

@@ -1,10 +1,11 @@
-"""What a step must read and compute at least, from a model's shape."""
+"""The least that a step, and a cycle of drafting and verifying, must read and compute, from a model's shape."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from hiserve.config.options import DTYPE_BYTES
+from hiserve.models.draft_config import DraftConfig
 from hiserve.models.model_config import ModelConfig
 
 
@@ -44,3 +45,71 @@ class Limits:
     def prefill_flop(self, num_tokens: int) -> int:
         """Operations of one prompt: the products of the layers, and causal attention."""
         return 2 * self.linear_params * num_tokens + 2 * self.attention_width * num_tokens**2
+
+
+@dataclass(frozen=True)
+class CycleLimits:
+    """Sizes of a model and of a head that drafts for it; all weights of one type.
+
+    Attributes:
+        model: Of a plain step.
+        element: Bytes of a weight.
+        head_params: Of the model's output head.
+        fuse_params: Of what joins the states that the head sees, once a cycle.
+        layer_params: Of the head's layer, read by each of its forwards.
+        draft_head_params: Of the output head that it speaks by, likewise.
+    """
+
+    model: Limits
+    element: int
+    head_params: int
+    fuse_params: int
+    layer_params: int
+    draft_head_params: int
+
+    @classmethod
+    def of(cls, model: ModelConfig, draft: DraftConfig, dtype: str, draft_vocab_size: int) -> CycleLimits:
+        """Returns those of an EAGLE-3 head, or of an MTP head, which speaks by the model's output head."""
+        table, own_table = model.vocab_size * model.hidden_size, draft_vocab_size * draft.feature_size
+        is_eagle = draft.kind == "eagle3"
+        fused = len(draft.aux_layers) * model.hidden_size * draft.feature_size if is_eagle else 0
+        return cls(
+            model=Limits.of(model, dtype),
+            element=DTYPE_BYTES[dtype],
+            head_params=table,
+            fuse_params=fused,
+            layer_params=draft.num_params - fused - (own_table if is_eagle else 0),
+            draft_head_params=own_table,
+        )
+
+    def cost(self, rows: int, num_draft: int, context: float, ceilings: dict[str, float]) -> float:
+        """Returns the least cost of a cycle, in plain steps; 1 without drafts.
+
+        Args:
+            rows: Of the batch.
+            num_draft: Drafts of each.
+            context: Tokens that each attends over.
+            ceilings: Of the machine: bytes and operations per second.
+        """
+        if not num_draft:
+            return 1.0
+        cycle_s = self._step_s(rows, 1 + num_draft, context, ceilings) + self._drafts_s(rows, num_draft, ceilings)
+        return cycle_s / self._step_s(rows, 1, context, ceilings)
+
+    def _step_s(self, rows: int, tokens: int, context: float, ceilings: dict[str, float]) -> float:
+        """Seconds of a forward of the model over so many tokens of each row, all of which have logits."""
+        rate, flop = ceilings["copy_bytes_per_s"], ceilings["matmul_flop_per_s"]
+        products = 2 * (self.model.linear_params + self.head_params) * rows * tokens
+        return max(self.model.weight_bytes / rate, products / flop) + rows * context * self.model.kv_bytes / rate
+
+    def _drafts_s(self, rows: int, num_draft: int, ceilings: dict[str, float]) -> float:
+        """Seconds of all draft forwards: one over what was verified and the token behind it, the others over a token a row."""
+        rate, flop = ceilings["copy_bytes_per_s"], ceilings["matmul_flop_per_s"]
+
+        def product_s(params: int, tokens: int) -> float:
+            return max(self.element * params / rate, 2 * params * tokens / flop)
+
+        layers_s = product_s(self.layer_params, rows * (num_draft + 2))
+        layers_s += (num_draft - 1) * product_s(self.layer_params, rows)
+        fuse_s = product_s(self.fuse_params, rows * (num_draft + 1))
+        return fuse_s + layers_s + num_draft * product_s(self.draft_head_params, rows)

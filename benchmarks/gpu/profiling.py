@@ -64,7 +64,9 @@ def timed_calls(drive: Drive) -> Iterator[dict[str, list[float]]]:
     """Gives the seconds of every call that an engine's step makes; ``wait`` is for a step's result."""
     engine: Any = drive.engine
     planner, executor = engine._planner, engine._executor
-    calls: dict[str, list[float]] = {name: [] for name in ("plan", "submit", "wait", "commit", "settle", "take_report")}
+    calls: dict[str, list[float]] = {
+        name: [] for name in ("plan", "submit", "wait", "commit", "complete_transfers", "take_report")
+    }
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*arguments: Any) -> Any:
@@ -82,7 +84,9 @@ def timed_calls(drive: Drive) -> Iterator[dict[str, list[float]]]:
         future.result = timed("wait", future.result)
         return future
 
-    wrapped = {name: timed(name, getattr(planner, name)) for name in ("plan", "commit", "settle", "take_report")}
+    wrapped = {
+        name: timed(name, getattr(planner, name)) for name in ("plan", "commit", "complete_transfers", "take_report")
+    }
     before = executor.submit
     vars(planner).update(wrapped)
     executor.submit = watched_submit

@@ -16,10 +16,9 @@ import torch
 
 from benchmarks.gpu.driving import Bench, Part
 from benchmarks.gpu.figures import Figure
+from benchmarks.gpu.limits import CycleLimits
 from benchmarks.gpu.sizes import BARS, SEED, SPEC_SHAPES, SpecSizes
-from benchmarks.gpu.spec_limits import CycleLimits
-from benchmarks.widen.heads import bundled_heads, widen_head, write_head
-from benchmarks.widen.target import widen, write
+from benchmarks.widen.checkpoint import bundled_heads, widen, widen_head, write, write_head
 from hiserve import LLM
 from hiserve.bench.options import SweepOptions
 from hiserve.bench.spec.engine import BatchResult, Tokens, run_batch

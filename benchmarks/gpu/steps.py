@@ -7,8 +7,8 @@ import statistics
 from benchmarks.gpu.driving import Batch, Bench, Part, decode, run
 from benchmarks.gpu.figures import Figure
 from benchmarks.gpu.limits import Limits
-from benchmarks.gpu.peers import against_peer
 from benchmarks.gpu.sizes import BARS, LARGE, PEER_PREFILL_TOKENS_PER_S, SMALL, DecodeCase
+from benchmarks.gpu.workloads import against_peer
 
 
 def measure_decode(bench: Bench, shape: str) -> Part:

@@ -3,12 +3,7 @@
 Usage: ``python -m benchmarks.kernels.attention OUT.json COMMIT [--heads 32 8 128] [--tiny]``. Batches of one width are timed as
 a graph over all layers, which could hold rows of ``GRAPH_MAX_LEN`` tokens, as those of the engine; others by events, layer by
 layer. The limit is the longer of reading all keys and values once at the rate of a copy, and of all products at the rate of a
-matrix product. Bars: Triton at least 0.8 of FlashInfer where a case says so.
-
-A choice between backends for rows that decode or verify needs more than their kernels: who needs lengths from the host makes a
-schedule before each replay. So ``choices`` lists, shape by shape, what a step takes of the device (all layers) and of the host
-(that schedule), who is faster where the schedule is hidden behind the step before, and where it is not: with drafts it cannot be,
-for no step is planned ahead then. ``--tiny`` runs small cases on the CPU, as a test of this file.
+matrix product. Bars: Triton at least 0.8 of FlashInfer where a case says so. ``--tiny`` runs small cases on the CPU, as a test of this file.
 """
 
 from __future__ import annotations
@@ -16,7 +11,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -24,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import ceilings
-from benchmarks.gpu.ceilings import clocked, median_s, recorded
+from benchmarks.gpu.ceilings import median_s, recorded
 from benchmarks.gpu.figures import Figure, table
 from benchmarks.record import Record, gpu_parser
 from hiserve.attention.backends import fitting_backends, open_attention
@@ -37,7 +31,6 @@ SEED = 20261121
 PAGE_SIZE = 16
 GRAPH_MAX_LEN = 9216  # tokens of the longest row that a graph must do
 BAR = 0.8
-NUM_SCHEDULES = 20
 MAX_DIFFERENCE = 0.02  # of bfloat16 outputs, relative
 
 
@@ -140,27 +133,10 @@ def seconds(batch: Batch, attention: Attention, case: Case, num_layers: int, dev
     return median_s(device, recorded(step) if is_graph else step, 10) / num_layers
 
 
-def schedule_s(batch: Batch, attention: Attention, device: str) -> float:
-    """Median seconds of the host that each replay waits for; none where lengths are read on the device."""
-    if not attention.needs_host_lengths:
-        return 0.0
-
-    def idle() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    took = []
-    for _ in range(NUM_SCHEDULES):
-        idle()  # to wait for the device is no work of the host
-        took.append(clocked(lambda: attention.plan(batch.inputs)))
-    return median(took)
-
-
 def measure(case: Case, batch: Batch, shape: AttentionShape, names: Sequence[str], device: str) -> dict[str, Any]:
     """Times every backend on a case, and compares what they compute with the first one's."""
     found: dict[str, Any] = {
         "seconds": {},
-        "schedule_s": {},
         "differences": {},
         "errors": {},
         "flop": batch.flop,
@@ -177,8 +153,6 @@ def measure(case: Case, batch: Batch, shape: AttentionShape, names: Sequence[str
             expected = out if expected is None else expected
             found["differences"][name] = float((out - expected).norm() / expected.norm())
             found["seconds"][name] = seconds(batch, attention, case, shape.num_layers, device)
-            if case.is_even:
-                found["schedule_s"][name] = schedule_s(batch, attention, device)
         except Exception:  # noqa: BLE001 - the other backends and cases are worth having
             found["errors"][name] = traceback.format_exc()
             print(f"{case.name}, {name}: {found['errors'][name][-400:]}", flush=True)
@@ -198,35 +172,6 @@ def figures(case: Case, found: dict[str, Any], limits: dict[str, float]) -> list
         name = f"{case.name}, triton over flashinfer"
         lines.append(Figure(name, 1e6 * times.get("triton", 0.0), "us", ratio, BAR, "FlashInfer"))
     return lines
-
-
-def choice(case: Case, found: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """Returns what a step of rows of one width takes with each backend, and who is faster."""
-    device_s = {name: num_layers * took for name, took in found["seconds"].items()}
-    exposed_s = {name: took + found["schedule_s"][name] for name, took in device_s.items()}
-    hidden_s = {name: max(took, found["schedule_s"][name]) for name, took in device_s.items()}
-    return {
-        "case": case.name,
-        "rows": len(case.rows),
-        "width": case.rows[0][1],
-        "context": sum(case.rows[0]),
-        "device_s": device_s,
-        "schedule_s": found["schedule_s"],
-        "fastest_if_hidden": min(hidden_s, key=hidden_s.__getitem__, default=None),
-        "fastest_if_exposed": min(exposed_s, key=exposed_s.__getitem__, default=None),
-    }
-
-
-def table_of(choices: Sequence[dict[str, Any]]) -> str:
-    """Returns a line for each choice: milliseconds of the device, and of the host before it."""
-    lines = [f"{'a step of all layers, ms (+ schedule)':<28} {'fastest, hidden':<16} {'exposed':<12} by backend"]
-    for each in choices:
-        times = ", ".join(
-            f"{name} {1e3 * took:.3f} (+ {1e3 * each['schedule_s'][name]:.3f})"
-            for name, took in each["device_s"].items()
-        )
-        lines.append(f"{each['case']:<36} {each['fastest_if_hidden']!s:<16} {each['fastest_if_exposed']!s:<12} {times}")
-    return "\n".join(lines)
 
 
 def main() -> int:
@@ -254,7 +199,6 @@ def main() -> int:
         "seed": SEED,
         "heads": heads,
         "figures": [],
-        "choices": [],
         "cases": {},
     }
     num_pages = 1 + max(sum(-(-(cached + new) // PAGE_SIZE) for cached, new in case.rows) for case in cases)
@@ -268,10 +212,8 @@ def main() -> int:
             batch = Batch(case, shape, pool, num_pages, device)
             found = result["cases"][case.name] = measure(case, batch, shape, names, device)
             result["figures"] += [asdict(figure) for figure in figures(case, found, result["ceilings"])]
-            result["choices"] += [choice(case, found, num_layers)] if case.is_even else []
             result.save()
     print(table(result["figures"]))
-    print(table_of(result["choices"]))
     worst = max(each for case in result["cases"].values() for each in case["differences"].values())
     print(f"largest relative difference between backends {worst:.2e} (at most {MAX_DIFFERENCE:g})")
     return int(worst > MAX_DIFFERENCE or any(case["errors"] for case in result["cases"].values()))

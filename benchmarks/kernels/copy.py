@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.gpu.ceilings import link_rates
 from benchmarks.record import Record
-from hiserve.cache.storage.cuda_transfer import MAX_DIRECT_PAGE_BYTES, CudaTransfers
+from hiserve.cache.storage.cuda_transfer import CudaTransfers
 from hiserve.cache.storage.device import DevicePool
 from hiserve.cache.storage.host import HostPool
 from hiserve.cache.storage.prefault import CudaRegistrar
@@ -46,7 +46,6 @@ def group(num_layers: int, num_kv_heads: int, head_dim: int) -> CacheGroupSpec:
 
 
 SHAPES = {"llama-8b": group(32, 8, 128), "nano": group(8, 2, 64)}  # 2 MiB and 64 KiB a page
-SIZES = [group(2, 2, 64), SHAPES["nano"], *(group(layers, 8, 128) for layers in (2, 4, 8, 16, 32))]  # from 16 KiB
 
 
 def ceiling() -> dict[str, float]:
@@ -58,7 +57,7 @@ def ceiling() -> dict[str, float]:
 class Bench:
     """Pools of one shape and an engine between them; ``start_s`` are the caller's seconds for each ``start`` of the last burst."""
 
-    def __init__(self, spec: CacheGroupSpec, num_bytes: int, max_direct_page_bytes: int) -> None:
+    def __init__(self, spec: CacheGroupSpec, num_bytes: int) -> None:
         self.page_bytes = PageLayout((spec,), PAGE_SIZE).page_bytes
         self.num_pages = num_bytes // self.page_bytes
         self.segment = Segment.anonymous(SegmentLayout(NAMESPACE, PAGE_SIZE, self.page_bytes, self.num_pages + 1))
@@ -73,7 +72,6 @@ class Bench:
             self.host,
             max_queued_bytes=1 << 40,
             max_store_bytes_per_s=1e15,
-            max_direct_page_bytes=max_direct_page_bytes,
         )
         self.start_s: list[float] = []
         self._op = 0
@@ -122,8 +120,8 @@ class Bench:
 
 
 @contextmanager
-def bench(spec: CacheGroupSpec, num_bytes: int, max_direct_page_bytes: int = MAX_DIRECT_PAGE_BYTES) -> Iterator[Bench]:
-    made = Bench(spec, num_bytes, max_direct_page_bytes)
+def bench(spec: CacheGroupSpec, num_bytes: int) -> Iterator[Bench]:
+    made = Bench(spec, num_bytes)
     try:
         yield made
     finally:
@@ -195,22 +193,6 @@ def measure_shape(subject: Bench, limits: dict[str, float]) -> dict[str, Any]:
     return figures
 
 
-def crossover(limits: dict[str, float], num_bytes: int) -> list[dict[str, Any]]:
-    """Both mechanisms over page sizes."""
-    rows = []
-    for spec in SIZES:
-        row: dict[str, Any] = {}
-        for mechanism, max_direct_page_bytes in (("kernel", 1 << 40), ("copy_engine", 0)):
-            with bench(spec, num_bytes, max_direct_page_bytes) as subject:
-                row["page_bytes"] = subject.page_bytes
-                for kind in DEVICE_KINDS:
-                    rate = subject.rate(lambda: subject.orders(kind, ORDER_BYTES))  # noqa: B023
-                    row[f"{mechanism}_{kind.name.lower()}"] = rate / limits[kind.name.lower()]
-        rows.append(row)
-        print({key: round(value, 3) for key, value in row.items()}, flush=True)
-    return rows
-
-
 def main() -> int:
     """Writes the result file; returns 1 if a bar is missed."""
     out, commit = Path(sys.argv[1]), sys.argv[2]
@@ -225,8 +207,6 @@ def main() -> int:
         rates = [figures[f"{kind.name.lower()}_anywhere"]["of_ceiling"] for kind in DEVICE_KINDS]
         result["is_within_bars"] &= min(rates) >= BARS[name]
         result.save()
-    result["crossover_of_ceiling"] = crossover(limits, 512 * MIB)
-    result.save()
     print("ceiling", limits, "within bars:", result["is_within_bars"])
     return 0 if result["is_within_bars"] else 1
 

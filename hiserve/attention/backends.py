@@ -186,7 +186,7 @@ def _open_fastest(
         their
     time, less in six of eight shapes, and 0.72 where 8 rows verified 4 tokens. But FlashInfer makes a schedule on the
     host before each step, from host lengths: with drafts no step could be planned ahead (``engine/build.py``), and rows
-    that decode beside prompts would have no graph (``ragged``). ``choices`` in that benchmark has the cost of a
+    that decode beside prompts would have no graph (``ragged``). ``choices`` in that file has the cost of a
     schedule for each shape. FlashInfer's kernels for Hopper compute prompts in 0.73 to 0.91 of Triton's time at each of
     the shapes measured.
     """

@@ -75,9 +75,8 @@ def test_speculation_is_measured_on_a_widened_model_with_real_heads() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("module", ["benchmarks.kernels.attention", "benchmarks.kernels.layers"])
-def test_every_case_of_a_kernel_benchmark_runs(module: str, tmp_path: Path) -> None:
-    result, _ = run(module, tmp_path / "out.json")
+def test_every_case_of_the_kernel_benchmark_runs(tmp_path: Path) -> None:
+    result, _ = run("benchmarks.kernels.attention", tmp_path / "out.json")
     assert len(result["figures"]) >= 8
     assert all(figure["value"] > 0 for figure in result["figures"])
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.recovery.death import pause_s
-from benchmarks.recovery.sizes import TINY
+from benchmarks.recovery import TINY, pause_s
 
 ROOT = Path(__file__).parents[2]
 

@@ -40,7 +40,7 @@ class CudaTransfers:
         max_queued_bytes: Offloads are dropped, and answered as failed, while more than this has not ended.
         max_store_bytes_per_s: Bound on the bandwidth of offloads.
         max_direct_page_bytes: Pages up to this size are copied by a kernel, larger ones by the copy engine. On
-            an H200 the kernel is faster up to 1 MiB, by 5 % there (``benchmarks/kernels/copy.py``), but slows forwards.
+            an H200 the kernel is faster up to 1 MiB, by 5 % there (``benchmarks/results/copy.json``), but slows forwards.
         staging_bytes: Memory on the device for large pages, both directions together.
         min_layer_bytes: Loads that a kernel copies may be split by layers of at least this size.
     """

@@ -11,12 +11,11 @@ import pytest
 
 from benchmarks import readme
 from benchmarks.gpu.driving import Bench
-from benchmarks.gpu.eligible import replays, share_of_eligible, share_replayed
-from benchmarks.gpu.figures import Figure, table
+from benchmarks.gpu.figures import Figure, replays, share_of_eligible, share_replayed, table
 from benchmarks.gpu.limits import Limits
-from benchmarks.gpu.peers import against_peer
 from benchmarks.gpu.profiling import NUM_STEPS, on_device
 from benchmarks.gpu.sizes import FULL, PEER_CEILINGS, TINY
+from benchmarks.gpu.workloads import against_peer
 from benchmarks.served import write_tokenizer
 from hiserve.ipc.messages import GateCounts
 from hiserve.models.builtin_shapes import shape_config

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 from safetensors.torch import load_file
 
-from benchmarks.gpu.limits import Limits
+from benchmarks.gpu.limits import CycleLimits, Limits
 from benchmarks.gpu.sizes import BARS, LARGE, TINY
 from benchmarks.gpu.spec import Held, adaptive, same_tokens
-from benchmarks.gpu.spec_limits import CycleLimits
-from benchmarks.widen.heads import bundled_heads
+from benchmarks.widen.checkpoint import bundled_heads
 from hiserve.bench.spec.equality import Equality
 from hiserve.models.builtin_shapes import shape_config
 from hiserve.models.draft_config import DraftKind, find_draft

@@ -34,6 +34,6 @@ def test_every_way_is_measured_cold_and_cached(tmp_path: Path, checkpoint: Model
     found = weights.measure(tmp_path, checkpoint, torch.device("cpu"), 2)
     for state in ("cold", "cached"):
         assert {way: len(samples) for way, samples in found[state].items()} == dict.fromkeys(
-            ("dd", "fresh", "one by one", "hiserve"), 2
+            ("dd", "fresh", "hiserve"), 2
         )
     assert found["files"] > 2

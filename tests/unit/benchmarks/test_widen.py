@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +16,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from benchmarks.drive import Drive
-from benchmarks.widen.__main__ import main
-from benchmarks.widen.heads import widen_head, write_head
-from benchmarks.widen.places import Places
-from benchmarks.widen.plan import head_bytes, largest_bytes, target_bytes
-from benchmarks.widen.target import Widened, parameters, widen, write, write_shards
+from benchmarks.widen.checkpoint import Widened, parameters, widen, widen_head, write, write_head, write_shards
+from benchmarks.widen.filler import Places
 from hiserve import LLM, SamplingParams
 from hiserve.models.builtin_shapes import SHAPES
 from hiserve.models.checkpoint import INDEX
@@ -291,16 +286,6 @@ def wide_of(shape: str) -> tuple[Widened, ModelConfig]:
     return made, made.config
 
 
-@pytest.mark.parametrize(("shape", "gib"), [("llama-8b", 14.96), ("qwen3-0.6b", 1.11)])
-def test_the_plan_of_a_shape_counts_its_parameters_once(shape: str, gib: float) -> None:
-    made, config = wide_of(shape)
-    parts = target_bytes(made, 2)
-    assert sum(parts.values()) == 2 * config.num_params
-    assert sum(parts.values()) / 2**30 == pytest.approx(gib, abs=0.01)
-    assert parts["extra layers"] / parts["layers that compute"] == config.num_layers / 8 - 1
-    assert largest_bytes(made, 2) == 2 * config.vocab_size * config.hidden_size
-
-
 @pytest.mark.parametrize("shape", ["llama-8b", "qwen3-0.6b"])
 def test_norms_of_the_large_shapes_are_exact_in_bfloat16(shape: str) -> None:
     made, config = wide_of(shape)
@@ -312,42 +297,18 @@ def test_norms_of_the_large_shapes_are_exact_in_bfloat16(shape: str) -> None:
     assert config.norm_eps == 1e-5 * 256 / config.hidden_size
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["widen", *map(str, words)])
-    main()
-
-
-def test_the_command_plans_an_8b_model_and_its_heads_and_writes_nothing(
-    tmp_path: Path,
-    heads: dict[DraftKind, Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    flags = [word for kind, folder in heads.items() for word in ("--head", f"{kind}={folder}")]
-    command(monkeypatch, "llama-8b", tmp_path / "out", "--plan", *flags)
-    told = capsys.readouterr().out
-    assert "parameters, in one copy        14.958 GiB" in told
+def test_heads_of_an_8b_model_have_its_sizes(heads: dict[DraftKind, Path]) -> None:
     wide = {kind: widen_head(wide_of("llama-8b")[0], folder) for kind, folder in heads.items()}
-    for kind, head in wide.items():
-        assert f"head {kind:23} {head_bytes(head, 2) / 2**30:8.3f} GiB" in told
     assert wide["eagle3"].shapes["lm_head.weight"] == (32_000, 4096)
     assert wide["mtp"].shapes["model.layers.32.eh_proj.weight"] == (4096, 8192)
-    assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("is_named", [False, True])
-def test_the_command_writes_heads_where_the_engine_finds_those_of_a_model(
-    is_named: bool, tmp_path: Path, heads: dict[DraftKind, Path], empty_folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_heads_are_written_where_the_engine_finds_those_of_a_model(
+    heads: dict[DraftKind, Path], empty_folder: Path
 ) -> None:
-    monkeypatch.setitem(SHAPES, "llama-8b", MINI)
-    model = tmp_path / "narrow"
-    shutil.copytree(FOLDER, model, ignore=shutil.ignore_patterns("eagle3", "mtp"))
-    if is_named:
-        flags = [f"--head=eagle3={heads['eagle3']}"]
-    else:
-        flags = []
-        shutil.copytree(heads["eagle3"], model / "eagle3")
-    command(monkeypatch, "llama-8b", empty_folder, "--model", model, "--device", "cpu", *flags)
+    made = widen(FOLDER, MINI, SEED)
+    write(made, torch.bfloat16, CPU, empty_folder)
+    write_head(made, widen_head(made, heads["eagle3"]), torch.bfloat16, CPU, empty_folder / "eagle3")
     found = find_draft("eagle3", None, empty_folder, read_model_config(empty_folder))
     assert (found.is_bundled, found.aux_layers, found.model.hidden_size) == (True, (1, 6, 10), 384)
     load_parameters(empty_folder, read_model_config(empty_folder), torch.bfloat16, CPU, "auto")
