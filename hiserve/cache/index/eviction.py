@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
-from functools import partial
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -20,9 +19,9 @@ MAX_OWNERS = 64  # with shares of their own; all others have one together
 MAX_IDLE_TURNOVERS = 32  # a tenant that sends nothing while the tier changes hands so often has no share any more
 
 STEPS = 2  # an offload that one step begins has ended when the step after the next takes pages
-# What is remembered of a large step fades by so much at each smaller one: for the least, the most. The least follows what
-# steps take closely: pages kept ready for longer cost more hits than the pages that a sudden large step loses.
-FADE = (1 / 2, 1 / 512)
+# The demand of a large step decays by these factors at each smaller step, for the least and the most spare pages. The least
+# decays fast: spare pages that are not taken cost more hits than the pages that a sudden large step loses.
+LEAST_KEPT, MOST_KEPT = 1 - 1 / 2, 1 - 1 / 512
 DEVICE_SHARE, HOST_SHARE = 4, 2  # of the pages of a tier, one in so many may be spare: both tiers hold them
 
 
@@ -78,7 +77,8 @@ class LeafHeap:
 
     def _counts(self, entry: tuple[Any, int, Node]) -> bool:
         rank, _, node = entry
-        return bool(self._rank(node) == rank) and self._is_victim(node)
+        is_current: bool = self._rank(node) == rank
+        return is_current and self._is_victim(node)
 
     def sweep(self) -> None:
         """Drops all entries that are out of date. O(n log n)."""
@@ -112,12 +112,10 @@ class OwnedHeaps:
         """Records that ``node`` became one of them, or changed its place. O(log n)."""
         heap = self._heaps.get(node.owner)
         if heap is None:
-            heap = self._heaps[node.owner] = LeafHeap(self._rank, partial(self._is_leaf_of, node.owner))
+            owner, is_victim = node.owner, self._is_victim
+            # A node may have another owner since (see ``CacheTiers.hand_over``).
+            heap = self._heaps[owner] = LeafHeap(self._rank, lambda leaf: leaf.owner == owner and is_victim(leaf))
         heap.add(node)
-
-    def _is_leaf_of(self, owner: bytes, node: Node) -> bool:
-        """Whether a node is one of them, and still the owner's (see ``Tiers.hand_over``)."""
-        return node.owner == owner and self._is_victim(node)
 
     def sweep(self) -> None:
         """Drops all entries that are out of date, and so the nodes that they keep from being freed. O(n log n)."""
@@ -281,7 +279,7 @@ class EvictionReserve:
         self._is_kept = is_kept
         self._on_change = on_change
         self._candidates = OwnedHeaps(eviction.age, lambda node: node.is_candidate)
-        self._demand = [0.0, 0.0]
+        self._least = self._most = 0.0  # pages that the next steps take
         self._num_seen = 0
         self.num_pages = 0
         self.num_taken = 0
@@ -289,12 +287,12 @@ class EvictionReserve:
     @property
     def num_short(self) -> int:
         """Pages that should be spare, or free, and are not: another page may go for them."""
-        return self._short(self._demand[0])
+        return self._short(self._least)
 
     @property
     def num_wanted(self) -> int:
         """Pages that should be spare if nothing has to go for them."""
-        return self._short(STEPS * self._demand[1])
+        return self._short(STEPS * self._most)
 
     def _short(self, wanted: float) -> int:
         most = min(self._pages.num_pages // DEVICE_SHARE, self._host_pages.num_ready // HOST_SHARE)
@@ -310,7 +308,8 @@ class EvictionReserve:
         num_taken = self.num_taken - self._num_seen
         self._num_seen = self.num_taken
         if num_taken:
-            self._demand = [max(num_taken, (1 - fade) * each) for fade, each in zip(FADE, self._demand, strict=True)]
+            self._least = max(num_taken, LEAST_KEPT * self._least)
+            self._most = max(num_taken, MOST_KEPT * self._most)
         return num_taken > 0
 
     def add(self, node: Node) -> None:

@@ -39,6 +39,7 @@ class PrefixLock:
     As a context manager it is released on the way out, unless ``detach`` handed it on.
 
     Attributes:
+        path_lock: The lock on its path.
         pages: int32 ``[p]``. Where the prefix lies on the device: the pages at the time of the lock and those loaded since,
             or the rest after a load failed.
         host_pages: int32 ``[h]``. What follows, on the host alone; must be loaded before anything is published.
@@ -47,12 +48,12 @@ class PrefixLock:
         is_open: Whether it still has to be released.
     """
 
-    __slots__ = ("_is_detached", "_path_lock", "_release", "host_pages", "is_open", "ops", "pages")
+    __slots__ = ("_is_detached", "_release", "host_pages", "is_open", "ops", "pages", "path_lock")
 
     def __init__(
         self, path_lock: PathLock, pages: Int32Array, host_pages: Int32Array, release: Callable[[PrefixLock], None]
     ) -> None:
-        self._path_lock = path_lock
+        self.path_lock = path_lock
         self._release = release
         self.pages = pages
         self.host_pages = host_pages
@@ -61,14 +62,9 @@ class PrefixLock:
         self._is_detached = False
 
     @property
-    def path_lock(self) -> PathLock:
-        """The lock on the path."""
-        return self._path_lock
-
-    @property
     def node(self) -> Node:
         """The last node of the locked prefix; ``insert`` moves it on."""
-        return self._path_lock.node
+        return self.path_lock.node
 
     def detach(self) -> PrefixLock:
         """Hands the lock to a longer-lived owner, who must release it."""

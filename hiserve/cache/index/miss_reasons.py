@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
@@ -39,51 +39,34 @@ class Miss:
     num_tokens: int
 
 
-class RecentDigests:
-    """Remembers the last so many digests.
+class LostPages:
+    """The digests of the last ``max_digests`` pages that left the cache.
 
-    Args:
-        max_digests: How many.
+    Attributes:
+        awaited: Digests of cached pages that wait for their copy to a store.
+        num_awaited_lost: Pages that left while they waited.
     """
 
     def __init__(self, max_digests: int = MAX_LOST) -> None:
         self._max_digests = max_digests
-        self._digests: dict[bytes, None] = {}
-
-    def __contains__(self, digest: bytes) -> bool:
-        """Whether the digest was added and not forgotten since."""
-        return digest in self._digests
-
-    def __len__(self) -> int:
-        """Returns the number of remembered digests."""
-        return len(self._digests)
-
-    def add(self, digests: Iterable[bytes]) -> None:
-        """Remembers digests, and forgets the oldest ones when there are too many."""
-        for digest in digests:
-            self._digests.pop(digest, None)
-            self._digests[digest] = None
-            if len(self._digests) > self._max_digests:
-                del self._digests[next(iter(self._digests))]
-
-
-class LostPages(RecentDigests):
-    """The last so many pages that left the cache, and a count of those that a store was to have.
-
-    Attributes:
-        awaited: Pages that are cached and wait to be copied to a store.
-        num_awaited_lost: Pages that left while they waited.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
+        self._digests: dict[bytes, None] = {}  # oldest first
         self.awaited: set[bytes] = set()
         self.num_awaited_lost = 0
 
-    def add(self, digests: Iterable[bytes]) -> None:
-        """Takes in that pages left the cache."""
-        digests = list(digests)
-        super().add(digests)
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._digests
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def add(self, digests: list[bytes]) -> None:
+        """Remembers pages that left the cache, and forgets the oldest ones above ``max_digests``."""
+        known = self._digests
+        for digest in digests:
+            known.pop(digest, None)
+            known[digest] = None
+            if len(known) > self._max_digests:
+                del known[next(iter(known))]
         if self.awaited:
             lost = self.awaited.intersection(digests)
             self.awaited -= lost
@@ -96,7 +79,7 @@ def explain(
     key: bytes,
     *,
     num_used: int,
-    lost: RecentDigests,
+    lost: LostPages,
     is_arriving: Callable[[bytes], bool],
     is_in_store: bool,
 ) -> Miss:

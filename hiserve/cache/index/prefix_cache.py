@@ -99,10 +99,11 @@ class PrefixCache:
         self._removal = SubtreeRemoval(self.tiers, self.locks, self.ops)
         self.store_sync = StoreSync(self.tiers, self.locks, self.ops)
         self.uploads = Uploads(self.tiers, self.locks, self.ops, max_upload_pages)
-        uploads = self.uploads if host_admission is HostAdmission.SELECTIVE else None
-        self.transfers = Transfers(self.tiers, self.locks, self.ops, self._removal, uploads)
+        uploads = self.uploads if max_upload_pages else None
+        offloaded, inserted = (uploads, None) if host_admission is HostAdmission.SELECTIVE else (None, uploads)
+        self.transfers = Transfers(self.tiers, self.locks, self.ops, self._removal, offloaded)
         admission = host_admission if self._has_host else None
-        self._prefixes = Prefixes(namespace, self.tiers, self.locks, self.ops, self.transfers, self.uploads, admission)
+        self._prefixes = Prefixes(namespace, self.tiers, self.locks, self.ops, self.transfers, inserted, admission)
         self.page_owner = self.device.pages.owner
         self.num_arrived = self.transfers.num_arrived
 

@@ -50,7 +50,7 @@ class Prefixes:
         locks: Every lock.
         ops: The copies in flight.
         transfers: Queues new and used pages for their offload.
-        uploads: Is offered every inserted page that the host admission writes through.
+        uploads: Is offered every inserted page; None without a store, or where it is offered offloaded pages.
         host_admission: Which pages are offloaded; None without a host tier.
     """
 
@@ -61,7 +61,7 @@ class Prefixes:
         locks: Locks,
         ops: TransferOps,
         transfers: Transfers,
-        uploads: Uploads,
+        uploads: Uploads | None,
         host_admission: HostAdmission | None,
     ) -> None:
         self._namespace = namespace
@@ -127,10 +127,11 @@ class Prefixes:
         moved: list[Int32Array] = []
         done = 0
         while done < canonical.size:
-            children = lock.node.children
+            children = lock.path_lock.node.children
             child = children.get(key[done * page_bytes : (done + 1) * page_bytes]) if children else None
             if child is None:
-                self._insert_pages(lock, key[done * page_bytes :], canonical[done:], step)
+                rest = canonical[done:] if done else canonical
+                self._insert_pages(lock, key[done * page_bytes :], rest, step)
                 break
             if child.device_ready_op:
                 canonical = canonical[:done]
@@ -188,21 +189,22 @@ class Prefixes:
         return self._tree.split(node, node.num_pages - num_beyond) if num_beyond else node
 
     def _insert_pages(self, lock: PrefixLock, key: bytes, pages: Int32Array, step: int) -> None:
-        path_lock = lock.path_lock
-        node = path_lock.node
-        is_chosen = self._offloads_hits and node.is_wanted  # what is new below it was not used twice
+        path_lock, tiers, device = lock.path_lock, self._tiers, self._device
+        node, count = path_lock.node, pages.size
+        is_chosen = self._offloads_hits and node.is_wanted  # a new page below it was not used twice
         in_place = not is_chosen and node.priority == path_lock.priority
-        end, _ = self._tree.extend(node, key, pages, in_place=in_place)
+        end = self._tree.extend(node, key, pages, in_place=in_place)
         if end is not node:
             end.num_locks = 1
             end.priority = path_lock.priority
             path_lock.node = end
-            self._tiers.clock += 1
+            tiers.clock += 1
             self._locks.touch(end)
-        self._device.shares.charge(end.owner, pages.size)
         end.written_step = step
-        self._device.insert(end, end.num_pages - pages.size)
-        self._tiers.tree_epoch += 1
+        device.shares.charge(end.owner, count)
+        device.insert(end, end.num_pages - count)
+        tiers.tree_epoch += 1
         if self._writes_through:
             self._transfers.enqueue(end)
-            self._uploads.offer(end, end.digests[-pages.size :])
+            if self._uploads is not None:
+                self._uploads.offer(end, end.digests[-count:])

@@ -153,7 +153,7 @@ class Node:
             self.host_pages.size > 0
             and self.pages.size > 0
             and self.num_host_children == self.num_host_locks == 0
-            and not self.pending_op
+            and not (self.device_ready_op or self.host_ready_op)
         )
 
     @property
@@ -316,27 +316,24 @@ class RadixTree:
         node.parent.children[node.key[: self.page_bytes]] = node
         clear(parent)
 
-    def extend(self, node: Node, key: bytes, pages: Int32Array, *, in_place: bool = True) -> tuple[Node, list[bytes]]:
+    def extend(self, node: Node, key: bytes, pages: Int32Array, *, in_place: bool = True) -> Node:
         """Adds device pages below ``node``; they must not be there yet.
 
         A leaf that only the caller has locked, and that is on the device alone, grows ``in_place`` if it may;
-        otherwise a child is made.
-
-        Returns:
-            The node that ends with the new pages, and the new pages' digests.
+        otherwise a child is made. Returns the node that ends with the new pages.
         """
-        digests = self._link(node.digests[-1], key, self.page_size)
-        assert len(digests) == pages.size > 0, f"{pages.size} pages for a key of {len(key)} bytes"
-        grows = in_place and not node.children and node.num_locks == 1 and not node.is_root
-        is_plain = not node.host_pages.size and not node.device_ready_op
-        if grows and is_plain and node.num_pages + pages.size <= MAX_NODE_PAGES:
+        digests, count = self._link(node.digests[-1], key, self.page_size), pages.size
+        assert len(digests) == count > 0, f"{count} pages for a key of {len(key)} bytes"
+        may_grow = in_place and node.num_locks == 1 and node.parent is not None and not node.children
+        is_plain = not (node.host_pages.size or node.device_ready_op)
+        if may_grow and is_plain and node.num_pages + count <= MAX_NODE_PAGES:
             node.key += key
             node.pages = np.concatenate((node.pages, pages))
             node.digests += digests
-            node.num_pages += pages.size
-            return node, digests
+            node.num_pages += count
+            return node
         node.num_device_children += 1
-        return self.add_child(Node(key, pages.copy(), digests, node)), digests
+        return self.add_child(Node(key, pages.copy(), digests, node))
 
     def add_child(self, child: Node) -> Node:
         """Links a new node below its parent, and returns it."""

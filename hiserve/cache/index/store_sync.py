@@ -259,9 +259,7 @@ class Uploads:
         return self._tiers.lost.num_awaited_lost + self.num_not_staged
 
     def offer(self, end: Node, digests: list[bytes]) -> None:
-        """Takes in new pages, the last ones down to the end of a node; without a store nothing happens."""
-        if not self._max_pages:
-            return
+        """Takes in new pages: the last ones of the path that ends with a node."""
         self._awaited.update(digests)
         self._queue[end] = None
         self._stuck_at = -1

@@ -72,18 +72,19 @@ class TierPages:
 
     def insert(self, node: Node, start: int = 0) -> None:
         """Records that the pages of a node, from the one at ``start`` on, can be read here."""
-        self.events.publish(node.digests[start:])
-        self.notify(node, start)
+        digests = node.digests[start:] if start else node.digests
+        self.events.publish(digests)
+        if self._listener is not None:
+            self.notify(node, start)
 
     def notify(self, node: Node, start: int = 0) -> None:
-        """Reports the pages of a node to the listener alone."""
-        if self._listener is not None:
-            assert node.parent is not None
-            parent = None if node.parent.is_root else node.parent.digests[-1]
-            if start:
-                parent = node.digests[start - 1]
-            key = node.key[start * len(node.key) // node.num_pages :]
-            self._listener.stored(self._tier, parent, node.digests[start:], key)
+        """Reports the pages of a node, from the one at ``start`` on, to the listener alone."""
+        assert self._listener is not None and node.parent is not None
+        parent = None if node.parent.is_root else node.parent.digests[-1]
+        if start:
+            parent = node.digests[start - 1]
+        key = node.key[start * len(node.key) // node.num_pages :]
+        self._listener.stored(self._tier, parent, node.digests[start:], key)
 
     def remove(self, digests: list[bytes]) -> None:
         """Records that pages cannot be read here any more."""

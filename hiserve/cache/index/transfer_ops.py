@@ -101,8 +101,8 @@ class TransferOps:
 
     def end(self, number: int) -> TransferOp:
         """Forgets an op that reads and writes no more, each exactly once, and frees the pages that waited for its end."""
-        assert number in self._ops, f"op {number} is not in flight; {self._last} were begun"
-        op = self._ops.pop(number)
+        op = self._ops.pop(number, None)
+        assert op is not None, f"op {number} is not in flight; {self._last} were begun"
         self.num_loads -= op.kind is CopyKind.LOAD
         self.num_in_flight[op.kind] -= op.host_pages.size
         for pages in op.deferred_frees:

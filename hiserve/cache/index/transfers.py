@@ -30,7 +30,7 @@ class Transfers:
         locks: Keep the nodes of a copy where they are.
         ops: The copies in flight.
         removal: Takes out nodes that failed to load.
-        uploads: Is offered offloaded pages; None where it is offered inserted ones.
+        uploads: Is offered offloaded pages; None without a store, or where it is offered inserted pages.
 
     Attributes:
         num_arrived: By kind, LOAD and OFFLOAD: pages that can be found where they were copied to.
@@ -78,6 +78,8 @@ class Transfers:
 
     def enqueue(self, node: Node) -> None:
         """Queues a node and its ancestors for offload, if the host lacks them."""
+        if node.is_queued and node.is_wanted and node.num_pages:
+            return  # the most frequent case
         node = _surviving(node)
         step: Node | None = node
         while step is not None and step.num_pages and not step.host_pages.size and not step.is_wanted:
@@ -226,10 +228,14 @@ class Transfers:
         pages = chain[0].pages if len(chain) == 1 else np.concatenate([node.pages for node in chain])
         host_pages = tiers.allocate_host(pages.size)
         op = self._ops.begin(CopyKind.OFFLOAD, self._locks.lock(chain[-1], is_use=False), host_pages, pages)
-        start = 0
+        start = after_step = 0
+        digests: list[bytes] = []
         for node in chain:
-            tiers.put_on_host(node, host_pages[start : start + node.num_pages].copy(), op.number)
-            start += node.num_pages
+            end = start + node.num_pages
+            tiers.put_on_host(node, host_pages[start:end].copy(), op.number)
+            digests += node.digests
+            after_step = max(after_step, node.written_step)
+            start = end
         if chain[-1] is not last:
             self._block(last, op)
         parent = chain[0].parent
@@ -239,10 +245,9 @@ class Transfers:
             pages=host_pages,
             namespace=root.digests[0],
             parent=parent.digests[-1],
-            digests=[digest for node in chain for digest in node.digests],
-            key=b"".join(node.key for node in chain),
+            digests=digests,
+            key=b"".join([node.key for node in chain]),
         )
-        after_step = max(node.written_step for node in chain)
         return PageCopy(op.number, CopyKind.OFFLOAD, pages, host_pages, after_step, run)
 
     def _leading(self, chain: list[Node], room: int) -> list[Node]:

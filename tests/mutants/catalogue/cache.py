@@ -37,8 +37,8 @@ with radix.RadixTree.split, test_prefix_cache.test_a_lock_holds_across_splits_of
     pass
 with eviction.LeafHeap._counts, test_eviction.test_what_is_locked_has_children_or_is_gone_is_passed_over:
     "INV 6: a locked leaf is evicted"
-    bool(self._rank(node) == rank) and self._is_victim(node)
-    bool(self._rank(node) == rank)
+    is_current and self._is_victim(node)
+    is_current
 with prefixes.Prefixes.root, test_prefix_cache.test_tenants_and_namespaces_do_not_see_each_other:
     "INV 7, TC-70: tenants share cached pages"
     namespace_digest(self._namespace, tenant)
@@ -71,10 +71,10 @@ with eviction.TenantShares.next, test_tenant_shares:
     "INV 70: tenants have no share of a tier"
     len(self._held) <= 1
     len(self._held) <= 1000
-with eviction.OwnedHeaps._is_leaf_of, test_tenant_shares.test_what_was_adopted_counts_for_its_tenant_from_its_first_request_on:
+with eviction.OwnedHeaps.add, test_tenant_shares.test_what_was_adopted_counts_for_its_tenant_from_its_first_request_on:
     "INV 70: an adopted page counts for its former owner"
-    node.owner == owner and self._is_victim(node)
-    self._is_victim(node)
+    leaf.owner == owner and is_victim(leaf)
+    is_victim(leaf)
 with (
     tiers.CacheTiers.make_host_room,
     test_tiers.test_what_the_device_has_too_leaves_the_host_first_and_what_was_used_last_before_the_others,

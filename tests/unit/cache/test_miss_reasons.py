@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hiserve.cache.index.miss_reasons import Miss, RecentDigests
+from hiserve.cache.index.miss_reasons import LostPages, Miss
 from hiserve.cache.index.prefix_cache import MissReason, PrefixCache, Tier
 from hiserve.cache.index.radix import RadixTree
 from hiserve.core.digest import pack_tokens
@@ -161,7 +161,7 @@ def test_a_namespace_without_pages_is_told_apart_but_not_what_others_hold(cache:
 
 
 def test_only_so_many_digests_are_remembered() -> None:
-    recent = RecentDigests(3)
+    recent = LostPages(3)
     recent.add([b"a", b"b", b"c"])
     recent.add([b"a", b"d"])
     assert len(recent) == 3

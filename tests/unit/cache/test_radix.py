@@ -19,8 +19,7 @@ def key(*pages: int) -> bytes:
 
 def grown(tree: RadixTree, parent: Node, *pages: int, at: int = 1) -> Node:
     """Adds a run below ``parent`` whose pages lie at ``at`` and on."""
-    node, _ = tree.extend(parent, key(*pages), np.arange(at, at + len(pages), dtype=np.int32))
-    return node
+    return tree.extend(parent, key(*pages), np.arange(at, at + len(pages), dtype=np.int32))
 
 
 @pytest.fixture
@@ -97,8 +96,8 @@ def test_a_split_leaves_pages_on_both_sides(tree: RadixTree, root: Node, num_pag
 
 def test_digests_go_on_from_the_parent(tree: RadixTree, root: Node) -> None:
     upper = grown(tree, root, 11, 12)
-    _, digests = tree.extend(upper, key(13), np.array([3], dtype=np.int32))
-    assert upper.digests + digests == chain(b"namespace", key(11, 12, 13), PAGE_SIZE)
+    lower = tree.extend(upper, key(13), np.array([3], dtype=np.int32))
+    assert upper.digests + lower.digests == chain(b"namespace", key(11, 12, 13), PAGE_SIZE)
 
 
 def test_a_leaf_that_only_the_caller_holds_grows_in_place(tree: RadixTree, root: Node) -> None:
@@ -150,7 +149,7 @@ def test_extending_needs_a_page_for_each_page_of_the_key(tree: RadixTree, root: 
 
 def test_the_tree_keeps_no_view_of_the_callers_pages(tree: RadixTree, root: Node) -> None:
     pages = np.array([1, 2], dtype=np.int32)
-    node, _ = tree.extend(root, key(11, 12), pages)
+    node = tree.extend(root, key(11, 12), pages)
     pages[:] = 0
     assert node.pages.tolist() == [1, 2]
 
