@@ -92,7 +92,7 @@ def create_app(
     app.router.redirect_slashes = False
     # From the inside out: what is added last sees a request first.
     app.add_middleware(BodyLimit, max_bytes=server.max_request_bytes)
-    app.add_middleware(AuthMiddleware, auth=auth)
+    app.add_middleware(AuthMiddleware, auth=auth, public=frozenset(each.path for each in endpoints if each.is_public))
     app.add_middleware(RequestIdMiddleware, metrics=metrics)
     return app
 

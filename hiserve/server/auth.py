@@ -13,10 +13,6 @@ from hiserve.config.serving import Server
 from hiserve.core.digest import namespace_digest
 from hiserve.errors import AuthenticationError, ForbiddenError
 
-# For watchdogs, load balancers, Prometheus and a browser's first look, which carry no keys; the start page then names
-# no model. Everything else needs a key, unknown paths too.
-PUBLIC_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/ping"})
-
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
     """Who sent a request.
@@ -124,13 +120,16 @@ class AuthMiddleware:
     """Lets requests in whose key is known, and notes on each whose it is.
 
     Args:
-        app: What is protected.
-        auth: Knows the keys.
+        app: The application behind it.
+        auth: Checks keys.
+        public: Paths that need no key: those of watchdogs, load balancers, Prometheus and a browser's first look. Every
+            other path needs one, also a path without a route.
     """
 
-    def __init__(self, app: ASGIApp, auth: Auth) -> None:
+    def __init__(self, app: ASGIApp, auth: Auth, public: frozenset[str]) -> None:
         self._app = app
         self._auth = auth
+        self._public = public
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes the request on.
@@ -139,7 +138,7 @@ class AuthMiddleware:
             AuthenticationError: Its key is missing or unknown, and its path is not public.
         """
         if scope["type"] == "http":
-            is_public = scope["path"] in PUBLIC_PATHS
+            is_public = scope["path"] in self._public
             caller = Caller() if is_public else self._auth.caller(_authorization(scope))
             scope.setdefault("state", {})["caller"] = caller
         await self._app(scope, receive, send)

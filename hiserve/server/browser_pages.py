@@ -53,8 +53,8 @@ class PageRoutes:
     def routes(self) -> list[Endpoint]:
         """Returns the routes."""
         return [
-            Endpoint("/", self.start, "GET", "HEAD"),
-            Endpoint("/docs", self.docs, "GET"),
+            Endpoint("/", self.start, "GET", "HEAD", media="text/html", is_public=True),
+            Endpoint("/docs", self.docs, "GET", media="text/html"),
         ]
 
     async def start(self, request: Request) -> Response:

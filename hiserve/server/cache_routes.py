@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Any
 
+import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from hiserve.config.options import Cache
 from hiserve.errors import RequestError, UnavailableError
-from hiserve.ipc.cache_stats import LOCAL_TIERS, TierName
+from hiserve.ipc.cache_stats import LOCAL_TIERS, CopyStats, StoreStats, TierName, TierStats, TreeFacts
 from hiserve.ipc.messages import WorkerFacts
 from hiserve.server.auth import Auth
 from hiserve.server.engine_handle import EngineHandle
@@ -28,6 +29,49 @@ FLUSHED: dict[str, tuple[TierName, ...]] = {
     "all": (*LOCAL_TIERS, "store"),
 }
 _WHOLE_NUMBER = re.compile("[0-9]{1,9}")
+
+
+class Tiers(msgspec.Struct):
+    """The tiers of one worker, without those that it does not have. Workers may share a store."""
+
+    device: TierStats
+    host: TierStats | UnsetType = UNSET
+    store: StoreStats | UnsetType = UNSET
+
+
+class ReplicaCache(msgspec.Struct):
+    """The cache of one worker in ``/cache/stats``; counts of pages, but for ``cached_tokens`` and ``misses``."""
+
+    replica: int
+    incarnation: int
+    tiers: Tiers
+    loads: CopyStats
+    stores: CopyStats
+    prefetches: CopyStats
+    uploads: CopyStats
+    cached_tokens: dict[str, int]
+    misses: dict[str, int]
+    num_unbacked: int
+
+
+class Caches(msgspec.Struct):
+    """Reply of ``/cache/stats``."""
+
+    page_size: int
+    replicas: list[ReplicaCache]
+
+
+class Trees(msgspec.Struct):
+    """Reply of ``/cache/tree``."""
+
+    page_size: int
+    replicas: list[TreeFacts]
+
+
+class Flushed(msgspec.Struct):
+    """Reply of ``/flush_cache``."""
+
+    flushed_pages: int
 
 
 class CacheRoutes:
@@ -51,11 +95,13 @@ class CacheRoutes:
 
     def routes(self) -> list[Endpoint]:
         """Returns the routes."""
+        depth = {"type": "integer", "minimum": 1, "maximum": MAX_DEPTH, "default": DEFAULT_DEPTH}
+        tier = {"type": "string", "enum": list(FLUSHED)}
         return [
-            Endpoint("/cache/stats", self.stats, "GET"),
-            Endpoint("/cache/tree", self.tree, "GET"),
-            Endpoint("/flush_cache", self.flush, "POST"),
-            Endpoint("/reset_prefix_cache", self.flush, "POST"),
+            Endpoint("/cache/stats", self.stats, "GET", reply=Caches),
+            Endpoint("/cache/tree", self.tree, "GET", reply=Trees, query={"depth": depth}),
+            Endpoint("/flush_cache", self.flush, "POST", reply=Flushed, query={"tier": tier}),
+            Endpoint("/reset_prefix_cache", self.flush, "POST", reply=Flushed, query={"tier": tier}),
         ]
 
     async def stats(self, request: Request) -> Response:
@@ -63,7 +109,7 @@ class CacheRoutes:
         self._auth.require_admin(request)
         status = await self._handle.status(ANSWER_TIMEOUT_S)
         replicas = [self._replica(worker) for worker in status.workers]
-        return json_response({"page_size": self._page_size, "replicas": replicas})
+        return json_response(Caches(self._page_size, replicas))
 
     async def tree(self, request: Request) -> Response:
         """Returns the radix tree of each worker down to ``depth``, without tokens. Needs the admin key."""
@@ -74,7 +120,7 @@ class CacheRoutes:
                 trees = await self._handle.require().inspect(depth)
         except TimeoutError:
             raise UnavailableError(f"a worker did not answer within {ANSWER_TIMEOUT_S:g} s.") from None
-        return json_response({"page_size": self._page_size, "replicas": trees})
+        return json_response(Trees(self._page_size, trees))
 
     async def flush(self, request: Request) -> Response:
         """Empties the prefix caches, or one ``tier``; pages in use by running requests stay. Needs the admin key.
@@ -82,7 +128,7 @@ class CacheRoutes:
         Without ``tier`` device and host are emptied; ``all`` adds the store, whose pages are not counted.
         """
         self._auth.require_admin(request)
-        return json_response({"flushed_pages": await self._handle.require().flush(self._to_flush(request))})
+        return json_response(Flushed(await self._handle.require().flush(self._to_flush(request))))
 
     def _to_flush(self, request: Request) -> tuple[TierName, ...]:
         name = request.query_params.get("tier")
@@ -95,21 +141,22 @@ class CacheRoutes:
             raise RequestError(f"this server has no {name}; its tiers are {', '.join(self._tiers)}.", param="tier")
         return tiers
 
-    def _replica(self, worker: WorkerFacts) -> dict[str, Any]:
+    def _replica(self, worker: WorkerFacts) -> ReplicaCache:
         cache = worker.stats.cache
-        tiers = {"device": cache.device, "host": cache.host, "store": cache.store}
-        return {
-            "replica": worker.replica,
-            "incarnation": worker.incarnation,
-            "tiers": {tier: tiers[tier] for tier in self._tiers if tiers[tier] is not None},
-            "loads": cache.loads,
-            "stores": cache.stores,
-            "prefetches": cache.prefetches,
-            "uploads": cache.uploads,
-            "cached_tokens": cache.cached_tokens,
-            "misses": cache.misses,
-            "num_unbacked": cache.num_unbacked,
-        }
+        host = cache.host if "host" in self._tiers else UNSET
+        store = cache.store if "store" in self._tiers and cache.store is not None else UNSET
+        return ReplicaCache(
+            replica=worker.replica,
+            incarnation=worker.incarnation,
+            tiers=Tiers(cache.device, host, store),
+            loads=cache.loads,
+            stores=cache.stores,
+            prefetches=cache.prefetches,
+            uploads=cache.uploads,
+            cached_tokens=cache.cached_tokens,
+            misses=cache.misses,
+            num_unbacked=cache.num_unbacked,
+        )
 
 
 def _depth(request: Request) -> int:

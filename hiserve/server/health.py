@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
+import msgspec
 import numpy as np
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
@@ -27,6 +28,12 @@ PROBE_TIMEOUT_S = 20.0
 PROBE_PERIOD_S = 0.1
 
 
+class Health(msgspec.Struct):
+    """Reply of a healthy server."""
+
+    status: str
+
+
 class HealthRoutes:
     """Three separate signals: ``/health`` alive, ``/ready`` able to serve, ``/health_generate`` making progress.
 
@@ -44,16 +51,16 @@ class HealthRoutes:
     def routes(self) -> list[Endpoint]:
         """Returns the routes."""
         return [
-            Endpoint("/health", self.health, "GET", "HEAD"),
-            Endpoint("/ping", self.health, "GET", "HEAD"),
-            Endpoint("/ready", self.ready, "GET", "HEAD"),
-            Endpoint("/health_generate", self.health_generate, "GET"),
-            Endpoint("/metrics", self.metrics, "GET", "HEAD"),
+            Endpoint("/health", self.health, "GET", "HEAD", reply=Health, is_public=True),
+            Endpoint("/ping", self.health, "GET", "HEAD", reply=Health, is_public=True),
+            Endpoint("/ready", self.ready, "GET", "HEAD", reply=Health, is_public=True, errors=(503,)),
+            Endpoint("/health_generate", self.health_generate, "GET", reply=Health),
+            Endpoint("/metrics", self.metrics, "GET", "HEAD", media="text/plain", is_public=True),
         ]
 
     async def health(self, _: Request) -> Response:
         """Answers while this process and its event loop live. Constant time."""
-        return json_response({"status": "ok"})
+        return json_response(Health("ok"))
 
     async def ready(self, request: Request) -> Response:
         """Answers 200 if a request would be served now, else 503 and the state.
@@ -63,7 +70,7 @@ class HealthRoutes:
         reason = self._handle.reason if self._auth.is_admin(request) else self._handle.state
         if reason is not None:
             return error_response(503, reason, code="unavailable")
-        return json_response({"status": "ready"})
+        return json_response(Health("ready"))
 
     async def health_generate(self, request: Request) -> Response:
         """Answers when tokens are produced: a worker ends a step, or a request of one token is answered.
@@ -73,7 +80,7 @@ class HealthRoutes:
         """
         await request.body()
         await cancel_on_disconnect(request.receive, self._proof(self._handle.require()))
-        return json_response({"status": "ok"})
+        return json_response(Health("ok"))
 
     async def metrics(self, request: Request) -> Response:
         """Returns the metrics; without the right key, the public ones. Gauges are as old as the engine's last status.

@@ -18,8 +18,17 @@ from hiserve.server.auth import caller_of
 from hiserve.server.generation import Choices, Generation, OutputDelta, Remember, RequestContext, generations
 from hiserve.server.logprobs import check_prompt_scores
 from hiserve.server.openai_format import ChatFormatter, CompletionFormatter, ReplyFormatter, events
-from hiserve.server.openai_types import Card, ChatOptions, CompletionRequest, ModelList, OpenAIFields
+from hiserve.server.openai_types import (
+    Card,
+    ChatCompletion,
+    ChatOptions,
+    Completion,
+    CompletionRequest,
+    ModelList,
+    OpenAIFields,
+)
 from hiserve.server.reply_format import envelope, json_response
+from hiserve.server.request_body import Body
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
 from hiserve.server.sampling_fields import fit_context
 from hiserve.server.streaming import answer, cancel_on_disconnect
@@ -27,6 +36,8 @@ from hiserve.text.chat_request import ChatFields, parse_chat
 from hiserve.text.prompt_encoder import truncated
 from hiserve.text.request_json import decode
 
+CHAT = Body("ChatCompletionRequest", (ChatOptions, ChatFields))
+COMPLETION = Body("CompletionRequest", (CompletionRequest,))
 WARNING_HEADER = "x-hiserve-warning"
 HIDDEN_TOOLS = "the chat template of this model does not show tools: the model cannot see the tools of this request"
 
@@ -45,16 +56,16 @@ class OpenAIRoutes:
     def routes(self) -> list[Endpoint]:
         """Returns the routes."""
         return [
-            Endpoint("/v1/chat/completions", self.chat, "POST"),
-            Endpoint("/v1/completions", self.completions, "POST"),
-            Endpoint("/v1/models", self.models, "GET"),
-            Endpoint("/v1/models/{name:path}", self.one_model, "GET"),
+            Endpoint("/v1/chat/completions", self.chat, "POST", body=CHAT, reply=ChatCompletion, streams=True),
+            Endpoint("/v1/completions", self.completions, "POST", body=COMPLETION, reply=Completion, streams=True),
+            Endpoint("/v1/models", self.models, "GET", reply=ModelList),
+            Endpoint("/v1/models/{name:path}", self.one_model, "GET", reply=Card),
         ]
 
     async def chat(self, request: Request) -> Response:
         """Answers a conversation."""
         arrived, front = time.monotonic(), self._front
-        body = await front.bodies.read(request, ChatOptions, ChatFields)
+        body = await front.bodies.read(request, CHAT)
         asked = decode(body, ChatOptions)
         sampling, chat = asked.sampling(self._model), parse_chat(body)
         engine = front.handle.require()
@@ -80,7 +91,7 @@ class OpenAIRoutes:
     async def completions(self, request: Request) -> Response:
         """Continues texts or lists of token ids."""
         arrived, front = time.monotonic(), self._front
-        asked = decode(await front.bodies.read(request, CompletionRequest), CompletionRequest)
+        asked = decode(await front.bodies.read(request, COMPLETION), CompletionRequest)
         sampling, given = asked.sampling(self._model), asked.prompts(self._model.vocab_size)
         engine = front.handle.require()
         context = context_of(request, asked.cache_salt, asked.priority, asked.rid)

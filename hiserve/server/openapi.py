@@ -1,4 +1,4 @@
-"""``/openapi.json``: every route, what it takes and what it answers."""
+"""``/openapi.json``, made from the routes and their types."""
 
 from __future__ import annotations
 
@@ -12,86 +12,27 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hiserve import __version__
-from hiserve.server import admin_types as admin
-from hiserve.server import openai_types as openai
-from hiserve.server import sglang_types as sglang
-from hiserve.server import tokenize
-from hiserve.server.auth import PUBLIC_PATHS
-from hiserve.server.cache_routes import DEFAULT_DEPTH, FLUSHED, MAX_DEPTH
 from hiserve.server.error_responses import Error
 from hiserve.server.known_fields import IGNORED, REFUSED
 from hiserve.server.reply_format import ServedModel, json_response
+from hiserve.server.request_body import Body
 from hiserve.server.routes import Endpoint
 from hiserve.server.sampling_fields import TOKEN_ID
-from hiserve.text.chat_request import ChatFields
+from hiserve.server.sglang_types import NativeSampling
 from hiserve.text.request_json import REF, Schema, components
 
 PATH_PARAMETER = re.compile(r"\{(\w+)(:\w+)?\}")
-# Path -> name of its body's schema.
-BODIES = {
-    "/v1/chat/completions": "ChatCompletionRequest",
-    "/v1/completions": "CompletionRequest",
-    "/generate": "GenerateRequest",
-    "/tokenize": "TokenizeRequest",
-    "/v1/tokenize": "TokenizeRequest",
-    "/detokenize": "DetokenizeRequest",
-    "/v1/detokenize": "DetokenizeRequest",
-    "/abort_request": "AbortRequest",
+# Status -> its reason.
+ERRORS = {
+    400: "The request is malformed.",
+    401: "No API key, or one that is not known.",
+    403: "The key may not do this.",
+    404: "There is no such model.",
+    413: "The body is too large.",
+    429: "The queue is full; come back later.",
+    500: "The server failed.",
+    503: "The server cannot serve now; come back later.",
 }
-# Name -> the types that a body is read as.
-REQUESTS: dict[str, tuple[type[msgspec.Struct], ...]] = {
-    "ChatCompletionRequest": (openai.ChatOptions, ChatFields),
-    "CompletionRequest": (openai.CompletionRequest,),
-    "GenerateRequest": (sglang.GenerateRequest,),
-    "TokenizeRequest": (tokenize.TokenizeRequest, ChatFields),
-    "DetokenizeRequest": (tokenize.DetokenizeRequest,),
-    "AbortRequest": (admin.AbortRequest,),
-}
-# Name -> fields of which exactly one must be there.
-EITHER = {"GenerateRequest": ("text", "input_ids"), "TokenizeRequest": ("prompt", "messages")}
-# Path -> its query parameters: name, schema.
-_TIER = {"type": "string", "enum": list(FLUSHED)}
-QUERIES: dict[str, dict[str, Any]] = {
-    "/cache/tree": {"depth": {"type": "integer", "minimum": 1, "maximum": MAX_DEPTH, "default": DEFAULT_DEPTH}},
-    "/flush_cache": {"tier": _TIER},
-    "/reset_prefix_cache": {"tier": _TIER},
-}
-# Path -> form of its reply.
-REPLIES: dict[str, Any] = {
-    "/v1/chat/completions": openai.ChatCompletion,
-    "/v1/completions": openai.Completion,
-    "/v1/models": openai.ModelList,
-    "/v1/models/{name:path}": openai.Card,
-    "/generate": sglang.Generated | list[sglang.Generated],
-    "/tokenize": tokenize.Tokenized,
-    "/v1/tokenize": tokenize.Tokenized,
-    "/detokenize": tokenize.Detokenized,
-    "/v1/detokenize": tokenize.Detokenized,
-    "/tokenizer_info": dict[str, Any],
-    "/abort_request": admin.Aborted,
-    "/cache/stats": admin.Caches,
-    "/cache/tree": admin.Trees,
-    "/flush_cache": admin.Flushed,
-    "/reset_prefix_cache": admin.Flushed,
-    "/health": admin.Health,
-    "/ping": admin.Health,
-    "/ready": admin.Health,
-    "/health_generate": admin.Health,
-    "/model_info": admin.ModelInfo,
-    "/get_model_info": admin.ModelInfo,
-    "/server_info": admin.ServerInfo,
-    "/get_server_info": admin.ServerInfo,
-    "/get_load": list[admin.Load],
-    "/v1/loads": admin.Loads,
-    "/openapi.json": dict[str, Any],
-}
-STREAMED = frozenset({"/v1/chat/completions", "/v1/completions", "/generate"})
-TEXT_REPLIES = {"/metrics": "text/plain", "/": "text/html", "/docs": "text/html"}
-# Status -> when a request is answered with it.
-ANYWHERE = {413: "The body is too large.", 500: "The server failed."}
-WITH_KEY = {401: "No API key, or one that is not known.", 403: "The key may not do this."}
-WITH_BODY = {400: "The request is malformed.", 404: "There is no such model."}
-WITH_ENGINE = {429: "The queue is full; come back later.", 503: "The server cannot serve now; come back later."}
 
 
 class Document:
@@ -112,7 +53,7 @@ class Document:
 
     def routes(self) -> list[Endpoint]:
         """Returns the route."""
-        return [Endpoint("/openapi.json", self.show, "GET")]
+        return [Endpoint("/openapi.json", self.show, "GET", reply=dict[str, Any])]
 
     async def show(self, _: Request) -> Response:
         """Describes every route of this server."""
@@ -120,10 +61,12 @@ class Document:
 
     def build(self) -> dict[str, Any]:
         """Returns the OpenAPI document."""
-        _, schemas = msgspec.json.schema_components([Error, *REPLIES.values()], ref_template=REF)
-        schemas |= request_schemas(self._model, is_strict=self._is_strict)
+        routes = list(self._endpoints)
+        _, schemas = msgspec.json.schema_components([Error, *(route.reply for route in routes)], ref_template=REF)
+        bodies = {route.body.name: route.body for route in routes if route.body}
+        schemas |= _body_schemas(bodies.values(), self._model, is_strict=self._is_strict)
         paths: dict[str, Any] = {}
-        for route in self._endpoints:
+        for route in routes:
             operations = {method.lower(): self._operation(route, method) for method in sorted(route.methods)}
             paths.setdefault(PATH_PARAMETER.sub(r"{\1}", route.path), {}).update(operations)
         components: dict[str, Any] = {"schemas": schemas}
@@ -142,71 +85,69 @@ class Document:
         operation: dict[str, Any] = {
             "operationId": f"{method.lower()}{re.sub(r'[^a-z0-9]+', '_', path)}",
             "summary": documentation.partition("\n")[0],
-            "responses": self._responses(path, method),
+            "responses": _responses(route, method),
         }
-        if names := PATH_PARAMETER.findall(path):
-            schema = {"type": "string", "minLength": 1}
-            operation["parameters"] = [
-                {"name": name, "in": "path", "required": True, "schema": schema} for name, _ in names
-            ]
-        if path in QUERIES:
-            operation["parameters"] = [
-                {"name": name, "in": "query", "required": False, "schema": schema}
-                for name, schema in QUERIES[path].items()
-            ]
-        if path in BODIES:
-            reference = {"$ref": REF.format(name=BODIES[path])}
+        parameters = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            for name, _ in PATH_PARAMETER.findall(path)
+        ]
+        parameters += [
+            {"name": name, "in": "query", "required": False, "schema": schema} for name, schema in route.query.items()
+        ]
+        if parameters:
+            operation["parameters"] = parameters
+        if route.body:
+            reference = {"$ref": REF.format(name=route.body.name)}
             operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
-        if self._has_keys and path not in PUBLIC_PATHS:
+        if self._has_keys and not route.is_public:
             operation["security"] = [{"bearer": []}]
         return operation
 
-    def _responses(self, path: str, method: str) -> dict[str, Any]:
-        content: dict[str, Any] = {}
-        if path in REPLIES:
-            content["application/json"] = {
-                "schema": msgspec.json.schema_components([REPLIES[path]], ref_template=REF)[0][0]
-            }
-        if path in STREAMED:
-            content["text/event-stream"] = {}
-        if path in TEXT_REPLIES:
-            content[TEXT_REPLIES[path]] = {"schema": {"type": "string"}}
-        failures = dict(ANYWHERE)
-        if path not in PUBLIC_PATHS:
-            failures |= WITH_KEY | WITH_ENGINE
-        elif path == "/ready":
-            failures[503] = WITH_ENGINE[503]
-        if path in BODIES or PATH_PARAMETER.search(path):
-            failures |= WITH_BODY
-        if path in QUERIES:
-            failures[400] = WITH_BODY[400]
-        error = {"application/json": {"schema": {"$ref": REF.format(name="Error")}}}
-        if method == "HEAD":
-            content, error = {}, {}
-        shown = {"200": {"description": "Done."} | ({"content": content} if content else {})}
-        for status, description in sorted(failures.items()):
-            shown[str(status)] = {"description": description} | ({"content": error} if error else {})
-        return shown
+
+def _responses(route: Endpoint, method: str) -> dict[str, Any]:
+    """Returns the answers of a route, by status."""
+    content: dict[str, Any] = {
+        route.media: {"schema": msgspec.json.schema_components([route.reply], ref_template=REF)[0][0]}
+    }
+    if route.streams:
+        content["text/event-stream"] = {}
+    statuses = {413, 500, *route.errors}
+    if not route.is_public:
+        statuses |= {401, 403, 429, 503}
+    if route.body or PATH_PARAMETER.search(route.path):
+        statuses |= {400, 404}
+    if route.query:
+        statuses.add(400)
+    error = {"application/json": {"schema": {"$ref": REF.format(name="Error")}}}
+    if method == "HEAD":
+        content, error = {}, {}
+    shown = {"200": {"description": "Done."} | ({"content": content} if content else {})}
+    for status in sorted(statuses):
+        shown[str(status)] = {"description": ERRORS[status]} | ({"content": error} if error else {})
+    return shown
 
 
-def request_schemas(model: ServedModel, *, is_strict: bool) -> dict[str, Schema]:
-    """Returns the schemas of request bodies, and of what stands in them, by name.
+def _body_schemas(bodies: Iterable[Body], model: ServedModel, *, is_strict: bool) -> dict[str, Schema]:
+    """Returns the schemas of bodies and of the types in them, by name.
 
     Args:
+        bodies: Of all routes.
         model: Bounds token ids and drafts.
-        is_strict: Fields that are not known are refused.
+        is_strict: Unknown fields are refused.
     """
     schemas: dict[str, Schema] = {}
-    for name, kinds in REQUESTS.items():
-        for kind in kinds:
+    for body in bodies:
+        for kind in body.types:
             schemas |= components(kind)[1]
-        bodies = [schemas.pop(kind.__name__) for kind in kinds]
-        schemas[name] = _joined(bodies, is_strict=is_strict) if name != "AbortRequest" else bodies[0]
-        for field in EITHER.get(name, ()):
-            schemas[name]["required"] = []
+        parts = [schemas.pop(kind.__name__) for kind in body.types]
+        schema = parts[0] if body.ignores_others else _joined(parts, is_strict=is_strict)
+        for field in body.either:
+            schema["required"] = []
             given = {"required": [field], "properties": {field: {"not": {"type": "null"}}}}
-            schemas[name].setdefault("oneOf", []).append(given)
-    schemas["NativeSampling"] = _joined([schemas["NativeSampling"]], is_strict=is_strict)
+            schema.setdefault("oneOf", []).append(given)
+        schemas[body.name] = schema
+    sampling = NativeSampling.__name__
+    schemas[sampling] = _joined([schemas[sampling]], is_strict=is_strict)
     bounded: dict[str, Schema] = _bounded(schemas, model.vocab_size)
     spec = bounded["SpecParams"]["properties"]
     spec["num_steps"] = {"anyOf": [{"type": "integer", "minimum": 0, "maximum": model.spec_steps}, {"type": "null"}]}

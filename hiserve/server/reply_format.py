@@ -105,7 +105,12 @@ def usage(choices: Choices) -> Usage:
 
 def spec_details(drafts: DraftUse | None) -> SpecTokensDetails | UnsetType:
     """Returns what the usage of a reply says of speculation; nothing where there is none."""
-    return UNSET if drafts is None else msgspec.convert(drafts.shown(), SpecTokensDetails)
+    return UNSET if drafts is None else draft_details(drafts)
+
+
+def draft_details(drafts: DraftUse) -> SpecTokensDetails:
+    """Returns drafts in the form of ``usage``."""
+    return msgspec.convert(drafts.shown(), SpecTokensDetails)
 
 
 def cache_miss(cached: CacheUse) -> CacheMiss | None:

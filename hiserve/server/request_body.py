@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -14,6 +14,22 @@ from hiserve.server.known_fields import check_fields, check_model, known_to
 from hiserve.server.streaming import cancel_on_disconnect
 from hiserve.text.body_parser import Sizes, is_quick, parse_body
 from hiserve.text.helper_pool import HelperPool
+
+
+class Body(NamedTuple):
+    """The form of a request's body, a JSON object.
+
+    Attributes:
+        name: Name of its schema.
+        types: Types with its fields; each reads its own.
+        either: Fields of which exactly one must be given.
+        ignores_others: Ignore the fields that no type has; otherwise those that would change the answer are refused.
+    """
+
+    name: str
+    types: tuple[type[msgspec.Struct], ...]
+    either: tuple[str, ...] = ()
+    ignores_others: bool = False
 
 
 class BodyLimit:
@@ -77,12 +93,12 @@ class BodyReader:
         self._model = model
         self._is_strict = is_strict
 
-    async def read(self, request: Request, *kinds: type[msgspec.Struct]) -> dict[str, Any]:
+    async def read(self, request: Request, form: Body) -> dict[str, Any]:
         """Returns the JSON object of a request's body; token ids of a large one are arrays, int32 ``[n]``.
 
         Args:
-            request: Whose body it is.
-            kinds: The types that the endpoint reads it as.
+            request: The request.
+            form: The form of its body.
 
         Raises:
             NotFoundError: It is for another model.
@@ -95,9 +111,9 @@ class BodyReader:
         else:
             slimming = self._helpers.slim(raw, self._sizes, caller_of(request).number)
             body = await cancel_on_disconnect(request.receive, slimming)
-        if kinds:
+        if not form.ignores_others:
             check_model(body, self._model)
-            self.check(body, *kinds)
+            self.check(body, *form.types)
         return body
 
     def check(self, fields: dict[str, Any], *kinds: type[msgspec.Struct]) -> None:

@@ -1,9 +1,9 @@
-"""Routes, and what the handlers of all endpoints that generate or encode share."""
+"""The type of a route, from which ``/openapi.json`` is made too, and what the handlers share that generate or encode."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,32 +15,58 @@ from hiserve.server.engine_handle import EngineHandle
 from hiserve.server.generation import RequestContext
 from hiserve.server.metrics import Metrics
 from hiserve.server.reply_format import ServedModel
-from hiserve.server.request_body import BodyReader
+from hiserve.server.request_body import Body, BodyReader
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.fair_threads import FairThreads
 from hiserve.text.prompt_encoder import PromptEncoder
+from hiserve.text.request_json import Schema
+
+NO_PARAMETERS: Mapping[str, Schema] = {}
 
 
 class Endpoint(Route):
-    """A route that answers the given methods alone, and is known to the requests that it answers.
+    """A route and its description. It answers the given methods alone (Starlette would add HEAD to GET).
 
     Args:
         path: As Starlette writes paths.
         handler: Answers a request; the first line of its docstring describes the route.
         methods: Of HTTP.
-
-    Attributes:
-        methods: The same: Starlette would add HEAD to GET.
+        reply: Type of the reply; text if ``media`` is not JSON.
+        media: Content type of the reply.
+        body: Form of the request's body; None without one.
+        query: Schemas of the query parameters, by name.
+        streams: A body with ``stream`` is answered with events.
+        is_public: Answers without an API key.
+        errors: Statuses of errors, beside those that follow from the other arguments.
     """
 
     methods: set[str]
 
-    def __init__(self, path: str, handler: Callable[[Request], Awaitable[Response]], *methods: str) -> None:
+    def __init__(
+        self,
+        path: str,
+        handler: Callable[[Request], Awaitable[Response]],
+        *methods: str,
+        reply: Any = str,
+        media: str = "application/json",
+        body: Body | None = None,
+        query: Mapping[str, Schema] = NO_PARAMETERS,
+        streams: bool = False,
+        is_public: bool = False,
+        errors: tuple[int, ...] = (),
+    ) -> None:
         super().__init__(path, handler, methods=methods)
         self.methods = set(methods)
+        self.reply = reply
+        self.media = media
+        self.body = body
+        self.query = query
+        self.streams = streams
+        self.is_public = is_public
+        self.errors = errors
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Returns how well a request matches, and what its scope gains."""
+        """Returns how well a request matches, and its new scope, which names this route."""
         match, found = super().matches(scope)
         return match, {**found, "route": self}
 

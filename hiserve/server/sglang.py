@@ -20,6 +20,7 @@ from hiserve.server.auth import caller_of
 from hiserve.server.generation import Choices, Generation, OutputDelta, generations, nothing
 from hiserve.server.logprobs import Scored, Spell, check_prompt_scores, scored_prompt, token_text, unpack
 from hiserve.server.reply_format import cache_miss, spec_details
+from hiserve.server.request_body import Body
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
 from hiserve.server.sampling_fields import fit_context
 from hiserve.server.sglang_types import (
@@ -35,6 +36,7 @@ from hiserve.server.sglang_types import (
 from hiserve.server.streaming import DONE, answer, cancel_on_disconnect, event
 from hiserve.text.request_json import decode
 
+GENERATE = Body("GenerateRequest", (GenerateRequest,), either=("text", "input_ids"))
 Word = Callable[[Callable[[], Generated]], Awaitable[Generated]]
 
 
@@ -50,12 +52,13 @@ class NativeRoutes:
 
     def routes(self) -> list[Endpoint]:
         """Returns the route."""
-        return [Endpoint("/generate", self.generate, "POST")]
+        reply = Generated | list[Generated]
+        return [Endpoint("/generate", self.generate, "POST", body=GENERATE, reply=reply, streams=True)]
 
     async def generate(self, request: Request) -> Response:
         """Continues texts or lists of token ids."""
         arrived, front = time.monotonic(), self._front
-        body = await front.bodies.read(request, GenerateRequest)
+        body = await front.bodies.read(request, GENERATE)
         self._check_sampling(body.get("sampling_params"))
         asked = decode(body, GenerateRequest)
         prompts = asked.prompts(front.model)

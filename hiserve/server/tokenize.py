@@ -15,6 +15,7 @@ from hiserve.errors import RequestError
 from hiserve.server.auth import caller_of, namespace_of
 from hiserve.server.logprobs import token_text
 from hiserve.server.reply_format import json_response
+from hiserve.server.request_body import Body
 from hiserve.server.routes import Endpoint, FrontEnd
 from hiserve.server.sampling_fields import Name, TokenId
 from hiserve.server.streaming import cancel_on_disconnect
@@ -60,6 +61,10 @@ class Detokenized(msgspec.Struct):
     prompt: str
 
 
+TOKENIZE = Body("TokenizeRequest", (TokenizeRequest, ChatFields), either=("prompt", "messages"))
+DETOKENIZE = Body("DetokenizeRequest", (DetokenizeRequest,))
+
+
 class TokenRoutes:
     """Handlers that need the tokenizer and not the engine.
 
@@ -77,11 +82,11 @@ class TokenRoutes:
     def routes(self) -> list[Endpoint]:
         """Returns the routes."""
         return [
-            Endpoint("/tokenize", self.tokenize, "POST"),
-            Endpoint("/v1/tokenize", self.tokenize, "POST"),
-            Endpoint("/detokenize", self.detokenize, "POST"),
-            Endpoint("/v1/detokenize", self.detokenize, "POST"),
-            Endpoint("/tokenizer_info", self.tokenizer_info, "GET"),
+            Endpoint("/tokenize", self.tokenize, "POST", body=TOKENIZE, reply=Tokenized),
+            Endpoint("/v1/tokenize", self.tokenize, "POST", body=TOKENIZE, reply=Tokenized),
+            Endpoint("/detokenize", self.detokenize, "POST", body=DETOKENIZE, reply=Detokenized),
+            Endpoint("/v1/detokenize", self.detokenize, "POST", body=DETOKENIZE, reply=Detokenized),
+            Endpoint("/tokenizer_info", self.tokenizer_info, "GET", reply=dict[str, Any]),
         ]
 
     async def tokenize(self, request: Request) -> Response:
@@ -89,7 +94,7 @@ class TokenRoutes:
 
         They may be more than fit the context.
         """
-        body, caller = await self._front.bodies.read(request, TokenizeRequest, ChatFields), caller_of(request).number
+        body, caller = await self._front.bodies.read(request, TOKENIZE), caller_of(request).number
         asked, encoder = decode(body, TokenizeRequest), self._front.encoder
         has_messages = body.get("messages") is not None
         if has_messages == (asked.prompt is not None):
@@ -120,7 +125,7 @@ class TokenRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         """Returns the text of ``tokens``, special tokens as they are spelled."""
-        tokens = decode(await self._front.bodies.read(request, DetokenizeRequest), DetokenizeRequest).tokens
+        tokens = decode(await self._front.bodies.read(request, DETOKENIZE), DetokenizeRequest).tokens
         if isinstance(tokens, list) and not tokens:
             return json_response(Detokenized(""))
         if isinstance(tokens, list | np.ndarray) and len(tokens) > MAX_TOKENS:

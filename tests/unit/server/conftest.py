@@ -13,13 +13,16 @@ from hiserve.core.machine import Machine
 from hiserve.core.request import SamplingParams
 from hiserve.core.resolve import Resolved, resolve
 from hiserve.core.step_memory import ModelFacts, StepShape
+from hiserve.server.admin import ABORT
 from hiserve.server.app import create_app
 from hiserve.server.engine_handle import EngineHandle
 from hiserve.server.known_fields import known_to
 from hiserve.server.metrics import Metrics
-from hiserve.server.openapi import REQUESTS
+from hiserve.server.openai import CHAT, COMPLETION
 from hiserve.server.reply_format import ServedModel
+from hiserve.server.sglang import GENERATE
 from hiserve.server.sglang_types import NativeSampling
+from hiserve.server.tokenize import DETOKENIZE, TOKENIZE
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.prompt_encoder import PromptEncoder
 from hiserve.text.reply_tokens import ReplyTokenCache
@@ -32,7 +35,7 @@ from tests.helpers.fake_engine_client import FakeEngineClient
 TOKENIZER = tiny_text.byte_level()
 REPLY = "the token 🙂"
 # Fields of each body, by the name of its schema.
-KNOWN = {name: known_to(*kinds) for name, kinds in REQUESTS.items()}
+KNOWN = {body.name: known_to(*body.types) for body in (CHAT, COMPLETION, GENERATE, TOKENIZE, DETOKENIZE, ABORT)}
 NATIVE_SAMPLING = known_to(NativeSampling)
 
 

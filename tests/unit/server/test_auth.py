@@ -13,7 +13,7 @@ from starlette.requests import Request
 from hiserve.config.serving import Server as Settings
 from hiserve.core.request import SamplingParams
 from hiserve.errors import AuthenticationError
-from hiserve.server.auth import PUBLIC_PATHS, Auth, Caller, namespace_of, tag_of
+from hiserve.server.auth import Auth, Caller, namespace_of, tag_of
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import Server, make_server, reply_script
 
@@ -84,7 +84,7 @@ async def test_every_configured_key_gets_in(authorization: str) -> None:
     assert call.status == 200
 
 
-@pytest.mark.parametrize("path", sorted(PUBLIC_PATHS))
+@pytest.mark.parametrize("path", ["/", "/health", "/ready", "/metrics", "/ping"])
 async def test_watchdogs_and_scrapers_need_no_key(path: str) -> None:
     assert (await guarded(**KEYS, **ADMIN).get(path)).status != 401
 

@@ -10,7 +10,7 @@ import pytest
 
 from hiserve.ipc.cache_stats import CacheStats, CopyStats, NodeFacts, StoreStats, TierStats
 from hiserve.ipc.messages import WorkerStats
-from hiserve.server import admin_types as replies
+from hiserve.server import cache_routes as replies
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import Server, make_server
 

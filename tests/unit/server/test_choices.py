@@ -162,7 +162,7 @@ async def test_a_client_that_leaves_aborts_every_choice(server: Server, is_strea
 
 async def test_a_reader_that_stands_still_holds_its_choices_up(server: Server) -> None:
     """What waits for it does not grow with the length of the reply."""
-    num_steps = 0
+    num_steps, stands_still = 0, asyncio.Event()
 
     async def step(index: int) -> None:
         nonlocal num_steps
@@ -172,11 +172,13 @@ async def test_a_reader_that_stands_still_holds_its_choices_up(server: Server) -
         async def _send(self, message: dict[str, Any]) -> None:
             await super()._send(message)
             if self.chunks:
+                stands_still.set()
                 await asyncio.Event().wait()
 
     server.engine.step = step
     server.engine.script = lambda prompt: [[5]] * 200
     call = Still(server.app, "POST", CHAT, {"messages": HI, "n": 4, "stream": True})
+    await asyncio.wait_for(stands_still.wait(), 60)  # the prompt is rendered in another thread or process
     for _ in range(2000):
         await asyncio.sleep(0)
     assert 4 <= num_steps <= generation.MAX_WAITING + 3 * 4

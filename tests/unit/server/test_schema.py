@@ -11,9 +11,8 @@ import pytest
 
 from hiserve.core.request import RANGES
 from hiserve.server import known_fields
-from hiserve.server.auth import PUBLIC_PATHS
 from hiserve.server.error_responses import Error
-from hiserve.server.openapi import BODIES, REPLIES, STREAMED, TEXT_REPLIES
+from hiserve.server.routes import Endpoint
 from tests.helpers.asgi import Call
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import KNOWN, NATIVE_SAMPLING, Server, make_server
@@ -29,6 +28,31 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/detokenize": {"tokens": [5]},
     "/abort_request": {"rid": "x"},
 }
+
+STREAMED = ("/v1/chat/completions", "/v1/completions", "/generate")
+PUBLIC = {"/", "/health", "/ready", "/metrics", "/ping"}
+TEXTS = {"/": "text/html", "/docs": "text/html", "/metrics": "text/plain"}
+SEEN = (
+    *("/v1/models", "/v1/models/{name:path}", "/tokenizer_info", "/openapi.json"),
+    *("/health", "/ping", "/ready", "/health_generate"),
+    *("/server_info", "/get_server_info", "/model_info", "/get_model_info", "/get_load", "/v1/loads"),
+    *("/cache/stats", "/cache/tree"),
+)
+FLUSHES = ("/flush_cache", "/reset_prefix_cache")
+BODIES = {
+    "/v1/chat/completions": "ChatCompletionRequest",
+    "/v1/completions": "CompletionRequest",
+    "/generate": "GenerateRequest",
+    "/tokenize": "TokenizeRequest",
+    "/v1/tokenize": "TokenizeRequest",
+    "/detokenize": "DetokenizeRequest",
+    "/v1/detokenize": "DetokenizeRequest",
+    "/abort_request": "AbortRequest",
+}
+
+
+def endpoints(server: Server) -> dict[str, Endpoint]:
+    return {route.path: route for route in server.app.routes}
 
 
 async def document(server: Server) -> dict[str, Any]:
@@ -52,13 +76,16 @@ async def test_every_route_is_described_and_every_description_is_a_route(server:
             call = await ask(server, path, method)
             assert call.status == 200, (path, method, call.text)
             assert operation["summary"]
-            for status in ("401", "503") if path not in PUBLIC_PATHS else ():
+            for status in ("401", "503") if path not in PUBLIC else ():
                 assert status in operation["responses"]
         for method in {"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH"} - {name.upper() for name in operations}:
             assert (await ask(server, path, method)).status == 405
-    shown = {template(path) for path in described["paths"]}
-    assert shown == REPLIES.keys() | TEXT_REPLIES.keys()
-    assert BODIES.keys() == GOOD.keys() <= shown
+    table = endpoints(server)
+    assert {template(path) for path in described["paths"]} == table.keys() == {*GOOD, *SEEN, *FLUSHES, *TEXTS}
+    assert {path: route.body.name for path, route in table.items() if route.body} == BODIES
+    assert {path for path, route in table.items() if route.is_public} == PUBLIC
+    assert {path for path, route in table.items() if route.streams} == set(STREAMED)
+    assert {path: route.media for path, route in table.items() if route.media != "application/json"} == TEXTS
     ids = re.findall(r'"operationId":"(\w+)"', (await server.get("/openapi.json")).text)
     assert len(set(ids)) == len(ids) > 25
 
@@ -71,15 +98,15 @@ async def test_every_reference_leads_somewhere(server: Server) -> None:
     assert {"ChatCompletionRequest", "CompletionRequest", "GenerateRequest", "Error"} <= references
 
 
-@pytest.mark.parametrize("path", REPLIES)
+@pytest.mark.parametrize("path", [*GOOD, *SEEN, *FLUSHES])
 async def test_replies_have_the_form_that_is_described(server: Server, path: str) -> None:
-    method = "POST" if path in GOOD else "POST" if path in ("/flush_cache", "/reset_prefix_cache") else "GET"
+    method = "GET" if path in SEEN else "POST"
     call = await ask(server, path.replace("{name:path}", "{name}"), method)
-    msgspec.json.decode(call.text, type=REPLIES[path])
+    msgspec.json.decode(call.text, type=endpoints(server)[path].reply)
     assert call.headers["content-type"] == "application/json"
 
 
-@pytest.mark.parametrize("path", sorted(STREAMED))
+@pytest.mark.parametrize("path", STREAMED)
 async def test_streams_are_events(server: Server, path: str) -> None:
     call = await server.post(path, {**GOOD[path], "stream": True})
     assert call.headers["content-type"].startswith("text/event-stream")
@@ -139,7 +166,7 @@ async def test_keys_are_described_where_they_are_needed() -> None:
     call = await made.call("GET", "/openapi.json", authorization="Bearer k").end()
     for path, operations in call.json["paths"].items():
         for operation in operations.values():
-            assert ("security" in operation) == (path not in PUBLIC_PATHS)
+            assert ("security" in operation) == (path not in PUBLIC)
     assert call.json["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
 
 
