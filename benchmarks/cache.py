@@ -32,9 +32,8 @@ from benchmarks.drive import Drive
 from benchmarks.measured import ENGINE
 from benchmarks.record import Record, gpu_parser
 from hiserve import LLM
-from hiserve.bench.margin import Margin
-from hiserve.bench.spec.equality import EqualityChecker
-from hiserve.bench.spec.spec_run import sampling
+from hiserve.bench.equality import EqualityChecker, Margin
+from hiserve.bench.spec_run import sampling
 from hiserve.models.model_config import NANO
 
 BARS = {

@@ -26,7 +26,7 @@ from benchmarks.gpu.sizes import FULL, SEED, TINY, Sizes
 from benchmarks.gpu.spec import widened
 from benchmarks.record import Record
 from hiserve.bench.options import SweepOptions
-from hiserve.bench.spec.spec_prompts import read_prompts
+from hiserve.bench.spec_engine import read_prompts
 from hiserve.core.plan import Int32Array
 
 MODES = {

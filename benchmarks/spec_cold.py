@@ -26,7 +26,7 @@ from benchmarks.record import RESULTS, Record
 from benchmarks.widen.checkpoint import widen, widen_head, write, write_head
 from hiserve import LLM, SamplingParams
 from hiserve.bench.options import SweepOptions
-from hiserve.bench.spec.spec_prompts import read_prompts
+from hiserve.bench.spec_engine import read_prompts
 from hiserve.core.usage import DraftUse
 from hiserve.models.model_config import NANO, find_model
 from tools.nano.head_files import export_head, load_target

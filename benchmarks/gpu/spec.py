@@ -20,11 +20,10 @@ from benchmarks.gpu.limits import CycleLimits
 from benchmarks.gpu.sizes import BARS, SEED, SPEC_SHAPES, SpecSizes
 from benchmarks.widen.checkpoint import bundled_heads, widen, widen_head, write, write_head
 from hiserve import LLM
+from hiserve.bench.equality import Equality, EqualityChecker, are_kept, over_all
 from hiserve.bench.options import SweepOptions
-from hiserve.bench.spec.engine import BatchResult, Tokens, run_batch
-from hiserve.bench.spec.equality import Equality, EqualityChecker, are_kept, over_all
-from hiserve.bench.spec.spec_prompts import read_prompts
-from hiserve.bench.spec.spec_run import sampling
+from hiserve.bench.spec_engine import BatchResult, Tokens, read_prompts, run_batch
+from hiserve.bench.spec_run import sampling
 from hiserve.core.plan import Int32Array
 from hiserve.core.usage import DraftUse
 from hiserve.models.draft_config import find_draft

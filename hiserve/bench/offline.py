@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from hiserve.bench.run_progress import Advance
+from hiserve.bench.load import Advance
 from hiserve.bench.workload import Workload
 from hiserve.core.request import SamplingParams
 

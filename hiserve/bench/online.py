@@ -9,18 +9,14 @@ from pathlib import Path
 
 import msgspec
 
-from hiserve.bench.datasets.agents import agent_sessions, read_rows
-from hiserve.bench.datasets.chats import chats, text_like_it
-from hiserve.bench.datasets.files import required
+from hiserve.bench.datasets.recorded import agent_sessions, chats, conversation_trace, read_rows, required, text_like_it
 from hiserve.bench.datasets.synthetic import check_fits, random_prompts, shared_prefixes
-from hiserve.bench.datasets.trace import conversation_trace
 from hiserve.bench.defaults import chosen, filled
 from hiserve.bench.http import Pool
-from hiserve.bench.load import arrivals, drive
+from hiserve.bench.load import Begin, SoFar, arrivals, drive
 from hiserve.bench.load_client import Client
 from hiserve.bench.multiturn import chat_rounds
 from hiserve.bench.options import SYNTHETIC, ConnectionOptions, DataOptions, LimitOptions, LoadOptions, MultiturnOptions
-from hiserve.bench.run_progress import Begin, SoFar
 from hiserve.bench.server_backends import BACKENDS, RequestDefaults
 from hiserve.bench.target import Counter, Target, flush, look_at, make_counter
 from hiserve.bench.workload import Run, Workload, mirrored

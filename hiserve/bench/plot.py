@@ -1,4 +1,4 @@
-"""Plots of a run, with matplotlib, which is an extra."""
+"""Plots of a run, of rounds, of the cache and of speculation, with matplotlib, which is an extra."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
+from hiserve.bench.cache_summary import KINDS, TIERS, Held, kind_of, tiers_of
 from hiserve.bench.multiturn import Round
+from hiserve.bench.report import usual_source
 from hiserve.bench.series import in_flight, steady_state, throughput
+from hiserve.bench.spec_run import Found
+from hiserve.bench.spec_summary import Case, CycleCost, acceptance, drafts_of, figures_of
 from hiserve.bench.summary import chunk_gaps_s, token_gaps_s, tpot_s, ttft_s, values_of
 from hiserve.bench.workload import Run
 from hiserve.errors import ConfigError
@@ -184,3 +189,189 @@ def _round_hits(panel: Any, rounds: Sequence[Round]) -> None:
     panel.plot([each.number for each in told], rates, color=GREEN, marker="o", markersize=4, label="measured")
     panel.xaxis.get_major_locator().set_params(integer=True)
     panel.legend(frameon=False)
+
+
+TIER_COLOURS = {"device": BLUE, "host": GREEN, "store": ORANGE, "miss": GREY}
+LABELS = {"device": "device", "host": "from the host", "store": "from the store", "miss": "miss"}
+# Requests in one span of time, on average, and how many spans.
+SPAN_REQUESTS = 6
+MIN_SPANS, MAX_SPANS = 4, 60
+
+Floats = NDArray[np.float64]
+
+
+def draw_cache(plotter: Plotter, title: str, run: Run, held: Sequence[Held]) -> None:
+    """Draws a run beside what an endless cache held of each sample's prompt."""
+    plotter.draw(title, partial(_tier_hits, run=run, held=held), partial(_ttft_by_kind, run=run))
+
+
+def _tier_hits(panel: Any, run: Run, held: Sequence[Held]) -> None:
+    """Draws the share of prompt tokens from each tier, stacked, by the time of sending."""
+    panel.set(
+        title="Prompt tokens from the cache", xlabel="seconds of the run", ylabel="share of tokens", ylim=(0, 1.02)
+    )
+    pairs = [(sample, of_it) for sample, of_it in zip(run.samples, held, strict=True) if not sample.error]
+    edges = np.linspace(0, max(run.end_s - run.begin_s, 1e-9), _num_spans(len(pairs)) + 1)
+    begins = [sample.begin_s - run.begin_s for sample, _ in pairs]
+
+    def share(counts: list[int]) -> Floats:
+        """Prompt tokens per prompt token of each span; nothing where nothing was sent."""
+        found = np.histogram(begins, edges, weights=counts)[0] / np.where(num_prompt > 0, num_prompt, 1)
+        return np.where(num_prompt > 0, found, np.nan)
+
+    num_prompt = np.histogram(begins, edges, weights=[max(0, sample.num_prompt) for sample, _ in pairs])[0]
+    floor = np.zeros(edges.size - 1)
+    for tier in TIERS:
+        counts = [tiers_of(sample)[tier] for sample, _ in pairs]
+        if any(counts):
+            top = floor + share(counts)
+            panel.stairs(
+                top, edges, baseline=floor, color=TIER_COLOURS[tier], fill=True, alpha=0.55, label=LABELS[tier]
+            )
+            floor = np.nan_to_num(top)
+    for name, style, counts in (
+        ("endless cache, at most", "-", [of_it.most for _, of_it in pairs]),
+        ("endless cache, at least", ":", [of_it.least for _, of_it in pairs]),
+    ):
+        panel.stairs(share(counts), edges, color="black", linestyle=style, linewidth=1.3, label=name)
+    panel.set_xlim(0, edges[-1])
+    _legend_below(panel)
+
+
+def _ttft_by_kind(panel: Any, run: Run) -> None:
+    """Draws what share of the requests of each kind had their first token within a time."""
+    panel.set(
+        title="Time to first token by kind of hit", xlabel="milliseconds", ylabel="share of requests", ylim=(0, 1.02)
+    )
+    drawn: list[Floats] = []
+    for kind in KINDS:
+        fine = (sample for sample in run.samples if not sample.error and kind_of(sample) == kind)
+        values = 1e3 * np.sort(values_of(ttft_s, fine))
+        if values.size:
+            label = f"{LABELS[kind]}: {values.size:,}, median {np.median(values):.3g}"
+            panel.ecdf(values, color=TIER_COLOURS[kind], linewidth=1.6, label=label)
+            drawn.append(values)
+    if not drawn:
+        panel.text(0.5, 0.5, "no values", transform=panel.transAxes, ha="center", color=GREY)
+        return
+    values = np.concatenate(drawn)
+    if values.max() / max(values.min(), 1e-6) > WIDE:
+        widen(panel)
+    _legend_below(panel)
+
+
+def _legend_below(panel: Any) -> None:
+    """Puts the legend under the panel, where it hides nothing."""
+    panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False)
+
+
+def _num_spans(num_requests: int) -> int:
+    return int(np.clip(num_requests // SPAN_REQUESTS, MIN_SPANS, MAX_SPANS))
+
+
+COLOURS = (BLUE, ORANGE, GREEN, "#8a5aa8", "#b3404a", "#6b7a2c", "#2a8c8c")
+STYLES = ("-", "--", ":", "-.")
+
+
+def draw_spec(plotter: Plotter, title: str, found: Found) -> None:
+    """Draws a sweep."""
+    costs = next(iter(found.costs.items()), ("", []))
+    plotter.draw(
+        title,
+        partial(_accept_length, cases=found.cases),
+        partial(_acceptance, cases=found.cases),
+        partial(_speedup, cases=found.cases),
+        partial(_costs, proposer=costs[0], costs=costs[1]),
+    )
+
+
+def _accept_length(panel: Any, cases: Sequence[Case]) -> None:
+    """Draws accept length by drafts, for each proposer, temperature and source."""
+    panel.set(title="Accept length", xlabel="drafts", ylabel="tokens of a verifying step")
+    proposers = list(dict.fromkeys(case.proposer for case in cases))
+    temperatures = list(dict.fromkeys(case.temperature for case in cases))
+    for i, proposer in enumerate(proposers):
+        for j, temperature in enumerate(temperatures):
+            chosen = [case for case in cases if (case.proposer, case.temperature) == (proposer, temperature)]
+            fixed = sorted({int(case.steps) for case in chosen if case.steps not in ("0", "auto")})
+            lengths = [
+                drafts_of([case for case in chosen if case.steps == str(steps)]).accept_length for steps in fixed
+            ]
+            style = {"color": COLOURS[i % len(COLOURS)], "linestyle": STYLES[j % len(STYLES)], "marker": "o"}
+            panel.plot(fixed, lengths, markersize=4, label=f"{proposer}, temperature {temperature:g}", **style)
+    panel.set_ylim(bottom=1)
+    panel.xaxis.get_major_locator().set_params(integer=True)
+    _legend(panel)
+
+
+def _acceptance(panel: Any, cases: Sequence[Case]) -> None:
+    """Draws acceptance by place with the most drafts, for each proposer, by where prompts were."""
+    panel.set(title="Accepted, of verifying steps", xlabel="place of the draft", ylabel="share", ylim=(0, 1.02))
+    fixed = [int(case.steps) for case in cases if case.steps not in ("0", "auto")]
+    for i, proposer in enumerate(dict.fromkeys(case.proposer for case in cases)):
+        for j, source in enumerate(dict.fromkeys(case.source for case in cases)):
+            most = str(max(fixed, default=0))
+            drafts = drafts_of(
+                [case for case in cases if (case.proposer, case.source, case.steps) == (proposer, source, most)]
+            )
+            shares = acceptance(drafts)
+            style = {"color": COLOURS[i % len(COLOURS)], "linestyle": STYLES[j % len(STYLES)], "marker": "o"}
+            panel.plot(range(1, len(shares) + 1), shares, markersize=4, label=f"{proposer}, {source}", **style)
+    panel.xaxis.get_major_locator().set_params(integer=True)
+    _legend(panel)
+
+
+def _speedup(panel: Any, cases: Sequence[Case]) -> None:
+    """Draws speed-up by batch for each number of drafts, of the first proposer and temperature."""
+    source, first = usual_source(cases), cases[0]
+    panel.set(
+        title=f"Speed-up of {first.proposer}, temperature {first.temperature:g}, prompts: {source}",
+        xlabel="batch",
+        ylabel="times plain decoding",
+    )
+    chosen = [
+        case
+        for case in cases
+        if (case.proposer, case.temperature, case.source) == (first.proposer, first.temperature, source)
+    ]
+    for i, steps in enumerate(dict.fromkeys(case.steps for case in chosen)):
+        points = sorted((case.batch, figures_of(case).speedup) for case in chosen if case.steps == steps)
+        style = {"color": "black", "linewidth": 2.2} if steps == "auto" else {"color": COLOURS[i % len(COLOURS)]}
+        panel.plot(*zip(*points, strict=True), marker="o", markersize=4, label=f"{steps} drafts", **style)
+    panel.axhline(1, color=GREY, linestyle=":", linewidth=1.4)
+    batches = sorted({case.batch for case in chosen})
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(batches, [str(batch) for batch in batches])
+    panel.set_ylim(bottom=0)
+    _legend(panel)
+
+
+def _costs(panel: Any, proposer: str, costs: Sequence[CycleCost]) -> None:
+    """Draws verify, extend and draft stacked, in steps of plain decoding, for each batch and number of drafts."""
+    panel.set(title=f"Cost of a cycle{proposer and f' of {proposer}'}, at start", ylabel="steps of plain decoding")
+    if not costs:
+        panel.text(0.5, 0.5, "measured with auto drafts only", transform=panel.transAxes, ha="center", color=GREY)
+        return
+    places, at = [], 0.0
+    firsts = [not i or costs[i - 1].batch != cost.batch for i, cost in enumerate(costs)]
+    for first in firsts:
+        at += 1.8 if first else 1.0
+        places.append(at)
+    floor = [0.0] * len(costs)
+    for name, colour in (("verify", BLUE), ("extend", ORANGE), ("draft", GREEN)):
+        heights = [getattr(cost, f"{name}_s") / cost.plain_s for cost in costs]
+        panel.bar(places, heights, bottom=floor, color=colour, width=0.8, label=name)
+        floor = [low + high for low, high in zip(floor, heights, strict=True)]
+    panel.axhline(1, color=GREY, linestyle=":", linewidth=1.4)
+    labels = [
+        f"{cost.steps}\nbatch {cost.batch}" if first else str(cost.steps)
+        for cost, first in zip(costs, firsts, strict=True)
+    ]
+    panel.set_xticks(places, labels)
+    panel.set_xlabel("drafts")
+    panel.grid(visible=False, axis="x")
+    _legend(panel)
+
+
+def _legend(panel: Any) -> None:
+    panel.legend(frameon=False, fontsize=8, ncols=2)

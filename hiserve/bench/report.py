@@ -1,4 +1,4 @@
-"""The tables on the terminal."""
+"""The tables on the terminal: of a run, of rounds, of the cache, of speculation, of a soak."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from hiserve.bench.cache_run import CacheOutcome
+from hiserve.bench.cache_summary import CacheSummary
+from hiserve.bench.equality import MAX_SHARE, over_all
 from hiserve.bench.goodput import Goodput
 from hiserve.bench.multiturn import Round
 from hiserve.bench.offline import OfflineSummary
+from hiserve.bench.soak.soak_summary import SoakFigures
+from hiserve.bench.spec_run import Found
+from hiserve.bench.spec_summary import Case, CycleCost, acceptance, crossover, drafts_of, figures_of
 from hiserve.bench.summary import Spread, Summary
 from hiserve.bench.workload import Run, Workload
+from hiserve.core.usage import DraftUse
 
 # Above this share of a core the load generator may be what is measured.
 BUSY_CLIENT = 0.7
@@ -139,4 +146,232 @@ def pairs(title: str) -> Table:
     table = Table(title=escape(title), title_justify="left", title_style="bold", show_header=False)
     table.add_column()
     table.add_column(justify="right")
+    return table
+
+
+def show_cache(console: Console, found: CacheOutcome, summary: CacheSummary) -> None:
+    """Shows hit rates beside those of an endless cache, then TTFT by kind of hit."""
+    console.print(_hit_rates(found, summary))
+    console.print(_hit_latencies(summary))
+    if summary.num_above_most:
+        console.print(
+            f"[yellow]{summary.num_above_most:,} requests found more than an endless cache: the server's was not "
+            "empty when the run began. Give --flush-cache; a store is emptied by POST /flush_cache?tier=store.[/yellow]"
+        )
+    if found.num_differing:
+        console.print(
+            f"[yellow]{found.num_differing:,} prompts are of another length to the server than to the endless "
+            "cache.[/yellow]"
+        )
+
+
+def _hit_rates(found: CacheOutcome, summary: CacheSummary) -> Table:
+    table = pairs(f"cache, pages of {found.page_size} tokens")
+    if summary.hit_rate is None:
+        table.add_row("hit rate", "not told")
+    else:
+        table.add_row("[bold]hit rate[/bold]", f"[bold]{summary.hit_rate:.2%}[/bold]")
+        for tier, rate in summary.hit_rate_of.items() if summary.tells_tiers else ():
+            table.add_row(f"  {tier}", f"{rate:.2%}")
+    table.add_row("endless cache", f"{summary.least_hit_rate:.2%} to {summary.most_hit_rate:.2%}")
+    if summary.share_of_most is not None:
+        table.add_row("  share of the most", f"{summary.share_of_most:.4f}")
+    for reason, count in summary.misses.items():
+        table.add_row(f"requests that missed: {escape(reason)}", f"{count:,}")
+    table.add_section()
+    table.add_row("input throughput", f"{summary.input_tokens_per_s:,.1f} tokens/s")
+    if summary.later_input_tokens_per_s is not None:
+        table.add_row("  from second requests on", f"{summary.later_input_tokens_per_s:,.1f} tokens/s")
+    if any(copied.num_pages for copied in found.copies.values()):
+        table.add_section()
+    for kind, copied in found.copies.items():
+        if copied.num_pages:
+            speed = "" if copied.bytes_per_s is None else f" at {copied.bytes_per_s / 1e9:,.2f} GB/s"
+            table.add_row(kind, f"{copied.num_pages:,} pages, {copied.num_bytes / 1e6:,.1f} MB{speed}")
+        for reason, count in copied.unfulfilled.items():
+            table.add_row(f"  not done: {escape(reason)}", f"{count:,} pages")
+    for note in found.notes:
+        table.add_row("[yellow]not told[/yellow]", escape(note))
+    return table
+
+
+def _hit_latencies(summary: CacheSummary) -> Table:
+    table = columns("TTFT by kind of hit, milliseconds", "", "median", "p90", "p99", "requests")
+    for kind, spread in summary.ttft_ms.items():
+        if spread.count:
+            values = (spread.median, spread.p90, spread.p99)
+            table.add_row(kind, *(f"{value:,.2f}" for value in values), f"{spread.count:,}")
+    return table
+
+
+GOOD, BAD = "green", "red"
+GAINS = (
+    "accept: tokens of a step that verified drafts, by where its prompt was found\n"
+    "% accepted: of those steps, their first draft, their second one, ...\n"
+    "gain: tokens a second over plain decoding, by batch; prompts {where}\n"
+    "loses from: the batch from which on plain decoding is faster"
+)
+COSTS = (
+    "extend: the draft forward behind the step, for the first draft; draft: further ones\n"
+    "cost: the sum in plain steps, as measured at start, and beside it as it ran"
+)
+
+
+def show_spec(console: Console, found: Found) -> None:
+    """Shows a table for each proposer and temperature, what cycles cost, and whether the tokens are the same."""
+    for proposer, temperature in dict.fromkeys((case.proposer, case.temperature) for case in found.cases):
+        chosen = [case for case in found.cases if (case.proposer, case.temperature) == (proposer, temperature)]
+        console.print(_gains(f"{proposer}, temperature {temperature:g}", chosen))
+    console.print(f"[dim]{GAINS.format(where=_where(usual_source(found.cases)))}[/dim]")
+    for proposer, costs in found.costs.items():
+        console.print(_costs(proposer, costs, [case for case in found.cases if case.proposer == proposer]))
+    if found.costs:
+        console.print(f"[dim]{COSTS}[/dim]")
+    _equality(console, found.cases)
+
+
+def usual_source(cases: Sequence[Case]) -> str:
+    """Returns the source by which cases are timed: with prompts on the device, if that was measured."""
+    sources = list(dict.fromkeys(case.source for case in cases))
+    return "device" if "device" in sources else sources[0]
+
+
+def _gains(title: str, cases: Sequence[Case]) -> Table:
+    source = usual_source(cases)
+    sources = list(dict.fromkeys(case.source for case in cases))
+    batches = list(dict.fromkeys(case.batch for case in cases))
+    shares, lengths_of = "% accepted\nby place", [f"accept\n{name}" for name in sources]
+    gains = [f"gain\nat {batch}" for batch in batches]
+    table = columns(title, "drafts", *lengths_of, shares, *gains, "loses\nfrom", left=shares)
+    for steps in dict.fromkeys(case.steps for case in cases):
+        own = [case for case in cases if case.steps == steps]
+        speedups = {case.batch: figures_of(case).speedup for case in own if case.source == source}
+        drafts = drafts_of(own)
+        lengths = (drafts_of([case for case in own if case.source == name]) for name in sources)
+        lost = crossover(speedups)
+        table.add_row(
+            steps,
+            *(f"{use.accept_length:.2f}" if use.proposed else "-" for use in lengths),
+            " ".join(f"{100 * share:.0f}" for share in _acceptance(drafts)) or "-",
+            *(_coloured(speedups[batch]) for batch in batches),
+            "-" if lost is None else str(lost),
+        )
+    return table
+
+
+def _costs(proposer: str, costs: Sequence[CycleCost], cases: Sequence[Case]) -> Table:
+    """Shows what the engine measured at start, for what was swept, beside what steps then took."""
+    names = ("batch", "drafts", "plain", "verify", "extend", "draft", "cost", "as it ran")
+    table = columns(f"{proposer}, cost of a cycle in milliseconds", *names)
+    source, temperature = usual_source(cases), cases[0].temperature
+    ran = {
+        (case.batch, case.steps): figures_of(case)
+        for case in cases
+        if (case.source, case.temperature) == (source, temperature)
+    }
+    sizes = sorted({cost.batch for cost in costs})
+    for batch in dict.fromkeys(batch for batch, _ in ran):
+        nearest = next((size for size in sizes if size >= batch), sizes[-1])  # as the engine itself reads its table
+        for cost in (cost for cost in costs if cost.batch == nearest and (batch, str(cost.steps)) in ran):
+            parts = (cost.plain_s, cost.verify_s, cost.extend_s, cost.draft_s)
+            table.add_row(
+                str(batch),
+                str(cost.steps),
+                *(f"{1e3 * seconds:.2f}" for seconds in parts),
+                f"{cost.cost:.2f}",
+                f"{ran[batch, str(cost.steps)].cycle_cost:.2f}",
+            )
+        table.add_section()
+    return table
+
+
+def _equality(console: Console, cases: Sequence[Case]) -> None:
+    counts = Counter(case.equality.verdict for case in cases)
+    told = ", ".join(f"{count} of {len(cases)} {verdict}" for verdict, count in counts.items())
+    console.print(f"[bold]tokens against plain decoding[/bold], case by case: {told}")
+    margin = over_all([case.equality for case in cases])
+    if margin is not None:
+        colour = GOOD if margin.is_kept else BAD
+        console.print(
+            f"[{colour}]{margin.num_needed} of {margin.num_positions} tokens are not plain decoding's best; the worst is "
+            f"{margin.worst:.2g} short of it, {margin.epsilon:.2g} and {MAX_SHARE:.1%} are allowed[/{colour}]"
+        )
+    for case in cases:
+        if not case.equality.is_kept:
+            first = case.equality.first_difference
+            where = "" if first is None else f", first in reply {first[0]} at token {first[1]}"
+            console.print(
+                f"[{BAD}]{escape(case.proposer)}, {case.steps} drafts, batch {case.batch}, temperature {case.temperature:g}, "
+                f"{case.source}: {case.equality.num_differing} of {case.equality.num_replies} replies differ{where}[/{BAD}]"
+            )
+
+
+def _acceptance(drafts: DraftUse) -> list[float]:
+    """Returns shares of verifying steps, up to the last draft that was ever accepted."""
+    shares = acceptance(drafts)
+    while shares and not shares[-1]:
+        shares.pop()
+    return shares
+
+
+def _coloured(speedup: float) -> str:
+    colour = GOOD if speedup >= 1 else BAD
+    return f"[{colour}]{speedup:.2f}[/{colour}]"
+
+
+def _where(source: str) -> str:
+    return "that nobody has" if source == "cold" else f"on the {source}"
+
+
+MAX_VIOLATIONS = 8
+
+
+def show_soak(console: Console, title: str, found: SoakFigures) -> None:
+    """Shows what became of the requests, then the faults, latencies beside them, memory, and what must not be."""
+    table = pairs(title)
+    for outcome, count in found.outcomes.items():
+        table.add_row(f"requests: {escape(outcome)}", f"{count:,}")
+    table.add_row("duration", f"{found.duration_s:.1f} s")
+    if found.num_processes:
+        lived = ", ".join(f"{count} {role}" for role, count in found.num_processes.items())
+        table.add_row("processes that lived", lived)
+    judged = "token by token" if found.is_exact else "by their ends alone: not a server in float64"
+    table.add_row("replies compared", judged)
+    console.print(table)
+    if found.faults:
+        console.print(_faults(found))
+    console.print(_soak_latencies(found))
+    if found.growth:
+        console.print(_memory(found))
+    if found.num_violations:
+        console.print(f"[red]violations: {found.num_violations:,}[/red]")
+        for violation in found.violations[:MAX_VIOLATIONS]:
+            console.print(f"[red]  {escape(violation)}[/red]", soft_wrap=True)
+    else:
+        console.print("[green]nothing that must not be[/green]")
+
+
+def _faults(found: SoakFigures) -> Table:
+    table = columns("faults", "at", "fault", "requests open", "ready again", "first new token", left="fault")
+    for fault in found.faults:
+        told = ["–" if seconds is None else f"{seconds:.2f} s" for seconds in (fault.ready_s, fault.recovery_s)]
+        table.add_row(f"{fault.at_s:.1f} s", f"{fault.fault}: {escape(fault.what)}", f"{fault.num_open}", *told)
+    return table
+
+
+def _soak_latencies(found: SoakFigures) -> Table:
+    table = columns("milliseconds", "", "p50", "p99", "requests")
+    for name, latencies in (("calm", found.calm), ("beside faults", found.beside_faults)):
+        for kind, spread in (("TTFT", latencies.ttft_ms), ("TPOT", latencies.tpot_ms)):
+            if spread.count:
+                table.add_row(f"{kind}, {name}", f"{spread.median:,.2f}", f"{spread.p99:,.2f}", f"{spread.count:,}")
+    return table
+
+
+def _memory(found: SoakFigures) -> Table:
+    table = columns("memory", "process", "over", "at the end", "growth", "")
+    for grown in found.growth:
+        slope = f"{grown.mib_per_min:+.2f} MiB/min"
+        remark = "" if grown.is_judged else "too short to judge"
+        table.add_row(f"{grown.role} {grown.pid}", f"{grown.seconds:.0f} s", f"{grown.last_mib:.0f} MiB", slope, remark)
     return table

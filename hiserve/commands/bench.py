@@ -17,13 +17,13 @@ from rich.console import Console
 
 import hiserve
 from hiserve.bench import offline, online, report
-from hiserve.bench.cache.cache_plot import draw_cache
-from hiserve.bench.cache.cache_report import show_cache
-from hiserve.bench.cache.cache_run import measure
-from hiserve.bench.cache.cache_summary import summarize_cache
+from hiserve.bench.cache_run import measure
+from hiserve.bench.cache_summary import summarize_cache
 from hiserve.bench.datasets.synthetic import check_fits, random_prompts
 from hiserve.bench.defaults import filled
+from hiserve.bench.equality import are_kept
 from hiserve.bench.goodput import goodput, parse_objectives
+from hiserve.bench.load import Begin
 from hiserve.bench.multiturn import by_round, num_without_ids
 from hiserve.bench.online import RunOutcome
 from hiserve.bench.options import (
@@ -42,16 +42,12 @@ from hiserve.bench.options import (
     add_flags,
     pick,
 )
-from hiserve.bench.plot import Plotter
+from hiserve.bench.plot import Plotter, draw_cache, draw_spec
 from hiserve.bench.record import about, discard_empty, prepare, raw, write
-from hiserve.bench.run_progress import Begin
-from hiserve.bench.soak.soak_report import show_soak
+from hiserve.bench.report import show_cache, show_soak, show_spec
 from hiserve.bench.soak.soak_run import soak
-from hiserve.bench.spec.equality import are_kept
-from hiserve.bench.spec.spec_plot import draw_spec
-from hiserve.bench.spec.spec_report import show_spec
-from hiserve.bench.spec.spec_run import sweep_engines
-from hiserve.bench.spec.spec_summary import figures_of
+from hiserve.bench.spec_run import sweep_engines
+from hiserve.bench.spec_summary import figures_of
 from hiserve.bench.summary import Summary, summarize
 from hiserve.bench.workload import Run
 from hiserve.commands.progress import progress

@@ -19,7 +19,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from hiserve.bench.run_progress import Advance, Begin
+from hiserve.bench.load import Advance, Begin
 
 
 class _Rate(ProgressColumn):

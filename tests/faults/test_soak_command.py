@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from hiserve import cli
+from hiserve.bench.load import Advance
 from hiserve.bench.options import SoakOptions
-from hiserve.bench.run_progress import Advance
 from hiserve.bench.soak.soak_run import SoakOutcome, soak
 from hiserve.bench.soak.stream_oracle import REFUSALS
 from hiserve.config.options import make_options

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hiserve.bench.margin import EPSILON_FACTOR, MAX_SHARE, Margin, join
+from hiserve.bench.equality import EPSILON_FACTOR, MAX_SHARE, Margin, join
 
 __all__ = [
     "EPSILON_FACTOR",

@@ -13,19 +13,15 @@ from typing import Any
 import msgspec
 
 from hiserve.bench.http import Pool
+from hiserve.bench.load import Advance, Begin
 from hiserve.bench.online import read_key
 from hiserve.bench.options import SoakOptions
-from hiserve.bench.run_progress import Advance, Begin
 from hiserve.bench.scrape import increases, scrape
-from hiserve.bench.soak.fault_injector import FaultInjector
-from hiserve.bench.soak.faults import possible
-from hiserve.bench.soak.process_memory import SAMPLE_S, ProcessMonitor
-from hiserve.bench.soak.questions import Questions, build
-from hiserve.bench.soak.sender import Sender
+from hiserve.bench.soak.faults import FaultInjector, possible
 from hiserve.bench.soak.server_process import PROGRAM, RunningServer, start
-from hiserve.bench.soak.soak_summary import SoakFigures, figures
-from hiserve.bench.soak.stream_oracle import Reference, StreamOracle
-from hiserve.bench.soak.users import Users
+from hiserve.bench.soak.soak_summary import SAMPLE_S, ProcessMonitor, SoakFigures, figures
+from hiserve.bench.soak.stream_oracle import StreamOracle
+from hiserve.bench.soak.users import Questions, Reference, Sender, Users, build
 from hiserve.bench.target import Target, look_at
 from hiserve.config.options import Options
 from hiserve.errors import UnavailableError

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from hiserve.bench.soak.questions import SentQuestion
+from hiserve.bench.soak.users import Reference, SentQuestion
 from hiserve.bench.workload import Sample
 
 # A refusal is no failure: the server says when to come again.
@@ -14,13 +14,6 @@ REFUSALS = {
     "http 429": "refused, the queue was full (429)",
     "http 503": "refused, the engine was not ready (503)",
 }
-
-
-class Reference(msgspec.Struct, frozen=True):
-    """The token ids and the finish reason of a question's reply before the first fault."""
-
-    ids: list[int]
-    finish: str
 
 
 class Window(msgspec.Struct, frozen=True):

@@ -1,16 +1,195 @@
-"""Users in a closed loop: they read, read slowly, leave, come in crowds, and send nonsense."""
+"""The users of a soak: their questions, how these are sent, and how they read the answers, leave, or come in crowds."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
+from typing import Literal, TypeAlias
 
+import msgspec
 import numpy as np
 
+from hiserve.bench.datasets.recorded import Dialogue, read_lines
+from hiserve.bench.datasets.synthetic import draw_tokens
+from hiserve.bench.http import Pool
+from hiserve.bench.load_client import Client
 from hiserve.bench.options import SoakOptions
-from hiserve.bench.soak.questions import Questions, SentQuestion, Way
-from hiserve.bench.soak.sender import Sender
-from hiserve.bench.workload import Sample
+from hiserve.bench.server_backends import OpenAIBackend, RequestDefaults, words_of
+from hiserve.bench.spec_engine import HELD_OUT
+from hiserve.bench.target import Target
+from hiserve.bench.workload import Prompt, Sample, Turn
+from hiserve.errors import UnavailableError
+
+# Tokens of a chat's template and of what no history may come near.
+MARGIN = 64
+
+Source: TypeAlias = Literal["chat", "agent"]
+Way: TypeAlias = Literal["read", "slow", "cancelled", "burst"]
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """One request that users repeat.
+
+    Attributes:
+        prompt: What is sent: a dialogue's messages, or an agent's token ids.
+        is_drawn: The reply is sampled, with a seed; otherwise greedy.
+    """
+
+    prompt: Prompt
+    max_tokens: int
+    is_drawn: bool
+
+    @property
+    def source(self) -> Source:
+        """Who asks."""
+        return "chat" if isinstance(self.prompt, list) else "agent"
+
+
+class SentQuestion(msgspec.Struct, kw_only=True):
+    """A question that was sent.
+
+    Attributes:
+        way: How the answer was read: to its end, slowly, until the user left, or as one of many at once.
+    """
+
+    question: int
+    way: Way
+    sample: Sample = msgspec.field(default_factory=Sample)
+
+
+class Reference(msgspec.Struct, frozen=True):
+    """The token ids and the finish reason of a question's reply before the first fault."""
+
+    ids: list[int]
+    finish: str
+
+
+# Questions that follow one another: each prompt begins like the one before.
+Session: TypeAlias = list[int]
+
+
+class Questions(msgspec.Struct, frozen=True, kw_only=True):
+    """All questions by index, and the indices of each session's questions."""
+
+    all: list[Question]
+    sessions: list[Session]
+
+
+def build(soak: SoakOptions, target: Target, seed: int) -> Questions:
+    """Returns dialogues that come along, and agents that share a long prefix; every second session is sampled.
+
+    Raises:
+        ConfigError: The size of the vocabulary is not known.
+    """
+    room = (target.max_model_len or 1 << 30) - soak.output_length - MARGIN
+    dialogues = islice(_dialogues(soak, room), soak.num_dialogues)
+    found: list[Question] = []
+    sessions: list[Session] = []
+    for turns in [*dialogues, *_agents(soak, target, room, seed)]:
+        is_drawn, first = len(sessions) % 2 == 1, len(found)
+        found += [Question(prompt=turn.prompt, max_tokens=turn.max_tokens, is_drawn=is_drawn) for turn in turns]
+        sessions.append(list(range(first, len(found))))
+    return Questions(all=found, sessions=sessions)
+
+
+def _dialogues(soak: SoakOptions, room: int) -> Iterator[list[Turn]]:
+    """Yields the dialogues of several turns: each user message after the recorded history."""
+    for dialogue in read_lines(HELD_OUT, Dialogue, "chats"):
+        messages = dialogue.as_sent()
+        histories = [messages[: index + 1] for index, message in enumerate(messages) if message["role"] == "user"]
+        # A token is at least a byte.
+        fitting = [each for each in histories if sum(len(said["content"].encode()) for said in each) <= room]
+        if len(fitting) > 1:
+            yield [Turn(prompt=each, max_tokens=soak.output_length) for each in fitting[: soak.num_turns]]
+
+
+def _agents(soak: SoakOptions, target: Target, room: int, seed: int) -> list[list[Turn]]:
+    """Returns agents that begin alike and learn something new in each turn, as token ids."""
+    rng, size = np.random.default_rng(seed), target.require_vocab_size()
+    shared = draw_tokens(rng, soak.prefix_length, size)
+    sessions = []
+    for _ in range(soak.num_agents):
+        prompt, turns = shared, []
+        for _ in range(soak.num_turns):
+            prompt = np.concatenate([prompt, draw_tokens(rng, soak.turn_length, size)])
+            if prompt.size <= room:
+                turns.append(Turn(prompt=prompt, max_tokens=soak.output_length))
+        if turns:
+            sessions.append(turns)
+    return sessions
+
+
+SLOW_BYTES_PER_S = 4000.0
+TEMPERATURE, SEED = 0.8, 7
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+# Path and body of what no server may answer with 200.
+NONSENSE: tuple[tuple[str, bytes], ...] = (
+    (CHAT, b"{"),
+    (CHAT, b'{"messages": 5}'),
+    (CHAT, b'{"messages": [{"role": "robot", "content": "Hi"}]}'),
+    (CHAT, b'{"messages": [{"role": "user", "content": "Hi"}], "temperature": -1}'),
+    (COMPLETIONS, b'{"prompt": [1000000000]}'),
+    (COMPLETIONS, b'{"prompt": "Hi", "max_tokens": 2000000000}'),
+    (COMPLETIONS, b'{"prompt": "Hi", "n": 1000000}'),
+    (COMPLETIONS, b"\xff\xfe"),
+    ("/v1/nowhere", b"{}"),
+)
+
+
+class Sender:
+    """Sends requests to one server."""
+
+    def __init__(self, url: str, api_key: str | None, model: str, timeout_s: float) -> None:
+        self._pools = {
+            is_slow: Pool(url, api_key, bytes_per_s=SLOW_BYTES_PER_S if is_slow else None) for is_slow in (False, True)
+        }
+        greedy = RequestDefaults(model=model, has_token_ids=True)
+        self._clients = {
+            (source, is_slow): Client(pool, OpenAIBackend(is_chat=source == "chat"), greedy, timeout_s)
+            for source in ("chat", "agent")
+            for is_slow, pool in self._pools.items()
+        }
+
+    async def send(self, question: Question, asked: SentQuestion) -> None:
+        """Asks and reads; what happens ends up in the sample."""
+        client = self._clients[question.source, asked.way == "slow"]
+        if question.is_drawn:
+            client = client.asking_for(temperature=TEMPERATURE, seed=SEED)
+        await client.send(question.prompt, question.max_tokens, asked.sample)
+
+    async def record(self, index: int, question: Question) -> Reference:
+        """Asks a question before the first fault.
+
+        Raises:
+            UnavailableError: It got no answer, or the server returns no token ids.
+        """
+        asked = SentQuestion(question=index, way="read")
+        await self.send(question, asked)
+        sample = asked.sample
+        if sample.error or not sample.output_ids:
+            told = f"{sample.error}, {sample.detail}" if sample.error else "the reply has no token ids"
+            raise UnavailableError(f"a request could not be recorded before the soak: {told}.")
+        return Reference(sample.output_ids, sample.finish)
+
+    async def send_nonsense(self, number: int, sample: Sample) -> None:
+        """Sends the n-th malformed request."""
+        path, body = NONSENSE[number % len(NONSENSE)]
+        told: list[bytes] = []
+        try:
+            sample.status = await self._pools[False].request("POST", path, body, lambda _, part, __: told.append(part))
+        except OSError as error:
+            sample.error, sample.detail = "connection", str(error)
+        with suppress(msgspec.DecodeError):
+            sample.detail = sample.detail or words_of(msgspec.json.decode(b"".join(told)))
+
+    def close(self) -> None:
+        """Closes idle connections."""
+        for pool in self._pools.values():
+            pool.close()
+
 
 RETRY_S = 0.3
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from hiserve.bench import load
-from hiserve.bench.load import arrivals, drive, drive_in_groups
-from hiserve.bench.run_progress import SoFar
+from hiserve.bench.load import SoFar, arrivals, drive, drive_in_groups
 from hiserve.bench.workload import Prompt, Run, Sample, Turn, Workload
 from tests.helpers.virtual_time import CPU_SHARE, clocks, in_virtual_time
 

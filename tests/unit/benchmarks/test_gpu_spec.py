@@ -9,7 +9,7 @@ from benchmarks.gpu.limits import CycleLimits, Limits
 from benchmarks.gpu.sizes import BARS, LARGE, TINY
 from benchmarks.gpu.spec import Held, adaptive, same_tokens
 from benchmarks.widen.checkpoint import bundled_heads
-from hiserve.bench.spec.equality import Equality
+from hiserve.bench.equality import Equality
 from hiserve.models.builtin_shapes import shape_config
 from hiserve.models.draft_config import DraftKind, find_draft
 from hiserve.models.model_config import NANO, find_model, read_model_config

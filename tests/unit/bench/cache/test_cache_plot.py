@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hiserve.bench.cache.cache_plot import draw_cache
-from hiserve.bench.cache.endless_cache import Held
-from hiserve.bench.plot import Plotter
+from hiserve.bench.cache_summary import Held
+from hiserve.bench.plot import Plotter, draw_cache
 from tests.helpers.samples import run_of, sample
 
 HOST = {"device": 2, "host": 6, "store": 0}

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from hiserve.bench.cache.copy_counts import (
+from hiserve.bench.http import Pool
+from hiserve.bench.scrape import (
     CacheStatsReply,
     CopyCounts,
     ReplicaCacheStats,
@@ -16,7 +17,6 @@ from hiserve.bench.cache.copy_counts import (
     read_caches,
     sum_copies,
 )
-from hiserve.bench.http import Pool
 from hiserve.ipc.cache_stats import CopyStats
 from tests.helpers.fake_server import Asked, FakeServer, Out
 

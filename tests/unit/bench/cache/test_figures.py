@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from hiserve.bench.cache.cache_summary import kind_of, summarize_cache
-from hiserve.bench.cache.endless_cache import Held
+from hiserve.bench.cache_summary import Held, kind_of, summarize_cache
 from hiserve.bench.workload import Sample
 from tests.helpers.samples import run_of, sample
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hiserve.bench.cache.loads import Requests, build
-from hiserve.bench.datasets.agents import shortened
+from hiserve.bench.cache_loads import Requests, build
+from hiserve.bench.datasets.recorded import shortened
 from hiserve.bench.defaults import filled
 from hiserve.bench.options import CacheLoadOptions
 from hiserve.bench.target import Encoder, Target

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from hiserve.bench.cache.endless_cache import Held, Visit, endless_cache
+from hiserve.bench.cache_summary import Held, Visit, endless_cache
 
 PAGE = 4
 

@@ -11,9 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hiserve.bench.datasets.agents import agent_sessions, cut_front, read_rows
-from hiserve.bench.datasets.chats import chats, text_like_it
-from hiserve.bench.datasets.trace import conversation_trace
+from hiserve.bench.datasets.recorded import (
+    agent_sessions,
+    chats,
+    conversation_trace,
+    cut_front,
+    read_rows,
+    text_like_it,
+)
 from hiserve.bench.workload import Workload
 from hiserve.errors import ConfigError
 

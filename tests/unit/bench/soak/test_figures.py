@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from hiserve.bench.options import SoakOptions
-from hiserve.bench.soak.fault_injector import FaultRecovery
-from hiserve.bench.soak.process_memory import MIB, ProcessHistory, ProcessMonitor, growth
-from hiserve.bench.soak.questions import SentQuestion
-from hiserve.bench.soak.soak_summary import SoakFigures, figures
-from hiserve.bench.soak.stream_oracle import Reference, StreamOracle
+from hiserve.bench.soak.faults import FaultRecovery
+from hiserve.bench.soak.soak_summary import MIB, ProcessHistory, ProcessMonitor, SoakFigures, figures, growth
+from hiserve.bench.soak.stream_oracle import StreamOracle
+from hiserve.bench.soak.users import Reference, SentQuestion
 from hiserve.bench.workload import Sample
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hiserve.bench.soak.questions import SentQuestion, Way
-from hiserve.bench.soak.stream_oracle import Reference, StreamOracle, Window, judge_bad
+from hiserve.bench.soak.stream_oracle import StreamOracle, Window, judge_bad
+from hiserve.bench.soak.users import Reference, SentQuestion, Way
 from hiserve.bench.workload import Sample
 
 REFERENCE = Reference([1, 2, 3, 4], "length")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hiserve.bench.spec.engine import BatchResult, Tokens
+from hiserve.bench.spec_engine import BatchResult, Tokens
 from hiserve.config.options import Options, make_options
 from hiserve.core.startup_measurements import StepCosts
 from hiserve.core.usage import CacheUse, DraftUse

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hiserve.bench.spec.engine import Tokens
-from hiserve.bench.spec.equality import EqualityChecker, are_kept, over_all
+from hiserve.bench.equality import EqualityChecker, are_kept, over_all
+from hiserve.bench.spec_engine import Tokens
 from tests.unit.bench.spec.fakes import FakeEngine, counting
 
 PROMPTS = [[10], [20], [30]]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hiserve.bench.spec.engine import BatchResult, check_source, prepare, run_batch
-from hiserve.bench.spec.equality import Equality
-from hiserve.bench.spec.spec_summary import Case, check_accepted, crossover, cycle_costs, figures_of
+from hiserve.bench.equality import Equality
+from hiserve.bench.spec_engine import BatchResult, check_source, prepare, run_batch
+from hiserve.bench.spec_summary import Case, check_accepted, crossover, cycle_costs, figures_of
 from hiserve.core.request import SamplingParams
 from hiserve.core.usage import DraftUse
 from hiserve.errors import ConfigError, EngineError

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from hiserve.bench.options import SweepOptions
-from hiserve.bench.spec.spec_prompts import read_prompts, read_texts
-from hiserve.bench.spec.spec_run import Found, conditions, sweep_engines
+from hiserve.bench.spec_engine import read_prompts, read_texts
+from hiserve.bench.spec_run import Found, conditions, sweep_engines
 from hiserve.config.options import make_options
 from hiserve.core.usage import DraftUse
 from hiserve.errors import ConfigError, EngineError

@@ -1,4 +1,4 @@
-"""The sweep: proposers by numbers of drafts, batches, temperatures and where prompts are found, in one process."""
+"""The sweep of speculation: proposers by drafts, batches, temperatures and sources of prompts, in one process."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 
 import msgspec
 
+from hiserve.bench.equality import Equality, EqualityChecker
+from hiserve.bench.load import Begin
 from hiserve.bench.options import SweepOptions
-from hiserve.bench.run_progress import Begin
-from hiserve.bench.spec.engine import BatchResult, SpecEngine, Tokens, check_source, prepare, run_batch
-from hiserve.bench.spec.equality import Equality, EqualityChecker
-from hiserve.bench.spec.spec_prompts import read_prompts
-from hiserve.bench.spec.spec_summary import Case, CycleCost, check_accepted, cycle_costs, figures_of
+from hiserve.bench.spec_engine import BatchResult, SpecEngine, Tokens, check_source, prepare, read_prompts, run_batch
+from hiserve.bench.spec_summary import Case, CycleCost, check_accepted, cycle_costs, figures_of
 from hiserve.config.options import MAX_SPEC_STEPS, Options, flat
 from hiserve.core.request import SamplingParams
 from hiserve.errors import ConfigError

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from hiserve.bench.spec.engine import BatchResult
-from hiserve.bench.spec.equality import Equality
+from hiserve.bench.equality import Equality
+from hiserve.bench.spec_engine import BatchResult
 from hiserve.core.startup_measurements import StepCosts
 from hiserve.core.usage import DraftUse
 from hiserve.errors import EngineError

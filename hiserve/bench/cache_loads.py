@@ -7,10 +7,15 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from hiserve.bench.datasets.agents import AgentRecord, read_rows, shortened
-from hiserve.bench.datasets.files import required
+from hiserve.bench.datasets.recorded import (
+    TRACE_BLOCK_TOKENS,
+    AgentRecord,
+    conversation_trace,
+    read_rows,
+    required,
+    shortened,
+)
 from hiserve.bench.datasets.synthetic import check_fits, conversations, shared_prefixes
-from hiserve.bench.datasets.trace import TRACE_BLOCK_TOKENS, conversation_trace
 from hiserve.bench.defaults import chosen
 from hiserve.bench.options import CacheLoadOptions
 from hiserve.bench.target import Encoder, Target

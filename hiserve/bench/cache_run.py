@@ -8,15 +8,13 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from hiserve.bench.cache.copy_counts import CacheStatsReply, CopyCounts, copied, read_caches
-from hiserve.bench.cache.endless_cache import Held, Visit, endless_cache
-from hiserve.bench.cache.loads import Requests, build
+from hiserve.bench.cache_loads import Requests, build
+from hiserve.bench.cache_summary import Held, Visit, endless_cache
 from hiserve.bench.defaults import filled
-from hiserve.bench.load import Send, drive, drive_in_groups
+from hiserve.bench.load import Begin, Send, SoFar, drive, drive_in_groups
 from hiserve.bench.online import RunOutcome, ServerUnderTest, connected, warm_up
 from hiserve.bench.options import CacheLoadOptions, ConnectionOptions, LimitOptions
-from hiserve.bench.run_progress import Begin, SoFar
-from hiserve.bench.scrape import Series, increases, scrape
+from hiserve.bench.scrape import CacheStatsReply, CopyCounts, Series, copied, increases, read_caches, scrape
 from hiserve.bench.target import make_encoder
 from hiserve.bench.workload import Prompt, Run, Sample
 from hiserve.core.plan import Int32Array

@@ -1,4 +1,4 @@
-"""Compares the tokens of speculation with those of plain decoding: equal, or as likely within rounding."""
+"""The same tokens: replies of two engines that are equal, or as likely within the rounding of batch shapes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,53 @@ from typing import Any, Literal
 
 import msgspec
 
-from hiserve.bench.margin import EPSILON_FACTOR, Margin, join
-from hiserve.bench.spec.engine import SpecEngine, Tokens
+from hiserve.bench.spec_engine import SpecEngine, Tokens
 from hiserve.core.request import SamplingParams
+
+EPSILON_FACTOR = 8
+MAX_SHARE = 0.005
+
+
+class Margin(msgspec.Struct, frozen=True):
+    """How far emitted tokens lie from the reference's best.
+
+    Attributes:
+        epsilon: What is allowed: 8 times the largest difference between scores of two batch shapes.
+        worst: Largest shortfall of an emitted token's score.
+        num_needed: Positions where the emitted token is not the reference's best.
+        num_positions: All positions.
+    """
+
+    epsilon: float
+    worst: float
+    num_needed: int
+    num_positions: int
+
+    @property
+    def is_near(self) -> bool:
+        """Every token is within epsilon."""
+        return self.worst <= self.epsilon
+
+    @property
+    def is_rare(self) -> bool:
+        """At most 0.5 % of the positions need it: of few, none may."""
+        return self.num_needed <= MAX_SHARE * self.num_positions
+
+    @property
+    def is_kept(self) -> bool:
+        """Every token is within epsilon, and at most 0.5 % of them need it."""
+        return self.is_near and self.is_rare
+
+
+def join(margins: Sequence[Margin]) -> Margin:
+    """One verdict over several rows, of one epsilon."""
+    return Margin(
+        epsilon=margins[0].epsilon,
+        worst=max(each.worst for each in margins),
+        num_needed=sum(each.num_needed for each in margins),
+        num_positions=sum(each.num_positions for each in margins),
+    )
+
 
 Verdict = Literal["same", "within the margin", "not judged", "different"]
 ROUNDING = ("float32", "bfloat16", "float16")  # types that round with the shape of a batch

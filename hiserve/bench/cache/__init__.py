@@ -1,1 +1,0 @@
-"""What ``hiserve bench cache`` sends, measures and draws, and the endless cache it compares with."""

@@ -1,0 +1,302 @@
+"""Recorded data sets, one JSON object a line, gzipped or not: dialogues, agent sessions, a trace in Mooncake's format."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import re
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from hiserve.bench.datasets.synthetic import draw_tokens
+from hiserve.bench.target import Counter
+from hiserve.bench.workload import Messages, Turn, Workload
+from hiserve.core.plan import Int32Array
+from hiserve.errors import ConfigError
+
+_T = TypeVar("_T")
+
+
+def read_lines(path: Path, row: type[_T], what: str) -> Iterator[_T]:
+    """Yields the rows of a file.
+
+    Args:
+        path: Ends with ``.gz`` when it is gzipped.
+        row: What each line holds.
+        what: The data set, for error messages.
+
+    Raises:
+        ConfigError: The file cannot be read, or a line holds something else.
+    """
+    decoder = msgspec.json.Decoder(row)
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _decode(decoder, line, f"--path {path}, line {number}: not a row of {what}")
+    except (OSError, EOFError) as error:
+        raise ConfigError(f"cannot read --path {path}: {error}.", param="path") from None
+
+
+def required(path: Path | None, choice: str) -> Path:
+    """Returns the file of a data set that needs one.
+
+    Args:
+        path: As given.
+        choice: The flag that chose the data set, for the message.
+
+    Raises:
+        ConfigError: It was not given.
+    """
+    if path is None:
+        raise ConfigError(f"{choice} reads a file; give --path.", param="path")
+    return path
+
+
+def _decode(decoder: msgspec.json.Decoder[_T], line: bytes, complaint: str) -> _T:
+    try:
+        return decoder.decode(line)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{complaint}: {error}.", param="path") from None
+
+
+SAMPLED_DIALOGUES = 20
+
+
+class Message(msgspec.Struct):
+    """One message of a dialogue."""
+
+    role: str
+    content: str
+
+
+class Dialogue(msgspec.Struct):
+    """One line of the file."""
+
+    messages: list[Message]
+
+    def as_sent(self) -> Messages:
+        """Returns the messages as the body of a request has them."""
+        return [{"role": message.role, "content": message.content} for message in self.messages]
+
+
+async def chats(path: Path, *, counter: Counter, num_prompts: int | None, output_length: int | None) -> Workload:
+    """Returns one session for each dialogue; its history grows turn by turn.
+
+    Args:
+        path: ``{"messages": [{"role", "content"}, ...]}`` a line.
+        counter: Measures recorded replies; a reply may be as long as the recorded one.
+        num_prompts: Most requests, or None for all.
+        output_length: Longest reply, instead of the recorded one's length.
+
+    Raises:
+        ConfigError: The file cannot be read or has no message of a user.
+    """
+    sessions: list[list[Turn]] = []
+    room = num_prompts
+    for dialogue in read_lines(path, Dialogue, "chats"):
+        if room == 0:
+            break
+        session: list[Turn] = []
+        messages = dialogue.as_sent()
+        for index, message in enumerate(messages):
+            if message["role"] != "user" or len(session) == room:
+                continue
+            reply = messages[index + 1]["content"] if index + 1 < len(messages) else ""
+            max_tokens = output_length or max(1, await counter.count(reply))
+            session.append(Turn(prompt=messages[: index + 1], max_tokens=max_tokens))
+        if session:
+            sessions.append(session)
+            room = None if room is None else room - len(session)
+    if not sessions:
+        raise ConfigError(f"--path {path} has no message of a user.", param="path")
+    return Workload(name="chats", sessions=sessions)
+
+
+def text_like_it(path: Path) -> str:
+    """Returns some of the file's text, for measuring how many tokens such text has."""
+    dialogues = islice(read_lines(path, Dialogue, "chats"), SAMPLED_DIALOGUES)
+    return "\n".join(message.content for dialogue in dialogues for message in dialogue.messages)
+
+
+# The recordings join messages by blank lines and do not say which blank lines are inside of a message.
+BOUNDARY = re.compile(r"\n\n+")
+
+
+class AgentRecord(msgspec.Struct):
+    """One line of the recording: a request's whole prompt, its recorded reply and its time in microseconds."""
+
+    session_id: str
+    timestamp_us: int
+    input: str
+    output: str
+
+
+def read_rows(path: Path, num_prompts: int | None) -> tuple[list[AgentRecord], int]:
+    """Returns the first prompts in the order of their times, and how many rows have none.
+
+    Raises:
+        ConfigError: The file cannot be read or has no prompts.
+    """
+    rows = sorted(read_lines(path, AgentRecord, "agent-sessions"), key=lambda row: row.timestamp_us)
+    found = [row for row in rows if row.input]
+    if not found:
+        raise ConfigError(f"--path {path} has no prompts.", param="path")
+    return found[:num_prompts], len(rows) - len(found)
+
+
+def shortened(text: str, scale: float) -> str:
+    """Returns a text whose paragraphs are cut to a share of their characters, at least one each.
+
+    Whole paragraphs that two texts begin with stay common to both.
+
+    Args:
+        text: Messages joined by blank lines.
+        scale: The share that is left of the front of each paragraph, above 0, at most 1.
+    """
+    parts = re.split(f"({BOUNDARY.pattern})", text)
+    parts[::2] = [paragraph[: math.ceil(len(paragraph) * scale)] for paragraph in parts[::2]]
+    return "".join(parts)
+
+
+async def agent_sessions(
+    rows: list[AgentRecord],
+    num_empty: int,
+    *,
+    counter: Counter,
+    speed: float,
+    max_model_len: int | None,
+    output_length: int | None,
+    reserve: int,
+) -> Workload:
+    """Returns one session for each agent; its requests keep their recorded times and wait for one another.
+
+    Args:
+        rows: In the order of their times.
+        num_empty: Rows left out before, for the notes.
+        counter: Counts tokens.
+        speed: 2.0 replays twice as fast; infinity lets each request follow the reply before it.
+        max_model_len: Longer prompts lose messages from the front, counted as ``prompts_cut``; replies get at
+            most half of it, counted as ``replies_cut``.
+        output_length: Longest reply, instead of the recorded one's length.
+        reserve: Tokens to leave free for what the server puts around a prompt.
+    """
+    notes = {"prompts_cut": 0, "replies_cut": 0, "empty_prompts_left_out": num_empty}
+    sessions: dict[str, list[Turn]] = {}
+    for row in rows:
+        max_tokens = output_length or max(1, await counter.count(row.output))
+        prompt = row.input
+        if max_model_len is not None:
+            fitting = min(max_tokens, max_model_len // 2)
+            notes["replies_cut"] += fitting < max_tokens
+            max_tokens = fitting
+            prompt = await cut_front(row.input, max_model_len - max_tokens - reserve, counter)
+            notes["prompts_cut"] += len(prompt) < len(row.input)
+        at_s = (row.timestamp_us - rows[0].timestamp_us) / 1e6 / speed
+        sessions.setdefault(row.session_id, []).append(Turn(prompt=prompt, max_tokens=max_tokens, at_s=at_s))
+    return Workload(name="agent-sessions", sessions=list(sessions.values()), notes=notes)
+
+
+async def cut_front(text: str, room: int, counter: Counter) -> str:
+    """Returns the longest end of a text that fits and starts at a message; a part of the last message if need be.
+
+    Args:
+        text: Messages joined by blank lines.
+        room: Most tokens, at least 1.
+        counter: Counts tokens.
+    """
+    if len(text.encode()) < room or await counter.count(text) <= room:  # a token is at least a byte
+        return text
+    starts = [match.end() for match in BOUNDARY.finditer(text) if match.end() < len(text)]
+    first = await _first_fitting(text, starts, room, counter)
+    if first is None:
+        last_message = range(starts[-1] if starts else 0, len(text))
+        first = await _first_fitting(text, last_message, room, counter)
+    return text[first if first is not None else len(text) - 1 :]
+
+
+async def _first_fitting(text: str, starts: Sequence[int], room: int, counter: Counter) -> int | None:
+    """Finds by bisection the first of the ascending starts from which the rest of the text fits."""
+    low, high = 0, len(starts)
+    while low < high:
+        middle = (low + high) // 2
+        if await counter.count(text[starts[middle] :]) <= room:
+            high = middle
+        else:
+            low = middle + 1
+    return starts[low] if low < len(starts) else None
+
+
+# Tokens per hash of the trace (Mooncake, FAST'25).
+TRACE_BLOCK_TOKENS = 512
+
+
+class TraceRecord(msgspec.Struct):
+    """One line of the trace.
+
+    Attributes:
+        timestamp: Milliseconds from the start.
+        input_length: Tokens of the prompt.
+        output_length: Tokens of the reply.
+        hash_ids: One for each block of the prompt; the same id is the same block after the same blocks.
+    """
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+def conversation_trace(
+    path: Path,
+    *,
+    speed: float,
+    block_tokens: int,
+    num_prompts: int | None,
+    max_model_len: int | None,
+    vocab_size: int,
+    seed: int,
+) -> Workload:
+    """Returns the requests of a trace at their recorded times.
+
+    Args:
+        path: One row a line.
+        speed: 2.0 replays twice as fast; infinity sends everything at once.
+        block_tokens: Tokens made up for each hash. Fewer than 512 shrink prompts and replies in proportion.
+        num_prompts: Take only the first so many, or None for all.
+        max_model_len: Longer prompts lose their end (what is shared is at the front), counted as
+            ``prompts_cut``; replies get at most half of it, counted as ``replies_cut``.
+        vocab_size: Token ids are below it.
+        seed: The same seed and hash give the same block.
+
+    Raises:
+        ConfigError: The file cannot be read or is empty.
+    """
+    blocks: dict[int, Int32Array] = {}
+    scale = block_tokens / TRACE_BLOCK_TOKENS
+    notes = {"prompts_cut": 0, "replies_cut": 0}
+    sessions: list[list[Turn]] = []
+    for row in read_lines(path, TraceRecord, "conversation-trace"):
+        if len(sessions) == num_prompts:
+            break
+        for hash_id in row.hash_ids:
+            if hash_id not in blocks:
+                blocks[hash_id] = draw_tokens(np.random.default_rng((seed, hash_id)), block_tokens, vocab_size)
+        prompt = np.concatenate([blocks[hash_id] for hash_id in row.hash_ids])
+        prompt = prompt[: max(1, round(row.input_length * scale))]
+        max_tokens = max(1, round(row.output_length * scale))
+        if max_model_len is not None:
+            fitting = min(max_tokens, max_model_len // 2)
+            room = max_model_len - fitting
+            notes["replies_cut"] += fitting < max_tokens
+            notes["prompts_cut"] += room < prompt.size
+            prompt, max_tokens = prompt[:room], fitting
+        sessions.append([Turn(prompt=prompt, max_tokens=max_tokens, at_s=row.timestamp / 1000 / speed)])
+    if not sessions:
+        raise ConfigError(f"--path {path} is empty.", param="path")
+    return Workload(name="conversation-trace", sessions=sessions, notes=notes)

@@ -1,1 +1,0 @@
-"""Speculation against plain decoding: what is accepted, what it costs, what it gains."""
