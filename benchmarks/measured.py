@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 ENGINE = (
     *("hiserve/engine", "hiserve/core", "hiserve/cache", "hiserve/runners", "hiserve/spec", "hiserve/sampling"),
-    *("hiserve/models", "hiserve/layers", "hiserve/attention", "hiserve/kernels"),
+    *("hiserve/models", "hiserve/layers.py", "hiserve/attention", "hiserve/kernels"),
 )
 SERVER = (*ENGINE, "hiserve/text", "hiserve/ipc", "hiserve/scheduler", "hiserve/server")
 

@@ -44,7 +44,7 @@ class Ops(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Norms and rotates queries and keys, and writes keys and values into their slots."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_behind_attention: bool) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention: bool) -> Tensor:
         """Projects ``[T, n]``. After an attention a device may launch it without overlap, which the attention needs."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     return (out_a * share_a + out_b * share_b).to(out_a.dtype), lse
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_behind_attention: bool = False) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention: bool = False) -> Tensor:
     """Projects ``[T, in_features]`` by ``[out_features, in_features]`` and adds an optional ``[out_features]``."""
     return F.linear(x, weight, bias)
 

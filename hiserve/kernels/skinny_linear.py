@@ -25,7 +25,7 @@ _MIN_BLOCKS = 4  # of depth, for each part
 _SUM_BLOCK = 512
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_behind_attention: bool = False) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention: bool = False) -> Tensor:
     """Like ``reference.linear``, for weights that were on the device before the step.
 
     Up to 32 rows of a 16-bit type use the tiled kernel if the weight is of whole tiles; a single row uses the row
@@ -38,7 +38,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_behind_attentio
         if num_rows == 1 and not (has_whole_tiles and weight.numel() > _MAX_ROW_ELEMENTS):
             return _row_linear(x, weight, bias)
         if has_whole_tiles:
-            return _tiled_linear(x, weight, bias, is_early=not is_behind_attention)
+            return _tiled_linear(x, weight, bias, is_early=not is_after_attention)
     return F.linear(x, weight, bias)
 
 

@@ -12,13 +12,18 @@ from torch import Tensor
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
 from hiserve.kernels.ops import Ops, ops_for
-from hiserve.layers.attention import SelfAttention
-from hiserve.layers.embedding import Embedding
-from hiserve.layers.linear import Linear
-from hiserve.layers.mlp import GatedMLP
-from hiserve.layers.moe import Experts, MoE, SparseExperts, StackedExperts
-from hiserve.layers.norm import RMSNorm
-from hiserve.layers.rotary import Rotary
+from hiserve.layers import (
+    Embedding,
+    Experts,
+    GatedMLP,
+    Linear,
+    MoE,
+    RMSNorm,
+    Rotary,
+    SelfAttention,
+    SparseExperts,
+    StackedExperts,
+)
 from hiserve.models.frequencies import rotary_frequencies
 from hiserve.models.model_config import ExpertsConfig, ModelConfig
 from hiserve.models.weights import load_parameters
@@ -167,7 +172,7 @@ def make_layer(config: ModelConfig, parameters: dict[str, Tensor], index: int, o
         attention=SelfAttention(
             layer=index,
             qkv=_linear(parameters, ours + "qkv"),
-            out=_linear(parameters, ours + "out", is_behind_attention=True),
+            out=_linear(parameters, ours + "out", is_after_attention=True),
             qk_weight=qk_weight,
             eps=config.norm_eps,
             head_dim=config.head_dim,
@@ -182,9 +187,9 @@ def make_layer(config: ModelConfig, parameters: dict[str, Tensor], index: int, o
     )
 
 
-def _linear(parameters: dict[str, Tensor], name: str, *, is_behind_attention: bool = False) -> Linear:
+def _linear(parameters: dict[str, Tensor], name: str, *, is_after_attention: bool = False) -> Linear:
     weight, bias = parameters.pop(name), parameters.pop(name + "_bias", None)
-    return Linear(weight, bias, is_behind_attention=is_behind_attention)
+    return Linear(weight, bias, is_after_attention=is_after_attention)
 
 
 def _moe(config: ExpertsConfig, parameters: dict[str, Tensor], ours: str, ops: Ops) -> MoE:

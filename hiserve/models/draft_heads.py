@@ -14,10 +14,7 @@ from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.errors import ModelError
 from hiserve.kernels.ops import Ops, ops_for
-from hiserve.layers.embedding import Embedding
-from hiserve.layers.linear import Linear
-from hiserve.layers.norm import RMSNorm
-from hiserve.layers.rotary import Rotary
+from hiserve.layers import Embedding, Linear, RMSNorm, Rotary
 from hiserve.models.decoder import Decoder, Layer, attention_shape, load_decoder, make_layer
 from hiserve.models.draft_config import DraftConfig
 from hiserve.models.draft_formats import Head

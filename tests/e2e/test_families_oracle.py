@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hiserve.layers.moe import MoE
+from hiserve.layers import MoE
 from hiserve.models.model_config import read_model_config
 from tests.helpers.models import FAMILIES, Engine, load_transformers, save_family, spell_as_before
 from tests.helpers.oracle import NUM_NEW, Subject, continuation, engine_of, generate, prompts_of

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hiserve.layers import moe
+from hiserve.layers import StackedExperts
 from tests.helpers.cuda import fill_freed_memory, generate, graph_engine, poison, prompts_of, verdicts
 from tests.helpers.models import save_family
 from tests.helpers.scripted import verify
@@ -50,13 +50,13 @@ def test_a_replay_routes_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """One graph, other tokens each time: the experts that a replay chooses differ from those of its capture."""
     save_family("qwen3_moe", tmp_path, head_dim=64)
     chosen: list[torch.Tensor] = []
-    call = moe.StackedExperts.__call__
+    call = StackedExperts.__call__
 
     def watch(self: Any, x: torch.Tensor, shares: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         chosen.append(experts)
         return call(self, x, shares, experts)
 
-    monkeypatch.setattr(moe.StackedExperts, "__call__", watch)
+    monkeypatch.setattr(StackedExperts, "__call__", watch)
     subject = graph_engine(tmp_path, "decode", "float32", max_rows=4)
     in_graphs = [each for each in chosen if each.shape[0] == 4][-1:]  # of the last capture of four rows
     generate(subject, prompts_of([5, 9, 17, 30], seed=3, vocab=320), 3)

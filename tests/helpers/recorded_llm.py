@@ -14,7 +14,7 @@ from hiserve.core import resolve
 from hiserve.engine import build, runner_factory
 from hiserve.engine.executor import Executor
 from hiserve.engine.planner import Planner
-from hiserve.layers.moe import StackedExperts
+from hiserve.layers import StackedExperts
 from hiserve.models import decoder
 from hiserve.runners import device_rows
 from tests.helpers.recorded import RecordableAttention, RecordedCapture, recordable_ops

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from hiserve.core.forward import LayerKV
-from hiserve.kernels.packed_linear import can_pack, pack, packed_linear
 from hiserve.kernels.reference import (
     add_rms_norm,
     is_last_loc_legal,
@@ -136,15 +135,3 @@ def test_an_entry_never_written_is_not_owned() -> None:
     page_owner = torch.tensor([0, -1], dtype=torch.int32)
     cleared = torch.zeros((1, 1), dtype=torch.int32)
     assert not is_table_owned(cleared, torch.full_like(cleared, -1), page_owner, torch.tensor([1]), 4)
-
-
-@pytest.mark.parametrize("rows", [0, 1, 3, 17])
-def test_packed_products_equal_plain_ones(rows: int) -> None:
-    weight, x = randn(48, 32), randn(rows, 40)[:, :32]
-    assert can_pack(weight)
-    torch.testing.assert_close(packed_linear(x, pack(weight)), x @ weight.t(), atol=1e-4, rtol=0)
-
-
-def test_only_float32_weights_on_the_cpu_are_packed() -> None:
-    assert not can_pack(torch.zeros(4, 4, dtype=torch.float64))
-    assert not can_pack(torch.zeros(4, 4, device="meta"))

@@ -71,8 +71,8 @@ wanted = []
 plain = linear.early_launch
 linear.early_launch = lambda device, is_wanted=True: wanted.append(is_wanted) or plain(device)
 x, weight = randn(2, 128, dtype=torch.float16), randn(64, 128, dtype=torch.float16)
-for is_behind_attention in (False, True):
-    linear.linear(x, weight, None, is_behind_attention=is_behind_attention)
+for is_after_attention in (False, True):
+    linear.linear(x, weight, None, is_after_attention=is_after_attention)
 assert wanted == [True, False]
 for rows, depth, columns in ((33, 128, 64), (2, 128, 96), (2, 192, 64), (0, 128, 64)):
     check_plain(rows, depth, columns, torch.float16)

@@ -8,11 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from hiserve.kernels import reference
-from hiserve.layers.embedding import Embedding
-from hiserve.layers.linear import Linear
-from hiserve.layers.mlp import GatedMLP
-from hiserve.layers.norm import RMSNorm
-from hiserve.layers.rotary import Rotary
+from hiserve.layers import Embedding, GatedMLP, Linear, RMSNorm, Rotary, can_pack
 from hiserve.models.frequencies import rotary_frequencies
 from hiserve.models.rope import RopeConfig
 
@@ -74,3 +70,16 @@ def test_norm_and_embedding_hold_what_they_are_given() -> None:
     torch.testing.assert_close(
         RMSNorm(torch.full((2,), 3.0), 0.0, reference)(torch.tensor([[5.0, -5.0]])), torch.tensor([[3.0, -3.0]])
     )
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 17])
+def test_packed_products_equal_plain_ones(rows: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    weight, x = torch.randn(48, 32, generator=generator), torch.randn(rows, 40, generator=generator)[:, :32]
+    assert can_pack(weight)
+    torch.testing.assert_close(Linear(weight)(x), x @ weight.t(), atol=1e-4, rtol=0)
+
+
+def test_only_float32_weights_on_the_cpu_are_packed() -> None:
+    assert not can_pack(torch.zeros(4, 4, dtype=torch.float64))
+    assert not can_pack(torch.zeros(4, 4, device="meta"))

@@ -8,9 +8,7 @@ from torch import Tensor
 
 from hiserve.kernels import reference
 from hiserve.kernels.reference import mix_experts, route
-from hiserve.layers.linear import Linear
-from hiserve.layers.mlp import GatedMLP
-from hiserve.layers.moe import MoE, SparseExperts, StackedExperts
+from hiserve.layers import GatedMLP, Linear, MoE, SparseExperts, StackedExperts
 
 NUM_EXPERTS, HIDDEN, INNER = 6, 10, 7
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]

@@ -31,4 +31,4 @@ def test_the_projection_behind_an_attention_is_told_of_it(tmp_path: Path, monkey
     paged = Paged(config.kv_groups("float64"), attention_shape(config, dtype=torch.float64, page_size=16))
     model.forward(paged.plan([(0, 0, torch.arange(3, 9))]), paged.layers, paged.attention)
     layer = [False, True, False, False]  # queries, keys and values; the attention's output; the MLP's two
-    assert told == [{"is_behind_attention": each} for each in layer * config.num_layers + [False]]
+    assert told == [{"is_after_attention": each} for each in layer * config.num_layers + [False]]

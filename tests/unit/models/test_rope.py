@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hiserve.errors import ModelError
 from hiserve.kernels import reference
-from hiserve.layers.rotary import Rotary
+from hiserve.layers import Rotary
 from hiserve.models.frequencies import rotary_frequencies
 from hiserve.models.model_config import read_model_config
 from tests.helpers.checkpoint_folder import folder
