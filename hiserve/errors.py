@@ -139,3 +139,26 @@ class EngineError(HiserveError):
 
 class InvariantError(Exception):
     """Internal state that must never exist; the process must not go on."""
+
+
+_BY_CODE: dict[str, type[HiserveError]] = {
+    kind.code: kind
+    for kind in tuple(globals().values())
+    if isinstance(kind, type) and issubclass(kind, HiserveError) and kind is not HiserveError
+}
+
+
+def to_error(code: str, message: str, trace: str = "", *, retry_after_s: int | None = None) -> HiserveError:
+    """Returns the error of a code; an ``EngineError`` for a code without a class.
+
+    ``trace``, from the other process, is kept as a note on the error.
+    """
+    error = _BY_CODE.get(code, EngineError)(message, code=code, retry_after_s=retry_after_s)
+    if trace:
+        error.add_note(trace)
+    return error
+
+
+def trace_of(error: HiserveError) -> str:
+    """Returns the trace of an error that came from another process."""
+    return "\n".join(getattr(error, "__notes__", ()))

@@ -15,12 +15,22 @@ from torch import Tensor
 
 from hiserve.attention.base import Attention, AttentionShape, is_hopper
 from hiserve.attention.compiling import Building
-from hiserve.attention.flashinfer_calls import ChunkRows, DecodeRows, PromptRows, RowGroup, RowLengths, builds
-from hiserve.attention.flashinfer_graph import GraphAttention, PageList, Workspace, as_pages
+from hiserve.attention.flashinfer_calls import (
+    ChunkRows,
+    DecodeRows,
+    GraphBuffers,
+    PromptRows,
+    RowGroup,
+    RowLengths,
+    builds,
+    pin,
+)
+from hiserve.attention.flashinfer_memory import Workspace, graph_tiles
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.core.plan import Int32Array
 from hiserve.core.upload import upload
 from hiserve.errors import ConfigError
+from hiserve.kernels.page_lists import list_pages
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +97,7 @@ class FlashInferAttention:
 
     def captured(self, num_rows: int, width: int) -> Attention:
         """Returns a backend with its own buffers."""
-        return GraphAttention(self._shape, self._workspace, num_rows, width)
+        return _GraphAttention(self._shape, self._workspace, num_rows, width)
 
     def ragged(self) -> None:
         """Returns None: its launches depend on the lengths."""
@@ -108,7 +118,7 @@ class FlashInferAttention:
                     part.pages.fill(self._unlisted)
             self._unlisted = None
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-        window, pool = self._shape.window(layer), as_pages(kv, self._shape)
+        window, pool = self._shape.window(layer), _as_pages(kv, self._shape)
         for part in self._parts:
             ours, rows = part.tokens, part.rows[window]
             if isinstance(ours, slice):
@@ -118,6 +128,83 @@ class FlashInferAttention:
                 rows.attend(q[ours], k[ours], v[ours], pool, mine)
                 out.index_copy_(0, ours, mine)
         return out
+
+
+class _GraphAttention:
+    """Rows of one width in a graph: addresses and grids are fixed, and a schedule is uploaded before each replay.
+
+    The graph itself lists the pages, because it may also fill the tensors of the plan that they are read from.
+    """
+
+    needs_host_lengths = True
+
+    def __init__(self, shape: AttentionShape, workspace: Workspace, num_rows: int, width: int) -> None:
+        self._shape = shape
+        self._workspace = workspace
+        self._width = width
+        self._pages = _PageList(
+            rows=torch.arange(num_rows, device=workspace.device),
+            indptr=torch.zeros(num_rows + 1, dtype=torch.int32, device=workspace.device),
+            indices=torch.empty(0, dtype=torch.int32, device=workspace.device),
+            page_size=shape.page_size,
+        )
+        self._last_page_len = torch.ones(num_rows, dtype=torch.int32, device=workspace.device)
+        self._rows: Mapping[int | None, RowGroup] = {}
+        self._inputs: ForwardInputs | None = None
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def captured(self, num_rows: int, width: int) -> Attention:
+        """Returns itself."""
+        assert (num_rows, width) == (self._pages.rows.shape[0], self._width), f"{num_rows} rows of {width} tokens"
+        return self
+
+    def ragged(self) -> None:
+        """Returns None: its rows have one width."""
+
+    def plan(self, inputs: ForwardInputs) -> None:
+        """Schedules the rows."""
+        assert inputs.tree_mask is None, "FlashInfer's kernels for Hopper have no tree masks"
+        self._inputs = inputs
+        if not self._rows:
+            self._make(inputs.page_table.shape[1])
+        lengths = RowLengths(inputs.q_lens, np.maximum(inputs.kv_bounds, inputs.q_lens), self._shape.page_size)
+        indptr = lengths.page_indptr
+        for buffer, ours in ((self._pages.indptr, indptr), (self._last_page_len, lengths.last_page_len)):
+            buffer.copy_(pin(ours), non_blocking=True)
+        self._copied.synchronize()
+        for rows in self._rows.values():
+            rows.schedule(lengths, self._pages.indices[: int(indptr[-1])])
+        self._copied.record()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
+        """Attends; the first layer lists the pages for all layers."""
+        assert self._inputs is not None, "forward before plan"
+        if layer == 0:
+            self._pages.fill(self._inputs)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+        self._rows[self._shape.window(layer)].attend(q, k, v, _as_pages(kv, self._shape), out)
+        return out
+
+    def _make(self, table_width: int) -> None:
+        shape, workspace, num_rows = self._shape, self._workspace, self._pages.rows.shape[0]
+        group = shape.num_heads // shape.num_kv_heads
+        num_tiles, tile = graph_tiles(num_rows, self._width, group, shape.num_kv_heads, workspace.num_programs)
+        partials = workspace.partials(num_tiles * shape.num_heads, tile)
+        self._pages = _PageList(
+            self._pages.rows, self._pages.indptr, workspace.indices(num_rows * table_width), shape.page_size
+        )
+        buffers = GraphBuffers(
+            qo_indptr=self._width * torch.arange(num_rows + 1, dtype=torch.int32, device=workspace.device),
+            page_indptr=self._pages.indptr,
+            last_page_len=self._last_page_len,
+            indices=self._pages.indices,
+        )
+        if self._width == 1:
+            self._rows = {window: DecodeRows(shape, window, partials, buffers) for window in shape.distinct_windows}
+        else:
+            self._rows = {
+                window: ChunkRows(shape, window, partials, "fa2", buffers) for window in shape.distinct_windows
+            }
 
 
 @contextmanager
@@ -149,7 +236,7 @@ class _Part:
 
     rows: Mapping[int | None, RowGroup]
     tokens: slice | Tensor
-    pages: PageList | None
+    pages: _PageList | None
 
 
 class _BatchSchedule:
@@ -197,7 +284,7 @@ class _BatchSchedule:
         indices = torch.empty(int(lengths.page_indptr[-1]), dtype=torch.int32, device=self._device)
         for each in rows.values():
             each.schedule(lengths, indices)
-        pages = None if rows is self._prompts else PageList(row_numbers, indptr, indices, page_size)
+        pages = None if rows is self._prompts else _PageList(row_numbers, indptr, indices, page_size)
         return _Part(rows, self._tokens(ours, np.cumsum(q_lens) - q_lens, q_lens), pages)
 
     def _tokens(self, ours: NDArray[np.int64], starts: NDArray[np.int64], q_lens: Int32Array) -> slice | Tensor:
@@ -206,3 +293,30 @@ class _BatchSchedule:
             return slice(int(starts[first]), int(starts[last] + q_lens[last]))
         tokens = np.concatenate([np.arange(starts[row], starts[row] + q_lens[row]) for row in ours])
         return upload((tokens,), self._device)[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _PageList:
+    """The concatenated pages of some rows; all on the device.
+
+    Attributes:
+        rows: int64 ``[n]``.
+        indptr: int32 ``[n + 1]``: start of each row's pages.
+        indices: int32, at least ``indptr[n]`` long.
+        page_size: Tokens per page.
+    """
+
+    rows: Tensor
+    indptr: Tensor
+    indices: Tensor
+    page_size: int
+
+    def fill(self, inputs: ForwardInputs) -> None:
+        """Lists the pages that the table holds now."""
+        list_pages(inputs.page_table, inputs.kv_lens, self.rows, self.indptr, self.page_size, self.indices)
+
+
+def _as_pages(kv: LayerKV, shape: AttentionShape) -> tuple[Tensor, Tensor]:
+    """Returns keys and values as ``[num_pages, page_size, num_kv_heads, head_dim]``."""
+    by_page = (-1, shape.page_size, *kv.k.shape[1:])
+    return kv.k.view(by_page), kv.v.view(by_page)

@@ -27,12 +27,12 @@ from hiserve.models.model_config import ModelConfig
 from hiserve.runners.canary import Canary
 from hiserve.runners.capture import Capture, mixed_buckets, row_buckets, token_buckets
 from hiserve.runners.device_rows import DeviceRows
-from hiserve.runners.dispatch import Dispatch
+from hiserve.runners.dispatch import Dispatch, EagerRunner
 from hiserve.runners.draft_graphs import DraftCapture
-from hiserve.runners.eager import EagerRunner, LogitsHead
 from hiserve.runners.graph import GraphRunner
 from hiserve.runners.mixed import MixedRunner
 from hiserve.runners.piecewise import PiecewiseRunner
+from hiserve.runners.step_output import LogitsHead
 from hiserve.spec.head import DraftPool, HeadProposer
 from hiserve.spec.ngram import NgramProposer
 

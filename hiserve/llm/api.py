@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from hiserve.config.options import make_options
 from hiserve.core.devices import devices_of
@@ -23,7 +26,6 @@ from hiserve.ipc.cache_stats import LOCAL_TIERS, TierName
 from hiserve.launch import prepare
 from hiserve.llm.offline_backends import InProcess, Job, OfflineBackend, Processes
 from hiserve.llm.outputs import ChoiceBuilder, RequestOutput
-from hiserve.llm.prompt_inputs import Prompt, as_batch, check_tokens
 from hiserve.text.chat_request import ChatRequest, parse_chat
 from hiserve.text.frontend import load_frontend
 from hiserve.text.output import TextOutput
@@ -32,6 +34,7 @@ from hiserve.text.request_json import check_text
 logger = logging.getLogger(__name__)
 
 Messages = Sequence[dict[str, Any]]
+Prompt = str | Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 
 @dataclass(slots=True, eq=False)
@@ -275,3 +278,35 @@ class LLM:
     def _require_open(self) -> None:
         if self._is_closed:
             raise UnavailableError("this LLM was closed; make a new one.")
+
+
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Returns the prompts of a batch; one alone is a batch of one."""
+    is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
+    return [prompts] if is_one else list(prompts)  # type: ignore[list-item, arg-type]
+
+
+def check_tokens(prompt: Any, vocab_size: int) -> Int32Array:
+    """Returns the ids of a prompt as an array, int32 ``[n]``; an int32 array is returned itself.
+
+    Args:
+        prompt: Integers, or an array of integers ``[n]``.
+        vocab_size: They must be below it.
+
+    Raises:
+        RequestError: It holds something else.
+    """
+    refusal = RequestError(f"token ids must be integers from 0 to {vocab_size - 1}.", param="prompt")
+    if isinstance(prompt, np.ndarray):
+        ids = prompt
+        if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
+            raise refusal
+    else:
+        try:
+            # An array of C takes integers alone, and each in some 20 ns.
+            ids = np.asarray(array("q", prompt if isinstance(prompt, list) else list(prompt)))
+        except (TypeError, OverflowError):
+            raise refusal from None
+    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise refusal
+    return np.ascontiguousarray(ids, dtype=np.int32)

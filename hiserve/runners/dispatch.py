@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
+from hiserve.attention.base import Attention
 from hiserve.core.drafts import Proposer, propose
+from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
 from hiserve.core.plan import BatchPlan
+from hiserve.models.decoder import Decoder
 from hiserve.runners.canary import Canary
 from hiserve.runners.capture import Graph
 from hiserve.runners.device_rows import DeviceRows
-from hiserve.runners.eager import EagerRunner
 from hiserve.runners.gate import Action, Coverage, Decision, Reason, StepFacts
 from hiserve.runners.graph import GraphRunner
 from hiserve.runners.inputs import build_inputs
@@ -22,6 +24,31 @@ from hiserve.sampling.params import Drawing
 
 # Waits on the device for one layer's part of what the step loads, or for all of it (None).
 Wait = Callable[[int | None], None]
+
+
+class EagerRunner:
+    """Runs any batch.
+
+    Args:
+        model: The decoder.
+        layers: The pool's views, one per layer of the model.
+        attention: The backend.
+    """
+
+    def __init__(self, model: Decoder, layers: Sequence[LayerKV], attention: Attention) -> None:
+        self._model = model
+        self._layers = layers
+        self._attention = attention
+
+    @property
+    def needs_host_lengths(self) -> bool:
+        """Whether attention plans with lengths that the host must know exactly."""
+        return self._attention.needs_host_lengths
+
+    def run(self, inputs: ForwardInputs) -> ForwardOutputs:
+        """Plans attention and computes the step."""
+        self._attention.plan(inputs)
+        return self._model.forward(inputs, self._layers, self._attention)
 
 
 class Dispatch:

@@ -16,9 +16,9 @@ from hiserve.core.upload import upload
 from hiserve.models.decoder import Decoder
 from hiserve.runners.capture import Capture, Graph, capture_sizes
 from hiserve.runners.device_rows import DeviceRows
-from hiserve.runners.eager import LogitsHead
 from hiserve.runners.gate import MixedGraphs
 from hiserve.runners.inputs import put_tokens
+from hiserve.runners.step_output import LogitsHead
 
 MAX_DECODE = 64  # rows; a program is launched for each that a step does not have
 MAX_PROMPTS = 2  # likewise, for each block of tokens of the bucket

@@ -14,9 +14,9 @@ from hiserve.attention.base import Attention, AttentionShape
 from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
 from hiserve.models.decoder import Decoder
 from hiserve.runners.capture import Capture, Graph, capture_sizes
-from hiserve.runners.eager import LogitsHead
 from hiserve.runners.gate import PiecewiseGraphs
 from hiserve.runners.inputs import put_tokens
+from hiserve.runners.step_output import LogitsHead
 
 
 class _AttentionSplit:

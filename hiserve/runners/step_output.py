@@ -1,22 +1,25 @@
-"""The end of a step after its forward: tokens are drawn, drafts accepted, rows advanced, words packed for the host."""
+"""The end of a step: logits after a partial graph; tokens drawn, drafts accepted, rows advanced, words packed for the host."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hiserve.core.drafts import DraftStep
+from hiserve.core.forward import ForwardInputs, ForwardOutputs
 from hiserve.core.plan import BatchPlan, Int32Array, Scores, StepResult
 from hiserve.core.step_memory import DRAWN_SLICE
 from hiserve.kernels.step_ops import StepInputs
+from hiserve.models.decoder import Decoder
 from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.draft_graphs import DraftGraphs
 from hiserve.sampling.params import Drawing
-from hiserve.sampling.sampler import sample
-from hiserve.sampling.score_packing import pack_scores
+from hiserve.sampling.sampler import pack_scores, sample
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +63,46 @@ class LaunchedStep:
     hidden_states: Tensor | None
     is_greedy: bool
     drafts: DraftGraphs | None = None
+
+
+class LogitsHead:
+    """Computes logits of as many tokens as some graph of a whole step does.
+
+    Libraries choose kernels of products by their size, and load each at its first use: on an H200 27 ms for the tail of
+    one step. The sizes of graphs are loaded when they are captured.
+
+    Args:
+        model: The decoder.
+        sizes: Logits of graphs, ascending. Steps with more than the last have as many as they have.
+    """
+
+    def __init__(self, model: Decoder, sizes: tuple[int, ...] = ()) -> None:
+        self._model = model
+        self._sizes = sizes
+
+    def finish(
+        self, attn_out: Tensor, residual: Tensor, inputs: ForwardInputs, hidden_states: Tensor | None
+    ) -> ForwardOutputs:
+        """Computes what follows the last attention of a replay.
+
+        Args:
+            attn_out: ``[T, num_heads * head_dim]``, of the step's T tokens.
+            residual: The graph's residual stream before the last attention, at least T tokens.
+            inputs: Of the step.
+            hidden_states: Of the graph, at least T tokens; None where the model has no ``aux_layers``.
+        """
+        if hidden_states is not None:
+            hidden_states = hidden_states[: attn_out.shape[0]] if inputs.wants_hidden_states else None
+        return ForwardOutputs(self.logits(attn_out, residual, inputs.logits_rows, hidden_states), hidden_states)
+
+    def logits(self, attn_out: Tensor, residual: Tensor, logits_rows: Tensor, hidden_states: Tensor | None) -> Tensor:
+        """As ``Decoder.logits``; the first token is computed again for each that a size has more."""
+        count = logits_rows.shape[0]
+        index = bisect_left(self._sizes, count)
+        more = self._sizes[index] - count if count and index < len(self._sizes) else 0
+        if more:
+            logits_rows = F.pad(logits_rows, (0, more))
+        return self._model.logits(attn_out, residual, logits_rows, hidden_states)[:count]
 
 
 def finish_step(plan: BatchPlan, inputs: StepInputs, logits: Tensor, rows: DeviceRows) -> DeviceOutput:

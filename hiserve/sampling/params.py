@@ -14,7 +14,7 @@ from torch import Tensor
 from hiserve.core.plan import Int32Array, RowAdmit
 from hiserve.core.request import MAX_BIASES, MAX_STOP_TOKENS, SamplingParams
 from hiserve.core.upload import upload
-from hiserve.sampling.batch import MAX_FEW, Biases, Draws, Penalties, SamplingBatch, Subset
+from hiserve.sampling.sampler import MAX_FEW, Biases, Draws, Penalties, SamplingBatch, Subset
 
 # Features that a row uses, as bits.
 _BIAS, _PENALTY, _FREE, _FEW, _FILTERED, _MIN_P = (1 << bit for bit in range(6))

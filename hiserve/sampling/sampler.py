@@ -1,4 +1,4 @@
-"""Chooses tokens: applies biases and penalties, then takes the best or draws with random numbers keyed by position.
+"""From logits to tokens and their scores: biases and penalties, then the best token or a draw keyed by position.
 
 A draw is the argmax of scaled, filtered logits plus Gumbel noise (Gumbel-max, Gumbel 1954; Maddison et al. 2014).
 The noise is a function of (seed, choice, position, vocabulary entry), so a stream does not depend on
@@ -7,13 +7,117 @@ the other rows of a batch, on chunking or on restarts.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from hiserve.kernels.reference import gumbel, gumbel_at
 from hiserve.kernels.sampling import argmax, ascending, likeliest, token_counts
 from hiserve.kernels.step_reference import SAMPLE_STREAM
-from hiserve.sampling.batch import MAX_FEW, Biases, Draws, Penalties, SamplingBatch
+
+MAX_FEW = 64  # a top-k up to here needs no sort of the vocabulary
+MAX_SCORED = 128  # rows at a time: bounds the copy of logits in float32, 65 MB for a vocabulary of 128,000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Subset:
+    """Some rows of a batch. Only they are computed: a row's arithmetic does not depend on the others' parameters.
+
+    ``index`` is int64 ``[n]``, ascending; None for all rows.
+    """
+
+    index: Tensor | None
+
+    def take(self, x: Tensor) -> Tensor:
+        """Returns these rows of ``x``."""
+        return x if self.index is None else x.index_select(0, self.index)
+
+    def put(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Returns ``x`` with these rows replaced."""
+        return rows if self.index is None else x.index_copy(0, self.index, rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Biases:
+    """Rows with logit biases.
+
+    Attributes:
+        subset: n of the batch's rows.
+        tokens: int64 ``[n, W]``. Padded with token 0.
+        values: float64 ``[n, W]``. Added to their logits: 0 for padding, -inf for tokens that may not be chosen.
+    """
+
+    subset: Subset
+    tokens: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Penalties:
+    """Rows with penalties for earlier tokens.
+
+    Attributes:
+        subset: n of the batch's rows.
+        repetition: float64 ``[n]``; 1 is none.
+        presence: float64 ``[n]``; 0 is none.
+        frequency: float64 ``[n]``; 0 is none.
+        tokens: int64 ``[n, L]``. Each row's tokens; meaningless from ``position`` on.
+        num_prompt: int64 ``[n]``. Leading tokens that are the prompt.
+        position: int64 ``[n]``. Position of the token to draw; tokens before it are known.
+    """
+
+    subset: Subset
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    tokens: Tensor
+    num_prompt: Tensor
+    position: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draws:
+    """Rows that draw at random by the same operations.
+
+    Attributes:
+        subset: n of the batch's rows.
+        temperature: float64 ``[n]``, above 0.
+        top_k: int64 ``[n]``; 0 keeps all.
+        top_p: float64 ``[n]``, in (0, 1].
+        log_min_p: float64 ``[n]``, -inf keeps all; None when no row has a min-p.
+        seed: int64 ``[n]``.
+        choice: int64 ``[n]``.
+        position: int64 ``[n]``. Absolute position of the token to draw.
+    """
+
+    subset: Subset
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    log_min_p: Tensor | None
+    seed: Tensor
+    choice: Tensor
+    position: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingBatch:
+    """The subsets of a batch, None where empty. A row that draws is in one of the last three, a greedy one in none.
+
+    Attributes:
+        biases: Rows with biases.
+        penalties: Rows with penalties.
+        free: Draws from all tokens.
+        few: Draws with a top-k of at most ``MAX_FEW``.
+        filtered: Draws with another top-k or a top-p.
+    """
+
+    biases: Biases | None = None
+    penalties: Penalties | None = None
+    free: Draws | None = None
+    few: Draws | None = None
+    filtered: Draws | None = None
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -122,3 +226,26 @@ def _penalised(logits: Tensor, penalties: Penalties) -> Tensor:
     logits = torch.where(is_known, less, logits)
     in_output = token_counts(penalties.tokens, penalties.num_prompt, penalties.position, size)
     return logits - frequency * in_output - presence * (in_output > 0)
+
+
+def pack_scores(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
+    """Returns the scores of N tokens as ``core.plan.Scores.unpack`` reads them, int32 ``[N, 1 + 2 * num_top]``.
+
+    Args:
+        logits: ``[N, vocab_size]``, any floating type, before every bias, penalty, temperature and filter.
+        tokens: int64 ``[N]``. The token to score of each row.
+        num_top: Likeliest tokens to add, at most ``vocab_size``; of equal float32 log-probabilities the lower token
+            comes first.
+    """
+    parts = zip(torch.split(logits, MAX_SCORED), torch.split(tokens, MAX_SCORED), strict=True)
+    return torch.cat([_pack(part, chosen[:, None], num_top) for part, chosen in parts])
+
+
+def _pack(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logprobs = wide.log_softmax(-1).to(torch.float32)
+    words = [logprobs.gather(1, tokens).view(torch.int32)]
+    if num_top:
+        top = likeliest(logprobs, num_top)
+        words += [top.to(torch.int32), logprobs.gather(1, top).view(torch.int32)]
+    return torch.cat(words, 1)

@@ -13,7 +13,7 @@ from hiserve.config.options import without_secrets
 from hiserve.config.settings import Settings
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
-from hiserve.errors import EngineError, HiserveError, SlowReaderError, UnavailableError
+from hiserve.errors import EngineError, HiserveError, SlowReaderError, UnavailableError, to_error
 from hiserve.ipc.cache_stats import LOCAL_TIERS, TierName, TreeFacts
 from hiserve.ipc.child import ChildProcess, wait_for_event
 from hiserve.ipc.codec import Frames, MalformedError, MessageDecoder, Received, encode
@@ -37,7 +37,6 @@ from hiserve.ipc.messages import (
     WorkerLost,
 )
 from hiserve.ipc.updates import RequestUpdates, TokenDelta
-from hiserve.ipc.wire_errors import to_error
 
 SCHEDULER_COMMAND = (sys.executable, "-m", "hiserve.scheduler.process")
 STOP_TIMEOUT_S = 10.0

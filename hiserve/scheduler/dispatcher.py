@@ -19,10 +19,10 @@ from hiserve.errors import (
     OverloadedError,
     RequestError,
     UnavailableError,
+    to_error,
 )
 from hiserve.ipc.messages import Admit, Generate, Ready
 from hiserve.ipc.updates import RequestUpdates, TokenDelta
-from hiserve.ipc.wire_errors import to_error
 from hiserve.scheduler.crash_isolation import CrashIsolation
 from hiserve.scheduler.ledger import Entry, Ledger, ReplayCounter, RequestState
 from hiserve.scheduler.placement import Placement, PrefixIndex

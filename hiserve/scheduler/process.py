@@ -17,7 +17,7 @@ import uvloop
 from hiserve.config.settings import Settings
 from hiserve.core.digest import chain_of
 from hiserve.core.plan import Int32Array
-from hiserve.errors import EngineError, HiserveError, RequestError, UnavailableError
+from hiserve.errors import EngineError, HiserveError, RequestError, UnavailableError, trace_of
 from hiserve.ipc.cache_stats import TreeFacts
 from hiserve.ipc.channel import AsyncChannel, Link
 from hiserve.ipc.child import log_to_stderr, meet_parent
@@ -51,7 +51,6 @@ from hiserve.ipc.messages import (
     WorkerLost,
 )
 from hiserve.ipc.updates import MergedUpdates, RequestUpdates
-from hiserve.ipc.wire_errors import trace_of
 from hiserve.scheduler.dispatcher import Dispatcher
 from hiserve.scheduler.placement import PrefixIndex
 from hiserve.scheduler.queue import POLICIES

@@ -21,12 +21,11 @@ from hiserve.cache.storage.segment import Segment
 from hiserve.config.settings import Settings
 from hiserve.core.devices import environment_of
 from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
-from hiserve.errors import EngineError, HiserveError, ResourceError
+from hiserve.errors import EngineError, HiserveError, ResourceError, to_error
 from hiserve.ipc.child import ChildProcess, wait_for_event
 from hiserve.ipc.codec import Frames, MalformedError, MessageDecoder, Received, encode
 from hiserve.ipc.lifecycle import Crash
 from hiserve.ipc.messages import Configure, FromWorker, Ready, StepReport, Stop, WorkerFacts, WorkerFailed
-from hiserve.ipc.wire_errors import to_error
 from hiserve.scheduler.worker_process import CpuUsage, RecoveryTimes, WorkerProcess, usage_of
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from hiserve.cache.storage.segment import SHARED_MEMORY
-from hiserve.engine.fatal import EXIT_DEVICE
+from hiserve.engine.service import EXIT_DEVICE
 from tests.e2e.live import Live
 from tests.faults.harness import Crowd, check_idle, open_files, serving, worker_pid
 from tests.helpers.processes import wait_dead

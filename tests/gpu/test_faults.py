@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hiserve import LLM, SamplingParams
-from hiserve.engine.fatal import EXIT_DEVICE
+from hiserve.engine.service import EXIT_DEVICE
 from hiserve.models.model_config import NANO, find_model
 from tests.e2e import live as lives
 from tests.faults.harness import read

@@ -16,10 +16,10 @@ from hiserve.core.request import SamplingParams
 from hiserve.engine.executor import Executor
 from hiserve.runners.capture import Capture
 from hiserve.runners.dispatch import Dispatch
-from hiserve.runners.eager import LogitsHead
 from hiserve.runners.graph import GraphRunner
 from hiserve.runners.mixed import MixedRunner
 from hiserve.runners.piecewise import PiecewiseRunner
+from hiserve.runners.step_output import LogitsHead
 from tests.helpers.attention import NO_PAGE
 from tests.helpers.models import Engine
 from tests.helpers.plans import GREEDY, HandPlanner

@@ -18,8 +18,7 @@ from hiserve.engine.runner_factory import make_runners
 from hiserve.models.decoder import attention_shape, load_decoder
 from hiserve.models.model_config import read_model_config
 from hiserve.runners.device_rows import DeviceRows
-from hiserve.runners.dispatch import Dispatch
-from hiserve.runners.eager import EagerRunner
+from hiserve.runners.dispatch import Dispatch, EagerRunner
 from hiserve.runners.inputs import build_inputs
 from hiserve.runners.step_output import record
 from tests.helpers.plans import HandPlanner

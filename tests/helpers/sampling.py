@@ -10,8 +10,8 @@ import torch
 
 from hiserve.core.plan import RowAdmit
 from hiserve.core.request import SamplingParams
-from hiserve.sampling.batch import SamplingBatch
 from hiserve.sampling.params import SamplingRows
+from hiserve.sampling.sampler import SamplingBatch
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,7 @@ import inspect
 import pytest
 
 from hiserve import errors
-from hiserve.errors import HiserveError, InvariantError
-from hiserve.ipc.wire_errors import to_error
+from hiserve.errors import HiserveError, InvariantError, to_error
 
 KINDS = [
     kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, HiserveError | InvariantError)

@@ -21,7 +21,7 @@ ALLOWED = (
     Allowed("attention/cpu.py", "CpuAttention.plan", "tensor of values", _ON_CPU),
     Allowed("attention/flashinfer.py", "_BatchSchedule.plan", "synchronize", _COPIED),
     Allowed("attention/flashinfer_calls.py", "pin", "tensor of values", _PINNED),
-    Allowed("attention/flashinfer_graph.py", "GraphAttention.plan", "synchronize", _COPIED),
+    Allowed("attention/flashinfer.py", "_GraphAttention.plan", "synchronize", _COPIED),
     Allowed("cache/storage/host.py", "HostPool.__init__", "tensor of values", _MADE),
     Allowed("cache/storage/device.py", "layer_views", "iteration", _MADE),
     Allowed("cache/storage/page_streams.py", "PageStreams.compile", "allocation", _AT_START),

@@ -2,7 +2,7 @@
 
 from hiserve.cache.index import store_sync
 from hiserve.core import step_faults
-from hiserve.engine import admission, budget, executor, fatal, loop, page_tables, planner, rows, store_prefetch
+from hiserve.engine import admission, budget, executor, loop, page_tables, planner, rows, service, store_prefetch
 from tests.invariants import test_planner_tiers as invariants_test_planner_tiers
 from tests.invariants import test_reported_bugs_life
 from tests.unit.core import test_step_faults
@@ -113,7 +113,7 @@ with (
     "INV 47: out-of-memory in a step ends the worker"
     not kind
     True
-with fatal._is_of_device, test_fatal.test_an_exit_code_tells_whether_the_device_is_lost:
+with service._is_of_device, test_fatal.test_an_exit_code_tells_whether_the_device_is_lost:
     "INV 50: out-of-memory exits with the code of a lost device"
     isinstance(error, Exception) and fault_of(error)
     False

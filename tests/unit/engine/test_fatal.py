@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hiserve.core.request import SamplingParams
-from hiserve.engine.fatal import EXIT_DEVICE, EXIT_STEP, exit_code_of
+from hiserve.engine.service import EXIT_DEVICE, EXIT_STEP, exit_code_of
 from hiserve.errors import EngineError
 from hiserve.ipc.messages import Admit
 from tests.helpers.engines import echo_engine

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from hiserve.kernels import step_reference as twins
-from hiserve.sampling.batch import Draws, SamplingBatch, Subset
-from hiserve.sampling.sampler import sample
+from hiserve.sampling.sampler import Draws, SamplingBatch, Subset, sample
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.sampling import keys, random_logits
 

@@ -15,8 +15,7 @@ from hiserve.core.plan import BatchPlan
 from hiserve.core.request import SamplingParams
 from hiserve.runners import step_output
 from hiserve.runners.capture import without_collections
-from hiserve.sampling.batch import SamplingBatch
-from hiserve.sampling.sampler import sample
+from hiserve.sampling.sampler import SamplingBatch, sample
 from tests.helpers.breaking import Breaking
 from tests.helpers.cuda import (
     FREE,

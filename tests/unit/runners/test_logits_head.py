@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hiserve.runners.eager import LogitsHead
+from hiserve.runners.step_output import LogitsHead
 
 NUM_TOKENS, HIDDEN, VOCAB = 20, 4, 7
 

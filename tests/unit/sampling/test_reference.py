@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from hiserve.core.request import SamplingParams
 from hiserve.kernels.reference import gumbel
 from hiserve.kernels.step_reference import SAMPLE_STREAM
-from hiserve.sampling.batch import MAX_FEW
 from hiserve.sampling.params import SamplingRows
-from hiserve.sampling.sampler import scores
+from hiserve.sampling.sampler import MAX_FEW, scores
 from tests.helpers.sampling import CPU, admit, gather, wanted_logits
 
 VOCAB, ENDS = 2 * MAX_FEW + 3, (1, 77)

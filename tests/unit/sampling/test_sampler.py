@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from hiserve.core.request import SamplingParams
-from hiserve.sampling.batch import MAX_FEW
 from hiserve.sampling.params import SamplingRows
-from hiserve.sampling.sampler import sample, scores
+from hiserve.sampling.sampler import MAX_FEW, sample, scores
 from tests.helpers.sampling import CPU, admit, batch, gather
 
 VOCAB = 40

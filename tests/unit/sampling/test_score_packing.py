@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-import hiserve.sampling.score_packing
+import hiserve.sampling.sampler
 from hiserve.core.plan import Scores
-from hiserve.sampling.score_packing import MAX_SLICE, pack_scores
+from hiserve.sampling.sampler import MAX_SCORED, pack_scores
 
 VOCAB = 333
 
@@ -30,7 +30,7 @@ def reference(logits: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 20])
-@pytest.mark.parametrize("count", [1, 3, MAX_SLICE, 2 * MAX_SLICE + 5])
+@pytest.mark.parametrize("count", [1, 3, MAX_SCORED, 2 * MAX_SCORED + 5])
 def test_scores_are_the_rounded_log_softmax(count: int, num_top: int) -> None:
     logits, tokens = made(count)
     scores, wanted = unpacked(logits, tokens, num_top), reference(logits.numpy())
@@ -73,9 +73,9 @@ def test_no_tokens_have_no_scores() -> None:
 
 def test_wide_copies_hold_one_slice_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    pack = hiserve.sampling.score_packing._pack
+    pack = hiserve.sampling.sampler._pack
     monkeypatch.setattr(
-        hiserve.sampling.score_packing,
+        hiserve.sampling.sampler,
         "_pack",
         lambda logits, *rest: (seen.append(len(logits)), pack(logits, *rest))[1],
     )

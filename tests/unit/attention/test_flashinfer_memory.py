@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hiserve.attention.flashinfer_tiles import graph_tiles
+from hiserve.attention.flashinfer_memory import graph_tiles
 
 NUM_PROGRAMS = 264  # of an H200
 
