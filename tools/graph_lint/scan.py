@@ -27,18 +27,23 @@ from tools.graph_lint.values import (
 )
 
 HOT_ROOMS = (
-    "runners",
-    "models",
-    "layers",
-    "attention",
-    "kernels",
-    "sampling",
-    "spec",
-    "engine",
-    "core",
-    "cache/storage",
+    "runners/",
+    "models/",
+    "layers.py",
+    "attention/",
+    "kernels/",
+    "sampling/",
+    "spec/",
+    "engine/",
+    "core/",
+    "cache/storage/",
 )
-_LAUNCH_ROOMS = ("runners", "engine", "core", "cache/storage")  # of these only files with tensors, but for the first
+_LAUNCH_ROOMS = (
+    "runners/",
+    "engine/",
+    "core/",
+    "cache/storage/",
+)  # of these only files with tensors, but for the first
 _MIXED_ROOMS = _LAUNCH_ROOMS[1:]
 
 # What a finding is called -> why it must not be there.
@@ -160,8 +165,8 @@ class Scan(NamedTuple):
 
 def scan(package: Path, allowed: Sequence[Allowed]) -> Scan:
     """Scans the hot rooms of a package."""
-    files = sorted(path for room in HOT_ROOMS for path in (package / room).rglob("*.py"))
-    sources = {path.relative_to(package).as_posix(): path.read_text(encoding="utf-8") for path in files}
+    names = sorted(path.relative_to(package).as_posix() for path in package.rglob("*.py"))
+    sources = {name: (package / name).read_text(encoding="utf-8") for name in names if name.startswith(HOT_ROOMS)}
     facts = collect(map(ast.parse, sources.values()))
     found = [finding for file, source in sources.items() for finding in scan_source(source, file, facts)]
     excused = [finding for finding in found if any(each.covers(finding) for each in allowed)]
@@ -178,9 +183,9 @@ def scan_source(source: str, file: str, facts: Facts | None = None) -> list[Grap
         facts: Of the files around it; its own if None.
     """
     tree, lines = ast.parse(source), source.splitlines()
-    if file.startswith(tuple(room + "/" for room in _MIXED_ROOMS)) and not _imports_torch(tree):
+    if file.startswith(_MIXED_ROOMS) and not _imports_torch(tree):
         return []
-    launches = file.startswith(tuple(room + "/" for room in _LAUNCH_ROOMS))
+    launches = file.startswith(_LAUNCH_ROOMS)
     found = {
         GraphHazard(file, line, function, pattern, lines[line - 1].strip())
         for function, reader in _functions(tree, "", facts or collect([tree]), {})
