@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -11,29 +12,28 @@ from typing import Any
 import httpx
 
 from hiserve.commands import serve
+from tests.helpers.waiting import PATIENCE_S
 
 
 class Running:
     """``serve`` in this process, over a real socket."""
 
-    def __init__(self, made: Any, drain_timeout_s: float = 30) -> None:
+    def __init__(self, made: Any, drain_timeout_s: float = 3600) -> None:
         self.server = made
         self.hold = asyncio.Event()
         self.listener: socket.socket = serve.bind("127.0.0.1", 0)
         self.task = asyncio.create_task(
             serve.serve(made.app, made.handle, self.listener, drain_timeout_s=drain_timeout_s)
         )
-        self.client = httpx.AsyncClient(base_url=serve.url_of(self.listener), timeout=10)
+        self.client = httpx.AsyncClient(base_url=serve.url_of(self.listener), timeout=PATIENCE_S)
 
     async def ready(self) -> None:
-        for _ in range(500):
-            try:
-                if (await self.client.get("/ready")).status_code == 200:
-                    return
-            except httpx.ConnectError:
-                pass
-            await asyncio.sleep(0.01)
-        raise AssertionError("never ready")
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                with contextlib.suppress(httpx.ConnectError):
+                    if (await self.client.get("/ready")).status_code == 200:
+                        return
+                await asyncio.sleep(0.01)
 
     async def open_stream(self) -> asyncio.Task[str]:
         """Opens a chat stream that waits before its second token."""
@@ -55,7 +55,7 @@ class Running:
             return text
 
         task = asyncio.create_task(read())
-        await asyncio.wait_for(begun.wait(), 5)
+        await asyncio.wait_for(begun.wait(), PATIENCE_S)
         return task
 
     async def say(self, raw: bytes) -> bytes:
@@ -63,7 +63,7 @@ class Running:
         reader, writer = await asyncio.open_connection(*self.listener.getsockname())
         writer.write(raw)
         try:
-            return await asyncio.wait_for(reader.read(), 5)
+            return await asyncio.wait_for(reader.read(), PATIENCE_S)
         finally:
             writer.close()
 
@@ -72,5 +72,5 @@ class Running:
         await self.client.aclose()
         if not self.task.done():
             os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.wait_for(self.task, 10)
+            await asyncio.wait_for(self.task, PATIENCE_S)
         self.listener.close()

@@ -17,9 +17,8 @@ from hiserve.config.options import make_options
 from hiserve.errors import EngineError, ResourceError
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.running import Running
+from tests.helpers.waiting import PATIENCE_S, until
 from tests.unit.server.conftest import make_server, reply_script
-
-pytestmark = pytest.mark.alone
 
 
 def test_a_port_in_use_is_one_clear_error() -> None:
@@ -86,8 +85,8 @@ async def test_sigterm_lets_open_streams_finish_and_refuses_new_ones(running: Ru
     assert refused.status_code == 503
     assert running.server.engine.stopped == 0
     running.hold.set()
-    assert (await asyncio.wait_for(stream, 5)).endswith("data: [DONE]\n\n")
-    assert await asyncio.wait_for(running.task, 10) == 0
+    assert (await asyncio.wait_for(stream, PATIENCE_S)).endswith("data: [DONE]\n\n")
+    assert await asyncio.wait_for(running.task, PATIENCE_S) == 0
     assert running.server.engine.stopped == 1
 
 
@@ -105,8 +104,8 @@ async def test_sigint_or_a_second_sigterm_stops_at_once(running: Running, signal
     for number in signals:
         os.kill(os.getpid(), number)
         await asyncio.sleep(0.05)
-    assert '"code":"engine_error"' in await asyncio.wait_for(stream, 2)
-    assert await asyncio.wait_for(running.task, 5) == 0
+    assert '"code":"engine_error"' in await asyncio.wait_for(stream, PATIENCE_S)
+    assert await asyncio.wait_for(running.task, PATIENCE_S) == 0
 
 
 async def test_a_drain_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,11 +114,10 @@ async def test_a_drain_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -
     await running.ready()
     stream = await running.open_stream()
     os.kill(os.getpid(), signal.SIGTERM)
-    while not running.server.engine.stopped:
-        await asyncio.sleep(0.01)
+    await until(lambda: running.server.engine.stopped)
     running.hold.set()
-    await asyncio.wait_for(stream, 5)
-    assert await asyncio.wait_for(running.task, 10) == 0
+    await asyncio.wait_for(stream, PATIENCE_S)
+    assert await asyncio.wait_for(running.task, PATIENCE_S) == 0
     await running.client.aclose()
     running.listener.close()
 
@@ -144,7 +142,7 @@ async def test_health_answers_while_the_model_loads_and_a_signal_ends_the_loadin
                 await asyncio.sleep(0.01)
         assert (await running.client.get("/ready")).status_code == 503
         os.kill(os.getpid(), signal.SIGTERM)
-        assert await asyncio.wait_for(running.task, 10) == 0
+        assert await asyncio.wait_for(running.task, PATIENCE_S) == 0
         assert is_cancelled.is_set()
         assert "listening" not in capsys.readouterr().out
     finally:
@@ -158,7 +156,7 @@ async def test_an_engine_that_does_not_start_ends_the_command_with_its_error() -
 
     running = Running(make_server(FakeEngineClient(script=lambda prompt: []), start))
     with pytest.raises(EngineError, match="no memory"):
-        await asyncio.wait_for(running.task, 10)
+        await asyncio.wait_for(running.task, PATIENCE_S)
     await running.client.aclose()
     running.listener.close()
 
@@ -180,11 +178,8 @@ async def test_a_closed_socket_aborts_over_real_tcp(running: Running) -> None:
         writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
         await writer.drain()
         if is_stream:
-            await asyncio.wait_for(reader.readuntil(b"assistant"), 5)
-        while not running.server.engine.seen:
-            await asyncio.sleep(0.005)
+            await asyncio.wait_for(reader.readuntil(b"assistant"), PATIENCE_S)
+        await until(lambda: running.server.engine.seen)
         writer.close()
         await writer.wait_closed()
-        async with asyncio.timeout(2):
-            while not running.server.engine.seen[0].aborted:
-                await asyncio.sleep(0.005)
+        await until(lambda: running.server.engine.seen[0].aborted)

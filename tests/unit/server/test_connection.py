@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import socket
@@ -16,9 +17,8 @@ from hiserve.commands import serve
 from hiserve.server import connection
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.running import Running
+from tests.helpers.waiting import PATIENCE_S, until
 from tests.unit.server.conftest import make_server, reply_script
-
-pytestmark = pytest.mark.alone
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 BODY = b'{"prompt":"Hi","max_tokens":4}'
@@ -26,8 +26,9 @@ GOOD = HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
 
 
 @pytest_asyncio.fixture
-async def running(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Running]:
+async def running(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Running]:
     caplog.set_level(logging.CRITICAL, logger="uvicorn.error")
+    monkeypatch.setattr(connection, "LINGER_S", PATIENCE_S)  # clients of this process may come late to read
     made = Running(make_server(FakeEngineClient(script=lambda prompt: reply_script()), max_request_bytes=1000))
     await made.ready()
     yield made
@@ -92,7 +93,7 @@ async def test_a_head_without_end_is_a_431(running: Running, kind: str) -> None:
             await writer.drain()
             if reader._buffer:  # type: ignore[attr-defined]
                 break
-        answer = await asyncio.wait_for(reader.read(), 5)
+        answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
     except ConnectionError:
         answer = answer or bytes(reader._buffer)  # type: ignore[attr-defined]
     finally:
@@ -138,7 +139,7 @@ async def test_a_reply_before_the_end_of_a_request_is_readable_though_the_connec
     for _ in range(20):  # a connection that was closed would be reset here
         writer.write(b"x" * 1000)
         await asyncio.sleep(0.005)
-    status, headers, body = parse(await asyncio.wait_for(reader.read(), 5))
+    status, headers, body = parse(await asyncio.wait_for(reader.read(), PATIENCE_S))
     assert (status, headers["connection"], body["error"]["code"]) == (413, "close", "request_too_large")
     writer.close()
 
@@ -150,13 +151,10 @@ async def test_a_refusal_ends_the_request_before_it(running: Running) -> None:
     running.server.engine.step = hang
     reader, writer = await asyncio.open_connection(*running.listener.getsockname())
     writer.write(GOOD)
-    while not running.server.engine.seen:
-        await asyncio.sleep(0.005)
+    await until(lambda: running.server.engine.seen)
     writer.write(b"garbage\r\n\r\n")
-    assert_refused(await asyncio.wait_for(reader.read(), 5), 400, "invalid_http")
-    async with asyncio.timeout(1):
-        while running.server.engine.num_inflight:
-            await asyncio.sleep(0.005)
+    assert_refused(await asyncio.wait_for(reader.read(), PATIENCE_S), 400, "invalid_http")
+    await until(lambda: not running.server.engine.num_inflight)
     writer.close()
 
 
@@ -176,12 +174,12 @@ async def test_a_drip_of_header_bytes_does_not_keep_a_connection(
     reader, writer = await asyncio.open_connection(*running.listener.getsockname())
 
     async def drip() -> None:
-        for _ in range(100):
-            writer.write(b"G" if _ == 0 else b"E" if _ == 1 else b"T" if _ == 2 else b" " if _ == 3 else b"/")
+        for byte in itertools.chain(b"GET ", itertools.repeat(ord("/"))):
+            writer.write(bytes([byte]))
             await asyncio.sleep(0.02)
 
     task = asyncio.create_task(drip())
-    assert_refused(await asyncio.wait_for(reader.read(), 2), 408, "request_timeout")
+    assert_refused(await asyncio.wait_for(reader.read(), PATIENCE_S), 408, "request_timeout")
     task.cancel()
     writer.close()
 
@@ -196,13 +194,16 @@ async def test_a_reply_that_takes_longer_than_a_request_may_is_not_cut(
         await asyncio.sleep(0.02)
 
     running.server.engine.step = step
-    reader, writer = await asyncio.open_connection(*running.listener.getsockname())
-    for _ in range(2):  # the second request comes over the same connection, after a pause
-        writer.write(GOOD)
-        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    peer = socket.create_connection(running.listener.getsockname())
+    peer.sendall(GOOD)  # it is there before the server looks: it cannot be late
+    reader, writer = await asyncio.open_connection(sock=peer)
+    for is_last in (False, True):  # the second request comes over the same connection, after a pause
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
         assert head.startswith(b"HTTP/1.1 200")
         await reader.readexactly(int(head.partition(b"content-length: ")[2].split(b"\r\n")[0]))
         await asyncio.sleep(0.1)
+        if not is_last:
+            writer.write(GOOD)
     writer.close()
 
 
@@ -217,9 +218,7 @@ async def test_a_client_that_stops_reading_loses_its_connection(monkeypatch: pyt
     peer.connect(running.listener.getsockname())
     body = b'{"prompt":"Hi","stream":true}'
     peer.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
-    async with asyncio.timeout(20):
-        while not (engine.seen and engine.seen[0].aborted):
-            await asyncio.sleep(0.05)
+    await until(lambda: engine.seen and engine.seen[0].aborted)
     peer.close()
     await running.stop()
 
@@ -231,13 +230,10 @@ async def test_a_client_that_closes_its_half_ends_its_request(running: Running) 
     running.server.engine.step = hang
     reader, writer = await asyncio.open_connection(*running.listener.getsockname())
     writer.write(GOOD)
-    while not running.server.engine.seen:
-        await asyncio.sleep(0.005)
+    await until(lambda: running.server.engine.seen)
     writer.write_eof()
-    assert await asyncio.wait_for(reader.read(), 5) == b""
-    async with asyncio.timeout(2):
-        while not running.server.engine.seen[0].aborted:
-            await asyncio.sleep(0.005)
+    assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
+    await until(lambda: running.server.engine.seen[0].aborted)
     writer.close()
 
 
@@ -256,7 +252,7 @@ async def test_an_offer_of_another_protocol_is_declined_and_the_request_served(
     if is_split:
         await asyncio.sleep(0.05)
     writer.write(last)
-    answers = await asyncio.wait_for(reader.read(), 5)
+    answers = await asyncio.wait_for(reader.read(), PATIENCE_S)
     writer.close()
     assert answers.count(b"HTTP/1.1 200") == 2
     assert [seen.sampling.max_tokens for seen in running.server.engine.seen] == [4, 4]
@@ -286,11 +282,8 @@ async def test_a_client_that_leaves_ends_a_request_that_others_wait_behind(runni
     running.server.engine.step = hang
     _, writer = await asyncio.open_connection(*running.listener.getsockname())
     writer.write(GOOD + GOOD)
-    while not running.server.engine.seen:
-        await asyncio.sleep(0.005)
+    await until(lambda: running.server.engine.seen)
     getattr(writer, ending)()
-    async with asyncio.timeout(5):
-        while not running.server.engine.seen[0].aborted:
-            await asyncio.sleep(0.005)
+    await until(lambda: running.server.engine.seen[0].aborted)
     assert len(running.server.engine.seen) == 1
     writer.close()
