@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,11 +11,11 @@ import pytest
 
 from hiserve.errors import ResourceError
 from hiserve.ipc import channel
+from hiserve.ipc import child as child_module
 from hiserve.ipc.child import ChildProcess
 from hiserve.ipc.codec import Frames
 from tests.helpers.processes import is_alive, wait_dead
-
-pytestmark = pytest.mark.alone
+from tests.helpers.waiting import PATIENCE_S
 
 TALKER = """
 import signal, sys
@@ -38,11 +37,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 async def test_the_last_words_of_a_child_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "MAX_BATCH", 4)
+    monkeypatch.setattr(child_module, "LAST_WORDS_S", PATIENCE_S)
     heard: list[Frames] = []
 
     def slowly(batch: list[Frames]) -> None:
         if not heard:
-            time.sleep(0.3)  # the child is dead long before it is heard out
+            wait_dead([child.pid])  # long before it is heard out
         heard.extend(batch)
 
     child = await ChildProcess.start([sys.executable, "-c", TALKER], slowly)

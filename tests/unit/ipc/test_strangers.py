@@ -21,12 +21,14 @@ import zmq
 
 from hiserve.core.endpoints import path_of, remove
 from hiserve.engine.kv_event_sender import Publisher
+from hiserve.ipc import child as child_module
 from hiserve.ipc.channel import Link, PublishChannel
 from hiserve.ipc.child import ChildProcess
 from hiserve.ipc.codec import Frames
 from hiserve.ipc.kv_events import Removed
 from tests.helpers.kv_mirror import Reader
 from tests.helpers.processes import wait_dead
+from tests.helpers.waiting import PATIENCE_S, until
 
 SEED = 11
 NOBODY = 65_534
@@ -42,16 +44,28 @@ RAW = {
     "huge": GREETING + READY + b"\x02\x7f\xff\xff\xff\xff\xff\xff\xff",
 }
 ECHO = """
-import signal, sys, time
+import os, signal, sys, time
 from hiserve.ipc.child import meet_parent
-time.sleep(0.3)
-link, frames = meet_parent(sys.argv[1], signal.SIGKILL)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.005)
+link, frames = meet_parent(sys.argv[2], signal.SIGKILL)
 while frames != [b"end"]:
     link.try_send([b"echo", *frames])
     while (frames := link.try_receive()) is None:
         link.wait()
 link.try_send([b"last words"])
 link.close(linger_ms=1000)
+"""
+
+# A child that says so when it waits for its parent's socket, and would wait for longer than a test lasts.
+WAITS = """
+import sys
+from hiserve.ipc import child
+def wait(endpoint, timeout_s, goes_on):
+    print("waits", flush=True)
+    found(endpoint, 3600, goes_on)
+found, child.wait_for_listener = child.wait_for_listener, wait
+child.meet_parent(sys.argv[1], 9)
 """
 
 
@@ -100,15 +114,18 @@ class Strangers:
         self.num_visits += 1
 
 
-@pytest.mark.alone
-async def test_strangers_at_the_socket_of_a_child_are_not_heard_and_do_not_keep_it_out(folder: Path) -> None:
+async def test_strangers_at_the_socket_of_a_child_are_not_heard_and_do_not_keep_it_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_module, "LAST_WORDS_S", PATIENCE_S)
     heard: list[Frames] = []
+    may_come = folder.with_name(f"{folder.name}.may_come")
     with Strangers(folder) as strangers:
-        child = await ChildProcess.start([sys.executable, "-c", ECHO], heard.extend)
-        await asyncio.sleep(
-            0.8
-        )  # the child comes meanwhile, and waits: the socket is there until it has heard something
-        assert strangers.num_visits >= 5
+        child = await ChildProcess.start([sys.executable, "-c", ECHO, str(may_come)], heard.extend)
+        await until(lambda: strangers.num_visits >= 5)
+        may_come.touch()  # the child comes, and waits: the socket is there until it has heard something
+        before = strangers.num_visits
+        await until(lambda: strangers.num_visits >= before + 20)
         assert not child._gone.is_set(), "a stranger's leave was taken for the child's"
         for number in range(20):
             child.send([str(number).encode()])
@@ -122,7 +139,7 @@ async def test_strangers_at_the_socket_of_a_child_are_not_heard_and_do_not_keep_
 def test_a_stranger_is_hung_up_on_whatever_he_says(noise: str) -> None:
     link = Link.bind(peer_pid=os.getppid())
     with socket.socket(socket.AF_UNIX) as raw:
-        raw.settimeout(5)
+        raw.settimeout(PATIENCE_S)
         raw.connect(str(path_of(link.endpoint)))
         try:
             raw.sendall(RAW[noise])
@@ -226,20 +243,15 @@ def say_raw(address: str, noise: bytes) -> None:
                 raw.sendall(noise)
 
 
-@pytest.mark.alone
 def test_a_child_whose_parent_never_listens_ends(folder: Path) -> None:
     """As when the parent was killed between the start of its child and the opening of its socket."""
     code = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); input()"
-    child = (
-        "import sys; from hiserve.ipc.child import meet_parent; print('waits', flush=True); meet_parent(sys.argv[1], 9)"
-    )
     endpoint = f"ipc://{tempfile.mkdtemp()}/s"
-    command = [sys.executable, "-c", code, sys.executable, "-c", child, endpoint]
+    command = [sys.executable, "-c", code, sys.executable, "-c", WAITS, endpoint]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         assert parent.stdout.readline() == b"waits\n"
-        time.sleep(0.2)
         parent.send_signal(signal.SIGKILL)
-    wait_dead([pid], 5.0)
+    wait_dead([pid])
     remove(endpoint)
