@@ -69,7 +69,7 @@ def main() -> None:
     elif model == "farewell":
         say(link, ready)
         say(link, encode(WorkerFailed(own, "the device is on fire", "engine_error", "the trace", time.monotonic())))
-    time.sleep(60)
+    time.sleep(3600)
 
 
 if __name__ == "__main__":

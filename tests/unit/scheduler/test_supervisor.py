@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -32,8 +33,7 @@ from hiserve.scheduler.worker_process import CpuUsage, usage_of
 from tests.helpers.fake_processes import FAKE_WORKER
 from tests.helpers.processes import wait_dead
 from tests.helpers.settings import identified, settings_of
-
-pytestmark = pytest.mark.alone
+from tests.helpers.waiting import PATIENCE_S, until
 
 HOST = {
     "dtype": "float32",
@@ -76,10 +76,8 @@ class Witness:
     def worker_abandoned(self, replica: int, error: HiserveError) -> None:
         self.events.append(f"abandoned: {error.message}")
 
-    async def until(self, event: str, timeout_s: float = 120) -> None:
-        async with asyncio.timeout(timeout_s):
-            while not any(event in seen for seen in self.events):
-                await asyncio.sleep(0.005)
+    async def until(self, event: str) -> None:
+        await until(lambda: any(event in seen for seen in self.events))
 
 
 @asynccontextmanager
@@ -116,9 +114,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_messages_of_another_incarnation_are_counted_and_ignored() -> None:
     async with supervised("stale") as (supervisor, witness):
         await supervisor.started
-        async with asyncio.timeout(60):
-            while not witness.reports:
-                await asyncio.sleep(0.005)
+        await until(lambda: witness.reports)
         assert [report.updates.uids for report in witness.reports] == [[1]]
         assert witness.events == ["ready 1"]
         assert supervisor.num_stale == 3
@@ -143,7 +139,7 @@ async def test_a_worker_that_says_farewell_is_replaced() -> None:
 async def test_a_report_before_ready_fails_the_start() -> None:
     async with supervised("early") as (supervisor, _):
         with pytest.raises(HiserveError, match="StepReport before Ready"):
-            await asyncio.wait_for(supervisor.started, 10)
+            await asyncio.wait_for(supervisor.started, PATIENCE_S)
 
 
 async def test_a_successor_that_never_comes_up_is_abandoned_after_a_few_tries(
@@ -242,7 +238,7 @@ async def test_a_first_worker_that_cannot_be_started_fails_the_start_with_the_re
     refuse(monkeypatch, 2)
     async with supervised("stale", replicas=2) as (supervisor, _):
         with pytest.raises(ResourceError, match=r"Resource temporarily unavailable.*limits of processes"):
-            await asyncio.wait_for(supervisor.started, 10)
+            await asyncio.wait_for(supervisor.started, PATIENCE_S)
 
 
 # --- devices ---------------------------------------------------------------------------------------------
@@ -281,31 +277,32 @@ async def test_on_cpu_workers_have_the_environment_of_the_scheduler(monkeypatch:
 class Kernel:
     """Says of every process what a test wants it to say, and counts how often it was asked."""
 
-    def __init__(self, cpu_s_per_look: float) -> None:
+    def __init__(self, cpu_s_per_look: float, *, wants_cpu: bool = True) -> None:
         self.cpu_s_per_look = cpu_s_per_look
+        self.wants_cpu = wants_cpu
         self.num_looks = 0
         self._cpu_s = 0.0
 
     def usage(self, pid: int) -> CpuUsage:
         self.num_looks += 1
         self._cpu_s += self.cpu_s_per_look
-        return CpuUsage(self._cpu_s, wants_cpu=True)
+        return CpuUsage(self._cpu_s, self.wants_cpu)
 
-    async def until(self, num_looks: int) -> None:
-        async with asyncio.timeout(60):
-            while self.num_looks < num_looks:
-                await asyncio.sleep(0.005)
+    async def look(self, num_looks: int) -> None:
+        """Returns after so many more looks."""
+        end = self.num_looks + num_looks
+        await until(lambda: self.num_looks >= end)
 
 
 async def test_a_worker_that_gets_no_cpu_is_not_taken_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last word was that it has a request; by the clock, its time is over ten times."""
-    monkeypatch.setattr(supervisor_module, "PATROL_S", 0.02)
+    monkeypatch.setattr(supervisor_module, "PATROL_S", 0.005)
     kernel = Kernel(cpu_s_per_look=0.0001)
-    async with supervised("mute", step_timeout_s=0.2, usage=kernel.usage) as (supervisor, witness):
+    async with supervised("mute", step_timeout_s=0.05, usage=kernel.usage) as (supervisor, witness):
         await supervisor.started
         begin = time.monotonic()
-        await kernel.until(100)
-        assert time.monotonic() - begin > 10 * 0.2
+        await kernel.look(110)
+        assert time.monotonic() - begin > 10 * 0.05
         assert witness.events == ["ready 1"]
 
 
@@ -331,18 +328,18 @@ async def test_a_worker_killed_while_it_computed_leaves_more_time_to_the_next_an
 async def test_a_worker_whose_limit_was_doubled_has_so_much_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "PATROL_S", 0.02)
     kernel = Kernel(cpu_s_per_look=10.0)
-    async with supervised("mute", step_timeout_s=0.3, usage=kernel.usage) as (supervisor, witness):
+    async with supervised("mute", step_timeout_s=0.1, usage=kernel.usage) as (supervisor, witness):
         supervisor._patience[0] = 8
         await witness.until("ready 2")
         assert supervisor.crash is not None
         own_s = re.search(r"\(([\d.]+) s its own", supervisor.crash.error)
-        assert own_s is not None and float(own_s[1]) >= 8 * 0.3
+        assert own_s is not None and float(own_s[1]) >= 8 * 0.1
         assert supervisor._patience == {0: 16}
 
 
 async def test_a_worker_that_spins_for_ever_is_found_too() -> None:
     async with supervised("spin", step_timeout_s=0.5) as (supervisor, witness):
-        await witness.until("ready 2", timeout_s=120)  # of which it needs half a second of CPU
+        await witness.until("ready 2")  # for which it needs half a second of CPU
         crash = supervisor.crash
         assert crash is not None
         assert "ended no step for" in crash.error
@@ -351,7 +348,8 @@ async def test_a_worker_that_spins_for_ever_is_found_too() -> None:
 # --- what is known of a death ----------------------------------------------------------------------
 
 
-async def test_the_last_words_of_a_worker_are_kept_with_how_its_process_ended() -> None:
+async def test_the_last_words_of_a_worker_are_kept_with_how_its_process_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "EXIT_GRACE_S", PATIENCE_S)
     async with supervised("last words") as (supervisor, witness):
         await witness.until("ready 2")
         crash = supervisor.crash
@@ -369,53 +367,75 @@ async def test_the_last_words_of_a_worker_are_kept_with_how_its_process_ended() 
 
 
 async def test_a_worker_whose_work_does_not_get_on_is_replaced_after_its_time(
-    capfd: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with supervised("mute", step_timeout_s=0.6) as (supervisor, witness):
-        await supervisor.started
-        begin = time.monotonic()
+    """The time in which it may write where it hangs lasts until it has."""
+    sleep, written = asyncio.sleep, []
+
+    def has_written() -> bool:
+        written.append(capfd.readouterr().err)
+        return "in main" in "".join(written)
+
+    async def sleep_until_written(seconds: float) -> None:
+        await sleep(seconds)
+        if seconds == supervisor_module.STACK_S:
+            await until(has_written)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep_until_written)
+    monkeypatch.setattr(supervisor_module, "STACK_S", 0.0123)
+    monkeypatch.setattr(supervisor_module, "PATROL_S", 0.02)
+    async with supervised("mute", step_timeout_s=0.3) as (supervisor, witness):
         await witness.until("ready 2")
-        assert time.monotonic() - begin > 0.6
+        assert has_written(), "it was not asked where it hangs, or killed at once"
         crash = supervisor.crash
         assert crash is not None
-        assert "ended no step for" in crash.error
-        await asyncio.sleep(1.0)
+        stood_s = re.search(r"ended no step for ([\d.]+) s", crash.error)
+        assert stood_s is not None and float(stood_s[1]) >= 0.3
+        await asyncio.sleep(0.7)
         assert witness.events == ["ready 1", "lost", "ready 2"], "the second one rests"
-    assert "time.sleep" in (err := capfd.readouterr().err) or "in main" in err, "it was not asked where it hangs"
 
 
-async def test_without_a_limit_no_worker_hangs() -> None:
+async def test_without_a_limit_no_worker_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "PATROL_S", 0.02)
     async with supervised("mute", step_timeout_s=0) as (supervisor, witness):
         await supervisor.started
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.3)
         assert witness.events == ["ready 1"]
         assert supervisor.facts()[0].step_age_s > 0.1
 
 
-async def test_time_in_which_the_supervisor_stood_still_is_not_the_workers() -> None:
-    async with supervised("mute", step_timeout_s=2) as (supervisor, witness):
+async def test_time_in_which_the_supervisor_stood_still_is_not_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that stands but for what the test adds: a minute between two looks, and then a little at each."""
+    monkeypatch.setattr(supervisor_module, "PATROL_S", 0.02)
+    kernel, clock = Kernel(cpu_s_per_look=0, wants_cpu=False), SimpleNamespace(now_s=time.monotonic(), s_per_look=0.0)
+    times = SimpleNamespace(monotonic=lambda: clock.now_s, time=time.time)
+    monkeypatch.setattr(supervisor_module, "time", times)
+
+    def look(pid: int) -> CpuUsage:
+        clock.now_s += clock.s_per_look
+        return kernel.usage(pid)
+
+    async with supervised("mute", step_timeout_s=2, usage=look) as (supervisor, witness):
         await supervisor.started
-        async with asyncio.timeout(60):
-            while not supervisor.facts()[0].stats.running:
-                await asyncio.sleep(0.01)
-        time.sleep(2.5)
-        await asyncio.sleep(supervisor_module.STACK_S + 0.7)
+        await until(lambda: supervisor.facts()[0].stats.running)
+        clock.now_s += 60
+        await kernel.look(5)
         assert witness.events == ["ready 1"]
+        clock.s_per_look = 2 * supervisor_module.PATROL_S
+        await witness.until("lost")
 
 
 async def test_the_way_back_is_measured_by_phase() -> None:
     async with supervised("last words") as (supervisor, witness):
         await witness.until("ready 2")
         assert supervisor.recovery_times.last is None, "nothing was told yet"
-    async with supervised("mute", step_timeout_s=0.6) as (supervisor, witness):
-        await witness.until("ready 2")
-        async with asyncio.timeout(60):
-            while supervisor.recovery_times.last is None:
-                await asyncio.sleep(0.005)
+    async with supervised("mute", step_timeout_s=0.3) as (supervisor, witness):
+        await until(lambda: supervisor.recovery_times.last)
         recovery = supervisor.recovery_times.last
+        assert recovery is not None
         assert (recovery.replica, recovery.incarnation, recovery.num_requests) == (0, 2, 2)
         assert list(recovery.phases) == ["detect", "exit", "wait", "start process", "first token"]
-        assert recovery.phases["detect"] >= 0.6
+        assert recovery.phases["detect"] >= 0.3
         assert recovery.total_s == pytest.approx(sum(recovery.phases.values()), abs=0.02)
 
 
@@ -477,7 +497,7 @@ async def test_the_next_worker_is_born_when_the_last_one_is_reaped() -> None:
 async def test_a_segment_that_cannot_be_had_fails_the_start_with_its_error() -> None:
     async with supervised(NANO, FAKE_WORKER, **HOST | {"host_cache_name": "not/a/name"}) as (supervisor, witness):
         with pytest.raises(ConfigError, match="--host-cache-name is 'not/a/name'"):
-            await asyncio.wait_for(supervisor.started, 10)
+            await asyncio.wait_for(supervisor.started, PATIENCE_S)
         assert supervisor.facts() == []
         assert witness.events == []
 
