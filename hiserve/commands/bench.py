@@ -158,9 +158,9 @@ def _cache(_: Options, arguments: Mapping[str, Any]) -> int:
     cache = summarize_cache(run, found.held)
     show_cache(console, found, cache)
     figures = {"summary": summary, "cache": cache, "page_size": found.page_size, "held": found.held}
-    told = {"copies": found.copies, "server_counters": found.counters, "server_notes": found.notes}
-    extra = {"prompts_of_another_length": found.num_differing}
-    _write(arguments, found.outcome, {**figures, **told, **extra})
+    figures |= {"copies": found.copies, "server_counters": found.counters, "server_notes": found.notes}
+    figures |= {"prompts_of_another_length": found.num_differing}
+    _write(arguments, found.outcome, figures)
     if plotter is not None:
         draw_cache(plotter, title, run, found.held)
     return _status(run, summary)
@@ -214,12 +214,10 @@ def _soak(config: Options, arguments: Mapping[str, Any]) -> int:
     found = _wait("seconds", partial(soak, config, options))
     show_soak(console, f"soak of {found.target.model}", found.figures)
     settings = without_secrets(config)
-    told = {"log_tail": found.log_tail} if found.figures.num_violations else {}
-    _write(
-        arguments,
-        None,
-        {"options": [options], "config": settings, "server": found.target, "soak": found.figures, **told},
-    )
+    figures = {"options": [options], "config": settings, "server": found.target, "soak": found.figures}
+    if found.figures.num_violations:
+        figures["log_tail"] = found.log_tail
+    _write(arguments, None, figures)
     if found.is_partial:
         console.print(f"[yellow]stopped early, after {found.figures.duration_s:.0f} s[/yellow]")
     return INTERRUPTED if found.is_partial else int(bool(found.figures.num_violations))
@@ -263,9 +261,9 @@ def _status(run: Run, summary: Summary) -> int:
     return INTERRUPTED if run.is_partial else int(not summary.num_ok)
 
 
-def _wait(what: str, work: Callable[[Begin], Coroutine[Any, Any, _T]]) -> _T:
-    """Runs a benchmark in an event loop and shows how many of the things that it counts are done."""
-    with progress(what) as begin, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+def _wait(unit: str, work: Callable[[Begin], Coroutine[Any, Any, _T]]) -> _T:
+    """Runs a benchmark in an event loop and shows its progress in units."""
+    with progress(unit) as begin, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(work(begin))
 
 

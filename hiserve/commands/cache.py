@@ -19,7 +19,7 @@ STORE = "file:"
 
 
 def add_arguments(parser: argparse.ArgumentParser, add_settings: Callable[[argparse.ArgumentParser], None]) -> None:
-    """Adds the command's own arguments; no setting of the engine matters here."""
+    """Adds the command's own arguments; the command uses no setting of the engine."""
     parser.add_argument("action", choices=("list", "delete"), help="What to do.")
     parser.add_argument(
         "targets",
@@ -33,13 +33,13 @@ def run(config: Options, action: str, targets: list[str], directory: Path = SHAR
     """Lists or deletes; returns the exit status.
 
     Args:
-        config: Of no matter.
+        config: Unused.
         action: ``list`` or ``delete``.
         targets: Names of host caches, and stores as ``file:DIR``.
-        directory: Where named host caches lie.
+        directory: Directory of named host caches.
 
     Raises:
-        ConfigError: A target is not there or is none of ours; nothing to delete was named.
+        ConfigError: A target does not exist or is not hiserve's; ``delete`` without a target.
         ResourceError: A server uses it.
     """
     console = Console(highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What ``hiserve chat`` measured of each reply, and the five lines of ``/stats``."""
+"""Measurements of the replies of ``hiserve chat``, and the five lines of ``/stats``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import msgspec
 
 
 class ReplyStats(msgspec.Struct, kw_only=True):
-    """One reply, as it was measured from here.
+    """One reply, measured by the client.
 
     Attributes:
         text: The reply.
-        finish: Why it ended.
-        ttft_s: Seconds to the first event that carried text; 0 when none did.
+        finish: Its finish reason.
+        ttft_s: Seconds to the first event with text; 0 without one.
         total_s: Seconds to the end.
         num_prompt: Tokens in the prompt.
         num_cached: Of these, served from the cache.

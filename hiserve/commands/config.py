@@ -1,4 +1,4 @@
-"""``hiserve config``: what the settings resolve to here, and the memory they take."""
+"""``hiserve config``: the settings that options resolve to on this machine, and their memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hiserve.launch import prepare
 
 
 def run(options: Options) -> int:
-    """Prints every option with its value, then memory item by item, and why each size is what it is."""
+    """Prints every option with its value, then memory item by item, and the reason of each size."""
     launch = prepare(options, probe())
     resolved, memory = launch.resolved, launch.resolved.memory
     table = Table(title="settings")
@@ -50,7 +50,7 @@ def _shown(flag: Flag, value: object) -> str:
 
 
 def _memory(title: str, items: dict[str, int], available: int) -> Table:
-    """Lists bytes item by item, their sum, and what is there for all workers."""
+    """Lists bytes item by item, their sum, and the memory available to all workers."""
     table = Table(title=title)
     table.add_column("item")
     table.add_column("GiB", justify="right")

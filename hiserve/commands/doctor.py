@@ -1,4 +1,4 @@
-"""``hiserve doctor``: one line for each thing that hiserve needs; the exit status is 0 if hiserve will run."""
+"""``hiserve doctor``: one line for each requirement; the exit status is 0 if hiserve will run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LEAST_MEMORY_BYTES = 2 * GIB
 LEAST_SHARED_BYTES = GIB
 IMPORT_TIMEOUT_S = 120.0
 
-# Imports a package in a process of its own, as the workers will: a broken one must not break this one.
+# Imports a package in another process: a broken package must not end this one.
 _IMPORT = """
 import importlib, json, sys, time
 begin = time.perf_counter()
@@ -55,9 +55,9 @@ class CheckResult(NamedTuple):
     """One line.
 
     Attributes:
-        level: ``fail`` keeps hiserve from running; ``note`` is worth knowing.
-        name: What was looked at.
-        text: What was found, and the remedy where there is something to remedy.
+        level: With ``fail`` hiserve does not run; ``note`` is a remark.
+        name: The requirement.
+        text: The finding, with a remedy unless it is ``ok``.
     """
 
     level: Level
@@ -91,7 +91,7 @@ class _Graphs(argparse.Action):
     """Sets the setting ``graphs`` if ``--graphs`` has a value, and with or without one checks graphs alone."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Takes the argument in."""
+        """Stores the value."""
         namespace.graphs, namespace.has_graphs = values, True
 
 
@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser, add_settings: Callable[[argpa
 
 
 def run(config: Options, has_graphs: bool = False, json: bool = False) -> int:
-    """Prints every finding; returns 1 when one of them keeps hiserve from running with these settings.
+    """Prints every finding; returns 1 if hiserve cannot run with these settings.
 
     Args:
         config: As given.

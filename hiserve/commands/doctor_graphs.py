@@ -1,4 +1,4 @@
-"""Whether steps can be replayed as CUDA graphs on this machine: runs some, as ``hiserve doctor --graphs`` asks."""
+"""``hiserve doctor --graphs``: runs steps to test their replay as CUDA graphs on this machine."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """The result, printed as JSON.
 
     Attributes:
-        is_ready: Nothing is wrong.
+        is_ready: No step has a problem.
         report: Of the steps; None if none ran.
-        not_run: Why none ran; empty if they did.
-        is_broken: They could not run though there is a device.
+        not_run: The reason why none ran; empty if they ran.
+        is_broken: No step ran though there is a device.
     """
 
     is_ready: bool

@@ -1,4 +1,4 @@
-"""Progress of a long command: how many, how fast, how long still, and what has been measured so far."""
+"""Progress bar of a long command: number, rate, time left, and figures so far."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class _Rate(ProgressColumn):
 
 
 @contextlib.contextmanager
-def progress(what: str, console: Console | None = None) -> Iterator[Begin]:
+def progress(unit: str, console: Console | None = None) -> Iterator[Begin]:
     """Shows a bar on standard error where that is a terminal, so that results may go into a pipe or a file.
 
     Args:
-        what: Name of the things that are counted.
-        console: Where to show it; the default is standard error.
+        unit: Name of the things that are counted.
+        console: Default: standard error.
 
     Yields:
         A function to call with the number of things, None if it is unknown; it returns a function to call after each.
@@ -60,7 +60,7 @@ def progress(what: str, console: Console | None = None) -> Iterator[Begin]:
         task = bar.add_task("preparing", total=None, so_far="")
 
         def begin(total: int | None) -> Advance:
-            bar.update(task, description=what, total=total)
+            bar.update(task, description=unit, total=total)
             return lambda so_far: bar.update(task, advance=1, so_far=escape(so_far))
 
         yield begin

@@ -1,4 +1,4 @@
-"""``hiserve serve``: the API process, with the engine behind it."""
+"""``hiserve serve``: the API process, which starts the engine."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from hiserve.server.metrics import Metrics
 from hiserve.server.reply_format import ServedModel
 from hiserve.text.frontend import load_frontend
 
-# Clients keep connections for a while; closing them earlier than they do makes their next request fail.
+# If a server closes a connection earlier than the client would, the client's next request fails.
 KEEP_ALIVE_S = 75
 CLOSE_S = 5
 BACKLOG = 2048
-# A client that reads nothing of its reply for this long, or is no longer there, loses its connection.
+# The kernel ends a connection whose client has acknowledged nothing for this time.
 PEER_TIMEOUT_S = 60
 KEEP_IDLE_S = 30
 # Of one stream: some thirty thousand tokens, fewer with scores.
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 def run(options: Options) -> int:
-    """Serves until it is told to stop: SIGTERM drains, a second one or SIGINT stops at once.
+    """Serves until a signal: SIGTERM drains, a second one or SIGINT stops at once.
 
     Prints ``listening on http://host:port`` when the model is ready.
 
@@ -83,7 +83,7 @@ def run(options: Options) -> int:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a listening socket. Done before the model is loaded, so that a port in use costs no time.
+    """Returns a listening socket. Called before the model is loaded, so that a port in use is found at once.
 
     Args:
         host: Name or address.
@@ -120,14 +120,14 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def warn_if_open(listener: socket.socket, server: Server) -> None:
-    """Warns when other machines can send requests and no key is asked for."""
+    """Warns if other machines can send requests without a key."""
     host = listener.getsockname()[0]
     if not ipaddress.ip_address(host).is_loopback and not server.api_key:
         logger.warning("listening on %s without --api-key: whoever reaches this address can use the server", host)
 
 
 def build_app(handle: EngineHandle, folder: Path, model: ModelConfig, resolved: Resolved, *, begin: float) -> Starlette:
-    """Loads what turns text into tokens and back, and builds the application.
+    """Loads tokenizer and chat template, and builds the application.
 
     Args:
         handle: Starts the engine.
@@ -192,10 +192,10 @@ async def serve(app: Starlette, handle: EngineHandle, listener: socket.socket, *
     """Serves until a signal, drains, stops the engine, closes the connections.
 
     Args:
-        app: The application; its lifespan opens the gate.
-        handle: Where the engine is.
+        app: The application; its lifespan starts the engine.
+        handle: Holds the engine.
         listener: A listening socket.
-        drain_timeout_s: Time that open requests get to finish after a signal, and cached pages to reach slower tiers.
+        drain_timeout_s: Seconds after a signal for open requests to end, and for cached pages to reach slower tiers.
 
     Returns:
         The exit status, 0.
@@ -225,7 +225,7 @@ async def serve(app: Starlette, handle: EngineHandle, listener: socket.socket, *
             stop_now.set()
         stop.set()
 
-    def on_end(_: object) -> None:  # never expected before a signal; nothing is left to wait for
+    def on_end(_: object) -> None:  # not expected before a signal
         stop.set()
         stop_now.set()
 
@@ -240,7 +240,7 @@ async def serve(app: Starlette, handle: EngineHandle, listener: socket.socket, *
             handle.drain()
             copy_until_s = loop.time() + drain_timeout_s
             logger.info("draining: open requests have %g s to finish", drain_timeout_s)
-            with contextlib.suppress(TimeoutError):  # what is left is aborted below
+            with contextlib.suppress(TimeoutError):  # the others are aborted below
                 await asyncio.wait_for(_unless(stop_now, _idle(handle)), drain_timeout_s)
     finally:
         if not stop_now.is_set():
@@ -258,7 +258,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Runs ``work`` and cancels it when ``event`` is set first; says whether it came to its end."""
+    """Runs ``work`` and cancels it if ``event`` is set first; returns whether it ended."""
     tasks: tuple[asyncio.Task[Any], ...] = asyncio.create_task(work), asyncio.create_task(event.wait())
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -273,6 +273,6 @@ async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool
 
 
 async def _idle(handle: EngineHandle) -> None:
-    """Returns when no request is in the engine."""
+    """Returns as soon as no request is in the engine."""
     while handle.engine is not None and handle.engine.num_inflight:
         await asyncio.sleep(0.02)

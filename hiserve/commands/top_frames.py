@@ -1,4 +1,4 @@
-"""What ``hiserve top`` reads from a server: ``/metrics``, and ``/server_info`` for its workers."""
+"""The state of a server for ``hiserve top``: ``/metrics``, and ``/server_info`` for its workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TopStats(msgspec.Struct, frozen=True, kw_only=True):
     cache: CacheStats = CacheStats()
 
 
-class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+class TopWorker(msgspec.Struct, frozen=True, kw_only=True):
     """The shown part of ``WorkerFacts``."""
 
     replica: int = 0
@@ -41,7 +41,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     stats: TopStats = TopStats()
 
 
-class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
+class TopServer(msgspec.Struct, frozen=True, kw_only=True):
     """The shown part of ``/server_info``."""
 
     version: str = ""
@@ -49,7 +49,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     not_ready_because: str | None = None
     engine_error: str | None = None
     config: dict[str, dict[str, Any] | None] = {}
-    workers: list[WorkerInfo] = []
+    workers: list[TopWorker] = []
 
 
 class Frame(NamedTuple):
@@ -59,16 +59,16 @@ class Frame(NamedTuple):
         at_s: By ``time.monotonic``.
         info: None if the server does not show it.
         series: Labels and values of each metric of ``/metrics``, by its name without ``hiserve:`` and ``_total``.
-        hidden: Sentences about what the server does not show.
+        hidden: A sentence for each part that the server does not show.
     """
 
     at_s: float
-    info: ServerInfo | None
+    info: TopServer | None
     series: Series
     hidden: tuple[str, ...] = ()
 
     @property
-    def workers(self) -> list[WorkerInfo]:
+    def workers(self) -> list[TopWorker]:
         """The workers, if the server shows them."""
         return self.info.workers if self.info else []
 
@@ -112,7 +112,7 @@ def read_frame(client: httpx.Client) -> Frame:
         )
     hidden = [f"{path} {_refusal(answer)}" for path, answer in answers.items() if answer.status_code != 200]
     try:
-        read = msgspec.json.decode(info.content, type=ServerInfo, strict=False) if info.status_code == 200 else None
+        read = msgspec.json.decode(info.content, type=TopServer, strict=False) if info.status_code == 200 else None
     except msgspec.DecodeError as error:
         raise UnavailableError(f"/server_info of {client.base_url} is not hiserve's: {error}.") from None
     try:

@@ -54,8 +54,8 @@ def create_app(
 ) -> Starlette:
     """Builds the application.
 
-    Its lifespan opens the gate without waiting for the engine, so that ``/health`` answers while the model
-    loads, and closes the gate at the end.
+    Its lifespan starts the engine without waiting for it, so that ``/health`` answers while the model loads,
+    and stops it at the end.
 
     Args:
         handle: Starts and stops the engine.
@@ -64,16 +64,16 @@ def create_app(
         metrics: Counts requests.
         model: The served model.
         resolved: The configuration in force, for ``/server_info``.
-        tokenizer_info: What ``/tokenizer_info`` shows, as JSON.
+        tokenizer_info: Reply of ``/tokenizer_info``, JSON.
         startup_s: Seconds per start-up phase of this process, for ``/server_info``.
     """
     auth = Auth(resolved.settings.server)
-    words = FairThreads(1, "hiserve-word")
+    format_threads = FairThreads(1, "hiserve-format")
     server = resolved.settings.server
     is_strict = server.strict_fields
     max_model_len = resolved.settings.model.max_model_len
     bodies = BodyReader(encoder.helpers, Sizes(model.vocab_size, max_model_len), model.name, is_strict=is_strict)
-    front = FrontEnd(handle, bodies, encoder, words, token_bytes, metrics, model)
+    front = FrontEnd(handle, bodies, encoder, format_threads, token_bytes, metrics, model)
     endpoints = [
         *OpenAIRoutes(front).routes(),
         *NativeRoutes(front).routes(),
@@ -87,10 +87,10 @@ def create_app(
     app = Starlette(
         routes=endpoints,
         exception_handlers={HTTPException: _no_route, ClientDisconnect: _gone},
-        lifespan=_lifespan(handle, encoder, words),
+        lifespan=_lifespan(handle, encoder, format_threads),
     )
     app.router.redirect_slashes = False
-    # From the inside out: what is added last sees a request first.
+    # The middleware that is added last gets a request first.
     app.add_middleware(BodyLimit, max_bytes=server.max_request_bytes)
     app.add_middleware(AuthMiddleware, auth=auth, public=frozenset(each.path for each in endpoints if each.is_public))
     app.add_middleware(RequestIdMiddleware, metrics=metrics)
@@ -98,7 +98,7 @@ def create_app(
 
 
 def _lifespan(
-    handle: EngineHandle, encoder: PromptEncoder, words: FairThreads
+    handle: EngineHandle, encoder: PromptEncoder, format_threads: FairThreads
 ) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -108,7 +108,7 @@ def _lifespan(
         finally:
             await handle.close()
             await encoder.close()
-            words.close()
+            format_threads.close()
 
     return lifespan
 
@@ -116,10 +116,10 @@ def _lifespan(
 class RequestIdMiddleware:
     """The outermost layer: every response has an ``x-request-id``, and every exception becomes a response.
 
-    The id is the client's own when it is printable, else a new one.
+    The id is that of the request's header if it is printable, otherwise a random one.
 
     Args:
-        app: What is wrapped.
+        app: The application that gets the requests.
         metrics: Counts the responses.
     """
 
@@ -128,7 +128,7 @@ class RequestIdMiddleware:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes the request on; what is our own fault goes on to the log."""
+        """Passes the request on. An error that is our own fault is raised again, to be logged."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

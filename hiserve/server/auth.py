@@ -1,4 +1,4 @@
-"""Who a request is from, what it may do, and which part of the cache is its own."""
+"""API keys: the caller of a request, its rights, and its namespace in the cache."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hiserve.errors import AuthenticationError, ForbiddenError
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """Who sent a request.
+    """The sender of a request.
 
     Attributes:
         key: Digest of the API key; empty without one.
-        tenant: What the cache is divided by: ``key``, or empty where all callers share.
+        tenant: Separates callers in the cache: ``key``, or empty where all callers share.
         is_admin: The key is the admin key.
-        number: Of the key among the server's, from 1; 0 without one. Says nothing about the key.
+        number: Position of the key among the server's keys, from 1; 0 without a key.
     """
 
     key: bytes = b""
@@ -31,7 +31,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Auth:
-    """Knows the keys.
+    """Checks keys.
 
     Args:
         server: Keys, and whether callers share prefixes.
@@ -44,15 +44,15 @@ class Auth:
         self._shares_prefixes = server.share_prefixes
 
     def caller(self, authorization: bytes) -> Caller:
-        """Returns who carries this ``Authorization`` header.
+        """Returns the caller of a request by its ``Authorization`` header.
 
-        The time it takes does not tell how much of a key was right, nor which key it was.
+        The duration does not depend on the number of equal bytes, nor on the position of the key.
 
         Args:
-            authorization: The header's value; empty when there is none.
+            authorization: Value of the header; empty without one.
 
         Raises:
-            AuthenticationError: Keys are configured, and it is none of them.
+            AuthenticationError: The server has keys and the header has none of them.
         """
         scheme, _, given = authorization.strip().partition(b" ")
         digest = _digest(given.strip())
@@ -69,16 +69,14 @@ class Auth:
         return Caller()
 
     def is_admin(self, request: Request) -> bool:
-        """Says whether the request may do what affects all tenants: as admin, or because there are no keys at all."""
+        """Whether the request may affect all tenants: it has the admin key, or the server has no keys."""
         return caller_of(request).is_admin or (self._admin_key is None and not self._keys)
 
     def sees_metrics(self, request: Request) -> bool:
-        """Says whether a request may see the metrics that tell of requests: all may where there are no keys.
-
-        Else it needs the metrics key or the admin key.
+        """Whether the request may read the metrics of requests: with the metrics key or the admin key, or if there are no keys.
 
         Raises:
-            AuthenticationError: It carries a key that this server does not know.
+            AuthenticationError: The request has an unknown key.
         """
         if not self._keys and self._metrics_key is None:
             return True
@@ -95,7 +93,7 @@ class Auth:
         return False
 
     def require_admin(self, request: Request) -> None:
-        """Refuses a request that may not do what affects all tenants.
+        """Refuses a request that may not affect all tenants.
 
         Raises:
             AuthenticationError: The server has an admin key and the request has no key.
@@ -111,17 +109,17 @@ class Auth:
         raise ForbiddenError(f"{path} affects all tenants; it needs the admin key.")
 
     def tags(self, rid: str) -> list[str]:
-        """Returns what requests of this name are tagged with, those of every possible caller."""
+        """Returns the tags that requests of this name have, one for each possible caller."""
         keys = [b"", *self._keys, *([self._admin_key] if self._admin_key else [])]
         return [_tag(key, rid) for key in keys]
 
 
 class AuthMiddleware:
-    """Lets requests in whose key is known, and notes on each whose it is.
+    """Refuses requests without a known key, and records the caller of the others.
 
     Args:
-        app: The application behind it.
-        auth: Checks keys.
+        app: The application that gets the requests.
+        auth: Checks the keys.
         public: Paths that need no key: those of watchdogs, load balancers, Prometheus and a browser's first look. Every
             other path needs one, also a path without a route.
     """
@@ -145,20 +143,20 @@ class AuthMiddleware:
 
 
 def caller_of(request: Request) -> Caller:
-    """Returns who sent the request."""
+    """Returns the caller of a request."""
     caller = request.state.caller
-    assert isinstance(caller, Caller), "a request came past the gate"
+    assert isinstance(caller, Caller), "the request was not authenticated"
     return caller
 
 
 def namespace_of(request: Request, cache_salt: str | None = None) -> bytes:
-    """Returns the namespace that keeps a request's cached prefixes apart.
+    """Returns the namespace of a request's cached prefixes; empty without key and salt.
 
-    Empty without key and salt. A salt narrows what the key gives, and never leads into another key's cache.
+    Requests of two keys never share a namespace, whatever their salts.
 
     Args:
-        request: Came through the gate.
-        cache_salt: The request's own; without lone surrogates.
+        request: An authenticated request.
+        cache_salt: Field of the request; without lone surrogates.
     """
     tenant = caller_of(request).tenant
     if not tenant and not cache_salt:
@@ -167,17 +165,17 @@ def namespace_of(request: Request, cache_salt: str | None = None) -> bytes:
 
 
 def tag_of(request: Request, rid: str | None = None) -> str:
-    """Returns the name by which the request can be aborted, by its own caller alone.
+    """Returns the tag by which only the caller of a request can abort it.
 
     Args:
-        request: Came through the gate.
-        rid: The name that the body gives it; the default is its ``x-request-id``.
+        request: An authenticated request.
+        rid: Field of the body; the default is the ``x-request-id``.
     """
     return _tag(caller_of(request).key, rid or request.state.request_id)
 
 
 def _authorization(scope: Scope) -> bytes:
-    """Returns the header as it was sent; empty when there is none."""
+    """Returns the value of the header; empty without one."""
     return next((value for name, value in scope["headers"] if name == b"authorization"), b"")
 
 

@@ -1,4 +1,4 @@
-"""Two pages for a person with a browser: ``/`` says what runs here, ``/docs`` describes every route."""
+"""Two HTML pages: ``/`` shows the model and links, ``/docs`` describes every route."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hiserve.server.reply_format import ServedModel
 from hiserve.server.routes import Endpoint
 from hiserve.text.request_json import Schema, forms, wanted
 
-# Pages load nothing, from nowhere: no scripts, no fonts, no pictures.
+# Pages load no scripts, fonts or pictures.
 HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'", "cache-control": "no-store"}
 STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:56rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}"
@@ -70,7 +70,7 @@ class PageRoutes:
         key = " \\\n  -H 'Authorization: Bearer KEY'" if self._has_keys else ""
         said = "This server needs an API key." if self._has_keys else f"Serves <code>{escape(name)}</code>."
         yield f"<h1>hiserve {escape(__version__)}</h1><p>{said}</p><ul>"
-        yield from (f'<li><a href="{path}"><code>{path}</code></a>: {what}</li>' for path, what in LINKS.items())
+        yield from (f'<li><a href="{path}"><code>{path}</code></a>: {content}</li>' for path, content in LINKS.items())
         body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
         command = f"curl {url}/v1/chat/completions{key} \\\n  -H 'Content-Type: application/json' \\\n  -d '{body}'"
         yield f"</ul><p>Try it:</p><pre>{escape(command)}</pre>"
@@ -105,7 +105,7 @@ def _described(document: dict[str, Any]) -> Iterator[str]:
 
 
 def _prose(text: str) -> str:
-    """Returns a sentence of a docstring, with what stands in backquotes as code."""
+    """Returns a sentence of a docstring as HTML, with code for text in backquotes."""
     return re.sub("``(.+?)``", r"<code>\1</code>", escape(text))
 
 
@@ -136,6 +136,6 @@ def _named(fields: dict[str, Any], schemas: dict[str, Schema], before: str = "")
 
 
 def _is_neutral(name: str, schema: Schema, schemas: dict[str, Schema]) -> bool:
-    """Says whether a field is taken for other servers' clients alone."""
+    """Whether a field is accepted only because clients of other servers send it."""
     bare = name.rpartition(".")[2]
     return bare in IGNORED or (bare in REFUSED and all("enum" in form for form in forms(schema, schemas)))

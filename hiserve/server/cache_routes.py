@@ -75,7 +75,7 @@ class Flushed(msgspec.Struct):
 
 
 class CacheRoutes:
-    """Handlers of the cache. The names of the flushes are SGLang's and vLLM's; neither answers GET, because it mutates.
+    """Handlers of the cache. A flush has SGLang's and vLLM's path; it does not answer GET, because it changes state.
 
     Args:
         handle: Of the engine.

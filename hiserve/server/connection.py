@@ -1,4 +1,4 @@
-"""One client's connection: bounds on what it may send and how long it may take, and errors in our own shape."""
+"""A client's connection: bounds on size and duration of a request, and errors in the format of all others."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ LINGER_S = 2.0
 
 
 class HttpConnection(HttpToolsProtocol):
-    """uvicorn's connection, for clients that mean no good or are broken.
+    """uvicorn's connection, safe against hostile and broken clients.
 
     Bytes that bring neither a request's head to its end nor its body forward (an endless header, chunk extensions,
     trailers) are counted and end the connection, as does a request that does not arrive in time. A client that
-    does not read its reply is the kernel's business (see ``commands.serve.bind``).
+    does not read its reply is ended by the kernel (see ``commands.serve.bind``).
 
-    An offer to go on with another protocol (some clients open with ``Upgrade: h2c``) is declined by taking no
-    notice of it, as RFC 9110, 7.8 allows; uvicorn would lose the request's body.
+    An offer of another protocol (some clients send ``Upgrade: h2c``) is ignored, as RFC 9110, 7.8 allows; uvicorn
+    would lose the request's body.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -41,18 +41,18 @@ class HttpConnection(HttpToolsProtocol):
         self._cycles: list[RequestResponseCycle] = []
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Waits for the first request."""
+        """Starts the timer of the first request."""
         super().connection_made(transport)
         self._start_timer(HEAD_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Waits for nothing more."""
+        """Stops the timer and ends all requests."""
         self._stop_timer()
         self._end_cycles()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parses what came, unless the request was refused."""
+        """Parses the data, unless the request was refused."""
         self._num_idle_bytes += len(data)
         self._unset_keepalive_if_required()
         while data and not self._is_refused:
@@ -77,12 +77,12 @@ class HttpConnection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Takes a header; trailers, which come after the body, mean nothing here."""
+        """Adds a header; ignores trailers, which come after the body."""
         if self._is_in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Hands the request to the application, if its head is not too large."""
+        """Starts the application for the request, if its head is not too large."""
         self._num_idle_bytes = 0
         num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if num_bytes > MAX_HEAD_BYTES:
@@ -96,7 +96,7 @@ class HttpConnection(HttpToolsProtocol):
         self._start_timer(BODY_TIMEOUT_S)
 
     def on_body(self, body: bytes) -> None:
-        """Takes a part of the body."""
+        """Adds a part of the body."""
         self._num_idle_bytes = 0
         if not self._is_refused:
             super().on_body(body)
@@ -109,18 +109,18 @@ class HttpConnection(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Goes on with the next request, unless the connection ends with this one."""
+        """Starts the next request, unless this one was refused."""
         if not self._is_refused:
             super().on_response_complete()
 
     def _head_without_offer(self) -> bytes:
-        """Returns the head that was parsed last as if its client had offered nothing."""
+        """Returns the last head without the header ``upgrade``."""
         version = self.parser.get_http_version().encode()
         lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
         return b"%b %b HTTP/%b\r\n%b\r\n" % (self.parser.get_method(), self.url, version, b"".join(lines))
 
     def _end_cycles(self) -> None:
-        """Tells all requests that their client has gone; uvicorn tells the last one alone."""
+        """Marks all requests as disconnected; uvicorn marks only the last one."""
         for cycle in self._cycles:
             if not cycle.response_complete:
                 cycle.disconnected = True
@@ -135,13 +135,13 @@ class HttpConnection(HttpToolsProtocol):
 
     def _on_late(self) -> None:
         self._timer = None
-        if self.flow.read_paused:  # it is not the client that is late
+        if self.flow.read_paused:  # the server is late, not the client
             self._start_timer(BODY_TIMEOUT_S)
         else:
             self._refuse(error_response(408, "the request did not arrive in time.", code="request_timeout"))
 
     def _refuse(self, response: Response) -> None:
-        """Answers, where no other answer would be cut by it, and ends the connection. The first refusal counts."""
+        """Ends the connection, with this answer if no other one has begun. Only the first refusal has an effect."""
         if self._is_refused or self.transport.is_closing():
             return
         cycle: RequestResponseCycle | None = self.cycle
@@ -158,7 +158,7 @@ class HttpConnection(HttpToolsProtocol):
         self._linger()
 
     def _close(self) -> None:
-        """Closes the connection behind a reply; if that came before the end of its request, the client may read it."""
+        """Closes the connection after a reply; later if the request has not ended, so that the client can read the reply."""
         if self.cycle.more_body and not self.transport.is_closing():
             self._linger()
         else:
@@ -182,7 +182,7 @@ class HttpConnection(HttpToolsProtocol):
 
 
 class _ReplyTransport:
-    """The transport as a request's reply sees it: closing is left to the connection."""
+    """The transport that a reply writes to; ``close`` is the connection's."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self.write = transport.write

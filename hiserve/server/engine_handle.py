@@ -1,4 +1,4 @@
-"""The engine as the front end sees it: absent while it starts, refused while the server drains."""
+"""Start, restart and end of the engine, from the side of the HTTP server."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from hiserve.scheduler.client import EngineClient
 
 RESTART_DELAYS_S = (0.0, 1.0, 2.0, 5.0)
 MAX_FAILURES = 8
-SETTLED_S = 60.0  # an engine that lived for so long does not die of how it was started
+SETTLED_S = 60.0  # after so long, the failures of earlier starts no longer count
 
 logger = logging.getLogger(__name__)
 
 
 class EngineHandle:
-    """Starts, hands out and stops the one engine, and starts it again when it dies. Lives in one event loop.
+    """Starts and stops the engine, and starts it again after it died. Used in one event loop.
 
     Args:
         start: Starts the engine.
 
     Attributes:
-        startup_s: Seconds the start took; 0 before it is over.
-        last_status: What the engine said last of its state; None before it said anything.
-        last_status_s: When, by ``time.monotonic``.
+        startup_s: Duration of the start in seconds; 0 before its end.
+        last_status: The last status of the engine; None before the first.
+        last_status_s: Its time by ``time.monotonic``.
     """
 
     def __init__(self, start: Callable[[], Awaitable[EngineClient]]) -> None:
@@ -39,7 +39,7 @@ class EngineHandle:
         self._stopping: EngineClient | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._is_draining = False
-        self._loss = ""  # why the engine that served last does not
+        self._loss = ""  # why the last engine is gone
         self._num_restarts = 0  # of engines that are gone, and of their workers
         self._num_slow_readers = 0  # of engines that are gone
         self._crash: Crash | None = None  # of these
@@ -54,12 +54,12 @@ class EngineHandle:
 
     @property
     def state(self) -> str | None:
-        """Why no request can be served now, without what an error said; None when one can."""
+        """``reason`` without the message of an error."""
         return None if self.reason is None else self.reason.partition(":")[0]
 
     @property
     def reason(self) -> str | None:
-        """Why no request can be served now; None when one can."""
+        """Why requests are refused now; None if they are not."""
         if self._is_draining:
             return "the server is shutting down"
         if self._opening is None or not self._opening.done():
@@ -72,7 +72,7 @@ class EngineHandle:
 
     @property
     def num_restarts(self) -> int:
-        """Workers that were ready again after one died, or their scheduler; never falls."""
+        """Workers that were started again after a worker or the scheduler died; never falls."""
         return self._num_restarts + (0 if self._engine is None else self._engine.num_restarts)
 
     @property
@@ -82,7 +82,7 @@ class EngineHandle:
 
     @property
     def crash(self) -> Crash | None:
-        """The latest death of a worker; it is known here, whoever dies."""
+        """The latest death of a worker, also of an earlier engine."""
         return None if self._engine is None else self._engine.crash or self._crash
 
     def require(self) -> EngineClient:
@@ -113,7 +113,7 @@ class EngineHandle:
         return self.last_status
 
     def open(self) -> None:
-        """Begins to start the engine."""
+        """Starts the engine; does not wait for it."""
         self._opening = asyncio.create_task(self._open())
         self._is_begun.set()
 
@@ -121,21 +121,21 @@ class EngineHandle:
         """Returns once the engine has started.
 
         Raises:
-            Exception: Whatever ended the start.
+            Exception: The error that ended the start.
         """
         await self._is_begun.wait()
         assert self._opening is not None, "begun, but without a task"
         await asyncio.shield(self._opening)
 
     def drain(self) -> None:
-        """Refuses new requests from now on; running ones go on."""
+        """Refuses new requests; running ones continue."""
         self._is_draining = True
 
     async def close(self, copy_s: float = 0.0) -> None:
-        """Stops the engine; whatever still runs ends now. May be called again, also when it was cancelled.
+        """Stops the engine and aborts running requests. May be called again, also after it was cancelled.
 
         Args:
-            copy_s: Seconds that cached pages get to reach the host and the store.
+            copy_s: Seconds for copies of cached pages to the host and the store.
         """
         self.drain()
         tasks = [task for task in (self._keeping, self._opening) if task is not None]
@@ -156,7 +156,7 @@ class EngineHandle:
         return self._engine
 
     async def _keep(self, first: EngineClient) -> None:
-        """Starts the engine again whenever it has died, but not for ever."""
+        """Starts the engine again after each death, until ``MAX_FAILURES`` in a row."""
         engine: EngineClient | None = first
         why, num_failures = "", 0
         while True:
@@ -180,15 +180,15 @@ class EngineHandle:
         logger.error("%s", self._loss)
 
     def _take_over(self, engine: EngineClient) -> None:
-        """Serves with an engine that takes the place of one that died."""
-        assert self._engine is not None, "an engine follows none"
+        """Replaces the engine that died."""
+        assert self._engine is not None, "no engine to replace"
         self._num_restarts += self._engine.num_restarts + len(engine.started.workers)
         self._num_slow_readers += self._engine.num_slow_readers
         self._crash = self.crash
         self._engine, self._loss = engine, ""
 
     async def _try_start(self) -> EngineClient | None:
-        """Starts an engine; None if that fails."""
+        """Starts an engine; returns None if it cannot start."""
         try:
             return await self._start()
         except (HiserveError, OSError) as error:

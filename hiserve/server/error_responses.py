@@ -1,4 +1,4 @@
-"""Failures in OpenAI's nested error shape."""
+"""Errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from hiserve.errors import HiserveError
 
-# When to come back, or that there is no use in it: clients repeat whatever fails with 408, 409, 429 or 5xx.
+# Clients repeat a request that fails with 408, 409, 429 or 5xx.
 HEADERS = {
     401: {"www-authenticate": "Bearer"},
     429: {"retry-after": "1"},
@@ -17,7 +17,7 @@ HEADERS = {
 
 
 class ErrorFields(msgspec.Struct):
-    """What went wrong."""
+    """The fields of an error."""
 
     message: str
     type: str
@@ -26,7 +26,7 @@ class ErrorFields(msgspec.Struct):
 
 
 class Error(msgspec.Struct):
-    """Every failure."""
+    """Body of every error."""
 
     error: ErrorFields
 
@@ -36,7 +36,7 @@ def error_body(status: int, message: str, *, code: str, param: str | None = None
 
     Args:
         status: HTTP status; decides the type.
-        message: For people. What cannot be written as UTF-8 is replaced.
+        message: For people. Characters that UTF-8 cannot encode are replaced.
         code: For programs.
         param: The request field at fault.
     """
@@ -54,7 +54,7 @@ def error_response(
         message: For people.
         code: For programs.
         param: The request field at fault.
-        retry_after_s: When to come back, where that is known better than by the status.
+        retry_after_s: Seconds for ``retry-after``; the default is that of the status.
     """
     body = error_body(status, message, code=code, param=param)
     headers = dict(HEADERS.get(status, {}))
@@ -64,14 +64,14 @@ def error_response(
 
 
 def failure_response(error: Exception) -> Response:
-    """Returns what a client is told of an exception."""
+    """Returns the error response for an exception."""
     status, message, code, param = describe(error)
     retry_after_s = error.retry_after_s if isinstance(error, HiserveError) else None
     return error_response(status, message, code=code, param=param, retry_after_s=retry_after_s)
 
 
 def describe(error: Exception) -> tuple[int, str, str, str | None]:
-    """Returns (status, message, code, param); an error that is our own fault is not described to the client."""
+    """Returns (status, message, code, param); a client does not get the message of an error that is our own fault."""
     if isinstance(error, HiserveError):
         return error.status, error.message, error.code, error.param
     return 500, "the server failed to answer this request.", "internal_error", None

@@ -1,4 +1,4 @@
-"""Choices from their prompts to their last tokens: deltas become text, counts and a log line; all choices of a reply together."""
+"""The choices of a reply: token deltas become text, counts and one log line for each choice."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hiserve.server.metrics import Metrics, RequestTimer
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.output import TextOutput
 
-# Choices of one reply that are in the engine at once, and pieces that wait for a slow reader.
+# Choices of one reply in the engine at once; deltas that wait for a slow reader.
 MAX_AT_ONCE = 256
 MAX_WAITING = 16
 QUICK_CHOICES = 64
-# Wording the scores of so many bytes, four to eight of each token, takes a few milliseconds.
+# Formatting scores of so many bytes, four to eight of each token, takes a few milliseconds.
 QUICK_SCORE_BYTES = 2**14
 
 logger = logging.getLogger(__name__)
@@ -33,13 +33,13 @@ Remember = Callable[[str, list[int]], None]
 
 
 class RequestContext(NamedTuple):
-    """For whom the engine runs a request, and when.
+    """The caller and the priority of a request.
 
     Attributes:
-        namespace: Keeps tenants' caches apart.
+        namespace: Separates tenants in the cache.
         priority: Larger is sooner.
-        caller: Number of the key it came with.
-        tag: Name by which the engine finds the request to abort it.
+        caller: Number of its API key.
+        tag: Name by which it can be aborted.
     """
 
     namespace: bytes = b""
@@ -49,14 +49,14 @@ class RequestContext(NamedTuple):
 
 
 class OutputDelta(NamedTuple):
-    """What one delta adds for the client.
+    """The next part of a choice.
 
     Attributes:
         choice: Index in the reply.
-        text: Characters that are certain now; may be empty.
-        tokens: Token ids that count: those of the delta, but none behind a stop text.
-        scores: Of these tokens, packed; empty unless asked for.
-        finish: RUNNING until the last piece.
+        text: Decoded characters that later tokens cannot change; may be empty.
+        tokens: Token ids of the delta, without those after a stop text.
+        scores: Of these tokens, packed; empty if not requested.
+        finish: RUNNING until the last part.
         stop: The text or token that ended the choice; None for another end.
     """
 
@@ -69,7 +69,7 @@ class OutputDelta(NamedTuple):
 
 
 def nothing(choice: int) -> OutputDelta:
-    """Returns a piece that adds nothing to a choice."""
+    """Returns an empty part of a choice."""
     return OutputDelta(choice, "", [], b"", FinishReason.RUNNING, None)
 
 
@@ -77,26 +77,26 @@ class Generation:
     """One request in the engine: one choice for one prompt.
 
     Args:
-        name: The response's id, for the log.
+        name: Id of the response, for the log.
         prompt: int32 ``[n]``.
         sampling: How to sample and when to stop.
-        context: For whom it runs, and when.
-        output: Turns tokens into text, for this stream alone.
-        timer: For this request alone.
+        context: Its caller and priority.
+        output: Decodes the tokens of this choice.
+        timer: Of this request.
         choice: Index in the reply.
-        seat: Index among the choices of the prompt; part of the random key.
-        scorer: The choice that scores the same prompt for this one; None is this one itself.
-        keeps_tokens: False drops what is generated; only the scores of the prompt are wanted.
-        remember: Called with text and token ids of a reply that came to its own end, before its last piece
-            is handed out: the client's next request may follow at once.
+        choice_index: Index among the choices of the prompt; part of the random key.
+        scorer: The choice that scores the same prompt; None: this one.
+        keeps_tokens: False drops generated tokens; only the scores of the prompt are wanted.
+        remember: Called with text and token ids of a reply that was not aborted, before its last part is yielded: the
+            client may send its next request at once.
 
     Attributes:
-        facts: All that was reported of the request until now.
-        scorer: The choice whose ``prompt_scores`` are this one's.
-        prompt_scores: Of the prompt's tokens but the first, packed; those of the scorer are complete with the first piece
+        facts: The engine's facts about the request, so far.
+        scorer: The choice that holds the ``prompt_scores``.
+        prompt_scores: Of the prompt's tokens but the first, packed; those of the scorer are complete at the first part
             of each choice of the prompt.
         tokens: All token ids so far.
-        scores: Theirs, packed.
+        scores: Of all tokens so far, packed.
         finish: RUNNING until the end.
         stop: The text or token that ended it; None for another end.
     """
@@ -111,7 +111,7 @@ class Generation:
         output: TextOutput,
         timer: RequestTimer,
         choice: int = 0,
-        seat: int = 0,
+        choice_index: int = 0,
         scorer: Generation | None = None,
         keeps_tokens: bool = True,
         remember: Remember | None = None,
@@ -123,7 +123,7 @@ class Generation:
         self._context = context
         self._output = output
         self._timer = timer
-        self._seat = seat
+        self._choice_index = choice_index
         self.scorer = scorer or self
         self._is_scored = asyncio.Event()
         self._keeps_tokens = keeps_tokens
@@ -149,15 +149,15 @@ class Generation:
 
     @property
     def has_many_prompt_scores(self) -> bool:
-        """Whether it takes long to word them."""
+        """Whether formatting them takes long."""
         return len(self.prompt_scores) > QUICK_SCORE_BYTES
 
     def whole(self) -> OutputDelta:
-        """Returns everything so far as one piece."""
+        """Returns the choice so far."""
         return OutputDelta(self.choice, self.text, self.tokens, bytes(self.scores), self.finish, self.stop)
 
     async def run(self, engine: EngineClient) -> AsyncGenerator[OutputDelta, None]:
-        """Yields pieces until the choice ends. Closing the generator aborts the request.
+        """Yields parts until the choice ends. Closing the generator aborts the request.
 
         Raises:
             HiserveError: The engine refused or failed the request.
@@ -168,7 +168,7 @@ class Generation:
             self.prompt,
             self.sampling,
             namespace=namespace,
-            choice=self._seat,
+            choice=self._choice_index,
             priority=priority,
             caller=caller,
             tag=tag,
@@ -178,7 +178,7 @@ class Generation:
                 async for delta in deltas:
                     output_delta = self._take(delta)
                     if output_delta.finish:
-                        if not delta.finish:  # a stop text: the engine would go on
+                        if not delta.finish:  # a stop text: the engine would continue
                             await deltas.aclose()
                         self._end(output_delta.finish.name.lower())
                         if self._remember and output_delta.finish is not FinishReason.ABORT:
@@ -267,16 +267,16 @@ def generations(
         name: As for ``Generation``, like the arguments that are not named here.
         prompt: int32 ``[n]``.
         sampling: With ``n``, and fitted to the context.
-        context: For whom they run, and when.
+        context: Caller and priority.
         token_bytes: Of the model's tokens.
-        metrics: Where the request is counted.
-        arrived: ``time.monotonic()`` when it came.
+        metrics: Counts the request.
+        arrived: ``time.monotonic()`` at arrival.
         first: Index of the first choice in the reply.
-        keeps_tokens: False drops what is generated.
+        keeps_tokens: False drops generated tokens.
         remember: Called with each reply.
     """
     made: list[Generation] = []
-    for seat, of_choice in enumerate(each_choice(sampling)):
+    for index, of_choice in enumerate(each_choice(sampling)):
         generation = Generation(
             name,
             prompt,
@@ -284,8 +284,8 @@ def generations(
             context,
             output=TextOutput(token_bytes, of_choice),
             timer=RequestTimer(metrics, num_prompt=len(prompt), arrived=arrived),
-            choice=first + seat,
-            seat=seat,
+            choice=first + index,
+            choice_index=index,
             scorer=made[0] if made else None,
             keeps_tokens=keeps_tokens,
             remember=remember,
@@ -314,7 +314,7 @@ class Choices:
 
     @property
     def cached(self) -> CacheUse:
-        """What came from the cache when each prompt was first computed, all together; the miss is the first prompt's."""
+        """Cached tokens of all prompts, each counted once; the miss is the first prompt's."""
         first, *others = self._firsts
         return sum((other.cached for other in others), first.cached)
 
@@ -331,12 +331,12 @@ class Choices:
 
     @property
     def is_large(self) -> bool:
-        """Whether it takes long to word the reply."""
+        """Whether formatting the reply takes long."""
         num_bytes = sum(len(each.scores) + len(each.scorer.prompt_scores) for each in self.generations)
         return len(self.generations) > QUICK_CHOICES or num_bytes > QUICK_SCORE_BYTES
 
     def run(self, engine: EngineClient) -> AsyncGenerator[OutputDelta, None]:
-        """Yields pieces of all choices as they arrive. Closing the generator aborts them all.
+        """Yields parts of all choices as they arrive. Closing the generator aborts all choices.
 
         Raises:
             HiserveError: The engine refused or failed one of them; the others are aborted.
@@ -348,8 +348,7 @@ class Choices:
 async def merge(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[_T, None]:
     """Yields the items of several streams as they arrive; at most ``MAX_AT_ONCE`` streams are open.
 
-    A reader that is slow holds the streams up: few items wait for it, whatever the number of streams.
-    Closing this generator closes them all.
+    A slow reader delays the streams: at most ``MAX_WAITING`` items wait for it. Closing this generator closes all streams.
 
     Raises:
         Exception: The first that one of the streams raised; the others are closed.

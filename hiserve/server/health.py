@@ -1,4 +1,4 @@
-"""Endpoints for watchdogs and scrapers: the server is alive, can serve, makes progress; its metrics."""
+"""Endpoints for watchdogs and scrapers: liveness, readiness, progress, metrics."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ class HealthRoutes:
         return json_response(Health("ok"))
 
     async def ready(self, request: Request) -> Response:
-        """Answers 200 if a request would be served now, else 503 and the state.
+        """Answers 200 if a request would be served now, otherwise 503 and the reason.
 
-        Where there are keys, the error itself is shown by ``/server_info`` alone: this route needs no key.
+        With API keys the reason leaves out the error's message, because this route needs no key.
         """
         reason = self._handle.reason if self._auth.is_admin(request) else self._handle.state
         if reason is not None:
@@ -75,8 +75,8 @@ class HealthRoutes:
     async def health_generate(self, request: Request) -> Response:
         """Answers when tokens are produced: a worker ends a step, or a request of one token is answered.
 
-        A long prefill is progress. The probe counts in no request metric, has a cache namespace of its own and
-        ends with this HTTP request.
+        A long prefill is progress. The probe is not counted in the metrics of requests, has its own cache namespace,
+        and is aborted when the client disconnects.
         """
         await request.body()
         await cancel_on_disconnect(request.receive, self._proof(self._handle.require()))
@@ -101,10 +101,10 @@ class HealthRoutes:
         return Response(self._metrics.render(is_whole=is_whole), media_type=CONTENT_TYPE_LATEST)
 
     async def _proof(self, engine: EngineClient) -> None:
-        """Returns when there is progress.
+        """Returns after the first progress.
 
         Raises:
-            UnavailableError: There was none in time.
+            UnavailableError: No progress within ``PROBE_TIMEOUT_S``.
             HiserveError: The probe failed.
         """
         tasks = asyncio.create_task(self._probe(engine)), asyncio.create_task(self._progress())
@@ -120,7 +120,7 @@ class HealthRoutes:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _probe(self, engine: EngineClient) -> None:
-        """Returns when a request of one token is answered; if the queue is full, when a step ends."""
+        """Returns after the reply to a request of one token; if the queue is full, after a step."""
         sampling = SamplingParams(temperature=0, max_tokens=1)
         try:
             async for _ in engine.generate(np.zeros(1, np.int32), sampling, namespace=namespace_digest("probe")):
@@ -129,7 +129,7 @@ class HealthRoutes:
             await self._progress()
 
     async def _progress(self) -> None:
-        """Returns when a worker has ended a step."""
+        """Returns after a worker has ended a step."""
         before = await self._steps()
         while await self._steps() == before:
             await asyncio.sleep(PROBE_PERIOD_S)

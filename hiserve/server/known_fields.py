@@ -1,4 +1,4 @@
-"""Fields of requests that no type has: those that change nothing, those that are refused, and those that are not known."""
+"""Request fields without a type: ignored ones, refused ones, and unknown ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from hiserve.errors import NotFoundError, RequestError
 from hiserve.text.request_json import check_text
 
-# Fields that clients send and that cannot change what hiserve answers.
+# Fields that clients send and that cannot change the reply.
 IGNORED = frozenset(
     {
         "metadata",
@@ -33,8 +33,8 @@ IGNORED = frozenset(
     }
 )
 
-# Fields that would change the answer where they are not honoured, with the values that change nothing.
-# Null never does. Any other value is refused: no such field is silently ignored.
+# Fields that would have to change the reply, with the values, beside null, that change nothing. Any other value is
+# refused: no such field is silently ignored.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
@@ -83,17 +83,17 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 def known_to(*kinds: type[msgspec.Struct]) -> frozenset[str]:
-    """Returns the fields of an endpoint whose body is read as these types."""
+    """Returns the fields of all these types."""
     return frozenset(name for kind in kinds for name in kind.__struct_fields__)
 
 
 def check_fields(body: dict[str, Any], honoured: frozenset[str], *, is_strict: bool) -> None:
-    """Refuses what would change the answer and is not served here.
+    """Refuses fields that would change the reply and are not supported.
 
     Args:
         body: The parsed body.
         honoured: Fields that this endpoint reads.
-        is_strict: Refuse fields that are in no table, which are ignored otherwise.
+        is_strict: Refuse unknown fields; otherwise they are ignored.
 
     Raises:
         RequestError: A field is not supported or, if strict, not known.

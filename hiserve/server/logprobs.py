@@ -12,18 +12,18 @@ from hiserve.text.detokenizer import Detokenizer
 
 # The bytes of one token as it is spelled, special ones included (``text.detokenizer.TokenBytes.bytes_of``).
 Spell = Callable[[int], bytes]
-# Stands for minus infinity, which JSON does not have.
+# In place of minus infinity, which JSON does not have.
 LEAST_LOGPROB = -9999.0
 # In one reply: some 100 MB of JSON.
 MAX_PROMPT_SCORES = 2**20
 
 
 class Scored(NamedTuple):
-    """What is known of one token.
+    """A token with its scores.
 
     Attributes:
         token: Its id.
-        logprob: Its own.
+        logprob: Its logprob.
         top: Ids and logprobs of the likeliest tokens, best first.
     """
 
@@ -33,11 +33,11 @@ class Scored(NamedTuple):
 
 
 def check_prompt_scores(number: int, param: str) -> None:
-    """Refuses a reply that would show the scores of prompts without end.
+    """Refuses a reply with too many scores of prompt tokens.
 
     Args:
-        number: Of each token its own and those of the likeliest; a prompt that several choices show counts as often.
-        param: The field that asks for them.
+        number: Scores in the reply: of each token its own and those of the likeliest, for each choice that shows the prompt.
+        param: The field that requests them.
 
     Raises:
         RequestError: There are more than ``MAX_PROMPT_SCORES``.
@@ -51,7 +51,7 @@ def check_prompt_scores(number: int, param: str) -> None:
 
 
 def unpack(tokens: Sequence[int], packed: bytes, num_top: int) -> list[Scored]:
-    """Returns what is known of each token.
+    """Returns tokens with their scores.
 
     Args:
         tokens: Token ids.
@@ -70,9 +70,9 @@ def unpack(tokens: Sequence[int], packed: bytes, num_top: int) -> list[Scored]:
 
 
 def scored_prompt(generation: Generation) -> tuple[list[int], list[Scored]]:
-    """Returns the tokens of a choice's prompt and what is known of all but the first.
+    """Returns the tokens of a choice's prompt, and all but the first with their scores.
 
-    A request that was aborted before its prompt was computed knows less, and shows as much of its prompt.
+    If the request was aborted before its prompt was computed, both stop at the last computed token.
     """
     generation = generation.scorer
     num_top = generation.sampling.prompt_logprobs
@@ -99,13 +99,13 @@ def chat_logprobs(output_delta: OutputDelta, num_top: int, spell: Spell) -> dict
 
 
 class TextLogprobs:
-    """Words the ``logprobs`` of one text completion, piece by piece.
+    """Formats the ``logprobs`` of one text completion, part by part.
 
     Args:
         num_top: Likeliest tokens shown for each.
         spell: Spells a token.
-        detokenizer: As the text is made; counts characters.
-        offset: Characters of the text before the first token; negative where tokens stand before the text.
+        detokenizer: Decodes as for the text; counts characters.
+        offset: Characters of the text before the first token; negative if tokens precede the text.
     """
 
     def __init__(self, num_top: int, spell: Spell, detokenizer: Detokenizer, offset: int = 0) -> None:
@@ -115,7 +115,7 @@ class TextLogprobs:
         self._offset = offset
 
     def of_prompt(self, generation: Generation) -> dict[str, list[Any]]:
-        """Returns four parallel lists for the tokens of the prompt; nothing is known of the first."""
+        """Returns four parallel lists for the tokens of the prompt; the first token has no scores."""
         tokens, scored = scored_prompt(generation)
         return self._lists(tokens, [None, *scored])
 

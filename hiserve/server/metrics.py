@@ -94,7 +94,7 @@ class Metrics:
         """Counts a response.
 
         Args:
-            endpoint: The route's own path, never what the client sent.
+            endpoint: Path of the route, never the path that the client sent.
             status: HTTP status.
         """
         self._responses.labels(self._model_name, endpoint, str(status)).inc()
@@ -252,7 +252,7 @@ class RequestTimer:
         """Notes the first delta: the prompt was looked up in the cache and computed.
 
         Args:
-            cached: What of it came from there.
+            cached: Its cached tokens.
             queue_s: Seconds until a worker got the request; -1 if none did.
         """
         self._metrics.prompt_tokens.inc(self._num_prompt)

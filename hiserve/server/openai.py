@@ -46,7 +46,7 @@ class OpenAIRoutes:
     """Handlers of ``/v1``.
 
     Args:
-        front: What they share with other handlers.
+        front: Shared with other handlers.
     """
 
     def __init__(self, front: FrontEnd) -> None:
@@ -191,10 +191,10 @@ class OpenAIRoutes:
         choices: Choices,
         formatter: ReplyFormatter,
     ) -> Response:
-        words = self._front.words
+        threads = self._front.format_threads
 
         def stream(pieces: AsyncGenerator[OutputDelta, None]) -> AsyncGenerator[bytes, None]:
-            return events(pieces, choices, formatter, asked, partial(words.do, caller=caller_of(request).number))
+            return events(pieces, choices, formatter, asked, partial(threads.do, caller=caller_of(request).number))
 
         whole = partial(formatter.whole, choices)
-        return await answer(request, engine, choices, words, whole=whole, events=stream if asked.stream else None)
+        return await answer(request, engine, choices, threads, whole=whole, events=stream if asked.stream else None)

@@ -39,9 +39,9 @@ class Document:
     """The OpenAPI document, and the handler that shows it.
 
     Args:
-        endpoints: All routes; looked at when the document is asked for.
+        endpoints: All routes; read for each document.
         model: The served model.
-        is_strict: Fields that are not known are refused.
+        is_strict: Unknown fields are refused.
         has_keys: Requests must carry an API key.
     """
 
@@ -157,7 +157,7 @@ def _body_schemas(bodies: Iterable[Body], model: ServedModel, *, is_strict: bool
 
 
 def _joined(bodies: list[Schema], *, is_strict: bool) -> Schema:
-    """Returns the schema of one object with the fields of several, and those that are taken with certain values alone."""
+    """Returns the schema of one object with the fields of several, and the fields of ``known_fields``."""
     known: dict[str, Schema] = {name: {"enum": [*values, None]} for name, values in REFUSED.items()}
     known |= {name: {} for name in IGNORED}
     for body in bodies:

@@ -1,4 +1,4 @@
-"""What the JSON of every reply shares: the served model, the head, the usage."""
+"""Common parts of replies: the served model, the head, the usage."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """The model as clients see it.
 
     Attributes:
-        name: What requests call it.
-        root: What the server was started with.
+        name: Its name in requests.
+        root: The model as given to the server.
         vocab_size: Token ids in prompts are below it.
         created: Unix time of the server's start.
-        fingerprint: Changes when the same request may be answered differently.
-        defaults: Sampling where a request is silent.
-        spec_steps: Drafts that the engine verifies at once, at most; 0 without speculation.
+        fingerprint: Changes if the same request may get another reply.
+        defaults: Sampling values of omitted fields.
+        spec_steps: Most drafts that a step verifies; 0 without speculation.
     """
 
     name: str
@@ -38,7 +38,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CachedTokensDetails(msgspec.Struct):
-    """Cached tokens by the tier that had them."""
+    """Cached tokens by tier."""
 
     device: int
     host: int
@@ -46,14 +46,14 @@ class CachedTokensDetails(msgspec.Struct):
 
 
 class CacheMiss(msgspec.Struct):
-    """Why no more of a prompt was cached, and where in it that ended, in tokens."""
+    """The reason why no more of a prompt was cached, and its position in tokens."""
 
     reason: str
     at: int
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """How the tokens of the prompt came about."""
+    """Cached tokens of the prompt."""
 
     cached_tokens: int
     cached_tokens_details: CachedTokensDetails
@@ -61,7 +61,7 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class SpecTokensDetails(msgspec.Struct):
-    """What speculation gave; accepted are tokens beyond the one that every step gives."""
+    """Drafts; accepted tokens are those beyond the one of every step."""
 
     accept_length: float
     proposed: int
@@ -71,7 +71,7 @@ class SpecTokensDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Tokens of a reply; without speculation there is nothing to say of it."""
+    """Tokens of a reply."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -81,11 +81,11 @@ class Usage(msgspec.Struct):
 
 
 def envelope(model: ServedModel, prefix: str) -> dict[str, Any]:
-    """Returns what every part of a reply begins with.
+    """Returns the first fields of a reply and of each of its events.
 
     Args:
         model: The served model.
-        prefix: What the reply's id begins with.
+        prefix: Start of the reply's id.
     """
     return {
         "id": f"{prefix}-{secrets.token_hex(12)}",
@@ -104,7 +104,7 @@ def usage(choices: Choices) -> Usage:
 
 
 def spec_details(drafts: DraftUse | None) -> SpecTokensDetails | UnsetType:
-    """Returns what the usage of a reply says of speculation; nothing where there is none."""
+    """Returns ``spec_tokens_details`` of a usage; unset without speculation."""
     return UNSET if drafts is None else draft_details(drafts)
 
 
@@ -114,7 +114,7 @@ def draft_details(drafts: DraftUse) -> SpecTokensDetails:
 
 
 def cache_miss(cached: CacheUse) -> CacheMiss | None:
-    """Returns why no more of a prompt was cached; None when nobody looked."""
+    """Returns the reason why no more of a prompt was cached; None if the prompt was not looked up."""
     return CacheMiss(cached.miss, cached.miss_at) if cached.miss else None
 
 

@@ -1,4 +1,4 @@
-"""Bodies of requests: bounded in size, read here and now if small, by a process of their own if large."""
+"""Request bodies: bounded in size, parsed in the event loop if small, in a helper process if large."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Body(NamedTuple):
 class BodyLimit:
     """Refuses bodies over the limit, before they are in memory.
 
-    A length that is announced is refused at once. A body that comes in chunks, or is longer than announced, is
-    refused at the chunk that exceeds the limit.
+    An announced length over the limit is refused at once. A body in chunks, or longer than announced, is refused at the
+    chunk that exceeds the limit.
 
     Args:
-        app: What is protected.
+        app: The application that gets the requests.
         max_bytes: Largest body.
     """
 
@@ -48,7 +48,7 @@ class BodyLimit:
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes the request on, its body counted.
+        """Passes the request on and counts the bytes of its body.
 
         Raises:
             TooLargeError: The body exceeds the limit.
@@ -78,13 +78,13 @@ class BodyLimit:
 
 
 class BodyReader:
-    """Parses bodies and checks which fields they have.
+    """Parses bodies and checks their fields.
 
     Args:
-        helpers: Parses large ones.
+        helpers: Parses large bodies.
         sizes: Bounds of token ids and prompts.
         model: Name of the served model.
-        is_strict: Refuse fields that are not known.
+        is_strict: Refuse unknown fields.
     """
 
     def __init__(self, helpers: HelperPool, sizes: Sizes, model: str, *, is_strict: bool) -> None:
@@ -101,9 +101,9 @@ class BodyReader:
             form: The form of its body.
 
         Raises:
-            NotFoundError: It is for another model.
-            RequestError: It is malformed, more than any request can be, or has a field that is not served.
-            ClientDisconnect: The client went away.
+            NotFoundError: It names another model.
+            RequestError: It is malformed, larger than any request can be, or has an unsupported field.
+            ClientDisconnect: The client closed the connection.
         """
         raw = await request.body()
         if is_quick(raw):
@@ -117,9 +117,9 @@ class BodyReader:
         return body
 
     def check(self, fields: dict[str, Any], *kinds: type[msgspec.Struct]) -> None:
-        """Refuses fields that would change the answer and are not served, or, if strict, are not known.
+        """Refuses fields that would change the reply and are not supported; if strict, also unknown ones.
 
         Raises:
-            RequestError: There is one.
+            RequestError: There is such a field.
         """
         check_fields(fields, known_to(*kinds), is_strict=self._is_strict)

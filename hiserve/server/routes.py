@@ -1,4 +1,4 @@
-"""The type of a route, from which ``/openapi.json`` is made too, and what the handlers share that generate or encode."""
+"""The type of a route, and the dependencies of handlers that generate or encode."""
 
 from __future__ import annotations
 
@@ -72,33 +72,33 @@ class Endpoint(Route):
 
 
 class FrontEnd(NamedTuple):
-    """Everything between a request's body and the engine.
+    """Dependencies of the handlers that generate or encode.
 
     Attributes:
-        handle: Has the engine.
+        handle: Holds the engine.
         bodies: Reads bodies.
         encoder: Encodes prompts and remembers replies.
-        words: Where large replies are worded.
+        format_threads: Format large replies.
         token_bytes: Of the model's tokens.
-        metrics: Where requests are counted.
+        metrics: Counts requests.
         model: The served model.
     """
 
     handle: EngineHandle
     bodies: BodyReader
     encoder: PromptEncoder
-    words: FairThreads
+    format_threads: FairThreads
     token_bytes: TokenBytes
     metrics: Metrics
     model: ServedModel
 
 
 def context_of(request: Request, salt: str | None, priority: int | None, rid: str | None) -> RequestContext:
-    """Returns for whom the engine runs a request, and when.
+    """Returns caller and priority of a request for the engine.
 
     Args:
-        request: Came through authentication.
-        salt: Narrows the namespace; empty narrows nothing.
+        request: An authenticated request.
+        salt: Narrows the namespace if not empty.
         priority: Larger is sooner.
         rid: Name by which the request can be aborted; None is its ``x-request-id``.
     """

@@ -1,4 +1,4 @@
-"""Fields of requests that say how to sample, with the model's defaults in the place of those that are left out."""
+"""Request fields of sampling; the model's defaults replace omitted ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def range_of(name: str) -> Meta:
 
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 Priority = Annotated[int, Meta(ge=-MAX_INT32, le=MAX_INT32)]
-# The range is the model's: ``SamplingParams.check_vocabulary`` and ``openapi.py`` know it.
+# The model has the range: ``SamplingParams.check_vocabulary`` and ``openapi.py`` apply it.
 TokenId = Annotated[int, Meta(title=TOKEN_ID)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
@@ -43,7 +43,7 @@ Biases = Annotated[
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that all endpoints share; null is as good as leaving a field out."""
+    """The fields that all endpoints share; null is the same as an omitted field."""
 
     temperature: Annotated[float, range_of("temperature")] | None = None
     top_k: Annotated[int, range_of("top_k")] | None = None
@@ -76,8 +76,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the sampling parameters.
 
         Args:
-            model: Has the values of fields that are left out.
-            max_tokens: Each endpoint has names of its own for the rest.
+            model: Has the values of omitted fields.
+            max_tokens: Like the other arguments, a field with another name in each endpoint.
             min_tokens: None is 0.
             seed: None draws one.
             logprobs: As in ``SamplingParams``.
@@ -116,14 +116,14 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Limits(NamedTuple):
-    """The length that a request asks for, and the fields that say so.
+    """The requested length, and the names of its fields.
 
     Attributes:
-        max_tokens: Tokens to generate at most; None if the request does not say.
-        default: Tokens in the place of None; None is up to the context limit.
-        max_field: ``param`` of errors, as the next two.
-        min_field: Of ``min_tokens``.
-        prompt_field: Of the prompt.
+        max_tokens: Tokens to generate at most; None if omitted.
+        default: Tokens if ``max_tokens`` is None; None: up to the context limit.
+        max_field: ``param`` of errors about ``max_tokens``.
+        min_field: The same for ``min_tokens``.
+        prompt_field: The same for the prompt.
     """
 
     max_tokens: int | None
@@ -137,13 +137,13 @@ def fit_context(sampling: SamplingParams, limits: Limits, num_prompt: int, max_m
     """Checks that prompt and reply fit the context; returns the sampling parameters.
 
     Args:
-        sampling: As the request asks for it.
-        limits: Its length.
+        sampling: Of the request.
+        limits: Of the request.
         num_prompt: Tokens of the prompt.
         max_model_len: Longest prompt plus output, in tokens.
 
     Raises:
-        ContextLengthError: They do not fit; the message says what would.
+        ContextLengthError: They do not fit; the message names the largest value that fits.
     """
     room = max_model_len - num_prompt
     if room < 1:

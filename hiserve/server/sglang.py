@@ -1,4 +1,4 @@
-"""``/generate`` in SGLang's form: text or token ids in, and a stream whose every event holds the whole text so far."""
+"""``/generate`` in SGLang's format: each event of a stream holds the whole text so far."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from hiserve.server.streaming import DONE, answer, cancel_on_disconnect, event
 from hiserve.text.request_json import decode
 
 GENERATE = Body("GenerateRequest", (GenerateRequest,), either=("text", "input_ids"))
-Word = Callable[[Callable[[], Generated]], Awaitable[Generated]]
+InThread = Callable[[Callable[[], Generated]], Awaitable[Generated]]
 
 
 class NativeRoutes:
     """Handler of ``/generate``.
 
     Args:
-        front: What it shares with other handlers.
+        front: Shared with other handlers.
     """
 
     def __init__(self, front: FrontEnd) -> None:
@@ -76,11 +76,12 @@ class NativeRoutes:
             replies = [formatter.reply() for formatter in formatters]
             return replies if is_list else replies[0]
 
-        def stream(pieces: AsyncGenerator[OutputDelta, None]) -> AsyncGenerator[bytes, None]:
-            word = partial(front.words.do, caller=caller_of(request).number)
-            return _events(pieces, formatters, word, has_index=is_list)
+        def stream(parts: AsyncGenerator[OutputDelta, None]) -> AsyncGenerator[bytes, None]:
+            in_thread = partial(front.format_threads.do, caller=caller_of(request).number)
+            return _events(parts, formatters, in_thread, has_index=is_list)
 
-        return await answer(request, engine, choices, front.words, whole=whole, events=stream if asked.stream else None)
+        threads = front.format_threads
+        return await answer(request, engine, choices, threads, whole=whole, events=stream if asked.stream else None)
 
     def _check_sampling(self, given: Any) -> None:
         """Refuses fields of ``sampling_params`` that are not served.
@@ -148,14 +149,14 @@ class NativeRoutes:
 
 
 async def _events(
-    pieces: AsyncGenerator[OutputDelta, None], formatters: list[NativeFormatter], word: Word, *, has_index: bool
+    parts: AsyncGenerator[OutputDelta, None], formatters: list[NativeFormatter], in_thread: InThread, *, has_index: bool
 ) -> AsyncGenerator[bytes, None]:
-    """Yields an event a piece, each with the whole of its choice so far."""
-    async with aclosing(pieces):
-        async for output_delta in pieces:
+    """Yields an event for each part, with its choice so far."""
+    async with aclosing(parts):
+        async for output_delta in parts:
             formatter = formatters[output_delta.choice]
             formatter.take(output_delta)
-            reply = await word(formatter.reply) if formatter.is_large else formatter.reply()
+            reply = await in_thread(formatter.reply) if formatter.is_large else formatter.reply()
             if has_index:
                 reply.index = output_delta.choice
             yield event(reply)
@@ -163,15 +164,15 @@ async def _events(
 
 
 class NativeFormatter:
-    """Words one choice as it grows.
+    """Formats one choice as it grows.
 
     Args:
         generation: The choice.
         first_scored: Tokens of the prompt from this index on are shown with their logprobs; None shows none.
-        spell: Spells the tokens beside logprobs; None leaves their texts out.
+        spell: Spells the tokens with logprobs; None omits their texts.
         name: Its ``id``.
         version: The model's fingerprint.
-        arrived: ``time.monotonic()`` when the request came.
+        arrived: ``time.monotonic()`` at the request's arrival.
     """
 
     def __init__(
@@ -199,11 +200,11 @@ class NativeFormatter:
 
     @property
     def is_large(self) -> bool:
-        """Whether it takes long to word the next reply: the first one with the scores of a long prompt."""
+        """Whether formatting the next reply takes long: it is the first with the scores of a long prompt."""
         return self._first_scored is not None and not self._input and self._generation.scorer.has_many_prompt_scores
 
     def take(self, output_delta: OutputDelta) -> None:
-        """Adds a piece."""
+        """Adds a part."""
         self._last = output_delta
         self._text += output_delta.text
         self._tokens += output_delta.tokens
@@ -214,7 +215,7 @@ class NativeFormatter:
             self._tops += map(self._top, scored)
 
     def reply(self) -> Generated:
-        """Returns everything so far."""
+        """Returns the choice so far."""
         generation, is_over = self._generation, self._last.finish is not FinishReason.RUNNING
         cached, num_top = generation.cached, generation.sampling.logprobs
         meta = MetaInfo(
@@ -252,8 +253,8 @@ class NativeFormatter:
         return {"type": "stop", "matched": ended_by}
 
     def _input_logprobs(self, first_scored: int, *, has_top: bool) -> dict[str, msgspec.Raw]:
-        """Returns what is known of the prompt, encoded: it stays as it is, and each event of a stream repeats it."""
-        # Nothing is known of the first token that is shown: it is what the others are counted from.
+        """Returns the scores of the prompt, encoded once because each event of a stream repeats them."""
+        # The first token that is shown has no score.
         tokens, scored = scored_prompt(self._generation)
         first, known = tokens[first_scored:][:1], scored[first_scored:]
         unknown: list[Entry] = [(None, token, self._text_of(token)) for token in first]

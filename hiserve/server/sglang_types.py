@@ -1,4 +1,4 @@
-"""Requests to ``/generate`` in SGLang's form; each becomes one or more single prompts."""
+"""Requests and replies of ``/generate`` in SGLang's format; a request becomes one or more single prompts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class NativeSampling(SamplingFields, frozen=True, kw_only=True):
 
 
 class NativePrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt and what is asked for it.
+    """One prompt with its options.
 
     Attributes:
         prompt: A non-empty text, or int32 ``[n]`` with n > 0.
@@ -183,7 +183,7 @@ Entries = list[Entry]
 
 
 class MetaInfo(msgspec.Struct):
-    """Everything about a reply of ``/generate`` but the reply; scores of the prompt are JSON already."""
+    """The facts of a reply of ``/generate``; scores of the prompt are encoded already."""
 
     id: str
     finish_reason: dict[str, Any] | None

@@ -1,4 +1,4 @@
-"""Replies on their way: whole, or as server-sent events, and ended when the client has gone."""
+"""Sends replies, whole or as server-sent events, and aborts them when the client disconnects."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def event(data: bytes | msgspec.Struct) -> bytes:
 
 
 class EventHead:
-    """Makes events that begin with the same fields; these are encoded once.
+    """Encodes the first fields of all events of a stream once.
 
     Args:
-        fields: What each event begins with; not empty.
+        fields: The first fields; not empty.
     """
 
     def __init__(self, fields: dict[str, Any]) -> None:
         self._start = b"data: " + msgspec.json.encode(fields)[:-1] + b","
 
     def event(self, fields: msgspec.Struct) -> bytes:
-        """Returns the event that goes on with these fields, of which there is one at least."""
+        """Returns the event with these fields after the first ones; there is at least one."""
         return self._start + msgspec.json.encode(fields)[1:] + b"\n\n"
 
 
@@ -49,7 +49,7 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, _T]) 
 
     Args:
         receive: The request's ASGI channel; the body must have been read.
-        work: What to do for the client.
+        work: Work for the client.
 
     Raises:
         ClientDisconnect: The client went away; ``work`` has ended.
@@ -91,7 +91,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events until the stream or the client ends."""
         async with aclosing(self._chunks):
-            with suppress(ClientDisconnect):  # nobody is left to tell
+            with suppress(ClientDisconnect):  # no client is left to answer
                 await cancel_on_disconnect(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
@@ -119,20 +119,20 @@ async def answer(
     request: Request,
     engine: EngineClient,
     choices: Choices,
-    words: FairThreads,
+    format_threads: FairThreads,
     *,
     whole: Callable[[], Any],
     events: Callable[[AsyncGenerator[OutputDelta, None]], AsyncGenerator[bytes, None]] | None,
 ) -> Response:
-    """Runs the choices of a reply; returns it whole when all have ended, or as a stream that is about to begin.
+    """Runs the choices of a reply; returns the whole reply after their end, or a stream before its start.
 
     Args:
-        request: What is answered; its body must have been read.
-        engine: Where the choices run.
+        request: The request; its body must have been read.
+        engine: Runs the choices.
         choices: All of them.
-        words: Where large replies are worded.
-        whole: Returns the reply, once the choices have ended.
-        events: Turns the pieces of the choices into events; None sends the reply whole.
+        format_threads: Format large replies.
+        whole: Returns the reply after the end of the choices.
+        events: Formats the parts of the choices as events; None sends the whole reply.
 
     Raises:
         HiserveError: The engine refused or failed a choice; not for a stream, which ends with the error.
@@ -143,7 +143,7 @@ async def answer(
         return EventStream(events(pieces))
     await cancel_on_disconnect(request.receive, _exhaust(pieces))
     if choices.is_large:
-        return await words.do(lambda: json_response(whole()), caller_of(request).number)
+        return await format_threads.do(lambda: json_response(whole()), caller_of(request).number)
     return json_response(whole())
 
 

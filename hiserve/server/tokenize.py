@@ -1,4 +1,4 @@
-"""Texts and conversations to token ids and back, in vLLM's form: what a client counts with before it asks."""
+"""Endpoints that convert texts and conversations to token ids and back, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hiserve.text.body_parser import parse_prompt
 from hiserve.text.chat_request import ChatFields, parse_chat
 from hiserve.text.request_json import check_text, decode, union
 
-# What is worked on at once: others wait meanwhile. Encoding so much takes a second or two of a thread, decoding 0.05 s.
+# Most of one request; others wait meanwhile. Encoding so much takes a second or two of a thread, decoding 0.05 s.
 MAX_CHARS = 4 * 2**20
 MAX_TOKENS = 2**18
 QUICK_TOKENS = 2**12
@@ -69,8 +69,8 @@ class TokenRoutes:
     """Handlers that need the tokenizer and not the engine.
 
     Args:
-        front: What they share with other handlers.
-        tokenizer_info: What ``/tokenizer_info`` shows, as JSON.
+        front: Shared with other handlers.
+        tokenizer_info: Reply of ``/tokenizer_info``, JSON.
         max_model_len: Longest prompt plus output, in tokens.
     """
 
@@ -90,38 +90,38 @@ class TokenRoutes:
         ]
 
     async def tokenize(self, request: Request) -> Response:
-        """Returns the token ids of ``prompt``, or those that a chat completion of ``messages`` would be given.
+        """Returns the token ids of ``prompt``, or the prompt's ids of a chat completion of ``messages``.
 
-        They may be more than fit the context.
+        They may exceed the context.
         """
         body, caller = await self._front.bodies.read(request, TOKENIZE), caller_of(request).number
-        asked, encoder = decode(body, TokenizeRequest), self._front.encoder
+        fields, encoder = decode(body, TokenizeRequest), self._front.encoder
         has_messages = body.get("messages") is not None
-        if has_messages == (asked.prompt is not None):
+        if has_messages == (fields.prompt is not None):
             raise RequestError("give either prompt or messages.", param="prompt")
-        if asked.prompt is None:
-            chat, namespace = parse_chat(body), namespace_of(request, asked.cache_salt)
+        if fields.prompt is None:
+            chat, namespace = parse_chat(body), namespace_of(request, fields.cache_salt)
             if chat.num_chars > MAX_CHARS:
                 raise RequestError(f"messages must be at most {MAX_CHARS} characters long.", param="messages")
             encoding = encoder.encode_chat(chat, namespace=namespace, max_tokens=MAX_INT32, caller=caller)
         else:
-            check_text(asked.prompt, "prompt")
-            adds_special = asked.add_special_tokens is not False
+            check_text(fields.prompt, "prompt")
+            adds_special = fields.add_special_tokens is not False
             encoding = encoder.encode_text(
-                asked.prompt, max_tokens=MAX_INT32, add_special_tokens=adds_special, caller=caller
+                fields.prompt, max_tokens=MAX_INT32, add_special_tokens=adds_special, caller=caller
             )
         ids = await cancel_on_disconnect(request.receive, encoding)
 
-        def worded() -> Response:
+        def formatted() -> Response:
             tokens = ids.tolist()
             strings = (
                 [token_text(self._front.token_bytes.bytes_of(token)) for token in tokens]
-                if asked.return_token_strs
+                if fields.return_token_strs
                 else None
             )
             return json_response(Tokenized(len(tokens), self._max_model_len, tokens, strings))
 
-        return worded() if len(ids) <= QUICK_TOKENS else await self._front.words.do(worded, caller)
+        return formatted() if len(ids) <= QUICK_TOKENS else await self._front.format_threads.do(formatted, caller)
 
     async def detokenize(self, request: Request) -> Response:
         """Returns the text of ``tokens``, special tokens as they are spelled."""
@@ -134,10 +134,14 @@ class TokenRoutes:
         if isinstance(ids, str):
             raise RequestError("tokens must be a list of token ids.", param="tokens")
 
-        def worded() -> Response:
+        def formatted() -> Response:
             return json_response(Detokenized(self._front.encoder.detokenize(ids.tolist())))
 
-        return worded() if len(ids) <= QUICK_TOKENS else await self._front.words.do(worded, caller_of(request).number)
+        return (
+            formatted()
+            if len(ids) <= QUICK_TOKENS
+            else await self._front.format_threads.do(formatted, caller_of(request).number)
+        )
 
     async def tokenizer_info(self, _: Request) -> Response:
         """Shows the tokenizer's configuration."""

@@ -104,10 +104,11 @@ class HelperPool:
 
         working = _begin(process.do(message))
         working.add_done_callback(leave)
-        told, result = await asyncio.shield(working)
-        if isinstance(told, Done):
+        answer, result = await asyncio.shield(working)
+        if isinstance(answer, Done):
             return result
-        raise (ContextLengthError if told.is_length else RequestError)(told.message, code=told.code, param=told.param)
+        kind = ContextLengthError if answer.is_length else RequestError
+        raise kind(answer.message, code=answer.code, param=answer.param)
 
 
 def _begin(work: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
@@ -144,8 +145,8 @@ class _Process:
         await asyncio.wait((self._answer, self._ended), return_when=asyncio.FIRST_COMPLETED)
         if not self._answer.done():
             raise RequestError("the request takes more time or memory to read than any may. Send less.", code=TOO_SLOW)
-        told, *result = self._answer.result()
-        answer = _ANSWER.decode(told)
+        head, *result = self._answer.result()
+        answer = _ANSWER.decode(head)
         self._is_spent = answer.is_last
         self._idle = asyncio.get_running_loop().call_later(0 if answer.is_last else IDLE_S, self._retire)
         return answer, b"".join(result)
@@ -173,7 +174,7 @@ class _Process:
 
     def _take(self, messages: list[Frames]) -> None:
         for frames in messages:
-            assert self._answer is not None and not self._answer.done(), "an answer that nobody waits for"
+            assert self._answer is not None and not self._answer.done(), "an answer without a job"
             self._answer.set_result(frames)
 
     def _stop_timer(self) -> None:

@@ -57,8 +57,10 @@ class Helper:
 
 def _refusal(error: RequestError) -> Frames:
     is_length = isinstance(error, ContextLengthError)
-    told = Refused(is_last=_has_grown(), is_length=is_length, message=error.message, code=error.code, param=error.param)
-    return [msgspec.msgpack.encode(told)]
+    refused = Refused(
+        is_last=_has_grown(), is_length=is_length, message=error.message, code=error.code, param=error.param
+    )
+    return [msgspec.msgpack.encode(refused)]
 
 
 def _has_grown() -> bool:

@@ -18,7 +18,7 @@ from rich.console import Console
 from hiserve import cli
 from hiserve.commands import serve
 from hiserve.commands.top import draw
-from hiserve.commands.top_frames import WINDOW_S, Frame, FrameHistory, ServerInfo, read_series
+from hiserve.commands.top_frames import WINDOW_S, Frame, FrameHistory, TopServer, read_series
 from hiserve.core.usage import DraftStats, DraftUse
 from hiserve.ipc.cache_stats import CacheStats, CopyStats, StoreStats, TierStats
 from hiserve.ipc.messages import Status, WorkerFacts, WorkerStats
@@ -316,7 +316,7 @@ def test_a_store_shows_its_size_of_what_it_may_have_and_its_last_error() -> None
     def board(**store: Any) -> str:
         of = workers(WorkerStats(cache=CacheStats(store=StoreStats(**store))))
         config = {"cache": {"store": "file:/x", "store_gib": 2.5}}
-        read = msgspec.convert(info(of[:1], config=config), ServerInfo)
+        read = msgspec.convert(info(of[:1], config=config), TopServer)
         return shown(FrameHistory(Frame(0, read, read_series(metrics(of[:1]).decode()))))
 
     assert "store 0.00 of 2.5 GiB 0 0 " in board(num_pages=0, num_bytes=0)

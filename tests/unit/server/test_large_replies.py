@@ -86,9 +86,9 @@ async def test_the_scores_of_a_long_prompt_are_worded_in_a_thread(
     assert call.status == 200, call.text
     main = threading.current_thread().name
     if not (num_reply and is_stream):
-        assert threads == {"hiserve-word"}
+        assert threads == {"hiserve-format"}
     else:  # the scores of the reply are worded as they come
-        assert threads == {"hiserve-word", main.partition("_")[0]}
+        assert threads == {"hiserve-format", main.partition("_")[0]}
 
 
 async def test_many_tokens_are_spelled_in_a_thread(scoring: Server, threads: set[str]) -> None:
@@ -100,7 +100,7 @@ async def test_many_tokens_are_spelled_in_a_thread(scoring: Server, threads: set
     assert many.json["count"] == len(many.json["token_strs"]) > QUICK_TOKENS
     text = await scoring.post("/detokenize", {"tokens": many.json["tokens"]})
     assert text.json["prompt"] == "ab " * QUICK_TOKENS
-    assert threads == {"hiserve-word"}
+    assert threads == {"hiserve-format"}
 
 
 @pytest.mark.parametrize(
