@@ -16,33 +16,19 @@ SEED = 20261121
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured; lengths in tokens.
+    """What is measured; lengths in tokens."""
 
-    Attributes:
-        settings: Of both engines.
-        host_gib: Host tier of the engine that has one.
-        prefix: On the host before each measured hit.
-        suffix: New behind it.
-        repeats: Of each time to first token.
-        rows: That decode while loads run, and with and without write-through.
-        row_prompt: Of each of them.
-        row_output: Of each of them, with and without write-through.
-        num_loads: While others decode.
-        gap_steps: Steps between two of these, and a tenth of those before the first.
-        conversations: Over both engines.
-    """
-
-    settings: dict[str, Any]
-    host_gib: float
-    prefix: int
-    suffix: int
-    repeats: int
-    rows: int
-    row_prompt: int
-    row_output: int
-    num_loads: int
-    gap_steps: int
-    conversations: Conversations
+    settings: dict[str, Any]  # of both engines
+    host_gib: float  # host tier of the engine that has one
+    prefix: int  # on the host before each measured hit
+    suffix: int  # new behind it
+    repeats: int  # of each time to first token
+    rows: int  # that decode while loads run, and with and without write-through
+    row_prompt: int  # of each of them
+    row_output: int  # of each of them, with and without write-through
+    num_loads: int  # while others decode
+    gap_steps: int  # steps between two of these, and a tenth of those before the first
+    conversations: Conversations  # over both engines
 
 
 FULL = Sizes(
@@ -95,11 +81,7 @@ TINY = Sizes(
 
 
 class Bench:
-    """Two engines of one shape, with a host tier and without, and random prompts for both.
-
-    Args:
-        sizes: What is measured.
-    """
+    """Two engines of one shape, with a host tier and without, and random prompts for both."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes

@@ -17,27 +17,17 @@ Texts = tuple[list[np.ndarray], list[list[np.ndarray]]]
 
 @dataclass(frozen=True)
 class Conversations:
-    """How many conversations there are, and how long; the first turn is not counted.
-
-    Attributes:
-        history: Tokens of a conversation's first turn.
-        turn_input: New tokens of each later turn.
-    """
+    """How many conversations there are, and how long; the first turn is not counted."""
 
     conversations: int
     group: int
-    history: int
-    turn_input: int
+    history: int  # tokens of a conversation's first turn
+    turn_input: int  # new tokens of each later turn
     turn_output: int
     turns: int
 
     def texts(self, draw: Callable[[int], np.ndarray], count: int | None = None) -> Texts:
-        """Draws the first prompts, int32, and what each later turn adds to each of them.
-
-        Args:
-            draw: Returns a new prompt of a length.
-            count: Conversations; by default as many as there are.
-        """
+        """Draws the first prompts, int32, and what each later turn adds to each; ``count`` in place of all conversations."""
         first = [draw(self.history) for _ in range(count or self.conversations)]
         return first, [[draw(self.turn_input) for _ in first] for _ in range(self.turns - 1)]
 

@@ -24,18 +24,13 @@ READY_TIMEOUT_S = 120.0
 
 @dataclass(slots=True)
 class Seen:
-    """One request, as its caller sees it; times by ``time.perf_counter``.
-
-    Attributes:
-        times: When each token came.
-        cached: What of its prompt came from the cache.
-    """
+    """One request, as its caller sees it; times by ``time.perf_counter``."""
 
     uid: int
     added: float
-    times: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)  # when each token came
     tokens: list[int] = field(default_factory=list)
-    cached: CacheUse | None = None
+    cached: CacheUse | None = None  # what of its prompt came from the cache
     is_done: bool = False
 
     @property
@@ -46,19 +41,12 @@ class Seen:
 
 @dataclass(slots=True)
 class LoadSeen:
-    """One order to load pages.
+    """One order to load pages."""
 
-    Attributes:
-        begin: When it was given, by ``time.perf_counter``.
-        end: When it was known to have ended.
-        seconds: What it took of the link.
-        num_bytes: That arrived.
-    """
-
-    begin: float
-    end: float = 0.0
-    seconds: float = 0.0
-    num_bytes: int = 0
+    begin: float  # when it was given, by ``time.perf_counter``
+    end: float = 0.0  # when it was known to have ended
+    seconds: float = 0.0  # what it took of the link
+    num_bytes: int = 0  # that arrived
 
 
 class Drive:

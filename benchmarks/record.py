@@ -50,14 +50,7 @@ def commit(*paths: str) -> str:
 
 
 def about(command: str, *paths: str, at_commit: str | None = None, num_gpus: int = 0) -> dict[str, Any]:
-    """Returns what ``hiserve bench`` says of a run, the commit besides, and what was measured if ``paths`` say it.
-
-    Args:
-        command: What to type to run it again.
-        paths: The code that is measured, relative to the repository.
-        at_commit: The commit, where there is no checkout to ask.
-        num_gpus: GPUs that were used, of those that are here.
-    """
+    """Returns what ``hiserve bench`` says of a run, the commit, and the digest of the code in ``paths`` (of the repository)."""
     said = about_run(command, f"hiserve {hiserve.__version__}", num_gpus, PACKAGES)
     return said | {"commit": at_commit or commit(*paths)} | ({"measured": measured(*paths)} if paths else {})
 

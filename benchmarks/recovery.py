@@ -48,24 +48,17 @@ WEIGHTS = "load weights"  # the phase that is not counted
 
 @dataclass(frozen=True)
 class Sizes:
-    """A load and its engine; lengths in tokens.
-
-    Attributes:
-        before: Tokens that each stream has when the worker is killed.
-        rounds: Servers that are started, and whose worker is killed.
-        bar_s: Longest from the kill to the first new token, weights not counted.
-        load_s: How long supervision and ledger are watched.
-    """
+    """A load and its engine; lengths in tokens."""
 
     settings: dict[str, Any]
     vocab_size: int
     streams: int
     prompt: int
     output: int
-    before: int
-    rounds: int
-    bar_s: float
-    load_s: float
+    before: int  # tokens that each stream has when the worker is killed
+    rounds: int  # servers that are started, and whose worker is killed
+    bar_s: float  # longest from the kill to the first new token, weights not counted
+    load_s: float  # how long supervision and ledger are watched
 
 
 LARGE = Sizes(

@@ -25,17 +25,11 @@ HISERVE = (sys.executable, "-m", "hiserve.cli")
 
 @dataclass(frozen=True)
 class Server:
-    """A running server.
+    """A running server."""
 
-    Attributes:
-        url: Its address.
-        process: Of its API.
-        ready_s: Seconds from the start of the process until it was ready.
-    """
-
-    url: str
-    process: subprocess.Popen[str]
-    ready_s: float
+    url: str  # its address
+    process: subprocess.Popen[str]  # of its API
+    ready_s: float  # seconds from the start of the process until it was ready
 
     def rss_mb(self) -> float:
         """Returns the memory of the API process, in 10^6 bytes."""

@@ -38,18 +38,12 @@ HEAD_SEED = 7
 
 @dataclass(frozen=True)
 class Scale:
-    """What is measured, and how.
+    """What is measured, and how."""
 
-    Attributes:
-        settings: Of the engines, but the model and the head.
-        num_tokens: Of each reply.
-        prompt: Tokens of a prompt, at most.
-    """
-
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # of the engines, but the model and the head
     batches: tuple[int, ...]
-    num_tokens: int
-    prompt: int
+    num_tokens: int  # of each reply
+    prompt: int  # tokens of a prompt, at most
     rounds: int
     clock: Callable[[], float]
 

@@ -8,23 +8,13 @@ import numpy as np
 
 
 def spread(samples: Sequence[float]) -> tuple[float, float, float]:
-    """Returns the median, the 10th and the 90th percentile.
-
-    Args:
-        samples: At least one.
-    """
+    """Returns the median, the 10th and the 90th percentile."""
     low, median, high = np.percentile(np.asarray(samples, dtype=float), (10, 50, 90))
     return float(median), float(low), float(high)
 
 
 def spread_text(samples: Sequence[float], form: str, unit: str = "") -> str:
-    """Returns ``26 ms [24 – 31]``; a single sample is said to be one.
-
-    Args:
-        samples: At least one.
-        form: Format of each number, as ``.2f``.
-        unit: Written after the median, its blank included.
-    """
+    """Returns ``26 ms [24 – 31]``, with numbers as ``form`` (``.2f``) and ``unit`` after the median; one sample is said to be one."""
     median, low, high = spread(samples)
     apart = f"{low:{form}} – {high:{form}}" if len(samples) > 1 else "one sample"
     return f"{median:{form}}{unit} [{apart}]"

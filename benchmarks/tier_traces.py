@@ -17,13 +17,9 @@ NUM_CONVERSATIONS = 64
 
 @dataclass(frozen=True)
 class Turn:
-    """One request.
+    """One request."""
 
-    Attributes:
-        prompt: int32 ``[n]``. All that was said before and what is new.
-    """
-
-    prompt: np.ndarray
+    prompt: np.ndarray  # int32 ``[n]``. All that was said before and what is new
     num_new: int
     conversation: int
 
@@ -60,14 +56,9 @@ ORDERS: dict[str, Callable[[np.random.Generator], Iterator[int]]] = {
 
 
 class Conversations:
-    """Turns without end: each continues its conversation, or begins it anew when that has become too long.
+    """Turns without end: each continues its conversation, or begins it anew when that has more than ``max_pages``.
 
-    Args:
-        order: Of ``ORDERS``.
-        seed: Of everything.
-        page_size: Tokens per page; lengths are in proportion.
-        max_pages: Longest prompt and reply, in pages.
-        vocabulary: The first token that is asked, and the one after the last.
+    Lengths are in proportion to ``page_size``; tokens are from ``vocabulary[0]`` up to ``vocabulary[1]``.
     """
 
     def __init__(
@@ -105,12 +96,7 @@ class Conversations:
 
 
 class UnionLru:
-    """One cache of whole pages, least recently used out first, of a path its end.
-
-    Args:
-        num_pages: Of all tiers together.
-        page_size: Tokens per page.
-    """
+    """One cache of whole pages, least recently used out first, of a path its end."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self._num_pages = num_pages

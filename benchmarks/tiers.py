@@ -36,23 +36,14 @@ SMALLER = 0.98
 
 @dataclass(frozen=True)
 class Scale:
-    """How large everything is.
+    """How large everything is."""
 
-    Attributes:
-        device: Pages of the device.
-        longest: Of a conversation, in pages.
-        step: Pages that a step computes at most.
-        page_size: Tokens per page.
-        turns: Served.
-        warm_up: Of them, those that are not counted.
-    """
-
-    device: int = 1600
-    longest: int = 80
-    step: int = 16
-    page_size: int = 4
-    turns: int = 500
-    warm_up: int = 150
+    device: int = 1600  # pages of the device
+    longest: int = 80  # of a conversation, in pages
+    step: int = 16  # pages that a step computes at most
+    page_size: int = 4  # tokens per page
+    turns: int = 500  # served
+    warm_up: int = 150  # of them, those that are not counted
 
     def requests(self, order: str, seed: int) -> list[tuple[Turn, np.ndarray]]:
         """Returns the turns of a trace, and the replies to them."""
@@ -109,25 +100,15 @@ class Fates:
 
 @dataclass(frozen=True)
 class Found:
-    """What a simulation found after its warm-up, and what it did in all.
+    """What a simulation found after its warm-up, and what it did in all."""
 
-    Attributes:
-        tokens: Of prompts, on either tier.
-        wanted: That the union would have found.
-        missing: Pages that the union would have found besides, by where they were evicted.
-        num_evicted: Pages that the device gave up.
-        num_lost: Of them, those that were nowhere else.
-        num_stored: Pages copied to the host.
-        num_loaded: Pages copied from there.
-    """
-
-    tokens: int
-    wanted: int
-    missing: Counter[str]
-    num_evicted: int
-    num_lost: int
-    num_stored: int
-    num_loaded: int
+    tokens: int  # of prompts, on either tier
+    wanted: int  # that the union would have found
+    missing: Counter[str]  # pages that the union would have found besides, by where they were evicted
+    num_evicted: int  # pages that the device gave up
+    num_lost: int  # of them, those that were nowhere else
+    num_stored: int  # pages copied to the host
+    num_loaded: int  # pages copied from there
 
 
 def simulate(scale: Scale, ratio: float, requests: list[tuple[Turn, np.ndarray]]) -> Found:

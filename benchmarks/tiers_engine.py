@@ -55,14 +55,7 @@ SEED = 2
 
 
 class Child:
-    """An engine in a process of its own.
-
-    Args:
-        stack: Ends it.
-        host_pages: Of its host tier; 0 without one.
-        tree: Where its ``hiserve`` is.
-        settings: Beside ``SETTINGS``.
-    """
+    """An engine in a process of its own."""
 
     def __init__(self, stack: ExitStack, host_pages: int = 0, tree: Path = ROOT, **settings: Any) -> None:
         command = [sys.executable, str(CHILD), json.dumps(SETTINGS | settings), str(host_pages)]

@@ -20,26 +20,15 @@ from benchmarks.gpu.sizes import SEED, Sizes
 
 @dataclass
 class Part:
-    """What a part of the benchmark found.
+    """What a part of the benchmark found."""
 
-    Attributes:
-        figures: Those with a name.
-        samples: Behind them, and whatever else a reader may want.
-        notes: What was left out, and why.
-    """
-
-    figures: list[Figure] = field(default_factory=list)
-    samples: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)  # those with a name
+    samples: dict[str, Any] = field(default_factory=dict)  # behind them, and whatever else a reader may want
+    notes: list[str] = field(default_factory=list)  # what was left out, and why
 
 
 class Bench:
-    """At most one engine, random prompts for it, and the ceilings of this run.
-
-    Args:
-        sizes: What is measured.
-        ceilings: As ``ceilings.measure`` returns them.
-        overrides: Settings that come before those of the sizes.
+    """At most one engine, random prompts for it, and the ceilings of this run; ``overrides`` come before the sizes' settings.
 
     Attributes:
         built: Settings, seconds and resolved choices of every engine that was built.
@@ -94,19 +83,13 @@ class Bench:
 
 @dataclass(frozen=True)
 class Pace:
-    """Steady steps of one batch.
-
-    Attributes:
-        mean_context: Tokens that a row attended over, in the middle of the steps.
-        own_share: Share of the time that went by between the engine's steps.
-        fill_s: Seconds until the last row had its first token.
-    """
+    """Steady steps of one batch."""
 
     rows: int
-    mean_context: float
+    mean_context: float  # tokens that a row attended over, in the middle of the steps
     step_s: list[float]
-    own_share: float
-    fill_s: float
+    own_share: float  # share of the time that went by between the engine's steps
+    fill_s: float  # seconds until the last row had its first token
 
     @property
     def median_s(self) -> float:
@@ -169,20 +152,14 @@ def decode(
 
 @dataclass(frozen=True)
 class Batch:
-    """Requests that were run to their ends.
+    """Requests that were run to their ends."""
 
-    Attributes:
-        seconds: From the first request to the last token.
-        own_share: Share of the time that went by between the engine's steps.
-        replies: Tokens of each, in the order of the prompts; int32.
-    """
-
-    seconds: float
+    seconds: float  # from the first request to the last token
     input_tokens: int
     output_tokens: int
     steps: int
-    own_share: float
-    replies: list[np.ndarray]
+    own_share: float  # share of the time that went by between the engine's steps
+    replies: list[np.ndarray]  # tokens of each, in the order of the prompts; int32
 
     def told(self) -> dict[str, Any]:
         """Returns all but the replies, for the result file."""

@@ -16,16 +16,14 @@ class Figure:
 
     Attributes:
         ratio: The value against its limit or peer, larger is better; None where there is nothing to compare with.
-        bar: Least ratio; None where there is no bar.
-        against: What the ratio compares with.
     """
 
     name: str
     value: float
     unit: str
     ratio: float | None = None
-    bar: float | None = None
-    against: str = ""
+    bar: float | None = None  # least ratio; None where there is no bar
+    against: str = ""  # what the ratio compares with
 
     @property
     def is_met(self) -> bool:

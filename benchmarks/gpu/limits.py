@@ -11,19 +11,12 @@ from hiserve.models.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes and operations of a decoder without experts.
+    """Bytes and operations of a decoder without experts."""
 
-    Attributes:
-        weight_bytes: Read by every step: all but the embedding, which counts where it is the output head too.
-        kv_bytes: Keys and values of one token, all layers.
-        linear_params: In the products of the layers.
-        attention_width: Elements of all queries of one token, all layers.
-    """
-
-    weight_bytes: int
-    kv_bytes: int
-    linear_params: int
-    attention_width: int
+    weight_bytes: int  # read by every step: all but the embedding, which counts where it is the output head too
+    kv_bytes: int  # keys and values of one token, all layers
+    linear_params: int  # in the products of the layers
+    attention_width: int  # elements of all queries of one token, all layers
 
     @classmethod
     def of(cls, model: ModelConfig, dtype: str) -> Limits:
@@ -49,23 +42,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class CycleLimits:
-    """Sizes of a model and of a head that drafts for it; all weights of one type.
+    """Sizes of a model and of a head that drafts for it; all weights of one type."""
 
-    Attributes:
-        model: Of a plain step.
-        element: Bytes of a weight.
-        head_params: Of the model's output head.
-        fuse_params: Of what joins the states that the head sees, once a cycle.
-        layer_params: Of the head's layer, read by each of its forwards.
-        draft_head_params: Of the output head that it speaks by, likewise.
-    """
-
-    model: Limits
-    element: int
-    head_params: int
-    fuse_params: int
-    layer_params: int
-    draft_head_params: int
+    model: Limits  # of a plain step
+    element: int  # bytes of a weight
+    head_params: int  # of the model's output head
+    fuse_params: int  # of what joins the states that the head sees, once a cycle
+    layer_params: int  # of the head's layer, read by each of its forwards
+    draft_head_params: int  # of the output head that it speaks by, likewise
 
     @classmethod
     def of(cls, model: ModelConfig, draft: DraftConfig, dtype: str, draft_vocab_size: int) -> CycleLimits:
@@ -83,14 +67,7 @@ class CycleLimits:
         )
 
     def cost(self, rows: int, num_draft: int, context: float, ceilings: dict[str, float]) -> float:
-        """Returns the least cost of a cycle, in plain steps; 1 without drafts.
-
-        Args:
-            rows: Of the batch.
-            num_draft: Drafts of each.
-            context: Tokens that each attends over.
-            ceilings: Of the machine: bytes and operations per second.
-        """
+        """Returns the least cost of a cycle, in plain steps; 1 without drafts. Each of ``rows`` attends over ``context`` tokens."""
         if not num_draft:
             return 1.0
         cycle_s = self._step_s(rows, 1 + num_draft, context, ceilings) + self._drafts_s(rows, num_draft, ceilings)

@@ -113,12 +113,7 @@ def profiled(step: Callable[[], None]) -> dict[str, Any]:
 
 
 def on_device(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Sums up the activities of the device in a trace; ``ts`` and ``dur`` in microseconds.
-
-    Returns:
-        The span and what of it the device was busy, the launches of a step, the longest gaps with what follows them, and
-        the activities that took most; nothing if the profiler saw nothing.
-    """
+    """Sums up the device's activities in a trace, ``ts`` and ``dur`` in microseconds; nothing if the profiler saw nothing."""
     if not events:
         return {}
     events = sorted(events, key=lambda event: event["ts"])

@@ -43,19 +43,14 @@ class PeerCase:
 
 @dataclass(frozen=True)
 class Chats:
-    """Conversations with one beginning in common; each turn all of them send at once, and the next one follows the last reply.
-
-    Attributes:
-        shared: Tokens that all begin with.
-        tokens_per_s: What the peer reaches, replies alone.
-    """
+    """Conversations with one beginning in common; each turn all of them send at once, and the next one follows the last reply."""
 
     chats: int
     turns: int
-    shared: int
+    shared: int  # tokens that all begin with
     turn_input: int
     turn_output: int
-    tokens_per_s: float
+    tokens_per_s: float  # what the peer reaches, replies alone
 
 
 @dataclass(frozen=True)
@@ -74,27 +69,21 @@ class SpecSizes:
     """Speculation on hiserve-nano, widened.
 
     Attributes:
-        shape: One of ``SPEC_SHAPES``.
-        heads: The batches of each draft head.
-        steps: Fixed numbers of drafts.
-        warm_output: Of each reply that does not count.
-        repeats: Runs that count, of each batch.
-        singles: Prompts that are answered one at a time: batch 1 is measured over all of them, each ``repeats_of_one`` times.
-        repeats_of_one: Runs that count, of each of these.
-        judged: Replies whose tokens are compared, at most.
+        singles: Prompts that are answered one at a time: batch 1 is measured over all of them, each
+            ``repeats_of_one`` times.
     """
 
-    shape: str
+    shape: str  # one of ``SPEC_SHAPES``
     settings: dict[str, Any]
-    heads: dict[str, tuple[int, ...]]
-    steps: tuple[int, ...]
+    heads: dict[str, tuple[int, ...]]  # the batches of each draft head
+    steps: tuple[int, ...]  # fixed numbers of drafts
     prompt: int
     output: int
-    warm_output: int
-    repeats: int
+    warm_output: int  # of each reply that does not count
+    repeats: int  # runs that count, of each batch
     singles: int
-    repeats_of_one: int
-    judged: int
+    repeats_of_one: int  # runs that count, of each of these
+    judged: int  # replies whose tokens are compared, at most
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -107,39 +96,27 @@ class Sizes:
     """Everything that is measured; lengths in tokens.
 
     Attributes:
-        settings: Of all engines.
-        shapes: Settings of each shape's engine.
-        tiers: Settings of the engine with a host tier, and of the one without that it is compared with.
-        host_gib: Of the former.
-        steps: Timed in each decode case.
-        warm_steps: Before them.
         decode: Cases, the one with most short rows first: later ones find its prefixes in the cache.
-        compare_rows: Rows that decode with graphs and without, and with overlap and without.
-        prefill: (prompts, tokens of each).
-        conversations: The case of the host tier.
-        traffic_rows: Rows that decode while conversations come and go.
-        traffic_conversations: How many of these.
-        max_fill_s: A case whose prompts would take longer is left out.
     """
 
-    settings: dict[str, Any]
-    shapes: dict[str, dict[str, Any]]
-    tiers: dict[str, Any]
-    host_gib: float
-    steps: int
-    warm_steps: int
+    settings: dict[str, Any]  # of all engines
+    shapes: dict[str, dict[str, Any]]  # settings of each shape's engine
+    tiers: dict[str, Any]  # settings of the engine with a host tier, and of the one without that it is compared with
+    host_gib: float  # of the former
+    steps: int  # timed in each decode case
+    warm_steps: int  # before them
     decode: tuple[DecodeCase, ...]
-    compare_rows: tuple[int, int]
-    prefill: tuple[int, int]
+    compare_rows: tuple[int, int]  # rows that decode with graphs and without, and with overlap and without
+    prefill: tuple[int, int]  # (prompts, tokens of each)
     repeats: int
     peers: tuple[PeerCase, ...]
     chats: Chats
-    conversations: Conversations
-    traffic_rows: int
-    traffic_conversations: int
+    conversations: Conversations  # the case of the host tier
+    traffic_rows: int  # rows that decode while conversations come and go
+    traffic_conversations: int  # how many of these
     http: HttpCase
     spec: SpecSizes
-    max_fill_s: float
+    max_fill_s: float  # a case whose prompts would take longer is left out
 
 
 BARS = {

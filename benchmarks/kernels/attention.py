@@ -36,16 +36,11 @@ MAX_DIFFERENCE = 0.02  # of bfloat16 outputs, relative
 
 @dataclass(frozen=True)
 class Case:
-    """A batch.
-
-    Attributes:
-        rows: (tokens that are there, new tokens) of each row.
-        has_bar: Triton is to reach its share of FlashInfer.
-    """
+    """A batch."""
 
     name: str
-    rows: tuple[tuple[int, int], ...]
-    has_bar: bool = False
+    rows: tuple[tuple[int, int], ...]  # (tokens that are there, new tokens) of each row
+    has_bar: bool = False  # triton is to reach its share of FlashInfer
 
     @property
     def is_even(self) -> bool:

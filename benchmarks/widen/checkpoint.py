@@ -38,17 +38,12 @@ _LAYERS = "model.layers."
 
 @dataclass(frozen=True)
 class Widened:
-    """A narrow model of a wide shape.
-
-    Attributes:
-        places: Of the narrow model in the wide one.
-        filler: Fills the wide model's tensors.
-    """
+    """A narrow model of a wide shape."""
 
     folder: Path
     raw: dict[str, Any]
-    places: Places
-    filler: Filler
+    places: Places  # of the narrow model in the wide one
+    filler: Filler  # fills the wide model's tensors
 
     @property
     def config(self) -> ModelConfig:
@@ -57,16 +52,7 @@ class Widened:
 
 
 def widen(folder: Path, shape: dict[str, Any], seed: int) -> Widened:
-    """Puts a model into a wide shape; nothing is allocated.
-
-    Args:
-        folder: A Llama checkpoint.
-        shape: ``config.json`` of a Llama or Qwen, of which only sizes count.
-        seed: Of what the wide model has more.
-
-    Raises:
-        ValueError: It does not fit.
-    """
+    """Puts a Llama checkpoint into the sizes of ``shape``, a ``config.json``; nothing is allocated. Raises ValueError."""
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     raw |= wide_sizes(raw, shape)
     wide = parse_config(raw, folder / "config.json", read_generation(folder))
@@ -165,16 +151,11 @@ _MAPS = ("d2t", "t2d")
 
 @dataclass(frozen=True)
 class WideHead:
-    """A draft head before its tensors are made.
-
-    Attributes:
-        sources: The narrow head's tensors by their names in the wide one, vocabulary maps left out.
-        shapes: The wide ones.
-    """
+    """A draft head before its tensors are made."""
 
     raw: dict[str, Any]
-    sources: dict[str, Tensor]
-    shapes: dict[str, tuple[int, ...]]
+    sources: dict[str, Tensor]  # the narrow head's tensors by their names in the wide one, vocabulary maps left out
+    shapes: dict[str, tuple[int, ...]]  # the wide ones
 
     def tensors(self, widened: Widened, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
         """Returns all tensors of its checkpoint, made on the device."""
@@ -195,15 +176,9 @@ def bundled_heads(folder: Path) -> dict[str, Path]:
 
 
 def widen_head(widened: Widened, folder: Path, draft_vocab_size: int | None = None) -> WideHead:
-    """Reads a head of the narrow model: EAGLE-3, or MTP in DeepSeek's naming.
+    """Reads a head of the narrow model: EAGLE-3, or MTP in DeepSeek's naming. Raises ValueError.
 
-    Args:
-        widened: Its target.
-        folder: Of the head.
-        draft_vocab_size: Of the wide EAGLE-3 head, whose ids are the target's; None is the target's, up to 32,000.
-
-    Raises:
-        ValueError: Its vocabulary is not the narrow model's, or the wide one's is smaller or too large.
+    The ids of a wide EAGLE-3 head are the target's, up to ``draft_vocab_size`` (by default up to 32,000).
     """
     narrow, wide = widened.places.narrow, widened.config
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))

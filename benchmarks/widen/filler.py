@@ -24,17 +24,11 @@ from hiserve.models.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension of a matrix.
+    """One dimension of a matrix."""
 
-    Attributes:
-        size: In the wide model.
-        places: int64 ``[narrow size]``. Where each coordinate of the narrow model lies.
-        taken: int64. Those, and what else of the wide model must be zero for their sake: the rest of their heads.
-    """
-
-    size: int
-    places: Tensor
-    taken: Tensor
+    size: int  # in the wide model
+    places: Tensor  # int64 ``[narrow size]``. Where each coordinate of the narrow model lies
+    taken: Tensor  # int64. Those, and what else of the wide model must be zero for their sake: the rest of their heads
 
     def repeated(self, count: int) -> Axis:
         """Returns this axis several times over, one behind the other."""
@@ -48,16 +42,11 @@ class Places:
     Layers are spread evenly. Query heads stay with their key and value head. With the same ``rope_theta``, heads that
     are r times as wide have every frequency of the narrow ones, to the last bit, in each r-th pair.
 
-    Args:
-        narrow: Shape of the small model.
-        wide: Of the large one.
+    Raises ValueError.
 
     Attributes:
         layers: The wide layer that each narrow one lies in; others are extra.
         axes: By name.
-
-    Raises:
-        ValueError: The narrow model does not fit, or one of them is no plain Llama.
     """
 
     def __init__(self, narrow: ModelConfig, wide: ModelConfig) -> None:
@@ -140,12 +129,7 @@ def last_part(name: str) -> str:
 
 
 class Filler:
-    """Fills tensors of one wide model.
-
-    Args:
-        places: Of the narrow model in the wide one.
-        seed: Of what is random; a tensor depends on it and its own name alone.
-    """
+    """Fills tensors of one wide model; what is random in a tensor depends on the seed and the tensor's name alone."""
 
     def __init__(self, places: Places, seed: int) -> None:
         self._places, self._seed = places, seed
@@ -156,13 +140,7 @@ class Filler:
         self._is_tied = wide.tie_embeddings
 
     def fill(self, name: str, out: Tensor, source: Tensor | None) -> None:
-        """Fills a tensor.
-
-        Args:
-            name: In the wide checkpoint.
-            out: Float ``[rows, columns]`` or ``[hidden_size]`` of the wide model, on any device.
-            source: The narrow model's tensor, on any device; None for one of an extra layer.
-        """
+        """Fills a tensor of the wide checkpoint, ``[rows, columns]`` or ``[hidden_size]``, from the narrow one; None is an extra layer's."""
         if out.dtype not in _DTYPES:
             raise ValueError(f"a widened model cannot be {out.dtype}: {LOUD:g} and {MARK:g} are out of its range")
         if out.ndim == 1:

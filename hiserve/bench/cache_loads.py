@@ -34,17 +34,7 @@ class Requests(msgspec.Struct, frozen=True, kw_only=True):
 async def build(
     load: CacheLoadOptions, target: Target, make_encoder: Callable[[], Awaitable[Encoder]], seed: int
 ) -> Requests:
-    """Returns the requests of a load.
-
-    Args:
-        load: Which one, and its lengths.
-        target: The server's model; what does not fit its context is refused, cut or left out.
-        make_encoder: Returns what makes tokens of texts; called where there are texts.
-        seed: Of all that is drawn.
-
-    Raises:
-        HiserveError: The file or the options do not do.
-    """
+    """Returns the requests of a load; what does not fit the context is refused, cut or left out. Raises HiserveError."""
     if load.load == "agent-sessions":
         rows, num_empty = read_rows(required(load.path, f"--load {load.load}"), load.num_prompts)
         return await _agents(load, rows, num_empty, target.max_model_len, await make_encoder())

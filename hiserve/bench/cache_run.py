@@ -22,34 +22,21 @@ from hiserve.errors import ConfigError
 
 
 class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """A run and what it is compared with.
-
-    Attributes:
-        page_size: Tokens per page of the endless cache.
-        held: What that one held of each sample's prompt.
-        counters: By how much each of the server's counters grew; empty when it has no ``/metrics``.
-        copies: What it copied between tiers, by kind; empty when it does not tell.
-        notes: What the server did not tell, in words.
-        num_differing: Prompts that are of another length to the server than to the endless cache.
-    """
+    """A run and what it is compared with."""
 
     outcome: RunOutcome
-    page_size: int
-    held: list[Held]
-    counters: Series
-    copies: dict[str, CopyCounts]
-    notes: list[str]
-    num_differing: int
+    page_size: int  # tokens per page of the endless cache
+    held: list[Held]  # what that one held of each sample's prompt
+    counters: Series  # by how much each of the server's counters grew; empty when it has no ``/metrics``
+    copies: dict[str, CopyCounts]  # what it copied between tiers, by kind; empty when it does not tell
+    notes: list[str]  # what the server did not tell, in words
+    num_differing: int  # prompts that are of another length to the server than to the endless cache
 
 
 async def measure(
     connection: ConnectionOptions, load: CacheLoadOptions, limits: LimitOptions, progress: Begin
 ) -> CacheOutcome:
-    """Sends a load and replays it through an endless cache.
-
-    Raises:
-        HiserveError: The server, the file or the options do not do.
-    """
+    """Sends a load and replays it through an endless cache. Raises HiserveError."""
     _check(connection, load, limits)
     backend = connection.backend or "openai"
     ignore_eos = load.load != "agent-sessions" if connection.ignore_eos is None else connection.ignore_eos
@@ -88,13 +75,7 @@ def _copied(before: CacheStatsReply | str, after: CacheStatsReply | str, notes: 
 
 
 class _Sender:
-    """Sends the requests of a run, those of each tenant under its salt, and remembers their tokens.
-
-    Args:
-        server: Where to, warmed up.
-        requests: All of the run.
-        num_tenants: Sessions are dealt out to so many; one has no salt.
-    """
+    """Sends the requests of a run, those of each tenant under its salt, and remembers their tokens."""
 
     def __init__(self, server: ServerUnderTest, requests: Requests, num_tenants: int) -> None:
         self._salts = [f"tenant-{index}" for index in range(num_tenants)] if num_tenants > 1 else [""]

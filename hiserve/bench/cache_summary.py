@@ -24,36 +24,24 @@ class CacheSummary(msgspec.Struct, frozen=True, kw_only=True):
     """All figures of a run. Shares are of the prompt tokens of requests that ended well.
 
     Attributes:
-        num_ok: Those requests.
-        num_prompt: Their prompt tokens.
-        num_cached: Of these, from each tier; None if the server does not tell.
-        tells_tiers: The server said which tier; otherwise all that is cached counts as from the device.
-        hit_rate: Share of all tiers together, or None if the server does not tell.
-        hit_rate_of: The share of each tier; empty if the server does not tell.
-        most_hit_rate: Share that a cache without end could have given at most (see ``endless_cache.Held``).
-        least_hit_rate: Share that it would have given in any case.
-        share_of_most: Cached tokens per token of ``most_hit_rate``; None if either is not there.
-        num_above_most: Requests with more cached tokens than that: the cache was not empty when the run began.
-        misses: Requests by the server's reason for what it did not find.
         ttft_ms: Time to first token of all requests, and of those of each kind of hit (see ``kind_of``).
-        input_tokens_per_s: Prompt tokens over the whole run.
-        later_input_tokens_per_s: Prompt tokens of requests that are not their session's first, over the time from
-            the first of them to the end; None where no session has a second one.
+        later_input_tokens_per_s: Prompt tokens of requests that are not their session's first, over the time from the
+            first of them to the end; None where no session has a second one.
     """
 
-    num_ok: int
-    num_prompt: int
-    num_cached: dict[str, int] | None
-    tells_tiers: bool
-    hit_rate: float | None
-    hit_rate_of: dict[str, float]
-    most_hit_rate: float
-    least_hit_rate: float
-    share_of_most: float | None
-    num_above_most: int
-    misses: dict[str, int]
+    num_ok: int  # those requests
+    num_prompt: int  # their prompt tokens
+    num_cached: dict[str, int] | None  # of these, from each tier; None if the server does not tell
+    tells_tiers: bool  # the server said which tier; otherwise all that is cached counts as from the device
+    hit_rate: float | None  # share of all tiers together, or None if the server does not tell
+    hit_rate_of: dict[str, float]  # the share of each tier; empty if the server does not tell
+    most_hit_rate: float  # share that a cache without end could have given at most (see ``endless_cache.Held``)
+    least_hit_rate: float  # share that it would have given in any case
+    share_of_most: float | None  # cached tokens per token of ``most_hit_rate``; None if either is not there
+    num_above_most: int  # requests with more cached tokens than that: the cache was not empty when the run began
+    misses: dict[str, int]  # requests by the server's reason for what it did not find
     ttft_ms: dict[str, Spread]
-    input_tokens_per_s: float
+    input_tokens_per_s: float  # prompt tokens over the whole run
     later_input_tokens_per_s: float | None
 
 
@@ -122,18 +110,15 @@ class Visit(msgspec.Struct, frozen=True, kw_only=True):
     """One request as a cache sees it.
 
     Attributes:
-        prompt: Token ids, int32 ``[n]``.
-        output: Token ids, int32 ``[m]``; an engine need not compute the last one, and may (a step ahead, or as a draft).
-        begin_s: When it was sent, seconds on any clock.
-        end_s: When its reply ended, on the same clock; infinity when it never did.
-        namespace: Requests of different namespaces share nothing.
+        output: Token ids, int32 ``[m]``; an engine need not compute the last one, and may (a step ahead, or as a
+            draft).
     """
 
-    prompt: Int32Array
+    prompt: Int32Array  # token ids, int32 ``[n]``
     output: Int32Array
-    begin_s: float
-    end_s: float
-    namespace: str = ""
+    begin_s: float  # when it was sent, seconds on any clock
+    end_s: float  # when its reply ended, on the same clock; infinity when it never did
+    namespace: str = ""  # requests of different namespaces share nothing
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,26 +126,14 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 
     A prefix that an earlier request is still computing may be found or not, depending on how far that is, and so may
     the page that a reply's last token fills. So there are two numbers, and a perfect cache's lies between them.
-
-    Attributes:
-        most: Those of every request that was sent before, whole replies included.
-        least: Those of requests that had ended before, without the last tokens of replies.
     """
 
-    most: int
-    least: int
+    most: int  # those of every request that was sent before, whole replies included
+    least: int  # those of requests that had ended before, without the last tokens of replies
 
 
 def endless_cache(visits: Sequence[Visit], page_size: int) -> list[Held]:
-    """Replays requests in the order in which they were sent; those sent at one moment in the order given.
-
-    Args:
-        visits: In any order.
-        page_size: Tokens per page, at least 1; only whole pages are found, and never a prompt's last token.
-
-    Returns:
-        One entry for each visit, in the order given.
-    """
+    """Replays requests in the order in which they were sent; returns what was held of each, in the order given."""
     pages = _Pages(page_size)
     found: dict[int, Held] = {}
     for index in sorted(range(len(visits)), key=lambda at: (visits[at].begin_s, at)):

@@ -72,11 +72,6 @@ def filled(options: _T, *, device: str | None, max_model_len: int | None) -> _T:
 
     Lengths that the user left open shrink, all by one factor, until the longest request fits the context; lengths
     that were given stay as they are.
-
-    Args:
-        options: As given.
-        device: Where the model runs; None if the server does not tell.
-        max_model_len: Tokens of prompt and reply together, or None if the server does not tell.
     """
     if _is_recorded(options):
         return options

@@ -15,19 +15,12 @@ MAX_SHARE = 0.005
 
 
 class Margin(msgspec.Struct, frozen=True):
-    """How far emitted tokens lie from the reference's best.
+    """How far emitted tokens lie from the reference's best."""
 
-    Attributes:
-        epsilon: What is allowed: 8 times the largest difference between scores of two batch shapes.
-        worst: Largest shortfall of an emitted token's score.
-        num_needed: Positions where the emitted token is not the reference's best.
-        num_positions: All positions.
-    """
-
-    epsilon: float
-    worst: float
-    num_needed: int
-    num_positions: int
+    epsilon: float  # what is allowed: 8 times the largest difference between scores of two batch shapes
+    worst: float  # largest shortfall of an emitted token's score
+    num_needed: int  # positions where the emitted token is not the reference's best
+    num_positions: int  # all positions
 
     @property
     def is_near(self) -> bool:
@@ -63,20 +56,17 @@ class Equality(msgspec.Struct, frozen=True, kw_only=True):
     """What a comparison found.
 
     Attributes:
-        verdict: ``not judged`` are drawn tokens that differ, of a type that rounds coarsely: their noise is not known here.
-        num_replies: Compared.
-        num_tokens: Of all of them.
-        num_differing: Of them, those that are not the same tokens.
+        verdict: ``not judged`` are drawn tokens that differ, of a type that rounds coarsely: their noise is not known
+            here.
         first_difference: Index of the first reply that differs, and of the token in it; None without one.
-        margin: Of differing replies of greedy decoding; None where it was not needed.
     """
 
     verdict: Verdict
-    num_replies: int
-    num_tokens: int
-    num_differing: int = 0
+    num_replies: int  # compared
+    num_tokens: int  # of all of them
+    num_differing: int = 0  # of them, those that are not the same tokens
     first_difference: tuple[int, int] | None = None
-    margin: Margin | None = None
+    margin: Margin | None = None  # of differing replies of greedy decoding; None where it was not needed
 
     @property
     def is_kept(self) -> bool:
@@ -104,9 +94,6 @@ class EqualityChecker:
     float64 must give the same tokens. Where a type rounds with the shape of a batch, near ties may flip; then greedy
     replies that differ are read to the plain engine, which scores each of their tokens: all must be within the margin.
     Its share of positions is a matter of all comparisons together: one may be of few tokens.
-
-    Args:
-        plain: The engine without speculation.
     """
 
     def __init__(self, plain: SpecEngine) -> None:

@@ -14,29 +14,17 @@ OBJECTIVES = ("ttft", "tpot", "e2e")
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
-    """How many requests were good enough.
+    """How many requests were good enough."""
 
-    Attributes:
-        objectives_ms: The limits; a request must meet all of them.
-        num_good: Requests that did. Failed ones and ones without text do not.
-        requests_per_s: These, per second of the whole run.
-        attainment: These, as a share of all requests.
-        attainment_of: For each objective alone, the share of all requests that met it.
-    """
-
-    objectives_ms: dict[str, float]
-    num_good: int
-    requests_per_s: float
-    attainment: float
-    attainment_of: dict[str, float]
+    objectives_ms: dict[str, float]  # the limits; a request must meet all of them
+    num_good: int  # requests that did. Failed ones and ones without text do not
+    requests_per_s: float  # these, per second of the whole run
+    attainment: float  # these, as a share of all requests
+    attainment_of: dict[str, float]  # for each objective alone, the share of all requests that met it
 
 
 def parse_objectives(given: Sequence[str]) -> dict[str, float]:
-    """Reads objectives like ``ttft:200``, in milliseconds.
-
-    Raises:
-        ConfigError: One is malformed or unknown.
-    """
+    """Reads objectives like ``ttft:200``, in milliseconds. Raises ConfigError."""
     found: dict[str, float] = {}
     for item in given:
         name, _, limit = item.partition(":")

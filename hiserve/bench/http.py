@@ -30,16 +30,9 @@ SMALL_WINDOW = 4096
 
 
 class Pool:
-    """Connections to one server, kept alive between requests.
+    """Connections to one server, kept alive between requests. Raises ConfigError where the URL is malformed.
 
-    Args:
-        url: ``http://host:port`` or ``https://host:port``, with a path in front of all routes if there is one.
-        api_key: Sent as bearer token.
-        bytes_per_s: Responses are read no faster, through a small window, so that the server notices; None: as they
-            come.
-
-    Raises:
-        ConfigError: The URL is malformed.
+    With ``bytes_per_s`` responses are read no faster, through a small window, so that the server notices.
     """
 
     def __init__(self, url: str, api_key: str | None = None, *, bytes_per_s: float | None = None) -> None:
@@ -61,17 +54,7 @@ class Pool:
         self._idle: list[_Connection] = []
 
     async def request(self, method: str, path: str, body: bytes, receive: Receive) -> int:
-        """Sends one request and returns its status when the response has ended.
-
-        Args:
-            method: HTTP method.
-            path: Route, from its slash on.
-            body: JSON.
-            receive: Gets every part of the response's body as it arrives.
-
-        Raises:
-            OSError: No connection, or it was lost before the response had ended.
-        """
+        """Sends a JSON body; returns the status when the response has ended. ``receive`` gets every part as it arrives. Raises OSError."""
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}content-length: {len(body)}\r\n\r\n"
         connection = self._fresh_idle() or await self._connect()
         with ExitStack() as undo:
@@ -85,8 +68,7 @@ class Pool:
     async def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         """Sends one request that is not measured; returns its status and JSON (None when it is none).
 
-        Raises:
-            UnavailableError: The server cannot be reached.
+        Raises UnavailableError.
         """
         status, found = await self.read(method, path, body)
         with suppress(msgspec.DecodeError):
@@ -94,11 +76,7 @@ class Pool:
         return status, None
 
     async def read(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
-        """Sends one request that is not measured; returns its status and body.
-
-        Raises:
-            UnavailableError: The server cannot be reached.
-        """
+        """Sends one request that is not measured; returns its status and body. Raises UnavailableError."""
         parts: list[bytes] = []
         raw = b"" if body is None else msgspec.json.encode(body)
         try:
@@ -133,9 +111,6 @@ class Pool:
 
 class _Connection(asyncio.Protocol):
     """One connection; carries one exchange at a time.
-
-    Args:
-        bytes_per_s: As the pool's.
 
     Attributes:
         is_open: Another exchange may follow.

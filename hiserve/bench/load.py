@@ -22,16 +22,10 @@ OnDone = Callable[[Sample], None]
 
 
 def arrivals(workload: Workload, *, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Returns when each session begins, in seconds from the start of the run.
+    """Returns when each session begins, in seconds from the start of the run; an infinite rate begins all at once.
 
-    The gaps follow a gamma distribution. Sessions of several requests arrive as much more rarely, so that
-    requests are offered at ``rate`` on average.
-
-    Args:
-        workload: Its sessions.
-        rate: Requests per second; infinity begins all sessions at once.
-        burstiness: Shape of the gamma distribution: 1 is a Poisson process, less is burstier.
-        seed: Of the gaps.
+    The gaps follow a gamma distribution of shape ``burstiness``: 1 is a Poisson process, less is burstier. Sessions of
+    several requests arrive as much more rarely, so that requests are offered at ``rate`` on average.
     """
     count = len(workload.sessions)
     if math.isinf(rate) or not count:
@@ -49,20 +43,10 @@ async def drive(
     max_concurrency: int | None = None,
     on_done: OnDone = lambda _: None,
 ) -> Run:
-    """Sends every request of a workload and waits for the last reply.
+    """Sends every request of a workload and waits for the last reply; after Ctrl-C returns what was sent until then.
 
-    A request is sent when its time has come, its session's previous reply is there and, with
-    ``max_concurrency``, fewer requests than that are in flight. Its own time counts from there on.
-
-    Args:
-        workload: What to send.
-        send: Sends one request and fills in its sample.
-        starts: When each session begins, in seconds; turns with a time of their own ignore it.
-        max_concurrency: Most requests in flight; None sets no limit.
-        on_done: Called with each request that has ended.
-
-    Returns:
-        The run. If the task is cancelled, as Ctrl-C does, what was sent until then.
+    A request is sent when its time has come, its session's previous reply is there and fewer than ``max_concurrency``
+    requests are in flight. Its own time counts from there on. Turns with a time of their own ignore ``starts``.
     """
     places = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
     sessions = _open(workload)
@@ -91,15 +75,6 @@ async def drive_in_groups(workload: Workload, send: Send, *, group_size: int, on
 
     The next group is visited when the last reply of the one before is there. So a session comes back when all
     others have been there, which is the worst case for a cache that forgets what was used longest ago.
-
-    Args:
-        workload: What to send; times of its turns are ignored.
-        send: Sends one request and fills in its sample.
-        group_size: Sessions in a group; the last one may be smaller.
-        on_done: Called with each request that has ended.
-
-    Returns:
-        The run. If the task is cancelled, as Ctrl-C does, what was sent until then.
     """
     sessions = _open(workload)
     cpu_s, begin_s = time.process_time(), time.perf_counter()

@@ -22,12 +22,6 @@ REFUSALS = (400, 422)
 class Client:
     """Requests of one run to one server.
 
-    Args:
-        pool: Connections.
-        backend: The kind of server.
-        asking: What every request says.
-        timeout_s: Longest time for one request.
-
     Attributes:
         asking: As given, or less after ``warm_up`` found out that the server refuses some of it.
     """
@@ -65,9 +59,7 @@ class Client:
     async def warm_up(self, prompt: Prompt, max_tokens: int) -> Sample:
         """Sends one request that is not measured, and finds out how much the server will count.
 
-        Raises:
-            ConfigError: The kind of server takes no such prompts.
-            UnavailableError: The request failed; so would the others.
+        Raises ConfigError or UnavailableError.
         """
         if not self._backend.takes(prompt):
             kind = "messages" if isinstance(prompt, list) else "token ids"

@@ -11,22 +11,14 @@ from hiserve.bench.workload import Run, Sample, Workload
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
-    """The n-th request of all chats.
+    """The n-th request of all chats."""
 
-    Attributes:
-        number: n, from 1.
-        num_ok: Requests that ended well; the rest is about these.
-        num_prompt: Prompt tokens.
-        num_cached: Of these, from the prefix cache, or None if the server does not tell.
-        num_known: Of these, whole pages that were sent or generated in earlier rounds: what a perfect cache holds.
-    """
-
-    number: int
-    num_ok: int
+    number: int  # n, from 1
+    num_ok: int  # requests that ended well; the rest is about these
     ttft_ms: Spread
-    num_prompt: int
-    num_cached: int | None
-    num_known: int
+    num_prompt: int  # prompt tokens
+    num_cached: int | None  # of these, from the prefix cache, or None if the server does not tell
+    num_known: int  # of these, whole pages that were sent or generated in earlier rounds: what a perfect cache holds
 
     @property
     def hit_rate(self) -> float | None:
@@ -53,13 +45,7 @@ def chat_rounds(rounds: MultiturnOptions, *, vocab_size: int, seed: int) -> Work
 
 
 def by_round(run: Run, rounds: MultiturnOptions, page_size: int) -> list[Round]:
-    """Summarises the samples of each round.
-
-    Args:
-        run: Its samples.
-        rounds: As they were sent.
-        page_size: Tokens per page of the server's cache, which finds whole pages and never a prompt's last token.
-    """
+    """Summarises the samples of each round; the server's cache finds whole pages, and never a prompt's last token."""
     found = []
     for turn in range(rounds.num_rounds):
         fine = [sample for sample in run.samples if sample.turn == turn and not sample.error]

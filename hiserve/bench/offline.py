@@ -44,17 +44,7 @@ def measure(
 ) -> OfflineSummary:
     """Warms up with one request of the first one's size, then gives all prompts at once and waits.
 
-    Args:
-        engine: The offline API.
-        workload: Token-id prompts, one turn a session.
-        temperature: Sampling temperature.
-        advance: Called after each request with what was measured so far.
-
-    Returns:
-        The figures; after Ctrl-C those of the requests that had ended.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C came before the first request had ended.
+    After Ctrl-C returns the figures of the requests that had ended; raises KeyboardInterrupt if none had.
     """
     turns = [turns[0] for turns in workload.sessions]
     prompts = [np.asarray(turn.prompt).tolist() for turn in turns]

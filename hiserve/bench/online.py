@@ -28,18 +28,14 @@ TEMPLATE_TOKENS = 64
 
 
 class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """A run and what it was a run of.
-
-    Attributes:
-        options: As they were used: what the user left open is filled in.
-    """
+    """A run and what it was a run of."""
 
     target: Target
     asking: RequestDefaults
     backend: str
     workload: Workload
     run: Run
-    options: list[msgspec.Struct]
+    options: list[msgspec.Struct]  # as they were used: what the user left open is filled in
 
 
 class ServerUnderTest(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,11 +66,7 @@ class ServerUnderTest(msgspec.Struct, frozen=True, kw_only=True):
 async def serve(
     connection: ConnectionOptions, data: DataOptions, load: LoadOptions, limits: LimitOptions, progress: Begin
 ) -> RunOutcome:
-    """Sends a data set.
-
-    Raises:
-        HiserveError: The server, the file or the options do not do.
-    """
+    """Sends a data set. Raises HiserveError."""
     _check(data, load)
     backend = connection.backend or ("openai-chat" if data.dataset == "chats" else "openai")
     ignore_eos = data.dataset in SYNTHETIC if connection.ignore_eos is None else connection.ignore_eos
@@ -88,11 +80,7 @@ async def serve(
 async def multiturn(
     connection: ConnectionOptions, rounds: MultiturnOptions, limits: LimitOptions, progress: Begin
 ) -> RunOutcome:
-    """Holds chats in a closed loop.
-
-    Raises:
-        HiserveError: The server or the options do not do.
-    """
+    """Holds chats in a closed loop. Raises HiserveError."""
     ignore_eos = connection.ignore_eos is not False
     async with connected(connection, connection.backend or "openai", ignore_eos=ignore_eos, has_ids=True) as server:
         rounds = filled(rounds, device=server.target.device, max_model_len=server.target.max_model_len)
@@ -102,11 +90,7 @@ async def multiturn(
 
 
 async def build(data: DataOptions, server: ServerUnderTest, seed: int) -> Workload:
-    """Returns the requests of a data set, cut to the server's model; sizes have been filled in.
-
-    Raises:
-        HiserveError: The file or the options do not do.
-    """
+    """Returns the requests of a data set, cut to the server's model; sizes have been filled in. Raises HiserveError."""
     if data.dataset not in SYNTHETIC:
         return await _recorded(data, server)
     target = server.target
@@ -170,11 +154,7 @@ async def _recorded(data: DataOptions, server: ServerUnderTest) -> Workload:
 async def connected(
     connection: ConnectionOptions, backend: str, *, ignore_eos: bool, has_ids: bool = False
 ) -> AsyncIterator[ServerUnderTest]:
-    """Looks at a server and closes the connections to it at the end.
-
-    Raises:
-        HiserveError: The server or the options do not do.
-    """
+    """Looks at a server and closes the connections to it at the end. Raises HiserveError."""
     pool = Pool(connection.url, read_key(connection.api_key_file))
     try:
         target = await look_at(pool, model=connection.model_name, vocab_size=connection.vocab_size)
@@ -191,11 +171,7 @@ async def connected(
 
 
 async def warm_up(server: ServerUnderTest, workload: Workload, limits: LimitOptions) -> None:
-    """Sends a request like the first one, then flushes the cache if wanted.
-
-    Raises:
-        HiserveError: The server does not do it.
-    """
+    """Sends a request like the first one, then flushes the cache if wanted. Raises HiserveError."""
     first = workload.sessions[0][0]
     await server.client.warm_up(mirrored(first.prompt), min(WARM_UP_TOKENS, first.max_tokens))
     if limits.flush_cache:
@@ -232,11 +208,7 @@ def _check(data: DataOptions, load: LoadOptions) -> None:
 
 
 def read_key(file: Path | None) -> str | None:
-    """Returns the API key in a file; None without one.
-
-    Raises:
-        ConfigError: It cannot be read.
-    """
+    """Returns the API key in a file; None without one. Raises ConfigError."""
     try:
         return None if file is None else file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -31,13 +31,9 @@ Painter: TypeAlias = Callable[[Any], None]
 
 
 class Plotter:
-    """Draws into one file; made before a run, so that a missing library costs no time.
+    """Draws into one file, whose ending chooses the format; made before a run, so that a missing library costs no time.
 
-    Args:
-        path: The ending of its name chooses the format; its folder is made when it is missing.
-
-    Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written.
+    Raises ConfigError without matplotlib, or where the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,12 +76,7 @@ class Plotter:
         self.draw(title, partial(_round_ttft, rounds=rounds), partial(_round_hits, rounds=rounds))
 
     def draw(self, title: str, *painters: Painter) -> None:
-        """Draws panels, two in a row.
-
-        Args:
-            title: Of all of them.
-            painters: An even number; each is given its panel.
-        """
+        """Draws panels, two in a row; each of an even number of painters is given its panel."""
         num_rows = len(painters) // 2
         figure = self._new_figure(figsize=(13, 1 + 3.5 * num_rows), layout="constrained", dpi=130)
         figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")

@@ -21,14 +21,7 @@ PACKAGES = ("torch", "numpy", "msgspec", "httptools", "uvloop", "triton")
 
 
 def about(command: str, tool: str, num_gpus: int | None = None, packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
-    """Returns date, tool, hardware and versions of this machine, and the command.
-
-    Args:
-        command: Reproduces the run.
-        tool: What measured, with its version.
-        num_gpus: GPUs that were used; None names all that are here.
-        packages: Whose versions are told, of those that are installed.
-    """
+    """Returns date, tool, hardware and versions of this machine, and the command; ``num_gpus`` were used, None names all."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "tool": tool,
@@ -39,11 +32,7 @@ def about(command: str, tool: str, num_gpus: int | None = None, packages: Sequen
 
 
 def hardware(num_used: int | None = None) -> str:
-    """Returns the processor's name, how many of its cores are here, and the GPUs.
-
-    Args:
-        num_used: GPUs that were used; None names all that are here.
-    """
+    """Returns the processor's name, how many of its cores are here, and the GPUs that were used; None names all."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -58,8 +47,7 @@ def hardware(num_used: int | None = None) -> str:
 def used_of(gpus: list[str], num_used: int) -> list[str]:
     """Returns what is said of the GPUs of a machine of which the first ``num_used`` were used.
 
-    Raises:
-        AssertionError: There are fewer.
+    Raises AssertionError.
     """
     assert num_used <= len(gpus), f"{num_used} GPUs were used, {gpus} are here"
     if num_used == len(gpus):
@@ -114,8 +102,7 @@ def _ms(seconds: float) -> float:
 def prepare(path: Path) -> None:
     """Makes sure that a result file can be written before the time for it is spent; makes its folder.
 
-    Raises:
-        ConfigError: It cannot be written.
+    Raises ConfigError.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,8 +22,7 @@ PAGE_SIZE_LABELS = ("page_size", "block_size")
 async def scrape(pool: Pool) -> bytes:
     """Returns the metrics as text; empty when the server has none, or shows this key none about requests.
 
-    Raises:
-        UnavailableError: The server cannot be reached.
+    Raises UnavailableError.
     """
     status, body = await pool.read("GET", "/metrics")
     return body if status == 200 and not body.startswith(HIDDEN) else b""
@@ -53,13 +52,7 @@ def increases(before: bytes, after: bytes) -> Series:
 
 
 def total(series: Series, name: str, **labels: str) -> float | None:
-    """Sums the series of a metric that have these labels; None when there are none.
-
-    Args:
-        series: As ``increases`` returns them.
-        name: The metric's, without the engine's prefix.
-        labels: Values that must be there.
-    """
+    """Sums the series of a metric (named without the engine's prefix) that have these labels; None when there are none."""
     wanted = [f'{label}="{value}"' for label, value in labels.items()]
     found = [
         value
@@ -137,11 +130,7 @@ def sum_copies(replicas: Sequence[ReplicaCacheStats], kind: str) -> CopyStats:
 
 
 async def read_caches(pool: Pool) -> CacheStatsReply | str:
-    """Returns the server's cache statistics, or the reason why they are unknown.
-
-    Raises:
-        UnavailableError: The server cannot be reached.
-    """
+    """Returns the server's cache statistics, or the reason why they are unknown. Raises UnavailableError."""
     status, body = await pool.read("GET", PATH)
     if status != 200:
         return f"{PATH} answered {status}"

@@ -14,19 +14,12 @@ Floats = NDArray[np.float64]
 
 
 class SteadyState(msgspec.Struct, frozen=True, kw_only=True):
-    """Output throughput between ramp and tail.
+    """Output throughput between ramp and tail."""
 
-    Attributes:
-        output_tokens_per_s: Output tokens that arrived in it, per second of it.
-        begin_s: Its start, seconds from the start of the run.
-        end_s: Its end, likewise.
-        min_in_flight: Requests in flight at both ends.
-    """
-
-    output_tokens_per_s: float
-    begin_s: float
-    end_s: float
-    min_in_flight: int
+    output_tokens_per_s: float  # output tokens that arrived in it, per second of it
+    begin_s: float  # its start, seconds from the start of the run
+    end_s: float  # its end, likewise
+    min_in_flight: int  # requests in flight at both ends
 
 
 def in_flight(samples: Sequence[Sample]) -> tuple[Floats, Floats]:

@@ -19,24 +19,15 @@ NO_USAGE, FINAL_USAGE, RUNNING_USAGE = range(3)
 
 
 class RequestDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What every request of a run says beside its prompt.
-
-    Attributes:
-        temperature: Sampling temperature; 0 is greedy.
-        seed: Of the sampling; None leaves it to the server.
-        ignore_eos: Generate ``max_tokens`` whatever the model says.
-        usage: One of ``NO_USAGE``, ``FINAL_USAGE`` and ``RUNNING_USAGE``.
-        has_token_ids: Ask for the generated token ids.
-        cache_salt: Prefixes are shared among requests of the same salt; empty for none.
-    """
+    """What every request of a run says beside its prompt."""
 
     model: str
-    temperature: float = 0.0
-    seed: int | None = None
-    ignore_eos: bool = False
-    usage: int = RUNNING_USAGE
-    has_token_ids: bool = False
-    cache_salt: str = ""
+    temperature: float = 0.0  # sampling temperature; 0 is greedy
+    seed: int | None = None  # of the sampling; None leaves it to the server
+    ignore_eos: bool = False  # generate ``max_tokens`` whatever the model says
+    usage: int = RUNNING_USAGE  # one of ``NO_USAGE``, ``FINAL_USAGE`` and ``RUNNING_USAGE``
+    has_token_ids: bool = False  # ask for the generated token ids
+    cache_salt: str = ""  # prefixes are shared among requests of the same salt; empty for none
 
 
 class ServerBackend(Protocol):
@@ -92,11 +83,7 @@ class _Event(msgspec.Struct):
 
 
 class OpenAIBackend:
-    """``/v1/completions`` or ``/v1/chat/completions``.
-
-    Args:
-        is_chat: The latter. A text is then sent as one message of the user.
-    """
+    """``/v1/completions`` or ``/v1/chat/completions``."""
 
     def __init__(self, *, is_chat: bool) -> None:
         self.path = "/v1/chat/completions" if is_chat else "/v1/completions"

@@ -48,21 +48,13 @@ class SpecEngine(Protocol):
 
 
 class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that were given at once.
+    """Requests that were given at once."""
 
-    Attributes:
-        seconds: From the first request's first token to the last one's last.
-        num_decoded: Tokens of all replies but the first of each, which comes with its prompt.
-        num_steps: Steps of the request that took most.
-        drafts: What became of all drafts.
-        cached_tokens: Prompt tokens that came from the cache, by tier.
-    """
-
-    seconds: float
-    num_decoded: int
-    num_steps: int
-    drafts: DraftUse
-    cached_tokens: dict[str, int]
+    seconds: float  # from the first request's first token to the last one's last
+    num_decoded: int  # tokens of all replies but the first of each, which comes with its prompt
+    num_steps: int  # steps of the request that took most
+    drafts: DraftUse  # what became of all drafts
+    cached_tokens: dict[str, int]  # prompt tokens that came from the cache, by tier
 
     @property
     def tokens_per_s(self) -> float:
@@ -106,11 +98,7 @@ def prepare(engine: SpecEngine, prompts: list[Tokens], source: str) -> None:
 
 
 def check_source(batches: Sequence[BatchResult], source: str) -> None:
-    """Refuses batches that did not find their prompts where they should have been.
-
-    Raises:
-        ConfigError: None of them did.
-    """
+    """Refuses batches that did not find their prompts where they should have been. Raises ConfigError."""
     tiers = {tier: sum(batch.cached_tokens[tier] for batch in batches) for tier in ("device", "host", "store")}
     found = sum(tiers.values()) if source == COLD else tiers[source]
     if bool(found) == (source == COLD):
@@ -128,9 +116,7 @@ HELD_OUT = Path(__file__).parent / "datasets" / "held_out.jsonl"
 def read_prompts(config: Options, sweep: SweepOptions) -> list[Tokens]:
     """Returns as many prompts as the largest batch has; of longer ones the last ``prompt_length`` tokens.
 
-    Raises:
-        ConfigError: The data has fewer, or cannot be read.
-        ModelError: The model's tokenizer or template cannot be used.
+    Raises ConfigError or ModelError.
     """
     texts = read_texts(sweep)
     folder, model = read_model(config.model)
@@ -146,11 +132,7 @@ def read_prompts(config: Options, sweep: SweepOptions) -> list[Tokens]:
 
 
 def read_texts(sweep: SweepOptions) -> list[Messages | str]:
-    """Returns conversations that end with the user, or texts.
-
-    Raises:
-        ConfigError: There are fewer than the largest batch has, or the data cannot be read.
-    """
+    """Returns conversations that end with the user, or texts. Raises ConfigError."""
     count = max(sweep.batches)
     if sweep.dataset != "held-out" and sweep.path is None:
         raise ConfigError(f"--dataset {sweep.dataset} needs --path, the file of the recording.", param="path")

@@ -27,33 +27,19 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     """What a sweep found.
 
     Attributes:
-        config: The plain engine's, resolved.
-        cases: In the order in which they were measured.
         costs: Of a cycle, by proposer; of those whose number of drafts was also chosen step by step.
-        is_partial: Ctrl-C came before the last case.
     """
 
-    config: Options
-    cases: list[Case]
+    config: Options  # the plain engine's, resolved
+    cases: list[Case]  # in the order in which they were measured
     costs: dict[str, list[CycleCost]]
-    is_partial: bool = False
+    is_partial: bool = False  # ctrl-C came before the last case
 
 
 def sweep_engines(config: Options, sweep: SweepOptions, open_engine: Open, begin: Begin) -> Found:
-    """Measures everything.
+    """Measures everything; two engines are open at a time. After Ctrl-C returns the cases that were measured.
 
-    Args:
-        config: Settings of all engines; ``--spec`` names the proposer where ``--proposers`` names none.
-        sweep: What to vary.
-        open_engine: Makes engines; two are open at a time.
-        begin: Told how many cases there are; returns what is called after each.
-
-    Returns:
-        All cases; after Ctrl-C those that were measured.
-
-    Raises:
-        HiserveError: The options, the data or an engine do not do, or nothing was accepted.
-        KeyboardInterrupt: Ctrl-C came before the first case was measured.
+    Raises HiserveError where the options, the data or an engine do not do, or nothing was accepted.
     """
     check_sweep(config, sweep)
     prompts = read_prompts(config, sweep)
@@ -85,11 +71,7 @@ def sweep_engines(config: Options, sweep: SweepOptions, open_engine: Open, begin
 
 
 def check_sweep(config: Options, sweep: SweepOptions) -> None:
-    """Refuses what cannot be swept.
-
-    Raises:
-        ConfigError: A number of drafts that there is not, or a setting that the sweep sets.
-    """
+    """Refuses what cannot be swept. Raises ConfigError."""
     for steps in sweep.steps:
         if steps != "auto" and not (steps.isdecimal() and int(steps) <= MAX_SPEC_STEPS):
             raise ConfigError(f"--steps has {steps!r}. Use auto, or numbers from 0 to {MAX_SPEC_STEPS}.", param="steps")
@@ -116,11 +98,7 @@ def conditions(sweep: SweepOptions) -> Iterator[tuple[int, float, str]]:
 
 
 def _name(engine: SpecEngine, proposer: str) -> str:
-    """Returns the name of a proposer; for ``auto``, of the chosen one.
-
-    Raises:
-        ConfigError: Nobody came with the model.
-    """
+    """Returns the name of a proposer; for ``auto``, of the chosen one. Raises ConfigError."""
     name = engine.config.spec.spec if proposer == "auto" else proposer
     if name == "off":
         raise ConfigError(
@@ -175,8 +153,7 @@ def interleave(
 ) -> tuple[list[tuple[BatchResult, BatchResult]], Equality]:
     """Runs a batch on the plain engine and on the other in turn, ``repeats`` times; returns both runs and the worst verdict.
 
-    Raises:
-        ConfigError: The prompts were not found where they should have been.
+    Raises ConfigError.
     """
     runs: list[tuple[BatchResult, BatchResult]] = []
     replies: list[tuple[list[Tokens], list[Tokens]]] = []

@@ -15,25 +15,16 @@ from hiserve.errors import EngineError
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One proposer with one number of drafts on one kind of batch.
+    """One proposer with one number of drafts on one kind of batch."""
 
-    Attributes:
-        proposer: As ``--spec`` names it.
-        steps: Drafts of each step; ``auto`` chooses them.
-        source: Where their prompts were: ``cold``, ``device``, ``host``.
-        plain: Runs without speculation, in the order in which they were made.
-        spec: Runs with it, each right behind the plain one of its number.
-        equality: Of the tokens of both.
-    """
-
-    proposer: str
-    steps: str
+    proposer: str  # as ``--spec`` names it
+    steps: str  # drafts of each step; ``auto`` chooses them
     batch: int
     temperature: float
-    source: str
-    plain: list[BatchResult]
-    spec: list[BatchResult]
-    equality: Equality
+    source: str  # where their prompts were: ``cold``, ``device``, ``host``
+    plain: list[BatchResult]  # runs without speculation, in the order in which they were made
+    spec: list[BatchResult]  # runs with it, each right behind the plain one of its number
+    equality: Equality  # of the tokens of both
 
     @property
     def drafts(self) -> DraftUse:
@@ -42,27 +33,16 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpecFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one case; medians over its runs.
+    """Of one case; medians over its runs."""
 
-    Attributes:
-        accept_length: Tokens of a step that verified drafts.
-        acceptance: Share of those steps whose first draft was accepted, whose second one, and so on.
-        tokens_per_s: With speculation.
-        plain_tokens_per_s: Without.
-        speedup: One over the other, run by run.
-        step_s: Seconds of a step with speculation: verifying, and drafting behind it.
-        plain_step_s: Without.
-        cycle_cost: One over the other.
-    """
-
-    accept_length: float
-    acceptance: list[float]
-    tokens_per_s: float
-    plain_tokens_per_s: float
-    speedup: float
-    step_s: float
-    plain_step_s: float
-    cycle_cost: float
+    accept_length: float  # tokens of a step that verified drafts
+    acceptance: list[float]  # share of those steps whose first draft was accepted, whose second one, and so on
+    tokens_per_s: float  # with speculation
+    plain_tokens_per_s: float  # without
+    speedup: float  # one over the other, run by run
+    step_s: float  # seconds of a step with speculation: verifying, and drafting behind it
+    plain_step_s: float  # without
+    cycle_cost: float  # one over the other
 
 
 def drafts_of(cases: Sequence[Case]) -> DraftUse:
@@ -104,8 +84,7 @@ def crossover(speedups: dict[int, float]) -> int | None:
 def check_accepted(cases: Sequence[Case]) -> None:
     """Refuses cases of one proposer with one number of drafts that accepted none of them: they would prove nothing.
 
-    Raises:
-        EngineError: They did.
+    Raises EngineError.
     """
     drafts = drafts_of(cases)
     if drafts.accepted or (not drafts.proposed and cases[0].steps in ("0", "auto")):

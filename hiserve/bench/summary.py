@@ -22,16 +22,12 @@ from hiserve.bench.workload import Run, Sample
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """A distribution in five numbers, in milliseconds; all 0 when there is nothing.
-
-    Attributes:
-        p90: 90th percentile, interpolated between the two nearest values.
-    """
+    """A distribution in five numbers, in milliseconds; all 0 when there is nothing."""
 
     count: int = 0
     mean: float = 0.0
     median: float = 0.0
-    p90: float = 0.0
+    p90: float = 0.0  # 90th percentile, interpolated between the two nearest values
     p99: float = 0.0
 
 
@@ -39,45 +35,33 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """All figures of a run. Rates are over the whole run, ramp and tail included.
 
     Attributes:
-        duration_s: From the start of the run to the end of its last request.
-        num_ok: Those that ended well; all figures but ``errors`` are about these.
-        num_silent: Of these, those that brought no text; they have no TTFT and no TPOT.
-        num_prompt: Prompt tokens.
-        num_cached: Of these, from the prefix cache, or None if the server does not report it.
-        has_usage: Token counts are the server's; otherwise a chunk counts as a token.
-        steady: Output throughput without ramp and tail, or None for a run without output.
-        peak_in_flight: Most requests in flight at once.
-        mean_in_flight: Requests in flight, averaged over the run.
-        tpot_ms: Time per output token, a value for each request.
-        itl_token_ms: Gaps per token, or None when they cannot be told.
-        late_ms: How long after its time a request was sent; large values mean that the offered load was not
-            the one asked for, or that ``--max-concurrency`` held requests back.
-        client_cpu_share: Processor time of the load generator per second of the run, 1.0 is one core.
+        late_ms: How long after its time a request was sent; large values mean that the offered load was not the one
+            asked for, or that ``--max-concurrency`` held requests back.
     """
 
-    duration_s: float
+    duration_s: float  # from the start of the run to the end of its last request
     num_requests: int
-    num_ok: int
-    num_silent: int
+    num_ok: int  # those that ended well; all figures but ``errors`` are about these
+    num_silent: int  # of these, those that brought no text; they have no TTFT and no TPOT
     errors: dict[str, int]
-    num_prompt: int
-    num_cached: int | None
+    num_prompt: int  # prompt tokens
+    num_cached: int | None  # of these, from the prefix cache, or None if the server does not report it
     num_output: int
-    has_usage: bool
+    has_usage: bool  # token counts are the server's; otherwise a chunk counts as a token
     requests_per_s: float
     input_tokens_per_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
-    steady: SteadyState | None
-    peak_in_flight: int
-    mean_in_flight: float
+    steady: SteadyState | None  # output throughput without ramp and tail, or None for a run without output
+    peak_in_flight: int  # most requests in flight at once
+    mean_in_flight: float  # requests in flight, averaged over the run
     ttft_ms: Spread
-    tpot_ms: Spread
+    tpot_ms: Spread  # time per output token, a value for each request
     itl_chunk_ms: Spread
-    itl_token_ms: Spread | None
+    itl_token_ms: Spread | None  # gaps per token, or None when they cannot be told
     e2el_ms: Spread
     late_ms: Spread
-    client_cpu_share: float
+    client_cpu_share: float  # processor time of the load generator per second of the run, 1.0 is one core
 
     @property
     def cached_share(self) -> float | None:

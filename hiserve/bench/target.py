@@ -26,29 +26,17 @@ ESTIMATE_MARGIN = 1.1
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """The model of a server.
-
-    Attributes:
-        max_model_len: Tokens of prompt and reply together, or None if the server does not tell.
-        vocab_size: Token ids are below it, or None if nobody knows.
-        version: The server's, or None.
-        device: Where the model runs (``cpu``, ``cuda``), or None if the server does not tell.
-        page_size: Tokens per page of its cache, or None likewise.
-    """
+    """The model of a server."""
 
     model: str
-    max_model_len: int | None
-    vocab_size: int | None
-    version: str | None
-    device: str | None = None
-    page_size: int | None = None
+    max_model_len: int | None  # tokens of prompt and reply together, or None if the server does not tell
+    vocab_size: int | None  # token ids are below it, or None if nobody knows
+    version: str | None  # the server's, or None
+    device: str | None = None  # where the model runs (``cpu``, ``cuda``), or None if the server does not tell
+    page_size: int | None = None  # tokens per page of its cache, or None likewise
 
     def require_vocab_size(self) -> int:
-        """Returns the vocabulary's size.
-
-        Raises:
-            ConfigError: It is not known.
-        """
+        """Returns the vocabulary's size. Raises ConfigError."""
         if self.vocab_size is None:
             raise ConfigError(
                 "the vocabulary's size is not known: the server does not tell, and its model's folder is not here. "
@@ -59,12 +47,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def look_at(pool: Pool, *, model: str | None = None, vocab_size: int | None = None) -> Target:
-    """Asks a server for one of its models, by default the first it lists.
-
-    Raises:
-        UnavailableError: The server cannot be reached or lists no models.
-        NotFoundError: It has no model of that name.
-    """
+    """Asks a server for one of its models, by default the first it lists. Raises UnavailableError or NotFoundError."""
     status, answer = await pool.ask("GET", "/v1/models")
     cards = answer.get("data") if isinstance(answer, dict) else None
     if status != 200 or not cards:
@@ -119,11 +102,7 @@ async def _version(pool: Pool) -> str | None:
 
 
 async def flush(pool: Pool) -> None:
-    """Empties the server's prefix cache.
-
-    Raises:
-        ConfigError: It has no route for it, or refuses.
-    """
+    """Empties the server's prefix cache. Raises ConfigError."""
     refusals = []
     for route in FLUSH_ROUTES:
         status, answer = await pool.ask("POST", route)
@@ -207,11 +186,7 @@ class EstimatingCounter:
 
 
 async def make_encoder(pool: Pool, target: Target, folder: Path | None) -> Encoder:
-    """Chooses what makes tokens of texts as the server does: the tokenizer of a folder, or the server.
-
-    Raises:
-        ConfigError: There is no folder, and the server returns no tokens.
-    """
+    """Chooses what makes tokens of texts as the server does: the tokenizer of a folder, or the server. Raises ConfigError."""
     if folder is not None:
         return TokenizerCounter(folder)
     status, answer = await pool.ask("POST", "/tokenize", {"model": target.model, "prompt": "a"})
@@ -225,18 +200,7 @@ async def make_encoder(pool: Pool, target: Target, folder: Path | None) -> Encod
 
 
 async def make_counter(pool: Pool, client: Client, target: Target, folder: Path | None, text: str) -> Counter:
-    """Chooses the most exact way of counting there is.
-
-    Args:
-        pool: Connections to the server.
-        client: Sends the request whose usage is read when there is no other way.
-        target: The server's model.
-        folder: The model's folder, or None.
-        text: Text like the ones to be counted.
-
-    Raises:
-        UnavailableError: The server returns no counts.
-    """
+    """Chooses the most exact way of counting: a folder's tokenizer, the server, or usage of a text like those to be counted."""
     if folder is not None:
         return TokenizerCounter(folder)
     status, answer = await pool.ask("POST", "/tokenize", {"model": target.model, "prompt": "a"})

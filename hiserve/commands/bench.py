@@ -60,28 +60,16 @@ AddSettings = Callable[[argparse.ArgumentParser], None]
 
 
 class BenchKind(msgspec.Struct, frozen=True):
-    """One kind of benchmark.
+    """One kind of benchmark."""
 
-    Attributes:
-        summary: Its help sentence.
-        sections: Its options.
-        has_settings: It takes the engine's own flags as well.
-        run: Runs it and returns the exit status.
-    """
-
-    summary: str
-    sections: tuple[type[msgspec.Struct], ...]
-    has_settings: bool
-    run: Callable[[Options, Mapping[str, Any]], int]
+    summary: str  # its help sentence
+    sections: tuple[type[msgspec.Struct], ...]  # its options
+    has_settings: bool  # it takes the engine's own flags as well
+    run: Callable[[Options, Mapping[str, Any]], int]  # runs it and returns the exit status
 
 
 def add_arguments(parser: argparse.ArgumentParser, add_settings: AddSettings) -> None:
-    """Adds a parser for each kind of benchmark.
-
-    Args:
-        parser: Of ``hiserve bench``.
-        add_settings: Adds the engine's own flags to a parser.
-    """
+    """Adds a parser for each kind of benchmark."""
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
     for name, kind in KINDS.items():
         own = kinds.add_parser(name, help=kind.summary, description=kind.summary, allow_abbrev=False)
@@ -91,19 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser, add_settings: AddSettings) ->
 
 
 def run(config: Options, *, kind: str, **arguments: Any) -> int:
-    """Runs one benchmark.
-
-    Args:
-        config: The engine's settings, for ``offline``, ``spec`` and ``soak``.
-        kind: Which benchmark.
-        arguments: Its options.
-
-    Returns:
-        The exit status: 1 when no request ended well, or something was seen that must not be.
-
-    Raises:
-        HiserveError: The options, the data, the server or the engine do not do.
-    """
+    """Runs one benchmark; returns 1 when no request ended well, or something was seen that must not be. Raises HiserveError."""
     output = pick(OutputOptions, arguments).output
     if output is None:
         return KINDS[kind].run(config, arguments)

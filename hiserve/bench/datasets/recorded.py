@@ -23,16 +23,7 @@ _T = TypeVar("_T")
 
 
 def read_lines(path: Path, row: type[_T], what: str) -> Iterator[_T]:
-    """Yields the rows of a file.
-
-    Args:
-        path: Ends with ``.gz`` when it is gzipped.
-        row: What each line holds.
-        what: The data set, for error messages.
-
-    Raises:
-        ConfigError: The file cannot be read, or a line holds something else.
-    """
+    """Yields the rows of a file. Raises ConfigError."""
     decoder = msgspec.json.Decoder(row)
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -44,15 +35,7 @@ def read_lines(path: Path, row: type[_T], what: str) -> Iterator[_T]:
 
 
 def required(path: Path | None, choice: str) -> Path:
-    """Returns the file of a data set that needs one.
-
-    Args:
-        path: As given.
-        choice: The flag that chose the data set, for the message.
-
-    Raises:
-        ConfigError: It was not given.
-    """
+    """Returns the file of a data set that needs one. Raises ConfigError."""
     if path is None:
         raise ConfigError(f"{choice} reads a file; give --path.", param="path")
     return path
@@ -86,16 +69,9 @@ class Dialogue(msgspec.Struct):
 
 
 async def chats(path: Path, *, counter: Counter, num_prompts: int | None, output_length: int | None) -> Workload:
-    """Returns one session for each dialogue; its history grows turn by turn.
+    """Returns one session for each dialogue, ``{"messages": [{"role", "content"}, ...]}`` a line; its history grows turn by turn.
 
-    Args:
-        path: ``{"messages": [{"role", "content"}, ...]}`` a line.
-        counter: Measures recorded replies; a reply may be as long as the recorded one.
-        num_prompts: Most requests, or None for all.
-        output_length: Longest reply, instead of the recorded one's length.
-
-    Raises:
-        ConfigError: The file cannot be read or has no message of a user.
+    A reply may be ``output_length`` long, or as long as the recorded one. Raises ConfigError.
     """
     sessions: list[list[Turn]] = []
     room = num_prompts
@@ -138,11 +114,7 @@ class AgentRecord(msgspec.Struct):
 
 
 def read_rows(path: Path, num_prompts: int | None) -> tuple[list[AgentRecord], int]:
-    """Returns the first prompts in the order of their times, and how many rows have none.
-
-    Raises:
-        ConfigError: The file cannot be read or has no prompts.
-    """
+    """Returns the first prompts in the order of their times, and how many rows have none. Raises ConfigError."""
     rows = sorted(read_lines(path, AgentRecord, "agent-sessions"), key=lambda row: row.timestamp_us)
     found = [row for row in rows if row.input]
     if not found:
@@ -151,13 +123,9 @@ def read_rows(path: Path, num_prompts: int | None) -> tuple[list[AgentRecord], i
 
 
 def shortened(text: str, scale: float) -> str:
-    """Returns a text whose paragraphs are cut to a share of their characters, at least one each.
+    """Returns a text whose paragraphs keep a share of their characters, at least one each.
 
     Whole paragraphs that two texts begin with stay common to both.
-
-    Args:
-        text: Messages joined by blank lines.
-        scale: The share that is left of the front of each paragraph, above 0, at most 1.
     """
     parts = re.split(f"({BOUNDARY.pattern})", text)
     parts[::2] = [paragraph[: math.ceil(len(paragraph) * scale)] for paragraph in parts[::2]]
@@ -176,15 +144,8 @@ async def agent_sessions(
 ) -> Workload:
     """Returns one session for each agent; its requests keep their recorded times and wait for one another.
 
-    Args:
-        rows: In the order of their times.
-        num_empty: Rows left out before, for the notes.
-        counter: Counts tokens.
-        speed: 2.0 replays twice as fast; infinity lets each request follow the reply before it.
-        max_model_len: Longer prompts lose messages from the front, counted as ``prompts_cut``; replies get at
-            most half of it, counted as ``replies_cut``.
-        output_length: Longest reply, instead of the recorded one's length.
-        reserve: Tokens to leave free for what the server puts around a prompt.
+    With an infinite ``speed`` each request follows the reply before it. Prompts lose messages from the front until they fit
+    ``max_model_len`` less ``reserve`` (``prompts_cut``); replies get at most half of it (``replies_cut``).
     """
     notes = {"prompts_cut": 0, "replies_cut": 0, "empty_prompts_left_out": num_empty}
     sessions: dict[str, list[Turn]] = {}
@@ -203,13 +164,7 @@ async def agent_sessions(
 
 
 async def cut_front(text: str, room: int, counter: Counter) -> str:
-    """Returns the longest end of a text that fits and starts at a message; a part of the last message if need be.
-
-    Args:
-        text: Messages joined by blank lines.
-        room: Most tokens, at least 1.
-        counter: Counts tokens.
-    """
+    """Returns the longest end of a text that fits and starts at a message; a part of the last message if need be."""
     if len(text.encode()) < room or await counter.count(text) <= room:  # a token is at least a byte
         return text
     starts = [match.end() for match in BOUNDARY.finditer(text) if match.end() < len(text)]
@@ -237,19 +192,12 @@ TRACE_BLOCK_TOKENS = 512
 
 
 class TraceRecord(msgspec.Struct):
-    """One line of the trace.
+    """One line of the trace."""
 
-    Attributes:
-        timestamp: Milliseconds from the start.
-        input_length: Tokens of the prompt.
-        output_length: Tokens of the reply.
-        hash_ids: One for each block of the prompt; the same id is the same block after the same blocks.
-    """
-
-    timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: list[int]
+    timestamp: float  # milliseconds from the start
+    input_length: int  # tokens of the prompt
+    output_length: int  # tokens of the reply
+    hash_ids: list[int]  # one for each block of the prompt; the same id is the same block after the same blocks
 
 
 def conversation_trace(
@@ -262,20 +210,10 @@ def conversation_trace(
     vocab_size: int,
     seed: int,
 ) -> Workload:
-    """Returns the requests of a trace at their recorded times.
+    """Returns the requests of a trace at their recorded times; an infinite ``speed`` sends all at once. Raises ConfigError.
 
-    Args:
-        path: One row a line.
-        speed: 2.0 replays twice as fast; infinity sends everything at once.
-        block_tokens: Tokens made up for each hash. Fewer than 512 shrink prompts and replies in proportion.
-        num_prompts: Take only the first so many, or None for all.
-        max_model_len: Longer prompts lose their end (what is shared is at the front), counted as
-            ``prompts_cut``; replies get at most half of it, counted as ``replies_cut``.
-        vocab_size: Token ids are below it.
-        seed: The same seed and hash give the same block.
-
-    Raises:
-        ConfigError: The file cannot be read or is empty.
+    ``block_tokens`` are made up for each hash; fewer than 512 shrink prompts and replies in proportion. What does not fit
+    ``max_model_len`` loses its end, as what is shared is at the front (``prompts_cut``); replies get at most half of it (``replies_cut``).
     """
     blocks: dict[int, Int32Array] = {}
     scale = block_tokens / TRACE_BLOCK_TOKENS

@@ -22,12 +22,6 @@ def draw_lengths(rng: np.random.Generator, count: int, length: int, range_ratio:
 
     This is vLLM's convention: a ratio of 0.0 is exactly ``length``. (SGLang's ratio is another one: its 1.0
     is exactly ``length``, and its 0.0 draws from 1 to ``length``.)
-
-    Args:
-        rng: Where they are drawn.
-        count: How many.
-        length: Centre of the range, at least 1.
-        range_ratio: Half of its width as a share of ``length``, 0 to 1.
     """
     low, high = max(1, math.floor(length * (1 - range_ratio))), math.ceil(length * (1 + range_ratio))
     return [int(value) for value in rng.integers(low, high, size=count, endpoint=True)]
@@ -36,16 +30,7 @@ def draw_lengths(rng: np.random.Generator, count: int, length: int, range_ratio:
 def random_prompts(
     *, num_prompts: int, input_length: int, output_length: int, range_ratio: float, vocab_size: int, seed: int
 ) -> Workload:
-    """Returns requests that share nothing.
-
-    Args:
-        num_prompts: How many.
-        input_length: Tokens of a prompt.
-        output_length: Tokens of a reply.
-        range_ratio: How both vary; see ``draw_lengths``.
-        vocab_size: Token ids are below it.
-        seed: The same seed gives the same requests.
-    """
+    """Returns requests that share nothing; lengths vary as in ``draw_lengths``."""
     rng = np.random.default_rng(seed)
     inputs = draw_lengths(rng, num_prompts, input_length, range_ratio)
     outputs = draw_lengths(rng, num_prompts, output_length, range_ratio)
@@ -67,18 +52,7 @@ def shared_prefixes(
     vocab_size: int,
     seed: int,
 ) -> Workload:
-    """Returns groups of requests, each group with one system prompt, in shuffled order.
-
-    Args:
-        num_groups: System prompts.
-        prompts_per_group: Requests with the same system prompt.
-        system_length: Tokens that a group shares.
-        question_length: Tokens of each request's own.
-        output_length: Tokens of a reply.
-        num_prompts: Take only so many of the shuffled requests, or None for all.
-        vocab_size: Token ids are below it.
-        seed: The same seed gives the same requests in the same order.
-    """
+    """Returns groups of requests, each group with one system prompt, in shuffled order; ``num_prompts`` takes the first of them."""
     rng = np.random.default_rng(seed)
     turns = []
     for _ in range(num_groups):
@@ -108,8 +82,7 @@ def conversations(
 def check_fits(workload: Workload, max_model_len: int | None) -> None:
     """Checks that prompts and replies of synthetic requests fit the model's context; None is not known.
 
-    Raises:
-        ConfigError: The longest one does not fit.
+    Raises ConfigError.
     """
     longest = 0
     for turns in workload.sessions:

@@ -39,28 +39,14 @@ FAILING: tuple[Fault, ...] = ("kill-scheduler",)
 
 
 class InjectedFault(NamedTuple):
-    """What a fault did.
+    """What a fault did."""
 
-    Attributes:
-        what: In words; empty if there was nothing to strike.
-        victim: The process that has to be replaced; 0 for none.
-    """
-
-    what: str
-    victim: int = 0
+    what: str  # in words; empty if there was nothing to strike
+    victim: int = 0  # the process that has to be replaced; 0 for none
 
 
 def possible(config: Options, wanted: tuple[Fault, ...], recovery_limit_s: float) -> list[Fault]:
-    """Returns the faults to inject.
-
-    Args:
-        config: The server's settings.
-        wanted: Empty for all that its settings allow.
-        recovery_limit_s: Longest time that a recovery may take.
-
-    Raises:
-        ConfigError: The settings do not allow one of them: it would go unnoticed, or has no target.
-    """
+    """Returns the wanted faults, or all that the settings allow. Raises ConfigError for one that would go unnoticed or has no target."""
     reasons: dict[Fault, str] = {}
     if config.cache.cache_verify != "all" or config.cache.host_cache_gib == 0:
         reasons["flip-host"] = "needs a host cache that is checked whenever it is read: --cache-verify all"
@@ -76,14 +62,7 @@ def possible(config: Options, wanted: tuple[Fault, ...], recovery_limit_s: float
 
 
 def inject(fault: Fault, config: Options, processes: dict[int, str], rng: np.random.Generator) -> InjectedFault:
-    """Does one of them.
-
-    Args:
-        fault: Which.
-        config: The server's settings.
-        processes: Its processes and their roles.
-        rng: Chooses among them, and among pages and bits.
-    """
+    """Does one of them."""
     if fault in SIGNALS:
         role, number = SIGNALS[fault]
         victims = [pid for pid, its in processes.items() if its == role]
@@ -164,19 +143,15 @@ class FaultRecovery(msgspec.Struct, kw_only=True):
     """A fault and its recovery, on the clock of the samples.
 
     Attributes:
-        what: What was done, in words.
-        num_open: Requests in flight at that moment.
-        struck_s: When.
         back_s: When all processes were there and ready again; None if they never were, or none was struck.
-        token_s: When the first token came after that; None if none came, or no process was struck.
     """
 
     fault: Fault
-    what: str
-    num_open: int
-    struck_s: float
+    what: str  # what was done, in words
+    num_open: int  # requests in flight at that moment
+    struck_s: float  # when
     back_s: float | None = None
-    token_s: float | None = None
+    token_s: float | None = None  # when the first token came after that; None if none came, or no process was struck
 
     @property
     def recovery_s(self) -> float | None:

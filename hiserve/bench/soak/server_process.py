@@ -28,12 +28,6 @@ MAX_SHOWN = 5
 class RunningServer:
     """A running ``hiserve serve``.
 
-    Args:
-        process: Of the API.
-        url: Where it listens.
-        folder: Where it keeps what is temporary, and its log.
-        config: Its settings, as they were given.
-
     Attributes:
         url: As given.
         log: What it wrote to standard error.
@@ -97,12 +91,7 @@ class RunningServer:
 async def start(config: Options, program: Sequence[str] = PROGRAM) -> AsyncIterator[RunningServer]:
     """Starts a server on a free port, with everything temporary in a folder of its own, and kills what is left of it.
 
-    Args:
-        config: Its settings.
-        program: What stands for ``hiserve``.
-
-    Raises:
-        EngineError: It did not start.
+    Raises EngineError.
     """
     with tempfile.TemporaryDirectory(prefix="hiserve-soak-") as name:
         folder = Path(name)

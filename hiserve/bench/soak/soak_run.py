@@ -34,31 +34,16 @@ EXACT_DTYPES = ("float64",)
 
 
 class SoakOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """A soak and what it was one of.
-
-    Attributes:
-        log_tail: The last lines that a server started here wrote.
-        is_partial: Ctrl-C ended the load early.
-    """
+    """A soak and what it was one of."""
 
     target: Target
     figures: SoakFigures
-    log_tail: list[str]
-    is_partial: bool
+    log_tail: list[str]  # the last lines that a server started here wrote
+    is_partial: bool  # ctrl-C ended the load early
 
 
 async def soak(config: Options, options: SoakOptions, progress: Begin, program: Sequence[str] = PROGRAM) -> SoakOutcome:
-    """Runs one.
-
-    Args:
-        config: Settings of the server, if one is started.
-        options: What is done to it.
-        progress: Called with the seconds under load.
-        program: What stands for ``hiserve`` in the command that starts the server.
-
-    Raises:
-        HiserveError: The options, or the server, do not do.
-    """
+    """Starts a server with these settings, or takes the one at ``options.url``, and puts it under load and faults. Raises HiserveError."""
     faults = possible(config, options.faults, options.recovery_limit) if options.url is None else []
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(start(config, program)) if options.url is None else None

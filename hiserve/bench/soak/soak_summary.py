@@ -27,36 +27,24 @@ MIN_SAMPLES = 5
 
 
 class ProcessHistory(msgspec.Struct, kw_only=True):
-    """One process, from when it was first seen to when it was last seen.
-
-    Attributes:
-        times_s: When samples were taken.
-        memory_bytes: Resident memory that is not shared, at each of them.
-        num_files: Open descriptors, at each of them.
-    """
+    """One process, from when it was first seen to when it was last seen."""
 
     role: str
     pid: int
-    times_s: list[float] = []
-    memory_bytes: list[int] = []
-    num_files: list[int] = []
+    times_s: list[float] = []  # when samples were taken
+    memory_bytes: list[int] = []  # resident memory that is not shared, at each of them
+    num_files: list[int] = []  # open descriptors, at each of them
 
 
 class Growth(msgspec.Struct, frozen=True, kw_only=True):
-    """How the memory of a process grew after its warm-up, by a line through the samples.
-
-    Attributes:
-        seconds: Between first and last sample after the warm-up.
-        mib_per_min: Slope.
-        is_judged: It lived long enough for the slope to mean something.
-    """
+    """How the memory of a process grew after its warm-up, by a line through the samples."""
 
     role: str
     pid: int
-    seconds: float
+    seconds: float  # between first and last sample after the warm-up
     last_mib: float
-    mib_per_min: float
-    is_judged: bool
+    mib_per_min: float  # slope
+    is_judged: bool  # it lived long enough for the slope to mean something
 
 
 class ProcessMonitor:
@@ -115,22 +103,14 @@ MAX_VIOLATIONS = 50
 
 
 class RecoveryFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """A fault, as the report shows it.
-
-    Attributes:
-        what: What was done, in words.
-        at_s: When, from the start of the run.
-        num_open: Requests in flight at that moment.
-        ready_s: Until all processes were ready again; None where none was struck, or it never was.
-        recovery_s: Until the first new token, likewise.
-    """
+    """A fault, as the report shows it."""
 
     fault: str
-    what: str
-    at_s: float
-    num_open: int
-    ready_s: float | None
-    recovery_s: float | None
+    what: str  # what was done, in words
+    at_s: float  # when, from the start of the run
+    num_open: int  # requests in flight at that moment
+    ready_s: float | None  # until all processes were ready again; None where none was struck, or it never was
+    recovery_s: float | None  # until the first new token, likewise
 
 
 class SoakLatencies(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,33 +121,20 @@ class SoakLatencies(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SoakFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server lived through, and how.
+    """What a server lived through, and how."""
 
-    Attributes:
-        duration_s: From the first request to the end of the last.
-        is_exact: Replies had to be those recorded.
-        num_questions: Different requests, each repeated.
-        outcomes: Requests by what became of them.
-        beside_faults: Latencies of what was open between a fault and the first token after it.
-        num_processes: Processes of each role that lived, one after the other or at once.
-        growth: Of each process that lived long enough.
-        counters: By how much the server's counters grew, since the last start of each process.
-        violations: What must not be, the first of them.
-        num_violations: All of them.
-    """
-
-    duration_s: float
-    is_exact: bool
-    num_questions: int
-    outcomes: dict[str, int]
+    duration_s: float  # from the first request to the end of the last
+    is_exact: bool  # replies had to be those recorded
+    num_questions: int  # different requests, each repeated
+    outcomes: dict[str, int]  # requests by what became of them
     faults: list[RecoveryFigures]
     calm: SoakLatencies
-    beside_faults: SoakLatencies
-    num_processes: dict[str, int]
-    growth: list[Growth]
-    counters: dict[str, float]
-    violations: list[str]
-    num_violations: int
+    beside_faults: SoakLatencies  # latencies of what was open between a fault and the first token after it
+    num_processes: dict[str, int]  # processes of each role that lived, one after the other or at once
+    growth: list[Growth]  # of each process that lived long enough
+    counters: dict[str, float]  # by how much the server's counters grew, since the last start of each process
+    violations: list[str]  # what must not be, the first of them
+    num_violations: int  # all of them
 
 
 def figures(

@@ -17,17 +17,11 @@ REFUSALS = {
 
 
 class Window(msgspec.Struct, frozen=True):
-    """From a fault to the first token after it, on the clock of the samples.
+    """From a fault to the first token after it, on the clock of the samples."""
 
-    Attributes:
-        begin_s: It struck.
-        end_s: Tokens came again; infinite while they do not.
-        may_fail: Streams that were open in between may end with an error.
-    """
-
-    begin_s: float
-    end_s: float
-    may_fail: bool
+    begin_s: float  # it struck
+    end_s: float  # tokens came again; infinite while they do not
+    may_fail: bool  # streams that were open in between may end with an error
 
     def overlaps(self, sample: Sample) -> bool:
         """Says whether the request was open meanwhile."""
@@ -35,24 +29,14 @@ class Window(msgspec.Struct, frozen=True):
 
 
 class StreamVerdict(msgspec.Struct, frozen=True):
-    """What became of a request.
+    """What became of a request."""
 
-    Attributes:
-        outcome: In a word or two, for counting.
-        violation: What must not be; empty if all is well.
-    """
-
-    outcome: str
-    violation: str = ""
+    outcome: str  # in a word or two, for counting
+    violation: str = ""  # what must not be; empty if all is well
 
 
 class StreamOracle:
-    """Judges requests that have ended.
-
-    Args:
-        references: Of each question.
-        is_exact: Other tokens are a violation; otherwise they are counted.
-    """
+    """Judges requests that have ended."""
 
     def __init__(self, references: Sequence[Reference], *, is_exact: bool) -> None:
         self._references = references

@@ -31,16 +31,11 @@ Way: TypeAlias = Literal["read", "slow", "cancelled", "burst"]
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """One request that users repeat.
+    """One request that users repeat."""
 
-    Attributes:
-        prompt: What is sent: a dialogue's messages, or an agent's token ids.
-        is_drawn: The reply is sampled, with a seed; otherwise greedy.
-    """
-
-    prompt: Prompt
+    prompt: Prompt  # what is sent: a dialogue's messages, or an agent's token ids
     max_tokens: int
-    is_drawn: bool
+    is_drawn: bool  # the reply is sampled, with a seed; otherwise greedy
 
     @property
     def source(self) -> Source:
@@ -49,14 +44,10 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SentQuestion(msgspec.Struct, kw_only=True):
-    """A question that was sent.
-
-    Attributes:
-        way: How the answer was read: to its end, slowly, until the user left, or as one of many at once.
-    """
+    """A question that was sent."""
 
     question: int
-    way: Way
+    way: Way  # how the answer was read: to its end, slowly, until the user left, or as one of many at once
     sample: Sample = msgspec.field(default_factory=Sample)
 
 
@@ -81,8 +72,7 @@ class Questions(msgspec.Struct, frozen=True, kw_only=True):
 def build(soak: SoakOptions, target: Target, seed: int) -> Questions:
     """Returns dialogues that come along, and agents that share a long prefix; every second session is sampled.
 
-    Raises:
-        ConfigError: The size of the vocabulary is not known.
+    Raises ConfigError.
     """
     room = (target.max_model_len or 1 << 30) - soak.output_length - MARGIN
     dialogues = islice(_dialogues(soak, room), soak.num_dialogues)
@@ -161,11 +151,7 @@ class Sender:
         await client.send(question.prompt, question.max_tokens, asked.sample)
 
     async def record(self, index: int, question: Question) -> Reference:
-        """Asks a question before the first fault.
-
-        Raises:
-            UnavailableError: It got no answer, or the server returns no token ids.
-        """
+        """Asks a question before the first fault. Raises UnavailableError."""
         asked = SentQuestion(question=index, way="read")
         await self.send(question, asked)
         sample = asked.sample
