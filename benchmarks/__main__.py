@@ -26,7 +26,6 @@ SUITES: tuple[tuple[str, ...], ...] = (
 
 
 def main() -> int:
-    """Runs every suite; returns 1 if one failed or missed a bar."""
     at, failed = commit("hiserve", "benchmarks"), []
     for suite in SUITES:
         print(f"--- python {' '.join(suite)}", flush=True)

@@ -102,7 +102,6 @@ async def under(client: Client, url: str, name: str, seconds: float) -> tuple[li
 
 
 async def measure(seconds: float) -> dict[str, Any]:
-    """Returns the figures of every attack."""
     figures: dict[str, Any] = {}
     with serving("--max-request-bytes", str(MAX_BODY), "--cpu-threads", "1") as live:
         async with connected(ConnectionOptions(url=live.url, timeout=300), "openai", ignore_eos=True) as server:
@@ -128,20 +127,17 @@ async def measure(seconds: float) -> dict[str, Any]:
 
 
 async def until_idle(pool: Pool) -> None:
-    """Waits until the server works on no request any more."""
     async with asyncio.timeout(IDLE_S):
         while still_open((await pool.ask("GET", "/server_info"))[1]):
             await asyncio.sleep(0.05)
 
 
 def is_held(figure: dict[str, Any]) -> bool:
-    """Says whether an attack stays within the bar."""
     calm, attacked = figure["worst_gap_calm_ms"] / 1e3, figure["worst_gap_attacked_ms"] / 1e3
     return bool(attacked <= BAR_RATIO * calm and attacked <= calm + BAR_EXTRA_S)
 
 
 def main() -> int:
-    """Writes ``benchmarks/results/abuse.json``; returns 1 if the bar is missed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--cores", type=int, default=2, help="Of server and attacker together.")

@@ -45,7 +45,6 @@ print(json.dumps({"ready_s": ready_s, "has_flashinfer": has_flashinfer, "prompts
 
 
 def start(home: Path, settings: dict[str, Any], length: int, watch_s: float, pause_s: float) -> dict[str, Any]:
-    """Starts an engine in a process of its own; returns what that tells."""
     environment = {name: value for name, value in os.environ.items() if name not in CACHES} | {"HOME": str(home)}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-c", CHILD, json.dumps([settings, length, watch_s, pause_s])]
@@ -56,7 +55,6 @@ def start(home: Path, settings: dict[str, Any], length: int, watch_s: float, pau
 
 
 def main() -> int:
-    """Writes the result file, start by start."""
     parser = gpu_parser(__doc__)
     parser.add_argument("--watch-s", type=float, default=100.0)
     given = parser.parse_args()

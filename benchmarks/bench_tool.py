@@ -66,7 +66,6 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 async def stream(writer: asyncio.StreamWriter, max_tokens: int) -> None:
-    """Sends ``max_tokens`` chunks, each at its time."""
     writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
     begin = time.perf_counter()
     for number, chunk in enumerate(EVENTS[:max_tokens]):
@@ -77,7 +76,6 @@ async def stream(writer: asyncio.StreamWriter, max_tokens: int) -> None:
 
 
 async def serve() -> None:
-    """Serves until it is killed; prints the port."""
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
@@ -102,7 +100,6 @@ def run_once(port: int, output: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Writes ``benchmarks/results/bench_tool.json``; returns 1 if the bar is missed."""
     if "--serve" in sys.argv:
         asyncio.run(serve())
     with (

@@ -210,7 +210,6 @@ def measure_same_tokens(bench: Bench) -> dict[str, Any]:
 
 
 def steps_of(drive: Drive, count: int) -> None:
-    """Runs steps."""
     for _ in range(count):
         drive.step()
 
@@ -221,12 +220,10 @@ def overlaps(begin: float, end: float, windows: Sequence[tuple[float, float]]) -
 
 
 def median(samples: Sequence[dict[str, Any]], name: str) -> float:
-    """Returns the median of one field."""
     return statistics.median(sample[name] for sample in samples)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Returns median and 99th percentile, and of how many."""
     return {"median": float(np.median(values)), "p99": float(np.percentile(values, 99)), "count": len(values)}
 
 
@@ -258,7 +255,6 @@ def show(parts: dict[str, Any]) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """Returns figures with four digits."""
     if isinstance(value, dict):
         return {key: rounded(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -90,7 +90,6 @@ class Bench:
         self._rng = np.random.default_rng(SEED)
 
     def prompt(self, length: int) -> np.ndarray:
-        """Returns a prompt that nobody has seen, int32 ``[length]``."""
         return self._rng.integers(7, self.host.vocab_size, length, dtype=np.int32)
 
     def first_token(self, drive: Drive, prompt: np.ndarray) -> Seen:
@@ -101,6 +100,5 @@ class Bench:
         return seen
 
     def close(self) -> None:
-        """Gives both back."""
         self.host.close()
         self.device.close()

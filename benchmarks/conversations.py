@@ -60,12 +60,10 @@ def visit(drive: Drive, case: Conversations, texts: Texts) -> list[dict[str, Any
 
 
 def counted(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the visits of later turns."""
     return [group for group in groups if group["turn"] > 0]
 
 
 def input_rate(groups: Sequence[dict[str, Any]]) -> float:
-    """Returns the input tokens per second of later turns."""
     later = counted(groups)
     return float(sum(group["input_tokens"] for group in later) / sum(group["seconds"] for group in later))
 

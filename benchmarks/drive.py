@@ -35,7 +35,6 @@ class Seen:
 
     @property
     def ttft_s(self) -> float:
-        """Seconds from the request to its first token."""
         return self.times[0] - self.added
 
 
@@ -86,7 +85,6 @@ class Drive:
         return self._segment is None or self._executor.num_ready_host_pages >= self._segment.layout.num_pages
 
     def await_host(self) -> None:
-        """Waits until all host pages can be copied to."""
         end = time.perf_counter() + READY_TIMEOUT_S
         while not self.is_host_ready:
             assert time.perf_counter() < end, "the host pages are not ready"
@@ -142,12 +140,10 @@ class Drive:
             start += count
 
     def finish(self, *requests: Seen) -> None:
-        """Steps until these have ended."""
         while not all(request.is_done for request in requests):
             self.step()
 
     def abort(self, *requests: Seen) -> None:
-        """Ends these, and what they leave to be copied."""
         self.engine.abort([request.uid for request in requests])
         self.settle()
 
@@ -166,7 +162,6 @@ class Drive:
         cache.free(pages)
 
     def close(self) -> None:
-        """Gives everything back, the device's memory too: another engine may follow."""
         self.engine.close()
         if self._segment is not None:
             self._segment.close()

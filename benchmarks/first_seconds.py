@@ -117,7 +117,6 @@ def compare(found: dict[str, Any], none: dict[str, Any]) -> dict[str, dict[str, 
 
 
 def main() -> int:
-    """Writes the result file, shape by shape."""
     parser = gpu_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", default=["qwen3-0.6b"])
     parser.add_argument("--piece-mib", nargs="+", type=int, default=[64])

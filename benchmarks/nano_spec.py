@@ -44,7 +44,6 @@ def timed(llm: LLM, prompt: str) -> tuple[float, DraftUse, list[int]]:
 
 
 def main() -> int:
-    """Writes ``benchmarks/results/nano_spec.json``; returns 1 if the bar is missed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     rounds = parser.parse_args().rounds

@@ -29,14 +29,12 @@ BAR_ONE_BY_ONE, BAR_BATCHED = 3.0, 1.0
 
 
 def timed(work: Callable[..., object], *arguments: object) -> float:
-    """Returns generated tokens per second."""
     begin = time.perf_counter()
     work(*arguments)
     return ROWS * OUTPUT_TOKENS / (time.perf_counter() - begin)
 
 
 def main() -> int:
-    """Writes ``benchmarks/results/offline.json``; returns 1 if a bar is missed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--threads", type=int, default=1)
     threads = parser.parse_args().threads

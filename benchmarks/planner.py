@@ -169,7 +169,6 @@ def measure_nodes(num_pages: int, num_nodes: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures every size, prints the medians and writes the result file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=800, help="timed steps, or nodes, per size")
     parser.add_argument("--core", type=int, default=0, help="core to stay on")

@@ -37,17 +37,14 @@ EVICT_BAR_MS = 1.0  # 100 of 10,000 leaves
 
 
 def new_cache(num_pages: int) -> PrefixCache:
-    """Returns an empty index of the default kind."""
     return PrefixCache(num_pages=num_pages, page_size=PAGE_SIZE, namespace=b"bench")
 
 
 def random_key(rng: np.random.Generator, num_pages: int) -> bytes:
-    """Returns packed random tokens for whole pages."""
     return pack_tokens(rng.integers(0, 128_000, num_pages * PAGE_SIZE))
 
 
 def take(cache: PrefixCache, count: int) -> Int32Array:
-    """Takes ``count`` pages without preference."""
     pages = cache.allocate(np.zeros(count, dtype=np.int32))
     assert pages is not None
     return pages
@@ -63,13 +60,11 @@ def publish(cache: PrefixCache, rng: np.random.Generator, key: bytes, cuts: list
 
 
 def publish_all(cache: PrefixCache, runs: list[tuple[PrefixLock, bytes, Int32Array]]) -> None:
-    """Publishes each run below its receipt."""
     for lock, key, pages in runs:
         cache.insert(lock, key, pages)
 
 
 def timed(what: Callable[[], object]) -> float:
-    """Returns the seconds one call takes, with the garbage collector out of the way."""
     gc.disable()
     start = time.perf_counter()
     what()
@@ -156,7 +151,6 @@ def measure_evict(samples: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs every measurement, prints the medians and writes the result file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=101, help="samples of the match; others take a part of it")
     parser.add_argument("--out", type=Path, default=RESULTS / "radix.json", help="result file")

@@ -55,7 +55,6 @@ START, END = "<!-- figures: benchmarks/readme.py -->\n", "<!-- end of figures --
 
 
 def result(name: str) -> dict[str, Any]:
-    """Reads one result file."""
     return dict(json.loads((RESULTS / f"{name}.json").read_text()))
 
 
@@ -67,7 +66,6 @@ def source(found: dict[str, Any]) -> str:
 
 
 def planned(cases: list[dict[str, Any]], name: str) -> list[str]:
-    """Returns each case with its spread and bar."""
     lines = []
     for case in cases:
         samples = case["samples"]
@@ -84,7 +82,6 @@ def against(samples: dict[str, list[float]], ours: str, theirs: str, bar: float)
 
 
 def missed(is_met: bool) -> str:
-    """Returns what is said of a bar."""
     return "" if is_met else ": missed"
 
 
@@ -99,7 +96,6 @@ def at_least(figure: float, bar: float, unit: str = "") -> str:
 
 
 def rows() -> list[tuple[str, str, str]]:
-    """Returns (name, figures with their bars, source) of every line of the page."""
     turn, radix, planner = (result(name) for name in ("second_turn", "radix", "planner"))
     offline, serving = result("offline"), result("serving")
     memory_mb = serving.get("rss_mb", [serving["found"]["api_rss_mb"]])
@@ -156,7 +152,6 @@ def rows() -> list[tuple[str, str, str]]:
 
 
 def heads() -> list[tuple[str, str, str]]:
-    """Returns the rows about hiserve-nano's draft heads."""
     accepted, speed = result("nano_acceptance"), result("nano_spec")
     lengths, differences = [], []
     for kind in ("eagle3", "mtp"):
@@ -193,7 +188,6 @@ def heads() -> list[tuple[str, str, str]]:
 
 
 def recovery() -> list[tuple[str, str, str]]:
-    """Returns the rows about workers that die."""
     rows = []
     for path in sorted(RESULTS.glob("recovery*.json")):
         run = result(path.stem)
@@ -245,7 +239,6 @@ def soak() -> list[tuple[str, str, str]]:
 
 
 def tiers() -> list[tuple[str, str, str]]:
-    """Returns the rows about the host tier on a GPU."""
     cache, copy = result("cache"), result("copy")
     hit, others, kept = (cache["parts"][name] for name in ("hit", "others", "conversations"))
     longer, recompute = (hit["ratios"][name] for name in ("hit over the longer half", "hit over recompute"))
@@ -308,7 +301,6 @@ def figures_of(name: str, part: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def figure_of(given: dict[str, Any]) -> str:
-    """Returns a figure of a GPU with its ratio and bar."""
     figure = Figure(**given)
     value = f"{figure.value:,.0f}" if figure.value >= 100 else f"{figure.value:.3g}"
     ratio = "-" if figure.ratio is None else f"{figure.ratio:.2f}"

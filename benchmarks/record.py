@@ -50,7 +50,7 @@ def commit(*paths: str) -> str:
 
 
 def about(command: str, *paths: str, at_commit: str | None = None, num_gpus: int = 0) -> dict[str, Any]:
-    """Returns what ``hiserve bench`` says of a run, the commit, and the digest of the code in ``paths`` (of the repository)."""
+    """Returns what ``hiserve bench`` says of a run, the commit, and the digest of the code in ``paths``."""
     said = about_run(command, f"hiserve {hiserve.__version__}", num_gpus, PACKAGES)
     return said | {"commit": at_commit or commit(*paths)} | ({"measured": measured(*paths)} if paths else {})
 

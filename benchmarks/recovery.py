@@ -119,7 +119,6 @@ async def read(client: Client, prompt: Int32Array, num_tokens: int, sample: Samp
 
 
 async def kill_once(url: str, sizes: Sizes, seed: int) -> dict[str, Any]:
-    """Returns what a death in the middle of a load cost."""
     prompts = np.random.default_rng(seed).integers(7, sizes.vocab_size, (sizes.streams, sizes.prompt), dtype=np.int32)
     samples = [Sample() for _ in prompts]
     async with connected(ConnectionOptions(url=url, timeout=300), "openai", ignore_eos=True) as server:
@@ -146,7 +145,6 @@ def tokens_told(info: dict[str, Any]) -> int:
 
 
 async def info_of(pool: Pool) -> dict[str, Any]:
-    """Returns ``/server_info``."""
     status, info = await pool.ask("GET", "/server_info")
     assert status == 200, f"/server_info answered {status}: {info}"
     return dict(info)
@@ -218,7 +216,6 @@ async def watch(sizes: Sizes) -> dict[str, Any]:
 
 
 async def talk(client: EngineClient, sizes: Sizes, index: int) -> None:
-    """Sends one request after the other until the time is over."""
     rng = np.random.default_rng(index)
     until = time.monotonic() + sizes.load_s
     while time.monotonic() < until:
@@ -233,7 +230,6 @@ MEDIANS = ("first_new_token_s", "without_weights_s", "last_stream_s", "longest_p
 
 
 def main() -> int:
-    """Writes the result file; returns 1 if a bar is missed, which says nothing of a tiny load."""
     given = arguments()
     sizes, flag = (TINY, " --tiny") if given.tiny else (SMALL, " --cpu") if given.cpu else (LARGE, "")
     rounds = [one_round(sizes, SEED + index) for index in range(sizes.rounds)]
@@ -268,14 +264,12 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    """Reads the command line."""
     parser = gpu_parser(__doc__)
     parser.add_argument("--cpu", action="store_true")
     return parser.parse_args()
 
 
 def one_round(sizes: Sizes, seed: int) -> dict[str, Any]:
-    """Starts a server, kills its worker once, and ends it; returns the figures."""
     with serving_shape(sizes.settings, sizes.vocab_size) as server:
         found = asyncio.run(kill_once(server.url, sizes, seed))
     print(f"first new token after {found['first_new_token_s']:.2f} s", flush=True)

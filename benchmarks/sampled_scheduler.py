@@ -33,7 +33,6 @@ class Clock:
         self.modules: Counter[str] = Counter()
 
     def listen(self) -> None:
-        """Begins to count when it is told to."""
         signal.signal(signal.SIGPROF, self._tick)
         signal.signal(signal.SIGUSR2, lambda *_: signal.setitimer(signal.ITIMER_PROF, EVERY_S, EVERY_S))
 

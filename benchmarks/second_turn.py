@@ -61,7 +61,6 @@ async def round_of(server: ServerUnderTest, client: Client, index: int) -> dict[
 
 
 async def measure(url: str) -> list[dict[str, Any]]:
-    """Returns all rounds."""
     async with connected(
         ConnectionOptions(url=url, temperature=0.7, timeout=120), "openai-chat", ignore_eos=False
     ) as server:
@@ -70,7 +69,6 @@ async def measure(url: str) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Writes ``benchmarks/results/second_turn.json``; returns 1 if the bar is missed."""
     with serving() as server:
         rounds = asyncio.run(measure(server.url))
     cached = statistics.median(each["second_turn_ms"] for each in rounds)

@@ -89,6 +89,5 @@ def bench_serve(url: str, **options: float) -> dict[str, Any]:
 
 
 def cpu_s(pid: int) -> float:
-    """Returns the CPU seconds of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -40,7 +40,6 @@ def offline(llm: LLM, seed: int) -> float:
 
 
 def main() -> int:
-    """Writes ``benchmarks/results/serving.json``; returns 1 if a bar is missed."""
     starts: list[float] = []
     samples: dict[str, list[float]] = {"http": [], "offline": []}
     rss_mb: list[float] = []

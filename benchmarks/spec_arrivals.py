@@ -69,7 +69,6 @@ def serve(drive: Drive, prompts: Sequence[Int32Array], num_new: int, due: np.nda
 
 
 def told(seen: Sequence[Seen]) -> dict[str, Any]:
-    """Returns what the requests' callers saw."""
     seconds = max(each.times[-1] for each in seen) - min(each.added for each in seen)
     per_token = [(each.times[-1] - each.times[0]) / (len(each.tokens) - 1) for each in seen]
     first = [each.ttft_s for each in seen]
@@ -107,7 +106,6 @@ def measure(sizes: Sizes, folder: str, num_requests: int) -> Iterator[tuple[str,
 
 
 def main() -> int:
-    """Writes the result file, engine by engine."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--requests", type=int, default=256)

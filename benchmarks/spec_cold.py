@@ -128,7 +128,6 @@ def compare(scale: Scale, off: LLM, auto: LLM, batch: int, rounds: int) -> dict[
 
 
 def main() -> int:
-    """Command line; returns 1 if the bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scale", choices=SCALES, default="nano")
     parser.add_argument("--rounds", type=int)

@@ -14,7 +14,7 @@ def spread(samples: Sequence[float]) -> tuple[float, float, float]:
 
 
 def spread_text(samples: Sequence[float], form: str, unit: str = "") -> str:
-    """Returns ``26 ms [24 – 31]``, with numbers as ``form`` (``.2f``) and ``unit`` after the median; one sample is said to be one."""
+    """Returns ``26 ms [24 – 31]``: median and spread in a format, as ``.2f``; one sample is said to be one."""
     median, low, high = spread(samples)
     apart = f"{low:{form}} – {high:{form}}" if len(samples) > 1 else "one sample"
     return f"{median:{form}}{unit} [{apart}]"

@@ -40,7 +40,6 @@ class Watch:
         self.begin(0)
 
     def begin(self, num_rows: int) -> None:
-        """A group of requests is sent."""
         self._num_rows = num_rows
         self._began = time.perf_counter(), time.process_time()
         self._waited_s: float | None = None
@@ -52,7 +51,6 @@ class Watch:
         self.num_decoded = 0
 
     def step(self) -> RequestUpdates | None:
-        """One step of the engine."""
         is_decode = len(self._seen) == self._num_rows and len(self._ended) < self._num_rows
         wall, cpu = time.perf_counter(), time.process_time()
         updates = self._step()
@@ -73,7 +71,6 @@ class Watch:
         return updates
 
     def submit(self, plan: Any) -> Any:
-        """A plan goes to the executor."""
         if self._waited_s is None and plan.num_new.sum():
             self._waited_s = time.perf_counter() - self._began[0]
         return self._submit(plan)
@@ -94,18 +91,15 @@ def open_llm(settings: dict[str, Any], host_pages: int) -> LLM:
 
 
 def engine_of(llm: LLM) -> Engine:
-    """Returns the engine of this process."""
     engine: Engine = llm._backend.engine  # type: ignore[attr-defined]
     return engine
 
 
 def pages_of(llm: LLM) -> Any:
-    """Returns the pages of the host."""
     return engine_of(llm)._planner._cache.host.pages
 
 
 def answer(llm: LLM, watch: Watch, asked: dict[str, Any]) -> dict[str, Any]:
-    """Serves a group of requests at once."""
     if asked.get("flush"):
         llm.flush()
     each = [SamplingParams(temperature=0.0, seed=0, max_tokens=count, ignore_eos=True) for count in asked["num_new"]]
@@ -127,7 +121,6 @@ def answer(llm: LLM, watch: Watch, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answers until there is nothing more to read."""
     host_pages = int(sys.argv[2]) if len(sys.argv) > 2 else 0
     with open_llm(json.loads(sys.argv[1]), host_pages) as llm:
         watch = Watch(engine_of(llm))

@@ -74,7 +74,6 @@ class Conversations:
 
     @property
     def following(self) -> int:
-        """The conversation whose turn is next."""
         if self._following is None:
             self._following = next(self._order)
         return self._following

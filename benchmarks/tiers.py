@@ -46,7 +46,6 @@ class Scale:
     warm_up: int = 150  # of them, those that are not counted
 
     def requests(self, order: str, seed: int) -> list[tuple[Turn, np.ndarray]]:
-        """Returns the turns of a trace, and the replies to them."""
         trace, served = Conversations(order, seed, self.page_size, self.longest), []
         for _ in range(self.turns):
             turn = trace.next()
@@ -55,11 +54,9 @@ class Scale:
         return served
 
     def counted(self, serve: Callable[[Turn, np.ndarray], int], requests: list[tuple[Turn, np.ndarray]]) -> list[int]:
-        """Returns what ``serve`` found of each turn after the warm-up."""
         return [serve(*request) for request in requests][self.warm_up :]
 
     def found_by_lru(self, num_pages: int, requests: list[tuple[Turn, np.ndarray]]) -> int:
-        """Returns the prompt tokens that one LRU cache of so many pages finds."""
         return sum(self.counted(UnionLru(num_pages, self.page_size).serve, requests))
 
 
@@ -81,16 +78,13 @@ class Fates:
         self._last: dict[bytes, Tier] = {}
 
     def stored(self, tier: Tier, parent: bytes | None, digests: list[bytes], key: bytes) -> None:
-        """Pages can be read on a tier."""
         self._held[tier].update(digests)
 
     def removed(self, tier: Tier, digests: list[bytes]) -> None:
-        """Pages cannot be read there any more."""
         self._held[tier].difference_update(digests)
         self._last.update(dict.fromkeys(digests, tier))
 
     def cleared(self) -> None:
-        """Nothing can be read any more."""
         raise AssertionError("nobody flushes")
 
     def went(self, digests: list[bytes]) -> Counter[str]:
@@ -190,7 +184,6 @@ def measure(name: str, order: str, ratio: float, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs every case, prints and records it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS / "tiers.json", help="result file")
     parser.add_argument("--scales", default=",".join(SCALES), help="of them, separated by commas")
@@ -218,7 +211,6 @@ def main() -> None:
 
 
 def text(share: float | None) -> str:
-    """Returns a share as it is printed; there is none of nothing."""
     return "nothing" if share is None else f"{share:.3f}"
 
 

@@ -195,7 +195,6 @@ def figures_of(
 
 
 def main() -> None:
-    """Runs the parts, prints and records what they found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", type=Path, help="a tree to compare with: a folder that holds hiserve")
     parser.add_argument("--parts", default="trace,full", help="of them, separated by commas")

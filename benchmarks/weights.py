@@ -65,12 +65,10 @@ def make_checkpoint(folder: Path, gib: float) -> ModelConfig:
 
 
 def name_of(number: int) -> str:
-    """Returns the name of a shard."""
     return f"model-{number:05}.safetensors"
 
 
 def write(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Writes a shard to the disk."""
     path = folder / name_of(number)
     save_file(tensors, path)
     with path.open("rb") as file:
@@ -92,7 +90,6 @@ def disk_bytes() -> int:
 
 
 def dd(files: list[Path]) -> None:
-    """Reads the files one after the other."""
     for path in files:
         subprocess.run(["dd", f"if={path}", "of=/dev/null", "bs=16M"], check=True, capture_output=True)
 
@@ -108,7 +105,6 @@ def into_fresh_memory(files: list[Path]) -> None:
 
 
 def settle(device: torch.device) -> None:
-    """Waits until a device has done everything."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -150,7 +146,6 @@ def measure(folder: Path, shape: ModelConfig, device: torch.device, rounds: int)
 
 
 def main() -> int:
-    """Writes the result; returns 1 if a bar is missed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("commit")

@@ -28,7 +28,6 @@ TINY = {"device": "cpu", "cpu_threads": 1, "kv_pages": 64, "max_model_len": 256,
 
 
 def main() -> int:
-    """Writes the result file; returns 1 if the bar is missed."""
     parser = gpu_parser(__doc__)
     parser.add_argument("--before", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
@@ -71,7 +70,6 @@ def measure(folder: Path, shape: str, settings: dict[str, Any], rounds: int) -> 
 
 
 def compare(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Returns the rates of the defaults over those of the others, by workload, medians."""
     rates = {
         engine: {name: statistics.median(values) for name, values in each.items() if name != "start_s"}
         for engine, each in found.items()

@@ -24,7 +24,6 @@ Prompt = NDArray[np.int32]
 
 
 def main() -> None:
-    """Runs the workloads of a shape."""
     shape, settings, rounds = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
     begin = time.perf_counter()
     with hiserve.LLM(shape=shape, load_format="dummy", **settings) as llm:
@@ -42,8 +41,6 @@ def main() -> None:
 
 
 def at_once(num_rows: int, num_prompt: int, num_output: int) -> Callable[[Any, np.random.Generator], float]:
-    """Returns a workload of requests given at once; its rate is of output tokens a second."""
-
     def run(llm: Any, rng: np.random.Generator) -> float:
         prompts = [draw(rng, num_prompt) for _ in range(num_rows)]
         return num_rows * num_output / timed(llm, prompts, num_output)[0]
@@ -82,7 +79,6 @@ def timed(llm: Any, prompts: list[Prompt], num_output: int) -> tuple[float, list
 
 
 def draw(rng: np.random.Generator, count: int) -> Prompt:
-    """Returns random token ids, int32 ``[count]``."""
     return rng.integers(0, VOCAB_SIZE, count, dtype=np.int32)
 
 

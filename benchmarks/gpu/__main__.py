@@ -73,7 +73,6 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    """Reads the command line."""
     parser = gpu_parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--set", type=setting, action="append", default=[], metavar="NAME=VALUE")
@@ -106,7 +105,6 @@ def timed_part(bench: Bench, name: str) -> dict[str, Any]:
 
 
 def rows(figures: list[Figure]) -> list[str]:
-    """Returns the figures of a part, a line each."""
     return table(asdict(figure) for figure in figures).splitlines()[1:]
 
 

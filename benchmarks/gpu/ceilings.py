@@ -122,7 +122,6 @@ def host_s(work: Callable[[], object]) -> float:
 
 
 def clocked(work: Callable[[], object]) -> float:
-    """Seconds by the clock."""
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin

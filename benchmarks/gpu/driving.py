@@ -62,7 +62,6 @@ class Bench:
         return self._drive
 
     def prompt(self, drive: Drive, length: int) -> np.ndarray:
-        """Returns a prompt that nobody has seen, int32 ``[length]``."""
         return self._rng.integers(7, drive.vocab_size, length, dtype=np.int32)
 
     def beginning(self, drive: Drive, row: int, length: int) -> np.ndarray:
@@ -72,7 +71,6 @@ class Bench:
         return self._streams[row][:length]
 
     def close(self) -> None:
-        """Gives the engine and its memory back."""
         if self._drive is not None:
             self._drive.close()
         self._drive = None
@@ -93,16 +91,13 @@ class Pace:
 
     @property
     def median_s(self) -> float:
-        """Median seconds of a step."""
         return statistics.median(self.step_s)
 
     @property
     def mean_s(self) -> float:
-        """Mean seconds of a step."""
         return statistics.fmean(self.step_s)
 
     def told(self) -> dict[str, Any]:
-        """Returns everything, for the result file."""
         return asdict(self) | {"median_s": self.median_s, "mean_s": self.mean_s}
 
 

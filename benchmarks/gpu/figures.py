@@ -27,17 +27,14 @@ class Figure:
 
     @property
     def is_met(self) -> bool:
-        """Whether the bar is reached; true without one."""
         return self.bar is None or (self.ratio is not None and self.ratio >= self.bar)
 
     @property
     def verdict(self) -> str:
-        """Returns what the table says."""
         return "" if self.bar is None else "ok" if self.is_met else "MISSED"
 
 
 def table(figures: Iterable[dict[str, Any]]) -> str:
-    """Returns a line for each figure, under a heading."""
     rows = [("figure", "value", "", "ratio", "bar", "")]
     for each in (Figure(**given) for given in figures):
         ratio, bar = ("-" if number is None else f"{number:.3f}" for number in (each.ratio, each.bar))

@@ -67,7 +67,7 @@ class CycleLimits:
         )
 
     def cost(self, rows: int, num_draft: int, context: float, ceilings: dict[str, float]) -> float:
-        """Returns the least cost of a cycle, in plain steps; 1 without drafts. Each of ``rows`` attends over ``context`` tokens."""
+        """Returns the least cost of a cycle, in plain steps; each of ``rows`` attends over ``context`` tokens."""
         if not num_draft:
             return 1.0
         cycle_s = self._step_s(rows, 1 + num_draft, context, ceilings) + self._drafts_s(rows, num_draft, ceilings)

@@ -149,7 +149,6 @@ def on_device(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def lines(name: str, found: dict[str, Any]) -> list[str]:
-    """Returns what of a profile is printed."""
     host = ", ".join(f"{call} {us:.0f}" for call, us in found["host_us"].items())
     said = [f"{name}: step {found['step_us']:.0f} us; host, medians in us: {host}"]
     device = found["device"]

@@ -87,7 +87,6 @@ class SpecSizes:
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """All batches, ascending."""
         return tuple(sorted({batch for batches in self.heads.values() for batch in batches}))
 
 

@@ -43,11 +43,9 @@ class Held:
         self._num_draft = num_draft
 
     def stays_cold(self, allowed: Int32Array) -> bool:
-        """Returns False: what drafts takes part in every step."""
         return False
 
     def choose(self, allowed: Int32Array, mean_context: float) -> int:
-        """Returns the number, whatever the rows are."""
         return self._num_draft
 
     def record(self, *_: Any) -> None:
@@ -91,7 +89,6 @@ def widened(folder: Path, sizes: SpecSizes, settings: dict[str, Any]) -> dict[st
 
 @contextmanager
 def opened(part: Part, settings: dict[str, Any], spec: str) -> Iterator[LLM]:
-    """An engine, and what its start took among the samples."""
     begin = time.perf_counter()
     with LLM(in_process=True, **(settings | {"spec": spec})) as engine:
         part.samples[f"start of {spec}"] = time.perf_counter() - begin
@@ -171,7 +168,6 @@ def held(engine: Any, num_draft: int | None) -> Iterator[None]:
 
 
 def report(part: Part, bench: Bench, head: str, batch: int, found: dict[str, Any], limits: CycleLimits) -> None:
-    """Adds the figures and samples of one batch."""
     sizes, runs = bench.sizes.spec, found["runs"]
     rates = {mode: rate(each) for mode, each in runs.items()}
     context = found["prompt"] + sizes.output / 2
@@ -206,7 +202,6 @@ def report(part: Part, bench: Bench, head: str, batch: int, found: dict[str, Any
 
 
 def rate(runs: Sequence[BatchResult]) -> float:
-    """Returns the median tokens per second."""
     return statistics.median(run.tokens_per_s for run in runs)
 
 

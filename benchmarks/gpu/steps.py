@@ -32,7 +32,6 @@ def measure_decode(bench: Bench, shape: str) -> Part:
 
 
 def name_of(case: DecodeCase) -> str:
-    """Returns what a decode case is called."""
     return f"{case.shape} decode, {case.rows} x {case.context}"
 
 

@@ -110,7 +110,6 @@ class Batch:
         self.kv_bytes = int(ends.sum()) * 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
 
     def forward(self, attention: Attention, layer: int) -> Tensor:
-        """Attends in one layer."""
         return attention.forward(self.q, self.k, self.v, self.layers[layer], layer)
 
 
@@ -170,7 +169,6 @@ def figures(case: Case, found: dict[str, Any], limits: dict[str, float]) -> list
 
 
 def main() -> int:
-    """Writes the result file; returns 1 if a backend failed or computes something else."""
     parser = gpu_parser(__doc__)
     parser.add_argument("--heads", type=int, nargs=3, default=(32, 8, 128), help="query heads, KV heads, their size")
     given = parser.parse_args()

@@ -49,7 +49,6 @@ SHAPES = {"llama-8b": group(32, 8, 128), "nano": group(8, 2, 64)}  # 2 MiB and 6
 
 
 def ceiling() -> dict[str, float]:
-    """Bytes per second of one large copy each way."""
     rates = link_rates(256 * MIB)
     return {"load": rates["pinned_to_device_bytes_per_s"], "store": rates["device_to_pinned_bytes_per_s"]}
 
@@ -93,7 +92,6 @@ class Bench:
         return PageCopy(self._op, kind, ours, theirs, 0, run)
 
     def burst(self, copies: list[PageCopy]) -> float:
-        """Carries out orders; returns seconds."""
         begin = time.perf_counter()
         self.start_s = []
         for copy in copies:
@@ -111,7 +109,6 @@ class Bench:
         return seconds
 
     def rate(self, make: Callable[[], list[PageCopy]]) -> float:
-        """Returns the median bytes per second over some bursts, the first not counted."""
         rates = []
         for _ in range(NUM_BURSTS + 1):
             copies = make()
@@ -194,7 +191,6 @@ def measure_shape(subject: Bench, limits: dict[str, float]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Writes the result file; returns 1 if a bar is missed."""
     out, commit = Path(sys.argv[1]), sys.argv[2]
     command = "python -m benchmarks.kernels.copy OUT.json COMMIT"
     result = Record(out, command, "hiserve/cache/storage", at_commit=commit, num_gpus=1)

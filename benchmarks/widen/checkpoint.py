@@ -47,7 +47,6 @@ class Widened:
 
     @property
     def config(self) -> ModelConfig:
-        """The wide model's shape."""
         return self.places.wide
 
 
@@ -97,7 +96,6 @@ def write(widened: Widened, dtype: torch.dtype, device: torch.device, out: Path)
 
 
 def pieces_of(config: ModelConfig) -> Iterator[TensorSource]:
-    """Yields the tensors of a checkpoint."""
     return (piece for pieces in parameter_table(config).values() for piece in pieces)
 
 
@@ -124,7 +122,6 @@ def write_shards(tensors: Iterable[tuple[str, Tensor]], out: Path, shard_bytes: 
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a file of one object."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -158,7 +155,6 @@ class WideHead:
     shapes: dict[str, tuple[int, ...]]  # the wide ones
 
     def tensors(self, widened: Widened, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """Returns all tensors of its checkpoint, made on the device."""
         made = {}
         for name, source in self.sources.items():
             made[name] = torch.empty(self.shapes[name], dtype=dtype, device=device)
@@ -203,7 +199,6 @@ def widen_head(widened: Widened, folder: Path, draft_vocab_size: int | None = No
 
 
 def write_head(widened: Widened, head: WideHead, dtype: torch.dtype, device: torch.device, out: Path) -> None:
-    """Writes a head's folder."""
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "config.json", head.raw | {"torch_dtype": str(dtype).removeprefix("torch.")})
     made = {name: tensor.cpu() for name, tensor in head.tensors(widened, dtype, device).items()}

@@ -140,7 +140,7 @@ class Filler:
         self._is_tied = wide.tie_embeddings
 
     def fill(self, name: str, out: Tensor, source: Tensor | None) -> None:
-        """Fills a tensor of the wide checkpoint, ``[rows, columns]`` or ``[hidden_size]``, from the narrow one; None is an extra layer's."""
+        """Fills ``[rows, columns]`` or ``[hidden_size]`` of the wide checkpoint; ``source`` None is an extra layer's."""
         if out.dtype not in _DTYPES:
             raise ValueError(f"a widened model cannot be {out.dtype}: {LOUD:g} and {MARK:g} are out of its range")
         if out.ndim == 1:
@@ -178,7 +178,6 @@ class Filler:
             out[self._mark, self._mark] = 1.0
 
     def shape(self, name: str, source: Tensor) -> tuple[int, ...]:
-        """Returns the wide shape of a tensor of a draft head."""
         if source.ndim == 1:
             return (self._places.wide.hidden_size,)
         rows, columns = (self._places.axes[axis] for axis in _MAPS[last_part(name)])

@@ -57,7 +57,6 @@ async def build(
 
 
 def _conversations(load: CacheLoadOptions, vocab_size: int, seed: int) -> Workload:
-    """Returns one session for each conversation; its requests repeat it so far and add to it."""
     lengths = [load.conversation_length, *[load.request_length] * (load.num_rounds - 1)]
     sessions = conversations(
         count=load.num_conversations,

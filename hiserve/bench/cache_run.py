@@ -84,14 +84,12 @@ class _Sender:
         self._sent: dict[tuple[int, int], Int32Array] = {}
 
     async def send(self, prompt: Prompt, max_tokens: int, sample: Sample) -> None:
-        """Sends one request as its session's tenant."""
         assert not isinstance(prompt, list), "no load has messages"
         ids = self._encoded[prompt] if isinstance(prompt, str) else prompt
         self._sent[sample.session, sample.turn] = ids
         await self._clients[self._tenant(sample)].send(prompt, max_tokens, sample)
 
     def sent(self, sample: Sample) -> Int32Array:
-        """Returns the prompt of a request that was sent, int32 ``[n]``."""
         return self._sent[sample.session, sample.turn]
 
     def visit(self, sample: Sample) -> Visit:

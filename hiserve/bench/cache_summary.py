@@ -60,7 +60,6 @@ def kind_of(sample: Sample) -> str:
 
 
 def summarize_cache(run: Run, held: Sequence[Held]) -> CacheSummary:
-    """Computes all figures of a run and of what an endless cache held of each sample's prompt."""
     pairs = [(sample, of_it) for sample, of_it in zip(run.samples, held, strict=True) if not sample.error]
     fine = [sample for sample, _ in pairs]
     num_prompt = max(1, sum(max(0, sample.num_prompt) for sample in fine))
@@ -178,6 +177,5 @@ class _Pages:
             node = child
 
     def _cut(self, tokens: bytes) -> Iterator[bytes]:
-        """Yields the bytes of each whole page."""
         size = self._page_bytes
         return (tokens[at : at + size] for at in range(0, len(tokens) - size + 1, size))

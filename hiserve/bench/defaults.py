@@ -94,7 +94,6 @@ def chosen(size: int | None) -> int:
 
 
 def _is_recorded(options: msgspec.Struct) -> bool:
-    """Whether a file says how much is sent."""
     if isinstance(options, DataOptions):
         return options.dataset not in ("random", "shared-prefix")
     return isinstance(options, CacheLoadOptions) and options.load in ("conversation-trace", "agent-sessions")

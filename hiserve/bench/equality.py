@@ -24,7 +24,6 @@ class Margin(msgspec.Struct, frozen=True):
 
     @property
     def is_near(self) -> bool:
-        """Every token is within epsilon."""
         return self.worst <= self.epsilon
 
     @property

@@ -41,7 +41,6 @@ def parse_objectives(given: Sequence[str]) -> dict[str, float]:
 
 
 def goodput(run: Run, objectives_ms: dict[str, float]) -> Goodput:
-    """Judges every request of a run."""
     met = [
         {name for name, limit_ms in objectives_ms.items() if _meets(sample, name, limit_ms)} for sample in run.samples
     ]

@@ -54,7 +54,7 @@ class Pool:
         self._idle: list[_Connection] = []
 
     async def request(self, method: str, path: str, body: bytes, receive: Receive) -> int:
-        """Sends a JSON body; returns the status when the response has ended. ``receive`` gets every part as it arrives. Raises OSError."""
+        """Sends JSON; returns the status at the end. ``receive`` gets every part as it arrives. Raises OSError."""
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}content-length: {len(body)}\r\n\r\n"
         connection = self._fresh_idle() or await self._connect()
         with ExitStack() as undo:
@@ -88,7 +88,6 @@ class Pool:
         return status, b"".join(parts)
 
     def close(self) -> None:
-        """Closes idle connections."""
         while self._idle:
             self._idle.pop().close()
 
@@ -129,7 +128,6 @@ class _Connection(asyncio.Protocol):
         self._is_framed = False
 
     async def exchange(self, request: bytes, receive: Receive) -> int:
-        """Writes a request, passes its response on and returns the status."""
         assert self._transport is not None and self._done is None, "one exchange at a time"
         self._receive = receive
         self._parser = httptools.HttpResponseParser(self)
@@ -150,14 +148,12 @@ class _Connection(asyncio.Protocol):
     # What the event loop calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keeps the way to write."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         self.is_open = True
         if self._bytes_per_s is not None:
             transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_WINDOW)
 
     def data_received(self, data: bytes) -> None:
-        """Notes the time, then parses."""
         self.used_s = time.perf_counter()
         if self._bytes_per_s is not None and self._transport is not None:
             self._transport.pause_reading()
@@ -189,16 +185,13 @@ class _Connection(asyncio.Protocol):
     # What the parser calls.
 
     def on_header(self, name: bytes, _: bytes) -> None:
-        """Notes whether the response has a length or chunks of its own."""
         self._is_framed = self._is_framed or name.lower() in (b"content-length", b"transfer-encoding")
 
     def on_headers_complete(self) -> None:
-        """Keeps the status."""
         self._status = self._parser.get_status_code()
         self.is_open = self._parser.should_keep_alive()
 
     def on_body(self, part: bytes) -> None:
-        """Passes a part of the body on."""
         if self._receive is not None:
             self._receive(self._status, part, self.used_s)
 

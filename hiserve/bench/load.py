@@ -104,7 +104,6 @@ class _Session:
         self._known: Prompt = np.empty(0, dtype=np.int32)
 
     def requests(self) -> Iterator[tuple[Turn, Sample]]:
-        """Yields the turns with their samples."""
         return zip(self._turns, self.samples, strict=True)
 
     async def send(self, turn: Turn, sample: Sample, send: Send) -> None:
@@ -166,7 +165,6 @@ class SoFar:
         self._ttfts_s: list[float] = []
 
     def add(self, sample: Sample) -> None:
-        """Takes a request that has ended."""
         self._begin_s = min(self._begin_s, sample.begin_s)
         if sample.error:
             self._num_failed += 1

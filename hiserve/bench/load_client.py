@@ -100,7 +100,6 @@ class _Stream:
                 self._take(line, now)
 
     def end(self, now: float) -> None:
-        """Judges a response that has ended."""
         sample = self._sample
         if sample.status != 200:
             sample.fail(f"http {sample.status}", _explanation(self._rest), now)

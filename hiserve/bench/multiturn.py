@@ -22,7 +22,6 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of prompt tokens that came from the cache."""
         return None if self.num_cached is None else self.num_cached / max(1, self.num_prompt)
 
     @property

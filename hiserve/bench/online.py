@@ -48,11 +48,9 @@ class ServerUnderTest(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: Path | None
 
     async def counter(self, text: str) -> Counter:
-        """Returns what counts tokens of texts like this one."""
         return await make_counter(self.pool, self.client, self.target, self.tokenizer, text)
 
     def outcome(self, workload: Workload, run: Run, options: list[msgspec.Struct]) -> RunOutcome:
-        """Returns what came of a workload that was sent with these options."""
         return RunOutcome(
             target=self.target,
             asking=self.client.asking,
@@ -186,7 +184,6 @@ async def _measure(
     limits: LimitOptions,
     progress: Begin,
 ) -> RunOutcome:
-    """Warms up, flushes the cache if wanted, and sends everything."""
     await warm_up(server, workload, limits)
     run = await drive(
         workload,

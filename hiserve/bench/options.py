@@ -313,7 +313,6 @@ class GoodputOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add_flags(parser: argparse.ArgumentParser, *sections: type[msgspec.Struct]) -> None:
-    """Adds a flag for every field of these sections."""
     for section in sections:
         group = parser.add_argument_group((section.__doc__ or "").rstrip("."))
         for flag in flags_of("bench", section).values():
@@ -321,6 +320,5 @@ def add_flags(parser: argparse.ArgumentParser, *sections: type[msgspec.Struct]) 
 
 
 def pick(section: type[_T], arguments: Mapping[str, Any]) -> _T:
-    """Returns a section filled from parsed arguments."""
     given = {name: arguments[name] for name in get_type_hints(section) if arguments[name] is not None}
     return section(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})

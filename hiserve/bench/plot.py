@@ -54,7 +54,6 @@ class Plotter:
         self._path = path
 
     def draw_run(self, title: str, run: Run) -> None:
-        """Draws latency distributions, throughput and requests in flight."""
         fine = [sample for sample in run.samples if not sample.error]
         ttft, tpot = values_of(ttft_s, fine), values_of(tpot_s, fine)
         gaps = [token_gaps_s(sample) for sample in fine]
@@ -72,7 +71,6 @@ class Plotter:
         )
 
     def draw_rounds(self, title: str, rounds: Sequence[Round]) -> None:
-        """Draws time to first token and hit rate over the rounds."""
         self.draw(title, partial(_round_ttft, rounds=rounds), partial(_round_hits, rounds=rounds))
 
     def draw(self, title: str, *painters: Painter) -> None:
@@ -124,7 +122,6 @@ def widen(panel: Any) -> None:
 
 
 def _headed(panel: Any) -> None:
-    """Puts the legend over the curves, in a room of its own."""
     panel.set_ylim(0, panel.get_ylim()[1] * 1.25)
     if panel.get_legend_handles_labels()[0]:
         panel.legend(loc="upper right", framealpha=0.95, edgecolor="none")
@@ -146,7 +143,6 @@ def _throughput(panel: Any, run: Run) -> None:
 
 
 def _in_flight(panel: Any, run: Run) -> None:
-    """Draws requests in flight."""
     times, numbers = in_flight(run.samples)
     panel.set(title="Requests in flight", xlabel="seconds of the run", ylabel="requests")
     panel.step(times - run.begin_s, numbers, where="post", color=GREEN, linewidth=1.2)
@@ -265,7 +261,6 @@ STYLES = ("-", "--", ":", "-.")
 
 
 def draw_spec(plotter: Plotter, title: str, found: Found) -> None:
-    """Draws a sweep."""
     costs = next(iter(found.costs.items()), ("", []))
     plotter.draw(
         title,

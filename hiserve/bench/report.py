@@ -28,7 +28,6 @@ MAX_SHOWN_ERRORS = 5
 
 
 def show_run(console: Console, title: str, summary: Summary) -> None:
-    """Shows throughput, then latencies."""
     table = pairs(title)
     table.add_row("requests that ended well", f"{summary.num_ok:,} of {summary.num_requests:,}")
     for kind, count in summary.errors.items():
@@ -76,14 +75,12 @@ def _add_spread(table: Table, name: str, spread: Spread | None) -> None:
 
 
 def show_errors(console: Console, run: Run) -> None:
-    """Shows what failures said, the most frequent first."""
     said = Counter((sample.error, sample.detail) for sample in run.samples if sample.error)
     for (kind, detail), count in said.most_common(MAX_SHOWN_ERRORS):
         console.print(f"[red]{count:,} × {escape(kind)}:[/red] {escape(detail)}", soft_wrap=True)
 
 
 def show_notes(console: Console, workload: Workload) -> None:
-    """Shows what was done to the data."""
     if workload.notes:
         done = ", ".join(f"{name.replace('_', ' ')}: {count:,}" for name, count in workload.notes.items())
         console.print(
@@ -92,7 +89,6 @@ def show_notes(console: Console, workload: Workload) -> None:
 
 
 def show_goodput(console: Console, found: Goodput) -> None:
-    """Shows goodput and how many requests met each objective."""
     table = pairs("goodput")
     table.add_row("[bold]goodput[/bold]", f"[bold]{found.requests_per_s:.2f} requests/s[/bold]")
     table.add_row("requests that met all", f"{found.num_good:,} ({found.attainment:.1%})")
@@ -102,7 +98,6 @@ def show_goodput(console: Console, found: Goodput) -> None:
 
 
 def show_rounds(console: Console, rounds: Sequence[Round], num_without_ids: int) -> None:
-    """Shows TTFT and hit rate, round by round."""
     names = ("round", "ok", "TTFT median ms", "p90", "p99", "prompt tokens", "hit rate", "best possible")
     table = columns("rounds", *names)
     for each in rounds:
@@ -118,7 +113,6 @@ def show_rounds(console: Console, rounds: Sequence[Round], num_without_ids: int)
 
 
 def show_offline(console: Console, title: str, summary: OfflineSummary) -> None:
-    """Shows throughput."""
     table = pairs(title)
     table.add_row("requests", f"{summary.num_requests:,}")
     table.add_row("duration", f"{summary.duration_s:.2f} s")
@@ -142,7 +136,6 @@ def columns(title: str, *names: str, left: str = "") -> Table:
 
 
 def pairs(title: str) -> Table:
-    """Returns a table of names and values."""
     table = Table(title=escape(title), title_justify="left", title_style="bold", show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -218,7 +211,6 @@ COSTS = (
 
 
 def show_spec(console: Console, found: Found) -> None:
-    """Shows a table for each proposer and temperature, what cycles cost, and whether the tokens are the same."""
     for proposer, temperature in dict.fromkeys((case.proposer, case.temperature) for case in found.cases):
         chosen = [case for case in found.cases if (case.proposer, case.temperature) == (proposer, temperature)]
         console.print(_gains(f"{proposer}, temperature {temperature:g}", chosen))
@@ -327,7 +319,6 @@ MAX_VIOLATIONS = 8
 
 
 def show_soak(console: Console, title: str, found: SoakFigures) -> None:
-    """Shows what became of the requests, then the faults, latencies beside them, memory, and what must not be."""
     table = pairs(title)
     for outcome, count in found.outcomes.items():
         table.add_row(f"requests: {escape(outcome)}", f"{count:,}")

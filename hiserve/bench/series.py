@@ -34,7 +34,6 @@ def in_flight(samples: Sequence[Sample]) -> tuple[Floats, Floats]:
 
 
 def peak_in_flight(samples: Sequence[Sample]) -> int:
-    """Returns the most requests in flight at once."""
     return int(in_flight(samples)[1].max(initial=0.0))
 
 

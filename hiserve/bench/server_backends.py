@@ -111,7 +111,6 @@ class OpenAIBackend:
         return body | _salt(asking)
 
     def reader(self, sample: Sample) -> Reader:
-        """Reads deltas."""
         return partial(self._take, sample)
 
     def _take(self, sample: Sample, data: bytes, now: float) -> None:
@@ -196,7 +195,6 @@ class GenerateBackend:
         return {**given, "sampling_params": sampling, "stream": True, **_salt(asking)}
 
     def reader(self, sample: Sample) -> Reader:
-        """Reads growing texts."""
         return _GrowingText(sample).take
 
 
@@ -235,7 +233,6 @@ class _GrowingText:
 
 
 def words_of(answer: Any) -> str:
-    """Returns the message inside an error answer of any common shape."""
     while isinstance(answer, dict):
         answer = next((answer[key] for key in ("error", "message", "detail") if answer.get(key)), str(answer))
     return " ".join(str(answer).split())[:300]

@@ -58,12 +58,10 @@ class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_per_s(self) -> float:
-        """Decoded tokens per second, all requests together."""
         return self.num_decoded / self.seconds
 
     @property
     def step_s(self) -> float:
-        """Mean seconds of a step."""
         return self.seconds / self.num_steps
 
 

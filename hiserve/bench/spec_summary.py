@@ -28,7 +28,6 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def drafts(self) -> DraftUse:
-        """Of all runs."""
         return sum((run.drafts for run in self.spec), DraftUse())
 
 
@@ -46,7 +45,6 @@ class SpecFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def drafts_of(cases: Sequence[Case]) -> DraftUse:
-    """Returns what became of the drafts of all cases."""
     return sum((case.drafts for case in cases), DraftUse())
 
 
@@ -57,7 +55,6 @@ def acceptance(drafts: DraftUse) -> list[float]:
 
 
 def figures_of(case: Case) -> SpecFigures:
-    """Returns what a case says."""
     pairs = list(zip(case.spec, case.plain, strict=True))
     return SpecFigures(
         accept_length=case.drafts.accept_length,

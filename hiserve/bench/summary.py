@@ -70,7 +70,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def values_of(measure: Callable[[Sample], float | None], samples: Iterable[Sample]) -> list[float]:
-    """Returns a measure of every request that has it."""
     return [value for sample in samples if (value := measure(sample)) is not None]
 
 
@@ -81,7 +80,6 @@ def cached_tokens(samples: Sequence[Sample]) -> int | None:
 
 
 def spread(values_s: Iterable[float]) -> Spread:
-    """Summarises seconds in milliseconds."""
     found = np.fromiter(values_s, dtype=np.float64) * 1e3
     if not found.size:
         return Spread()
@@ -90,7 +88,6 @@ def spread(values_s: Iterable[float]) -> Spread:
 
 
 def ttft_s(sample: Sample) -> float | None:
-    """Returns the seconds to the first text, or None without one."""
     return sample.chunk_s[0] - sample.begin_s if sample.chunk_s else None
 
 
@@ -102,7 +99,6 @@ def tpot_s(sample: Sample) -> float | None:
 
 
 def chunk_gaps_s(sample: Sample) -> list[float]:
-    """Returns the seconds between chunks that carried text."""
     return [float(gap) for gap in np.diff(sample.chunk_s)]
 
 
@@ -128,7 +124,6 @@ def token_gaps_s(sample: Sample) -> list[float] | None:
 
 
 def summarize(run: Run) -> Summary:
-    """Computes all figures of a run."""
     fine = [sample for sample in run.samples if not sample.error]
     duration_s = max(run.end_s - run.begin_s, 1e-9)
     num_prompt = sum(max(0, sample.num_prompt) for sample in fine)

@@ -140,11 +140,9 @@ class TokenizerCounter:
         self._tokenizer = Tokenizer.load(folder)
 
     async def encode(self, text: str) -> Int32Array:
-        """Encodes here."""
         return self._tokenizer.encode(text, add_special_tokens=True)
 
     async def count(self, text: str) -> int:
-        """Encodes."""
         return int((await self.encode(text)).size)
 
 
@@ -158,11 +156,9 @@ class ServerCounter:
         self._model = model
 
     async def encode(self, text: str) -> Int32Array:
-        """Asks ``/tokenize``."""
         return np.array((await self._ask(text))["tokens"], dtype=np.int32)
 
     async def count(self, text: str) -> int:
-        """Asks ``/tokenize``."""
         return int((await self._ask(text))["count"])
 
     async def _ask(self, text: str) -> dict[str, Any]:
@@ -181,7 +177,6 @@ class EstimatingCounter:
         self._tokens_per_char = tokens_per_char * ESTIMATE_MARGIN
 
     async def count(self, text: str) -> int:
-        """Multiplies."""
         return int(len(text) * self._tokens_per_char) + 1
 
 
@@ -200,7 +195,7 @@ async def make_encoder(pool: Pool, target: Target, folder: Path | None) -> Encod
 
 
 async def make_counter(pool: Pool, client: Client, target: Target, folder: Path | None, text: str) -> Counter:
-    """Chooses the most exact way of counting: a folder's tokenizer, the server, or usage of a text like those to be counted."""
+    """Chooses the most exact counter: a folder's tokenizer, the server, or the usage of a text like those to count."""
     if folder is not None:
         return TokenizerCounter(folder)
     status, answer = await pool.ask("POST", "/tokenize", {"model": target.model, "prompt": "a"})

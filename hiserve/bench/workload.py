@@ -44,7 +44,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_turns(self) -> int:
-        """Requests in all sessions."""
         return sum(map(len, self.sessions))
 
 
@@ -96,5 +95,4 @@ class Run(msgspec.Struct, kw_only=True):
 
     @property
     def is_partial(self) -> bool:
-        """Whether the run was stopped early."""
         return self.num_unsent > 0 or any(sample.error == "interrupted" for sample in self.samples)

@@ -69,7 +69,6 @@ class BenchKind(msgspec.Struct, frozen=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser, add_settings: AddSettings) -> None:
-    """Adds a parser for each kind of benchmark."""
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
     for name, kind in KINDS.items():
         own = kinds.add_parser(name, help=kind.summary, description=kind.summary, allow_abbrev=False)
@@ -79,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser, add_settings: AddSettings) ->
 
 
 def run(config: Options, *, kind: str, **arguments: Any) -> int:
-    """Runs one benchmark; returns 1 when no request ended well, or something was seen that must not be. Raises HiserveError."""
+    """Runs one benchmark; returns 1 when no request ended well, or a check failed. Raises HiserveError."""
     output = pick(OutputOptions, arguments).output
     if output is None:
         return KINDS[kind].run(config, arguments)
@@ -260,7 +259,6 @@ def _plotter(arguments: Mapping[str, Any]) -> Plotter | None:
 
 
 def _write(arguments: Mapping[str, Any], outcome: RunOutcome | None, figures: dict[str, Any]) -> None:
-    """Writes the result file, if one is wanted."""
     output = pick(OutputOptions, arguments).output
     if output is None:
         return

@@ -64,7 +64,6 @@ class Dialogue(msgspec.Struct):
     messages: list[Message]
 
     def as_sent(self) -> Messages:
-        """Returns the messages as the body of a request has them."""
         return [{"role": message.role, "content": message.content} for message in self.messages]
 
 

@@ -13,7 +13,6 @@ from hiserve.errors import ConfigError
 
 
 def draw_tokens(rng: np.random.Generator, count: int, vocab_size: int) -> Int32Array:
-    """Returns random token ids, int32 ``[count]``."""
     return rng.integers(0, vocab_size, size=count, dtype=np.int32)
 
 
@@ -52,7 +51,7 @@ def shared_prefixes(
     vocab_size: int,
     seed: int,
 ) -> Workload:
-    """Returns groups of requests, each group with one system prompt, in shuffled order; ``num_prompts`` takes the first of them."""
+    """Returns groups of requests, each with one system prompt, in shuffled order, the first ``num_prompts``."""
     rng = np.random.default_rng(seed)
     turns = []
     for _ in range(num_groups):

@@ -46,7 +46,7 @@ class InjectedFault(NamedTuple):
 
 
 def possible(config: Options, wanted: tuple[Fault, ...], recovery_limit_s: float) -> list[Fault]:
-    """Returns the wanted faults, or all that the settings allow. Raises ConfigError for one that would go unnoticed or has no target."""
+    """Returns the wanted faults, or all that the settings allow. Raises ConfigError for one that has no target."""
     reasons: dict[Fault, str] = {}
     if config.cache.cache_verify != "all" or config.cache.host_cache_gib == 0:
         reasons["flip-host"] = "needs a host cache that is checked whenever it is read: --cache-verify all"
@@ -62,7 +62,6 @@ def possible(config: Options, wanted: tuple[Fault, ...], recovery_limit_s: float
 
 
 def inject(fault: Fault, config: Options, processes: dict[int, str], rng: np.random.Generator) -> InjectedFault:
-    """Does one of them."""
     if fault in SIGNALS:
         role, number = SIGNALS[fault]
         victims = [pid for pid, its in processes.items() if its == role]
@@ -160,7 +159,6 @@ class FaultRecovery(msgspec.Struct, kw_only=True):
 
     @property
     def is_lost(self) -> bool:
-        """The server did not come back."""
         return self.fault in SIGNALS and self.token_s is None
 
     def window(self) -> Window:
@@ -187,7 +185,6 @@ class FaultInjector:
 
     @property
     def has_lost(self) -> bool:
-        """The server did not come back from the last fault."""
         return bool(self.struck) and self.struck[-1].is_lost
 
     async def run(self, seconds: float) -> None:

@@ -43,7 +43,7 @@ class SoakOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def soak(config: Options, options: SoakOptions, progress: Begin, program: Sequence[str] = PROGRAM) -> SoakOutcome:
-    """Starts a server with these settings, or takes the one at ``options.url``, and puts it under load and faults. Raises HiserveError."""
+    """Puts a server under load and faults: one of these settings, or the one at ``options.url``. Raises HiserveError."""
     faults = possible(config, options.faults, options.recovery_limit) if options.url is None else []
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(start(config, program)) if options.url is None else None
@@ -63,7 +63,6 @@ async def soak(config: Options, options: SoakOptions, progress: Begin, program: 
 
 
 def _key(config: Options) -> str | None:
-    """Returns the key with the most rights; None if the server asks for none."""
     keys = [config.server.admin_api_key, *config.server.api_key]
     return next((key for key in keys if key), None)
 
@@ -133,7 +132,6 @@ class _Run:
             await asyncio.gather(using, watching, return_exceptions=True)
 
     async def _strike(self, faults: list[Any]) -> None:
-        """Returns at the end of the time under load."""
         if self._server is not None and faults:
             self._striker = FaultInjector(self._server, self._config, self._pool, self._users, self._options, faults)
             await self._striker.run(self._options.duration)

@@ -55,7 +55,6 @@ class ProcessMonitor:
         self.lives: dict[int, ProcessHistory] = {}
 
     def look(self) -> None:
-        """Takes one sample of each process."""
         for pid, role in self._processes().items():
             try:
                 resident, shared = Path(f"/proc/{pid}/statm").read_text().split()[1:3]

@@ -24,7 +24,6 @@ class Window(msgspec.Struct, frozen=True):
     may_fail: bool  # streams that were open in between may end with an error
 
     def overlaps(self, sample: Sample) -> bool:
-        """Says whether the request was open meanwhile."""
         return sample.begin_s <= self.end_s and self.begin_s <= sample.end_s
 
 
@@ -66,7 +65,6 @@ class StreamOracle:
 
 
 def judge_bad(sample: Sample) -> StreamVerdict:
-    """Judges the answer to a malformed request."""
     if sample.error:
         return StreamVerdict("malformed, lost", f"{sample.error}: {sample.detail}")
     if refusal := REFUSALS.get(f"http {sample.status}"):

@@ -39,7 +39,6 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def source(self) -> Source:
-        """Who asks."""
         return "chat" if isinstance(self.prompt, list) else "agent"
 
 
@@ -161,7 +160,6 @@ class Sender:
         return Reference(sample.output_ids, sample.finish)
 
     async def send_nonsense(self, number: int, sample: Sample) -> None:
-        """Sends the n-th malformed request."""
         path, body = NONSENSE[number % len(NONSENSE)]
         told: list[bytes] = []
         try:
@@ -172,7 +170,6 @@ class Sender:
             sample.detail = sample.detail or words_of(msgspec.json.decode(b"".join(told)))
 
     def close(self) -> None:
-        """Closes idle connections."""
         for pool in self._pools.values():
             pool.close()
 
@@ -209,12 +206,10 @@ class Users:
                 group.create_task(self._crowd())
 
     def stop(self) -> None:
-        """Begins no more requests."""
         self._is_over.set()
 
     @property
     def num_open(self) -> int:
-        """Requests in flight."""
         return len(self._open)
 
     def last_token_s(self) -> float:
@@ -224,7 +219,6 @@ class Users:
         )
 
     async def _talk(self) -> None:
-        """Holds one conversation after the other."""
         while not self._is_over.is_set():
             session = self._questions.sessions[self._rng.integers(len(self._questions.sessions))]
             for question in session:
@@ -237,7 +231,6 @@ class Users:
                     break
 
     async def _crowd(self) -> None:
-        """Comes with many requests at once, again and again."""
         while not await self._pause(self._soak.burst_every):
             drawn = self._rng.integers(len(self._questions.all), size=self._soak.burst_size)
             await asyncio.gather(*(self._ask(int(question), "burst") for question in drawn))
@@ -275,7 +268,6 @@ class Users:
         await self._sender.send_nonsense(len(self.nonsense), sample)
 
     async def _pause(self, seconds: float) -> bool:
-        """Waits; says whether it is over."""
         try:
             await asyncio.wait_for(self._is_over.wait(), seconds)
         except TimeoutError:
