@@ -6,6 +6,7 @@ import json
 import statistics
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from benchmarks.gpu.sizes import PEER, PEER_DATE
 from benchmarks.measured import is_current
 from benchmarks.record import RESULTS, ROOT
 from benchmarks.spread import spread_text
+
+Found = dict[str, Any]
+Entry = tuple[str, str, Found]  # a name, its figures with their bars, and the result file
 
 PAGE = ROOT / "docs" / "figures.md"
 STALE = "the code has changed since"
@@ -54,258 +58,229 @@ figure. A figure is marked as older than the code when the code that it measures
 START, END = "<!-- figures: benchmarks/readme.py -->\n", "<!-- end of figures -->\n"
 
 
-def result(name: str) -> dict[str, Any]:
+def result(name: str) -> Found:
     return dict(json.loads((RESULTS / f"{name}.json").read_text()))
 
 
-def source(found: dict[str, Any]) -> str:
+def source(found: Found) -> str:
     """Says where a figure comes from, and whether the code that it measures has changed since."""
     at = f" at {found['commit']}" if "commit" in found else ""
     changed = "" if is_current(found) else f"; **{STALE}**"
     return f"{found['hardware']}; `{found['command']}`, {found['date'][:10]}{at}{changed}"
 
 
-def planned(cases: list[dict[str, Any]], name: str) -> list[str]:
+def bar(sign: str, limit: float, is_met: bool, unit: str = "") -> str:
+    return f"({sign} {limit:g}{unit}{'' if is_met else ': missed'})"
+
+
+def at_most(figure: float, limit: float, unit: str = "") -> str:
+    return bar("≤", limit, figure <= limit, unit)
+
+
+def at_least(figure: float, limit: float, unit: str = "") -> str:
+    return bar("≥", limit, figure >= limit, unit)
+
+
+def against(ours: list[float], theirs: list[float], limit: float) -> str:
+    """Returns how many times as fast ours was, round by round, with the bar."""
+    ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
+    return f"{spread_text(ratios, '.2f', ' ×')} {at_least(statistics.median(ratios), limit)}"
+
+
+def below(samples: list[float], form: str, unit: str, limit: float) -> str:
+    """Returns samples whose median is to be at most the bar."""
+    return f"{spread_text(samples, form, unit)} {at_most(statistics.median(samples), limit)}"
+
+
+def planned(cases: list[Found], name: str) -> list[str]:
+    """Returns each case with its spread and bar."""
     lines = []
     for case in cases:
         samples = case["samples"]
         each = samples.get(name) or [sum(both) for both in zip(samples["plan_us"], samples["commit_us"], strict=True)]
-        bar = case["bar_us"]
-        lines.append(f"{spread_text(each, '.0f', ' µs')} (≤ {bar:.0f}{missed(case['median'][name] <= bar)})")
+        limit, is_met = case["bar_us"], case["median"][name] <= case["bar_us"]
+        lines.append(f"{spread_text(each, '.0f', ' µs')} (≤ {limit:.0f}{'' if is_met else ': missed'})")
     return lines
 
 
-def against(samples: dict[str, list[float]], ours: str, theirs: str, bar: float) -> str:
-    """Returns how many times as fast ours was, round by round, with the bar."""
-    ratios = [one / other for one, other in zip(samples[ours], samples[theirs], strict=True)]
-    return f"{spread_text(ratios, '.2f', ' ×')} {at_least(statistics.median(ratios), bar)}"
-
-
-def missed(is_met: bool) -> str:
-    return "" if is_met else ": missed"
-
-
-def at_most(figure: float, bar: float, unit: str = "") -> str:
-    """Returns a bar that a figure may reach, and whether it is above it."""
-    return f"(≤ {bar:g}{unit}{missed(figure <= bar)})"
-
-
-def at_least(figure: float, bar: float, unit: str = "") -> str:
-    """Returns a bar that a figure should reach, and whether it is below it."""
-    return f"(≥ {bar:g}{unit}{missed(figure >= bar)})"
-
-
-def rows() -> list[tuple[str, str, str]]:
-    turn, radix, planner = (result(name) for name in ("second_turn", "radix", "planner"))
-    offline, serving = result("offline"), result("serving")
-    memory_mb = serving.get("rss_mb", [serving["found"]["api_rss_mb"]])
-    match = radix["results"][0]
+def cpu() -> Iterator[Entry]:
+    """Yields the entries of ``make bench`` but for heads and recovery."""
+    turn, offline, serving, radix, planner = map(result, ("second_turn", "offline", "serving", "radix", "planner"))
     ratios = [each["second_turn_ms"] / each["second_turn_uncached_ms"] for each in turn["rounds"]]
-    turns = f"{turn['second_turn_ms']:.0f} ms / {turn['second_turn_uncached_ms']:.0f} ms = {spread_text(ratios, '.2f')}"
+    yield (
+        "time to first token of the second turn of a 2,000-token conversation: cached / uncached",
+        f"{turn['second_turn_ms']:.0f} ms / {turn['second_turn_uncached_ms']:.0f} ms = {below(ratios, '.2f', '', turn['bar'])}",
+        turn,
+    )
+    rates = offline["samples_tokens_per_s"]
+    yield (
+        "offline, 8 rows, 256 → 128 tokens, float32: speed-up over transformers one by one, and batched",
+        " and ".join(against(rates["hiserve"], rates[name], limit) for name, limit in offline["bars"].items()),
+        offline,
+    )
+    bars, rates = serving["bars"], serving["samples"]
+    memory_mb = serving.get("rss_mb", [serving["found"]["api_rss_mb"]])
+    yield (
+        "throughput over HTTP at 32 streams / offline; time from start to ready; memory of the API process",
+        f"{against(rates['http'], rates['offline'], bars['http_over_offline'])}; "
+        f"{below(serving['starts_s'], '.1f', ' s', bars['ready_s'])}; {below(memory_mb, '.0f', ' MB', bars['api_rss_mb'])}",
+        serving,
+    )
+    match = radix["results"][0]
+    yield (
+        "match + lock + release of 100k tokens over 300 nodes; ratio to memcmp",
+        f"{spread_text(match['samples']['match_lock_release_us'], '.0f', ' µs')} = {match['ratio_to_memcmp']:.0f} × "
+        f"{at_most(match['ratio_to_memcmp'], match['bar_ratio'], ' ×')}",
+        radix,
+    )
     plans = planned([case for case in planner["results"] if "rows" in case], "plan_and_commit_us")
     nodes = planned([case for case in planner["results"] if "nodes" in case][::3], "publish_and_store_us")
-    return [
-        (
-            "time to first token of the second turn of a 2,000-token conversation: cached / uncached",
-            f"{turns} {at_most(statistics.median(ratios), turn['bar'])}",
-            source(turn),
-        ),
-        (
-            "offline, 8 rows, 256 → 128 tokens, float32: speed-up over transformers one by one, and batched",
-            " and ".join(
-                against(offline["samples_tokens_per_s"], "hiserve", name, offline["bars"][name])
-                for name in ("one by one", "batched")
-            ),
-            source(offline),
-        ),
-        (
-            "throughput over HTTP at 32 streams / offline; time from start to ready; memory of the API process",
-            f"{against(serving['samples'], 'http', 'offline', serving['bars']['http_over_offline'])}; "
-            f"{spread_text(serving['starts_s'], '.1f', ' s')} "
-            f"{at_most(statistics.median(serving['starts_s']), serving['bars']['ready_s'])}; "
-            f"{spread_text(memory_mb, '.0f', ' MB')} {at_most(statistics.median(memory_mb), serving['bars']['api_rss_mb'])}",
-            source(serving),
-        ),
-        (
-            "match + lock + release of 100k tokens over 300 nodes; ratio to memcmp",
-            f"{spread_text(match['samples']['match_lock_release_us'], '.0f', ' µs')} = {match['ratio_to_memcmp']:.0f} × "
-            f"{at_most(match['ratio_to_memcmp'], match['bar_ratio'], ' ×')}",
-            source(radix),
-        ),
-        ("plan + commit of a step, 32 and 256 decoding rows, device tier only", ", ".join(plans[:2]), source(planner)),
-        (
-            "plan + commit of a step, 32 and 256 decoding rows, every page written through to the host",
-            ", ".join(plans[2:]),
-            source(planner),
-        ),
-        (
-            "publication and backup of a node of 1 and 64 pages, in the planning thread",
-            ", ".join(nodes),
-            source(planner),
-        ),
-        *heads(),
-        *recovery(),
-        *soak(),
-        *tiers(),
-        *gpu(),
-    ]
+    step = "plan + commit of a step, 32 and 256 decoding rows,"
+    yield f"{step} device tier only", ", ".join(plans[:2]), planner
+    yield f"{step} every page written through to the host", ", ".join(plans[2:]), planner
+    yield "publication and backup of a node of 1 and 64 pages, in the planning thread", ", ".join(nodes), planner
 
 
-def heads() -> list[tuple[str, str, str]]:
+def heads() -> Iterator[Entry]:
+    """Yields the entries of hiserve-nano's draft heads."""
     accepted, speed = result("nano_acceptance"), result("nano_spec")
     lengths, differences = [], []
     for kind in ("eagle3", "mtp"):
         found = accepted[kind]
-        length, drawn = found["served"]["dialogues"]["served"], found["drawn"]["coupled"]
-        told = f"{length['accept_length']:.2f} {at_least(length['accept_length'], accepted['bars'][kind])}"
-        lengths.append(f"{told}, {drawn['accept_length']:.2f} at temperature {found['drawn']['temperature']}")
+        length = found["served"]["dialogues"]["served"]["accept_length"]
+        drawn, temperature = found["drawn"]["coupled"]["accept_length"], found["drawn"]["temperature"]
+        told = f"{length:.2f} {at_least(length, accepted['bars'][kind])}"
+        lengths.append(f"{told}, {drawn:.2f} at temperature {temperature}")
         differences += [abs(each["difference"]) for each in found["served"].values()]
     shares = f"{max(differences):.1%} {at_most(100 * max(differences), 100 * accepted['max_difference'], '%')}"
-    speedups = " and ".join(
-        against(
-            {
-                name: [sum(round_) for round_ in zip(*each, strict=True)]
-                for name, each in speed[kind]["seconds"].items()
-            },
-            "plain",
-            "default",
-            speed["bar"],
-        )
-        for kind in ("dialogue", "code")
+    yield (
+        "hiserve-nano in held-out dialogues, accept length as `usage` defines it: EAGLE-3 with three drafts, MTP with one; "
+        "largest difference between served and predicted",
+        f"{'; '.join(lengths)}; {shares}",
+        accepted,
     )
-    return [
-        (
-            "hiserve-nano in held-out dialogues, accept length as `usage` defines it: EAGLE-3 with three drafts, MTP with one; largest difference between served and predicted",
-            f"{'; '.join(lengths)}; {shares}",
-            source(accepted),
-        ),
-        (
-            "hiserve-nano on a CPU, one stream, defaults: speed-up over `--spec off` in dialogue and code",
-            speedups,
-            source(speed),
-        ),
-    ]
+    speedups = []
+    for kind in ("dialogue", "code"):
+        took = {name: [sum(round_) for round_ in zip(*s, strict=True)] for name, s in speed[kind]["seconds"].items()}
+        speedups.append(against(took["plain"], took["default"], speed["bar"]))
+    yield (
+        "hiserve-nano on a CPU, one stream, defaults: speed-up over `--spec off` in dialogue and code",
+        " and ".join(speedups),
+        speed,
+    )
 
 
-def recovery() -> list[tuple[str, str, str]]:
-    rows = []
+def recovery() -> Iterator[Entry]:
+    """Yields the entries of workers that die."""
     for path in sorted(RESULTS.glob("recovery*.json")):
         run = result(path.stem)
-        median, bars, load = run["median"], run["bars"], run["load"]
-        seconds, hits, share = median["without_weights_s"], median["host_share"], run["supervision"]["share"]
-        rounds, shares = run["rounds"], run.get("supervision_shares", [share])
-        settings = run["settings"]
-        rows.append(
-            (
-                f"{settings.get('shape', settings.get('model'))}, worker killed under {load['streams']} streams: time to the first "
-                "new token without loading weights; share of replayed tokens found on the host; CPU share of supervision and ledger",
-                f"{spread_text([each['without_weights_s'] for each in rounds], '.1f', ' s')} "
-                f"{at_most(seconds, bars['without_weights_s'])}; "
-                f"{spread_text([each['host_share'] for each in rounds], '.2f')} "
-                f"{at_least(hits, bars['host_share'])}; "
-                f"{spread_text(shares, '.2%')} {at_most(100 * share, 100 * bars['supervision_share'], '%')}",
-                source(run),
-            )
+        bars, settings, share = run["bars"], run["settings"], run["supervision"]["share"]
+        hits = [each["host_share"] for each in run["rounds"]]
+        yield (
+            f"{settings.get('shape', settings.get('model'))}, worker killed under {run['load']['streams']} streams: time to the first "
+            "new token without loading weights; share of replayed tokens found on the host; CPU share of supervision and ledger",
+            f"{below([each['without_weights_s'] for each in run['rounds']], '.1f', ' s', bars['without_weights_s'])}; "
+            f"{spread_text(hits, '.2f')} {at_least(statistics.median(hits), bars['host_share'])}; "
+            f"{spread_text(run.get('supervision_shares', [share]), '.2%')} "
+            f"{at_most(100 * share, 100 * bars['supervision_share'], '%')}",
+            run,
         )
-    return rows
 
 
-def soak() -> list[tuple[str, str, str]]:
-    """Returns the rows about servers under load for long: one that everything strikes, one left in peace."""
-    rows = []
+def soak() -> Iterator[Entry]:
+    """Yields the entries of servers under load for long: one under all faults, one without."""
     for path in sorted(RESULTS.glob("soak*.json")):
         run = result(path.stem)
         found = run["soak"]
         counted = Counter(fault["fault"] for fault in found["faults"])
         struck = ", ".join(f"{count} {fault}" for fault, count in sorted(counted.items())) or "no faults"
         felt_s = [fault["recovery_s"] for fault in found["faults"] if fault["recovery_s"] is not None]
-        felt = (
-            f"median {statistics.median(felt_s):.1f} s, longest {max(felt_s):.1f} s"
-            if felt_s
-            else "no process died or hung"
-        )
+        felt = "no process died or hung"
+        if felt_s:
+            felt = f"median {statistics.median(felt_s):.1f} s, longest {max(felt_s):.1f} s"
         grown = [(each["role"], each["mib_per_min"]) for each in found["growth"] if each["is_judged"]]
         slopes = ", ".join(f"{role} {slope:.2f}" for role, slope in grown)
-        rows.append(
-            (
-                f"hiserve-nano in float64 under load for {found['duration_s'] / 60:.0f} minutes ({struck}): violations of the "
-                "oracle; time to the first new token after a process died or hung; growth of processes older than ten minutes",
-                f"{found['num_violations']} (≤ 0{missed(not found['num_violations'])}); {felt}; "
-                f"{slopes} MiB a minute (≤ 1{missed(max(slope for _, slope in grown) <= 1)})",
-                source(run),
-            )
+        yield (
+            f"hiserve-nano in float64 under load for {found['duration_s'] / 60:.0f} minutes ({struck}): violations of the "
+            "oracle; time to the first new token after a process died or hung; growth of processes older than ten minutes",
+            f"{found['num_violations']} {at_most(found['num_violations'], 0)}; {felt}; "
+            f"{slopes} MiB a minute {at_most(max(slope for _, slope in grown), 1)}",
+            run,
         )
-    return rows
 
 
-def tiers() -> list[tuple[str, str, str]]:
+def tiers() -> Iterator[Entry]:
+    """Yields the entries of the host tier on a GPU."""
     cache, copy = result("cache"), result("copy")
-    hit, others, kept = (cache["parts"][name] for name in ("hit", "others", "conversations"))
-    longer, recompute = (hit["ratios"][name] for name in ("hit over the longer half", "hit over recompute"))
-    slower, stored = (
-        others["ratios"]["others' p99 while loading"],
-        cache["parts"]["write_through"]["ratios"]["write-through"],
+    ratios = {name: ratio for part in cache["parts"].values() for name, ratio in part.get("ratios", {}).items()}
+    with_bars = {name: f"{at_most(ratio, cache['bars'][name])}" for name, ratio in ratios.items()}
+    longer, recompute, slower, stored = (
+        f"{ratios[name]:{form}} × {with_bars[name]}"
+        for name, form in (
+            ("hit over the longer half", ".2f"),
+            ("hit over recompute", ".2f"),
+            ("others' p99 while loading", ".2f"),
+            ("write-through", ".3f"),
+        )
     )
-    rates = [
-        copy["shapes"][shape][f"{way}_anywhere"]["of_ceiling"] for shape in copy["shapes"] for way in ("load", "store")
-    ]
-    return [
-        (
-            "Llama-8B shape, 16k tokens from the host + 256 new: time to first token; ratio to the longer of load and prefill; "
-            "ratio to computing all tokens",
-            f"{1e3 * hit['ttft_s']:.0f} ms = {longer:.2f} × {at_most(longer, 1.5)}, "
-            f"{recompute:.2f} × {at_most(recompute, 0.15)}",
-            source(cache),
-        ),
-        (
-            "Llama-8B shape: p99 time per token of 8 rows during a load of 16k tokens / without it; time per token with write-through / without",
-            f"{slower:.2f} × {at_most(slower, 1.15)}, {stored:.3f} × {at_most(stored, 1.03)}",
-            source(cache),
-        ),
-        (
-            "Llama-8B shape: 32 conversations of 6k tokens over a device pool of 64k, input tokens/s with a host tier / without",
-            f"{kept['host']['input_tokens_per_s']:.0f} / {kept['device']['input_tokens_per_s']:.0f} "
-            f"= {kept['ratios']['conversations']:.1f} × {at_least(kept['ratios']['conversations'], 3)}",
-            source(cache),
-        ),
-        (
-            "transfers between host and device, share of pinned-copy bandwidth: load and offload, pages of 2 MiB, of 64 KiB",
-            f"{rates[0]:.3f} and {rates[1]:.3f} {at_least(min(rates[:2]), 0.9)}, "
-            f"{rates[2]:.3f} and {rates[3]:.3f} {at_least(min(rates[2:]), 0.8)}",
-            source(copy),
-        ),
-    ]
+    yield (
+        "Llama-8B shape, 16k tokens from the host + 256 new: time to first token; ratio to the longer of load and prefill; "
+        "ratio to computing all tokens",
+        f"{1e3 * cache['parts']['hit']['ttft_s']:.0f} ms = {longer}, {recompute}",
+        cache,
+    )
+    yield (
+        "Llama-8B shape: p99 time per token of 8 rows during a load of 16k tokens / without it; time per token with write-through / without",
+        f"{slower}, {stored}",
+        cache,
+    )
+    kept, ratio = cache["parts"]["conversations"], ratios["conversations"]
+    yield (
+        "Llama-8B shape: 32 conversations of 6k tokens over a device pool of 64k, input tokens/s with a host tier / without",
+        f"{kept['host']['input_tokens_per_s']:.0f} / {kept['device']['input_tokens_per_s']:.0f} "
+        f"= {ratio:.1f} × {at_least(ratio, cache['bars']['conversations'])}",
+        cache,
+    )
+    shares = []
+    for shape, figures in copy["shapes"].items():
+        load, store = (figures[f"{way}_anywhere"]["of_ceiling"] for way in ("load", "store"))
+        shares.append(f"{load:.3f} and {store:.3f} {at_least(min(load, store), copy['bars'][shape])}")
+    yield (
+        "transfers between host and device, share of pinned-copy bandwidth: load and offload, pages of 2 MiB, of 64 KiB",
+        ", ".join(shares),
+        copy,
+    )
 
 
-def gpu() -> list[tuple[str, str, str]]:
-    """Returns the rows of the parts of all runs of ``benchmarks.gpu``; of a part that ran twice the later file's."""
+def gpu() -> Iterator[Entry]:
+    """Yields the parts of all runs of ``benchmarks.gpu``, of a part that ran twice the later file's; then attention."""
     found = {}
     for path in sorted(RESULTS.glob("gpu*.json")):
         run = result(path.stem)
         found |= {name: (figures_of(name, part), run) for name, part in run["parts"].items() if part["figures"]}
-    lines = [(said, *found[name]) for name, said in GPU_PARTS.items() if name in found]
-    for path in sorted(RESULTS.glob("attention.json")):
-        run = result(path.stem)
-        barred = [figure for figure in run["figures"] if figure["bar"] is not None]
-        lines.append(
-            ("attention with the heads of Llama-8B: time of FlashInfer / time of the Triton kernels", barred, run)
-        )
-    return [(said, "; ".join(map(figure_of, figures)), source(run)) for said, figures, run in lines]
+    for name, said in GPU_PARTS.items():
+        if name in found:
+            figures, run = found[name]
+            yield said, "; ".join(map(figure_of, figures)), run
+    run = result("attention")
+    barred = [figure for figure in run["figures"] if figure["bar"] is not None]
+    said = "attention with the heads of Llama-8B: time of FlashInfer / time of the Triton kernels"
+    yield said, "; ".join(map(figure_of, barred)), run
 
 
-def figures_of(name: str, part: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the figures of a part; of replays under traffic it counts what the gate itself said, whatever was written."""
+def figures_of(name: str, part: Found) -> list[Found]:
+    """Returns the figures of a part; of replays under traffic it counts the gate's own reasons, whatever was written."""
     if name != "traffic":
         return list(part["figures"])
     return [asdict(replays(part["samples"]["host"]["gate"], figure["bar"])) for figure in part["figures"]]
 
 
-def figure_of(given: dict[str, Any]) -> str:
+def figure_of(given: Found) -> str:
     figure = Figure(**given)
     value = f"{figure.value:,.0f}" if figure.value >= 100 else f"{figure.value:.3g}"
     ratio = "-" if figure.ratio is None else f"{figure.ratio:.2f}"
     name = figure.name.split(" decode, ")[-1]  # the row says which shape it is
-    return f"{name}: {value} {figure.unit}, {ratio} (≥ {figure.bar}{missed(figure.is_met)})"
+    return f"{name}: {value} {figure.unit}, {ratio} (≥ {figure.bar}{'' if figure.is_met else ': missed'})"
 
 
 def peer_rows() -> list[str]:
@@ -328,20 +303,24 @@ def peer_rows() -> list[str]:
     ]
 
 
+def rows() -> list[Entry]:
+    return [each for part in (cpu, heads, recovery, soak, tiers, gpu) for each in part()]
+
+
 def figures_page() -> str:
-    """Returns ``docs/figures.md``: a summary, then an entry for each row."""
+    """Returns ``docs/figures.md``: a summary, then the entries."""
     entries = rows()
-    old = sum(STALE in where for _, _, where in entries)
+    old = sum(not is_current(run) for _, _, run in entries)
     bars = sum(figure.count("≤") + figure.count("≥") for _, figure, _ in entries)
     misses = sum(figure.count(": missed") for _, figure, _ in entries)
     parts = [PAGE_HEAD, f"{bars} bars, {misses} missed. {old} of {len(entries)} entries are older than the code.\n"]
     for group, is_on_gpu in (("On a CPU", False), ("On a GPU", True)):
         parts.append(f"\n## {group}\n")
-        for name, figure, where in (entry for entry in entries if ("NVIDIA" in entry[2]) == is_on_gpu):
+        for name, figure, run in (entry for entry in entries if ("NVIDIA" in entry[2]["hardware"]) == is_on_gpu):
             title = name if name.startswith("hiserve") else name[0].upper() + name[1:]
             parts.append(f"\n**{title}**\n\n")
             parts += [f"- {each}\n" for each in figure.split("; ")]
-            parts.append(f"- Source: {where}\n")
+            parts.append(f"- Source: {source(run)}\n")
     return "".join(parts)
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from hiserve.cache.index.eviction import EvictionOrder
-from hiserve.cache.index.prefix_cache import PrefixCache, TierListener
+from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import SamplingParams
 from hiserve.core.transfers import CopyAck, PageCopy
@@ -78,7 +78,6 @@ def copying_engine(
     budget: int = 64,
     depth: int = 0,
     eviction: EvictionOrder = "lru",
-    listener: TierListener | None = None,
 ) -> tuple[Engine, CopyingExecutor, PrefixCache]:
     cache = PrefixCache(
         num_pages=num_pages,
@@ -86,7 +85,6 @@ def copying_engine(
         namespace=b"copying",
         eviction=eviction,
         num_host_pages=num_host_pages,
-        listener=listener,
     )
     planner = Planner(
         cache=cache,
