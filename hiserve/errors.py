@@ -10,6 +10,7 @@ HiserveError                 base: fact, limit and remedy in one message
 │   ├── TooLargeError        the body exceeds the limit                            (HTTP 413)
 │   ├── AuthenticationError  no key, or one that is not known                      (HTTP 401)
 │   ├── ForbiddenError       the key may not do this                               (HTTP 403)
+│   ├── GrammarLimitError    the reply's grammar cannot be followed any further
 │   └── SlowReaderError      too much of a stream was not read                     (in the stream)
 ├── OverloadedError          the queue is full                                     (HTTP 429)
 ├── UnavailableError         starting, draining or without a worker                (HTTP 503)
@@ -107,6 +108,12 @@ class SlowReaderError(RequestError):
     """The caller left more of its stream unread than is kept for it."""
 
     code = "slow_reader"
+
+
+class GrammarLimitError(RequestError):
+    """The grammar of a reply became too complex for its next token."""
+
+    code = "grammar_limit"
 
 
 class OverloadedError(HiserveError):

@@ -132,6 +132,22 @@ class BatchPlan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class MaskPlan:
+    """The tokens that the grammars of a step's rows allow; it follows the plan, whose forward needs none of it.
+
+    Attributes:
+        step_id: The plan's.
+        entries: int32 ``[S * width]``. For each row of logits that the step samples from, the index of its mask; -1 allows
+            all tokens.
+        masks: int32 ``[M, ceil(vocab_size / 32)]``. Bit t % 32 of word t // 32 allows token t.
+    """
+
+    step_id: int
+    entries: Int32Array
+    masks: Int32Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Scores:
     """Log-probabilities of N tokens under the model's own distribution, and the K likeliest tokens of each.
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 from enum import IntEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 from hiserve.config.options import MAX_SPEC_STEPS
 from hiserve.config.serving import MAX_INT32
+from hiserve.core.digest import namespace_digest
 from hiserve.errors import RequestError
 
 MAX_SEED = 2**63 - 1
@@ -37,6 +38,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
 NOT_ZERO = {"top_p": "use temperature 0 for greedy", "repetition_penalty": "1 is no penalty"}
+GrammarKind = Literal["json", "json_lenient", "regex", "choice", "lark", "ebnf"]
 LENGTHS = {"stop": MAX_STOPS, "stop_token_ids": MAX_STOP_TOKENS, "logit_bias": MAX_BIASES}
 
 
@@ -47,11 +49,32 @@ class FinishReason(IntEnum):
     STOP = 1
     LENGTH = 2
     ABORT = 3
+    COMPLETE = 4  # a stop without a stop token: the grammar allows no more. ``TextOutput`` says STOP.
 
     @property
     def text(self) -> str | None:
         """OpenAI's ``finish_reason``; None while the request runs."""
         return None if self is FinishReason.RUNNING else self.name.lower()
+
+
+class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The language of a reply.
+
+    Attributes:
+        kind: ``json`` (a JSON schema), ``json_lenient`` (the same without the keywords that no mask can hold), ``regex``,
+            ``choice`` (a JSON list of texts), ``lark``, ``ebnf`` (GBNF, or Lark).
+        text: As the kind says.
+        digest: Of both.
+    """
+
+    kind: GrammarKind
+    text: str
+    digest: bytes
+
+    @classmethod
+    def of(cls, kind: GrammarKind, text: str) -> Grammar:
+        """Returns the grammar with its digest."""
+        return cls(kind, text, namespace_digest(kind, text))
 
 
 class SpecParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -107,6 +130,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             ones, 0 to 20. They are the model's own, before everything above.
         prompt_logprobs: The same for the tokens of the prompt. The prompt is then computed whole.
         spec: How to use the engine's speculation; None leaves it to the engine.
+        grammar: The reply is a text of this language, or cut by a limit or a stop; ``min_tokens`` and ``ignore_eos``
+            then hold no end back. None is any text.
     """
 
     temperature: float = 1.0
@@ -129,6 +154,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     spec: SpecParams | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         """Refuses values out of range, with the field's name.

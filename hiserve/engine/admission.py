@@ -10,6 +10,7 @@ from hiserve.core.plan import RowAdmit
 from hiserve.core.usage import CacheUse
 from hiserve.engine.budget import Allocation, allocation_of_chunks
 from hiserve.engine.cache_counters import CacheCounters
+from hiserve.engine.grammars import GrammarRows
 from hiserve.engine.host_loads import HostLoads, LoadCostModel
 from hiserve.engine.rows import RowState
 from hiserve.engine.store_prefetch import StorePrefetcher
@@ -27,6 +28,7 @@ class Admission:
         prefetcher: Fetches prefixes from the store.
         costs: Whether a load is worth it.
         cache_counters: Counts hits and misses.
+        grammars: Compiles grammars, and follows those of the rows.
 
     Attributes:
         counters: Prompt tokens, and those of them that came from the cache, by the names of ``WorkerStats``.
@@ -42,6 +44,7 @@ class Admission:
         prefetcher: StorePrefetcher,
         costs: LoadCostModel,
         cache_counters: CacheCounters,
+        grammars: GrammarRows,
     ) -> None:
         self._cache = cache
         self._rows = rows
@@ -49,6 +52,7 @@ class Admission:
         self._prefetcher = prefetcher
         self._costs = costs
         self._cache_counters = cache_counters
+        self._grammars = grammars
         self._waiting = waiting
         self.counters = {"prompt_tokens": 0, "cached_tokens": 0}
 
@@ -71,6 +75,8 @@ class Admission:
                 break
             if must_wait_for(request.in_flight_prefix, self._rows) or self._prefetcher.is_awaited(request):
                 continue
+            if self._grammars.is_awaited(request):
+                continue
             row = self._admit(request)
             if row is None:
                 if request.in_flight_prefix is not None:
@@ -78,6 +84,7 @@ class Admission:
                 break
             self._waiting.remove(request)
             self._prefetcher.drop(request.uid)
+            self._grammars.admit(row, request)
             num_computed = int(self._rows.computed[row])
             admit.append(request.to_row(row, num_computed))
             if self._host_loads.track(row):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from hiserve.core.machine import free_cuda_bytes
 from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
 from hiserve.engine.draft_costs import DraftTimer
 from hiserve.engine.executor import Executor
+from hiserve.engine.grammars import GrammarRows
 from hiserve.engine.kv_event_sender import KvEventSender, open_kv_events
 from hiserve.engine.loop import Engine, EngineFacts
 from hiserve.engine.planner import Planner
@@ -34,6 +36,7 @@ from hiserve.engine.runner_factory import open_proposer, prepare_runners
 from hiserve.engine.startup import await_memory
 from hiserve.engine.tier_transfers import TierTransfers, make_registrar, make_transfers, recover_host_pages
 from hiserve.errors import ResourceError
+from hiserve.grammar.matcher import Vocabulary
 from hiserve.models.builtin_shapes import read_model
 from hiserve.models.decoder import Decoder, load_decoder
 from hiserve.models.draft_config import DraftConfig, page_groups, read_draft
@@ -46,6 +49,7 @@ from hiserve.spec.adaptive import DraftController
 logger = logging.getLogger(__name__)
 
 LINGER_S = 1.5  # for checksums at the end, where pages outlive the server; a supervisor waits longer
+MAX_GRAMMAR_THREADS = 8
 WARM_TOKENS = 16  # of a row: a cold head attends to so many before its drafts are tried
 UPLOAD_SHARE = 4  # of the host pages, one in so many may be kept for uploads
 
@@ -133,7 +137,7 @@ def _compose(
         measurements=measurements if controller is None else replace(measurements, draft_costs=controller.costs),
     )
     return Engine(
-        _planner(settings, cache, model_config, controller),
+        _planner(settings, cache, folder, model_config, controller),
         Executor(runners, rows, threaded=depth > 0, tier_transfers=tier_transfers),
         depth,
         facts,
@@ -185,7 +189,10 @@ def _controller(
     return DraftController(costs, warm_steps)
 
 
-def _planner(settings: Settings, cache: PrefixCache, model: ModelConfig, controller: DraftController | None) -> Planner:
+def _planner(
+    settings: Settings, cache: PrefixCache, folder: Path, model: ModelConfig, controller: DraftController | None
+) -> Planner:
+    ends = [token for token in model.eos_token_ids if token < model.vocab_size]
     return Planner(
         cache=cache,
         max_rows=settings.scheduler.max_running_requests,
@@ -198,6 +205,11 @@ def _planner(settings: Settings, cache: PrefixCache, model: ModelConfig, control
         overlaps_loads=settings.model.device == "cuda" and not settings.cache.kv_canary,
         store_prefetch=None if settings.cache.store is None else settings.cache.store_prefetch,
         store_timeout_s=settings.cache.store_prefetch_timeout_s,
+        grammars=GrammarRows(
+            lambda: Vocabulary.load(folder, model.vocab_size, ends),
+            model.vocab_size,
+            num_threads=max(1, min(MAX_GRAMMAR_THREADS, (os.cpu_count() or 1) // 2)),
+        ),
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hiserve.core.plan import BatchPlan, StepFault, StepResult
+from hiserve.core.plan import BatchPlan, Int32Array, MaskPlan, StepFault, StepResult
 from hiserve.core.step_faults import fault_of, first_line
 from hiserve.core.transfers import CopyAck
 from hiserve.engine.tier_transfers import TierTransfers
@@ -64,13 +64,18 @@ class Executor:
         self._is_replay = False  # of the step that is launched now
         self._last: tuple[int, Decision | None] = 0, None
 
-    def submit(self, plan: BatchPlan) -> Future[StepResult]:
-        """Runs or launches a step after those submitted before. An exception inside it is raised by ``result()``."""
+    def submit(self, plan: BatchPlan, masks: MaskPlan | None = None) -> Future[StepResult]:
+        """Runs or launches a step after those submitted before. An exception inside it is raised by ``result()``.
+
+        Args:
+            plan: The step.
+            masks: Of the tokens that it draws; None leaves them free.
+        """
         if self._thread is not None and self._stream is None:
-            return self._thread.submit(self._run, plan)
+            return self._thread.submit(self._run, plan, masks)
         done: Future[StepResult] = Future()
         try:
-            launched = self._run(plan) if self._thread is None else self._contained(plan, self._launch)
+            launched = self._run(plan, masks) if self._thread is None else self._contained(plan, masks, self._launch)
             if not isinstance(launched, StepResult):
                 assert self._thread is not None, f"step {plan.step_id} was launched without a thread to wait for it"
                 return self._thread.submit(_collect, plan, *launched)
@@ -78,6 +83,27 @@ class Executor:
         except Exception as error:  # noqa: BLE001 - the future raises it from ``result()``
             done.set_exception(error)
         return done
+
+    def drafts(self, rows: Int32Array, count: int) -> Int32Array:
+        """Returns the first drafts of rows. Waits for the device; no step that drafts for these rows may be in flight.
+
+        Args:
+            rows: int32 ``[n]``.
+            count: Drafts of each; behind the last, tokens mean nothing.
+
+        Returns:
+            int32 ``[n, count]``.
+        """
+        with self._on_stream():
+            drafts = self._rows.drafts(rows, count)
+            if self._stream is None:
+                return drafts.numpy()
+            host = torch.empty(drafts.shape, dtype=torch.int32, pin_memory=True)
+            host.copy_(drafts, non_blocking=True)
+            copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            copied.record()
+            copied.synchronize()
+            return host.numpy()
 
     def take_acks(self, wait_s: float = 0.0) -> list[CopyAck]:
         """Returns the copies that have ended since the last call.
@@ -129,14 +155,16 @@ class Executor:
         if self._tier_transfers is not None:
             self._tier_transfers.close()
 
-    def _run(self, plan: BatchPlan) -> StepResult:
-        return self._contained(plan, self._compute)
+    def _run(self, plan: BatchPlan, masks: MaskPlan | None) -> StepResult:
+        return self._contained(plan, masks, self._compute)
 
-    def _contained(self, plan: BatchPlan, work: Callable[[BatchPlan], T]) -> T | StepResult:
+    def _contained(
+        self, plan: BatchPlan, masks: MaskPlan | None, work: Callable[[BatchPlan, MaskPlan | None], T]
+    ) -> T | StepResult:
         """Does a step. If memory runs out, frees the memory of the step; its rows must be admitted anew."""
         self._is_replay = False
         try:
-            return work(plan)
+            return work(plan, masks)
         except Exception as error:
             kind = fault_of(error)
             if not kind:
@@ -149,18 +177,18 @@ class Executor:
         nothing = np.empty(0, dtype=np.int32)
         return StepResult(plan.step_id, counts=nothing, tokens=nothing[:, None], fault=fault)
 
-    def _compute(self, plan: BatchPlan) -> StepResult:
+    def _compute(self, plan: BatchPlan, masks: MaskPlan | None) -> StepResult:
         with torch.inference_mode():
-            output, launched_step = self._step(plan)
+            output, launched_step = self._step(plan, masks)
             self._finish(plan, launched_step)
         # A copy: a graph writes the words of its next replay into the same memory, and the result may not be read yet.
         return read_output(plan, output, output.words.numpy().copy())
 
-    def _launch(self, plan: BatchPlan) -> tuple[DeviceOutput, Tensor, torch.cuda.Event]:
+    def _launch(self, plan: BatchPlan, masks: MaskPlan | None) -> tuple[DeviceOutput, Tensor, torch.cuda.Event]:
         """Enqueues the step and the copy of its outcome."""
         launching = nullcontext() if self._tier_transfers is None else self._tier_transfers.launching()
         with launching, self._on_stream(), torch.inference_mode():
-            output, launched_step = self._step(plan)
+            output, launched_step = self._step(plan, masks)
             host = torch.empty(output.words.shape, dtype=torch.int32, pin_memory=True)
             host.copy_(output.words, non_blocking=True)
             copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -168,11 +196,11 @@ class Executor:
             self._finish(plan, launched_step)  # after the copy: the host waits for no draft
         return output, host, copied
 
-    def _step(self, plan: BatchPlan) -> tuple[DeviceOutput, LaunchedStep | None]:
+    def _step(self, plan: BatchPlan, masks: MaskPlan | None) -> tuple[DeviceOutput, LaunchedStep | None]:
         self._apply(plan)
         self._runners.note(plan)
         self._order_copies(plan)
-        return self._pass_gate(plan) if plan.rows.size else self._nothing()
+        return self._pass_gate(plan, masks) if plan.rows.size else self._nothing()
 
     def _apply(self, plan: BatchPlan) -> None:
         """Applies the plan to the rows; again if memory ran out: each change is a final value, not an increment.
@@ -232,7 +260,7 @@ class Executor:
         if self._tier_transfers is not None:
             self._tier_transfers.forward_done(plan.step_id)
 
-    def _pass_gate(self, plan: BatchPlan) -> tuple[DeviceOutput, LaunchedStep | None]:
+    def _pass_gate(self, plan: BatchPlan, masks: MaskPlan | None) -> tuple[DeviceOutput, LaunchedStep | None]:
         """Asks the gate, and runs or defers the step."""
         runners, tier_transfers = self._runners, self._tier_transfers
         loads = PendingLoads() if tier_transfers is None else tier_transfers.loads
@@ -246,7 +274,7 @@ class Executor:
         if decision.loads:
             assert tier_transfers is not None, f"loads {decision.loads} with one tier"
             wait = partial(tier_transfers.wait, decision.loads)
-        launched_step = runners.run(plan, decision, wait)
+        launched_step = runners.run(plan, decision, wait, None if masks is None else self._rows.upload_masks(masks))
         return launched_step.output, launched_step
 
     def _nothing(self, deferred: str = "") -> tuple[DeviceOutput, None]:

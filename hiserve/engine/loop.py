@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from hiserve.core.plan import BatchPlan, Int32Array, StepResult
+from hiserve.core.plan import BatchPlan, Int32Array, MaskPlan, StepResult
 from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
 from hiserve.core.transfers import CopyAck
 from hiserve.engine.kv_event_sender import KvEventSender
@@ -32,8 +32,11 @@ class PlanExecutor(Protocol):
     It keeps torch out of this module: the loop and the service around it run with any executor, and without torch.
     """
 
-    def submit(self, plan: BatchPlan) -> Future[StepResult]:
+    def submit(self, plan: BatchPlan, masks: MaskPlan | None = None) -> Future[StepResult]:
         """Starts a step after those before it; its exception is raised by ``result()``."""
+
+    def drafts(self, rows: Int32Array, count: int) -> Int32Array:
+        """Returns the first ``count`` drafts of rows (int32 ``[n]``), int32 ``[n, count]``, once the steps before are done."""
 
     def take_acks(self, wait_s: float = 0.0) -> list[CopyAck]:
         """Returns the copies between tiers that have ended; waits up to ``wait_s`` seconds for one."""
@@ -223,6 +226,8 @@ class Engine:
                 self._wait_for_ack(MAX_ACK_WAIT_S)  # only a copy can change anything
             if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
                 self._commit()
+            while self._in_flight and self._planner.grammars.is_used:  # a mask depends on every token before it
+                self._commit()
             self._publish()
         self._is_consistent = True
         return self._planner.take_report()
@@ -238,8 +243,18 @@ class Engine:
         self._planner.complete_transfers(self._executor.take_acks(wait_s))
 
     def _submit(self, plan: BatchPlan) -> None:
-        self._in_flight.append(self._executor.submit(plan))
+        masks = self._masks(plan) if self._planner.grammars.is_used else None
+        self._in_flight.append(self._executor.submit(plan) if masks is None else self._executor.submit(plan, masks))
         self._timer.begin(plan)
+
+    def _masks(self, plan: BatchPlan) -> MaskPlan | None:
+        """Returns the masks of a plan whose rows with a grammar have no step in flight."""
+        rows = self._planner.grammars.drafted_rows(plan)
+        drafts = self._executor.drafts(rows, int(plan.num_draft.max())).tolist() if rows.size else []
+        masks, failed = self._planner.grammars.masks(plan, dict(zip(rows.tolist(), drafts, strict=True)))
+        for row, error in failed.items():
+            self._planner.fail(row, error)
+        return masks
 
     def _commit(self) -> None:
         """Waits for the oldest step in flight, and for the loads that it read."""
@@ -276,6 +291,7 @@ class Engine:
     def close(self) -> None:
         """Waits for the steps in flight and frees all resources."""
         self._executor.close()
+        self._planner.grammars.close()
         if self._kv_events is not None:
             self._kv_events.close()
 

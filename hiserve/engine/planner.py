@@ -17,13 +17,14 @@ from hiserve.engine.admission import Admission
 from hiserve.engine.budget import Allocation, allocate_tokens, decode_first
 from hiserve.engine.cache_counters import CacheCounters
 from hiserve.engine.drafting import DraftChoice, DraftCounts
+from hiserve.engine.grammars import GrammarRows, no_vocabulary
 from hiserve.engine.host_loads import HostLoads, LoadCostModel
 from hiserve.engine.oom_recovery import OomRecovery
 from hiserve.engine.output import pick_scores, report
 from hiserve.engine.rows import RowState
 from hiserve.engine.store_prefetch import StorePrefetcher
 from hiserve.engine.waiting_queue import Request, WaitingQueue
-from hiserve.errors import EngineError, ResourceError
+from hiserve.errors import EngineError, HiserveError, ResourceError
 from hiserve.ipc.cache_stats import LOCAL_TIERS, NodeFacts, StoreStats, TierName
 from hiserve.ipc.lifecycle import StepSnapshot
 from hiserve.ipc.messages import GateCounts, WorkerStats
@@ -84,6 +85,7 @@ class Planner:
         costs: Whether a load is worth it; measured unless given.
         store_prefetch: How long a request waits for its prefix from the store; None without one.
         store_timeout_s: Longest, where that is ``timeout``.
+        grammars: Compiles and follows grammars; without them, a request with one fails.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Planner:
         costs: LoadCostModel | None = None,
         store_prefetch: StorePrefetch | None = None,
         store_timeout_s: float = 0.0,
+        grammars: GrammarRows | None = None,
     ) -> None:
         self._cache = cache
         self._rows = RowState(cache, max_rows, max_len, num_draft, eos_token_ids)
@@ -109,6 +112,7 @@ class Planner:
         self._prefetcher = StorePrefetcher(cache, self._cache_counters, self._costs, store_prefetch, store_timeout_s)
         self._overlaps_loads = overlaps_loads
         self._waiting = WaitingQueue()
+        self.grammars = GrammarRows(no_vocabulary, 0) if grammars is None else grammars
         self._max_len = max_len
         self._oom_recovery = OomRecovery(max_batched_tokens)
         self._backoff = self._oom_recovery.backoff
@@ -120,6 +124,7 @@ class Planner:
             prefetcher=self._prefetcher,
             costs=self._costs,
             cache_counters=self._cache_counters,
+            grammars=self.grammars,
         )
         self._num_draft = num_draft
         self._draft_counts = DraftCounts(self._rows)
@@ -172,6 +177,10 @@ class Planner:
 
     def complete_transfers(self, acks: Sequence[CopyAck], found: Sequence[tuple[int, int]] = ()) -> None:
         """Completes copies, and lookups of (uid, pages) that a store has; a row whose load failed starts over."""
+        for request, error in self.grammars.take_errors():
+            self._waiting.remove(request)
+            self._prefetcher.drop(request.uid)
+            self._updates.failed.append((request.uid, error.code, error.message))
         self._prefetcher.found(found)
         acks = self._prefetcher.complete(acks)
         lost = self._host_loads.complete(acks) if acks else []
@@ -299,6 +308,10 @@ class Planner:
         rows, allocation = decode_first(rows, allocation)
         return rows, allocation, self._host_loads.start(rows)
 
+    def fail(self, row: int, error: HiserveError) -> None:
+        """Ends the request of a row with an error; what steps in flight compute of it does not count."""
+        self._updates.failed.append((self._release(row).uid, error.code, error.message))
+
     # --- commit ---------------------------------------------------------------------------
 
     @property
@@ -339,7 +352,9 @@ class Planner:
         sampled = ok[plan.samples]
         rows, num_draft = step.rows[plan.samples][sampled], plan.num_draft[plan.samples][sampled]
         self._draft_choice.record(plan, rows, num_draft, result.counts[sampled], seconds)
-        counts, finishes, tokens = state.append(rows, num_draft, result.counts[sampled], result.tokens[sampled])
+        counts, tokens = result.counts[sampled], result.tokens[sampled]
+        ends = self.grammars.advance(rows, counts, tokens)
+        counts, finishes, tokens = state.append(rows, num_draft, counts, tokens, ends)
         self._counters["generated_tokens"] += tokens.size
         self._draft_counts.verified(rows, num_draft, counts)
         scores = pick_scores(plan, result, ok, counts, state)
@@ -377,4 +392,5 @@ class Planner:
     def _release(self, row: int) -> Request:
         """Takes the row from its request."""
         self._host_loads.untrack(row)
+        self.grammars.release(row)
         return self._rows.release(row)

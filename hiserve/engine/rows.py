@@ -175,7 +175,7 @@ class RowState:
     def _set_stops(self, row: int, sampling: SamplingParams) -> None:
         """Sets the tokens that end the reply; ``min_tokens`` is the sampler's part, which draws none of them before."""
         stops = sampling.stop_token_ids
-        self._ignores_eos[row] = sampling.ignore_eos
+        self._ignores_eos[row] = sampling.ignore_eos and sampling.grammar is None
         self._stops[row] = NO_TOKEN
         self._stops[row, : len(stops)] = stops
         self._num_stops[row] = len(stops)
@@ -227,7 +227,12 @@ class RowState:
         self.settled[rows] += num_new
 
     def append(
-        self, rows: Int64Array, num_draft: Int32Array, counts: Int32Array, tokens: Int32Array
+        self,
+        rows: Int64Array,
+        num_draft: Int32Array,
+        counts: Int32Array,
+        tokens: Int32Array,
+        grammar_ends: Int32Array | None = None,
     ) -> tuple[Int32Array, Int32Array, Int32Array]:
         """Appends a settled step's tokens up to a stop, and takes back its rejected drafts.
 
@@ -236,6 +241,8 @@ class RowState:
             num_draft: int32 ``[S]``. Drafts that the step verified.
             counts: int32 ``[S]``. Accepted drafts + 1.
             tokens: int32 ``[S, 1 + max draft]``.
+            grammar_ends: int32 ``[S]``. The index of the token that ends a row's grammar, negative where it goes on; None
+                is negative everywhere.
 
         Returns:
             int32 ``[S]`` tokens appended to each row, int32 ``[S]`` the ``FinishReason`` of each, and int32 ``[sum]``
@@ -250,7 +257,12 @@ class RowState:
             self.settled[rows] -= rejected
         known = self.known[rows]
         room = self.limit[rows] - known
-        counts, stops = self._cut(rows, np.minimum(counts, room), tokens)
+        counts = np.minimum(counts, room)
+        is_complete = None
+        if grammar_ends is not None:
+            is_complete = (grammar_ends >= 0) & (grammar_ends < counts)
+            counts = np.where(is_complete, grammar_ends + 1, counts).astype(np.int32)
+        counts, stops = self._cut(rows, counts, tokens)
         width = np.arange(tokens.shape[1])
         is_new = width < counts[:, None]
         places = (rows * self.tokens.shape[1] + known)[:, None] + width
@@ -258,6 +270,8 @@ class RowState:
         self.tokens.reshape(-1)[places[is_new]] = tokens
         self.known[rows] = known + counts
         finishes = np.where(counts == room, int(FinishReason.LENGTH), 0)
+        if is_complete is not None:
+            finishes[is_complete] = int(FinishReason.COMPLETE)
         finishes[stops] = int(FinishReason.STOP)
         return counts, finishes, tokens
 

@@ -10,6 +10,7 @@ from hiserve.core.digest import pack_tokens
 from hiserve.core.plan import WORD_BYTES, Int32Array, RowAdmit
 from hiserve.core.request import SamplingParams
 from hiserve.core.usage import COLD, CacheUse
+from hiserve.grammar.matcher import Matcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Request:
         num_scored: Those, and the ones reported since; the first token has no score. All, when none is wanted.
         was_admitted: Whether it ever had a row.
         in_flight_prefix: The row that it waits for.
+        matcher: Of its grammar, before the first token; None until it is compiled, or without one.
         key: ``tokens``, packed.
     """
 
@@ -69,6 +71,7 @@ class Request:
     num_scored: int = field(init=False)
     was_admitted: bool = False
     in_flight_prefix: InFlightPrefix | None = None
+    matcher: Matcher | None = None
     key: bytes = field(init=False)
 
     def __post_init__(self) -> None:

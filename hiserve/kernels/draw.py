@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hiserve.kernels.launch import await_previous, early_launch, start_next
+from hiserve.kernels.step_ops import TokenMasks
 from hiserve.kernels.step_reference import SAMPLE_STREAM
 
 _PLAIN_BLOCK = 4096
@@ -19,17 +20,23 @@ _NUM_WARPS = 8
 _MAX_PROGRAMS = 1024  # about what a large device runs at once
 
 
-def greedy(logits: Tensor) -> Tensor:
-    """Returns the largest entry of each row of ``[S, vocab_size]``, int64 ``[S]``; of equal ones the lowest."""
-    values, entries = _best_of_parts(logits)
+def greedy(logits: Tensor, masks: TokenMasks | None = None) -> Tensor:
+    """Returns the largest allowed entry of each row of ``[S, vocab_size]``, int64 ``[S]``; of equal ones the lowest."""
+    values, entries = _best_of_parts(logits, masks)
     return _join(values, entries, logits.shape[1])
 
 
 def draw_free(
-    logits: Tensor, temperature: Tensor, seed: Tensor, choice: Tensor, position: Tensor, is_drawn: Tensor | None
+    logits: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    choice: Tensor,
+    position: Tensor,
+    is_drawn: Tensor | None,
+    masks: TokenMasks | None = None,
 ) -> Tensor:
-    """Draws from all tokens, in three launches: maximum, noise, join. See ``StepOps``."""
-    maxima, _ = _best_of_parts(logits)
+    """Draws from all allowed tokens, in three launches: maximum, noise, join. See ``StepOps``."""
+    maxima, _ = _best_of_parts(logits, masks)
     num_rows, size = logits.shape
     values, entries, num_blocks = _new_parts(logits, _NOISY_BLOCK)
     _find_drawn[(values.shape[1], num_rows)](
@@ -40,6 +47,7 @@ def draw_free(
         choice,
         position,
         is_drawn,
+        *_columns(masks),
         values,
         entries,
         logits.stride(0),
@@ -56,10 +64,16 @@ def draw_free(
     return _join(values, entries, logits.shape[1])
 
 
-def _best_of_parts(logits: Tensor) -> tuple[Tensor, Tensor]:
+def _columns(masks: TokenMasks | None) -> tuple[Tensor | None, Tensor | None, int]:
+    """Returns the masks as kernels take them: entries, words, words of one mask."""
+    return (None, None, 0) if masks is None else (masks.entries, masks.words, masks.words.shape[1])
+
+
+def _best_of_parts(logits: Tensor, masks: TokenMasks | None) -> tuple[Tensor, Tensor]:
     values, entries, num_blocks = _new_parts(logits, _PLAIN_BLOCK)
     _find_best[(values.shape[1], values.shape[0])](
         logits,
+        *_columns(masks),
         values,
         entries,
         logits.stride(0),
@@ -97,9 +111,12 @@ def _join(values: Tensor, entries: Tensor, size: int) -> Tensor:
     return tokens
 
 
-@triton.jit(do_not_specialize=["num_blocks"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["mask_of", "num_words", "num_blocks"])  # type: ignore[untyped-decorator]
 def _find_best(  # type: ignore[no-untyped-def]
     logits,
+    mask_of,
+    words,
+    num_words,
     values,
     entries,
     row_stride,
@@ -118,12 +135,23 @@ def _find_best(  # type: ignore[no-untyped-def]
     for block in range(first, tl.minimum(first + num_blocks, tl.cdiv(size, BLOCK))):
         entry = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row * row_stride + entry, mask=entry < size, other=-float("inf"))
-        best, where = _better(best, where, x.to(values.dtype.element_ty), entry)
+        x = _allowed(x.to(values.dtype.element_ty), row, entry, size, mask_of, words, num_words)
+        best, where = _better(best, where, x, entry)
     _store_part(best, where, values, entries, row * tl.num_programs(0) + part, size)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["temperature", "seed", "choice", "position", "is_drawn", "num_blocks", "num_maxima"]
+    do_not_specialize=[
+        "temperature",
+        "seed",
+        "choice",
+        "position",
+        "is_drawn",
+        "mask_of",
+        "num_words",
+        "num_blocks",
+        "num_maxima",
+    ]
 )
 def _find_drawn(  # type: ignore[no-untyped-def]
     logits,
@@ -133,6 +161,9 @@ def _find_drawn(  # type: ignore[no-untyped-def]
     choice,
     position,
     is_drawn,
+    mask_of,
+    words,
+    num_words,
     values,
     entries,
     row_stride,
@@ -163,9 +194,10 @@ def _find_drawn(  # type: ignore[no-untyped-def]
         x = tl.load(logits + row * row_stride + entry, mask=entry < size, other=-float("inf")).to(
             values.dtype.element_ty
         )
+        x = _allowed(x, row, entry, size, mask_of, words, num_words)
         if draws:
-            words = _words(tl.load(seed + row), tl.load(choice + row), tl.load(position + row), STREAM, block, BLOCK)
-            x = _divide(x - maximum, divisor) + _gumbel(words).to(values.dtype.element_ty)
+            noise = _words(tl.load(seed + row), tl.load(choice + row), tl.load(position + row), STREAM, block, BLOCK)
+            x = _divide(x - maximum, divisor) + _gumbel(noise).to(values.dtype.element_ty)
         best, where = _better(best, where, x, entry)
     _store_part(best, where, values, entries, row * tl.num_programs(0) + part, size)
 
@@ -189,6 +221,16 @@ def _join_parts(  # type: ignore[no-untyped-def]
     entry = tl.load(entries + row * num_parts + part, mask=mask, other=2**31 - 1)
     is_best = value == tl.max(value, 0)
     tl.store(tokens + row, tl.min(tl.where(is_best, entry, 2**31 - 1), 0).to(tl.int64))
+
+
+@triton.jit
+def _allowed(x, row, entry, size, mask_of, words, num_words):  # type: ignore[no-untyped-def]
+    """Returns the values of some entries of a row, -inf where its mask, if it has one, lacks their bit."""
+    if mask_of is not None:
+        mask = tl.load(mask_of + row).to(tl.int64)
+        word = tl.load(words + mask * num_words + entry // 32, mask=(entry < size) & (mask >= 0), other=-1)
+        x = tl.where(((word >> (entry % 32)) & 1) != 0, x, -float("inf"))
+    return x
 
 
 @triton.jit

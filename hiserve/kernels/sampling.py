@@ -34,6 +34,20 @@ def token_counts(tokens: Tensor, start: Tensor | None, end: Tensor, size: int) -
     return counts.scatter_add_(1, tokens, counted.to(torch.int32))
 
 
+def masked(x: Tensor, entries: Tensor, words: Tensor) -> Tensor:
+    """Returns ``x``, ``[n, size]``, with -inf where a mask forbids the entry.
+
+    Args:
+        x: Unchanged.
+        entries: int32 ``[n]``. The mask of each row; -1 allows all.
+        words: int32 ``[M, ceil(size / 32)]``. Bit t % 32 of word t // 32 allows entry t.
+    """
+    own = words.index_select(0, entries.clamp(min=0).long()).view(torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=x.device)
+    bits = (own[:, :, None] >> shifts).bitwise_and_(1).view(x.shape[0], -1)[:, : x.shape[1]]
+    return x.masked_fill((bits == 0) & (entries >= 0)[:, None], -torch.inf)
+
+
 def ascending(x: Tensor) -> Tensor:
     """Sorts each row of ``[n, size]``."""
     if x.device.type == "cpu":

@@ -36,6 +36,19 @@ class RowTensors:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TokenMasks:
+    """The tokens that may be drawn from rows of logits; columns of a ``core.plan.MaskPlan`` on the device.
+
+    Attributes:
+        entries: int32 ``[S]``. The mask of each row of logits; -1 allows all tokens.
+        words: int32 ``[M, ceil(vocab_size / 32)]``. Bit t % 32 of word t // 32 allows token t.
+    """
+
+    entries: Tensor
+    words: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
     """One step on the device: B rows, T tokens in row order; S rows sample, the next token of P tokens is scored.
 
@@ -114,8 +127,8 @@ class StepOps(Protocol):
             int32 ``[B + S + S * w]``: B legal flags, S counts, 0 for an illegal row, then ``drawn``.
         """
 
-    def greedy(self, logits: Tensor) -> Tensor:
-        """Returns the largest entry of each row of ``[S, vocab_size]``, int64 ``[S]``; of equal ones the lowest."""
+    def greedy(self, logits: Tensor, masks: TokenMasks | None = None) -> Tensor:
+        """Returns the largest allowed entry of each row of ``[S, vocab_size]``, int64 ``[S]``; of equal ones the lowest."""
 
     def draw_free(
         self,
@@ -125,8 +138,9 @@ class StepOps(Protocol):
         choice: Tensor,
         position: Tensor,
         is_drawn: Tensor | None,
+        masks: TokenMasks | None = None,
     ) -> Tensor:
-        """Draws from all tokens, as ``sampling.sampler`` does for unfiltered rows; returns int64 ``[S]``.
+        """Draws from all allowed tokens, as ``sampling.sampler`` does for unfiltered rows; returns int64 ``[S]``.
 
         Args:
             logits: ``[S, vocab_size]``, any floating type. Unchanged.
@@ -135,6 +149,7 @@ class StepOps(Protocol):
             choice: int64 ``[S]``, in [0, 2**32).
             position: int64 ``[S]``, in [0, 2**32). Absolute position of the token to draw.
             is_drawn: bool ``[S]``. The other rows take their likeliest token; None if all draw.
+            masks: Each allows a token of finite logit; None allows all.
         """
 
 

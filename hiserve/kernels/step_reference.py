@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from hiserve.kernels.reference import SINK_PAGE, gumbel, is_last_loc_legal, is_table_owned, last_loc
-from hiserve.kernels.sampling import argmax
-from hiserve.kernels.step_ops import RowTensors, StepInputs
+from hiserve.kernels.sampling import argmax, masked
+from hiserve.kernels.step_ops import RowTensors, StepInputs, TokenMasks
 
 SAMPLE_STREAM = 0
 
@@ -85,14 +85,20 @@ def _write_tokens(rows: Tensor, drawn: Tensor, counts: Tensor, state: RowTensors
     state.tokens.view(-1).index_copy_(0, flat, tokens)
 
 
-def greedy(logits: Tensor) -> Tensor:
-    return argmax(_widened(logits))
+def greedy(logits: Tensor, masks: TokenMasks | None = None) -> Tensor:
+    return argmax(_widened(logits, masks))
 
 
 def draw_free(
-    logits: Tensor, temperature: Tensor, seed: Tensor, choice: Tensor, position: Tensor, is_drawn: Tensor | None
+    logits: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    choice: Tensor,
+    position: Tensor,
+    is_drawn: Tensor | None,
+    masks: TokenMasks | None = None,
 ) -> Tensor:
-    wide = _widened(logits)
+    wide = _widened(logits, masks)
     # At least the smallest normal number: a temperature may underflow in float32, and 0 / 0 is NaN.
     divisor = temperature.to(wide.dtype).clamp_(min=torch.finfo(wide.dtype).tiny)
     # The maximum is subtracted, so that a tiny temperature gives -inf for the others and never inf.
@@ -101,5 +107,6 @@ def draw_free(
     return argmax(scores if is_drawn is None else torch.where(is_drawn[:, None], scores, wide))
 
 
-def _widened(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+def _widened(logits: Tensor, masks: TokenMasks | None) -> Tensor:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide if masks is None else masked(wide, masks.entries, masks.words)

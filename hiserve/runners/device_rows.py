@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hiserve.core.plan import BatchPlan, Int32Array, RowAdmit, TableWrites
+from hiserve.core.plan import BatchPlan, Int32Array, MaskPlan, RowAdmit, TableWrites
 from hiserve.core.upload import upload
 from hiserve.kernels.reference import NO_OWNER, SINK_PAGE
-from hiserve.kernels.step_ops import RowTensors, step_ops_for
+from hiserve.kernels.step_ops import RowTensors, TokenMasks, step_ops_for
 from hiserve.sampling.params import SamplingRows
 
 
@@ -102,6 +102,16 @@ class DeviceRows:
         if plan.table.rows.size:
             self._write_table(plan.table)
         self.relocation_version = plan.relocation_version
+
+    def drafts(self, rows: Int32Array, count: int) -> Tensor:
+        """Returns the first ``count`` tokens behind those that rows (int32 ``[n]``, on the host) know, int32 ``[n, count]``."""
+        (on_device,) = upload((rows.astype(np.int64),), self.device)
+        places = self.known_len.index_select(0, on_device)[:, None] + torch.arange(count, device=self.device)
+        return self.tokens.index_select(0, on_device).gather(1, places.clamp_(max=self.max_len - 1))
+
+    def upload_masks(self, masks: MaskPlan) -> TokenMasks:
+        """Carries masks to the device, in one copy."""
+        return TokenMasks(*upload((masks.entries, masks.masks), self.device))
 
     def warm_up(self, num_tokens: int) -> None:
         """Gives each row one known token and pages for so many, before any request has a row or a page.

@@ -11,6 +11,7 @@ from hiserve.core.drafts import Proposer, propose
 from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
 from hiserve.core.plan import BatchPlan
 from hiserve.models.decoder import Decoder
+from hiserve.kernels.step_ops import TokenMasks
 from hiserve.runners.canary import Canary
 from hiserve.runners.capture import Graph
 from hiserve.runners.device_rows import DeviceRows
@@ -133,18 +134,21 @@ class Dispatch:
         if self._canary is not None:
             self._canary.note(plan)
 
-    def run(self, plan: BatchPlan, decision: Decision, wait: Wait | None = None) -> LaunchedStep:
+    def run(
+        self, plan: BatchPlan, decision: Decision, wait: Wait | None = None, masks: TokenMasks | None = None
+    ) -> LaunchedStep:
         """Computes a step of at least one row on the current stream.
 
         Args:
             plan: Applied to the rows.
             decision: The gate's, not to defer.
             wait: For the loads that the step reads; None without any.
+            masks: Of the tokens that it draws; None allows all.
         """
         if decision.action is Action.REPLAY and decision.reason in (Reason.DECODE, Reason.VERIFY):
             if wait is not None:
                 wait(None)
-            return self._full[int(plan.num_new[0])].run(plan, decision.bucket, Drawing(decision.sampling))
+            return self._full[int(plan.num_new[0])].run(plan, decision.bucket, Drawing(decision.sampling), masks)
         inputs = build_inputs(plan, self._rows)
         forward = inputs.forward
         if self._canary is not None:
@@ -160,7 +164,7 @@ class Dispatch:
             outputs = graphs.run(forward, decision.bucket)
         else:
             outputs = self._eager.run(forward)
-        output = finish_step(plan, inputs, outputs.logits, self._rows)
+        output = finish_step(plan, inputs, outputs.logits, self._rows, masks)
         return LaunchedStep(output, inputs, outputs.hidden_states, decision.sampling == Drawing.GREEDY.value)
 
     def propose(self, plan: BatchPlan, launched_step: LaunchedStep) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from hiserve.attention.base import Attention
 from hiserve.core.forward import LayerKV
 from hiserve.core.plan import BatchPlan
-from hiserve.kernels.step_ops import StepInputs
+from hiserve.kernels.step_ops import StepInputs, TokenMasks
 from hiserve.models.decoder import Decoder
 from hiserve.runners.capture import Capture, Graph
 from hiserve.runners.device_rows import DeviceRows
@@ -204,24 +204,25 @@ class GraphRunner:
         drafts = None if self._drafts is None else self._drafts.after(inputs, hidden_states)
         return _CapturedStep(varying, inputs, made["logits"], hidden_states, forward_graph, draws, attention, drafts)
 
-    def run(self, plan: BatchPlan, bucket: int, drawing: Drawing) -> LaunchedStep:
+    def run(self, plan: BatchPlan, bucket: int, drawing: Drawing, masks: TokenMasks | None = None) -> LaunchedStep:
         """Replays the graphs of a bucket on the current stream.
 
         Args:
             plan: Of at most ``bucket`` rows, as the coverage says.
             bucket: Whose capture did not fail.
             drawing: How its tokens are drawn; ``ANY`` runs eagerly after the forward.
+            masks: Of the plan's rows of logits; with some, tokens are drawn eagerly too.
         """
         captured = self._captured[bucket]
         self._fill(captured, plan)
         captured.forward.replay()
-        if drawing in captured.draws:
+        if drawing in captured.draws and masks is None:
             graph, words = captured.draws[drawing]
             graph.replay()
             output = DeviceOutput(words, bucket, bucket, self._width)
         else:
             logits = captured.logits[: plan.rows.size * self._width]
-            output = finish_step(plan, _of_plan(captured.inputs, plan), logits, self._rows)
+            output = finish_step(plan, _of_plan(captured.inputs, plan), logits, self._rows, masks)
         return LaunchedStep(output, captured.inputs, captured.hidden_states, drawing is Drawing.GREEDY, captured.drafts)
 
     def _fill(self, captured: _CapturedStep, plan: BatchPlan) -> None:

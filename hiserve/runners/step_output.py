@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from hiserve.core.drafts import DraftStep
 from hiserve.core.forward import ForwardInputs, ForwardOutputs
 from hiserve.core.plan import BatchPlan, Int32Array, Scores, StepResult
 from hiserve.core.step_memory import DRAWN_SLICE
-from hiserve.kernels.step_ops import StepInputs
+from hiserve.kernels.step_ops import StepInputs, TokenMasks
 from hiserve.models.decoder import Decoder
 from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.draft_graphs import DraftGraphs
@@ -105,7 +105,9 @@ class LogitsHead:
         return self._model.logits(attn_out, residual, logits_rows, hidden_states)[:count]
 
 
-def finish_step(plan: BatchPlan, inputs: StepInputs, logits: Tensor, rows: DeviceRows) -> DeviceOutput:
+def finish_step(
+    plan: BatchPlan, inputs: StepInputs, logits: Tensor, rows: DeviceRows, masks: TokenMasks | None = None
+) -> DeviceOutput:
     """Draws every row's tokens as its parameters say, and records them in the rows.
 
     Args:
@@ -113,6 +115,7 @@ def finish_step(plan: BatchPlan, inputs: StepInputs, logits: Tensor, rows: Devic
         inputs: Of the same rows.
         logits: ``[S * width + P, vocab_size]``. Unchanged.
         rows: Changed.
+        masks: Of the first ``S * width`` rows of logits; None allows all tokens. Scores are the model's own.
     """
     num_sampling, width = inputs.sampling.shape[0], inputs.width
     num_drawn = num_sampling * width
@@ -120,9 +123,9 @@ def finish_step(plan: BatchPlan, inputs: StepInputs, logits: Tensor, rows: Devic
     host_rows = plan.rows[plan.samples]
     drawing = rows.sampling.drawing(host_rows)
     if drawing is Drawing.ANY:
-        drawn = _draw_any(inputs, sampled_logits, rows, host_rows)
+        drawn = _draw_any(inputs, sampled_logits, rows, host_rows, masks)
     else:
-        drawn = draw(inputs, sampled_logits, rows, drawing)
+        drawn = draw(inputs, sampled_logits, rows, drawing, masks)
     words = [record(inputs, drawn.view(num_sampling, width), rows)]
     num_top = rows.sampling.num_top(host_rows)
     if num_top is not None:
@@ -136,7 +139,9 @@ def finish_step(plan: BatchPlan, inputs: StepInputs, logits: Tensor, rows: Devic
     return DeviceOutput(all_words, plan.rows.size, num_sampling, width, num_top, num_prompt_top)
 
 
-def draw(inputs: StepInputs, logits: Tensor, rows: DeviceRows, drawing: Drawing) -> Tensor:
+def draw(
+    inputs: StepInputs, logits: Tensor, rows: DeviceRows, drawing: Drawing, masks: TokenMasks | None = None
+) -> Tensor:
     """Draws where all rows are greedy or draw from all tokens: in a few launches, which a graph can hold.
 
     Args:
@@ -144,18 +149,21 @@ def draw(inputs: StepInputs, logits: Tensor, rows: DeviceRows, drawing: Drawing)
         logits: ``[S * width, vocab_size]``. Unchanged.
         rows: Unchanged.
         drawing: Not ``ANY``.
+        masks: Of the logits; None allows all tokens.
 
     Returns:
         int64 ``[S * width]``.
     """
     assert drawing is not Drawing.ANY, "there is more to do"
     if drawing is Drawing.GREEDY:
-        return rows.ops.greedy(logits)
+        return rows.ops.greedy(logits, masks)
     temperature, seed, choice = rows.sampling.free_draws(_owners(inputs))
-    return rows.ops.draw_free(logits, temperature, seed, choice, _places(inputs), temperature > 0)
+    return rows.ops.draw_free(logits, temperature, seed, choice, _places(inputs), temperature > 0, masks)
 
 
-def _draw_any(inputs: StepInputs, logits: Tensor, rows: DeviceRows, host_rows: Int32Array) -> Tensor:
+def _draw_any(
+    inputs: StepInputs, logits: Tensor, rows: DeviceRows, host_rows: Int32Array, masks: TokenMasks | None
+) -> Tensor:
     """Draws a slice of rows at a time: it needs many times the memory of the logits, of which drafts add more."""
     tokens = rows.tokens.narrow(1, 0, inputs.forward.max_kv_len)
     host_rows, owners, places = np.repeat(host_rows, inputs.width), _owners(inputs), _places(inputs)
@@ -163,8 +171,12 @@ def _draw_any(inputs: StepInputs, logits: Tensor, rows: DeviceRows, host_rows: I
     for first in range(0, host_rows.size, DRAWN_SLICE):
         ours = slice(first, first + DRAWN_SLICE)
         batch = rows.sampling.gather(host_rows=host_rows[ours], rows=owners[ours], position=places[ours], tokens=tokens)
-        drawn.append(sample(logits[ours], batch))
+        drawn.append(sample(logits[ours], replace(batch, masks=_part(masks, ours))))
     return torch.cat(drawn) if len(drawn) > 1 else drawn[0]
+
+
+def _part(masks: TokenMasks | None, which: slice) -> TokenMasks | None:
+    return None if masks is None else replace(masks, entries=masks.entries[which])
 
 
 def _owners(inputs: StepInputs) -> Tensor:

@@ -68,7 +68,7 @@ class SamplingRows:
 
     def _early_ends(self, params: SamplingParams) -> tuple[int, ...]:
         """Tokens that may not be chosen before ``min_tokens``."""
-        if params.min_tokens == 0:
+        if params.min_tokens == 0 or params.grammar is not None:
             return ()
         return params.stop_token_ids + (() if params.ignore_eos else self._eos_token_ids)
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hiserve.kernels.reference import gumbel, gumbel_at
-from hiserve.kernels.sampling import argmax, ascending, likeliest, token_counts
+from hiserve.kernels.sampling import argmax, ascending, likeliest, masked, token_counts
+from hiserve.kernels.step_ops import TokenMasks
 from hiserve.kernels.step_reference import SAMPLE_STREAM
 
 MAX_FEW = 64  # a top-k up to here needs no sort of the vocabulary
@@ -111,6 +112,7 @@ class SamplingBatch:
         free: Draws from all tokens.
         few: Draws with a top-k of at most ``MAX_FEW``.
         filtered: Draws with another top-k or a top-p.
+        masks: The tokens that each row may draw; None allows all.
     """
 
     biases: Biases | None = None
@@ -118,6 +120,7 @@ class SamplingBatch:
     free: Draws | None = None
     few: Draws | None = None
     filtered: Draws | None = None
+    masks: TokenMasks | None = None
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -194,7 +197,7 @@ def _above_min_p(scaled: Tensor, draws: Draws) -> Tensor:
 
 
 def change(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Returns the logits, ``[S, vocab_size]``, after biases, then penalties; the argument is unchanged.
+    """Returns the logits, ``[S, vocab_size]``, after biases, penalties, then masks; the argument is unchanged.
 
     A token that may not be chosen yet has a bias of -inf, which no penalty changes, so the order of
     the two does not matter for it.
@@ -205,7 +208,7 @@ def change(logits: Tensor, batch: SamplingBatch) -> Tensor:
     if batch.penalties is not None:
         subset = batch.penalties.subset
         logits = subset.put(logits, _penalised(subset.take(logits), batch.penalties))
-    return logits
+    return logits if batch.masks is None else masked(logits, batch.masks.entries, batch.masks.words)
 
 
 def _biased(logits: Tensor, biases: Biases) -> Tensor:

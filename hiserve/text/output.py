@@ -48,10 +48,15 @@ class TextOutput:
     def push(self, tokens: Sequence[int], finish: FinishReason) -> TextDelta:
         """Adds the next tokens and returns their text; after the end of the choice, an empty delta.
 
-        ``finish`` is RUNNING until the engine ends the choice. If it is STOP, the last token is the one that ended it.
+        ``finish`` is RUNNING until the engine ends the choice. If it is STOP, the last token is the one that ended it; if
+        COMPLETE, which becomes STOP, it is the last of the text.
         """
         if self._ended is not None:
             return self._ended
+        if finish is FinishReason.COMPLETE:
+            shown = self.push(tokens, FinishReason.LENGTH)._replace(finish=FinishReason.STOP)  # every token is shown
+            self._ended = shown._replace(text="", num_tokens=0)
+            return shown
         shown = self._scan(tokens, finish) if self._stops else self._plain(tokens, finish)
         if shown.finish:
             self._ended = shown._replace(text="", num_tokens=0)

@@ -54,6 +54,11 @@ class Tokenizer:
             raise ModelError(f"tokenizer.json in {str(folder)!r} cannot be read: {error}.", param="model") from error
         return cls(backend, eos_token_ids)
 
+    @property
+    def description(self) -> str:
+        """All of it, in the form of ``tokenizer.json``."""
+        return str(self._backend.to_str())
+
     def without_hidden_end(self, ids: Sequence[int]) -> Sequence[int]:
         """Returns generated ids without trailing tokens that show no text, such as the end token."""
         end = len(ids)

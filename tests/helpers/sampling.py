@@ -10,6 +10,7 @@ import torch
 
 from hiserve.core.plan import RowAdmit
 from hiserve.core.request import SamplingParams
+from hiserve.kernels.step_ops import TokenMasks
 from hiserve.sampling.params import SamplingRows
 from hiserve.sampling.sampler import SamplingBatch
 
@@ -100,3 +101,11 @@ def keys(generator: torch.Generator, num_rows: int) -> tuple[torch.Tensor, ...]:
     if num_rows > 1:
         seed[1], choice[1], position[1] = 2**63 - 1, 2**32 - 1, 2**32 - 1
     return temperature, seed, choice, position
+
+
+def random_masks(generator: torch.Generator, num_rows: int, size: int) -> TokenMasks:
+    """Masks of rows of logits: every third row is free, others share masks; each allows a token."""
+    words = torch.randint(-(2**31), 2**31, (2, -(-size // 32)), generator=generator, dtype=torch.int64)
+    words[:, 0] |= 2
+    entries = torch.arange(num_rows) % 3 - 1
+    return TokenMasks(entries.to(torch.int32), words.to(torch.int32))

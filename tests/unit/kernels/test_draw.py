@@ -13,7 +13,8 @@ from tests.helpers.sampling import keys, random_logits
 PROGRAM = """
 import torch
 from hiserve.kernels import draw, step_reference
-from tests.helpers.sampling import keys, random_logits
+from hiserve.kernels.step_ops import TokenMasks
+from tests.helpers.sampling import keys, random_logits, random_masks
 
 torch.set_num_threads(1)
 generator = torch.Generator().manual_seed(SEED)
@@ -27,6 +28,23 @@ for dtype in (torch.float16, torch.float32, torch.float64):
             ours = draw.draw_free(logits, temperature, seed, choice, position, is_drawn)
             theirs = step_reference.draw_free(logits, temperature, seed, choice, position, is_drawn)
             assert torch.equal(ours, theirs), (dtype, num_rows, size, ours, theirs)
+
+# masks: some rows have one, some share one, some are free; ties and what is not a number count where they are allowed
+for dtype in (torch.float16, torch.float32, torch.float64):
+    for num_rows, size in ((2, 1024), (5, 1303), (3, 33)):
+        logits = random_logits(generator, num_rows, size, dtype)
+        logits[0, ::7] = 1e4
+        masks = random_masks(generator, num_rows, size)
+        best = draw.greedy(logits, masks)
+        assert torch.equal(best, step_reference.greedy(logits, masks)), (dtype, num_rows, size)
+        keyed = keys(generator, num_rows)
+        for is_drawn in (None, torch.arange(num_rows) % 2 == 0):
+            ours = draw.draw_free(logits, *keyed, is_drawn, masks)
+            assert torch.equal(ours, step_reference.draw_free(logits, *keyed, is_drawn, masks)), (dtype, num_rows, size)
+        alone = TokenMasks(masks.entries.clamp(min=0), one_bit := torch.zeros_like(masks.words))
+        one_bit[:, -1] = 1 << ((size - 1) % 32)  # the last token alone
+        assert draw.greedy(logits, alone).tolist() == [size - 1] * num_rows
+        assert draw.draw_free(logits, *keyed, None, alone).tolist() == [size - 1] * num_rows
 
 # of equal values the lowest, in whatever lane or part; rows with nothing to choose; what is not a number
 ties = torch.full((4, 3000), -1.0)

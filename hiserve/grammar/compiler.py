@@ -1,0 +1,62 @@
+"""A worker's grammars: compiled in a thread, and kept for the requests that come with the same."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from hiserve.core.request import Grammar
+from hiserve.grammar.matcher import Matcher, Vocabulary
+
+MAX_GRAMMARS = 256
+STACK_BYTES = 8 * 2**20  # eight times that of ``grammar.vet_process``, whose verdict is for less
+
+
+class Compiler:
+    """Compiles one grammar at a time, without holding the caller up.
+
+    Args:
+        open_vocabulary: Reads the tokenizer, at the first grammar, in the thread.
+    """
+
+    def __init__(self, open_vocabulary: Callable[[], Vocabulary]) -> None:
+        self._open = open_vocabulary
+        self._vocabulary: Vocabulary | None = None
+        self._compiled: OrderedDict[bytes, Future[Matcher]] = OrderedDict()
+        self._thread: ThreadPoolExecutor | None = None
+
+    def matcher(self, grammar: Grammar) -> Matcher | None:
+        """Returns a matcher before its first token, which others have too: ``copy`` it. None until it is compiled.
+
+        Raises:
+            HiserveError: It cannot be compiled, or there is no tokenizer.
+        """
+        compiling = self._compiled.get(grammar.digest)
+        if compiling is None:
+            compiling = self._compiled[grammar.digest] = self._start().submit(self._compile, grammar)
+            if len(self._compiled) > MAX_GRAMMARS:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar.digest)
+        return compiling.result() if compiling.done() else None
+
+    def close(self) -> None:
+        """Ends the thread; a grammar that is being compiled is finished first."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+    def _start(self) -> ThreadPoolExecutor:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="hiserve-grammar")
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                self._thread.submit(int).result()  # the thread is started with the first work
+            finally:
+                threading.stack_size(before)
+        return self._thread
+
+    def _compile(self, grammar: Grammar) -> Matcher:
+        if self._vocabulary is None:
+            self._vocabulary = self._open()
+        return self._vocabulary.compile(grammar)

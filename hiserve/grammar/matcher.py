@@ -1,0 +1,160 @@
+"""Follows a grammar token by token, and says which tokens it allows next. Alone in importing llguidance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+
+from hiserve.core.plan import Int32Array
+from hiserve.core.request import Grammar
+from hiserve.errors import RequestError
+from hiserve.text.tokenizer import Tokenizer
+
+INVALID = "invalid_grammar"
+WORD_BITS = 32
+# Between two parts of JSON: without a bound a model may indent for ever.
+WHITESPACE = r"[ \n\r\t]{1,48}"
+# Of the library. They bound its work in all but a few cases, for which ``grammar.vet`` has a process to lose.
+LIMITS = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 10_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+
+
+class Vocabulary:
+    """The tokens of a model, as grammars see them.
+
+    Args:
+        description: The tokenizer, in the form of ``tokenizer.json``.
+        vocab_size: Of the model. Grammars allow no token that the tokenizer lacks.
+        eos_token_ids: End tokens, which are allowed where the grammar may end.
+
+    Raises:
+        RequestError: The library cannot read the tokenizer: no grammar can be used with this model.
+    """
+
+    def __init__(self, description: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        try:
+            self._tokenizer = LLTokenizer(description, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        except ValueError as error:
+            raise RequestError(f"no grammar can be used with this model's tokenizer: {_first_line(error)}") from None
+        self._limits = LLParserLimits(**LIMITS)  # type: ignore[arg-type]
+
+    @classmethod
+    def load(cls, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
+        """Reads the tokenizer from a model's folder.
+
+        Raises:
+            ModelError: There is none.
+            RequestError: As the constructor.
+        """
+        return cls(Tokenizer.load(folder).description, vocab_size, eos_token_ids)
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        """Returns a matcher before its first token; the library may use any time, stack and memory. Releases the GIL.
+
+        Raises:
+            RequestError: There is no such grammar, or it is beyond the library's limits.
+        """
+        try:
+            source = _source(grammar)
+        except ValueError as error:
+            raise RequestError(_first_line(error), code=INVALID) from None
+        matcher = Matcher(LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits))
+        if matcher.error:
+            raise RequestError(matcher.error, code=INVALID)
+        return matcher
+
+
+def _source(grammar: Grammar) -> str:
+    if grammar.kind == "json" or grammar.kind == "json_lenient":
+        is_lenient = grammar.kind == "json_lenient"
+        schema = json.loads(grammar.text)
+        if schema is True:  # the library takes options with objects alone
+            schema = {}
+        return LLMatcher.grammar_from_json_schema(
+            schema, overrides={"whitespace_pattern": WHITESPACE, "lenient": is_lenient, "coerce_one_of": is_lenient}
+        )
+    return grammar_from(grammar.kind, grammar.text)
+
+
+class Matcher:
+    """A place in a grammar. A matcher that has failed allows nothing, and stays failed."""
+
+    __slots__ = ("_inner",)
+
+    def __init__(self, inner: LLMatcher) -> None:
+        self._inner = inner
+
+    def copy(self) -> Matcher:
+        """Returns another one at the same place."""
+        return Matcher(self._inner.deep_copy())
+
+    def advance(self, tokens: Iterable[int]) -> int | None:
+        """Goes on by tokens, up to the one after which the grammar allows no other.
+
+        Returns:
+            The index of that token; None where the grammar goes on, or the matcher has failed.
+        """
+        inner = self._inner
+        for index, token in enumerate(tokens):
+            if not inner.consume_token(token):
+                return None
+            if inner.is_stopped():
+                return None if inner.is_error() else index
+        return None
+
+    @property
+    def error(self) -> str:
+        """Why it has failed, in the library's words; empty if it has not."""
+        return _first_line(self._inner.get_error()) if self._inner.is_error() else ""
+
+    @property
+    def warnings(self) -> list[str]:
+        """The parts of the grammar that it does not hold."""
+        return self._inner.get_grammar_warnings()
+
+
+class MaskFiller:
+    """Computes masks of many matchers, side by side.
+
+    Args:
+        num_threads: Threads; they work without the GIL.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._executor = LLExecutor(num_threads)
+
+    def fill(self, matchers: Sequence[tuple[Matcher, int, list[int]]], masks: Int32Array) -> None:
+        """Writes the masks of each matcher: of its place, and after each of its drafts.
+
+        The matchers stay where they are; one that fails has an ``error`` afterwards. Masks behind a draft that the grammar
+        refuses stay as they were.
+
+        Args:
+            matchers: Each with the index of its first mask, and its drafts.
+            masks: int32 ``[M, ceil(vocab_size / WORD_BITS)]``, contiguous. Written.
+        """
+        assert masks.flags.c_contiguous and masks.dtype == np.int32, f"masks {masks.dtype} {masks.strides}"
+        where = masks.ctypes.data, masks.shape[1] * masks.itemsize, masks.shape[0]
+        alone = [(matcher._inner, first) for matcher, first, drafts in matchers if not drafts]
+        drafted = [(matcher._inner, first, drafts) for matcher, first, drafts in matchers if drafts]
+        if alone:
+            self._executor.unsafe_compute_mask_ptr(alone, *where)
+        if drafted:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
+
+
+def _first_line(error: object) -> str:
+    """Returns the first line of what the library says, and of a regex what is wrong with it."""
+    lines = str(error).strip().splitlines() or [""]
+    reason = next((line for line in lines[1:] if line.startswith("error: ")), "")
+    return (lines[0] + (" " + reason if reason else ""))[:400]
