@@ -54,6 +54,8 @@ class FinishReason(IntEnum):
     @property
     def text(self) -> str | None:
         """OpenAI's ``finish_reason``; None while the request runs."""
+        if self is FinishReason.COMPLETE:
+            return FinishReason.STOP.text
         return None if self is FinishReason.RUNNING else self.name.lower()
 
 

@@ -228,8 +228,9 @@ def _allowed(x, row, entry, size, mask_of, words, num_words):  # type: ignore[no
     """Returns the values of some entries of a row, -inf where its mask, if it has one, lacks their bit."""
     if mask_of is not None:
         mask = tl.load(mask_of + row).to(tl.int64)
-        word = tl.load(words + mask * num_words + entry // 32, mask=(entry < size) & (mask >= 0), other=-1)
-        x = tl.where(((word >> (entry % 32)) & 1) != 0, x, -float("inf"))
+        if mask >= 0:
+            word = tl.load(words + mask * num_words + entry // 32, mask=entry < size, other=0)
+            x = tl.where(((word >> (entry % 32)) & 1) != 0, x, -float("inf"))
     return x
 
 

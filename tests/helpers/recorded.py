@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_leaves
 from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.kernels import step_reference
 from hiserve.kernels.reference import gumbel
+from hiserve.kernels.sampling import masked
+from hiserve.kernels.step_ops import TokenMasks
 from tests.helpers.models import Engine
 
 # Of numbers from the device, or with shapes that depend on them.
@@ -192,14 +194,25 @@ def recordable_ops() -> Any:
     return SimpleNamespace(**vars(step_reference) | {"greedy": _greedy, "draw_free": _draw_free})
 
 
-def _greedy(logits: Tensor) -> Tensor:
-    return logits.argmax(-1)
+def _greedy(logits: Tensor, masks: TokenMasks | None = None) -> Tensor:
+    return _masked(logits, masks).argmax(-1)
+
+
+def _masked(logits: Tensor, masks: TokenMasks | None) -> Tensor:
+    return logits if masks is None else masked(logits, masks.entries, masks.words)
 
 
 def _draw_free(
-    logits: Tensor, temperature: Tensor, seed: Tensor, choice: Tensor, position: Tensor, drawn: Any
+    logits: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    choice: Tensor,
+    position: Tensor,
+    drawn: Any,
+    masks: TokenMasks | None = None,
 ) -> Tensor:
     """As the CPU's, whose search for the largest is numpy's."""
+    logits = _masked(logits, masks)
     noise = gumbel(seed, choice, position, step_reference.SAMPLE_STREAM, logits.shape[1])
     scores = logits + temperature[:, None] * noise
     return (scores if drawn is None else torch.where(drawn[:, None], scores, logits)).argmax(-1)

@@ -58,7 +58,7 @@ def test_a_field_that_is_not_known_is_refused_on_the_wire() -> None:
 
 
 def test_finish_reasons_are_openai_s_words() -> None:
-    assert [reason.text for reason in FinishReason] == [None, "stop", "length", "abort"]
+    assert [reason.text for reason in FinishReason] == [None, "stop", "length", "abort", "stop"]
 
 
 @pytest.mark.parametrize("name", sorted(RANGES))

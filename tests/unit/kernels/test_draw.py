@@ -42,7 +42,8 @@ for dtype in (torch.float16, torch.float32, torch.float64):
             ours = draw.draw_free(logits, *keyed, is_drawn, masks)
             assert torch.equal(ours, step_reference.draw_free(logits, *keyed, is_drawn, masks)), (dtype, num_rows, size)
         alone = TokenMasks(masks.entries.clamp(min=0), one_bit := torch.zeros_like(masks.words))
-        one_bit[:, -1] = 1 << ((size - 1) % 32)  # the last token alone
+        last = 1 << (size - 1) % 32
+        one_bit[:, -1] = last if last < 2**31 else -last  # the last token alone
         assert draw.greedy(logits, alone).tolist() == [size - 1] * num_rows
         assert draw.draw_free(logits, *keyed, None, alone).tolist() == [size - 1] * num_rows
 
