@@ -10,8 +10,8 @@ from hiserve.attention.base import Attention
 from hiserve.core.drafts import Proposer, propose
 from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
 from hiserve.core.plan import BatchPlan
-from hiserve.models.decoder import Decoder
 from hiserve.kernels.step_ops import TokenMasks
+from hiserve.models.decoder import Decoder
 from hiserve.runners.canary import Canary
 from hiserve.runners.capture import Graph
 from hiserve.runners.device_rows import DeviceRows
