@@ -65,6 +65,8 @@ ALLOWED = (
     Allowed("engine/draft_costs.py", "DraftTimer._now", "synchronize", _AT_START),
     Allowed("engine/executor.py", "Executor._compute", ".numpy()", _ON_CPU),
     Allowed("engine/executor.py", "Executor._launch", "allocation", _PINNED),
+    Allowed("engine/executor.py", "Executor.drafts", "*", "masks need the drafts, and grammars are on the host"),
+    Allowed("runners/device_rows.py", "DeviceRows.drafts", "allocation", _CACHED),
     Allowed(
         "engine/executor.py", "Executor._free_memory", "synchronize", "once memory has run out, when a step failed"
     ),
