@@ -12,15 +12,9 @@ import time
 from collections.abc import Callable
 
 import torch
-import triton
 
 MIB = 1 << 20
 NUM_NODES = 1000
-
-
-@triton.jit
-def nothing(pointer):  # type: ignore[no-untyped-def]
-    """Does nothing, on one program."""
 
 
 def measure(device: str) -> dict[str, float]:
@@ -79,6 +73,12 @@ def link_rates(num_bytes: int) -> dict[str, float]:
 
 def launch_costs() -> dict[str, float]:
     """Seconds of a kernel that does nothing: as a node of a graph, launched by Triton, and a small one launched by torch."""
+    import triton  # noqa: PLC0415 - a machine without GPUs has none, and its memory is measured here too
+
+    @triton.jit
+    def nothing(pointer):  # type: ignore[no-untyped-def]
+        """Does nothing, on one program."""
+
     small = torch.zeros(1, device="cuda")
 
     def by_triton() -> None:

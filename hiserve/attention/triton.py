@@ -20,8 +20,7 @@ from hiserve.kernels.attention_schedule import (
     schedule,
     tile_for,
 )
-
-_SMS_OF_THE_INTERPRETER = 16
+from hiserve.kernels.launch import num_processors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,19 +76,17 @@ class TritonAttention:
         self._schedules = {}
         self._short = self._others = None
         shape = self._shape
-        heads = (shape.num_heads, shape.num_kv_heads)
+        heads, num_sms = (shape.num_heads, shape.num_kv_heads), num_processors(inputs.kv_lens.device)
         if num_short:
             self._short, self._num_short = _cut(inputs, 0, num_short), int(q_lens[:num_short].sum())
-            self._num_extra = choose_num_extra(self._short, heads, _num_sms(inputs), self._tile.num_keys)
+            self._num_extra = choose_num_extra(self._short, heads, num_sms, self._tile.num_keys)
         if num_short < len(q_lens):
             new, bounds = q_lens[num_short:], inputs.kv_bounds[num_short:]
             self._others = _Others(
                 _cut(inputs, num_short, len(q_lens)),
                 has_fresh=bool((bounds == new).any()),
                 has_prefixed=bool((bounds > new).any()),
-                num_parts=choose_num_parts(
-                    new, int(bounds.max()), heads, shape.head_dim, shape.dtype, num_sms=_num_sms(inputs)
-                ),
+                num_parts=choose_num_parts(new, int(bounds.max()), heads, shape.head_dim, shape.dtype, num_sms=num_sms),
             )
 
     def _count_short(self, q_lens: Int32Array) -> int:
@@ -160,10 +157,3 @@ def _cut(inputs: ForwardInputs, first: int, end: int) -> ScheduledRows:
         max_q_len=int(inputs.q_lens[first:end].max()),
         max_kv_len=inputs.max_kv_len,
     )
-
-
-def _num_sms(inputs: ForwardInputs) -> int:
-    device = inputs.kv_lens.device
-    if device.type != "cuda":
-        return _SMS_OF_THE_INTERPRETER
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -79,18 +79,21 @@ def run(_: Options, url: str, key: str | None, interval_s: float, once: bool) ->
         if once:
             console.print(draw(history, url, console.width))
             return 0
-        with _blocked(signal.SIGINT), Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        with _masked(signal.SIG_BLOCK), Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
             live.update(draw(history, url, console.width), refresh=True)
-            while signal.sigtimedwait({signal.SIGINT}, interval_s) is None:
-                history.add(_next(client))
-                live.update(draw(history, url, console.width), refresh=True)
+            with suppress(KeyboardInterrupt):
+                while signal.sigtimedwait({signal.SIGINT}, interval_s) is None:
+                    with _masked(signal.SIG_UNBLOCK):  # a server may be slow to answer
+                        frame = _next(client)
+                    history.add(frame)
+                    live.update(draw(history, url, console.width), refresh=True)
     return 0
 
 
 @contextmanager
-def _blocked(signum: signal.Signals) -> Iterator[None]:
-    """Lets a signal wait, so that it interrupts no request and no drawing."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signum})
+def _masked(how: int) -> Iterator[None]:
+    """Within, Ctrl-C is blocked (``SIG_BLOCK``), so that it interrupts no drawing, or not."""
+    before = signal.pthread_sigmask(how, {signal.SIGINT})
     try:
         yield
     finally:

@@ -158,7 +158,7 @@ class Link:
 
 
 class PollingChannel:
-    """A link for a loop that must not block: the worker's."""
+    """A link for a loop that waits by itself: a worker's or a helper's."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -186,7 +186,7 @@ class PollingChannel:
         while len(batch) < MAX_BATCH and (frames := self._link.try_receive()) is not None:
             batch.append(frames)
         if is_gone and not batch:
-            raise PeerGoneError("the scheduler is gone")
+            raise PeerGoneError("the process at the other end is gone")
         return batch
 
     def try_send(self, frames: Frames) -> bool:

@@ -26,6 +26,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _FIRST_CAPABILITY = (9, 0)
+_PROCESSORS_OF_THE_INTERPRETER = 16
 
 
 class EarlyLaunch(TypedDict):
@@ -45,6 +46,14 @@ def early_launch(device: torch.device, is_wanted: bool = True) -> EarlyLaunch:
     """Returns keywords of an early launch, if wanted and supported by the device; else those of a normal launch."""
     is_early = is_wanted and device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY
     return EarlyLaunch(IS_EARLY=is_early, launch_pdl=is_early)
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """Returns the number of multiprocessors of a device; some number for Triton's interpreter."""
+    if device.type != "cuda":
+        return _PROCESSORS_OF_THE_INTERPRETER
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hiserve.kernels.launch import await_previous, early_launch, start_next
+from hiserve.kernels.launch import await_previous, early_launch, num_processors, start_next
 
 _MAX_DEPTH = 2048
 _MAX_COLUMNS = 4
@@ -20,7 +20,6 @@ _MAX_ROW_ELEMENTS = 1 << 24  # largest weight of whole tiles for which a single 
 _TILE_ROWS = (16, 32)
 _TILE_COLUMNS = 64
 _TILE_DEPTH = 128
-_NUM_PROCESSORS = 132  # of an H200
 _MIN_BLOCKS = 4  # of depth, for each part
 _SUM_BLOCK = 512
 
@@ -107,8 +106,8 @@ def _tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_early: bool
     """
     assert x.is_contiguous() and weight.is_contiguous(), (x.stride(), weight.stride())
     (num_rows, depth), num_columns = x.shape, weight.shape[0]
-    num_tiles = num_columns // _TILE_COLUMNS
-    num_parts = max(1, min(_NUM_PROCESSORS // num_tiles, depth // _TILE_DEPTH // _MIN_BLOCKS))
+    num_tiles, count = num_columns // _TILE_COLUMNS, num_processors(x.device)
+    num_parts = max(1, min(count // num_tiles, depth // _TILE_DEPTH // _MIN_BLOCKS))
     out = x.new_empty((num_rows, num_columns))
     parts = out if num_parts == 1 else x.new_empty((num_parts, num_rows, num_columns), dtype=torch.float32)
     _tile_kernel[(num_tiles, num_parts)](
@@ -123,7 +122,7 @@ def _tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_early: bool
         COLUMNS=_TILE_COLUMNS,
         DEPTH=_TILE_DEPTH,
         num_warps=4,
-        num_stages=6 if num_tiles * num_parts <= _NUM_PROCESSORS else 4,  # one program to a multiprocessor, or two
+        num_stages=6 if num_tiles * num_parts <= count else 4,  # one program to a multiprocessor, or two
         **early_launch(x.device, is_early),
     )
     if num_parts > 1:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,11 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
     monkeypatch.setitem(SHAPES, "llama-8b", SHAPES["llama-8b"] | TINY)
     monkeypatch.setattr(weights, "SHARD_BYTES", 1 << 19)
     return weights.make_checkpoint(tmp_path, 0.002)
+
+
+def test_a_machine_without_triton_runs_it() -> None:
+    program = "import sys; sys.modules['triton'] = None; import benchmarks.weights"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[3])
 
 
 def test_the_checkpoint_is_one_that_is_served(tmp_path: Path, checkpoint: ModelConfig) -> None:

@@ -249,6 +249,25 @@ async def test_ctrl_c_ends_the_board_without_a_word_of_error() -> None:
     assert "hiserve 9.9" in out
 
 
+async def test_ctrl_c_does_not_wait_for_a_server_that_hangs() -> None:
+    async with serving() as server:
+        is_asked, answer = asyncio.Event(), server.routes["/metrics"]
+
+        async def hang(asked: Asked, out: Out) -> None:
+            if server.paths().count("/metrics") > 2:
+                is_asked.set()
+                await asyncio.Event().wait()
+            await answer(asked, out)
+
+        server.routes["/metrics"] = hang
+        command = [sys.executable, "-m", "hiserve.cli", "top", "--url", server.url, "--interval-s", "0.05"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            await is_asked.wait()
+            process.send_signal(signal.SIGINT)
+            _, err = await asyncio.to_thread(process.communicate, timeout=60)
+    assert (process.returncode, err) == (0, "")  # a request that waits until its timeout ends with 1
+
+
 async def test_the_real_application_is_shown(capsys: Any) -> None:
     running = Running(make_server(FakeEngineClient(script=lambda prompt: reply_script())))
     try:

@@ -106,7 +106,7 @@ def test_a_child_whose_parent_is_dead_is_told_so() -> None:
     endpoint = parent.endpoint
     parent.close()
     child = Link.connect(endpoint)
-    with pytest.raises(PeerGoneError):
+    with pytest.raises(PeerGoneError, match="the process at the other end is gone"):  # whichever it was
         PollingChannel(child).receive(is_idle=True)
     child.close()
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import hiserve.kernels
-from hiserve.kernels.launch import early_launch
+from hiserve.kernels.launch import early_launch, num_processors
 
 FOLDER = Path(hiserve.kernels.__path__[0])
 WEIGHTS = ("weight",)  # parameters that no kernel of a step writes
@@ -29,6 +30,17 @@ def test_kernels_begin_early_where_the_device_can_do_it(
         assert early_launch(torch.device(device), False) == {"IS_EARLY": False, "launch_pdl": False}
     finally:
         early_launch.cache_clear()
+
+
+def test_the_processors_of_a_device_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = {0: SimpleNamespace(multi_processor_count=78), 1: SimpleNamespace(multi_processor_count=132)}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[device.index])
+    num_processors.cache_clear()
+    try:
+        assert [num_processors(torch.device("cuda", index)) for index in (0, 1, 0)] == [78, 132, 78]
+        assert num_processors(torch.device("cpu")) > 1
+    finally:
+        num_processors.cache_clear()
 
 
 def functions(path: Path) -> dict[str, ast.FunctionDef]:

@@ -55,11 +55,13 @@ class Told:
 
 grids = []
 linear._tile_kernel, linear._sum_kernel = Told(linear._tile_kernel), Told(linear._sum_kernel)
-# (processors, depth, columns): whole tiles; parts with and without a rest; parts of no less than four blocks
+# (processors, depth, columns): whole tiles; parts with and without a rest; parts of no less than four blocks; no more
+# parts than there are processors for
 for processors, depth, columns, of_tiles in (
-    (4, 256, 320, (5, 1)), (7, 1664, 128, (2, 3)), (4, 1024, 128, (2, 2)), (9, 1024, 64, (1, 2))
+    (4, 256, 320, (5, 1)), (7, 1664, 128, (2, 3)), (4, 1024, 128, (2, 2)), (9, 1024, 64, (1, 2)),
+    (5, 2048, 128, (2, 2))
 ):
-    linear._NUM_PROCESSORS = processors
+    linear.num_processors = lambda device: processors
     for rows in (2, 7, 16, 17, 32):
         grids.clear()
         check(rows, depth, columns, torch.float16)
