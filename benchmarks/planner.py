@@ -28,12 +28,12 @@ from hiserve.core.plan import StepResult
 from hiserve.core.request import SamplingParams
 from hiserve.core.transfers import CopyAck
 from hiserve.engine.planner import Planner
-from hiserve.engine.waiting_queue import Request
+from hiserve.engine.queue import Request
 
 MEASURED = (
     *(f"hiserve/engine/{name}.py" for name in ("planner", "rows", "page_tables", "budget", "admission")),
     *(f"hiserve/engine/{name}.py" for name in ("host_loads", "store_prefetch", "drafting", "output", "cache_counters")),
-    "hiserve/engine/waiting_queue.py",
+    "hiserve/engine/queue.py",
     "hiserve/cache/index",
     "hiserve/core/plan.py",
     "benchmarks/planner.py",

@@ -158,7 +158,7 @@ class Runner:
 @contextmanager
 def held(engine: Any, num_draft: int | None) -> Iterator[None]:
     """Holds the number of drafts of an engine that chooses it; None lets it choose."""
-    choice = engine._backend.engine._planner._draft_choice
+    choice = engine._backend.engine._planner._drafting
     controller = choice._controller
     assert controller is not None, "the engine chooses nothing"
     if num_draft is not None:

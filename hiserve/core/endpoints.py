@@ -56,8 +56,8 @@ def check_kv_events(config: Options) -> None:
     if replay is None:
         return
     _check(replay, "kv_events_replay", num_replicas)
-    taken = {_place(endpoint_of(events, replica, num_replicas)) for replica in range(num_replicas)}
-    both = [_place(endpoint_of(replay, replica, num_replicas)) for replica in range(num_replicas)]
+    taken = {_address(endpoint_of(events, replica, num_replicas)) for replica in range(num_replicas)}
+    both = [_address(endpoint_of(replay, replica, num_replicas)) for replica in range(num_replicas)]
     if not taken.isdisjoint(both):
         raise ConfigError(
             f"--kv-events {events} and --kv-events-replay {replay} overlap for {num_replicas} replicas, of which each "
@@ -80,7 +80,7 @@ def _check(endpoint: str, name: str, num_replicas: int) -> None:
         )
 
 
-def _place(endpoint: str) -> str:
+def _address(endpoint: str) -> str:
     """Returns what two endpoints must not share: the port, whatever the interface, or the path."""
     tcp = _TCP.fullmatch(endpoint)
     return tcp["port"] if tcp else endpoint
@@ -107,10 +107,10 @@ def path_of(endpoint: str) -> Path:
     return Path(endpoint.removeprefix(SCHEME))
 
 
-def wait_for_listener(endpoint: str, timeout_s: float, is_hopeful: Callable[[], bool]) -> None:
+def wait_for_listener(endpoint: str, timeout_s: float, may_come: Callable[[], bool]) -> None:
     """Returns once somebody listens at a new endpoint, or nobody will: time is over, it was removed, or hope is lost."""
     path, late_s = path_of(endpoint), time.monotonic() + timeout_s
-    while path.parent.is_dir() and not path.exists() and is_hopeful() and time.monotonic() < late_s:
+    while path.parent.is_dir() and not path.exists() and may_come() and time.monotonic() < late_s:
         time.sleep(POLL_S)
 
 

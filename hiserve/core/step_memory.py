@@ -30,7 +30,7 @@ NUM_BUCKETS, GRAPH_BYTES = 21, 512 << 10
 MAX_MIXED_TOKENS, MIXED_BUCKETS, NUM_MIXED, MIXED_PARTS = 512, 5, 8, 16
 # Graphs of a number of rows: the forward, and each way of drawing behind it. Of drafts: what takes a step in, and
 # what does where no draft is wanted; and each way of drawing, and what computes a draft, which follow steps of any width.
-ROW_GRAPHS, FOLLOW_GRAPHS, FURTHER_GRAPHS = 3, 2, 3
+ROW_GRAPHS, FOLLOW_GRAPHS, CHAIN_GRAPHS = 3, 2, 3
 # Copies of a head's features for each token of a draft forward: fused, of the token before, beside the embedding. Of the
 # logits of each draft: a head's own, those of the model's vocabulary, those that are kept.
 FEATURE_COPIES, DRAFT_LOGITS = 4, 3
@@ -214,5 +214,5 @@ def _draft_graph_bytes(
     kept = ROW_BUCKETS * max_rows * (draft.step.vocab_size + draft.feature_size)
     forward = max_rows * (1 + max(widths)) * _draft_bytes(draft, dtype_bytes)
     forward += DRAFT_LOGITS * max_rows * draft.step.vocab_size * dtype_bytes
-    num_graphs = NUM_BUCKETS * (FOLLOW_GRAPHS * len(widths) + FURTHER_GRAPHS)
+    num_graphs = NUM_BUCKETS * (FOLLOW_GRAPHS * len(widths) + CHAIN_GRAPHS)
     return (num_shown * draft.shown_elements + kept) * dtype_bytes + forward + num_graphs * GRAPH_BYTES

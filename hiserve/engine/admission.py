@@ -12,9 +12,9 @@ from hiserve.engine.budget import Allocation, allocation_of_chunks
 from hiserve.engine.cache_counters import CacheCounters
 from hiserve.engine.grammars import GrammarRows
 from hiserve.engine.host_loads import HostLoads, LoadCostModel
+from hiserve.engine.queue import InFlightPrefix, Request, WaitingQueue
 from hiserve.engine.rows import RowState
 from hiserve.engine.store_prefetch import StorePrefetcher
-from hiserve.engine.waiting_queue import InFlightPrefix, Request, WaitingQueue
 
 
 class Admission:

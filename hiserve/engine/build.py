@@ -17,9 +17,9 @@ from msgspec.structs import replace
 from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache
 from hiserve.cache.storage.cache_identity import check_unchanged
 from hiserve.cache.storage.device import DevicePool
+from hiserve.cache.storage.file_store import open_store
 from hiserve.cache.storage.host import HostPool
 from hiserve.cache.storage.segment import Segment
-from hiserve.cache.storage.store_factory import open_store
 from hiserve.cache.storage.store_transfers import StoreTransfers
 from hiserve.config.settings import Settings
 from hiserve.core.digest import chain_of

@@ -13,21 +13,73 @@ from hiserve.engine.rows import RowState
 from hiserve.spec.adaptive import DraftController
 
 
-class DraftCounts:
-    """Counts verified and accepted drafts; nothing without speculation.
+class Drafting:
+    """Chooses the number of drafts after each step, and counts verified and accepted drafts; idle without speculation.
 
     Args:
         rows: The planner's rows, which hold the counts of their requests.
+        num_draft: Most drafts after a step; every step has so many without a controller.
+        controller: Chooses one number for all rows of a step.
     """
 
-    def __init__(self, rows: RowState) -> None:
+    def __init__(self, rows: RowState, num_draft: int = 0, controller: DraftController | None = None) -> None:
         self._rows = rows
+        self._num_draft = num_draft
+        self._controller = controller
         self._totals = np.zeros((len(SOURCES), rows.draft_use.shape[1]), dtype=np.int64)
-        self._chosen: Counter[int] = Counter()
+        self._chosen: Counter[int] = Counter()  # planned steps that sample, by drafts after each
 
-    def chose(self, num_draft: int) -> None:
-        """Counts a planned step that samples, with so many drafts after each token."""
-        self._chosen[num_draft] += 1
+    @property
+    def is_cold(self) -> bool:
+        """Whether the proposer does nothing after the next step."""
+        return self._controller is not None and self._controller.is_cold
+
+    def propose(self, rows: NDArray[np.int64], *, is_allowed: bool = True) -> int:
+        """Chooses the drafts after a step of sampling rows (int64 ``[S]``); returns how many the proposer makes."""
+        state = self._rows
+        if not (self._num_draft and rows.size):
+            return 0
+        allowed = state.max_draft[rows]
+        if self._controller is not None and is_allowed and self._controller.stays_cold(allowed):
+            state.draft(rows, 0)
+            self._chosen[0] += 1
+            return 0
+        most = self._num_draft if is_allowed else 0
+        if self._controller is not None and is_allowed:
+            most = self._controller.choose(allowed, self._mean_context(rows))
+        num_propose = most if state.draft(rows, most) else 0  # of few widths, for graphs
+        self._chosen[num_propose] += 1
+        return num_propose
+
+    def to_verify(self, rows: NDArray[np.int64]) -> Int32Array:
+        """Returns how many drafts rows (int64 ``[B]``) verify, int32 ``[B]``: their ``drafted``.
+
+        Rows with the same limit, which all have drafts, verify the least number that one of them has. Numbers differ
+        where the choice changed while some rows were left out of a step; rows of one width are one graph.
+        """
+        drafted = self._rows.drafted[rows]
+        if not drafted.any():
+            return drafted
+        most = self._rows.max_draft[rows]
+        if (most == most[0]).all() and (least := drafted.min()):
+            return np.full_like(drafted, least)
+        return drafted
+
+    def record(
+        self, plan: BatchPlan, rows: NDArray[np.int64], num_draft: Int32Array, counts: Int32Array, seconds: float | None
+    ) -> None:
+        """Hands the result of a step to the controller.
+
+        Args:
+            plan: Of the step.
+            rows: int64 ``[S]``. Those that sampled and whose pages were current.
+            num_draft: int32 ``[S]``. Drafts that they verified.
+            counts: int32 ``[S]``. Those accepted + 1.
+            seconds: Time of the step; None if it computed prompts.
+        """
+        if self._controller is not None and rows.size and not (plan.is_cold and not num_draft.any()):
+            made = plan.num_propose if self._controller.times_own_drafts else int(num_draft.max())
+            self._controller.record(num_draft, counts, made, self._mean_context(rows), seconds)
 
     def verified(self, rows: NDArray[np.int64], num_draft: Int32Array, counts: Int32Array) -> None:
         """Counts the drafts of a step.
@@ -65,81 +117,10 @@ class DraftCounts:
         by_source = dict(zip(SOURCES, map(_use, self._totals.tolist()), strict=True))
         return DraftStats(by_source, {str(number): count for number, count in sorted(self._chosen.items())})
 
+    def _mean_context(self, rows: NDArray[np.int64]) -> float:
+        return float(self._rows.known[rows].mean())
+
 
 def _use(counts: list[int]) -> DraftUse:
     verify_steps, proposed, *accepted = counts
     return DraftUse(verify_steps, proposed, tuple(accepted))
-
-
-class DraftChoice:
-    """Chooses the number of drafts for the planner, and measures the results.
-
-    Args:
-        rows: The planner's rows.
-        counts: Counts the choices.
-        num_draft: Drafts that may follow a step, at most; so many do without a controller.
-        controller: Chooses for all rows of a step.
-    """
-
-    def __init__(
-        self, rows: RowState, counts: DraftCounts, num_draft: int, controller: DraftController | None = None
-    ) -> None:
-        self._rows = rows
-        self._counts = counts
-        self._num_draft = num_draft
-        self._controller = controller
-
-    @property
-    def is_cold(self) -> bool:
-        """Whether the proposer does nothing after the next step."""
-        return self._controller is not None and self._controller.is_cold
-
-    def propose(self, rows: NDArray[np.int64], *, is_allowed: bool = True) -> int:
-        """Chooses the drafts after a step of sampling rows (int64 ``[S]``); returns how many the proposer makes."""
-        state = self._rows
-        if not (self._num_draft and rows.size):
-            return 0
-        allowed = state.max_draft[rows]
-        if self._controller is not None and is_allowed and self._controller.stays_cold(allowed):
-            state.draft(rows, 0)
-            self._counts.chose(0)
-            return 0
-        most = self._num_draft if is_allowed else 0
-        if self._controller is not None and is_allowed:
-            most = self._controller.choose(allowed, self._mean_context(rows))
-        num_propose = most if state.draft(rows, most) else 0  # of few widths, for graphs
-        self._counts.chose(num_propose)
-        return num_propose
-
-    def to_verify(self, rows: NDArray[np.int64]) -> Int32Array:
-        """Returns how many drafts rows (int64 ``[B]``) verify, int32 ``[B]``: their ``drafted``.
-
-        Rows with the same limit, which all have drafts, verify the least number that one of them has. Numbers differ
-        where the choice changed while some rows were left out of a step; rows of one width are one graph.
-        """
-        drafted = self._rows.drafted[rows]
-        if not drafted.any():
-            return drafted
-        most = self._rows.max_draft[rows]
-        if (most == most[0]).all() and (least := drafted.min()):
-            return np.full_like(drafted, least)
-        return drafted
-
-    def record(
-        self, plan: BatchPlan, rows: NDArray[np.int64], num_draft: Int32Array, counts: Int32Array, seconds: float | None
-    ) -> None:
-        """Hands the result of a step to the controller.
-
-        Args:
-            plan: Of the step.
-            rows: int64 ``[S]``. Those that sampled and whose pages were current.
-            num_draft: int32 ``[S]``. Drafts that they verified.
-            counts: int32 ``[S]``. Those accepted + 1.
-            seconds: Time of the step; None if it computed prompts.
-        """
-        if self._controller is not None and rows.size and not (plan.is_cold and not num_draft.any()):
-            made = plan.num_propose if self._controller.times_own_drafts else int(num_draft.max())
-            self._controller.record(num_draft, counts, made, self._mean_context(rows), seconds)
-
-    def _mean_context(self, rows: NDArray[np.int64]) -> float:
-        return float(self._rows.known[rows].mean())

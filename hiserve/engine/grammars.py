@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hiserve.core.plan import BatchPlan, Int32Array, MaskPlan
-from hiserve.engine.waiting_queue import Request
+from hiserve.engine.queue import Request
 from hiserve.errors import GrammarLimitError, HiserveError, RequestError
 from hiserve.grammar.compiler import Compiler
 from hiserve.grammar.matcher import WORD_BITS, MaskFiller, Matcher, Vocabulary

@@ -14,7 +14,7 @@ from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasuremen
 from hiserve.core.transfers import CopyAck
 from hiserve.engine.kv_event_sender import KvEventSender
 from hiserve.engine.planner import Planner
-from hiserve.engine.waiting_queue import Request
+from hiserve.engine.queue import Request
 from hiserve.ipc.cache_stats import LOCAL_TIERS, NodeFacts, StoreStats, TierName
 from hiserve.ipc.lifecycle import CrashSnapshot
 from hiserve.ipc.messages import Admit, GateCounts, WorkerStats
@@ -272,8 +272,8 @@ class Engine:
     def crash_snapshot(self) -> CrashSnapshot:
         """Returns the steps and copies in flight, also after a failed step; touches no device."""
         steps, pending_ops = self._planner.in_flight()
-        verdict_step, verdict = self._executor.last_decision()
-        return CrashSnapshot(steps, verdict, verdict_step, pending_ops)
+        decision_step, decision = self._executor.last_decision()
+        return CrashSnapshot(steps, decision, decision_step, pending_ops)
 
     @property
     def is_copying(self) -> bool:

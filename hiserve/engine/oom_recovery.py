@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hiserve.core.plan import StepFault
+from hiserve.engine.queue import Request
 from hiserve.engine.rows import RowState
-from hiserve.engine.waiting_queue import Request
 
 logger = logging.getLogger(__name__)
 

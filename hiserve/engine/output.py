@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hiserve.core.plan import BatchPlan, BoolArray, Int32Array, Int64Array, StepResult
-from hiserve.engine.drafting import DraftCounts
+from hiserve.engine.drafting import Drafting
 from hiserve.engine.rows import RowState
 from hiserve.ipc.updates import RequestUpdates
 
@@ -13,7 +13,7 @@ from hiserve.ipc.updates import RequestUpdates
 def report(
     updates: RequestUpdates,
     state: RowState,
-    draft_counts: DraftCounts,
+    drafting: Drafting,
     rows: Int64Array,
     counts: Int32Array,
     finishes: Int32Array,
@@ -32,7 +32,7 @@ def report(
         tokens,
         [scores.get(row, b"") for row in rows.tolist()] if scores else (),
         cached=state.take_cached(rows),
-        drafts=draft_counts.take(rows),
+        drafts=drafting.take(rows),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from hiserve.cache.index.prefix_cache import SINK_PAGE, PrefixCache
+from hiserve.cache.index.prefix_cache import PADDING_PAGE, PrefixCache
 from hiserve.core.plan import BoolArray, Int32Array, Int64Array, TableWrites
 
 
@@ -46,13 +46,13 @@ class PageTables:
             return True
         rows, held, end = rows[growing], held[growing], end[growing]
         extra = -(-end // page_size) - held
-        before = np.where(held, self.pages[rows, held - 1], SINK_PAGE)
+        before = np.where(held, self.pages[rows, held - 1], PADDING_PAGE)
         if (extra > 1).any():
             ends = np.cumsum(extra, dtype=np.int32)
             within = np.arange(ends[-1], dtype=np.int32) - np.repeat(ends - extra, extra)
             rows, held, before = np.repeat(rows, extra), np.repeat(held, extra) + within, np.repeat(before, extra)
-            before = np.where(before, before + within, SINK_PAGE)
-        pages = self._cache.allocate(np.where(before, before + 1, SINK_PAGE))
+            before = np.where(before, before + within, PADDING_PAGE)
+        pages = self._cache.allocate(np.where(before, before + 1, PADDING_PAGE))
         if pages is None:
             return False
         self.num_pages[rows] = held + 1  # of a row's entries the last one counts

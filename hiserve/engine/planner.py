@@ -16,14 +16,14 @@ from hiserve.core.transfers import CopyAck
 from hiserve.engine.admission import Admission
 from hiserve.engine.budget import Allocation, allocate_tokens, decode_first
 from hiserve.engine.cache_counters import CacheCounters
-from hiserve.engine.drafting import DraftChoice, DraftCounts
+from hiserve.engine.drafting import Drafting
 from hiserve.engine.grammars import GrammarRows, no_vocabulary
 from hiserve.engine.host_loads import HostLoads, LoadCostModel
 from hiserve.engine.oom_recovery import OomRecovery
 from hiserve.engine.output import pick_scores, report
+from hiserve.engine.queue import Request, WaitingQueue
 from hiserve.engine.rows import RowState
 from hiserve.engine.store_prefetch import StorePrefetcher
-from hiserve.engine.waiting_queue import Request, WaitingQueue
 from hiserve.errors import EngineError, HiserveError, ResourceError
 from hiserve.ipc.cache_stats import LOCAL_TIERS, NodeFacts, StoreStats, TierName
 from hiserve.ipc.lifecycle import StepSnapshot
@@ -127,8 +127,7 @@ class Planner:
             grammars=self.grammars,
         )
         self._num_draft = num_draft
-        self._draft_counts = DraftCounts(self._rows)
-        self._draft_choice = DraftChoice(self._rows, self._draft_counts, num_draft, controller)
+        self._drafting = Drafting(self._rows, num_draft, controller)
         self._step_id = 0
         self._in_flight: deque[_InFlight] = deque()
         self._updates = RequestUpdates()
@@ -207,7 +206,7 @@ class Planner:
             graph_gate=gate or {},
             step_faults=dict(self._oom_recovery.counts),
             cache=counts,
-            drafts=self._draft_counts.stats(),
+            drafts=self._drafting.stats(),
             **self._admitter.counters,
             **self._counters,
         )
@@ -250,7 +249,7 @@ class Planner:
         self._step_id += 1
         state = self._rows
         max_len = state.plan(rows, allocation.num_new, allocation.num_draft, allocation.samples)
-        num_propose = self._draft_choice.propose(rows[allocation.samples], is_allowed=not self._backoff.is_reduced)
+        num_propose = self._drafting.propose(rows[allocation.samples], is_allowed=not self._backoff.is_reduced)
         plan = BatchPlan(
             step_id=self._step_id,
             rows=rows.astype(np.int32),
@@ -260,7 +259,7 @@ class Planner:
             num_scored=allocation.num_scored,
             max_len=max_len,
             num_propose=num_propose,
-            is_cold=self._draft_choice.is_cold,
+            is_cold=self._drafting.is_cold,
             release=state.take_released(),
             admit=tuple(admit),
             copies=copies + exchanged,
@@ -294,7 +293,7 @@ class Planner:
             computed=state.computed[rows],
             limit=state.limit[rows],
             to_score=state.num_to_score(rows),
-            drafted=self._draft_choice.to_verify(rows) if self._num_draft and not self._backoff.is_reduced else None,
+            drafted=self._drafting.to_verify(rows) if self._num_draft and not self._backoff.is_reduced else None,
             max_len=self._max_len,
             budget=self._backoff.num_tokens,
         )
@@ -351,14 +350,14 @@ class Planner:
         state.settle(settled, plan.num_new[ok])
         sampled = ok[plan.samples]
         rows, num_draft = step.rows[plan.samples][sampled], plan.num_draft[plan.samples][sampled]
-        self._draft_choice.record(plan, rows, num_draft, result.counts[sampled], seconds)
+        self._drafting.record(plan, rows, num_draft, result.counts[sampled], seconds)
         counts, tokens = result.counts[sampled], result.tokens[sampled]
         ends = self.grammars.advance(rows, counts, tokens)
         counts, finishes, tokens = state.append(rows, num_draft, counts, tokens, ends)
         self._counters["generated_tokens"] += tokens.size
-        self._draft_counts.verified(rows, num_draft, counts)
+        self._drafting.verified(rows, num_draft, counts)
         scores = pick_scores(plan, result, ok, counts, state)
-        report(self._updates, state, self._draft_counts, rows, counts, finishes, tokens, scores)
+        report(self._updates, state, self._drafting, rows, counts, finishes, tokens, scores)
         state.publish(settled, plan.step_id)
         for row in rows[finishes != 0].tolist():
             self._release(row)

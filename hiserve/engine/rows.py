@@ -12,7 +12,7 @@ from hiserve.core.plan import BoolArray, Int32Array, Int64Array
 from hiserve.core.request import MAX_STOP_TOKENS, FinishReason, SamplingParams
 from hiserve.core.usage import SOURCES, CacheUse
 from hiserve.engine.page_tables import PageTables
-from hiserve.engine.waiting_queue import Request
+from hiserve.engine.queue import Request
 
 NO_TOKEN = -1
 

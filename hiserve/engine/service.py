@@ -20,7 +20,7 @@ from hiserve.core.step_faults import fault_of
 from hiserve.engine.loop import Engine
 from hiserve.errors import EngineError, HiserveError
 from hiserve.ipc.channel import Link, PeerGoneError, PollingChannel
-from hiserve.ipc.child import log_to_stderr, meet_parent
+from hiserve.ipc.child import connect_to_parent, log_to_stderr
 from hiserve.ipc.codec import Frames, MalformedError, MessageDecoder, Received, encode
 from hiserve.ipc.lifecycle import CrashSnapshot
 from hiserve.ipc.messages import (
@@ -143,7 +143,7 @@ class WorkerService:
             page_size=facts.page_size,
             namespace=facts.namespace,
             startup_s=facts.startup_s,
-            findings=facts.measurements,
+            measurements=facts.measurements,
         )
         self._sender.answer(ready)
         self._send_report(None)
@@ -208,12 +208,12 @@ def serve(endpoint: str, build: Callable[[Settings, int, int, StartupMeasurement
         build: Makes the engine, of a configuration, the descriptor of the host segment (-1 without one), the replica and
             the measurements of the worker before it.
     """
-    link, frames = meet_parent(endpoint, signal.SIGKILL)
+    link, frames = connect_to_parent(endpoint, signal.SIGKILL)
     faulthandler.register(signal.SIGUSR1)  # a supervisor that finds it hanging asks where
     configure = MessageDecoder[Configure](Configure).decode(frames).message
-    log_to_stderr(configure.config)
+    log_to_stderr(configure.settings)
     try:
-        engine = build(configure.config, configure.host_fd, configure.replica, configure.findings)
+        engine = build(configure.settings, configure.host_fd, configure.replica, configure.measurements)
     except Exception as error:  # noqa: BLE001 - the scheduler gets a report, and the process ends
         exit_with_error(link, configure.incarnation, error)
     try:

@@ -11,7 +11,7 @@ from hiserve.config.options import StorePrefetch
 from hiserve.core.transfers import CopyAck, CopyKind, PageCopy, StoreLookup
 from hiserve.engine.cache_counters import HOST_FULL, CacheCounters
 from hiserve.engine.host_loads import LoadCostModel
-from hiserve.engine.waiting_queue import Request
+from hiserve.engine.queue import Request
 
 MAX_WAIT_S = 60.0  # of a request that waits for the store to the end
 MAX_LOOKUPS = 64  # without an answer

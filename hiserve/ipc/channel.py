@@ -27,10 +27,10 @@ from hiserve.ipc.codec import Frames
 
 HIGH_WATER_MARK = 256
 MAX_BATCH = 64
-MAX_UNREAD_NEWS = 10_000  # messages queued for a subscriber before it loses some
+MAX_UNREAD_EVENTS = 10_000  # messages queued for a subscriber before it loses some
 MAX_UNREAD_ANSWERS = 16_384
 MAX_QUESTION_BYTES = 1024
-NEWS_LINGER_MS = 200
+EVENTS_LINGER_MS = 200
 
 
 class PeerGoneError(Exception):
@@ -71,7 +71,7 @@ class Link:
         """
         endpoint = endpoint or new_endpoint()
         path = path_of(endpoint)
-        unheard = path.with_name("b")
+        unbound = path.with_name("b")
         try:
             link = cls(endpoint)
         except zmq.ZMQError as error:
@@ -79,13 +79,13 @@ class Link:
         try:
             if peer_pid is not None:
                 link._socket.setsockopt(zmq.IPC_FILTER_PID, peer_pid)
-            link._socket.bind(f"{SCHEME}{unheard}")
+            link._socket.bind(f"{SCHEME}{unbound}")
         except zmq.ZMQError as error:
             link.close()
             raise ResourceError(
                 f"No socket can be opened in {path.parent}: {error}. Point TMPDIR elsewhere."
             ) from error
-        unheard.rename(path)  # the path exists only once the socket listens
+        unbound.rename(path)  # the path exists only once the socket listens
         return link
 
     @classmethod
@@ -319,14 +319,14 @@ class PublishChannel:
         self._paths: list[Path] = []
         self._poller = zmq.Poller()
         self._poller.register(self._waker, zmq.POLLIN)
-        self._news = self._context.socket(zmq.PUB)
+        self._publisher = self._context.socket(zmq.PUB)
         self._questions = self._context.socket(zmq.ROUTER)
-        self._news.set_hwm(MAX_UNREAD_NEWS)
+        self._publisher.set_hwm(MAX_UNREAD_EVENTS)
         self._questions.set_hwm(MAX_UNREAD_ANSWERS)
-        for sock in (self._news, self._questions):  # subscriptions are messages, too
+        for sock in (self._publisher, self._questions):  # subscriptions are messages, too
             sock.setsockopt(zmq.MAXMSGSIZE, MAX_QUESTION_BYTES)
         try:
-            self._listen(self._news, endpoint, setting)
+            self._listen(self._publisher, endpoint, setting)
             if questions_endpoint is not None:
                 self._listen(self._questions, questions_endpoint, questions_setting)
                 self._poller.register(self._questions, zmq.POLLIN)
@@ -336,7 +336,7 @@ class PublishChannel:
 
     def publish(self, frames: Frames) -> None:
         """Sends a message to every connected subscriber."""
-        self._news.send_multipart(frames)
+        self._publisher.send_multipart(frames)
 
     def take_question(self) -> Frames | None:
         """Returns the next question, its sender's address first, or None."""
@@ -360,9 +360,9 @@ class PublishChannel:
         os.eventfd_write(self._waker, 1)
 
     def close(self) -> None:
-        """Closes; published messages get ``NEWS_LINGER_MS`` for delivery."""
-        self._news.close(linger=NEWS_LINGER_MS)
-        self._questions.close(linger=NEWS_LINGER_MS)
+        """Closes; published messages get ``EVENTS_LINGER_MS`` for delivery."""
+        self._publisher.close(linger=EVENTS_LINGER_MS)
+        self._questions.close(linger=EVENTS_LINGER_MS)
         self._context.term()
         os.close(self._waker)
         for path in self._paths:

@@ -16,7 +16,7 @@ from hiserve.errors import ResourceError
 from hiserve.ipc.channel import AsyncChannel, Link
 from hiserve.ipc.codec import Frames
 
-LAST_WORDS_S = 0.5
+DRAIN_S = 0.5
 
 
 class ChildProcess:
@@ -89,7 +89,7 @@ class ChildProcess:
     async def wait(self) -> str:
         """Waits for its end and its last messages; returns how it ended."""
         returncode = await self._process.wait()
-        await wait_for_event(self._gone, LAST_WORDS_S)
+        await wait_for_event(self._gone, DRAIN_S)
         self._channel.close()
         return f"exit code {returncode}" if returncode >= 0 else f"killed by {signal.Signals(-returncode).name}"
 
@@ -111,11 +111,11 @@ async def wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:
     return event.is_set()
 
 
-MEET_S = 10.0
+CONNECT_S = 10.0
 _PR_SET_PDEATHSIG = 1
 
 
-def meet_parent(endpoint: str, death_signal: signal.Signals) -> tuple[Link, Frames]:
+def connect_to_parent(endpoint: str, death_signal: signal.Signals) -> tuple[Link, Frames]:
     """Connects to the parent and waits for its first message; returns the link and the frames of this message.
 
     Afterwards SIGINT and SIGTERM are ignored: they may reach every process of a service at
@@ -132,7 +132,7 @@ def meet_parent(endpoint: str, death_signal: signal.Signals) -> tuple[Link, Fram
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     parent = os.getppid()
-    wait_for_listener(endpoint, MEET_S, lambda: os.getppid() == parent)
+    wait_for_listener(endpoint, CONNECT_S, lambda: os.getppid() == parent)
     link = Link.connect(endpoint)
     while (frames := link.try_receive()) is None:
         if link.is_gone:

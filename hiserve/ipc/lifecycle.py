@@ -30,14 +30,14 @@ class CrashSnapshot(msgspec.Struct, frozen=True):
 
     Attributes:
         steps: In flight, oldest first.
-        verdict: The gate's last decision: action, reason, and the replayed graph, if any.
-        verdict_step: The step of that decision.
+        decision: The gate's last decision: action, reason, and the replayed graph, if any.
+        decision_step: The step of that decision.
         pending_ops: Numbers of tier copies that had not ended.
     """
 
     steps: list[StepSnapshot] = []
-    verdict: str = ""
-    verdict_step: int = 0
+    decision: str = ""
+    decision_step: int = 0
     pending_ops: list[int] = []
 
 
@@ -54,7 +54,7 @@ class Crash(msgspec.Struct, frozen=True):
         unix_s: Time at which it was noticed, in seconds since 1970.
         num_steps: Steps it had reported.
         uids: Requests it held.
-        scene: Its own last report; None without one.
+        snapshot: Its own last report; None without one.
     """
 
     replica: int
@@ -66,7 +66,7 @@ class Crash(msgspec.Struct, frozen=True):
     unix_s: float
     num_steps: int
     uids: list[int]
-    scene: CrashSnapshot | None = None
+    snapshot: CrashSnapshot | None = None
 
 
 class Recovery(msgspec.Struct, frozen=True):

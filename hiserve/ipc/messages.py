@@ -71,7 +71,7 @@ class Query(msgspec.Struct, frozen=True, array_like=True, tag=True):
 # --- scheduler -> client ------------------------------------------------------------------
 
 
-GateCounts = dict[str, dict[str, int]]  # verdicts of runners/gate.py: verdict -> reason -> steps
+GateCounts = dict[str, dict[str, int]]  # verdicts of runners/gate.py: decision -> reason -> steps
 
 
 class WorkerStats(msgspec.Struct, frozen=True):
@@ -212,18 +212,18 @@ class Configure(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """First message to a worker.
 
     Attributes:
-        config: Resolved.
+        settings: Of the server.
         replica: Index from 0.
         incarnation: Starts at 1; part of every message of the worker.
         host_fd: Descriptor number of the host segment in the worker; -1 without a host cache.
-        findings: Of the first incarnation; empty for that one.
+        measurements: Of the first incarnation; empty for that one.
     """
 
-    config: Settings
+    settings: Settings
     replica: int
     incarnation: int
     host_fd: int = -1
-    findings: StartupMeasurements = NO_MEASUREMENTS
+    measurements: StartupMeasurements = NO_MEASUREMENTS
 
 
 class Admit(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -290,7 +290,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
         page_size: Tokens per page.
         namespace: Digest of everything that separates caches, but for tenants.
         startup_s: Seconds per start-up phase.
-        findings: For its successors.
+        measurements: For its successors.
     """
 
     incarnation: int
@@ -301,7 +301,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
     page_size: int
     namespace: bytes
     startup_s: dict[str, float]
-    findings: StartupMeasurements = NO_MEASUREMENTS
+    measurements: StartupMeasurements = NO_MEASUREMENTS
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -309,7 +309,7 @@ class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     Attributes:
         fault_s: Time, by ``time.monotonic``.
-        scene: State of its engine; None without an engine.
+        snapshot: State of its engine; None without an engine.
     """
 
     incarnation: int
@@ -317,7 +317,7 @@ class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     code: str
     trace: str
     fault_s: float
-    scene: CrashSnapshot | None = None
+    snapshot: CrashSnapshot | None = None
 
 
 class StepReport(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -10,7 +10,7 @@ from torch import Tensor
 from hiserve.core.drafts import DraftLayout
 from hiserve.core.forward import ForwardInputs
 from hiserve.kernels.draft_ops import DraftProgress, StepHiddenStates, draft_forward
-from hiserve.kernels.reference import SINK_PAGE
+from hiserve.kernels.reference import PADDING_PAGE
 from hiserve.kernels.step_ops import RowTensors
 
 
@@ -30,13 +30,13 @@ def draft_inputs(
     kv_lens = (first + layout.num_tokens).clamp_(max=num_places)
     places = first.index_select(0, token_rows) + layout.offsets
     pages = table[token_rows, (places // page_size).clamp_(max=width - 1)].long()
-    pages.masked_fill_(places >= min(row_len, num_places), SINK_PAGE)
+    pages.masked_fill_(places >= min(row_len, num_places), PADDING_PAGE)
     flat = rows.index_select(0, token_rows) * row_len + places.clamp(max=row_len - 1)
     is_used = torch.arange(width, device=table.device) * page_size < kv_lens[:, None]
     return draft_forward(
         layout,
         kv_lens=kv_lens,
-        page_table=torch.where(is_used, table, SINK_PAGE),
+        page_table=torch.where(is_used, table, PADDING_PAGE),
         input_ids=state.tokens.view(-1).index_select(0, flat),
         positions=places,
         slots=pages * page_size + places % page_size,
@@ -50,7 +50,7 @@ def _own_pages(rows: Tensor, legal: Tensor, state: RowTensors, width: int) -> Te
     num_pages = state.page_owner.shape[0]
     is_own = (table >= 0) & (table < num_pages) & legal[:, None]
     is_own &= state.page_owner[table.clamp(0, num_pages - 1).long()] == owners
-    return torch.where(is_own, table, SINK_PAGE)
+    return torch.where(is_own, table, PADDING_PAGE)
 
 
 def draft_hidden_states(step: StepHiddenStates) -> Tensor:
@@ -72,7 +72,7 @@ def keep_hidden_states(step: StepHiddenStates, state: RowTensors) -> None:
     is_end = (ends % step.page_size == 0) & (step.offsets > 0) & (ends <= computed_len.index_select(0, token_rows))
     pages = _pages_of(ends - 1, token_rows, step)
     index = _step_tokens(step).clamp_(min=0)
-    _write(step.page_hidden, pages, hidden_states.index_select(0, index), is_end & (pages != SINK_PAGE))
+    _write(step.page_hidden, pages, hidden_states.index_select(0, index), is_end & (pages != PADDING_PAGE))
 
 
 def note_drafted(step: StepHiddenStates, state: RowTensors, progress: DraftProgress) -> None:
@@ -81,7 +81,7 @@ def note_drafted(step: StepHiddenStates, state: RowTensors, progress: DraftProgr
     pages, entries = table.reshape(-1).long(), torch.arange(table.shape[1], device=table.device)
     first_page, computed_len = first // page_size, state.computed_len.index_select(0, rows)
     is_drafted = progress.is_drafted.index_select(0, pages).view_as(table) == 1
-    is_missing = ~(is_drafted & (table != SINK_PAGE)) & (entries < first_page[:, None])
+    is_missing = ~(is_drafted & (table != PADDING_PAGE)) & (entries < first_page[:, None])
     behind_missing = (is_missing * (entries + 1)).amax(1)
     ends = first + step.qo_indptr.diff()
     behind_step = (ends + (page_size - 1)) // page_size
@@ -93,10 +93,10 @@ def note_drafted(step: StepHiddenStates, state: RowTensors, progress: DraftProgr
     is_own = torch.where(legal, rows, 0)
     progress.start_page.index_copy_(0, is_own, start * legal)
     progress.taken_len.index_copy_(0, is_own, computed_len * legal)
-    is_done = (entries >= torch.maximum(start, first_page)[:, None]) & (table != SINK_PAGE) & legal[:, None]
+    is_done = (entries >= torch.maximum(start, first_page)[:, None]) & (table != PADDING_PAGE) & legal[:, None]
     is_done &= (entries + 1) * page_size <= computed_len[:, None]
     done = is_done.view(-1)
-    progress.is_drafted.index_copy_(0, torch.where(done, pages, SINK_PAGE), done.to(progress.is_drafted.dtype))
+    progress.is_drafted.index_copy_(0, torch.where(done, pages, PADDING_PAGE), done.to(progress.is_drafted.dtype))
 
 
 def draft_window(

@@ -13,7 +13,7 @@ from hiserve.kernels.draft_ops import StepHiddenStates, draft_forward
 from hiserve.kernels.draft_window import draft_window, note_drafted
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 from hiserve.kernels.ngram_search import draft_ngrams
-from hiserve.kernels.reference import SINK_PAGE
+from hiserve.kernels.reference import PADDING_PAGE
 from hiserve.kernels.step_ops import RowTensors
 from hiserve.kernels.step_triton import put_tokens
 
@@ -39,7 +39,7 @@ def draft_inputs(
     out = draft_forward(
         layout,
         kv_lens=torch.empty(num_rows, dtype=torch.int64, device=device),
-        page_table=torch.full((num_rows, width), SINK_PAGE, dtype=torch.int32, device=device),
+        page_table=torch.full((num_rows, width), PADDING_PAGE, dtype=torch.int32, device=device),
         input_ids=torch.empty(num_tokens, dtype=torch.int32, device=device),
         positions=torch.empty(num_tokens, dtype=torch.int64, device=device),
         slots=torch.empty(num_tokens, dtype=torch.int64, device=device),
@@ -67,7 +67,7 @@ def draft_inputs(
         state.page_table.shape[1],
         state.page_owner.shape[0],
         state.tokens.shape[1],
-        SINK=SINK_PAGE,
+        SINK=PADDING_PAGE,
         PAGE_SIZE=page_size,
         TABLE_BLOCK=_TABLE_BLOCK,
         TOKEN_BLOCK=_TOKEN_BLOCK,
@@ -127,7 +127,7 @@ def keep_hidden_states(step: StepHiddenStates, state: RowTensors) -> None:
         step.page_hidden.stride(0),
         step.page_table.stride(0),
         size,
-        SINK=SINK_PAGE,
+        SINK=PADDING_PAGE,
         PAGE_SIZE=step.page_size,
         BLOCK=block,
         **early_launch(hidden_states.device),

@@ -12,7 +12,7 @@ from torch import Tensor
 from hiserve.core.forward import ForwardInputs
 from hiserve.kernels.draft_ops import DraftProgress, StepHiddenStates
 from hiserve.kernels.launch import await_previous, early_launch, start_next
-from hiserve.kernels.reference import SINK_PAGE
+from hiserve.kernels.reference import PADDING_PAGE
 from hiserve.kernels.step_ops import RowTensors
 
 _TABLE_BLOCK = 1024
@@ -31,7 +31,7 @@ def note_drafted(step: StepHiddenStates, state: RowTensors, progress: DraftProgr
         progress.taken_len,
         step.page_table.stride(0),
         progress.is_drafted.stride(0),
-        SINK=SINK_PAGE,
+        SINK=PADDING_PAGE,
         PAGE_SIZE=step.page_size,
         BLOCK=_TABLE_BLOCK,
         **early_launch(step.rows.device),

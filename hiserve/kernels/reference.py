@@ -15,7 +15,7 @@ _PHILOX_ROUNDS = 10
 
 NO_LAST_LOC = -1
 NO_OWNER = -1
-SINK_PAGE = 0
+PADDING_PAGE = 0
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -264,7 +264,7 @@ def list_pages(page_table: Tensor, kv_lens: Tensor, rows: Tensor, indptr: Tensor
     item = torch.searchsorted(indptr[1:], places, right=True).clamp_(max=rows.shape[0] - 1)
     entry = (places - indptr[item]).clamp_(max=page_table.shape[1] - 1)
     row = rows[item]
-    out.copy_(page_table[row, entry].masked_fill_(entry * page_size >= kv_lens[row], SINK_PAGE))
+    out.copy_(page_table[row, entry].masked_fill_(entry * page_size >= kv_lens[row], PADDING_PAGE))
 
 
 def last_loc(page_table: Tensor, computed_len: Tensor, page_size: int) -> Tensor:

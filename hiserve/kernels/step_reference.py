@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hiserve.kernels.reference import SINK_PAGE, gumbel, is_last_loc_legal, is_table_owned, last_loc
+from hiserve.kernels.reference import PADDING_PAGE, gumbel, is_last_loc_legal, is_table_owned, last_loc
 from hiserve.kernels.sampling import argmax, masked
 from hiserve.kernels.step_ops import RowTensors, StepInputs, TokenMasks
 
@@ -18,7 +18,9 @@ def fill_inputs(inputs: StepInputs, state: RowTensors, *, page_size: int) -> Non
     table = state.page_table.index_select(0, inputs.rows).narrow(1, 0, width)
     computed_len = state.computed_len.index_select(0, inputs.rows)
     legal = _check(inputs, state, table, computed_len, page_size)
-    table = torch.where(legal[:, None], table, SINK_PAGE)  # an illegal row reads and writes the sink, from position 0
+    table = torch.where(
+        legal[:, None], table, PADDING_PAGE
+    )  # an illegal row reads and writes the sink, from position 0
     computed_len = computed_len * legal
     positions = computed_len.index_select(0, forward.token_rows) + inputs.offsets
     flat = inputs.rows.index_select(0, forward.token_rows) * state.tokens.shape[1] + positions

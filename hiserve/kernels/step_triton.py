@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hiserve.kernels.draw import draw_free, greedy
 from hiserve.kernels.launch import await_previous, early_launch, start_next
-from hiserve.kernels.reference import SINK_PAGE
+from hiserve.kernels.reference import PADDING_PAGE
 from hiserve.kernels.step_ops import RowTensors, StepInputs
 
 __all__ = ["accept", "advance", "draw_free", "fill_inputs", "greedy"]
@@ -43,7 +43,7 @@ def fill_inputs(inputs: StepInputs, state: RowTensors, *, page_size: int) -> Non
         state.page_table.shape[1],
         state.page_owner.shape[0],
         state.tokens.shape[1],
-        SINK=SINK_PAGE,
+        SINK=PADDING_PAGE,
         PAGE_SIZE=page_size,
         BLOCK=_TABLE_BLOCK,
         num_warps=_TABLE_WARPS,
@@ -64,7 +64,7 @@ def fill_inputs(inputs: StepInputs, state: RowTensors, *, page_size: int) -> Non
         num_tokens,
         state.page_table.shape[1],
         state.tokens.shape[1],
-        SINK=SINK_PAGE,
+        SINK=PADDING_PAGE,
         PAGE_SIZE=page_size,
         BLOCK=_TOKEN_BLOCK,
         num_warps=_TOKEN_BLOCK // 32,

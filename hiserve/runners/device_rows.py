@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hiserve.core.plan import BatchPlan, Int32Array, MaskPlan, RowAdmit, TableWrites
 from hiserve.core.upload import upload
-from hiserve.kernels.reference import NO_OWNER, SINK_PAGE
+from hiserve.kernels.reference import NO_OWNER, PADDING_PAGE
 from hiserve.kernels.step_ops import RowTensors, TokenMasks, step_ops_for
 from hiserve.sampling.params import SamplingRows
 
@@ -67,7 +67,7 @@ class DeviceRows:
         self.computed_len = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
         self.known_len = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
         self.taken_len = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
-        self.page_table = torch.full((num_rows, max_pages), SINK_PAGE, dtype=torch.int32, device=self.device)
+        self.page_table = torch.full((num_rows, max_pages), PADDING_PAGE, dtype=torch.int32, device=self.device)
         self.entry_owner = torch.full((num_rows, max_pages), NO_OWNER, dtype=torch.int32, device=self.device)
         self.page_owner = torch.full((num_pages,), NO_OWNER, dtype=torch.int32, device=self.device)
         self.state = RowTensors(
@@ -120,7 +120,7 @@ class DeviceRows:
         pads a batch may: the padding page has no more slots than any page.
         """
         num_pages = min(-(-num_tokens // self.page_size), self.num_pages - 1, self.page_table.shape[1])
-        pages = slice(SINK_PAGE + 1, SINK_PAGE + 1 + num_pages)
+        pages = slice(PADDING_PAGE + 1, PADDING_PAGE + 1 + num_pages)
         self.tokens[1:, :num_tokens].zero_()
         self.computed_len[1:].zero_()
         self.known_len[1:].fill_(1)
@@ -132,10 +132,10 @@ class DeviceRows:
         """Resets all rows and pages."""
         for lengths in (self.tokens, self.computed_len, self.known_len, self.taken_len):
             lengths.zero_()
-        self.page_table.fill_(SINK_PAGE)
+        self.page_table.fill_(PADDING_PAGE)
         for owners in (self.entry_owner, self.page_owner):
             owners.fill_(NO_OWNER)
-        self.page_owner[SINK_PAGE] = 0  # not NO_OWNER: an entry never written is not owned
+        self.page_owner[PADDING_PAGE] = 0  # not NO_OWNER: an entry never written is not owned
 
     def _clear(self, release: Int32Array, admit: Sequence[RowAdmit]) -> None:
         """Resets rows, so that no entry of their last request is valid for the next."""
@@ -144,7 +144,7 @@ class DeviceRows:
         self.computed_len.index_fill_(0, rows, 0)
         self.known_len.index_fill_(0, rows, 0)
         self.taken_len.index_fill_(0, rows, 0)
-        self.page_table.index_fill_(0, rows, SINK_PAGE)
+        self.page_table.index_fill_(0, rows, PADDING_PAGE)
         self.entry_owner.index_fill_(0, rows, NO_OWNER)
 
     def _admit(self, admit: Sequence[RowAdmit]) -> None:
@@ -164,7 +164,7 @@ class DeviceRows:
 
     def _write_table(self, writes: TableWrites) -> None:
         low, high = int(writes.pages.min()), int(writes.pages.max())
-        assert SINK_PAGE < low <= high < self.num_pages, f"pages {low} to {high} of a pool of {self.num_pages}"
+        assert PADDING_PAGE < low <= high < self.num_pages, f"pages {low} to {high} of a pool of {self.num_pages}"
         flat = writes.rows.astype(np.int64) * self.page_table.shape[1] + writes.indices
         is_marked = self.is_drafted is not None
         new = writes.pages[writes.are_new].astype(np.int64) if is_marked and writes.are_new.size else flat[:0]

@@ -11,7 +11,7 @@ from torch import Tensor
 from hiserve.core.forward import ForwardInputs
 from hiserve.core.plan import BatchPlan, Int32Array
 from hiserve.core.upload import upload
-from hiserve.kernels.reference import SINK_PAGE
+from hiserve.kernels.reference import PADDING_PAGE
 from hiserve.kernels.step_ops import StepInputs
 from hiserve.runners.device_rows import DeviceRows
 
@@ -152,7 +152,7 @@ def _unfilled(
     table_width = -(-max_kv_len // rows.page_size)
     return ForwardInputs(
         kv_lens=torch.empty(num_rows, dtype=torch.int64, device=device),
-        page_table=torch.full((num_rows, table_width), SINK_PAGE, dtype=torch.int32, device=device),
+        page_table=torch.full((num_rows, table_width), PADDING_PAGE, dtype=torch.int32, device=device),
         input_ids=torch.empty(num_tokens, dtype=torch.int32, device=device),
         positions=torch.empty(num_tokens, dtype=torch.int64, device=device),
         slots=torch.empty(num_tokens, dtype=torch.int64, device=device),

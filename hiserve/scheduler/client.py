@@ -57,7 +57,7 @@ class RequestStream:
         self._num_unread_bytes = 0
         self._has_begun = False
         self._unread: TokenDelta | None = None
-        self._is_cache_told = False
+        self._is_cache_reported = False
         self._error: HiserveError | None = None
         self._arrived = asyncio.Event()
 
@@ -105,9 +105,9 @@ class RequestStream:
             self._arrived.set()
         assert delta is not None, "woken without output"
         self._num_unread_bytes = 0
-        if self._is_cache_told:
+        if self._is_cache_reported:
             delta.cached = None
-        self._is_cache_told = self._is_cache_told or delta.cached is not None
+        self._is_cache_reported = self._is_cache_reported or delta.cached is not None
         return delta
 
 

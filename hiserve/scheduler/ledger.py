@@ -49,7 +49,7 @@ class Entry:
         num_scored: Tokens of its prompt whose scores were sent to the client.
         drafts: All until now, of the worker that runs it; None before its first report.
         former_drafts: Of its dead workers.
-        is_cache_told: The client was sent the number of cached prompt tokens.
+        is_cache_reported: The client was sent the number of cached prompt tokens.
     """
 
     uid: int
@@ -70,7 +70,7 @@ class Entry:
     num_scored: int = 0
     drafts: DraftUse | None = None
     former_drafts: DraftUse = NO_DRAFTS
-    is_cache_told: bool = False
+    is_cache_reported: bool = False
 
     @property
     def tokens(self) -> Int32Array:
@@ -105,8 +105,8 @@ class Entry:
             num_scores = len(delta.scores) // WORD_BYTES // (1 + 2 * num_top)
             self.num_scored = min(len(self.prompt) - 1, self.num_scored + num_scores)
         if delta.cached is not None:
-            delta.cached = None if self.is_cache_told else delta.cached
-            self.is_cache_told = True
+            delta.cached = None if self.is_cache_reported else delta.cached
+            self.is_cache_reported = True
         if delta.drafts is not None:
             self.drafts = delta.drafts
             delta.drafts = self.former_drafts + delta.drafts

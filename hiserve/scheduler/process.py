@@ -20,7 +20,7 @@ from hiserve.core.plan import Int32Array
 from hiserve.errors import EngineError, HiserveError, RequestError, UnavailableError, trace_of
 from hiserve.ipc.cache_stats import TreeFacts
 from hiserve.ipc.channel import AsyncChannel, Link
-from hiserve.ipc.child import log_to_stderr, meet_parent
+from hiserve.ipc.child import connect_to_parent, log_to_stderr
 from hiserve.ipc.codec import Frames, MalformedError, MessageDecoder, Received, encode
 from hiserve.ipc.lifecycle import Crash
 from hiserve.ipc.messages import (
@@ -92,12 +92,12 @@ class Broadcast:
 
     Args:
         send: Sends frames to a worker.
-        tell: Sends frames to the client.
+        reply: Sends frames to the client.
     """
 
-    def __init__(self, send: Callable[[int, Frames], None], tell: Callable[[Frames], None]) -> None:
+    def __init__(self, send: Callable[[int, Frames], None], reply: Callable[[Frames], None]) -> None:
         self._send = send
-        self._tell = tell
+        self._reply = reply
         self._open: dict[int, _OpenQuestion] = {}
 
     def ask(self, question: Question, replicas: Iterable[int]) -> None:
@@ -122,7 +122,7 @@ class Broadcast:
 
     def _conclude(self) -> None:
         for ticket in [ticket for ticket, each in self._open.items() if not each.waiting]:
-            self._tell(encode(self._open.pop(ticket).conclusion()))
+            self._reply(encode(self._open.pop(ticket).conclusion()))
 
 
 class SchedulerService:
@@ -334,7 +334,7 @@ async def _serve(settings: Settings, link: Link, worker_command: Sequence[str]) 
 
 def main(endpoint: str, worker_command: Sequence[str] = WORKER_COMMAND) -> int:
     """Runs the process; returns its exit code."""
-    link, frames = meet_parent(endpoint, PARENT_DIED)
+    link, frames = connect_to_parent(endpoint, PARENT_DIED)
     settings = MessageDecoder[Settings](Settings).decode(frames).message
     log_to_stderr(settings)
     return int(uvloop.run(_serve(settings, link, worker_command)))

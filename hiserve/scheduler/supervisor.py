@@ -36,10 +36,10 @@ RESTART_DELAYS_S = (0.0, 1.0, 2.0, 5.0)
 MAX_USELESS = 16
 STOP_GRACE_S = 2.0
 EXIT_GRACE_S = 5.0  # for a worker that said it has failed
-PATROL_S = 0.25
-MAX_PATIENCE = 16  # times the configured limit, for workers that were found computing
+WATCH_INTERVAL_S = 0.25
+MAX_LIMIT_FACTOR = 16  # times the configured limit, for workers that were found computing
 STACK_S = 0.5  # for a worker that hangs, to write where
-REST_S = 0.5  # a worker without requests so long after it was ready will get none of the one before it
+IDLE_S = 0.5  # a worker without requests so long after it was ready will get none of the one before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +121,10 @@ class Supervisor:
         self._command = command
         self._events = events
         self._usage = usage
-        self._patience: dict[int, int] = {}  # by replica: its limit is so many times the configured one
+        self._limit_factors: dict[int, int] = {}  # by replica: its limit is so many times the configured one
         self._decoder = MessageDecoder[FromWorker](FromWorker)
         self._workers: dict[int, WorkerProcess] = {}
-        self._findings: dict[int, StartupMeasurements] = {}
+        self._measurements: dict[int, StartupMeasurements] = {}
         self._segments: list[Segment | None] = []
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
@@ -141,7 +141,7 @@ class Supervisor:
             self._segments += [open_segment(self._settings, replica) for replica in replicas]
             async with asyncio.TaskGroup() as group:
                 for replica in replicas:
-                    group.create_task(self._keep(replica))
+                    group.create_task(self._supervise(replica))
         except OSError as error:
             self.started.set_exception(ResourceError(f"the host cache cannot be made: {error}."))
         except HiserveError as error:
@@ -186,26 +186,26 @@ class Supervisor:
         """Returns what is known of each living worker, by replica."""
         return [self._workers[replica].facts() for replica in sorted(self._workers)]
 
-    async def _keep(self, replica: int) -> None:
+    async def _supervise(self, replica: int) -> None:
         num_failed = num_useless = 0
         for number in itertools.count(1):
-            life = await self._live(replica, number)
+            run = await self._run_worker(replica, number)
             if self._stopping.is_set():
                 return
             if not self.started.done():
-                self.started.set_exception(life.error)
+                self.started.set_exception(run.error)
                 return
-            logger.error("worker %d (incarnation %d) is gone: %s", replica, number, life.error, exc_info=life.error)
+            logger.error("worker %d (incarnation %d) is gone: %s", replica, number, run.error, exc_info=run.error)
             uids = self._events.worker_lost(replica)
-            self._record(replica, number, life, uids)
-            num_failed = 0 if life.was_ready else num_failed + 1
-            num_useless = 0 if life.was_useful(uids) else num_useless + 1
+            self._record(replica, number, run, uids)
+            num_failed = 0 if run.was_ready else num_failed + 1
+            num_useless = 0 if run.was_useful(uids) else num_useless + 1
             if num_failed == len(RESTART_DELAYS_S) or num_useless == MAX_USELESS:
-                self._events.worker_abandoned(replica, life.error)
+                self._events.worker_abandoned(replica, run.error)
                 return
             await wait_for_event(self._stopping, RESTART_DELAYS_S[min(num_useless, len(RESTART_DELAYS_S) - 1)])
 
-    async def _live(self, replica: int, number: int) -> _WorkerRun:
+    async def _run_worker(self, replica: int, number: int) -> _WorkerRun:
         """Runs one incarnation from birth to death.
 
         The host segment is the replica's: one incarnation after the other has it. Here each is reaped before the next
@@ -223,73 +223,73 @@ class Supervisor:
         except ResourceError as error:  # it may be possible later, as with a machine that is out of processes
             return _WorkerRun(ResourceError(f"worker {replica} could not be started: {error.message}"))
         worker = self._workers[replica] = WorkerProcess(replica, number, process)
-        patrol = asyncio.create_task(self._patrol(worker))
+        watch = asyncio.create_task(self._watch(worker))
         try:
-            measurements = self._findings.get(replica, NO_MEASUREMENTS)
+            measurements = self._measurements.get(replica, NO_MEASUREMENTS)
             process.send(encode(Configure(self._settings, replica, number, host_fd, measurements)))
             if self._stopping.is_set():
                 process.kill()
             end = await process.wait()
         finally:
-            patrol.cancel()
+            watch.cancel()
             process.kill()
             del self._workers[replica]
             with suppress(asyncio.CancelledError):
-                await patrol
+                await watch
         when = "" if worker.ready else "while it started "
         worker.mark_failed(EngineError(f"worker {replica} died {when}({end})."), fault_s=worker.last_message_s)
         assert worker.failure is not None, f"worker {replica} ended ({end}), and nobody knows why"
         return _WorkerRun(worker.failure, end, worker)
 
-    async def _patrol(self, worker: WorkerProcess) -> None:
+    async def _watch(self, worker: WorkerProcess) -> None:
         """Ends a worker that hangs. Time in which this process itself stood still does not count."""
         before_s = time.monotonic()
         while True:
-            await asyncio.sleep(PATROL_S)
+            await asyncio.sleep(WATCH_INTERVAL_S)
             now_s = time.monotonic()
-            worker.progress.extend_deadline(max(0.0, now_s - before_s - 2 * PATROL_S))
+            worker.progress.extend_deadline(max(0.0, now_s - before_s - 2 * WATCH_INTERVAL_S))
             before_s = now_s
             worker.progress.sample(
-                now_s, self._usage(worker.process.pid) if worker.no_progress_s(now_s) > PATROL_S else None
+                now_s, self._usage(worker.process.pid) if worker.no_progress_s(now_s) > WATCH_INTERVAL_S else None
             )
-            limit_s = self._settings.scheduler.step_timeout_s * self._patience.get(worker.replica, 1)
+            limit_s = self._settings.scheduler.step_timeout_s * self._limit_factors.get(worker.replica, 1)
             if how := worker.stuck(now_s, limit_s):
-                is_alive = worker.progress.is_alive
+                is_computing = worker.progress.is_computing
                 failure = EngineError(f"worker {worker.replica} {how}: it hangs, and is replaced.")
                 worker.mark_failed(failure, fault_s=worker.progress.since_s)
-                self._learn(worker.replica, is_alive=is_alive)
+                self._adjust_limit(worker.replica, is_computing=is_computing)
                 worker.process.send_signal(signal.SIGUSR1)
                 await asyncio.sleep(STACK_S)
                 worker.process.kill()
                 return
 
-    def _learn(self, replica: int, *, is_alive: bool) -> None:
+    def _adjust_limit(self, replica: int, *, is_computing: bool) -> None:
         """Doubles the next worker's time limit if this one was slow and did not hang."""
-        patience = min(MAX_PATIENCE, 2 * self._patience.get(replica, 1)) if is_alive else 1
-        self._patience[replica] = patience
-        if is_alive:
+        factor = min(MAX_LIMIT_FACTOR, 2 * self._limit_factors.get(replica, 1)) if is_computing else 1
+        self._limit_factors[replica] = factor
+        if is_computing:
             limit_s = self._settings.scheduler.step_timeout_s
             logger.warning(
                 "worker %d was computing: --step-timeout-s %g is short for its steps on this machine; the next one gets %g s",
                 replica,
                 limit_s,
-                patience * limit_s,
+                factor * limit_s,
             )
 
-    def _record(self, replica: int, number: int, life: _WorkerRun, uids: list[int]) -> None:
+    def _record(self, replica: int, number: int, run: _WorkerRun, uids: list[int]) -> None:
         """Records a death, logs it and reports it."""
-        worker = life.worker
+        worker = run.worker
         self.crash = Crash(
             replica=replica,
             incarnation=number,
             pid=0 if worker is None else worker.process.pid,
-            end=life.end,
-            error=life.error.message,
-            code=life.error.code,
+            end=run.end,
+            error=run.error.message,
+            code=run.error.code,
             unix_s=round(time.time(), 3),
             num_steps=0 if worker is None else worker.stats.steps,
             uids=uids,
-            scene=None if worker is None else worker.snapshot,
+            snapshot=None if worker is None else worker.snapshot,
         )
         logger.error("crash report: %s", msgspec.json.encode(self.crash).decode())
         self._events.worker_reaped(self.crash)
@@ -317,7 +317,7 @@ class Supervisor:
             self.num_stale += 1
         elif isinstance(message, WorkerFailed):
             failure = to_error(message.code, message.message, message.trace)
-            worker.mark_failed(failure, fault_s=message.fault_s, snapshot=message.scene)
+            worker.mark_failed(failure, fault_s=message.fault_s, snapshot=message.snapshot)
             asyncio.get_running_loop().call_later(EXIT_GRACE_S, worker.process.kill)  # its exit code says more
         elif isinstance(message, Ready):
             self._mark_ready(worker, message)
@@ -334,7 +334,7 @@ class Supervisor:
         if report.updates.uids:
             worker.has_output = True
             self.recovery_times.first_output(worker)
-        elif not report.stats.running + report.stats.waiting and worker.last_message_s - worker.ready_s > REST_S:
+        elif not report.stats.running + report.stats.waiting and worker.last_message_s - worker.ready_s > IDLE_S:
             self.recovery_times.on_idle(worker.replica)
 
     def _mark_ready(self, worker: WorkerProcess, ready: Ready) -> None:
@@ -343,7 +343,7 @@ class Supervisor:
         total_s = time.monotonic() - worker.born_s
         phases = {"start process": round(total_s - sum(ready.startup_s.values()), 3), **ready.startup_s}
         worker.mark_ready(msgspec.structs.replace(ready, startup_s=phases), time.monotonic())
-        self._findings.setdefault(worker.replica, ready.findings)
+        self._measurements.setdefault(worker.replica, ready.measurements)
         logger.info(
             "worker %d (pid %d, incarnation %d) is ready after %.2f s: %d pages of %d tokens, %d rows",
             worker.replica,

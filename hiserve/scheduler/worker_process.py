@@ -18,7 +18,7 @@ from hiserve.ipc.messages import Ready, WorkerFacts, WorkerStats
 MAX_START_S = 3600.0
 RECENT_S = 3.0  # an idle worker reports every second
 # Share of its own time; a worker that computed for longer was slow, not hung.
-ALIVE_SHARE = 0.25
+COMPUTING_SHARE = 0.25
 _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _STATE, _USER_TICKS, _SYSTEM_TICKS = 0, 11, 12  # fields of /proc/PID/stat after the command's name
 
@@ -97,9 +97,9 @@ class ProgressWatch:
         self.sampled_s, self.cpu_s = now_s, None if usage is None else usage.cpu_s
 
     @property
-    def is_alive(self) -> bool:
+    def is_computing(self) -> bool:
         """Whether it computed for much of its time, as in a long step; a deadlocked worker does not."""
-        return self.computed_s > ALIVE_SHARE * self.own_s
+        return self.computed_s > COMPUTING_SHARE * self.own_s
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,7 @@ import msgspec
 
 from hiserve.errors import ContextLengthError, RequestError
 from hiserve.ipc.channel import PeerGoneError, PollingChannel
-from hiserve.ipc.child import meet_parent
+from hiserve.ipc.child import connect_to_parent
 from hiserve.ipc.codec import Frames
 from hiserve.text.body_parser import slim
 from hiserve.text.helper_pool import Done, Job, Refused, Rendering, Setup, Slim
@@ -71,7 +71,7 @@ def _has_grown() -> bool:
 
 def serve(endpoint: str) -> int:
     """Serves jobs until the parent is gone; returns the exit code."""
-    link, frames = meet_parent(endpoint, signal.SIGKILL)
+    link, frames = connect_to_parent(endpoint, signal.SIGKILL)
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     helper = Helper(msgspec.msgpack.decode(frames[0], type=Setup))

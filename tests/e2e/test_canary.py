@@ -123,8 +123,8 @@ def test_a_load_that_brings_pages_to_the_wrong_places_stops_the_engine(
     device, _ = pools_of(llm)
     leave_device(llm)
     device.storage(CANARY.name).zero_()
-    honest = transfers._carry_out
-    transfers._carry_out = lambda copy: honest(change(copy) if copy.kind is CopyKind.LOAD else copy)
+    honest = transfers._execute
+    transfers._execute = lambda copy: honest(change(copy) if copy.kind is CopyKind.LOAD else copy)
     where = NUM_FULL * PAGE - PAGE if change is short else 0
     with pytest.raises(InvariantError, match=rf"position {where} holds"):
         num_cached(llm)
@@ -132,8 +132,8 @@ def test_a_load_that_brings_pages_to_the_wrong_places_stops_the_engine(
 
 def test_a_store_that_reads_the_wrong_pages_is_noticed_when_they_come_back(llm: LLM) -> None:
     transfers = engine_of(llm)._executor._tier_transfers._transfers  # type: ignore[attr-defined]
-    honest = transfers._carry_out
-    transfers._carry_out = lambda copy: honest(swapped(copy) if copy.kind is CopyKind.OFFLOAD else copy)
+    honest = transfers._execute
+    transfers._execute = lambda copy: honest(swapped(copy) if copy.kind is CopyKind.OFFLOAD else copy)
     prompt = PROMPT[::-1]
     llm.generate([prompt], GREEDY)
     until_stored(llm, 2 * NUM_FULL)

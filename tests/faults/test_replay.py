@@ -88,7 +88,7 @@ def check_last_words(crash: dict[str, Any], live: Live) -> None:
     """What a worker says whose device has died."""
     assert crash["end"] == f"exit code {EXIT_DEVICE}"
     assert "illegal memory access" in crash["error"]
-    assert crash["scene"]["verdict"]
+    assert crash["snapshot"]["decision"]
     assert crash["num_steps"] > 0
     lines = live.log.read_text().splitlines()
     (report,) = [line.split("crash report: ")[1] for line in lines if "crash report: " in line]

@@ -94,7 +94,7 @@ def test_nothing_is_compiled_while_requests_wait(tmp_path: Path, spec: str, back
     rng = random.Random(SEED)
     named = f"{spec}:{save_heads(tmp_path, SEED)[spec]}" if spec == "eagle3" else spec
     with LLM(**SETTINGS | SIZES, spec=named, attention_backend=backend) as llm:
-        choice: Any = engine_of(llm)._planner._draft_choice  # type: ignore[attr-defined]
+        choice: Any = engine_of(llm)._planner._drafting  # type: ignore[attr-defined]
         if spec != "off":
             choice._controller = Changing(rng)
         before = variants()

@@ -65,7 +65,7 @@ class Counted:
 
 def script(llm: LLM, controller: Any) -> None:
     """Puts a controller in the place of an engine's."""
-    engine_of(llm)._planner._draft_choice._controller = controller
+    engine_of(llm)._planner._drafting._controller = controller
 
 
 def counted(llm: LLM) -> Counted:

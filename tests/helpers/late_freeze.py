@@ -15,7 +15,7 @@ from hiserve.engine.executor import Executor  # noqa: E402
 
 LATE_S = {
     (Populate, "__call__"): 0.3,  # many steps
-    (ThreadTransfers, "_carry_out"): 0.003,
+    (ThreadTransfers, "_execute"): 0.003,
     (TransferQueue, "end"): 0.003,
     (FileStore, "get"): 0.003,
     (FileStore, "put"): 0.003,

@@ -9,7 +9,7 @@ import sys
 import time
 
 from hiserve.ipc.channel import Link
-from hiserve.ipc.child import meet_parent
+from hiserve.ipc.child import connect_to_parent
 from hiserve.ipc.codec import Frames, MessageDecoder, encode
 from hiserve.ipc.lifecycle import CrashSnapshot, StepSnapshot
 from hiserve.ipc.messages import Configure, Ready, StepReport, WorkerFailed, WorkerStats
@@ -29,9 +29,9 @@ def report(incarnation: int, uid: int, *, running: int = 0) -> Frames:
 
 
 def main() -> None:
-    link, frames = meet_parent(sys.argv[1], signal.SIGKILL)
+    link, frames = connect_to_parent(sys.argv[1], signal.SIGKILL)
     configure = MessageDecoder[Configure](Configure).decode(frames).message
-    own, model = configure.incarnation, configure.config.model.model
+    own, model = configure.incarnation, configure.settings.model.model
     ready = encode(Ready(own, 0, 4, 64, 10, 16, b"n" * 16, {}))
     if model == "mute":  # with work that does not get on
         say(link, ready)

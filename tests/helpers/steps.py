@@ -9,7 +9,7 @@ import numpy as np
 
 from hiserve.core.plan import BatchPlan, Scores, StepResult
 from hiserve.core.request import FinishReason, SamplingParams
-from hiserve.engine.waiting_queue import Request
+from hiserve.engine.queue import Request
 from tests.helpers.engines import echo_engine
 
 

@@ -121,10 +121,10 @@ class TransferBench:
 
 def hold_copies(transfers: Any, hold: Callable[[PageCopy], str | None] | None) -> None:
     """Calls ``hold`` in the engine's thread before each copy; the copy fails for the reason that it returns, if any."""
-    vars(transfers).pop("_carry_out", None)
+    vars(transfers).pop("_execute", None)
     if hold is not None:
-        carry_out = transfers._carry_out
-        transfers._carry_out = lambda copy: hold(copy) or carry_out(copy)
+        carry_out = transfers._execute
+        transfers._execute = lambda copy: hold(copy) or carry_out(copy)
 
 
 def ints(values: Sequence[int]) -> np.ndarray:

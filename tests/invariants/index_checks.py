@@ -135,8 +135,8 @@ def inv_16_every_page_counts_for_its_owner(cache: PrefixCache) -> None:
             stack = [root]
             while stack:
                 node = stack.pop()
-                assert node.owner == root.owner
-                held[node.owner] += getattr(node, name).size
+                assert node.account == root.account
+                held[node.account] += getattr(node, name).size
                 stack.extend(node.children.values())
         assert +held == tier.shares.held
 

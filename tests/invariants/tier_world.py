@@ -224,7 +224,7 @@ class World:
     def share_all(self) -> None:
         """One account for all tenants: whose share is whose is for ``test_index_machine.py``."""
         for root in self.cache.tree.roots.values():
-            self.cache.tiers.hand_over(root, ACCOUNT)
+            self.cache.tiers.assign_account(root, ACCOUNT)
 
     def give(self, pages: Iterable[int]) -> None:
         """INV-20: pages that were taken and given back are free again, as they were before."""

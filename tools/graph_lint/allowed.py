@@ -31,7 +31,7 @@ ALLOWED = (
     Allowed("cache/storage/page_streams.py", "PageStreams._upload", "*", _PINNED),
     Allowed("cache/storage/cuda_transfer.py", "CudaTransfers._pace", "synchronize", _OTHER_THREAD),
     Allowed("cache/storage/cuda_transfer.py", "CudaTransfers._settle", "synchronize", _OTHER_THREAD),
-    Allowed("cache/storage/transfer.py", "ThreadTransfers._carry_out", "tensor of values", _ON_CPU),
+    Allowed("cache/storage/transfer.py", "ThreadTransfers._execute", "tensor of values", _ON_CPU),
     Allowed("core/drafts.py", "DraftLayout.uniform", "allocation", _CACHED),
     Allowed("core/upload.py", "_read_across", "tensor of values", "a view of pinned memory, read by a kernel"),
     Allowed("core/upload.py", "upload", ".numpy()", _PINNED),

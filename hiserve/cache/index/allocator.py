@@ -6,7 +6,7 @@ import numpy as np
 
 from hiserve.core.plan import Int32Array
 
-SINK_PAGE = 0
+PADDING_PAGE = 0
 MAX_OWNER = 2**31 - 1  # numbers start again after this: years apart, so two never meet
 
 
@@ -38,7 +38,7 @@ class PageAllocator:
         self._num_taken = 0
         self.owner: Int32Array = np.zeros(num_pages, dtype=np.int32)
         self._is_free = np.arange(num_pages) < num_ready
-        self._is_free[SINK_PAGE] = False
+        self._is_free[PADDING_PAGE] = False
         self._stacked = self._is_free.copy()
         self._stack: Int32Array = np.empty(num_pages, dtype=np.int32)
         self._stack[: self.num_free] = np.arange(num_ready - 1, 0, -1, dtype=np.int32)
@@ -56,7 +56,7 @@ class PageAllocator:
         """
         if wanted.size > self.num_free:
             return None
-        pages = np.where(wanted < self.num_pages, wanted, SINK_PAGE)
+        pages = np.where(wanted < self.num_pages, wanted, PADDING_PAGE)
         granted = self._is_free[pages]
         wishes = pages[granted]
         if len(set(wishes.tolist())) < wishes.size:  # two rows may share their last page: only the first gets its wish
@@ -78,7 +78,7 @@ class PageAllocator:
 
         They are stacked in reverse, so that the next taker gets them in the given order.
         """
-        assert not self._is_free[pages].any() and SINK_PAGE not in pages, f"pages {pages} are not all in use"
+        assert not self._is_free[pages].any() and PADDING_PAGE not in pages, f"pages {pages} are not all in use"
         assert np.unique(pages).size == pages.size, f"a page is given back twice in {pages}"
         self._is_free[pages] = True
         self.num_free += pages.size

@@ -15,7 +15,7 @@ EvictionOrder = Literal["lru", "priority"]
 ON_DEVICE: Callable[[Node], bool] = attrgetter("is_evictable")
 ON_HOST: Callable[[Node], bool] = attrgetter("is_host_evictable")
 
-MAX_OWNERS = 64  # with shares of their own; all others have one together
+MAX_ACCOUNTS = 64  # with shares of their own; all others have one together
 MAX_IDLE_TURNOVERS = 32  # a tenant that sends nothing while the tier changes hands so often has no share any more
 
 STEPS = 2  # an offload that one step begins has ended when the step after the next takes pages
@@ -87,8 +87,8 @@ class LeafHeap:
         self._sweep_at = max(1024, 2 * len(self._heap))
 
 
-class OwnedHeaps:
-    """Leaves by rank, those of each owner apart.
+class AccountHeaps:
+    """Leaves by rank, those of each account apart.
 
     Args:
         rank: A node's place.
@@ -110,41 +110,41 @@ class OwnedHeaps:
 
     def add(self, node: Node) -> None:
         """Records that ``node`` became one of them, or changed its place. O(log n)."""
-        heap = self._heaps.get(node.owner)
+        heap = self._heaps.get(node.account)
         if heap is None:
-            owner, is_victim = node.owner, self._is_victim
-            # A node may have another owner since (see ``CacheTiers.hand_over``).
-            heap = self._heaps[owner] = LeafHeap(self._rank, lambda leaf: leaf.owner == owner and is_victim(leaf))
+            account, is_victim = node.account, self._is_victim
+            # A node may have another account since (see ``CacheTiers.assign_account``).
+            heap = self._heaps[account] = LeafHeap(self._rank, lambda leaf: leaf.account == account and is_victim(leaf))
         heap.add(node)
 
     def sweep(self) -> None:
         """Drops all entries that are out of date, and so the nodes that they keep from being freed. O(n log n)."""
-        for owner, heap in list(self._heaps.items()):
+        for account, heap in list(self._heaps.items()):
             heap.sweep()
             if not len(heap):
-                del self._heaps[owner]
+                del self._heaps[account]
 
-    def head(self, owner: bytes) -> Any:
-        """Returns the lowest rank of an owner's leaves, or None. O(log n) amortised."""
-        heap = self._heaps.get(owner)
+    def head(self, account: bytes) -> Any:
+        """Returns the lowest rank of an account's leaves, or None. O(log n) amortised."""
+        heap = self._heaps.get(account)
         head = heap.head() if heap is not None else None
         if heap is not None and head is None:
-            del self._heaps[owner]
+            del self._heaps[account]
         return head
 
-    def pop(self, owner: bytes | None = None) -> Node | None:
-        """Returns the first leaf of an owner, or of all, and forgets it."""
-        if owner is None and len(self._heaps) == 1:
-            (owner,) = self._heaps
-        elif owner is None:
+    def pop(self, account: bytes | None = None) -> Node | None:
+        """Returns the first leaf of an account, or of all, and forgets it."""
+        if account is None and len(self._heaps) == 1:
+            (account,) = self._heaps
+        elif account is None:
             heads = [(head, each) for each in list(self._heaps) if (head := self.head(each)) is not None]
-            owner = min(heads)[1] if heads else b""
-        heap = self._heaps.get(owner)
+            account = min(heads)[1] if heads else b""
+        heap = self._heaps.get(account)
         return None if heap is None else heap.pop()
 
 
-class Eviction(OwnedHeaps):
-    """The leaves that one tier may lose, by owner; persistent, never rebuilt per call.
+class Eviction(AccountHeaps):
+    """The leaves that one tier may lose, by account; persistent, never rebuilt per call.
 
     ``lru`` evicts the least recently used leaf first, by the tree's logical clock; ``priority`` first looks at the highest
     priority of the requests that used a leaf. In both, pages that lie elsewhere too go before the last copies.
@@ -182,63 +182,63 @@ class TenantShares:
 
     @property
     def held(self) -> dict[bytes, int]:
-        """Pages of each owner that has some."""
+        """Pages of each account that has some."""
         return self._held
 
-    def charge(self, owner: bytes, count: int) -> None:
-        """An owner has ``count`` pages more, or less."""
-        held = self._held.get(owner, 0) + count
-        assert held >= 0, f"{-held} pages more were given up than {owner.hex()} had"
+    def charge(self, account: bytes, count: int) -> None:
+        """An account has ``count`` pages more, or less."""
+        held = self._held.get(account, 0) + count
+        assert held >= 0, f"{-held} pages more were given up than {account.hex()} had"
         if held:
-            self._held[owner] = held
+            self._held[account] = held
         else:
-            self._held.pop(owner, None)
+            self._held.pop(account, None)
         if count < 0:
             self._num_given -= count
-        elif owner not in self._seen:
-            self._seen[owner] = self._num_given
+        elif account not in self._seen:
+            self._seen[account] = self._num_given
 
-    def see(self, owner: bytes) -> None:
-        """A request of an owner came."""
-        self._seen[owner] = self._num_given
-        if len(self._seen) > 4 * MAX_OWNERS:
-            self._seen = {each: seen for each, seen in self._seen.items() if each in self._held or each == owner}
+    def see(self, account: bytes) -> None:
+        """A request of an account came."""
+        self._seen[account] = self._num_given
+        if len(self._seen) > 4 * MAX_ACCOUNTS:
+            self._seen = {each: seen for each, seen in self._seen.items() if each in self._held or each == account}
 
-    def next(self, leaves: OwnedHeaps) -> Iterator[tuple[Node, int]]:
+    def next(self, leaves: AccountHeaps) -> Iterator[tuple[Node, int]]:
         """Takes leaves in the order in which they should go.
 
-        The caller charges the evicted pages before it asks for the next leaf. With one owner, this is the order of its leaves.
+        The caller charges the evicted pages before it asks for the next leaf. With one account, this is the order of its leaves.
 
         Yields:
-            A leaf, and how many of its pages its owner should give at most.
+            A leaf, and how many of its pages its account should give at most.
         """
         if len(self._held) <= 1:
             while (leaf := leaves.pop()) is not None:
                 yield leaf, leaf.num_pages
             return
         for floors in self._floors():
-            heads: list[tuple[Any, bytes]] = [(leaves.head(owner), owner) for owner in floors]
+            heads: list[tuple[Any, bytes]] = [(leaves.head(account), account) for account in floors]
             heads = [each for each in heads if each[0] is not None]
             heapq.heapify(heads)
             while heads:
-                owner = heads[0][1]
-                excess = self._held.get(owner, 0) - floors[owner]
-                found = leaves.pop(owner) if excess > 0 else None
+                account = heads[0][1]
+                excess = self._held.get(account, 0) - floors[account]
+                found = leaves.pop(account) if excess > 0 else None
                 if found is not None:
                     yield found, excess
-                head = leaves.head(owner) if found is not None else None
+                head = leaves.head(account) if found is not None else None
                 if head is None:
                     heapq.heappop(heads)
                 else:
-                    heapq.heapreplace(heads, (head, owner))
+                    heapq.heapreplace(heads, (head, account))
 
     def _floors(self) -> Iterator[dict[bytes, int]]:
-        """Yields the pages that each owner keeps: its share; if that frees too few, the mean, then nothing."""
+        """Yields the pages that each account keeps: its share; if that frees too few, the mean, then nothing."""
         capacity = self._pages.num_ready - 1
         since = self._num_given - MAX_IDLE_TURNOVERS * capacity
-        active = {owner for owner in self._held if self._seen[owner] >= since}
+        active = {account for account in self._held if self._seen[account] >= since}
         share = capacity // max(1, len(active))
-        yield {owner: share if owner in active else 0 for owner in self._held}
+        yield {account: share if account in active else 0 for account in self._held}
         mean = sum(self._held.values()) // max(1, len(self._held))
         yield dict.fromkeys(self._held, mean)
         yield dict.fromkeys(self._held, 0)
@@ -278,7 +278,7 @@ class EvictionReserve:
         self._shares = shares
         self._is_kept = is_kept
         self._on_change = on_change
-        self._candidates = OwnedHeaps(eviction.age, lambda node: node.is_candidate)
+        self._candidates = AccountHeaps(eviction.age, lambda node: node.is_candidate)
         self._least = self._most = 0.0  # pages that the next steps take
         self._num_seen = 0
         self.num_pages = 0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from hiserve.cache.index.allocator import SINK_PAGE
+from hiserve.cache.index.allocator import PADDING_PAGE
 from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, Eviction, EvictionOrder
 from hiserve.cache.index.locks import Locks, PrefixLock
 from hiserve.cache.index.miss_reasons import Miss, MissReason, explain
@@ -25,7 +25,7 @@ from hiserve.ipc.cache_stats import NodeFacts
 # All that the rest of the package may name of the index.
 __all__ = [
     "NO_PAGES",
-    "SINK_PAGE",
+    "PADDING_PAGE",
     "HostAdmission",
     "Match",
     "Miss",

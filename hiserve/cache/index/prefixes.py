@@ -101,9 +101,9 @@ class Prefixes:
         assert 0 <= num_host_tokens <= match.num_host_tokens and num_host_tokens % self._page_size == 0
         node = self._end_of(match, (match.num_host_tokens - num_host_tokens) // self._page_size)
         *_, root = path(node)
-        self._tiers.hand_over(root, root.digests[0] if account is None else account)
-        self._device.shares.see(root.owner)
-        self._tiers.host.shares.see(root.owner)
+        self._tiers.assign_account(root, root.digests[0] if account is None else account)
+        self._device.shares.see(root.account)
+        self._tiers.host.shares.see(root.account)
         lock = self._locks.issue(node, self.release, priority)
         if self._ops.num_loads:
             for number in {step.device_ready_op for step in path(node)} - {0}:
@@ -185,7 +185,7 @@ class Prefixes:
             num_beyond -= node.num_pages
             node = node.parent
         if node.is_root:
-            return self._tree.keep_root(node)
+            return self._tree.add_root(node)
         return self._tree.split(node, node.num_pages - num_beyond) if num_beyond else node
 
     def _insert_pages(self, lock: PrefixLock, key: bytes, pages: Int32Array, step: int) -> None:
@@ -201,7 +201,7 @@ class Prefixes:
             tiers.clock += 1
             self._locks.touch(end)
         end.written_step = step
-        device.shares.charge(end.owner, count)
+        device.shares.charge(end.account, count)
         device.insert(end, end.num_pages - count)
         tiers.tree_epoch += 1
         if self._writes_through:

@@ -60,11 +60,12 @@ class Node:
         is_queued: Whether it waits for its offload.
         is_wanted: Whether the host is to have it, at the latest before the device loses it.
         is_spare: Whether the device may lose it at no loss (see ``EvictionReserve``).
-        owner: Whose share of each tier it takes (see ``TenantShares``); the same all over a tree.
+        account: Whose share of each tier it takes (see ``TenantShares``); the same all over a tree.
         written_step: The step whose forward wrote its pages on the device last; 0 when a load did.
     """
 
     __slots__ = (
+        "account",
         "children",
         "device_ready_op",
         "digests",
@@ -80,7 +81,6 @@ class Node:
         "num_host_locks",
         "num_locks",
         "num_pages",
-        "owner",
         "pages",
         "parent",
         "priority",
@@ -113,7 +113,7 @@ class Node:
         self.is_queued = False
         self.is_wanted = False
         self.is_spare = False
-        self.owner: bytes = parent.owner if parent is not None else b""
+        self.account: bytes = parent.account if parent is not None else b""
         self.written_step = 0
 
     @property
@@ -205,7 +205,7 @@ class RadixTree:
         """Returns the namespace's root, or an empty one that the tree does not keep yet."""
         return self.roots.get(namespace) or make_root(namespace)
 
-    def keep_root(self, root: Node) -> Node:
+    def add_root(self, root: Node) -> Node:
         """Keeps a root that is about to be locked; returns the one its namespace has already, if any."""
         return self.roots.setdefault(root.digests[0], root)
 

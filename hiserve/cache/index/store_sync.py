@@ -133,28 +133,28 @@ class StoreSync:
         assert op.kind is CopyKind.PREFETCH, f"op {number} is no prefetch"
         *_, root = path(op.lock.node)
         self._locks.drop(op.lock)
-        op.lock = self._locks.lock_host(self._tiers.tree.keep_root(root))
+        op.lock = self._locks.lock_host(self._tiers.tree.add_root(root))
         op.lock.is_lost = True
 
     def recover(self, runs: Iterable[PageRun]) -> int:
         """See ``PrefixCache``."""
         tiers = self._tiers
         ends: dict[bytes, Node] = {}
-        num_adopted = 0
+        num_recovered = 0
         for run in runs:
             taken = tiers.host.pages.allocate(run.pages)
             assert taken is not None and (taken == run.pages).all(), f"host pages {run.pages} are not all free"
             parent = ends.get(run.parent)
             if run.parent == run.namespace:
-                parent = tiers.tree.keep_root(tiers.tree.root(run.namespace))
+                parent = tiers.tree.add_root(tiers.tree.root(run.namespace))
             if parent is None or not is_ready_on_host(parent):
                 tiers.free_host(run.pages)
                 continue
-            num_adopted += self.insert(parent, run.key, run.digests, run.pages)
+            num_recovered += self.insert(parent, run.key, run.digests, run.pages)
             node, _, num_pages = tiers.tree.find(parent, run.key)
             if num_pages == len(run.digests):
                 ends[run.digests[-1]] = node
-        return num_adopted
+        return num_recovered
 
     def insert(self, node: Node, key: bytes, digests: list[bytes], pages: Int32Array) -> int:
         """Adds host pages below a node, or to nodes of the device alone, and frees the others; returns how many it added."""
@@ -296,7 +296,7 @@ class Uploads:
         tiers, op, run = self._tiers, self._ops.end(number), self._stages.pop(number)
         if ok:
             *_, root = path(op.lock.node)
-            upload = self._ops.begin(CopyKind.UPLOAD, self._locks.lock_host(tiers.tree.keep_root(root)), run.pages)
+            upload = self._ops.begin(CopyKind.UPLOAD, self._locks.lock_host(tiers.tree.add_root(root)), run.pages)
             upload.deferred_host_frees.append(run.pages)  # nobody else gives them back
             self._staged[upload.number] = run.pages.size
             self._uploads.append(RunOp(upload.number, run))

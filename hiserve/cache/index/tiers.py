@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hiserve.cache.index.allocator import PageAllocator
-from hiserve.cache.index.eviction import MAX_OWNERS, Eviction, EvictionReserve, LeafHeap, TenantShares
+from hiserve.cache.index.eviction import MAX_ACCOUNTS, Eviction, EvictionReserve, LeafHeap, TenantShares
 from hiserve.cache.index.miss_reasons import LostPages
 from hiserve.cache.index.radix import MAX_NODE_PAGES, NO_PAGES, STEP_SHIFT, Node, RadixTree
 from hiserve.cache.index.reports import PrefixEvents, Tier, TierListener
@@ -216,12 +216,12 @@ class CacheTiers:
         if leaf is None:
             return 0
         self.tree_epoch += 1
-        parent, owner = leaf.parent, leaf.owner
+        parent, account = leaf.parent, leaf.account
         assert parent is not None
         _, pages, digests = self.tree.trim(leaf, min(count, most, leaf.num_pages))
         self.host.num_evictable -= pages.size
         self.host.num_evicted += pages.size
-        self.host.shares.charge(owner, -pages.size)
+        self.host.shares.charge(account, -pages.size)
         self.host.remove(digests)
         self.lost.add(digests)
         self.free_host(pages)
@@ -250,7 +250,7 @@ class CacheTiers:
         node.host_pages = pages
         node.host_ready_op = ready_op
         node.parent.num_host_children += 1
-        self.host.shares.charge(node.owner, pages.size)
+        self.host.shares.charge(node.account, pages.size)
         if not node.num_locks and not node.num_host_locks:
             self.host.num_evictable += pages.size
         if not ready_op:
@@ -264,7 +264,7 @@ class CacheTiers:
             self.host.remove(node.digests)
         node.host_ready_op = 0
         node.parent.num_host_children -= 1
-        self.host.shares.charge(node.owner, -pages.size)
+        self.host.shares.charge(node.account, -pages.size)
         if not node.num_locks and not node.num_host_locks:
             self.host.num_evictable -= pages.size
         self.reserve.leave_path(node)
@@ -294,18 +294,18 @@ class CacheTiers:
         self.reserve.mark(leaf)
         self.device.eviction.add(leaf)
 
-    def hand_over(self, root: Node, owner: bytes) -> None:
-        """Charges a tree without owner, and all that it holds, to an owner that can have a share."""
-        if root.owner or (owner not in self.device.shares.held and len(self.device.shares.held) >= MAX_OWNERS):
+    def assign_account(self, root: Node, account: bytes) -> None:
+        """Charges a tree without account, and all that it holds, to an account that can have a share."""
+        if root.account or (account not in self.device.shares.held and len(self.device.shares.held) >= MAX_ACCOUNTS):
             return
-        root.owner = owner
+        root.account = account
         stack = list(root.children.values())
         while stack:
             node = stack.pop()
             for tier, pages in ((self.device, node.pages), (self.host, node.host_pages)):
-                tier.shares.charge(node.owner, -pages.size)
-                tier.shares.charge(owner, pages.size)
-            node.owner = owner
+                tier.shares.charge(node.account, -pages.size)
+                tier.shares.charge(account, pages.size)
+            node.account = account
             self.queue(node)
             stack.extend(node.children.values())
 
@@ -316,7 +316,7 @@ class CacheTiers:
         node.device_ready_op = ready_op
         node.written_step = step
         node.parent.num_device_children += 1
-        self.device.shares.charge(node.owner, pages.size)
+        self.device.shares.charge(node.account, pages.size)
         self.tree_epoch += 1
         if not ready_op:
             self.device.insert(node)
@@ -358,7 +358,7 @@ class CacheTiers:
         if leaf.is_spare:
             self.reserve.leave(leaf, count)
         pages, _, digests = self.tree.trim(leaf, count)
-        self.device.shares.charge(leaf.owner, -count)
+        self.device.shares.charge(leaf.account, -count)
         self.device.remove(digests)
         self.lost.add(digests)
         self.num_unbacked += count
@@ -373,7 +373,7 @@ class CacheTiers:
         assert parent is not None
         self.reserve.leave(leaf)
         self.device.remove(leaf.digests)
-        self.device.shares.charge(leaf.owner, -count)
+        self.device.shares.charge(leaf.account, -count)
         leaf.pages = NO_PAGES
         parent.num_device_children -= 1
         self.queue(leaf)

@@ -234,8 +234,8 @@ class SubtreeRemoval:
             device.num_evictable -= node.pages.size
             if node.num_host_locks == 0:
                 host.num_evictable -= node.host_pages.size
-        device.shares.charge(node.owner, -node.pages.size)
-        host.shares.charge(node.owner, -node.host_pages.size)
+        device.shares.charge(node.account, -node.pages.size)
+        host.shares.charge(node.account, -node.host_pages.size)
         self._tiers.reserve.leave(node)
         if node.pages.size and not node.device_ready_op:
             device.remove(node.digests)

@@ -275,7 +275,7 @@ class Transfers:
         for node in nodes:
             self.num_failed[CopyKind.LOAD] += node.num_pages
             self._tiers.free(node.pages)
-            self._tiers.device.shares.charge(node.owner, -node.num_pages)
+            self._tiers.device.shares.charge(node.account, -node.num_pages)
             node.pages = NO_PAGES
             node.device_ready_op = 0
             assert node.parent is not None

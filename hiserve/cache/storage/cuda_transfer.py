@@ -129,7 +129,7 @@ class CudaTransfers:
                 flights.put(None)
 
     def _begin(self, copy: PageCopy) -> None:
-        reason = attempt(partial(self._carry_out, copy))
+        reason = attempt(partial(self._execute, copy))
         if reason:
             self._streams[copy.kind].drain()  # of what was enqueued before memory ran out: its pages will be others'
             self._queue.end(copy, 0.0, reason)
@@ -137,13 +137,13 @@ class CudaTransfers:
         if copy.kind is CopyKind.LOAD:
             self._queue.release(copy)
 
-    def _carry_out(self, copy: PageCopy) -> str:
+    def _execute(self, copy: PageCopy) -> str:
         """Enqueues a copy; returns the reason of a failure, empty without one."""
         is_load = copy.kind is CopyKind.LOAD
         flight = self._streams[copy.kind].begin(
             copy,
             self._fence(copy.after_step),
-            partial(self._pace, copy.op) if is_load else self._give_way,
+            partial(self._wait_for_room, copy.op) if is_load else self._yield_to_launch,
             by_layer=copy.op in self._by_layer,
         )
         if is_load:
@@ -151,14 +151,14 @@ class CudaTransfers:
         self._flights[copy.kind].put(flight)
         return ""
 
-    def _pace(self, op: int, room: torch.cuda.Event | None) -> None:
+    def _wait_for_room(self, op: int, room: torch.cuda.Event | None) -> None:
         """Enqueues no faster than the link copies, unless a forward waits: other threads' launches interleave."""
         if not (room is None or self._queue.is_closed or self._queue.is_wanted(op)):
             room.synchronize()
 
-    def _give_way(self, room: torch.cuda.Event | None) -> None:
+    def _yield_to_launch(self, room: torch.cuda.Event | None) -> None:
         """The pace of offloads: no forward waits for them, and the queue bounds their rate."""
-        self._queue.give_way()
+        self._queue.yield_to_launch()
 
     def _fence(self, after_step: int) -> torch.cuda.Event | None:
         """Returns the event of the first recorded step that is not before this one."""

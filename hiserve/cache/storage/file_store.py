@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 
-from hiserve.cache.storage.store import HEADER_BYTES, is_intact, read_secret, seal
+from hiserve.cache.storage.store import HEADER_BYTES, PageStore, is_intact, read_secret, seal
+from hiserve.config.options import Cache
+from hiserve.core.machine import GIB
 from hiserve.errors import ConfigError
 from hiserve.ipc.cache_stats import StoreStats
 
@@ -37,23 +39,21 @@ logger = logging.getLogger(__name__)
 class FileStore:
     """Pages as files ``DIR/ab/abcd...``, at most ``cap_bytes`` of them; the least recently used are removed first.
 
-    A page is written to a temporary file and then renamed, so no reader sees a partial file. Nothing is
-    synced: after a loss of power a page may be truncated or damaged, which its header shows when it is read. The time
-        of a
-    page's last use is kept in memory and as the file's mtime, so that it survives a restart.
+    A page is written to a temporary file, which is renamed and not synced: no reader sees a partial file, and a page
+    damaged by a loss of power fails its check. The time of its last use is the file's mtime, so that it survives a restart.
 
-    Only a regular file that is longer than a header is a page. Any other entry with a page's name is a miss and is
-    replaced by the next ``put``; it is neither followed nor waited for. If ``get`` finds a file that is damaged
-    or cannot be read, the pages after it count as missing too, until they are written again or read.
+    Only a regular file that is longer than a header is a page; any other entry with a page's name is a miss, which the
+    next ``put`` replaces. If ``get`` finds a damaged file, the pages after it also count as missing, until they are
+    written again or read.
 
-    Several processes may share the directory: each finds the others' pages. Each enforces the cap on the files that it
-    knows, and lists the directory again after writing an eighth of it; so N processes may exceed it by N eighths.
+    Several processes may share the directory. Each enforces the cap on the files that it knows, and lists the directory
+    again after writing an eighth of the cap; so N processes may exceed it by N eighths.
 
     Args:
         directory: Created with mode 0700 if missing.
         cap_bytes: Limit of all files, headers included.
         clock: Seconds, monotonic.
-        is_shared: Mark the store as in use, by a lock on the marker; see ``cache.storage.inventory.delete_store``.
+        is_shared: Lock the marker, which prevents the deletion of the store (``inventory.delete_store``).
 
     Raises:
         ConfigError: The directory cannot be used, or is neither empty nor a store of this version; it is not changed.
@@ -69,7 +69,7 @@ class FileStore:
     ) -> None:
         _claim(directory)
         marker_fd = _share(directory / MARKER) if is_shared else None
-        self._let_go = None if marker_fd is None else weakref.finalize(self, os.close, marker_fd)
+        self._close_marker = None if marker_fd is None else weakref.finalize(self, os.close, marker_fd)
         self._directory = directory
         self._cap_bytes = cap_bytes
         self._clock = clock
@@ -132,11 +132,11 @@ class FileStore:
 
     def close(self) -> None:
         self._is_closed = True
-        if self._let_go is not None:
-            self._let_go()
+        if self._close_marker is not None:
+            self._close_marker()
 
     def _has(self, key: bytes) -> bool:
-        """Whether a page is present; checks the directory for keys that this process does not know."""
+        """Whether a page is present, in memory or in the directory."""
         if self._is_closed or key in self._doubted:
             return False
         if key in self._sizes:
@@ -144,7 +144,7 @@ class FileStore:
         try:
             status = os.lstat(self._path(key))
         except OSError as error:
-            self._note(error)
+            self._record_error(error)
             return False
         if not _may_be_page(status):
             return False
@@ -163,7 +163,7 @@ class FileStore:
             finally:
                 os.close(fd)
         except OSError as error:
-            self._note(error)
+            self._record_error(error)
             self._forget(key)
             return _Read.MISSING if isinstance(error, FileNotFoundError) else _Read.BAD
         if is_whole and is_intact(key, header, buffer):
@@ -196,7 +196,7 @@ class FileStore:
                 _write_file(draft, seal(key, buffer), buffer)
             _replace(draft, path)
         except OSError as error:
-            self._note(error, may_be_missing=False)
+            self._record_error(error, may_be_missing=False)
             with contextlib.suppress(OSError):  # the error that counts is the one before
                 os.unlink(draft)
             self._paused_until = self._clock() + PAUSE_S
@@ -221,7 +221,7 @@ class FileStore:
         try:
             _unlink(self._path(key))
         except OSError as error:
-            self._note(error)
+            self._record_error(error)
             return False
         return True
 
@@ -236,7 +236,7 @@ class FileStore:
             try:
                 os.utime(self._path(key), ns=(now - index, now - index), follow_symlinks=False)
             except OSError as error:
-                self._note(error)
+                self._record_error(error)
 
     def _remember(self, key: bytes, size: int) -> None:
         with self._lock:
@@ -252,7 +252,7 @@ class FileStore:
         with self._lock:
             self._counts.update(counts)
 
-    def _note(self, error: OSError, may_be_missing: bool = True) -> None:
+    def _record_error(self, error: OSError, may_be_missing: bool = True) -> None:
         """Counts an error. A missing file is none, because other processes remove files too."""
         if not (may_be_missing and isinstance(error, FileNotFoundError)):
             self._count(num_errors=1)
@@ -275,7 +275,7 @@ class FileStore:
                 elif _DRAFT.fullmatch(entry.name) and time.time() - status.st_mtime > _DRAFT_AGE_S:
                     os.unlink(entry.path)
             except OSError as error:
-                self._note(error)
+                self._record_error(error)
         found.sort()
         with self._lock:
             sizes = OrderedDict((key, size) for _, key, size in found)
@@ -293,12 +293,10 @@ class FileStore:
                 with os.scandir(f"{self._directory}/{number:02x}") as files:
                     yield from files
             except OSError as error:
-                self._note(error)
+                self._record_error(error)
 
 
 class _Read(Enum):
-    """Result of reading a page."""
-
     WHOLE = "whole"
     MISSING = "missing"  # there is no file
     BAD = "bad"  # there is one, and it is damaged, not readable or no file
@@ -348,22 +346,36 @@ def _share(marker: Path) -> int | None:
     return fd
 
 
-def store_secret(directory: Path) -> bytes:
-    """Returns the secret of the servers that share a store.
+def open_store(cache: Cache) -> PageStore | None:
+    """Opens the store that ``--store`` names; None without one.
 
     Raises:
-        ConfigError: The directory or the file in it cannot be used.
+        ConfigError: It names none, or a directory that cannot be used.
     """
+    return None if cache.store is None else FileStore(_directory(cache.store), int(cache.store_gib * GIB))
+
+
+def secret_of(store: str) -> bytes:
+    """Returns the secret of the servers that share a store (``--store``).
+
+    Raises:
+        ConfigError: As ``open_store``, or the file in it cannot be used.
+    """
+    directory = _directory(store)
     _claim(directory)
     return read_secret(directory / f"{MARKER}.secret")
 
 
-def _claim(directory: Path) -> None:
-    """Makes a directory a store, or checks that it is one.
+def _directory(store: str) -> Path:
+    """Returns the DIR of ``file:DIR``; ``~`` is the user's home."""
+    scheme, _, directory = store.partition(":")
+    if scheme != "file" or not directory:
+        raise ConfigError(f"--store is {store!r}; the one kind is file:DIR.", param="store")
+    return Path(directory).expanduser().absolute()
 
-    Raises:
-        ConfigError: As ``FileStore``.
-    """
+
+def _claim(directory: Path) -> None:
+    """Makes a directory a store, or checks that it is one; raises ``ConfigError`` as ``FileStore``."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         marker = directory / MARKER

@@ -13,7 +13,7 @@ from hiserve.cache.storage.segment import SHARED_MEMORY, SegmentLayout, segment_
 from hiserve.errors import ConfigError, ResourceError
 
 _PREFIX = "hiserve-"
-_PLENTY = 1 << 62
+_NO_CAP = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def store_in(directory: Path) -> Leftover:
         ConfigError: The directory is no store of this version.
     """
     _check_store(directory)
-    store = FileStore(directory, _PLENTY)
+    store = FileStore(directory, _NO_CAP)
     stats = store.stats()
     store.close()
     used_s = max((entry.stat().st_mtime for entry in directory.iterdir()), default=0.0)
@@ -89,7 +89,7 @@ def delete_named_cache(name: str, directory: Path = SHARED_MEMORY) -> int:
     with ExitStack() as undo:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         undo.callback(os.close, fd)
-        _take(fd, f"the host cache {name!r}")
+        _lock(fd, f"the host cache {name!r}")
         num_bytes = os.fstat(fd).st_blocks * 512
         path.unlink()
         path.with_name(f".{path.name}.secret").unlink(missing_ok=True)
@@ -107,8 +107,8 @@ def delete_store(directory: Path) -> int:
     with ExitStack() as undo:
         fd = os.open(directory / MARKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         undo.callback(os.close, fd)
-        _take(fd, f"the store file:{directory}")
-        store = FileStore(directory, _PLENTY, is_shared=False)
+        _lock(fd, f"the store file:{directory}")
+        store = FileStore(directory, _NO_CAP, is_shared=False)
         num_pages = store.clear()
         store.close()
         for path in (*directory.glob(f"{MARKER}.*"), directory / MARKER):
@@ -141,7 +141,7 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def _take(fd: int, what: str) -> None:
+def _lock(fd: int, what: str) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -172,7 +172,7 @@ class PageStreams:
         self._copy_engine = CopyEngine()
         self._kernels = self._crossing = _stream()
         self._slots: deque[_Slot] = deque()
-        self._turn = _event()
+        self._yielded = _event()
         if page_bytes > max_direct_page_bytes:
             self._max_programs = _STAGING_PROGRAMS
             self._crossing = _stream()
@@ -196,7 +196,7 @@ class PageStreams:
         self,
         copy: PageCopy,
         fence: torch.cuda.Event | None,
-        pace: Callable[[torch.cuda.Event | None], None],
+        before_piece: Callable[[torch.cuda.Event | None], None],
         *,
         by_layer: bool = False,
     ) -> Flight:
@@ -205,11 +205,11 @@ class PageStreams:
         Args:
             copy: The order.
             fence: Event before the copy.
-            pace: Called before each piece is enqueued, with the event it waits for; small pages are one piece, of None.
+            before_piece: Called before each piece is enqueued, with the event it waits for; small pages are one piece, of None.
             by_layer: A forward will wait for each layer of the load, which makes it slower, by a third with small
                 pages.
         """
-        pace(self._slots[0].crossed if self._slots else None)
+        before_piece(self._slots[0].crossed if self._slots else None)
         order = np.argsort(copy.host_pages, kind="stable")  # so that adjacent pages make runs
         ours, theirs = copy.device_pages[order], copy.host_pages[order]
         begin, end = _event(timed=True), _event(timed=True)
@@ -219,7 +219,7 @@ class PageStreams:
                 self._first.wait_event(fence)
             begin.record(self._first)
             if self._slots:
-                self._stage(ours, theirs, pace)
+                self._stage(ours, theirs, before_piece)
             elif by_layer and ours.size * self._layer_bytes() >= self._min_layer_bytes:
                 layers = self._move_by_layer(self._all_pages(), ours, theirs)
             else:
@@ -242,7 +242,9 @@ class PageStreams:
         """The stream on which it ends."""
         return self._kernels if self._kind is CopyKind.LOAD else self._crossing
 
-    def _stage(self, ours: Int32Array, theirs: Int32Array, pace: Callable[[torch.cuda.Event | None], None]) -> None:
+    def _stage(
+        self, ours: Int32Array, theirs: Int32Array, before_piece: Callable[[torch.cuda.Event | None], None]
+    ) -> None:
         """Copies through staging memory, piece by piece."""
         rows = np.arange(ours.size, dtype=np.int32) % self._pages_per_slot
         indices = self._upload(ours, rows)
@@ -250,7 +252,7 @@ class PageStreams:
         starts = range(0, ours.size, self._pages_per_slot)
         for start, runs in zip(starts, self._runs(rows, theirs), strict=True):
             if start:
-                pace(self._slots[0].crossed)
+                before_piece(self._slots[0].crossed)
             enqueue(indices[:, start : start + self._pages_per_slot], runs)
             self._slots.rotate()
 
@@ -259,26 +261,26 @@ class PageStreams:
         slot = self._slots[0]
         self._copy_engine.copy(runs.offsets + slot.address, runs.addresses, runs.sizes, self._crossing.cuda_stream)
         slot.crossed.record(self._crossing)
-        self._let_others_pass(slot.crossed)
+        self._yield_copy_engine(slot.crossed)
         _move(slot.moves, indices)
 
     def _store_piece(self, indices: Tensor, runs: _Runs) -> None:
         """Gathers a slot and empties it. What is gathered next waits until the slot before this one has crossed."""
         slot = self._slots[0]
         _move(slot.moves, indices)
-        self._let_others_pass(self._slots[1].crossed)
+        self._yield_copy_engine(self._slots[1].crossed)
         self._copy_engine.copy(runs.addresses, runs.offsets + slot.address, runs.sizes, self._crossing.cuda_stream)
         slot.crossed.record(self._crossing)
 
-    def _let_others_pass(self, crossed: torch.cuda.Event) -> None:
+    def _yield_copy_engine(self, crossed: torch.cuda.Event) -> None:
         """Has the copy engine wait a moment for the kernels' stream: only then does it turn to copies of others.
 
         What crosses next comes after all kernels enqueued so far, and kernels enqueued from now on after what has
         crossed.
         """
         self._kernels.wait_event(crossed)
-        self._turn.record(self._kernels)
-        self._crossing.wait_event(self._turn)
+        self._yielded.record(self._kernels)
+        self._crossing.wait_event(self._yielded)
 
     def _runs(self, rows: Int32Array, pages: Int32Array) -> list[_Runs]:
         """Returns what crosses between rows of staging memory and host pages, for each time that it is filled."""

@@ -81,7 +81,7 @@ class Records:
         self._page_size = page_size
         self._link = link
         self.num_used = 0
-        self._lives = np.zeros(table.size, dtype=np.int64)  # how often a page was begun or freed by this process
+        self._generations = np.zeros(table.size, dtype=np.int64)  # how often a page was begun or freed by this process
         self._lock = threading.Lock()
 
     def begin(self, run: PageRun) -> None:
@@ -92,7 +92,7 @@ class Records:
         with self._lock:
             self._expect(pages, self._fields["state"][pages] == PageState.FREE, "FREE")
             self.num_used += pages.size
-            self._lives[pages] += 1
+            self._generations[pages] += 1
             self._write("state", pages, PageState.WRITING)
             self._write("checksum", pages, NO_CHECKSUM)
             self._write("draft_revision", pages, run.draft_revision)
@@ -112,13 +112,13 @@ class Records:
         with self._lock:
             self._expect(pages, self._fields["state"][pages] != PageState.FREE, "in use")
             self.num_used -= pages.size
-            self._lives[pages] += 1
+            self._generations[pages] += 1
             self._write("state", pages, PageState.FREE)
 
     def clear(self) -> None:
         """Frees every page, also those of a former process."""
         with self._lock:
-            self._lives += 1
+            self._generations += 1
             self.num_used = 0
             self._write("state", np.arange(self._table.size, dtype=np.int32), PageState.FREE)
 
@@ -144,20 +144,20 @@ class Records:
             fields = self._fields
             lacks = (fields["state"][pages] == PageState.VALID) & (fields["checksum"][pages] == NO_CHECKSUM)
             ours = pages[lacks]
-            return ours, self._lives[ours], [bytes(digest) for digest in fields["digest"][ours]]
+            return ours, self._generations[ours], [bytes(digest) for digest in fields["digest"][ours]]
 
-    def seal(self, pages: Int32Array, lives: NDArray[np.int64], checksums: Sequence[int]) -> Int32Array:
+    def seal(self, pages: Int32Array, generations: NDArray[np.int64], checksums: Sequence[int]) -> Int32Array:
         """Records checksums, except of pages that were freed since ``unsealed``; returns the sealed pages.
 
         Args:
             pages: int32 ``[n]``.
-            lives: int64 ``[n]``, from ``unsealed``.
+            generations: int64 ``[n]``, from ``unsealed``.
             checksums: Of each page's bytes.
         """
         values = np.array(checksums, dtype=np.uint64)
         assert (values != NO_CHECKSUM).all(), f"one of {pages} cannot have the checksum that stands for none"
         with self._lock:
-            is_same = self._lives[pages] == lives
+            is_same = self._generations[pages] == generations
             ours: Int32Array = pages[is_same]
             self._write("checksum", ours, values[is_same])
             return ours
@@ -172,7 +172,7 @@ class Records:
         Returns:
             Unbranched runs; the parent of each is a namespace or is in an earlier run.
         """
-        runs = list(_runs(_true_records(self._table, self._page_size, self._link)))
+        runs = list(_runs(_valid_records(self._table, self._page_size, self._link)))
         kept = np.zeros(self._table.size, dtype=np.bool_)
         for run in runs:
             kept[run.pages] = True
@@ -254,13 +254,13 @@ class Checksums:
     def _run(self) -> None:
         free_at = time.monotonic()
         while (taken := self._take(free_at)) is not None:
-            pages, lives, digests = self._records.unsealed(taken)
+            pages, generations, digests = self._records.unsealed(taken)
             free_at = max(free_at, time.monotonic()) + len(pages) * self._page_s
             checksums = [
                 page_checksum(self._pages[page].data, digest)
                 for page, digest in zip(pages.tolist(), digests, strict=True)
             ]
-            self._records.seal(pages, lives, checksums)
+            self._records.seal(pages, generations, checksums)
 
     def _take(self, free_at: float) -> Int32Array | None:
         """Waits for the next pages and for their turn at the permitted rate; None when closed."""
@@ -290,7 +290,7 @@ class _Record:
     draft_revision: int
 
 
-def _true_records(table: RecordArray, page_size: int, link: Chain) -> Iterator[_Record]:
+def _valid_records(table: RecordArray, page_size: int, link: Chain) -> Iterator[_Record]:
     """Yields the VALID records with a checksum whose digest follows from their parent and tokens."""
     found = np.flatnonzero((table["state"] == PageState.VALID) & (table["checksum"] != NO_CHECKSUM))
     rows = table[found]

@@ -23,8 +23,8 @@ GARBLED = "checksum"
 
 # How long a piece of a store waits for a launch. Bounded, so that stores go on while launch follows launch: with pieces of
 # 32 MiB at 16 GB/s still.
-MAX_GIVE_WAY_S = 2e-3
-MAX_GIVE_WAY_FILL = 0.5  # of what stores may fill: with more they wait for no launch
+MAX_YIELD_S = 2e-3
+MAX_YIELD_FILL = 0.5  # of what stores may fill: with more they wait for no launch
 
 
 class TransferEngine(Protocol):
@@ -80,7 +80,7 @@ class TransferQueue:
         self._is_woken = False
         self._is_closed = False
         self._failure: Exception | None = None
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
 
     @property
@@ -99,9 +99,9 @@ class TransferQueue:
             try:
                 work()
             except Exception as error:  # noqa: BLE001 - raised again by poll and wait
-                with self._news:
+                with self._changed:
                     self._failure = error
-                    self._news.notify_all()
+                    self._changed.notify_all()
 
         self._threads.append(threading.Thread(target=run, name="hiserve-transfers", daemon=True))
         self._threads[-1].start()
@@ -111,10 +111,10 @@ class TransferQueue:
         is_store = copy.kind is CopyKind.OFFLOAD
         num_pages = copy.device_pages.size
         is_ready = int(copy.host_pages.max()) < self._host.num_ready_pages
-        with self._news:
+        with self._changed:
             if not is_ready or (is_store and self._num_store_pages + num_pages > self._max_store_pages):
                 self._ended.append(CopyAck(copy.op, DROPPED if is_ready else NOT_READY))
-                self._news.notify_all()
+                self._changed.notify_all()
                 return
             if is_store:
                 assert copy.run is not None, f"store {copy.op} does not say what it stores"
@@ -123,7 +123,7 @@ class TransferQueue:
             else:
                 self._awaited.add(copy.op)
             self._queues[copy.kind].append(copy)
-            self._news.notify_all()
+            self._changed.notify_all()
 
     def launch_begins(self) -> None:
         """Delays offloads until ``forward_done`` or ``launch_ends``."""
@@ -132,32 +132,32 @@ class TransferQueue:
     def launch_ends(self) -> None:
         """Ends the delay of offloads, whether the launch succeeded or not."""
         if self._is_launching:
-            with self._news:
+            with self._changed:
                 self._is_launching = False
-                self._news.notify_all()
+                self._changed.notify_all()
 
     def forward_done(self, step_id: int) -> None:
         """Releases orders that come after this step or an earlier one; its launch is over."""
-        with self._news:
+        with self._changed:
             self._is_launching = False
             self._done_step = max(self._done_step, step_id)
             # To wake a thread costs a step more than all else here: the interpreter is its for a moment.
             if self._num_store_pages or self._queues[CopyKind.LOAD]:
-                self._news.notify_all()
+                self._changed.notify_all()
 
-    def give_way(self) -> None:
+    def yield_to_launch(self) -> None:
         """Waits while a forward is launched; called before each piece of an offload, which would delay the launch.
 
         It returns at once if a load is ready, because the load waits for the offload. It also returns at once if offloads fill
         more than half of their limit, so that none is dropped because of these waits.
         """
         if self._is_launching:
-            with self._news:
-                self._news.wait_for(self._may_go_on, MAX_GIVE_WAY_S)
+            with self._changed:
+                self._changed.wait_for(self._may_go_on, MAX_YIELD_S)
 
     def _may_go_on(self) -> bool:
-        is_behind = self._num_store_pages > MAX_GIVE_WAY_FILL * self._max_store_pages
-        return not self._is_launching or self._is_closed or is_behind or self._may_begin(CopyKind.LOAD)
+        is_filling = self._num_store_pages > MAX_YIELD_FILL * self._max_store_pages
+        return not self._is_launching or self._is_closed or is_filling or self._may_begin(CopyKind.LOAD)
 
     def next(self) -> PageCopy | None:
         """Waits for an order that may begin; None when the queue is closed.
@@ -172,7 +172,7 @@ class TransferQueue:
         return None
 
     def _pop(self) -> PageCopy | None:
-        with self._news:
+        with self._changed:
             while not self._is_closed:
                 now, until = time.monotonic(), None
                 if self._may_begin(CopyKind.LOAD):
@@ -183,25 +183,25 @@ class TransferQueue:
                         self._store_free_at = now + copy.device_pages.size * self._store_s_per_page
                         return copy
                     until = self._store_free_at
-                self._news.wait(None if until is None else until - now)
+                self._changed.wait(None if until is None else until - now)
             return None
 
     def release(self, load: PageCopy) -> None:
         """Allows forwards to follow this load."""
-        with self._news:
+        with self._changed:
             self._awaited.discard(load.op)
-            self._news.notify_all()
+            self._changed.notify_all()
 
     def end(self, copy: PageCopy, seconds: float, reason: str = "") -> None:
         """Records that all bytes have arrived, or the reason why they will not."""
         num_pages = copy.device_pages.size
         if copy.kind is CopyKind.OFFLOAD and not reason:
             self._host.finish(copy.host_pages)
-        with self._news:
+        with self._changed:
             if copy.kind is CopyKind.OFFLOAD:
                 self._num_store_pages -= num_pages
             self._ended.append(CopyAck(copy.op, reason, 0 if reason else num_pages * self._page_bytes, seconds))
-            self._news.notify_all()
+            self._changed.notify_all()
 
     def poll(self, wait_s: float = 0.0) -> list[CopyAck]:
         """Returns the orders that have ended since the last call; waits up to ``wait_s`` seconds for one, or for ``wake``.
@@ -210,8 +210,8 @@ class TransferQueue:
             InvariantError: The engine's thread has failed; no more orders are executed.
         """
         if wait_s and not self._ended:
-            with self._news:
-                self._news.wait_for(lambda: self._ended or self._is_woken or self._failure is not None, wait_s)
+            with self._changed:
+                self._changed.wait_for(lambda: self._ended or self._is_woken or self._failure is not None, wait_s)
         self._is_woken = False
         self._check()
         acks = []
@@ -221,9 +221,9 @@ class TransferQueue:
 
     def wake(self) -> None:
         """Ends the current wait of ``poll``, or the next one."""
-        with self._news:
+        with self._changed:
             self._is_woken = True
-            self._news.notify_all()
+            self._changed.notify_all()
 
     def wait(self, op: int) -> None:
         """Blocks until a forward may follow a load.
@@ -231,19 +231,19 @@ class TransferQueue:
         Raises:
             InvariantError: As ``poll``.
         """
-        with self._news:
+        with self._changed:
             late = [copy.op for copy in self._queues[CopyKind.LOAD] if copy.after_step > self._done_step]
             assert not late or op < late[0], f"load {late[0]} waits for a step that waits for load {op}"
             self._wanted = op
-            self._news.wait_for(lambda: self._is_closed or self._failure is not None or op not in self._awaited)
+            self._changed.wait_for(lambda: self._is_closed or self._failure is not None or op not in self._awaited)
             self._wanted = 0
         self._check()
 
     def close(self) -> None:
         """Ends the threads; orders that have not begun are dropped without an answer."""
-        with self._news:
+        with self._changed:
             self._is_closed = True
-            self._news.notify_all()
+            self._changed.notify_all()
         for thread in self._threads:
             thread.join()
 
@@ -306,13 +306,13 @@ class ThreadTransfers:
     def _run(self) -> None:
         while (copy := self._queue.next()) is not None:
             begin = time.perf_counter()
-            reason = attempt(partial(self._carry_out, copy))
+            reason = attempt(partial(self._execute, copy))
             self._queue.end(copy, time.perf_counter() - begin, reason)
             if copy.kind is CopyKind.LOAD:
                 self._queue.release(copy)
 
     @torch.inference_mode()
-    def _carry_out(self, copy: PageCopy) -> str:
+    def _execute(self, copy: PageCopy) -> str:
         """Copies all pages, one layer's keys or values at a time; returns the reason of a failure, empty without one."""
         is_load = copy.kind is CopyKind.LOAD
         ours = torch.from_numpy(copy.device_pages).long()

@@ -9,7 +9,7 @@ from tests.unit.storage import test_host_segment
 
 with allocator.PageAllocator.__init__, test_allocator.test_a_wish_for_the_sink_or_a_used_page_or_one_outside_the_pool_is_no_wish:
     "INV 2: the padding page is allocated"
-    self._is_free[SINK_PAGE] = False
+    self._is_free[PADDING_PAGE] = False
     pass
 with allocator.PageAllocator.free, test_allocator.test_giving_a_page_twice_at_once_is_our_own_fault:
     "INV 2: one call frees a page twice"
@@ -71,9 +71,9 @@ with eviction.TenantShares.next, test_tenant_shares:
     "INV 70: tenants have no share of a tier"
     len(self._held) <= 1
     len(self._held) <= 1000
-with eviction.OwnedHeaps.add, test_tenant_shares.test_what_was_adopted_counts_for_its_tenant_from_its_first_request_on:
+with eviction.AccountHeaps.add, test_tenant_shares.test_what_was_adopted_counts_for_its_tenant_from_its_first_request_on:
     "INV 70: an adopted page counts for its former owner"
-    leaf.owner == owner and is_victim(leaf)
+    leaf.account == account and is_victim(leaf)
     is_victim(leaf)
 with (
     tiers.CacheTiers.make_host_room,

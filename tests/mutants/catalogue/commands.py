@@ -11,5 +11,5 @@ with graph_values.collect, test_graph_planted.test_what_is_planted_is_found:
     pass
 with inventory.delete_store, test_cache_command.test_what_a_server_uses_is_left_alone:
     "`cache delete` deletes a store in use"
-    _take(fd, f"the store file:{directory}")
+    _lock(fd, f"the store file:{directory}")
     pass

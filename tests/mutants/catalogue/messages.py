@@ -15,10 +15,10 @@ with child.ChildProcess.start, test_strangers.test_strangers_at_the_socket_of_a_
     "INV 62: a stranger at the socket is taken for the child"
     Link.bind(endpoint, process.pid)
     Link.bind(endpoint)
-with child.meet_parent, test_strangers.test_a_child_whose_parent_never_listens_ends:
+with child.connect_to_parent, test_strangers.test_a_child_whose_parent_never_listens_ends:
     "INV 17: a child waits without end for a dead parent"
-    wait_for_listener(endpoint, MEET_S, lambda: os.getppid() == parent)
-    wait_for_listener(endpoint, 60 * MEET_S, lambda: True)
+    wait_for_listener(endpoint, CONNECT_S, lambda: os.getppid() == parent)
+    wait_for_listener(endpoint, 60 * CONNECT_S, lambda: True)
 with channel.PollingChannel.receive, test_channel.test_what_the_dead_said_is_delivered_before_they_are_reported_gone:
     "INV 10: the last messages of a dead process are lost"
     is_gone and (not batch)

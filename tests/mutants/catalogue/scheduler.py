@@ -40,13 +40,13 @@ with crash_isolation.CrashIsolation.isolate, test_replays.test_a_request_is_give
     "INV 49: the last suspect is convicted although others ran beside it"
     suspects == running == held and len(held) == 1
     suspects == running and len(suspects) == 1
-with supervisor.Supervisor._patrol, test_supervisor.test_a_worker_whose_work_does_not_get_on_is_replaced_after_its_time:
+with supervisor.Supervisor._watch, test_supervisor.test_a_worker_whose_work_does_not_get_on_is_replaced_after_its_time:
     "INV 50: a worker that hangs is not ended"
     limit_s
     0
-with supervisor.Supervisor._patrol, test_supervisor.test_time_in_which_the_supervisor_stood_still_is_not_the_workers:
+with supervisor.Supervisor._watch, test_supervisor.test_time_in_which_the_supervisor_stood_still_is_not_the_workers:
     "INV 50: time in which the supervisor stood still counts for its workers"
-    worker.progress.extend_deadline(max(0.0, now_s - before_s - 2 * PATROL_S))
+    worker.progress.extend_deadline(max(0.0, now_s - before_s - 2 * WATCH_INTERVAL_S))
     pass
 with (
     worker_process.ProgressWatch.sample,
@@ -56,7 +56,7 @@ with (
     "INV 50: time without a CPU counts for a worker"
     computed_s if is_kept_waiting else passed_s
     passed_s
-with supervisor.Supervisor._keep, test_supervisor.test_a_successor_that_cannot_be_started_is_a_failed_start_and_is_tried_again:
+with supervisor.Supervisor._supervise, test_supervisor.test_a_successor_that_cannot_be_started_is_a_failed_start_and_is_tried_again:
     "INV 50: a worker that cannot be spawned is tried again without a pause"
     num_useless + 1
     0

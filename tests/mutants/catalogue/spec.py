@@ -22,7 +22,7 @@ with (
     "INV 44: drafts are the likeliest tokens at any temperature"
     is_greedy
     True
-with transfer.ThreadTransfers._carry_out, test_spec_sources.test_tc_01_what_was_evicted_to_the_host_and_loaded_keeps_its_drafts:
+with transfer.ThreadTransfers._execute, test_spec_sources.test_tc_01_what_was_evicted_to_the_host_and_loaded_keeps_its_drafts:
     "TC-01: the head's part of a page stays on the device"
     self._host.layout.groups
     self._host.layout.groups[:1]
@@ -67,7 +67,7 @@ with page_tables.PageTables.grow, test_reported_bugs_drafts.test_tc_10_the_last_
     growing = (end > held * page_size).nonzero()[0]
     end = np.minimum(end + page_size, page_size * self.pages.shape[1])
     growing = (end > held * page_size).nonzero()[0]
-with drafting.DraftCounts.verified, test_drafting.test_a_verifying_step_adds_its_drafts_and_what_it_appended_beyond_one_token:
+with drafting.Drafting.verified, test_drafting.test_a_verifying_step_adds_its_drafts_and_what_it_appended_beyond_one_token:
     "accept length: the bonus token counts as a draft"
     counts[did, None] - 1
     counts[did, None]

@@ -8,7 +8,7 @@ from tests.e2e import test_cache_identity, test_canary, test_equality_matrix
 from tests.invariants import test_reported_bugs_namespaces
 from tests.unit.engine import test_build_host
 from tests.unit.models import test_cache_digests
-from tests.unit.storage import test_file_store_damage, test_host_pool, test_prefault, test_records, test_store_factory, test_store_transfers
+from tests.unit.storage import test_file_store_damage, test_host_pool, test_open_store, test_prefault, test_records, test_store_transfers
 
 with build._copier, test_build_host.test_a_start_that_fails_leaves_no_thread_and_no_lock:
     "a failed start keeps threads and the lock of the host cache"
@@ -18,11 +18,11 @@ with prefault.Prefault.__init__, test_prefault.test_every_page_lies_in_one_pinne
     "TC-60: a page lies across two pinned pieces"
     max(1, piece_bytes // stride) * stride // layout.page_bytes
     max(1, piece_bytes // layout.page_bytes)
-with records._true_records, test_records.test_a_restart_drops_what_has_no_checksum_and_what_hangs_below_it:
+with records._valid_records, test_records.test_a_restart_drops_what_has_no_checksum_and_what_hangs_below_it:
     "INV 32: a restart adopts pages without a checksum"
     table["checksum"] != NO_CHECKSUM
     table["checksum"] == table["checksum"]
-with records._true_records, test_records.test_a_restart_drops_a_record_with_a_flipped_bit:
+with records._valid_records, test_records.test_a_restart_drops_a_record_with_a_flipped_bit:
     "INV 32: a restart adopts a record whose digest does not follow from its tokens"
     link(parent, key, page_size) == [digest]
     True
@@ -84,7 +84,7 @@ with (
     "INV 31: bytes that arrive after the deadline become valid"
     self._is_closing.is_set()
     False
-with file_store.store_secret, test_store_factory.test_the_secret_of_a_directory_that_is_no_store_is_not_made:
+with file_store.secret_of, test_open_store.test_the_secret_of_a_directory_that_is_no_store_is_not_made:
     "a secret is written into a directory of another user"
     _claim(directory)
     pass
@@ -92,7 +92,7 @@ with file_store._share[1], test_file_store_damage.test_a_marker_that_cannot_be_o
     "INV 31: a marker that cannot be opened ends the start"
     OSError
     FileExistsError
-with transfer.ThreadTransfers._carry_out, test_canary.test_a_page_of_each_tier_passes:
+with transfer.ThreadTransfers._execute, test_canary.test_a_page_of_each_tier_passes:
     "INV 34: a copy mixes up the order of its pages"
     torch.from_numpy(copy.host_pages).long()
     torch.from_numpy(copy.host_pages).long().roll(int(is_load))

@@ -71,7 +71,7 @@ with transfers.Transfers.begin_load, test_reported_bugs_costs.test_tc_80_a_host_
 with transfer.ThreadTransfers.start, test_reported_bugs_costs.test_tc_81_a_load_is_one_order_carried_out_by_another_thread:
     "TC-81: the thread that orders a copy carries it out"
     self._queue.add(copy)
-    self._carry_out(copy)
+    self._execute(copy)
     self._queue.add(copy)
 with transfers.Transfers.begin_offloads, test_reported_bugs_costs.test_tc_83_storing_a_node_costs_the_same_whatever_else_is_cached:
     "TC-83: each offload walks over the whole tree"
@@ -109,7 +109,7 @@ with (
     "a launch that fails leaves offloads waiting"
     self._transfers.launch_ends()
     pass
-with page_streams.PageStreams._let_others_pass, test_page_streams.test_every_byte_arrives_whichever_stream_runs_first:
+with page_streams.PageStreams._yield_copy_engine, test_page_streams.test_every_byte_arrives_whichever_stream_runs_first:
     "INV 26: staging memory is filled again before it was emptied"
     self._kernels.wait_event(crossed)
     pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hiserve.cache.index.allocator import SINK_PAGE, PageAllocator
+from hiserve.cache.index.allocator import PADDING_PAGE, PageAllocator
 from hiserve.core.plan import Int32Array
 
 
@@ -47,7 +47,7 @@ def test_a_free_page_that_is_wished_for_is_granted_and_not_handed_out_again() ->
     assert taken(pages, 0, 0, 0, 0, 0, 0) == [1, 2, 3, 4, 6, 7]
 
 
-@pytest.mark.parametrize("wish", [SINK_PAGE, 1, 8, 1000])
+@pytest.mark.parametrize("wish", [PADDING_PAGE, 1, 8, 1000])
 def test_a_wish_for_the_sink_or_a_used_page_or_one_outside_the_pool_is_no_wish(wish: int) -> None:
     pages = PageAllocator(8)
     taken(pages, 1)
@@ -99,7 +99,7 @@ def test_giving_a_free_page_or_the_sink_is_our_own_fault() -> None:
     pages = PageAllocator(4)
     taken(pages, 0)
     pages.free(ints(1))
-    for wrong in (ints(1), ints(3), ints(SINK_PAGE)):
+    for wrong in (ints(1), ints(3), ints(PADDING_PAGE)):
         with pytest.raises(AssertionError, match="not all in use"):
             pages.free(wrong)
     assert pages.num_free == 3

@@ -29,7 +29,7 @@ def tree() -> RadixTree:
 
 @pytest.fixture
 def root(tree: RadixTree) -> Node:
-    return tree.keep_root(tree.root(b"namespace"))
+    return tree.add_root(tree.root(b"namespace"))
 
 
 def test_an_unknown_namespace_has_an_empty_root_that_is_not_kept(tree: RadixTree) -> None:
@@ -38,8 +38,8 @@ def test_an_unknown_namespace_has_an_empty_root_that_is_not_kept(tree: RadixTree
 
 def test_a_namespace_keeps_one_root(tree: RadixTree) -> None:
     first, second = tree.root(b"namespace"), tree.root(b"namespace")
-    assert tree.keep_root(first) is first
-    assert tree.keep_root(second) is first is tree.root(b"namespace")
+    assert tree.add_root(first) is first
+    assert tree.add_root(second) is first is tree.root(b"namespace")
 
 
 def test_a_root_is_dropped_only_without_children_and_locks(tree: RadixTree, root: Node) -> None:
@@ -177,5 +177,5 @@ def test_trimming_more_than_there_is_or_an_inner_node_is_our_own_fault(tree: Rad
 def test_nodes_walks_everything_but_roots(tree: RadixTree, root: Node) -> None:
     upper = grown(tree, root, 11)
     expected = [upper, grown(tree, upper, 12), grown(tree, upper, 13)]
-    other = grown(tree, tree.keep_root(tree.root(b"other")), 11)
+    other = grown(tree, tree.add_root(tree.root(b"other")), 11)
     assert {id(node) for node in tree.nodes()} == {id(node) for node in [*expected, other]}

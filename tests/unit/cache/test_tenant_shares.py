@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hiserve.cache.index.eviction import MAX_IDLE_TURNOVERS, MAX_OWNERS
+from hiserve.cache.index.eviction import MAX_ACCOUNTS, MAX_IDLE_TURNOVERS
 from hiserve.cache.index.prefix_cache import PrefixCache
 from tests.helpers.tiers import cached, lock, new_cache, run_of, serve, store, take
 from tests.invariants.tier_model import ints
@@ -89,9 +89,9 @@ def test_accounts_join_what_several_tenants_have() -> None:
 
 def test_too_many_owners_have_one_share_together() -> None:
     cache = new_cache(num_pages=200, num_host_pages=0)
-    for i in range(MAX_OWNERS + 10):
+    for i in range(MAX_ACCOUNTS + 10):
         cache.release(serve(cache, 1, tenant=b"%d" % i))
-    assert len(cache.device.shares.held) == MAX_OWNERS + 1 and cache.device.shares.held[b""] == 10
+    assert len(cache.device.shares.held) == MAX_ACCOUNTS + 1 and cache.device.shares.held[b""] == 10
 
 
 @pytest.mark.parametrize("num_host_pages", [0, 30])

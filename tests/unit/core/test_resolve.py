@@ -531,7 +531,7 @@ def test_scored_prompts_take_no_more_than_a_step_may_score() -> None:
 
 def test_sizes_of_graphs_are_no_more_than_planned() -> None:
     from hiserve.core.step_memory import (
-        FURTHER_GRAPHS,
+        CHAIN_GRAPHS,
         MAX_PIECE_TOKENS,
         NUM_BUCKETS,
         ROW_BUCKETS,
@@ -543,7 +543,7 @@ def test_sizes_of_graphs_are_no_more_than_planned() -> None:
     from hiserve.runners.graph import DRAWINGS
 
     assert 1 + len(DRAWINGS) <= ROW_GRAPHS
-    assert NUM_WARMUP_DRAFTS + 1 <= FURTHER_GRAPHS  # each way of drawing a draft, and what computes it
+    assert NUM_WARMUP_DRAFTS + 1 <= CHAIN_GRAPHS  # each way of drawing a draft, and what computes it
     for most in (*range(1, 600), 10_000):
         rows, tokens = row_buckets(most), token_buckets(most)
         assert max(len(rows), len(tokens)) <= NUM_BUCKETS

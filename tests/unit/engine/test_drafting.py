@@ -9,7 +9,7 @@ from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.core.plan import BatchPlan, Int32Array
 from hiserve.core.request import SamplingParams, SpecParams
 from hiserve.core.usage import SOURCES, CacheUse, DraftStats, DraftUse
-from hiserve.engine.drafting import DraftCounts
+from hiserve.engine.drafting import Drafting
 from hiserve.engine.loop import Engine
 from hiserve.engine.rows import RowState
 from hiserve.ipc.messages import Admit
@@ -130,7 +130,7 @@ def with_drafts(drafted: list[int], most: list[int]) -> list[int]:
     for uid in range(len(drafted)):
         steps.add(uid + 1, prompt(5, uid), max_tokens=20)
     steps.planner.plan()
-    state, choice = steps.planner._rows, steps.planner._draft_choice
+    state, choice = steps.planner._rows, steps.planner._drafting
     rows = state.active
     state.drafted[rows], state.max_draft[rows] = drafted, most
     return choice.to_verify(rows).tolist()
@@ -171,7 +171,7 @@ def ints(*values: int) -> np.ndarray:
 
 def test_a_verifying_step_adds_its_drafts_and_what_it_appended_beyond_one_token() -> None:
     state = rows_of(3)
-    counts, rows = DraftCounts(state), np.array([1, 3, 2])
+    counts, rows = Drafting(state), np.array([1, 3, 2])
     state.source[[1, 2, 3]] = [SOURCES.index(source) for source in ("cold", "host", "cold")]
     counts.verified(rows, ints(3, 2, 0), ints(4, 1, 1))
     assert counts.take(rows) == [DraftUse(1, 3, (1, 1, 1)), DraftUse(1, 2, (0, 0, 0)), None]
@@ -185,10 +185,10 @@ def test_a_verifying_step_adds_its_drafts_and_what_it_appended_beyond_one_token(
 
 
 def test_steps_count_by_how_many_drafts_follow_them() -> None:
-    counts = DraftCounts(rows_of(1))
-    for num_draft in (3, 0, 3):
-        counts.chose(num_draft)
-    assert counts.stats().chosen_steps == {"0": 1, "3": 2}
+    steps = Steps(num_pages=30, num_draft=3, controller=Scripted([3, 0, 3]))
+    steps.add(1, prompt(5), max_tokens=20)
+    plans(steps, [[11], [12], [13]])
+    assert steps.planner.stats().drafts.chosen_steps == {"0": 1, "3": 2}
 
 
 def test_without_speculation_nothing_is_told() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hiserve.core.request import FinishReason, SamplingParams
-from hiserve.engine.waiting_queue import Request
+from hiserve.engine.queue import Request
 from tests.helpers.echo import oracle
 from tests.helpers.steps import Steps
 

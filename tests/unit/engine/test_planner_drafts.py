@@ -13,7 +13,7 @@ from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import FinishReason, SamplingParams, SpecParams
 from hiserve.core.usage import DraftUse
 from hiserve.engine.planner import Planner
-from hiserve.engine.waiting_queue import Request
+from hiserve.engine.queue import Request
 
 EOS = 9
 PAGE = 4

@@ -7,7 +7,7 @@ import pytest
 
 from hiserve.core.plan import Scores
 from hiserve.core.request import FinishReason, SamplingParams
-from hiserve.engine.waiting_queue import Request
+from hiserve.engine.queue import Request
 from tests.helpers.echo import oracle, oracle_scores
 from tests.helpers.steps import Steps
 

@@ -17,7 +17,7 @@ import zmq
 from hiserve.engine.kv_event_sender import MAX_KEPT_BATCHES, Publisher
 from hiserve.errors import InvariantError, ResourceError
 from hiserve.ipc import channel
-from hiserve.ipc.channel import MAX_UNREAD_NEWS, PublishChannel
+from hiserve.ipc.channel import MAX_UNREAD_EVENTS, PublishChannel
 from hiserve.ipc.kv_events import Cleared, Removed
 from tests.helpers.kv_mirror import Reader
 
@@ -130,7 +130,7 @@ def test_what_a_slow_subscriber_loses_its_numbers_tell_and_nobody_waits(setup: S
     publisher = setup.publisher(max_queued=10**6)
     slow = setup.reader()
     last = meet(publisher, slow)
-    total = 2 * MAX_UNREAD_NEWS
+    total = 2 * MAX_UNREAD_EVENTS
     for i in range(total):
         publisher.put(change(i, size=1600))
     fast = setup.reader()

@@ -12,6 +12,7 @@ from hiserve.core.request import SamplingParams
 from hiserve.core.transfers import CopyAck, CopyKind, PageCopy
 from hiserve.engine.cache_counters import CacheCounters
 from hiserve.engine.host_loads import MAX_LEFT, LoadCostModel
+from hiserve.engine.queue import Request
 from hiserve.engine.store_prefetch import (
     FIRST_PAGES_S,
     MAX_LOOKUPS,
@@ -22,7 +23,6 @@ from hiserve.engine.store_prefetch import (
     STALL_S,
     StorePrefetcher,
 )
-from hiserve.engine.waiting_queue import Request
 from tests.helpers.tiers import PAGE_SIZE, TENANT, backed, cached, is_whole, new_cache, serve, squeeze, store
 
 TIMEOUT_S = 2.0

@@ -19,8 +19,8 @@ from tests.helpers.waiting import PATIENCE_S
 
 TALKER = """
 import signal, sys
-from hiserve.ipc.child import meet_parent
-link, frames = meet_parent(sys.argv[1], signal.SIGKILL)
+from hiserve.ipc.child import connect_to_parent
+link, frames = connect_to_parent(sys.argv[1], signal.SIGKILL)
 for number in range(200):
     assert link.try_send([str(number).encode()])
 link.close(linger_ms=5000)
@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 async def test_the_last_words_of_a_child_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "MAX_BATCH", 4)
-    monkeypatch.setattr(child_module, "LAST_WORDS_S", PATIENCE_S)
+    monkeypatch.setattr(child_module, "DRAIN_S", PATIENCE_S)
     heard: list[Frames] = []
 
     def slowly(batch: list[Frames]) -> None:

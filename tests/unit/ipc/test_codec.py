@@ -67,7 +67,7 @@ def test_a_report_carries_tokens_scores_and_both_lists_of_digests() -> None:
 
 
 def test_a_configuration_survives_the_wire() -> None:
-    message = Configure(config=settings_of(), replica=1, incarnation=2)
+    message = Configure(settings=settings_of(), replica=1, incarnation=2)
     assert MessageDecoder[ToWorker](ToWorker).decode(encode(message)).message == message
     assert MessageDecoder[Settings](Settings).decode(encode(settings_of())).message == settings_of()
 
@@ -155,7 +155,7 @@ VALID = [
     encode(report()),
     encode(report().updates),
     encode(Abort([1, 2**40])),
-    encode(Configure(config=settings_of(), replica=1, incarnation=2)),
+    encode(Configure(settings=settings_of(), replica=1, incarnation=2)),
     encode(Admit(1, 2, SamplingParams(seed=1, stop=("a",), logit_bias={5: 1.0}), b"n" * 16, 0), TOKENS),
     encode(Ready(1, 1, 4, 64, 10, 16, b"n" * 16, {"load": 1.0})),
     encode(Status(1, 1, 1, [WorkerFacts(0, 1, 1, {"load": 1.0}, 1, WorkerStats())])),

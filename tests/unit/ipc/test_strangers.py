@@ -45,10 +45,10 @@ RAW = {
 }
 ECHO = """
 import os, signal, sys, time
-from hiserve.ipc.child import meet_parent
+from hiserve.ipc.child import connect_to_parent
 while not os.path.exists(sys.argv[1]):
     time.sleep(0.005)
-link, frames = meet_parent(sys.argv[2], signal.SIGKILL)
+link, frames = connect_to_parent(sys.argv[2], signal.SIGKILL)
 while frames != [b"end"]:
     link.try_send([b"echo", *frames])
     while (frames := link.try_receive()) is None:
@@ -65,7 +65,7 @@ def wait(endpoint, timeout_s, goes_on):
     print("waits", flush=True)
     found(endpoint, 3600, goes_on)
 found, child.wait_for_listener = child.wait_for_listener, wait
-child.meet_parent(sys.argv[1], 9)
+child.connect_to_parent(sys.argv[1], 9)
 """
 
 
@@ -117,7 +117,7 @@ class Strangers:
 async def test_strangers_at_the_socket_of_a_child_are_not_heard_and_do_not_keep_it_out(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child_module, "LAST_WORDS_S", PATIENCE_S)
+    monkeypatch.setattr(child_module, "DRAIN_S", PATIENCE_S)
     heard: list[Frames] = []
     may_come = folder.with_name(f"{folder.name}.may_come")
     with Strangers(folder) as strangers:

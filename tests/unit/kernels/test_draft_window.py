@@ -12,7 +12,7 @@ from hiserve.core.drafts import DraftLayout
 from hiserve.core.forward import ForwardInputs
 from hiserve.kernels import draft_reference as twins
 from hiserve.kernels.draft_ops import DraftProgress, StepHiddenStates
-from hiserve.kernels.reference import SINK_PAGE
+from hiserve.kernels.reference import PADDING_PAGE
 from hiserve.kernels.step_ops import RowTensors
 
 NUM_PAGES = 24
@@ -92,7 +92,7 @@ def test_a_head_that_follows_every_step_has_drafted_every_page_and_attends_over_
         assert int(seen.kv_lens) >= row.computed
         assert row.progress.start_page[1] == 0
     assert all(row.marks())
-    assert row.progress.is_drafted[SINK_PAGE] == 0
+    assert row.progress.is_drafted[PADDING_PAGE] == 0
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

@@ -91,7 +91,7 @@ def test_steps_behind_which_nothing_is_drafted_leave_what_later_drafts_need(
         subject = drafted(specs[kind])
         if has_graphs:
             with_graphs(subject)
-        choice, turns = subject.planner._draft_choice, itertools.count()
+        choice, turns = subject.planner._drafting, itertools.count()
         always = choice.propose
 
         def seldom(rows: Any, **options: Any) -> int:

@@ -36,7 +36,7 @@ def begun() -> ProgressWatch:
 
 
 @pytest.mark.parametrize(
-    ("share", "wants_cpu", "own_s", "is_alive"),
+    ("share", "wants_cpu", "own_s", "is_computing"),
     [
         (1.0, True, 20.0, True),  # alone on the machine, or in a loop without end
         (0.2, True, 4.0, True),  # among ten others on two cores
@@ -46,11 +46,11 @@ def begun() -> ProgressWatch:
         (3.0, True, 20.0, True),  # several threads
     ],
 )
-def test_what_is_charged_in_twenty_seconds(share: float, wants_cpu: bool, own_s: float, is_alive: bool) -> None:
+def test_what_is_charged_in_twenty_seconds(share: float, wants_cpu: bool, own_s: float, is_computing: bool) -> None:
     still = begun()
     look_for(still, 20, share=share, wants_cpu=wants_cpu)
     assert still.own_s == pytest.approx(own_s)
-    assert still.is_alive is is_alive
+    assert still.is_computing is is_computing
 
 
 def test_a_worker_that_computed_and_then_sleeps_is_charged_the_clock_from_there() -> None:
@@ -58,7 +58,7 @@ def test_a_worker_that_computed_and_then_sleeps_is_charged_the_clock_from_there(
     look_for(still, 10, share=0.1, wants_cpu=True)
     look_for(still, 10, share=0.0, wants_cpu=False)
     assert still.own_s == pytest.approx(1 + 10)
-    assert not still.is_alive
+    assert not still.is_computing
 
 
 def test_where_the_kernel_does_not_tell_the_clock_counts() -> None:

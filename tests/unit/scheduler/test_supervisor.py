@@ -296,7 +296,7 @@ class Kernel:
 
 async def test_a_worker_that_gets_no_cpu_is_not_taken_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last word was that it has a request; by the clock, its time is over ten times."""
-    monkeypatch.setattr(supervisor_module, "PATROL_S", 0.005)
+    monkeypatch.setattr(supervisor_module, "WATCH_INTERVAL_S", 0.005)
     kernel = Kernel(cpu_s_per_look=0.0001)
     async with supervised("mute", step_timeout_s=0.05, usage=kernel.usage) as (supervisor, witness):
         await supervisor.started
@@ -309,32 +309,32 @@ async def test_a_worker_that_gets_no_cpu_is_not_taken_for_one_that_hangs(monkeyp
 async def test_a_worker_killed_while_it_computed_leaves_more_time_to_the_next_and_one_that_slept_does_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "PATROL_S", 0.02)
+    monkeypatch.setattr(supervisor_module, "WATCH_INTERVAL_S", 0.02)
     kernel = Kernel(cpu_s_per_look=10.0)  # all the time there is
     async with supervised("mute", step_timeout_s=0.3, usage=kernel.usage) as (supervisor, witness):
         await witness.until("ready 2")
         crash = supervisor.crash
         assert crash is not None
         assert "ended no step for" in crash.error
-        assert supervisor._patience == {0: 2}
+        assert supervisor._limit_factors == {0: 2}
         assert "the next one gets 0.6 s" in caplog.text
         for _ in range(5):
-            supervisor._learn(0, is_alive=True)
-        assert supervisor._patience == {0: supervisor_module.MAX_PATIENCE}
-        supervisor._learn(0, is_alive=False)
-        assert supervisor._patience == {0: 1}
+            supervisor._adjust_limit(0, is_computing=True)
+        assert supervisor._limit_factors == {0: supervisor_module.MAX_LIMIT_FACTOR}
+        supervisor._adjust_limit(0, is_computing=False)
+        assert supervisor._limit_factors == {0: 1}
 
 
 async def test_a_worker_whose_limit_was_doubled_has_so_much_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_module, "PATROL_S", 0.02)
+    monkeypatch.setattr(supervisor_module, "WATCH_INTERVAL_S", 0.02)
     kernel = Kernel(cpu_s_per_look=10.0)
     async with supervised("mute", step_timeout_s=0.1, usage=kernel.usage) as (supervisor, witness):
-        supervisor._patience[0] = 8
+        supervisor._limit_factors[0] = 8
         await witness.until("ready 2")
         assert supervisor.crash is not None
         own_s = re.search(r"\(([\d.]+) s its own", supervisor.crash.error)
         assert own_s is not None and float(own_s[1]) >= 8 * 0.1
-        assert supervisor._patience == {0: 16}
+        assert supervisor._limit_factors == {0: 16}
 
 
 async def test_a_worker_that_spins_for_ever_is_found_too() -> None:
@@ -358,8 +358,8 @@ async def test_the_last_words_of_a_worker_are_kept_with_how_its_process_ended(mo
             "it was not given the time to end"
         )
         assert (crash.error, crash.uids, crash.num_steps) == ("CUDA error: gone", [4, 5], 1)
-        assert crash.scene is not None
-        assert (crash.scene.steps[0].uids, crash.scene.verdict, crash.scene.pending_ops) == (
+        assert crash.snapshot is not None
+        assert (crash.snapshot.steps[0].uids, crash.snapshot.decision, crash.snapshot.pending_ops) == (
             [1, 2],
             "replay of 4: decode",
             [3],
@@ -383,7 +383,7 @@ async def test_a_worker_whose_work_does_not_get_on_is_replaced_after_its_time(
 
     monkeypatch.setattr(asyncio, "sleep", sleep_until_written)
     monkeypatch.setattr(supervisor_module, "STACK_S", 0.0123)
-    monkeypatch.setattr(supervisor_module, "PATROL_S", 0.02)
+    monkeypatch.setattr(supervisor_module, "WATCH_INTERVAL_S", 0.02)
     async with supervised("mute", step_timeout_s=0.3) as (supervisor, witness):
         await witness.until("ready 2")
         assert has_written(), "it was not asked where it hangs, or killed at once"
@@ -396,7 +396,7 @@ async def test_a_worker_whose_work_does_not_get_on_is_replaced_after_its_time(
 
 
 async def test_without_a_limit_no_worker_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_module, "PATROL_S", 0.02)
+    monkeypatch.setattr(supervisor_module, "WATCH_INTERVAL_S", 0.02)
     async with supervised("mute", step_timeout_s=0) as (supervisor, witness):
         await supervisor.started
         await asyncio.sleep(0.3)
@@ -406,7 +406,7 @@ async def test_without_a_limit_no_worker_hangs(monkeypatch: pytest.MonkeyPatch) 
 
 async def test_time_in_which_the_supervisor_stood_still_is_not_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that stands but for what the test adds: a minute between two looks, and then a little at each."""
-    monkeypatch.setattr(supervisor_module, "PATROL_S", 0.02)
+    monkeypatch.setattr(supervisor_module, "WATCH_INTERVAL_S", 0.02)
     kernel, clock = Kernel(cpu_s_per_look=0, wants_cpu=False), SimpleNamespace(now_s=time.monotonic(), s_per_look=0.0)
     times = SimpleNamespace(monotonic=lambda: clock.now_s, time=time.time)
     monkeypatch.setattr(supervisor_module, "time", times)
@@ -421,7 +421,7 @@ async def test_time_in_which_the_supervisor_stood_still_is_not_the_workers(monke
         clock.now_s += 60
         await kernel.look(5)
         assert witness.events == ["ready 1"]
-        clock.s_per_look = 2 * supervisor_module.PATROL_S
+        clock.s_per_look = 2 * supervisor_module.WATCH_INTERVAL_S
         await witness.until("lost")
 
 
@@ -446,7 +446,7 @@ async def test_what_the_first_worker_chose_is_handed_to_each_successor() -> None
         await witness.until("ready 2")
         os.kill(supervisor.facts()[0].pid, signal.SIGKILL)
         await witness.until("ready 3")
-        assert [ready.findings.free_bytes for ready in witness.readies] == [1, 2, 2]
+        assert [ready.measurements.free_bytes for ready in witness.readies] == [1, 2, 2]
 
 
 # --- the host segment of each replica --------------------------------------------------------------

@@ -137,7 +137,7 @@ def test_stores_give_way_before_each_piece_and_loads_never(
     begun: list[int] = []
     install(monkeypatch, FakeCuda())
     monkeypatch.setattr(bench.host.prefault, "pages_per_piece", NUM_PAGES)
-    monkeypatch.setattr(TransferQueue, "give_way", lambda queue: gave_way.append(begun[-1]))
+    monkeypatch.setattr(TransferQueue, "yield_to_launch", lambda queue: gave_way.append(begun[-1]))
     engine = CudaTransfers(
         bench.device,
         bench.host,

@@ -190,7 +190,7 @@ def test_a_checksum_computed_for_an_earlier_life_of_a_page_is_dropped(table: np.
     run = make_run([3], [7])
     records.begin(run)
     records.finish(run.pages)
-    unsealed, lives, _ = records.unsealed(np.array([2, 3], dtype=np.int32))
+    unsealed, generations, _ = records.unsealed(np.array([2, 3], dtype=np.int32))
     assert unsealed.tolist() == [3]
     records.free(run.pages)
     records.begin(run)
@@ -199,7 +199,7 @@ def test_a_checksum_computed_for_an_earlier_life_of_a_page_is_dropped(table: np.
     other = store_unsealed(records, pages, make_run([5], [8]))
     ours, others_lives, _ = records.unsealed(other.pages)
     both = np.concatenate((unsealed, ours))
-    assert records.seal(both, np.concatenate((lives, others_lives)), [12345, 6789]).tolist() == [5]
+    assert records.seal(both, np.concatenate((generations, others_lives)), [12345, 6789]).tolist() == [5]
     assert (records.checksum(3), records.checksum(5)) == (NO_CHECKSUM, 6789)
     assert seal(records, pages, 3)
 

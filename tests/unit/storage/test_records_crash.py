@@ -63,7 +63,7 @@ class Model:
         self.writer = Writer(self.check)
         self.safe: dict[int, bytes] = {}  # digest of each page that is VALID and sealed
         self.settled: dict[int, bytes] = {}  # of these, those that the current operation leaves alone
-        self.lives: list[tuple[str, PageRun]] = []
+        self.generations: list[tuple[str, PageRun]] = []
         self.parents: dict[bytes, bytes] = {}
         self.num_looks = 0
         self.num_adopted = 0
@@ -95,16 +95,16 @@ class Model:
         return kept
 
     def begin(self, tenant: int, below: int, tokens: list[int]) -> None:
-        used = {int(page) for _, run in self.lives for page in run.pages}
+        used = {int(page) for _, run in self.generations for page in run.pages}
         free = [page for page in range(1, NUM_PAGES) if page not in used][: len(tokens)]
         if not free:
             return
         namespace = TENANTS[tenant]
-        known = [namespace, *(d for _, run in self.lives if run.namespace == namespace for d in run.digests)]
+        known = [namespace, *(d for _, run in self.generations if run.namespace == namespace for d in run.digests)]
         run = make_run(free, tokens[: len(free)], namespace=namespace, parent=known[below % len(known)])
         self.parents.update(zip(run.digests, [run.parent, *run.digests[:-1]], strict=True))
         self.writer.records.begin(run)
-        self.lives.append(("writing", run))
+        self.generations.append(("writing", run))
 
     def store(self, tenant: int, below: int, tokens: list[int]) -> None:
         """A whole life, so that random steps get far."""
@@ -118,12 +118,12 @@ class Model:
             return
         self.writer.copy(life)
         self.writer.records.finish(life.pages)
-        self.lives.append(("valid", life))
+        self.generations.append(("valid", life))
 
     def seal(self, index: int) -> None:
         if (life := self._pick("valid", index)) is None:
             return
-        self.lives.append(("valid", life))
+        self.generations.append(("valid", life))
         for page, digest in zip(life.pages.tolist(), life.digests, strict=True):
             if not self.writer.records.unsealed(np.array([page], dtype=np.int32))[0].size:
                 continue
@@ -144,11 +144,11 @@ class Model:
         self.check(self.writer.table, self.writer.pages)
 
     def _pick(self, state: str | None, index: int) -> PageRun | None:
-        found = [entry for entry in self.lives if state in (None, entry[0])]
+        found = [entry for entry in self.generations if state in (None, entry[0])]
         if not found:
             return None
         chosen = found[index % len(found)]
-        self.lives = [entry for entry in self.lives if entry is not chosen]
+        self.generations = [entry for entry in self.generations if entry is not chosen]
         return chosen[1]
 
 

@@ -42,13 +42,13 @@ def bench() -> TransferBench:
 def make_queue(bench: TransferBench, happens: Callable[[TransferQueue], object], num_pages: int = 8) -> TransferQueue:
     """A queue without threads that holds so many pages of stores."""
     queue = TransferQueue(bench.host, max_queued_bytes=num_pages * bench.page_bytes, max_store_bytes_per_s=1e15)
-    queue._news = News(lambda: happens(queue))
+    queue._changed = News(lambda: happens(queue))
     return queue
 
 
 def waits(queue: TransferQueue) -> list[tuple[float | None, bool]]:
-    assert isinstance(queue._news, News)
-    return queue._news.waits
+    assert isinstance(queue._changed, News)
+    return queue._changed.waits
 
 
 def store(queue: TransferQueue, op: int, num_pages: int) -> None:
@@ -67,26 +67,26 @@ def test_a_piece_of_a_store_waits_until_the_launch_is_over_or_the_queue_closed_o
     bench: TransferBench, end: Callable[[TransferQueue], object]
 ) -> None:
     queue = make_queue(bench, end)
-    queue.give_way()
+    queue.yield_to_launch()
     assert waits(queue) == []
     queue.launch_begins()
-    queue.give_way()
-    assert waits(queue) == [(transfer.MAX_GIVE_WAY_S, True)]
-    queue.give_way()
+    queue.yield_to_launch()
+    assert waits(queue) == [(transfer.MAX_YIELD_S, True)]
+    queue.yield_to_launch()
     assert len(waits(queue)) == 1
     bench.close()
 
 
 def test_launches_that_never_end_cost_each_piece_a_moment(bench: TransferBench) -> None:
-    assert 0 < transfer.MAX_GIVE_WAY_S <= 5e-3
+    assert 0 < transfer.MAX_YIELD_S <= 5e-3
     queue = make_queue(bench, lambda queue: None)
     queue.launch_begins()
-    queue.give_way()
-    queue.give_way()
-    assert waits(queue) == [(transfer.MAX_GIVE_WAY_S, False)] * 2
+    queue.yield_to_launch()
+    queue.yield_to_launch()
+    assert waits(queue) == [(transfer.MAX_YIELD_S, False)] * 2
     queue.launch_ends()
     queue.launch_begins()
-    queue.give_way()
+    queue.yield_to_launch()
     assert len(waits(queue)) == 3
     bench.close()
 
@@ -96,7 +96,7 @@ def test_a_step_wakes_no_thread_unless_an_order_waits_or_is_on_its_way(
     bench: TransferBench, order: Callable[[TransferQueue], object]
 ) -> None:
     queue = make_queue(bench, lambda queue: None)
-    news = queue._news
+    news = queue._changed
     assert isinstance(news, News)
     queue.forward_done(1)
     assert news.num_told == 0
@@ -118,8 +118,8 @@ def test_a_step_wakes_no_thread_unless_an_order_waits_or_is_on_its_way(
 def test_only_a_load_that_may_begin_ends_the_wait(bench: TransferBench) -> None:
     queue = make_queue(bench, lambda queue: load(queue, 7, after_step=1))
     queue.launch_begins()
-    queue.give_way()
-    assert waits(queue) == [(transfer.MAX_GIVE_WAY_S, False)]
+    queue.yield_to_launch()
+    assert waits(queue) == [(transfer.MAX_YIELD_S, False)]
     bench.close()
 
 
@@ -128,22 +128,22 @@ def test_stores_wait_for_nobody_while_they_fill_more_than_half_of_what_they_may(
     queue = make_queue(bench, lambda queue: None, num_pages=8)
     queue.launch_begins()
     store(queue, 1, num_pages=4)
-    queue.give_way()
+    queue.yield_to_launch()
     assert len(waits(queue)) == 1
     store(queue, 5, num_pages=1)
-    queue.give_way()
+    queue.yield_to_launch()
     assert len(waits(queue)) == 1
     bench.close()
 
 
 def test_a_piece_that_waits_really_wakes(bench: TransferBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is not woken here waits for an hour."""
-    monkeypatch.setattr(transfer, "MAX_GIVE_WAY_S", 3600.0)
+    monkeypatch.setattr(transfer, "MAX_YIELD_S", 3600.0)
     queue = TransferQueue(bench.host, max_queued_bytes=1 << 30, max_store_bytes_per_s=1e15)
     store(queue, 1, num_pages=1)  # on its way
     for end in (queue.launch_ends, lambda: queue.forward_done(1), queue.close):
         queue.launch_begins()
-        piece = threading.Thread(target=queue.give_way, daemon=True)
+        piece = threading.Thread(target=queue.yield_to_launch, daemon=True)
         piece.start()
         end()
         piece.join(20)

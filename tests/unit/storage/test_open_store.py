@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from hiserve.cache.storage.cache_identity import server_secret
-from hiserve.cache.storage.file_store import MARKER, FileStore
-from hiserve.cache.storage.store_factory import open_store, secret_of
+from hiserve.cache.storage.file_store import MARKER, FileStore, open_store, secret_of
 from hiserve.config.options import make_options
 from hiserve.errors import ConfigError
 from tests.helpers.host import make_keys
@@ -38,22 +37,22 @@ def test_a_store_of_another_kind_is_refused_with_what_there_is(store: str) -> No
 
 
 def test_servers_of_one_store_share_a_secret_that_others_do_not_have(tmp_path: Path) -> None:
-    one, two, other = (make_options(store=f"file:{tmp_path}/{name}").cache for name in ("a", "a", "b"))
+    one, two, other = (f"file:{tmp_path}/{name}" for name in ("a", "a", "b"))
     assert secret_of(one) == secret_of(two) != secret_of(other)
-    assert open_store(one) is not None  # the secret is no stranger there
+    assert open_store(make_options(store=one).cache) is not None  # the secret is no stranger there
 
 
 def test_the_secret_of_a_directory_that_is_no_store_is_not_made(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("all there is")
     with pytest.raises(ConfigError, match="no store"):
-        secret_of(make_options(store=f"file:{tmp_path}").cache)
+        secret_of(f"file:{tmp_path}")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_the_store_gives_the_secret_of_the_namespace_even_where_the_segment_has_a_name(tmp_path: Path) -> None:
     stored = make_options(store=f"file:{tmp_path}/a", dtype="float32")
     named = make_options(store=f"file:{tmp_path}/a", dtype="float32", host_cache_name="n")
-    assert server_secret(named, tmp_path) == server_secret(stored) == secret_of(stored.cache)
+    assert server_secret(named, tmp_path) == server_secret(stored) == secret_of(f"file:{tmp_path}/a")
     assert namespace_of(named, tmp_path) == namespace_of(stored)
     others = (make_options(dtype="float32"), make_options(store=f"file:{tmp_path}/b", dtype="float32"))
     assert namespace_of(stored) not in [namespace_of(other) for other in others]
