@@ -29,7 +29,7 @@ ALLOWED = (
         "cache/storage/page_streams.py", "PageStreams.drain", "synchronize", "at the end, when no step is in flight"
     ),
     Allowed("cache/storage/page_streams.py", "PageStreams._upload", "*", _PINNED),
-    Allowed("cache/storage/cuda_transfer.py", "CudaTransfers._pace", "synchronize", _OTHER_THREAD),
+    Allowed("cache/storage/cuda_transfer.py", "CudaTransfers._wait_for_room", "synchronize", _OTHER_THREAD),
     Allowed("cache/storage/cuda_transfer.py", "CudaTransfers._settle", "synchronize", _OTHER_THREAD),
     Allowed("cache/storage/transfer.py", "ThreadTransfers._execute", "tensor of values", _ON_CPU),
     Allowed("core/drafts.py", "DraftLayout.uniform", "allocation", _CACHED),
