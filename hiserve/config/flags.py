@@ -38,39 +38,22 @@ def about(
 
 
 class Flag(msgspec.Struct, frozen=True, kw_only=True):
-    """One option, as the command line and the documentation need it.
+    """One option, as the command line and the documentation need it."""
 
-    Attributes:
-        section: Field name of its section.
-        name: Field name; the flag is ``--name`` with dashes.
-        kind: Type of the value, or of each value of a list.
-        is_list: It takes several values.
-        choices: Allowed words; for a number, words allowed beside it.
-        default: Default value; a number below the range stands for one that is chosen later.
-        help: One sentence.
-        unit: Unit of a number, or None.
-        least: Smallest allowed number, or None.
-        most: Largest allowed number, or None.
-        above: Number that is too small itself, or None.
-        repeats: A list is given flag by flag, not behind one flag.
-        is_secret: Its value must not be shown.
-        is_debug: For measurements and tests; ``--help`` leaves it out.
-    """
-
-    section: str
-    name: str
-    kind: Kind
-    is_list: bool
-    choices: tuple[str, ...]
-    default: Any
+    section: str  # field name of its section
+    name: str  # field name; the flag is ``--name`` with dashes
+    kind: Kind  # type of the value, or of each value of a list
+    is_list: bool  # it takes several values
+    choices: tuple[str, ...]  # allowed words; for a number, words allowed beside it
+    default: Any  # default value; a number below the range stands for one that is chosen later
     help: str
-    unit: str | None
-    least: float | None
-    most: float | None
-    above: float | None
-    repeats: bool
-    is_secret: bool
-    is_debug: bool
+    unit: str | None  # unit of a number, or None
+    least: float | None  # smallest allowed number, or None
+    most: float | None  # largest allowed number, or None
+    above: float | None  # number that is too small itself, or None
+    repeats: bool  # a list is given flag by flag, not behind one flag
+    is_secret: bool  # its value must not be shown
+    is_debug: bool  # for measurements and tests; ``--help`` leaves it out
 
     @property
     def group(self) -> str:

@@ -6,17 +6,10 @@ import msgspec
 
 
 class FileStamp(msgspec.Struct, frozen=True, array_like=True):
-    """A file as it was when the identity was computed. It serves one server's life and is no part of the namespace.
-
-    Attributes:
-        path: Absolute.
-        inode: Number of the file within its file system.
-        num_bytes: Size.
-        mtime_ns: Time of its last change.
-    """
+    """A file as it was when the identity was computed. It serves one server's life and is no part of the namespace."""
 
     path: str
-    inode: int
+    inode: int  # number of the file within its file system
     num_bytes: int
     mtime_ns: int
 

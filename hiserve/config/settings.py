@@ -66,11 +66,7 @@ class ServerSettings(Server, frozen=True, kw_only=True):
 
 
 class Settings(Options, frozen=True, kw_only=True):
-    """All values. Travels to the scheduler as the first message, and to each worker within its first.
-
-    Attributes:
-        identity: The cache's; None until ``identify`` computed it, which reads the weights.
-    """
+    """All values. Travels to the scheduler as the first message, and to each worker within its first."""
 
     model: ModelSettings
     cache: CacheSettings
@@ -78,7 +74,7 @@ class Settings(Options, frozen=True, kw_only=True):
     runner: RunnerSettings
     spec: SpecSettings
     server: ServerSettings
-    identity: CacheIdentity | None = None
+    identity: CacheIdentity | None = None  # the cache's; None until ``identify`` computed it, which reads the weights
 
     @property
     def cache_identity(self) -> CacheIdentity:

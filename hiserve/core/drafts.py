@@ -159,12 +159,10 @@ class Proposer(Protocol):
     After each step that is not cold, either ``update_only`` runs, or ``prepare``, then ``draft``, then ``extend`` and
     ``draft`` for each further draft. Nothing waits for the device. Drafts change no output, only how many of its tokens
     are accepted.
-
-    Attributes:
-        aux_layers: Layers of the model, counted from 0, whose output the proposer takes of every token, side by side;
-            the number of layers stands for the input of the output head.
     """
 
+    # Layers of the model, counted from 0, whose output the proposer takes of every token, side by side; the number
+    # of layers stands for the input of the output head
     aux_layers: tuple[int, ...]
 
     def is_capturable(self, num_rows: int, width: int) -> bool:

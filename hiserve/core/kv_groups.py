@@ -16,23 +16,16 @@ class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     A model is a list of groups; ordinary decoders have one, named ``kv``. A page holds
     ``page_size`` slots of every group, so that everything moves together.
-
-    Attributes:
-        name: Unique within the model.
-        codec: What a row is. ``kv``: one key and one value vector per KV head. ``token_position``: the token id in
-            the place of the key, its position in that of the value. ``boundary``: the keys of a page are one vector of
-            the page; the first of its values is 1 if what drafts has computed the page.
-        num_layers: Layers in the group; a layer's index within the group is its slice.
-        num_kv_heads: KV heads per layer.
-        head_dim: Elements per head.
-        dtype: Element type name, a key of ``ELEMENT_BYTES``.
     """
 
-    name: str
-    num_layers: int
-    num_kv_heads: int
+    name: str  # unique within the model
+    num_layers: int  # layers in the group; a layer's index within the group is its slice
+    num_kv_heads: int  # KV heads per layer
     head_dim: int
-    dtype: str
+    dtype: str  # element type name, a key of ``ELEMENT_BYTES``
+    # What a row is. ``kv``: one key and one value vector per KV head. ``token_position``: the token id in the place
+    # of the key, its position in that of the value. ``boundary``: the keys of a page are one vector of the page;
+    # the first of its values is 1 if what drafts has computed the page.
     codec: str = "kv"
 
     @property

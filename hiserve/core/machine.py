@@ -22,21 +22,14 @@ _MEMORY_FILES = (
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``resolve`` must know of the machine.
+    """What ``resolve`` must know of the machine."""
 
-    Attributes:
-        cores: CPU cores this process may use.
-        memory_bytes: Memory still available to it, control-group limits included.
-        cuda_memory_bytes: Memory of each CUDA device, all of it.
-        shm_bytes: Free in /dev/shm.
-        kept_bytes: Pages of a segment that ``--host-cache-name`` names and a former server left, in bytes; 0 when there
-            is none. What such segments take of memory and /dev/shm is counted as available.
-    """
-
-    cores: int
-    memory_bytes: int
-    cuda_memory_bytes: tuple[int, ...]
-    shm_bytes: int = 0
+    cores: int  # CPU cores this process may use
+    memory_bytes: int  # memory still available to it, control-group limits included
+    cuda_memory_bytes: tuple[int, ...]  # memory of each CUDA device, all of it
+    shm_bytes: int = 0  # free in /dev/shm
+    # Pages of a segment that ``--host-cache-name`` names and a former server left, in bytes; 0 when there is none.
+    # What such segments take of memory and /dev/shm is counted as available.
     kept_bytes: int = 0
 
 

@@ -22,21 +22,14 @@ LEAST_HOST_SHARE = 0.05  # of the device's pages; a host cache below that adds n
 
 
 class Chosen(msgspec.Struct, frozen=True, kw_only=True):
-    """Options, and the values of those that do not depend on memory.
-
-    Attributes:
-        given: The options.
-        model: Its longest request is the longest that may be asked for; the plan may lower it where that was ``auto``.
-        scheduler: Rows and tokens of the largest step.
-        runner: Its graphs.
-        devices: CUDA devices of the replicas by number; empty on cpu.
-    """
+    """Options, and the values of those that do not depend on memory."""
 
     given: Options
+    # Its longest request is the longest that may be asked for; the plan may lower it where that was ``auto``
     model: ModelSettings
-    scheduler: SchedulerSettings
+    scheduler: SchedulerSettings  # rows and tokens of the largest step
     runner: RunnerSettings
-    devices: tuple[int, ...]
+    devices: tuple[int, ...]  # CUDA devices of the replicas by number; empty on cpu
 
     @property
     def on_cpu(self) -> bool:
@@ -45,29 +38,17 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory of one worker. On cpu its host cache is one of ``parts``.
+    """The memory of one worker. On cpu its host cache is one of ``parts``."""
 
-    Attributes:
-        kv_pages: Pages of the device pool, the padding page included.
-        page_bytes: Bytes of a page, drafts and debugging included.
-        max_model_len: Longest request, in tokens.
-        host_cache_gib: Size of the host cache; 0 for none.
-        spec: The proposer.
-        free: Bytes that a worker may use where the model runs.
-        parts: Bytes by item, where the model runs.
-        host_parts: Bytes by item beside a device; empty on cpu.
-        reasons: Why a value that was ``auto`` is what it is, by option.
-    """
-
-    kv_pages: int
-    page_bytes: int
-    max_model_len: int
-    host_cache_gib: float
+    kv_pages: int  # pages of the device pool, the padding page included
+    page_bytes: int  # bytes of a page, drafts and debugging included
+    max_model_len: int  # longest request, in tokens
+    host_cache_gib: float  # size of the host cache; 0 for none
     spec: SpecSettings
-    free: int
-    parts: dict[str, int]
-    host_parts: dict[str, int]
-    reasons: dict[str, str]
+    free: int  # bytes that a worker may use where the model runs
+    parts: dict[str, int]  # bytes by item, where the model runs
+    host_parts: dict[str, int]  # bytes by item beside a device; empty on cpu
+    reasons: dict[str, str]  # the reason of each value that was ``auto``, by option
 
     def lines(self) -> tuple[str, ...]:
         """Returns each size with its reason, for people."""

@@ -187,17 +187,11 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class StepFault:
-    """Why a step was given up, though nothing is wrong with the device.
+    """Why a step was given up, though nothing is wrong with the device."""
 
-    Attributes:
-        kind: What ran out, as ``core.step_faults`` names it.
-        message: In the words of whoever noticed.
-        was_replay: It was replayed as a graph.
-    """
-
-    kind: str
-    message: str
-    was_replay: bool = False
+    kind: str  # ``OUT_OF_MEMORY`` or ``OUT_OF_RESOURCES`` of ``core.step_faults``
+    message: str  # the first line of the error
+    was_replay: bool = False  # the step was replayed as a graph
 
 
 @dataclass(frozen=True, slots=True, eq=False)

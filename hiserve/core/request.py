@@ -60,18 +60,13 @@ class FinishReason(IntEnum):
 
 
 class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The language of a reply.
+    """The language of a reply."""
 
-    Attributes:
-        kind: ``json`` (a JSON schema), ``json_lenient`` (the same without the keywords that no mask can hold), ``regex``,
-            ``choice`` (a JSON list of texts), ``lark``, ``ebnf`` (GBNF, or Lark).
-        text: As the kind says.
-        digest: Of both.
-    """
-
+    # ``json`` (a JSON schema), ``json_lenient`` (the same without the keywords that no mask can hold), ``regex``,
+    # ``choice`` (a JSON list of texts), ``lark``, ``ebnf`` (GBNF, or Lark)
     kind: GrammarKind
-    text: str
-    digest: bytes
+    text: str  # as the kind says
+    digest: bytes  # of both
 
     @classmethod
     def of(cls, kind: GrammarKind, text: str) -> Grammar:
@@ -108,54 +103,35 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     A token's logit is changed in this order: ``logit_bias``, penalties, ``min_tokens``, temperature,
     then top-k, top-p and min-p, each over what the one before it left.
-
-    Attributes:
-        temperature: 0 is greedy. Range 0 to 100.
-        top_k: Keep the k likeliest tokens; 0 or -1 keeps all.
-        top_p: Keep the smallest set of tokens whose probability reaches this. Range (0, 1].
-        min_p: Keep tokens at least this likely, relative to the likeliest. Range 0 to 1.
-        repetition_penalty: Divides positive and multiplies negative logits of every token in prompt or
-            output; 1 is none. Range (0, 100]. (Keskar et al., CTRL, 2019.)
-        presence_penalty: Subtracted from the logit of every token in the output. Range -2 to 2.
-        frequency_penalty: Subtracted once for each time a token stands in the output. Range -2 to 2.
-        logit_bias: Added to the logits of these token ids, -100 to 100; at most 1,024.
-        seed: Fixes the random numbers. None draws a seed when the request is accepted.
-        n: Choices to generate for one prompt, 1 to 64. Each has random numbers of its own.
-        max_tokens: Tokens to generate at most; None means up to the context limit.
-        min_tokens: End and stop tokens cannot be chosen before this many; stop texts do not count before.
-        stop: Texts that end the reply; the reply ends before them. At most 16, of 4,096 characters each.
-        stop_token_ids: Tokens that end the reply, like its end tokens. At most 64.
-        include_stop_str_in_output: Leave the stop text or token in the reply's text.
-        skip_special_tokens: Leave special tokens out of the text.
-        ignore_eos: Go on after an end-of-sequence token (for benchmarks).
-        logprobs: Report the log-probability of each generated token, and of this many likeliest
-            ones, 0 to 20. They are the model's own, before everything above.
-        prompt_logprobs: The same for the tokens of the prompt. The prompt is then computed whole.
-        spec: How to use the engine's speculation; None leaves it to the engine.
-        grammar: The reply is a text of this language, or cut by a limit or a stop; ``min_tokens`` and ``ignore_eos``
-            then hold no end back. None is any text.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    temperature: float = 1.0  # 0 is greedy. Range 0 to 100.
+    top_k: int = 0  # keep the k likeliest tokens; 0 or -1 keeps all
+    top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches this. Range (0, 1].
+    min_p: float = 0.0  # keep tokens at least this likely, relative to the likeliest. Range 0 to 1.
+    # Divides positive and multiplies negative logits of every token in prompt or output; 1 is none. Range (0, 100].
+    # (Keskar et al., CTRL, 2019.)
     repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None
-    seed: int | None = None
-    n: int = 1
-    max_tokens: int | None = None
-    min_tokens: int = 0
+    presence_penalty: float = 0.0  # subtracted from the logit of every token in the output. Range -2 to 2.
+    frequency_penalty: float = 0.0  # subtracted once for each time a token stands in the output. Range -2 to 2.
+    logit_bias: dict[int, float] | None = None  # added to the logits of these token ids, -100 to 100; at most 1,024
+    seed: int | None = None  # fixes the random numbers. None draws a seed when the request is accepted.
+    n: int = 1  # choices to generate for one prompt, 1 to 64. Each has random numbers of its own.
+    max_tokens: int | None = None  # tokens to generate at most; None means up to the context limit
+    min_tokens: int = 0  # end and stop tokens cannot be chosen before this many; stop texts do not count before
+    # Texts that end the reply; the reply ends before them. At most 16, of 4,096 characters each.
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end the reply, like its end tokens. At most 64.
+    include_stop_str_in_output: bool = False  # leave the stop text or token in the reply's text
+    skip_special_tokens: bool = True  # leave special tokens out of the text
+    ignore_eos: bool = False  # go on after an end-of-sequence token (for benchmarks)
+    # Report the log-probability of each generated token, and of this many likeliest ones, 0 to 20. They are the
+    # model's own, before everything above.
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    spec: SpecParams | None = None
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt. The prompt is then computed whole.
+    spec: SpecParams | None = None  # how to use the engine's speculation; None leaves it to the engine
+    # The reply is a text of this language, or cut by a limit or a stop; ``min_tokens`` and ``ignore_eos`` then hold
+    # no end back. None is any text.
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:

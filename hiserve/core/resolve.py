@@ -33,17 +33,11 @@ Section = TypeVar("Section", bound=msgspec.Struct)
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings, and how they came about.
+    """Settings, and how they came about."""
 
-    Attributes:
-        settings: A value for every option; their cache has no identity yet.
-        decisions: One line for each value that was chosen here.
-        memory: Of each worker.
-    """
-
-    settings: Settings
-    decisions: tuple[str, ...]
-    memory: MemoryPlan
+    settings: Settings  # a value for every option, without the cache identity
+    decisions: tuple[str, ...]  # one line for each value that was chosen here
+    memory: MemoryPlan  # of each worker
 
     @property
     def remarks(self) -> list[str]:

@@ -77,15 +77,10 @@ class StepCosts(msgspec.Struct, frozen=True, dict=True):
 
 
 class StartupMeasurements(msgspec.Struct, frozen=True):
-    """Handed from a worker to its successor. The values of ``auto`` were decided before; the configuration has them.
+    """Handed from a worker to its successor. The values of ``auto`` were decided before; the configuration has them."""
 
-    Attributes:
-        free_bytes: Memory of the device that was free when the first worker started; 0 if unknown.
-        draft_costs: Costs of drafts; None where their number is not chosen step by step.
-    """
-
-    free_bytes: int = 0
-    draft_costs: StepCosts | None = None
+    free_bytes: int = 0  # memory of the device that was free when the first worker started; 0 if unknown
+    draft_costs: StepCosts | None = None  # costs of drafts; None where their number is not chosen step by step
 
 
 NO_MEASUREMENTS = StartupMeasurements()

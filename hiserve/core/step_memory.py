@@ -40,25 +40,15 @@ COLUMN_BYTES, ANGLE_BYTES, PAGE_BYTES = 48, 8, 4
 
 
 class StepShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model's step is made of.
-
-    Attributes:
-        num_layers: Decoder layers.
-        hidden_size: Width of the residual stream.
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads.
-        head_dim: Elements per head.
-        mlp_elements: Elements that the MLP of a layer, or a token's experts, hold of a token at once, at most.
-        vocab_size: Tokens in the vocabulary.
-    """
+    """What a model's step is made of."""
 
     num_layers: int
-    hidden_size: int
+    hidden_size: int  # width of the residual stream
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    mlp_elements: int
-    vocab_size: int
+    mlp_elements: int  # most elements of a token in the MLP of a layer, or in its experts, at once
+    vocab_size: int  # tokens in the vocabulary
 
     @property
     def qkv_elements(self) -> int:
@@ -67,53 +57,31 @@ class StepShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What the drafts behind a step are made of.
+    """What the drafts behind a step are made of."""
 
-    Attributes:
-        step: Of what computes them.
-        shown_elements: What the model shows of each token, all layers together.
-        feature_size: What is kept of that.
-    """
-
-    step: StepShape
-    shown_elements: int
-    feature_size: int
+    step: StepShape  # of the model or head that computes drafts
+    shown_elements: int  # elements of a token's hidden states, ``aux_layers`` together
+    feature_size: int  # elements of it that a page keeps for its last token
 
 
 class DraftFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``resolve`` must know of what drafts for a model.
+    """What ``resolve`` must know of what drafts for a model."""
 
-    Attributes:
-        kind: ``eagle3``, ``mtp`` or ``draft_model``.
-        num_params: Parameters.
-        slot_elements: KV elements per token, all layers together.
-        step: What drafts are made of; of its features a page keeps those of its last token.
-    """
-
-    kind: str
+    kind: str  # ``eagle3``, ``mtp`` or ``draft_model``
     num_params: int
-    slot_elements: int
-    step: DraftShape
+    slot_elements: int  # KV elements per token, all layers together
+    step: DraftShape  # of a draft forward
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``resolve`` must know of a model.
+    """What ``resolve`` must know of a model."""
 
-    Attributes:
-        context_length: Tokens the model was made for.
-        checkpoint_dtype: Type name of the stored weights.
-        num_params: Parameters.
-        slot_elements: KV elements per token, all layers together.
-        step: What a step of it is made of.
-        draft: What drafts for it; None without a checkpoint for that.
-    """
-
-    context_length: int
-    checkpoint_dtype: DType
+    context_length: int  # longest context, in tokens
+    checkpoint_dtype: DType  # type name of the stored weights
     num_params: int
-    slot_elements: int
-    step: StepShape
-    draft: DraftFacts | None = None
+    slot_elements: int  # KV elements per token, all layers together
+    step: StepShape  # of a step
+    draft: DraftFacts | None = None  # its draft head or model; None without a checkpoint of one
 
 
 def step_memory(

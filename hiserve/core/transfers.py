@@ -72,34 +72,21 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoreLookup:
-    """A question to a store: how many of these pages, from the first on, does it have? Answered once.
+    """A question to a store: how many of these pages, from the first on, does it have? Answered once."""
 
-    Attributes:
-        uid: Who asks.
-        digests: Of the pages, at least one, in the order of their prefix.
-    """
-
-    uid: int
-    digests: list[bytes]
+    uid: int  # the request
+    digests: list[bytes]  # of the pages, at least one, in the order of their prefix
 
 
 @dataclass(frozen=True, slots=True)
 class CopyAck:
-    """How an order ended. Nothing of it reads or writes any page from now on.
-
-    Attributes:
-        op: The order's.
-        reason: Why it failed, in one word for a counter; empty if all bytes arrived.
-        num_bytes: Bytes copied.
-        num_pages: Leading pages of a PREFETCH that arrived.
-        seconds: Time from its beginning to its end, its waits not included.
-    """
+    """How an order ended. Nothing of it reads or writes any page from now on."""
 
     op: int
-    reason: str = ""
+    reason: str = ""  # why it failed, in one word for a counter; empty if all bytes arrived
     num_bytes: int = 0
-    seconds: float = 0.0
-    num_pages: int = 0
+    seconds: float = 0.0  # time from its beginning to its end, its waits not included
+    num_pages: int = 0  # leading pages of a PREFETCH that arrived
 
     @property
     def is_ok(self) -> bool:

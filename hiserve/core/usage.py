@@ -12,21 +12,13 @@ SOURCES = (COLD, "device", "host", "store")
 
 
 class CacheUse(msgspec.Struct, frozen=True, array_like=True):
-    """Prompt tokens that were not computed, by the tier that had them when the request was admitted.
-
-    Attributes:
-        device: From the device.
-        host: From the host, where no store had brought them for this request.
-        store: From a store beyond the host.
-        miss: Why there were no more (``cache.index.miss_reasons.MissReason``); empty when nobody looked.
-        miss_at: Position in the prompt that the reason is about, in tokens.
-    """
+    """Prompt tokens that were not computed, by the tier that had them when the request was admitted."""
 
     device: int = 0
-    host: int = 0
-    store: int = 0
-    miss: str = ""
-    miss_at: int = 0
+    host: int = 0  # from the host, not brought from a store for this request
+    store: int = 0  # brought from a store for this request
+    miss: str = ""  # ``MissReason`` of the first token not found; empty without a lookup
+    miss_at: int = 0  # position of the miss in the prompt, in tokens
 
     @property
     def num_tokens(self) -> int:
@@ -53,15 +45,11 @@ class DraftUse(msgspec.Struct, frozen=True, array_like=True):
 
     A step appends one token to a reply in any case. Accepted is what it appends beyond: drafts that agree with what the
     model drew, less those behind the end of the reply.
-
-    Attributes:
-        verify_steps: Steps of a row that verified a draft at least.
-        proposed: Drafts that they verified.
-        accepted_per_position: Of them, those accepted: of the first drafts, of the second ones, and so on.
     """
 
-    verify_steps: int = 0
-    proposed: int = 0
+    verify_steps: int = 0  # steps of a row that verified a draft at least
+    proposed: int = 0  # drafts that they verified
+    # Of them, those accepted: of the first drafts, of the second ones, and so on
     accepted_per_position: tuple[int, ...] = ()
 
     @property

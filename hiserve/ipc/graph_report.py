@@ -25,14 +25,8 @@ class StepCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GraphReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The checks of a device.
-
-    Attributes:
-        device: Its name.
-        num_nodes: Nodes of all graphs captured for the check.
-        checks: Eager steps, then replayed ones.
-    """
+    """The checks of a device."""
 
     device: str
-    num_nodes: int
-    checks: list[StepCheck]
+    num_nodes: int  # nodes of all graphs captured for the check
+    checks: list[StepCheck]  # eager steps, then replayed ones

@@ -16,19 +16,12 @@ from hiserve.core.digest import DIGEST_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Pages that a medium has gained.
+    """Pages that a medium has gained."""
 
-    Attributes:
-        medium: ``GPU``, ``CPU_PINNED``.
-        parent: Digest of the previous page; None at the start of a prefix.
-        digests: Of the pages, joined.
-        key: Their packed tokens.
-    """
-
-    medium: str
-    parent: bytes | None
-    digests: bytes
-    key: bytes
+    medium: str  # ``GPU``, ``CPU_PINNED``
+    parent: bytes | None  # digest of the previous page; None at the start of a prefix
+    digests: bytes  # of the pages, joined
+    key: bytes  # their packed tokens
 
 
 @dataclass(frozen=True, slots=True)

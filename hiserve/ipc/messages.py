@@ -23,23 +23,14 @@ from hiserve.ipc.updates import RequestUpdates
 
 
 class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A request. Frames: prompt int32 ``[n]``.
+    """A request. Frames: prompt int32 ``[n]``."""
 
-    Attributes:
-        uid: Unique within the client's life, positive.
-        sampling: As requested; the seed may be None.
-        namespace: Digest that separates tenants; empty for the default tenant.
-        choice: Index among the request's n choices.
-        priority: Larger is sooner, under the priority policy.
-        caller: Number of its API key, for fair queueing; 0 without keys.
-    """
-
-    uid: int
-    sampling: SamplingParams
-    namespace: bytes = b""
-    choice: int = 0
-    priority: int = 0
-    caller: int = 0
+    uid: int  # unique within the client's life, positive
+    sampling: SamplingParams  # as requested; the seed may be None
+    namespace: bytes = b""  # digest that separates tenants; empty for the default tenant
+    choice: int = 0  # index among the request's n choices
+    priority: int = 0  # larger is sooner, under the priority policy
+    caller: int = 0  # number of its API key, for fair queueing; 0 without keys
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -97,25 +88,15 @@ class WorkerStats(msgspec.Struct, frozen=True):
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):
-    """One worker as ``/server_info`` shows it.
-
-    Attributes:
-        replica: Index from 0.
-        pid: Process id.
-        incarnation: Starts at 1; grows with each restart.
-        startup_s: Seconds per start-up phase, in order.
-        num_pages: KV pages, without the padding page.
-        stats: Gauges and counters of the last report (see ``WorkerStats``).
-        step_age_s: Seconds since it last ended a step, or had no work.
-    """
+    """One worker as ``/server_info`` shows it."""
 
     replica: int
     pid: int
-    incarnation: int
-    startup_s: dict[str, float]
-    num_pages: int
-    stats: WorkerStats
-    step_age_s: float = 0.0
+    incarnation: int  # starts at 1; grows with each restart
+    startup_s: dict[str, float]  # seconds per start-up phase, in order
+    num_pages: int  # KV pages, without the padding page
+    stats: WorkerStats  # gauges and counters of the last report (see ``WorkerStats``)
+    step_age_s: float = 0.0  # seconds since it last ended a step, or had no work
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -134,17 +115,13 @@ class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A request ended with an error. Terminal.
-
-    Attributes:
-        retry_after_s: Suggested delay of a retry; None if unknown.
-    """
+    """A request ended with an error. Terminal."""
 
     uid: int
     status: int
     code: str
     message: str
-    retry_after_s: int | None = None
+    retry_after_s: int | None = None  # suggested delay of a retry; None if unknown
 
 
 class WorkerLost(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -181,26 +158,15 @@ class Inspected(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Answer to ``Query``.
-
-    Attributes:
-        queued: Requests without a worker.
-        queued_tokens: Tokens of their prompts.
-        workers: Living workers, by replica.
-        stale_messages: Messages ignored because they were of a dead incarnation.
-        malformed_messages: Messages that no hiserve process would send.
-        replays: Requests that continued on another worker.
-        crash: The latest death of a worker.
-        recovery: The latest recovery.
-    """
+    """Answer to ``Query``."""
 
     ticket: int
-    queued: int
-    queued_tokens: int
-    workers: list[WorkerFacts]
-    stale_messages: int = 0
-    malformed_messages: int = 0
-    replays: ReplayStats = ReplayStats()
+    queued: int  # requests without a worker
+    queued_tokens: int  # tokens of their prompts
+    workers: list[WorkerFacts]  # living workers, by replica
+    stale_messages: int = 0  # messages ignored because they were of a dead incarnation
+    malformed_messages: int = 0  # messages that no hiserve process would send
+    replays: ReplayStats = ReplayStats()  # requests that continued on another worker
     crash: Crash | None = None
     recovery: Recovery | None = None
 
@@ -209,42 +175,26 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Configure(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """First message to a worker.
-
-    Attributes:
-        settings: Of the server.
-        replica: Index from 0.
-        incarnation: Starts at 1; part of every message of the worker.
-        host_fd: Descriptor number of the host segment in the worker; -1 without a host cache.
-        measurements: Of the first incarnation; empty for that one.
-    """
+    """First message to a worker."""
 
     settings: Settings
     replica: int
-    incarnation: int
-    host_fd: int = -1
-    measurements: StartupMeasurements = NO_MEASUREMENTS
+    incarnation: int  # starts at 1; part of every message of the worker
+    host_fd: int = -1  # descriptor number of the host segment in the worker; -1 without a host cache
+    measurements: StartupMeasurements = NO_MEASUREMENTS  # of the first incarnation; empty for that one
 
 
 class Admit(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A request for this worker. Frames: tokens int32 ``[n]``, prompt then generated.
-
-    Attributes:
-        num_prompt: Leading tokens that are the prompt; the rest was generated before a restart.
-        sampling: With a seed; ``max_tokens`` counts from the end of the prompt.
-        priority: Pages of a larger priority are evicted later, under ``--eviction priority``.
-        num_scored: Prompt tokens whose scores were sent before a restart.
-        caller: Number of its API key, whose share of the cache it uses; 0 without keys.
-    """
+    """A request for this worker. Frames: tokens int32 ``[n]``, prompt then generated."""
 
     uid: int
-    num_prompt: int
-    sampling: SamplingParams
+    num_prompt: int  # leading tokens that are the prompt; the rest was generated before a restart
+    sampling: SamplingParams  # with a seed; ``max_tokens`` counts from the end of the prompt
     namespace: bytes
     choice: int
-    priority: int = 0
-    num_scored: int = 0
-    caller: int = 0
+    priority: int = 0  # pages of a larger priority are evicted later, under ``--eviction priority``
+    num_scored: int = 0  # prompt tokens whose scores were sent before a restart
+    caller: int = 0  # number of its API key, whose share of the cache it uses; 0 without keys
 
 
 class Drop(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -268,69 +218,45 @@ class InspectCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Exit with status 0. Also from the client to the scheduler. A second ``Stop`` ends the grace period of the first.
+    """Exit with status 0. Also from the client to the scheduler. A second ``Stop`` ends the grace period of the first."""
 
-    Attributes:
-        copy_s: Grace period for copies of pages to the host and the store, in seconds.
-    """
-
-    copy_s: float = 0.0
+    copy_s: float = 0.0  # grace period for copies of pages to the host and the store, in seconds
 
 
 # --- worker -> scheduler ------------------------------------------------------------------
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The worker can take requests.
-
-    Attributes:
-        max_running: Rows.
-        max_len: Longest prompt plus output, in tokens.
-        num_pages: KV pages, without the padding page.
-        page_size: Tokens per page.
-        namespace: Digest of everything that separates caches, but for tenants.
-        startup_s: Seconds per start-up phase.
-        measurements: For its successors.
-    """
+    """The worker can take requests."""
 
     incarnation: int
     pid: int
-    max_running: int
-    max_len: int
-    num_pages: int
-    page_size: int
-    namespace: bytes
-    startup_s: dict[str, float]
-    measurements: StartupMeasurements = NO_MEASUREMENTS
+    max_running: int  # rows
+    max_len: int  # longest prompt plus output, in tokens
+    num_pages: int  # KV pages, without the padding page
+    page_size: int  # tokens per page
+    namespace: bytes  # digest of everything that separates caches, but for tenants
+    startup_s: dict[str, float]  # seconds per start-up phase
+    measurements: StartupMeasurements = NO_MEASUREMENTS  # for its successors
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Start-up failed, or a fatal error; the worker exits after this.
-
-    Attributes:
-        fault_s: Time, by ``time.monotonic``.
-        snapshot: State of its engine; None without an engine.
-    """
+    """Start-up failed, or a fatal error; the worker exits after this."""
 
     incarnation: int
     message: str
     code: str
     trace: str
-    fault_s: float
-    snapshot: CrashSnapshot | None = None
+    fault_s: float  # time, by ``time.monotonic``
+    snapshot: CrashSnapshot | None = None  # state of its engine; None without an engine
 
 
 class StepReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The changes of one or more steps.
-
-    Attributes:
-        updates: Output of requests, and pages of the cache.
-        stats: Gauges and counters after the step.
-    """
+    """The changes of one or more steps."""
 
     incarnation: int
-    updates: RequestUpdates
-    stats: WorkerStats
+    updates: RequestUpdates  # output of requests, and pages of the cache
+    stats: WorkerStats  # gauges and counters after the step
 
 
 class CacheFlushed(msgspec.Struct, frozen=True, array_like=True, tag=True):

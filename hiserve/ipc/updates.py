@@ -45,17 +45,11 @@ class RequestFacts(msgspec.Struct, kw_only=True):
 
 
 class TokenDelta(RequestFacts):
-    """New output of one request.
+    """New output of one request."""
 
-    Attributes:
-        tokens: New tokens; may be empty with a finish, with facts, and with scores of the prompt.
-        finish: RUNNING until the last delta.
-        scores: Of prompt tokens, then of generated ones, as ``core.plan.Scores.pack`` writes them.
-        uid: The request.
-    """
-
-    tokens: list[int] = []
-    finish: FinishReason = FinishReason.RUNNING
+    tokens: list[int] = []  # new tokens; may be empty with a finish, with facts, and with scores of the prompt
+    finish: FinishReason = FinishReason.RUNNING  # RUNNING until the last delta
+    # Of prompt tokens, then of generated ones, as ``core.plan.Scores.pack`` writes them
     scores: bytes | bytearray = b""
     uid: int = 0
 

@@ -13,15 +13,10 @@ MIN_CRASHES = 2  # consecutive deaths of its workers, without progress between, 
 
 @dataclass(slots=True)
 class _Suspects:
-    """One worker's suspects.
+    """One worker's suspects."""
 
-    Attributes:
-        groups: Waiting groups, in the order of their trials.
-        running: The group that the worker has now.
-    """
-
-    groups: deque[list[Entry]] = field(default_factory=deque)
-    running: list[Entry] = field(default_factory=list)
+    groups: deque[list[Entry]] = field(default_factory=deque)  # waiting groups, in the order of their trials
+    running: list[Entry] = field(default_factory=list)  # the group that the worker has now
 
 
 class CrashIsolation:

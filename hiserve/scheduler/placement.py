@@ -14,18 +14,13 @@ LOOKAHEAD_SHARE = 8
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """A prompt as a chain of page digests, hashed on demand.
-
-    Attributes:
-        key: Packed int32 tokens.
-        max_pages: Full pages that may be shared: the last token is always computed.
-        depths: Per replica, the matching pages of the last search; the next search starts there.
-    """
+    """A prompt as a chain of page digests, hashed on demand."""
 
     root: bytes
-    key: bytes
-    max_pages: int
+    key: bytes  # packed int32 tokens
+    max_pages: int  # full pages that may be shared: the last token is always computed
     digests: list[bytes] = field(default_factory=list)
+    # Per replica, the matching pages of the last search; the next search starts there
     depths: dict[int, int] = field(default_factory=dict)
 
 

@@ -20,18 +20,12 @@ RATE_MEMORY_S = 10.0
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A queued request.
-
-    Attributes:
-        prefix: Its prompt as the prefix index sees it.
-        rank: Larger is sooner; set by the policy.
-        number: Requests of its caller that were pushed before it; set by the queue.
-    """
+    """A queued request."""
 
     entry: Entry
-    prefix: Prefix
-    rank: int = 0
-    number: int = 0
+    prefix: Prefix  # its prompt as the prefix index sees it
+    rank: int = 0  # larger is sooner; set by the policy
+    number: int = 0  # requests of its caller that were pushed before it; set by the queue
 
 
 class _CallerQueue:

@@ -44,17 +44,11 @@ IDLE_S = 0.5  # a worker without requests so long after it was ready will get no
 
 @dataclass(frozen=True, slots=True)
 class _WorkerRun:
-    """An incarnation of a worker that has ended.
-
-    Attributes:
-        error: The reason.
-        end: Exit code or signal.
-        worker: The worker; None if no process could be started.
-    """
+    """An incarnation of a worker that has ended."""
 
     error: HiserveError
-    end: str = "not started"
-    worker: WorkerProcess | None = None
+    end: str = "not started"  # exit code or signal
+    worker: WorkerProcess | None = None  # the worker; None if no process could be started
 
     @property
     def was_ready(self) -> bool:

@@ -24,15 +24,10 @@ _STATE, _USER_TICKS, _SYSTEM_TICKS = 0, 11, 12  # fields of /proc/PID/stat after
 
 
 class CpuUsage(NamedTuple):
-    """A process's use of CPUs.
+    """A process's use of CPUs."""
 
-    Attributes:
-        cpu_s: CPU time of all its threads until now, in seconds.
-        wants_cpu: One of its threads is on a CPU, or waits for one.
-    """
-
-    cpu_s: float
-    wants_cpu: bool
+    cpu_s: float  # CPU time of all its threads until now, in seconds
+    wants_cpu: bool  # one of its threads is on a CPU, or waits for one
 
 
 def usage_of(pid: int, proc: Path = Path("/proc")) -> CpuUsage | None:
@@ -62,20 +57,13 @@ class ProgressWatch:
 
     A worker that wants a CPU is charged the CPU time it got, because other processes may occupy the CPUs. One that
     sleeps or waits for a device is charged the elapsed time.
-
-    Attributes:
-        since_s: Time at which it last ended a step, or had no work.
-        sampled_s: Time of the last sample.
-        own_s: Seconds charged since ``since_s``.
-        computed_s: Of them, CPU time.
-        cpu_s: CPU time of the process at the last sample; None before one.
     """
 
-    since_s: float
-    sampled_s: float = 0.0
-    own_s: float = 0.0
-    computed_s: float = 0.0
-    cpu_s: float | None = None
+    since_s: float  # time at which it last ended a step, or had no work
+    sampled_s: float = 0.0  # time of the last sample
+    own_s: float = 0.0  # seconds charged since ``since_s``
+    computed_s: float = 0.0  # of them, CPU time
+    cpu_s: float | None = None  # CPU time of the process at the last sample; None before one
 
     def end(self, now_s: float) -> None:
         """Records a step, or that there is no work."""
@@ -104,39 +92,23 @@ class ProgressWatch:
 
 @dataclass(slots=True, eq=False)
 class WorkerProcess:
-    """A worker's process. Times are of ``time.monotonic``, which all processes of a machine share.
-
-    Attributes:
-        replica: Index from 0.
-        number: Incarnation, from 1.
-        process: The process.
-        born_s: Time of its start.
-        ready_s: Time of ``Ready``; 0 before that.
-        last_message_s: Time of its last message.
-        progress: Time since its last step while it has work, and the part of that time that was its own.
-        fault_s: Time of its failure, as it reported or from its last message; 0 while it lives.
-        noticed_s: Time at which the failure was known here.
-        ready: Its ``Ready``.
-        failure: Reason for its replacement.
-        snapshot: State of its engine at the failure, if it could report it.
-        stats: The latest.
-        has_output: It reported output of a request.
-    """
+    """A worker's process. Times are of ``time.monotonic``, which all processes of a machine share."""
 
     replica: int
-    number: int
+    number: int  # incarnation, from 1
     process: ChildProcess
     born_s: float = field(default_factory=time.monotonic)
-    ready_s: float = 0.0
+    ready_s: float = 0.0  # time of ``Ready``; 0 before that
     last_message_s: float = field(default_factory=time.monotonic)
+    # Time since its last step while it has work, and the part of that time that was its own
     progress: ProgressWatch = field(default_factory=lambda: ProgressWatch(time.monotonic()))
-    fault_s: float = 0.0
-    noticed_s: float = 0.0
+    fault_s: float = 0.0  # time of its failure, as it reported or from its last message; 0 while it lives
+    noticed_s: float = 0.0  # time at which the failure was known here
     ready: Ready | None = None
-    failure: HiserveError | None = None
-    snapshot: CrashSnapshot | None = None
-    stats: WorkerStats = field(default_factory=WorkerStats)
-    has_output: bool = False
+    failure: HiserveError | None = None  # reason for its replacement
+    snapshot: CrashSnapshot | None = None  # state of its engine at the failure, if it could report it
+    stats: WorkerStats = field(default_factory=WorkerStats)  # the latest
+    has_output: bool = False  # it reported output of a request
 
     def facts(self) -> WorkerFacts:
         """Returns its state for ``/server_info``."""
@@ -199,16 +171,10 @@ class WorkerProcess:
 
 @dataclass(slots=True)
 class _OpenRecovery:
-    """A recovery under way.
-
-    Attributes:
-        dead: The dead worker.
-        reaped_s: Time at which its process was reaped.
-        num_requests: Requests it held.
-    """
+    """A recovery under way."""
 
     dead: WorkerProcess
-    reaped_s: float
+    reaped_s: float  # time at which its process was reaped
     num_requests: int
 
 

@@ -28,15 +28,10 @@ class MissReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Why and where a hit ended.
-
-    Attributes:
-        reason: Why.
-        num_tokens: Tokens of the prompt before the end; of DIVERGED, those that others share, page or not.
-    """
+    """Why and where a hit ended."""
 
     reason: MissReason
-    num_tokens: int
+    num_tokens: int  # tokens of the prompt before the miss; of DIVERGED, shared tokens of a partial page included
 
 
 class LostPages:

@@ -26,17 +26,11 @@ class HostAdmission(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Match:
-    """The longest cached prefix of a prompt. Valid while ``tree_epoch`` stands.
+    """The longest cached prefix of a prompt. Valid while ``tree_epoch`` stands."""
 
-    Attributes:
-        num_tokens: Tokens covered on the device, or on their way there: a whole number of pages.
-        num_host_tokens: Tokens after those that the host alone has, likewise.
-        tree_epoch: Epoch of the tree at the time of the match.
-    """
-
-    num_tokens: int
-    num_host_tokens: int
-    tree_epoch: int
+    num_tokens: int  # tokens covered on the device, or on their way there: a whole number of pages
+    num_host_tokens: int  # tokens after those that the host alone has, likewise
+    tree_epoch: int  # epoch of the tree at the time of the match
     _node: Node
     _num_beyond: int  # pages of the node after the match: a split leaves a node's end where it is
 

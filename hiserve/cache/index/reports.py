@@ -83,31 +83,18 @@ def _move(digests: list[bytes], undone: dict[bytes, None], done: dict[bytes, Non
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheStats:
-    """Counts of the index. Gauges hold for the moment of the call; all others never fall.
+    """Counts of the index. Gauges hold for the moment of the call; all others never fall."""
 
-    Attributes:
-        device: Pages of the device tier, page 0 not counted.
-        host: Pages of the host tier; all 0 without one.
-        num_begun: Pages of all copies so far, by kind.
-        num_in_flight: Of them, those of copies that have not ended, by kind.
-        num_unbacked: Pages evicted from the device that were nowhere else.
-        num_without_room: Pages that were not offloaded because no host page could be freed.
-        num_not_uploaded: Pages that a store was to have, and of which no upload began, nor will.
-        num_prefetches_wanted: Pages that a prefetch was asked for.
-        num_prefetched: Of them, those that can be found now.
-        not_prefetched: Of them, the others whose prefetch ended or was refused, by reason.
-    """
-
-    device: TierStats
-    host: TierStats
-    num_begun: Mapping[CopyKind, int]
-    num_in_flight: Mapping[CopyKind, int]
-    num_unbacked: int
-    num_without_room: int
-    num_not_uploaded: int
-    num_prefetches_wanted: int
-    num_prefetched: int
-    not_prefetched: Mapping[str, int]
+    device: TierStats  # pages of the device tier, page 0 not counted
+    host: TierStats  # pages of the host tier; all 0 without one
+    num_begun: Mapping[CopyKind, int]  # pages of all copies so far, by kind
+    num_in_flight: Mapping[CopyKind, int]  # of them, those of copies that have not ended, by kind
+    num_unbacked: int  # pages evicted from the device that were on no other tier
+    num_without_room: int  # pages that were not offloaded because no host page could be freed
+    num_not_uploaded: int  # pages offered to the store whose upload never began
+    num_prefetches_wanted: int  # pages requested from prefetches
+    num_prefetched: int  # of them, those that can be found now
+    not_prefetched: Mapping[str, int]  # of them, the others whose prefetch ended or was refused, by reason
 
 
 def outline(tree: RadixTree, depth: int) -> list[NodeFacts]:

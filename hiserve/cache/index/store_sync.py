@@ -25,15 +25,10 @@ Part = tuple[Node, int, int]  # pages of a node: the first, and the end
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunOp:
-    """Pages to read from a store into host pages, or to write there from them.
-
-    Attributes:
-        op: Its number.
-        run: Which pages, and where they are or go.
-    """
+    """Pages to read from a store into host pages, or to write there from them."""
 
     op: int
-    run: PageRun
+    run: PageRun  # the pages, and their content
 
 
 class StoreSync:

@@ -18,27 +18,16 @@ _NO_CAP = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A named host cache, or a store.
+    """A named host cache, or a store."""
 
-    Attributes:
-        name: In the user's form: the name of a host cache, or ``file:DIR``.
-        path: Its file or directory.
-        num_bytes: Its size.
-        num_pages: Capacity of a host cache, or content of a store.
-        page_size: Tokens per page of a host cache; 0 for a store.
-        used_s: Time of the last write or read, in seconds since 1970.
-        is_used: A server has it open.
-        trouble: Reason why it could not be read; empty if it was.
-    """
-
-    name: str
+    name: str  # in the user's form: the name of a host cache, or ``file:DIR``
     path: Path
     num_bytes: int = 0
-    num_pages: int = 0
-    page_size: int = 0
-    used_s: float = 0.0
-    is_used: bool = False
-    trouble: str = ""
+    num_pages: int = 0  # capacity of a host cache, or content of a store
+    page_size: int = 0  # tokens per page of a host cache; 0 for a store
+    used_s: float = 0.0  # time of the last write or read, in seconds since 1970
+    is_used: bool = False  # a server has it open
+    trouble: str = ""  # reason why it could not be read; empty if it was
 
 
 def named_caches(directory: Path = SHARED_MEMORY) -> list[Leftover]:

@@ -79,19 +79,12 @@ class CopyEngine:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flight:
-    """A copy in flight.
-
-    Attributes:
-        copy: The order.
-        begin: Recorded after its waits.
-        end: Recorded after its arrival.
-        layers: Recorded after each layer; empty if the copy arrives as a whole.
-    """
+    """A copy in flight."""
 
     copy: PageCopy
-    begin: torch.cuda.Event
-    end: torch.cuda.Event
-    layers: tuple[torch.cuda.Event, ...] = ()
+    begin: torch.cuda.Event  # recorded after its waits
+    end: torch.cuda.Event  # recorded after its arrival
+    layers: tuple[torch.cuda.Event, ...] = ()  # recorded after each layer; empty if the copy arrives as a whole
 
     def end_of(self, layer: int | None) -> torch.cuda.Event:
         """Returns the event of a layer; that of the whole copy for None, or without events of layers."""
@@ -106,17 +99,11 @@ class Flight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slot:
-    """Staging memory.
+    """Staging memory."""
 
-    Attributes:
-        address: Of its first byte.
-        moves: Between the device pool and its rows, uint8 ``[n, page_bytes]``: one kernel a group.
-        crossed: Recorded when the copy engine has filled or emptied it.
-    """
-
-    address: int
-    moves: list[PreparedCopy]
-    crossed: torch.cuda.Event
+    address: int  # of the first byte
+    moves: list[PreparedCopy]  # between the device pool and its rows, uint8 ``[n, page_bytes]``: one kernel a group
+    crossed: torch.cuda.Event  # recorded when the copy engine has filled or emptied it
 
 
 class _Runs(NamedTuple):

@@ -63,19 +63,12 @@ class PageLayout:
 
 @dataclass(frozen=True, slots=True)
 class SegmentLayout:
-    """Identity and layout of a segment: one page of header, the records, the pages.
+    """Identity and layout of a segment: one page of header, the records, the pages."""
 
-    Attributes:
-        namespace: 16 bytes. Digest of everything that separates caches, but for tenants: model, weights, dtype ...
-        page_size: Tokens per page.
-        page_bytes: Bytes per page (see ``PageLayout``).
-        num_pages: Pages, the unused page 0 included; at least 2.
-    """
-
-    namespace: bytes
-    page_size: int
-    page_bytes: int
-    num_pages: int
+    namespace: bytes  # 16 bytes. Digest of everything that separates caches, but for tenants: model, weights, dtype ...
+    page_size: int  # tokens per page
+    page_bytes: int  # bytes per page (see ``PageLayout``)
+    num_pages: int  # pages, the unused page 0 included; at least 2
 
     @property
     def pages_offset(self) -> int:
