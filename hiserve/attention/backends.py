@@ -68,12 +68,12 @@ class _Backend:
         group = shape.num_heads // shape.num_kv_heads
         if self.max_group is not None and group > self.max_group:
             return f"has at most {self.max_group} query heads for each KV head; the model has {group}"
-        asked = {
+        features = {
             "attention sinks": (any(sink is not None for sink in shape.sinks), self.has_sinks),
             "hidden first positions": (shape.hides_first, self.has_hidden_first),
             "tree masks": (has_trees, self.has_trees),
         }
-        lacks = [feature for feature, (is_asked, is_there) in asked.items() if is_asked and not is_there]
+        lacks = [name for name, (is_needed, is_there) in features.items() if is_needed and not is_there]
         return f"has no {' and no '.join(lacks)}" if lacks else None
 
     def open(self, shape: AttentionShape) -> Attention:

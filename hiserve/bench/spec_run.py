@@ -99,7 +99,7 @@ def conditions(sweep: SweepOptions) -> Iterator[tuple[int, float, str]]:
 
 def _name(engine: SpecEngine, proposer: str) -> str:
     """Returns the name of a proposer; for ``auto``, of the chosen one. Raises ConfigError."""
-    name = engine.config.spec.spec if proposer == "auto" else proposer
+    name = engine.settings.spec.spec if proposer == "auto" else proposer
     if name == "off":
         raise ConfigError(
             "no draft head came with the model. Name who proposes: --proposers ngram, eagle3:PATH, mtp:PATH or draft:PATH.",

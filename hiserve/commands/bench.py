@@ -146,7 +146,7 @@ def _offline(config: Options, arguments: Mapping[str, Any]) -> int:
     begin_s = time.perf_counter()
     with hiserve.LLM(in_process=pick(OfflineOptions, arguments).in_process, **flat(config)) as llm:
         start_s = time.perf_counter() - begin_s
-        device, max_model_len = llm.config.model.device, llm.config.model.max_model_len
+        device, max_model_len = llm.settings.model.device, llm.settings.model.max_model_len
         batch = filled(pick(OfflineOptions, arguments), device=device, max_model_len=max_model_len)
         workload = random_prompts(
             num_prompts=batch.num_prompts,
@@ -160,7 +160,7 @@ def _offline(config: Options, arguments: Mapping[str, Any]) -> int:
         with progress("requests") as begin:
             advance = begin(workload.num_turns)
             summary = offline.measure(llm, workload, temperature=batch.temperature, advance=advance)
-        resolved = without_secrets(llm.config)
+        resolved = without_secrets(llm.settings)
     report.show_offline(Console(highlight=False), f"offline on {config.model.shape or config.model.model}", summary)
     _write(arguments, None, {"options": [batch], "config": resolved, "start_s": start_s, "summary": summary})
     return INTERRUPTED if summary.num_requests < workload.num_turns else 0

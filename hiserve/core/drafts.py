@@ -132,7 +132,7 @@ class DraftChain:
     Attributes:
         rows: int64 ``[S]``. Row numbers.
         legal: bool ``[S]``.
-        places: int64 ``[S]``. Where each row's next draft will stand. Changed.
+        positions: int64 ``[S]``. Of each row's next draft. Changed.
         logits: ``[S, vocab_size]``, of that draft. Changed.
         carried: ``[S, F]``. The proposer's state at the token before it. Changed.
         layout: Of forwards that compute one token of each row. Replaced as rows grow, unless the chain is static.
@@ -141,7 +141,7 @@ class DraftChain:
 
     rows: Tensor
     legal: Tensor
-    places: Tensor
+    positions: Tensor
     logits: Tensor
     carried: Tensor
     layout: DraftLayout
@@ -150,7 +150,7 @@ class DraftChain:
     @property
     def tensors(self) -> Sequence[Tensor]:
         """All that a draft depends on and changes, besides the rows."""
-        return self.rows, self.legal, self.places, self.logits, self.carried
+        return self.rows, self.legal, self.positions, self.logits, self.carried
 
 
 class Proposer(Protocol):

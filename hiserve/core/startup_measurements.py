@@ -52,16 +52,16 @@ class StepCosts(msgspec.Struct, frozen=True, dict=True):
         """Returns the cost of the head's part with each tier, as a share of a step without head, float64 ``[C]``."""
         return self.seconds(bucket, 0.0) / self.verify[bucket][0] - 1
 
-    def further(self, bucket: int, num_stored: float) -> FloatArray:
+    def extend_s(self, bucket: int, num_stored: float) -> FloatArray:
         """Returns the seconds of all drafts but the first, float64 ``[C]``; ``num_stored`` is of all rows."""
-        further: FloatArray = self._num_further * (self.draft[bucket] + self.draft_token * num_stored)
-        return further
+        extend_s: FloatArray = self._num_extends * (self.draft[bucket] + self.draft_token * num_stored)
+        return extend_s
 
     def seconds(self, bucket: int, num_stored: float) -> FloatArray:
         """Returns the seconds of making and verifying each tier, float64 ``[C]``."""
         stored = (self.verify_token + self.draft_token) * num_stored
         seconds: FloatArray = self._verify[bucket] + self._follow[bucket] + stored
-        return seconds + self.further(bucket, num_stored)
+        return seconds + self.extend_s(bucket, num_stored)
 
     @cached_property
     def _verify(self) -> FloatArray:
@@ -72,7 +72,7 @@ class StepCosts(msgspec.Struct, frozen=True, dict=True):
         return np.array(self.follow, np.float64)
 
     @cached_property
-    def _num_further(self) -> FloatArray:
+    def _num_extends(self) -> FloatArray:
         return np.array([max(tier - 1, 0) for tier in self.tiers], np.float64)
 
 

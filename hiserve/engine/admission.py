@@ -121,8 +121,8 @@ class Admission:
             if lock.host_pages.size:
                 self._host_loads.load(lock)
             if num_host < match.num_host_tokens:
-                self._cache_counters.left((match.num_host_tokens - num_host) // cache.page_size)
-                self._costs.leave()
+                self._cache_counters.not_loaded((match.num_host_tokens - num_host) // cache.page_size)
+                self._costs.skip_load()
             if not request.was_admitted:
                 self._note_use(request, match.num_tokens, num_host)
             return self._rows.admit(request, lock.detach())

@@ -54,8 +54,8 @@ def allocate_tokens(
     """Splits the token budget over running rows.
 
     ``num_new = known + pending + num_draft - computed``, cut by the budget: chunked prefill,
-    decode and verify are this one line. Rows that are one token behind (decode, verify) come
-    before rows with a prompt to compute, so that a long prompt delays no other row's next token.
+    decode and verify are this one line. Rows that lack one token (decode, verify) come before rows with a prompt to
+    compute, so that a long prompt delays no other row's next token.
 
     Args:
         known: int32 ``[B]``. Tokens the planner has seen.
@@ -74,26 +74,26 @@ def allocate_tokens(
     """
     ahead = known + pending
     left = limit - ahead
-    behind = np.where(left > 0, ahead - computed, 0)
+    lacking = np.where(left > 0, ahead - computed, 0)
     # A row drafts once it has caught up: until then it has no last token to draft from.
-    draft = np.zeros_like(behind)
+    draft = np.zeros_like(lacking)
     if drafted is not None:
-        draft = np.where(behind == 1, np.minimum(drafted, max_len - 1 - ahead), 0)
-    need = behind + draft
-    scored = np.minimum(to_score, behind)
+        draft = np.where(lacking == 1, np.minimum(drafted, max_len - 1 - ahead), 0)
+    need = lacking + draft
+    scored = np.minimum(to_score, lacking)
     scores_fit = scored.sum() <= MAX_SCORED_TOKENS
     if scores_fit and need.sum() <= budget:
-        return Allocation(need, draft, behind > 0, scored)
+        return Allocation(need, draft, lacking > 0, scored)
     most = need
     if not scores_fit:
         room = np.maximum(MAX_SCORED_TOKENS - (np.cumsum(scored) - scored), 0)
         most = np.where(scored > room, room, need)
-    order = np.argsort(behind > 1, kind="stable")
+    order = np.argsort(lacking > 1, kind="stable")
     before = np.cumsum(most[order]) - most[order]
     num_new = np.zeros_like(need)
     num_new[order] = np.clip(budget - before, 0, most[order])
-    samples = (num_new >= behind) & (behind > 0)
-    return Allocation(num_new, np.where(samples, num_new - behind, 0), samples, np.minimum(to_score, num_new))
+    samples = (num_new >= lacking) & (lacking > 0)
+    return Allocation(num_new, np.where(samples, num_new - lacking, 0), samples, np.minimum(to_score, num_new))
 
 
 def decode_first(rows: NDArray[np.int64], allocation: Allocation) -> tuple[NDArray[np.int64], Allocation]:

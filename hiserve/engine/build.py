@@ -117,7 +117,7 @@ def _compose(
     namespace = settings.cache_identity.namespace
     cache = _cache(settings, namespace, segment, kv_events)
     host = None if segment is None else _host_pool(settings, segment, groups, namespace)
-    tier_transfers = None if host is None else _copier(settings, host, cache, pool, startup_s, undo)
+    tier_transfers = None if host is None else _tier_transfers(settings, host, cache, pool, startup_s, undo)
     with _phase(startup_s, "prepare runners"):
         proposer = open_proposer(settings, draft, head, pool, rows)
         serving = threading.Event()
@@ -143,7 +143,7 @@ def _compose(
         facts,
         shares_prefixes=not settings.cache.disable_prefix_cache,
         kv_events=kv_events,
-        has_heirs=settings.cache.store is not None or settings.cache.host_cache_name is not None,
+        has_persistent_tiers=settings.cache.store is not None or settings.cache.host_cache_name is not None,
     )
 
 
@@ -231,7 +231,7 @@ def _cache(
     )
 
 
-def _copier(
+def _tier_transfers(
     settings: Settings,
     host: HostPool,
     cache: PrefixCache,

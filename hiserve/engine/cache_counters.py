@@ -35,7 +35,7 @@ class CacheCounters:
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
         self._ended = {kind: _Ended() for kind in CopyKind}
-        self._num_left = 0
+        self._num_not_loaded = 0
         self._not_fetched: Counter[str] = Counter()
         self._misses: Counter[str] = Counter()
         self._cached = dict.fromkeys(("device", "host", "store"), 0)
@@ -47,9 +47,9 @@ class CacheCounters:
         if use.miss:
             self._misses[use.miss] += 1
 
-    def left(self, num_pages: int) -> None:
+    def not_loaded(self, num_pages: int) -> None:
         """A row was given without pages that the host has: computing them is faster than loading them."""
-        self._num_left += num_pages
+        self._num_not_loaded += num_pages
 
     def not_fetched(self, num_pages: int, reason: str) -> None:
         """Pages that a store has, or may have, were wanted, and no prefetch of them was begun."""
@@ -82,7 +82,7 @@ class CacheCounters:
             device=index.device,
             host=index.host,
             store=store,
-            loads=self._copies(index, CopyKind.LOAD, MissReason.NOT_WORTH_LOADING, self._num_left),
+            loads=self._copies(index, CopyKind.LOAD, MissReason.NOT_WORTH_LOADING, self._num_not_loaded),
             stores=self._copies(index, CopyKind.OFFLOAD, HOST_FULL, index.num_without_room),
             prefetches=CopyStats(
                 num_wanted=index.num_prefetches_wanted + self._not_fetched.total(),

@@ -104,7 +104,7 @@ class Drafting:
     def take(self, rows: NDArray[np.int64]) -> list[DraftUse | None]:
         """Returns all drafts of each row's request (int64 ``[n]``) for its next report; None where they have not changed."""
         news: list[DraftUse | None] = [None] * rows.size
-        fresh = self._rows.take_draft_news(rows)
+        fresh = self._rows.take_changed_drafts(rows)
         if fresh.size:
             for index, counts in zip(fresh.tolist(), self._rows.draft_use[rows[fresh]].tolist(), strict=True):
                 news[index] = _use(counts)

@@ -60,7 +60,7 @@ class Executor:
             self._stream.wait_stream(torch.cuda.current_stream(rows.device))  # weights, pool and rows were made there
         needs_thread = threaded or self._stream is not None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hiserve-executor") if needs_thread else None
-        self._verdicts: Counter[tuple[Action, Reason]] = Counter()
+        self._decisions: Counter[tuple[Action, Reason]] = Counter()
         self._is_replay = False  # of the step that is launched now
         self._last: tuple[int, Decision | None] = 0, None
 
@@ -75,7 +75,7 @@ class Executor:
             return self._thread.submit(self._run, plan, masks)
         done: Future[StepResult] = Future()
         try:
-            launched = self._run(plan, masks) if self._thread is None else self._contained(plan, masks, self._launch)
+            launched = self._run(plan, masks) if self._thread is None else self._catch_faults(plan, masks, self._launch)
             if not isinstance(launched, StepResult):
                 assert self._thread is not None, f"step {plan.step_id} was launched without a thread to wait for it"
                 return self._thread.submit(_collect, plan, *launched)
@@ -124,7 +124,7 @@ class Executor:
     def gate_counts(self) -> GateCounts:
         """Returns the gate's decisions until now: decision -> reason -> steps."""
         counts: GateCounts = {}
-        for (action, reason), count in dict(self._verdicts).items():  # a copy: steps may run in another thread
+        for (action, reason), count in dict(self._decisions).items():  # a copy: steps may run in another thread
             counts.setdefault(action.value, {})[reason.value] = count
         return counts
 
@@ -134,7 +134,7 @@ class Executor:
         if decision is None:
             return step_id, ""
         graph = f" of {decision.bucket}" if decision.bucket else ""
-        loads = f" behind loads {decision.loads}" if decision.loads else ""
+        loads = f" after loads {decision.loads}" if decision.loads else ""
         return step_id, f"{decision.action.value}{graph}: {decision.reason.value} {decision.sampling}{loads}".strip()
 
     def clear_store(self) -> None:
@@ -156,9 +156,9 @@ class Executor:
             self._tier_transfers.close()
 
     def _run(self, plan: BatchPlan, masks: MaskPlan | None) -> StepResult:
-        return self._contained(plan, masks, self._compute)
+        return self._catch_faults(plan, masks, self._compute)
 
-    def _contained(
+    def _catch_faults(
         self, plan: BatchPlan, masks: MaskPlan | None, work: Callable[[BatchPlan, MaskPlan | None], T]
     ) -> T | StepResult:
         """Does a step. If memory runs out, frees the memory of the step; its rows must be admitted anew."""
@@ -265,7 +265,7 @@ class Executor:
         runners, tier_transfers = self._runners, self._tier_transfers
         loads = PendingLoads() if tier_transfers is None else tier_transfers.loads
         decision = admit(plan, loads, runners.coverage, runners.facts(plan), has_moved=self._rows.has_moved)
-        self._verdicts[decision.action, decision.reason] += 1
+        self._decisions[decision.action, decision.reason] += 1
         self._last = plan.step_id, decision
         if decision.action is Action.DEFER:
             return self._nothing(deferred=decision.reason.value)

@@ -65,7 +65,7 @@ STEPS: dict[str, dict[int, CheckedRow]] = {
 }
 GRAPHS = {"prefill": "piecewise", "decode": "decode", "verify": "verify", "mixed": "mixed"}
 WHOLE = ("decode", "verify")
-_ASKED, _GRABBED = "allocation.all.allocated", "num_device_alloc"  # counts of torch's allocator
+_NUM_ALLOCATED, _NUM_FROM_DRIVER = "allocation.all.allocated", "num_device_alloc"  # counts of torch's allocator
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,14 +180,16 @@ class CheckedEngine:
         parts = STEPS[kind]
         for _ in range(NUM_WARM):
             self._run(parts)
-        before, grabbed = self.executor.gate_counts(), _num_grabbed(self._rows.device)
+        before, num_before = self.executor.gate_counts(), _num_driver_allocations(self._rows.device)
         try:
             result = self._run(parts, is_guarded=True)
         except RuntimeError as error:
-            problems.append(f"does not run: {_place(error)}")
+            problems.append(f"does not run: {_location(error)}")
             result = self._run(parts)
-        allocations = float(_num_grabbed(self._rows.device) - grabbed)  # before the comparison, which takes some too
-        ran = _news(before, self.executor.gate_counts())
+        allocations = float(
+            _num_driver_allocations(self._rows.device) - num_before
+        )  # before the comparison, which takes some too
+        ran = _decisions_since(before, self.executor.gate_counts())
         graphs = GRAPHS[kind]
         if graphs == "mixed" and self.runners.coverage.mixed is None:  # the backend has nothing for them
             graphs = "piecewise"
@@ -254,12 +256,12 @@ class CheckedEngine:
     def _num_allocated(self, parts: Mapping[int, CheckedRow]) -> float:
         """Goes on from a step, and returns how often each of the next ones asks the allocator for memory."""
         parts, result = dict(parts), self._run(parts)
-        before = torch.cuda.memory_stats()[_ASKED]
+        before = torch.cuda.memory_stats()[_NUM_ALLOCATED]
         for _ in range(NUM_STEADY):
             for (row, part), count in zip(parts.items(), result.counts.tolist(), strict=True):
                 parts[row] = part._replace(computed=part.computed + count, known=part.known + count)
             result = self.executor.submit(self._plan(parts, is_new=False)).result()
-        return float((torch.cuda.memory_stats()[_ASKED] - before) / NUM_STEADY)
+        return float((torch.cuda.memory_stats()[_NUM_ALLOCATED] - before) / NUM_STEADY)
 
     def _difference(self, eager: CheckedEngine, parts: Mapping[int, CheckedRow]) -> float:
         """Compares the keys and values that a step writes, and what drafts behind it, with the eager step's."""
@@ -292,22 +294,22 @@ def _no_sync() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def _num_grabbed(device: torch.device) -> int:
+def _num_driver_allocations(device: torch.device) -> int:
     """Returns how often the allocator has asked the driver for memory."""
-    return torch.cuda.memory_stats()[_GRABBED] if device.type == "cuda" else 0
+    return torch.cuda.memory_stats()[_NUM_FROM_DRIVER] if device.type == "cuda" else 0
 
 
-def _news(before: GateCounts, now: GateCounts) -> str:
-    """Returns the verdicts and reasons that came up since."""
+def _decisions_since(before: GateCounts, now: GateCounts) -> str:
+    """Returns the decisions and reasons that came up since."""
     return ", ".join(
-        f"{verdict}/{reason}"
-        for verdict, reasons in now.items()
+        f"{decision}/{reason}"
+        for decision, reasons in now.items()
         for reason, count in reasons.items()
-        if count > before.get(verdict, {}).get(reason, 0)
+        if count > before.get(decision, {}).get(reason, 0)
     )
 
 
-def _place(error: RuntimeError) -> str:
+def _location(error: RuntimeError) -> str:
     """Says where in the package it came from."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "hiserve" in Path(frame.filename).parts]
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}, {frames[-1].line}" if frames else "elsewhere"

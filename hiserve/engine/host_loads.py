@@ -24,7 +24,7 @@ MIN_OFFLOADED_PAGES, MAX_OFFLOADS, NODES_PER_OFFLOAD, PAGES_PER_OFFLOAD = 64, 4,
 PAGES_PER_SAVE = 16  # pages that the next steps would evict are offloaded in more copies, the longer the step
 DECAY = 0.9  # weight of earlier measurements, at each new one
 MIN_MEASUREMENTS = 4  # of each kind before they count
-MAX_LEFT = 32  # requests that computed the pages of a tier, before copies from it are measured anew
+MAX_SKIPPED = 32  # requests that computed the pages of a tier, before copies from it are measured anew
 
 
 class LinearFit:
@@ -66,17 +66,17 @@ class TransferCost:
 
     def __init__(self) -> None:
         self._line = LinearFit()
-        self._num_left = 0
+        self._num_skipped = 0
 
     def add(self, num_tokens: int, seconds: float) -> None:
         """Takes in a measurement."""
         self._line.add(num_tokens, seconds)
 
-    def leave(self) -> None:
+    def skip(self) -> None:
         """A request computes its tokens instead. Without transfers nothing shows that a stall has passed."""
-        self._num_left += 1
-        if self._num_left == MAX_LEFT:
-            self._num_left = 0
+        self._num_skipped += 1
+        if self._num_skipped == MAX_SKIPPED:
+            self._num_skipped = 0
             self._line = LinearFit()
 
     def fit(self) -> tuple[float, float] | None:
@@ -125,17 +125,17 @@ class LoadCostModel:
         """A load of so many tokens took so long, its waits not counted."""
         self._loads.add(num_tokens, seconds)
 
-    def leave(self) -> None:
+    def skip_load(self) -> None:
         """Notes a request that computes pages of the host."""
-        self._loads.leave()
+        self._loads.skip()
 
     def end_fetch(self, num_tokens: int, seconds: float) -> None:
         """A prefetch of so many tokens took so long, its waits not counted."""
         self._fetches.add(num_tokens, seconds)
 
-    def leave_fetch(self) -> None:
+    def skip_fetch(self) -> None:
         """Notes a request that computes pages of the store."""
-        self._fetches.leave()
+        self._fetches.skip()
 
     def is_worth_loading(self, num_tokens: int, num_before: int) -> bool:
         """Whether loading these tokens is faster than computing them.

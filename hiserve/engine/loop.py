@@ -141,7 +141,7 @@ class Engine:
         shares_prefixes: Requests of one namespace reuse each other's prefixes.
         kv_events: Publishes the cache's events after each step; closed with the engine.
         timer: Estimates when the step in flight ends; by the monotonic clock if None.
-        has_heirs: Pages on slower tiers outlive this process.
+        has_persistent_tiers: Pages on slower tiers outlive this process.
     """
 
     def __init__(
@@ -154,10 +154,10 @@ class Engine:
         shares_prefixes: bool = True,
         kv_events: KvEventSender | None = None,
         timer: StepTimer | None = None,
-        has_heirs: bool = False,
+        has_persistent_tiers: bool = False,
     ) -> None:
         self.facts = facts
-        self._has_heirs = has_heirs
+        self._has_persistent_tiers = has_persistent_tiers
         self._shares_prefixes = shares_prefixes
         self._planner = planner
         self._executor = executor
@@ -278,7 +278,7 @@ class Engine:
     @property
     def is_copying(self) -> bool:
         """Whether pages that outlive this process are on their way to slower tiers, or wait for it."""
-        return self._has_heirs and self._is_consistent and self._planner.is_copying
+        return self._has_persistent_tiers and self._is_consistent and self._planner.is_copying
 
     def finish_copies(self, timeout_s: float) -> None:
         """Steps until every page is on its slower tiers, or the time is over."""

@@ -116,7 +116,7 @@ class OomRecovery:
             if request.num_undone <= (MAX_UNDONE if can_shrink else MAX_SMALLEST):
                 again.append(request)
             else:
-                failed.append((request, _last_words(request, fault, num_tokens)))
+                failed.append((request, _failure_message(request, fault, num_tokens)))
         logger.warning(
             "a step failed (%s, requests: %d, tokens: %d): %s. Steps have at most %d tokens now; requests that ended: %d",
             fault.kind,
@@ -141,7 +141,7 @@ class OomRecovery:
         logger.warning("%d requests compute what could not be loaded from the host", num_rows)
 
 
-def _last_words(request: Request, fault: StepFault, num_tokens: int) -> str:
+def _failure_message(request: Request, fault: StepFault, num_tokens: int) -> str:
     what = fault.kind.replace("_", " ")
     return (
         f"the engine ran {what} in {request.num_undone} steps of request {request.uid}, the last of {num_tokens} tokens: "

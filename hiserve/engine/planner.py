@@ -116,7 +116,7 @@ class Planner:
         self._max_len = max_len
         self._oom_recovery = OomRecovery(max_batched_tokens)
         self._backoff = self._oom_recovery.backoff
-        self._admitter = Admission(
+        self._admission = Admission(
             waiting=self._waiting,
             cache=cache,
             rows=self._rows,
@@ -207,7 +207,7 @@ class Planner:
             step_faults=dict(self._oom_recovery.counts),
             cache=counts,
             drafts=self._drafting.stats(),
-            **self._admitter.counters,
+            **self._admission.counters,
             **self._counters,
         )
 
@@ -233,7 +233,7 @@ class Planner:
         admit: list[RowAdmit] = []
         if len(self._waiting):
             num_to_score = MAX_SCORED_TOKENS - int(allocation.num_scored.sum())
-            admit, starting, chunks = self._admitter.plan(
+            admit, starting, chunks = self._admission.plan(
                 self._backoff.num_tokens - int(allocation.num_new.sum()), num_to_score
             )
             rows, allocation = np.concatenate((rows, starting)), allocation.join(chunks)

@@ -97,7 +97,7 @@ class RowState:
         self._released: list[int] = []
         self._num_admitted = 0
         self._cached: dict[int, CacheUse] = {}  # not reported yet
-        self._has_draft_news = np.zeros(count, dtype=np.bool_)
+        self._has_new_draft_use = np.zeros(count, dtype=np.bool_)
         self._score_end = np.zeros(count, dtype=np.int32)  # a wanted prompt score follows each position below it
         self._num_scoring = 0  # rows with a ``_score_end``
         self._eos = eos_token_ids
@@ -132,7 +132,7 @@ class RowState:
         self.drafted[row] = 0
         self.max_draft[row] = request.sampling.most_drafts(self._num_ahead)
         self.draft_use[row] = 0 if request.draft_use is None else request.draft_use
-        self._has_draft_news[row] = self._num_ahead > 0
+        self._has_new_draft_use[row] = self._num_ahead > 0
         self.source[row] = SOURCES.index(request.source)
         logprobs = request.sampling.logprobs
         self.num_top[row] = -1 if logprobs is None else logprobs
@@ -309,7 +309,7 @@ class RowState:
     def add_draft_use(self, rows: Int64Array, use: Int32Array) -> None:
         """Adds what rows (int64 ``[n]``, each once) did with drafts: int32 ``[n, 2 + num_ahead]``."""
         self.draft_use[rows] += use
-        self._has_draft_news[rows] = True
+        self._has_new_draft_use[rows] = True
 
     # --- questions ------------------------------------------------------------------------------
 
@@ -343,11 +343,11 @@ class RowState:
             return [None] * rows.size
         return [self._cached.pop(row, None) for row in rows.tolist()]
 
-    def take_draft_news(self, rows: Int64Array) -> Int64Array:
+    def take_changed_drafts(self, rows: Int64Array) -> Int64Array:
         """Returns the indices into ``rows`` (int64 ``[n]``) whose ``draft_use`` changed since the last call."""
-        fresh = np.flatnonzero(self._has_draft_news[rows])
+        fresh = np.flatnonzero(self._has_new_draft_use[rows])
         if fresh.size:
-            self._has_draft_news[rows[fresh]] = False
+            self._has_new_draft_use[rows[fresh]] = False
         return fresh
 
     def num_pages_for(self, num_known: NDArray[np.integer]) -> NDArray[np.integer]:

@@ -20,7 +20,7 @@ FIRST_PAGES_S = 5.0  # after the start: a host that has no page ready by then ha
 MAX_PAGES = 256  # of one prefetch: a longer prefix comes in parts, which can be used as they arrive
 TOO_LATE = "too_late"  # a reason, beside those of ``cache_stats``
 STALL_S = 5.0  # at the end, uploads to a store that has not answered for so long are given up
-PATIENCE_S = 2.0  # copies older than this are no work: an idle worker stops polling for them
+POLL_S = 2.0  # copies older than this are no work: an idle worker stops polling for them
 
 
 @dataclass(slots=True, eq=False)
@@ -88,12 +88,12 @@ class StorePrefetcher:
         self._cache_counters = cache_counters
         self._costs = costs
         self._has_store = policy is not None
-        self._weighs = policy == "timeout"
+        self._compares_costs = policy == "timeout"
         self._max_wait_s = {"best_effort": 0.0, "wait": MAX_WAIT_S, "timeout": timeout_s}[policy or "best_effort"]
         self._clock = clock
-        self._wants: dict[int, _PrefetchRequest] = {}
-        self._to_ask: dict[int, _PrefetchRequest] = {}
-        self._asked: dict[int, _PrefetchRequest] = {}
+        self._prefetches: dict[int, _PrefetchRequest] = {}
+        self._to_look_up: dict[int, _PrefetchRequest] = {}
+        self._looking_up: dict[int, _PrefetchRequest] = {}
         self._open: dict[int, _PendingCopy] = {}
         self._began_s = clock()
         self._answered_s = 0.0
@@ -104,7 +104,7 @@ class StorePrefetcher:
         if self._cache.has_uploads:
             return True
         oldest = next(iter(self._open.values()), None)
-        return oldest is not None and self._clock() - oldest.since < PATIENCE_S
+        return oldest is not None and self._clock() - oldest.since < POLL_S
 
     @property
     def is_uploading(self) -> bool:
@@ -121,16 +121,16 @@ class StorePrefetcher:
         num_cached, digests = self._cache.missing(request.tenant, request.prefix_key)
         if not digests:
             return
-        wanted = self._wants[request.uid] = _PrefetchRequest(request, self._clock(), num_cached, digests)
-        if self._is_behind():
+        wanted = self._prefetches[request.uid] = _PrefetchRequest(request, self._clock(), num_cached, digests)
+        if self._has_late_answer():
             self._cache_counters.not_fetched(len(digests), "store_behind")
             wanted.is_over = True
         else:
-            self._to_ask[request.uid] = wanted
+            self._to_look_up[request.uid] = wanted
 
     def is_awaited(self, request: Request) -> bool:
         """Whether a request waits because its prefix may still come from the store."""
-        wanted = self._wants.get(request.uid)
+        wanted = self._prefetches.get(request.uid)
         if wanted is None or wanted.is_over:
             return False
         if self._clock() - wanted.since < self._max_wait_s:
@@ -142,7 +142,7 @@ class StorePrefetcher:
 
     def num_stored_tokens(self, uid: int) -> int:
         """Returns how many tokens came for a request while it waited."""
-        wanted = self._wants.get(uid)
+        wanted = self._prefetches.get(uid)
         return 0 if wanted is None else wanted.num_arrived * self._cache.page_size
 
     def may_have_more(self, uid: int, num_tokens: int) -> bool:
@@ -150,21 +150,21 @@ class StorePrefetcher:
 
         A request that cannot be helped in time is let go without it.
         """
-        wanted = self._wants.get(uid)
+        wanted = self._prefetches.get(uid)
         return wanted is not None and (not wanted.has_answer or num_tokens < wanted.end * self._cache.page_size)
 
     def drop(self, uid: int) -> None:
         """Forgets a request that was admitted or aborted."""
-        wanted = self._wants.pop(uid, None)
+        wanted = self._prefetches.pop(uid, None)
         if wanted is not None and not wanted.is_over:
             self._give_up(wanted, TOO_LATE)
 
     def take(self) -> tuple[tuple[StoreLookup, ...], tuple[PageCopy, ...]]:
         """Returns the lookups and copies for the next plan."""
         lookups: list[StoreLookup] = []
-        while self._to_ask and len(self._asked) < MAX_LOOKUPS:
-            uid = next(iter(self._to_ask))
-            wanted = self._asked[uid] = self._to_ask.pop(uid)
+        while self._to_look_up and len(self._looking_up) < MAX_LOOKUPS:
+            uid = next(iter(self._to_look_up))
+            wanted = self._looking_up[uid] = self._to_look_up.pop(uid)
             lookups.append(StoreLookup(uid, wanted.digests))
         uploads, stages = self._cache.begin_uploads()
         copies = [self._order(upload, CopyKind.UPLOAD) for upload in uploads] + stages
@@ -174,7 +174,7 @@ class StorePrefetcher:
     def found(self, answers: Sequence[tuple[int, int]]) -> None:
         """Takes the answers of lookups: (uid, pages) that the store has."""
         for uid, num_pages in answers:
-            wanted = self._asked.pop(uid)
+            wanted = self._looking_up.pop(uid)
             wanted.end, wanted.has_answer = wanted.num_cached + num_pages, True
             if wanted.is_over:
                 self._cache_counters.not_fetched(num_pages, TOO_LATE)
@@ -200,23 +200,23 @@ class StorePrefetcher:
     def _end_prefetch(self, order: _PendingCopy, ack: CopyAck) -> None:
         if ack.num_pages:
             self._costs.end_fetch(ack.num_pages * self._cache.page_size, ack.seconds)
-        for wanted in self._wants.values():
+        for wanted in self._prefetches.values():
             if wanted.op == ack.op:
                 wanted.op = 0
                 self._note_arrived(wanted)
                 wanted.is_over |= wanted is order.wanted and not ack.is_ok
 
-    def _is_behind(self) -> bool:
+    def _has_late_answer(self) -> bool:
         """Whether an answer of the store is out that is too late for its request."""
-        wants = [*self._asked.values(), *(order.wanted for order in self._open.values())]
-        return any(wanted is not None and wanted.is_late for wanted in wants)
+        prefetches = [*self._looking_up.values(), *(order.wanted for order in self._open.values())]
+        return any(wanted is not None and wanted.is_late for wanted in prefetches)
 
     def _begin_fetches(self) -> list[PageCopy]:
         """Begins to fetch what requests wait for, and gives up what cannot be here in time."""
         sizes = [order.copy.host_pages.size for order in self._open.values() if order.copy.kind is CopyKind.PREFETCH]
         num_open, num_before = len(sizes), sum(sizes)
         copies: list[PageCopy] = []
-        for wanted in self._wants.values():
+        for wanted in self._prefetches.values():
             if not wanted.end or wanted.op or wanted.is_over:
                 continue
             num_wanted = min(wanted.end - wanted.num_cached - wanted.num_arrived, MAX_PAGES)
@@ -224,7 +224,7 @@ class StorePrefetcher:
             if num_wanted <= 0:
                 wanted.is_over = True
             elif not num_pages:
-                self._costs.leave_fetch()
+                self._costs.skip_fetch()
                 self._give_up(wanted, reason)
             elif num_open < MAX_PREFETCHES:
                 copy = self._fetch(wanted, num_pages)
@@ -243,7 +243,7 @@ class StorePrefetcher:
         num_tokens = self._costs.num_in_time(num_pages * page_size, num_before * page_size, wait_s)
         if num_tokens < page_size:
             return 0, TOO_LATE
-        if self._weighs and not self._costs.is_worth_fetching(num_tokens, num_before * page_size):
+        if self._compares_costs and not self._costs.is_worth_fetching(num_tokens, num_before * page_size):
             return 0, MissReason.NOT_WORTH_LOADING
         return num_tokens // page_size, ""
 
@@ -271,9 +271,9 @@ class StorePrefetcher:
         wanted.op = begun.op
         return self._order(begun, CopyKind.PREFETCH, wanted)
 
-    def _order(self, what: RunOp, kind: CopyKind, wanted: _PrefetchRequest | None = None) -> PageCopy:
-        copy = PageCopy(what.op, kind, NO_PAGES, what.run.pages, 0, what.run)
-        self._open[what.op] = _PendingCopy(copy, self._clock(), wanted)
+    def _order(self, begun: RunOp, kind: CopyKind, wanted: _PrefetchRequest | None = None) -> PageCopy:
+        copy = PageCopy(begun.op, kind, NO_PAGES, begun.run.pages, 0, begun.run)
+        self._open[begun.op] = _PendingCopy(copy, self._clock(), wanted)
         return copy
 
     def _note_arrived(self, wanted: _PrefetchRequest) -> int:
@@ -286,12 +286,12 @@ class StorePrefetcher:
     def _give_up(self, wanted: _PrefetchRequest, reason: str) -> None:
         """Aborts a prefetch for this request alone, and counts the pages that were not begun."""
         wanted.is_over = True
-        self._to_ask.pop(wanted.request.uid, None)
+        self._to_look_up.pop(wanted.request.uid, None)
         op, wanted.op = wanted.op, 0
         if wanted.end:
             num_here = self._note_arrived(wanted)
             order = self._open.get(op)
             num_coming = order.copy.host_pages.size if order is not None else 0
             self._cache_counters.not_fetched(max(0, wanted.end - num_here - num_coming), reason)
-        if op and not any(other.op == op for other in self._wants.values()):
+        if op and not any(other.op == op for other in self._prefetches.values()):
             self._cache.abort_prefetch(op)

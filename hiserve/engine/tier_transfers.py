@@ -95,16 +95,16 @@ class TierTransfers:
     Args:
         transfers: Copies pages between device and host.
         host: Where pages lie on the host.
-        beyond: Copies pages between the host and a store, if there is one.
+        store: Copies pages between the host and a store, if there is one.
         linger_s: Seconds that ``close`` may wait for checksums of host pages: a page without one is not recovered.
     """
 
     def __init__(
-        self, transfers: TransferEngine, host: HostPool, beyond: StoreTransfers | None = None, *, linger_s: float = 0.0
+        self, transfers: TransferEngine, host: HostPool, store: StoreTransfers | None = None, *, linger_s: float = 0.0
     ) -> None:
         self._transfers = transfers
         self._host = host
-        self._beyond = beyond
+        self._store = store
         self._linger_s = linger_s
         self._open_loads: set[int] = set()
         self._failed_loads: deque[int] = deque(maxlen=MAX_FAILED)
@@ -132,11 +132,11 @@ class TierTransfers:
             if copy.kind in DEVICE_KINDS:
                 self._transfers.start(copy, by_layer=copy.op in plan.waits)
             else:
-                assert self._beyond is not None, f"copy {copy.op} without a store"
-                self._beyond.start(copy)
+                assert self._store is not None, f"copy {copy.op} without a store"
+                self._store.start(copy)
         for lookup in plan.lookups:
-            assert self._beyond is not None, f"request {lookup.uid} asks a store that is not there"
-            self._beyond.look_up(lookup)
+            assert self._store is not None, f"request {lookup.uid} asks a store that is not there"
+            self._store.look_up(lookup)
 
     def wait(self, loads: tuple[int, ...], layer: int | None = None) -> None:
         """Makes the next launch wait for loads that were started, or for their part of one layer."""
@@ -158,7 +158,7 @@ class TierTransfers:
 
     def take_acks(self, wait_s: float) -> list[CopyAck]:
         """Returns the copies that have ended since the last call; waits up to ``wait_s`` seconds for one."""
-        ended = [] if self._beyond is None else self._beyond.poll()
+        ended = [] if self._store is None else self._store.poll()
         acks = self._transfers.poll(0.0 if ended else wait_s)
         for ack in acks:
             if ack.op in self._open_loads:
@@ -169,21 +169,21 @@ class TierTransfers:
 
     def take_found(self) -> list[tuple[int, int]]:
         """Returns (uid, pages) of the lookups that were answered since the last call."""
-        return [] if self._beyond is None else self._beyond.take_found()
+        return [] if self._store is None else self._store.take_found()
 
     def store_stats(self) -> StoreStats | None:
         """Returns the store's counts; None without one."""
-        return None if self._beyond is None else self._beyond.stats()
+        return None if self._store is None else self._store.stats()
 
     def clear_store(self) -> None:
         """Begins to empty the store."""
-        assert self._beyond is not None, "there is no store to empty"
-        self._beyond.clear()
+        assert self._store is not None, "there is no store to empty"
+        self._store.clear()
 
     def close(self) -> None:
         """Ends the copies and frees all resources."""
         self._transfers.close()
-        if self._beyond is not None:
-            self._beyond.close()
+        if self._store is not None:
+            self._store.close()
         self._host.wait_checksums(self._linger_s)
         self._host.close()

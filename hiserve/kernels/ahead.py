@@ -48,17 +48,17 @@ def compiled_side_by_side(num_threads: int) -> Iterator[list[str]]:
     The values that the body computes are meaningless. Compilers work without the GIL. Compiled kernels are in Triton's
     caches, of the process and on disk. A kernel that cannot be compiled is skipped; its first launch raises the error.
     """
-    launch, ours, told = JITFunction.run, threading.get_ident(), knobs.compilation.listener
+    launch, this_thread, listener = JITFunction.run, threading.get_ident(), knobs.compilation.listener
     compiled: list[str] = []
 
     def note(*, src: Any, cache_hit: bool, **more: Any) -> None:
         if not cache_hit:
             compiled.append(src.name)
-        if told is not None:
-            told(src=src, cache_hit=cache_hit, **more)
+        if listener is not None:
+            listener(src=src, cache_hit=cache_hit, **more)
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **settings: Any) -> Any:
-        if threading.get_ident() != ours:
+        if threading.get_ident() != this_thread:
             return launch(kernel, *args, grid=grid, warmup=warmup, **settings)
         made = launch(kernel, *args, grid=grid, warmup=True, **settings)
         future = getattr(made, "future", None)
@@ -72,4 +72,4 @@ def compiled_side_by_side(num_threads: int) -> Iterator[list[str]]:
             with triton.AsyncCompileMode(threads, ignore_errors=True), _Zeros():  # type: ignore[no-untyped-call]
                 yield compiled
         finally:
-            JITFunction.run, knobs.compilation.listener = launch, told
+            JITFunction.run, knobs.compilation.listener = launch, listener

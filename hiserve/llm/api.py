@@ -67,7 +67,7 @@ class LLM:
         **config: Any option of ``hiserve.config``, for example ``page_size=16``.
 
     Attributes:
-        config: The settings.
+        settings: As resolved; see ``hiserve config``.
         tokenizer: The model's.
         default_sampling: What calls without sampling parameters use; see ``--sampling-defaults``.
 
@@ -88,12 +88,12 @@ class LLM:
                 param="devices",
             )
         launch.log()
-        self.config = launch.identified()
-        self._frontend = load_frontend(self.config.model, launch.folder, launch.model)
+        self.settings = launch.identified()
+        self._frontend = load_frontend(self.settings.model, launch.folder, launch.model)
         self.tokenizer, self.default_sampling = self._frontend.tokenizer, self._frontend.default_sampling
         self._vocab_size = launch.model.vocab_size
         self._is_closed = False
-        self._backend: OfflineBackend = InProcess(self.config) if in_process else Processes(self.config)
+        self._backend: OfflineBackend = InProcess(self.settings) if in_process else Processes(self.settings)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
@@ -262,11 +262,11 @@ class LLM:
             RequestError: A token id, or speculation.
         """
         sampling.check_vocabulary(self._vocab_size)
-        sampling.check_spec(self.config.spec.tiers[-1])
+        sampling.check_spec(self.settings.spec.tiers[-1])
         return sampling
 
     def _check_length(self, num_tokens: int, param: str) -> None:
-        max_len = self.config.model.max_model_len
+        max_len = self.settings.model.max_model_len
         if not num_tokens:
             raise RequestError(f"the {param} is empty; give at least one token.", param=param)
         if num_tokens >= max_len:

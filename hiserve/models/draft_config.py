@@ -302,20 +302,20 @@ def read_draft(config: Options, folder: Path, model: ModelConfig) -> DraftConfig
         ConfigError: There is no such proposer.
         ModelError: The checkpoint cannot be used, or does not fit the model.
     """
-    asked = config.spec.spec
-    name, _, source = asked.partition(":")
-    if asked in ("off", "ngram"):
+    spec = config.spec.spec
+    name, _, source = spec.partition(":")
+    if spec in ("off", "ngram"):
         return None
-    if asked == "auto":
+    if spec == "auto":
         if config.model.load_format == "dummy":
             return None  # a head cannot predict dummy weights
         bundled: DraftKind | None = "mtp" if model.num_mtp_layers else None
         if (folder / "eagle3" / "config.json").is_file():
             bundled = "eagle3"
         return None if bundled is None else find_draft(bundled, None, folder, model)
-    if name not in _KINDS or (":" in asked and not source) or (name == "draft" and not source):
+    if name not in _KINDS or (":" in spec and not source) or (name == "draft" and not source):
         raise ConfigError(
-            f"--spec is {asked!r}. Use off, auto, ngram, eagle3, mtp, eagle3:PATH, mtp:PATH or draft:PATH.",
+            f"--spec is {spec!r}. Use off, auto, ngram, eagle3, mtp, eagle3:PATH, mtp:PATH or draft:PATH.",
             param="spec",
         )
     return find_draft(_KINDS[name], source or None, folder, model)

@@ -13,7 +13,7 @@ HeadKind = Literal["eagle3", "mtp"]
 
 
 class DraftFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint format. Names may contain ``{behind}``, the number of layers of the head's model.
+    """A checkpoint format. Names may contain ``{num_layers}``, the number of layers of the head's model.
 
     Attributes:
         title: Its name in messages.
@@ -79,15 +79,15 @@ _SPECULATORS = msgspec.structs.replace(
 _DEEPSEEK = DraftFormat(
     title="MTP in DeepSeek's naming",
     kind="mtp",
-    layer="model.layers.{behind}.",
+    layer="model.layers.{num_layers}.",
     names={
-        "embedding_norm": "model.layers.{behind}.enorm.weight",
-        "state_norm": "model.layers.{behind}.hnorm.weight",
-        "join": "model.layers.{behind}.eh_proj.weight",
-        "norm": "model.layers.{behind}.shared_head.norm.weight",
+        "embedding_norm": "model.layers.{num_layers}.enorm.weight",
+        "state_norm": "model.layers.{num_layers}.hnorm.weight",
+        "join": "model.layers.{num_layers}.eh_proj.weight",
+        "norm": "model.layers.{num_layers}.shared_head.norm.weight",
     },
     carries_normed=True,
-    ignored=("model.layers.{behind}.embed_tokens.weight", "model.layers.{behind}.shared_head.head.weight"),
+    ignored=("model.layers.{num_layers}.embed_tokens.weight", "model.layers.{num_layers}.shared_head.head.weight"),
 )
 _MIMO = DraftFormat(
     title="MTP of MiMo",
@@ -148,7 +148,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 
     def named(self, name: str) -> str:
         """Returns a name as it is in the checkpoint."""
-        return name.replace("{behind}", str(self.target_layers))
+        return name.replace("{num_layers}", str(self.target_layers))
 
     @property
     def ignored(self) -> frozenset[str]:

@@ -65,8 +65,8 @@ def parameter_table(
 
 def bundled_prefixes(config: ModelConfig) -> tuple[str, ...]:
     """Returns name prefixes of draft heads' tensors in the model's own files, which are not layers of the model."""
-    behind = range(config.num_layers, config.num_layers + config.num_mtp_layers)
-    return (*(f"model.layers.{layer}." for layer in behind), *(f"model.mtp_layers.{i}." for i in range(len(behind))))
+    extra = range(config.num_layers, config.num_layers + config.num_mtp_layers)
+    return (*(f"model.layers.{layer}." for layer in extra), *(f"model.mtp_layers.{i}." for i in range(len(extra))))
 
 
 def layer_table(

@@ -157,8 +157,8 @@ def draw(
     assert drawing is not Drawing.ANY, "there is more to do"
     if drawing is Drawing.GREEDY:
         return rows.ops.greedy(logits, masks)
-    temperature, seed, choice = rows.sampling.free_draws(_owners(inputs))
-    return rows.ops.draw_free(logits, temperature, seed, choice, _places(inputs), temperature > 0, masks)
+    temperature, seed, choice = rows.sampling.free_draws(_drawing_rows(inputs))
+    return rows.ops.draw_free(logits, temperature, seed, choice, _positions(inputs), temperature > 0, masks)
 
 
 def _draw_any(
@@ -166,11 +166,11 @@ def _draw_any(
 ) -> Tensor:
     """Draws a slice of rows at a time: it needs many times the memory of the logits, of which drafts add more."""
     tokens = rows.tokens.narrow(1, 0, inputs.forward.max_kv_len)
-    host_rows, owners, places = np.repeat(host_rows, inputs.width), _owners(inputs), _places(inputs)
+    host_rows, drawing_rows, positions = np.repeat(host_rows, inputs.width), _drawing_rows(inputs), _positions(inputs)
     drawn = []
     for first in range(0, host_rows.size, DRAWN_SLICE):
         ours = slice(first, first + DRAWN_SLICE)
-        batch = rows.sampling.gather(host_rows=host_rows[ours], rows=owners[ours], position=places[ours], tokens=tokens)
+        batch = rows.sampling.gather(host_rows=host_rows[ours], rows=drawing_rows[ours], position=positions[ours], tokens=tokens)
         drawn.append(sample(logits[ours], replace(batch, masks=_part(masks, ours))))
     return torch.cat(drawn) if len(drawn) > 1 else drawn[0]
 
@@ -179,12 +179,12 @@ def _part(masks: TokenMasks | None, which: slice) -> TokenMasks | None:
     return None if masks is None else replace(masks, entries=masks.entries[which])
 
 
-def _owners(inputs: StepInputs) -> Tensor:
+def _drawing_rows(inputs: StepInputs) -> Tensor:
     """Returns the row of each token to draw, int64 ``[S * width]``."""
     return inputs.rows.index_select(0, inputs.sampling)[:, None].expand(-1, inputs.width).reshape(-1)
 
 
-def _places(inputs: StepInputs) -> Tensor:
+def _positions(inputs: StepInputs) -> Tensor:
     """Returns the absolute position of each token to draw, int64 ``[S * width]``."""
     num_draft = inputs.num_draft.index_select(0, inputs.sampling)[:, None]
     first = inputs.forward.kv_lens.index_select(0, inputs.sampling)[:, None] - num_draft
@@ -243,14 +243,14 @@ def read_output(plan: BatchPlan, output: DeviceOutput, words: Int32Array) -> Ste
         nothing = np.empty(0, dtype=np.int32)
         return StepResult(plan.step_id, counts=nothing, tokens=nothing[:, None], deferred=output.deferred)
     num_rows, num_sampling, width = output.num_rows, output.num_sampling, output.width
-    legal, counts, tokens, rest = np.split(words, np.cumsum((num_rows, num_sampling, num_sampling * width)))
+    legal, counts, tokens, packed = np.split(words, np.cumsum((num_rows, num_sampling, num_sampling * width)))
     legal, counts = legal[: plan.rows.size] != 0, counts[: plan.samples.sum()]
     scores = prompt_scores = None
     if output.num_top is not None:
         num_words = num_sampling * width * (1 + 2 * output.num_top)
-        scores, rest = Scores.unpack(rest[:num_words].tobytes(), output.num_top), rest[num_words:]
+        scores, packed = Scores.unpack(packed[:num_words].tobytes(), output.num_top), packed[num_words:]
     if output.num_prompt_top is not None:
-        prompt_scores = Scores.unpack(rest.tobytes(), output.num_prompt_top)
+        prompt_scores = Scores.unpack(packed.tobytes(), output.num_prompt_top)
     return StepResult(
         step_id=plan.step_id,
         counts=counts,

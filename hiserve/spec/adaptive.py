@@ -101,17 +101,17 @@ class Times:
         self._factors[bucket, tier] = self._known_factors(bucket)[tier] + rate * _error(seconds, expected)
         self._num_measured[bucket, tier] += 1
 
-    def further(self, num_rows: int, mean_context: float) -> FloatArray:
+    def extend_s(self, num_rows: int, mean_context: float) -> FloatArray:
         """Returns the seconds of making all drafts of a tier but the first, float64 ``[C]``."""
         bucket = self._costs.bucket(num_rows)
         factor = float(np.exp(self._draft_factors[bucket]))
-        further: FloatArray = factor * self._costs.further(bucket, num_rows * mean_context)
-        return further
+        extend_s: FloatArray = factor * self._costs.extend_s(bucket, num_rows * mean_context)
+        return extend_s
 
-    def add_further(self, num_rows: int, mean_context: float, tier: int, made: int, seconds: float) -> None:
+    def add_extend(self, num_rows: int, mean_context: float, tier: int, made: int, seconds: float) -> None:
         """Records the time of a step that verified a tier of known time, and after which another tier was drafted."""
-        bucket, further = self._costs.bucket(num_rows), self.further(num_rows, mean_context)
-        expected = float(further[made] - further[tier])
+        bucket, extend_s = self._costs.bucket(num_rows), self.extend_s(num_rows, mean_context)
+        expected = float(extend_s[made] - extend_s[tier])
         if not expected:
             return
         took = (seconds - self.expect(num_rows, mean_context)[tier]) / expected
@@ -159,13 +159,13 @@ class DraftController:
     def __init__(self, costs: StepCosts, warm_steps: int | None = None) -> None:
         self._costs = costs
         self._schedule = None if warm_steps is None else HeadSchedule(warm_steps)
-        self._num_rows, self._price = 0, 0.0  # of a trial, for batches of so many rows
+        self._num_rows, self._trial_cost = 0, 0.0  # of a trial, for batches of so many rows
         self._times = Times(costs)
         self._acceptance = Acceptance(costs.max_draft)
         self._tiers = np.array(costs.tiers, np.int64)
         self._credit = np.zeros(len(costs.tiers))  # steps that may be lost to probes
         # By the measured sizes of batches: the best tier of one says little about another.
-        self._kept = [0] * len(costs.rows)
+        self._chosen = [0] * len(costs.rows)
         self._age = [DWELL_STEPS] * len(costs.rows)
         self._bucket = 0
 
@@ -182,7 +182,7 @@ class DraftController:
     @property
     def num_draft(self) -> int:
         """The choice for batches like the last, probes aside."""
-        return self._costs.tiers[self._kept[self._bucket]]
+        return self._costs.tiers[self._chosen[self._bucket]]
 
     @property
     def is_cold(self) -> bool:
@@ -201,13 +201,13 @@ class DraftController:
         if allowed.size != self._num_rows:
             self._num_rows, bucket = allowed.size, self._costs.bucket(allowed.size)
             shares = self._costs.shares(bucket)
-            self._price = schedule.trial_cost(allowed.size, float(shares[0]), float(shares[1]))
+            self._trial_cost = schedule.trial_cost(allowed.size, float(shares[0]), float(shares[1]))
             if bucket != self._bucket:
                 self._bucket = bucket
                 if self._pays(allowed, self._times.expect(allowed.size, 0.0)):  # as far as is known
                     schedule.wake()
                     return False
-        schedule.note_cold(allowed.size, self._price)
+        schedule.note_cold(allowed.size, self._trial_cost)
         return schedule.phase is Phase.COLD
 
     def choose(self, allowed: Int32Array, mean_context: float) -> int:
@@ -239,9 +239,9 @@ class DraftController:
         chosen = self._choose(bucket, allowed, seconds)
         if schedule is not None:
             self._num_rows = 0
-            keep_share = float(self._costs.shares(bucket)[0])
-            if schedule.note_idle(is_idle=not self._pays(allowed, seconds), keep_share=keep_share):
-                self._kept[bucket] = chosen = 0
+            update_share = float(self._costs.shares(bucket)[0])
+            if schedule.note_idle(is_idle=not self._pays(allowed, seconds), update_share=update_share):
+                self._chosen[bucket] = chosen = 0
         return chosen
 
     def _choose(self, bucket: int, allowed: Int32Array, seconds: FloatArray) -> int:
@@ -251,19 +251,19 @@ class DraftController:
         seconds = seconds[: tokens.size]
         rates = tokens / seconds
         best = int(rates.argmax())
-        kept, age = self._kept[bucket], self._age[bucket]
-        kept = kept if kept < tokens.size else best
+        current, age = self._chosen[bucket], self._age[bucket]
+        current = current if current < tokens.size else best
         needed = max(LEAST_GAIN, MIN_GAIN * min(1.0, 5 * DWELL_STEPS / age))
-        if age >= DWELL_STEPS and rates[best] > (1 + needed) * rates[kept]:
-            self._kept[bucket], self._age[bucket] = best, 0
+        if age >= DWELL_STEPS and rates[best] > (1 + needed) * rates[current]:
+            self._chosen[bucket], self._age[bucket] = best, 0
             return self.num_draft
-        return self._costs.tiers[self._probe(kept, seconds / seconds[kept] - tokens / tokens[kept])]
+        return self._costs.tiers[self._probe(current, seconds / seconds[current] - tokens / tokens[current])]
 
     def _pays(self, allowed: Int32Array, seconds: FloatArray) -> bool:
         """Whether any of the C tiers, which take so many seconds, gives more tokens per second than there are without a head."""
-        num_tiers, keep_share = self._num_tiers(allowed), self._costs.shares(self._bucket)[0]
+        num_tiers, update_share = self._num_tiers(allowed), self._costs.shares(self._bucket)[0]
         rates = self._expect_tokens(allowed)[:num_tiers] / seconds[:num_tiers]
-        return bool(rates[1:].max(initial=0.0) > (1 + keep_share) * rates[0])
+        return bool(rates[1:].max(initial=0.0) > (1 + update_share) * rates[0])
 
     def _num_tiers(self, allowed: Int32Array) -> int:
         """Returns how many of the C tiers some row may have."""
@@ -286,11 +286,11 @@ class DraftController:
             return
         tier, made = self._costs.tier(int(num_draft.max())), self._costs.tier(num_made)
         if seconds is not None and made != tier:
-            if tier == self._kept[self._costs.bucket(counts.size)]:
-                self._times.add_further(counts.size, mean_context, tier, made, seconds)
-            further = self._times.further(counts.size, mean_context)
-            seconds += float(further[tier] - further[made])
-        if tier != self._kept[self._costs.bucket(counts.size)]:
+            if tier == self._chosen[self._costs.bucket(counts.size)]:
+                self._times.add_extend(counts.size, mean_context, tier, made, seconds)
+            extend_s = self._times.extend_s(counts.size, mean_context)
+            seconds += float(extend_s[tier] - extend_s[made])
+        if tier != self._chosen[self._costs.bucket(counts.size)]:
             gained = self._gain(tier, num_draft, counts, mean_context, seconds)
             self._credit[tier] = min(max(self._credit[tier] + gained, -MAX_CREDIT), MAX_CREDIT)
         self._acceptance.add(num_draft, counts)
@@ -306,22 +306,22 @@ class DraftController:
     def _gain(
         self, tier: int, num_draft: Int32Array, counts: Int32Array, mean_context: float, seconds: float | None
     ) -> float:
-        """Returns by how much a step was better than expected, in steps of the kept tier."""
-        tokens, kept = self._expect_tokens(num_draft), self._kept[self._costs.bucket(counts.size)]
-        gained = float((counts.sum() - tokens[-1]) / tokens[kept])
+        """Returns by how much a step was better than expected, in steps of the current tier."""
+        tokens, current = self._expect_tokens(num_draft), self._chosen[self._costs.bucket(counts.size)]
+        gained = float((counts.sum() - tokens[-1]) / tokens[current])
         if seconds is not None:
             expected = self._times.expect(counts.size, mean_context)
-            gained += float((expected[tier] - seconds) / expected[kept])
+            gained += float((expected[tier] - seconds) / expected[current])
         return gained
 
-    def _probe(self, kept: int, losses: FloatArray) -> int:
-        """Returns another tier than ``kept`` if one can be afforded; ``losses``, in steps, are of those to choose from."""
+    def _probe(self, current: int, losses: FloatArray) -> int:
+        """Returns another tier than ``current`` if one can be afforded; ``losses``, in steps, are of those to choose from."""
         losses = np.maximum(losses, MIN_PROBE_LOSS)
         credit = self._credit[: losses.size]
         credit += PROBE_SHARE / (self._credit.size - 1)
-        credit[kept] = 0.0
+        credit[current] = 0.0
         most = int((credit / losses).argmax())
         if credit[most] < losses[most]:
-            return kept
+            return current
         credit[most] -= losses[most]
         return most

@@ -43,25 +43,25 @@ class HeadSchedule:
         self._trial_steps = 0
         self._saved = 0.0  # cost that trials may have, in steps
 
-    def trial_cost(self, num_rows: int, keep_share: float, draft_share: float) -> float:
+    def trial_cost(self, num_rows: int, update_share: float, draft_share: float) -> float:
         """Returns the cost of a trial, in steps without a head.
 
         Args:
             num_rows: Of a step.
-            keep_share: Cost of taking part, of a step.
+            update_share: Cost of taking part, of a step.
             draft_share: Cost of the fewest drafts, likewise.
         """
-        return (self._warm_steps + LAG_STEPS) * keep_share + _trial_steps(num_rows) * draft_share
+        return (self._warm_steps + LAG_STEPS) * update_share + _trial_steps(num_rows) * draft_share
 
-    def note_idle(self, *, is_idle: bool, keep_share: float) -> bool:
+    def note_idle(self, *, is_idle: bool, update_share: float) -> bool:
         """Records a step of a warm head; returns whether the head goes cold.
 
         Args:
             is_idle: No number of drafts pays.
-            keep_share: Cost of taking part, of a step.
+            update_share: Cost of taking part, of a step.
         """
         self._num_idle = self._num_idle + 1 if is_idle else 0
-        if self._num_idle > COLD_AFTER and keep_share > MIN_SHARE:
+        if self._num_idle > COLD_AFTER and update_share > MIN_SHARE:
             self.go_cold()
             return True
         return False
@@ -70,10 +70,10 @@ class HeadSchedule:
         """Lets the head go cold."""
         self.phase, self._saved = Phase.COLD, 0.0
 
-    def note_cold(self, num_rows: int, price: float) -> None:
+    def note_cold(self, num_rows: int, cost: float) -> None:
         """Records a step of a cold head; begins a trial once enough is saved."""
         self._saved += TRIAL_SHARE
-        if self._saved >= price:
+        if self._saved >= cost:
             self.wake(_trial_steps(num_rows))
 
     def wake(self, trial_steps: int = 0) -> None:

@@ -120,7 +120,7 @@ class HeadProposer:
         return DraftChain(
             rows=sampling,
             legal=step.legal.index_select(0, step.sampling),
-            places=state.known_len.index_select(0, sampling),
+            positions=state.known_len.index_select(0, sampling),
             logits=logits,
             carried=carried,
             layout=(
@@ -147,12 +147,12 @@ class HeadProposer:
             drafts = self._step_ops.greedy(chain.logits)
         else:
             temperature, seed, choice = self._sampling.free_draws(chain.rows)
-            drafts = self._step_ops.draw_free(chain.logits, temperature, seed, choice, chain.places, temperature > 0)
-        tokens, places = self._state.tokens, chain.places
-        has_place = chain.legal & (places < tokens.shape[1])
-        flat = torch.where(has_place, chain.rows * tokens.shape[1] + places, 0)
-        tokens.view(-1).scatter_(0, flat, torch.where(has_place, drafts, 0).int())
-        places.add_(1)
+            drafts = self._step_ops.draw_free(chain.logits, temperature, seed, choice, chain.positions, temperature > 0)
+        tokens, positions = self._state.tokens, chain.positions
+        has_slot = chain.legal & (positions < tokens.shape[1])
+        flat = torch.where(has_slot, chain.rows * tokens.shape[1] + positions, 0)
+        tokens.view(-1).scatter_(0, flat, torch.where(has_slot, drafts, 0).int())
+        positions.add_(1)
 
     def extend(self, chain: DraftChain) -> None:
         """Computes the token drawn last of each row; logits and the state of the chain are replaced."""
@@ -161,7 +161,7 @@ class HeadProposer:
             _, attention = self._static[num_rows, 1]
         else:
             chain.layout = chain.layout.within(min(chain.layout.max_kv_len + 1, self._max_kv_len))
-        first = chain.places - 1
+        first = chain.positions - 1
         made = self._inputs(chain.rows, first, chain.legal, chain.layout)
         made = self._window(chain.rows, first, chain.legal, made)
         logits, carried = self._run(made, chain.carried, made.token_rows, attention)

@@ -51,7 +51,7 @@ def ask(llm: LLM) -> None:
     prompts, sampling, expected = workload()
     results = llm.generate(prompts, sampling)
     assert [result.outputs[0].token_ids for result in results] == expected
-    if llm.config.spec.spec != "off":
+    if llm.settings.spec.spec != "off":
         assert sum(result.outputs[0].drafts.proposed for result in results if result.outputs[0].drafts) > 0
 
 
@@ -93,7 +93,7 @@ def test_no_step_is_planned_ahead_where_drafts_may_be_chosen_later(monkeypatch: 
     log: list[bool] = []
     open_with(monkeypatch, partial(HostLengthAttention, log=log))
     with LLM(**settings("ngram", 1, spec_steps="auto")) as llm:
-        assert llm.config.spec.tiers[0] == 0 < llm.config.spec.tiers[-1]
+        assert llm.settings.spec.tiers[0] == 0 < llm.settings.spec.tiers[-1]
         assert engine_of(llm)._depth == 0
 
 

@@ -65,7 +65,7 @@ def test_served_drafts_are_accepted_as_predicted_wherever_their_prompt_came_from
 
 def test_the_models_own_head_drafts_unless_told_otherwise() -> None:
     with LLM(**ENGINE | {"spec_steps": "auto", "host_cache_gib": 0}) as llm:
-        assert (llm.config.spec.spec, llm.config.spec.spec_steps) == ("eagle3", "auto")
+        assert (llm.settings.spec.spec, llm.settings.spec.spec_steps) == ("eagle3", "auto")
         assert serve(llm, dialogues(), GREEDY).use.accepted > 0
 
 

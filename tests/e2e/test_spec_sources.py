@@ -83,7 +83,7 @@ class Cold:
         rest(llm)
         self.prompts = [result.prompt_token_ids for result in results]
         self.said, self.used, self.target = said(results), use_of(results), target_pages(llm)
-        self.draft: Pages = draft_pages(llm) if llm.config.spec.spec in HEADS else {}
+        self.draft: Pages = draft_pages(llm) if llm.settings.spec.spec in HEADS else {}
 
 
 # --- what a prompt finds --------------------------------------------------------------------------------

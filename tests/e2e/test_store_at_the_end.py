@@ -50,7 +50,7 @@ def test_the_next_server_finds_what_was_computed_however_small_the_host_was(tmp_
 
 def test_a_host_of_a_single_page_lets_all_others_pass(tmp_path: Path) -> None:
     with LLM(**TINY | {"host_cache_gib": 2.5 * PAGE_BYTES / GIB}, store=f"file:{tmp_path}") as llm:
-        assert llm.config.identity is not None and llm.config.identity.page_bytes == PAGE_BYTES
+        assert llm.settings.identity is not None and llm.settings.identity.page_bytes == PAGE_BYTES
         assert cache_of(llm).host.pages.num_pages == 2
         llm.generate(prompts(2), GREEDY)
     assert found_by_the_next(tmp_path, 2) == 2 * (NUM_TOKENS // PAGE)

@@ -92,7 +92,7 @@ def weather() -> Weather:
 @pytest.fixture
 def store(weather: Weather, monkeypatch: pytest.MonkeyPatch) -> SimStore:
     made = SimStore(weather)
-    monkeypatch.setattr(store_prefetch, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(store_prefetch, "POLL_S", 0.2)
     monkeypatch.setattr(build, "open_store", lambda _: made)
     return made
 

@@ -53,7 +53,7 @@ async def test_workers_that_die_of_a_fault_or_a_signal_cost_nobody_a_token(tmp_p
         async with Crowd(live.url, SEED, num_users=6, leaving=0.2).talking() as crowd:
             info = await until_deaths(live, 1)
             check_recovery(info)
-            check_last_words(info["crash"], live)
+            check_crash_report(info["crash"], live)
             await crowd.until("answered", 4)
             expected = await whole_replies(live)
             asking = asyncio.create_task(whole_replies(live))
@@ -84,7 +84,7 @@ async def whole_replies(live: Live) -> list[Any]:
     return [(answer["choices"], answer["usage"]["completion_tokens"]) for answer in answers]
 
 
-def check_last_words(crash: dict[str, Any], live: Live) -> None:
+def check_crash_report(crash: dict[str, Any], live: Live) -> None:
     """What a worker says whose device has died."""
     assert crash["end"] == f"exit code {EXIT_DEVICE}"
     assert "illegal memory access" in crash["error"]

@@ -73,7 +73,7 @@ def ask(llm: LLM, work: Work, *, backwards: bool = False) -> list[CacheUse]:
     results = llm.generate(work.prompts[::order], work.sampling[::order])[::order]
     for result, expected in zip(results, work.expected, strict=True):
         check(result.outputs[0], expected)
-    if llm.config.spec.spec in TRAINED and llm.config.spec.spec_steps not in (0, "auto"):
+    if llm.settings.spec.spec in TRAINED and llm.settings.spec.spec_steps not in (0, "auto"):
         assert sum(result.outputs[0].drafts.accepted for result in results if result.outputs[0].drafts) > 0
     return [result.cached for result in results]
 

@@ -129,16 +129,16 @@ def _runners(llm: LLM) -> Any:
 
 
 def _planes(layer: LayerKV, llm: LLM) -> list[np.ndarray]:
-    return [each.reshape(-1, llm.config.cache.page_size, *each.shape[1:]).numpy() for each in (layer.k, layer.v)]
+    return [each.reshape(-1, llm.settings.cache.page_size, *each.shape[1:]).numpy() for each in (layer.k, layer.v)]
 
 
 def _pages(llm: LLM, planes: list[np.ndarray]) -> Pages:
     found: Pages = {}
     for node in cache_of(llm).tree.nodes():
         tokens = _tokens(node)
-        start = len(tokens) - node.num_pages * llm.config.cache.page_size
+        start = len(tokens) - node.num_pages * llm.settings.cache.page_size
         for index, page in enumerate(node.pages.tolist()):
-            end = start + (index + 1) * llm.config.cache.page_size
+            end = start + (index + 1) * llm.settings.cache.page_size
             held = b"".join(plane[page].tobytes() for plane in planes)
             assert found.setdefault(tokens[:end], held) == held, f"two pages of {tokens[:end]} differ"
     return found

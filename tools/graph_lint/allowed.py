@@ -61,7 +61,7 @@ ALLOWED = (
     Allowed("runners/piecewise.py", "PiecewiseRunner._capture_bucket", "*", _AT_START),
     Allowed("runners/piecewise.py", "_padding", "allocation", _AT_START),
     Allowed("runners/device_rows.py", "DeviceRows.warm_up", "allocation", _AT_START),
-    Allowed("runners/step_output.py", "_places", "allocation", _CACHED),
+    Allowed("runners/step_output.py", "_positions", "allocation", _CACHED),
     Allowed("engine/draft_costs.py", "DraftTimer._now", "synchronize", _AT_START),
     Allowed("engine/executor.py", "Executor._compute", ".numpy()", _ON_CPU),
     Allowed("engine/executor.py", "Executor._launch", "allocation", _PINNED),

@@ -18,7 +18,7 @@ with device_rows.DeviceRows.apply, test_executor.test_plans_are_applied_in_the_o
     "INV 8: an older plan is applied after a newer one"
     plan.relocation_version >= before
     True
-with step_output._places, test_verify.test_tokens_are_those_of_plain_decoding:
+with step_output._positions, test_verify.test_tokens_are_those_of_plain_decoding:
     "INV 40: a draft is drawn at the position of the last token"
     torch.minimum(nodes, num_draft)
     0 * torch.minimum(nodes, num_draft)

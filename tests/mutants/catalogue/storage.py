@@ -10,7 +10,7 @@ from tests.unit.engine import test_build_host
 from tests.unit.models import test_cache_digests
 from tests.unit.storage import test_file_store_damage, test_host_pool, test_open_store, test_prefault, test_records, test_store_transfers
 
-with build._copier, test_build_host.test_a_start_that_fails_leaves_no_thread_and_no_lock:
+with build._tier_transfers, test_build_host.test_a_start_that_fails_leaves_no_thread_and_no_lock:
     "a failed start keeps threads and the lock of the host cache"
     undo.callback(host.close)
     pass

@@ -20,7 +20,7 @@ from tests.unit.engine import test_planner_tiers as worker_test_planner_tiers
 
 with budget.allocate_tokens, test_budget.test_a_step_samples_only_when_it_reaches_the_end:
     "a step samples before it reaches the end of its row"
-    (num_new >= behind) & (behind > 0)
+    (num_new >= lacking) & (lacking > 0)
     num_new > 0
 with budget.allocate_tokens, test_budget.test_a_row_that_may_have_reached_its_limit_in_flight_waits:
     "a row plans more tokens than its limit"
@@ -107,7 +107,7 @@ with step_faults, test_step_faults.test_nothing_else_is_contained:
     "bad_alloc"
     "CUDA error"
 with (
-    executor.Executor._contained,
+    executor.Executor._catch_faults,
     test_executor_faults.test_a_step_for_which_memory_runs_out_says_so_and_rows_admitted_anew_are_as_if_nothing_had_been,
 ):
     "INV 47: out-of-memory in a step ends the worker"

@@ -90,7 +90,7 @@ def test_only_who_leaves_pages_behind_finishes_copies_at_the_end(kept: str, tmp_
     engine = build_engine(config, segment)
     engine.close()
     segment.close()
-    assert engine._has_heirs == (kept != "nothing")
+    assert engine._has_persistent_tiers == (kept != "nothing")
 
 
 def new_cache() -> PrefixCache:

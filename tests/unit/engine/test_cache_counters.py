@@ -73,7 +73,7 @@ class Traffic:
         if cache.device.pages.num_free + cache.device.num_evictable < 2 * len(pages):
             return
         lock = cache.lock(match, wanted)
-        self.cache_counters.left(left)
+        self.cache_counters.not_loaded(left)
         if lock.host_pages.size:
             self._begin(cache.begin_load(lock, take(cache, lock.host_pages.size)))
         self.receipts.append(lock)

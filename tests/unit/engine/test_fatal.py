@@ -1,4 +1,4 @@
-"""The exit code tells whether a device is lost; a scene tells what an engine was at, whatever state it is in."""
+"""The exit code tells whether a device is lost; a snapshot tells what an engine was at, whatever state it is in."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_error_that_another_came_from_counts_too() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_the_scene_names_the_steps_in_flight_and_their_requests(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_snapshot_names_the_steps_in_flight_and_their_requests(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _, executor, _ = echo_engine(num_pages=40, depth=depth)
     for uid in (4, 9):
         prompt = np.arange(10 * uid, 10 * uid + 5, dtype=np.int32)

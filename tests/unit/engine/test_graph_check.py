@@ -195,20 +195,20 @@ def test_drafts_that_come_late_make_no_difference(
 def test_memory_that_the_comparison_takes_is_not_the_step_s(
     config: Settings, loaded: LoadedModel, subject: CheckedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_grabbed = 0
+    num_driver_allocations = 0
     difference = CheckedEngine._difference
 
     def compare(self: CheckedEngine, *arguments: Any) -> float:
-        nonlocal num_grabbed
-        num_grabbed += 4
+        nonlocal num_driver_allocations
+        num_driver_allocations += 4
         return difference(self, *arguments)
 
     monkeypatch.setattr(CheckedEngine, "_difference", compare)
-    monkeypatch.setattr(graph_check, "_num_grabbed", lambda device: num_grabbed)
+    monkeypatch.setattr(graph_check, "_num_driver_allocations", lambda device: num_driver_allocations)
     other = CheckedEngine(config, loaded, has_graphs=False)
     subject.check("prefill", subject)
     check = other.check("prefill", subject)
-    assert num_grabbed and (check.allocations, check.problems) == (0, [])
+    assert num_driver_allocations and (check.allocations, check.problems) == (0, [])
     other.executor.close()
 
 
@@ -224,7 +224,7 @@ def test_memory_that_a_step_takes_once_all_is_warm_is_told(
         return run(*arguments, **options)
 
     monkeypatch.setattr(subject, "_run", grab)
-    monkeypatch.setattr(graph_check, "_num_grabbed", lambda device: num_runs)
+    monkeypatch.setattr(graph_check, "_num_driver_allocations", lambda device: num_runs)
     assert subject.check("prefill", subject).problems == ["allocates memory 1 times in each step"]
 
 

@@ -8,7 +8,7 @@ import pytest
 from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.core.transfers import STORE_LANES
 from hiserve.engine.cache_counters import CacheCounters
-from hiserve.engine.host_loads import MAX_LEFT, MIN_MEASUREMENTS, HostLoads, LinearFit, LoadCostModel
+from hiserve.engine.host_loads import MAX_SKIPPED, MIN_MEASUREMENTS, HostLoads, LinearFit, LoadCostModel
 from hiserve.engine.rows import RowState
 
 
@@ -93,9 +93,9 @@ def test_a_stall_is_not_believed_for_ever() -> None:
     costs = measured(load_fixed_s=0.0, load_token_s=1e-6, step_fixed_s=0.0, token_s=1e-4)
     for _ in range(2):
         costs.end_load(64, 10.0)  # one load among fast ones met a machine that stood still
-        for _ in range(MAX_LEFT):
+        for _ in range(MAX_SKIPPED):
             assert not costs.is_worth_loading(64, 0)
-            costs.leave()
+            costs.skip_load()
         for _ in range(MIN_MEASUREMENTS):
             assert costs.is_worth_loading(64, 0)
             costs.end_load(64, 64e-6)

@@ -11,7 +11,7 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
 from hiserve.core.transfers import CopyAck, CopyKind, PageCopy
 from hiserve.engine.cache_counters import CacheCounters
-from hiserve.engine.host_loads import MAX_LEFT, LoadCostModel
+from hiserve.engine.host_loads import MAX_SKIPPED, LoadCostModel
 from hiserve.engine.queue import Request
 from hiserve.engine.store_prefetch import (
     FIRST_PAGES_S,
@@ -19,7 +19,7 @@ from hiserve.engine.store_prefetch import (
     MAX_PAGES,
     MAX_PREFETCHES,
     MAX_WAIT_S,
-    PATIENCE_S,
+    POLL_S,
     STALL_S,
     StorePrefetcher,
 )
@@ -448,11 +448,11 @@ def test_what_is_computed_sooner_than_it_is_fetched_is_only_fetched_where_that_i
 def test_a_store_that_was_slow_is_measured_anew_in_time() -> None:
     desk = Desk()
     desk.measure(fetch_s=2 * TIMEOUT_S, prefill_s=10 * TIMEOUT_S)
-    for uid in range(MAX_LEFT):
+    for uid in range(MAX_SKIPPED):
         assert not desk.copies
         desk.fetch(uid, 1000 + uid)
         desk.prefetcher.drop(uid)
-    desk.fetch(MAX_LEFT, 5)
+    desk.fetch(MAX_SKIPPED, 5)
     desk.end()
     desk.check()
 
@@ -537,8 +537,8 @@ def test_requests_that_never_get_to_ask_leave_nothing() -> None:
         desk.send()
         assert not desk.is_awaited(uid)
         desk.prefetcher.drop(uid)
-    assert len(desk.prefetcher._to_ask) == 0
-    assert len(desk.prefetcher._wants) == 0
+    assert len(desk.prefetcher._to_look_up) == 0
+    assert len(desk.prefetcher._prefetches) == 0
     assert len(desk.asked) == MAX_LOOKUPS
 
 
@@ -577,7 +577,7 @@ def test_tc_41_orders_are_polled_for_while_idle_but_not_for_ever() -> None:
     desk.fetch(1, 5, 6)
     desk.prefetcher.drop(1)
     assert desk.has_work()
-    desk.now_s += PATIENCE_S + 0.1
+    desk.now_s += POLL_S + 0.1
     assert not desk.has_work()
     desk.end()
     desk.check()

@@ -27,7 +27,7 @@ def device(max_draft: int = K) -> StepCosts:
     tiers = np.arange(max_draft + 1)
     tokens = ROWS[:, None] * (tiers + 1.0)
     verify = 5e-3 + 2e-5 * tokens + 6e-5 * np.maximum(tokens - 64, 0)
-    further = 3e-4 + 1e-6 * ROWS
+    extend_s = 3e-4 + 1e-6 * ROWS
     return step_costs(ROWS, tiers, verify, 4e-4 + 2e-6 * tokens, further, verify_token=1e-8, draft_token=5e-10)
 
 
@@ -116,8 +116,8 @@ def run(
             fixed[number] += whole * tokens[num_draft] / tokens  # of the same work
             told, num_made = whole[num_draft], num_draft
             if drafts_count_before:
-                further = costs.further(bucket, rows * CONTEXT)
-                told, num_made = told + further[following] - further[num_draft], following
+                extend_s = costs.extend_s(bucket, rows * CONTEXT)
+                told, num_made = told + extend_s[following] - extend_s[num_draft], following
             told *= np.exp(noise * rng.standard_normal()) * (rng.uniform(2, 10) if rng.random() < stalls else 1.0)
             is_right = rng.random((rows, num_draft)) < phase.chances[:num_draft]
             counts = 1 + np.cumprod(is_right, 1).sum(1)
@@ -483,10 +483,10 @@ def test_a_stall_is_not_believed() -> None:
 def test_a_step_is_told_from_the_drafts_made_behind_it() -> None:
     """Steps that verified one draft and then made five say of one draft what they say where one was made."""
     costs = device()
-    whole, further = costs.seconds(0, CONTEXT), costs.further(0, CONTEXT)
+    whole, extend_s = costs.seconds(0, CONTEXT), costs.extend_s(0, CONTEXT)
     one = np.array([1], np.int32)
     for num_made in (0, 1, K):
         controller = DraftController(costs)
         for _ in range(200):
-            controller.record(one, one, num_made, CONTEXT, float(whole[1] + further[num_made]))
+            controller.record(one, one, num_made, CONTEXT, float(whole[1] + extend_s[num_made]))
         np.testing.assert_allclose(controller._times.expect(1, CONTEXT), whole)

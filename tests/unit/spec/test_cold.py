@@ -20,12 +20,12 @@ GOOD, NEVER = (0.8,) * K, (0.0,) * K
 BAR = 0.97
 
 
-def device(keep_share: float) -> StepCosts:
+def device(update_share: float) -> StepCosts:
     """A step takes 5 ms, and the head's part without drafts a share of that."""
     tiers = np.arange(K + 1)
     tokens = ROWS[:, None] * (tiers + 1.0)
     verify = 5e-3 + 6e-5 * np.maximum(tokens - 32, 0)
-    follow = keep_share * verify[:, :1] * np.where(tiers, 1.5, 1.0)
+    follow = update_share * verify[:, :1] * np.where(tiers, 1.5, 1.0)
     return step_costs(ROWS, tiers, verify, follow, 2e-4 + 1e-6 * ROWS)
 
 
@@ -84,10 +84,10 @@ class Run:
         return sum(self.tokens[begin:end]) / sum(self.plain[begin:end])
 
 
-@pytest.mark.parametrize("keep_share", [0.02, 0.07, 0.27])
+@pytest.mark.parametrize("update_share", [0.02, 0.07, 0.27])
 @pytest.mark.parametrize("rows", ROWS.tolist())
-def test_a_head_that_is_never_right_costs_next_to_nothing(rows: int, keep_share: float) -> None:
-    run = Run(device(keep_share))
+def test_a_head_that_is_never_right_costs_next_to_nothing(rows: int, update_share: float) -> None:
+    run = Run(device(update_share))
     run.serve(400, rows, NEVER)
     run.serve(6000, rows, NEVER)
     assert run.share(400) >= BAR
@@ -177,9 +177,9 @@ def test_rows_that_want_no_drafts_ask_for_nothing() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 100])
 def test_the_price_of_a_trial_is_what_its_steps_cost(rows: int) -> None:
-    keep_share, draft_share = 0.01, 0.3
+    update_share, draft_share = 0.01, 0.3
     schedule = HeadSchedule(WARM_STEPS)
-    price = schedule.trial_cost(rows, keep_share, draft_share)
+    price = schedule.trial_cost(rows, update_share, draft_share)
     schedule.go_cold()
     num_saved = 0
     while schedule.phase is Phase.COLD:
@@ -187,7 +187,7 @@ def test_the_price_of_a_trial_is_what_its_steps_cost(rows: int) -> None:
         num_saved += 1
     cost, num_tried = 0.0, 0
     while (phase := schedule.advance()) is not Phase.WARM:
-        cost += draft_share if phase is Phase.TRIAL else keep_share
+        cost += draft_share if phase is Phase.TRIAL else update_share
         num_tried += rows * (phase is Phase.TRIAL)
     assert num_tried >= cold.TRIAL_ROWS
     assert cost == pytest.approx(price)
@@ -197,12 +197,12 @@ def test_the_price_of_a_trial_is_what_its_steps_cost(rows: int) -> None:
 def test_phases_follow_each_other() -> None:
     schedule = HeadSchedule(2)
     for _ in range(COLD_AFTER):
-        schedule.note_idle(is_idle=True, keep_share=0.1)
-    schedule.note_idle(is_idle=False, keep_share=0.1)
+        schedule.note_idle(is_idle=True, update_share=0.1)
+    schedule.note_idle(is_idle=False, update_share=0.1)
     assert schedule.phase is Phase.WARM
-    assert [schedule.note_idle(is_idle=True, keep_share=0.1) for _ in range(COLD_AFTER + 1)] == [False] * COLD_AFTER + [
-        True
-    ]
+    assert [schedule.note_idle(is_idle=True, update_share=0.1) for _ in range(COLD_AFTER + 1)] == [
+        False
+    ] * COLD_AFTER + [True]
     assert schedule.phase is Phase.COLD
     for _ in range(round(1 / TRIAL_SHARE)):
         assert schedule.phase is Phase.COLD
@@ -211,4 +211,4 @@ def test_phases_follow_each_other() -> None:
     assert phases == [*[Phase.WARMING] * 2, *[Phase.TRIAL] * 2, *[Phase.PENDING] * 2, Phase.WARM]
     schedule.wake()
     assert [schedule.advance() for _ in range(3)] == [Phase.WARMING, Phase.WARMING, Phase.WARM]
-    assert not any(schedule.note_idle(is_idle=True, keep_share=0.1) for _ in range(COLD_AFTER))
+    assert not any(schedule.note_idle(is_idle=True, update_share=0.1) for _ in range(COLD_AFTER))

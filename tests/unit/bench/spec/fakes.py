@@ -51,7 +51,7 @@ class FakeEngine:
         score: Callable[[Tokens, int], tuple[float, float]] | None = None,
         **settings: Any,
     ) -> None:
-        self.config: Options = make_options(**({"dtype": "float64", "max_model_len": 500} | settings))
+        self.settings: Options = make_options(**({"dtype": "float64", "max_model_len": 500} | settings))
         self.draft_costs: StepCosts | None = None
         self.log: list[str] = []
         self._reply = reply
