@@ -114,7 +114,7 @@ class EqualityChecker:
             "num_differing": len(differing),
             "first_difference": (first, _first_difference(expected[first], replies[first])),
         }
-        dtype = self._plain.config.model.dtype
+        dtype = self._plain.settings.model.dtype
         if dtype not in ROUNDING or (temperature and dtype == "float32"):
             return Equality(verdict="different", **told)
         if temperature:

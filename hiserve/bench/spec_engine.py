@@ -26,15 +26,11 @@ Tokens = list[int]
 
 
 class SpecEngine(Protocol):
-    """The offline API, in process.
-
-    Attributes:
-        config: Resolved.
-    """
+    """The offline API, in process."""
 
     @property
-    def config(self) -> Options:
-        """As the attribute says."""
+    def settings(self) -> Options:
+        """The settings, resolved."""
 
     @property
     def draft_costs(self) -> StepCosts | None:

@@ -67,7 +67,7 @@ def sweep_engines(config: Options, sweep: SweepOptions, open_engine: Open, begin
             if not cases:
                 raise
             is_partial = True
-        return Found(config=plain.config, cases=cases, costs=costs, is_partial=is_partial)
+        return Found(config=plain.settings, cases=cases, costs=costs, is_partial=is_partial)
 
 
 def check_sweep(config: Options, sweep: SweepOptions) -> None:

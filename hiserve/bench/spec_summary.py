@@ -121,7 +121,7 @@ def cycle_costs(costs: StepCosts) -> list[CycleCost]:
                     plain_s=costs.verify[bucket][0],
                     verify_s=costs.verify[bucket][tier],
                     extend_s=costs.follow[bucket][tier],
-                    draft_s=float(costs.further(bucket, 0.0)[tier]),
+                    draft_s=float(costs.extend_s(bucket, 0.0)[tier]),
                 )
             )
     return found
