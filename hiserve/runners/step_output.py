@@ -170,7 +170,9 @@ def _draw_any(
     drawn = []
     for first in range(0, host_rows.size, DRAWN_SLICE):
         ours = slice(first, first + DRAWN_SLICE)
-        batch = rows.sampling.gather(host_rows=host_rows[ours], rows=drawing_rows[ours], position=positions[ours], tokens=tokens)
+        batch = rows.sampling.gather(
+            host_rows=host_rows[ours], rows=drawing_rows[ours], position=positions[ours], tokens=tokens
+        )
         drawn.append(sample(logits[ours], replace(batch, masks=_part(masks, ours))))
     return torch.cat(drawn) if len(drawn) > 1 else drawn[0]
 
