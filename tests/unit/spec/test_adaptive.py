@@ -27,7 +27,7 @@ def device(max_draft: int = K) -> StepCosts:
     tiers = np.arange(max_draft + 1)
     tokens = ROWS[:, None] * (tiers + 1.0)
     verify = 5e-3 + 2e-5 * tokens + 6e-5 * np.maximum(tokens - 64, 0)
-    extend_s = 3e-4 + 1e-6 * ROWS
+    further = 3e-4 + 1e-6 * ROWS
     return step_costs(ROWS, tiers, verify, 4e-4 + 2e-6 * tokens, further, verify_token=1e-8, draft_token=5e-10)
 
 
