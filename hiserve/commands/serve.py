@@ -153,6 +153,7 @@ def build_app(handle: EngineHandle, folder: Path, model: ModelConfig, resolved: 
         handle=handle,
         encoder=encoder,
         token_bytes=frontend.token_bytes,
+        abilities=frontend.abilities,
         metrics=Metrics(name, page_size=settings.cache.page_size, compat=settings.server.metrics_compat),
         model=ServedModel(
             name=name,

@@ -20,6 +20,21 @@ StorePrefetch = Literal["best_effort", "timeout", "wait"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 GraphGate = Literal["precise", "strict"]
 Graphs = Literal["auto", "off", "decode", "all"]
+ReplyFormatName = Literal[
+    "auto",
+    "none",
+    "thoughts",
+    "hermes",
+    "llama3_json",
+    "mistral_list",
+    "mistral",
+    "qwen3_coder",
+    "glm",
+    "deepseek_v3",
+    "deepseek",
+    "kimi_k2",
+    "minimax",
+]  # the names of text/formats.py
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 MAX_SPEC_STEPS = 15
 AUTO_TIERS = (0, 1, 2, 3, 5)  # each has graphs of its own
@@ -64,6 +79,12 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: Annotated[
         str | None, about("File with a Jinja chat template that takes the place of the model's own.")
     ] = None
+    reply_format: Annotated[
+        ReplyFormatName,
+        about(
+            "Spelling of thoughts and tool calls in replies; auto is the chat template's, none leaves them in the text."
+        ),
+    ] = "auto"
     sampling_defaults: Annotated[
         Literal["model", "openai"],
         about("Sampling where a request is silent: as generation_config.json says, or temperature 1 and no filter."),

@@ -31,6 +31,7 @@ from hiserve.server.request_body import BodyLimit, BodyReader
 from hiserve.server.routes import FrontEnd
 from hiserve.server.sglang import NativeRoutes
 from hiserve.server.tokenize import TokenRoutes
+from hiserve.text.abilities import Abilities
 from hiserve.text.body_parser import Sizes
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.fair_threads import FairThreads
@@ -46,6 +47,7 @@ def create_app(
     handle: EngineHandle,
     encoder: PromptEncoder,
     token_bytes: TokenBytes,
+    abilities: Abilities,
     metrics: Metrics,
     model: ServedModel,
     resolved: Resolved,
@@ -61,6 +63,7 @@ def create_app(
         handle: Starts and stops the engine.
         encoder: Encodes prompts; closed at the end.
         token_bytes: Makes detokenizers.
+        abilities: Read replies to conversations.
         metrics: Counts requests.
         model: The served model.
         resolved: The configuration in force, for ``/server_info``.
@@ -73,7 +76,7 @@ def create_app(
     is_strict = server.strict_fields
     max_model_len = resolved.settings.model.max_model_len
     bodies = BodyReader(encoder.helpers, Sizes(model.vocab_size, max_model_len), model.name, is_strict=is_strict)
-    front = FrontEnd(handle, bodies, encoder, format_threads, token_bytes, metrics, model)
+    front = FrontEnd(handle, bodies, encoder, format_threads, token_bytes, abilities, metrics, model)
     endpoints = [
         *OpenAIRoutes(front).routes(),
         *NativeRoutes(front).routes(),

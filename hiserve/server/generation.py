@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,19 +17,17 @@ from hiserve.core.usage import NOTHING, CacheUse, DraftUse
 from hiserve.errors import HiserveError, InvariantError
 from hiserve.ipc.updates import RequestFacts, TokenDelta
 from hiserve.scheduler.client import EngineClient
+from hiserve.server.merging import merge
 from hiserve.server.metrics import Metrics, RequestTimer
 from hiserve.text.detokenizer import TokenBytes
-from hiserve.text.output import TextOutput
+from hiserve.text.output import ReplyOutput, TextOutput
+from hiserve.text.reply_buffer import Event, Kind, merged
 
-# Choices of one reply in the engine at once; deltas that wait for a slow reader.
-MAX_AT_ONCE = 256
-MAX_WAITING = 16
 QUICK_CHOICES = 64
 # Formatting scores of so many bytes, four to eight of each token, takes a few milliseconds.
 QUICK_SCORE_BYTES = 2**14
 
 logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
 Remember = Callable[[str, list[int]], None]
 
 
@@ -58,6 +57,8 @@ class OutputDelta(NamedTuple):
         scores: Of these tokens, packed; empty if not requested.
         finish: RUNNING until the last part.
         stop: The text or token that ended the choice; None for another end.
+        events: Thoughts, contents and calls, where the reply is read by its format; the text is that of the contents.
+        has_calls: A call of the choice has ended.
     """
 
     choice: int
@@ -66,6 +67,13 @@ class OutputDelta(NamedTuple):
     scores: bytes
     finish: FinishReason
     stop: str | int | None
+    events: Sequence[Event] = ()
+    has_calls: bool = False
+
+    @property
+    def reason(self) -> str | None:
+        """OpenAI's ``finish_reason`` of a chat; None while the choice runs."""
+        return "tool_calls" if self.has_calls and self.finish is FinishReason.STOP else self.finish.text
 
 
 def nothing(choice: int) -> OutputDelta:
@@ -81,7 +89,7 @@ class Generation:
         prompt: int32 ``[n]``.
         sampling: How to sample and when to stop.
         context: Its caller and priority.
-        output: Decodes the tokens of this choice.
+        output: Reads the tokens of this choice.
         timer: Of this request.
         choice: Index in the reply.
         choice_index: Index among the choices of the prompt; part of the random key.
@@ -95,6 +103,7 @@ class Generation:
         scorer: The choice that holds the ``prompt_scores``.
         prompt_scores: Of the prompt's tokens but the first, packed; those of the scorer are complete at the first part
             of each choice of the prompt.
+        events: What the reply was read as so far; empty where it is text alone.
         tokens: All token ids so far.
         scores: Of all tokens so far, packed.
         finish: RUNNING until the end.
@@ -108,7 +117,7 @@ class Generation:
         sampling: SamplingParams,
         context: RequestContext,
         *,
-        output: TextOutput,
+        output: ReplyOutput,
         timer: RequestTimer,
         choice: int = 0,
         choice_index: int = 0,
@@ -129,6 +138,7 @@ class Generation:
         self._keeps_tokens = keeps_tokens
         self._remember = remember
         self._texts: list[str] = []
+        self.events: list[Event] = []
         self._num_score_bytes = 0 if sampling.logprobs is None else WORD_BYTES * (1 + 2 * sampling.logprobs)
         self.facts = RequestFacts()
         self.prompt_scores = bytearray()
@@ -154,7 +164,12 @@ class Generation:
 
     def whole(self) -> OutputDelta:
         """Returns the choice so far."""
-        return OutputDelta(self.choice, self.text, self.tokens, bytes(self.scores), self.finish, self.stop)
+        scores, events = bytes(self.scores), merged(self.events)
+        return OutputDelta(self.choice, self.text, self.tokens, scores, self.finish, self.stop, events, self._has_calls)
+
+    @property
+    def _has_calls(self) -> bool:
+        return any(event.kind is Kind.CALL_END for event in self.events)
 
     async def run(self, engine: EngineClient) -> AsyncGenerator[OutputDelta, None]:
         """Yields parts until the choice ends. Closing the generator aborts the request.
@@ -181,9 +196,10 @@ class Generation:
                         if not delta.finish:  # a stop text: the engine would continue
                             await deltas.aclose()
                         self._end(output_delta.finish.name.lower())
-                        if self._remember and output_delta.finish is not FinishReason.ABORT:
+                        is_plain = all(event.kind in (Kind.CONTENT, Kind.END) for event in self.events)
+                        if self._remember and is_plain and output_delta.finish is not FinishReason.ABORT:
                             self._remember(self.text, self.tokens)
-                    if output_delta.tokens or output_delta.text or output_delta.finish:
+                    if output_delta.tokens or output_delta.events or output_delta.text or output_delta.finish:
                         self._is_scored.set()
                         await self.scorer._is_scored.wait()
                         yield output_delta
@@ -209,19 +225,22 @@ class Generation:
         if not self._keeps_tokens:
             self.finish = FinishReason.LENGTH if tokens else delta.finish
             return OutputDelta(self.choice, "", [], b"", self.finish, None)
-        text, num_tokens, self.finish, self.stop = self._output.push(tokens, delta.finish)
+        text, num_tokens, self.finish, self.stop, events = self._output.push(tokens, delta.finish)
         if num_tokens < len(tokens):
             tokens, scores = tokens[:num_tokens], scores[: num_tokens * self._num_score_bytes]
         self.tokens += tokens
         self.scores += scores
         self._texts.append(text)
-        return OutputDelta(self.choice, text, tokens, scores, self.finish, self.stop)
+        events = [_named(event) for event in events]
+        self.events += events
+        has_calls = bool(self.finish) and self._has_calls
+        return OutputDelta(self.choice, text, tokens, scores, self.finish, self.stop, events, has_calls)
 
     def _end(self, reason: str, detail: str = "") -> None:
         """Counts and logs the end once; later calls are for requests that have ended already."""
         if self._timer.e2e_s is not None:
             return
-        self._timer.ended(reason)
+        self._timer.ended(reason, self._output.num_unread)
         logger.info(
             "%s %s%s: %d prompt tokens, %d cached, %d generated, first token after %s, %.3f s in all",
             self._name,
@@ -233,6 +252,12 @@ class Generation:
             "-" if self._timer.ttft_s is None else f"{self._timer.ttft_s:.3f} s",
             self._timer.e2e_s,
         )
+
+
+def _named(event: Event) -> Event:
+    """Returns an event with an id, if it is a call without one."""
+    is_named = event.kind is not Kind.CALL or event.id
+    return event if is_named else event._replace(id=f"call_{secrets.token_hex(12)}")
 
 
 def each_choice(sampling: SamplingParams) -> list[SamplingParams]:
@@ -257,6 +282,7 @@ def generations(
     token_bytes: TokenBytes,
     metrics: Metrics,
     arrived: float,
+    output: Callable[[SamplingParams], ReplyOutput] | None = None,
     first: int = 0,
     keeps_tokens: bool = True,
     remember: Remember | None = None,
@@ -271,6 +297,7 @@ def generations(
         token_bytes: Of the model's tokens.
         metrics: Counts the request.
         arrived: ``time.monotonic()`` at arrival.
+        output: Makes the output of a choice; None makes plain text.
         first: Index of the first choice in the reply.
         keeps_tokens: False drops generated tokens.
         remember: Called with each reply.
@@ -282,7 +309,7 @@ def generations(
             prompt,
             of_choice,
             context,
-            output=TextOutput(token_bytes, of_choice),
+            output=output(of_choice) if output else TextOutput(token_bytes, of_choice),
             timer=RequestTimer(metrics, num_prompt=len(prompt), arrived=arrived),
             choice=first + index,
             choice_index=index,
@@ -343,48 +370,3 @@ class Choices:
         """
         streams = [each.run(engine) for each in self.generations]
         return streams[0] if len(streams) == 1 else merge(streams)
-
-
-async def merge(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[_T, None]:
-    """Yields the items of several streams as they arrive; at most ``MAX_AT_ONCE`` streams are open.
-
-    A slow reader delays the streams: at most ``MAX_WAITING`` items wait for it. Closing this generator closes all streams.
-
-    Raises:
-        Exception: The first that one of the streams raised; the others are closed.
-    """
-    arrived: asyncio.Queue[_T | _End] = asyncio.Queue(MAX_WAITING)
-    places = asyncio.Semaphore(MAX_AT_ONCE)
-
-    async def pump(stream: AsyncGenerator[_T, None]) -> None:
-        try:
-            async with places, aclosing(stream):
-                async for item in stream:
-                    await arrived.put(item)
-        except Exception as error:
-            await arrived.put(_End(error))
-            raise
-        await arrived.put(_End(None))
-
-    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
-    try:
-        num_open = len(tasks)
-        while num_open:
-            item = await arrived.get()
-            if not isinstance(item, _End):
-                yield item
-            elif item.error is not None:
-                raise item.error
-            else:
-                num_open -= 1
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class _End:
-    """A stream has ended, with or without an error."""
-
-    def __init__(self, error: Exception | None) -> None:
-        self.error = error

@@ -13,7 +13,6 @@ from hiserve.text.request_json import check_text
 IGNORED = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",
         "prediction",
         "prompt_cache_key",
         "prompt_cache_options",

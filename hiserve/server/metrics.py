@@ -76,6 +76,9 @@ class Metrics:
         self.hidden_tools = self._counter(
             "chat_requests_with_hidden_tools", "Chats with tools that the model's chat template does not show."
         )
+        self.unread_calls = self._counter(
+            "unread_calls", "Marks in replies that begin a tool call, behind which there was none: they are content."
+        )
         self.cached_tokens = self._counters("cached_tokens", "The same by tier.", "cache_source", TIERS)
         self.finished = self._counters(
             "request_success",
@@ -278,11 +281,12 @@ class RequestTimer:
                 self._metrics.itl.observe((now - self._last) / num_tokens)
         self._last = now
 
-    def ended(self, reason: str) -> None:
-        """Notes the end; the first reason given counts."""
+    def ended(self, reason: str, num_unread_calls: int = 0) -> None:
+        """Notes the end and marks of calls behind which there was no call; the first reason given counts."""
         if self.e2e_s is None:
             self.e2e_s = time.monotonic() - self._arrived
             self._metrics.e2e.observe(self.e2e_s)
             self._metrics.num_prompt.observe(self._num_prompt)
             self._metrics.num_generated.observe(self._num_generated)
+            self._metrics.unread_calls.inc(num_unread_calls)
             self._metrics.finished[reason].inc()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 
 from starlette.requests import Request
@@ -33,6 +33,7 @@ from hiserve.server.routes import Endpoint, FrontEnd, context_of
 from hiserve.server.sampling_fields import fit_context
 from hiserve.server.streaming import answer, cancel_on_disconnect
 from hiserve.text.chat_request import ChatFields, parse_chat
+from hiserve.text.output import ReplyOutput
 from hiserve.text.prompt_encoder import truncated
 from hiserve.text.request_json import decode
 
@@ -80,7 +81,10 @@ class OpenAIRoutes:
         prompt = await cancel_on_disconnect(request.receive, encoding)
         head = envelope(self._model, "chatcmpl")
         remember = partial(front.encoder.remember, context.namespace, chat)
-        choices = self._choices(head["id"], [prompt], asked, sampling, context, engine.max_model_len, arrived, remember)
+        output = partial(front.abilities.output, chat, prompt, is_single=asked.parallel_tool_calls is False)
+        choices = self._choices(
+            head["id"], [prompt], asked, sampling, context, engine.max_model_len, arrived, remember, output
+        )
         formatter = ChatFormatter(head, asked, front.token_bytes.bytes_of)
         response = await self._answer(request, engine, asked, choices, formatter)
         if front.encoder.hides_tools(chat):
@@ -160,8 +164,9 @@ class OpenAIRoutes:
         max_model_len: int,
         arrived: float,
         remember: Remember | None = None,
+        output: Callable[[SamplingParams], ReplyOutput] | None = None,
     ) -> Choices:
-        """Makes the choices of a reply; ``remember`` is for a chat's."""
+        """Makes the choices of a reply; ``remember`` and ``output`` are for a chat's."""
         num_top = sampling.prompt_logprobs
         if num_top is not None:
             num_shown = 1 if remember else sampling.n  # a chat shows them once
@@ -177,6 +182,7 @@ class OpenAIRoutes:
                 token_bytes=self._front.token_bytes,
                 metrics=self._front.metrics,
                 arrived=arrived,
+                output=output,
                 first=len(made),
                 keeps_tokens=asked.limit != 0,
                 remember=remember,

@@ -21,12 +21,15 @@ from hiserve.server.openai_types import (
     Chunk,
     Completion,
     CompletionRequest,
+    MessageCall,
+    MessageFunction,
     OpenAIFields,
     TextChoice,
 )
 from hiserve.server.reply_format import Usage, usage
 from hiserve.server.streaming import DONE, EventHead
 from hiserve.text.detokenizer import TokenBytes
+from hiserve.text.reply_buffer import called, thought
 
 Word = Callable[[Callable[[], Chunk | None]], Awaitable[Chunk | None]]
 
@@ -70,15 +73,16 @@ class ChatFormatter:
         self._num_prompt_top = request.prompt_logprobs
         self._shows_tokens = self._has_token_ids or self._num_top is not None
         self._spell = spell
+        self._num_calls: dict[int, int] = {}  # told so far, by choice
 
     def whole(self, choices: Choices) -> ChatCompletion:
         """Returns the reply that is not streamed."""
         shown = [
             ChatChoice(
                 delta.choice,
-                ChatMessage("assistant", delta.text),
+                _message(delta),
                 self._logprobs(delta),
-                delta.finish.text,
+                delta.reason,
                 delta.stop,
                 delta.tokens if self._has_token_ids else UNSET,
             )
@@ -93,16 +97,24 @@ class ChatFormatter:
 
     def piece(self, output_delta: OutputDelta) -> Chunk | None:
         """Returns the chunk for one piece, or None when the piece has nothing to show."""
-        if not (output_delta.text or output_delta.finish or self._shows_tokens):
+        shown = ChatDelta(content=output_delta.text or UNSET)
+        if output_delta.events:
+            first = self._num_calls.get(output_delta.choice, 0)
+            calls = called(output_delta.events, first)
+            self._num_calls[output_delta.choice] = max((index + 1 for index in calls), default=first)
+            shown.reasoning_content = thought(output_delta.events) or UNSET
+            shown.tool_calls = [_call_delta(index, *call) for index, call in calls.items()] or UNSET
+        is_empty = shown.content is UNSET and shown.reasoning_content is UNSET and shown.tool_calls is UNSET
+        if is_empty and not (output_delta.finish or self._shows_tokens):
             return None
-        return Chunk([self._delta(output_delta, ChatDelta(content=output_delta.text or UNSET))])
+        return Chunk([self._delta(output_delta, shown)])
 
     def _delta(self, output_delta: OutputDelta, shown: ChatDelta) -> ChatDeltaChoice:
         return ChatDeltaChoice(
             output_delta.choice,
             shown,
             self._logprobs(output_delta),
-            output_delta.finish.text,
+            output_delta.reason,
             output_delta.stop if output_delta.finish else UNSET,
             output_delta.tokens if self._has_token_ids else UNSET,
         )
@@ -120,6 +132,28 @@ class ChatFormatter:
         if self._num_prompt_top is not None:
             shown["prompt_logprobs"] = prompt_logprobs(generation, self._num_prompt_top, self._spell)
         return shown
+
+
+def _message(delta: OutputDelta) -> ChatMessage:
+    """Returns what the model says; a message with calls may have no content."""
+    message = ChatMessage("assistant", delta.text)
+    if text := thought(delta.events):
+        message.reasoning_content = text
+    calls = called(delta.events)
+    if calls:
+        message.content = delta.text or None
+        message.tool_calls = [
+            MessageCall(MessageFunction(name, arguments), id=call_id, type="function")
+            for call_id, name, arguments in calls.values()
+        ]
+    return message
+
+
+def _call_delta(index: int, call_id: str, name: str, arguments: str) -> MessageCall:
+    """Returns what an event adds to a call: its id and name come first."""
+    if not name:
+        return MessageCall(MessageFunction(arguments=arguments), index)
+    return MessageCall(MessageFunction(name, arguments), index, call_id, "function")
 
 
 class CompletionFormatter:

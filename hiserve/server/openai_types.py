@@ -123,6 +123,7 @@ class ChatOptions(OpenAIFields, frozen=True, kw_only=True):
 
     logprobs: bool | None = None
     top_logprobs: Scores | None = None
+    parallel_tool_calls: bool | None = None
 
     def __post_init__(self) -> None:
         """Refuses values that exclude each other."""
@@ -213,12 +214,30 @@ def check_number(num_prompts: int, param: str) -> None:
 PromptLogprobs = list[dict[str, Any] | None]
 
 
+class MessageFunction(msgspec.Struct):
+    """The function of a call, or what an event adds to it."""
+
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class MessageCall(msgspec.Struct):
+    """A call of a tool by the model; an event that adds to it may have its index and arguments alone."""
+
+    function: MessageFunction
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class ChatMessage(msgspec.Struct):
     """What the model says."""
 
     role: str
     content: str | None
     refusal: str | None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[MessageCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -251,6 +270,8 @@ class ChatDelta(msgspec.Struct):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[MessageCall] | UnsetType = UNSET
 
 
 class ChatDeltaChoice(msgspec.Struct):

@@ -16,6 +16,7 @@ from hiserve.server.generation import RequestContext
 from hiserve.server.metrics import Metrics
 from hiserve.server.reply_format import ServedModel
 from hiserve.server.request_body import Body, BodyReader
+from hiserve.text.abilities import Abilities
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.fair_threads import FairThreads
 from hiserve.text.prompt_encoder import PromptEncoder
@@ -80,6 +81,7 @@ class FrontEnd(NamedTuple):
         encoder: Encodes prompts and remembers replies.
         format_threads: Format large replies.
         token_bytes: Of the model's tokens.
+        abilities: Read replies to conversations.
         metrics: Counts requests.
         model: The served model.
     """
@@ -89,6 +91,7 @@ class FrontEnd(NamedTuple):
     encoder: PromptEncoder
     format_threads: FairThreads
     token_bytes: TokenBytes
+    abilities: Abilities
     metrics: Metrics
     model: ServedModel
 

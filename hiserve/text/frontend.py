@@ -11,6 +11,7 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
 from hiserve.errors import RequestError
 from hiserve.models.model_config import ModelConfig
+from hiserve.text.abilities import Abilities
 from hiserve.text.chat_request import ChatRequest
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.prompt_encoder import PromptEncoder
@@ -28,6 +29,7 @@ class Frontend:
         template: The chat template; None where the model has none.
         token_bytes: Bytes of every token, for detokenizers.
         default_sampling: Sampling values for fields that a request omits, by ``--sampling-defaults``.
+        abilities: Read replies to conversations.
         reply_cache: Token ids of generated replies, for prompts that contain them.
     """
 
@@ -35,6 +37,7 @@ class Frontend:
     template: ChatTemplate | None
     token_bytes: TokenBytes
     default_sampling: SamplingParams
+    abilities: Abilities
     reply_cache: ReplyTokenCache = field(default_factory=ReplyTokenCache)
 
     def prompt_encoder(self) -> PromptEncoder:
@@ -79,4 +82,6 @@ def load_frontend(settings: Model, folder: Path, model: ModelConfig) -> Frontend
     template = ChatTemplate.load(folder, override)
     uses_openais = settings.sampling_defaults == "openai"
     defaults = SamplingParams() if uses_openais else model.sampling_defaults.params()
-    return Frontend(tokenizer, template, TokenBytes(tokenizer), defaults)
+    token_bytes = TokenBytes(tokenizer)
+    abilities = Abilities(tokenizer, token_bytes, template, settings.reply_format)
+    return Frontend(tokenizer, template, token_bytes, defaults, abilities)

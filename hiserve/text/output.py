@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.text.detokenizer import TokenBytes
+from hiserve.text.reply_buffer import Event
 
 
 class TextDelta(NamedTuple):
@@ -18,12 +19,30 @@ class TextDelta(NamedTuple):
         finish: RUNNING until the end; STOP also when a stop text ended the choice.
         matched_stop: The stop text or the entry of ``stop_token_ids`` that ended the choice. None for the
             model's own end tokens and for every other end.
+        events: Where the text was read by the format of a reply; empty otherwise.
     """
 
     text: str
     num_tokens: int
     finish: FinishReason
     matched_stop: str | int | None
+    events: Sequence[Event] = ()
+
+
+class ReplyOutput(Protocol):
+    """Converts the tokens of one choice to the text, thoughts and calls that its reader receives, for any chunking.
+
+    Attributes:
+        num_unread: Marks of calls so far behind which there was no call.
+    """
+
+    num_unread: int
+
+    def push(self, tokens: Sequence[int], finish: FinishReason) -> TextDelta:
+        """Adds the next tokens and returns what they add; after the end of the choice, an empty delta.
+
+        ``finish`` is RUNNING until the engine ends the choice. If it is STOP, the last token is the one that ended it.
+        """
 
 
 class TextOutput:
@@ -35,13 +54,13 @@ class TextOutput:
     The token that ends a choice counts as a token but is not in the text, unless the stop is to be included.
     """
 
-    __slots__ = ("_detokenizer", "_ended", "_held", "_num_tokens", "_sampling", "_stops")
+    __slots__ = ("_detokenizer", "_ended", "_num_tokens", "_sampling", "_stops", "num_unread")
 
     def __init__(self, token_bytes: TokenBytes, sampling: SamplingParams) -> None:
         self._sampling = sampling
         self._detokenizer = token_bytes.detokenizer(skip_special=sampling.skip_special_tokens)
-        self._stops = [_StopText(text) for text in sampling.stop]
-        self._held = ""  # may become a stop text
+        self._stops = StopTexts(sampling)
+        self.num_unread = 0  # it reads none
         self._num_tokens = 0
         self._ended: TextDelta | None = None
 
@@ -57,7 +76,7 @@ class TextOutput:
             shown = self.push(tokens, FinishReason.LENGTH)._replace(finish=FinishReason.STOP)  # every token is shown
             self._ended = shown._replace(text="", num_tokens=0)
             return shown
-        shown = self._scan(tokens, finish) if self._stops else self._plain(tokens, finish)
+        shown = self._scan(tokens, finish) if self._sampling.stop else self._plain(tokens, finish)
         if shown.finish:
             self._ended = shown._replace(text="", num_tokens=0)
         return shown
@@ -65,33 +84,61 @@ class TextOutput:
     def _plain(self, tokens: Sequence[int], finish: FinishReason) -> TextDelta:
         if not finish:
             return TextDelta(self._detokenizer.push(tokens), len(tokens), finish, None)
-        text = self._detokenizer.push(self._visible(tokens, finish)) + self._detokenizer.flush()
-        return TextDelta(text, len(tokens), finish, self._end_token(tokens, finish))
+        text = self._detokenizer.push(visible_tokens(tokens, finish, self._sampling)) + self._detokenizer.flush()
+        return TextDelta(text, len(tokens), finish, named_end_token(tokens, finish, self._sampling))
 
     def _scan(self, tokens: Sequence[int], finish: FinishReason) -> TextDelta:
         """Searches stop texts token by token, to find the token that completes a match."""
         texts = []
-        visible = self._visible(tokens, finish)
+        visible = visible_tokens(tokens, finish, self._sampling)
         for i, token in enumerate(visible):
             self._num_tokens += 1
-            text, stop = self._release(self._detokenizer.push((token,)))
+            text, stop = self._stops.release(self._detokenizer.push((token,)), self._num_tokens)
             texts.append(text)
             if stop is not None:
                 return TextDelta("".join(texts), i + 1, FinishReason.STOP, stop)
         if not finish:
             return TextDelta("".join(texts), len(tokens), finish, None)
         self._num_tokens += len(tokens) - len(visible)
-        text, stop = self._release(self._detokenizer.flush())
+        text, stop = self._stops.release(self._detokenizer.flush(), self._num_tokens)
         texts.append(text)
         if stop is not None:
             return TextDelta("".join(texts), len(tokens), FinishReason.STOP, stop)
-        return TextDelta("".join(texts) + self._held, len(tokens), finish, self._end_token(tokens, finish))
+        return TextDelta(
+            "".join(texts) + self._stops.flush(), len(tokens), finish, named_end_token(tokens, finish, self._sampling)
+        )
 
-    def _release(self, new: str) -> tuple[str, str | None]:
-        """Adds text; returns the part of it and of the held text that is certain, and the stop text that ends it."""
+
+def visible_tokens(tokens: Sequence[int], finish: FinishReason, sampling: SamplingParams) -> Sequence[int]:
+    """Returns the tokens without the one that ended the choice, unless the stop is to be included."""
+    is_cut = finish is FinishReason.STOP and not sampling.include_stop_str_in_output
+    return tokens[:-1] if is_cut else tokens
+
+
+def named_end_token(tokens: Sequence[int], finish: FinishReason, sampling: SamplingParams) -> int | None:
+    """Returns the entry of ``stop_token_ids`` that ended the choice; None for another end."""
+    is_named = finish is FinishReason.STOP and tokens and tokens[-1] in sampling.stop_token_ids
+    return tokens[-1] if is_named else None
+
+
+class StopTexts:
+    """Searches the stop texts of a request in a stream of text."""
+
+    __slots__ = ("_held", "_sampling", "_stops")
+
+    def __init__(self, sampling: SamplingParams) -> None:
+        self._sampling = sampling
+        self._stops = [_StopText(text) for text in sampling.stop]
+        self._held = ""  # may become a stop text
+
+    def release(self, new: str, num_tokens: int) -> tuple[str, str | None]:
+        """Adds text; returns the part of it and of the held text that is certain, and the stop text that ends it.
+
+        ``num_tokens`` were generated so far; stop texts do not count before ``min_tokens``.
+        """
         if not new:
             return "", None
-        is_early = self._num_tokens < self._sampling.min_tokens
+        is_early = num_tokens < self._sampling.min_tokens
         matches = [(end, -len(stop.text), stop.text) for stop in self._stops if (end := stop.advance(new, is_early))]
         text = self._held + new
         if matches:
@@ -103,14 +150,12 @@ class TextOutput:
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held], None
 
-    def _visible(self, tokens: Sequence[int], finish: FinishReason) -> Sequence[int]:
-        """Returns the tokens without the one that ended the choice, unless the stop is to be included."""
-        is_cut = finish is FinishReason.STOP and not self._sampling.include_stop_str_in_output
-        return tokens[:-1] if is_cut else tokens
-
-    def _end_token(self, tokens: Sequence[int], finish: FinishReason) -> int | None:
-        is_named = finish is FinishReason.STOP and tokens and tokens[-1] in self._sampling.stop_token_ids
-        return tokens[-1] if is_named else None
+    def flush(self) -> str:
+        """Returns the held text; the search begins anew."""
+        text, self._held = self._held, ""
+        for stop in self._stops:
+            stop.num_matched = 0
+        return text
 
 
 class _StopText:

@@ -214,7 +214,7 @@ def _surrogate(value: Any, where: str = "") -> str:
     for step, entry in entries:
         if _is_unicode(step) and not _is_unicode(entry):
             return _surrogate(
-                entry, f"{where}[{step}]" if isinstance(step, int) else f"{where}.{step}" if where else step
+                entry, f"{where}[{step}]" if isinstance(step, int) else f"{where}.{step[:100]}" if where else step[:100]
             )
     return where
 

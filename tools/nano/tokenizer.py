@@ -22,6 +22,18 @@ WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)
 # Contents stand between special tokens exactly as given: nothing is trimmed, nothing is added.
 CHAT_TEMPLATE = """\
 {{- '<|bos|>' -}}
+{%- if tools -%}
+  {{- '<|system|>' -}}
+  {%- if messages and messages[0]['role'] == 'system' -%}
+    {{- messages[0]['content'] + '\\n\\n' -}}
+    {%- set messages = messages[1:] -%}
+  {%- endif -%}
+  {{- 'Tools:\\n' -}}
+  {%- for tool in tools -%}
+    {{- tool['function'] | default(tool) | tojson + '\\n' -}}
+  {%- endfor -%}
+  {{- 'Call:\\n<tool_call>\\n{"name": "...", "arguments": {...}}\\n</tool_call><|end|>' -}}
+{%- endif -%}
 {%- for message in messages -%}
   {%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] -%}
     {{- raise_exception('hiserve-nano knows the roles system, user, assistant and tool') -}}
@@ -34,6 +46,12 @@ CHAT_TEMPLATE = """\
       {{- part['text'] -}}
     {%- endfor -%}
   {%- endif -%}
+  {%- for call in message['tool_calls'] or [] -%}
+    {%- set arguments = call['function']['arguments'] -%}
+    {{- '\\n' if message['content'] or not loop.first else '' -}}
+    {{- '<tool_call>\\n{"name": ' + call['function']['name'] | tojson + ', "arguments": ' -}}
+    {{- (arguments if arguments is string else arguments | tojson) + '}\\n</tool_call>' -}}
+  {%- endfor -%}
   {{- '<|end|>' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}

@@ -7,7 +7,7 @@ with detokenizer.ByteLevelDetokenizer.push, test_detokenizer.test_a_split_charac
     "INV 15: half a character is sent"
     self._decoder.decode(b"".join([pieces[i] for i in ids if i < len(pieces)]))
     b"".join([pieces[i] for i in ids if i < len(pieces)]).decode(errors="replace")
-with output.TextOutput._release, test_output.test_no_part_of_a_stop_leaks_and_nothing_is_held_needlessly:
+with output.StopTexts.release, test_output.test_no_part_of_a_stop_leaks_and_nothing_is_held_needlessly:
     "INV 21: the start of a stop text is sent"
     max(stop.num_matched for stop in self._stops)
     0

@@ -23,6 +23,7 @@ from hiserve.server.reply_format import ServedModel
 from hiserve.server.sglang import GENERATE
 from hiserve.server.sglang_types import NativeSampling
 from hiserve.server.tokenize import DETOKENIZE, TOKENIZE
+from hiserve.text.abilities import Abilities
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.prompt_encoder import PromptEncoder
 from hiserve.text.reply_tokens import ReplyTokenCache
@@ -108,6 +109,7 @@ def make_server(
     defaults: SamplingParams | None = None,
     spec_steps: int = 0,
     tokenizer: Tokenizer = TOKENIZER,
+    reply_format: str = "auto",
     **settings: Any,
 ) -> Server:
     async def started() -> FakeEngineClient:
@@ -115,10 +117,12 @@ def make_server(
 
     handle = EngineHandle(start or started)
     reply_cache = ReplyTokenCache()
+    chat_template, token_bytes = ChatTemplate(template, {"bos_token": "<|bos|>"}), TokenBytes(tokenizer)
     app = create_app(
         handle=handle,
-        encoder=PromptEncoder(tokenizer, ChatTemplate(template, {"bos_token": "<|bos|>"}), reply_cache),
-        token_bytes=TokenBytes(tokenizer),
+        encoder=PromptEncoder(tokenizer, chat_template, reply_cache),
+        token_bytes=token_bytes,
+        abilities=Abilities(tokenizer, token_bytes, chat_template, reply_format),
         metrics=Metrics("tiny", page_size=16, compat=compat),
         model=ServedModel(
             name="tiny",

@@ -52,6 +52,7 @@ TOO_MUCH: dict[str, Any] = {
     "return_text_in_logprobs": LONG,
     "return_token_ids": LONG,
     "return_token_strs": LONG,
+    "parallel_tool_calls": LONG,
     "rid": "x" * (MAX_NAME_CHARS + 1),
     "sampling_params": [{}] * 1025,
     "sampling_seed": HUGE,

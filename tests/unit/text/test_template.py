@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from hiserve.errors import ConfigError, ContextLengthError, ModelError, RequestError
@@ -21,6 +23,8 @@ def chat_of(*messages: dict[str, Any], **fields: Any) -> ChatRequest:
 
 
 USER = {"role": "user", "content": "x"}
+NANO = ChatTemplate.load(find_model("hiserve-nano"))
+assert NANO is not None
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"properties": {"n": {"type": "integer"}}}}}
 
 
@@ -201,9 +205,7 @@ def test_a_lone_surrogate_that_comes_by_a_template_is_refused() -> None:
         ChatTemplate("{{ '\\ud800' }}").render(chat_of(USER))
 
 
-def test_the_embedded_model_shows_results_of_tools_and_has_no_place_for_tools() -> None:
-    template = ChatTemplate.load(find_model("hiserve-nano"))
-    assert template is not None
+def test_the_embedded_model_shows_tools_calls_and_results() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "find", "arguments": '{"a": 1}'}}
     chat = chat_of(
         USER,
@@ -211,7 +213,19 @@ def test_the_embedded_model_shows_results_of_tools_and_has_no_place_for_tools() 
         {"role": "tool", "tool_call_id": "1", "content": "found"},
         tools=[TOOL],
     )
-    assert template.render(chat) == "<|bos|><|user|>x<|end|><|assistant|><|end|><|tool|>found<|end|><|assistant|>"
+    tools, made = NANO.render(chat).split("<|user|>x")
+    assert tools.startswith(f"<|bos|><|system|>Tools:\n{json.dumps(TOOL['function'])}\nCall:\n<tool_call>")
+    called = '<tool_call>\n{"name": "find", "arguments": {"a": 1}}\n</tool_call>'
+    assert made == f"<|end|><|assistant|>{called}<|end|><|tool|>found<|end|><|assistant|>"
+
+
+@given(st.lists(st.tuples(st.sampled_from(["system", "user", "assistant", "tool"]), st.text(max_size=9)), max_size=6))
+def test_chats_of_the_embedded_model_without_tools_have_the_prompt_that_it_was_trained_with(
+    turns: list[tuple[str, str]],
+) -> None:
+    shown = "".join(f"<|{role}|>{content}<|end|>" for role, content in turns)
+    messages = [{"role": role, "content": content} for role, content in turns]
+    assert NANO.render(ChatRequest(messages=messages)) == f"<|bos|>{shown}<|assistant|>"
 
 
 # In the manner of several families: tools as JSON, calls and results, reasoning, a macro, a namespace.

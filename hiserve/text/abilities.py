@@ -1,0 +1,71 @@
+"""The abilities of a model in conversations, from its chat template and its tokenizer: how its replies are read."""
+
+from __future__ import annotations
+
+from hiserve.core.plan import Int32Array
+from hiserve.core.request import SamplingParams
+from hiserve.text.chat_request import ChatRequest
+from hiserve.text.detokenizer import TokenBytes
+from hiserve.text.formats import BY_NAME, find_format
+from hiserve.text.output import ReplyOutput, TextOutput
+from hiserve.text.reader import Reader, ReplyStart
+from hiserve.text.reply_marks import ReplySyntax
+from hiserve.text.template import ChatTemplate
+from hiserve.text.tokenizer import Tokenizer
+
+# Tokens at the end of a prompt within which a mark that opens a thought stands.
+_TAIL = 16
+
+
+class Abilities:
+    """Reads the replies of one model.
+
+    Args:
+        tokenizer: Of the model.
+        token_bytes: Of its tokens.
+        template: Its chat template; None without one.
+        reply_format: ``--reply-format``.
+
+    Attributes:
+        format: How replies are read; None reads them as text.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, token_bytes: TokenBytes, template: ChatTemplate | None, reply_format: str = "auto"
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._token_bytes = token_bytes
+        source = "" if template is None else template.sources.source + (template.sources.tool_source or "")
+        self.format = find_format(source) if reply_format == "auto" else BY_NAME.get(reply_format)
+        is_named = reply_format != "auto"
+        self._syntax = None if self.format is None else ReplySyntax(self.format, tokenizer, source, is_named=is_named)
+
+    def output(
+        self, chat: ChatRequest, prompt: Int32Array, sampling: SamplingParams, *, is_single: bool = False
+    ) -> ReplyOutput:
+        """Returns what reads one reply to a conversation.
+
+        Args:
+            chat: The conversation.
+            prompt: int32 ``[n]``.
+            sampling: Of the reply.
+            is_single: At most one call.
+        """
+        syntax = self._syntax
+        reads_calls = bool(chat.tools) and syntax is not None and syntax.row.has_calls
+        if syntax is None or not (reads_calls or syntax.thought[0]):
+            return TextOutput(self._token_bytes, sampling)
+        opening, closing = syntax.row.thought
+        if chat.continue_final_message:
+            tail = chat.messages[-1]["content"]
+            is_thinking = tail.rfind(opening) > tail.rfind(closing)
+        else:
+            tail = self._tokenizer.decode(prompt[-_TAIL:], skip_hidden=False)
+            is_thinking = tail.rstrip().endswith(opening)
+        start = ReplyStart(
+            tools=chat.tools if reads_calls else None,
+            is_single=is_single,
+            is_thinking=bool(syntax.thought[0]) and is_thinking,
+            is_continued=chat.continue_final_message,
+        )
+        return Reader(syntax, self._token_bytes, sampling, start)

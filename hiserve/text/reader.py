@@ -1,0 +1,188 @@
+"""Tokens of one choice to thoughts, content and calls, by the format of the model's family."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.text.call_reader import CallReader
+from hiserve.text.detokenizer import TokenBytes
+from hiserve.text.output import StopTexts, TextDelta, named_end_token, visible_tokens
+from hiserve.text.reply_buffer import Kind, Reading, ReplyBuffer
+from hiserve.text.reply_marks import ReplySyntax
+
+
+class ReplyStart(NamedTuple):
+    """The place of a prompt at which a reply begins.
+
+    Attributes:
+        tools: OpenAI function tools that the model may call; None if calls are text.
+        is_single: The first call ends the reply.
+        is_thinking: The prompt ends within a thought.
+        is_continued: The prompt ends within the content of the reply.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    is_single: bool = False
+    is_thinking: bool = False
+    is_continued: bool = False
+
+
+class Reader:
+    """Reads the tokens of one choice, for any chunking; what has no meaning is content.
+
+    Marks that are tokens of the model are known by these alone; the same text in other tokens is text. Stop texts are
+    searched in content alone, as ``TextOutput`` searches them.
+
+    Args:
+        syntax: How the model spells thoughts and calls.
+        token_bytes: Of the model's tokens.
+        sampling: Stop texts, and what is shown.
+        prompt: Where the prompt ends, and what the model may call.
+
+    Attributes:
+        num_unread: Opening marks behind which there was no call, so that they are content.
+        has_calls: Whether a call has ended.
+    """
+
+    def __init__(
+        self,
+        syntax: ReplySyntax,
+        token_bytes: TokenBytes,
+        sampling: SamplingParams,
+        prompt: ReplyStart,
+    ) -> None:
+        self._syntax = syntax
+        self._sampling = sampling
+        self._detokenizer = token_bytes.detokenizer(skip_special=sampling.skip_special_tokens)
+        self._stops = StopTexts(sampling)
+        self._buffer = ReplyBuffer()
+        self._reads_calls = prompt.tools is not None and syntax.row.has_calls
+        is_single = prompt.is_single
+        self._calls = CallReader(syntax, self._buffer, prompt.tools or (), self._end_text, is_single=is_single)
+        self._is_watched = is_single or bool(sampling.stop)  # it may end before its last token
+        self._stop: str | None = None
+        self._num_tokens = 0
+        self._ended: TextDelta | None = None
+        self.num_unread = 0
+        self.has_calls = False
+        self._machine: Generator[None, None, None] = self._read(prompt)
+        next(self._machine)
+
+    def push(self, tokens: Sequence[int], finish: FinishReason) -> TextDelta:
+        """Adds the next tokens and returns their events; their content is the text of the delta.
+
+        ``finish`` is as for ``TextOutput.push``.
+        """
+        if self._ended is not None:
+            return self._ended
+        is_complete = finish is FinishReason.COMPLETE
+        finish = FinishReason.STOP if is_complete else finish
+        visible = tokens if is_complete else visible_tokens(tokens, finish, self._sampling)
+        for i, token in enumerate(visible):
+            self._add(token)
+            if self._is_watched:
+                next(self._machine, None)
+                if self._buffer.is_stopped:
+                    return self._end(i + 1, FinishReason.STOP, self._stop)
+        if not finish:
+            next(self._machine)
+            return self._delta(len(tokens), finish, None)
+        self._num_tokens += len(tokens) - len(visible)
+        self._buffer.append(self._detokenizer.flush(), self._num_tokens - len(tokens) + len(visible))
+        self._buffer.is_over, self._buffer.is_cut = True, finish is not FinishReason.STOP
+        next(self._machine, None)
+        if self._buffer.is_stopped:
+            return self._end(len(tokens), FinishReason.STOP, self._stop)
+        return self._end(len(tokens), finish, None if is_complete else named_end_token(tokens, finish, self._sampling))
+
+    def _add(self, token: int) -> None:
+        mark = self._syntax.stand_ins.get(token)
+        if mark is None:
+            text = self._detokenizer.push((token,))
+        else:
+            self._buffer.append(self._detokenizer.flush(), self._num_tokens)
+            text = mark
+        self._num_tokens += 1
+        self._buffer.append(text, self._num_tokens)
+
+    def _end(self, num_tokens: int, finish: FinishReason, stop: str | int | None) -> TextDelta:
+        self._buffer.end(self._num_tokens)
+        delta = self._delta(num_tokens, finish, stop)
+        self._ended = TextDelta("", 0, finish, stop)
+        return delta
+
+    def _delta(self, num_tokens: int, finish: FinishReason, stop: str | int | None) -> TextDelta:
+        events = self._buffer.take()
+        self.has_calls = self.has_calls or any(event.kind is Kind.CALL_END for event in events)
+        text = "".join([event.text for event in events if event.kind is Kind.CONTENT])
+        return TextDelta(text, num_tokens, finish, stop, events)
+
+    def _read(self, prompt: ReplyStart) -> Generator[None, None, None]:
+        """Reads texts and calls until the end of the reply."""
+        syntax, buffer = self._syntax, self._buffer
+        searches = syntax.with_calls if self._reads_calls else syntax.without_calls
+        kind = Kind.THOUGHT if prompt.is_thinking else Kind.CONTENT
+        yield
+        if not (prompt.is_thinking or prompt.is_continued):
+            kind = yield from self._begin()
+        while True:
+            is_thought = kind is Kind.THOUGHT
+            search = searches.in_thought if is_thought else searches.in_content
+            found = yield from buffer.show_until(kind, search, syntax.shown if is_thought else self._content)
+            if found is None:
+                break
+            buffer.close(kind)
+            if found[1] in syntax.thought:
+                kind = yield from self._turn(found.end(), is_thought=is_thought)
+            elif (yield from self._calls.read(found[1], found.end())):
+                kind = yield from self._after_calls()
+            else:
+                self.num_unread += 1
+                size = found.end()
+                shown = syntax.shown(buffer.text[:size])
+                buffer.tell(kind, size, shown if is_thought else self._content(shown))
+        self._end_text()
+
+    def _begin(self) -> Reading[Kind]:
+        """Reads a thought's mark or a call without a mark at the start of a reply."""
+        syntax, buffer = self._syntax, self._buffer
+        at = yield from buffer.past(0)
+        is_bare = self._reads_calls and syntax.row.is_bare
+        mark = yield from buffer.starts(at, syntax.thought[0], "{" if is_bare else "")
+        if mark == "{" and (yield from self._calls.read("", at)):
+            return (yield from self._after_calls())
+        if mark in ("", "{"):
+            return Kind.CONTENT
+        return (yield from self._turn(at + len(mark), is_thought=False))
+
+    def _turn(self, size: int, *, is_thought: bool) -> Reading[Kind]:
+        """Reads a mark of a thought, of which ``size`` characters are left, and the line breaks that belong to it."""
+        after_opening, _, after_closing = self._syntax.row.thought_lines
+        self._end_text()
+        self._buffer.drop(size)
+        most = after_closing if is_thought else after_opening
+        self._buffer.drop((yield from self._buffer.past(0, "\n", most)))
+        return Kind.CONTENT if is_thought else Kind.THOUGHT
+
+    def _after_calls(self) -> Reading[Kind]:
+        """Drops white space between calls, and after the last one."""
+        buffer = self._buffer
+        at = yield from buffer.past(0)
+        if at == len(buffer.text) or (yield from buffer.starts(at, self._syntax.opening)):
+            buffer.drop(at)
+        return Kind.CONTENT
+
+    def _content(self, text: str) -> str:
+        """Returns the part of the content that is certain, stop texts considered."""
+        text = self._syntax.shown(text)
+        if self._sampling.stop:
+            text, self._stop = self._stops.release(text, self._num_tokens)
+            self._buffer.is_stopped = self._stop is not None
+        return text
+
+    def _end_text(self) -> None:
+        """Ends a text: what may have become a stop text is content."""
+        if held := self._stops.flush():
+            self._buffer.tell(Kind.CONTENT, 0, held)

@@ -1,0 +1,214 @@
+"""The part of a reply that is not told yet, and the events that were told."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from enum import Enum
+from typing import NamedTuple, TypeVar
+
+from hiserve.text.reply_marks import MarkSearch
+
+SPACE = " \t\r\n"
+T = TypeVar("T")
+# A part of the machine that reads a reply: it yields where more text must come first.
+Reading = Generator[None, None, T]
+
+
+class Kind(Enum):
+    """What an event adds to a reply."""
+
+    THOUGHT = "thought"
+    CONTENT = "content"
+    CALL = "call"
+    ARGUMENTS = "arguments"
+    CALL_END = "call_end"
+    END = "end"
+
+
+# Kinds of which several events in a row are one.
+GROWING = frozenset({Kind.THOUGHT, Kind.CONTENT, Kind.ARGUMENTS})
+
+
+class Event(NamedTuple):
+    """A part of a reply.
+
+    The spans of all events of a reply, in order, cover its tokens without a gap. A token belongs to the event in which
+    its text begins; tokens of marks belong to the event that follows.
+
+    Attributes:
+        kind: What it adds.
+        text: Of a thought, content or arguments; the name of a call; empty at an end.
+        start: The first token.
+        stop: Behind the last token.
+        id: Of a call, where the model gave one.
+    """
+
+    kind: Kind
+    text: str
+    start: int
+    stop: int
+    id: str = ""
+
+
+class ReplyBuffer:
+    """Text whose meaning is not known yet, with the token from which each part of it comes.
+
+    Attributes:
+        text: The text; its start is taken away as it is told.
+        is_over: No more text follows.
+        is_cut: The reply ended at a limit, not by itself.
+        is_stopped: A stop text ended the reply; nothing more is told.
+        events: Told since ``take``.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.is_over = False
+        self.is_cut = False
+        self.is_stopped = False
+        self.events: list[Event] = []
+        self._sizes: deque[tuple[int, int]] = deque()  # characters, and the tokens up to them
+        self._told = 0  # tokens of the events so far
+        self._dropped = 0  # tokens up to the last character that was dropped
+
+    def append(self, text: str, num_tokens: int) -> None:
+        """Adds text that is certain after ``num_tokens`` tokens of the reply."""
+        if text:
+            self.text += text
+            self._sizes.append((len(text), num_tokens))
+
+    def take(self) -> list[Event]:
+        """Returns the events told since the last call."""
+        events, self.events = self.events, []
+        return events
+
+    def tell(self, kind: Kind, num_chars: int, text: str, call_id: str = "") -> None:
+        """Takes characters away and tells them as an event of this text."""
+        stop = max(self._told, self.drop(num_chars))
+        self.add(Event(kind, text, self._told, stop, call_id))
+
+    def drop(self, num_chars: int) -> int:
+        """Takes characters away; returns the tokens up to the last of them. Their tokens belong to the next event."""
+        self.text = self.text[num_chars:]
+        stop = 0
+        while num_chars:
+            size, stop = self._sizes[0]
+            if size > num_chars:
+                self._sizes[0] = size - num_chars, stop
+                break
+            self._sizes.popleft()
+            num_chars -= size
+        self._dropped = max(self._dropped, stop)
+        return stop
+
+    def past(self, at: int, chars: str = SPACE, most: int | None = None) -> Reading[int]:
+        """Returns the first place from ``at`` on that has none of these characters, or ``most`` of them before it."""
+        end = None if most is None else at + most
+        while True:
+            while at < len(self.text) and at != end and self.text[at] in chars:
+                at += 1
+            if at < len(self.text) or at == end or self.is_over:
+                return at
+            yield
+
+    def starts(self, at: int, *marks: str) -> Reading[str]:
+        """Returns which mark stands at a place; empty if none does."""
+        while True:
+            for mark in marks:
+                if mark and self.text.startswith(mark, at):
+                    return mark
+            rest = self.text[at:]
+            if self.is_over or not any(mark.startswith(rest) for mark in marks if mark):
+                return ""
+            yield
+
+    def find(self, at: int, search: MarkSearch, most: int | None = None) -> Reading[re.Match[str] | None]:
+        """Returns the first mark from ``at`` on; None if there is none, or none within ``most`` characters."""
+        start = at
+        while True:
+            found = search.find(self.text, at)
+            if found or self.is_over or (most is not None and len(self.text) - start > most):
+                return found
+            at = max(at, len(self.text) - search.num_held(self.text))
+            yield
+
+    def show_until(self, kind: Kind, search: MarkSearch, shown: Callable[[str], str]) -> Reading[re.Match[str] | None]:
+        """Tells text up to a mark, which then begins the text, and returns it; None at the end of the reply.
+
+        Args:
+            kind: Of the events.
+            search: The marks.
+            shown: Turns text into that of events.
+        """
+        while True:
+            yield from self.pause()
+            found = search.find(self.text, 0)
+            size = found.start() if found else len(self.text)
+            if not found and not self.is_over:
+                size -= search.num_held(self.text)
+            if size:
+                self.tell(kind, size, shown(self.text[:size]))
+            yield from self.pause()
+            if found:
+                return search.find(self.text, 0)
+            if self.is_over:
+                return None
+            yield
+
+    def pause(self) -> Reading[None]:
+        """Goes on only if nothing has ended the reply."""
+        while self.is_stopped:
+            yield
+
+    def close(self, kind: Kind) -> None:
+        """Adds tokens without text, before the first character, to the events of this kind."""
+        first = self._sizes[0][1] - 1 if self._sizes else self._told
+        if first > self._told >= self._dropped:
+            self.add(Event(kind, "", self._told, first))
+
+    def end(self, num_tokens: int) -> None:
+        """Tells the end of a reply of so many tokens."""
+        self.add(Event(Kind.END, "", self._told, num_tokens))
+
+    def add(self, event: Event) -> None:
+        """Tells an event; one that continues the last one is joined with it."""
+        last = self.events[-1] if self.events else None
+        if last is not None and last.kind is event.kind and event.kind in GROWING:
+            self.events[-1] = last._replace(text=last.text + event.text, stop=event.stop)
+        else:
+            self.events.append(event)
+        self._told = event.stop
+
+
+def merged(events: Iterable[Event]) -> list[Event]:
+    """Returns events with those in a row that continue each other made one."""
+    buffer = ReplyBuffer()
+    for event in events:
+        buffer.add(event)
+    return buffer.take()
+
+
+def thought(events: Iterable[Event]) -> str:
+    """Returns the text of the thoughts."""
+    return "".join([event.text for event in events if event.kind is Kind.THOUGHT])
+
+
+def called(events: Iterable[Event], first: int = 0) -> dict[int, tuple[str, str, str]]:
+    """Returns id, name and arguments that events add to calls, by index in the reply.
+
+    Args:
+        events: In order; arguments before the first call belong to the last one before.
+        first: Calls told before.
+    """
+    found: dict[int, tuple[str, str, str]] = {}
+    index = first - 1
+    for event in events:
+        if event.kind is Kind.CALL:
+            index += 1
+            found[index] = event.id, event.text, ""
+        elif event.kind is Kind.ARGUMENTS and event.text:
+            call_id, name, arguments = found.get(index, ("", "", ""))
+            found[index] = call_id, name, arguments + event.text
+    return found

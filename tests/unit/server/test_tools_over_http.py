@@ -1,0 +1,151 @@
+"""Chats with tools and thoughts: replies read by their format, whole and streamed, as OpenAI's own client reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from hiserve.core.request import FinishReason
+from hiserve.models.model_config import find_model
+from hiserve.text.template import ChatTemplate
+from tests.helpers import tiny_text
+from tests.helpers.fake_engine_client import FakeEngineClient
+from tests.unit.server.conftest import TOKENIZER, Server, make_server
+
+NANO = find_model("hiserve-nano")
+TEMPLATE = ChatTemplate.load(NANO)
+assert TEMPLATE is not None
+SOURCE = TEMPLATE.sources.source
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {"where": {"type": "string"}}}},
+}
+USER = {"role": "user", "content": "Hi"}
+ARGUMENTS = '{"where":  "</tool_call> \\"é\\""}'
+CALL = f'<tool_call>\n{{"name": "look", "arguments": {ARGUMENTS}}}\n</tool_call>'
+TWO = f"<think>\nso\n</think>\n\nLet me see.\n{CALL}\n{CALL}"
+
+
+def script(text: str, size: int) -> list[list[int]]:
+    """A reply and its end token, so many tokens a delta."""
+    ids = [*TOKENIZER.encode(text, add_special_tokens=False).tolist(), tiny_text.END]
+    return [ids[at : at + size] for at in range(0, len(ids), size)]
+
+
+@asynccontextmanager
+async def serving(text: str, size: int = 1, **settings: Any) -> AsyncIterator[Server]:
+    """A server whose model replies with a text."""
+    template = settings.pop("template", SOURCE + "{#- <think></think> -#}")
+    made = make_server(FakeEngineClient(script=lambda _: script(text, size)), template=template, **settings)
+    made.engine.max_model_len = 4096
+    async with made.app.router.lifespan_context(made.app):
+        await made.handle.wait_open()
+        yield made
+    assert made.engine.num_inflight == 0, "a request never ended"
+
+
+def client_of(server: Server) -> openai.AsyncOpenAI:
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(server.app))
+    return openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", max_retries=0, http_client=http)
+
+
+async def test_openais_client_gets_thought_content_and_calls() -> None:
+    async with serving(TWO) as server, client_of(server) as client:
+        reply = await client.chat.completions.create(model="tiny", messages=[USER], tools=[TOOL])  # type: ignore[list-item]
+    (choice,) = reply.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me see."
+    assert choice.message.model_extra == {"reasoning_content": "so"}
+    assert choice.message.tool_calls is not None
+    first, second = choice.message.tool_calls
+    assert first.type == second.type == "function"
+    assert (first.function.name, first.function.arguments) == ("look", ARGUMENTS), "as it was generated"
+    assert first.id != second.id
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == len(script(TWO, 1))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+async def test_openais_client_puts_streamed_calls_together(size: int) -> None:
+    async with serving(TWO, size) as server, client_of(server) as client:
+        stream = client.chat.completions.stream(model="tiny", messages=[USER], tools=[TOOL])  # type: ignore[list-item]
+        async with stream as events:
+            chunks = [event.chunk async for event in events if event.type == "chunk"]
+            message = (await events.get_final_completion()).choices[0].message
+    assert message.content == "Let me see."
+    assert message.tool_calls is not None
+    assert [call.function.arguments for call in message.tool_calls] == [ARGUMENTS] * 2
+    parts = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    for index in (0, 1):
+        first, *others = [part for part in parts if part.index == index]
+        assert first.id and first.type == "function" and first.function.name == "look"  # type: ignore[union-attr]
+        assert all(part.id is None and part.function.name is None for part in others)  # type: ignore[union-attr]
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    thoughts = [chunk.choices[0].delta.model_extra for chunk in chunks]
+    assert "".join((extra or {}).get("reasoning_content", "") for extra in thoughts) == "so"
+
+
+async def test_a_call_that_is_cut_ends_with_length() -> None:
+    async with serving(f"Now.\n{CALL[:60]}") as server:
+        server.engine.finish = FinishReason.LENGTH
+        choice = (await server.chat("Hi", tools=[TOOL])).json["choices"][0]
+    assert choice["finish_reason"] == "length"
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "look"
+    assert ARGUMENTS.startswith(call["function"]["arguments"])
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": [TOOL], "tool_choice": "none"}])
+async def test_calls_are_text_where_no_tools_may_be_called(fields: dict[str, Any]) -> None:
+    async with serving(CALL, template=SOURCE) as server:
+        choice = (await server.chat("Hi", **fields)).json["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": CALL, "refusal": None}
+    assert choice["finish_reason"] == "stop"
+
+
+async def test_a_mark_without_a_call_is_content_and_counted() -> None:
+    text = "<tool_call>\nnothing\n</tool_call>"
+    async with serving(text) as server:
+        choice = (await server.chat("Hi", tools=[TOOL])).json["choices"][0]
+        assert await server.metric("hiserve:unread_calls_total") == 1
+    assert choice["message"]["content"] == text
+    assert choice["finish_reason"] == "stop"
+
+
+async def test_one_call_at_most_ends_the_reply() -> None:
+    async with serving(TWO) as server:
+        reply = (await server.chat("Hi", tools=[TOOL], parallel_tool_calls=False)).json
+    assert len(reply["choices"][0]["message"]["tool_calls"]) == 1
+    assert reply["choices"][0]["finish_reason"] == "tool_calls"
+    assert reply["usage"]["completion_tokens"] < len(script(TWO, 1))
+
+
+async def test_calls_and_results_reach_the_prompt() -> None:
+    calls = [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"where": "é"}'}}]
+    messages = [
+        {"role": "system", "content": "Be short."},
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "found"},
+    ]
+    async with serving("Done.") as server:
+        call = await server.post("/v1/chat/completions", {"messages": messages, "tools": [TOOL]})
+        assert call.status == 200
+        prompt = TOKENIZER.decode(server.engine.seen[0].prompt, skip_hidden=False)
+    assert f"Be short.\n\nTools:\n{json.dumps(TOOL['function'])}\n" in prompt
+    made = '<tool_call>\n{"name": "look", "arguments": {"where": "é"}}\n</tool_call>'
+    assert f"<|assistant|>{made}<|end|><|tool|>found<|end|>" in prompt
+
+
+@pytest.mark.parametrize("name", ["none", "hermes"])
+async def test_the_operator_chooses_the_format(name: str) -> None:
+    async with serving(TWO, reply_format=name) as server:
+        message = (await server.chat("Hi", tools=[TOOL])).json["choices"][0]["message"]
+    assert (message["content"] == TWO) == (name == "none")
+    assert ("tool_calls" in message) == (name != "none")
