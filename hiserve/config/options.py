@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from hiserve.config.flags import Flag, about, flags_of, nearest
-from hiserve.config.serving import MAX_INT32, Auto, Parallel, Server
+from hiserve.config.serving import MAX_INT32, Auto, Parallel, ReplyFormatName, Server
 from hiserve.errors import ConfigError
 
 AttentionBackend = Literal["auto", "triton", "flashinfer", "reference"]
@@ -20,21 +20,6 @@ StorePrefetch = Literal["best_effort", "timeout", "wait"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 GraphGate = Literal["precise", "strict"]
 Graphs = Literal["auto", "off", "decode", "all"]
-ReplyFormatName = Literal[
-    "auto",
-    "none",
-    "thoughts",
-    "hermes",
-    "llama3_json",
-    "mistral_list",
-    "mistral",
-    "qwen3_coder",
-    "glm",
-    "deepseek_v3",
-    "deepseek",
-    "kimi_k2",
-    "minimax",
-]  # the names of text/formats.py
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 MAX_SPEC_STEPS = 15
 AUTO_TIERS = (0, 1, 2, 3, 5)  # each has graphs of its own
