@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,10 @@ from tests.helpers.bad_requests import CHAT, MAX_MODEL_LEN, MAX_REQUEST_BYTES, T
 from tests.helpers.bad_wire import Ending, Wire
 from tests.helpers.error_shape import fault_of_error
 from tests.helpers.processes import is_alive
+from tests.helpers.waiting import PATIENCE_S, wait_until
 
 LEAST_STREAMS = 4
-ANSWER_S = 60.0
+ANSWER_S = PATIENCE_S
 # Double precision, so that a token does not depend on what else is in its batch.
 FLAGS = ("--dtype", "float64", "--cpu-threads", "1", "--kv-pages", "1000", "--max-model-len", str(MAX_MODEL_LEN))
 LIMITS = ("--max-request-bytes", str(MAX_REQUEST_BYTES), "--log-level", "warning")
@@ -173,10 +173,10 @@ class Belongings:
         assert stats["free_pages"] + stats["evictable_pages"] == worker["num_pages"]
         assert self._live.pids() == self._pids
         assert all(is_alive(pid) for pid in self._pids)
-        deadline = time.monotonic() + 60
-        while any(now > before for now, before in zip(self._num_files(), self._files, strict=True)):
-            assert time.monotonic() < deadline, f"{self._num_files()} open files, {self._files} before"
-            time.sleep(0.05)
+        wait_until(
+            lambda: all(now <= before for now, before in zip(self._num_files(), self._files, strict=True)),
+            lambda: f"{self._num_files()} open files, {self._files} before",
+        )
         check_log(self._live)
 
     def _num_files(self) -> list[int]:

@@ -15,6 +15,8 @@ from typing import Any
 
 import httpx
 
+from tests.helpers.waiting import PATIENCE_S
+
 COMMAND = (sys.executable, "-c", "import sys; from hiserve.cli import main; sys.exit(main())")
 
 
@@ -34,18 +36,18 @@ class Live:
 
     def info(self) -> dict[str, Any]:
         """Asks for ``/server_info``."""
-        return dict(httpx.get(f"{self.url}/server_info", timeout=30).raise_for_status().json())
+        return dict(httpx.get(f"{self.url}/server_info", timeout=PATIENCE_S).raise_for_status().json())
 
     def counter(self, name: str, **labels: str) -> float:
         """Sums the series of a metric that carry these labels."""
         total = 0.0
-        for line in httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines():
+        for line in httpx.get(f"{self.url}/metrics", timeout=PATIENCE_S).text.splitlines():
             series, _, value = line.rpartition(" ")
             if series.startswith(name + "{") and all(f'{key}="{text}"' in series for key, text in labels.items()):
                 total += float(value)
         return total
 
-    def wait_idle(self, timeout_s: float = 60.0) -> dict[str, Any]:
+    def wait_idle(self, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
         """Waits until no request is anywhere and no copy between tiers holds pages; returns ``/server_info``."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -95,7 +97,7 @@ def serve(
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
         try:
-            process.wait(60)
+            process.wait(PATIENCE_S)
         finally:
             process.kill()
             process.wait()

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from tests.e2e.good_streams import (
+    ANSWER_S,
     FLAGS,
     LIMITS,
     NUM_STREAMS,
@@ -38,7 +39,7 @@ async def run_corpus(
         headers: Of the good requests.
     """
     faults, num_cases = [], 0
-    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False, headers=headers) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=ANSWER_S, trust_env=False, headers=headers) as http:
         streams = GoodStreams(http, quiet)
         async with asyncio.TaskGroup() as group:
             for index in range(NUM_STREAMS):
@@ -70,7 +71,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 @pytest.fixture(scope="module")
 def quiet(live: Live) -> Quiet:
     async def run() -> Quiet:
-        async with httpx.AsyncClient(base_url=live.url, timeout=60, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=live.url, timeout=ANSWER_S, trust_env=False) as http:
             return [await GoodStreams(http, []).once(index) for index in range(NUM_STREAMS)]
 
     found = asyncio.run(run())
