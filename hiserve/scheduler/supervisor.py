@@ -334,9 +334,10 @@ class Supervisor:
     def _mark_ready(self, worker: WorkerProcess, ready: Ready) -> None:
         if worker.ready is not None:
             raise MalformedError("Ready twice")
-        total_s = time.monotonic() - worker.born_s
+        now_s = time.monotonic()
+        total_s = now_s - worker.born_s
         phases = {"start process": round(total_s - sum(ready.startup_s.values()), 3), **ready.startup_s}
-        worker.mark_ready(msgspec.structs.replace(ready, startup_s=phases), time.monotonic())
+        worker.mark_ready(msgspec.structs.replace(ready, startup_s=phases), now_s)
         self._measurements.setdefault(worker.replica, ready.measurements)
         logger.info(
             "worker %d (pid %d, incarnation %d) is ready after %.2f s: %d pages of %d tokens, %d rows",

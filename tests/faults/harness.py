@@ -22,6 +22,7 @@ from tests.e2e import live as lives
 from tests.e2e.live import Live
 from tests.helpers.processes import children, wait_dead
 from tests.helpers.traffic import SETTINGS, TENANTS, TINY, Script, Turn, make_scripts
+from tests.helpers.waiting import PATIENCE_S
 
 SCRIPTS_SEED = 77
 SPARE_FILES = 6
@@ -76,7 +77,7 @@ def check_idle(live: Live, num_files: dict[int, int]) -> dict[str, Any]:
         live: The server.
         num_files: As ``open_files`` gave it; processes that are gone are not asked about.
     """
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         info = live.wait_idle()
         stats = [(worker["stats"], worker["num_pages"]) for worker in info["workers"]]
@@ -177,7 +178,7 @@ class Crowd:
     ) -> None:
         print(f"crowd seed {seed}")
         limits = httpx.Limits(max_connections=None)
-        self._http = httpx.AsyncClient(base_url=url, timeout=90, limits=limits, trust_env=False)
+        self._http = httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits, trust_env=False)
         self._rng = np.random.default_rng(seed)
         self._num_users = num_users
         self._leaving = leaving
@@ -199,7 +200,7 @@ class Crowd:
         await self._http.aclose()
         print(dict(self.counts))
 
-    async def until(self, name: str, more: int, timeout_s: float = 200) -> None:
+    async def until(self, name: str, more: int, timeout_s: float = 2 * PATIENCE_S) -> None:
         """Returns when so many more requests came to this end."""
         wanted = self.counts[name] + more
         async with asyncio.timeout(timeout_s):

@@ -18,6 +18,7 @@ from hiserve.bench.soak.faults import inject
 from hiserve.config.options import make_options
 from tests.e2e.live import Live
 from tests.faults.harness import Crowd, check_idle, open_files, serving, worker_pid
+from tests.helpers.waiting import PATIENCE_S
 
 SEED = 51
 # A file system of its own, which nobody else sees: its size, where it is mounted, the command in it.
@@ -46,7 +47,7 @@ def fill(path: Path) -> None:
 
 def stats_of(live: Live) -> dict[str, Any]:
     """What the only worker's cache did."""
-    (replica,) = httpx.get(f"{live.url}/cache/stats", timeout=30).raise_for_status().json()["replicas"]
+    (replica,) = httpx.get(f"{live.url}/cache/stats", timeout=PATIENCE_S).raise_for_status().json()["replicas"]
     return dict(replica)
 
 
@@ -87,7 +88,6 @@ async def test_a_file_system_that_is_full(tmp_path: Path) -> None:
         assert "space" in found["tiers"]["store"]["last_error"]
 
 
-@pytest.mark.alone
 async def test_a_shared_memory_that_is_full_when_a_worker_starts_again(tmp_path: Path) -> None:
     with serving(tmp_path, "--host-cache-name", "full", before=with_file_system("30m", Path("/dev/shm"))) as live:
         shared = Path(f"/proc/{live.process.pid}/root/dev/shm")
@@ -115,7 +115,7 @@ async def test_a_store_that_cannot_be_relied_on(tmp_path: Path, worker: str, fla
     with serving(tmp_path, "--store", f"file:{tmp_path}/store", *flags, worker=f"tests.faults.worker {worker}") as live:
         for index in range(3):  # what the device and the host lose has to come from the store
             await talk(live, SEED + 5 + index, 12)
-            httpx.post(f"{live.url}/flush_cache", timeout=30).raise_for_status()
+            httpx.post(f"{live.url}/flush_cache", timeout=PATIENCE_S).raise_for_status()
         prefetches = stats_of(live)["prefetches"]
         assert prefetches["num_wanted"] > 0 and sum(prefetches["unfulfilled"].values()) > 0, prefetches
 
