@@ -30,6 +30,7 @@ from hiserve.models.builtin_shapes import read_model
 from hiserve.models.draft_config import model_facts
 from hiserve.scheduler.client import EngineClient
 from tests.helpers.settings import identified
+from tests.helpers.waiting import PATIENCE_S, until
 
 PAGE = 16
 SETTINGS: dict[str, Any] = {
@@ -207,15 +208,16 @@ async def ask(client: EngineClient) -> Answers:
 
 
 async def until_sealed(client: EngineClient) -> None:
-    """Waits until what the prompts left is on the host, and gives the checksums, which nobody counts, a moment."""
-    async with asyncio.timeout(20):
-        while (await client.status()).workers[0].stats.cache.stores.num_fulfilled < sum(FULL) // PAGE:
-            await asyncio.sleep(0.02)
-    await asyncio.sleep(0.3)
+    """Waits until what the prompts left is on the host, with its checksums."""
+    folder = Path(f"/proc/{client.started.scheduler_pid}/fd")
+    path = next(path for path in folder.iterdir() if "hiserve-host-cache" in os.readlink(path))
+    segment = Segment.attach(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+    await until(lambda: np.count_nonzero(segment.records["checksum"] != NO_CHECKSUM) >= sum(FULL) // PAGE)
+    segment.close()
 
 
 async def ask_again(client: EngineClient) -> Answers:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             try:
                 return await ask(client)
@@ -223,7 +225,6 @@ async def ask_again(client: EngineClient) -> Answers:
                 await asyncio.sleep(0.05)
 
 
-@pytest.mark.alone
 async def test_a_killed_worker_leaves_its_host_cache_to_its_successor(expected: list[list[int]]) -> None:
     client = await EngineClient.start(resolved())
     try:
@@ -244,7 +245,6 @@ async def test_a_killed_worker_leaves_its_host_cache_to_its_successor(expected: 
         await client.stop()
 
 
-@pytest.mark.alone
 async def test_a_named_cache_survives_the_whole_server_and_has_one_owner(name: str, expected: list[list[int]]) -> None:
     config = resolved(host_cache_name=name)
     client = await EngineClient.start(config)
@@ -264,8 +264,10 @@ async def test_a_named_cache_survives_the_whole_server_and_has_one_owner(name: s
         await client.stop()
 
 
-@pytest.mark.alone
 def test_nothing_of_an_unnamed_cache_is_a_file() -> None:
-    before = set(Path(SHARED_MEMORY).iterdir())
-    Life()
-    assert set(Path(SHARED_MEMORY).iterdir()) <= before
+    with LLM(in_process=True, **SETTINGS) as llm:
+        llm.generate(PROMPTS, SAMPLING)
+        mapped = Path("/proc/self/maps").read_text()
+        opened = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    assert "memfd:hiserve-host-cache" in mapped
+    assert str(SHARED_MEMORY) not in mapped and not any(str(SHARED_MEMORY) in path for path in opened)

@@ -9,7 +9,6 @@ import random
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from hiserve.models.model_config import NANO, find_model
 from hiserve.text.tokenizer import Tokenizer
 from tests.e2e.live import COMMAND, Live, serve
 from tests.helpers.processes import wait_dead
+from tests.helpers.waiting import PATIENCE_S, wait_until
 
 MODEL = NANO
 QUESTIONS = [
@@ -43,7 +43,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 @pytest_asyncio.fixture
 async def client(live: Live) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0, timeout=120) as made:
+    async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as made:
         yield made
 
 
@@ -274,7 +274,7 @@ async def test_disconnects_leak_no_pages_and_every_stream_ends_once(live: Live) 
         assert (len(finishes), num_done) == (1, 1)
         ends.append(finishes[0])
 
-    async with httpx.AsyncClient(base_url=live.url, timeout=120, limits=limits) as http:
+    async with httpx.AsyncClient(base_url=live.url, timeout=PATIENCE_S, limits=limits) as http:
         calls = []
         for i in range(200):
             leave_after = rng.randint(1, 12) if rng.random() < 0.3 else None
@@ -316,7 +316,7 @@ def test_a_port_in_use_is_one_line_and_exit_status_1(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         ended = subprocess.run(
-            [*COMMAND, "serve", "--port", str(port)], capture_output=True, text=True, timeout=60, check=False
+            [*COMMAND, "serve", "--port", str(port)], capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
     assert ended.returncode == 1
     assert f"port {port} on 127.0.0.1 is in use" in ended.stderr
@@ -324,21 +324,17 @@ def test_a_port_in_use_is_one_line_and_exit_status_1(tmp_path: Path) -> None:
 
 
 def wait_for_log(running: Live, text: str) -> None:
-    deadline = time.monotonic() + 20
-    while text not in running.log.read_text():
-        assert time.monotonic() < deadline, f"{text!r} is not in the log"
-        time.sleep(0.02)
+    wait_until(lambda: text in running.log.read_text(), lambda: f"{text!r} is not in the log")
 
 
-@pytest.mark.alone
 def test_a_second_signal_stops_at_once_and_kill_leaves_no_orphans(tmp_path: Path) -> None:
     body = {"prompt": [50], "max_tokens": 8000, "ignore_eos": True, "stream": True}
     for signals, status in (([signal.SIGTERM, signal.SIGTERM], 0), ([signal.SIGKILL], -signal.SIGKILL)):
-        with serve(tmp_path, "--cpu-threads", "1") as running:
+        with serve(tmp_path, "--cpu-threads", "1", "--drain-timeout-s", "3600") as running:
             pids = running.pids()
             with (
                 pytest.raises(httpx.RemoteProtocolError) if status else contextlib.nullcontext(),
-                httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as response,
+                httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=PATIENCE_S) as response,
             ):
                 lines = response.iter_lines()
                 next(lines)
@@ -347,14 +343,19 @@ def test_a_second_signal_stops_at_once_and_kill_leaves_no_orphans(tmp_path: Path
                     wait_for_log(running, "draining")
                     running.process.send_signal(number)
                 list(lines)
-            assert running.process.wait(10) == status
+            assert running.process.wait(PATIENCE_S) == status
             wait_dead(pids)
 
 
 def test_the_terminal_chat_talks_through_a_pipe(live: Live) -> None:
     script = f"{QUESTIONS[0]}\nThank you.\n/stats\n/reset\n/nonsense\n{QUESTIONS[1]}\n/exit\nnever said\n"
     ended = subprocess.run(
-        [*COMMAND, "chat", "--url", live.url], input=script, capture_output=True, text=True, timeout=120, check=False
+        [*COMMAND, "chat", "--url", live.url],
+        input=script,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("first token") == 3
@@ -364,7 +365,7 @@ def test_the_terminal_chat_talks_through_a_pipe(live: Live) -> None:
 
 def test_the_terminal_chat_brings_its_own_server() -> None:
     ended = subprocess.run(
-        [*COMMAND, "chat"], input=f"{QUESTIONS[0]}\n", capture_output=True, text=True, timeout=120, check=False
+        [*COMMAND, "chat"], input=f"{QUESTIONS[0]}\n", capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("first token") == 1
