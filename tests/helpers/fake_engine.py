@@ -35,6 +35,7 @@ KILL = 900002  # the step that runs this request ends the process as kill -9 wou
 FAIL = 900003  # the engine fails this request alone
 LIE = 900004  # reports on a request nobody sent
 STEP_S = 0.001
+SLOW_FILE, SLOW_STEP_S = "slow", 0.05  # while this file is in the folder for temporary ones, a step takes so long
 VOCAB = 1000
 
 
@@ -81,6 +82,7 @@ class FakeEngine:
         self._page_size = config.cache.page_size
         self._max_running = config.scheduler.max_running_requests
         self._step_s = step_s
+        self._slow_file = Path(tempfile.gettempdir()) / SLOW_FILE
         self._namespace = namespace_digest("fake")
         self._pages: set[bytes] = set()
         self._events = PrefixEvents()
@@ -136,7 +138,7 @@ class FakeEngine:
         self._aborted.clear()
         running = list(self._requests.values())[: self._max_running]
         if running:
-            time.sleep(self._step_s)
+            time.sleep(SLOW_STEP_S if self._slow_file.exists() else self._step_s)
             self._num_steps += 1
         for request in running:
             uid = request.admit.uid

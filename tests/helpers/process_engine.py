@@ -14,10 +14,11 @@ import pytest
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.scheduler.client import EngineClient, TokenDelta
-from tests.helpers.fake_engine import reply
+from tests.helpers.fake_engine import SLOW_FILE, reply
 from tests.helpers.fake_processes import FAKE_SCHEDULER, SETTINGS
 from tests.helpers.processes import children, is_alive, wait_dead
 from tests.helpers.settings import settings_of
+from tests.helpers.waiting import PATIENCE_S
 
 
 @contextmanager
@@ -70,14 +71,24 @@ async def finish(client: EngineClient, prompt: Int32Array, max_tokens: int = 4) 
 
 async def until_running(client: EngineClient, *counts: int) -> None:
     """Waits until each worker runs so many requests."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while [worker.stats.running for worker in (await client.status()).workers] != list(counts):
             await asyncio.sleep(0.01)
 
 
+@contextmanager
+def slowly(folder: Path) -> Iterator[None]:
+    """Workers take their time for each step: what they have runs on until a test has seen it."""
+    (folder / SLOW_FILE).touch()
+    try:
+        yield
+    finally:
+        (folder / SLOW_FILE).unlink()
+
+
 async def settled(client: EngineClient) -> None:
     """Waits until nothing is owed, here, in the scheduler and in the workers; fails if something stays."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             status = await client.status()
             if not client.num_inflight and not status.queued and not any(w.stats.running for w in status.workers):
