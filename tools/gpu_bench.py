@@ -34,19 +34,12 @@ END_S = 10.0  # from the end that is asked for to the one that is not
 
 @dataclass(frozen=True)
 class Job:
-    """One benchmark.
+    """One benchmark."""
 
-    Attributes:
-        name: Of it, and of its file in ``benchmarks/results``.
-        command: Arguments of Python; ``OUT.json`` and ``COMMIT`` are replaced.
-        expected_s: What it takes on one H200, files and compilers warm; some are estimates.
-        tiny: Further arguments for a CPU; None where it needs a GPU.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    expected_s: float
-    tiny: tuple[str, ...] | None = ("--tiny",)
+    name: str  # of it, and of its file in ``benchmarks/results``
+    command: tuple[str, ...]  # arguments of Python; ``OUT.json`` and ``COMMIT`` are replaced
+    expected_s: float  # what it takes on one H200, files and compilers warm; some are estimates
+    tiny: tuple[str, ...] | None = ("--tiny",)  # further arguments for a CPU; None where it needs a GPU
 
     @property
     def limit_s(self) -> float:
@@ -110,19 +103,13 @@ JOBS = (
 
 @dataclass(frozen=True)
 class Ran:
-    """What became of a benchmark.
+    """What became of a benchmark."""
 
-    Attributes:
-        ended: ``ended 0``, with its exit code: benchmarks end with 1 where a bar is missed; or why it did not run or end.
-        seconds: It took.
-        command: That was run.
-        result: What its file holds; None if there is none.
-    """
-
+    # ``ended 0``, with its exit code: benchmarks end with 1 where a bar is missed; or why it did not run or end.
     ended: str
-    seconds: float
-    command: str
-    result: Any
+    seconds: float  # it took
+    command: str  # that was run
+    result: Any  # what its file holds; None if there is none
 
 
 def run(job: Job, commit: str, log: Path, *, limit_s: float, tiny: bool) -> Ran:

@@ -26,17 +26,11 @@ FOLDER = ROOT / ".venv-matrix"
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One environment.
+    """One environment."""
 
-    Attributes:
-        python: Version, ``3.12``.
-        interpreter: Its executable.
-        torch: Version, ``2.13``.
-    """
-
-    python: str
-    interpreter: str
-    torch: str
+    python: str  # version, ``3.12``
+    interpreter: str  # its executable
+    torch: str  # version, ``2.13``
 
     @property
     def name(self) -> str:

@@ -18,32 +18,20 @@ KINDS = {"failure": "failed", "error": "failed", "skipped": "skipped"}
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One test.
+    """One test."""
 
-    Attributes:
-        name: Its module and its name, ``tests.unit.test_cli::test_version``.
-        outcome: ``passed``, ``failed`` or ``skipped``.
-        seconds: Wall time, fixtures included.
-    """
-
-    name: str
-    outcome: str
-    seconds: float
+    name: str  # its module and its name, ``tests.unit.test_cli::test_version``
+    outcome: str  # ``passed``, ``failed`` or ``skipped``
+    seconds: float  # wall time, fixtures included
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of pytest.
+    """One run of pytest."""
 
-    Attributes:
-        command: What was run.
-        outcomes: In the order in which the tests ended.
-        exit_code: pytest's.
-    """
-
-    command: list[str]
-    outcomes: list[Outcome]
-    exit_code: int
+    command: list[str]  # what was run
+    outcomes: list[Outcome]  # in the order in which the tests ended
+    exit_code: int  # pytest's
 
     @property
     def counts(self) -> Counter[str]:

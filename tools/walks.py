@@ -50,19 +50,12 @@ SYSTEM = "You help customers of a small coffee shop. Be short, polite and precis
 
 @dataclass
 class Server:
-    """A running server whose processes answer marks.
+    """A running server whose processes answer marks."""
 
-    Attributes:
-        process: Of ``hiserve serve``.
-        home: Where marks and answers lie.
-        tree: Its checkout.
-        num_marks: Set so far.
-    """
-
-    process: subprocess.Popen[bytes]
-    home: Path
-    tree: Path
-    num_marks: int = 0
+    process: subprocess.Popen[bytes]  # of ``hiserve serve``
+    home: Path  # where marks and answers lie
+    tree: Path  # its checkout
+    num_marks: int = 0  # set so far
 
     def mark(self) -> set[str]:
         """Returns the files that ran since the last mark, relative to the package."""

@@ -27,33 +27,19 @@ class LaterAttention(Attention, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Backend:
-    """The class of a backend, which takes an ``AttentionShape``, and its limits.
+    """The class of a backend, which takes an ``AttentionShape``, and its limits."""
 
-    Attributes:
-        module: Imported when the backend is opened.
-        name: Of the class.
-        devices: Supported device types.
-        package: A package it needs beyond hiserve's own requirements.
-        head_dims: Supported sizes; None is any.
-        dtypes: Supported types; None is any.
-        max_group: Most query heads of one KV head; None is any.
-        has_sinks: Supports ``AttentionShape.sinks``.
-        has_hidden_first: Supports ``AttentionShape.hides_first``.
-        has_trees: Supports ``ForwardInputs.tree_mask``.
-        has_device_lengths: Needs no lengths from the host: the class has ``needs_host_lengths`` False.
-    """
-
-    module: str
+    module: str  # imported when the backend is opened
     name: str
-    devices: tuple[str, ...] = ("cuda",)
-    package: str | None = None
-    head_dims: tuple[int, ...] | None = None
-    dtypes: tuple[torch.dtype, ...] | None = None
-    max_group: int | None = None
-    has_sinks: bool = True
-    has_hidden_first: bool = True
-    has_trees: bool = True
-    has_device_lengths: bool = True
+    devices: tuple[str, ...] = ("cuda",)  # supported device types
+    package: str | None = None  # a package it needs beyond hiserve's own requirements
+    head_dims: tuple[int, ...] | None = None  # supported sizes; None is any
+    dtypes: tuple[torch.dtype, ...] | None = None  # supported types; None is any
+    max_group: int | None = None  # most query heads of one KV head; None is any
+    has_sinks: bool = True  # supports ``AttentionShape.sinks``
+    has_hidden_first: bool = True  # supports ``AttentionShape.hides_first``
+    has_trees: bool = True  # supports ``ForwardInputs.tree_mask``
+    has_device_lengths: bool = True  # needs no lengths from the host: the class has ``needs_host_lengths`` False
 
     def refusal(self, shape: AttentionShape, device: torch.device, has_trees: bool) -> str | None:
         """Returns why it does not support these arguments, as the end of a sentence; None if it does."""

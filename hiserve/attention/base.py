@@ -53,13 +53,9 @@ def is_hopper(device: torch.device) -> bool:
 
 
 class Attention(Protocol):
-    """Attention of a ragged batch over paged keys and values; causal, or by a tree mask over the new ones.
+    """Attention of a ragged batch over paged keys and values; causal, or by a tree mask over the new ones."""
 
-    Attributes:
-        needs_host_lengths: ``plan`` reads ``q_lens`` and ``kv_bounds``, all of which must then be exact.
-    """
-
-    needs_host_lengths: bool
+    needs_host_lengths: bool  # ``plan`` reads ``q_lens`` and ``kv_bounds``, all of which must then be exact
 
     def plan(self, inputs: ForwardInputs) -> None:
         """Prepares one step. Only this method may compute on the host."""

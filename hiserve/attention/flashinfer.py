@@ -226,17 +226,11 @@ def _prefill(device: torch.device) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """Rows of one kind, scheduled.
+    """Rows of one kind, scheduled."""
 
-    Attributes:
-        rows: Their kernels, by window.
-        tokens: Their tokens: a slice, or int64 on the device if they are not adjacent.
-        pages: The list of their pages, if they read pages.
-    """
-
-    rows: Mapping[int | None, RowGroup]
-    tokens: slice | Tensor
-    pages: _PageList | None
+    rows: Mapping[int | None, RowGroup]  # their kernels, by window
+    tokens: slice | Tensor  # their tokens: a slice, or int64 on the device if they are not adjacent
+    pages: _PageList | None  # the list of their pages, if they read pages
 
 
 class _BatchSchedule:

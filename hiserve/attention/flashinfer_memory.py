@@ -11,15 +11,11 @@ TILES = (16, 64, 128)  # query vectors of one program
 
 
 class Workspace:
-    """Memory that all schedules share, since their kernels run in sequence.
-
-    Attributes:
-        device: A CUDA device.
-        num_programs: Programs among which FlashInfer splits rows.
-    """
+    """Memory that all schedules share, since their kernels run in sequence."""
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
-        self.device = device
+        self.device = device  # a CUDA device
+        # Programs among which FlashInfer splits rows.
         self.num_programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
         self._shape = shape
         self._partials = torch.empty(0, dtype=torch.uint8, device=device)

@@ -25,19 +25,12 @@ from hiserve.kernels.launch import num_processors
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Others:
-    """Rows after those of few tokens.
+    """Rows after those of few tokens."""
 
-    Attributes:
-        rows: Views of the step's; ``qo_indptr`` counts from the first token of the step.
-        has_fresh: There are rows without a prefix.
-        has_prefixed: There may be rows with a prefix.
-        num_parts: Parts the keys of each row are split into, in layers without a window.
-    """
-
-    rows: ScheduledRows
-    has_fresh: bool
-    has_prefixed: bool
-    num_parts: int
+    rows: ScheduledRows  # views of the step's; ``qo_indptr`` counts from the first token of the step
+    has_fresh: bool  # there are rows without a prefix
+    has_prefixed: bool  # there may be rows with a prefix
+    num_parts: int  # parts the keys of each row are split into, in layers without a window
 
 
 class TritonAttention:

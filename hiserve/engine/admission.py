@@ -29,9 +29,6 @@ class Admission:
         costs: Whether a load is worth it.
         cache_counters: Counts hits and misses.
         grammars: Compiles grammars, and follows those of the rows.
-
-    Attributes:
-        counters: Prompt tokens, and those of them that came from the cache, by the names of ``WorkerStats``.
     """
 
     def __init__(
@@ -54,6 +51,7 @@ class Admission:
         self._cache_counters = cache_counters
         self._grammars = grammars
         self._waiting = waiting
+        # Prompt tokens, and those of them that came from the cache, by the names of ``WorkerStats``.
         self.counters = {"prompt_tokens": 0, "cached_tokens": 0}
 
     def plan(self, budget: int, num_to_score: int) -> tuple[list[RowAdmit], NDArray[np.int64], Allocation]:

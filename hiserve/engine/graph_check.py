@@ -70,14 +70,7 @@ _NUM_ALLOCATED, _NUM_FROM_DRIVER = "allocation.all.allocated", "num_device_alloc
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model, and the checkpoint that drafts for it, if one does.
-
-    Attributes:
-        shape: Of the model.
-        model: The decoder.
-        draft: Shape of what drafts.
-        head: That.
-    """
+    """A model, and the checkpoint that drafts for it, if one does."""
 
     shape: ModelConfig
     model: Decoder
@@ -134,10 +127,6 @@ class CheckedEngine:
         settings: Of the engine.
         loaded: As ``load`` returns it.
         has_graphs: Steps are replayed.
-
-    Attributes:
-        runners: Those of the executor.
-        executor: Runs steps.
     """
 
     def __init__(self, settings: Settings, loaded: LoadedModel, *, has_graphs: bool) -> None:
@@ -156,6 +145,7 @@ class CheckedEngine:
         self._has_graphs = has_graphs
         self._num_propose = 0 if settings.spec.spec == "off" else WIDTH - 1
         self._drafts_eagerly = settings.spec.spec == "ngram"  # in a few launches, which need no graph
+        # Those of the executor.
         self.runners = make_runners(
             msgspec.structs.replace(settings.runner, graphs="all" if has_graphs else "off"),
             loaded.model,

@@ -28,11 +28,7 @@ MAX_SKIPPED = 32  # requests that computed the pages of a tier, before copies fr
 
 
 class LinearFit:
-    """Fits seconds = fixed + slope * amount to measurements, the latest weighing most.
-
-    Attributes:
-        num_measurements: So far.
-    """
+    """Fits seconds = fixed + slope * amount to measurements, the latest weighing most."""
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
@@ -187,9 +183,6 @@ class HostLoads:
         rows: The planner's rows.
         costs: Takes the times of loads.
         cache_counters: Counts the copies.
-
-    Attributes:
-        num_pages_to_load: Of all loads under way.
     """
 
     def __init__(self, cache: PrefixCache, rows: RowState, costs: LoadCostModel, cache_counters: CacheCounters) -> None:
@@ -200,7 +193,7 @@ class HostLoads:
         self._waiting: set[int] = set()
         self._loads: list[PageCopy] = []
         self._num_loads = 0
-        self.num_pages_to_load = 0
+        self.num_pages_to_load = 0  # of all loads under way
         self._open: dict[int, PageCopy] = {}
 
     @property

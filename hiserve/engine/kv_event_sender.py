@@ -71,9 +71,6 @@ class Publisher:
         heartbeat_s: An empty batch follows so many seconds of silence.
         max_queued: Batches that may wait for the thread; what comes while so many do is dropped, and its number with it.
         clock: Seconds, monotone; tells silence.
-
-    Attributes:
-        num_dropped: Batches dropped.
     """
 
     def __init__(

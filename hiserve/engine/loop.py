@@ -66,25 +66,15 @@ class PlanExecutor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """Facts of an engine before its first step.
-
-    Attributes:
-        max_running: Rows.
-        max_len: Longest prompt plus output, in tokens.
-        num_pages: KV pages, the padding page not counted.
-        page_size: Tokens per page.
-        namespace: Base digest of everything that keeps caches apart but the tenant.
-        startup_s: Seconds per start-up phase, in order.
-        measurements: For the worker after this one.
-    """
+    """Facts of an engine before its first step."""
 
     max_running: int
-    max_len: int
-    num_pages: int
-    page_size: int
-    namespace: bytes
-    startup_s: dict[str, float]
-    measurements: StartupMeasurements = NO_MEASUREMENTS
+    max_len: int  # longest prompt plus output, in tokens
+    num_pages: int  # KV pages, the padding page not counted
+    page_size: int  # tokens per page
+    namespace: bytes  # base digest of everything that keeps caches apart but the tenant
+    startup_s: dict[str, float]  # seconds per start-up phase, in order
+    measurements: StartupMeasurements = NO_MEASUREMENTS  # for the worker after this one
 
 
 class StepTimer:

@@ -32,16 +32,12 @@ class StepBackoff:
 
     Args:
         max_tokens: Of a step, when nothing is wrong.
-
-    Attributes:
-        num_tokens: Of a step, now.
-        may_replay: Whether it may be replayed as a graph.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self.num_tokens = max_tokens
-        self.may_replay = True
+        self.num_tokens = max_tokens  # of a step, now
+        self.may_replay = True  # whether it may be replayed as a graph
         self._grow_after = GROW_AFTER
         self._num_passed = 0
         self._has_grown = False
@@ -82,15 +78,11 @@ class OomRecovery:
 
     Args:
         max_tokens: Of a step, when nothing is wrong.
-
-    Attributes:
-        backoff: Size of the next step.
-        counts: Steps that failed, and rows whose load did, by kind.
     """
 
     def __init__(self, max_tokens: int) -> None:
-        self.backoff = StepBackoff(max_tokens)
-        self.counts: Counter[str] = Counter()
+        self.backoff = StepBackoff(max_tokens)  # size of the next step
+        self.counts: Counter[str] = Counter()  # steps that failed, and rows whose load did, by kind
 
     def requeue_or_fail(
         self, fault: StepFault, num_tokens: int, requests: Sequence[Request]

@@ -15,17 +15,11 @@ from hiserve.grammar.matcher import Matcher
 
 @dataclass(frozen=True, slots=True)
 class InFlightPrefix:
-    """Another row that computes a prefix of this request.
-
-    Attributes:
-        row: The row.
-        generation: Of its request; the wait ends when the row has another one.
-        num_pages: Published pages that end the wait.
-    """
+    """Another row that computes a prefix of this request."""
 
     row: int
-    generation: int
-    num_pages: int
+    generation: int  # of its request; the wait ends when the row has another one
+    num_pages: int  # published pages that end the wait
 
 
 @dataclass(slots=True, eq=False)

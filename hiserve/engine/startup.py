@@ -71,17 +71,11 @@ def await_memory(
 
 
 class _WarmupRow(NamedTuple):
-    """One row of a step.
+    """One row of a step."""
 
-    Attributes:
-        known: Tokens to compute that are no drafts.
-        num_draft: Drafts to verify.
-        max_len: Upper bound of its length; None is that of a row without a prefix.
-    """
-
-    known: int
-    num_draft: int = 0
-    max_len: int | None = None
+    known: int  # tokens to compute that are no drafts
+    num_draft: int = 0  # drafts to verify
+    max_len: int | None = None  # upper bound of its length; None is that of a row without a prefix
 
     @property
     def num_new(self) -> int:

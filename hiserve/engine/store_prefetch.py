@@ -25,31 +25,18 @@ POLL_S = 2.0  # copies older than this are no work: an idle worker stops polling
 
 @dataclass(slots=True, eq=False)
 class _PrefetchRequest:
-    """The part of a waiting request's prompt that the store may have.
-
-    Attributes:
-        request: Whose prompt.
-        since: When it came.
-        num_cached: Pages of the prompt that were here then.
-        digests: Of the pages after those that the store was asked for.
-        end: Pages of the prompt up to the end of the stored ones; 0 until the store has answered.
-        has_answer: The store has answered.
-        op: The prefetch that it waits for, its own or another request's; 0 without one.
-        num_arrived: Pages after ``num_cached`` that came while it waited.
-        is_late: It has waited long enough.
-        is_over: It waits for nothing more.
-    """
+    """The part of a waiting request's prompt that the store may have."""
 
     request: Request
-    since: float
-    num_cached: int
-    digests: list[bytes]
-    end: int = 0
+    since: float  # when it came
+    num_cached: int  # pages of the prompt that were here then
+    digests: list[bytes]  # of the pages after those that the store was asked for
+    end: int = 0  # pages of the prompt up to the end of the stored ones; 0 until the store has answered
     has_answer: bool = False
-    op: int = 0
-    num_arrived: int = 0
-    is_late: bool = False
-    is_over: bool = False
+    op: int = 0  # the prefetch that it waits for, its own or another request's; 0 without one
+    num_arrived: int = 0  # pages after ``num_cached`` that came while it waited
+    is_late: bool = False  # it has waited long enough
+    is_over: bool = False  # it waits for nothing more
 
 
 @dataclass(frozen=True, slots=True, eq=False)

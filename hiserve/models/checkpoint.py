@@ -145,19 +145,12 @@ def read_header(file: BinaryIO) -> bytes:
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """A tensor of a checkpoint and its location.
-
-    Attributes:
-        path: The file.
-        dtype: In the format's spelling, for example ``BF16``.
-        shape: Sizes.
-        begin: Offset of its elements in the file, in bytes; they are contiguous.
-    """
+    """A tensor of a checkpoint and its location."""
 
     path: Path
-    dtype: str
+    dtype: str  # in the format's spelling, for example ``BF16``
     shape: tuple[int, ...]
-    begin: int
+    begin: int  # offset of its elements in the file, in bytes; they are contiguous
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:

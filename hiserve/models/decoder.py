@@ -57,23 +57,19 @@ class Decoder:
         max_len: Tokens of the longest request.
         aux_layers: Layers, counted from 0, whose outputs (the residual stream) are returned as hidden states. The
             number of layers denotes the states after the last norm.
-
-    Attributes:
-        embedding: Of tokens; shared with draft heads.
-        head: States to logits; shared with draft heads.
     """
 
     def __init__(
         self, config: ModelConfig, parameters: dict[str, Tensor], max_len: int, aux_layers: tuple[int, ...] = ()
     ) -> None:
         embedding = parameters.pop("embedding")
-        self.embedding = Embedding(embedding)
+        self.embedding = Embedding(embedding)  # of tokens; shared with draft heads
         frequencies = rotary_frequencies(config.rope, config.head_dim, max_len).to(embedding.device)
         ops = ops_for(embedding.device)
         self._rotary = Rotary(frequencies, embedding.dtype, ops, config.rope.attention_factor)
         self._layers = [make_layer(config, parameters, index, ops) for index in range(config.num_layers)]
         self._norm = RMSNorm(parameters.pop("norm"), config.norm_eps, ops)
-        self.head = Linear(parameters.pop("head", embedding))
+        self.head = Linear(parameters.pop("head", embedding))  # states to logits; shared with draft heads
         self._columns = {
             layer: slice(i * config.hidden_size, (i + 1) * config.hidden_size) for i, layer in enumerate(aux_layers)
         }

@@ -122,29 +122,18 @@ def mtp_format(architecture: str) -> DraftFormat:
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
-    """A head's own settings.
+    """A head's own settings."""
 
-    Attributes:
-        format: Of its checkpoint.
-        target_layers: Layers of its model.
-        target_hidden_size: Width of its model.
-        num_states: States of the model that it takes per token, concatenated.
-        vocab_size: Tokens that it can draft.
-        is_in_model: Its tensors are in the model's files.
-        has_embedding: It has its own embedding.
-        norm_before_residual: EAGLE-3's residual stream begins with the normed state; otherwise with the state.
-        norm_before_fuse: EAGLE-3 norms the states before it fuses them.
-    """
-
-    format: DraftFormat
-    target_layers: int
-    target_hidden_size: int
-    num_states: int
-    vocab_size: int
-    is_in_model: bool = False
+    format: DraftFormat  # of its checkpoint
+    target_layers: int  # layers of its model
+    target_hidden_size: int  # width of its model
+    num_states: int  # states of the model that it takes per token, concatenated
+    vocab_size: int  # tokens that it can draft
+    is_in_model: bool = False  # its tensors are in the model's files
     has_embedding: bool = False
+    # EAGLE-3's residual stream begins with the normed state; otherwise with the state.
     norm_before_residual: bool = False
-    norm_before_fuse: bool = False
+    norm_before_fuse: bool = False  # EAGLE-3 norms the states before it fuses them
 
     def named(self, name: str) -> str:
         """Returns a name as it is in the checkpoint."""

@@ -23,17 +23,11 @@ from hiserve.models.weights import load_head_parameters
 
 
 class DraftHead(Protocol):
-    """Computes for each token logits of the next one.
+    """Computes for each token logits of the next one."""
 
-    Attributes:
-        feature_size: Elements that it takes of the token before each, and carries from draft to draft; 0 is none.
-        shift: The rotary position of token j is ``j - shift``.
-        aux_layers: Layers of the model that it takes, as for ``Decoder``.
-    """
-
-    feature_size: int
-    shift: int
-    aux_layers: tuple[int, ...]
+    feature_size: int  # elements that it takes of the token before each, and carries from draft to draft; 0 is none
+    shift: int  # the rotary position of token j is ``j - shift``
+    aux_layers: tuple[int, ...]  # layers of the model that it takes, as for ``Decoder``
 
     def groups(self, dtype: str) -> tuple[CacheGroupSpec, ...]:
         """Returns the KV groups of its layers, stored as ``dtype``."""

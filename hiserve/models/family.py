@@ -8,19 +8,13 @@ import msgspec
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings implied by the name of an architecture.
+    """Settings implied by the name of an architecture."""
 
-    Attributes:
-        has_qk_norm: RMSNorm on each query and key head.
-        has_qkv_bias: Queries, keys and values have a bias, regardless of config.json.
-        ignored: Fields of config.json that transformers does not read for it, in its spelling.
-        defaults: Values of fields that config.json omits.
-    """
-
-    has_qk_norm: bool = False
-    has_qkv_bias: bool = False
+    has_qk_norm: bool = False  # RMSNorm on each query and key head
+    has_qkv_bias: bool = False  # queries, keys and values have a bias, regardless of config.json
+    # Fields of config.json that transformers does not read for it, in its spelling.
     ignored: frozenset[str] = frozenset()
-    defaults: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}  # values of fields that config.json omits
 
     def complete(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Returns config.json without ignored fields and with defaults."""

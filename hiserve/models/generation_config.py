@@ -14,21 +14,13 @@ from hiserve.models.config_fields import TokenId, convert, read_json
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling parameters for requests that omit them; None where the model gives none.
+    """Sampling parameters for requests that omit them; None where the model gives none."""
 
-    Attributes:
-        temperature: 0 is greedy. Range 0 to 100.
-        top_p: Range (0, 1].
-        top_k: 0 or -1 keeps all tokens.
-        min_p: Range 0 to 1.
-        repetition_penalty: 1 is none. Range (0, 100].
-    """
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    temperature: float | None = None  # 0 is greedy; range 0 to 100
+    top_p: float | None = None  # range (0, 1]
+    top_k: int | None = None  # 0 or -1 keeps all tokens
+    min_p: float | None = None  # range 0 to 1
+    repetition_penalty: float | None = None  # 1 is none; range (0, 100]
 
     def params(self) -> SamplingParams:
         """Returns the sampling of a request without parameters."""
@@ -49,15 +41,10 @@ class _Fields(msgspec.Struct):
 
 
 class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """``generation_config.json``.
+    """``generation_config.json``."""
 
-    Attributes:
-        eos_token_ids: Tokens that end a reply; None when the file omits them.
-        sampling_defaults: For requests that omit parameters.
-    """
-
-    eos_token_ids: tuple[int, ...] | None = None
-    sampling_defaults: SamplingDefaults = SamplingDefaults()
+    eos_token_ids: tuple[int, ...] | None = None  # tokens that end a reply; None when the file omits them
+    sampling_defaults: SamplingDefaults = SamplingDefaults()  # for requests that omit parameters
 
 
 def read_generation(folder: Path) -> GenerationConfig:

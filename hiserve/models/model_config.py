@@ -29,23 +29,14 @@ NANO = "hiserve-nano"
 
 
 class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A mixture of experts in place of the MLP.
+    """A mixture of experts in place of the MLP."""
 
-    Attributes:
-        num_experts: Experts of a layer.
-        num_per_token: Experts that compute a token.
-        intermediate_size: Width of each.
-        is_normalized: The shares of a token's experts are scaled to sum to 1.
-        step: Every ``step``-th layer has experts, counted from 1.
-        dense_layers: Layers, counted from 0, that have an MLP regardless of ``step``.
-    """
-
-    num_experts: int
-    num_per_token: int
-    intermediate_size: int
-    is_normalized: bool
-    step: int
-    dense_layers: frozenset[int]
+    num_experts: int  # experts of a layer
+    num_per_token: int  # experts that compute a token
+    intermediate_size: int  # width of each
+    is_normalized: bool  # the shares of a token's experts are scaled to sum to 1
+    step: int  # every ``step``-th layer has experts, counted from 1
+    dense_layers: frozenset[int]  # layers, counted from 0, that have an MLP regardless of ``step``
 
     def is_in(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""
@@ -58,57 +49,32 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Shape and settings of a decoder.
+    """Shape and settings of a decoder."""
 
-    Attributes:
-        architecture: Hugging Face class name, for example ``LlamaForCausalLM``.
-        vocab_size: Rows of the embedding.
-        hidden_size: Width of the residual stream.
-        num_layers: Decoder layers.
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads; divides ``num_heads``.
-        head_dim: Elements per head.
-        intermediate_size: Width of the MLP.
-        norm_eps: Epsilon of every RMSNorm.
-        rope: Rotary scaling.
-        windows: Of each layer: a token at position p sees positions above p - window. Empty is none anywhere.
-        context_length: Most tokens of a request.
-        tie_embeddings: The output head is the embedding.
-        has_qk_norm: RMSNorm on each query and key head before RoPE (Qwen3).
-        has_qkv_bias: Queries, keys and values have a bias (Qwen2).
-        has_out_bias: The projection after attention has a bias.
-        has_mlp_bias: The three projections of the MLP have biases.
-        experts: Replaces the MLP in some or all layers; None without.
-        num_mtp_layers: Draft heads in the checkpoint's own files.
-        dtype: Type name of the stored weights.
-        eos_token_ids: Tokens that end a reply.
-        bos_token_id: Token that starts a text, or None.
-        sampling_defaults: For requests that omit parameters.
-    """
-
-    architecture: str
-    vocab_size: int
-    hidden_size: int
+    architecture: str  # Hugging Face class name, for example ``LlamaForCausalLM``
+    vocab_size: int  # rows of the embedding
+    hidden_size: int  # width of the residual stream
     num_layers: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    norm_eps: float
-    rope: RopeConfig
+    num_kv_heads: int  # key and value heads; divides ``num_heads``
+    head_dim: int  # elements per head
+    intermediate_size: int  # width of the MLP
+    norm_eps: float  # epsilon of every RMSNorm
+    rope: RopeConfig  # rotary scaling
+    # Of each layer: a token at position p sees positions above p - window; empty is none anywhere.
     windows: tuple[int | None, ...]
-    context_length: int
-    tie_embeddings: bool
-    has_qk_norm: bool
-    has_qkv_bias: bool
-    has_out_bias: bool
-    has_mlp_bias: bool
-    experts: ExpertsConfig | None
-    num_mtp_layers: int
-    dtype: DType
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
-    sampling_defaults: SamplingDefaults
+    context_length: int  # most tokens of a request
+    tie_embeddings: bool  # the output head is the embedding
+    has_qk_norm: bool  # RMSNorm on each query and key head before RoPE (Qwen3)
+    has_qkv_bias: bool  # queries, keys and values have a bias (Qwen2)
+    has_out_bias: bool  # the projection after attention has a bias
+    has_mlp_bias: bool  # the three projections of the MLP have biases
+    experts: ExpertsConfig | None  # replaces the MLP in some or all layers; None without
+    num_mtp_layers: int  # draft heads in the checkpoint's own files
+    dtype: DType  # type name of the stored weights
+    eos_token_ids: tuple[int, ...]  # tokens that end a reply
+    bos_token_id: int | None  # token that starts a text, or None
+    sampling_defaults: SamplingDefaults  # for requests that omit parameters
 
     @property
     def num_params(self) -> int:

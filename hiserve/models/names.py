@@ -29,16 +29,11 @@ class ExpertNaming(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """One checkpoint tensor and its place in a parameter.
-
-    Attributes:
-        source: Name in the checkpoint.
-        shape: Its shape.
-        start: First row of the parameter that it fills. Tensors of three dimensions count as their matrices stacked.
-    """
+    """One checkpoint tensor and its place in a parameter."""
 
     source: str
     shape: tuple[int, ...]
+    # First row of the parameter that it fills; tensors of three dimensions count as their matrices stacked.
     start: int = 0
 
     @property

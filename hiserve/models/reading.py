@@ -59,19 +59,12 @@ class TensorSpan:
 
 @dataclass(slots=True)
 class FileChunk:
-    """Bytes of one file that are read at once.
-
-    Attributes:
-        path: The file.
-        begin: Offset in the file.
-        num_bytes: Size.
-        parts: Of one tensor or of adjacent ones.
-    """
+    """Bytes of one file that are read at once."""
 
     path: Path
-    begin: int
+    begin: int  # offset in the file
     num_bytes: int = 0
-    parts: list[TensorSpan] = field(default_factory=list)
+    parts: list[TensorSpan] = field(default_factory=list)  # of one tensor or of adjacent ones
 
     def takes(self, path: Path, begin: int, num_bytes: int, stored: torch.dtype, limit: int) -> bool:
         """Whether these bytes follow the chunk, fit into it, and would be aligned to their type."""

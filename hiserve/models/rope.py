@@ -28,34 +28,21 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     context it is served with: here it is ``default``. ``longrope`` has two lists of divisors and
     selects one by the longest request that is configured, not by the length of each: with a
     context beyond ``original_context``, transformers gives other logits for shorter prompts.
-
-    Attributes:
-        kind: ``default``, ``linear``, ``llama3``, ``yarn`` or ``longrope``.
-        theta: Base of the frequencies.
-        factor: Ratio of the stretched to the original context.
-        original_context: Tokens the model was trained with before it was stretched.
-        attention_factor: Factor of cosines and sines.
-        low_freq_factor: llama3: wavelengths above ``original_context`` over this are divided by ``factor``.
-        high_freq_factor: llama3: wavelengths below ``original_context`` over this are unchanged.
-        beta_fast: yarn: frequencies with more turns than this within the original context are unchanged.
-        beta_slow: yarn: frequencies with fewer turns are divided by ``factor``.
-        truncate: yarn: both bounds are rounded outwards to whole dimensions.
-        short_factor: longrope: divisor of each frequency within the original context, ``head_dim / 2`` of them.
-        long_factor: longrope: the same for longer contexts.
     """
 
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    original_context: int = 0
-    attention_factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
+    theta: float  # base of the frequencies
+    kind: str = "default"  # ``default``, ``linear``, ``llama3``, ``yarn`` or ``longrope``
+    factor: float = 1.0  # ratio of the stretched to the original context
+    original_context: int = 0  # tokens the model was trained with before it was stretched
+    attention_factor: float = 1.0  # factor of cosines and sines
+    low_freq_factor: float = 1.0  # llama3: wavelengths above ``original_context`` over this are divided by ``factor``
+    high_freq_factor: float = 1.0  # llama3: wavelengths below ``original_context`` over this are unchanged
+    beta_fast: float = 32.0  # yarn: frequencies with more turns than this within the original context are unchanged
+    beta_slow: float = 1.0  # yarn: frequencies with fewer turns are divided by ``factor``
+    truncate: bool = True  # yarn: both bounds are rounded outwards to whole dimensions
+    # longrope: divisor of each frequency within the original context, ``head_dim / 2`` of them.
     short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()  # longrope: the same for longer contexts
 
     def fixed(self, max_len: int) -> RopeConfig:
         """Returns the rule for requests of up to ``max_len`` tokens, with one list of divisors, ``short_factor``."""

@@ -52,15 +52,12 @@ class Graph:
     Args:
         graph: Captured and kept, not instantiated.
         device: Where it was captured.
-
-    Attributes:
-        num_nodes: Kernels, copies and fills in it.
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
         self._graph = graph
         self._device = device
-        self.num_nodes = _count_nodes(graph.raw_cuda_graph())
+        self.num_nodes = _count_nodes(graph.raw_cuda_graph())  # kernels, copies and fills in it
         graph.instantiate()
 
     def replay(self) -> None:

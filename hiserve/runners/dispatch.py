@@ -64,9 +64,6 @@ class Dispatch:
         is_strict: No graph is replayed while any load is open, or after a live row's page moved.
         canary: Checks what rows find in pages; None unless debugging.
         proposer: Drafts what follows each step; None for plain decoding.
-
-    Attributes:
-        coverage: What was captured, for the gate.
     """
 
     def __init__(
@@ -89,7 +86,7 @@ class Dispatch:
         self._canary = canary
         self._proposer = proposer
         assert canary is None or not self._captured, "graphs read pages that no canary has checked"
-        self.coverage = Coverage(is_strict=is_strict)
+        self.coverage = Coverage(is_strict=is_strict)  # what was captured, for the gate
 
     def capture(self) -> None:
         """Captures all graphs; until it ends ``coverage`` has none."""

@@ -19,23 +19,15 @@ NUM_WARMUP_DRAFTS = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftGraphs:
-    """Graphs of a proposer's work after steps of one shape.
+    """Graphs of a proposer's work after steps of one shape."""
 
-    Attributes:
-        works: What the first two hold, with the tensors that they read.
-        prepare: From the step to the logits of the first draft.
-        update_only: Instead, where no draft is wanted.
-        chain: The rows that get drafts. Steps of as many rows share it, and the graphs that follow.
-        draws: From logits to drafts: the likeliest tokens, or drawn ones, by whether they are the likeliest.
-        extend: From a draft to the next one's logits; None where there is never a second.
-    """
-
-    works: tuple[Callable[[], None], ...]
-    prepare: Graph
-    update_only: Graph
-    chain: DraftChain
+    works: tuple[Callable[[], None], ...]  # what the first two hold, with the tensors that they read
+    prepare: Graph  # from the step to the logits of the first draft
+    update_only: Graph  # instead, where no draft is wanted
+    chain: DraftChain  # the rows that get drafts; steps of as many rows share it, and the graphs that follow
+    # From logits to drafts: the likeliest tokens, or drawn ones, by whether they are the likeliest.
     draws: dict[bool, Graph]
-    extend: Graph | None
+    extend: Graph | None  # from a draft to the next one's logits; None where there is never a second
 
     @property
     def graphs(self) -> tuple[Graph, ...]:

@@ -50,125 +50,76 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The gate's answer.
-
-    Attributes:
-        action: What happens.
-        reason: Why.
-        loads: Ops that the launch waits for on the device first; none of DEFER.
-        bucket: Size of the graph to replay: rows, or tokens of PIECEWISE. 0 unless replayed.
-        sampling: How its tokens are drawn, by the name of the variant; empty if it is deferred.
-    """
+    """The gate's answer."""
 
     action: Action
     reason: Reason
-    loads: tuple[int, ...] = ()
-    bucket: int = 0
-    sampling: str = ""
+    loads: tuple[int, ...] = ()  # ops that the launch waits for on the device first; none of DEFER
+    bucket: int = 0  # size of the graph to replay: rows, or tokens of PIECEWISE. 0 unless replayed
+    sampling: str = ""  # how its tokens are drawn, by the name of the variant; empty if it is deferred
 
 
 @dataclass(frozen=True, slots=True)
 class PendingLoads:
-    """The state of loads.
+    """The state of loads."""
 
-    Attributes:
-        open: Ops that were started and whose end was not processed yet.
-        failed: Ops that ended without their bytes.
-        last_started: The latest that was started: ops of loads start in their order. 0 is none.
-    """
-
-    open: Collection[int] = ()
-    failed: Collection[int] = ()
-    last_started: int = 0
+    open: Collection[int] = ()  # ops that were started and whose end was not processed yet
+    failed: Collection[int] = ()  # ops that ended without their bytes
+    last_started: int = 0  # the latest that was started: ops of loads start in their order. 0 is none
 
 
 @dataclass(frozen=True, slots=True)
 class FullGraphs:
-    """Graphs of whole steps, of one number of tokens per row; every row samples.
+    """Graphs of whole steps, of one number of tokens per row; every row samples."""
 
-    Attributes:
-        buckets: Rows of each graph, ascending; of captures that failed too.
-        max_len: Longest row after the step, in tokens: as many have places in its page tables.
-        failed: Buckets whose capture failed.
-    """
-
-    buckets: tuple[int, ...]
-    max_len: int
-    failed: frozenset[int] = frozenset()
+    buckets: tuple[int, ...]  # rows of each graph, ascending; of captures that failed too
+    max_len: int  # longest row after the step, in tokens: as many have places in its page tables
+    failed: frozenset[int] = frozenset()  # buckets whose capture failed
 
 
 @dataclass(frozen=True, slots=True)
 class PiecewiseGraphs:
-    """Graphs between attentions, which run eagerly: lengths, tables, checks and sampling are free.
+    """Graphs between attentions, which run eagerly: lengths, tables, checks and sampling are free."""
 
-    Attributes:
-        buckets: Tokens of each set of graphs, ascending; of captures that failed too.
-        failed: Buckets whose capture failed.
-    """
-
-    buckets: tuple[int, ...]
-    failed: frozenset[int] = frozenset()
+    buckets: tuple[int, ...]  # tokens of each set of graphs, ascending; of captures that failed too
+    failed: frozenset[int] = frozenset()  # buckets whose capture failed
 
 
 @dataclass(frozen=True, slots=True)
 class MixedGraphs:
-    """Graphs of rows that decode and then a few prompts; sampling is free.
+    """Graphs of rows that decode and then a few prompts; sampling is free."""
 
-    Attributes:
-        buckets: Tokens of each graph, ascending; of captures that failed too.
-        max_decode: Rows up to the last that decodes.
-        max_width: Tokens of each of those.
-        max_prompts: Rows after them.
-        max_len: Longest row after the step, in tokens.
-        failed: Buckets whose capture failed.
-    """
-
-    buckets: tuple[int, ...]
-    max_decode: int
-    max_width: int
-    max_prompts: int
-    max_len: int
-    failed: frozenset[int] = frozenset()
+    buckets: tuple[int, ...]  # tokens of each graph, ascending; of captures that failed too
+    max_decode: int  # rows up to the last that decodes
+    max_width: int  # tokens of each of those
+    max_prompts: int  # rows after them
+    max_len: int  # longest row after the step, in tokens
+    failed: frozenset[int] = frozenset()  # buckets whose capture failed
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The captured graphs, as numbers.
+    """The captured graphs, as numbers."""
 
-    Attributes:
-        full: By tokens per row: 1 is decode, N is N - 1 drafts after the last token.
-        mixed: None without.
-        piecewise: Likewise.
-        is_strict: No graph is replayed while any load is open, or after a live row's page moved.
-    """
-
+    # By tokens per row: 1 is decode, N is N - 1 drafts after the last token.
     full: Mapping[int, FullGraphs] = field(default_factory=dict)
-    mixed: MixedGraphs | None = None
-    piecewise: PiecewiseGraphs | None = None
-    is_strict: bool = False
+    mixed: MixedGraphs | None = None  # None without
+    piecewise: PiecewiseGraphs | None = None  # likewise
+    is_strict: bool = False  # no graph is replayed while any load is open, or after a live row's page moved
 
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """Facts of a step that are compared with the limits of graphs.
-
-    Attributes:
-        num_rows: Rows.
-        width: Tokens of each row, all but the first drafts, where every row has that many and samples; else None.
-        num_tokens: Tokens.
-        num_decode: Rows up to the last that has one token before its drafts.
-        decode_width: Most tokens of one of those.
-        max_len: Upper bound of the longest row after the step, in tokens.
-        sampling: Name of the variant that draws as all of its rows ask.
-    """
+    """Facts of a step that are compared with the limits of graphs."""
 
     num_rows: int
+    # Tokens of each row, all but the first drafts, where every row has that many and samples; else None.
     width: int | None
     num_tokens: int
-    num_decode: int
-    decode_width: int
-    max_len: int
-    sampling: str = ""
+    num_decode: int  # rows up to the last that has one token before its drafts
+    decode_width: int  # most tokens of one of those
+    max_len: int  # upper bound of the longest row after the step, in tokens
+    sampling: str = ""  # name of the variant that draws as all of its rows ask
 
     @classmethod
     def of(cls, plan: BatchPlan, *, sampling: str = "") -> StepFacts:

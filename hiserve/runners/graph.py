@@ -71,9 +71,6 @@ class GraphRunner:
         max_len: Longest row of a replay, in tokens: page tables and grids are as large.
         buckets: Rows of each graph, ascending; those that attention cannot capture are left out.
         drafts: Captures the proposer's work after each step; None for plain decoding.
-
-    Attributes:
-        failed: Rows of captures that failed.
     """
 
     def __init__(
@@ -100,7 +97,7 @@ class GraphRunner:
         self._buckets = buckets
         self._drafts = drafts
         self._captured: dict[int, _CapturedStep] = {}
-        self.failed: set[int] = set()
+        self.failed: set[int] = set()  # rows of captures that failed
 
     @property
     def coverage(self) -> FullGraphs:

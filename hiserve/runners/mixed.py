@@ -156,9 +156,6 @@ class MixedRunner:
         max_width: Most tokens of a row that decodes.
         max_len: Longest row of a replay, in tokens.
         head: Computes what follows the last attention.
-
-    Attributes:
-        failed: Buckets whose capture failed.
     """
 
     def __init__(
@@ -189,7 +186,7 @@ class MixedRunner:
         self._out.normal_(generator=torch.Generator(rows.device))
         self._attention = _FixedOutput(attention, self._out)
         self._captured: dict[int, _CapturedMixed] = {}
-        self.failed: set[int] = set()
+        self.failed: set[int] = set()  # buckets whose capture failed
 
     @property
     def coverage(self) -> MixedGraphs:

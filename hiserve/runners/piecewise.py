@@ -101,9 +101,6 @@ class PiecewiseRunner:
         capture: Where graphs are captured.
         buckets: Tokens of each set of pieces, ascending.
         head: Computes what follows the last attention.
-
-    Attributes:
-        failed: Buckets whose capture failed.
     """
 
     def __init__(
@@ -127,7 +124,7 @@ class PiecewiseRunner:
         # Its own: torch's cannot be used outside graphs once a capture has failed.
         self._noise = torch.Generator(layers[0].k.device)
         self._captured: dict[int, _CapturedPieces] = {}
-        self.failed: set[int] = set()
+        self.failed: set[int] = set()  # buckets whose capture failed
 
     @property
     def coverage(self) -> PiecewiseGraphs:

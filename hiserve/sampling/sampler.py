@@ -104,23 +104,14 @@ class Draws:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingBatch:
-    """The subsets of a batch, None where empty. A row that draws is in one of the last three, a greedy one in none.
-
-    Attributes:
-        biases: Rows with biases.
-        penalties: Rows with penalties.
-        free: Draws from all tokens.
-        few: Draws with a top-k of at most ``MAX_FEW``.
-        filtered: Draws with another top-k or a top-p.
-        masks: The tokens that each row may draw; None allows all.
-    """
+    """The subsets of a batch, None where empty. A row that draws is in one of the last three, a greedy one in none."""
 
     biases: Biases | None = None
     penalties: Penalties | None = None
-    free: Draws | None = None
-    few: Draws | None = None
-    filtered: Draws | None = None
-    masks: TokenMasks | None = None
+    free: Draws | None = None  # draws from all tokens
+    few: Draws | None = None  # draws with a top-k of at most ``MAX_FEW``
+    filtered: Draws | None = None  # draws with another top-k or a top-p
+    masks: TokenMasks | None = None  # the tokens that each row may draw; None allows all
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:

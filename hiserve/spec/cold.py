@@ -30,14 +30,11 @@ class HeadSchedule:
 
     Args:
         warm_steps: Steps in which the head takes part before its drafts are tried.
-
-    Attributes:
-        phase: Of the next step.
     """
 
     def __init__(self, warm_steps: int) -> None:
         self._warm_steps = warm_steps
-        self.phase = Phase.WARM
+        self.phase = Phase.WARM  # of the next step
         self._num_idle = 0
         self._left = 0  # steps of this phase
         self._trial_steps = 0

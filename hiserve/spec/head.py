@@ -57,9 +57,6 @@ class HeadProposer:
         sampling: Their parameters.
         step_ops: The device's kernels that draw, and
         draft_ops: those of drafts.
-
-    Attributes:
-        aux_layers: Layers of the model whose output the head takes.
     """
 
     def __init__(
@@ -72,7 +69,7 @@ class HeadProposer:
         step_ops: StepOps,
         draft_ops: DraftOps,
     ) -> None:
-        self.aux_layers = head.aux_layers
+        self.aux_layers = head.aux_layers  # layers of the model whose output the head takes
         self._head = head
         self._pool = pool
         self._attention = attention

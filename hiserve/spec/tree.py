@@ -52,17 +52,11 @@ class DraftTree:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeLinks:
-    """The same trees as lists of children, all int64 ``[B, N]``, -1 where there is none.
+    """The same trees as lists of children, all int64 ``[B, N]``, -1 where there is none."""
 
-    Attributes:
-        retrieve_index: Each node's index among the nodes of all trees.
-        next_token: The first child.
-        next_sibling: The next child of the same parent.
-    """
-
-    retrieve_index: Tensor
+    retrieve_index: Tensor  # each node's index among the nodes of all trees
     next_token: Tensor
-    next_sibling: Tensor
+    next_sibling: Tensor  # the next child of the same parent
 
 
 @dataclass(frozen=True, slots=True, eq=False)

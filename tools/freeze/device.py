@@ -23,21 +23,13 @@ READY_S = 120.0  # for the memory of the host tier
 
 @dataclass(frozen=True)
 class Weather:
-    """What goes wrong, and how fast the device is.
+    """What goes wrong, and how fast the device is."""
 
-    Attributes:
-        failing: Words of ``names.KINDS``: of copies of these kinds some are said to have failed.
-        faults: Steps that are given up as if memory had run out.
-        deferrals: Steps that are deferred.
-        step_s: Of a step, besides its tokens.
-        token_s: Of each token.
-    """
-
-    failing: tuple[str, ...] = ()
-    faults: tuple[int, ...] = ()
-    deferrals: tuple[int, ...] = ()
-    step_s: float = 0.001
-    token_s: float = 0.0001
+    failing: tuple[str, ...] = ()  # words of ``names.KINDS``: of copies of these kinds some are said to have failed
+    faults: tuple[int, ...] = ()  # steps that are given up as if memory had run out
+    deferrals: tuple[int, ...] = ()  # steps that are deferred
+    step_s: float = 0.001  # of a step, besides its tokens
+    token_s: float = 0.0001  # of each token
 
 
 class VirtualDevice:

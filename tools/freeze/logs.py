@@ -19,13 +19,9 @@ Reword = Callable[[str], str]
 
 @dataclass(frozen=True)
 class Logs:
-    """Logs by name, each a list of lines.
+    """Logs by name, each a list of lines."""
 
-    Attributes:
-        lines: As recorded.
-    """
-
-    lines: dict[str, list[str]]
+    lines: dict[str, list[str]]  # as recorded
 
     @classmethod
     def load(cls, folder: Path = DATA) -> Logs:

@@ -26,43 +26,25 @@ TIGHT = {"kv_pages": 22}  # fewer pages than its rows want: they are preempted
 
 @dataclass(frozen=True)
 class Workload:
-    """Conversations that come to an engine, and what happens to it meanwhile.
+    """Conversations that come to an engine, and what happens to it meanwhile."""
 
-    Attributes:
-        name: Unique.
-        settings: Of the engine, beside those that all share.
-        kinds: Sampling parameters; each conversation takes the next ones.
-        conversations: How many.
-        turns: Of each.
-        gap: Engine steps between the openings of two conversations, in the mean.
-        pause: Steps before the next turn of one, at most.
-        tenants: They take turns.
-        choices: Of each prompt.
-        num_new: Tokens of a reply, at most.
-        aborts: Share of the steps before which a request is aborted.
-        flushes: Steps before which tiers are flushed: step -> tiers.
-        starts_early: Rows start before their loads have arrived, as on a GPU.
-        is_wiped: The files of the store are lost once, halfway.
-        weather: Of the device.
-        is_quick: One of the few that every run of the tests checks.
-    """
-
-    name: str
-    settings: dict[str, Any] = field(default_factory=dict)
-    kinds: tuple[dict[str, Any], ...] = ALL_KINDS
-    conversations: int = 8
-    turns: int = 2
-    gap: int = 4
-    pause: int = 6
-    tenants: int = 1
-    choices: int = 1
-    num_new: int = 16
-    aborts: float = 0.0
+    name: str  # unique
+    settings: dict[str, Any] = field(default_factory=dict)  # of the engine, beside those that all share
+    kinds: tuple[dict[str, Any], ...] = ALL_KINDS  # sampling parameters; each conversation takes the next ones
+    conversations: int = 8  # how many
+    turns: int = 2  # of each
+    gap: int = 4  # engine steps between the openings of two conversations, in the mean
+    pause: int = 6  # steps before the next turn of one, at most
+    tenants: int = 1  # they take turns
+    choices: int = 1  # of each prompt
+    num_new: int = 16  # tokens of a reply, at most
+    aborts: float = 0.0  # share of the steps before which a request is aborted
+    # Steps before which tiers are flushed: step -> tiers.
     flushes: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    starts_early: bool = False
-    is_wiped: bool = False
-    weather: Weather = field(default_factory=Weather)
-    is_quick: bool = False
+    starts_early: bool = False  # rows start before their loads have arrived, as on a GPU
+    is_wiped: bool = False  # the files of the store are lost once, halfway
+    weather: Weather = field(default_factory=Weather)  # of the device
+    is_quick: bool = False  # one of the few that every run of the tests checks
 
 
 def _spec(name: str, steps: int | str) -> dict[str, Any]:

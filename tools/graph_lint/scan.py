@@ -108,37 +108,22 @@ _NEW = {"new_empty", "new_zeros", "new_ones", "new_full", "clone", "pin_memory"}
 
 
 class GraphHazard(NamedTuple):
-    """A line that needs an exception.
+    """A line that needs an exception."""
 
-    Attributes:
-        file: Relative to the package.
-        line: From 1.
-        function: Qualified name; ``<module>`` outside of any.
-        pattern: Of ``PATTERNS``.
-        text: The line itself.
-    """
-
-    file: str
-    line: int
-    function: str
-    pattern: str
+    file: str  # relative to the package
+    line: int  # from 1
+    function: str  # qualified name; ``<module>`` outside of any
+    pattern: str  # of ``PATTERNS``
     text: str
 
 
 class Allowed(NamedTuple):
-    """An exception.
+    """An exception."""
 
-    Attributes:
-        file: Relative to the package.
-        function: Qualified name, ``*`` stands for any characters.
-        pattern: Of ``PATTERNS``; ``*`` for all of them.
-        reason: Why it does no harm there.
-    """
-
-    file: str
-    function: str
-    pattern: str
-    reason: str
+    file: str  # relative to the package
+    function: str  # qualified name, ``*`` stands for any characters
+    pattern: str  # of ``PATTERNS``; ``*`` for all of them
+    reason: str  # why it does no harm there
 
     def covers(self, finding: GraphHazard) -> bool:
         """Returns whether the exception is for this finding."""
@@ -150,17 +135,11 @@ class Allowed(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """The result of a scan.
+    """The result of a scan."""
 
-    Attributes:
-        violations: What no exception covers.
-        excused: What one covers.
-        idle: Exceptions that cover nothing any more.
-    """
-
-    violations: list[GraphHazard]
-    excused: list[GraphHazard]
-    idle: list[Allowed]
+    violations: list[GraphHazard]  # what no exception covers
+    excused: list[GraphHazard]  # what one covers
+    idle: list[Allowed]  # exceptions that cover nothing any more
 
 
 def scan(package: Path, allowed: Sequence[Allowed]) -> Scan:

@@ -58,14 +58,11 @@ _MANY_CALLS = {
 
 @dataclass
 class Facts:
-    """The annotated types of the classes and functions of some files.
+    """The annotated types of the classes and functions of some files."""
 
-    Attributes:
-        classes: Of each class its attributes; methods with ``()`` behind their name.
-        returns: What functions return, by name; of several of one name only what all return.
-    """
-
+    # Of each class its attributes; methods with ``()`` behind their name.
     classes: dict[str, dict[str, Type]] = field(default_factory=dict)
+    # What functions return, by name; of several of one name only what all return.
     returns: dict[str, Type] = field(default_factory=dict)
 
 

@@ -47,17 +47,11 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
-    """One verification.
+    """One verification."""
 
-    Attributes:
-        accepted: Drafts that were right, in [0, k].
-        emitted: Tokens it added: the accepted ones and the target's own, or fewer where the answer ends.
-        is_whole: Whether the answer goes on for k + 1 tokens, so that its end cuts nothing off.
-    """
-
-    accepted: int
-    emitted: int
-    is_whole: bool
+    accepted: int  # drafts that were right, in [0, k]
+    emitted: int  # tokens it added: the accepted ones and the target's own, or fewer where the answer ends
+    is_whole: bool  # whether the answer goes on for k + 1 tokens, so that its end cuts nothing off
 
 
 def prompts_of(corpus: Arrays, part: str, source: str, limit: int, context: int = 0) -> list[np.ndarray]:

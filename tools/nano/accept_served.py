@@ -47,15 +47,10 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a server made of some prompts.
+    """What a server made of some prompts."""
 
-    Attributes:
-        replies: Prompts and answers, in order of their lengths.
-        use: What became of the drafts, all answers together.
-    """
-
-    replies: list[Reply]
-    use: DraftUse
+    replies: list[Reply]  # prompts and answers, in order of their lengths
+    use: DraftUse  # what became of the drafts, all answers together
 
 
 def bundled_head(kind: str, target: Nano) -> Head:

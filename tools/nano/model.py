@@ -14,31 +14,18 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class NanoConfig:
-    """Shape of the model.
+    """Shape of the model."""
 
-    Attributes:
-        vocab_size: Tokens, special tokens included.
-        hidden_size: Width of the residual stream.
-        num_layers: Decoder layers.
-        num_heads: Query heads.
-        num_kv_heads: Key/value heads; divides ``num_heads``.
-        head_dim: Width of a head.
-        ffn_size: Inner width of the gated MLP.
-        rope_theta: Base of the rotary frequencies.
-        max_positions: Longest sequence.
-        norm_eps: Added to the mean square in RMSNorm.
-    """
-
-    vocab_size: int = 4096
-    hidden_size: int = 256
+    vocab_size: int = 4096  # tokens, special tokens included
+    hidden_size: int = 256  # width of the residual stream
     num_layers: int = 8
     num_heads: int = 4
-    num_kv_heads: int = 2
+    num_kv_heads: int = 2  # key/value heads; divides ``num_heads``
     head_dim: int = 64
-    ffn_size: int = 768
-    rope_theta: float = 100_000.0
-    max_positions: int = 8192
-    norm_eps: float = 1e-5
+    ffn_size: int = 768  # inner width of the gated MLP
+    rope_theta: float = 100_000.0  # base of the rotary frequencies
+    max_positions: int = 8192  # longest sequence
+    norm_eps: float = 1e-5  # added to the mean square in RMSNorm
 
 
 class RMSNorm(nn.Module):

@@ -21,17 +21,11 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One training or validation item.
+    """One training or validation item."""
 
-    Attributes:
-        source: ``coffee``, ``services``, ``math``, ``agent``, ``python`` or ``pytask``.
-        messages: Turns of a chat; empty for plain text.
-        text: Plain text; empty for a chat.
-    """
-
-    source: str
-    messages: tuple[tuple[str, str], ...] = ()
-    text: str = ""
+    source: str  # ``coffee``, ``services``, ``math``, ``agent``, ``python`` or ``pytask``
+    messages: tuple[tuple[str, str], ...] = ()  # turns of a chat; empty for plain text
+    text: str = ""  # plain text; empty for a chat
 
     @property
     def num_bytes(self) -> int:
@@ -41,19 +35,12 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Documents of one source by use, and how many training documents were dropped.
+    """Documents of one source by use, and how many training documents were dropped."""
 
-    Attributes:
-        train: Trained on.
-        early: Used to choose the checkpoint.
-        report: Used for reported figures only.
-        dropped: Training documents dropped, by reason.
-    """
-
-    train: list[Document]
-    early: list[Document]
-    report: list[Document]
-    dropped: dict[str, int]
+    train: list[Document]  # trained on
+    early: list[Document]  # used to choose the checkpoint
+    report: list[Document]  # used for reported figures only
+    dropped: dict[str, int]  # training documents dropped, by reason
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, object]]:

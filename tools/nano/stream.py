@@ -14,22 +14,14 @@ DIALOGUES = ("coffee", "services")
 
 @dataclass(frozen=True, slots=True)
 class StreamConfig:
-    """How an epoch is put together.
+    """How an epoch is put together."""
 
-    Attributes:
-        span: Tokens that stay together when blocks are shuffled; the longest block.
-        short: Tokens of a short block; divides ``span``.
-        long_every: Every so many batches, one is cut into ``span``-long blocks instead of short ones.
-        batch_tokens: Tokens a batch; a multiple of ``span``.
-        system_share: Share of chats that get a system message.
-        join_share: Share of documents that follow the previous one without ``<|bos|>``, as a chat that goes on.
-    """
-
-    span: int = 8192
-    short: int = 1024
-    long_every: int = 4
-    batch_tokens: int = 65_536
-    system_share: float = 0.2
+    span: int = 8192  # tokens that stay together when blocks are shuffled; the longest block
+    short: int = 1024  # tokens of a short block; divides ``span``
+    long_every: int = 4  # every so many batches, one is cut into ``span``-long blocks instead of short ones
+    batch_tokens: int = 65_536  # tokens a batch; a multiple of ``span``
+    system_share: float = 0.2  # share of chats that get a system message
+    # Share of documents that follow the previous one without ``<|bos|>``, as a chat that goes on.
     join_share: float = 0.15
 
 

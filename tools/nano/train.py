@@ -30,33 +30,19 @@ from tools.nano.stream import Arrays, StreamConfig, TokenStream, load_corpus
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """Settings of a run.
+    """Settings of a run."""
 
-    Attributes:
-        steps: Optimizer steps planned.
-        seconds: Time limit of the training loop; the learning rate reaches its end by then too.
-        lr: Peak learning rate.
-        lr_end: Last learning rate over the peak.
-        warmup: Steps of linear warm-up.
-        weight_decay: AdamW's, on matrices only.
-        dropout: On the embedding and on what each attention and MLP adds.
-        clip: Gradient norm limit.
-        ema: Share of the average kept at each step.
-        eval_every: Steps between validations.
-        seed: Of weights, shuffling and dropout.
-    """
-
-    steps: int = 6000
-    seconds: float = 500.0
-    lr: float = 2e-3
-    lr_end: float = 0.02
-    warmup: int = 300
-    weight_decay: float = 1.5
-    dropout: float = 0.1
-    clip: float = 1.0
-    ema: float = 0.998
-    eval_every: int = 250
-    seed: int = 0
+    steps: int = 6000  # optimizer steps planned
+    seconds: float = 500.0  # time limit of the training loop; the learning rate reaches its end by then too
+    lr: float = 2e-3  # peak learning rate
+    lr_end: float = 0.02  # last learning rate over the peak
+    warmup: int = 300  # steps of linear warm-up
+    weight_decay: float = 1.5  # AdamW's, on matrices only
+    dropout: float = 0.1  # on the embedding and on what each attention and MLP adds
+    clip: float = 1.0  # gradient norm limit
+    ema: float = 0.998  # share of the average kept at each step
+    eval_every: int = 250  # steps between validations
+    seed: int = 0  # of weights, shuffling and dropout
 
 
 @dataclass(slots=True)

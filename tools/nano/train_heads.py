@@ -30,45 +30,25 @@ from tools.nano.stream import DIALOGUES, Arrays, StreamConfig, TokenStream, load
 
 @dataclass(frozen=True, slots=True)
 class HeadTraining:
-    """Settings of a run.
+    """Settings of a run."""
 
-    Attributes:
-        steps: Optimizer steps at most.
-        seconds: Time limit of the run up to its last step; the learning rate reaches its end by then too.
-        lr: Peak learning rate.
-        lr_end: Last learning rate over the peak.
-        warmup: Steps of linear warm-up.
-        weight_decay: AdamW's, on matrices only.
-        clip: Gradient norm limit.
-        unrolled: Drafts of a training chain.
-        decay: Weight of a draft in the loss over that of the draft before it.
-        first_share: Share of the run, from its start, that trains the first draft alone.
-        window: Rows of a block at most that start chains; in longer blocks the window lies anywhere.
-        own_tokens: Tokens that the target writes before training; half of them are prompts.
-        own_share: Share of a batch's blocks taken from them.
-        own_block: Tokens of a prompt and its continuation; divides the stream's ``span``.
-        evaluations: Looks at the early-stopping halves.
-        early_limit: Prompts of each of them.
-        seed: Of weights, shuffling and the target's sampling.
-    """
-
-    steps: int = 20_000
-    seconds: float = 150.0
-    lr: float = 2e-3
-    lr_end: float = 0.02
-    warmup: int = 100
-    weight_decay: float = 0.01
-    clip: float = 0.5
-    unrolled: int = 5
-    decay: float = 0.8
-    first_share: float = 0.0
-    window: int = 2048
-    own_tokens: int = 6_291_456
-    own_share: float = 0.5
-    own_block: int = 512
-    evaluations: int = 8
-    early_limit: int = 64
-    seed: int = 0
+    steps: int = 20_000  # optimizer steps at most
+    seconds: float = 150.0  # time limit of the run up to its last step; the learning rate reaches its end by then too
+    lr: float = 2e-3  # peak learning rate
+    lr_end: float = 0.02  # last learning rate over the peak
+    warmup: int = 100  # steps of linear warm-up
+    weight_decay: float = 0.01  # AdamW's, on matrices only
+    clip: float = 0.5  # gradient norm limit
+    unrolled: int = 5  # drafts of a training chain
+    decay: float = 0.8  # weight of a draft in the loss over that of the draft before it
+    first_share: float = 0.0  # share of the run, from its start, that trains the first draft alone
+    window: int = 2048  # rows of a block at most that start chains; in longer blocks the window lies anywhere
+    own_tokens: int = 6_291_456  # tokens that the target writes before training; half of them are prompts
+    own_share: float = 0.5  # share of a batch's blocks taken from them
+    own_block: int = 512  # tokens of a prompt and its continuation; divides the stream's ``span``
+    evaluations: int = 8  # looks at the early-stopping halves
+    early_limit: int = 64  # prompts of each of them
+    seed: int = 0  # of weights, shuffling and the target's sampling
 
 
 TRAINING = {
