@@ -42,8 +42,10 @@ def decode(body: dict[str, Any], kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         raise _fault(str(error), given, kind) from None
     except UnicodeEncodeError:
-        param = _surrogate(given)
-        raise RequestError(f"{param} is not valid Unicode: it has a lone surrogate.", param=param) from None
+        schema, schemas = components(kind)
+        paths = (_invalid_text(value, _inner(schema, name, schemas), schemas, name) for name, value in given.items())
+        param = next((path for path in paths if path is not None), None)
+        raise RequestError(f"{param or 'a text'} is not valid Unicode: it has a lone surrogate.", param=param) from None
 
 
 def check_text(text: str, param: str) -> None:
@@ -208,20 +210,35 @@ def _inner(schema: Schema, step: str | int, schemas: dict[str, Schema]) -> Schem
     raise AssertionError(f"{step} is not in {schema}")
 
 
-def _surrogate(value: Any, where: str = "") -> str:
-    """Returns the path of a text that is not valid Unicode, or of the object that has it as a key."""
-    entries = value.items() if isinstance(value, dict) else enumerate(value) if where == "messages" else ()
-    for step, entry in entries:
-        if _is_unicode(step) and not _is_unicode(entry):
-            return _surrogate(
-                entry, f"{where}[{step}]" if isinstance(step, int) else f"{where}.{step[:100]}" if where else step[:100]
-            )
-    return where
+def _invalid_text(value: Any, schema: Schema, schemas: dict[str, Schema], where: str) -> str | None:
+    """Returns the path of the first text that a type reads and that is not valid Unicode, or of the object with such a name.
+
+    Values that the type does not read are skipped: their depth and size are the client's choice.
+    """
+    if isinstance(value, str):
+        return None if _is_unicode(value) else where
+    inner = forms(schema, schemas)
+    if isinstance(value, list):
+        items: Schema = next((form["items"] for form in inner if "items" in form), {})
+        is_indexed = where in _INDEXED
+        paths = (
+            _invalid_text(each, items, schemas, f"{where}[{i}]" if is_indexed else where)
+            for i, each in enumerate(value)
+        )
+        return next((path for path in paths if path is not None), None)
+    if isinstance(value, dict):
+        fields = {name: each for form in inner for name, each in form.get("properties", {}).items()}
+        for name, entry in value.items():
+            if not _is_unicode(name):
+                return where
+            if name in fields and (path := _invalid_text(entry, fields[name], schemas, f"{where}.{name}")) is not None:
+                return path
+    return None
 
 
-def _is_unicode(value: Any) -> bool:
+def _is_unicode(text: str) -> bool:
     try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except (UnicodeEncodeError, RecursionError):
+        text.encode()
+    except UnicodeEncodeError:
         return False
     return True
