@@ -11,26 +11,25 @@ MAX_OWNER = 2**31 - 1  # numbers start again after this: years apart, so two nev
 
 
 class PageAllocator:
-    """Hands out pages 1 to ``num_pages - 1``; page 0 is the padding sink and never leaves.
+    """Allocates pages 1 to ``num_pages - 1``; page 0 is the padding page, which is never allocated.
 
-    A stack with two bitmaps: a page may be taken out of turn (because it follows the row's
-    last page, which keeps a row contiguous), so a stack entry may be out of date; ``_stacked``
-    keeps each page on the stack at most once.
+    A stack with two bitmaps: a page may be allocated from the middle of the stack (because it follows the row's last page,
+    which keeps a row contiguous), so a stack entry may be out of date; ``_stacked`` keeps each page on the stack at most
+    once.
 
     Args:
-        num_pages: Pages in the pool, the sink included.
-        num_ready: Pages below this can be used already; all, unless given. ``grow`` adds the others.
+        num_pages: Pages in the pool, the padding page included.
+        num_ready: Usable pages are below this; default: all. ``grow`` adds the others.
 
     Attributes:
-        num_free: Pages that can be taken.
-        num_ready: Pages below this can be used.
-        owner: int32 ``[num_pages]``. Number of each page's last allocation, unique and at least 1;
-            0 for a page never taken.
+        num_free: Pages that can be allocated.
+        owner: int32 ``[num_pages]``. Number of each page's last allocation, unique and at least 1; 0 for a page never
+            allocated.
     """
 
     def __init__(self, num_pages: int, num_ready: int | None = None) -> None:
         num_ready = num_pages if num_ready is None else num_ready
-        assert num_pages >= 2, f"a pool of {num_pages} pages has none beside the sink"
+        assert num_pages >= 2, f"a pool of {num_pages} pages has none beside the padding page"
         assert 1 <= num_ready <= num_pages, f"{num_ready} of {num_pages} pages are ready"
         self.num_pages = num_pages
         self.num_ready = num_ready
@@ -45,11 +44,11 @@ class PageAllocator:
         self._top = self.num_free
 
     def allocate(self, wanted: Int32Array) -> Int32Array | None:
-        """Takes one page for each entry of ``wanted``, or none at all.
+        """Allocates one page for each entry of ``wanted``, or none at all.
 
         Args:
-            wanted: int32 ``[n]``. The page each entry would like (the one after the row's last
-                page); 0 or any page that is not free means no preference.
+            wanted: int32 ``[n]``. The preferred page of each entry (the one after the row's last page); 0 or any page
+                that is not free is no preference.
 
         Returns:
             int32 ``[n]`` pages, or None when fewer than n are free.
@@ -58,34 +57,33 @@ class PageAllocator:
             return None
         pages = np.where(wanted < self.num_pages, wanted, PADDING_PAGE)
         granted = self._is_free[pages]
-        wishes = pages[granted]
-        if len(set(wishes.tolist())) < wishes.size:  # two rows may share their last page: only the first gets its wish
+        preferred = pages[granted]
+        if (
+            len(set(preferred.tolist())) < preferred.size
+        ):  # two rows may share their last page: the first gets the next one
             first = np.zeros(pages.size, dtype=np.bool_)
             first[np.unique(pages, return_index=True)[1]] = True
             granted &= first
-            wishes = pages[granted]
-        self._is_free[wishes] = False
-        if wishes.size < pages.size:
-            pages[~granted] = self._pop(pages.size - wishes.size)
-        return self._hand_out(pages)
+            preferred = pages[granted]
+        self._is_free[preferred] = False
+        if preferred.size < pages.size:
+            pages[~granted] = self._pop(pages.size - preferred.size)
+        return self._number(pages)
 
     def allocate_any(self, count: int) -> Int32Array | None:
-        """Takes ``count`` pages, whichever; None, and nothing taken, when fewer are free."""
-        return self._hand_out(self._pop(count)) if count <= self.num_free else None
+        """Allocates any ``count`` pages; None, and nothing allocated, when fewer are free."""
+        return self._number(self._pop(count)) if count <= self.num_free else None
 
     def free(self, pages: Int32Array) -> None:
-        """Returns pages; each must be in use.
-
-        They are stacked in reverse, so that the next taker gets them in the given order.
-        """
+        """Frees pages; each must be in use. They are stacked in reverse, so that they are allocated in the given order."""
         assert not self._is_free[pages].any() and PADDING_PAGE not in pages, f"pages {pages} are not all in use"
-        assert np.unique(pages).size == pages.size, f"a page is given back twice in {pages}"
+        assert np.unique(pages).size == pages.size, f"a page is freed twice in {pages}"
         self._is_free[pages] = True
         self.num_free += pages.size
         self._push(pages)
 
     def grow(self, num_ready: int) -> None:
-        """Makes the pages below ``num_ready`` usable, besides those that were."""
+        """Makes the pages below ``num_ready`` usable."""
         assert self.num_ready <= num_ready <= self.num_pages, f"from {self.num_ready} to {num_ready} pages"
         fresh = np.arange(self.num_ready, num_ready, dtype=np.int32)
         self._is_free[fresh] = True
@@ -93,7 +91,7 @@ class PageAllocator:
         self.num_ready = num_ready
         self._push(fresh)
 
-    def _hand_out(self, pages: Int32Array) -> Int32Array:
+    def _number(self, pages: Int32Array) -> Int32Array:
         """Numbers an allocation of pages that were free."""
         if self._num_taken + pages.size > MAX_OWNER:
             self._num_taken = 0

@@ -1,4 +1,4 @@
-"""Which page is evicted first: leaves in order, the shares of tenants, and the pages that the device keeps ready to lose."""
+"""The order of eviction: leaves by rank, the shares of tenants, and the reserve of pages that the device can evict without loss."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ ON_DEVICE: Callable[[Node], bool] = attrgetter("is_evictable")
 ON_HOST: Callable[[Node], bool] = attrgetter("is_host_evictable")
 
 MAX_ACCOUNTS = 64  # with shares of their own; all others have one together
-MAX_IDLE_TURNOVERS = 32  # a tenant that sends nothing while the tier changes hands so often has no share any more
+MAX_IDLE_TURNOVERS = 32  # an account without requests while the whole tier was evicted so often has no share
 
-STEPS = 2  # an offload that one step begins has ended when the step after the next takes pages
+STEPS = 2  # an offload that one step begins has ended when the step after the next allocates pages
 # The demand of a large step decays by these factors at each smaller step, for the least and the most spare pages. The least
 # decays fast: spare pages that are not taken cost more hits than the pages that a sudden large step loses.
 LEAST_KEPT, MOST_KEPT = 1 - 1 / 2, 1 - 1 / 512
-DEVICE_SHARE, HOST_SHARE = 4, 2  # of the pages of a tier, one in so many may be spare: both tiers hold them
+DEVICE_SHARE, HOST_SHARE = 4, 2  # of the pages of each tier, one in so many may be spare
 
 
 class LeafHeap:
     """Leaves by rank, lowest first.
 
-    A heap with lazy deletion: an entry counts only while its node is one of them and has the rank that
-    it was added with. Entries out of date are dropped when they surface, and all at once when they
-    outnumber the rest, so the heap stays within a constant factor of the leaves.
+    A heap with lazy deletion: an entry is current while its node is a victim of the rank that it was added with. Entries
+    out of date are removed when they reach the top, and all at once when they outnumber the others, so the heap stays
+    within a constant factor of the leaves.
 
     Args:
-        rank: A node's place. Whoever changes it adds the node again.
-        is_victim: What makes a node one of them.
+        rank: A node's rank; a node is added again after each change.
+        is_victim: Whether a node belongs to the heap.
     """
 
     def __init__(self, rank: Callable[[Node], Any], is_victim: Callable[[Node], bool]) -> None:
@@ -49,11 +49,11 @@ class LeafHeap:
         return len(self._heap)
 
     def __iter__(self) -> Iterator[Node]:
-        """Walks the nodes whose entries count (for checks)."""
+        """Walks the nodes of current entries (for tests)."""
         return (entry[2] for entry in self._heap if self._counts(entry))
 
     def add(self, node: Node) -> None:
-        """Records that ``node`` became one of them, or changed its place. O(log n)."""
+        """Adds a node that became a victim, or changed its rank. O(log n)."""
         self._serial += 1
         heapq.heappush(self._heap, (self._rank(node), self._serial, node))
         if len(self._heap) >= self._sweep_at:
@@ -68,7 +68,7 @@ class LeafHeap:
         return None
 
     def pop(self) -> Node | None:
-        """Returns the leaf of the lowest rank and forgets it; of equals, the first added. O(log n) amortised."""
+        """Removes and returns the leaf of the lowest rank; of equals, the first added. O(log n) amortised."""
         while self._heap:
             entry = heapq.heappop(self._heap)
             if self._counts(entry):
@@ -81,19 +81,14 @@ class LeafHeap:
         return is_current and self._is_victim(node)
 
     def sweep(self) -> None:
-        """Drops all entries that are out of date. O(n log n)."""
+        """Removes all entries out of date. O(n log n)."""
         latest = {id(entry[2]): entry for entry in self._heap if self._counts(entry)}
         self._heap = sorted(latest.values(), key=lambda entry: entry[:2])
         self._sweep_at = max(1024, 2 * len(self._heap))
 
 
 class AccountHeaps:
-    """Leaves by rank, those of each account apart.
-
-    Args:
-        rank: A node's place.
-        is_victim: What makes a node one of them.
-    """
+    """Leaves by rank, a heap for each account; arguments as of ``LeafHeap``."""
 
     def __init__(self, rank: Callable[[Node], Any], is_victim: Callable[[Node], bool]) -> None:
         self._rank = rank
@@ -105,20 +100,20 @@ class AccountHeaps:
         return sum(len(heap) for heap in self._heaps.values())
 
     def __iter__(self) -> Iterator[Node]:
-        """Walks the nodes whose entries count (for checks)."""
+        """Walks the nodes of current entries (for tests)."""
         return (node for heap in self._heaps.values() for node in heap)
 
     def add(self, node: Node) -> None:
-        """Records that ``node`` became one of them, or changed its place. O(log n)."""
+        """Adds a node that became a victim, or changed its rank. O(log n)."""
         heap = self._heaps.get(node.account)
         if heap is None:
             account, is_victim = node.account, self._is_victim
-            # A node may have another account since (see ``CacheTiers.assign_account``).
+            # A node may have got another account (see ``CacheTiers.assign_account``).
             heap = self._heaps[account] = LeafHeap(self._rank, lambda leaf: leaf.account == account and is_victim(leaf))
         heap.add(node)
 
     def sweep(self) -> None:
-        """Drops all entries that are out of date, and so the nodes that they keep from being freed. O(n log n)."""
+        """Removes all entries out of date, so that their nodes can be collected. O(n log n)."""
         for account, heap in list(self._heaps.items()):
             heap.sweep()
             if not len(heap):
@@ -133,7 +128,7 @@ class AccountHeaps:
         return head
 
     def pop(self, account: bytes | None = None) -> Node | None:
-        """Returns the first leaf of an account, or of all, and forgets it."""
+        """Removes and returns the first leaf of an account, or of all."""
         if account is None and len(self._heaps) == 1:
             (account,) = self._heaps
         elif account is None:
@@ -144,34 +139,31 @@ class AccountHeaps:
 
 
 class Eviction(AccountHeaps):
-    """The leaves that one tier may lose, by account; persistent, never rebuilt per call.
+    """The leaves that one tier may evict, by account.
 
-    ``lru`` evicts the least recently used leaf first, by the tree's logical clock; ``priority`` first looks at the highest
-    priority of the requests that used a leaf. In both, pages that lie elsewhere too go before the last copies.
+    ``lru`` evicts the least recently used leaf first, by the tree's logical clock; ``priority`` orders first by the highest
+    priority of the requests that used a leaf. Both evict pages that are on another tier before last copies.
 
     Args:
         order: Of the leaves.
         is_victim: ``ON_DEVICE`` or ``ON_HOST``.
 
     Attributes:
-        age: A node's place among those of equal ``Node.turn``.
+        age: A node's rank among those of equal ``Node.eviction_cost``.
     """
 
     def __init__(self, order: EvictionOrder = "lru", is_victim: Callable[[Node], bool] = ON_DEVICE) -> None:
         first = ("priority",) if order == "priority" else ()
-        super().__init__(attrgetter(*first, "turn", "last_used"), is_victim)
+        super().__init__(attrgetter(*first, "eviction_cost", "last_used"), is_victim)
         self.age: Callable[[Node], Any] = attrgetter(*first, "last_used")
 
 
 class TenantShares:
-    """Keeps tenants from evicting each other below their shares.
+    """Keeps accounts from evicting each other's pages below their shares.
 
-    A share is the tier's pages divided by the number of tenants that have some and were seen lately. Tenants above their
-    share lose pages first, least recently used pages first; an unused share is lent, because no page is evicted while
-    pages are free.
-
-    Args:
-        pages: The tier's.
+    A share is the tier's pages divided by the number of accounts that have pages and had a request lately. Pages of
+    accounts above their share are evicted first, least recently used first. Others may use a free part of a share: no page
+    is evicted while pages are free.
     """
 
     def __init__(self, pages: PageAllocator) -> None:
@@ -182,13 +174,13 @@ class TenantShares:
 
     @property
     def held(self) -> dict[bytes, int]:
-        """Pages of each account that has some."""
+        """Pages of each account that has any."""
         return self._held
 
     def charge(self, account: bytes, count: int) -> None:
-        """An account has ``count`` pages more, or less."""
+        """Counts pages that an account gained, or lost (``count`` < 0)."""
         held = self._held.get(account, 0) + count
-        assert held >= 0, f"{-held} pages more were given up than {account.hex()} had"
+        assert held >= 0, f"{-held} pages too many were freed of {account.hex()}"
         if held:
             self._held[account] = held
         else:
@@ -199,18 +191,18 @@ class TenantShares:
             self._seen[account] = self._num_given
 
     def see(self, account: bytes) -> None:
-        """A request of an account came."""
+        """Records a request of an account."""
         self._seen[account] = self._num_given
         if len(self._seen) > 4 * MAX_ACCOUNTS:
             self._seen = {each: seen for each, seen in self._seen.items() if each in self._held or each == account}
 
     def next(self, leaves: AccountHeaps) -> Iterator[tuple[Node, int]]:
-        """Takes leaves in the order in which they should go.
+        """Removes leaves in the order of eviction.
 
-        The caller charges the evicted pages before it asks for the next leaf. With one account, this is the order of its leaves.
+        The caller charges the evicted pages before it takes the next leaf. With one account, this is the order of its leaves.
 
         Yields:
-            A leaf, and how many of its pages its account should give at most.
+            A leaf, and the most of its pages to evict.
         """
         if len(self._held) <= 1:
             while (leaf := leaves.pop()) is not None:
@@ -233,7 +225,7 @@ class TenantShares:
                     heapq.heapreplace(heads, (head, account))
 
     def _floors(self) -> Iterator[dict[bytes, int]]:
-        """Yields the pages that each account keeps: its share; if that frees too few, the mean, then nothing."""
+        """Yields the pages that each account keeps: its share; if that frees too few, the mean, then none."""
         capacity = self._pages.num_ready - 1
         since = self._num_given - MAX_IDLE_TURNOVERS * capacity
         active = {account for account in self._held if self._seen[account] >= since}
@@ -245,22 +237,22 @@ class TenantShares:
 
 
 class EvictionReserve:
-    """The next victims of the device that the host has, or need not have.
+    """Spare leaves: the next to evict from the device, which are on the host or not worth an offload.
 
-    A page on both tiers takes the place of another. So other pages leave the host only for as many spare ones as the last
-    steps took; as many as the largest steps took become spare where the host has room anyway.
+    A spare page occupies a page of both tiers. So the host evicts last copies only for as many spare pages as the last
+    steps allocated; where it has room, as many as the largest steps allocated become spare.
 
     Args:
-        pages: The device's.
-        host_pages: The host's.
-        eviction: The device's.
-        shares: The device's.
+        pages: Of the device.
+        host_pages: Of the host.
+        eviction: Of the device.
+        shares: Of the device.
         is_kept: Whether there is a host tier; else there is no reserve.
-        on_change: Called with each node that became spare or ceased to be: its rank has changed.
+        on_change: Called with each node that became spare, or no longer is: its rank has changed.
 
     Attributes:
         num_pages: Spare pages.
-        num_taken: Device pages taken so far.
+        num_taken: Device pages allocated so far.
     """
 
     def __init__(
@@ -279,19 +271,19 @@ class EvictionReserve:
         self._is_kept = is_kept
         self._on_change = on_change
         self._candidates = AccountHeaps(eviction.age, lambda node: node.is_candidate)
-        self._least = self._most = 0.0  # pages that the next steps take
+        self._least = self._most = 0.0  # pages that the next steps will allocate
         self._num_seen = 0
         self.num_pages = 0
         self.num_taken = 0
 
     @property
     def num_short(self) -> int:
-        """Pages that should be spare, or free, and are not: another page may go for them."""
+        """Pages missing from the least reserve: the host may evict last copies for them."""
         return self._short(self._least)
 
     @property
     def num_wanted(self) -> int:
-        """Pages that should be spare if nothing has to go for them."""
+        """Pages missing from the full reserve: the host evicts no last copy for them."""
         return self._short(STEPS * self._most)
 
     def _short(self, wanted: float) -> int:
@@ -300,11 +292,11 @@ class EvictionReserve:
 
     @property
     def has_candidates(self) -> bool:
-        """Whether there may be leaves to take into it."""
+        """Whether there may be leaves to make spare."""
         return len(self._candidates) > 0
 
     def end_step(self) -> bool:
-        """Ends the count of a step's device pages; returns whether it took any."""
+        """Ends the count of a step's device pages; returns whether it allocated any."""
         num_taken = self.num_taken - self._num_seen
         self._num_seen = self.num_taken
         if num_taken:
@@ -313,20 +305,20 @@ class EvictionReserve:
         return num_taken > 0
 
     def add(self, node: Node) -> None:
-        """Records that a leaf became evictable, or was used while it was."""
+        """Adds a leaf that became evictable, or was used while it was evictable."""
         if self._is_kept and not node.is_spare:
             self._candidates.add(node)
 
     def sweep(self) -> None:
-        """Drops leaves that are none any more."""
+        """Removes entries out of date."""
         self._candidates.sweep()
 
     def next(self) -> Node | None:
-        """Returns the leaf that goes next of those that are not spare, and forgets it."""
+        """Removes and returns the next leaf to evict of those that are not spare."""
         return next((leaf for leaf, _ in self._shares.next(self._candidates)), None)
 
     def mark(self, leaf: Node) -> None:
-        """Makes a leaf spare that may go at no loss, and the parents that were used with it and go after it."""
+        """Makes a leaf spare, and the parents that were used with it and are evicted after it."""
         marked = [leaf]
         while (parent := marked[-1].parent) is not None and self._goes_with(parent, leaf):
             marked.append(parent)
@@ -336,7 +328,7 @@ class EvictionReserve:
             self._on_change(node)
 
     def leave(self, node: Node, count: int | None = None) -> None:
-        """A node was used, or loses its last ``count`` pages, or all."""
+        """Removes a used node, or its last ``count`` pages."""
         if node.is_spare:
             self.num_pages -= node.num_pages if count is None else count
             node.is_spare = count is not None and count < node.num_pages
@@ -344,7 +336,7 @@ class EvictionReserve:
                 self._on_change(node)
 
     def leave_path(self, node: Node) -> None:
-        """Makes a node spare no more, nor the parents that would have gone after it."""
+        """Removes a node, and the parents that would have been evicted after it."""
         step: Node | None = node
         while step is not None and step.is_spare:
             self.leave(step)

@@ -1,4 +1,4 @@
-"""Locks: each keeps a path from eviction, is counted along it, and is returned exactly once."""
+"""Locks on paths of the tree: each prevents eviction, is counted in every node, and is released exactly once."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hiserve.core.plan import Int32Array
 
 
 class PathLock:
-    """The end of a path that stays until it is dropped. A split leaves a node's end where it is.
+    """A lock on a path, by its last node: a split keeps the end of a node.
 
     Attributes:
-        node: The path's last node. When it is cut off, the last one that is left.
-        is_host: Only the host copies are held; the device may lose its own.
+        node: The last node; after a removal, the last one that is left.
+        is_host: Only the host copies are locked; the device may evict its own.
         is_use: It counts as a use of the path; an offload before eviction does not.
-        is_lost: Whether the path was cut off.
-        priority: The request's; every node of the path has at least this.
+        is_lost: The end of the path was removed.
+        priority: Of the request; every node of the path has at least this.
     """
 
     __slots__ = ("is_host", "is_lost", "is_use", "node", "priority")
@@ -34,18 +34,14 @@ class PathLock:
 
 
 class PrefixLock:
-    """Proof of a lock on a prefix; every lock ends in exactly one release.
-
-    As a context manager it is released on the way out, unless ``detach`` handed it on.
+    """A lock on a prefix. As a context manager it is released at the exit, unless it was detached.
 
     Attributes:
         path_lock: The lock on its path.
-        pages: int32 ``[p]``. Where the prefix lies on the device: the pages at the time of the lock and those loaded since,
-            or the rest after a load failed.
-        host_pages: int32 ``[h]``. What follows, on the host alone; must be loaded before anything is published.
-        ops: Loads in flight that fill some of ``pages``. Until there are none, no forward may read them without
-            waiting.
-        is_open: Whether it still has to be released.
+        pages: int32 ``[p]``. The prefix on the device, pages loaded since the lock included; shorter after a failed load.
+        host_pages: int32 ``[h]``. The rest, on the host alone; must be loaded before an insert.
+        ops: Loads in flight that fill some of ``pages``. A forward that reads these must wait for the loads.
+        is_open: Whether it was not released yet.
     """
 
     __slots__ = ("_is_detached", "_release", "host_pages", "is_open", "ops", "pages", "path_lock")
@@ -67,35 +63,30 @@ class PrefixLock:
         return self.path_lock.node
 
     def detach(self) -> PrefixLock:
-        """Hands the lock to a longer-lived owner, who must release it."""
+        """Returns the lock to a caller that must release it."""
         self._is_detached = True
         return self
 
     def __enter__(self) -> PrefixLock:
-        """Starts the short life of a lock."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Releases the lock unless it was detached, and always when an exception passes."""
+        """Releases the lock, unless it was detached and no exception was raised."""
         if self.is_open and (not self._is_detached or kind is not None):
             self._release(self)
 
 
 class Locks:
-    """Every lock there is.
-
-    Args:
-        tiers: Whose evictable pages they change.
-    """
+    """All open locks; they change the numbers of evictable pages of ``tiers``."""
 
     def __init__(self, tiers: CacheTiers) -> None:
         self._tiers = tiers
         self._open: dict[PathLock, PrefixLock | None] = {}
 
     def issue(self, node: Node, release: Callable[[PrefixLock], None], priority: int) -> PrefixLock:
-        """Locks a path for a reader."""
+        """Locks a path for a request."""
         path_lock, runs, host_runs = self._lock(node)
         path_lock.priority = priority
         raise_priority(node, priority)
@@ -104,7 +95,7 @@ class Locks:
         return lock
 
     def lock(self, node: Node, *, is_use: bool = True) -> PathLock:
-        """Keeps a path on every tier it is on, for a copy of its pages."""
+        """Locks a path on every tier, for a transfer."""
         return self._lock(node, is_use=is_use)[0]
 
     def _lock(self, node: Node, *, is_use: bool = True) -> tuple[PathLock, list[Int32Array], list[Int32Array]]:
@@ -140,7 +131,7 @@ class Locks:
         return path_lock, runs, host_runs
 
     def lock_host(self, node: Node) -> PathLock:
-        """Keeps the host copies of a path; how recently it was used does not change."""
+        """Locks the host copies of a path; no use of it."""
         step: Node | None = node
         while step is not None:
             if not step.num_locks and not step.num_host_locks:
@@ -165,7 +156,7 @@ class Locks:
         self.touch(child)
 
     def touch(self, node: Node | None) -> None:
-        """Marks the path as just used, so that no parent looks older than its child."""
+        """Sets the time of use of a whole path: no parent is older than its child."""
         clock = self._tiers.clock
         copy: Node | None = None
         while node is not None:
@@ -179,7 +170,7 @@ class Locks:
             self._tiers.queue_copy(copy)
 
     def drop(self, path_lock: PathLock) -> None:
-        """Returns a path lock, exactly once."""
+        """Releases a path lock, exactly once."""
         del self._open[path_lock]
         if path_lock.is_host:
             self._drop_host(path_lock.node)
@@ -187,11 +178,7 @@ class Locks:
             self._drop_lock(path_lock.node, is_use=path_lock.is_use)
 
     def cut(self, gone: set[Node], end: Node) -> list[PrefixLock]:
-        """Moves the locks on nodes that are cut off to the end of the rest of their paths.
-
-        Returns:
-            The prefix locks that lost pages.
-        """
+        """Moves the locks on removed nodes to the ends of the rest of their paths; returns the prefix locks that lost pages."""
         lost: list[PrefixLock] = []
         for path_lock, lock in self._open.items():
             if path_lock.node not in gone:
@@ -205,14 +192,14 @@ class Locks:
         return lost
 
     def shorten(self, path_lock: PathLock) -> None:
-        """Moves a lock on host copies up to the last one that is left."""
+        """Moves a host lock up to the last node that still has host pages."""
         while not path_lock.node.host_pages.size and path_lock.node.parent is not None:
             path_lock.node.num_host_locks -= 1
             path_lock.node = path_lock.node.parent
 
     @property
     def prefix_locks(self) -> list[PrefixLock]:
-        """Every prefix lock that is open."""
+        """The open prefix locks."""
         return [lock for lock in self._open.values() if lock is not None]
 
     def _add(self, node: Node, *, is_host: bool, is_use: bool) -> PathLock:
@@ -226,7 +213,7 @@ class Locks:
         end_on_device: Node | None = None
         end_on_both: Node | None = None
         while True:
-            assert step.num_locks > 0, f"a node of {step.num_pages} pages has no lock to return"
+            assert step.num_locks > 0, f"a node of {step.num_pages} pages has no lock to release"
             step.num_locks -= 1
             if end_on_device is None and not step.is_on_host_only:
                 end_on_device = step
@@ -256,7 +243,7 @@ class Locks:
         step: Node = node
         end_on_both: Node | None = None
         while True:
-            assert step.num_host_locks > 0, f"a node of {step.num_pages} pages has no host lock to return"
+            assert step.num_host_locks > 0, f"a node of {step.num_pages} pages has no host lock to release"
             step.num_host_locks -= 1
             if end_on_both is None and step.pages.size and step.host_pages.size:
                 end_on_both = step
@@ -273,7 +260,7 @@ class Locks:
 
 
 def raise_priority(node: Node, priority: int) -> None:
-    """Gives a path at least this priority; no parent ever has less than its child."""
+    """Raises a path to a priority: no parent has less than its child."""
     step: Node | None = node
     while step is not None and step.priority < priority:
         step.priority = priority
@@ -281,7 +268,7 @@ def raise_priority(node: Node, priority: int) -> None:
 
 
 def path(node: Node) -> Iterator[Node]:
-    """Walks from a node up to its root, which comes last."""
+    """Walks from a node up to its root."""
     step: Node | None = node
     while step is not None:
         yield step
@@ -296,5 +283,5 @@ def path_pages(node: Node) -> tuple[Int32Array, Int32Array]:
 
 
 def joined(runs: list[Int32Array]) -> Int32Array:
-    """Joins the runs of a path, which were gathered from its end."""
+    """Joins the runs of a path, gathered from its end."""
     return np.concatenate(runs[::-1]) if runs else NO_PAGES

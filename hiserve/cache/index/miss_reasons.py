@@ -1,4 +1,4 @@
-"""Why a prompt was not found any further: the reason of a miss."""
+"""The reason of a miss: why a match did not find more of a prompt."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ MAX_SIBLINGS = 32  # compared with a prompt that continues none of them
 
 
 class MissReason(StrEnum):
-    """What ended a hit. Of several, the first in this order."""
+    """The reason why a match ended; of several, the first in this order."""
 
-    NOT_WORTH_LOADING = "not_worth_loading"  # the host has more, and it was left there
-    PAGE_REMAINDER = "page_remainder"  # nothing is missing: the rest is no whole page, or the last token
-    IN_FLIGHT = "in_flight"  # the next page is on its way from the store
-    NOT_FETCHED = "not_fetched"  # a store has the next page, or did not say in time, and it was not brought
+    NOT_WORTH_LOADING = "not_worth_loading"  # the host has more, and loading it would take longer than computing it
+    PAGE_REMAINDER = "page_remainder"  # the rest is less than a page, or the last token
+    IN_FLIGHT = "in_flight"  # the next page is being fetched from the store
+    NOT_FETCHED = "not_fetched"  # a store has the next page, or did not answer in time
     EVICTED = "evicted"  # the next page was cached
-    NAMESPACE = "namespace"  # nothing is cached in this namespace, but in others
-    DIVERGED = "diverged_at"  # others went on differently
-    COLD = "cold"  # nobody had this before
+    NAMESPACE = "namespace"  # other namespaces have pages, this one has none
+    DIVERGED = "diverged_at"  # other prompts continue differently
+    COLD = "cold"  # no cached prompt starts like this
 
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Why and where a hit ended."""
+    """The reason and the position of a miss."""
 
     reason: MissReason
     num_tokens: int  # tokens of the prompt before the miss; of DIVERGED, shared tokens of a partial page included
@@ -78,16 +78,16 @@ def explain(
     is_arriving: Callable[[bytes], bool],
     is_in_store: bool,
 ) -> Miss:
-    """Returns why a prompt was not found any further.
+    """Returns why no more of a prompt was found.
 
     Args:
-        tree: What is cached now.
+        tree: The present tree.
         root: Root of the prompt's namespace.
         key: The whole pages of the prompt that a match may use.
         num_used: Tokens of them that were taken from the cache.
-        lost: Pages that were cached.
-        is_arriving: Whether a page is on its way from the store.
-        is_in_store: Whether a store has the next page, or may have it.
+        lost: Pages that left the cache.
+        is_arriving: Whether a page is being fetched from the store.
+        is_in_store: Whether a store has, or may have, the next page.
     """
     page_bytes = tree.page_bytes
     node, used, num_pages = tree.find(root, key)
@@ -105,7 +105,7 @@ def explain(
     if digest in lost:
         return Miss(MissReason.EVICTED, num_tokens)
     if not root.children:
-        # Whether another tenant has these very tokens is secret: the answer says no more than that there are others.
+        # Whether another tenant has these tokens is secret: the answer says only that other tenants have pages.
         return Miss(MissReason.NAMESPACE if tree.roots.keys() - {root.digests[0]} else MissReason.COLD, 0)
     if used < node.num_pages:
         siblings = [node.key[used * page_bytes : (used + 1) * page_bytes]]

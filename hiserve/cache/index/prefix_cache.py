@@ -42,8 +42,8 @@ __all__ = [
 class PrefixCache:
     """Which page of which tier holds which prefix. Integers only, one thread.
 
-    It copies nothing: ``begin_*`` returns orders, and ``complete`` takes their ends. A digest, a page number or a count that
-    an operation returns holds until the next operation that changes the index, unless its docstring says more.
+    It copies nothing: ``begin_*`` returns orders, ``complete`` ends them. A returned digest, page number or count is valid
+    until the next operation that changes the index, unless the docstring says otherwise.
 
         prefixes    match, lock, insert, release, ensure_backed, explain
         pages       allocate, free
@@ -55,20 +55,20 @@ class PrefixCache:
     Args:
         num_pages: Pages in the device pool, the sink included.
         page_size: Tokens per page.
-        namespace: Base digest of everything that keeps caches apart but the tenant.
-        eviction: Order in which unlocked leaves leave each tier.
+        namespace: Digest of everything that separates caches, except the tenant.
+        eviction: Order in which each tier evicts unlocked leaves.
         num_host_pages: Pages in the host pool, page 0 included; 0 without a host tier.
-        num_ready_host_pages: Pages below this can be used already; all, unless given. See ``grow_host``.
-        host_admission: Which pages are stored on the host.
-        max_upload_pages: Host pages that uploads to a store may keep from eviction; 0 without a store.
-        listener: Called with every change of the pages that each tier has.
-        link: Makes the digests of pages (``core.digest.chain_of``).
+        num_ready_host_pages: Usable pages are below this; default: all. See ``grow_host``.
+        host_admission: Which pages are offloaded.
+        max_upload_pages: Most host pages locked by uploads to a store; 0 without a store.
+        listener: Called with every change of the readable pages of each tier.
+        link: Computes the digests of pages (``core.digest.chain_of``).
 
     Attributes:
         page_owner: int32 ``[num_pages]``, live. Number of each page's last allocation; see ``PageAllocator.owner``.
-        num_arrived: By kind, LOAD and OFFLOAD, live: pages that ended copies brought to where they can be found.
+        num_arrived: By kind, LOAD and OFFLOAD, live: pages made findable by ended copies.
 
-    The parts (``tree`` to ``uploads``) are for checks: no other package reads them (``tests/test_architecture.py``).
+    The parts (``tree`` to ``uploads``) are for tests: no other package reads them (``tests/test_architecture.py``).
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class PrefixCache:
         self._has_host = num_host_pages > 0
         self.tree = RadixTree(page_size, link)
         self.device = TierPages(Tier.DEVICE, num_pages, Eviction(eviction, ON_DEVICE), listener=listener)
-        ready = num_ready_host_pages if num_host_pages else 1  # page 0 alone: nothing to hand out
+        ready = num_ready_host_pages if num_host_pages else 1  # page 0 alone: none to allocate
         self.host = TierPages(Tier.HOST, max(num_host_pages, 2), Eviction(eviction, ON_HOST), ready, listener)
         self.tiers = CacheTiers(self.tree, self.device, self.host, has_host=self._has_host)
         self.locks = Locks(self.tiers)
@@ -115,7 +115,7 @@ class PrefixCache:
         Changes nothing. The result is valid until the tree changes in a way that matters (``Match.tree_epoch``).
 
         Args:
-            tenant: Whose prompt: tenants do not see each other's pages.
+            tenant: Of the prompt; tenants do not share pages.
             key: The whole prompt, packed int32.
         """
         return self._prefixes.match(tenant, key)
@@ -123,54 +123,54 @@ class PrefixCache:
     def lock(
         self, match: Match, num_host_tokens: int = 0, priority: int = 0, account: bytes | None = None
     ) -> PrefixLock:
-        """Keeps a matched prefix from eviction on every tier until ``release``, and counts as a use of it.
+        """Locks a matched prefix on every tier until ``release``, and counts as a use of it.
 
-        The lock stays valid across splits, loads and evictions of others. ``flush`` spares its pages; a load that fails
-        shortens it (``complete`` returns it then).
+        The lock stays valid across splits, loads, and evictions of other pages. ``flush`` keeps its pages; a failed load
+        shortens it (``complete`` then returns it).
 
         Args:
-            match: Of this epoch.
-            num_host_tokens: Whole pages of the host part to lock too: to be loaded before anything is inserted below.
-            priority: The request's, which stays with every page it uses; only the eviction order ``priority`` reads it.
-            account: Whose share of the pages they take (see ``TenantShares``); None is a share of the tenant's own.
+            match: Of the present ``tree_epoch``.
+            num_host_tokens: Tokens of the host part to lock too, in whole pages; load them before the first insert.
+            priority: Of the request; its pages keep it, for the eviction order ``priority``.
+            account: Charged for the pages (see ``TenantShares``); None is the tenant's own.
         """
         return self._prefixes.lock(match, num_host_tokens, priority, account)
 
     def release(self, lock: PrefixLock) -> None:
-        """Returns a lock, exactly once. Its pages stay cached and may be evicted from now on."""
+        """Returns a lock, exactly once. Its pages stay cached, and may be evicted."""
         self._prefixes.release(lock)
 
     def ensure_backed(self, lock: PrefixLock) -> None:
-        """Queues a locked prefix for offload, whatever the host admission: the device is about to lose it."""
+        """Queues a locked prefix for offload under any host admission, before the device evicts it."""
         if self._has_host:
             self.transfers.enqueue(lock.node)
 
     def insert(self, lock: PrefixLock, key: bytes, pages: Int32Array, step: int = 0) -> Int32Array:
         """Makes computed full pages findable below a locked prefix, and moves the lock to their end.
 
-        Where the device already has the same tokens, the caller's copies are freed and the tree's pages are used instead:
+        Where the device already has the same tokens, the caller's pages are freed and the tree's pages are used instead:
         a relocation of a live request. Where the host alone has them, the caller's pages become their copy on the device.
 
         Args:
-            lock: Lock on the prefix before ``key``; moves on to its end.
+            lock: On the prefix before ``key``; extended to the end of ``key``.
             key: Packed tokens of the new pages.
-            pages: int32 ``[p]``. Where they were computed; the caller's until now, immutable from now on.
+            pages: int32 ``[p]``. Owned by the caller until this call, immutable after it.
             step: The step whose forward writes the last of them.
 
         Returns:
             int32 ``[q]``. The pages to use while the lock is held; ``pages`` itself when none moved. ``q < p`` only while
-            the page after them is being loaded: the rest is the caller's still, to be inserted again later.
+            the next page is being loaded: the caller keeps the rest, to insert it later.
         """
         return self._prefixes.insert(lock, key, pages, step)
 
     def explain(self, tenant: bytes, key: bytes, num_used: int, *, is_in_store: bool = False) -> Miss:
-        """Returns why no more than ``num_used`` tokens of a prompt were taken from the cache. Changes nothing.
+        """Returns the reason why only ``num_used`` tokens of a prompt were taken from the cache. Changes nothing.
 
         Args:
-            tenant: Whose prompt.
+            tenant: Of the prompt.
             key: The whole prompt, packed.
             num_used: Tokens taken from the cache.
-            is_in_store: A store has the page after those that are cached, or may have it.
+            is_in_store: A store has, or may have, the page after the cached ones.
         """
         return explain(
             self.tree,
@@ -190,11 +190,11 @@ class PrefixCache:
         return self.device.num_available
 
     def allocate(self, wanted: Int32Array) -> Int32Array | None:
-        """Takes one device page per entry of ``wanted`` (see ``PageAllocator.allocate``), evicting leaves if need be.
+        """Takes one device page per entry of ``wanted`` (see ``PageAllocator.allocate``), and evicts leaves for them.
 
         Returns:
-            int32 ``[n]`` pages, the caller's until ``free`` or ``insert``; or None when free and evictable pages together
-            do not suffice (then nothing was evicted).
+            int32 ``[n]`` pages, owned by the caller until ``free`` or ``insert``; None, and nothing evicted, when free and
+            evictable pages do not suffice.
         """
         return self.tiers.allocate(wanted)
 
@@ -204,17 +204,17 @@ class PrefixCache:
 
     @property
     def relocation_version(self) -> int:
-        """Grows when the address of bytes that a live request owns changes: its page table is stale then."""
+        """Grows when a page of a live request moves: its page table is then stale."""
         return self.tiers.relocation_version
 
     # --- device and host ------------------------------------------------------------------
 
     def begin_load(self, lock: PrefixLock, pages: Int32Array) -> PageCopy:
-        """Begins to load the host part of a lock; every match finds it on the device from now on.
+        """Begins to load the host part of a lock; later matches find it on the device.
 
         Args:
-            lock: Still has its host part. Waits for the load afterwards (``lock.ops``), until ``complete``.
-            pages: int32 ``[h]``. One for each of ``lock.host_pages``, allocated by the caller; the cache's from now on.
+            lock: With a host part; waits for the load (``lock.ops``) until ``complete``.
+            pages: int32 ``[h]``. One for each of ``lock.host_pages``, allocated by the caller; owned by the cache after this.
         """
         return self.transfers.begin_load(lock, pages)
 
@@ -225,29 +225,29 @@ class PrefixCache:
 
     @property
     def offload_backlog(self) -> tuple[int, int]:
-        """Nodes that wait for their offload, and pages that the device would lose soon and must offload first."""
+        """Nodes that wait for their offload, and pages to offload because the device will evict them soon."""
         return self.transfers.num_to_offload, self.transfers.num_to_save
 
     def begin_offloads(
         self, max_pages: int, max_copies: int = MANY_COPIES, is_worth: Callable[[int], bool] | None = None
     ) -> list[PageCopy]:
-        """Begins offloads: first the pages that the device would lose next, then, while host pages are free, new pages.
+        """Begins offloads: first of the next pages to evict from the device, then, while host pages are free, of new pages.
 
-        New pages go in the order of their wishes, parents before children; on a full host they stay on the device alone
-        until they are among the next to go. Both copies stay until ``complete``. Call it once per step.
+        New pages are offloaded in the order of insertion, parents before children; on a full host, only when they are
+        among the next to evict. Both copies stay until ``complete``. Call it once per step.
 
         Args:
-            max_pages: Of all copies together.
-            max_copies: Orders.
-            is_worth: Whether that many pages are loaded sooner than computed; others are not offloaded before eviction.
-                None is always.
+            max_pages: Most pages of all copies together.
+            max_copies: Most orders.
+            is_worth: Whether loading that many pages is faster than computing them; others are evicted without an
+                offload. None is always.
         """
         return self.transfers.begin_offloads(max_pages, max_copies, is_worth)
 
     def complete(self, op: int, *, ok: bool, num_pages: int = 0) -> list[PrefixLock]:
-        """Ends a copy of any kind, each exactly once: nothing of it reads or writes any page from now on.
+        """Ends a copy of any kind, each exactly once: it no longer reads or writes any page.
 
-        Pages that arrived can be found where they are; pages of a load that failed leave the cache.
+        Pages that arrived can be matched; pages of a failed load leave the cache.
 
         Args:
             op: ``PageCopy.op`` or ``RunOp.op``.
@@ -255,8 +255,7 @@ class PrefixCache:
             num_pages: Leading pages of a PREFETCH that arrived.
 
         Returns:
-            The locks that lost pages because a load failed. Their rows must be computed again from where ``lock.pages``
-            end now.
+            The locks that lost pages by a failed load. Their rows must be computed again from the end of ``lock.pages``.
         """
         kind = self.ops[op].kind
         if kind in DEVICE_KINDS:
@@ -277,7 +276,7 @@ class PrefixCache:
 
     @property
     def num_available_on_host(self) -> int:
-        """Host pages that a prefetch could take now."""
+        """Host pages that a prefetch can take now."""
         return self.host.num_available
 
     def missing(self, tenant: bytes, key: bytes) -> tuple[int, list[bytes]]:
@@ -285,27 +284,27 @@ class PrefixCache:
         return self._prefixes.missing(tenant, key)
 
     def prefetch_of(self, digest: bytes) -> int:
-        """Returns the prefetch that brings a page to a place that still exists, or 0. Changes nothing."""
+        """Returns the number of the prefetch of a page, or 0; a prefetch whose prefix left the host does not count."""
         return self.store_sync.arriving_by(digest)
 
     def begin_prefetch(self, tenant: bytes, key: bytes, max_pages: int, num_more: int = 0) -> RunOp | None:
-        """Takes host pages for up to ``max_pages`` pages that a store has after the cached prefix of a prompt.
+        """Begins to fetch up to ``max_pages`` pages that a store has after the cached prefix of a prompt.
 
         Args:
-            tenant: Whose prompt.
+            tenant: Of the prompt.
             key: The whole prompt, packed.
-            max_pages: To fetch.
-            num_more: Pages that the store has after those, to be counted as left out when there is no place for these.
+            max_pages: Most pages to fetch.
+            num_more: Pages that the store has after those; counted as left out when the prefetch cannot begin.
 
         Returns:
-            The store's keys and the host pages to fill, which stay taken until ``complete``; or None: the rest of the
-            prompt is no page, is on its way, or has no place (``PrefixCacheStats.not_prefetched``).
+            The run to fetch, whose host pages stay taken until ``complete``. None if the rest of the prompt is less than
+            a page, is in flight, or has no room (``PrefixCacheStats.not_prefetched``).
         """
         rest = self._prefixes.rest_of(tenant, key, max_pages)
         return None if rest is None else self.store_sync.begin_prefetch(*rest, num_more)
 
     def abort_prefetch(self, op: int) -> None:
-        """Unlocks the prefix that a prefetch continues; its pages arrive nowhere, and stay taken until ``complete``."""
+        """Unlocks the prefix of a prefetch; its pages will not be inserted, and stay taken until ``complete``."""
         self.store_sync.abort_prefetch(op)
 
     @property
@@ -319,27 +318,26 @@ class PrefixCache:
         return self.uploads.num_waiting
 
     def begin_uploads(self) -> tuple[list[RunOp], list[PageCopy]]:
-        """Begins to give the store new pages, parents before children, each once.
+        """Begins uploads of new pages to the store, parents before children, each page once.
 
         Returns:
-            Uploads from host pages, and copies of pages that a full host lacks to staging pages there. Both keep their
-            pages until ``complete``; the end of a copy makes an upload, which a later call returns.
+            Uploads from host pages, and copies to staging pages of the host for pages that a full host lacks. Both lock
+            their pages until ``complete``; after a copy, a later call returns its upload.
         """
         return self.uploads.take()
 
     # --- lifecycle ------------------------------------------------------------------------
 
     def recover(self, runs: Iterable[PageRun]) -> int:
-        """Makes pages findable that a former process left on the host; returns how many.
+        """Inserts host pages of a former process; returns how many.
 
         Args:
-            runs: Parents first; their pages are ready and free. Those without a parent, and those cached already, are
-                freed.
+            runs: Parents first; their pages are ready and free. Pages without a parent, or cached already, are freed.
         """
         return self.store_sync.recover(runs)
 
     def grow_host(self, num_ready_pages: int) -> None:
-        """Makes the host pages below ``num_ready_pages`` usable; fewer than before change nothing."""
+        """Makes the host pages below ``num_ready_pages`` usable; a smaller number than before has no effect."""
         if num_ready_pages > self.host.pages.num_ready:
             self.host.pages.grow(num_ready_pages)
 
@@ -348,9 +346,9 @@ class PrefixCache:
         self.tiers.clock = max(self.tiers.clock, step_id << STEP_SHIFT)
 
     def flush(self, tier: Tier | None = None) -> int:
-        """Empties a tier, or both, but for locked pages; returns how many pages became free at once.
+        """Empties a tier, or both, except locked pages; returns how many pages became free at once.
 
-        Pages that copies use follow when these end.
+        Pages that copies use become free when the copies end.
         """
         num_freed = self._removal.flush(tier)
         self.transfers.sweep()
@@ -377,7 +375,7 @@ class PrefixCache:
         )
 
     def outline(self, depth: int) -> list[NodeFacts]:
-        """Returns the roots and ``depth`` levels of nodes below them, of each level those used last. Changes nothing."""
+        """Returns the roots and ``depth`` levels of nodes below them, of each level the latest used. Changes nothing."""
         return outline(self.tree, depth)
 
     def take_events(self, tier: Tier = Tier.DEVICE) -> tuple[bytes, bytes]:
@@ -385,6 +383,6 @@ class PrefixCache:
         return (self.device if tier is Tier.DEVICE else self.host).events.take()
 
     def take_freed_host_pages(self) -> Int32Array:
-        """Returns the host pages freed since the last call, to be forgotten before any later copy is started."""
+        """Returns the host pages freed since the last call; the pool must free them before it starts later copies."""
         freed, self.tiers.freed_host = self.tiers.freed_host, []
         return np.concatenate(freed) if freed else np.empty(0, dtype=np.int32)

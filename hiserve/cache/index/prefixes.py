@@ -18,7 +18,7 @@ from hiserve.core.plan import Int32Array
 
 
 class HostAdmission(StrEnum):
-    """Which pages are stored on the host."""
+    """Which pages are offloaded to the host."""
 
     WRITE_THROUGH = "write_through"  # every published page
     SELECTIVE = "write_through_selective"  # those that a second request uses
@@ -28,9 +28,9 @@ class HostAdmission(StrEnum):
 class Match:
     """The longest cached prefix of a prompt. Valid while ``tree_epoch`` stands."""
 
-    num_tokens: int  # tokens covered on the device, or on their way there: a whole number of pages
-    num_host_tokens: int  # tokens after those that the host alone has, likewise
-    tree_epoch: int  # epoch of the tree at the time of the match
+    num_tokens: int  # on the device, or being loaded: a whole number of pages
+    num_host_tokens: int  # after those, on the host alone: a whole number of pages
+    tree_epoch: int  # of the tree when it was matched
     _node: Node
     _num_beyond: int  # pages of the node after the match: a split leaves a node's end where it is
 
@@ -39,11 +39,6 @@ class Prefixes:
     """Implements the operations of ``PrefixCache`` on prefixes, whose docstrings are the contract.
 
     Args:
-        namespace: As of ``PrefixCache``.
-        tiers: The tree and where its pages lie.
-        locks: Every lock.
-        ops: The copies in flight.
-        transfers: Queues new and used pages for their offload.
         uploads: Is offered every inserted page; None without a store, or where it is offered offloaded pages.
         host_admission: Which pages are offloaded; None without a host tier.
     """
@@ -157,25 +152,25 @@ class Prefixes:
         return num_cached, self._tree.chain(node.digests[used - 1 if used else 0], rest)
 
     def rest_of(self, tenant: bytes, key: bytes, max_pages: int) -> tuple[Node, bytes] | None:
-        """Returns where the cached prefix of a prompt ends, and the tokens of up to ``max_pages`` pages after it, if any."""
+        """Returns the last node of the cached prefix of a prompt, and the tokens of up to ``max_pages`` pages after it."""
         match = self.match(tenant, key)
         start = match.num_tokens + match.num_host_tokens
         rest = self.usable(key)[4 * start :][: max_pages * self._page_bytes]
         return (self._end_of(match, 0), rest) if rest else None
 
     def root(self, tenant: bytes) -> Node:
-        """Returns the root of a tenant's prompts, or an empty one that the tree does not keep yet."""
+        """Returns the root of a tenant's prompts; a new one is not in the tree yet."""
         return self._tree.root(namespace_digest(self._namespace, tenant))
 
     def usable(self, key: bytes) -> bytes:
-        """Returns the whole pages of a prompt that leave its last token out."""
+        """Returns the whole pages of a prompt before its last token."""
         usable = max(0, len(key) // 4 - 1) // self._page_size * self._page_bytes
         return key[:usable]
 
     def _end_of(self, match: Match, num_less: int) -> Node:
-        """Returns the node that ends ``num_less`` pages before the match does, cutting one if need be."""
+        """Returns the node that ends ``num_less`` pages before the match, after a split if necessary."""
         node, num_beyond = match._node, match._num_beyond + num_less
-        while node.parent is not None and num_beyond >= node.num_pages:  # or another lock cut this node since
+        while node.parent is not None and num_beyond >= node.num_pages:  # another lock may have split this node
             num_beyond -= node.num_pages
             node = node.parent
         if node.is_root:

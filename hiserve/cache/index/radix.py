@@ -15,16 +15,16 @@ from hiserve.core.digest import Chain, chain
 from hiserve.core.plan import Int32Array
 
 STEP_SHIFT = 32  # of a node's logical time: the upper half is the step, the lower half counts within
-MAX_NODE_PAGES = 128  # a leaf grows in place up to here: bounds what each publish of a growing row copies
+MAX_NODE_PAGES = 128  # a leaf grows in place up to here: bounds the bytes that each insert of a growing row copies
 NO_PAGES: Int32Array = np.empty(0, dtype=np.int32)
 NO_PAGES.setflags(write=False)
 
 
 class NodeState(Enum):
-    """Where a node's bytes are: D device, H host; W on their way to the host, L to the device.
+    """Where a node's bytes are: D device, H host; W being offloaded, L being loaded.
 
-    D → DW → DH → H → HL → DH; any of D and H → gone. An offload that fails takes DW back to D. L is an HL whose host
-    copy a flush forgot; it becomes D.
+    D → DW → DH → H → HL → DH; eviction removes D and H. A failed offload makes DW D again. L is an HL whose host copy was
+    flushed; it becomes D.
     """
 
     D = "device"
@@ -36,10 +36,9 @@ class NodeState(Enum):
 
 
 class Node:
-    """A run of whole pages below a common prefix. On each tier it lies as a whole, or not at all.
+    """A run of whole pages below a common prefix. A tier has all of its pages, or none.
 
-    A node on the device has its parent there too, and so has one on the host: the part of a prefix that a tier has is
-    a prefix.
+    A tier that has a node also has its parent: each tier has a prefix of every cached sequence.
 
     Attributes:
         key: Packed int32 tokens of the run; a whole number of pages, empty for a root.
@@ -55,13 +54,13 @@ class Node:
         num_host_children: Of them, how many have pages on the host.
         num_locks: Locks on this node or one below it: it stays on every tier it is on.
         num_host_locks: Locks on its host copy, or on one below it.
-        last_used: Logical time of the last lock or release through this node (see ``Tiers.clock``).
+        last_used: Logical time of the last lock or release through this node (see ``CacheTiers.clock``).
         priority: Largest priority of the requests that used it.
         is_queued: Whether it waits for its offload.
-        is_wanted: Whether the host is to have it, at the latest before the device loses it.
-        is_spare: Whether the device may lose it at no loss (see ``EvictionReserve``).
-        account: Whose share of each tier it takes (see ``TenantShares``); the same all over a tree.
-        written_step: The step whose forward wrote its pages on the device last; 0 when a load did.
+        is_wanted: Whether it is to be offloaded, at the latest before the device evicts it.
+        is_spare: Whether the device may evict it without loss (see ``EvictionReserve``).
+        account: Charged for its pages on each tier (see ``TenantShares``); one for a whole tree.
+        written_step: The last step whose forward wrote its pages on the device; 0 after a load.
     """
 
     __slots__ = (
@@ -128,17 +127,17 @@ class Node:
 
     @property
     def is_evictable(self) -> bool:
-        """Whether the device may lose its tail: it has no lock, and no child there."""
+        """Whether the device may evict its last pages: it has no lock, and no child there."""
         return self.num_locks == 0 and self.num_device_children == 0 and self.pages.size > 0
 
     @property
     def is_unbacked(self) -> bool:
-        """Whether the host is to have it and does not."""
+        """Whether it is to be offloaded, and the host has no copy."""
         return self.is_wanted and not self.host_pages.size
 
     @property
-    def turn(self) -> int:
-        """Its rank among leaves of the device: 0 is spare, 1 costs nothing, 2 would lose the last copy."""
+    def eviction_cost(self) -> int:
+        """What evicting it from the device costs: 0 spare, 1 nothing, 2 the last copy of wanted pages."""
         return 0 if self.is_spare else 2 if self.is_wanted and not self.host_pages.size else 1
 
     @property
@@ -148,7 +147,7 @@ class Node:
 
     @property
     def is_copy(self) -> bool:
-        """Whether the host may forget its tail at once, because the device has it, and no copy needs it."""
+        """Whether the host may free its copy: the device has the pages, and no transfer uses them."""
         return (
             self.host_pages.size > 0
             and self.pages.size > 0
@@ -158,17 +157,17 @@ class Node:
 
     @property
     def is_host_evictable(self) -> bool:
-        """Whether the host may lose its tail, and with it the last copy: an unheld leaf that is nowhere else."""
+        """Whether the host may evict its last pages, the last copy: an unlocked leaf on no other tier."""
         return self.is_on_host_only and not self.children and self.num_locks == 0 and self.num_host_locks == 0
 
     @property
     def pending_op(self) -> int:
-        """The copy that reads or writes its pages now, or 0; there is never more than one."""
+        """The transfer that reads or writes its pages now, or 0; never more than one."""
         return self.device_ready_op or self.host_ready_op
 
     @property
     def state(self) -> NodeState:
-        """Where its bytes are; it must have some."""
+        """Where its bytes are; not of a root."""
         if not self.pages.size:
             return NodeState.H
         if not self.host_pages.size:
@@ -184,12 +183,7 @@ def make_root(namespace: bytes) -> Node:
 
 
 class RadixTree:
-    """One root per namespace.
-
-    Args:
-        page_size: Tokens per page.
-        link: Makes the digests of pages (``core.digest.chain_of``).
-    """
+    """One root per namespace; ``link`` computes the digests of pages (``core.digest.chain_of``)."""
 
     def __init__(self, page_size: int, link: Chain = chain) -> None:
         self.page_size = page_size
@@ -202,15 +196,15 @@ class RadixTree:
         return self._link(parent, key, self.page_size)
 
     def root(self, namespace: bytes) -> Node:
-        """Returns the namespace's root, or an empty one that the tree does not keep yet."""
+        """Returns the namespace's root; a new one is not in the tree yet."""
         return self.roots.get(namespace) or make_root(namespace)
 
     def add_root(self, root: Node) -> Node:
-        """Keeps a root that is about to be locked; returns the one its namespace has already, if any."""
+        """Adds a root before it is locked; returns the one that its namespace already has, if any."""
         return self.roots.setdefault(root.digests[0], root)
 
     def drop_root_if_unused(self, root: Node) -> None:
-        """Forgets a root without children and locks."""
+        """Removes a root without children and locks."""
         if not root.children and root.num_locks == 0 and root.num_host_locks == 0:
             self.roots.pop(root.digests[0], None)
 
@@ -251,12 +245,7 @@ class RadixTree:
         return int(differs.argmax()) if differs.any() else ours.size
 
     def closest(self, pages: Sequence[bytes], page: bytes) -> int:
-        """Returns how many leading tokens of a page the closest of other pages shares.
-
-        Args:
-            pages: One or more pages of tokens.
-            page: Another.
-        """
+        """Returns the most leading tokens of ``page`` that one of ``pages`` (at least one) shares."""
         theirs = np.frombuffer(b"".join(pages), dtype=np.int32).reshape(len(pages), self.page_size)
         differs = theirs != np.frombuffer(page, dtype=np.int32)
         return int(np.where(differs.any(axis=1), differs.argmax(axis=1), self.page_size).max())
@@ -264,9 +253,8 @@ class RadixTree:
     def split(self, node: Node, num_pages: int) -> Node:
         """Cuts ``node`` after ``num_pages``; returns the new upper part.
 
-        The old object stays the lower part, so that locks and queue entries that refer
-        to it keep meaning everything down to its end. Both parts are where the node was, and
-        wait for what it waited for.
+        The old object stays the lower part, so that locks and queue entries still end where they ended. Both parts are on
+        the tiers of the node, and wait for its transfer.
 
             before   parent ── node[0, n)
             after    parent ── upper[0, k) ── node[k, n)
@@ -299,7 +287,7 @@ class RadixTree:
         return upper
 
     def join(self, node: Node) -> None:
-        """Undoes a split: ``node`` takes over its parent, which has no other child and lies on the same tiers.
+        """Undoes a split: ``node`` absorbs its parent, which has no other child and is on the same tiers.
 
         before   above ── parent[0, k) ── node[k, n)
         after    above ── node[0, n)
@@ -317,10 +305,10 @@ class RadixTree:
         clear(parent)
 
     def extend(self, node: Node, key: bytes, pages: Int32Array, *, in_place: bool = True) -> Node:
-        """Adds device pages below ``node``; they must not be there yet.
+        """Adds new device pages below ``node``.
 
-        A leaf that only the caller has locked, and that is on the device alone, grows ``in_place`` if it may;
-        otherwise a child is made. Returns the node that ends with the new pages.
+        With ``in_place``, a leaf on the device alone that only the caller has locked grows; otherwise a child is added.
+        Returns the node that ends with the new pages.
         """
         digests, count = self._link(node.digests[-1], key, self.page_size), pages.size
         assert len(digests) == count > 0, f"{count} pages for a key of {len(key)} bytes"
@@ -343,7 +331,7 @@ class RadixTree:
         return child
 
     def trim(self, leaf: Node, num_pages: int) -> tuple[Int32Array, Int32Array, list[bytes]]:
-        """Removes the last ``num_pages`` of a leaf from every tier; unlinks it when nothing is left.
+        """Removes the last ``num_pages`` of a leaf from every tier; unlinks an empty leaf.
 
         Returns:
             The removed pages on the device and on the host, first to last, and their digests.
@@ -365,7 +353,7 @@ class RadixTree:
         return removed
 
     def unlink(self, node: Node) -> None:
-        """Takes a node, and with it all below it, out of the tree."""
+        """Removes a node, with all below it, from the tree."""
         assert node.parent is not None
         del node.parent.children[node.key[: self.page_bytes]]
         if node.pages.size:
@@ -374,7 +362,7 @@ class RadixTree:
             node.parent.num_host_children -= 1
 
     def nodes(self) -> Iterator[Node]:
-        """Walks every node but the roots (for checks and statistics)."""
+        """Walks every node except the roots, parents first."""
         stack = list(self.roots.values())
         while stack:
             node = stack.pop()
@@ -384,7 +372,7 @@ class RadixTree:
 
 
 def clear(node: Node) -> None:
-    """Empties a node that left the tree, so that queues which still know it pass it over."""
+    """Empties a node that left the tree, so that queues skip it."""
     node.key, node.digests, node.num_pages = b"", [], 0
     node.pages = node.host_pages = NO_PAGES
     node.device_ready_op = node.host_ready_op = node.num_device_children = node.num_host_children = 0

@@ -1,4 +1,4 @@
-"""Facts about the index for others: which pages came and went, counts, and the shape of the tree, never tokens."""
+"""Reports of the index: pages that became readable or unreadable, counts, and the shape of the tree without tokens."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ SHOWN_DIGEST_BYTES = 8
 
 
 class Tier(StrEnum):
-    """Where pages lie."""
+    """A tier of the index; a store is not one."""
 
     DEVICE = "device"
     HOST = "host"
 
 
 class TierListener(Protocol):
-    """Called, in order, for every page that a tier can give from now on, or cannot any more."""
+    """Called, in order, for every page that becomes readable or unreadable on a tier."""
 
     def stored(self, tier: Tier, parent: bytes | None, digests: list[bytes], key: bytes) -> None:
-        """A run of pages can be read.
+        """A run of pages became readable.
 
         Args:
-            tier: Where.
-            parent: Digest of the page before the run, which the tier has, too; None at the start of a prefix.
+            tier: Of the pages.
+            parent: Digest of the page before the run, on the same tier; None at the start of a prefix.
             digests: Of the run.
             key: Its packed tokens.
         """
 
     def removed(self, tier: Tier, digests: list[bytes]) -> None:
-        """Pages cannot be read any more. The list changes after the call."""
+        """Pages became unreadable. The list changes after the call."""
 
     def cleared(self) -> None:
-        """Nothing can be read on any tier any more, but for pages stored from now on."""
+        """All pages of all tiers became unreadable."""
 
 
 class PrefixEvents:
     """Collects digests of published and removed pages, in order, until they are taken.
 
-    A page that comes and goes, or goes and comes back, between two takes is in neither list; a page's parent stands before
-    it in ``published`` or was reported earlier.
+    A page that is published and removed, or removed and published, between two takes is in neither list. A page's parent
+    precedes it in ``published``, or was reported earlier.
     """
 
     def __init__(self) -> None:
@@ -56,15 +56,13 @@ class PrefixEvents:
         self._removed: dict[bytes, None] = {}
 
     def publish(self, digests: list[bytes]) -> None:
-        """Records pages that a match finds from now on."""
         _move(digests, self._removed, self._published)
 
     def remove(self, digests: list[bytes]) -> None:
-        """Records pages that a match no longer finds."""
         _move(digests, self._published, self._removed)
 
     def take(self) -> tuple[bytes, bytes]:
-        """Returns (published, removed) as joined 16-byte digests, and starts afresh."""
+        """Returns (published, removed) as joined 16-byte digests, and clears both."""
         taken = b"".join(self._published), b"".join(self._removed)
         self._published.clear()
         self._removed.clear()
@@ -72,7 +70,7 @@ class PrefixEvents:
 
 
 def _move(digests: list[bytes], undone: dict[bytes, None], done: dict[bytes, None]) -> None:
-    """Adds digests to ``done``, but for those that only undo an event that was not taken yet."""
+    """Adds digests to ``done``, except those that cancel an event not taken yet."""
     if len(digests) > 1 and undone.keys().isdisjoint(digests):
         done.update(dict.fromkeys(digests))
         return
@@ -83,22 +81,22 @@ def _move(digests: list[bytes], undone: dict[bytes, None], done: dict[bytes, Non
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheStats:
-    """Counts of the index. Gauges hold for the moment of the call; all others never fall."""
+    """Counts of the index: gauges of the moment, and counters, which never decrease."""
 
     device: TierStats  # pages of the device tier, page 0 not counted
     host: TierStats  # pages of the host tier; all 0 without one
-    num_begun: Mapping[CopyKind, int]  # pages of all copies so far, by kind
-    num_in_flight: Mapping[CopyKind, int]  # of them, those of copies that have not ended, by kind
+    num_begun: Mapping[CopyKind, int]  # counter: pages of all transfers, by kind
+    num_in_flight: Mapping[CopyKind, int]  # gauge: of them, those in flight
     num_unbacked: int  # pages evicted from the device that were on no other tier
     num_without_room: int  # pages that were not offloaded because no host page could be freed
     num_not_uploaded: int  # pages offered to the store whose upload never began
     num_prefetches_wanted: int  # pages requested from prefetches
-    num_prefetched: int  # of them, those that can be found now
-    not_prefetched: Mapping[str, int]  # of them, the others whose prefetch ended or was refused, by reason
+    num_prefetched: int  # of them, inserted ones
+    not_prefetched: Mapping[str, int]  # of them, those whose prefetch ended without them or was refused, by reason
 
 
 def outline(tree: RadixTree, depth: int) -> list[NodeFacts]:
-    """Returns the roots and ``depth`` levels below them, parents first; of each level the ``MAX_NODES`` used last."""
+    """Returns the roots and ``depth`` levels below them, parents first; of each level the ``MAX_NODES`` latest used."""
     shown: list[NodeFacts] = []
     level = list(tree.roots.values())
     for at in range(depth + 1):

@@ -1,4 +1,4 @@
-"""Pages between host and store: prefetched, recovered at start, and uploaded, past a full host if need be."""
+"""Pages between host and store: prefetches, recovery at start, and uploads, also past a full host."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.transfers import CopyKind, PageCopy, PageRun
 
 MAX_RUN_PAGES = 256  # of one upload
-MAX_STAGED_PAGES = 64  # host pages taken for what passes through them
-RESERVED_SHARE = 8  # of the host pages, one in so many is left for those, up to as many
-MAX_LOOKED = 64  # nodes that one call looks at
+MAX_STAGED_PAGES = 64  # host pages that uploads of pages on the device alone pass through
+RESERVED_SHARE = 8  # one in so many host pages is reserved for them, up to ``MAX_STAGED_PAGES``
+MAX_LOOKED = 64  # nodes that one call of ``take`` examines
 
-Part = tuple[Node, int, int]  # pages of a node: the first, and the end
+Part = tuple[Node, int, int]  # pages of a node: first, end
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,15 +34,10 @@ class RunOp:
 class StoreSync:
     """Begins and ends prefetches, and recovers the pages of a former process.
 
-    Args:
-        tiers: What lies where.
-        locks: Keep the place that a prefetch continues.
-        ops: The copies in flight.
-
     Attributes:
-        num_wanted: Pages that prefetches were begun, or could not be begun, for.
-        num_prefetched: Of them, those that can be found now.
-        unfulfilled: Of them, the others that are not on their way, by reason.
+        num_wanted: Pages of prefetches that were begun, or could not begin.
+        num_prefetched: Of them, inserted pages.
+        unfulfilled: Of them, pages neither inserted nor in flight, by reason.
     """
 
     def __init__(self, tiers: CacheTiers, locks: Locks, ops: TransferOps) -> None:
@@ -56,25 +51,20 @@ class StoreSync:
         self.unfulfilled: Counter[str] = Counter()
 
     def is_arriving(self, digest: bytes) -> bool:
-        """Whether a page is on its way, and there will be a place for it."""
+        """Whether a prefetch will insert a page."""
         return self.arriving_by(digest) > 0
 
     def arriving_by(self, digest: bytes) -> int:
-        """Returns the prefetch that a page is on its way with, if there will be a place for it, or 0."""
+        """Returns the number of the prefetch that will insert a page, or 0."""
         number = self._arriving.get(digest, 0)
         return 0 if number and self._ops[number].lock.is_lost else number
 
     def begin_prefetch(self, end: Node, key: bytes, num_more: int = 0) -> RunOp | None:
-        """Makes room for pages that a store has; see ``PrefixCache``.
-
-        Args:
-            end: Where the cached prefix ends.
-            key: Packed tokens of the pages that follow.
-            num_more: Pages that the store has after those; left out with them when it cannot begin.
+        """Allocates host pages for the pages of ``key``, after node ``end`` of the cached prefix; see ``PrefixCache``.
 
         Returns:
-            The pages to read, or None: the host has no room, the end is not on the host, or the first page is on its
-            way already. ``unfulfilled`` counts pages that were left out.
+            The pages to read; None if the host has no room, the end is not on the host, or the first page is in flight.
+            ``unfulfilled`` counts pages that were left out.
         """
         digests = self._tiers.tree.chain(end.digests[-1], key)
         self.num_wanted += len(digests)
@@ -102,7 +92,7 @@ class StoreSync:
         return RunOp(op.number, run)
 
     def end_prefetch(self, number: int, num_pages: int) -> int:
-        """Ends a prefetch of which so many leading pages arrived; returns how many can be found that could not before."""
+        """Ends a prefetch of which so many leading pages arrived; returns how many of them were inserted."""
         op, run = self._ops.end(number), self._runs.pop(number)
         for digest in run.digests:
             if self._arriving.get(digest) == number:
@@ -123,7 +113,7 @@ class StoreSync:
         return num_new
 
     def abort_prefetch(self, number: int) -> None:
-        """See ``PrefixCache``; ``end_prefetch`` drops the pages."""
+        """See ``PrefixCache``; ``end_prefetch`` then frees the pages."""
         op = self._ops[number]
         assert op.kind is CopyKind.PREFETCH, f"op {number} is no prefetch"
         *_, root = path(op.lock.node)
@@ -152,7 +142,7 @@ class StoreSync:
         return num_recovered
 
     def insert(self, node: Node, key: bytes, digests: list[bytes], pages: Int32Array) -> int:
-        """Adds host pages below a node, or to nodes of the device alone, and frees the others; returns how many it added."""
+        """Inserts host pages below a node, or into nodes of the device alone, and frees the others; returns how many it inserted."""
         tiers, tree = self._tiers, self._tiers.tree
         start, num_new = 0, 0
         spare: list[Int32Array] = []
@@ -169,7 +159,7 @@ class StoreSync:
                 spare.append(pages[start : start + shared])
             else:
                 tiers.put_on_host(child, pages[start : start + shared].copy())
-                tiers.queue(child)  # it may go sooner now
+                tiers.queue(child)  # its eviction costs less now
                 num_new += shared
             if not is_ready_on_host(child):
                 spare.append(pages[start + shared :])
@@ -181,7 +171,7 @@ class StoreSync:
         return num_new
 
     def _refusal(self, end: Node, digest: bytes, room: int) -> str:
-        """Returns why a prefetch cannot begin, or nothing."""
+        """Returns the reason why a prefetch cannot begin; empty if it can."""
         if not is_ready_on_host(end):
             return "not_backed"
         if self.is_arriving(digest):
@@ -203,20 +193,16 @@ class StoreSync:
 
 
 class Uploads:
-    """Gives a store every page that is offered, parents before children, each once.
+    """Uploads every offered page to the store, parents before children, each once.
 
-    A page waits (``LostPages.awaited``) until its copy to the store begins, which reads it on the host. A page that the
-    host lacks, and has no free page for, is staged: copied to a host page that no match finds, and from there to the
-    store.
+    A page waits (``LostPages.awaited``) until its upload begins, which reads it on the host. A page that a full host lacks
+    is staged: copied to a host page that no match finds, and from there to the store.
 
     Args:
-        tiers: What lies where.
-        locks: Keep pages that are read.
-        ops: The copies in flight.
-        max_pages: Host pages that uploads may keep from eviction; 0 without a store.
+        max_pages: Most host pages locked by uploads; 0 without a store.
 
     Attributes:
-        num_not_staged: Pages that were to be staged and did not reach the host.
+        num_not_staged: Pages whose copy to a staging page failed.
     """
 
     def __init__(self, tiers: CacheTiers, locks: Locks, ops: TransferOps, max_pages: int) -> None:
@@ -229,10 +215,10 @@ class Uploads:
         self._awaited = tiers.lost.awaited
         self._queue: OrderedDict[Node, None] = OrderedDict()
         self._sweep_at = 1024
-        self._stuck_at = -1  # nothing can begin before more ops than these have ended
+        self._stuck_at = -1  # ``num_ended`` of the ops when nothing could begin
         self._num_pages = 0  # of ops in flight
         self._stages: dict[int, PageRun] = {}
-        self._staged: dict[int, int] = {}  # pages of uploads that nobody finds, by op
+        self._staged: dict[int, int] = {}  # staging pages of uploads, by op
         self._uploads: list[RunOp] = []
         self._copies: list[PageCopy] = []
         self.num_not_staged = 0
@@ -245,16 +231,16 @@ class Uploads:
 
     @property
     def num_waiting(self) -> int:
-        """Pages of which the copy to the store has not begun; not those on their way to the host for it."""
+        """Pages whose upload has not begun, those being staged not counted."""
         return len(self._awaited) + sum(upload.run.pages.size for upload in self._uploads)
 
     @property
     def num_not_uploaded(self) -> int:
-        """Pages that were offered and of which no copy to the store began, nor will."""
+        """Offered pages whose upload will never begin."""
         return self._tiers.lost.num_awaited_lost + self.num_not_staged
 
     def offer(self, end: Node, digests: list[bytes]) -> None:
-        """Takes in new pages: the last ones of the path that ends with a node."""
+        """Queues new pages: the last ones of the path that ends with a node."""
         self._awaited.update(digests)
         self._queue[end] = None
         self._stuck_at = -1
@@ -287,12 +273,12 @@ class Uploads:
         return uploads, copies
 
     def end_stage(self, number: int, *, ok: bool) -> None:
-        """Ends a copy to the host; pages that arrived are uploaded from there."""
+        """Ends a copy to staging pages; begins the upload if it succeeded."""
         tiers, op, run = self._tiers, self._ops.end(number), self._stages.pop(number)
         if ok:
             *_, root = path(op.lock.node)
             upload = self._ops.begin(CopyKind.UPLOAD, self._locks.lock_host(tiers.tree.add_root(root)), run.pages)
-            upload.deferred_host_frees.append(run.pages)  # nobody else gives them back
+            upload.deferred_host_frees.append(run.pages)  # no node has them
             self._staged[upload.number] = run.pages.size
             self._uploads.append(RunOp(upload.number, run))
         else:
@@ -302,7 +288,7 @@ class Uploads:
         self._locks.drop(op.lock)
 
     def end_upload(self, number: int) -> None:
-        """Ends an upload: its pages are not read any more."""
+        """Ends an upload."""
         op = self._ops.end(number)
         assert op.kind is CopyKind.UPLOAD, f"op {number} is no upload"
         self._staged.pop(number, None)
@@ -329,7 +315,7 @@ class Uploads:
         return parts[::-1]
 
     def _must_stage(self, end: Node, node: Node) -> bool:
-        """Whether the device alone has a node, and the host will not have it soon."""
+        """Whether a node is on the device alone, and its offload is not next."""
         host = self._tiers.host
         is_next = end.is_queued and host.pages.num_free > host.num_reserved
         return not (node.pending_op or node.host_pages.size or is_next)
@@ -349,7 +335,7 @@ class Uploads:
         self._copies.append(PageCopy(op.number, CopyKind.OFFLOAD, pages, run.pages, after_step, run))
 
     def _run_of(self, parts: list[Part], pages: Int32Array) -> PageRun:
-        """Takes pages off the wait, and returns their contents."""
+        """Removes pages from those that wait, and returns their content."""
         first, start, _ = parts[0]
         assert first.parent is not None
         *_, root = path(first)
@@ -367,7 +353,7 @@ class Uploads:
 
 
 def _leading(parts: list[Part], room: int, *, on_host: bool) -> list[Part]:
-    """Returns the first ``room`` pages, as far as the host has them or, likewise, the device alone."""
+    """Returns up to ``room`` leading pages that are all on the host, or all on the device alone."""
     leading: list[Part] = []
     for node, start, end in parts:
         is_there = is_ready_on_host(node) if on_host else not (node.host_pages.size or node.pending_op)

@@ -1,4 +1,4 @@
-"""The pages of both tiers under the tree: taken, demoted, evicted and given back."""
+"""The pages of both tiers under the tree: allocated, demoted, evicted and freed."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ class TierPages:
     """The pages of one tier.
 
     Args:
-        tier: Which.
-        num_pages: Pages in the pool, page 0 included, which is never handed out.
-        eviction: Every node of the tier that may lose its tail.
-        num_ready: Pages below this can be used already; all, unless given.
-        listener: Gets every change at once, with the tokens.
+        num_pages: Pages in the pool, page 0 included, which is never allocated.
+        eviction: The nodes of the tier whose last pages may be evicted.
+        num_ready: Usable pages are below this; default: all.
+        listener: Called with every change, with the tokens.
 
     Attributes:
-        pages: Which are free.
-        shares: How many pages each tenant has, and whose go next.
-        events: Pages that became readable or ceased to be, until they are taken.
-        num_evictable: Pages that eviction could free, in time.
-        num_evicted: Pages that it freed so far.
-        num_reserved: Of the free and evictable pages, those left for staged uploads (see ``Uploads``).
+        pages: The free pages.
+        shares: Pages of each account.
+        events: Pages that became readable, or unreadable, since the last report.
+        num_evictable: Pages that eviction can free.
+        num_evicted: Pages that eviction has freed.
+        num_reserved: Free and evictable pages left for staged uploads (see ``Uploads``).
         last_step: int64 ``[num_pages]``. Of a free page, the last step whose forward may touch it.
     """
 
@@ -71,7 +70,7 @@ class TierPages:
         return TierStats(pages.num_ready - 1, pages.num_free, self.num_evictable, self.num_evicted)
 
     def insert(self, node: Node, start: int = 0) -> None:
-        """Records that the pages of a node, from the one at ``start`` on, can be read here."""
+        """Records that the pages of a node, from the one at ``start`` on, are readable here."""
         digests = node.digests[start:] if start else node.digests
         self.events.publish(digests)
         if self._listener is not None:
@@ -87,7 +86,7 @@ class TierPages:
         self._listener.stored(self._tier, parent, node.digests[start:], key)
 
     def remove(self, digests: list[bytes]) -> None:
-        """Records that pages cannot be read here any more."""
+        """Records that pages are no longer readable here."""
         self.events.remove(digests)
         if self._listener is not None:
             self._listener.removed(self._tier, digests)
@@ -101,25 +100,20 @@ class TierPages:
 class CacheTiers:
     """The tree and the pages of both tiers under it.
 
-    Args:
-        tree: The prefixes.
-        device: Their pages on the device.
-        host: Their pages on the host; without a host tier, a pool in which no page is ready.
-        has_host: Whether there is a host tier.
+    Without a host tier (``has_host``), no page of ``host`` is ready.
 
     Attributes:
-        reserve: The leaves that the device can lose at no loss; grows only if there is a host tier.
-        copies: Nodes whose end the host may forget because the device has it, too: spare ones last, the others as
-            they were used, the last one first.
-        tree_epoch: Grows when the result of a match could change (insert, load, demote, evict, flush): a match made
-            under another epoch must be made again.
-        relocation_version: Grows when the device address of bytes that a live request owns changes: its copy gave way
-            to another's, or a load that was to bring them failed. Ordinary allocation and release leave it alone.
+        reserve: The leaves that the device can evict without loss; empty without a host tier.
+        copies: Nodes whose host copy may be freed because the device has them too: the latest used first, spare ones last.
+        tree_epoch: Grows when the result of a match could change (insert, load, demote, evict, flush): a match of
+            another epoch is invalid.
+        relocation_version: Grows when a page of a live request moves: another request's page replaced it, or its load
+            failed. Allocation and release do not change it.
         clock: Logical time, ``step << 32 | count``: a node's last use includes the last step whose forward
             may touch its pages, because a forward reads only locked pages.
-        lost: Pages that were cached and are no more.
-        freed_host: Host pages given back since ``take_freed_host_pages``.
-        num_unbacked: Pages evicted from the device that were nowhere else.
+        lost: Pages that left the cache.
+        freed_host: Host pages freed since ``take_freed_host_pages``.
+        num_unbacked: Pages evicted from the device that were on no other tier.
     """
 
     def __init__(self, tree: RadixTree, device: TierPages, host: TierPages, *, has_host: bool) -> None:
@@ -143,7 +137,7 @@ class CacheTiers:
         return self.clock >> STEP_SHIFT
 
     def allocate(self, wanted: Int32Array) -> Int32Array | None:
-        """Takes device pages, evicting if need be; None, and nothing evicted, when there are too few."""
+        """Allocates device pages, with evictions if necessary; None, and nothing evicted, when there are too few."""
         short = int(wanted.size) - self.device.pages.num_free
         if short > self.device.num_evictable:
             return None
@@ -155,10 +149,10 @@ class CacheTiers:
         return taken
 
     def allocate_host(self, count: int, *, num_left: int | None = None) -> Int32Array:
-        """Takes ``count`` host pages, evicting if need be; there must be so many available. See ``make_host_room``."""
+        """Allocates ``count`` host pages, with evictions if necessary; so many must be available. See ``make_host_room``."""
         self.make_host_room(count, num_left=num_left)
         if self.host.pages.num_free < count:
-            self._forget_copies(count - self.host.pages.num_free, and_spare=True)
+            self._free_copies(count - self.host.pages.num_free, and_spare=True)
         taken = self.host.pages.allocate_any(count)
         assert taken is not None, f"{count} host pages wanted, {self.host.pages.num_free} free after eviction"
         return taken
@@ -169,27 +163,28 @@ class CacheTiers:
         return self.host.num_unused > 0 or ((head := self.copies.head()) is not None and not head[0])
 
     def make_host_room(self, count: int, *, num_left: int | None = None, evicts: bool = True) -> int:
-        """Frees host pages until ``count`` are free, no copies of spare nodes; returns how many there are.
+        """Frees host pages until ``count`` are free; returns how many of these there are.
 
-        Copies of the device's pages go first: so the host holds what the device does not.
+        Copies of pages that the device has are freed first, except those of spare nodes: the host keeps the pages that the
+        device lacks.
 
         Args:
             count: Pages wanted.
-            num_left: Pages that stay free besides; ``num_reserved`` unless given.
-            evicts: Whether last copies may go.
+            num_left: Pages that stay free besides; default: ``num_reserved``.
+            evicts: Whether last copies may be evicted.
         """
         num_left = self.host.num_reserved if num_left is None else num_left
         while (short := count + num_left - self.host.pages.num_free) > 0:
-            if not (self._forget_copies(short) or (evicts and self._evict_host(short))):
+            if not (self._free_copies(short) or (evicts and self._evict_host(short))):
                 break
         return max(0, min(count, self.host.pages.num_free - num_left))
 
     def free(self, pages: Int32Array) -> None:
-        """Returns device pages that were in use until now."""
+        """Frees device pages."""
         self.device.free(pages, self.step)
 
     def free_host(self, pages: Int32Array) -> None:
-        """Returns host pages; no copy may be reading or writing them."""
+        """Frees host pages; no transfer may read or write them."""
         self.host.free(pages, 0)
         self.freed_host.append(pages)
 
@@ -211,7 +206,7 @@ class CacheTiers:
         self.device.free(np.concatenate(freed), np.repeat(steps, [pages.size for pages in freed]))
 
     def _evict_host(self, count: int) -> int:
-        """Frees up to ``count`` pages of the next leaf that lies on the host alone; returns how many."""
+        """Frees up to ``count`` pages of the next leaf that is on the host alone; returns how many."""
         leaf, most = next(self.host.shares.next(self.host.eviction), (None, 0))
         if leaf is None:
             return 0
@@ -228,8 +223,8 @@ class CacheTiers:
         self.queue(leaf if leaf.num_pages else parent)
         return int(pages.size)
 
-    def _forget_copies(self, count: int, *, and_spare: bool = False) -> int:
-        """Frees up to ``count`` host pages that the device has, too; returns how many."""
+    def _free_copies(self, count: int, *, and_spare: bool = False) -> int:
+        """Frees up to ``count`` host pages that the device has too; returns how many."""
         num_freed = 0
         while num_freed < count and (head := self.copies.head()) is not None and (and_spare or not head[0]):
             node = self.copies.pop()
@@ -245,7 +240,7 @@ class CacheTiers:
         return num_freed
 
     def put_on_host(self, node: Node, pages: Int32Array, ready_op: int = 0) -> None:
-        """Gives a node of the device alone host pages, which an offload fills unless ``ready_op`` is 0."""
+        """Gives host pages to a node of the device alone; offload ``ready_op`` fills them, unless it is 0."""
         assert not node.host_pages.size and pages.size == node.num_pages and node.parent is not None
         node.host_pages = pages
         node.host_ready_op = ready_op
@@ -257,7 +252,7 @@ class CacheTiers:
             self.host.insert(node)
 
     def take_off_host(self, node: Node) -> Int32Array:
-        """Takes the host pages from a node that stays on the device, and returns them."""
+        """Removes and returns the host pages of a node that stays on the device."""
         pages, node.host_pages = node.host_pages, NO_PAGES
         assert pages.size and node.parent is not None
         if not node.host_ready_op:
@@ -272,7 +267,7 @@ class CacheTiers:
         return pages
 
     def queue(self, node: Node) -> None:
-        """Offers a node that lost a child, a lock or a tier to eviction, or drops an empty root."""
+        """Queues a node that lost a child, a lock or a tier for eviction, or removes an empty root."""
         if node.parent is None:
             self.tree.drop_root_if_unused(node)
             return
@@ -285,17 +280,17 @@ class CacheTiers:
             self.queue_copy(node)
 
     def queue_copy(self, node: Node) -> None:
-        """Lets the host forget a node if the device has it too."""
+        """Queues the host copy of a node to be freed, if the device has the node too."""
         if node.is_copy:
             self.copies.add(node)
 
     def mark_spare(self, leaf: Node) -> None:
-        """Makes a leaf of the device spare: it goes before all others, at no loss."""
+        """Makes a leaf of the device spare: it is evicted before all others."""
         self.reserve.mark(leaf)
         self.device.eviction.add(leaf)
 
     def assign_account(self, root: Node, account: bytes) -> None:
-        """Charges a tree without account, and all that it holds, to an account that can have a share."""
+        """Charges a tree without account, with all its pages, to an account that can have a share."""
         if root.account or (account not in self.device.shares.held and len(self.device.shares.held) >= MAX_ACCOUNTS):
             return
         root.account = account
@@ -310,7 +305,7 @@ class CacheTiers:
             stack.extend(node.children.values())
 
     def put_on_device(self, node: Node, pages: Int32Array, *, ready_op: int = 0, step: int = 0) -> None:
-        """Gives a locked node of the host alone device pages, which a load or a step fills."""
+        """Gives device pages to a locked node of the host alone; a load or a step fills them."""
         assert node.is_on_host_only and node.num_locks and pages.size == node.num_pages and node.parent is not None
         node.pages = pages
         node.device_ready_op = ready_op
@@ -323,7 +318,7 @@ class CacheTiers:
         self.queue_copy(node)
 
     def notify_all(self) -> None:
-        """Reports every page that can be read to the listener, parents first."""
+        """Reports every readable page to the listener, parents first."""
         for node in self.tree.nodes():
             if node.pages.size and not node.device_ready_op:
                 self.device.notify(node)
@@ -331,7 +326,7 @@ class CacheTiers:
                 self.host.notify(node)
 
     def join(self, node: Node) -> None:
-        """Joins a node with its parent if they differ in nothing, so that paths stay short."""
+        """Joins a node with its parent if all their attributes are equal, so that paths stay short."""
         parent = node.parent
         if (
             parent is None
@@ -366,7 +361,7 @@ class CacheTiers:
         return pages
 
     def _demote(self, leaf: Node, count: int) -> Int32Array:
-        """Takes the last ``count`` pages of a leaf off the device; they stay on the host."""
+        """Removes the last ``count`` pages of a leaf from the device; they stay on the host."""
         if count < leaf.num_pages:
             self.tree.split(leaf, leaf.num_pages - count)
         parent, pages = leaf.parent, leaf.pages

@@ -1,4 +1,4 @@
-"""Copies in flight: their numbers, the pages they use, and the removal of nodes that they or locks still refer to."""
+"""Transfers in flight, the pages they use, and the removal of nodes that transfers or locks still refer to."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from hiserve.core.transfers import CopyKind
 
 @dataclass(slots=True, eq=False)
 class TransferOp:
-    """A copy that was begun and has not ended.
+    """A transfer in flight.
 
     Attributes:
         number: Monotone from 1.
-        kind: Where its bytes go.
-        lock: Keeps its nodes, and ends at the last of them.
+        lock: On its nodes; ends at the last of them.
         host_pages: int32 ``[n]``. Its pages on the host.
         read_pages: int32 ``[n]``. Pages on the device that an offload or a stage reads.
         readers: Locks that wait for a load.
-        blocked: Nodes that can be offloaded when it has ended.
-        deferred_frees: Device pages that left the tree while it read or wrote them.
+        blocked: Nodes whose offload waits for its end.
+        deferred_frees: Device pages that left the tree while it read or wrote them; freed at its end.
         deferred_host_frees: Likewise on the host.
     """
 
@@ -43,13 +42,10 @@ class TransferOp:
 
 
 class TransferOps:
-    """Every op in flight, by number.
+    """The ops in flight, by number.
 
-    The tree refers to an op by the numbers in its nodes, an op to the tree by its lock alone. So no op reaches a node that
-    a flush or a failure took out of the tree: on completion only the deferred frees remain.
-
-    Args:
-        tiers: Get the freed pages.
+    Nodes refer to an op by its number, an op refers to the tree by its lock alone. So no op reaches a node that a flush
+    or a failure removed: at its end only the deferred frees remain.
 
     Attributes:
         num_loads: Loads in flight.
@@ -71,15 +67,12 @@ class TransferOps:
         return self._ops[number]
 
     def __contains__(self, number: int) -> bool:
-        """Whether the op is in flight."""
         return number in self._ops
 
     def __iter__(self) -> Iterator[TransferOp]:
-        """Walks the ops in the order of their numbers."""
         return iter(self._ops.values())
 
     def __len__(self) -> int:
-        """Returns the number of ops in flight."""
         return len(self._ops)
 
     @property
@@ -100,7 +93,7 @@ class TransferOps:
         return op
 
     def end(self, number: int) -> TransferOp:
-        """Forgets an op that reads and writes no more, each exactly once, and frees the pages that waited for its end."""
+        """Removes an ended op, each exactly once, and frees its deferred pages."""
         op = self._ops.pop(number, None)
         assert op is not None, f"op {number} is not in flight; {self._last} were begun"
         self.num_loads -= op.kind is CopyKind.LOAD
@@ -121,8 +114,8 @@ class TransferOps:
             self._free_device(node.pages)
             self.free_host(node.host_pages)
 
-    def forget_host(self, node: Node) -> None:
-        """Takes the host pages from a node that stays on the device, at the end of the offload that fills them if there is one."""
+    def free_host_copy(self, node: Node) -> None:
+        """Frees the host pages of a node that stays on the device: at once, or when the offload that fills them ends."""
         op = node.pending_op
         pages = self._tiers.take_off_host(node)
         if op:
@@ -133,7 +126,7 @@ class TransferOps:
             self._tiers.queue(node)
 
     def _free_device(self, pages: Int32Array) -> None:
-        """Frees device pages of no node in flight; a stage, or an offload that a flush cut off, may still read them."""
+        """Frees device pages of no node in flight; a stage, or an offload of removed nodes, may still read them."""
         for op in self._ops.values():
             if op.read_pages.size and pages.size:
                 is_read = np.isin(pages, op.read_pages)
@@ -143,23 +136,20 @@ class TransferOps:
         self._tiers.free(pages)
 
     def free_host(self, pages: Int32Array) -> None:
-        """Frees host pages that no copy to or from the device uses; an upload may still read them."""
+        """Frees host pages without a transfer to or from the device; an upload may still read them."""
         for op in self._ops.values():
             if op.kind is CopyKind.UPLOAD and pages.size:
                 is_read = np.isin(pages, op.host_pages)
-                if is_read.any():  # of runs of nothing, each end would hand ever more on
+                if is_read.any():  # an empty run would be deferred again at each end
                     op.deferred_host_frees.append(pages[is_read])
                     pages = pages[~is_read]
         self._tiers.free_host(pages)
 
 
 class SubtreeRemoval:
-    """Cuts off nodes that may be locked, or in use by copies: those that failed to load, and those that are flushed.
+    """Removes nodes that may be locked or in transfer: after a failed load, and by a flush.
 
-    Args:
-        tiers: What lies where.
-        locks: Those on removed nodes move to the rest of their paths.
-        ops: Free the pages that they still use when they end.
+    Locks on removed nodes move to the rest of their paths; pages in transfer are freed when the transfer ends.
     """
 
     def __init__(self, tiers: CacheTiers, locks: Locks, ops: TransferOps) -> None:
@@ -168,13 +158,9 @@ class SubtreeRemoval:
         self._ops = ops
 
     def detach(self, top: Node) -> list[PrefixLock]:
-        """Removes a node and all below it; nothing of it can be found any more.
-
-        Returns:
-            The locks that lost pages; they end now where the rest of their prefix ends.
-        """
+        """Removes a node and all below it; returns the locks that lost pages."""
         tiers, parent = self._tiers, top.parent
-        assert parent is not None, "a root cannot be cut off"
+        assert parent is not None, "a root cannot be removed"
         was_queued = parent.is_evictable
         tiers.tree_epoch += 1
         tiers.tree.unlink(top)
@@ -183,7 +169,7 @@ class SubtreeRemoval:
             gone.extend(node.children.values())
         lost = self._locks.cut(set(gone), parent)
         for node in gone:
-            self._forget(node)
+            self._remove(node)
             clear(node)
         if not was_queued:
             tiers.queue(parent)
@@ -191,7 +177,7 @@ class SubtreeRemoval:
         return lost
 
     def flush(self, tier: Tier | None) -> int:
-        """See ``PrefixCache.flush``; copies in flight bring nothing any more."""
+        """See ``PrefixCache.flush``; loads and prefetches in flight insert nothing."""
         tiers, device, host = self._tiers, self._tiers.device, self._tiers.host
         if tier is Tier.DEVICE:
             count = device.num_evictable
@@ -205,7 +191,7 @@ class SubtreeRemoval:
         to_load = {node for each in self._locks.prefix_locks if each.node.is_on_host_only for node in path(each.node)}
         for node in tiers.tree.nodes():
             if node.host_pages.size and node not in to_load:
-                self._ops.forget_host(node)
+                self._ops.free_host_copy(node)
                 tiers.tree_epoch += 1
         for op in self._ops:
             if op.lock.is_host:
@@ -226,8 +212,8 @@ class SubtreeRemoval:
                 else:
                     self.detach(child)
 
-    def _forget(self, node: Node) -> None:
-        """Takes a node out of all counts and gives its pages back."""
+    def _remove(self, node: Node) -> None:
+        """Subtracts a node from all counts, and frees its pages."""
         device, host = self._tiers.device, self._tiers.host
         self._tiers.lost.add(node.digests)
         if node.num_locks == 0:
@@ -245,7 +231,7 @@ class SubtreeRemoval:
 
 
 def nodes_in(op: TransferOp) -> list[Node]:
-    """Returns the nodes that wait for a load or an offload, first to last; splits may have made more of them."""
+    """Returns the nodes of a load or an offload, first to last; splits may have increased their number."""
     nodes: list[Node] = []
     step: Node | None = op.lock.node
     while step is not None and step.pending_op == op.number:

@@ -1,4 +1,4 @@
-"""Copies between device and host: which nodes are loaded and offloaded, and what their end changes."""
+"""Loads and offloads: which nodes are copied, and the changes at the end of a copy."""
 
 from __future__ import annotations
 
@@ -16,25 +16,21 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.transfers import DEVICE_KINDS, CopyKind, PageCopy, PageRun
 
 MANY_COPIES = 1 << 30
-MIN_SWEEP = 64  # queued nodes: fewer are kept, also those that left the tree
+MIN_SWEEP = 64  # queued nodes, from which those that left the tree are removed
 
 
 class Transfers:
     """Begins and ends loads and offloads.
 
-    A node is offloaded only below nodes that are ready on the host, or together with them: an offload that fails leaves
-    nothing on the host below a gap.
+    A node is offloaded only after its parents, or together with them: a failed offload leaves no gap on the host.
 
     Args:
-        tiers: What lies where.
-        locks: Keep the nodes of a copy where they are.
-        ops: The copies in flight.
-        removal: Takes out nodes that failed to load.
+        removal: Removes nodes whose load failed.
         uploads: Is offered offloaded pages; None without a store, or where it is offered inserted pages.
 
     Attributes:
-        num_arrived: By kind, LOAD and OFFLOAD: pages that can be found where they were copied to.
-        num_failed: Likewise: pages that were to be found there, and whose copy failed.
+        num_arrived: By kind, LOAD and OFFLOAD: pages made findable by ended copies.
+        num_failed: By kind: pages whose copy failed.
         num_without_room: Pages that were not offloaded because no host page could be freed.
     """
 
@@ -49,7 +45,7 @@ class Transfers:
         self._queue: deque[Node] = deque()
         self._sweep_at = MIN_SWEEP
         self._saves: dict[int, int] = {}
-        self._is_stuck = False  # until something changes, no host page is idle for the next leaf
+        self._is_stuck = False  # no host page is idle for the next leaf, until a copy ends or pages are allocated
         self.num_arrived = dict.fromkeys(DEVICE_KINDS, 0)
         self.num_failed = dict.fromkeys(DEVICE_KINDS, 0)
         self.num_without_room = 0
@@ -64,12 +60,12 @@ class Transfers:
 
     @property
     def num_to_offload(self) -> int:
-        """Nodes that wait to be offloaded; some may have left the tree."""
+        """Nodes that wait for their offload; some may have left the tree."""
         return len(self._queue)
 
     @property
     def num_to_save(self) -> int:
-        """Pages that the reserve lacks, without those that are on their way to the host for it."""
+        """Pages missing from the reserve, those being offloaded for it not counted."""
         return max(0, self._tiers.reserve.num_wanted - sum(self._saves.values()))
 
     @property
@@ -93,7 +89,7 @@ class Transfers:
             self.sweep()
 
     def sweep(self) -> None:
-        """Drops nodes that left the tree; the rest of their paths takes their place."""
+        """Replaces queued nodes that left the tree by the rest of their paths."""
         queue, self._queue = self._queue, deque()
         self._sweep_at = 2 * len(queue)
         for node in queue:
@@ -130,8 +126,7 @@ class Transfers:
     ) -> list[PageCopy]:
         """See ``PrefixCache``.
 
-        A node that does not have its turn grows meanwhile: a row's pages are offloaded several at a time then, for the
-        price of one.
+        A node that is not begun grows meanwhile: then several pages of a row are offloaded by one copy.
         """
         copies = self._save(max_pages, max_copies, is_worth)
         self._is_stuck &= not self._tiers.reserve.end_step()
@@ -150,7 +145,7 @@ class Transfers:
         return copies
 
     def _save(self, max_pages: int, max_copies: int, is_worth: Callable[[int], bool] | None) -> list[PageCopy]:
-        """Offloads the pages that the device would lose next, until the reserve is as large as it should be."""
+        """Offloads the next pages to evict from the device, until the reserve is complete."""
         tiers, reserve = self._tiers, self._tiers.reserve
         copies: list[PageCopy] = []
         while max_pages > 0 and len(copies) < max_copies and self.num_to_save:
@@ -186,7 +181,7 @@ class Transfers:
         return copies
 
     def _want(self, node: Node, *, is_wanted: bool) -> None:
-        """Changes whether the host is to have a node, and with it when the device evicts the node."""
+        """Sets whether a node is to be offloaded, and with it the rank of its eviction."""
         self._tiers.reserve.leave_path(node)
         node.is_wanted = is_wanted
         if node.is_evictable:
@@ -221,7 +216,7 @@ class Transfers:
         return lost
 
     def _offload(self, chain: list[Node], room: int) -> PageCopy:
-        """Offloads the first ``room`` pages of a run of nodes; the rest, if any, waits for them."""
+        """Offloads the first ``room`` pages of a run of nodes; the rest waits for the end of this offload."""
         tiers = self._tiers
         last = chain[-1]
         chain = self._leading(chain, room)
@@ -251,7 +246,7 @@ class Transfers:
         return PageCopy(op.number, CopyKind.OFFLOAD, pages, host_pages, after_step, run)
 
     def _leading(self, chain: list[Node], room: int) -> list[Node]:
-        """Returns the first ``room`` pages of a run of nodes, or all, cutting one if need be."""
+        """Returns the first ``room`` pages of a run of nodes, after a split if necessary."""
         leading: list[Node] = []
         for node in chain:
             leading.append(self._tiers.tree.split(node, room) if node.num_pages > room else node)
@@ -271,7 +266,7 @@ class Transfers:
             self.num_arrived[CopyKind.LOAD] += node.num_pages
 
     def _fail_load(self, nodes: list[Node]) -> list[PrefixLock]:
-        """Removes nodes whose bytes never came, with all below; their host copies are not to be trusted either."""
+        """Removes nodes whose load failed, with all below; their host copies may be damaged too."""
         for node in nodes:
             self.num_failed[CopyKind.LOAD] += node.num_pages
             self._tiers.free(node.pages)
@@ -297,7 +292,7 @@ class Transfers:
 
 
 def _surviving(node: Node) -> Node:
-    """Returns the node; when it left the tree, the end of the rest of its path."""
+    """Returns the node, or the end of the rest of its path if it left the tree."""
     while not node.num_pages and node.parent is not None:
         node = node.parent
     return node
@@ -314,7 +309,7 @@ def _unbacked(node: Node) -> list[Node]:
 
 
 def _blocking(chain: list[Node]) -> int:
-    """Returns an op that must end before these nodes can be offloaded, or 0."""
+    """Returns the op that must end before an offload of these nodes, or 0."""
     if not chain:
         return 0
     assert chain[0].parent is not None

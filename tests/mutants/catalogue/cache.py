@@ -13,9 +13,9 @@ with allocator.PageAllocator.__init__, test_allocator.test_a_wish_for_the_sink_o
     pass
 with allocator.PageAllocator.free, test_allocator.test_giving_a_page_twice_at_once_is_our_own_fault:
     "INV 2: one call frees a page twice"
-    assert np.unique(pages).size == pages.size, f"a page is given back twice in {pages}"
+    assert np.unique(pages).size == pages.size, f"a page is freed twice in {pages}"
     pass
-with allocator.PageAllocator._hand_out, test_allocator.test_each_allocation_of_a_page_has_a_number_of_its_own:
+with allocator.PageAllocator._number, test_allocator.test_each_allocation_of_a_page_has_a_number_of_its_own:
     "INV 9: two allocations have the same owner number"
     self._num_taken += pages.size
     pass
@@ -80,7 +80,7 @@ with (
     test_tiers.test_what_the_device_has_too_leaves_the_host_first_and_what_was_used_last_before_the_others,
 ):
     "INV 69: the host evicts a page that only it holds before one that the device holds too"
-    self._forget_copies(short)
+    self._free_copies(short)
     False
 with tiers.CacheTiers._delete, test_miss_reasons.test_what_was_evicted_is_remembered_on_every_way_out:
     "miss reasons: pages evicted from the device are not remembered"
