@@ -27,10 +27,10 @@ def identify(settings: Settings, folder: Path, model: ModelConfig, directory: Pa
         settings: Without identity.
         folder: Of the model.
         model: Its shape.
-        directory: Where named segments lie.
+        directory: Of named segments.
 
     Raises:
-        ModelError: The weights or what drafts cannot be read.
+        ModelError: The weights, or those of the draft head or model, cannot be read.
         ConfigError: As ``server_secret``.
     """
     draft = read_draft(settings, folder, model)
@@ -54,13 +54,13 @@ def identify(settings: Settings, folder: Path, model: ModelConfig, directory: Pa
 
 
 def check_unchanged(settings: Settings, folder: Path, model: ModelConfig, draft: DraftConfig | None) -> None:
-    """Compares what a worker has read with what the identity was computed of.
+    """Compares the files that a worker has read with those that the identity was computed from.
 
     Args:
-        settings: With its identity.
+        settings: With the identity.
         folder: Of the model.
         model: As the worker has read it.
-        draft: Likewise.
+        draft: As the worker has read it.
 
     Raises:
         ConfigError: A configuration or a file of weights has changed since.
@@ -78,7 +78,7 @@ def check_unchanged(settings: Settings, folder: Path, model: ModelConfig, draft:
 def server_secret(settings: Settings, directory: Path = SHARED_MEMORY) -> bytes:
     """Returns the secret of every digest: kept with the storage that outlives the server, empty without such storage.
 
-    A store may outlive a named segment, which a reboot removes: with both, it is the store's.
+    A store may outlive a named segment, which a reboot removes: the store's secret is used if there are both.
 
     Raises:
         ConfigError: The file that holds it cannot be used.
@@ -96,7 +96,7 @@ def _files(settings: Settings, folder: Path, draft: DraftConfig | None) -> tuple
     """Returns the files that the weights are read from; none for dummy weights."""
     if settings.model.load_format == "dummy":
         return ()
-    places = {folder: "model"}
+    folders = {folder: "model"}
     if draft is not None:
-        places.setdefault(draft.folder, "spec")
-    return stamps(places)
+        folders.setdefault(draft.folder, "spec")
+    return stamps(folders)

@@ -16,20 +16,20 @@ from hiserve.core.step_faults import attempt
 from hiserve.core.transfers import DEVICE_KINDS, STAGING_BYTES, CopyAck, CopyKind, PageCopy
 
 MAX_DIRECT_PAGE_BYTES = 512 << 10
-MIN_LAYER_BYTES = 1 << 20  # crosses the link in the time that a launch takes
+MIN_LAYER_BYTES = 1 << 20  # is copied over the link in the time of a launch
 
-# Loads are long, and somebody waits for them: the fewer pieces, the less their thread is in the way of others. Pieces of
-# 48 and 32 MiB: one of a store crosses in 0.6 ms at most, and as long may the outcome of a step, a small copy the same way,
-# wait for it.
+# Of the staging memory. Loads get more: with larger pieces their thread takes the GIL less often. Slots have 48 and 32 MiB:
+# a piece of an offload takes 0.6 ms on the link at most, and the result of a step, a small copy in the same direction, waits
+# so long for it.
 _STAGING_PERCENT = {CopyKind.LOAD: 60, CopyKind.OFFLOAD: 40}
-_NUM_STEPS = 8  # whose events are kept; forwards are launched at most a few ahead
+_NUM_STEPS = 8  # whose events are kept; few forwards are launched ahead
 
 
 class CudaTransfers:
-    """A thread enqueues the orders, so that an order costs the caller only a queue's put.
+    """A thread enqueues the orders, so that ``start`` only puts them into a queue.
 
-    One more thread per direction waits for enqueued copies. All of them sleep instead of polling: each poll would take
-    the GIL from the thread that launches forwards.
+    One more thread per direction waits for enqueued copies. They block instead of polling, because each poll would take the
+    GIL from the thread that launches forwards.
 
     The current device of the constructor is that of the pool, and forwards run on the current stream of the thread
     that calls ``forward_done`` and ``wait``.
@@ -37,7 +37,7 @@ class CudaTransfers:
     Args:
         device: The device pool.
         host: The host pool, pinned and mapped.
-        max_queued_bytes: Offloads are dropped, and answered as failed, while more than this has not ended.
+        max_queued_bytes: Bound on offloads that have not ended; further ones fail.
         max_store_bytes_per_s: Bound on the bandwidth of offloads.
         max_direct_page_bytes: Pages up to this size are copied by a kernel, larger ones by the copy engine. On
             an H200 the kernel is faster up to 1 MiB, by 5 % there (``benchmarks/results/copy.json``), but slows forwards.
@@ -71,7 +71,7 @@ class CudaTransfers:
         for streams in self._streams.values():
             streams.compile()
         self._flights: dict[CopyKind, SimpleQueue[Flight | None]] = {kind: SimpleQueue() for kind in DEVICE_KINDS}
-        self._loads: dict[int, Flight] = {}  # on their way, by op
+        self._loads: dict[int, Flight] = {}  # in flight, by op
         self._by_layer: set[int] = set()  # loads that a forward waits for layer by layer, not begun
         self._launched: deque[tuple[int, torch.cuda.Event]] = deque(maxlen=_NUM_STEPS)
         self._queue = TransferQueue(
@@ -131,7 +131,7 @@ class CudaTransfers:
     def _begin(self, copy: PageCopy) -> None:
         reason = attempt(partial(self._execute, copy))
         if reason:
-            self._streams[copy.kind].drain()  # of what was enqueued before memory ran out: its pages will be others'
+            self._streams[copy.kind].drain()  # copies enqueued before memory ran out: their pages will be reallocated
             self._queue.end(copy, 0.0, reason)
         self._by_layer.discard(copy.op)
         if copy.kind is CopyKind.LOAD:
@@ -157,7 +157,7 @@ class CudaTransfers:
             room.synchronize()
 
     def _yield_to_launch(self, room: torch.cuda.Event | None) -> None:
-        """The pace of offloads: no forward waits for them, and the queue bounds their rate."""
+        """Waits while a forward is launched; the queue bounds the rate of offloads."""
         self._queue.yield_to_launch()
 
     def _fence(self, after_step: int) -> torch.cuda.Event | None:
@@ -167,7 +167,7 @@ class CudaTransfers:
         return next(event for step_id, event in tuple(self._launched) if step_id >= after_step)
 
     def _settle(self, flights: SimpleQueue[Flight | None]) -> None:
-        """Answers the orders of one direction as they arrive, which is in their order."""
+        """Acknowledges the copies of one direction as they end, in their order."""
         torch.cuda.set_device(self._device_index)
         while (flight := flights.get()) is not None:
             flight.end.synchronize()

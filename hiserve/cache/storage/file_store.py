@@ -79,7 +79,7 @@ class FileStore:
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # by key, least recently used first
         self._doubted: set[bytes] = set()  # of them, those to be written again
         self._num_bytes = 0
-        self._tag = os.urandom(4).hex()  # separates this object's drafts from those of other processes
+        self._tag = os.urandom(4).hex()  # in the names of this object's temporary files
         self._num_drafts = 0
         self._unlisted_bytes = 0
         self._counts: Counter[str] = Counter()
@@ -197,7 +197,7 @@ class FileStore:
             _replace(draft, path)
         except OSError as error:
             self._record_error(error, may_be_missing=False)
-            with contextlib.suppress(OSError):  # the error that counts is the one before
+            with contextlib.suppress(OSError):  # the first error counts
                 os.unlink(draft)
             self._paused_until = self._clock() + PAUSE_S
             logger.warning("the store %s takes no pages for %g s: %s", self._directory, PAUSE_S, error.strerror)

@@ -1,4 +1,4 @@
-"""The host segment of each replica: its layout, its name, and what a former server left of it."""
+"""The host segment of each replica: its layout, its name, and the segment of a former server."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hiserve.core.machine import GIB, Machine
 
 
 def probe_segments(options: Options, machine: Machine, directory: Path = SHARED_MEMORY) -> Machine:
-    """Returns what ``resolve`` must know of a machine, the segments that a former server left included.
+    """Returns the machine with the segments of a former server counted as available memory.
 
     Args:
         options: As given.
         machine: As probed.
-        directory: Where named segments lie.
+        directory: Of named segments.
 
     Raises:
         ConfigError: ``--host-cache-name`` is malformed, or names something that is no segment of this version.
@@ -38,7 +38,7 @@ def probe_segments(options: Options, machine: Machine, directory: Path = SHARED_
 
 
 def layout_of(settings: Settings) -> SegmentLayout | None:
-    """Returns what the segment of each replica must be; None without a host cache, which has two pages at least."""
+    """Returns the layout of each replica's segment; None without a host cache of at least two pages."""
     host_bytes = int(settings.cache.host_cache_gib * GIB)
     if not host_bytes:
         return None
@@ -50,12 +50,12 @@ def layout_of(settings: Settings) -> SegmentLayout | None:
 
 
 def open_segment(settings: Settings, replica: int, directory: Path = SHARED_MEMORY) -> Segment | None:
-    """Makes the segment of a replica, or takes over the one of its name; None without a host cache.
+    """Creates the segment of a replica, or opens the one of its name; None without a host cache.
 
     Args:
         settings: With the cache's identity.
         replica: Index from 0.
-        directory: Where named segments lie.
+        directory: Of named segments.
 
     Raises:
         ConfigError: As ``Segment.named``.
@@ -69,7 +69,7 @@ def open_segment(settings: Settings, replica: int, directory: Path = SHARED_MEMO
 
 
 def _names(options: Options) -> list[str]:
-    """Returns the name of each replica's segment; nothing where they have none."""
+    """Returns the name of each replica's segment; empty without ``--host-cache-name``."""
     name, count = options.cache.host_cache_name, options.parallel.replicas
     if name is None:
         return []

@@ -130,8 +130,8 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def _lock(fd: int, what: str) -> None:
+def _lock(fd: int, name: str) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ResourceError(f"a server uses {what}; it was left alone. Stop the server first.") from None
+        raise ResourceError(f"a server uses {name}; it was left alone. Stop the server first.") from None

@@ -26,20 +26,20 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.kernels.page_copy import PreparedCopy, copy_pages, word_type
 
-_AS_STREAMS_GO = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: the source may change once the stream has passed
+_AS_STREAMS_GO = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: the source may change after the copy in stream order
 _BESIDE_KERNELS = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
-_NUM_SLOTS = 2  # while the copy engine is busy with one, the other is gathered or scattered
-_STAGING_PROGRAMS = 64  # far from the device's bandwidth, well above the link's
-# Few: a store that saturates the link stalls every other access to memory. On an H200, 64 KiB pages, a step that
-# reads weights took 1.06 times as long beside loads of 8 programs, 1.10 beside stores of 3, 3.4 beside stores of 8.
+_NUM_SLOTS = 2  # the copy engine uses one while a kernel gathers or scatters the other
+_STAGING_PROGRAMS = 64  # less than the bandwidth of the device, more than that of the link
+# Few: an offload that saturates the link stalls every other access to memory. On an H200, 64 KiB pages, a step that
+# reads weights took 1.06 times as long beside loads of 8 programs, 1.10 beside offloads of 3, 3.4 beside offloads of 8.
 _DIRECT_PROGRAMS = {CopyKind.LOAD: 8, CopyKind.OFFLOAD: 3}
 
 
 class CopyEngine:
-    """Enqueues copies through the driver: many by one call, in which other threads of the interpreter go on.
+    """Enqueues copies through the driver, many by one call, which releases the GIL.
 
-    ``Tensor.copy_`` took 13 µs of the caller's for each copy on an H200's host. Drivers before CUDA 13 have no call for
-    many of this form: they are given one copy after the other.
+    ``Tensor.copy_`` took 13 µs per copy on an H200's host. Drivers before CUDA 13 lack the batched call, and get one copy
+    per call.
     """
 
     def __init__(self) -> None:
@@ -56,16 +56,16 @@ class CopyEngine:
     def copy(
         self, targets: NDArray[np.uint64], sources: NDArray[np.uint64], sizes: NDArray[np.uint64], stream: int
     ) -> None:
-        """Enqueues copies between addresses, some on the device and some in pinned memory. Waits for nothing.
+        """Enqueues copies between addresses on the device and in pinned memory; does not wait.
 
         Args:
-            targets: uint64 ``[n]``, addresses; n is at least 1. No byte is written twice.
+            targets: uint64 ``[n]``, addresses of disjoint ranges; n is at least 1.
             sources: uint64 ``[n]``, addresses.
             sizes: uint64 ``[n]``, bytes, at least 1 each.
             stream: Handle of a stream of the current device, not the default one.
 
         Raises:
-            RuntimeError: CUDA refuses, as where the bytes span two pieces that were pinned apart.
+            RuntimeError: CUDA refuses, for example because the bytes span two pieces pinned apart.
         """
         if self._many is not None and len(sizes) > 1:
             arrays = [np.ascontiguousarray(each) for each in (targets, sources, sizes)]
@@ -82,17 +82,17 @@ class Flight:
     """A copy in flight."""
 
     copy: PageCopy
-    begin: torch.cuda.Event  # recorded after its waits
-    end: torch.cuda.Event  # recorded after its arrival
-    layers: tuple[torch.cuda.Event, ...] = ()  # recorded after each layer; empty if the copy arrives as a whole
+    begin: torch.cuda.Event  # recorded after the waits of the copy
+    end: torch.cuda.Event  # recorded after the copy
+    layers: tuple[torch.cuda.Event, ...] = ()  # recorded after each layer; empty for a copy without such events
 
     def end_of(self, layer: int | None) -> torch.cuda.Event:
-        """Returns the event of a layer; that of the whole copy for None, or without events of layers."""
+        """Returns the event of a layer; ``end`` for None, or without events of layers."""
         return self.end if layer is None or not self.layers else self.layers[layer]
 
     @property
     def seconds(self) -> float:
-        """Time on the device, of a copy that has arrived."""
+        """Time on the device of an ended copy."""
         milliseconds: float = self.begin.elapsed_time(self.end)
         return milliseconds / 1e3
 
@@ -107,7 +107,7 @@ class _Slot:
 
 
 class _Runs(NamedTuple):
-    """What crosses at once: adjacent pages in one pinned piece are one copy.
+    """The copies of one slot over the link: adjacent pages in one pinned piece are one copy.
 
     Attributes:
         offsets: uint64 ``[n]``, bytes from the start of staging memory.
@@ -121,14 +121,14 @@ class _Runs(NamedTuple):
 
 
 class PageStreams:
-    """The streams of one direction. Used by one thread at a time, whose current device is the pools'.
+    """The streams of one direction. Used by one thread at a time, whose current device is that of the pools.
 
     Large pages use two streams, so that the copy engine never waits for a kernel: one gathers or scatters, the other
-    copies staging memory over the link. For small pages both are the same stream. Between two pieces of staging memory,
-    copies of other streams may use the copy engine.
+    copies staging memory over the link. Small pages use one stream. Between two pieces of staging memory, copies of other
+    streams may use the copy engine.
 
-    Enqueuing takes the GIL from the thread that launches forwards, so everything possible is prepared once: in the
-    constructor, or once per order.
+    Enqueuing takes the GIL from the thread that launches forwards, so all possible work is done once, in the constructor or
+    once per order.
 
     Args:
         device: The device pool.
@@ -171,7 +171,7 @@ class PageStreams:
             self._direct = self._moves(self._all_pages())
 
     def compile(self) -> None:
-        """Compiles what ``begin`` launches, so that the first copy need not wait for it. No host page need be ready yet."""
+        """Compiles the kernels of ``begin``, so that the first copy does not wait for it. Host pages need not be ready."""
         nothing = np.empty(0, dtype=np.int32)
         with torch.cuda.stream(self._kernels):
             page = torch.empty((1, self._host.layout.page_bytes), dtype=torch.uint8, device="cuda")
@@ -193,8 +193,7 @@ class PageStreams:
             copy: The order.
             fence: Event before the copy.
             before_piece: Called before each piece is enqueued, with the event it waits for; small pages are one piece, of None.
-            by_layer: A forward will wait for each layer of the load, which makes it slower, by a third with small
-                pages.
+            by_layer: A forward will wait for each layer of the load. With small pages this load takes a third longer.
         """
         before_piece(self._slots[0].crossed if self._slots else None)
         order = np.argsort(copy.host_pages, kind="stable")  # so that adjacent pages make runs
@@ -244,7 +243,7 @@ class PageStreams:
             self._slots.rotate()
 
     def _load_piece(self, indices: Tensor, runs: _Runs) -> None:
-        """Fills a slot and scatters it. What crosses next waits until the slot before this one was scattered."""
+        """Fills a slot and scatters it. The next copy to a slot waits until the slot before this one was scattered."""
         slot = self._slots[0]
         self._copy_engine.copy(runs.offsets + slot.address, runs.addresses, runs.sizes, self._crossing.cuda_stream)
         slot.crossed.record(self._crossing)
@@ -252,7 +251,7 @@ class PageStreams:
         _move(slot.moves, indices)
 
     def _store_piece(self, indices: Tensor, runs: _Runs) -> None:
-        """Gathers a slot and empties it. What is gathered next waits until the slot before this one has crossed."""
+        """Gathers a slot and empties it. The next gather waits until the slot before this one was emptied."""
         slot = self._slots[0]
         _move(slot.moves, indices)
         self._yield_copy_engine(self._slots[1].crossed)
@@ -260,17 +259,16 @@ class PageStreams:
         slot.crossed.record(self._crossing)
 
     def _yield_copy_engine(self, crossed: torch.cuda.Event) -> None:
-        """Has the copy engine wait a moment for the kernels' stream: only then does it turn to copies of others.
+        """Makes the two streams wait for each other, so that the copy engine executes copies of other streams meanwhile.
 
-        What crosses next comes after all kernels enqueued so far, and kernels enqueued from now on after what has
-        crossed.
+        Later copies of staging memory follow all kernels enqueued so far, and later kernels follow ``crossed``.
         """
         self._kernels.wait_event(crossed)
         self._yielded.record(self._kernels)
         self._crossing.wait_event(self._yielded)
 
     def _runs(self, rows: Int32Array, pages: Int32Array) -> list[_Runs]:
-        """Returns what crosses between rows of staging memory and host pages, for each time that it is filled."""
+        """Returns the copies between rows of staging memory and host pages, for each time that it is filled."""
         page_bytes = np.uint64(self._host.layout.page_bytes)
         is_cut = (np.diff(pages) != 1) | (pages[1:] % self._host.prefault.pages_per_piece == 0) | (rows[1:] == 0)
         edges = np.concatenate(([0], np.flatnonzero(is_cut) + 1, [pages.size]))
@@ -285,11 +283,11 @@ class PageStreams:
         return self._host.span(0, self._host.num_pages)
 
     def _upload(self, ours: Int32Array, rows: Int32Array) -> Tensor:
-        """Copies page numbers to the device, int32 ``[2, n]``; torch keeps the pinned memory until they are there."""
+        """Copies page numbers to the device, int32 ``[2, n]``; torch keeps the pinned memory until the copy has ended."""
         return torch.from_numpy(np.stack((ours, rows))).pin_memory().to("cuda", non_blocking=True)
 
     def _moves(self, pages: Tensor) -> list[PreparedCopy]:
-        """Prepares gathers or scatters between pages of the device and rows of ``[n, page_bytes]``: one kernel a group."""
+        """Prepares gathers or scatters between device pages and rows of ``[n, page_bytes]``: one kernel per group."""
         return [
             PreparedCopy(
                 *self._views(pages, group, range(group.num_layers)),
@@ -300,11 +298,11 @@ class PageStreams:
         ]
 
     def _layer_bytes(self) -> int:
-        """Returns the bytes of a page that belong to one layer of the first group, the model's own."""
+        """Returns the bytes of a page in one layer of the first group, the model's own."""
         return 2 * self._host.layout.piece_bytes(self._host.layout.groups[0])
 
     def _move_by_layer(self, pages: Tensor, ours: Int32Array, theirs: Int32Array) -> tuple[torch.cuda.Event, ...]:
-        """Scatters pages of the host: other groups first, then the first one layer after layer, with an event each."""
+        """Scatters host pages: other groups first, then each layer of the first group with an event."""
         own, *others = self._host.layout.groups
         parts = [(group, range(group.num_layers)) for group in others]
         parts += [(own, range(layer, layer + 1)) for layer in range(own.num_layers)]
@@ -318,7 +316,7 @@ class PageStreams:
         return tuple(events)
 
     def _views(self, pages: Tensor, group: CacheGroupSpec, layers: range) -> tuple[Tensor, Tensor]:
-        """Returns the planes of adjacent layers of a group, and where they lie in the rows of ``[n, page_bytes]``."""
+        """Returns the planes of adjacent layers of a group, and their columns of ``[n, page_bytes]``."""
         layout = self._host.layout
         piece_bytes = layout.piece_bytes(group)
         words = word_type(piece_bytes)
@@ -330,8 +328,8 @@ class PageStreams:
         )
 
 
-class _Place(ctypes.Structure):
-    """CUmemLocation; all zeros says nothing."""
+class _Location(ctypes.Structure):
+    """CUmemLocation; all zeros is unspecified."""
 
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
@@ -339,7 +337,7 @@ class _Place(ctypes.Structure):
 class _Attributes(ctypes.Structure):
     """CUmemcpyAttributes."""
 
-    _fields_ = (("order", ctypes.c_int), ("source", _Place), ("target", _Place), ("flags", ctypes.c_uint))
+    _fields_ = (("order", ctypes.c_int), ("source", _Location), ("target", _Location), ("flags", ctypes.c_uint))
 
 
 def _check(error: int, what: str) -> None:
@@ -348,7 +346,7 @@ def _check(error: int, what: str) -> None:
 
 
 def _move(moves: list[PreparedCopy], indices: Tensor) -> None:
-    """Gathers or scatters on the current stream; ``indices`` names pages of the device and rows."""
+    """Gathers or scatters on the current stream; ``indices`` are device pages and rows."""
     for move in moves:
         move(indices)
 

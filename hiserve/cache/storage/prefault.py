@@ -23,11 +23,14 @@ from hiserve.errors import ResourceError
 logger = logging.getLogger(__name__)
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
-# Pinning holds up launches on the device: up to 5 ms for this many bytes, half a second for 4 GiB (H200).
+# Pinning delays launches on the device: up to 5 ms for this many bytes, half a second for 4 GiB (H200).
 _PIECE_BYTES = 64 << 20
-_IDLE_S = 0.05  # after the last step was launched
-_SHARE, _HURRIED_SHARE = 1 / 32, 1 / 2  # of the time, while steps run
-_SPARE_BYTES = 512 << 20  # of ready pages that nothing lies in
+_IDLE_S = 0.05  # without a launch: the device is idle
+_SHARE, _SHORT_SHARE = (
+    1 / 32,
+    1 / 2,
+)  # of the time for pinning while steps run; the second while few ready pages are free
+_FREE_BYTES = 512 << 20  # of free ready pages; fewer are few
 _PORTABLE = 1  # every device of this process may copy to and from the memory
 _MAPPED = 2  # kernels may read and write it by its own address
 
@@ -47,12 +50,9 @@ class Registrar(Protocol):
 
 
 class CudaRegistrar:
-    """Registers memory with CUDA, from any thread.
+    """Registers memory with CUDA, in the context of the device of this index.
 
-    A refusal is also what CUDA reports at that thread's next launch, so register from threads that launch nothing.
-
-    Args:
-        device: Index of the device whose context is used.
+    After a refusal, CUDA reports the same error at the next launch of that thread: register from threads that launch nothing.
     """
 
     def __init__(self, device: int) -> None:
@@ -81,9 +81,9 @@ class CudaRegistrar:
 
 
 class PinningThrottle:
-    """Decides how long pinning rests: not at all on an idle device; while steps run, so that it takes a share of the time.
+    """Limits the share of the time that pinning takes while steps run; an idle device has no limit.
 
-    The share is small while there are ready pages to write to, and a half when they run out.
+    The share is small while many ready pages are free, and a half otherwise.
 
     Args:
         clock: Seconds, monotonic.
@@ -95,48 +95,45 @@ class PinningThrottle:
         self._taken_s = 0.0
 
     def step(self) -> None:
-        """Notes that a step is launched now. Called from the thread that launches."""
+        """Records a launch. Called from the launching thread."""
         self._step_s = self.clock()
 
     def pinned(self, taken_s: float) -> None:
-        """Notes that a piece was pinned until now, and how long that took."""
+        """Records the end and the duration of pinning a piece."""
         self._pinned_s, self._taken_s = self.clock(), taken_s
 
-    def pause_s(self, spare_bytes: int) -> float:
+    def pause_s(self, free_bytes: int) -> float:
         """Returns how long to wait before the next piece is pinned, at least 0.
 
         Args:
-            spare_bytes: Of pages that are ready and hold nothing.
+            free_bytes: Of free ready pages.
         """
         now_s = self.clock()
         if now_s > self._step_s + _IDLE_S:
             return 0.0
-        share = _SHARE if spare_bytes >= _SPARE_BYTES else _HURRIED_SHARE
+        share = _SHARE if free_bytes >= _FREE_BYTES else _SHORT_SHARE
         return max(0.0, self._pinned_s + self._taken_s * (1 / share - 1) - now_s)
 
 
 class Prefault:
     """Makes pages resident in parallel, piece by piece; each piece is then pinned if there is a registrar.
 
-    What a former process wrote stays. Nobody may copy to or from a page that is not ready: the memory
-    may not be there (then a write kills the process) or not be pinned. A copy must not span two pieces,
-    because each is pinned on its own.
+    The content of the pages stays. No copy may use a page that is not ready: a write to memory that is not resident may
+    kill the process, and the page may not be pinned. A copy must not span two pieces, because each is pinned on its own.
 
     Args:
-        segment: Whose pages.
+        segment: Of the pages.
         num_threads: At least 1.
         registrar: Pins each piece; None without a device.
-        piece_bytes: Bytes that become ready, and are pinned, at once; rounded down to whole pages of cache and of
-            memory, but not to none.
+        piece_bytes: Of a piece; rounded down to whole pages of cache and of memory, at least one.
         populate: Makes memory resident (offset in the segment, address, bytes); raises OSError.
-        throttle: Decides when the next piece is pinned.
-        num_used: Returns how many pages hold something.
+        throttle: Delays the pinning of pieces.
+        num_used: Returns the number of pages in use.
 
     Attributes:
         num_pieces: Pieces in all.
-        pages_per_piece: Piece i holds the pages from ``i * pages_per_piece``.
-        throttle: As given.
-        failure: Why ``num_ready_pages`` stopped growing, if it did.
+        pages_per_piece: Piece i has the pages from ``i * pages_per_piece``.
+        failure: Reason why ``num_ready_pages`` stopped growing; None if it did not.
     """
 
     def __init__(
@@ -151,7 +148,7 @@ class Prefault:
         num_used: Callable[[], int] = lambda: 0,
     ) -> None:
         layout = segment.layout
-        # A boundary is one of pages and of memory pages, or two registrations would share a memory page.
+        # Pieces end at page boundaries of cache and memory: two registrations must not share a page of memory.
         stride = math.lcm(layout.page_bytes, mmap.PAGESIZE)
         self.pages_per_piece = max(1, piece_bytes // stride) * stride // layout.page_bytes
         self.num_pieces = -(-layout.num_pages // self.pages_per_piece)
@@ -168,25 +165,25 @@ class Prefault:
         self._num_ready_pieces = 0
         self._stop = threading.Event()
         self._changed = threading.Condition()
-        self._pinning = threading.Lock()  # one at a time, so that launches get their turn in between
+        self._pinning = threading.Lock()  # one at a time, so that launches run in between
         count = min(num_threads, self.num_pieces)
-        self._threads = [threading.Thread(target=self._run, name=f"first-touch-{i}", daemon=True) for i in range(count)]
+        self._threads = [threading.Thread(target=self._run, name=f"prefault-{i}", daemon=True) for i in range(count)]
         for thread in self._threads:
             thread.start()
 
     @property
     def num_ready_pages(self) -> int:
-        """Pages 0 to this are resident and pinned; never shrinks before ``close``."""
+        """Pages below this are resident and pinned; never decreases before ``close``."""
         return min(self._num_ready_pieces * self.pages_per_piece, self._segment.layout.num_pages)
 
     def wait(self, num_pages: int, timeout_s: float) -> bool:
-        """Waits until that many pages are ready; returns False when the time is over or the work has failed."""
+        """Waits until so many pages are ready; returns False after the timeout or a failure."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure or self.num_ready_pages >= num_pages, timeout_s)
             return self.num_ready_pages >= num_pages
 
     def close(self) -> None:
-        """Stops the work and unpins everything; no copy may be running. The segment stays."""
+        """Stops the threads and unpins the memory; no copy may be running. The segment stays."""
         self._stop.set()
         for thread in self._threads:
             thread.join()
@@ -198,7 +195,7 @@ class Prefault:
     def _run(self) -> None:
         while (piece := self._take()) is not None:
             try:
-                self._touch(piece)
+                self._prepare(piece)
             except OSError as error:
                 ready = self.num_ready_pages * self._segment.layout.page_bytes / GIB
                 self._fail(no_memory(self._segment.layout.num_bytes, f"after {ready:.3g} GiB: {error.strerror}"))
@@ -215,7 +212,7 @@ class Prefault:
             self._next += 1
             return self._next - 1
 
-    def _touch(self, piece: int) -> None:
+    def _prepare(self, piece: int) -> None:
         layout = self._segment.layout
         first = piece * self.pages_per_piece * layout.page_bytes
         num_bytes = min(self.pages_per_piece * layout.page_bytes, layout.num_pages * layout.page_bytes - first)
@@ -223,8 +220,8 @@ class Prefault:
         self._populate(layout.pages_offset + first, address, num_bytes)
         if self._registrar is not None:
             with self._pinning:
-                spare_pages = self.num_ready_pages - self._num_used()
-                self._stop.wait(self.throttle.pause_s(spare_pages * layout.page_bytes))
+                num_free = self.num_ready_pages - self._num_used()
+                self._stop.wait(self.throttle.pause_s(num_free * layout.page_bytes))
                 begin_s = self.throttle.clock()
                 self._registrar.register(address, num_bytes)
                 self._registered.append(address)
@@ -240,10 +237,9 @@ class Prefault:
 
 
 class Populate:
-    """Makes memory resident through the kernel, which reports what it cannot give instead of a signal.
+    """Makes memory resident by a system call, which reports missing memory as an error instead of a signal.
 
-    Args:
-        fd: The segment's, for kernels that cannot do it by address.
+    Kernels that cannot do it by address use ``fd``, the segment's.
     """
 
     def __init__(self, fd: int) -> None:
@@ -252,10 +248,10 @@ class Populate:
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
     def __call__(self, offset: int, address: int, num_bytes: int) -> None:
-        """Makes bytes resident and writable, and keeps what they hold; other threads run meanwhile.
+        """Makes bytes resident and writable, and keeps their content; releases the GIL.
 
         Raises:
-            OSError: The memory is not there.
+            OSError: There is not enough memory.
         """
         if self._madvise(address, num_bytes, _MADV_POPULATE_WRITE) == 0:
             return

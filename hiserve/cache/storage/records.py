@@ -19,7 +19,7 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.transfers import PageRun
 
 NO_CHECKSUM = 0
-BATCH_S = 0.005  # of reading at the permitted rate, that pages taken at once are worth
+BATCH_S = 0.005  # seconds of reading, at the permitted rate, of the pages of a batch
 MAX_BATCH = 64
 RecordArray = NDArray[np.void]
 
@@ -81,11 +81,11 @@ class Records:
         self._page_size = page_size
         self._link = link
         self.num_used = 0
-        self._generations = np.zeros(table.size, dtype=np.int64)  # how often a page was begun or freed by this process
+        self._generations = np.zeros(table.size, dtype=np.int64)  # times that this process began or freed a page
         self._lock = threading.Lock()
 
     def begin(self, run: PageRun) -> None:
-        """FREE to WRITING: these pages may be written from now on."""
+        """FREE to WRITING: these pages may now be written."""
         pages = run.pages
         assert pages.size == len(run.digests) > 0, f"{len(run.digests)} digests for {pages.size} pages"
         tokens = np.frombuffer(run.key, dtype="<i4").reshape(pages.size, self._page_size)
@@ -139,7 +139,7 @@ class Records:
         return bytes(self._fields["digest"][page])
 
     def unsealed(self, pages: Int32Array) -> tuple[Int32Array, NDArray[np.int64], list[bytes]]:
-        """Returns the VALID pages without a checksum, counters that identify their present use, and their digests."""
+        """Returns the VALID pages without a checksum, their generations, and their digests."""
         with self._lock:
             fields = self._fields
             lacks = (fields["state"][pages] == PageState.VALID) & (fields["checksum"][pages] == NO_CHECKSUM)
@@ -183,7 +183,7 @@ class Records:
 
     def _expect(self, pages: Int32Array, is_right: NDArray[np.bool_], state: str) -> None:
         assert is_right.all(), f"pages {pages[~is_right]} are not {state}"
-        assert pages.min(initial=1) >= 1, "page 0 is nobody's"
+        assert pages.min(initial=1) >= 1, "page 0 is never used"
 
     def _write(self, field: str, pages: Int32Array, value: Any) -> None:
         """Writes one field of some records. All writes use this method, and their order matters."""
@@ -199,7 +199,7 @@ class Checksums:
     Args:
         records: Of the pages.
         pages: uint8 ``[num_pages, page_bytes]``.
-        max_bytes_per_s: What the thread may read; the forward wants memory bandwidth too.
+        max_bytes_per_s: Bound on the thread's reads, which use the memory bandwidth of forwards.
     """
 
     def __init__(self, records: Records, pages: NDArray[np.uint8], *, max_bytes_per_s: float) -> None:
@@ -229,12 +229,12 @@ class Checksums:
         return len(self._queue)
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until every queued page has had its turn; returns False when the time is over first."""
+        """Waits until no page is queued; returns False after the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._queue and not self._is_busy, timeout_s)
 
     def wait_for(self, pages: Int32Array, timeout_s: float) -> bool:
-        """Waits until these pages, which are VALID, have checksums; returns False when the time is over or it is closed."""
+        """Waits until these VALID pages have checksums; returns False after the timeout or ``close``."""
         records = self._records
 
         def is_sealed() -> bool:
@@ -245,7 +245,7 @@ class Checksums:
             return is_sealed()
 
     def close(self) -> None:
-        """Stops the thread; pages that still wait stay without a checksum."""
+        """Stops the thread; queued pages stay without a checksum."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -263,7 +263,7 @@ class Checksums:
             self._records.seal(pages, generations, checksums)
 
     def _take(self, free_at: float) -> Int32Array | None:
-        """Waits for the next pages and for their turn at the permitted rate; None when closed."""
+        """Waits for the next pages, and for the permitted rate; None when closed."""
         with self._changed:
             self._is_busy = False
             self._changed.notify_all()
@@ -319,7 +319,7 @@ def _runs(records: Iterable[_Record]) -> Iterator[PageRun]:
         run = [starts.pop()]
         while True:
             end = run[-1]
-            # Popped: digests that form a ring, which only a forger can make, end instead of going round.
+            # Popped, so that digests that form a ring, as in a forged segment, end.
             children = list(below.pop((end.namespace, end.digest), {}).values())
             if len(children) != 1 or children[0].draft_revision != end.draft_revision:
                 break

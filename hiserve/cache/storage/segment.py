@@ -22,7 +22,7 @@ from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.errors import ConfigError, ResourceError
 
 SHARED_MEMORY = Path("/dev/shm")
-VERSION = 1  # of header, records and order of the three; the layout within a page belongs to the namespace
+VERSION = 1  # of header, records and their order; the namespace covers the layout within a page
 GIB = 1 << 30
 ALIGNMENT = 64  # bytes: of every group within a page, so that kernels may read whole vectors
 
@@ -102,7 +102,7 @@ class SegmentLayout:
 
 
 class Segment:
-    """A mapped segment. Use ``anonymous``, ``named`` or ``attach``.
+    """A mapped segment, made by ``anonymous``, ``named`` or ``attach``.
 
     Attributes:
         layout: Of the segment.
@@ -124,7 +124,7 @@ class Segment:
 
     @classmethod
     def anonymous(cls, layout: SegmentLayout) -> Segment:
-        """Creates a segment without a name; it is freed with the last process that holds it, even after kill -9.
+        """Creates a segment without a name; it is freed when the last process that maps it ends, even by SIGKILL.
 
         Raises:
             ResourceError: There is not enough memory.
@@ -153,7 +153,7 @@ class Segment:
         Raises:
             ConfigError: The name is malformed, or the file is not a segment of this layout, version and model, or
                 not private to this user; the file is not changed.
-            ResourceError: Another process holds it, or the file system has no room for it.
+            ResourceError: Another process uses it, or the file system has no room for it.
         """
         path = segment_path(name, directory)
         fd = _open_private(path)
@@ -168,7 +168,7 @@ class Segment:
                     f"Give another --host-cache-name, or delete it: rm {path}",
                     param="host_cache_name",
                 )
-            _resize(fd, layout)  # also mends a file whose making was cut short: what is missing reads as FREE
+            _resize(fd, layout)  # also completes a file whose creation was interrupted: missing records read as FREE
             segment = _mapped(fd, layout)
             undo.pop_all()
         return segment
@@ -191,7 +191,7 @@ class Segment:
         try:
             self._map.close()
         except BufferError:
-            del self._map  # somebody still holds a view; the memory goes with it
+            del self._map  # a view still exists; the memory is unmapped with it
         os.close(self.fd)
 
 
@@ -249,7 +249,7 @@ def _open_private(path: Path) -> int:
 
 
 def _lock(fd: int, path: Path) -> None:
-    """Takes the exclusive lock; it belongs to the open file, so a process that inherits the descriptor holds it too."""
+    """Takes the exclusive lock. It belongs to the open file: a process that inherits the descriptor shares it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

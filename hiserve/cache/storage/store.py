@@ -55,7 +55,7 @@ class PageStore(Protocol):
         """Removes every page, of all servers; returns how many."""
 
     def stats(self) -> StoreStats:
-        """Returns the counts, each exact, but not all of one moment. Does not block: it is called in every step."""
+        """Returns the counts; they may be of different moments. Does not block: it is called in every step."""
 
     def close(self) -> None:
         """Closes the store; its pages stay. Calls that hang in it may continue to hang, or return 0."""

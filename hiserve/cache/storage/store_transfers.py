@@ -71,11 +71,11 @@ class StoreTransfers:
 
     def start(self, copy: PageCopy) -> None:
         """Queues a prefetch, which needs FREE pages, or an upload, which needs VALID ones; returns at once."""
-        assert copy.run is not None, f"copy {copy.op} does not say what its pages hold"
+        assert copy.run is not None, f"copy {copy.op} has no run"
         if copy.kind is CopyKind.PREFETCH:
             self._fetches.put(partial(self._prefetch, copy.op, copy.run))
         else:
-            assert copy.kind is CopyKind.UPLOAD, f"copy {copy.op} has nothing to do with a store"
+            assert copy.kind is CopyKind.UPLOAD, f"copy {copy.op} is no transfer of a store"
             self._uploads.put(partial(self._upload, copy.op, copy.run))
 
     def clear(self) -> None:
@@ -121,7 +121,7 @@ class StoreTransfers:
         try:
             while (job := jobs.get()) is not None:
                 job()
-        except Exception as error:  # noqa: BLE001 - whoever asks for acks gets it
+        except Exception as error:  # noqa: BLE001 - raised by ``poll``
             self._failure = error
 
     def _look_up(self, lookup: StoreLookup) -> None:
@@ -137,14 +137,14 @@ class StoreTransfers:
         self._host.begin(run)
         count = _count(partial(self._store.get, _keys(run), self._buffers(run)))
         if self._is_closing.is_set():
-            return  # nobody takes the ack; pages that are not VALID are adopted by nobody
+            return  # the ack would not be read; a restart does not recover pages that are not VALID
         if count:
             self._host.finish(run.pages[:count])
         self._host.free(run.pages[count:])
         self._end(op, count, begin, "" if count == run.pages.size else NOT_DELIVERED)
 
     def _upload(self, op: int, run: PageRun) -> None:
-        """Stores the leading pages that match their checksums, so that pages damaged on the host are not sealed anew."""
+        """Uploads the leading pages that match their checksums: a damaged page must not get a valid header."""
         begin = time.perf_counter()
         if not self._host.wait_sealed(run.pages, self._checksum_timeout_s):
             self._end(op, 0, begin, NO_CHECKSUM)

@@ -21,10 +21,10 @@ DROPPED = "link_behind"
 NOT_READY = "page_not_ready"
 GARBLED = "checksum"
 
-# How long a piece of a store waits for a launch. Bounded, so that stores go on while launch follows launch: with pieces of
-# 32 MiB at 16 GB/s still.
+# Longest wait of a piece of an offload for a launch. It bounds the delay when one launch follows another: with pieces of
+# 32 MiB, offloads still reach 16 GB/s.
 MAX_YIELD_S = 2e-3
-MAX_YIELD_FILL = 0.5  # of what stores may fill: with more they wait for no launch
+MAX_YIELD_FILL = 0.5  # of ``max_queued_bytes``: with more, offloads do not wait for launches
 
 
 class TransferEngine(Protocol):
@@ -60,7 +60,7 @@ class TransferQueue:
 
     Args:
         host: The host pool; its records are updated before and after an offload writes pages.
-        max_queued_bytes: Offloads are dropped, and answered as failed, while more than this has not ended.
+        max_queued_bytes: Bound on offloads that have not ended; further ones fail.
         max_store_bytes_per_s: Bound on the bandwidth of offloads.
     """
 
@@ -70,8 +70,8 @@ class TransferQueue:
         self._max_store_pages = max_queued_bytes // self._page_bytes
         self._store_s_per_page = self._page_bytes / max_store_bytes_per_s
         self._queues: dict[CopyKind, deque[PageCopy]] = {kind: deque() for kind in DEVICE_KINDS}
-        self._num_store_pages = 0  # of stores that have not ended
-        self._awaited: set[int] = set()  # loads that a forward could not yet follow
+        self._num_store_pages = 0  # of offloads that have not ended
+        self._awaited: set[int] = set()  # loads that are not enqueued yet
         self._wanted = 0  # the load that a forward waits for now
         self._ended: deque[CopyAck] = deque()
         self._done_step = 0
@@ -117,7 +117,7 @@ class TransferQueue:
                 self._changed.notify_all()
                 return
             if is_store:
-                assert copy.run is not None, f"store {copy.op} does not say what it stores"
+                assert copy.run is not None, f"offload {copy.op} has no run"
                 self._host.begin(copy.run)
                 self._num_store_pages += num_pages
             else:
@@ -141,7 +141,7 @@ class TransferQueue:
         with self._changed:
             self._is_launching = False
             self._done_step = max(self._done_step, step_id)
-            # To wake a thread costs a step more than all else here: the interpreter is its for a moment.
+            # Waking a thread is the largest cost of this call: the thread takes the GIL.
             if self._num_store_pages or self._queues[CopyKind.LOAD]:
                 self._changed.notify_all()
 
