@@ -114,5 +114,5 @@ def test_giving_a_page_twice_at_once_is_our_own_fault() -> None:
 
 
 def test_a_pool_needs_a_page_beside_the_sink() -> None:
-    with pytest.raises(AssertionError, match="sink"):
+    with pytest.raises(AssertionError, match="padding page"):
         PageAllocator(1)
