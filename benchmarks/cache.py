@@ -15,26 +15,117 @@ of this file. The parts:
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.cache_sizes import FULL, SEED, TINY, Bench
-from benchmarks.conversations import copied_pages, counted, input_rate, visit
-from benchmarks.drive import Drive
+from benchmarks.conversations import Conversations, copied_pages, counted, input_rate, visit
+from benchmarks.drive import Drive, Seen
 from benchmarks.measured import ENGINE
 from benchmarks.record import Record, gpu_parser
 from hiserve import LLM
 from hiserve.bench.equality import EqualityChecker, Margin
 from hiserve.bench.spec_run import sampling
 from hiserve.models.model_config import NANO
+
+SEED = 20261121
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured; lengths in tokens."""
+
+    settings: dict[str, Any]  # of both engines
+    host_gib: float  # host tier of the engine that has one
+    prefix: int  # on the host before each measured hit
+    suffix: int  # new behind it
+    repeats: int  # of each time to first token
+    rows: int  # that decode while loads run, and with and without write-through
+    row_prompt: int  # of each of them
+    row_output: int  # of each of them, with and without write-through
+    num_loads: int  # while others decode
+    gap_steps: int  # steps between two of these, and a tenth of those before the first
+    conversations: Conversations  # over both engines
+
+
+FULL = Sizes(
+    settings={
+        "load_format": "dummy",
+        "shape": "llama-8b",
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "kv_pages": 4096,
+        "page_size": 16,
+        "max_model_len": 17_408,
+        "max_batched_tokens": 2048,
+        "max_running_requests": 32,
+    },
+    host_gib=34.0,
+    prefix=16_384,
+    suffix=256,
+    repeats=5,
+    rows=8,
+    row_prompt=512,
+    row_output=96,
+    num_loads=15,
+    gap_steps=10,
+    conversations=Conversations(32, 4, 6144, 256, 16, 2),
+)
+TINY = Sizes(
+    settings={
+        "model": NANO,
+        "device": "cpu",
+        "dtype": "float32",
+        "kv_pages": 160,
+        "page_size": 16,
+        "max_model_len": 1400,
+        "max_batched_tokens": 256,
+        "max_running_requests": 8,
+        "cpu_threads": 1,
+        "spec": "off",  # as the large shape, which has no head: one token a step
+    },
+    host_gib=0.1,
+    prefix=1024,
+    suffix=32,
+    repeats=2,
+    rows=4,
+    row_prompt=32,
+    row_output=24,
+    num_loads=3,
+    gap_steps=4,
+    conversations=Conversations(8, 2, 512, 32, 4, 2),
+)
+
+
+class Bench:
+    """Two engines of one shape, with a host tier and without, and random prompts for both."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.host = Drive(host_cache_gib=sizes.host_gib, **sizes.settings)
+        self.device = Drive(host_cache_gib=0, **sizes.settings)
+        self._rng = np.random.default_rng(SEED)
+
+    def prompt(self, length: int) -> np.ndarray:
+        return self._rng.integers(7, self.host.vocab_size, length, dtype=np.int32)
+
+    def first_token(self, drive: Drive, prompt: np.ndarray) -> Seen:
+        """Runs a request of one token, and what it leaves to be copied."""
+        seen = drive.add(prompt, 1)
+        drive.finish(seen)
+        drive.settle()
+        return seen
+
+    def close(self) -> None:
+        self.host.close()
+        self.device.close()
+
 
 BARS = {
     "hit over the longer half": 1.5,
@@ -102,16 +193,16 @@ def measure_others(bench: Bench) -> dict[str, Any]:
     while not all(len(row.times) > 3 for row in rows):
         drive.step()
     quiet_from = time.perf_counter()
-    steps_of(drive, 10 * sizes.gap_steps)
+    drive.steps(10 * sizes.gap_steps)
     quiet_to = time.perf_counter()
     drive.loads.clear()
     arrivals = []
     for _ in range(sizes.num_loads):
         drive.leave_device()
-        steps_of(drive, sizes.gap_steps)
+        drive.steps(sizes.gap_steps)
         arrivals.append(drive.add(np.concatenate((prefix, bench.prompt(sizes.suffix))), 1))
         drive.finish(arrivals[-1])
-        steps_of(drive, sizes.gap_steps)
+        drive.steps(sizes.gap_steps)
     still_decoding = sum(not row.is_done for row in rows)
     loading = [(load.begin, load.end) for load in drive.loads if load.end]
     loaded_at = [max((end for _, end in loading if end <= seen.times[0]), default=seen.added) for seen in arrivals]
@@ -209,11 +300,6 @@ def measure_same_tokens(bench: Bench) -> dict[str, Any]:
     }
 
 
-def steps_of(drive: Drive, count: int) -> None:
-    for _ in range(count):
-        drive.step()
-
-
 def overlaps(begin: float, end: float, windows: Sequence[tuple[float, float]]) -> bool:
     """Whether a stretch of time meets any of the windows."""
     return any(begin < window_end and window_begin < end for window_begin, window_end in windows)
@@ -242,24 +328,11 @@ PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
 
 
 def show(parts: dict[str, Any]) -> None:
-    """Prints the figures, shortest first, then each ratio beside its bar."""
-    for name, part in parts.items():
-        figures = {key: value for key, value in part.items() if not key.startswith("samples") and key != "ratios"}
-        if name == "conversations":
-            figures = {tier: {k: v for k, v in figures[tier].items() if k != "groups"} for tier in ("host", "device")}
-        print(f"{name}: {json.dumps(rounded(figures))}")
+    """Prints each ratio beside its bar."""
     print(f"{'ratio':<28} {'is':>8} {'bar':>6}")
     for part in parts.values():
         for name, ratio in part.get("ratios", {}).items():
             print(f"{name:<28} {'-' if ratio is None else f'{ratio:.3f}':>8} {BARS[name]:>6}")
-
-
-def rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: rounded(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [rounded(each) for each in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def main() -> int:

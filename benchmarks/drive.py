@@ -139,6 +139,10 @@ class Drive:
             seen.is_done |= bool(finish)
             start += count
 
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
     def finish(self, *requests: Seen) -> None:
         while not all(request.is_done for request in requests):
             self.step()

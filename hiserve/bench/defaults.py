@@ -13,55 +13,35 @@ from hiserve.bench.options import FITTING, CacheLoadOptions, DataOptions, Multit
 _T = TypeVar("_T", DataOptions, MultiturnOptions, OfflineOptions, CacheLoadOptions)
 Sizes = Mapping[str, int]
 
-# By section, for accelerators and for a CPU.
-LARGE: dict[type[msgspec.Struct], Sizes] = {
+# By section: sizes for accelerators, and for a CPU.
+SIZES: dict[type[msgspec.Struct], dict[str, tuple[int, int]]] = {
     DataOptions: {
-        "num_prompts": 1000,
-        "input_length": 1024,
-        "output_length": 1024,
-        "num_groups": 64,
-        "prompts_per_group": 16,
-        "system_length": 2048,
-        "question_length": 128,
+        "num_prompts": (1000, 64),
+        "input_length": (1024, 128),
+        "output_length": (1024, 64),
+        "num_groups": (64, 8),
+        "prompts_per_group": (16, 8),
+        "system_length": (2048, 512),
+        "question_length": (128, 32),
     },
-    MultiturnOptions: {"num_clients": 80, "num_rounds": 10, "request_length": 2048, "output_length": 1},
-    OfflineOptions: {"num_prompts": 256, "input_length": 1024, "output_length": 128},
+    MultiturnOptions: {
+        "num_clients": (80, 8),
+        "num_rounds": (10, 4),
+        "request_length": (2048, 256),
+        "output_length": (1, 8),
+    },
+    OfflineOptions: {"num_prompts": (256, 64), "input_length": (1024, 128), "output_length": (128, 64)},
     CacheLoadOptions: {
-        "num_conversations": 32,
-        "group_size": 4,
-        "num_rounds": 4,
-        "conversation_length": 6144,
-        "request_length": 256,
-        "num_prefixes": 64,
-        "suffixes_per_prefix": 16,
-        "prefix_length": 2048,
-        "suffix_length": 128,
-        "output_length": 16,
-    },
-}
-SMALL: dict[type[msgspec.Struct], Sizes] = {
-    DataOptions: {
-        "num_prompts": 64,
-        "input_length": 128,
-        "output_length": 64,
-        "num_groups": 8,
-        "prompts_per_group": 8,
-        "system_length": 512,
-        "question_length": 32,
-    },
-    MultiturnOptions: {"num_clients": 8, "num_rounds": 4, "request_length": 256, "output_length": 8},
-    OfflineOptions: {"num_prompts": 64, "input_length": 128, "output_length": 64},
-    CacheLoadOptions: {
-        "num_conversations": 16,
-        "group_size": 4,
-        "num_rounds": 3,
-        "conversation_length": 512,
-        "request_length": 64,
-        "num_prefixes": 8,
-        "suffixes_per_prefix": 8,
-        "prefix_length": 512,
-        "suffix_length": 32,
-        "output_length": 16,
+        "num_conversations": (32, 16),
+        "group_size": (4, 4),
+        "num_rounds": (4, 3),
+        "conversation_length": (6144, 512),
+        "request_length": (256, 64),
+        "num_prefixes": (64, 8),
+        "suffixes_per_prefix": (16, 8),
+        "prefix_length": (2048, 512),
+        "suffix_length": (128, 32),
+        "output_length": (16, 16),
     },
 }
 SHARED_PREFIX_OUTPUT = 256
@@ -75,7 +55,7 @@ def filled(options: _T, *, device: str | None, max_model_len: int | None) -> _T:
     """
     if _is_recorded(options):
         return options
-    sizes = _sizes(options, SMALL if device == "cpu" else LARGE)
+    sizes = _sizes(options, device == "cpu")
     given = {name: value for name in sizes if (value := getattr(options, name)) not in (None, FITTING)}
     free_sizes = {name: size for name, size in sizes.items() if name not in given}
     weights = _weights(options, {**free_sizes, **given})
@@ -99,8 +79,8 @@ def _is_recorded(options: msgspec.Struct) -> bool:
     return isinstance(options, CacheLoadOptions) and options.load in ("conversation-trace", "agent-sessions")
 
 
-def _sizes(options: msgspec.Struct, table: Mapping[type[msgspec.Struct], Sizes]) -> Sizes:
-    sizes = dict(table[type(options)])
+def _sizes(options: msgspec.Struct, is_small: bool) -> Sizes:
+    sizes = {name: both[is_small] for name, both in SIZES[type(options)].items()}
     if isinstance(options, DataOptions) and options.dataset == "shared-prefix":
         del sizes["num_prompts"]  # all there are
         sizes["output_length"] = min(SHARED_PREFIX_OUTPUT, sizes["output_length"])
