@@ -16,8 +16,7 @@ from hiserve.bench.datasets.recorded import (
     shortened,
 )
 from hiserve.bench.datasets.synthetic import check_fits, conversations, shared_prefixes
-from hiserve.bench.defaults import chosen
-from hiserve.bench.options import CacheLoadOptions
+from hiserve.bench.options import CacheLoadOptions, chosen
 from hiserve.bench.target import Encoder, Target
 from hiserve.bench.workload import Turn, Workload
 from hiserve.core.plan import Int32Array

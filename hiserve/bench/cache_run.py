@@ -10,10 +10,9 @@ import numpy as np
 
 from hiserve.bench.cache_loads import Requests, build
 from hiserve.bench.cache_summary import Held, Visit, endless_cache
-from hiserve.bench.defaults import filled
 from hiserve.bench.load import Begin, Send, SoFar, drive, drive_in_groups
 from hiserve.bench.online import RunOutcome, ServerUnderTest, connected, warm_up
-from hiserve.bench.options import CacheLoadOptions, ConnectionOptions, LimitOptions
+from hiserve.bench.options import CacheLoadOptions, ConnectionOptions, LimitOptions, filled
 from hiserve.bench.scrape import CacheStatsReply, CopyCounts, Series, copied, increases, read_caches, scrape
 from hiserve.bench.target import make_encoder
 from hiserve.bench.workload import Prompt, Run, Sample

@@ -10,13 +10,20 @@ from pathlib import Path
 import msgspec
 
 from hiserve.bench.datasets.recorded import agent_sessions, chats, conversation_trace, read_rows, required, text_like_it
-from hiserve.bench.datasets.synthetic import check_fits, random_prompts, shared_prefixes
-from hiserve.bench.defaults import chosen, filled
+from hiserve.bench.datasets.synthetic import check_fits, conversations, random_prompts, shared_prefixes
 from hiserve.bench.http import Pool
 from hiserve.bench.load import Begin, SoFar, arrivals, drive
 from hiserve.bench.load_client import Client
-from hiserve.bench.multiturn import chat_rounds
-from hiserve.bench.options import SYNTHETIC, ConnectionOptions, DataOptions, LimitOptions, LoadOptions, MultiturnOptions
+from hiserve.bench.options import (
+    SYNTHETIC,
+    ConnectionOptions,
+    DataOptions,
+    LimitOptions,
+    LoadOptions,
+    MultiturnOptions,
+    chosen,
+    filled,
+)
 from hiserve.bench.server_backends import BACKENDS, RequestDefaults
 from hiserve.bench.target import Counter, Target, flush, look_at, make_counter
 from hiserve.bench.workload import Run, Workload, mirrored
@@ -82,7 +89,15 @@ async def multiturn(
     ignore_eos = connection.ignore_eos is not False
     async with connected(connection, connection.backend or "openai", ignore_eos=ignore_eos, has_ids=True) as server:
         rounds = filled(rounds, device=server.target.device, max_model_len=server.target.max_model_len)
-        workload = chat_rounds(rounds, vocab_size=server.target.require_vocab_size(), seed=limits.seed)
+        sessions = conversations(
+            count=rounds.num_clients,
+            lengths=[rounds.request_length] * rounds.num_rounds,
+            output_length=rounds.output_length,
+            think_s=rounds.think_time,
+            vocab_size=server.target.require_vocab_size(),
+            seed=limits.seed,
+        )
+        workload = Workload(name="multiturn", sessions=sessions)
         check_fits(workload, server.target.max_model_len)
         return await _measure(server, workload, [0.0] * rounds.num_clients, [rounds, limits], limits, progress)
 

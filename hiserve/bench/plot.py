@@ -12,12 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hiserve.bench.cache_summary import KINDS, TIERS, Held, kind_of, tiers_of
-from hiserve.bench.multiturn import Round
 from hiserve.bench.report import usual_source
-from hiserve.bench.series import in_flight, steady_state, throughput
 from hiserve.bench.spec_run import Found
 from hiserve.bench.spec_summary import Case, CycleCost, acceptance, drafts_of, figures_of
-from hiserve.bench.summary import chunk_gaps_s, token_gaps_s, tpot_s, ttft_s, values_of
+from hiserve.bench.summary import (
+    Round,
+    chunk_gaps_s,
+    in_flight,
+    steady_state,
+    throughput,
+    token_gaps_s,
+    tpot_s,
+    ttft_s,
+    values_of,
+)
 from hiserve.bench.workload import Run
 from hiserve.errors import ConfigError
 

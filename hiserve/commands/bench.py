@@ -20,11 +20,8 @@ from hiserve.bench import offline, online, report
 from hiserve.bench.cache_run import measure
 from hiserve.bench.cache_summary import summarize_cache
 from hiserve.bench.datasets.synthetic import check_fits, random_prompts
-from hiserve.bench.defaults import filled
 from hiserve.bench.equality import are_kept
-from hiserve.bench.goodput import goodput, parse_objectives
 from hiserve.bench.load import Begin
-from hiserve.bench.multiturn import by_round, num_without_ids
 from hiserve.bench.online import RunOutcome
 from hiserve.bench.options import (
     CacheLoadOptions,
@@ -40,6 +37,7 @@ from hiserve.bench.options import (
     SoakOptions,
     SweepOptions,
     add_flags,
+    filled,
     pick,
 )
 from hiserve.bench.plot import Plotter, draw_cache, draw_spec
@@ -48,7 +46,7 @@ from hiserve.bench.report import show_cache, show_soak, show_spec
 from hiserve.bench.soak.soak_run import soak
 from hiserve.bench.spec_run import sweep_engines
 from hiserve.bench.spec_summary import figures_of
-from hiserve.bench.summary import Summary, summarize
+from hiserve.bench.summary import Summary, by_round, goodput, num_without_ids, parse_objectives, summarize
 from hiserve.bench.workload import Run
 from hiserve.commands.progress import progress
 from hiserve.config.options import Options, flat, without_secrets

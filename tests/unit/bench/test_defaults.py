@@ -7,8 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hiserve.bench.defaults import SIZES, chosen, filled
-from hiserve.bench.options import FITTING, CacheLoadOptions, DataOptions, MultiturnOptions, OfflineOptions
+from hiserve.bench.options import (
+    FITTING,
+    SIZES,
+    CacheLoadOptions,
+    DataOptions,
+    MultiturnOptions,
+    OfflineOptions,
+    chosen,
+    filled,
+)
 
 SECTIONS = [
     DataOptions(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hiserve.bench.goodput import goodput, parse_objectives
+from hiserve.bench.summary import goodput, parse_objectives
 from hiserve.errors import ConfigError
 from tests.helpers.samples import run_of, sample
 

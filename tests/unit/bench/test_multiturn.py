@@ -5,22 +5,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hiserve.bench.multiturn import by_round, chat_rounds, num_without_ids
+from hiserve.bench.datasets.synthetic import conversations
 from hiserve.bench.options import MultiturnOptions
+from hiserve.bench.summary import by_round, num_without_ids
 from tests.helpers.samples import run_of, sample
 
 ROUNDS = MultiturnOptions(num_clients=3, num_rounds=2, request_length=10, output_length=4, think_time=1.5)
 
 
 def test_every_client_has_its_own_new_tokens_each_round() -> None:
-    workload = chat_rounds(ROUNDS, vocab_size=1000, seed=42)
-    prompts = [tuple(np.asarray(turn.prompt).tolist()) for turns in workload.sessions for turn in turns]
+    sessions, again = (
+        conversations(count=3, lengths=[10, 10], output_length=4, think_s=1.5, vocab_size=1000, seed=42)
+        for _ in range(2)
+    )
+    prompts = [tuple(np.asarray(turn.prompt).tolist()) for turns in sessions for turn in turns]
     assert len(set(prompts)) == 6
     assert {len(prompt) for prompt in prompts} == {10}
-    assert [[turn.think_s for turn in turns] for turns in workload.sessions] == [[0.0, 1.5]] * 3
-    assert all(turn.extends and turn.max_tokens == 4 for turns in workload.sessions for turn in turns)
-    again = chat_rounds(ROUNDS, vocab_size=1000, seed=42)
-    assert np.array_equal(np.asarray(again.sessions[2][1].prompt), np.asarray(workload.sessions[2][1].prompt))
+    assert [[turn.think_s for turn in turns] for turns in sessions] == [[0.0, 1.5]] * 3
+    assert all(turn.extends and turn.max_tokens == 4 for turns in sessions for turn in turns)
+    assert np.array_equal(np.asarray(again[2][1].prompt), np.asarray(sessions[2][1].prompt))
 
 
 def test_a_round_summarises_its_own_samples() -> None:

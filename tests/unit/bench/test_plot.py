@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hiserve.bench.multiturn import Round
 from hiserve.bench.plot import Plotter
-from hiserve.bench.summary import Spread
+from hiserve.bench.summary import Round, Spread
 from hiserve.bench.workload import Run
 from hiserve.errors import ConfigError
 from tests.helpers.samples import run_of, sample

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hiserve.bench.series import in_flight, steady_state, throughput
-from hiserve.bench.summary import spread, summarize, token_gaps_s, tpot_s, ttft_s
+from hiserve.bench.summary import in_flight, spread, steady_state, summarize, throughput, token_gaps_s, tpot_s, ttft_s
 from tests.helpers.samples import run_of, sample
 
 

@@ -12,8 +12,7 @@ import pytest
 
 from hiserve.bench.cache_loads import Requests, build
 from hiserve.bench.datasets.recorded import shortened
-from hiserve.bench.defaults import filled
-from hiserve.bench.options import CacheLoadOptions
+from hiserve.bench.options import CacheLoadOptions, filled
 from hiserve.bench.target import Encoder, Target
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ConfigError
