@@ -16,7 +16,6 @@ RESULTS = "benchmarks/results"
 SUITES: tuple[tuple[str, ...], ...] = (
     ("-m", "benchmarks.radix"),
     ("-m", "benchmarks.planner", "--core", "1"),
-    ("benchmarks/bench_tool.py",),
     ("benchmarks/second_turn.py",),
     ("-m", "benchmarks.offline", "--threads", "1"),
     ("-m", "benchmarks.serving"),

@@ -82,7 +82,7 @@ def test_every_result_of_a_run_says_which_code_it_measures(monkeypatch: pytest.M
         for call in ast.walk(ast.parse(path.read_text()))
         if isinstance(call, ast.Call) and ast.unparse(call.func) in ("Record", "Record.of")
     ]
-    assert len(calls) >= 18
+    assert len(calls) >= 16
     assert [str(path) for path, call in calls if len(call.args) < 3] == [], "they do not say which code they measure"
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+COMPLETIONS = "/v1/completions"
 CARD = {"id": "fake", "object": "model", "max_model_len": 1000}
 
 
