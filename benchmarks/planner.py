@@ -1,19 +1,16 @@
-"""What the planning thread spends on a decode step, and on a node of the tree that is published and stored.
+"""The CPU time of the planning thread for a decode step, and for a node of the tree that is published and stored.
 
     python -m benchmarks.planner            writes benchmarks/results/planner.json
 
-Every row decodes one token a step. Rows are staggered over the page, so that in each step one
-row in sixteen takes a new page and one in sixteen publishes a full one. Results come from no
-model: they are made up between the timed parts. With a host tier every page is stored there, and
-the copies of a step have ended when the next is planned: to take that in is part of the step.
-The clock is the thread's CPU time: on a machine with other work, wall time measures the neighbours.
+Every row decodes one token a step, staggered over the page: in each step one row in sixteen takes a new page and one in
+sixteen publishes a full one. Results come from no model: they are made up between the timed parts. With a host tier every
+page is stored there, and the copies of a step have ended when the next is planned.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -92,42 +89,42 @@ def steps(planner: Planner, num_rows: int, rng: np.random.Generator) -> Iterator
         yield planned - start, committed - before, clock() - committed
 
 
+def figures(what: str, size: dict[str, int], total: str, parts: dict[str, np.ndarray], bar_us: float) -> dict[str, Any]:
+    """Returns medians, the 99th percentile and every sample, in microseconds; the first part is the one with a bar."""
+    median = {name: round(float(np.median(samples)), 1) for name, samples in parts.items()}
+    return {
+        "what": what,
+        **size,
+        "median": median,
+        "p99": {total: round(float(np.percentile(parts[total], 99)), 1)},
+        "bar_us": bar_us,
+        "met": float(np.median(parts[total])) <= bar_us,
+    }
+
+
 def measure(num_rows: int, num_steps: int, *, has_host: bool) -> dict[str, Any]:
-    """Returns medians, the 99th percentile and every sample of ``num_steps`` steps."""
+    """Measures ``num_steps`` steps after the first ones."""
     rng = np.random.default_rng(0)
     planner = decoding_planner(num_rows, num_steps, rng, has_host=has_host)
     run = steps(planner, num_rows, rng)
     for _ in range(WARM_UP_STEPS):  # the first computes the prompts
         next(run)
-    samples = np.array([next(run) for _ in range(num_steps)]) / 1e3
-    plan_us, commit_us, report_us = samples.T
-    both_us = plan_us + commit_us
-    median = statistics.median(both_us.tolist())
+    plan_us, commit_us, report_us = (np.array([next(run) for _ in range(num_steps)]) / 1e3).T
+    parts = {"plan_us": plan_us, "commit_us": commit_us, "report_us": report_us}
     tiers = "written through to the host" if has_host else "one tier"
-    return {
-        "what": f"plan + commit of a step of {num_rows} decoding rows, page {PAGE_SIZE}, publication included, {tiers}",
-        "rows": num_rows,
-        "steps": num_steps,
-        "stored_pages": planner.stats().cache.stores.num_fulfilled,
-        "median": {
-            "plan_and_commit_us": round(median, 1),
-            "plan_us": round(float(np.median(plan_us)), 1),
-            "commit_us": round(float(np.median(commit_us)), 1),
-            "report_us": round(float(np.median(report_us)), 1),
-        },
-        "p99": {"plan_and_commit_us": round(float(np.percentile(both_us, 99)), 1)},
-        "bar_us": BARS_US[num_rows],
-        "met": median <= BARS_US[num_rows],
-        "samples": {
-            "plan_us": plan_us.round(1).tolist(),
-            "commit_us": commit_us.round(1).tolist(),
-            "report_us": report_us.round(1).tolist(),
-        },
-    }
+    what = f"plan + commit of a step of {num_rows} decoding rows, page {PAGE_SIZE}, publication included, {tiers}"
+    found = figures(
+        what,
+        {"rows": num_rows, "steps": num_steps, "stored_pages": planner.stats().cache.stores.num_fulfilled},
+        "plan_and_commit_us",
+        {"plan_and_commit_us": plan_us + commit_us} | parts,
+        BARS_US[num_rows],
+    )
+    return found | {"samples": {name: samples.round(1).tolist() for name, samples in parts.items()}}
 
 
 def measure_nodes(num_pages: int, num_nodes: int) -> dict[str, Any]:
-    """Returns what it takes to publish a new node, to begin its store and to take in the end of that."""
+    """Measures the publication of a new node, the begin of its store, and the end of that."""
     rng = np.random.default_rng(0)
     room = num_pages * num_nodes + 2
     cache = PrefixCache(num_pages=room, page_size=PAGE_SIZE, namespace=b"bench", num_host_pages=room)
@@ -150,22 +147,14 @@ def measure_nodes(num_pages: int, num_nodes: int) -> dict[str, Any]:
             cache.take_events(tier)
     publish_us, begin_us, settle_us = np.array(samples[num_nodes // 10 :]).T / 1e3
     all_us = publish_us + begin_us + settle_us
-    median, bar = float(np.median(all_us)), NODE_BAR_US + PAGE_BAR_US * num_pages
-    return {
-        "what": f"publication and backup of a node of {num_pages} pages",
-        "pages": num_pages,
-        "nodes": all_us.size,
-        "median": {
-            "publish_and_store_us": round(median, 1),
-            "publish_us": round(float(np.median(publish_us)), 1),
-            "begin_store_us": round(float(np.median(begin_us)), 1),
-            "settle_us": round(float(np.median(settle_us)), 1),
-        },
-        "p99": {"publish_and_store_us": round(float(np.percentile(all_us, 99)), 1)},
-        "bar_us": bar,
-        "met": median <= bar,
-        "samples": {"publish_and_store_us": all_us.round(1).tolist()},
-    }
+    found = figures(
+        f"publication and backup of a node of {num_pages} pages",
+        {"pages": num_pages, "nodes": all_us.size},
+        "publish_and_store_us",
+        {"publish_and_store_us": all_us, "publish_us": publish_us, "begin_store_us": begin_us, "settle_us": settle_us},
+        NODE_BAR_US + PAGE_BAR_US * num_pages,
+    )
+    return found | {"samples": {"publish_and_store_us": all_us.round(1).tolist()}}
 
 
 def main() -> None:
@@ -179,13 +168,8 @@ def main() -> None:
     results += [measure_nodes(num_pages, options.steps) for num_pages in NODE_PAGES]
     for result in results:
         print(result["what"], result["median"], result["p99"], "bar met" if result["met"] else "BAR MISSED")
-    command = " ".join(["python -m benchmarks.planner", *sys.argv[1:]])
-    record = Record(options.out, command, *MEASURED)
-    record |= {
-        "what": "Cost of a decode step on the planning thread: CPU time of the thread, pinned to one core.",
-        "load": f"1-minute load average {os.getloadavg()[0]:.1f}",
-        "results": results,
-    }
+    record = Record(options.out, " ".join(["python -m benchmarks.planner", *sys.argv[1:]]), *MEASURED)
+    record |= {"load": f"1-minute load average {os.getloadavg()[0]:.1f}", "results": results}
     record.save()
 
 
