@@ -28,7 +28,7 @@ import torch
 from benchmarks.conversations import Conversations, copied_pages, counted, input_rate, visit
 from benchmarks.drive import Drive, Seen
 from benchmarks.measured import ENGINE
-from benchmarks.record import Record, gpu_parser
+from benchmarks.record import Record, gpu_parser, judge
 from hiserve import LLM
 from hiserve.bench.equality import EqualityChecker, Margin
 from hiserve.bench.spec_run import sampling
@@ -134,6 +134,9 @@ BARS = {
     "write-through": 1.03,
     "conversations": 3.0,
 }
+
+
+LEAST = ("conversations",)  # the others are at most
 
 
 def measure_hit(bench: Bench) -> dict[str, Any]:
@@ -327,14 +330,6 @@ PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
 }
 
 
-def show(parts: dict[str, Any]) -> None:
-    """Prints each ratio beside its bar."""
-    print(f"{'ratio':<28} {'is':>8} {'bar':>6}")
-    for part in parts.values():
-        for name, ratio in part.get("ratios", {}).items():
-            print(f"{name:<28} {'-' if ratio is None else f'{ratio:.3f}':>8} {BARS[name]:>6}")
-
-
 def main() -> int:
     """Writes the result file, part by part; returns 1 if the tokens are not the same."""
     parser = gpu_parser(__doc__)
@@ -358,7 +353,8 @@ def main() -> int:
     if sizes.settings["device"] == "cuda":
         result["peak_device_bytes"] = torch.cuda.max_memory_allocated()
         result.save()
-    show(result["parts"])
+    ratios = {k: v for part in result["parts"].values() for k, v in part.get("ratios", {}).items() if v is not None}
+    judge(ratios, least={k: BARS[k] for k in ratios if k in LEAST}, most={k: BARS[k] for k in ratios if k not in LEAST})
     return int(not result["parts"].get("same_tokens", {"is_kept": True})["is_kept"])
 
 

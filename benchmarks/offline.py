@@ -8,7 +8,6 @@ each, greedy, no prefix shared or kept. Bars: at least 3 x ``generate`` one prom
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -18,14 +17,14 @@ import torch
 import transformers
 
 from benchmarks.measured import ENGINE
-from benchmarks.record import RESULTS, Record
+from benchmarks.record import RESULTS, Record, judge, medians
 from hiserve import LLM, SamplingParams
 from hiserve.models.model_config import find_model
 
 ROWS, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 256, 128
 ROUNDS = 7
 SEED = 20261121
-BAR_ONE_BY_ONE, BAR_BATCHED = 3.0, 1.0
+BARS = {"one by one": 3.0, "batched": 1.0}
 
 
 def timed(work: Callable[..., object], *arguments: object) -> float:
@@ -61,23 +60,20 @@ def main() -> int:
             samples["batched"].append(timed(generate, prompts))
         ours = [result.outputs[0].token_ids for result in llm.generate(lists, sampling)]
     agreeing = float(np.mean(np.array(ours) == generate(prompts).numpy()))
-    medians = {name: statistics.median(values) for name, values in samples.items()}
-    ratios = {name: medians["hiserve"] / medians[name] for name in ("one by one", "batched")}
+    tokens_per_s = medians(samples, 1)
+    ratios = {name: tokens_per_s["hiserve"] / tokens_per_s[name] for name in BARS}
     command = f"python -m benchmarks.offline --threads {threads}"
     record = Record(RESULTS / "offline.json", command, *ENGINE, "hiserve/llm", "benchmarks/offline.py")
     record |= {
         "workload": f"{ROWS} x {PROMPT_TOKENS} -> {OUTPUT_TOKENS} tokens, float32, {threads} threads, seed {SEED}",
-        "tokens_per_s": {name: round(value, 1) for name, value in medians.items()},
+        "tokens_per_s": tokens_per_s,
         "ratios": {name: round(value, 2) for name, value in ratios.items()},
-        "bars": {"one by one": BAR_ONE_BY_ONE, "batched": BAR_BATCHED},
+        "bars": BARS,
         "tokens_equal_to_transformers": round(agreeing, 4),
         "samples_tokens_per_s": {name: [round(value, 1) for value in values] for name, values in samples.items()},
     }
     record.save()
-    for name, value in medians.items():
-        print(f"{name:<12} {value:8.1f} tokens/s")
-    print(f"against one by one {ratios['one by one']:.2f} x, batched {ratios['batched']:.2f} x; equal {agreeing:.2%}")
-    return int(ratios["one by one"] < BAR_ONE_BY_ONE or ratios["batched"] < BAR_BATCHED)
+    return int(bool(judge(ratios, least=BARS)))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
-"""What every result file says about the run behind it."""
+"""The result file of a suite: its head, the spread of samples, and figures beside their bars."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import hiserve
 from benchmarks.measured import measured
@@ -57,3 +61,29 @@ def about(command: str, *paths: str, at_commit: str | None = None, num_gpus: int
 
 def _run(*command: str) -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def medians(samples: Mapping[str, Sequence[float]], digits: int = 3) -> dict[str, float]:
+    return {name: round(statistics.median(values), digits) for name, values in samples.items()}
+
+
+def judge(found: Mapping[str, float], *, least: Mapping[str, float] = {}, most: Mapping[str, float] = {}) -> list[str]:
+    """Prints figures beside their bars; returns the names of those that miss theirs."""
+    missed = [name for name in least if found[name] < least[name]] + [name for name in most if found[name] > most[name]]
+    for name, figure in found.items():
+        bar = f"≥ {least[name]:g}" if name in least else f"≤ {most[name]:g}" if name in most else ""
+        print(f"{name:<28} {figure:>10.4g} {bar:<10} {'MISSED' if name in missed else ''}".rstrip(), flush=True)
+    return missed
+
+
+def spread(samples: Sequence[float]) -> tuple[float, float, float]:
+    """Returns the median, the 10th and the 90th percentile."""
+    low, median, high = np.percentile(np.asarray(samples, dtype=float), (10, 50, 90))
+    return float(median), float(low), float(high)
+
+
+def spread_text(samples: Sequence[float], form: str, unit: str = "") -> str:
+    """Returns ``26 ms [24 – 31]``: median and spread in a format, as ``.2f``; one sample is said to be one."""
+    median, low, high = spread(samples)
+    apart = f"{low:{form}} – {high:{form}}" if len(samples) > 1 else "one sample"
+    return f"{median:{form}}{unit} [{apart}]"

@@ -15,7 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.measured import SERVER
-from benchmarks.record import RESULTS, Record
+from benchmarks.record import RESULTS, Record, judge
 from benchmarks.served import serving
 from hiserve.bench.load_client import Client
 from hiserve.bench.online import ServerUnderTest, connected
@@ -83,8 +83,9 @@ def main() -> int:
         "rounds": rounds,
     }
     record.save()
-    print(f"second turn {cached:.1f} ms, uncached {uncached:.1f} ms, ratio {cached / uncached:.3f} (bar {BAR})")
-    return int(cached / uncached > BAR)
+    return int(
+        bool(judge({"cached, ms": cached, "uncached, ms": uncached, "ratio": cached / uncached}, most={"ratio": BAR}))
+    )
 
 
 if __name__ == "__main__":

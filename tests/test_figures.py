@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import __main__ as bench
 from benchmarks import measured, readme, record
-from benchmarks.spread import spread, spread_text
+from benchmarks.record import spread, spread_text
 
 ROOT = Path(__file__).parents[1]
 SOURCE = '''"""Adds."""
@@ -47,7 +47,7 @@ def test_the_page_of_figures_and_the_table_of_the_readme_are_those_of_the_result
 def test_each_figure_says_its_commit_and_whether_it_is_older_than_what_it_measures() -> None:
     found = {"hardware": "H", "command": "c", "date": "today", "commit": "abc1234"}
     assert readme.source(found) == f"H; `c`, today at abc1234; **{STALE}**"
-    found["measured"] = measured.measured("benchmarks/spread.py")  # type: ignore[assignment]
+    found["measured"] = measured.measured("benchmarks/record.py")  # type: ignore[assignment]
     assert readme.source(found) == "H; `c`, today at abc1234"
     found["measured"] |= {"digest": "0" * 16}  # type: ignore[operator]
     assert STALE in readme.source(found)
@@ -73,8 +73,8 @@ def test_code_is_the_same_whatever_is_said_of_it_and_no_longer_when_it_does_some
 
 def test_every_result_of_a_run_says_which_code_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "commit", lambda *paths: "abc1234")
-    said = record.about("c", "hiserve/core", "benchmarks/spread.py")
-    assert said["measured"] == measured.measured("hiserve/core", "benchmarks/spread.py")
+    said = record.about("c", "hiserve/core", "benchmarks/record.py")
+    assert said["measured"] == measured.measured("hiserve/core", "benchmarks/record.py")
     assert measured.is_current(said)
     calls = [
         (path, call)

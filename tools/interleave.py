@@ -17,7 +17,7 @@ import tempfile
 from io import BytesIO
 from pathlib import Path
 
-from benchmarks.spread import spread
+from benchmarks.record import spread
 from tools.interleave_probe import PROBES, WALL, Figures
 
 ROOT = Path(__file__).parents[1]

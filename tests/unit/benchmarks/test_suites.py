@@ -19,14 +19,14 @@ def test_a_record_holds_what_is_said_of_the_run_and_every_figure_that_was_there_
     tmp_path: Path,
 ) -> None:
     given = gpu_parser(None).parse_args([str(tmp_path / "out.json"), "abc1234", "--tiny"])
-    record = Record.of(given, "python -m benchmarks.x OUT.json COMMIT", "benchmarks/spread.py")
+    record = Record.of(given, "python -m benchmarks.x OUT.json COMMIT", "benchmarks/record.py")
     record |= {"parts": {}}
     record["parts"]["first"] = 1
     record.save()
     found = json.loads(given.out.read_text())
     assert found == dict(record)
     assert (found["commit"], found["parts"]) == ("abc1234", {"first": 1})
-    assert found["measured"]["paths"] == ["benchmarks/spread.py"]
+    assert found["measured"]["paths"] == ["benchmarks/record.py"]
 
 
 def test_a_counter_of_the_gate_that_was_not_there_before_counts_whole() -> None:
