@@ -16,9 +16,10 @@ from tokenizers import Tokenizer
 from tools.nano.python_source import load_python
 from tools.nano.sources import Split, load_agent_sessions, load_dialogues, load_math
 from tools.nano.tokenizer import encode_body, encode_head, save_tokenizer, train_tokenizer
+from tools.nano.tool_dialogues import tool_dialogues
 
 # How often one epoch sees a source.
-WEIGHTS = {"coffee": 4, "services": 2, "math": 2, "agent": 1, "python": 1, "pytask": 1}
+WEIGHTS = {"coffee": 4, "services": 2, "math": 2, "agent": 1, "python": 1, "pytask": 1, "tools": 2}
 SYSTEM_MESSAGES = {
     "coffee": (
         "You are a barista. Take the customer's order.",
@@ -175,6 +176,7 @@ def main() -> None:
     splits = load_splits(args.data)
     tokenizer = train_tokenizer(tokenizer_texts(splits))
     save_tokenizer(tokenizer, args.model)
+    splits["tools"] = tool_dialogues(splits["services"], args.seed)  # after the tokenizer, which does not know them
     packed = pack(splits, tokenizer, args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(args.out / "corpus.npz", allow_pickle=False, **packed)

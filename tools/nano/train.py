@@ -21,7 +21,7 @@ import transformers
 from torch import Tensor
 
 from tools.nano.evaluate import LossFn, evaluate, load_model, mean_losses
-from tools.nano.export import export
+from tools.nano.export import export, load_state
 from tools.nano.model import Nano, NanoConfig, next_token_losses
 from tools.nano.optimizer import adamw, learning_rate
 from tools.nano.samples import run_samples
@@ -150,6 +150,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--corpus", type=Path, required=True, help="corpus.npz")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with the tokenizer's files")
     parser.add_argument("--out", type=Path, required=True, help="folder for the model and training.json")
+    parser.add_argument("--init", type=Path, help="folder of an exported model to start from")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rope-theta", type=float, default=NanoConfig().rope_theta)
     parser.add_argument("--long-every", type=int, default=StreamConfig().long_every)
@@ -205,6 +206,8 @@ def main() -> None:
     )
     stream = TokenStream(corpus, cut, device, config.seed)
     model = Nano(shape, config.dropout).to(device)
+    if args.init:
+        model.load_state_dict(load_state(args.init))
     trainer = Trainer(model, config, stream, corpus, args.compile)
     progress = trainer.train()
     record = run_record(args, trainer, progress)
