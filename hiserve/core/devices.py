@@ -1,4 +1,4 @@
-"""Which CUDA device each replica has: replica r runs on the r-th of ``--devices``, and sees no other."""
+"""The CUDA device of each replica: replica r runs on the r-th of ``--devices``, and sees no other."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from hiserve.config.options import Options
 from hiserve.config.settings import Settings
 from hiserve.errors import ConfigError
 
-VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"  # CUDA's own: which devices a process sees, and in which order
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"  # CUDA's own variable: the devices that a process sees, in order
 
 
 def choose_devices(options: Options, num_found: int, *, on_cpu: bool) -> tuple[int, ...]:
-    """Returns the number of each replica's device: the first ones, unless some are given; nothing on cpu.
+    """Returns the number of each replica's device, by default the first ones; empty on cpu.
 
     Args:
         options: As given.
-        num_found: CUDA devices of this machine, as this process sees them.
-        on_cpu: The model runs there, and no replica has a device.
+        num_found: CUDA devices that this process sees.
+        on_cpu: The model runs on cpu.
 
     Raises:
-        ConfigError: One is unknown or named twice, or there is not one for each replica.
+        ConfigError: A device is unknown or named twice, or there is not one for each replica.
     """
     given, replicas = options.parallel.devices, options.parallel.replicas
     if on_cpu:
@@ -59,33 +59,19 @@ def choose_devices(options: Options, num_found: int, *, on_cpu: bool) -> tuple[i
 
 
 def devices_of(settings: Settings) -> tuple[int, ...]:
-    """Returns the number of each replica's device; nothing on cpu."""
+    """Returns the number of each replica's device; empty on cpu."""
     return () if settings.parallel.devices is None else _numbers(settings.parallel.devices)
 
 
 def least_memory(devices: Sequence[int], memory_bytes: Sequence[int]) -> int:
-    """Returns the memory of the smallest device that a replica has: each is planned with so much.
-
-    Args:
-        devices: Number of each replica's device.
-        memory_bytes: Of each CUDA device of this machine.
-    """
+    """Returns the memory of the smallest of these devices, by number: every replica is planned for it."""
     return min(memory_bytes[number] for number in devices)
 
 
 def environment_of(settings: Settings, replica: int, environ: Mapping[str, str] = os.environ) -> dict[str, str] | None:
-    """Returns the environment of a worker's process, in which its device is the only one and thus the first.
+    """Returns the environment of a replica's worker, in which its device is the only one; None on cpu.
 
-    Whatever takes the first device then takes the right one, libraries included, and no process opens a context on the
-    device of another.
-
-    Args:
-        settings: Of all replicas.
-        replica: Index from 0.
-        environ: Of this process.
-
-    Returns:
-        None where a worker needs none of its own, as on cpu.
+    Libraries that take the first device then take the right one, and no process opens a context on another's device.
     """
     devices = devices_of(settings)
     if not devices:
@@ -96,11 +82,7 @@ def environment_of(settings: Settings, replica: int, environ: Mapping[str, str] 
 
 
 def _numbers(given: str) -> tuple[int, ...]:
-    """Reads the numbers of ``--devices``.
-
-    Raises:
-        ConfigError: It is no list of numbers.
-    """
+    """Reads the numbers of ``--devices``; raises ``ConfigError`` if it is no list of numbers."""
     words = [word.strip() for word in given.split(",")]
     if not all(word.isascii() and word.isdigit() and len(word) <= 4 for word in words):
         raise ConfigError(

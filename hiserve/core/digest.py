@@ -1,4 +1,4 @@
-"""Digests that name a prefix: one namespace, then a chain with one link per page."""
+"""Digests of prefixes: one of the namespace, then a chain with one per page."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Chain = Callable[[bytes, bytes, int], list[bytes]]
 
 
 def namespace_digest(*parts: str | bytes) -> bytes:
-    """Returns the 16-byte digest of the fields that keep two caches apart.
+    """Returns the 16-byte digest of the fields that separate two caches.
 
-    Each part is length-prefixed, so that ``("ab", "c")`` and ``("a", "bc")`` differ. Some parts are secrets, others
-    are chosen by callers: nobody can make two namespaces meet, or tell the parts from the digest.
+    Each part is length-prefixed, so that ``("ab", "c")`` and ``("a", "bc")`` differ. Some parts are secrets, others come from
+    callers: the digest resists collisions and reveals no part.
     """
     hasher = hashlib.sha256()
     for part in parts:
@@ -39,7 +39,7 @@ def chain(parent: bytes, key: bytes, page_size: int) -> list[bytes]:
 
 
 def strong_chain(parent: bytes, key: bytes, page_size: int) -> list[bytes]:
-    """Returns what ``chain`` does, at some 1 us a page, by a hash for which nobody can choose prompts that collide."""
+    """As ``chain``, but collision resistant; takes about 1 us per page."""
     return _links(_sha256, parent, key, page_size)
 
 
@@ -47,13 +47,13 @@ def chain_of(is_strong: bool) -> Chain:
     """Returns the chain that all parts of a server use.
 
     Args:
-        is_strong: Pages are found by their digest alone, as in a store. The radix tree compares tokens as well.
+        is_strong: Pages are found by digest alone, as in a store; the radix tree also compares tokens.
     """
     return strong_chain if is_strong else chain
 
 
 def pack_tokens(tokens: np.ndarray) -> bytes:
-    """Packs token ids into the little-endian int32 bytes that keys are made of."""
+    """Returns token ids as little-endian int32 bytes, the form of keys."""
     return np.ascontiguousarray(tokens, dtype="<i4").tobytes()
 
 
@@ -71,5 +71,5 @@ def _sha256(data: bytes) -> bytes:
 
 
 def split_digests(joined: bytes) -> list[bytes]:
-    """Returns the single digests of several joined ones."""
+    """Splits joined digests."""
     return [joined[start : start + DIGEST_BYTES] for start in range(0, len(joined), DIGEST_BYTES)]

@@ -1,4 +1,4 @@
-"""The interface of a proposer of drafts: what it takes after a step, and the pieces of its work that graphs can hold."""
+"""The interface of proposers: a step for which they draft, and their operations, which graphs can capture."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from hiserve.core.upload import upload
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftStep:
-    """A step of B rows and T tokens whose outcome the rows hold already; S of the rows sampled.
+    """A step of B rows and T tokens whose result is applied to the rows; S of the rows sampled.
 
-    Row b stored ``first[b]`` tokens before it, and computed ``q_lens[b]`` more, its former drafts included.
+    Row b had ``first[b]`` stored tokens before it, and computed ``q_lens[b]`` more, verified drafts included.
 
     Attributes:
         rows: int64 ``[B]``, on the device.
-        first: int64 ``[B]``. Tokens stored before the step; of an illegal row anything.
-        legal: bool ``[B]``. Rows that passed the check; drafts of the others go to the padding page.
-        sampling: int64 ``[S]``. Which of the B rows sampled: the last token that they know is new.
+        first: int64 ``[B]``. Tokens stored before the step; undefined for an illegal row.
+        legal: bool ``[B]``. Rows that passed the check; the others write to the padding page.
+        sampling: int64 ``[S]``. Indices of the rows that sampled: their last known token is new.
         q_lens: int32 ``[B]``, on the host. Tokens that each row computed.
         kv_bounds: int32 ``[B]``, on the host. Upper bounds of the tokens that each row stores, these included.
         num_draft: Drafts to propose for each sampling row.
-        is_greedy: No row draws at random.
+        is_greedy: No row samples at random.
         hidden_states: ``[T, n]``, the model's output of ``Proposer.aux_layers`` for each token; None if there are none.
-        is_static: The tensors stay where they are and hold another step in each replay of a graph. All rows computed
-            the same number of tokens, and sample.
+        is_static: The tensors are static inputs of a graph. All rows computed the same number of tokens, and sampled.
     """
 
     rows: Tensor
@@ -78,7 +77,7 @@ class DraftLayout:
 
         Args:
             step: Not static.
-            max_kv_len: Places of a row's pages: a token past a row's last place attends over these alone.
+            max_kv_len: Slots of a row's pages: a token after the last slot attends only to these.
         """
         q_lens = step.q_lens + np.int32(1)
         counts = q_lens.astype(np.int64)
@@ -121,7 +120,7 @@ class DraftLayout:
         )
 
     def within(self, max_kv_len: int) -> DraftLayout:
-        """Returns the same tokens, where no row attends over more than so many."""
+        """Returns the same tokens with an upper bound of all lengths."""
         return replace(self, kv_bounds=np.full_like(self.kv_bounds, max_kv_len), max_kv_len=max_kv_len)
 
 
@@ -135,8 +134,8 @@ class DraftChain:
         positions: int64 ``[S]``. Of each row's next draft. Changed.
         logits: ``[S, vocab_size]``, of that draft. Changed.
         carried: ``[S, F]``. The proposer's state at the token before it. Changed.
-        layout: Of forwards that compute one token of each row. Replaced as rows grow, unless the chain is static.
-        is_static: As that of the step: all tensors stay where they are.
+        layout: Of forwards of one token per row. Replaced as rows grow, unless the chain is static.
+        is_static: As ``DraftStep.is_static``.
     """
 
     rows: Tensor
@@ -149,47 +148,40 @@ class DraftChain:
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """All that a draft depends on and changes, besides the rows."""
+        """The tensors that drafting reads and changes, besides the rows."""
         return self.rows, self.legal, self.positions, self.logits, self.carried
 
 
 class Proposer(Protocol):
-    """Guesses the next tokens of rows, cheaper than the model computes them.
+    """Guesses the next tokens of rows at a lower cost than the model.
 
     After each step that is not cold, either ``update_only`` runs, or ``prepare``, then ``draft``, then ``extend`` and
-    ``draft`` for each further draft. Nothing waits for the device. Drafts change no output, only how many of its tokens
-    are accepted.
+    ``draft`` for each later draft. No operation waits for the device. Drafts do not change the output, only the number of
+    accepted tokens.
     """
 
-    # Layers of the model, counted from 0, whose output the proposer takes of every token, side by side; the number
-    # of layers stands for the input of the output head
+    # Layers of the model, from 0, whose outputs for every token, concatenated, the proposer reads; the number of layers is
+    # the input of the output head
     aux_layers: tuple[int, ...]
 
     def is_capturable(self, num_rows: int, width: int) -> bool:
-        """Returns whether graphs can hold its work after static steps of so many rows and tokens per row.
-
-        If so, static steps of this shape may follow: what their graphs share is made now.
-        """
+        """Returns whether its operations after static steps of this shape can be captured; then allocates shared tensors."""
 
     def prepare(self, step: DraftStep) -> DraftChain | None:
-        """Computes what the first draft of each sampling row is drawn from.
-
-        Returns:
-            None if nothing is left to do: no row samples, or all drafts are written.
-        """
+        """Computes the logits of the first draft of each sampling row; None if no row samples or all drafts are written."""
 
     def draft(self, chain: DraftChain, *, is_greedy: bool) -> None:
-        """Draws the next draft of each row, and writes it after the tokens that the row knows."""
+        """Samples the next draft of each row, and writes it after the row's known tokens."""
 
     def extend(self, chain: DraftChain) -> None:
-        """Computes the draft drawn last, so that the next one can be drawn."""
+        """Computes the latest draft, for the logits of the next one."""
 
     def update_only(self, step: DraftStep) -> None:
-        """Keeps what later drafts need of a step after which none is proposed."""
+        """Updates the proposer's state by a step without drafts."""
 
 
 def propose(proposer: Proposer, step: DraftStep) -> None:
-    """Writes ``num_draft`` drafts after what each sampling row knows; graphs do the same in ``runners.draft_graphs``."""
+    """Writes ``num_draft`` drafts after the known tokens of each sampling row; ``runners.draft_graphs`` does it by graphs."""
     if not step.num_draft:
         proposer.update_only(step)
         return

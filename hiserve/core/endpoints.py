@@ -1,4 +1,4 @@
-"""Addresses of sockets: public ones, ``tcp://host:port`` or ``ipc://path``, and the files of private ones."""
+"""Endpoints of sockets: public ones, ``tcp://host:port`` or ``ipc://path``, and the files of private ones."""
 
 from __future__ import annotations
 
@@ -22,13 +22,7 @@ _IPC = re.compile(r"ipc://(?!\*$).+")
 
 
 def endpoint_of(endpoint: str, replica: int, num_replicas: int) -> str:
-    """Returns the endpoint of one replica: the next port for each, or the path and its number.
-
-    Args:
-        endpoint: As given, checked.
-        replica: From 0.
-        num_replicas: With one, it has the endpoint itself.
-    """
+    """Returns the endpoint of a replica: one port for each, or the path and the replica's number; one replica has the endpoint."""
     if num_replicas == 1:
         return endpoint
     tcp = _TCP.fullmatch(endpoint)
@@ -81,7 +75,7 @@ def _check(endpoint: str, name: str, num_replicas: int) -> None:
 
 
 def _address(endpoint: str) -> str:
-    """Returns what two endpoints must not share: the port, whatever the interface, or the path."""
+    """Returns the part that must differ between endpoints: the port, on any interface, or the path."""
     tcp = _TCP.fullmatch(endpoint)
     return tcp["port"] if tcp else endpoint
 
@@ -91,7 +85,7 @@ POLL_S = 0.002
 
 
 def new_endpoint() -> str:
-    """Returns an endpoint at which nobody listens yet, in a new directory for this user alone.
+    """Returns a new endpoint, in a new directory that only this user can read.
 
     Raises:
         ResourceError: The directory for temporary files cannot be used.
@@ -103,12 +97,12 @@ def new_endpoint() -> str:
 
 
 def path_of(endpoint: str) -> Path:
-    """Returns the file of an ``ipc://`` endpoint; it exists while somebody listens there."""
+    """Returns the file of an ``ipc://`` endpoint; it exists while a socket listens there."""
     return Path(endpoint.removeprefix(SCHEME))
 
 
 def wait_for_listener(endpoint: str, timeout_s: float, may_come: Callable[[], bool]) -> None:
-    """Returns once somebody listens at a new endpoint, or nobody will: time is over, it was removed, or hope is lost."""
+    """Waits until a socket listens at a new endpoint, it is removed, ``may_come`` returns False, or the timeout."""
     path, late_s = path_of(endpoint), time.monotonic() + timeout_s
     while path.parent.is_dir() and not path.exists() and may_come() and time.monotonic() < late_s:
         time.sleep(POLL_S)
@@ -120,10 +114,10 @@ def remove(endpoint: str) -> None:
 
 
 def require_free(path: Path) -> None:
-    """Refuses a path that zmq would take from a living process, or from a file that is no socket.
+    """Checks that no living process listens at a path and that it is no other file: zmq would replace both.
 
     Raises:
-        OSError: It is one of both.
+        OSError: One of these is there.
     """
     if not path.exists():
         return

@@ -29,8 +29,8 @@ class LayerKV:
 class ForwardInputs:
     """One ragged batch: B rows, T tokens in row order, N rows of logits.
 
-    All that a model's forward and its attention may read. Every tensor lies on the device and holds exact lengths. The
-    host knows the exact tokens of each row, and upper bounds of its length, so that shapes never wait for the device.
+    A model's forward and its attention read only this. Every tensor is on the device and has exact lengths. The host knows
+    the exact tokens of each row, and upper bounds of its length, so that shapes never wait for the device.
 
     Attributes:
         input_ids: int32 ``[T]``. Token ids.

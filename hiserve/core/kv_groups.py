@@ -1,4 +1,4 @@
-"""KV groups: what each slot of a page holds, per group of layers."""
+"""KV groups: the content of a page's slots, by group of layers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int  # KV heads per layer
     head_dim: int
     dtype: str  # element type name, a key of ``ELEMENT_BYTES``
-    # What a row is. ``kv``: one key and one value vector per KV head. ``token_position``: the token id in the place
-    # of the key, its position in that of the value. ``boundary``: the keys of a page are one vector of the page;
-    # the first of its values is 1 if what drafts has computed the page.
+    # Content of a slot. ``kv``: one key and one value vector per KV head. ``token_position``: the token id as key, the
+    # position as value. ``boundary``: the keys of a page are one vector, the hidden state of its last token; the first of
+    # its values is 1 if the draft head has computed the page.
     codec: str = "kv"
 
     @property
@@ -41,7 +41,7 @@ class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def page_hidden_group(size: int, page_size: int, dtype: str) -> CacheGroupSpec:
-    """Returns the group of what drafting goes on with behind each page: a vector of ``size`` elements, and a mark."""
+    """Returns the group of the hidden state at the end of each page, a vector of ``size`` elements, and a mark."""
     head_dim = max(1, -(-size // page_size))
     return CacheGroupSpec(
         name="boundary", num_layers=1, num_kv_heads=1, head_dim=head_dim, dtype=dtype, codec="boundary"

@@ -1,4 +1,4 @@
-"""What this machine offers, found without torch."""
+"""Cores, memory and devices of this machine, found without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hiserve.errors import ResourceError
 
 GIB = 2**30
 
-# Files of a control group, versions 2 and 1: limit, usage, and what of the usage is cache that gives way.
+# Files of a control group, versions 2 and 1: limit, usage, statistics, and the name of the reclaimable cache in these.
 _MEMORY_FILES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
@@ -22,14 +22,14 @@ _MEMORY_FILES = (
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``resolve`` must know of the machine."""
+    """The machine, as ``resolve`` needs it."""
 
     cores: int  # CPU cores this process may use
     memory_bytes: int  # memory still available to it, control-group limits included
     cuda_memory_bytes: tuple[int, ...]  # memory of each CUDA device, all of it
     shm_bytes: int = 0  # free in /dev/shm
-    # Pages of a segment that ``--host-cache-name`` names and a former server left, in bytes; 0 when there is none.
-    # What such segments take of memory and /dev/shm is counted as available.
+    # Bytes of pages in the segment that a former server left under ``--host-cache-name``; 0 without one. The memory of
+    # such segments counts as available.
     kept_bytes: int = 0
 
 
@@ -77,7 +77,7 @@ def _available_memory(meminfo: Path, groups: Path) -> int:
 
 
 def _free_bytes(place: Path) -> int:
-    """Room in a file system; none where there is no such place."""
+    """Free bytes of a file system; 0 if the path does not exist."""
     try:
         status = os.statvfs(place)
     except OSError:
@@ -91,9 +91,9 @@ def _read_table(path: Path) -> dict[str, int]:
 
 
 def free_cuda_bytes() -> int:
-    """Returns the free memory of the first CUDA device, of all processes together; 0 where it cannot be asked.
+    """Returns the free memory of the first CUDA device; 0 if it cannot be read.
 
-    NVML needs no context on the device, which would take memory itself. A worker sees its own device alone.
+    NVML needs no context on the device, which would take memory. A worker sees only its own device.
     """
     driver, devices = _cuda_devices()
     nvml = _library("libnvidia-ml.so.1")
@@ -101,7 +101,7 @@ def free_cuda_bytes() -> int:
         return 0
     bus, handle, memory = ctypes.create_string_buffer(64), ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()
     found = (
-        driver.cuDeviceGetPCIBusId(bus, len(bus), devices[0]) == 0  # which of NVML's this process sees first
+        driver.cuDeviceGetPCIBusId(bus, len(bus), devices[0]) == 0  # of the first device that this process sees
         and nvml.nvmlDeviceGetHandleByPciBusId_v2(bus, ctypes.byref(handle)) == 0
         and nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0
     )
@@ -110,13 +110,13 @@ def free_cuda_bytes() -> int:
 
 
 def _cuda_memory() -> tuple[int, ...]:
-    """Total memory of each CUDA device in bytes, asked of the driver."""
+    """Total memory of each CUDA device in bytes, by the driver."""
     driver, devices = _cuda_devices()
     found = []
     for device in devices:
         total = ctypes.c_size_t()
         if driver.cuDeviceTotalMem_v2(ctypes.byref(total), device) != 0:
-            break  # those behind it would get other numbers
+            break  # later devices would get other numbers
         found.append(total.value)
     return tuple(found)
 

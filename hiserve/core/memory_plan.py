@@ -1,4 +1,4 @@
-"""The memory of each worker: how large its pools are and why, item by item, and which tiers of its cache cannot help."""
+"""The memory plan of a worker: sizes with their reasons, bytes by item, and remarks on tiers that cannot help."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hiserve.core.step_memory import CONTEXT_BYTES, SPARE_SHARE, ModelFacts, ste
 from hiserve.core.transfers import STAGING_BYTES
 from hiserve.errors import ConfigError, ResourceError
 
-# Of ``auto`` on cpu, where the device's pages lie in the same memory: enough to outlive a worker, and soon touched.
+# Of ``auto`` on cpu, where host and device pages share one memory: enough to survive a worker, and quickly made resident.
 MAX_CPU_POOL_BYTES, MAX_CPU_HOST_BYTES = 2 * GIB, GIB // 4
 # Bytes that a row's tables take per token and per page, on the device and on the host together.
 TOKEN_ENTRY_BYTES, PAGE_ENTRY_BYTES = 8, 12
@@ -25,7 +25,7 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
     """Options, and the values of those that do not depend on memory."""
 
     given: Options
-    # Its longest request is the longest that may be asked for; the plan may lower it where that was ``auto``
+    # ``max_model_len`` is an upper bound, which the plan may lower if it was ``auto``.
     model: ModelSettings
     scheduler: SchedulerSettings  # rows and tokens of the largest step
     runner: RunnerSettings
@@ -51,7 +51,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     reasons: dict[str, str]  # the reason of each value that was ``auto``, by option
 
     def lines(self) -> tuple[str, ...]:
-        """Returns each size with its reason, for people."""
+        """Returns a line for each size, with its reason."""
         sizes = {
             "kv_pages": f"{self.kv_pages:,} KV pages of {self.page_bytes:,} bytes",
             "max_model_len": f"requests of up to {self.max_model_len:,} tokens",
@@ -102,7 +102,7 @@ def plan_memory(chosen: Chosen, model: ModelFacts, machine: Machine) -> MemoryPl
     """Sizes the pools and the longest request of a worker, and checks that all of it fits.
 
     Raises:
-        ConfigError: Sizes that were given contradict each other.
+        ConfigError: Given sizes contradict each other.
         ResourceError: Something does not fit in memory; the message says what to lower.
     """
     worker = _Worker(chosen, model, machine)
@@ -135,7 +135,7 @@ def plan_memory(chosen: Chosen, model: ModelFacts, machine: Machine) -> MemoryPl
 
 
 def choose_spec(given: Options, model: ModelFacts, length: int) -> tuple[SpecSettings, str]:
-    """Returns the proposer, and why where that was ``auto``; ``length`` is the longest request."""
+    """Returns the proposer, and the reason, empty if it was given; ``length`` is the longest request."""
     who, why = given.spec.spec, ""
     if who == "auto":
         if model.draft is None:
@@ -188,10 +188,10 @@ class _Worker:
         )
 
     def size_pool(self) -> tuple[int, int, dict[str, str]]:
-        """Returns pages, longest request and why; whichever of the two was ``auto`` shrinks to what there is.
+        """Returns pages, longest request and reasons; a size that was ``auto`` is lowered to fit.
 
         Raises:
-            ConfigError: The pages that were given do not hold a request of the length that was given.
+            ConfigError: The given pages do not hold a request of the given length.
             ResourceError: The pages do not fit.
         """
         page_size, given = self._cache.page_size, self._cache.kv_pages
@@ -199,7 +199,7 @@ class _Worker:
         may_shrink = self._chosen.given.model.max_model_len == "auto"
         if may_shrink:
             reasons["max_model_len"] = "the model's context"
-            # What no pool could hold needs no tables either.
+            # No longer than the largest pool: its tables take memory too.
             length = min(length, max(2, self._room // self.page_bytes * page_size))
         if isinstance(given, int):
             pages = given
@@ -223,7 +223,7 @@ class _Worker:
         )
 
     def _auto_pages(self, length: int) -> tuple[int, str]:
-        """Returns the pages of ``auto``, and what bounds them.
+        """Returns the pages of ``auto``, and the reason.
 
         Raises:
             ResourceError: Fewer than two fit: one for padding, one to use.
@@ -297,14 +297,14 @@ class _Worker:
         )
 
     def size_host(self, pages: int, room: int) -> tuple[float, str]:
-        """Returns the GiB of the host cache, and why where that was decided here.
+        """Returns the GiB of the host cache, and the reason; empty if it was given.
 
         Args:
             pages: Of the device pool.
             room: Bytes of host memory that are left.
 
         Raises:
-            ConfigError: The size that was given holds fewer than two pages.
+            ConfigError: The given size holds fewer than two pages.
             ResourceError: It does not fit.
         """
         given, page, where = self._cache.host_cache_gib, self.page_bytes, "memory"
@@ -318,7 +318,7 @@ class _Worker:
         if isinstance(given, str):
             kept = self._machine.kept_bytes
             size, why = (kept, "the size of the segment that was kept") if kept else min(shares)
-            if size < 2 * page:  # one is nobody's
+            if size < 2 * page:  # page 0 is unused
                 return 0.0, f"{size / GIB:.2g} GiB would hold fewer than two pages of {page / GIB:.2g} GiB"
         else:
             size, why = int(given * GIB), ""
@@ -336,7 +336,7 @@ class _Worker:
         return size / GIB if isinstance(given, str) else given, why
 
     def _host_shares(self, pool: int, room: int) -> list[tuple[int, str]]:
-        """Returns the sizes that a host cache has at most under ``auto``, each with its reason."""
+        """Returns the upper bounds of a host cache under ``auto``, each with its reason."""
         if self._chosen.on_cpu:
             return [
                 (room // 4, "a quarter of the memory that is left"),

@@ -1,8 +1,7 @@
-"""The seam: BatchPlan goes down to the executing half, StepResult comes back up.
+"""The seam: BatchPlan goes to the executing half, StepResult comes back.
 
-Both are frozen and hold integers only, so that they can be logged, replayed, broadcast to
-tensor-parallel ranks and tested without torch. They are columnar: one array per field,
-not one object per row.
+Both are frozen, columnar (one array per field) and without tensors, so that they can be logged, replayed, broadcast to
+tensor-parallel ranks and tested without torch.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class TableWrites:
     Attributes:
         rows: int32 ``[W]``. Which row's table.
         indices: int32 ``[W]``. Which entry: covers positions ``index * page_size`` and on.
-        pages: int32 ``[W]``. The page, never 0 (the sink).
+        pages: int32 ``[W]``. The page, never 0 (the padding page).
         owners: int32 ``[W]``. Number of the allocation that handed the page out.
             The device keeps ``page_owner[page]``; an entry whose owner differs is stale.
         are_new: bool ``[W]``. The page was handed out for tokens that are to be computed. Without elements, none was.
@@ -84,24 +83,24 @@ class BatchPlan:
 
     Attributes:
         step_id: Monotone from 1.
-        release: int32 ``[R]``. Rows given back before anything else.
+        release: int32 ``[R]``. Rows released first.
         admit: Requests that take a row.
         table: Page-table entries to write.
         rows: int32 ``[B]``. Rows of this step; each appears once. Those that compute one token, and their drafts,
             come before those with more of a prompt.
         num_new: int32 ``[B]``. Tokens to compute, drafts included; at least 1.
         num_draft: int32 ``[B]``. Of these, how many are drafts; only where ``samples``.
-        samples: bool ``[B]``. The row reaches the end of what is known and emits tokens.
+        samples: bool ``[B]``. The row reaches the end of its known tokens and emits tokens.
         num_scored: int32 ``[B]``. Of the new tokens, the first that many are followed by a prompt token
             whose log-probability is wanted.
         max_len: int32 ``[B]``. Upper bound of the row's length after the step (the exact
             length lives on the device).
         num_propose: Drafts to propose, once the step is done, for each row that samples.
-        is_cold: What drafts does nothing behind the step, and so leaves its tokens out; ``num_propose`` is 0.
-        host_release: int32 ``[H]``. Host pages given back, before the copies.
-        copies: Copies between tiers to start. The step reads nothing that they write but what it waits for.
-        waits: Loads, of this plan or before, whose bytes the step's forward reads: it waits for them on the device.
-        lookups: Questions to the store beyond the host.
+        is_cold: The proposer does not run after the step, and lacks its tokens; ``num_propose`` is 0.
+        host_release: int32 ``[H]``. Host pages freed before the copies.
+        copies: Copies between tiers to start. The step reads none of their targets, except those of ``waits``.
+        waits: Loads, of this plan or an earlier one, whose pages the step reads: its forward waits for them on the device.
+        lookups: Lookups in the store.
         relocation_version: Version under which the page tables were planned.
         may_replay: The step may be replayed as a graph.
     """
@@ -176,7 +175,7 @@ class Scores:
 
     @classmethod
     def unpack(cls, packed: bytes, num_top: int) -> Scores:
-        """Returns the scores of several tokens that ``pack`` wrote, one behind the other, with the same ``num_top``."""
+        """Returns the scores of tokens that ``pack`` wrote one after the other with the same ``num_top``."""
         words = np.frombuffer(packed, dtype="<i4").reshape(-1, 1 + 2 * num_top)
         return cls(
             logprobs=words[:, 0].view("<f4"),
@@ -187,7 +186,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class StepFault:
-    """Why a step was given up, though nothing is wrong with the device."""
+    """The reason why a step failed although the device works."""
 
     kind: str  # ``OUT_OF_MEMORY`` or ``OUT_OF_RESOURCES`` of ``core.step_faults``
     message: str  # the first line of the error
@@ -196,7 +195,7 @@ class StepFault:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """What a step produced, for its sampling rows in plan order.
+    """The result of a step, for its sampling rows in plan order.
 
     Attributes:
         step_id: The plan's.
@@ -207,9 +206,9 @@ class StepResult:
             of the step wants them.
         prompt_scores: Of prompt tokens, N = ``num_scored.sum()`` in plan order; None when there are none.
         faults: int32 ``[F]``. Rows of the plan whose page table or ``last_loc`` failed the
-            device check; their writes went to the sink and their tokens mean nothing.
-        deferred: Why the gate did not let the step run, nothing of it was computed then; empty if it ran.
-        fault: Why it was given up, perhaps half computed: what the device has of its rows means nothing. Else None.
+            device check; their writes went to the padding page and their tokens are undefined.
+        deferred: Reason why the gate deferred the step, which computed nothing; empty if it ran.
+        fault: Reason why the step failed, perhaps half computed: its rows on the device are undefined. None if it did not.
     """
 
     step_id: int

@@ -1,4 +1,4 @@
-"""What a caller asks for: sampling parameters, and why a request ended."""
+"""The parameters of a request, and the reasons why it ends."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LENGTHS = {"stop": MAX_STOPS, "stop_token_ids": MAX_STOP_TOKENS, "logit_bias": M
 
 
 class FinishReason(IntEnum):
-    """Why a request ended. Travels as an integer; ``text`` is OpenAI's word."""
+    """The reason why a request ended. Travels as an integer; ``text`` is OpenAI's word."""
 
     RUNNING = 0
     STOP = 1
@@ -75,18 +75,18 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SpecParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How a request uses the engine's speculation. Its output is the same in any case.
+    """A request's use of the engine's speculation, which does not change its output.
 
     Attributes:
-        enabled: False verifies no drafts; true asks for an engine that speculates; None takes what there is.
-        num_steps: Drafts verified at once, at most; None leaves it to the engine. Range 0 to 15.
+        enabled: False verifies no drafts; True requires an engine that speculates; None leaves it to the engine.
+        num_steps: Most drafts verified at once; None leaves it to the engine. Range 0 to 15.
     """
 
     enabled: bool | None = None
     num_steps: Annotated[int, msgspec.Meta(ge=0, le=MAX_SPEC_STEPS)] | None = None
 
     def __post_init__(self) -> None:
-        """Refuses a number out of range.
+        """Checks the range.
 
         Raises:
             RequestError: ``num_steps`` is.
@@ -99,7 +99,7 @@ class SpecParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How the next token is chosen, when to stop, and what to tell of the choice.
+    """The choice of the next token, the end of the reply, and the reported probabilities.
 
     A token's logit is changed in this order: ``logit_bias``, penalties, ``min_tokens``, temperature,
     then top-k, top-p and min-p, each over what the one before it left.
@@ -135,7 +135,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        """Refuses values out of range, with the field's name.
+        """Checks the ranges.
 
         Raises:
             RequestError: A field is out of range or not a number.
@@ -168,23 +168,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return msgspec.structs.replace(self, seed=secrets.randbelow(MAX_SEED + 1))
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuses token ids that the model does not have.
-
-        Args:
-            vocab_size: Token ids must be below it.
+        """Checks that all token ids are below ``vocab_size``.
 
         Raises:
-            RequestError: ``stop_token_ids`` or ``logit_bias`` names such a token.
+            RequestError: One in ``stop_token_ids`` or ``logit_bias`` is not.
         """
         for name in ("stop_token_ids", "logit_bias"):
             if not all(0 <= token < vocab_size for token in getattr(self, name) or ()):
                 raise RequestError(f"{name} must hold token ids between 0 and {vocab_size - 1}.", param=name)
 
     def check_spec(self, spec_steps: int) -> None:
-        """Refuses speculation that the engine does not have.
-
-        Args:
-            spec_steps: Drafts that it verifies at once, at most; 0 without speculation.
+        """Checks ``spec`` against an engine that verifies up to ``spec_steps`` drafts at once, 0 without speculation.
 
         Raises:
             RequestError: ``spec`` asks for speculation where there is none, or for more drafts.
@@ -204,7 +198,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
 
     def most_drafts(self, spec_steps: int) -> int:
-        """Returns how many drafts to verify at once, at most; ``spec_steps`` where the request leaves it to the engine."""
+        """Returns the most drafts to verify at once; ``spec_steps`` if the request leaves it to the engine."""
         if self.spec is None:
             return spec_steps
         if self.spec.enabled is False:

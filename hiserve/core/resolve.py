@@ -33,7 +33,7 @@ Section = TypeVar("Section", bound=msgspec.Struct)
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings, and how they came about."""
+    """Settings, with the decisions that led to them."""
 
     settings: Settings  # a value for every option, without the cache identity
     decisions: tuple[str, ...]  # one line for each value that was chosen here
@@ -98,7 +98,7 @@ def _choose(options: Options, model: ModelFacts, machine: Machine) -> Chosen:
 
 
 def _settings(chosen: Chosen, memory: MemoryPlan) -> Settings:
-    """Joins what was chosen and what was planned."""
+    """Joins chosen and planned values."""
     options, length = chosen.given, memory.max_model_len
     body_bytes = min(MAX_INT32, max(LEAST_BODY_BYTES, BODY_BYTES_PER_TOKEN * length))
     return Settings(

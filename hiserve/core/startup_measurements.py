@@ -1,4 +1,4 @@
-"""Measurements of a worker's start. Its successors take them over, so that they run the same steps."""
+"""Measurements at the start of a worker. Its successors use them too, so that they run the same steps."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class StepCosts(msgspec.Struct, frozen=True, dict=True):
     """Seconds that the parts of a step take.
 
     Attributes:
-        rows: ``[R]``, ascending. Rows of the measured batches; others cost as the next larger one.
-        tiers: ``[C]``, ascending from 0. Drafts of each row that may be chosen; others cost likewise.
+        rows: ``[R]``, ascending. Rows of the measured batches; other numbers cost as the next larger one.
+        tiers: ``[C]``, ascending from 0. Numbers of drafts that may be chosen; others cost as the next larger one.
         verify: ``[R][C]``. A step that verifies that many drafts of each row, with few stored tokens.
         follow: ``[R][C]``. The draft forward after that step, which gives the first draft.
-        draft: ``[R]``. Each further draft.
+        draft: ``[R]``. Each draft after the first.
         verify_token: Added to a step by each stored token of any row.
-        draft_token: Added to each draft forward by it.
-        times_own_drafts: A step ends after its own drafts are made, not before.
+        draft_token: Added to each draft forward by each stored token.
+        times_own_drafts: The time of a step includes the drafts made after it, not those made before it.
     """
 
     rows: list[int]
@@ -41,15 +41,15 @@ class StepCosts(msgspec.Struct, frozen=True, dict=True):
         return self.tiers[-1]
 
     def bucket(self, num_rows: int) -> int:
-        """Returns the index in R of the batch that stands for so many rows; the last for more than were measured."""
+        """Returns the index in R of the measured batch for so many rows, at most the last."""
         return bisect_left(self.rows, num_rows, hi=len(self.rows) - 1)
 
     def tier(self, num_draft: int) -> int:
-        """Returns the index in C of the tier that stands for so many drafts."""
+        """Returns the index in C of the tier for so many drafts, at most the last."""
         return bisect_left(self.tiers, num_draft, hi=len(self.tiers) - 1)
 
     def shares(self, bucket: int) -> FloatArray:
-        """Returns the cost of the head's part with each tier, as a share of a step without head, float64 ``[C]``."""
+        """Returns the added cost of each tier as a share of a step without drafts, float64 ``[C]``."""
         return self.seconds(bucket, 0.0) / self.verify[bucket][0] - 1
 
     def extend_s(self, bucket: int, num_stored: float) -> FloatArray:
@@ -77,10 +77,10 @@ class StepCosts(msgspec.Struct, frozen=True, dict=True):
 
 
 class StartupMeasurements(msgspec.Struct, frozen=True):
-    """Handed from a worker to its successor. The values of ``auto`` were decided before; the configuration has them."""
+    """Measurements that a worker passes to its successors, beside the values of ``Settings``."""
 
-    free_bytes: int = 0  # memory of the device that was free when the first worker started; 0 if unknown
-    draft_costs: StepCosts | None = None  # costs of drafts; None where their number is not chosen step by step
+    free_bytes: int = 0  # free memory of the device when the first worker started; 0 if unknown
+    draft_costs: StepCosts | None = None  # None if the number of drafts is fixed
 
 
 NO_MEASUREMENTS = StartupMeasurements()

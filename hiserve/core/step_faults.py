@@ -1,4 +1,4 @@
-"""Tells errors that cost a step from those that cost the process: memory that ran out leaves a device as it was."""
+"""Classifies errors: exhausted memory or kernel resources fail a step, other errors the process."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 OUT_OF_MEMORY = "out_of_memory"
 OUT_OF_RESOURCES = "out_of_resources"  # of a multiprocessor, for a kernel of this shape
 
-# What allocators say, of torch on CUDA and CPU, of CUDA and its libraries, FlashInfer's workspace, oneDNN and C++; and CUDA
-# and Triton of a kernel.
-_SAYINGS = {
+# In messages of torch on CUDA and CPU, CUDA and its libraries, FlashInfer's workspace, oneDNN and C++; of a kernel, of CUDA and
+# Triton.
+_MESSAGES = {
     "out of memory": OUT_OF_MEMORY,
     "can't allocate memory": OUT_OF_MEMORY,
     "_STATUS_ALLOC_FAILED": OUT_OF_MEMORY,
@@ -20,24 +20,24 @@ _SAYINGS = {
     "too many resources requested for launch": OUT_OF_RESOURCES,
     "out of resource": OUT_OF_RESOURCES,
 }
-_TRITON_ERROR = "OutOfResources"  # of no class that others have, too
+_TRITON_ERROR = "OutOfResources"  # by name: triton may be absent
 
 
 def fault_of(error: Exception) -> str:
-    """Returns what ran out, ``OUT_OF_MEMORY`` or ``OUT_OF_RESOURCES``; empty if that is not what happened.
+    """Returns ``OUT_OF_MEMORY`` or ``OUT_OF_RESOURCES``; empty for any other error.
 
-    Nothing that CUDA reports of a kernel that ran is among these: such errors stay with the context.
+    Errors that CUDA reports of a kernel that ran are others: they persist in the context.
     """
     if isinstance(error, MemoryError):
         return OUT_OF_MEMORY
     if not (isinstance(error, RuntimeError) or type(error).__name__ == _TRITON_ERROR):
         return ""
     message = str(error)
-    return next((kind for saying, kind in _SAYINGS.items() if saying in message), "")
+    return next((kind for text, kind in _MESSAGES.items() if text in message), "")
 
 
 def attempt(work: Callable[[], str]) -> str:
-    """Works, and returns what the work does; what ran out, if that is why it failed."""
+    """Returns the result of ``work``, or its ``fault_of`` if it failed so; other errors are raised."""
     try:
         return work()
     except Exception as error:
@@ -48,6 +48,6 @@ def attempt(work: Callable[[], str]) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Returns what an error says, without the pages that torch adds."""
+    """Returns the first line of an error's message, without the traces that torch adds."""
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""The shapes that decide how much memory a model takes, and what a step takes of a CUDA device: upper bounds, by item."""
+"""The shape of a model, and upper bounds of the device memory of a step, by item."""
 
 from __future__ import annotations
 
@@ -9,38 +9,37 @@ import msgspec
 from hiserve.config.settings import DType, Graphs
 from hiserve.core.plan import MAX_SCORED_TOKENS
 
-# Of the driver, of compiled kernels and of libraries' own workspaces; no allocator of ours counts them.
-CONTEXT_BYTES = 1 << 30
-# One in so many bytes of the device stays free, for what the allocator cannot join.
-SPARE_SHARE = 50
-# Tokens that are drawn at once where there is more to it than the likeliest, or a draw from all. Bytes for an entry of the
-# vocabulary in each: logits, their float32 copy, penalties' counts, order, probabilities, their sum in float64, noise.
-# And for a known token of a row whose penalties count it.
+CONTEXT_BYTES = (
+    1 << 30
+)  # of the driver, compiled kernels and workspaces of libraries, which the allocator does not count
+SPARE_SHARE = 50  # one in so many bytes of the device stays free, against fragmentation
+# Sampling with filters or penalties: tokens per slice; bytes per vocabulary entry of a token (logits, float32 copy, counts
+# of penalties, order, probabilities, float64 sums, noise); bytes per known token of a row with penalties.
 DRAWN_SLICE, DRAWN_BYTES, COUNTED_BYTES = 256, 64, 20
-# Rows whose log-probabilities are made at once, and bytes for an entry of theirs.
+# Log-probabilities: rows per slice, bytes per vocabulary entry of a row.
 SCORED_SLICE, SCORED_BYTES = 128, 24
-# Programs that leave partial results for each other, query vectors of one, and what libraries keep beside them.
+# Attention: programs with partial results, query vectors per program, bytes of schedules and workspaces of libraries.
 MAX_PROGRAMS, PROGRAM_QUERIES, SCHEDULE_BYTES = 320, 128, 64 << 20
-# Graphs of all sizes together have at most so many times the rows, or tokens, of the largest; a graph of any size
-# costs the driver some memory, too.
+# Graphs of all sizes: rows, or tokens, as a multiple of those of the largest; tokens of the largest piece; number of sizes;
+# bytes of the driver per graph.
 ROW_BUCKETS, TOKEN_BUCKETS, MAX_PIECE_TOKENS = 7, 7, 2048
 NUM_BUCKETS, GRAPH_BYTES = 21, 512 << 10
-# Of mixed steps that are one graph: tokens of the largest, of all sizes together how many times those, sizes, and parts of
-# its attention.
+# Mixed steps as one graph: tokens of the largest, tokens of all sizes as a multiple of these, number of sizes, parts of the
+# attention.
 MAX_MIXED_TOKENS, MIXED_BUCKETS, NUM_MIXED, MIXED_PARTS = 512, 5, 8, 16
-# Graphs of a number of rows: the forward, and each way of drawing behind it. Of drafts: what takes a step in, and
-# what does where no draft is wanted; and each way of drawing, and what computes a draft, which follow steps of any width.
+# Graphs per size: of a step, the forward and two ways of sampling; of drafts, per width ``prepare`` and ``update_only``, and
+# for all widths two ways of ``draft``, and ``extend``.
 ROW_GRAPHS, FOLLOW_GRAPHS, CHAIN_GRAPHS = 3, 2, 3
-# Copies of a head's features for each token of a draft forward: fused, of the token before, beside the embedding. Of the
-# logits of each draft: a head's own, those of the model's vocabulary, those that are kept.
+# Per token of a draft forward, copies of the features: fused, of the token before, beside the embedding. Per draft, copies
+# of the logits: of the head's vocabulary, of the model's, and the kept ones.
 FEATURE_COPIES, DRAFT_LOGITS = 4, 3
-# Bytes of a token's columns: ids, positions, slots, rows, offsets, and its angles twice in float32 for each element. Of
-# a page in a row's table.
+# Bytes of a token's columns (ids, positions, slots, rows, offsets), of its angles per element (twice float32), and of a
+# page in a row's table.
 COLUMN_BYTES, ANGLE_BYTES, PAGE_BYTES = 48, 8, 4
 
 
 class StepShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model's step is made of."""
+    """The dimensions of a model's step."""
 
     num_layers: int
     hidden_size: int  # width of the residual stream
@@ -57,15 +56,15 @@ class StepShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What the drafts behind a step are made of."""
+    """The dimensions of a draft forward."""
 
     step: StepShape  # of the model or head that computes drafts
-    shown_elements: int  # elements of a token's hidden states, ``aux_layers`` together
+    shown_elements: int  # elements of a token in the outputs of ``aux_layers``
     feature_size: int  # elements of it that a page keeps for its last token
 
 
 class DraftFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``resolve`` must know of what drafts for a model."""
+    """A draft head or draft model, as ``resolve`` needs it."""
 
     kind: str  # ``eagle3``, ``mtp`` or ``draft_model``
     num_params: int
@@ -74,7 +73,7 @@ class DraftFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``resolve`` must know of a model."""
+    """A model, as ``resolve`` needs it."""
 
     context_length: int  # longest context, in tokens
     checkpoint_dtype: DType  # type name of the stored weights
@@ -96,18 +95,18 @@ def step_memory(
     widths: Sequence[int] = (1,),
     draft: DraftShape | None = None,
 ) -> dict[str, int]:
-    """Returns bytes, item by item; together they bound what any step takes.
+    """Returns bytes by item; their sum bounds the memory of any step.
 
     Args:
         shape: Of the model.
         dtype_bytes: Of an element of weights and activations.
-        max_rows: Rows that run at once.
-        max_tokens: Of a step.
+        max_rows: Most rows of a step.
+        max_tokens: Most tokens of a step.
         max_len: Longest row, in tokens.
         page_size: Tokens per page.
-        graphs: Which steps are captured; resolved.
-        widths: Tokens of each row that steps compute which draw from all of them: 1, and those with drafts.
-        draft: Of what drafts behind each step, if a model or a head does.
+        graphs: Captured steps.
+        widths: Tokens per row of steps that sample from all of them: 1, and those of verifying steps.
+        draft: Of the draft head or model; None without one.
     """
     tables = max_rows * -(-max_len // page_size) * PAGE_BYTES
     attention_bytes = 4 * MAX_PROGRAMS * PROGRAM_QUERIES * (shape.head_dim + 1)
@@ -125,7 +124,7 @@ def step_memory(
     if draft is not None:
         kept = (max_tokens * draft.shown_elements + (max_rows + 1) * draft.feature_size) * dtype_bytes
         logits = DRAFT_LOGITS * max_rows * draft.step.vocab_size * dtype_bytes
-        # By then the step's own activations are free again.
+        # The activations of the step itself are free by then.
         drafting = (max_tokens + max_rows) * _draft_bytes(draft, dtype_bytes) + logits + tables
         items["features and drafts"] = kept + max(0, drafting - activations)
     if graphs != "off":
@@ -139,21 +138,21 @@ def step_memory(
 
 
 def _token_bytes(shape: StepShape, dtype_bytes: int) -> int:
-    """Bytes of a token where a layer is widest: four times the residual stream, and attention's parts or the MLP's."""
+    """Most bytes of a token in a layer: four times the residual stream, and the parts of attention or of the MLP."""
     attention = 2 * shape.qkv_elements + shape.num_heads * shape.head_dim
     elements = 4 * shape.hidden_size + max(attention, shape.mlp_elements)
     return elements * dtype_bytes + COLUMN_BYTES + ANGLE_BYTES * shape.head_dim
 
 
 def _draft_bytes(draft: DraftShape, dtype_bytes: int) -> int:
-    """Likewise of a token that a draft forward computes."""
+    """Most bytes of a token in a draft forward."""
     return _token_bytes(draft.step, dtype_bytes) + FEATURE_COPIES * draft.feature_size * dtype_bytes
 
 
 def _graph_bytes(
     shape: StepShape, dtype_bytes: int, max_rows: int, max_tokens: int, graphs: Graphs, widths: Sequence[int]
 ) -> int:
-    """Graphs share one pool: it holds the largest one's activations, and what each leaves to be read after its replay."""
+    """Bytes of the pool that all graphs share: the activations of the largest, and the outputs of each."""
     logits = ROW_BUCKETS * max_rows * sum(widths) * shape.vocab_size * dtype_bytes
     num_tokens, num_graphs = max_rows * max(widths), ROW_GRAPHS * NUM_BUCKETS * len(widths)
     handed_over = 0
@@ -173,7 +172,7 @@ def _graph_bytes(
 def _draft_graph_bytes(
     draft: DraftShape, dtype_bytes: int, max_rows: int, max_tokens: int, graphs: Graphs, widths: Sequence[int]
 ) -> int:
-    """What graphs of all sizes show of their tokens, the logits of each number of rows, and the largest draft forward."""
+    """Bytes of the hidden states of graphs of all sizes, of the logits per number of rows, and of the largest draft forward."""
     num_shown = ROW_BUCKETS * max_rows * sum(widths)
     if graphs == "all":
         num_shown += TOKEN_BUCKETS * min(max_tokens, MAX_PIECE_TOKENS) + MIXED_BUCKETS * min(

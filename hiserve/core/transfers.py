@@ -1,4 +1,4 @@
-"""Copies of pages between tiers: what the planning half orders, and how each order ended."""
+"""Copies of pages between tiers: orders of the planning half, and their acknowledgements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 class CopyKind(IntEnum):
-    """Where the bytes go."""
+    """The direction of a copy."""
 
     LOAD = 0  # host to device
     OFFLOAD = 1  # device to host
@@ -21,19 +21,19 @@ class CopyKind(IntEnum):
 
 DEVICE_KINDS = (CopyKind.LOAD, CopyKind.OFFLOAD)
 STORE_LANES = 4  # lookups and prefetches that run at once
-# Memory of a CUDA device that large pages pass through, both directions together. Others wait for the copy engine while
-# a piece crosses, a fifth of it at least; but each piece costs the enqueuing thread time, which the thread that launches
-# forwards lacks: with pieces of 16 MiB a step took twice as long.
+# Staging memory of a CUDA device for large pages, both directions together. Other copies wait for the copy engine during a
+# piece, a fifth of this memory at least. But enqueuing a piece takes the GIL from the thread that launches forwards: with
+# pieces of 16 MiB a step took twice as long.
 STAGING_BYTES = 160 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageRun:
-    """Full pages that follow each other in a prefix, and what they hold.
+    """Adjacent full pages of a prefix, and their content.
 
     Attributes:
         pages: int32 ``[n]``. Host pages, first to last; n is at least 1.
-        namespace: 16 bytes. Digest of the root that the prefix hangs below.
+        namespace: 16 bytes. Digest of the root of the prefix.
         parent: 16 bytes. Digest of the page before the first; ``namespace`` where there is none.
         digests: One chain digest per page (see ``core.digest.chain``).
         key: Packed int32 tokens of all pages.
@@ -55,11 +55,11 @@ class PageCopy:
     Attributes:
         op: Number of the order, monotone from 1.
         kind: Direction.
-        device_pages: int32 ``[n]``; empty where the device has no part in it.
+        device_pages: int32 ``[n]``; empty for a copy between host and store.
         host_pages: int32 ``[n]``. The partner of each device page.
-        after_step: The copy may begin when the forward of this step is done: the last one that could touch the
-            device pages before a LOAD, the one that wrote them before a STORE. 0 is at once.
-        run: What the host pages hold, or will hold; None of a LOAD.
+        after_step: The copy may begin when the forward of this step is done: the last one that may touch the device
+            pages before a LOAD, the one that wrote them before an OFFLOAD. 0 is at once.
+        run: Content of the host pages; None of a LOAD.
     """
 
     op: int
@@ -72,7 +72,7 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoreLookup:
-    """A question to a store: how many of these pages, from the first on, does it have? Answered once."""
+    """A lookup of the number of leading pages that a store has. Answered once."""
 
     uid: int  # the request
     digests: list[bytes]  # of the pages, at least one, in the order of their prefix
@@ -80,15 +80,15 @@ class StoreLookup:
 
 @dataclass(frozen=True, slots=True)
 class CopyAck:
-    """How an order ended. Nothing of it reads or writes any page from now on."""
+    """The end of a copy, which no longer reads or writes any page."""
 
     op: int
-    reason: str = ""  # why it failed, in one word for a counter; empty if all bytes arrived
+    reason: str = ""  # of a failure, one word for a counter; empty if all bytes arrived
     num_bytes: int = 0
-    seconds: float = 0.0  # time from its beginning to its end, its waits not included
+    seconds: float = 0.0  # duration, without waits
     num_pages: int = 0  # leading pages of a PREFETCH that arrived
 
     @property
     def is_ok(self) -> bool:
-        """All bytes arrived."""
+        """Whether all bytes arrived."""
         return not self.reason

@@ -1,4 +1,4 @@
-"""Carries host arrays to the device, asynchronously."""
+"""Copies host arrays to the device, asynchronously."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _ALIGNMENT_BYTES = 8
-# CUDA sends so much along with its commands; more is left to the copy engine, which may be busy with pages: on an H200
-# 60 kB took 37 ms beside a load of 2 GiB, and 34 us where a kernel read them across the link.
+# CUDA sends copies up to this size within its command stream. The copy engine executes larger ones, and may be busy with
+# pages: on an H200 60 kB took 37 ms beside a load of 2 GiB, and 34 us by a kernel that reads over the link.
 _MAX_COPY_BYTES = 8 << 10
 
 _TORCH_DTYPES = {
@@ -26,11 +26,11 @@ _TORCH_DTYPES = {
 def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
     """Copies arrays to the device through one staging buffer, pinned on CUDA, without a host sync.
 
-    Pages that are loaded meanwhile do not hold it up.
+    Concurrent loads of pages do not delay it.
 
     Args:
         arrays: Of int32, int64, float64 or bool; any shape. They may change after the call.
-        device: Where to.
+        device: Of the result.
 
     Returns:
         One tensor for each array, of its shape and type; views of one buffer.
@@ -55,17 +55,13 @@ def _read_across(staging: Tensor, device: torch.device) -> Tensor:
     """Copies pinned memory, a whole number of words, by a kernel of the device."""
     words = torch.as_tensor(_Mapped(staging), device=device)
     moved = torch.bitwise_or(words, 0).view(torch.uint8)
-    # torch knows of copies, not of kernels, that read pinned memory: it keeps this until the stream has come here.
+    # torch tracks copies, not kernels, that read pinned memory: this copy keeps the staging buffer until here.
     moved[:_ALIGNMENT_BYTES].copy_(staging[:_ALIGNMENT_BYTES], non_blocking=True)
     return moved
 
 
 class _Mapped:
-    """Pinned memory as the device sees it, as words.
-
-    Args:
-        staging: uint8 ``[n]``, n a multiple of ``_ALIGNMENT_BYTES``.
-    """
+    """Pinned memory, uint8 ``[n]``, as words that the device reads; n is a multiple of ``_ALIGNMENT_BYTES``."""
 
     def __init__(self, staging: Tensor) -> None:
         self._staging = staging

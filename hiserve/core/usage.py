@@ -1,4 +1,4 @@
-"""What a request used: prompt tokens from the cache, by tier, and drafts that were verified."""
+"""Use of the cache and of drafts by a request."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class CacheUse(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def source(self) -> str:
-        """The tier that gave most of them, the nearest of several; one of ``SOURCES``, cold when there are none."""
+        """The tier with most of them, the nearest of equals; ``COLD`` without any. One of ``SOURCES``."""
         return max(SOURCES[1:], key=lambda tier: int(getattr(self, tier))) if self.num_tokens else COLD
 
     def __add__(self, other: CacheUse) -> CacheUse:
-        """Returns the use of two prompts, this one and a later one; the miss is that of this one."""
+        """Returns the sum of two prompts, with the miss of the first."""
         return CacheUse(
             self.device + other.device, self.host + other.host, self.store + other.store, self.miss, self.miss_at
         )
@@ -41,10 +41,10 @@ NOTHING = CacheUse()  # of a request that never reached a worker
 
 
 class DraftUse(msgspec.Struct, frozen=True, array_like=True):
-    """Drafts that were verified, and what they gave.
+    """Verified and accepted drafts.
 
-    A step appends one token to a reply in any case. Accepted is what it appends beyond: drafts that agree with what the
-    model drew, less those behind the end of the reply.
+    A step appends one token to a reply without drafts. Each accepted draft is one token more; drafts after the end of the
+    reply do not count.
     """
 
     verify_steps: int = 0  # steps of a row that verified a draft at least
@@ -54,14 +54,14 @@ class DraftUse(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def accepted(self) -> int:
-        """All drafts that were accepted."""
+        """All accepted drafts."""
         return sum(self.accepted_per_position)
 
     @property
     def accept_length(self) -> float:
-        """Tokens that a verifying step appends on average, at least 1; the ends of replies count.
+        """Mean tokens that a verifying step appends, at least 1; the ends of replies count.
 
-        Wherever an accept length is told, by ``usage``, metrics, benchmarks or docs/figures.md, it is this one.
+        ``usage``, metrics, benchmarks and docs/figures.md show this accept length.
         """
         return 1 + self.accepted / max(1, self.verify_steps)
 
@@ -73,7 +73,7 @@ class DraftUse(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def shown(self) -> dict[str, Any]:
-        """Returns it in the words of ``usage.spec_tokens_details``."""
+        """Returns it as ``usage.spec_tokens_details``."""
         return {
             "accept_length": self.accept_length,
             "proposed": self.proposed,
@@ -84,12 +84,7 @@ class DraftUse(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DraftStats(msgspec.Struct, frozen=True):
-    """Drafts of one worker. Counters never fall.
+    """Drafts of one worker. Counters never decrease."""
 
-    Attributes:
-        by_source: By where most of the prompts' cached tokens came from (``CacheUse.source``); empty without speculation.
-        chosen_steps: Steps that drew tokens, by how many drafts were to follow each; keys are numbers.
-    """
-
-    by_source: dict[str, DraftUse] = {}
-    chosen_steps: dict[str, int] = {}
+    by_source: dict[str, DraftUse] = {}  # by ``CacheUse.source`` of the requests; empty without speculation
+    chosen_steps: dict[str, int] = {}  # steps that sample, by the number of drafts after them
