@@ -85,8 +85,8 @@ def test_one_decision_a_line() -> None:
     assert "--cpu-threads auto -> 3" in lines
     assert not any("page-size" in line for line in lines)
     assert (
-        len(lines) == sum(value == "auto" for value in values(make_options()).values()) - 4
-    )  # load_format, attention_backend, graph_max_len and spec_steps stay
+        len(lines) == sum(value == "auto" for value in values(make_options()).values()) - 5
+    )  # load_format, reply_format, attention_backend, graph_max_len and spec_steps stay
 
 
 @pytest.mark.parametrize(
@@ -401,6 +401,7 @@ def test_whatever_the_machine_all_of_it_fits_or_a_typed_error_names_a_setting(
     found = values(resolved.settings)
     assert [name for name, value in found.items() if value == "auto"] == [
         "load_format",
+        "reply_format",
         "attention_backend",
         "graph_max_len",
         *(["spec_steps"] if given.get("spec_steps", "auto") == "auto" else []),
