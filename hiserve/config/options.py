@@ -16,6 +16,7 @@ from hiserve.errors import ConfigError
 
 AttentionBackend = Literal["auto", "triton", "flashinfer", "reference"]
 CacheVerify = Literal["off", "store", "all"]
+EvictionOrder = Literal["lru", "priority"]
 StorePrefetch = Literal["best_effort", "timeout", "wait"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 GraphGate = Literal["precise", "strict"]
@@ -121,7 +122,7 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
         about("Which prefixes the host keeps: all, or those that a second request used.", is_debug=True),
     ] = "write_through"
     eviction: Annotated[
-        Literal["lru", "priority"],
+        EvictionOrder,
         about(
             "What leaves the cache first: lru, what was used least recently; priority, what only requests of low priority "
             "used.",

@@ -144,7 +144,7 @@ class CheckedEngine:
         self._host_prompts: Int32Array = prompts.to(torch.int32).numpy()
         self._has_graphs = has_graphs
         self._num_propose = 0 if settings.spec.spec == "off" else WIDTH - 1
-        self._drafts_eagerly = settings.spec.spec == "ngram"  # in a few launches, which need no graph
+        self._drafts_eagerly = self._num_propose > 0 and loaded.draft is None  # in a few launches, which need no graph
         # Those of the executor.
         self.runners = make_runners(
             msgspec.structs.replace(settings.runner, graphs="all" if has_graphs else "off"),

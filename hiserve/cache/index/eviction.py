@@ -5,12 +5,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 from hiserve.cache.index.allocator import PageAllocator
 from hiserve.cache.index.radix import Node
-
-EvictionOrder = Literal["lru", "priority"]
+from hiserve.config.options import EvictionOrder
 
 ON_DEVICE: Callable[[Node], bool] = attrgetter("is_evictable")
 ON_HOST: Callable[[Node], bool] = attrgetter("is_host_evictable")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from hiserve.cache.index.allocator import PADDING_PAGE
-from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, Eviction, EvictionOrder
+from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, Eviction
 from hiserve.cache.index.locks import Locks, PrefixLock
 from hiserve.cache.index.miss_reasons import Miss, MissReason, explain
 from hiserve.cache.index.prefixes import HostAdmission, Match, Prefixes
@@ -17,6 +17,7 @@ from hiserve.cache.index.store_sync import RunOp, StoreSync, Uploads
 from hiserve.cache.index.tiers import CacheTiers, TierPages
 from hiserve.cache.index.transfer_ops import SubtreeRemoval, TransferOps
 from hiserve.cache.index.transfers import MANY_COPIES, Transfers
+from hiserve.config.options import EvictionOrder
 from hiserve.core.digest import Chain, chain
 from hiserve.core.plan import Int32Array
 from hiserve.core.transfers import DEVICE_KINDS, CopyKind, PageCopy, PageRun

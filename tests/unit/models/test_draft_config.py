@@ -15,8 +15,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from hiserve.config.options import make_options
 from hiserve.errors import ModelError
-from hiserve.models.draft_config import DraftConfig, DraftKind, find_draft
+from hiserve.launch import prepare
+from hiserve.models.draft_config import DraftConfig, DraftKind, find_draft, page_groups, read_draft
 from hiserve.models.model_config import read_model_config
 from hiserve.models.weights import load_head_parameters
 from tests.helpers.draft_heads import SHAPE, edit, make_head, make_target, save_head, save_target
@@ -292,3 +294,13 @@ def test_elements_of_a_head_are_counted_with_its_own_embedding(folder: Path) -> 
     before = found(folder, "eagle3").num_params
     edit(folder / "eagle3", add={"embed_tokens.weight": torch.zeros(97, 32)})
     assert found(folder, "eagle3").num_params == before + math.prod((97, 32))
+
+
+@pytest.mark.parametrize("given", [{"spec": "off"}, {"spec": "eagle3"}, {"spec": "off", "kv_canary": True}])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_the_memory_plan_counts_every_group_of_a_page(given: dict[str, Any], page_size: int) -> None:
+    launch = prepare(make_options(kv_pages=64, page_size=page_size, **given))
+    settings, parts = launch.resolved.settings, launch.resolved.memory.parts
+    groups = page_groups(settings, launch.model, read_draft(settings, launch.folder, launch.model))
+    held = sum(num_bytes for item, num_bytes in parts.items() if item.startswith("KV pool"))
+    assert held == 64 * page_size * sum(group.slot_bytes for group in groups)
