@@ -28,7 +28,7 @@ from hiserve.llm.offline_backends import InProcess, Job, OfflineBackend, Process
 from hiserve.llm.outputs import ChoiceBuilder, RequestOutput
 from hiserve.text.chat_request import ChatRequest, parse_chat
 from hiserve.text.frontend import load_frontend
-from hiserve.text.output import TextOutput
+from hiserve.text.output import ReplyOutput, TextOutput
 from hiserve.text.request_json import check_text
 
 logger = logging.getLogger(__name__)
@@ -223,8 +223,13 @@ class LLM:
         for choice in range(sampling.n):
             # Of the choices of one prompt, the first scores it.
             own = sampling if choice == 0 else msgspec.structs.replace(sampling, prompt_logprobs=None)
-            builder = ChoiceBuilder(request.output, choice, own, TextOutput(self._frontend.token_bytes, own))
+            builder = ChoiceBuilder(request.output, choice, own, self._reader(request, own))
             yield Job(request, request.output.tokens, own, choice, builder.take, request.fail)
+
+    def _reader(self, request: _Request, sampling: SamplingParams) -> ReplyOutput:
+        if request.chat is None:
+            return TextOutput(self._frontend.token_bytes, sampling)
+        return self._frontend.abilities.output(request.chat, request.output.tokens, sampling)
 
     def _finished(self, request: _Request) -> RequestOutput:
         """Returns the output of a request that has ended; replies to a conversation are remembered."""
@@ -233,6 +238,8 @@ class LLM:
             logger.warning("a request failed, and the others go on: %s", output.error)
         elif request.chat is not None:
             for choice in output.outputs:
+                if choice.reasoning or choice.tool_calls:
+                    continue
                 self._frontend.remember(request.chat, choice.text, choice.token_ids)
         return output
 

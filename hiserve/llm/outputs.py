@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from hiserve.core.plan import Int32Array, Scores
 from hiserve.core.request import SamplingParams
 from hiserve.core.usage import NOTHING, CacheUse, DraftUse
 from hiserve.errors import HiserveError
 from hiserve.ipc.updates import TokenDelta
-from hiserve.text.output import TextOutput
+from hiserve.text.output import ReplyOutput
+from hiserve.text.reply_buffer import Event, Kind, called, thought
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +37,13 @@ class CompletionOutput:
 
     Attributes:
         index: Choice index, from 0.
-        text: Decoded tokens, up to the stop text if one ended it.
+        text: Decoded tokens, up to the stop text if one ended it; of a chat without its thoughts and calls.
         token_ids: Generated tokens, an end token included.
-        finish_reason: ``stop`` or ``length``.
+        finish_reason: ``stop``, ``tool_calls`` or ``length``.
         stop_reason: The stop text or stop token that ended it; None for an end-of-sequence token.
         logprobs: One entry per generated token, if they were asked for.
+        reasoning: The thoughts of a chat.
+        tool_calls: Its calls, as a message of the assistant has them: ``id``, ``type``, ``function``.
         drafts: What speculation gave; None without it.
         first_token_s: When its first token came, seconds of ``time.perf_counter``.
         end_s: When its last one came.
@@ -51,6 +55,8 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprob] | None = None
+    reasoning: str = ""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
     drafts: DraftUse | None = None
     first_token_s: float = 0.0
     end_s: float = 0.0
@@ -121,12 +127,13 @@ class ChoiceBuilder:
         shown: Makes its text.
     """
 
-    def __init__(self, request: RequestOutput, index: int, sampling: SamplingParams, shown: TextOutput) -> None:
+    def __init__(self, request: RequestOutput, index: int, sampling: SamplingParams, shown: ReplyOutput) -> None:
         self._request = request
         self._choice = CompletionOutput(index)
         self._sampling = sampling
         self._shown = shown
         self._scores: list[bytes | bytearray] = []
+        self._events: list[Event] = []
         request.add(self._choice)
 
     def take(self, delta: TokenDelta) -> bool:
@@ -143,10 +150,21 @@ class ChoiceBuilder:
         choice.text += shown.text
         choice.token_ids += tokens[: shown.num_tokens]
         choice.finish_reason = shown.finish.text
+        self._events += shown.events
         choice.stop_reason = shown.matched_stop
         if shown.finish:
+            self._read()
             self._unpack(b"".join(self._scores))
         return bool(shown.finish)
+
+    def _read(self) -> None:
+        choice = self._choice
+        choice.reasoning = thought(self._events)
+        for call_id, name, arguments in called(self._events).values():
+            function = {"name": name, "arguments": arguments}
+            choice.tool_calls.append({"id": call_id, "type": "function", "function": function})
+        if choice.finish_reason == "stop" and any(event.kind is Kind.CALL_END for event in self._events):
+            choice.finish_reason = "tool_calls"
 
     def _unpack(self, packed: bytes) -> None:
         num_top = self._sampling.prompt_logprobs

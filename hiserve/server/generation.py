@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
@@ -231,7 +230,6 @@ class Generation:
         self.tokens += tokens
         self.scores += scores
         self._texts.append(text)
-        events = [_named(event) for event in events]
         self.events += events
         has_calls = bool(self.finish) and self._has_calls
         return OutputDelta(self.choice, text, tokens, scores, self.finish, self.stop, events, has_calls)
@@ -252,12 +250,6 @@ class Generation:
             "-" if self._timer.ttft_s is None else f"{self._timer.ttft_s:.3f} s",
             self._timer.e2e_s,
         )
-
-
-def _named(event: Event) -> Event:
-    """Returns an event with an id, if it is a call without one."""
-    is_named = event.kind is not Kind.CALL or event.id
-    return event if is_named else event._replace(id=f"call_{secrets.token_hex(12)}")
 
 
 def each_choice(sampling: SamplingParams) -> list[SamplingParams]:

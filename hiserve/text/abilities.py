@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
+import string
+from functools import partial
+
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
 from hiserve.text.chat_request import ChatRequest
@@ -67,5 +71,12 @@ class Abilities:
             is_single=is_single,
             is_thinking=bool(syntax.thought[0]) and is_thinking,
             is_continued=chat.continue_final_message,
+            call_id=partial(_call_id, syntax.row.id_length),
         )
         return Reader(syntax, self._token_bytes, sampling, start)
+
+
+def _call_id(length: int) -> str:
+    """Returns a new id of so many letters and digits; of a length of its own for 0."""
+    alphabet = string.ascii_letters + string.digits
+    return "".join(secrets.choice(alphabet) for _ in range(length)) if length else f"call_{secrets.token_hex(12)}"

@@ -28,6 +28,7 @@ class CallReader:
         buffer: The text.
         tools: OpenAI function tools; their schemas type tagged arguments.
         before_call: Called before a call is told.
+        call_id: Returns an id for a call to which the model gave none.
         is_single: The first call ends the reply.
     """
 
@@ -37,6 +38,7 @@ class CallReader:
         buffer: ReplyBuffer,
         tools: Sequence[Mapping[str, Any]],
         before_call: Callable[[], None],
+        call_id: Callable[[], str],
         *,
         is_single: bool = False,
     ) -> None:
@@ -45,6 +47,7 @@ class CallReader:
         self._buffer = buffer
         self._types = parameter_types(tools)
         self._before_call = before_call
+        self._call_id = call_id
         self._is_single = is_single
         self._has_arguments = False
 
@@ -297,7 +300,7 @@ class CallReader:
 
     def _tell(self, name: str, num_chars: int, early: str, call_id: str = "") -> None:
         self._before_call()
-        self._buffer.tell(Kind.CALL, num_chars, name, call_id)
+        self._buffer.tell(Kind.CALL, num_chars, name, call_id or self._call_id())
         if early:
             self._show_text(self._syntax.shown(early))
 

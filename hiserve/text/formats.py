@@ -24,6 +24,7 @@ class ReplyFormat:
         thought: Marks around a thought.
         thought_lines: Line breaks that are no part of a thought or content: after the opening mark, before the closing
             one, after it.
+        call_lines: Line breaks before the first mark of calls that are no part of the content.
         arguments: ``json``: one JSON object. ``tagged``: each value between marks, not quoted.
         fields: Names of the object's members that hold the name of the function and its arguments.
         name_ends: Marks of which one ends the name.
@@ -45,6 +46,7 @@ class ReplyFormat:
     section: Marks = NOTHING
     thought: Marks = NOTHING
     thought_lines: tuple[int, int, int] = (1, 1, 2)
+    call_lines: int = 0
     arguments: Literal["json", "tagged"] = "json"
     fields: Marks = ("name", "arguments")
     name_ends: tuple[str, ...] = ()
@@ -73,7 +75,7 @@ class ReplyFormat:
 
 FORMATS = (
     ReplyFormat("thoughts", thought=THINK, signs=THINK),
-    ReplyFormat("hermes", ("<tool_call>", "</tool_call>"), thought=THINK),
+    ReplyFormat("hermes", ("<tool_call>", "</tool_call>"), thought=THINK, call_lines=1),
     ReplyFormat(
         "llama3_json",
         ("<|python_tag|>", ""),
@@ -105,6 +107,7 @@ FORMATS = (
         ("<function=", ""),
         ("<tool_call>", "</tool_call>"),
         THINK,
+        call_lines=1,
         arguments="tagged",
         name_ends=(">",),
         key=("<parameter=", ">"),
@@ -118,6 +121,7 @@ FORMATS = (
         ("<tool_call>", "</tool_call>"),
         thought=THINK,
         thought_lines=(0, 0, 1),
+        call_lines=1,
         arguments="tagged",
         name_ends=("\n", "<arg_key>", "</tool_call>"),
         key=("<arg_key>", "</arg_key>"),
@@ -158,6 +162,7 @@ FORMATS = (
         ('<invoke name="', "</invoke>"),
         ("<minimax:tool_call>", "</minimax:tool_call>"),
         THINK,
+        call_lines=1,
         arguments="tagged",
         name_ends=('">',),
         key=('<parameter name="', '">'),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hiserve.core.request import FinishReason, SamplingParams
@@ -21,12 +21,14 @@ class ReplyStart(NamedTuple):
         is_single: The first call ends the reply.
         is_thinking: The prompt ends within a thought.
         is_continued: The prompt ends within the content of the reply.
+        call_id: Returns an id for a call to which the model gave none.
     """
 
     tools: Sequence[Mapping[str, Any]] | None = None
     is_single: bool = False
     is_thinking: bool = False
     is_continued: bool = False
+    call_id: Callable[[], str] = str
 
 
 class Reader:
@@ -60,7 +62,9 @@ class Reader:
         self._buffer = ReplyBuffer()
         self._reads_calls = prompt.tools is not None and syntax.row.has_calls
         is_single = prompt.is_single
-        self._calls = CallReader(syntax, self._buffer, prompt.tools or (), self._end_text, is_single=is_single)
+        self._calls = CallReader(
+            syntax, self._buffer, prompt.tools or (), self._end_text, prompt.call_id, is_single=is_single
+        )
         self._is_watched = is_single or bool(sampling.stop)  # it may end before its last token
         self._stop: str | None = None
         self._num_tokens = 0

@@ -106,7 +106,7 @@ class ReplySyntax:
         by_token = [mark for mark in calls if self.is_token(mark)]
         thoughts = [self.thought[0]] if self.is_token(self.thought[0]) else []
         return TextSearches(
-            MarkSearch([*calls, *thoughts], 1),
+            MarkSearch([*calls, *thoughts], self.row.call_lines),
             MarkSearch([self.thought[1], *by_token], self.row.thought_lines[1]),
         )
 

@@ -1,0 +1,387 @@
+"""The reader of replies: every format, any chunking of the tokens, no text lost or shown twice."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+
+from hiserve.config.serving import ReplyFormatName
+from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.text.abilities import Abilities
+from hiserve.text.chat_request import ChatRequest
+from hiserve.text.detokenizer import TokenBytes
+from hiserve.text.formats import BY_NAME, FORMATS, ReplyFormat, find_format
+from hiserve.text.reader import Reader, ReplyStart
+from hiserve.text.reply_buffer import Event, Kind, called, merged, thought
+from hiserve.text.reply_marks import ReplySyntax
+from hiserve.text.template import ChatTemplate
+from hiserve.text.tokenizer import Tokenizer
+from tests.helpers import tiny_text
+
+TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
+NAMES = [row.name for row in FORMATS if row.has_calls]
+RUNNING, STOP, LENGTH = FinishReason.RUNNING, FinishReason.STOP, FinishReason.LENGTH
+PARAMETERS = {
+    "text": {"type": "string"},
+    "number": {"type": "integer"},
+    "share": {"type": "number"},
+    "flag": {"type": "boolean"},
+    "entries": {"type": "array"},
+    "more": {"type": "object"},
+    "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+}
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": PARAMETERS}}}]
+
+CALLING = ReplyStart(TOOLS)
+BROKEN = {token: index for index, token in tiny_text.byte_level().vocab.items()}["ð"]  # the first byte of an emoji
+
+
+def marks_of(row: ReplyFormat) -> list[str]:
+    """Everything that a format gives a meaning."""
+    marks = [*row.thought, *row.section, *row.call, *row.name_ends, *row.name_prefixes, row.id_mark, *row.fence]
+    marks += [*row.key, *row.value, row.end]
+    return sorted({mark for mark in marks if len(mark) > 1})
+
+
+@cache
+def tokenizer_of(name: str, *, by_token: bool) -> Tokenizer:
+    """A tokenizer in which marks are tokens of their own, or not."""
+    backend = tiny_text.byte_level_backend()
+    if by_token:
+        marks = [mark for mark in marks_of(BY_NAME[name]) if mark[0] in "<[" and mark[-1] in ">]" and "=" not in mark]
+        backend.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in [*marks, "<｜tool▁sep｜>"]])
+    return Tokenizer(backend, eos_token_ids=[tiny_text.END])
+
+
+@cache
+def token_bytes(name: str, *, by_token: bool) -> TokenBytes:
+    return TokenBytes(tokenizer_of(name, by_token=by_token))
+
+
+def reader(name: str, *, by_token: bool = False, start: ReplyStart = CALLING, **sampling: Any) -> Reader:
+    syntax = ReplySyntax(BY_NAME[name], tokenizer_of(name, by_token=by_token), is_named=True)
+    return Reader(syntax, token_bytes(name, by_token=by_token), SamplingParams(**sampling), start)
+
+
+class Ending(NamedTuple):
+    finish: FinishReason
+    matched_stop: str | int | None
+
+
+def read(reading: Reader, ids: list[int], sizes: list[int], finish: FinishReason) -> tuple[list[Event], Ending, int]:
+    """Returns the events of a reply in deltas of these sizes, the last of which takes the rest; and how it ended."""
+    events, num_tokens, at = list[Event](), 0, 0
+    while True:
+        size = sizes.pop(0) if sizes else len(ids)
+        end = min(at + size, len(ids))
+        delta = reading.push(ids[at:end], finish if end == len(ids) else RUNNING)
+        assert delta.text == "".join(event.text for event in delta.events if event.kind is Kind.CONTENT)
+        events += delta.events
+        num_tokens += delta.num_tokens
+        at = end
+        if delta.finish:
+            assert not reading.push([5], STOP).events
+            return merged(events), Ending(delta.finish, delta.matched_stop), num_tokens
+
+
+def of_text(name: str, text: str, *, by_token: bool = False, finish: FinishReason = STOP, **kwargs: Any) -> list[Event]:
+    ids = tokenizer_of(name, by_token=by_token).encode(text, add_special_tokens=False).tolist()
+    ids += [tiny_text.END] * (finish is STOP)
+    return read(reader(name, by_token=by_token, **kwargs), ids, [], finish)[0]
+
+
+def shown(events: list[Event]) -> list[tuple[Kind, str]]:
+    return [(event.kind, event.text) for event in events if event.text or event.kind is Kind.CALL_END]
+
+
+def check_spans(events: list[Event], num_tokens: int) -> None:
+    """Spans cover the tokens without a gap."""
+    assert events[0].start == 0
+    assert events[-1].kind is Kind.END
+    assert events[-1].stop == num_tokens
+    assert all(one.stop == other.start for one, other in pairwise(events))
+    assert all(event.start <= event.stop for event in events)
+
+
+def is_subsequence(part: str, whole: str) -> bool:
+    characters = iter(whole)
+    return all(character in characters for character in part)
+
+
+def test_the_setting_names_every_format() -> None:
+    assert get_args(ReplyFormatName) == ("auto", "none", *BY_NAME)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_format_of_a_template_is_found_by_its_marks(name: str) -> None:
+    found = find_format((TEMPLATES / f"{name}.jinja").read_text())
+    assert found is not None
+    assert found.name == name
+
+
+def test_a_template_without_marks_has_no_format() -> None:
+    assert find_format(tiny_text.TEMPLATE) is None
+    thoughts = find_format(tiny_text.TEMPLATE + "<think></think>")
+    assert thoughts is not None
+    assert (thoughts.name, thoughts.has_calls) == ("thoughts", False)
+
+
+WORDS = st.text("ab \n<>{}[]\"'\\|/é日🙂:;,.", max_size=12)
+SIZES = st.lists(st.integers(1, 6), max_size=30)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 99) | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=5,
+)
+VALUES = {
+    "text": WORDS,
+    "number": st.integers(-(10**12), 10**12),
+    "share": st.floats(allow_nan=False, allow_infinity=False) | st.integers(-9, 9),
+    "flag": st.booleans(),
+    "entries": st.lists(JSON, max_size=3),
+    "more": st.dictionaries(WORDS, JSON, max_size=3),
+    "note": st.none() | st.just("a note"),
+}
+ARGUMENTS = st.fixed_dictionaries({}, optional=VALUES)
+CALLS = st.lists(st.tuples(st.sampled_from(["look", "ns__find-it.v2"]), ARGUMENTS), max_size=3)
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+@given(data=st.data())
+@settings(max_examples=500, deadline=None)
+def test_what_a_template_shows_is_read_back(name: str, by_token: bool, data: st.DataObject) -> None:
+    row = BY_NAME[name]
+    calls = data.draw(CALLS, "calls")
+    content = data.draw(WORDS, "content")
+    if row.is_bare:
+        content = "" if calls else content.lstrip(" {\n")
+    said = data.draw(WORDS, "thought") if row.thought[0] else ""
+    if not (content.strip() or said or calls):
+        content = "x"
+    if row.arguments == "tagged":  # a function that is not declared takes strings for strings, and JSON for the rest
+        calls = [("look", arguments) for _, arguments in calls]
+    message = {"role": "assistant", "content": content, "reasoning_content": said} | {
+        "tool_calls": [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in calls]
+    }
+    template = ChatTemplate((TEMPLATES / f"{name}.jinja").read_text())
+    user = {"role": "user", "content": "Hi"}
+    prompt = template.render(ChatRequest(messages=[user]))
+    whole = template.render(ChatRequest(messages=[user, message], add_generation_prompt=False))
+    reply = whole.removeprefix(prompt).removesuffix("<|end|>")
+    assert prompt + reply + "<|end|>" == whole
+    tokenizer = tokenizer_of(name, by_token=by_token)
+    abilities = Abilities(tokenizer, token_bytes(name, by_token=by_token), template)
+    chat = ChatRequest(messages=[user], tools=TOOLS)
+    output = abilities.output(chat, tokenizer.encode(prompt, add_special_tokens=False), SamplingParams())
+    assert isinstance(output, Reader)
+    ids = [*tokenizer.encode(reply, add_special_tokens=False).tolist(), tiny_text.END]
+    events, _, num_tokens = read(output, ids, data.draw(SIZES), STOP)
+    found = [(name, json.loads(arguments)) for _, name, arguments in called(events).values()]
+    assert found == calls
+    assert thought(events) == said
+    assert "".join(event.text for event in events if event.kind is Kind.CONTENT) == content
+    assert num_tokens == len(ids)
+    check_spans(events, len(ids))
+
+
+def fragments(name: str) -> st.SearchStrategy[list[str]]:
+    """Parts of replies in any order: marks, JSON and words."""
+    pieces = [
+        '{"name": "look", ',
+        '"arguments": ',
+        '"parameters": ',
+        '{"text": "a"}',
+        "}",
+        "]",
+        "[",
+        ", ",
+        "look",
+        "\n",
+    ]
+    pieces += ['{"name": "look", "arguments": {"a": 1}}', '"', "\\", "text", "number", "5", "😀", "<", "</"]
+    marks = marks_of(BY_NAME[name])
+    return st.lists(st.sampled_from([*marks, *marks, *pieces]) | WORDS, max_size=14)
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("name", [row.name for row in FORMATS])
+@given(data=st.data())
+@settings(max_examples=800, deadline=None)
+def test_any_chunking_gives_the_same_events_and_loses_no_text(name: str, by_token: bool, data: st.DataObject) -> None:
+    tokenizer = tokenizer_of(name, by_token=by_token)
+    text = "".join(data.draw(fragments(name), "fragments"))
+    ids = tokenizer.encode(text, add_special_tokens=False).tolist()
+    for at in data.draw(st.lists(st.integers(0, len(ids)), max_size=3), "hidden tokens and broken characters"):
+        ids.insert(at, data.draw(st.sampled_from([tiny_text.BOS, BROKEN])))
+    finish = data.draw(st.sampled_from([STOP, LENGTH, FinishReason.COMPLETE]))
+    ids += [tiny_text.END] if finish is STOP or not ids else []
+    stop = tuple(data.draw(st.lists(st.sampled_from(["a", "ab", "<", "</", "}", "\n\n"]), max_size=2), "stop"))
+    start = ReplyStart(
+        data.draw(st.sampled_from([TOOLS, [], None]), "tools"),
+        is_single=data.draw(st.booleans(), "single"),
+        is_thinking=bool(BY_NAME[name].thought[0]) and data.draw(st.booleans(), "thinking"),
+        is_continued=data.draw(st.booleans(), "continued"),
+    )
+    made = [reader(name, by_token=by_token, start=start, stop=stop) for _ in range(3)]
+    one_by_one = read(made[0], ids, [1] * len(ids), finish)
+    assert read(made[1], ids, data.draw(SIZES, "sizes"), finish) == one_by_one
+    assert read(made[2], ids, [], finish) == one_by_one
+    events, end, num_tokens = one_by_one
+    check_spans(events, num_tokens if end.matched_stop or start.is_single else len(ids))
+    seen = made[0]._syntax
+    whole = tokenizer.decode([index for index in ids[:num_tokens] if index in seen.stand_ins or index not in tokenizer.hidden_ids],
+                             skip_hidden=False)  # fmt: skip
+    if not stop and not start.is_single and "�" not in whole:
+        if not any(event.kind in (Kind.CALL, Kind.THOUGHT) for event in events) and not start.is_thinking:
+            assert end.finish
+            # Marks of thoughts without a text are no text.
+            bare = [mark for mark in BY_NAME[name].thought if mark]
+            if not any(mark in whole for mark in bare):
+                assert "".join(event.text for event in events) == whole
+        if BY_NAME[name].arguments == "json":
+            arguments = [event.text for event in events if event.kind is Kind.ARGUMENTS and event.start < event.stop]
+            assert is_subsequence("".join(arguments), whole)
+            texts = [event.text for event in events if event.kind in (Kind.THOUGHT, Kind.CONTENT)]
+            assert is_subsequence("".join(texts), whole)
+
+
+def test_a_mark_that_is_a_token_is_known_by_it_alone() -> None:
+    call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    tokenizer = tokenizer_of("hermes", by_token=True)
+    spelled = [index for char in call for index in tokenizer.encode(char, add_special_tokens=False).tolist()]
+    events, _, _ = read(reader("hermes", by_token=True), [*spelled, tiny_text.END], [], STOP)
+    assert shown(events) == [(Kind.CONTENT, call)]
+    assert shown(of_text("hermes", call, by_token=True))[0] == (Kind.CALL, "look")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"name": "f", "arguments": {"a":  1.0 , "b":[]}}', '{"a":  1.0 , "b":[]}'),
+        ('{"arguments": {"a": 1}, "name": "f"}', '{"a": 1}'),
+        ('{"name": "f"}', "{}"),
+        ('{"name": "f", "arguments": {"a": "</tool_call>\\""}}', '{"a": "</tool_call>\\""}'),
+        ('{"name": "f", "arguments": {"a": 1}', '{"a": 1}'),
+        ('{"name": "f", "arguments": {"a": 1]]', '{"a": 1]]'),
+        ('{"name": "f", "arguments": {"a" <b>}}', '{"a" <b>}}'),
+        ('{"name": "f", "arguments": null}', "null"),
+    ],
+)
+def test_arguments_are_as_the_model_wrote_them(text: str, expected: str) -> None:
+    told = shown(of_text("hermes", f"<tool_call>{text}</tool_call>"))
+    assert told == [(Kind.CALL, "f"), (Kind.ARGUMENTS, expected), (Kind.CALL_END, "")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>x</tool_call>",
+        '<tool_call>{"name": 5}',
+        "<tool_call>",
+        '<tool_call>\n{"na',
+        "<tool_call><tool_call>{}",
+    ],
+)
+def test_what_becomes_no_call_is_content_and_counted(text: str) -> None:
+    made = reader("hermes")
+    ids = tokenizer_of("hermes", by_token=False).encode(text, add_special_tokens=False).tolist()
+    events, _, _ = read(made, ids, [1] * len(ids), LENGTH)
+    assert shown(events) == [(Kind.CONTENT, text)]
+    assert made.num_unread == text.count("<tool_call>")
+
+
+def test_a_name_is_told_as_soon_as_it_is_complete() -> None:
+    made = reader("hermes")
+    encode = tokenizer_of("hermes", by_token=False).encode
+    first = made.push(encode('<tool_call>{"name": "look"', add_special_tokens=False).tolist(), RUNNING)
+    assert [(event.kind, event.text) for event in first.events] == [(Kind.CALL, "look")]
+    then = made.push(encode(', "arguments": {"a": "b', add_special_tokens=False).tolist(), RUNNING)
+    assert [(event.kind, event.text) for event in then.events] == [(Kind.ARGUMENTS, '{"a": "b')]
+
+
+def test_an_object_is_a_call_without_a_mark_only_with_arguments() -> None:
+    assert shown(of_text("llama3_json", '{"name": "Ann", "age": 3}')) == [(Kind.CONTENT, '{"name": "Ann", "age": 3}')]
+    assert shown(of_text("llama3_json", ' {"name": "f", "parameters": {}}'))[0] == (Kind.CALL, "f")
+    assert shown(of_text("llama3_json", 'So {"name": "f", "parameters": {}}'))[0][0] is Kind.CONTENT
+
+
+def test_tagged_values_have_the_types_of_the_schema() -> None:
+    values = {
+        "text": "5",
+        "number": "5",
+        "flag": "True",
+        "note": "null",
+        "more": '{"a":  1}',
+        "share": "x",
+        "other": "7",
+    }
+    spelled = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
+    told = shown(of_text("qwen3_coder", f"<tool_call>\n<function=look>\n{spelled}</function>\n</tool_call>"))
+    expected = '{"text": "5", "number": 5, "flag": true, "note": null, "more": {"a":  1}, "share": "x", "other": 7}'
+    assert told == [(Kind.CALL, "look"), (Kind.ARGUMENTS, expected), (Kind.CALL_END, "")]
+
+
+def test_a_closing_mark_within_a_value_is_text() -> None:
+    value = "a\n</parameter>\nb</parameter> c"
+    text = f"<tool_call>\n<function=look>\n<parameter=text>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    (call,) = called(of_text("qwen3_coder", text)).values()
+    assert json.loads(call[2]) == {"text": value}
+
+
+def test_a_tagged_string_is_told_as_it_arrives() -> None:
+    made = reader("minimax")
+    encode = tokenizer_of("minimax", by_token=False).encode
+    text = '<minimax:tool_call><invoke name="look"><parameter name="text">say "hi'
+    delta = made.push(encode(text, add_special_tokens=False).tolist(), RUNNING)
+    assert [event.text for event in delta.events] == ["look", '{"text": "say \\"hi']
+
+
+def test_stop_texts_count_in_content_alone() -> None:
+    text = 'x<think>\na b\n</think>\n\na<tool_call>{"name": "b", "arguments": {"b": 1}}</tool_call>cab'
+    told = shown(of_text("hermes", text[1:], stop=("b",)))
+    kinds = [Kind.THOUGHT, Kind.CONTENT, Kind.CALL, Kind.ARGUMENTS, Kind.CALL_END, Kind.CONTENT]
+    assert [kind for kind, _ in told] == kinds
+    assert told[0][1] == "a b"
+    assert told[-1][1] == "ca"
+
+
+def test_a_stop_text_does_not_reach_across_a_call() -> None:
+    text = 'a<tool_call>{"name": "f", "arguments": {}}</tool_call>b'
+    told = shown(of_text("hermes", text, stop=("ab",)))
+    assert told[0] == (Kind.CONTENT, "a")
+    assert told[-1] == (Kind.CONTENT, "b")
+
+
+def test_the_id_in_a_mark_is_the_calls() -> None:
+    text = "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:3<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    (call,) = called(of_text("kimi_k2", text)).values()
+    assert call == ("functions.f:3", "f", "{}")
+    (call,) = called(of_text("mistral", "[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{}")).values()
+    assert call == ("abcdefghi", "f", "{}")
+
+
+@pytest.mark.parametrize(("finish", "has_ended"), [(STOP, True), (LENGTH, False)])
+def test_a_call_whose_closing_mark_is_missing_ends_with_the_reply_alone(finish: FinishReason, has_ended: bool) -> None:
+    for name, text in {
+        "hermes": '<tool_call>{"name": "look", "arguments": {"text": "a',
+        "qwen3_coder": "<tool_call>\n<function=look>\n<parameter=text>\na",
+    }.items():
+        events = of_text(name, text, finish=finish)
+        assert (shown(events)[-1][0] is Kind.CALL_END) == has_ended
+        assert '{"text": "a' in "".join(event.text for event in events)
+
+
+def test_a_reply_in_a_thought_that_the_prompt_opened() -> None:
+    assert shown(of_text("hermes", "so\n</think>\n\nyes", start=ReplyStart(None, is_thinking=True))) == [
+        (Kind.THOUGHT, "so"),
+        (Kind.CONTENT, "yes"),
+    ]
