@@ -134,6 +134,8 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
             "chat_template is not supported in a request; the operator sets it (--chat-template).",
             param="chat_template",
         )
+    if body.get("tool_choice") not in (None, "none", "auto"):
+        raise RequestError("tool_choice is not supported yet.", param="tool_choice")
     for name in ("tools", "documents", "chat_template_kwargs"):
         check_json(body.get(name), name)
     return ChatRequest(

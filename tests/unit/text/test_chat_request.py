@@ -209,6 +209,13 @@ def test_malformed_fields_are_refused_with_their_place(fields: dict[str, Any], p
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "find"}}, 5])
+def test_a_choice_of_tools_that_needs_a_grammar_is_refused(choice: Any) -> None:
+    with pytest.raises(RequestError, match="tool_choice is not supported") as caught:
+        parse_chat({"messages": [USER], "tools": [TOOL], "tool_choice": choice})
+    assert caught.value.param == "tool_choice"
+
+
 def test_many_messages_are_read_in_bounded_time() -> None:
     begin = time.thread_time()
     chat = parse_chat({"messages": [{"role": "user", "content": "x" * 100}] * MAX_MESSAGES})
