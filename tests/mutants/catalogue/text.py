@@ -1,7 +1,26 @@
 """Text: detokenizer, stop texts, templates, remembered replies."""
 
-from hiserve.text import convert, detokenizer, output, render_budget, reply_tokens, split_points, template_comparisons
-from tests.unit.text import test_detokenizer, test_output, test_reply_tokens, test_split_points, test_template_sandbox, test_tokenizer
+from hiserve.text import (
+    call_reader,
+    convert,
+    detokenizer,
+    output,
+    render_budget,
+    reply_buffer,
+    reply_marks,
+    reply_tokens,
+    split_points,
+    template_comparisons,
+)
+from tests.unit.text import (
+    test_detokenizer,
+    test_output,
+    test_reader,
+    test_reply_tokens,
+    test_split_points,
+    test_template_sandbox,
+    test_tokenizer,
+)
 
 with detokenizer.ByteLevelDetokenizer.push, test_detokenizer.test_a_split_character_is_held_back_until_it_is_complete:
     "INV 15: half a character is sent"
@@ -35,3 +54,15 @@ with convert.main, test_tokenizer.test_code_that_comes_with_a_tokenizer_is_never
     "code that comes with a tokenizer is run"
     False
     True
+with reply_buffer.ReplyBuffer.drop, test_reader.test_spans_cover_every_token_and_marks_belong_to_what_follows:
+    "the tokens of a mark belong to no part of a reply"
+    return stop
+    return 0
+with reply_marks.ReplySyntax.__init__, test_reader.test_a_mark_that_is_a_token_is_known_by_it_alone:
+    "spelled-out text opens a call"
+    len(part) > 1 and part == mark
+    False
+with call_reader.CallReader._object, test_reader.test_arguments_are_as_the_model_wrote_them:
+    "malformed arguments are lost"
+    yield from self._rest()
+    pass

@@ -157,7 +157,7 @@ CALLS = st.lists(st.tuples(st.sampled_from(["look", "ns__find-it.v2"]), ARGUMENT
 @pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_what_a_template_shows_is_read_back(name: str, by_token: bool, data: st.DataObject) -> None:
     row = BY_NAME[name]
     calls = data.draw(CALLS, "calls")
@@ -215,7 +215,7 @@ def fragments(name: str) -> st.SearchStrategy[list[str]]:
 @pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize("name", [row.name for row in FORMATS])
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_chunking_gives_the_same_events_and_loses_no_text(name: str, by_token: bool, data: st.DataObject) -> None:
     tokenizer = tokenizer_of(name, by_token=by_token)
     text = "".join(data.draw(fragments(name), "fragments"))
@@ -385,3 +385,27 @@ def test_a_reply_in_a_thought_that_the_prompt_opened() -> None:
         (Kind.THOUGHT, "so"),
         (Kind.CONTENT, "yes"),
     ]
+
+
+def test_spans_cover_every_token_and_marks_belong_to_what_follows() -> None:
+    pieces = [
+        "<think>",
+        "so",
+        "</think>",
+        "yes",
+        "<tool_call>",
+        '{"name": "look"',
+        ', "arguments": ',
+        "{}",
+        "}",
+        "</tool_call>",
+    ]
+    kinds = [Kind.THOUGHT, Kind.CONTENT, Kind.CALL, Kind.ARGUMENTS, Kind.CALL_END, Kind.END]
+    tokenizer = tokenizer_of("hermes", by_token=True)
+    ids = [tokenizer.encode(piece, add_special_tokens=False).tolist() for piece in pieces]
+    ends = [sum(map(len, ids[:number])) for number in range(len(ids) + 1)]
+    events = of_text("hermes", "".join(pieces), by_token=True)
+    assert [event.kind for event in events] == kinds
+    parts = [(0, 2), (2, 4), (4, 6), (6, 8), (8, 10)]
+    assert [(event.start, event.stop) for event in events[:-1]] == [(ends[first], ends[last]) for first, last in parts]
+    check_spans(events, ends[-1] + 1)
