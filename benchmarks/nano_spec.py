@@ -57,10 +57,10 @@ def main() -> int:
     result |= {
         "workload": f"{NUM_PROMPTS} prompts a kind, one at a time, {NUM_TOKENS} tokens each, greedy, float32",
         "config": {
-            "spec": engines["default"].config.spec.spec,
-            "spec_steps": engines["default"].config.spec.spec_steps,
+            "spec": engines["default"].settings.spec.spec,
+            "spec_steps": engines["default"].settings.spec.spec_steps,
         },
-        "cpu_threads": engines["default"].config.runner.cpu_threads,
+        "cpu_threads": engines["default"].settings.runner.cpu_threads,
         "start_s": starts,
         "bar": BAR,
     }

@@ -98,7 +98,7 @@ def prepare(name: str, kinds: list[str], folder: Path) -> tuple[str, dict[str, s
 
 def compare(scale: Scale, off: LLM, auto: LLM, batch: int, rounds: int) -> dict[str, Any]:
     """Returns the tokens per second of a batch on both engines, in turns, and what became of the drafts."""
-    prompts = read_prompts(off.config, SweepOptions(batches=scale.batches, prompt_length=scale.prompt))[:batch]
+    prompts = read_prompts(off.settings, SweepOptions(batches=scale.batches, prompt_length=scale.prompt))[:batch]
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=scale.num_tokens, ignore_eos=True)
     rates: dict[str, list[float]] = {"off": [], "auto": []}
     use, num_equal = DraftUse(), 0

@@ -61,11 +61,11 @@ def measure_spec(bench: Bench) -> Part:
         settings = bench.sizes.settings | sizes.settings | bench.overrides | {"model": folder}
         settings.pop("load_format", None)
         with opened(part, settings, "off") as plain:
-            prompts = read_prompts(plain.config, SweepOptions(batches=sizes.batches, prompt_length=sizes.prompt))
+            prompts = read_prompts(plain.settings, SweepOptions(batches=sizes.batches, prompt_length=sizes.prompt))
             runner = Runner(plain, prompts, sizes)
             for head, batches in sizes.heads.items():
                 with opened(part, settings, head) as engine:
-                    limits = limits_of(Path(folder), head, plain.config.model.dtype)
+                    limits = limits_of(Path(folder), head, plain.settings.model.dtype)
                     found = {batch: runner.measure(engine, batch) for batch in batches}
                 for batch, each in found.items():
                     report(part, bench, head, batch, each, limits)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -20,9 +20,56 @@ from hiserve.bench.summary import Goodput, Round, Spread, Summary
 from hiserve.bench.workload import Run, Workload
 from hiserve.core.usage import DraftUse
 
-# Above this share of a core the load generator may be what is measured.
+# Above this share of a core the load generator may be the bottleneck.
 BUSY_CLIENT = 0.7
 MAX_SHOWN_ERRORS = 5
+MAX_VIOLATIONS = 8
+GOOD, BAD = "green", "red"
+GAINS = (
+    "accept: tokens of a step that verified drafts, by the tier of its prompt\n"
+    "% accepted: of those steps, their first draft, their second one, ...\n"
+    "gain: tokens a second over plain decoding, by batch; prompts {where}\n"
+    "loses from: the batch from which on plain decoding is faster"
+)
+COSTS = (
+    "extend: the draft forward after the step, for the first draft; draft: further ones\n"
+    "cost: the sum in plain steps, as measured at start, and beside it as it ran"
+)
+
+
+def columns(title: str, *names: str, left: str = "") -> Table:
+    """Returns a table with a name over each column; numbers stand right, the column named ``left`` does not."""
+    table = Table(title=escape(title), title_justify="left", title_style="bold")
+    for name in names:
+        table.add_column(name, justify="left" if name == left else "right")
+    return table
+
+
+def pairs(title: str) -> Table:
+    table = Table(title=escape(title), title_justify="left", title_style="bold", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    return table
+
+
+def _spreads(table: Table, spreads: Iterable[tuple[str, Spread]], *fields: str) -> Table:
+    """Adds a row for each spread that has values: some of its fields, and their count."""
+    for name, spread in spreads:
+        if spread.count:
+            table.add_row(name, *(f"{getattr(spread, field):,.2f}" for field in fields), f"{spread.count:,}")
+    return table
+
+
+def _throughput(table: Table, found: Summary | OfflineSummary) -> None:
+    table.add_section()
+    table.add_row("request throughput", f"{found.requests_per_s:.2f} requests/s")
+    table.add_row("input throughput", f"{found.input_tokens_per_s:,.1f} tokens/s")
+    table.add_row("[bold]output throughput[/bold]", f"[bold]{found.output_tokens_per_s:,.1f} tokens/s[/bold]")
+    if isinstance(found, Summary) and found.steady is not None:
+        steady = found.steady
+        span = f"{steady.begin_s:.1f} to {steady.end_s:.1f} s, ≥ {steady.min_in_flight} in flight"
+        table.add_row("  without ramp and tail", f"{steady.output_tokens_per_s:,.1f} tokens/s ({span})")
+    table.add_row("total throughput", f"{found.total_tokens_per_s:,.1f} tokens/s")
 
 
 def show_run(console: Console, title: str, summary: Summary) -> None:
@@ -37,39 +84,25 @@ def show_run(console: Console, title: str, summary: Summary) -> None:
     share = summary.cached_share
     table.add_row("  of these cached", "not told" if share is None else f"{summary.num_cached:,} ({share:.1%})")
     table.add_row("output tokens", f"{summary.num_output:,}{'' if summary.has_usage else ' (chunks; no usage told)'}")
-    table.add_section()
-    table.add_row("request throughput", f"{summary.requests_per_s:.2f} requests/s")
-    table.add_row("input throughput", f"{summary.input_tokens_per_s:,.1f} tokens/s")
-    table.add_row("[bold]output throughput[/bold]", f"[bold]{summary.output_tokens_per_s:,.1f} tokens/s[/bold]")
-    if summary.steady is not None:
-        steady = summary.steady
-        span = f"{steady.begin_s:.1f} to {steady.end_s:.1f} s, ≥ {steady.min_in_flight} in flight"
-        table.add_row("  without ramp and tail", f"{steady.output_tokens_per_s:,.1f} tokens/s ({span})")
-    table.add_row("total throughput", f"{summary.total_tokens_per_s:,.1f} tokens/s")
+    _throughput(table, summary)
     table.add_row("in flight, peak and mean", f"{summary.peak_in_flight} and {summary.mean_in_flight:.1f}")
     busy = f"{summary.client_cpu_share:.1%} of a core"
     table.add_row("load generator", f"[red]{busy}: too busy[/red]" if summary.client_cpu_share > BUSY_CLIENT else busy)
     console.print(table)
-    console.print(_latencies(summary))
-
-
-def _latencies(summary: Summary) -> Table:
     table = columns("milliseconds", "", "mean", "median", "p90", "p99", "values")
-    _add_spread(table, "TTFT (first token)", summary.ttft_ms)
-    _add_spread(table, "TPOT (per request)", summary.tpot_ms)
-    _add_spread(table, "ITL per chunk", summary.itl_chunk_ms)
-    _add_spread(table, "ITL per token", summary.itl_token_ms)
-    _add_spread(table, "E2EL (whole request)", summary.e2el_ms)
-    _add_spread(table, "waited to be sent", summary.late_ms)
-    return table
-
-
-def _add_spread(table: Table, name: str, spread: Spread | None) -> None:
-    if spread is None or not spread.count:
-        table.add_row(name, *["–"] * 4, "not told" if spread is None else "0")
-        return
-    values = (spread.mean, spread.median, spread.p90, spread.p99)
-    table.add_row(name, *(f"{value:,.2f}" for value in values), f"{spread.count:,}")
+    for name, spread in (
+        ("TTFT (first token)", summary.ttft_ms),
+        ("TPOT (per request)", summary.tpot_ms),
+        ("ITL per chunk", summary.itl_chunk_ms),
+        ("ITL per token", summary.itl_token_ms),
+        ("E2EL (whole request)", summary.e2el_ms),
+        ("waited to be sent", summary.late_ms),
+    ):
+        if spread is None or not spread.count:
+            table.add_row(name, *["–"] * 4, "not told" if spread is None else "0")
+        else:
+            _spreads(table, [(name, spread)], "mean", "median", "p90", "p99")
+    console.print(table)
 
 
 def show_errors(console: Console, run: Run) -> None:
@@ -79,11 +112,11 @@ def show_errors(console: Console, run: Run) -> None:
 
 
 def show_notes(console: Console, workload: Workload) -> None:
+    """Shows what was done to the data."""
     if workload.notes:
         done = ", ".join(f"{name.replace('_', ' ')}: {count:,}" for name, count in workload.notes.items())
-        console.print(
-            f"{workload.name}, {workload.num_turns:,} requests in {len(workload.sessions):,} sessions; {done}"
-        )
+        size = f"{workload.num_turns:,} requests in {len(workload.sessions):,} sessions"
+        console.print(f"{workload.name}, {size}; {done}")
 
 
 def show_goodput(console: Console, found: Goodput) -> None:
@@ -105,9 +138,8 @@ def show_rounds(console: Console, rounds: Sequence[Round], num_without_ids: int)
         table.add_row(str(each.number), f"{each.num_ok:,}", *cells, hit, f"{each.best_hit_rate:.1%}")
     console.print(table)
     if num_without_ids:
-        console.print(
-            f"[yellow]{num_without_ids:,} replies came without token ids; later prompts go on without them.[/yellow]"
-        )
+        told = f"{num_without_ids:,} replies came without token ids; later prompts go on without them."
+        console.print(f"[yellow]{told}[/yellow]")
 
 
 def show_offline(console: Console, title: str, summary: OfflineSummary) -> None:
@@ -117,43 +149,23 @@ def show_offline(console: Console, title: str, summary: OfflineSummary) -> None:
     table.add_row("input tokens", f"{summary.num_prompt:,}")
     table.add_row("  of these cached", f"{summary.num_cached:,}")
     table.add_row("output tokens", f"{summary.num_output:,}")
-    table.add_section()
-    table.add_row("request throughput", f"{summary.requests_per_s:.2f} requests/s")
-    table.add_row("input throughput", f"{summary.input_tokens_per_s:,.1f} tokens/s")
-    table.add_row("[bold]output throughput[/bold]", f"[bold]{summary.output_tokens_per_s:,.1f} tokens/s[/bold]")
-    table.add_row("total throughput", f"{summary.total_tokens_per_s:,.1f} tokens/s")
+    _throughput(table, summary)
     console.print(table)
-
-
-def columns(title: str, *names: str, left: str = "") -> Table:
-    """Returns a table with a name over each column; numbers stand right, the column named ``left`` does not."""
-    table = Table(title=escape(title), title_justify="left", title_style="bold")
-    for name in names:
-        table.add_column(name, justify="left" if name == left else "right")
-    return table
-
-
-def pairs(title: str) -> Table:
-    table = Table(title=escape(title), title_justify="left", title_style="bold", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    return table
 
 
 def show_cache(console: Console, found: CacheOutcome, summary: CacheSummary) -> None:
     """Shows hit rates beside those of an endless cache, then TTFT by kind of hit."""
     console.print(_hit_rates(found, summary))
-    console.print(_hit_latencies(summary))
+    table = columns("TTFT by kind of hit, milliseconds", "", "median", "p90", "p99", "requests")
+    console.print(_spreads(table, summary.ttft_ms.items(), "median", "p90", "p99"))
     if summary.num_above_most:
         console.print(
             f"[yellow]{summary.num_above_most:,} requests found more than an endless cache: the server's was not "
             "empty when the run began. Give --flush-cache; a store is emptied by POST /flush_cache?tier=store.[/yellow]"
         )
     if found.num_differing:
-        console.print(
-            f"[yellow]{found.num_differing:,} prompts are of another length to the server than to the endless "
-            "cache.[/yellow]"
-        )
+        told = f"{found.num_differing:,} prompts are of another length to the server than to the endless cache."
+        console.print(f"[yellow]{told}[/yellow]")
 
 
 def _hit_rates(found: CacheOutcome, summary: CacheSummary) -> Table:
@@ -186,33 +198,14 @@ def _hit_rates(found: CacheOutcome, summary: CacheSummary) -> Table:
     return table
 
 
-def _hit_latencies(summary: CacheSummary) -> Table:
-    table = columns("TTFT by kind of hit, milliseconds", "", "median", "p90", "p99", "requests")
-    for kind, spread in summary.ttft_ms.items():
-        if spread.count:
-            values = (spread.median, spread.p90, spread.p99)
-            table.add_row(kind, *(f"{value:,.2f}" for value in values), f"{spread.count:,}")
-    return table
-
-
-GOOD, BAD = "green", "red"
-GAINS = (
-    "accept: tokens of a step that verified drafts, by where its prompt was found\n"
-    "% accepted: of those steps, their first draft, their second one, ...\n"
-    "gain: tokens a second over plain decoding, by batch; prompts {where}\n"
-    "loses from: the batch from which on plain decoding is faster"
-)
-COSTS = (
-    "extend: the draft forward behind the step, for the first draft; draft: further ones\n"
-    "cost: the sum in plain steps, as measured at start, and beside it as it ran"
-)
-
-
 def show_spec(console: Console, found: Found) -> None:
+    """Shows a table for each proposer and temperature, the costs of cycles, and whether the tokens are the same."""
     for proposer, temperature in dict.fromkeys((case.proposer, case.temperature) for case in found.cases):
         chosen = [case for case in found.cases if (case.proposer, case.temperature) == (proposer, temperature)]
         console.print(_gains(f"{proposer}, temperature {temperature:g}", chosen))
-    console.print(f"[dim]{GAINS.format(where=_where(usual_source(found.cases)))}[/dim]")
+    source = usual_source(found.cases)
+    where = "on no tier" if source == "cold" else f"on the {source}"
+    console.print(f"[dim]{GAINS.format(where=where)}[/dim]")
     for proposer, costs in found.costs.items():
         console.print(_costs(proposer, costs, [case for case in found.cases if case.proposer == proposer]))
     if found.costs:
@@ -231,46 +224,37 @@ def _gains(title: str, cases: Sequence[Case]) -> Table:
     sources = list(dict.fromkeys(case.source for case in cases))
     batches = list(dict.fromkeys(case.batch for case in cases))
     shares, lengths_of = "% accepted\nby place", [f"accept\n{name}" for name in sources]
-    gains = [f"gain\nat {batch}" for batch in batches]
-    table = columns(title, "drafts", *lengths_of, shares, *gains, "loses\nfrom", left=shares)
+    table = columns(
+        title, "drafts", *lengths_of, shares, *(f"gain\nat {batch}" for batch in batches), "loses\nfrom", left=shares
+    )
     for steps in dict.fromkeys(case.steps for case in cases):
         own = [case for case in cases if case.steps == steps]
         speedups = {case.batch: figures_of(case).speedup for case in own if case.source == source}
-        drafts = drafts_of(own)
         lengths = (drafts_of([case for case in own if case.source == name]) for name in sources)
         lost = crossover(speedups)
         table.add_row(
             steps,
             *(f"{use.accept_length:.2f}" if use.proposed else "-" for use in lengths),
-            " ".join(f"{100 * share:.0f}" for share in _acceptance(drafts)) or "-",
-            *(_coloured(speedups[batch]) for batch in batches),
+            " ".join(f"{100 * share:.0f}" for share in _ever_accepted(drafts_of(own))) or "-",
+            *(_coloured(f"{speedups[batch]:.2f}", speedups[batch] >= 1) for batch in batches),
             "-" if lost is None else str(lost),
         )
     return table
 
 
 def _costs(proposer: str, costs: Sequence[CycleCost], cases: Sequence[Case]) -> Table:
-    """Shows what the engine measured at start, for what was swept, beside what steps then took."""
+    """Shows the costs that the engine measured at start, for all that was swept, beside those of the steps."""
     names = ("batch", "drafts", "plain", "verify", "extend", "draft", "cost", "as it ran")
     table = columns(f"{proposer}, cost of a cycle in milliseconds", *names)
-    source, temperature = usual_source(cases), cases[0].temperature
-    ran = {
-        (case.batch, case.steps): figures_of(case)
-        for case in cases
-        if (case.source, case.temperature) == (source, temperature)
-    }
+    timed = usual_source(cases), cases[0].temperature
+    ran = {(case.batch, case.steps): figures_of(case) for case in cases if (case.source, case.temperature) == timed}
     sizes = sorted({cost.batch for cost in costs})
     for batch in dict.fromkeys(batch for batch, _ in ran):
         nearest = next((size for size in sizes if size >= batch), sizes[-1])  # as the engine itself reads its table
         for cost in (cost for cost in costs if cost.batch == nearest and (batch, str(cost.steps)) in ran):
-            parts = (cost.plain_s, cost.verify_s, cost.extend_s, cost.draft_s)
-            table.add_row(
-                str(batch),
-                str(cost.steps),
-                *(f"{1e3 * seconds:.2f}" for seconds in parts),
-                f"{cost.cost:.2f}",
-                f"{ran[batch, str(cost.steps)].cycle_cost:.2f}",
-            )
+            parts = (f"{1e3 * s:.2f}" for s in (cost.plain_s, cost.verify_s, cost.extend_s, cost.draft_s))
+            as_it_ran = ran[batch, str(cost.steps)].cycle_cost
+            table.add_row(str(batch), str(cost.steps), *parts, f"{cost.cost:.2f}", f"{as_it_ran:.2f}")
         table.add_section()
     return table
 
@@ -281,22 +265,23 @@ def _equality(console: Console, cases: Sequence[Case]) -> None:
     console.print(f"[bold]tokens against plain decoding[/bold], case by case: {told}")
     margin = over_all([case.equality for case in cases])
     if margin is not None:
-        colour = GOOD if margin.is_kept else BAD
-        console.print(
-            f"[{colour}]{margin.num_needed} of {margin.num_positions} tokens are not plain decoding's best; the worst is "
-            f"{margin.worst:.2g} short of it, {margin.epsilon:.2g} and {MAX_SHARE:.1%} are allowed[/{colour}]"
+        told = (
+            f"{margin.num_needed} of {margin.num_positions} tokens are not plain decoding's best; the worst is "
+            f"{margin.worst:.2g} short of it, {margin.epsilon:.2g} and {MAX_SHARE:.1%} are allowed"
         )
+        console.print(_coloured(told, margin.is_kept))
     for case in cases:
         if not case.equality.is_kept:
             first = case.equality.first_difference
             where = "" if first is None else f", first in reply {first[0]} at token {first[1]}"
-            console.print(
-                f"[{BAD}]{escape(case.proposer)}, {case.steps} drafts, batch {case.batch}, temperature {case.temperature:g}, "
-                f"{case.source}: {case.equality.num_differing} of {case.equality.num_replies} replies differ{where}[/{BAD}]"
+            told = (
+                f"{escape(case.proposer)}, {case.steps} drafts, batch {case.batch}, temperature {case.temperature:g}, "
+                f"{case.source}: {case.equality.num_differing} of {case.equality.num_replies} replies differ{where}"
             )
+            console.print(_coloured(told, is_good=False))
 
 
-def _acceptance(drafts: DraftUse) -> list[float]:
+def _ever_accepted(drafts: DraftUse) -> list[float]:
     """Returns shares of verifying steps, up to the last draft that was ever accepted."""
     shares = acceptance(drafts)
     while shares and not shares[-1]:
@@ -304,19 +289,13 @@ def _acceptance(drafts: DraftUse) -> list[float]:
     return shares
 
 
-def _coloured(speedup: float) -> str:
-    colour = GOOD if speedup >= 1 else BAD
-    return f"[{colour}]{speedup:.2f}[/{colour}]"
-
-
-def _where(source: str) -> str:
-    return "that nobody has" if source == "cold" else f"on the {source}"
-
-
-MAX_VIOLATIONS = 8
+def _coloured(text: str, is_good: bool) -> str:
+    colour = GOOD if is_good else BAD
+    return f"[{colour}]{text}[/{colour}]"
 
 
 def show_soak(console: Console, title: str, found: SoakFigures) -> None:
+    """Shows requests by outcome, faults, latencies beside them, memory, and violations."""
     table = pairs(title)
     for outcome, count in found.outcomes.items():
         table.add_row(f"requests: {escape(outcome)}", f"{count:,}")
@@ -328,39 +307,24 @@ def show_soak(console: Console, title: str, found: SoakFigures) -> None:
     table.add_row("replies compared", judged)
     console.print(table)
     if found.faults:
-        console.print(_faults(found))
-    console.print(_soak_latencies(found))
+        table = columns("faults", "at", "fault", "requests open", "ready again", "first new token", left="fault")
+        for fault in found.faults:
+            told = ["–" if seconds is None else f"{seconds:.2f} s" for seconds in (fault.ready_s, fault.recovery_s)]
+            table.add_row(f"{fault.at_s:.1f} s", f"{fault.fault}: {escape(fault.what)}", f"{fault.num_open}", *told)
+        console.print(table)
+    spreads = [
+        (f"{kind}, {name}", spread)
+        for name, each in (("calm", found.calm), ("beside faults", found.beside_faults))
+        for kind, spread in (("TTFT", each.ttft_ms), ("TPOT", each.tpot_ms))
+    ]
+    console.print(_spreads(columns("milliseconds", "", "p50", "p99", "requests"), spreads, "median", "p99"))
     if found.growth:
-        console.print(_memory(found))
-    if found.num_violations:
-        console.print(f"[red]violations: {found.num_violations:,}[/red]")
-        for violation in found.violations[:MAX_VIOLATIONS]:
-            console.print(f"[red]  {escape(violation)}[/red]", soft_wrap=True)
-    else:
-        console.print("[green]nothing that must not be[/green]")
-
-
-def _faults(found: SoakFigures) -> Table:
-    table = columns("faults", "at", "fault", "requests open", "ready again", "first new token", left="fault")
-    for fault in found.faults:
-        told = ["–" if seconds is None else f"{seconds:.2f} s" for seconds in (fault.ready_s, fault.recovery_s)]
-        table.add_row(f"{fault.at_s:.1f} s", f"{fault.fault}: {escape(fault.what)}", f"{fault.num_open}", *told)
-    return table
-
-
-def _soak_latencies(found: SoakFigures) -> Table:
-    table = columns("milliseconds", "", "p50", "p99", "requests")
-    for name, latencies in (("calm", found.calm), ("beside faults", found.beside_faults)):
-        for kind, spread in (("TTFT", latencies.ttft_ms), ("TPOT", latencies.tpot_ms)):
-            if spread.count:
-                table.add_row(f"{kind}, {name}", f"{spread.median:,.2f}", f"{spread.p99:,.2f}", f"{spread.count:,}")
-    return table
-
-
-def _memory(found: SoakFigures) -> Table:
-    table = columns("memory", "process", "over", "at the end", "growth", "")
-    for grown in found.growth:
-        slope = f"{grown.mib_per_min:+.2f} MiB/min"
-        remark = "" if grown.is_judged else "too short to judge"
-        table.add_row(f"{grown.role} {grown.pid}", f"{grown.seconds:.0f} s", f"{grown.last_mib:.0f} MiB", slope, remark)
-    return table
+        table = columns("memory", "process", "over", "at the end", "growth", "")
+        for grown in found.growth:
+            size, slope = f"{grown.last_mib:.0f} MiB", f"{grown.mib_per_min:+.2f} MiB/min"
+            remark = "" if grown.is_judged else "too short to judge"
+            table.add_row(f"{grown.role} {grown.pid}", f"{grown.seconds:.0f} s", size, slope, remark)
+        console.print(table)
+    console.print(_coloured(f"violations: {found.num_violations:,}", not found.num_violations))
+    for violation in found.violations[:MAX_VIOLATIONS]:
+        console.print(f"[red]  {escape(violation)}[/red]", soft_wrap=True)

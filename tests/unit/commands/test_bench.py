@@ -281,7 +281,7 @@ class FakeLLM:
         settings: Those.
     """
 
-    config = make_options(max_model_len=100)
+    settings = make_options(max_model_len=100)
 
     def __init__(self, seen: dict[str, Any], settings: dict[str, Any]) -> None:
         seen.update(settings)
