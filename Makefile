@@ -26,7 +26,7 @@ demo: $(VENV)/.installed  ## a multi-turn chat with the embedded model, over HTT
 check: $(VENV)/.installed-dev  ## format, lint, types, floors, code that graphs cannot bear
 	$(BIN)/python -m tools.suite --checks
 
-test: $(VENV)/.installed-dev  ## everything CI runs, with one verdict: checks, what shares the machine, what does not
+test: $(VENV)/.installed-dev  ## everything CI runs, with one verdict: checks and tests
 	$(BIN)/python -m tools.suite $(ARGS)
 
 test-matrix:  ## the suite on each Python that is there, with each torch

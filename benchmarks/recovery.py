@@ -98,7 +98,7 @@ SMALL = Sizes(
     bar_s=8.0,
     load_s=20.0,
 )
-TINY = replace(SMALL, streams=3, prompt=256, output=80, before=16, rounds=1, load_s=1.5)
+TINY = replace(SMALL, streams=3, prompt=256, output=240, before=16, rounds=1, load_s=1.5)
 
 
 LOOK_S = 0.05

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.pytest_run import ROOT, Run, run_pytest, verdict
-from tools.suite import HALVES
+from tools.suite import TESTS
 
 PYTHONS = ("3.11", "3.12", "3.13")
 TRITON_OF_TORCH = {"2.11": "3.6.0", "2.12": "3.7.1", "2.13": "3.7.1"}
@@ -77,16 +77,11 @@ def install(cell: Cell, pip_args: Sequence[str]) -> str:
     return python
 
 
-def run_suite(python: str, arguments: Sequence[str]) -> list[Run]:
-    """Runs both halves of the suite."""
-    return [run_pytest([*half, *arguments], python) for half in HALVES]
-
-
 def run_cells(
     interpreters: dict[str, str | None],
     torches: Sequence[str],
     prepare: Callable[[Cell], str],
-    test: Callable[[str], list[Run]],
+    test: Callable[[str], Run],
 ) -> int:
     """Tests every pair and prints a line for each, then the verdict; returns 0 if nothing failed and something passed.
 
@@ -105,7 +100,7 @@ def run_cells(
             cell = Cell(version, interpreter, torch)
             print(f"--- {cell.name}", flush=True)
             try:
-                counts: Counter[str] = sum((run.counts for run in test(prepare(cell))), Counter())
+                counts = test(prepare(cell)).counts
             except subprocess.CalledProcessError as failure:
                 total["failed"] += 1
                 lines.append(f"{cell.name}: cannot be installed, {failure}")
@@ -132,7 +127,7 @@ def main() -> int:
         find_interpreters(given.python or PYTHONS),
         given.torch or list(TRITON_OF_TORCH),
         lambda cell: install(cell, shlex.split(given.pip_args)),
-        lambda python: run_suite(python, given.pytest),
+        lambda python: run_pytest([*TESTS, *given.pytest], python),
     )
 
 

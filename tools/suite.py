@@ -1,11 +1,12 @@
 """Runs everything that CI runs and ends with one verdict: ``python -m tools.suite``.
 
-Checks come first, then the tests that share the machine, two at a time, then those that are marked ``alone``. Each of
-them runs whatever became of the others. The last line counts tests, and each check that failed as a failed test.
+Checks come first, then the tests, two at a time, whatever became of the checks. The last line counts tests, and each
+check that failed as a failed test.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -14,11 +15,8 @@ from pathlib import Path
 from tools.pytest_run import ROOT, run_pytest, verdict
 
 IN_CI = "not gpu and not long and not clients"
-HALVES = (
-    # In the order of the folders: engines and servers come first, short files last, so that both processes end together.
-    ("-m", f"{IN_CI} and not alone", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"),
-    ("-m", f"{IN_CI} and alone"),
-)
+# In the order of the folders: engines and servers come first, short files last, so that both processes end together.
+TESTS = ("-m", IN_CI, "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 CHECKS = {
     "format": ("ruff", "format", "--check", "."),
     "lint": ("ruff", "check", "."),
@@ -40,10 +38,10 @@ def run_checks(names: list[str]) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the checks and both halves; with ``--checks``, the checks alone.
+    """Runs the checks and the tests; with ``--checks``, the checks alone.
 
     Args:
-        arguments: ``--checks``, or further arguments of pytest for both halves.
+        arguments: ``--checks``, or further arguments of pytest.
 
     Returns:
         0 if nothing failed and something was tested.
@@ -51,13 +49,13 @@ def main(arguments: list[str]) -> int:
     failed_checks = run_checks(list(CHECKS))
     if arguments == ["--checks"]:
         return int(bool(failed_checks))
-    runs = [run_pytest([*half, *arguments]) for half in HALVES]
-    counts: Counter[str] = sum((run.counts for run in runs), Counter({"failed": len(failed_checks)}))
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process that a test starts compiles the sources again
+    run = run_pytest([*TESTS, *arguments])
+    counts = run.counts + Counter({"failed": len(failed_checks)})
     print()
-    for run in runs:
-        for each in run.outcomes:
-            if each.outcome == "failed":
-                print(f"failed: {each.name}")
+    for each in run.outcomes:
+        if each.outcome == "failed":
+            print(f"failed: {each.name}")
     for name in failed_checks:
         print(f"failed: {name}")
     print(verdict(counts))

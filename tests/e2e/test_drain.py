@@ -74,6 +74,7 @@ async def drain(folder: Path, grace_s: float) -> None:
             refused = await http.post(PATH, json=body(1))
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
             assert 1 <= int(refused.headers["retry-after"]) <= 60
+            assert time.monotonic() - begin < grace_s, "it said so when its time was over"
             await short.task
             assert "".join(texts_of(short.events)) == alone
             await long.task

@@ -22,8 +22,7 @@ from tests.e2e.live import Live, serve
 from tests.faults.harness import body_of
 from tests.helpers.tiered import check_whole, counts_of, engine_of
 from tests.helpers.traffic import SETTINGS, TENANTS, TINY, Memory, Script, Turn, census, make_scripts
-
-pytestmark = pytest.mark.alone
+from tests.helpers.waiting import PATIENCE_S
 
 SEED = 77
 NUM_LIVE = 6
@@ -207,7 +206,7 @@ class Clients:
     """
 
     def __init__(self, url: str, scripts: list[Script], rng: np.random.Generator) -> None:
-        self._client = httpx.AsyncClient(base_url=url, timeout=60)
+        self._client = httpx.AsyncClient(base_url=url, timeout=PATIENCE_S)
         self._scripts = scripts
         self._rng = rng
         self.num_replies = self.num_aborts = 0
@@ -251,9 +250,9 @@ def check_idle(live: Live) -> None:
     """No request is anywhere, every device page can be had, no copy is under way."""
     for worker in live.wait_idle()["workers"]:
         assert worker["incarnation"] == 1
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while True:
-        (replica,) = httpx.get(f"{live.url}/cache/stats", timeout=30).raise_for_status().json()["replicas"]
+        (replica,) = httpx.get(f"{live.url}/cache/stats", timeout=PATIENCE_S).raise_for_status().json()["replicas"]
         device, host = replica["tiers"]["device"], replica["tiers"]["host"]
         copies = [replica[kind] for kind in ("loads", "stores")]
         is_idle = not any(each["num_in_flight"] for each in copies)

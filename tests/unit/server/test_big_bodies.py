@@ -25,9 +25,8 @@ from hiserve.text.helper_pool import HelperPool
 from hiserve.text.template import ChatTemplate
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.processes import children
+from tests.helpers.waiting import PATIENCE_S, until
 from tests.unit.server.conftest import Server, make_server, reply_script
-
-pytestmark = pytest.mark.alone
 
 CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
 HI = {"role": "user", "content": "Hi"}
@@ -206,8 +205,7 @@ async def test_a_process_that_has_grown_ends_and_the_next_body_has_another(
     (first,) = set(children(os.getpid())) - before
     with pytest.raises(RequestError, match=f"more than {MAX_BODY_VALUES} values, most of them in x"):
         await helpers.slim(b'{"x": [' + b"[]," * 5_000_000 + b"1]}", SIZES, 0)
-    while first in children(os.getpid()):  # though nobody sends anything
-        await asyncio.sleep(0.01)
+    await until(lambda: first not in children(os.getpid()))  # though nobody sends anything
     assert await helpers.slim(b'{"prompt": "Hi"}', SIZES, 0) == {"prompt": "Hi"}
     (second,) = set(children(os.getpid())) - before
     assert second != first
@@ -229,7 +227,7 @@ async def test_a_process_that_dies_refuses_its_body_alone(helpers: HelperPool) -
     (pid,) = set(children(os.getpid())) - before
     os.kill(pid, signal.SIGSTOP)
     reading = asyncio.create_task(helpers.slim(b"{}", SIZES, 0))
-    await asyncio.sleep(0.05)
+    await until(lambda: any(each._answer is not None and not each._answer.done() for each in helpers._all))
     os.kill(pid, signal.SIGPROF)  # as the kernel does when the CPU time is over
     os.kill(pid, signal.SIGCONT)
     with pytest.raises(RequestError, match="more time or memory"):
@@ -242,7 +240,7 @@ async def test_work_that_cannot_be_sent_takes_no_place() -> None:
     for _ in range(2 * helper_pool.NUM_PROCESSES):
         with pytest.raises(OverflowError):
             await made.render(ChatRequest(messages=[HI], template_kwargs={"number": 2**70}), None, 0)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         assert await made.render(ChatRequest(messages=[HI]), None, 0) == "Hi"
     await made.close()
 
@@ -251,8 +249,7 @@ async def test_an_idle_process_ends(helpers: HelperPool, monkeypatch: pytest.Mon
     monkeypatch.setattr(helper_pool, "IDLE_S", 0.0)
     before = set(children(os.getpid()))
     await helpers.slim(b"{}", SIZES, 0)
-    while set(children(os.getpid())) - before:
-        await asyncio.sleep(0.01)
+    await until(lambda: set(children(os.getpid())) <= before)
     assert await helpers.slim(b"{}", SIZES, 0) == {}
 
 

@@ -1,4 +1,4 @@
-"""The suite, the matrix and the log of GPU runs: each half runs, each failure counts, and nothing tested is a failure."""
+"""The suite, the matrix and the log of GPU runs: each failure counts, and nothing tested is a failure."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ def a_run(exit_code: int, **counts: int) -> Run:
 
 
 @pytest.fixture
-def halves(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
-    """What the halves of the suite will give, in order; its checks pass."""
-    runs: list[Run] = []
-    monkeypatch.setattr(suite, "run_pytest", lambda arguments: runs.pop(0))
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
+    """What the tests of the suite will give; its checks pass."""
+    made: list[Run] = []
+    monkeypatch.setattr(suite, "run_pytest", lambda arguments: made.pop())
     monkeypatch.setattr(suite, "run_checks", lambda names: [])
-    return runs
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    return made
 
 
 def test_what_became_of_each_test_is_read_from_pytest(tmp_path: Path) -> None:
@@ -68,36 +69,31 @@ def test_a_run_that_could_not_report_has_failed_and_one_that_selects_nothing_has
 
 
 @pytest.mark.parametrize(
-    ("runs", "said", "code"),
+    ("run", "said", "code"),
     [
-        ([a_run(0, passed=3), a_run(0, passed=2)], "5 passed, 0 failed", 0),
-        ([a_run(1, passed=3, failed=1), a_run(0, passed=2, skipped=1)], "5 passed, 1 failed, 1 skipped", 1),
-        ([a_run(0, passed=3), a_run(3)], "3 passed, 1 failed", 1),
-        ([a_run(5), a_run(5)], "0 passed, 0 failed", 1),
+        (a_run(0, passed=3), "3 passed, 0 failed", 0),
+        (a_run(1, passed=3, failed=1, skipped=1), "3 passed, 1 failed, 1 skipped", 1),
+        (a_run(3), "0 passed, 1 failed", 1),
+        (a_run(5), "0 passed, 0 failed", 1),
     ],
 )
-def test_both_halves_run_and_the_last_line_is_one_verdict(
-    halves: list[Run], capsys: pytest.CaptureFixture[str], runs: list[Run], said: str, code: int
+def test_the_last_line_is_one_verdict(
+    runs: list[Run], capsys: pytest.CaptureFixture[str], run: Run, said: str, code: int
 ) -> None:
-    halves += runs
+    runs.append(run)
     assert suite.main([]) == code
-    assert not halves, "a half did not run"
+    assert not runs, "nothing was run"
     assert capsys.readouterr().out.splitlines()[-1] == said
 
 
 def test_a_check_that_fails_is_named_and_keeps_no_test_from_running(
-    halves: list[Run], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    runs: list[Run], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    halves += [a_run(0, passed=3), a_run(0, passed=2)]
+    runs.append(a_run(0, passed=5))
     monkeypatch.setattr(suite, "run_checks", lambda names: ["types"])
     assert suite.main([]) == 1
-    assert not halves
+    assert not runs
     assert capsys.readouterr().out.splitlines()[-2:] == ["failed: types", "5 passed, 1 failed"]
-
-
-def test_every_test_of_ci_is_in_one_half() -> None:
-    shared, alone = (half[half.index("-m") + 1] for half in suite.HALVES)
-    assert (shared, alone) == (f"{suite.IN_CI} and not alone", f"{suite.IN_CI} and alone")
 
 
 # --- the matrix ---------------------------------------------------------------------------------
@@ -130,7 +126,7 @@ def test_missing_interpreters_are_named_and_the_others_are_tested(capsys: pytest
             raise subprocess.CalledProcessError(1, "pip")
         return cell.interpreter
 
-    assert run_cells(found, ["2.11", "2.12"], prepare, lambda python: [a_run(0, passed=2), a_run(0, passed=1)]) == 1
+    assert run_cells(found, ["2.11", "2.12"], prepare, lambda python: a_run(0, passed=3)) == 1
     assert [(cell.interpreter, cell.torch) for cell in cells] == [
         ("/bin/python2.7", "2.11"),
         ("/bin/python2.7", "2.12"),
@@ -142,7 +138,7 @@ def test_missing_interpreters_are_named_and_the_others_are_tested(capsys: pytest
 
 
 def test_a_matrix_that_found_no_interpreter_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    def never(argument: object) -> list[Run]:
+    def never(argument: object) -> Run:
         raise AssertionError(argument)
 
     assert run_cells({"2.6": None}, ["2.11"], never, never) == 1  # type: ignore[arg-type]
