@@ -108,7 +108,6 @@ class Rotary:
     Args:
         frequencies: float32 ``[head_dim / 2]``, on the device of the positions.
         dtype: The model's; rotation is float32, or float64 for a float64 model.
-        ops: The device's operations.
         attention_factor: Factor of cosines and sines.
     """
 

@@ -23,12 +23,7 @@ LOG = ROOT / "benchmarks" / "results" / "suite_gpu.json"
 
 
 def log_of(run: Run, commit: str | None) -> dict[str, Any]:
-    """Returns the log of a run.
-
-    Args:
-        run: Of pytest.
-        commit: That was tested; the checkout's if None.
-    """
+    """Returns the log of a run."""
     command = shlex.join(["python", *run.command[1:]])
     return about(command, at_commit=commit, num_gpus=torch.cuda.device_count()) | {
         "verdict": verdict(run.counts),

@@ -43,13 +43,7 @@ class Run:
 
 
 def run_pytest(arguments: Sequence[str], python: str = sys.executable, cwd: Path = ROOT) -> Run:
-    """Runs pytest in a process of its own, which writes to this terminal.
-
-    Args:
-        arguments: Of pytest.
-        python: Interpreter that has pytest.
-        cwd: Folder to run in.
-    """
+    """Runs pytest in a process of its own, which writes to this terminal."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [python, "-m", "pytest", *arguments]

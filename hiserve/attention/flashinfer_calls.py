@@ -97,8 +97,6 @@ class DecodeRows:
     """Rows of one token.
 
     Args:
-        shape: Of the model.
-        window: Of the layers.
         partials: Zeroed memory for parts of rows.
         buffers: Of a graph, which fixes the rows and addresses; None outside of graphs.
     """

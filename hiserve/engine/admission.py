@@ -18,18 +18,7 @@ from hiserve.engine.store_prefetch import StorePrefetcher
 
 
 class Admission:
-    """Admits requests in the order in which they wait.
-
-    Args:
-        waiting: Requests without a row.
-        cache: Pages and prefixes.
-        rows: The planner's rows.
-        host_loads: Loads prefixes from the host.
-        prefetcher: Fetches prefixes from the store.
-        costs: Whether a load is worth it.
-        cache_counters: Counts hits and misses.
-        grammars: Compiles grammars, and follows those of the rows.
-    """
+    """Admits requests in the order in which they wait."""
 
     def __init__(
         self,

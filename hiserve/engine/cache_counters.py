@@ -26,11 +26,7 @@ class _Ended:
 
 
 class CacheCounters:
-    """Adds the counts of the planner to those of the index: requests, reasons, bytes.
-
-    Args:
-        cache: Counts pages and copies.
-    """
+    """Adds the counts of the planner to those of the index: requests, reasons, bytes."""
 
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
@@ -70,11 +66,7 @@ class CacheCounters:
             ended.unfulfilled[ack.reason or PLACE_LOST] += num_lost
 
     def stats(self, store: StoreStats | None = None) -> CacheStats:
-        """Returns all counts until now.
-
-        Args:
-            store: Counts of the store, if there is one.
-        """
+        """Returns all counts until now."""
         index = self._cache.stats()
         prefetches = self._ended[CopyKind.PREFETCH]
         not_fetched = Counter(index.not_prefetched) + self._not_fetched

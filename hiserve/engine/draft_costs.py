@@ -33,12 +33,7 @@ class _Seconds:
 
 
 class DraftTimer:
-    """Runs steps on free rows and free pages.
-
-    Args:
-        runners: With a proposer.
-        rows: The permanent rows.
-    """
+    """Runs steps on free rows and free pages."""
 
     def __init__(self, runners: Dispatch, rows: DeviceRows) -> None:
         self._runners = runners
@@ -46,10 +41,6 @@ class DraftTimer:
 
     def measure(self, tiers: Sequence[int], max_rows: int) -> StepCosts:
         """Returns the costs of steps that verify and propose each of these numbers of drafts, ascending from 0.
-
-        Args:
-            tiers: Numbers of drafts.
-            max_rows: Rows of the largest batch.
 
         Raises:
             ConfigError: Rows or the pool are too short to measure.

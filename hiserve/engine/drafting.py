@@ -17,7 +17,6 @@ class Drafting:
     """Chooses the number of drafts after each step, and counts verified and accepted drafts; idle without speculation.
 
     Args:
-        rows: The planner's rows, which hold the counts of their requests.
         num_draft: Most drafts after a step; every step has so many without a controller.
         controller: Chooses one number for all rows of a step.
     """

@@ -37,8 +37,6 @@ class Executor:
     A step that runs out of memory is given up, with the fault in its result; any other exception is raised by it.
 
     Args:
-        runners: Compute the steps.
-        rows: The permanent rows.
         threaded: On CPU, compute in a thread, so that the caller can plan meanwhile.
         tier_transfers: Copies pages between tiers; None with one tier. Closed at the end.
     """

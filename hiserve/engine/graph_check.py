@@ -81,9 +81,6 @@ class LoadedModel:
 def load(settings: Settings) -> LoadedModel:
     """Reads the weights.
 
-    Args:
-        settings: Of the engine.
-
     Raises:
         HiserveError: The model or what drafts for it cannot be used.
     """
@@ -100,9 +97,6 @@ def load(settings: Settings) -> LoadedModel:
 
 def check_graphs(settings: Settings) -> GraphReport:
     """Loads the model and checks steps of every kind, eager ones everywhere and graphs on CUDA.
-
-    Args:
-        settings: Of the engine.
 
     Raises:
         HiserveError: The model, what drafts for it or the attention backend cannot be used.
@@ -121,13 +115,7 @@ def check_graphs(settings: Settings) -> GraphReport:
 
 
 class CheckedEngine:
-    """A pool, a few rows and an executor.
-
-    Args:
-        settings: Of the engine.
-        loaded: As ``load`` returns it.
-        has_graphs: Steps are replayed.
-    """
+    """A pool, a few rows and an executor."""
 
     def __init__(self, settings: Settings, loaded: LoadedModel, *, has_graphs: bool) -> None:
         dtype, page_size = settings.model.dtype, settings.cache.page_size

@@ -88,7 +88,6 @@ class LoadCostModel:
 
     Args:
         step_tokens: Most tokens that one step computes.
-        clock: Seconds.
     """
 
     def __init__(self, step_tokens: int, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -176,14 +175,7 @@ class LoadCostModel:
 
 
 class HostLoads:
-    """Copies between device and host, and the rows that wait for loads.
-
-    Args:
-        cache: Begins and completes copies.
-        rows: The planner's rows.
-        costs: Takes the times of loads.
-        cache_counters: Counts the copies.
-    """
+    """Copies between device and host, and the rows that wait for loads."""
 
     def __init__(self, cache: PrefixCache, rows: RowState, costs: LoadCostModel, cache_counters: CacheCounters) -> None:
         self._cache = cache

@@ -22,11 +22,7 @@ END_OF_REPLAY = ((-1).to_bytes(SEQUENCE_BYTES, "big", signed=True), b"")
 
 
 class KvEventLog:
-    """Numbers batches, and keeps the last of those that say something.
-
-    Args:
-        max_batches: How many are kept.
-    """
+    """Numbers batches, and keeps the last of those that say something."""
 
     def __init__(self, max_batches: int = MAX_KEPT_BATCHES) -> None:
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=max_batches)
@@ -207,10 +203,6 @@ class KvEventSender:
 
 def open_kv_events(settings: Settings, replica: int) -> KvEventSender | None:
     """Opens the sockets of a worker, or none when none were asked for.
-
-    Args:
-        settings: Of the engine.
-        replica: Which worker.
 
     Raises:
         ResourceError: An address is in use or cannot be used.

@@ -78,11 +78,7 @@ class EngineFacts:
 
 
 class StepTimer:
-    """Estimates when the step in flight ends, from the times of earlier steps of its size.
-
-    Args:
-        clock: Monotonic seconds.
-    """
+    """Estimates when the step in flight ends, from the times of earlier steps of its size."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -124,10 +120,7 @@ class Engine:
     """A planner and an executor, in step.
 
     Args:
-        planner: Decides each step.
-        executor: Runs it.
         depth: Steps in flight while the next is planned: 0 waits for each, 1 hides the planning.
-        facts: For the scheduler.
         shares_prefixes: Requests of one namespace reuse each other's prefixes.
         kv_events: Publishes the cache's events after each step; closed with the engine.
         timer: Estimates when the step in flight ends; by the monotonic clock if None.

@@ -74,11 +74,7 @@ class StepBackoff:
 
 
 class OomRecovery:
-    """Counts faults, and decides which requests run again.
-
-    Args:
-        max_tokens: Of a step, when nothing is wrong.
-    """
+    """Counts faults, and decides which requests run again."""
 
     def __init__(self, max_tokens: int) -> None:
         self.backoff = StepBackoff(max_tokens)  # size of the next step

@@ -16,7 +16,6 @@ class PageTables:
     generation of its row.
 
     Args:
-        cache: Allocates pages.
         generation: int64 ``[R]``. Number of the request in each row; ``RowState`` writes it.
         max_len: Longest row, in tokens.
 

@@ -73,11 +73,9 @@ class Planner:
     a row that has another request by then is ignored.
 
     Args:
-        cache: Pages and prefixes.
         max_rows: Requests that run at once.
         max_len: Longest prompt plus output, in tokens.
         max_batched_tokens: Budget of a step, in tokens.
-        eos_token_ids: Tokens that end a reply.
         num_draft: Drafts proposed for a row when it samples, and verified in its next step; 0 is plain decoding.
         controller: Chooses a number up to that for each step; None takes all.
         overlaps_loads: A row whose load is unfinished may start when no other row runs: its forward waits for the load

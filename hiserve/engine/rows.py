@@ -36,7 +36,6 @@ class RowState:
     ``computed`` and ``pending`` are upper bounds while steps are in flight: a step may reject drafts.
 
     Args:
-        cache: Owns pages and prefixes.
         max_rows: Rows, the padding row not counted.
         max_len: Longest row, in tokens.
         num_ahead: Drafts that a step may write after the last token of a row.

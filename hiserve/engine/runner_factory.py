@@ -180,15 +180,7 @@ def make_runners(
 def open_proposer(
     settings: Settings, draft: DraftConfig | None, head: DraftHead | None, pool: DevicePool, rows: DeviceRows
 ) -> Proposer | None:
-    """Returns the proposer, or None for plain decoding.
-
-    Args:
-        settings: Of the engine.
-        draft: The checkpoint that drafts, if one does.
-        head: Loaded from it.
-        pool: With its groups.
-        rows: The permanent rows.
-    """
+    """Returns the proposer, or None for plain decoding."""
     ops = draft_ops_for(rows.device)
     if draft is None or head is None:
         return NgramProposer(rows.state, ops) if settings.spec.spec == "ngram" else None

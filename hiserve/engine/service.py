@@ -62,12 +62,7 @@ _DEVICE_ERRORS = (
 
 
 class ReportSender:
-    """Sends reports while the scheduler takes them, and merges them while it does not; never blocks.
-
-    Args:
-        channel: To the scheduler.
-        incarnation: Stamped on every report.
-    """
+    """Sends reports while the scheduler takes them, and merges them while it does not; never blocks."""
 
     def __init__(self, channel: PollingChannel, incarnation: int) -> None:
         self._channel = channel
@@ -108,13 +103,7 @@ class ReportSender:
 
 
 class WorkerService:
-    """Serves one scheduler with one engine.
-
-    Args:
-        engine: Runs the requests.
-        channel: To the scheduler.
-        incarnation: Stamped on every message.
-    """
+    """Serves one scheduler with one engine."""
 
     def __init__(self, engine: Engine, channel: PollingChannel, incarnation: int) -> None:
         self._engine = engine
@@ -254,15 +243,7 @@ def exit_with_error(
     exit_code: int = EXIT_FAILED,
     snapshot: CrashSnapshot | None = None,
 ) -> NoReturn:
-    """Reports the exception being handled, and ends the process; no destructor runs.
-
-    Args:
-        link: To the scheduler.
-        incarnation: Of this worker.
-        error: The exception.
-        exit_code: Of the process.
-        snapshot: The steps and copies in flight.
-    """
+    """Reports the exception being handled, and ends the process; no destructor runs."""
     fault_s = time.monotonic()
     deadline = threading.Timer(MAX_REPORT_S, os._exit, (exit_code,))
     deadline.daemon = True

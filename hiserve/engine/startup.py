@@ -193,11 +193,7 @@ def plan_without_pages(
 
 
 class CudaMemoryMeter:
-    """Asks torch's allocator, which costs nothing while steps run.
-
-    Args:
-        device: A CUDA device.
-    """
+    """Asks torch's allocator, which costs nothing while steps run."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -54,12 +54,9 @@ class StorePrefetcher:
     After a late answer the store gets no lookup until it answers: it costs hits, and one wait.
 
     Args:
-        cache: Decides where pages go; keeps those that are uploaded.
-        cache_counters: Counts the copies.
         costs: Estimates the pages that arrive in time, from the times of prefetches.
         policy: How long a request waits; None without a store.
         timeout_s: Longest, where ``policy`` is ``timeout``.
-        clock: Monotonic seconds.
     """
 
     def __init__(

@@ -93,9 +93,6 @@ class TierTransfers:
     """The lower tiers, as the executor sees them.
 
     Args:
-        transfers: Copies pages between device and host.
-        host: Where pages lie on the host.
-        store: Copies pages between the host and a store, if there is one.
         linger_s: Seconds that ``close`` may wait for checksums of host pages: a page without one is not recovered.
     """
 

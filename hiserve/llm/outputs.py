@@ -118,14 +118,7 @@ class RequestOutput:
 
 
 class ChoiceBuilder:
-    """Fills in one choice as its tokens arrive.
-
-    Args:
-        request: What the choice belongs to; it is added to its choices.
-        index: Its index.
-        sampling: Its sampling parameters.
-        shown: Makes its text.
-    """
+    """Fills in one choice as its tokens arrive."""
 
     def __init__(self, request: RequestOutput, index: int, sampling: SamplingParams, shown: ReplyOutput) -> None:
         self._request = request

@@ -22,7 +22,6 @@ class Canary:
     Reads back from the device: the checks wait for it.
 
     Args:
-        rows: Know each row's tokens and page table.
         layer: The group's one layer; of a slot, ``k`` holds the token id and ``v`` the position.
     """
 

@@ -51,7 +51,6 @@ class Graph:
 
     Args:
         graph: Captured and kept, not instantiated.
-        device: Where it was captured.
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device) -> None:

@@ -41,10 +41,6 @@ class DeviceRows:
 
     Args:
         max_rows: Requests at a time.
-        max_len: Longest row, in tokens.
-        page_size: Tokens per page.
-        num_pages: Pages of the pool, the sink included.
-        device: ``cpu`` or ``cuda``.
         eos_token_ids: Tokens that end a reply; below the vocabulary's size.
     """
 

@@ -28,13 +28,7 @@ Wait = Callable[[int | None], None]
 
 
 class EagerRunner:
-    """Runs any batch.
-
-    Args:
-        model: The decoder.
-        layers: The pool's views, one per layer of the model.
-        attention: The backend.
-    """
+    """Runs any batch."""
 
     def __init__(self, model: Decoder, layers: Sequence[LayerKV], attention: Attention) -> None:
         self._model = model
@@ -56,8 +50,6 @@ class Dispatch:
     """The runners of one device.
 
     Args:
-        rows: The permanent rows.
-        eager: Runs steps that no graph covers.
         full: Graphs of whole steps, by tokens per row.
         mixed: Graphs of rows that decode and a few prompts, if there are any.
         piecewise: Graphs between attentions, likewise.

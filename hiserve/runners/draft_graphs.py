@@ -58,8 +58,6 @@ class DraftCapture:
     Steps of as many rows share all graphs but the first two, and so the memory of their logits.
 
     Args:
-        proposer: Drafts.
-        capture: Where graphs are captured.
         max_draft: Drafts after a step, at most.
     """
 

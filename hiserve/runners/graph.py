@@ -62,11 +62,6 @@ class GraphRunner:
     between replays without a new capture. Padding rows are row 0, which the check sends to the padding page.
 
     Args:
-        model: The decoder.
-        layers: The pool's views.
-        attention: The backend.
-        rows: The permanent rows.
-        capture: Where graphs are captured.
         width: Tokens of each row: 1, and its drafts.
         max_len: Longest row of a replay, in tokens: page tables and grids are as large.
         buckets: Rows of each graph, ascending; those that attention cannot capture are left out.

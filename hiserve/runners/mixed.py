@@ -34,7 +34,6 @@ class StaticInputs:
         max_decode: D. Rows up to the last that decodes.
         max_prompts: Rows after them.
         table_width: Entries of a row's page table.
-        device: Of all tensors.
 
     Attributes:
         inputs: The tensors, ``[D + max_prompts]`` and ``[T]``.
@@ -146,12 +145,7 @@ class MixedRunner:
     size, unused rows have no tokens, and lengths are read on the device. Padding tokens go to the padding page.
 
     Args:
-        model: The decoder.
-        layers: The pool's views.
         attention: A backend for graphs of ragged batches.
-        shape: Of the model.
-        rows: The permanent rows.
-        capture: Where graphs are captured.
         buckets: Tokens of each graph, ascending.
         max_width: Most tokens of a row that decodes.
         max_len: Longest row of a replay, in tokens.

@@ -32,10 +32,7 @@ class _AttentionSplit:
         pieces: Captured so far.
 
     Args:
-        capture: Where pieces are captured.
-        shape: Of the model.
         num_tokens: T, of the largest bucket.
-        device: Of the model.
     """
 
     needs_host_lengths = False
@@ -94,11 +91,6 @@ class PiecewiseRunner:
     Padding tokens go to the padding page.
 
     Args:
-        model: The decoder.
-        layers: The pool's views.
-        attention: The backend.
-        shape: Of the model.
-        capture: Where graphs are captured.
         buckets: Tokens of each set of pieces, ascending.
         head: Computes what follows the last attention.
     """

@@ -72,7 +72,6 @@ class LogitsHead:
     one step. The sizes of graphs are loaded when they are captured.
 
     Args:
-        model: The decoder.
         sizes: Logits of graphs, ascending. Steps with more than the last have as many as they have.
     """
 
@@ -212,12 +211,7 @@ def record(inputs: StepInputs, drawn: Tensor, rows: DeviceRows) -> Tensor:
 
 
 def draft_step(plan: BatchPlan, launched_step: LaunchedStep) -> DraftStep:
-    """Returns a step as a proposer takes it.
-
-    Args:
-        plan: Of the step.
-        launched_step: The step.
-    """
+    """Returns a step as a proposer takes it."""
     inputs, num_rows = launched_step.inputs, plan.rows.size
     starts = inputs.forward.qo_indptr[: num_rows + 1].long()
     return DraftStep(
@@ -234,13 +228,7 @@ def draft_step(plan: BatchPlan, launched_step: LaunchedStep) -> DraftStep:
 
 
 def read_output(plan: BatchPlan, output: DeviceOutput, words: Int32Array) -> StepResult:
-    """Unpacks the words, in the order in which ``DeviceOutput`` lists them.
-
-    Args:
-        plan: Of the step.
-        output: Of the step.
-        words: ``output.words`` on the host.
-    """
+    """Unpacks the words, in the order in which ``DeviceOutput`` lists them."""
     if not output.num_rows:
         nothing = np.empty(0, dtype=np.int32)
         return StepResult(plan.step_id, counts=nothing, tokens=nothing[:, None], deferred=output.deferred)

@@ -73,11 +73,7 @@ class Acceptance:
 
 
 class Times:
-    """Expected times of steps: the table measured at start, corrected by the steps since.
-
-    Args:
-        costs: The table.
-    """
+    """Expected times of steps: the table measured at start, corrected by the steps since."""
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs

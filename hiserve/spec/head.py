@@ -47,17 +47,7 @@ class DraftPool:
 
 
 class HeadProposer:
-    """Drafts with a head, token by token.
-
-    Args:
-        head: The head.
-        pool: Its part of the device pool.
-        attention: A backend of its shape.
-        state: The rows.
-        sampling: Their parameters.
-        step_ops: The device's kernels that draw, and
-        draft_ops: those of drafts.
-    """
+    """Drafts with a head, token by token."""
 
     def __init__(
         self,

@@ -16,8 +16,6 @@ class NgramProposer:
     """Looks up each row's last tokens among those that it knows, on the device.
 
     Args:
-        state: The rows.
-        ops: Of their device.
         min_ngram: Fewest last tokens that must agree, at least 1.
         max_ngram: Most last tokens that are compared.
     """

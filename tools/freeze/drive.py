@@ -54,14 +54,7 @@ class Conversation:
 
 
 class Drive:
-    """An engine, its conversations, and what it did.
-
-    Args:
-        workload: What happens.
-        llm: With the workload's settings.
-        clock: Installed.
-        store: Folder of the store.
-    """
+    """An engine, its conversations, and what it did."""
 
     def __init__(self, workload: Workload, llm: LLM, clock: VirtualClock, store: Path) -> None:
         self._workload = workload
@@ -167,12 +160,7 @@ class Drive:
 
 
 def run(workload: Workload, clock: VirtualClock) -> list[str]:
-    """Returns what an engine does with a workload, as lines of text.
-
-    Args:
-        workload: What happens.
-        clock: Installed before hiserve was imported.
-    """
+    """Returns what an engine does with a workload, as lines of text."""
     clock.restart()
     folder = Path(tempfile.mkdtemp(prefix="freeze-"))
     settings = SETTINGS | workload.settings

@@ -151,13 +151,7 @@ def _of_many(node: ast.Subscript, facts: Facts) -> Type:
 
 
 class Names:
-    """The types of the names of one scope, and of its expressions.
-
-    Args:
-        scope: Its node.
-        facts: Of the files around it.
-        outer: Names of the scope around it.
-    """
+    """The types of the names of one scope, and of its expressions."""
 
     def __init__(self, scope: Scope, facts: Facts, outer: Mapping[str, Type]) -> None:
         self.nodes = list(own_nodes(scope))
