@@ -166,13 +166,11 @@ def _open_fastest(
 ) -> Attention:
     """Opens the fastest supported backend, or a pair of backends, each for the rows where it is faster.
 
-    The choice is fixed; nothing is measured here. Triton computes rows that decode, though its kernels are not the
-    faster
-    ones: on an H200 (``benchmarks/results/attention.json``, at 7fa9001) FlashInfer's took between 0.77 and 1.18 of
-        their
-    time, less in six of eight shapes, and 0.72 where 8 rows verified 4 tokens. But FlashInfer makes a schedule on the
-    host before each step, from host lengths: with drafts no step could be planned ahead (``engine/build.py``), and rows
-    that decode beside prompts would have no graph (``ragged``). ``choices`` in that file has the cost of a
+    The choice is fixed; nothing is measured here. Triton computes rows that decode, though its kernels are slower: on
+    an H200 (``benchmarks/results/attention.json``, at 7fa9001) FlashInfer's took between 0.77 and 1.18 of their time,
+    less in six of eight shapes, and 0.72 where 8 rows verified 4 tokens. But FlashInfer makes a schedule on the host
+    before each step, from host lengths: with drafts no step could be planned ahead (``engine/build.py``), and rows that
+    decode beside prompts would have no graph (``ragged``). ``choices`` in that file has the cost of a
     schedule for each shape. FlashInfer's kernels for Hopper compute prompts in 0.73 to 0.91 of Triton's time at each of
     the shapes measured.
     """

@@ -89,10 +89,10 @@ class Admission:
         return admit, *allocation_of_chunks(chunks)
 
     def _admit(self, request: Request) -> int | None:
-        """Gives a request a row, if its whole prompt fits beside the promised pages of other rows.
+        """Gives a request a row, if its whole prompt fits beside the pages that other rows still need.
 
         Returns:
-            The row, or None: it waits for pages or a place among the loads, or (``in_flight_prefix`` is set) for another row.
+            The row; None if it waits for pages, for other loads, or (``in_flight_prefix`` is set) for another row.
         """
         cache = self._cache
         match = cache.match(request.tenant, request.prefix_key)
@@ -137,7 +137,7 @@ class Admission:
 def find_in_flight_prefix(request: Request, num_matched: int, state: RowState, page_size: int) -> InFlightPrefix | None:
     """Finds a row that computes more of this prompt than the cache holds.
 
-    Waiting for it is cheaper where it has no further to go than the request would.
+    Waiting for it is cheaper if it has no more tokens to compute before that point than the request.
 
     Args:
         request: Waits for a row of its own.

@@ -37,22 +37,22 @@ class CacheCounters:
         self._cached = dict.fromkeys(("device", "host", "store"), 0)
 
     def admitted(self, use: CacheUse) -> None:
-        """A request was admitted for the first time."""
+        """Counts a request at its first admission."""
         for tier in self._cached:
             self._cached[tier] += getattr(use, tier)
         if use.miss:
             self._misses[use.miss] += 1
 
     def not_loaded(self, num_pages: int) -> None:
-        """A row was given without pages that the host has: computing them is faster than loading them."""
+        """Counts pages of the host that a row computes, because that is faster than loading them."""
         self._num_not_loaded += num_pages
 
     def not_fetched(self, num_pages: int, reason: str) -> None:
-        """Pages that a store has, or may have, were wanted, and no prefetch of them was begun."""
+        """Counts pages that a store has, or may have, of which no prefetch was begun."""
         self._not_fetched[reason] += num_pages
 
     def ended(self, copy: PageCopy, ack: CopyAck) -> None:
-        """A copy has ended; the index has completed it."""
+        """Counts a copy that has ended; the index has completed it."""
         ended, num_arrived = self._ended[copy.kind], ack.num_pages
         if copy.kind in DEVICE_KINDS:
             num_arrived = self._cache.num_arrived[copy.kind] - ended.num_pages

@@ -19,7 +19,7 @@ from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.gate import PendingLoads, admit
 
 REPEATS = 2  # of which the fastest counts; one more comes first
-CPU_REPEATS = 1  # likewise: its steps are long, and its starts are to be short
+CPU_REPEATS = 1  # likewise; steps on a CPU are long
 CONTEXT, LONG_CONTEXT = 64, 1024  # tokens stored of each row
 MAX_LONG_ROWS = 4  # on a CPU, where the time of stored tokens grows with each row
 
@@ -33,7 +33,7 @@ class _Seconds:
 
 
 class DraftTimer:
-    """Runs steps on free rows and free pages."""
+    """Times steps and their drafts, on free rows and free pages; the runners have a proposer."""
 
     def __init__(self, runners: Dispatch, rows: DeviceRows) -> None:
         self._runners = runners
@@ -117,7 +117,7 @@ class DraftTimer:
         return _Seconds(middle - begin, end - middle)
 
     def _now(self) -> float:
-        """Waits for the launched work and returns the time; on a CPU the time of this thread alone, whatever else runs."""
+        """Waits for the launched work and returns the time; on a CPU the CPU time of this thread alone."""
         if self._is_on_cpu:
             return time.thread_time()
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Executes plans in submission order: rows, copies, gate, runner, result."""
+"""Executes plans in the order of their submission: rows, copies, gate, runner, result."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ T = TypeVar("T")
 class Executor:
     """Turns each ``BatchPlan`` into a future ``StepResult``.
 
-    On CUDA a step is launched by the caller on a stream of the executor's, without a host sync, and a thread waits for
-    the copy of its outcome. On CPU a step runs inside ``submit``, or, when ``threaded``, in one thread of its own.
+    On CUDA the caller launches a step on the executor's stream, without a host sync, and a thread waits for the copy of
+    its outcome. On CPU a step runs inside ``submit``, or, when ``threaded``, in the thread.
 
-    A step that runs out of memory is given up, with the fault in its result; any other exception is raised by it.
+    The result of a step that runs out of memory has the fault; any other exception is raised by ``result()``.
 
     Args:
         threaded: On CPU, compute in a thread, so that the caller can plan meanwhile.
@@ -87,7 +87,7 @@ class Executor:
 
         Args:
             rows: int32 ``[n]``.
-            count: Drafts of each; behind the last, tokens mean nothing.
+            count: Drafts of each; after the last, tokens are meaningless.
 
         Returns:
             int32 ``[n, count]``.
@@ -259,7 +259,7 @@ class Executor:
             self._tier_transfers.forward_done(plan.step_id)
 
     def _pass_gate(self, plan: BatchPlan, masks: MaskPlan | None) -> tuple[DeviceOutput, LaunchedStep | None]:
-        """Asks the gate, and runs or defers the step."""
+        """Runs or defers the step, as the gate decides."""
         runners, tier_transfers = self._runners, self._tier_transfers
         loads = PendingLoads() if tier_transfers is None else tier_transfers.loads
         decision = admit(plan, loads, runners.coverage, runners.facts(plan), has_moved=self._rows.has_moved)
@@ -276,7 +276,7 @@ class Executor:
         return launched_step.output, launched_step
 
     def _nothing(self, deferred: str = "") -> tuple[DeviceOutput, None]:
-        """The output of a plan without a forward."""
+        """Returns the output of a plan without a forward."""
         return DeviceOutput(torch.empty(0, dtype=torch.int32, device=self._rows.device), 0, 0, deferred=deferred), None
 
 

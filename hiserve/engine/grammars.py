@@ -63,7 +63,7 @@ class GrammarRows:
         return errors
 
     def admit(self, row: int, request: Request) -> None:
-        """Gives a row the matcher of its request, which must not be awaited; it has seen the tokens behind the prompt."""
+        """Gives a row the matcher of its request, which must not be awaited; it has seen the tokens after the prompt."""
         if request.matcher is not None:
             matcher = self._matchers[row] = request.matcher.copy()
             matcher.advance(request.tokens[request.num_prompt :].tolist())
@@ -134,7 +134,7 @@ class GrammarRows:
                 failed[row] = GrammarLimitError(message)
                 entries[index] = FREE
         self.num_masks += num_masks
-        # Masks behind a draft that is refused stay free: no draw gets there.
+        # Masks after a refused draft stay free: no draw uses them.
         self.num_refused += sum(bool((masks[first + len(ahead)] == -1).all()) for _, first, ahead in jobs if ahead)
         return MaskPlan(plan.step_id, entries.reshape(-1), masks), failed
 

@@ -1,6 +1,6 @@
-"""Runs a step of every kind and what drafts behind it, eagerly and as graphs; tells what keeps it from being ready for graphs.
+"""Checks steps of every kind and their drafts, eager and replayed: decision, results, device syncs, allocations.
 
-``python -m hiserve.engine.graph_check`` reads a resolved ``Config`` as JSON and writes a ``GraphReport``.
+``python -m hiserve.engine.graph_check`` reads ``Settings`` as JSON and writes a ``GraphReport``.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from hiserve.runners.device_rows import DeviceRows
 PROMPT_LEN, WIDTH, CHUNK_LEN, MAX_LEN = 16, 4, 61, 128
 ROWS, LATE_ROW = (1, 2, 3, 4), 5
 NUM_WARM, NUM_STEADY = 2, 8
-MAX_DIFFERENCE = 0.05  # kernels of graphs may add up in another order; what is wrong is off by its own size
+MAX_DIFFERENCE = 0.05  # of the largest value: graphs may add in another order, a wrong result differs by its own size
 
 
 class CheckedRow(NamedTuple):
-    """What a row does in a step: its first tokens are computed, some are known, the rest are drafts."""
+    """One row of a step: tokens computed before it, tokens known, drafts after these."""
 
     computed: int
     known: int
@@ -70,7 +70,7 @@ _NUM_ALLOCATED, _NUM_FROM_DRIVER = "allocation.all.allocated", "num_device_alloc
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model, and the checkpoint that drafts for it, if one does."""
+    """A model, and its draft head or model, if there is one."""
 
     shape: ModelConfig
     model: Decoder
@@ -82,7 +82,7 @@ def load(settings: Settings) -> LoadedModel:
     """Reads the weights.
 
     Raises:
-        HiserveError: The model or what drafts for it cannot be used.
+        HiserveError: The model or its drafts cannot be used.
     """
     folder, shape = read_model(settings.model)
     draft = read_draft(settings, folder, shape)
@@ -99,7 +99,7 @@ def check_graphs(settings: Settings) -> GraphReport:
     """Loads the model and checks steps of every kind, eager ones everywhere and graphs on CUDA.
 
     Raises:
-        HiserveError: The model, what drafts for it or the attention backend cannot be used.
+        HiserveError: The model, its drafts or the attention backend cannot be used.
     """
     loaded = load(settings)
     eager = CheckedEngine(settings, loaded, has_graphs=False)
@@ -133,7 +133,6 @@ class CheckedEngine:
         self._has_graphs = has_graphs
         self._num_propose = 0 if settings.spec.spec == "off" else WIDTH - 1
         self._drafts_eagerly = self._num_propose > 0 and loaded.draft is None  # in a few launches, which need no graph
-        # Those of the executor.
         self.runners = make_runners(
             msgspec.structs.replace(settings.runner, graphs="all" if has_graphs else "off"),
             loaded.model,
@@ -148,11 +147,11 @@ class CheckedEngine:
         self._step_id = 0
 
     def check(self, kind: str, eager: CheckedEngine) -> StepCheck:
-        """Runs a step until it is warm, then once more under guard.
+        """Runs a step until it is warm, then once more where waiting for the device raises.
 
         Args:
             kind: Of ``STEPS``; those before it were checked.
-            eager: Has checked the same step; what is compared with, unless it is this one.
+            eager: Has checked the same step. Its results are the expected ones; itself is compared with nothing.
         """
         problems: list[str] = []
         parts = STEPS[kind]
@@ -187,7 +186,7 @@ class CheckedEngine:
 
     def _run(self, parts: Mapping[int, CheckedRow], *, is_guarded: bool = False) -> StepResult:
         """Runs a step of rows that are admitted with it, over tokens that are always the same."""
-        self._await_drafts()  # or they would be written over the tokens
+        self._await_drafts()  # later drafts would overwrite the tokens
         self._rows.tokens.copy_(self._prompts)
         if self._rows.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # the executor has a stream of its own
@@ -198,7 +197,7 @@ class CheckedEngine:
             return self.executor.submit(plan).result()
 
     def _await_drafts(self) -> None:
-        """Waits until what drafts behind the steps before has ended, which their results do not: a step of no rows does."""
+        """Waits for the drafts after earlier steps, by a step of no rows: results do not wait for drafts."""
         self._step_id += 1
         nothing = np.empty(0, dtype=np.int32)
         samples = np.empty(0, dtype=np.bool_)
@@ -206,7 +205,7 @@ class CheckedEngine:
         self.executor.submit(plan).result()
 
     def _plan(self, parts: Mapping[int, CheckedRow], *, is_new: bool) -> BatchPlan:
-        """Plans a step; new rows are admitted with it, each with all the pages that it will ever need."""
+        """Plans a step; new rows are admitted with it, each with pages for ``MAX_LEN`` tokens."""
         self._step_id += 1
         rows = np.array(list(parts), dtype=np.int32)
         columns = np.array([(part.num_new, part.num_draft, part.computed) for part in parts.values()], dtype=np.int32)
@@ -232,7 +231,7 @@ class CheckedEngine:
         return RowAdmit(row, tokens, part.known, part.computed, SamplingParams(temperature=0.0, seed=0))
 
     def _num_allocated(self, parts: Mapping[int, CheckedRow]) -> float:
-        """Goes on from a step, and returns how often each of the next ones asks the allocator for memory."""
+        """Runs further steps after one; returns the allocations of each."""
         parts, result = dict(parts), self._run(parts)
         before = torch.cuda.memory_stats()[_NUM_ALLOCATED]
         for _ in range(NUM_STEADY):
@@ -242,17 +241,17 @@ class CheckedEngine:
         return float((torch.cuda.memory_stats()[_NUM_ALLOCATED] - before) / NUM_STEADY)
 
     def _difference(self, eager: CheckedEngine, parts: Mapping[int, CheckedRow]) -> float:
-        """Compares the keys and values that a step writes, and what drafts behind it, with the eager step's."""
+        """Compares the keys and values that a step and its drafts write with those of the eager step."""
         self._await_drafts()
         eager._await_drafts()
         pairs = [(self._written(parts, self._layers), eager._written(parts, eager._layers))]
-        if self._draft_layers:  # of tokens that were known before: which others there are is for the step to say
+        if self._draft_layers:  # of known tokens alone: the step draws the others
             known = {row: part._replace(num_draft=0) for row, part in parts.items()}
             pairs.append((self._written(known, self._draft_layers), eager._written(known, eager._draft_layers)))
         return float(torch.stack([(ours - theirs).abs().max() / theirs.abs().max() for ours, theirs in pairs]).max())
 
     def _written(self, parts: Mapping[int, CheckedRow], layers: Sequence[LayerKV]) -> Tensor:
-        """Keys and values of a step's tokens, of all these layers."""
+        """Returns the keys and values of a step's tokens in some layers."""
         page_size = self._rows.page_size
         firsts = [page_size * (1 + (row - 1) * self._num_pages) + part.computed for row, part in parts.items()]
         slots = [torch.arange(part.num_new) + first for first, part in zip(firsts, parts.values(), strict=True)]
@@ -262,7 +261,7 @@ class CheckedEngine:
 
 @contextmanager
 def _no_sync() -> Iterator[None]:
-    """Makes whatever waits for the device raise instead."""
+    """Within, waiting for the device raises."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch calls the mode a prototype
         torch.cuda.set_sync_debug_mode("error")
@@ -273,12 +272,12 @@ def _no_sync() -> Iterator[None]:
 
 
 def _num_driver_allocations(device: torch.device) -> int:
-    """Returns how often the allocator has asked the driver for memory."""
+    """Returns the number of allocations by the driver."""
     return torch.cuda.memory_stats()[_NUM_FROM_DRIVER] if device.type == "cuda" else 0
 
 
 def _decisions_since(before: GateCounts, now: GateCounts) -> str:
-    """Returns the decisions and reasons that came up since."""
+    """Returns the decisions made since, each with its reason."""
     return ", ".join(
         f"{decision}/{reason}"
         for decision, reasons in now.items()
@@ -288,13 +287,13 @@ def _decisions_since(before: GateCounts, now: GateCounts) -> str:
 
 
 def _location(error: RuntimeError) -> str:
-    """Says where in the package it came from."""
+    """Returns the line of the package that raised an error, and its message."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "hiserve" in Path(frame.filename).parts]
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}, {frames[-1].line}" if frames else "elsewhere"
     return f"{where} ({str(error).splitlines()[0]})"
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(message)s")  # stderr: what takes long is told before it does
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # on stderr
     report = check_graphs(msgspec.json.decode(sys.stdin.buffer.read(), type=Settings))
     sys.stdout.write(msgspec.json.encode(report).decode() + "\n")

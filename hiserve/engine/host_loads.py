@@ -19,7 +19,7 @@ from hiserve.engine.rows import RowState
 MAX_LOADS = 64  # under way at once; requests with more to load wait for their turn
 # Offloads begun with one plan: they bound the cost of publication in a step. An offload takes the planning thread as long
 # as 100 pages, so there are few while few nodes wait; each then has more pages. A step that fills many pages is long
-# enough to offload as many: pages that fall behind are evicted before they are on the host.
+# enough to offload as many: pages that wait longer are evicted before they are on the host.
 MIN_OFFLOADED_PAGES, MAX_OFFLOADS, NODES_PER_OFFLOAD, PAGES_PER_OFFLOAD = 64, 4, 128, 128
 PAGES_PER_SAVE = 16  # pages that the next steps would evict are offloaded in more copies, the longer the step
 DECAY = 0.9  # weight of earlier measurements, at each new one
@@ -35,7 +35,7 @@ class LinearFit:
         self.num_measurements = 0
 
     def add(self, amount: float, seconds: float) -> None:
-        """Takes in a measurement."""
+        """Records a measurement."""
         self.num_measurements += 1
         self._weight = DECAY * self._weight + 1.0
         self._x = DECAY * self._x + amount
@@ -65,11 +65,11 @@ class TransferCost:
         self._num_skipped = 0
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """Takes in a measurement."""
+        """Records a measurement."""
         self._line.add(num_tokens, seconds)
 
     def skip(self) -> None:
-        """A request computes its tokens instead. Without transfers nothing shows that a stall has passed."""
+        """Records a request that computes its tokens instead; after ``MAX_SKIPPED`` the fit begins anew: a stall may have passed."""
         self._num_skipped += 1
         if self._num_skipped == MAX_SKIPPED:
             self._num_skipped = 0
@@ -81,10 +81,10 @@ class TransferCost:
 
 
 class LoadCostModel:
-    """Whether loading or fetching a prefix is faster than computing it. It is until both were measured.
+    """Decides whether loading or fetching a prefix is faster than computing it: yes, until both were measured.
 
     The time of a step runs from its submission, or from the end of the step before it if that is later. Steps of one
-    token a row are left out: they say nothing about prefill.
+    token a row are left out: their time is not that of prefill.
 
     Args:
         step_tokens: Most tokens that one step computes.
@@ -100,11 +100,11 @@ class LoadCostModel:
         self._prefills = LinearFit()
 
     def begin_step(self, num_rows: int, num_tokens: int) -> None:
-        """A step was planned, of so many tokens, drafts not counted; steps end in this order."""
+        """Records a planned step of so many tokens, drafts not counted; steps end in this order."""
         self._submitted.append((self._clock(), num_tokens if num_tokens > num_rows else 0))
 
     def end_step(self, *, has_run: bool = True) -> float | None:
-        """The oldest step has ended; returns the seconds that it took, None if it computed prompts, or did not run."""
+        """Records the end of the oldest step; returns its seconds, None if it computed prompts, or did not run."""
         began, num_tokens = self._submitted.popleft()
         now = self._clock()
         seconds = now - max(began, self._ended)
@@ -117,19 +117,19 @@ class LoadCostModel:
         return None
 
     def end_load(self, num_tokens: int, seconds: float) -> None:
-        """A load of so many tokens took so long, its waits not counted."""
+        """Records a load of so many tokens; its waits are not counted."""
         self._loads.add(num_tokens, seconds)
 
     def skip_load(self) -> None:
-        """Notes a request that computes pages of the host."""
+        """Records a request that computes pages of the host."""
         self._loads.skip()
 
     def end_fetch(self, num_tokens: int, seconds: float) -> None:
-        """A prefetch of so many tokens took so long, its waits not counted."""
+        """Records a prefetch of so many tokens; its waits are not counted."""
         self._fetches.add(num_tokens, seconds)
 
     def skip_fetch(self) -> None:
-        """Notes a request that computes pages of the store."""
+        """Records a request that computes pages of the store."""
         self._fetches.skip()
 
     def is_worth_loading(self, num_tokens: int, num_before: int) -> bool:
@@ -231,7 +231,7 @@ class HostLoads:
         return rows[is_next]
 
     def start(self, rows: NDArray[np.int64]) -> tuple[int, ...]:
-        """Lets rows run before their loads have ended; returns the loads that their forward must wait for."""
+        """Releases rows before their loads have ended; returns the loads that their forward must wait for."""
         self._waiting.difference_update(rows.tolist())
         return tuple(sorted(set[int]().union(*(self._rows.lock(row).ops for row in rows.tolist()))))
 

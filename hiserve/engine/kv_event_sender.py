@@ -1,4 +1,4 @@
-"""Publishes what the tiers of the prefix index gain and lose, a batch a step; a thread serves the routers outside."""
+"""Publishes the pages that tiers of the prefix index gain and lose, a batch a step; a thread serves the routers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ END_OF_REPLAY = ((-1).to_bytes(SEQUENCE_BYTES, "big", signed=True), b"")
 
 
 class KvEventLog:
-    """Numbers batches, and keeps the last of those that say something."""
+    """Numbers batches, and keeps the last of those with changes."""
 
     def __init__(self, max_batches: int = MAX_KEPT_BATCHES) -> None:
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=max_batches)
@@ -40,7 +40,7 @@ class KvEventLog:
         self._next += count
 
     def answer(self, request: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Yields the kept batches from the number that a client asks for, and the end; of nonsense, the end alone."""
+        """Yields the kept batches from the requested number, and the end; for a malformed request, the end alone."""
         if len(request) == SEQUENCE_BYTES:
             start = int.from_bytes(request, "big")
             for sequence, payload in self._kept:
@@ -65,8 +65,8 @@ class Publisher:
         page_size: Tokens per page.
         replica: Data-parallel rank that every batch names.
         heartbeat_s: An empty batch follows so many seconds of silence.
-        max_queued: Batches that may wait for the thread; what comes while so many do is dropped, and its number with it.
-        clock: Seconds, monotone; tells silence.
+        max_queued: Batches that may wait for the thread; further ones are dropped, and their numbers with them.
+        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Publisher:
         self._broadcast.wake()
 
     def close(self) -> None:
-        """Publishes what is queued, and ends the thread."""
+        """Publishes the queued batches, and ends the thread."""
         self._is_closing = True
         self._broadcast.wake()
         self._thread.join()
@@ -130,7 +130,7 @@ class Publisher:
         is_closing = False
         while not is_closing:
             self._broadcast.wait(due_s - self._clock())
-            is_closing = self._is_closing  # asked first: what was put before is queued by now
+            is_closing = self._is_closing  # read first: every batch put before is queued by now
             is_silent = self._clock() >= due_s and not self._queue
             while self._queue:  # more may come meanwhile
                 due_s = self._clock() + self._heartbeat_s
@@ -146,18 +146,18 @@ class Publisher:
 
     def _publish(self, now_s: float, changes: Sequence[Change]) -> None:
         payload = encode_batch(now_s, changes, self._page_size, self._replica)
-        # Heartbeats are not kept: a night of silence must not push out all that was said.
+        # Heartbeats are not kept: they would displace the batches with changes.
         self._broadcast.publish([_TOPIC, self._history.add(payload, keep=bool(changes)), payload])
 
     def _replay(self, question: Frames) -> None:
-        *envelope, request = question  # who asks, and an empty frame if that is a REQ socket
+        *envelope, request = question  # the client's address, and an empty frame if it is a REQ socket
         if len(envelope) > MAX_ENVELOPE:  # all of it would be sent again with every batch
             return
         for sequence, payload in self._history.answer(request):
             self._broadcast.answer([*envelope, sequence, payload])
 
 
-# Routers know no other words; the device is a GPU to them on a machine without one, too.
+# The names that routers know: the device is "GPU" also on a machine without one.
 MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU_PINNED"}
 
 
@@ -187,22 +187,22 @@ class KvEventSender:
         self._changes.append(Removed(MEDIA[tier], b"".join(digests)))
 
     def cleared(self) -> None:
-        """As ``TierListener``; what was said before in this step does not matter any more."""
+        """As ``TierListener``; earlier changes of this step are dropped."""
         self._changes = [Cleared()]
 
     def send(self) -> None:
-        """Ends a step: publishes what changed in it, if anything did."""
+        """Ends a step: publishes its changes, if there are any."""
         if self._changes:
             self._publisher.put(self._changes)
             self._changes = []
 
     def close(self) -> None:
-        """Publishes what was sent, and closes the sockets."""
+        """Publishes the queued batches, and closes the sockets."""
         self._publisher.close()
 
 
 def open_kv_events(settings: Settings, replica: int) -> KvEventSender | None:
-    """Opens the sockets of a worker, or none when none were asked for.
+    """Opens the sockets of a worker; None without ``--kv-events``.
 
     Raises:
         ResourceError: An address is in use or cannot be used.

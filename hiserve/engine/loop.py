@@ -87,11 +87,11 @@ class StepTimer:
         self._last_end_s = 0.0
 
     def begin(self, plan: BatchPlan) -> None:
-        """Notes the launch of a step. The time of one that waits for loads is unknown."""
+        """Records the launch of a step. The time of one that waits for loads is unknown."""
         self._in_flight.append((None if plan.waits else _size(plan.num_tokens), self._clock()))
 
     def end(self) -> None:
-        """Notes the end of the oldest step in flight."""
+        """Records the end of the oldest step in flight."""
         size, begin_s = self._in_flight.popleft()
         begin_s, self._last_end_s = max(begin_s, self._last_end_s), self._clock()
         if size is not None:
@@ -117,7 +117,7 @@ def _size(num_tokens: int) -> int:
 
 
 class Engine:
-    """A planner and an executor, in step.
+    """Plans, submits and commits steps.
 
     Args:
         depth: Steps in flight while the next is planned: 0 waits for each, 1 hides the planning.
@@ -152,7 +152,7 @@ class Engine:
         self._publish()  # pages of a former process
 
     def add(self, admit: Admit, tokens: Int32Array) -> None:
-        """Takes a request; tokens int32 ``[n]`` are its prompt, then the tokens generated before."""
+        """Queues a request; tokens int32 ``[n]`` are its prompt, then the tokens generated before."""
         tenant = admit.namespace if self._shares_prefixes else admit.namespace + b"%d" % admit.uid
         self._planner.add(
             Request(
@@ -175,7 +175,7 @@ class Engine:
     def flush(self, tiers: tuple[TierName, ...] = LOCAL_TIERS) -> int:
         """Empties tiers of the prefix cache but for prefixes in use; returns the pages emptied.
 
-        A store is emptied in its own time, and its pages, which others may share, are not counted.
+        A store is emptied later, and its pages, which others may share, are not counted.
         """
         num_pages = self._planner.flush(tiers)
         if "store" in tiers:

@@ -1,4 +1,4 @@
-"""Steps that failed: the fate of their requests, and the size of the steps after them."""
+"""Failed steps: which of their requests run again, and the size of the steps after them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StepBackoff:
         return self.num_tokens < self._max_tokens or not self.may_replay
 
     def shrink(self, num_tokens: int, *, was_replay: bool) -> bool:
-        """Notes a failed step of so many tokens; returns whether a smaller one is possible."""
+        """Records a failed step of so many tokens; returns whether a smaller one is possible."""
         self._num_passed = 0
         if self._has_grown:
             self._grow_after = min(2 * self._grow_after, MAX_GROW_AFTER)
@@ -60,7 +60,7 @@ class StepBackoff:
         return num_tokens > 1
 
     def passed(self) -> None:
-        """Notes a sound step."""
+        """Records a step that did not fail."""
         self._num_passed += 1
         if self._num_passed < self._grow_after:
             return
@@ -117,7 +117,7 @@ class OomRecovery:
         return sorted(again, key=lambda request: -request.num_undone), failed
 
     def passed(self, state: RowState, rows: NDArray[np.int64]) -> None:
-        """Notes a sound step of these rows (int64 ``[n]``)."""
+        """Records a step of these rows (int64 ``[n]``) that did not fail."""
         if self.backoff.is_reduced:
             for row in rows.tolist():
                 state.request(row).num_undone = 0
@@ -126,7 +126,7 @@ class OomRecovery:
     def lost_loads(self, num_rows: int) -> None:
         """Counts rows that start over because a load failed."""
         self.counts[LOAD_FAILED] += num_rows
-        logger.warning("%d requests compute what could not be loaded from the host", num_rows)
+        logger.warning("%d requests compute their prefixes: the loads from the host failed", num_rows)
 
 
 def _failure_message(request: Request, fault: StepFault, num_tokens: int) -> str:

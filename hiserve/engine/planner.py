@@ -54,7 +54,7 @@ class _InFlight:
         return current
 
     def snapshot(self, state: RowState) -> StepSnapshot:
-        """Returns the orders of the plan for a report of a crash; requests that have left are not named."""
+        """Returns the plan for a crash report, without the requests that have ended."""
         plan = self.plan
         return StepSnapshot(
             step=plan.step_id,
@@ -134,7 +134,7 @@ class Planner:
     # --- requests -------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Takes a request; its prompt must be shorter than ``max_len``."""
+        """Queues a request; its prompt must be shorter than ``max_len``."""
         assert request.sampling.seed is not None, f"request {request.uid} came without a seed"
         assert request.tokens.size < self._max_len, f"request {request.uid} has {request.tokens.size} tokens"
         self._waiting.append(request)
@@ -187,7 +187,7 @@ class Planner:
             self._waiting.requeue(self._release(row))
 
     def grow_host(self, num_pages: int) -> None:
-        """Lets host pages below ``num_pages`` be used, besides those that were."""
+        """Makes host pages below ``num_pages`` usable."""
         self._cache.grow_host(num_pages)
 
     def stats(self, store: StoreStats | None = None, dropped: int = 0, gate: GateCounts | None = None) -> WorkerStats:
@@ -215,7 +215,7 @@ class Planner:
         return steps, self._cache.copies_in_flight()
 
     def take_report(self) -> RequestUpdates | None:
-        """Returns what changed since the last call; None when nothing did."""
+        """Returns the changes since the last call; None without any."""
         updates, self._updates = self._updates, RequestUpdates()
         for tier in Tier:
             published, removed = self._cache.take_events(tier)

@@ -148,10 +148,10 @@ class RowState:
         return row
 
     def release(self, row: int) -> Request:
-        """Takes the row from its request; steps in flight may still write its pages, in stream order.
+        """Frees the row; steps in flight may still write its pages, in stream order.
 
         Returns:
-            The request, with its tokens and all that is to survive until its next row.
+            The request, with its tokens and all that its next row needs.
         """
         request, lock = self.request(row), self.lock(row)
         private = self.tables.pages[row, self.num_published[row] : self.tables.num_pages[row]].copy()

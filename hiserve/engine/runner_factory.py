@@ -1,4 +1,4 @@
-"""The runners and the proposer that settings ask for, and their start."""
+"""The runners and the proposer of an engine, by its settings, and their start."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def prepare_runners(
         canary=Canary(rows, pool.layers(CANARY.name)[0]) if settings.cache.kv_canary else None,
         proposer=proposer,
         is_serving=is_serving,
-        # A canary reads, on the host, what kernels have computed.
+        # A canary reads results of kernels on the host; a dry run has none.
         before_capture=compiling if has_kernels and not settings.cache.kv_canary else None,
     )
     if has_kernels:
@@ -121,8 +121,8 @@ def make_runners(
         shape: Of the model's attention.
         max_batched_tokens: Tokens of the largest step.
         widths: Tokens of each row, one of them known and the others drafts, for which whole steps are captured.
-        canary: Checks what rows find in pages; it reads them on the host, so that nothing is captured with it.
-        proposer: Drafts what follows each step.
+        canary: Checks the pages of rows, on the host: with it, nothing is captured.
+        proposer: Drafts after each step.
         is_serving: As ``open_attention`` takes it.
         before_capture: Called with the runners before anything of them is captured, and if nothing is.
 

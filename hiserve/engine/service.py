@@ -77,7 +77,7 @@ class ReportSender:
         return bool(self._answers) or self._late_stats is not None
 
     def answer(self, message: Ready | CacheFlushed | CacheInspected) -> None:
-        """Sends a message of which there are few."""
+        """Sends a message, which is never merged with others."""
         self._answers.append(encode(message))
         self.flush()
 
@@ -98,7 +98,7 @@ class ReportSender:
             self._late_stats = None
 
     def _send(self, updates: RequestUpdates, stats: WorkerStats) -> None:
-        # It was writable a moment ago; if it is not, the scheduler is gone and so are we, soon.
+        # It was writable a moment ago; if it is not now, the scheduler is gone, and the next receive raises.
         self._channel.try_send(encode(StepReport(self._incarnation, updates, stats)))
 
 
@@ -116,11 +116,11 @@ class WorkerService:
         self._reported_s = 0.0
 
     def run(self) -> None:
-        """Serves until the scheduler says stop.
+        """Serves until the scheduler sends ``Stop``.
 
         Raises:
             PeerGoneError: The scheduler is gone.
-            MalformedError: The scheduler sent something no scheduler of ours would send.
+            MalformedError: A message is malformed.
         """
         facts = self._engine.facts
         ready = Ready(
@@ -140,7 +140,7 @@ class WorkerService:
             self._turn()
 
     def _is_over(self) -> bool:
-        """Whether the scheduler said stop, and no page is left to copy, or no time for it."""
+        """Whether the scheduler sent ``Stop``, and no page is left to copy, or no time for it."""
         if self._stop_at_s == math.inf or (self._engine.is_copying and time.monotonic() < self._stop_at_s):
             return False
         if self._engine.is_copying:
@@ -188,17 +188,17 @@ class WorkerService:
 
 
 def serve(endpoint: str, build: Callable[[Settings, int, int, StartupMeasurements], Engine]) -> int:
-    """Meets the scheduler, builds the engine and serves; returns the exit code.
+    """Connects to the scheduler, builds the engine and serves; returns the exit code.
 
-    After a fatal error the process ends here and at once: no destructor of a broken device may hold it.
+    After a fatal error the process ends here and at once: a destructor could wait for a broken device without end.
 
     Args:
         endpoint: Where the scheduler listens.
-        build: Makes the engine, of a configuration, the descriptor of the host segment (-1 without one), the replica and
+        build: Makes the engine from settings, the descriptor of the host segment (-1 without one), the replica and
             the measurements of the worker before it.
     """
     link, frames = connect_to_parent(endpoint, signal.SIGKILL)
-    faulthandler.register(signal.SIGUSR1)  # a supervisor that finds it hanging asks where
+    faulthandler.register(signal.SIGUSR1)  # from a supervisor, if this process hangs
     configure = MessageDecoder[Configure](Configure).decode(frames).message
     log_to_stderr(configure.settings)
     try:
@@ -260,7 +260,7 @@ def exit_with_error(
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Walks an error and those it came from."""
+    """Yields an error and those that it came from."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

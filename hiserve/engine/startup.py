@@ -24,7 +24,7 @@ from hiserve.sampling.params import Drawing
 GIB = 1 << 30
 ENOUGH = 0.99  # of the memory that was free before the first worker
 MAX_WAIT_S = 30.0
-SETTLED_S = 2.0  # without more free memory: another process has the rest
+SETTLED_S = 2.0  # without more free memory: another process owns the difference
 PERIOD_S = 0.05
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
@@ -34,7 +34,7 @@ MANY = 32
 LONG = 2 * WIDTHS[-1]
 """Tokens of a row that is never short, in which drafts are not either."""
 
-_NUM_FIRST = 2  # shapes of steps that tell whether any kernel has to be compiled
+_NUM_FIRST = 2  # shapes of steps, after which it is known whether any kernel has to be compiled
 
 _DRAWINGS = {
     Drawing.GREEDY: SamplingParams(seed=0, temperature=0.0),
@@ -53,8 +53,8 @@ def await_memory(
 
     Args:
         wanted_bytes: Free before the first worker; 0 waits for nothing.
-        free_bytes: Asks the device; 0 where it cannot be asked.
-        sleep: Sleeps.
+        free_bytes: Returns the free memory of the device; 0 if unknown.
+        sleep: Replaces ``time.sleep``.
     """
     most, waited_s, settled_s = free_bytes(), 0.0, 0.0
     while 0 < most < ENOUGH * wanted_bytes and waited_s < MAX_WAIT_S and settled_s < SETTLED_S:
@@ -123,8 +123,8 @@ def compile_steps(
 ) -> None:
     """Compiles, side by side, the Triton kernels of small steps; graphs consist of the same ones.
 
-    Where the first steps find all of theirs in Triton's cache, that is all: this machine has had such a start before. It
-    only saves time: where it fails, a warning says so, and kernels are compiled one by one as they are launched.
+    If the first steps find all kernels in Triton's cache, nothing else is compiled: an earlier start has done it. A
+    failure costs time alone: a warning is logged, and kernels are compiled one by one at their first launch.
 
     Args:
         runners: Of a CUDA device.
@@ -133,7 +133,7 @@ def compile_steps(
         max_batched_tokens: Tokens of the largest step.
         num_draft: Drafts of a row, at most.
     """
-    # Found by name: triton is not installed everywhere.
+    # By name: triton is not installed everywhere.
     ahead = import_module("hiserve.kernels.ahead")
     begin = time.perf_counter()
     try:
@@ -142,15 +142,15 @@ def compile_steps(
                 warm_up_steps(runners, rows, max_batched_tokens=max_batched_tokens, num_draft=num_draft, most=most)
             if not compiled:
                 break
-    except Exception as error:  # noqa: BLE001 - whatever it is, the start goes on as without it
+    except Exception as error:  # noqa: BLE001 - the start goes on without it
         logger.warning("kernels are compiled one by one, as they are launched: %s", error)
     with torch.inference_mode():
-        rows.forget()  # no kernel has done it
+        rows.forget()  # the dry run has launched no kernel that does
     logger.info("compiled kernels in %.1f s", time.perf_counter() - begin)
 
 
 def _steps(max_len: int, num_draft: int) -> Iterator[tuple[list[_WarmupRow], int]]:
-    """The rows of each step, and the drafts to propose after it."""
+    """Yields the rows of each step, and the drafts to propose after it."""
     for width in WIDTHS:
         yield [_WarmupRow(width)], num_draft
         yield [_WarmupRow(width), _WarmupRow(1)], 0
@@ -193,7 +193,7 @@ def plan_without_pages(
 
 
 class CudaMemoryMeter:
-    """Asks torch's allocator, which costs nothing while steps run."""
+    """Reads the counts of torch's allocator, which cost nothing while steps run."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -263,7 +263,7 @@ def profile_steps(
 
 
 def _prefill(rows: DeviceRows, num_tokens: int) -> BatchPlan:
-    """As few rows as hold so many tokens."""
+    """Returns a step of so many tokens in the fewest rows."""
     longest = min(rows.max_len - 1, num_tokens)  # a row that samples has room for a token more
     num_rows = min(rows.page_table.shape[0] - 1, -(-num_tokens // longest))
     ends = np.minimum(np.arange(1, num_rows + 1) * longest, num_tokens)
@@ -272,7 +272,7 @@ def _prefill(rows: DeviceRows, num_tokens: int) -> BatchPlan:
 
 
 def _decode(rows: DeviceRows, num_tokens: int, num_draft: int = 0) -> BatchPlan:
-    """One token and its drafts in every row, of any length."""
+    """Returns a step of one token and its drafts in every row, of any length."""
     width = min(1 + num_draft, num_tokens)
     known = np.ones(min(rows.page_table.shape[0] - 1, num_tokens // width), dtype=np.int32)
     num_draft = width - 1

@@ -19,8 +19,8 @@ MAX_PREFETCHES = 8  # under way
 FIRST_PAGES_S = 5.0  # after the start: a host that has no page ready by then has no memory
 MAX_PAGES = 256  # of one prefetch: a longer prefix comes in parts, which can be used as they arrive
 TOO_LATE = "too_late"  # a reason, beside those of ``cache_stats``
-STALL_S = 5.0  # at the end, uploads to a store that has not answered for so long are given up
-POLL_S = 2.0  # copies older than this are no work: an idle worker stops polling for them
+STALL_S = 5.0  # at shutdown, uploads to a store that has not answered for so long are dropped
+POLL_S = 2.0  # an idle worker polls for copies up to this age
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +41,7 @@ class _PrefetchRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PendingCopy:
-    """A copy that was not answered yet, when it was ordered, and for whom, if for a request."""
+    """A copy without an answer, the time of its order, and the request that it is for, if there is one."""
 
     copy: PageCopy
     since: float
@@ -51,7 +51,7 @@ class _PendingCopy:
 class StorePrefetcher:
     """Looks up the missing pages of waiting requests in the store, fetches them, and uploads new pages.
 
-    After a late answer the store gets no lookup until it answers: it costs hits, and one wait.
+    While an answer is late the store gets no further lookups: these cost hits, and each would cost a wait.
 
     Args:
         costs: Estimates the pages that arrive in time, from the times of prefetches.
@@ -84,7 +84,7 @@ class StorePrefetcher:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to order, or an order that may soon be answered."""
+        """Whether there is a copy to order, or one that may soon be answered."""
         if self._cache.has_uploads:
             return True
         oldest = next(iter(self._open.values()), None)
@@ -92,14 +92,14 @@ class StorePrefetcher:
 
     @property
     def is_uploading(self) -> bool:
-        """Whether pages wait for the store or are on their way there; not while it has answered nothing for long."""
+        """Whether pages wait for the store or are on their way there; False after ``STALL_S`` without an answer."""
         if not (self._open or self._cache.num_to_upload):
             return False
         oldest_s = min((order.since for order in self._open.values()), default=self._clock())
         return self._clock() - max(oldest_s, self._answered_s) < STALL_S
 
     def add(self, request: Request) -> None:
-        """Notes a waiting request; the store will be asked for its missing pages."""
+        """Adds a waiting request; the store is asked for its missing pages with a later plan."""
         if not self._has_store:
             return
         num_cached, digests = self._cache.missing(request.tenant, request.prefix_key)
@@ -113,7 +113,7 @@ class StorePrefetcher:
             self._to_look_up[request.uid] = wanted
 
     def is_awaited(self, request: Request) -> bool:
-        """Whether a request waits because its prefix may still come from the store."""
+        """Whether a request waits for a part of its prefix from the store."""
         wanted = self._prefetches.get(request.uid)
         if wanted is None or wanted.is_over:
             return False
@@ -125,15 +125,12 @@ class StorePrefetcher:
         return False
 
     def num_stored_tokens(self, uid: int) -> int:
-        """Returns how many tokens came for a request while it waited."""
+        """Returns the tokens that arrived for a request while it waited."""
         wanted = self._prefetches.get(uid)
         return 0 if wanted is None else wanted.num_arrived * self._cache.page_size
 
     def may_have_more(self, uid: int, num_tokens: int) -> bool:
-        """Whether the store has more of a waiting request's prompt than its first ``num_tokens``, or has not said.
-
-        A request that cannot be helped in time is let go without it.
-        """
+        """Whether the store has more of a waiting request's prompt than its first ``num_tokens``, or has not answered."""
         wanted = self._prefetches.get(uid)
         return wanted is not None and (not wanted.has_answer or num_tokens < wanted.end * self._cache.page_size)
 
@@ -191,12 +188,12 @@ class StorePrefetcher:
                 wanted.is_over |= wanted is order.wanted and not ack.is_ok
 
     def _has_late_answer(self) -> bool:
-        """Whether an answer of the store is out that is too late for its request."""
+        """Whether the store has not answered for a request whose wait is over."""
         prefetches = [*self._looking_up.values(), *(order.wanted for order in self._open.values())]
         return any(wanted is not None and wanted.is_late for wanted in prefetches)
 
     def _begin_fetches(self) -> list[PageCopy]:
-        """Begins to fetch what requests wait for, and gives up what cannot be here in time."""
+        """Begins the prefetches that requests wait for, and ends those that cannot arrive in time."""
         sizes = [order.copy.host_pages.size for order in self._open.values() if order.copy.kind is CopyKind.PREFETCH]
         num_open, num_before = len(sizes), sum(sizes)
         copies: list[PageCopy] = []
@@ -219,7 +216,7 @@ class StorePrefetcher:
         return copies
 
     def _num_in_time(self, wanted: _PrefetchRequest, num_pages: int, num_before: int) -> tuple[int, str]:
-        """Returns how many of the next pages of a request can come before it is let go, or none and why."""
+        """Returns how many of a request's next pages can arrive before its wait is over, or 0 and the reason."""
         if not self._max_wait_s:
             return num_pages, ""  # no request waits
         page_size = self._cache.page_size
@@ -232,7 +229,7 @@ class StorePrefetcher:
         return num_tokens // page_size, ""
 
     def _fetch(self, wanted: _PrefetchRequest, max_pages: int) -> PageCopy | None:
-        """Begins to fetch the next piece for a request; or lets it wait for another's, or for nothing any more."""
+        """Begins the next prefetch of a request. None if it waits for another's, for room, or for nothing more."""
         num_here = self._note_arrived(wanted)
         if not wanted.num_cached <= num_here < wanted.end:
             wanted.is_over = True
@@ -261,14 +258,14 @@ class StorePrefetcher:
         return copy
 
     def _note_arrived(self, wanted: _PrefetchRequest) -> int:
-        """Notes how far the prompt of a request is cached now; returns it in pages."""
+        """Updates how far the prompt of a request is cached; returns it in pages."""
         match = self._cache.match(wanted.request.tenant, wanted.request.prefix_key)
         num_here = (match.num_tokens + match.num_host_tokens) // self._cache.page_size
         wanted.num_arrived = max(wanted.num_arrived, num_here - wanted.num_cached)
         return num_here
 
     def _give_up(self, wanted: _PrefetchRequest, reason: str) -> None:
-        """Aborts a prefetch for this request alone, and counts the pages that were not begun."""
+        """Ends the wait of a request: aborts a prefetch that no other waits for, and counts the pages not begun."""
         wanted.is_over = True
         self._to_look_up.pop(wanted.request.uid, None)
         op, wanted.op = wanted.op, 0

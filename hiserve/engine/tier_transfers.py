@@ -30,7 +30,7 @@ _ENGINES = {
     "cpu": ("hiserve.cache.storage.transfer", "ThreadTransfers"),
     "cuda": ("hiserve.cache.storage.cuda_transfer", "CudaTransfers"),
 }
-# Offloads yield to all other copies: those queued beyond this are dropped, and counted. Between the least and the most it
+# Offloads come last of all copies: those queued beyond this are dropped, and counted. Between the least and the most it
 # is a share of the device pool: pages that are being offloaded are locked, so that this bounds the pages that eviction
 # cannot take. The most holds the output of a few prefill steps, 0.94 GB each on an H200 with a model of 0.6B; the least
 # has room for a long copy where the pool is small.
@@ -41,7 +41,7 @@ _MAX_STORE_BYTES_PER_S = {"cpu": 4e9, "cuda": 20e9}
 
 
 def make_registrar(device: str) -> Registrar | None:
-    """Returns what pins host memory for a device, ``cpu`` or ``cuda``; None where nothing must."""
+    """Returns the registrar that pins host memory for a device, ``cpu`` or ``cuda``; None for a CPU."""
     return CudaRegistrar(torch.cuda.current_device()) if device == "cuda" else None
 
 
@@ -132,7 +132,7 @@ class TierTransfers:
                 assert self._store is not None, f"copy {copy.op} without a store"
                 self._store.start(copy)
         for lookup in plan.lookups:
-            assert self._store is not None, f"request {lookup.uid} asks a store that is not there"
+            assert self._store is not None, f"lookup of request {lookup.uid} without a store"
             self._store.look_up(lookup)
 
     def wait(self, loads: tuple[int, ...], layer: int | None = None) -> None:
@@ -142,7 +142,7 @@ class TierTransfers:
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """Within, the caller launches a forward: stores stay out of its way. However it ends, they go on then."""
+        """Within, the caller launches a forward, and offloads pause; they go on however it ends."""
         self._transfers.launch_begins()
         try:
             yield
@@ -150,7 +150,7 @@ class TierTransfers:
             self._transfers.launch_ends()
 
     def forward_done(self, step_id: int) -> None:
-        """Notes that the step's forward is done, or, on a stream device, was launched."""
+        """Records that the step's forward has ended, or, on a stream device, was launched."""
         self._transfers.forward_done(step_id)
 
     def take_acks(self, wait_s: float) -> list[CopyAck]:

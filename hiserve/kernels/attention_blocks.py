@@ -14,7 +14,7 @@ import triton.language as tl
 
 LN_2 = tl.constexpr(math.log(2))
 RUN = tl.constexpr(16)
-"""Blocks of which it is asked at once whether their slots are adjacent."""
+"""Blocks whose slots are checked at once to be adjacent."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -17,7 +17,7 @@ from hiserve.kernels.step_reference import SAMPLE_STREAM
 _PLAIN_BLOCK = 4096
 _NOISY_BLOCK = 1024
 _NUM_WARPS = 8
-_MAX_PROGRAMS = 1024  # about what a large device runs at once
+_MAX_PROGRAMS = 1024  # about as many as a large device runs at once
 
 
 def greedy(logits: Tensor, masks: TokenMasks | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""A model behind simple calls: texts, token ids or conversations in, replies out."""
+"""The offline API: texts, token ids or conversations in, replies out."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ Prompt = str | Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A prompt on its way, and what it becomes.
+    """A prompt and its output.
 
     Attributes:
-        output: What the caller gets.
+        output: The caller's.
         sampling: Checked.
         num_open: Choices that have not ended.
         chat: The conversation that the prompt was made from; None for another prompt.
@@ -54,12 +54,12 @@ class _Request:
     chat: ChatRequest | None = None
 
     def fail(self, error: HiserveError) -> None:
-        """Notes the first error of a choice."""
+        """Records the first error of a choice."""
         self.output.error = self.output.error or error
 
 
 class LLM:
-    """A model behind a simple call; a context manager.
+    """A model for offline calls; a context manager.
 
     Args:
         model: Checkpoint folder, hub id, or ``hiserve-nano``.
@@ -69,7 +69,7 @@ class LLM:
     Attributes:
         settings: As resolved; see ``hiserve config``.
         tokenizer: The model's.
-        default_sampling: What calls without sampling parameters use; see ``--sampling-defaults``.
+        default_sampling: For calls without sampling parameters; see ``--sampling-defaults``.
 
     Raises:
         ConfigError, ModelError, ResourceError: As for ``hiserve serve``.
@@ -124,7 +124,7 @@ class LLM:
         """Yields a result for each prompt and its sampling parameters, in their order, as soon as it is there.
 
         Requests are read while the engine has room for them, so there may be any number of them. Closing the
-        generator aborts what still runs.
+        generator aborts the requests that still run.
 
         Raises:
             RequestError: As ``generate``, when the request is read; it ends the batch.
@@ -184,7 +184,7 @@ class LLM:
 
     @property
     def draft_costs(self) -> StepCosts | None:
-        """What drafts cost, as measured at start: in process, where their number is chosen step by step; else None."""
+        """The costs of drafts, measured at start: in process, where their number is chosen step by step; else None."""
         return self._backend.draft_costs
 
     def close(self) -> None:
@@ -263,7 +263,7 @@ class LLM:
         return tokens
 
     def _check(self, sampling: SamplingParams) -> SamplingParams:
-        """Refuses what this model or engine does not have; returns the parameters.
+        """Checks sampling parameters against this model and engine; returns them.
 
         Raises:
             RequestError: A token id, or speculation.
@@ -301,7 +301,7 @@ def check_tokens(prompt: Any, vocab_size: int) -> Int32Array:
         vocab_size: They must be below it.
 
     Raises:
-        RequestError: It holds something else.
+        RequestError: It has other values.
     """
     refusal = RequestError(f"token ids must be integers from 0 to {vocab_size - 1}.", param="prompt")
     if isinstance(prompt, np.ndarray):

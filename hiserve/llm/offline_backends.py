@@ -26,7 +26,7 @@ from hiserve.ipc.messages import Admit
 from hiserve.ipc.updates import RequestUpdates, TokenDelta
 from hiserve.scheduler.client import EngineClient
 
-CLEAN_UP_S = 20.0  # of what Ctrl-C has interrupted
+CLEAN_UP_S = 20.0  # after Ctrl-C
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,11 +34,11 @@ class Job:
     """One request for the engine: one choice of one prompt.
 
     Attributes:
-        request: What the caller needs to know it again.
+        request: The caller's own record.
         tokens: int32 ``[n]``. The prompt.
         sampling: With a seed.
         choice: Index among the prompt's choices.
-        take: Called with each delta; returns True when the engine need not go on.
+        take: Called with each delta; returns True when the job needs no more tokens.
         fail: Called with the error that ended the job instead; other jobs go on.
     """
 
@@ -54,7 +54,7 @@ class OfflineBackend(Protocol):
     """Runs jobs to their ends.
 
     Attributes:
-        draft_costs: What drafts cost, where that was measured in this process.
+        draft_costs: The costs of drafts, if measured in this process.
     """
 
     @property
@@ -64,10 +64,10 @@ class OfflineBackend(Protocol):
     def run(self, jobs: Iterator[Job]) -> Generator[Job, None, None]:
         """Yields each job when it has ended.
 
-        Jobs are taken from the iterator when there is room for them. Closing the generator aborts what still runs.
+        Jobs are taken from the iterator when there is room for them. Closing the generator aborts running jobs.
 
         Raises:
-            Exception: What the iterator raised.
+            Exception: Of the iterator.
             UnavailableError: The engine has died.
         """
 
@@ -75,7 +75,7 @@ class OfflineBackend(Protocol):
         """Empties tiers of the prefix cache while no job runs; returns the pages emptied."""
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Ends processes or threads, and frees the memory."""
 
 
 def room_for_jobs(settings: Settings) -> int:
@@ -143,7 +143,7 @@ class InProcess:
             self.engine.add(Admit(self._last_uid, job.tokens.size, job.sampling, b"", job.choice), job.tokens)
 
     def _take(self, updates: RequestUpdates, live: dict[int, Job]) -> Iterator[Job]:
-        """Hands a report to its jobs; yields those that have ended."""
+        """Passes updates to their jobs; yields the jobs that have ended."""
         for uid, _, message in updates.failed:
             if uid in live:
                 job = live.pop(uid)
@@ -151,7 +151,7 @@ class InProcess:
                 yield job
         for delta in updates:
             running = live.get(delta.uid)
-            if running is None:  # it had enough, and this is the answer to its abort
+            if running is None:  # it was aborted, and this is the last delta
                 continue
             has_enough = running.take(delta)
             if delta.finish or has_enough:
@@ -170,7 +170,7 @@ class InProcess:
         return self._thread.submit(self.engine.flush, tiers).result()
 
     def close(self) -> None:
-        """Ends the thread, lets cached pages reach slower tiers, and frees the engine; then tells what failed of that."""
+        """Ends the thread, lets cached pages reach slower tiers, and frees the engine; raises an error of the copies."""
         copying = self._thread.submit(self.engine.finish_copies, self._copy_s)
         self._thread.shutdown()
         self._undo.close()
@@ -180,7 +180,7 @@ class InProcess:
 async def _end_others() -> None:
     """Returns when no other task of the event loop is left.
 
-    One that Ctrl-C has cancelled has time to stop the processes that it began to start; what hangs is cancelled.
+    One that Ctrl-C has cancelled has time to stop the processes that it began to start; tasks that hang are cancelled.
     """
     others = asyncio.all_tasks() - {asyncio.current_task()}
     _, pending = await asyncio.wait(others, timeout=CLEAN_UP_S) if others else (set(), set())
@@ -195,7 +195,7 @@ class Processes:
     def __init__(self, settings: Settings) -> None:
         self._room = room_for_jobs(settings)
         self._copy_s = settings.server.drain_timeout_s
-        self._loop = uvloop.new_event_loop()  # of what a token costs here, a fifth less than asyncio's own
+        self._loop = uvloop.new_event_loop()  # takes a fifth less of the time per token here than asyncio's own
         self._thread = threading.Thread(target=self._loop.run_forever, name="hiserve-llm", daemon=True)
         self._thread.start()
         with ExitStack() as undo:
@@ -237,7 +237,7 @@ class Processes:
 
     @property
     def draft_costs(self) -> None:
-        """The workers keep them."""
+        """None: they are measured in the workers."""
         return None
 
     def flush(self, tiers: tuple[TierName, ...]) -> int:

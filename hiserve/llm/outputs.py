@@ -1,4 +1,4 @@
-"""What a batch returns, and how a choice's tokens become it."""
+"""The results of a batch, and how they are made of a choice's tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CompletionOutput:
         logprobs: One entry per generated token, if they were asked for.
         reasoning: The thoughts of a chat.
         tool_calls: Its calls, as a message of the assistant has them: ``id``, ``type``, ``function``.
-        drafts: What speculation gave; None without it.
+        drafts: Drafts verified and accepted; None without speculation.
         first_token_s: When its first token came, seconds of ``time.perf_counter``.
         end_s: When its last one came.
     """
@@ -63,16 +63,16 @@ class CompletionOutput:
 
 
 class RequestOutput:
-    """A prompt and what followed it.
+    """A prompt and its choices.
 
     Args:
         prompt: The text, or None when token ids were given.
         tokens: int32 ``[n]``. Its tokens.
-        cached: What of it came from the prefix cache, for the first choice.
+        cached: Its tokens from the prefix cache, for the first choice.
         outputs: The choices, by index.
 
     Attributes:
-        error: Why the engine failed the request; None when it did not. The other requests of the batch go on.
+        error: The reason, if the engine failed the request. The other requests of the batch go on.
         prompt_logprobs: One entry per prompt token but the first, which has None, if they were asked for.
     """
 
@@ -175,5 +175,5 @@ def _logprobs(tokens: list[int], packed: bytes, num_top: int) -> list[TokenLogpr
     columns = scores.logprobs.tolist(), scores.top_tokens.tolist(), scores.top_logprobs.tolist()
     return [
         TokenLogprob(token, logprob, dict(zip(top, theirs, strict=True)))
-        for token, logprob, top, theirs in zip(tokens, *columns, strict=False)  # scores behind a stop text are dropped
+        for token, logprob, top, theirs in zip(tokens, *columns, strict=False)  # scores after a stop text are dropped
     ]

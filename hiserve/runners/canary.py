@@ -15,7 +15,7 @@ from hiserve.runners.device_rows import DeviceRows
 class Canary:
     """Writes token and position beside the keys and values of each slot, and verifies prefixes from the cache.
 
-    Both lie in a group of the page (``core.kv_groups.CANARY``), so they pass through every tier as the rest does. A row's
+    Both lie in a group of the page (``core.kv_groups.CANARY``), so they move through every tier with it. A row's
     prefix is verified through its own page table, as a whole: each of its slots must hold the row's token of that
     position.
 
@@ -31,7 +31,7 @@ class Canary:
         self._due: set[int] = set()
 
     def note(self, plan: BatchPlan) -> None:
-        """Remembers the rows of an applied plan that are given pages of tokens they did not compute there."""
+        """Records the rows of an applied plan that get pages of tokens that they did not compute."""
         table = plan.table
         if table.rows.size:
             computed_len = self._rows.computed_len.cpu().numpy()
@@ -42,7 +42,7 @@ class Canary:
         """Checks the unchecked prefixes that a step reads, before it reads them.
 
         Raises:
-            InvariantError: A slot of a row holds something else.
+            InvariantError: A slot of a row has another token or position.
         """
         due = [row for row in plan.rows[inputs.legal.cpu().numpy()].tolist() if row in self._due]
         for row in due:

@@ -1,4 +1,4 @@
-"""CUDA graphs of one device: their sizes; captured on a stream of their own, replayed on the current one."""
+"""CUDA graphs of one device: their sizes; the capture, on a stream of its own; the replay, on the current stream."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 # Small batches differ by much, large ones by little: at most half of a batch is padding, above 32 rows at most a third.
 _ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-# Of some hundreds of tokens the device computes every one that pads: above 256 at most a fifth of a step is padding.
+# With some hundreds of tokens, each padding token costs time: above 256 at most a fifth of a step is padding.
 _SMALL_TOKENS, _LARGE_TOKENS = (8, 16, 32, 64, 96, 128, 192), (768, 896, 1024, 1280, 1536, 1792, 2048)
 _MIXED_TOKENS = (64, *range(128, 513, 64))
 _TOKENS = (*_SMALL_TOKENS, *range(256, 641, 64), *_LARGE_TOKENS)
@@ -47,7 +47,7 @@ def _up_to(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
 
 
 class Graph:
-    """Captured work. Its owner keeps every tensor that it reads and every one whose content is wanted.
+    """Captured work. Its owner keeps alive every tensor that it reads, and its results.
 
     Args:
         graph: Captured and kept, not instantiated.
@@ -60,7 +60,7 @@ class Graph:
         graph.instantiate()
 
     def replay(self) -> None:
-        """Launches it on the current stream, which must be of the same device."""
+        """Launches the graph on the current stream, which must be of the same device."""
         with torch.cuda.device(self._device):
             self._graph.replay()
 
@@ -135,7 +135,7 @@ class Capture:
         return captured
 
     def abandon(self) -> None:
-        """Ends a capture that failed, if one is under way, and forgets it."""
+        """Ends a capture that failed, if one is under way, and drops it."""
         graph, self._open = self._open, None
         if graph is not None:
             with suppress(RuntimeError):  # it fails again when it ends; the first failure is reported
@@ -164,7 +164,7 @@ def capture_sizes(capture: Capture, sizes: Sequence[int], work: Callable[[int], 
         message: Logged for each size that fails, with the size and the reason.
 
     Returns:
-        What was captured, by size; those that failed are left out.
+        The results of ``work``, by size; sizes that failed are left out.
     """
     captured: dict[int, T] = {}
     with capture.on_stream(), torch.inference_mode():

@@ -18,13 +18,13 @@ from hiserve.sampling.params import SamplingRows
 class DeviceRows:
     """Tokens, lengths, page tables and sampling parameters of every row; rows are never reordered.
 
-    Row 0 pads batches: it knows no tokens, so the check of each step sends it to the sink.
+    Row 0 pads batches: it knows no tokens, so the check of each step makes it read and write the padding page.
 
     Attributes:
         max_len: Longest row, in tokens.
         page_size: Tokens per page.
-        num_pages: Pages of the pool, the sink included.
-        ops: What this device's kernels do with them.
+        num_pages: Pages of the pool, the padding page included.
+        ops: The kernels of this device.
         tokens: int32 ``[R, max_len]``, R = max_rows + 1. Those from ``known_len`` on are drafts, if there are any.
         computed_len: int64 ``[R]``. Leading tokens whose keys and values are stored.
         known_len: int64 ``[R]``. Valid entries of ``tokens``, drafts not counted.
@@ -81,10 +81,10 @@ class DeviceRows:
         self.is_drafted: Tensor | None = None
 
     def apply(self, plan: BatchPlan) -> None:
-        """Gives rows back, admits requests, writes page tables, in this order.
+        """Releases rows, admits requests, writes page tables, in this order.
 
-        Plans come in the order in which they were made: a page that a row of a later one has left may be another's by
-        then, and this order alone lets the step before finish reading it.
+        Plans are applied in the order in which they were made: a page may change rows with a later plan, and the step
+        before it must have read the page by then.
         """
         before = self.relocation_version
         assert plan.relocation_version >= before, (
@@ -100,7 +100,7 @@ class DeviceRows:
         self.relocation_version = plan.relocation_version
 
     def drafts(self, rows: Int32Array, count: int) -> Tensor:
-        """Returns the first ``count`` tokens behind those that rows (int32 ``[n]``, on the host) know, int32 ``[n, count]``."""
+        """Returns the first ``count`` tokens after those that rows (int32 ``[n]``, on the host) know, int32 ``[n, count]``."""
         (on_device,) = upload((rows.astype(np.int64),), self.device)
         places = self.known_len.index_select(0, on_device)[:, None] + torch.arange(count, device=self.device)
         return self.tokens.index_select(0, on_device).gather(1, places.clamp_(max=self.max_len - 1))

@@ -23,7 +23,7 @@ from hiserve.runners.piecewise import PiecewiseRunner
 from hiserve.runners.step_output import LaunchedStep, draft_step, finish_step
 from hiserve.sampling.params import Drawing
 
-# Waits on the device for one layer's part of what the step loads, or for all of it (None).
+# Waits on the device for one layer's part of the step's loads, or for all of them (None).
 Wait = Callable[[int | None], None]
 
 
@@ -54,8 +54,8 @@ class Dispatch:
         mixed: Graphs of rows that decode and a few prompts, if there are any.
         piecewise: Graphs between attentions, likewise.
         is_strict: No graph is replayed while any load is open, or after a live row's page moved.
-        canary: Checks what rows find in pages; None unless debugging.
-        proposer: Drafts what follows each step; None for plain decoding.
+        canary: Checks the pages of rows; None unless debugging.
+        proposer: Drafts after each step; None for plain decoding.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Dispatch:
         self._canary = canary
         self._proposer = proposer
         assert canary is None or not self._captured, "graphs read pages that no canary has checked"
-        self.coverage = Coverage(is_strict=is_strict)  # what was captured, for the gate
+        self.coverage = Coverage(is_strict=is_strict)  # the captured graphs, for the gate
 
     def capture(self) -> None:
         """Captures all graphs; until it ends ``coverage`` has none."""
@@ -119,7 +119,7 @@ class Dispatch:
         return StepFacts.of(plan, sampling=drawing.value)
 
     def note(self, plan: BatchPlan) -> None:
-        """Passes an applied plan to the canary, whether its step runs or not."""
+        """Passes an applied plan to the canary, also if its step does not run."""
         if self._canary is not None:
             self._canary.note(plan)
 

@@ -21,7 +21,7 @@ NUM_WARMUP_DRAFTS = 2
 class DraftGraphs:
     """Graphs of a proposer's work after steps of one shape."""
 
-    works: tuple[Callable[[], None], ...]  # what the first two hold, with the tensors that they read
+    works: tuple[Callable[[], None], ...]  # captured in the first two; they keep alive the tensors that these read
     prepare: Graph  # from the step to the logits of the first draft
     update_only: Graph  # instead, where no draft is wanted
     chain: DraftChain  # the rows that get drafts; steps of as many rows share it, and the graphs that follow
@@ -55,7 +55,7 @@ class DraftGraphs:
 class DraftCapture:
     """Captures a proposer's work after captured steps.
 
-    Steps of as many rows share all graphs but the first two, and so the memory of their logits.
+    Steps of equally many rows share all graphs but the first two, and so the memory of their logits.
 
     Args:
         max_draft: Drafts after a step, at most.
@@ -121,7 +121,7 @@ class DraftCapture:
         return captured
 
     def _capture_shared(self, chain: DraftChain) -> tuple[dict[bool, Graph], Graph | None]:
-        """Draws and computes drafts after a step that was taken in, and captures that."""
+        """Draws and extends drafts after ``prepare``, and captures both."""
         extend = partial(self._proposer.extend, chain)
         draws = {is_greedy: partial(self._proposer.draft, chain, is_greedy=is_greedy) for is_greedy in (True, False)}
         assert len(draws) == NUM_WARMUP_DRAFTS, "a place of each row for each draw"
@@ -147,7 +147,7 @@ def _prepare_into(chain: DraftChain, proposer: Proposer, step: DraftStep) -> Non
 
 
 def _check(work: Callable[[], None], graph: Graph, chain: DraftChain) -> None:
-    """Runs work, and its graph on what it began with: both must give the same.
+    """Runs work, and its graph on the same tensors: the results must be equal.
 
     Raises:
         RuntimeError: They do not.

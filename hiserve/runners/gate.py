@@ -1,8 +1,8 @@
-"""The gate: every step passes it before its forward is launched, and it alone decides how the step runs.
+"""The gate: it decides for every step, before the forward is launched, how the step runs.
 
 Checks run in this order. (1) A load that the step reads has failed: the step is deferred, since an eager forward would read
-the same bytes. (2) Loads that it reads are open: the device waits for them before the step, whatever follows. (3) No captured
-graph covers the step: it runs eagerly. (4) Else a graph is replayed. A flush leaves the pages of running rows alone.
+the same bytes. (2) Loads that it reads are open: the device waits for them before the step, in any case. (3) No captured
+graph covers the step: it runs eagerly. (4) Else a graph is replayed. A flush does not touch the pages of running rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hiserve.core.plan import BatchPlan
 
 
 class Action(Enum):
-    """What happens to a step."""
+    """How a step runs."""
 
     REPLAY = "replay"  # as a graph
     EAGER = "eager"  # op by op
@@ -26,7 +26,7 @@ class Action(Enum):
 
 
 class Reason(Enum):
-    """Why, in one word for a counter. Each occurs in a whole engine (``tests/e2e/test_gate_reasons.py``)."""
+    """The reason, in one word for a counter. Each occurs in a whole engine (``tests/e2e/test_gate_reasons.py``)."""
 
     # Replayed: as which graph.
     DECODE = "decode"  # one token in each row
@@ -35,7 +35,7 @@ class Reason(Enum):
     PIECEWISE = "piecewise"  # anything, with breaks at attention
     # Deferred: bytes that it would read are missing.
     LOAD_FAILED = "load_failed"  # between planning and launch, where a thread launches
-    # Eager, whatever the step.
+    # Eager, for any step.
     GRAPHS_OFF = "graphs_off"  # nothing was captured
     STEP_FAILED = "step_failed"  # a replay of it ran out of memory
     STRICT_LOAD = "strict_load"  # the gate is strict, and any load is open
@@ -73,7 +73,7 @@ class FullGraphs:
     """Graphs of whole steps, of one number of tokens per row; every row samples."""
 
     buckets: tuple[int, ...]  # rows of each graph, ascending; of captures that failed too
-    max_len: int  # longest row after the step, in tokens: as many have places in its page tables
+    max_len: int  # longest row after the step, in tokens, as its page tables allow
     failed: frozenset[int] = frozenset()  # buckets whose capture failed
 
 
@@ -119,7 +119,7 @@ class StepFacts:
     num_decode: int  # rows up to the last that has one token before its drafts
     decode_width: int  # most tokens of one of those
     max_len: int  # upper bound of the longest row after the step, in tokens
-    sampling: str = ""  # name of the variant that draws as all of its rows ask
+    sampling: str = ""  # name of the variant that draws for all of its rows
 
     @classmethod
     def of(cls, plan: BatchPlan, *, sampling: str = "") -> StepFacts:
@@ -150,7 +150,7 @@ def admit(
     Args:
         plan: Applied to the rows already, its copies started.
         loads: The state of loads; those that the plan waits for were started.
-        coverage: What was captured.
+        coverage: The captured graphs.
         step: Facts of the plan and of the rows' sampling.
         has_moved: A page of a live row moved after the previous step was planned, and that step may still run.
     """

@@ -58,8 +58,8 @@ class _CapturedStep:
 class GraphRunner:
     """Replays decode steps, or steps that verify the same number of drafts in every row.
 
-    A graph holds addresses, widths and grids; it reads slots and lengths from the rows in each replay. So pages may move
-    between replays without a new capture. Padding rows are row 0, which the check sends to the padding page.
+    A graph holds addresses, widths and grids; it reads slots and lengths from the rows in each replay. Pages may
+    therefore move between replays. Padding rows are row 0, which the check sends to the padding page.
 
     Args:
         width: Tokens of each row: 1, and its drafts.
@@ -96,7 +96,7 @@ class GraphRunner:
 
     @property
     def coverage(self) -> FullGraphs:
-        """What was captured, for the gate."""
+        """The captured graphs, for the gate."""
         return FullGraphs(
             buckets=tuple(sorted(self._captured.keys() | self.failed)),
             max_len=self._max_len,
@@ -244,7 +244,7 @@ def _of_plan(inputs: StepInputs, plan: BatchPlan) -> StepInputs:
 
 
 def _check_replay(graph: Graph, made: Tensor, expected: Tensor) -> None:
-    """Replays a graph once over poisoned outputs: it must give what the eager step gave.
+    """Replays a graph once over poisoned outputs: the results must be those of the eager step.
 
     Raises:
         RuntimeError: It does not.

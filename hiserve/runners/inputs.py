@@ -72,7 +72,7 @@ def put_tokens(inputs: ForwardInputs, static: ForwardInputs, size: int) -> None:
     Args:
         inputs: T tokens.
         static: Tensors that the graph reads.
-        size: Tokens of the graph, T or more.
+        size: Tokens of the graph, at least T.
     """
     num_tokens = inputs.input_ids.shape[0]
     static.input_ids[:num_tokens].copy_(inputs.input_ids)
@@ -82,7 +82,7 @@ def put_tokens(inputs: ForwardInputs, static: ForwardInputs, size: int) -> None:
 
 
 def _upload(plan: BatchPlan, rows: DeviceRows) -> StepInputs:
-    """Carries a plan to the device, in one copy."""
+    """Copies a plan to the device, at once."""
     max_kv_len = int(plan.max_len.max())
     assert max_kv_len <= rows.max_len, f"step {plan.step_id} plans {max_kv_len} tokens; a row holds {rows.max_len}"
     assert (plan.num_new <= plan.max_len).all(), f"step {plan.step_id}: {plan.num_new} new of {plan.max_len} tokens"
@@ -147,7 +147,7 @@ def _unfilled(
     max_kv_len: int,
     num_decode: int,
 ) -> ForwardInputs:
-    """Returns what the host knows of a forward, with room for the rest: the pages of rows past their last are the sink."""
+    """Returns inputs with the host's columns; the others are allocated, page tables filled with the padding page."""
     num_rows, num_tokens, device = qo_indptr.shape[0] - 1, token_rows.shape[0], rows.device
     table_width = -(-max_kv_len // rows.page_size)
     return ForwardInputs(

@@ -184,7 +184,7 @@ class MixedRunner:
 
     @property
     def coverage(self) -> MixedGraphs:
-        """What was captured, for the gate."""
+        """The captured graphs, for the gate."""
         return replace(self._coverage, failed=frozenset(self.failed))
 
     @property

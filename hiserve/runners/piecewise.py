@@ -120,7 +120,7 @@ class PiecewiseRunner:
 
     @property
     def coverage(self) -> PiecewiseGraphs:
-        """What was captured, for the gate."""
+        """The captured graphs, for the gate."""
         return PiecewiseGraphs(self._buckets, frozenset(self.failed))
 
     @property

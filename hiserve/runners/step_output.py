@@ -68,8 +68,8 @@ class LaunchedStep:
 class LogitsHead:
     """Computes logits of as many tokens as some graph of a whole step does.
 
-    Libraries choose kernels of products by their size, and load each at its first use: on an H200 27 ms for the tail of
-    one step. The sizes of graphs are loaded when they are captured.
+    Libraries choose kernels of products by their size, and load each at its first use: on an H200 27 ms for the products
+    after the last attention. The sizes of graphs are loaded when they are captured.
 
     Args:
         sizes: Logits of graphs, ascending. Steps with more than the last have as many as they have.
@@ -82,7 +82,7 @@ class LogitsHead:
     def finish(
         self, attn_out: Tensor, residual: Tensor, inputs: ForwardInputs, hidden_states: Tensor | None
     ) -> ForwardOutputs:
-        """Computes what follows the last attention of a replay.
+        """Computes the part of a step after the last attention of a replay.
 
         Args:
             attn_out: ``[T, num_heads * head_dim]``, of the step's T tokens.
@@ -194,7 +194,7 @@ def _positions(inputs: StepInputs) -> Tensor:
 
 
 def record(inputs: StepInputs, drawn: Tensor, rows: DeviceRows) -> Tensor:
-    """Accepts drafts that were drawn, and records in the rows what the step computed and emitted.
+    """Accepts drafts that were drawn, and adds the step's computed and emitted tokens to the rows.
 
     Args:
         inputs: Of B rows.
@@ -211,7 +211,7 @@ def record(inputs: StepInputs, drawn: Tensor, rows: DeviceRows) -> Tensor:
 
 
 def draft_step(plan: BatchPlan, launched_step: LaunchedStep) -> DraftStep:
-    """Returns a step as a proposer takes it."""
+    """Returns a launched step for a proposer."""
     inputs, num_rows = launched_step.inputs, plan.rows.size
     starts = inputs.forward.qo_indptr[: num_rows + 1].long()
     return DraftStep(

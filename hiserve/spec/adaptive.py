@@ -24,7 +24,7 @@ WINDOW_ROWS = 64.0  # whose drafts are remembered,
 WINDOW_STEPS = 8.0  # and for how many steps at least
 
 TIME_RATE = 0.01  # of a new time, against those before it
-DRAFT_RATE = 0.2  # likewise, of further drafts: only probes measure their time
+DRAFT_RATE = 0.2  # likewise, of drafts after the first: only probes measure their time
 MIN_S = 1e-9  # of a step, where the clock did not advance
 MAX_ERROR = 0.5  # of the logarithm of a time: a stall weighs no more
 
@@ -125,7 +125,7 @@ class Times:
 
 
 def _error(seconds: float, expected: float) -> float:
-    """Returns the logarithm of what a time is of the expected one, within bounds."""
+    """Returns the logarithm of a time over the expected one, within bounds."""
     return min(max(float(np.log(max(seconds, MIN_S) / expected)), -MAX_ERROR), MAX_ERROR)
 
 
@@ -167,7 +167,7 @@ class DraftController:
 
     @property
     def costs(self) -> StepCosts:
-        """As given."""
+        """The costs given, as measured at start."""
         return self._costs
 
     @property
@@ -222,7 +222,7 @@ class DraftController:
             was, phase = schedule.phase, schedule.advance()
             if phase is Phase.TRIAL and was is not Phase.TRIAL:
                 self._acceptance.forget()
-                self._age[bucket] = DWELL_STEPS  # what it finds counts at once
+                self._age[bucket] = DWELL_STEPS  # a trial's results count at once
             if phase is not Phase.WARM:
                 return min(most, self._costs.tiers[1]) if phase is Phase.TRIAL else 0
             # By the table alone: the few times of a trial may be those of stalls.
@@ -294,7 +294,7 @@ class DraftController:
             self._times.add(counts.size, mean_context, tier, seconds)
 
     def _expect_tokens(self, allowed: Int32Array) -> FloatArray:
-        """Returns the tokens that these rows emit of each tier, or what they may have of it, float64 ``[C]``."""
+        """Returns the expected tokens of these rows with each tier, within ``allowed``: float64 ``[C]``."""
         tokens = np.full(self._costs.max_draft + 1, float(allowed.size))
         tokens[1:] += (_num_with(allowed, self._costs.max_draft) * self._acceptance.chances).cumsum()
         return tokens[self._tiers]

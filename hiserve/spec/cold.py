@@ -13,7 +13,7 @@ LAG_STEPS = 2  # from a trial's last step to its results
 
 
 class Phase(Enum):
-    """What a head does after a step."""
+    """A head's part in a step."""
 
     WARM = "warm"  # it takes part; the number of drafts is chosen
     COLD = "cold"  # it skips the step
@@ -79,7 +79,7 @@ class HeadSchedule:
         self._trial_steps, self._num_idle = trial_steps, 0
 
     def advance(self) -> Phase:
-        """Returns what the head does after this step, on the way from cold to warm."""
+        """Returns the head's phase after this step, between cold and warm."""
         while not self._left:
             match self.phase:
                 case Phase.WARMING if self._trial_steps:

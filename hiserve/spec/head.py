@@ -1,9 +1,9 @@
-"""The proposer with a head, or a small model: one forward over what a step computed, then one for each further draft.
+"""The proposer with a head, or a small model: one forward over a step's tokens, then one for each draft after the first.
 
 The draft slot of a token is computed from its embedding and the model's hidden state of the token before it. After a step
 that computed a row's places c to c + n - 1 the head computes c to c + n: the last of them, drawn just now, gives the first
-draft. Place c, which the previous step computed too, is computed again, so that it does not matter how the row came there:
-by a prompt, a cached prefix, or a step without drafts. The use of hidden states is EAGLE's idea (Li et al.,
+draft. Place c, which the previous step computed too, is computed again, so that prompts,
+cached prefixes and steps without drafts are one case. The use of hidden states is EAGLE's idea (Li et al.,
 arXiv:2401.15077); the slot convention is ours: a page's draft part depends on no later page.
 
 The head may skip steps. Pages with a token of a skipped step are not drafted, in whatever tier they are, and drafts attend
@@ -78,7 +78,7 @@ class HeadProposer:
             start_page=torch.zeros(num_rows, dtype=torch.int64, device=state.tokens.device),
             taken_len=pool.taken_len,
         )
-        # Of static steps, by rows and tokens of each: what graphs read and plan with.
+        # Layouts and attentions that graphs of static steps read, by rows and tokens of each.
         self._static: dict[tuple[int, int], tuple[DraftLayout, Attention]] = {}
 
     def is_capturable(self, num_rows: int, width: int) -> bool:
@@ -125,10 +125,10 @@ class HeadProposer:
         self._run(made, hidden_states, step.sampling[:0], attention)
 
     def draft(self, chain: DraftChain, *, is_greedy: bool) -> None:
-        """Draws a draft of each row with the noise that the model's own draw of that place will have, and writes it.
+        """Draws a draft of each row with the noise that the model's own draw of that position will have, and writes it.
 
-        Both then agree more often. Those without a place, and those of illegal rows, are not written: row 0 keeps its first
-        token, which steps that are padded with it compute.
+        Both then agree more often. Drafts past a row's last slot, and those of illegal rows, are not written: row 0 keeps
+        its first token, which padded steps compute.
         """
         if is_greedy:
             drafts = self._step_ops.greedy(chain.logits)

@@ -36,7 +36,7 @@ class NgramProposer:
         return False
 
     def prepare(self, step: DraftStep) -> None:
-        """Writes all drafts after what each sampling row knows: one launch finds them."""
+        """Writes all drafts after the known tokens of each sampling row, in one launch."""
         if not step.sampling.shape[0]:
             return
         self._ops.draft_ngrams(

@@ -1,4 +1,4 @@
-"""Trees of drafts: grown level by level, cut to the likeliest nodes, verified in one forward, walked by what was drawn.
+"""Trees of drafts: grown level by level, cut to the likeliest nodes, verified in one forward, walked by the drawn tokens.
 
 The growth and the choice of nodes are those of EAGLE-2 (Li et al. 2024): a node is worth the product of the drafts'
 probabilities on its path. A chain is the tree of one candidate a level.
@@ -61,12 +61,12 @@ class TreeLinks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Walk:
-    """What of B trees was accepted.
+    """The accepted paths of B trees.
 
     Attributes:
         counts: int64 ``[B]``. Accepted drafts + 1: as many tokens are emitted.
-        nodes: int64 ``[B, max_depth + 1]``. The path from the root on; behind it -1.
-        tokens: int64 ``[B, max_depth + 1]``. What was drawn at each node of the path; behind it -1.
+        nodes: int64 ``[B, max_depth + 1]``. The path from the root on; after it -1.
+        tokens: int64 ``[B, max_depth + 1]``. The token drawn at each node of the path; after it -1.
     """
 
     counts: Tensor
@@ -75,7 +75,7 @@ class Walk:
 
 
 def first_level(probabilities: Tensor, tokens: Tensor) -> Level:
-    """Returns what may follow the root.
+    """Returns the candidates after the root.
 
     Args:
         probabilities: ``[B, t]``, of the draft's likeliest tokens. NaN counts as 0.
@@ -90,7 +90,7 @@ def beam(level: Level, size: int) -> Tensor:
 
 
 def next_level(level: Level, expanded: Tensor, probabilities: Tensor, tokens: Tensor) -> Level:
-    """Returns what may follow some candidates of a level.
+    """Returns the candidates after some of a level.
 
     Args:
         level: The level before.
@@ -105,7 +105,7 @@ def next_level(level: Level, expanded: Tensor, probabilities: Tensor, tokens: Te
 def build_tree(root_tokens: Tensor, levels: Sequence[Level], num_nodes: int) -> DraftTree:
     """Returns the trees of the candidates that are worth most.
 
-    A parent is worth as much as its child at least, and comes before it: whoever is chosen, its parent is too.
+    A parent is worth as much as its child at least, and comes before it: with a candidate, its parent is chosen too.
 
     Args:
         root_tokens: int64 ``[B]``. The last known tokens.
@@ -147,10 +147,10 @@ def link(tree: DraftTree) -> TreeLinks:
 
 
 def place(tree: DraftTree, first: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns what the forward that verifies takes besides tokens: positions, and indices into rows, both int64 ``[B * N]``.
+    """Returns positions and indices into rows for the forward that verifies, both int64 ``[B * N]``.
 
-    A node stands at the position of its depth, and is stored where its number says: what is accepted must be moved
-    before the next step. ``ForwardInputs.tree_mask`` is ``masks``, flat.
+    A node stands at the position of its depth, and is stored at its number: accepted tokens must be moved before
+    the next step. ``ForwardInputs.tree_mask`` is ``masks``, flat.
 
     Args:
         tree: Of B rows.
@@ -163,7 +163,7 @@ def place(tree: DraftTree, first: Tensor) -> tuple[Tensor, Tensor]:
 def walk(tree: DraftTree, drawn: Tensor) -> Walk:
     """Accepts the child that was drawn, from the root on, as long as there is one.
 
-    What is emitted is always what was drawn, so drafts change nothing but how many tokens a step gives.
+    All emitted tokens were drawn, so drafts change the number of tokens of a step alone.
 
     Args:
         tree: B trees of N nodes.
@@ -184,7 +184,7 @@ def walk(tree: DraftTree, drawn: Tensor) -> Walk:
 
 
 def _chances(probabilities: Tensor) -> Tensor:
-    """Rounding may have left what is no chance, and a broken draft NaN: no node may be worth more than its parent."""
+    """Limits probabilities to 0 to 1, NaN to 0: no node may be worth more than its parent."""
     return probabilities.nan_to_num(nan=0.0).clamp(0.0, 1.0)
 
 
