@@ -20,10 +20,11 @@ STORE = "file:"
 
 def add_arguments(parser: argparse.ArgumentParser, add_settings: Callable[[argparse.ArgumentParser], None]) -> None:
     """Adds the command's own arguments; the command uses no setting of the engine."""
-    parser.add_argument("action", choices=("list", "delete"), help="What to do.")
+    parser.add_argument("action", choices=("list", "delete"), metavar="list|delete", help="What to do.")
     parser.add_argument(
         "targets",
         nargs="*",
+        default=[],
         metavar="NAME|file:DIR",
         help="Host caches by --host-cache-name, stores as in --store. list shows all host caches, and the stores given.",
     )

@@ -208,7 +208,7 @@ def reaching_server() -> Iterator[None]:
     try:
         yield
     except httpx.HTTPError as error:
-        raise UnavailableError(f"cannot reach the server: {error}.") from None
+        raise UnavailableError(f"cannot reach the server: {str(error).rstrip('.')}.") from None
 
 
 @contextlib.contextmanager

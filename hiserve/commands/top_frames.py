@@ -146,7 +146,7 @@ def _get(client: httpx.Client, path: str) -> httpx.Response:
     try:
         return client.get(path)
     except httpx.HTTPError as error:
-        raise UnavailableError(f"cannot reach the server at {client.base_url}: {error}.") from None
+        raise UnavailableError(f"cannot reach the server at {client.base_url}: {str(error).rstrip('.')}.") from None
 
 
 class FrameHistory:

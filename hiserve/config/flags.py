@@ -97,7 +97,7 @@ class Flag(msgspec.Struct, frozen=True, kw_only=True):
         return value
 
     def _refuse_text(self, value: Any) -> NoReturn:
-        shown = "given" if self.is_secret else repr(value)
+        shown = "empty or no text" if self.is_secret else repr(value)
         raise ConfigError(f"{flag_of(self.name)} is {shown}; give texts that are not empty.", param=self.name)
 
     def add_to(self, group: argparse._ArgumentGroup) -> None:

@@ -93,7 +93,7 @@ def test_a_list_takes_one_text_or_several_and_no_empty_one() -> None:
     assert make_options(api_key="a").server.api_key == ("a",)
     assert make_options(api_key=["a", "b"]).server.api_key == ("a", "b")
     for value in ("", ["a", ""]):
-        with pytest.raises(ConfigError, match="--api-key is given; give texts"):
+        with pytest.raises(ConfigError, match="--api-key is empty or no text; give texts"):
             make_options(api_key=value)
 
 

@@ -126,3 +126,8 @@ def test_the_command_line_reaches_it(store: Path, capsys: pytest.CaptureFixture[
     assert f"file:{store}" in capsys.readouterr().out
     assert cli.main(["cache", "delete", f"file:{store}"]) == 0
     assert not os.path.exists(store)
+
+
+def test_a_command_line_without_an_action_names_the_actions_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["cache"]) == 1
+    assert "the following arguments are required: list|delete." in capsys.readouterr().err

@@ -221,8 +221,11 @@ async def test_no_server_and_wrong_options_are_told(capsys: Any) -> None:
         (["--url", "http://127.0.0.1:9"], "cannot reach the server"),
         (["--interval-s", "0"], "the least is 0.05"),
         (["--interval-s", "nan"], "out of range"),
-        (["--url", "nonsense"], "cannot reach"),
         (["--api-key-file", "/nowhere"], "--api-key-file"),
+        (
+            ["--url", "nonsense"],
+            "cannot reach the server at nonsense/: Request URL is missing an 'http://' or 'https://' protocol.\n",
+        ),
     ):
         assert await top(*argv, "--once") == 1
         assert said in capsys.readouterr().err
