@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import numpy as np
 import xxhash
+
+if TYPE_CHECKING:  # a command line is refused sooner without it
+    import numpy as np
 
 DIGEST_BYTES = 16
 
@@ -54,7 +57,7 @@ def chain_of(is_strong: bool) -> Chain:
 
 def pack_tokens(tokens: np.ndarray) -> bytes:
     """Returns token ids as little-endian int32 bytes, the form of keys."""
-    return np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+    return tokens.astype("<i4", copy=False).tobytes()
 
 
 def _links(link: Callable[[bytes], bytes], parent: bytes, key: bytes, page_size: int) -> list[bytes]:
