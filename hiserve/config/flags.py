@@ -44,14 +44,14 @@ class Flag(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # field name; the flag is ``--name`` with dashes
     kind: Kind  # type of the value, or of each value of a list
     is_list: bool  # it takes several values
-    choices: tuple[str, ...]  # allowed words; for a number, words allowed beside it
-    default: Any  # default value; a number below the range stands for one that is chosen later
+    choices: tuple[str, ...]  # allowed words, of a number beside numbers
+    default: Any  # a number below the range is chosen later
     help: str
-    unit: str | None  # unit of a number, or None
-    least: float | None  # smallest allowed number, or None
-    most: float | None  # largest allowed number, or None
-    above: float | None  # number that is too small itself, or None
-    repeats: bool  # a list is given flag by flag, not behind one flag
+    unit: str | None  # of a number
+    least: float | None  # smallest allowed number
+    most: float | None  # largest allowed number
+    above: float | None  # bound that is not allowed itself
+    repeats: bool  # a list is given by several flags of one value each
     is_secret: bool  # its value must not be shown
     is_debug: bool  # for measurements and tests; ``--help`` leaves it out
 

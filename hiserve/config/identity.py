@@ -1,4 +1,4 @@
-"""Which cache a server may use: computed once, before its processes start, and shipped to them in the configuration."""
+"""The identity of a server's cache, computed once before its processes start, and sent to them with the settings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class FileStamp(msgspec.Struct, frozen=True, array_like=True):
-    """A file as it was when the identity was computed. It serves one server's life and is no part of the namespace."""
+    """A file when the identity was computed; valid for one run of the server, and no part of the namespace."""
 
     path: str
     inode: int  # number of the file within its file system
@@ -15,14 +15,14 @@ class FileStamp(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server's cache is of.
+    """Content and layout of a server's cache.
 
     Attributes:
-        namespace: 16 bytes. Digest of everything that shapes keys and values, and of the server's secret; a tenant's own
-            namespace is derived from it.
-        page_bytes: Bytes of a page off the device, all groups together.
-        shape: 16 bytes. Digest of the parsed configurations alone; a worker compares it with what it has read itself.
-        files: The weights' files; a worker compares them after it has read them.
+        namespace: 16 bytes. Digest of everything that determines keys and values, and of the server's secret; tenants'
+            namespaces are derived from it.
+        page_bytes: Bytes of a host page, all groups together.
+        shape: 16 bytes. Digest of the parsed configurations; a worker compares it with those that it has read.
+        files: Of the weights; a worker compares them after it has read them.
     """
 
     namespace: bytes

@@ -23,8 +23,8 @@ GraphGate = Literal["precise", "strict"]
 Graphs = Literal["auto", "off", "decode", "all"]
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 MAX_SPEC_STEPS = 15
-AUTO_TIERS = (0, 1, 2, 3, 5)  # each has graphs of its own
-MIN_AUTO_LEN = 2 * AUTO_TIERS[-1] + 3  # tokens of a request for which their costs can be measured
+AUTO_TIERS = (0, 1, 2, 3, 5)  # numbers of drafts of ``auto``; each has its own graphs
+MIN_AUTO_LEN = 2 * AUTO_TIERS[-1] + 3  # shortest request, in tokens, for which the costs of drafts can be measured
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -332,7 +332,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user chose; a section for each part of the engine."""
+    """The user's options, a section for each part of the engine."""
 
     model: Model = Model()
     cache: Cache = Cache()
@@ -381,7 +381,7 @@ def flat(options: Options) -> dict[str, Any]:
 
 
 def without_secrets(options: Given) -> Given:
-    """Returns options or settings as they may be shown, and as processes that need no secrets get them."""
+    """Returns options or settings without secrets, to be shown or sent to other processes."""
     hidden: dict[str, dict[str, Any]] = {}
     for flag in flags().values():
         if flag.is_secret:

@@ -27,7 +27,7 @@ from hiserve.ipc.codec import Frames
 
 HIGH_WATER_MARK = 256
 MAX_BATCH = 64
-MAX_UNREAD_EVENTS = 10_000  # messages queued for a subscriber before it loses some
+MAX_UNREAD_EVENTS = 10_000  # messages queued for a subscriber; it loses further ones
 MAX_UNREAD_ANSWERS = 16_384
 MAX_QUESTION_BYTES = 1024
 EVENTS_LINGER_MS = 200
@@ -71,7 +71,7 @@ class Link:
         """
         endpoint = endpoint or new_endpoint()
         path = path_of(endpoint)
-        unbound = path.with_name("b")
+        bound = path.with_name("b")
         try:
             link = cls(endpoint)
         except zmq.ZMQError as error:
@@ -79,13 +79,13 @@ class Link:
         try:
             if peer_pid is not None:
                 link._socket.setsockopt(zmq.IPC_FILTER_PID, peer_pid)
-            link._socket.bind(f"{SCHEME}{unbound}")
+            link._socket.bind(f"{SCHEME}{bound}")
         except zmq.ZMQError as error:
             link.close()
             raise ResourceError(
                 f"No socket can be opened in {path.parent}: {error}. Point TMPDIR elsewhere."
             ) from error
-        unbound.rename(path)  # the path exists only once the socket listens
+        bound.rename(path)  # the path exists only once the socket listens
         return link
 
     @classmethod
@@ -301,13 +301,13 @@ class AsyncChannel:
 class PublishChannel:
     """Publishes messages to subscribers and answers their questions; never waits for a reader.
 
-    A slow or dead reader loses messages. All methods but ``wake`` are for one thread at a time.
+    A slow or dead reader loses messages. All methods except ``wake`` are for one thread at a time.
 
     Args:
         endpoint: Of the PUB socket, ``tcp://`` or ``ipc://``.
         questions_endpoint: Of the ROUTER socket; None for none.
-        setting: Name of the setting that gave the first endpoint.
-        questions_setting: Of the second.
+        setting: Name of the setting of ``endpoint``.
+        questions_setting: Name of the setting of ``questions_endpoint``.
 
     Raises:
         ResourceError: An address is in use or cannot be used.

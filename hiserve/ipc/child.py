@@ -16,7 +16,7 @@ from hiserve.errors import ResourceError
 from hiserve.ipc.channel import AsyncChannel, Link
 from hiserve.ipc.codec import Frames
 
-DRAIN_S = 0.5
+DRAIN_S = 0.5  # to receive the last messages of an ended child
 
 
 class ChildProcess:

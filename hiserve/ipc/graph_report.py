@@ -6,22 +6,13 @@ import msgspec
 
 
 class StepCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """The check of a step of one kind.
+    """The check of a step of one kind."""
 
-    Attributes:
-        kind: prefill, decode, verify or mixed.
-        ran: The gate's decision and reason.
-        allocations: Per step after warm-up: of device memory; for steps that are graphs as a whole, calls of the
-            allocator.
-        difference: Of its keys and values from those of an eager step, as a share of the largest; 0 for an eager step.
-        problems: One sentence each; empty if the check passed.
-    """
-
-    kind: str
-    ran: str
-    allocations: float
-    difference: float
-    problems: list[str]
+    kind: str  # prefill, decode, verify or mixed
+    ran: str  # the gate's decision and reason
+    allocations: float  # of device memory, per step after warm-up; of a whole graph, calls of the allocator
+    difference: float  # of its keys and values from those of an eager step, as a share of the largest
+    problems: list[str]  # one sentence each; empty if the check passed
 
 
 class GraphReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,7 +21,7 @@ class CrashSnapshot(msgspec.Struct, frozen=True):
 
     steps: list[StepSnapshot] = []  # in flight, oldest first
     decision: str = ""  # the gate's last decision: action, reason, and the replayed graph, if any
-    decision_step: int = 0  # the step of that decision
+    decision_step: int = 0  # its step
     pending_ops: list[int] = []  # numbers of tier copies that had not ended
 
 
@@ -35,7 +35,7 @@ class Crash(msgspec.Struct, frozen=True):
     error: str
     code: str
     unix_s: float  # time at which it was noticed, in seconds since 1970
-    num_steps: int  # steps it had reported
+    num_steps: int  # reported steps
     uids: list[int]
     snapshot: CrashSnapshot | None = None  # the worker's own last report; None without one
 

@@ -62,7 +62,7 @@ class Query(msgspec.Struct, frozen=True, array_like=True, tag=True):
 # --- scheduler -> client ------------------------------------------------------------------
 
 
-GateCounts = dict[str, dict[str, int]]  # verdicts of runners/gate.py: decision -> reason -> steps
+GateCounts = dict[str, dict[str, int]]  # of runners/gate.py: decision -> reason -> steps
 
 
 class WorkerStats(msgspec.Struct, frozen=True):
@@ -164,8 +164,8 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):
     queued: int  # requests without a worker
     queued_tokens: int  # tokens of their prompts
     workers: list[WorkerFacts]  # living workers, by replica
-    stale_messages: int = 0  # messages ignored because they were of a dead incarnation
-    malformed_messages: int = 0  # messages that no hiserve process would send
+    stale_messages: int = 0  # of dead incarnations, ignored
+    malformed_messages: int = 0
     replays: ReplayStats = ReplayStats()  # requests that continued on another worker
     crash: Crash | None = None
     recovery: Recovery | None = None
@@ -181,7 +181,7 @@ class Configure(msgspec.Struct, frozen=True, array_like=True, tag=True):
     replica: int
     incarnation: int  # starts at 1; part of every message of the worker
     host_fd: int = -1  # descriptor number of the host segment in the worker; -1 without a host cache
-    measurements: StartupMeasurements = NO_MEASUREMENTS  # of the first incarnation; empty for that one
+    measurements: StartupMeasurements = NO_MEASUREMENTS  # of the first incarnation; empty for the first
 
 
 class Admit(msgspec.Struct, frozen=True, array_like=True, tag=True):

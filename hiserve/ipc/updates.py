@@ -22,17 +22,11 @@ _FINISHES = tuple(FinishReason)  # by number
 
 
 class RequestFacts(msgspec.Struct, kw_only=True):
-    """Facts about one request.
+    """Facts about one request."""
 
-    Attributes:
-        cached: Prompt tokens that came from the cache; None when already reported, and before a worker looked.
-        drafts: All drafts until now; None when unchanged, and without speculation.
-        queue_s: Seconds from acceptance to the first worker; -1 when already reported, and before that.
-    """
-
-    cached: CacheUse | None = None
-    drafts: DraftUse | None = None
-    queue_s: float = UNREPORTED
+    cached: CacheUse | None = None  # of the prompt; None before a worker looked, and once reported
+    drafts: DraftUse | None = None  # all until now; None when unchanged, and without speculation
+    queue_s: float = UNREPORTED  # seconds from acceptance to the first worker; -1 before that, and once reported
 
     def update(self, later: RequestFacts) -> None:
         """Adds later facts: the latest ``drafts``, the first of the others."""
@@ -202,9 +196,9 @@ class RequestUpdates(msgspec.Struct, array_like=True, tag=True):
 
 
 class MergedUpdates:
-    """Updates that a slow receiver has not accepted yet, merged.
+    """Merged updates for a slow receiver.
 
-    Its size is bounded by the live requests with the output they may still have, and by the pages of the cache.
+    Their size is bounded by the output of the live requests, and by the pages of the cache.
     """
 
     def __init__(self) -> None:
@@ -226,7 +220,7 @@ class MergedUpdates:
         self._count_pages(updates.removed, -1)
 
     def _count_pages(self, digests: bytes, change: int) -> None:
-        """Counts tiers that gained or lost pages; a page with nothing left to report leaves no entry."""
+        """Counts tiers that gained or lost pages; a count of 0 is removed."""
         for digest in split_digests(digests):
             count = self._pages[digest] + change
             if count:
@@ -235,7 +229,7 @@ class MergedUpdates:
                 del self._pages[digest]
 
     def take(self) -> RequestUpdates:
-        """Returns and clears everything held, requests in order of first arrival."""
+        """Returns and clears all updates, requests in order of first arrival."""
         deltas, self._deltas = self._deltas, {}
         failed, self._failed = self._failed, []
         pages, self._pages = self._pages, Counter()

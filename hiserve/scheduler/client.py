@@ -153,10 +153,10 @@ class EngineClient:
         Args:
             settings: Of the engine.
             command: Command line of the scheduler, without its endpoint.
-            max_unread_bytes: A stream of which more waits for its reader is ended; None keeps all.
+            max_unread_bytes: A stream with more unread output is ended; None is no limit.
 
         Raises:
-            HiserveError: What kept a worker from starting; its trace is a note on the error.
+            HiserveError: A worker could not start; its trace is a note on the error.
         """
         client = cls(settings, max_unread_bytes)
         client._process = await ChildProcess.start(command, client._receive)
@@ -372,7 +372,7 @@ class EngineClient:
 
     def _stream(self, uid: int) -> RequestStream:
         if uid not in self._streams:
-            raise MalformedError(f"news of request {uid}, which is not open")
+            raise MalformedError(f"output of request {uid}, which is not open")
         return self._streams[uid]
 
     def _end(self, uid: int) -> RequestStream:

@@ -91,7 +91,7 @@ class Dispatcher:
             MalformedError: Its uid is in use.
         """
         if not self.queue.has_room(len(prompt)):
-            self.dispatch()  # in a burst, only requests that no worker can take are queued
+            self.dispatch()  # in a burst, only requests without a credit are queued
         refusal = self._refusal(message.caller, prompt)
         if refusal is not None:
             self._events.failed(message.uid, refusal)
@@ -127,9 +127,9 @@ class Dispatcher:
         self._events.updated(updates)
 
     def expire(self) -> None:
-        """Ends requests past their deadlines: queued ones with an error, others with the output they have.
+        """Ends requests past their deadlines: queued ones with an error, others with their output.
 
-        A request whose worker died has waited for one before: only its own deadline counts.
+        The queue timeout does not apply to a request whose worker died.
         """
         timeout_s = self._limits.queue_timeout_s
         retry_after_s = self._retry_after_s()
@@ -151,7 +151,7 @@ class Dispatcher:
         return max(0.0, min(ahead) - self._clock()) if ahead else None
 
     def _late(self, timeout_s: float, concerns: Callable[[Entry], bool]) -> list[Entry]:
-        """Returns the requests accepted ``timeout_s`` ago or earlier that it concerns; 0 is no limit."""
+        """Returns the concerned requests accepted ``timeout_s`` ago or earlier; 0 is no limit."""
         if not timeout_s:
             return []
         latest = self._clock() - timeout_s
@@ -222,7 +222,7 @@ class Dispatcher:
             self._events.failed(entry.uid, to_error(code, message))
 
     def _record(self, entries: Sequence[Entry], updates: RequestUpdates) -> None:
-        """Takes the output of requests into the ledger, and corrects the facts that the client is sent."""
+        """Records output in the ledger, and corrects the facts for the client."""
         for index, (entry, delta) in enumerate(zip(entries, updates, strict=True)):
             if delta.cached is not None and entry.num_admissions > 1:
                 self.replays.found(delta.cached)

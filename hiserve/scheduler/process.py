@@ -61,18 +61,15 @@ logger = logging.getLogger(__name__)
 LINGER_MS = 1000
 PARENT_DIED = signal.SIGHUP
 
-
 Question = FlushCache | InspectCache
 Answer = CacheFlushed | CacheInspected
 
 
 @dataclass(slots=True)
 class _OpenQuestion:
-    """A question, the workers that have not answered it, and the answers of the others."""
-
     question: Question
-    waiting: set[int]
-    answers: dict[int, Answer] = field(default_factory=dict)
+    waiting: set[int]  # workers that have not answered
+    answers: dict[int, Answer] = field(default_factory=dict)  # by worker
 
     def conclusion(self) -> Flushed | Inspected:
         """Returns the answer for the client."""
@@ -88,7 +85,7 @@ class _OpenQuestion:
 
 
 class Broadcast:
-    """Questions to several workers that are not answered yet.
+    """Sends a question to several workers and joins their answers.
 
     Args:
         send: Sends frames to a worker.
@@ -101,7 +98,7 @@ class Broadcast:
         self._open: dict[int, _OpenQuestion] = {}
 
     def ask(self, question: Question, replicas: Iterable[int]) -> None:
-        """Sends a question to these workers; without any, the client gets the answer at once."""
+        """Sends a question to these workers; without workers, replies at once."""
         self._open[question.ticket] = _OpenQuestion(question, set(replicas))
         for replica in self._open[question.ticket].waiting:
             self._send(replica, encode(question))
@@ -115,7 +112,7 @@ class Broadcast:
             self._conclude()
 
     def lost(self, replica: int) -> None:
-        """Does not wait for a dead worker any more."""
+        """Stops waiting for a dead worker."""
         for each in self._open.values():
             each.waiting.discard(replica)
         self._conclude()
@@ -148,7 +145,9 @@ class SchedulerService:
         self._abandoned: set[int] = set()
         self._timer: asyncio.TimerHandle | None = None
         timeouts = settings.scheduler.queue_timeout_s, settings.scheduler.request_timeout_s
-        self._soonest_s = min(filter(None, timeouts), default=math.inf)  # no deadline of a new request is nearer
+        self._soonest_s = min(
+            filter(None, timeouts), default=math.inf
+        )  # shortest time to the deadline of a new request
         self._replicas = settings.parallel.replicas
         self._copy_s = 0.0
         index = PrefixIndex(self._page_size, chain_of(is_strong=settings.cache.store is not None))
@@ -203,9 +202,9 @@ class SchedulerService:
                 self._end(0)
 
     def _set_timer(self) -> None:
-        """Wakes up at the next deadline; it may have passed without need by then.
+        """Sets the timer to the next deadline, unless it is set to an earlier time.
 
-        Deadlines come in the order of acceptance: none that a batch brings is before one that is awaited.
+        Deadlines are in the order of acceptance: no new request has an earlier deadline than an older one.
         """
         loop = asyncio.get_running_loop()
         if self._timer is not None:
@@ -279,11 +278,11 @@ class SchedulerService:
             self._broadcast.answered(replica, message)
 
     def worker_idle(self) -> None:
-        """Dispatches to the credits that were returned."""
+        """Dispatches requests for returned credits."""
         self._dispatcher.dispatch()
 
     def worker_lost(self, replica: int) -> list[int]:
-        """Returns the requests it held to the queue; returns their uids."""
+        """Requeues the requests that it held; returns their uids."""
         uids = self._dispatcher.worker_lost(replica)
         self._broadcast.lost(replica)
         self._dispatcher.dispatch()

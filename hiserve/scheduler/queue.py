@@ -88,7 +88,7 @@ class Queue:
     "Fairness in serving large language models", 2024; the rule for returning callers is that of start-time fair
     queueing).
 
-    No request is overtaken by more than ``MAX_OVERTAKEN`` later ones of its caller, whatever the policy.
+    Under any policy, no request is overtaken by more than ``MAX_OVERTAKEN`` later ones of its caller.
 
     Args:
         max_requests: Requests it holds at most.
@@ -102,7 +102,7 @@ class Queue:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         self._waiting: dict[int, QueuedRequest] = {}
-        self._lines: dict[int, _CallerQueue] = {}
+        self._queues: dict[int, _CallerQueue] = {}
         self._served: dict[int, int] = {}
         self._latest_turn = 0
         self.num_tokens = 0
@@ -118,24 +118,24 @@ class Queue:
         )
 
     def shed_candidate(self, caller: int, num_tokens: int) -> QueuedRequest | None:
-        """Returns the request to shed for a new one that finds no room: the last of the caller that has most.
+        """Returns the request to shed for a new one without room: the last of the caller with most in the queue.
 
-        None if the new request would give its caller more than an equal share of the queue, and if the last request
-        had a worker that died: then the new request is refused.
+        None, so that the new request is refused, if its caller would get more than an equal share of the queue, or if the
+        last request had a worker that died.
 
         Args:
             caller: Of the new request.
             num_tokens: Length of its prompt.
         """
-        mine = self._lines.get(caller) or _CallerQueue()
-        others = [line for line in self._lines.values() if line is not mine]
+        mine = self._queues.get(caller) or _CallerQueue()
+        others = [each for each in self._queues.values() if each is not mine]
         num_callers = len(others) + 1
         is_fair = (len(mine) + 1) * num_callers <= self._max_requests
         is_fair = is_fair and (mine.num_tokens + num_tokens) * num_callers <= self._max_tokens
         if not others or not is_fair:
             return None
         has_places = len(self._waiting) < self._max_requests
-        last = max(others, key=lambda line: line.num_tokens if has_places else len(line)).last()
+        last = max(others, key=lambda each: each.num_tokens if has_places else len(each)).last()
         return None if last.entry.num_admissions else last
 
     def __contains__(self, uid: int) -> bool:
@@ -153,9 +153,9 @@ class Queue:
 
     def window(self, size: int) -> list[QueuedRequest]:
         """Returns the first ``size`` requests of the next caller, of its largest rank, oldest first."""
-        if not self._lines:
+        if not self._queues:
             return []
-        return self._lines[min(self._lines, key=self._served.__getitem__)].window(size)
+        return self._queues[min(self._queues, key=self._served.__getitem__)].window(size)
 
     def __iter__(self) -> Iterator[QueuedRequest]:
         """Walks a copy of the queue, so that requests may be removed meanwhile."""
@@ -164,10 +164,10 @@ class Queue:
     def remove(self, uid: int) -> QueuedRequest:
         """Removes a request from any position."""
         waiting = self._waiting.pop(uid)
-        line = self._lines[waiting.entry.caller]
-        line.remove(uid)
-        if not line:
-            del self._lines[waiting.entry.caller]
+        own = self._queues[waiting.entry.caller]
+        own.remove(uid)
+        if not own:
+            del self._queues[waiting.entry.caller]
         self.num_tokens -= len(waiting.entry.prompt)
         return waiting
 
@@ -186,10 +186,10 @@ class Queue:
         caller = waiting.entry.caller
         self._waiting[waiting.entry.uid] = waiting
         self.num_tokens += len(waiting.entry.prompt)
-        if caller not in self._lines:
-            self._lines[caller] = _CallerQueue()
+        if caller not in self._queues:
+            self._queues[caller] = _CallerQueue()
             self._served[caller] = max(self._served.get(caller, 0), self._latest_turn)
-        return self._lines[caller]
+        return self._queues[caller]
 
 
 class Policy:

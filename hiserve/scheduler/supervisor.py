@@ -1,4 +1,4 @@
-"""Starts the worker processes, notices their deaths, starts their successors, stops them; keeps their host segments."""
+"""Starts and stops worker processes and their successors, finds workers that died or hang, and owns the host segments."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ logger = logging.getLogger(__name__)
 
 WORKER_COMMAND = (sys.executable, "-m", "hiserve.engine.worker")
 RESTART_DELAYS_S = (0.0, 1.0, 2.0, 5.0)
-# Workers in a row that told no news of the requests they had; finding the guilty one of 1,000 takes 12.
+# Consecutive workers without output of the requests they had; isolating one culprit of 1,000 requests takes 12.
 MAX_USELESS = 16
 STOP_GRACE_S = 2.0
-EXIT_GRACE_S = 5.0  # for a worker that said it has failed
+EXIT_GRACE_S = 5.0  # for a worker that reported a failure
 WATCH_INTERVAL_S = 0.25
-MAX_LIMIT_FACTOR = 16  # times the configured limit, for workers that were found computing
-STACK_S = 0.5  # for a worker that hangs, to write where
-IDLE_S = 0.5  # a worker without requests so long after it was ready will get none of the one before it
+MAX_LIMIT_FACTOR = 16  # of the configured limit, after workers that were slow and did not hang
+STACK_S = 0.5  # for a hanging worker to write its stack
+IDLE_S = 0.5  # after ``Ready`` without requests, a worker gets none of its predecessor's
 
 
 @dataclass(frozen=True, slots=True)
 class _WorkerRun:
-    """An incarnation of a worker that has ended."""
+    """An ended incarnation of a worker."""
 
     error: HiserveError
     end: str = "not started"  # exit code or signal
@@ -56,7 +56,7 @@ class _WorkerRun:
         return self.worker is not None and self.worker.ready is not None
 
     def was_useful(self, uids: list[int]) -> bool:
-        """Whether it was ready and had output, or died with no requests to have any of."""
+        """Whether it was ready, and had output or no requests."""
         return self.worker is not None and self.worker.ready is not None and (self.worker.has_output or not uids)
 
 
@@ -70,7 +70,7 @@ class WorkerEvents(Protocol):
         """A ready worker sent a report or an answer.
 
         Raises:
-            MalformedError: It makes no sense; the worker is replaced.
+            MalformedError: It contradicts the ledger; the worker is replaced.
         """
 
     def worker_idle(self) -> None:
@@ -96,8 +96,8 @@ class Supervisor:
         usage: Returns the CPU usage of a process.
 
     Attributes:
-        started: Done when every replica was ready once; fails with the ``HiserveError`` of the
-            worker that could not start (its trace is a note on it).
+        started: Done when every replica was ready once; fails with the ``HiserveError`` of the worker that could not
+            start, with its trace as a note.
         num_stale: Messages ignored because they were of another incarnation.
         num_malformed: Messages for which a worker was replaced.
         crash: The latest death of a worker.
@@ -115,7 +115,7 @@ class Supervisor:
         self._command = command
         self._events = events
         self._usage = usage
-        self._limit_factors: dict[int, int] = {}  # by replica: its limit is so many times the configured one
+        self._limit_factors: dict[int, int] = {}  # by replica, of the configured limit
         self._decoder = MessageDecoder[FromWorker](FromWorker)
         self._workers: dict[int, WorkerProcess] = {}
         self._measurements: dict[int, StartupMeasurements] = {}
@@ -147,10 +147,10 @@ class Supervisor:
             self._ended.set()
 
     async def stop(self, copy_s: float = 0.0) -> None:
-        """Ends all workers: those that listen within ``STOP_GRACE_S``, the others at once.
+        """Ends all workers: ready ones within ``STOP_GRACE_S``, the others at once.
 
         Args:
-            copy_s: Seconds that they get besides, to copy pages to slower tiers.
+            copy_s: Further seconds for copies of pages to slower tiers.
         """
         self._stopping.set()
         for worker in self._workers.values():
@@ -177,7 +177,7 @@ class Supervisor:
         return [worker.replica for worker in self._workers.values() if worker.ready is not None]
 
     def facts(self) -> list[WorkerFacts]:
-        """Returns what is known of each living worker, by replica."""
+        """Returns the facts of each living worker, by replica."""
         return [self._workers[replica].facts() for replica in sorted(self._workers)]
 
     async def _supervise(self, replica: int) -> None:
@@ -200,10 +200,10 @@ class Supervisor:
             await wait_for_event(self._stopping, RESTART_DELAYS_S[min(num_useless, len(RESTART_DELAYS_S) - 1)])
 
     async def _run_worker(self, replica: int, number: int) -> _WorkerRun:
-        """Runs one incarnation from birth to death.
+        """Runs one incarnation until it ends.
 
-        The host segment is the replica's: one incarnation after the other has it. Here each is reaped before the next
-        is born, so that no two ever write to it.
+        All incarnations of a replica use its host segment. Each is reaped before the next is started, so that no two write
+        to it at once.
         """
         segment = self._segments[replica]
         host_fd = -1 if segment is None else segment.fd
@@ -214,7 +214,7 @@ class Supervisor:
                 pass_fds=() if segment is None else (host_fd,),
                 environment=environment_of(self._settings, replica),
             )
-        except ResourceError as error:  # it may be possible later, as with a machine that is out of processes
+        except ResourceError as error:  # a later start may succeed, for example after a lack of processes
             return _WorkerRun(ResourceError(f"worker {replica} could not be started: {error.message}"))
         worker = self._workers[replica] = WorkerProcess(replica, number, process)
         watch = asyncio.create_task(self._watch(worker))
@@ -232,11 +232,11 @@ class Supervisor:
                 await watch
         when = "" if worker.ready else "while it started "
         worker.mark_failed(EngineError(f"worker {replica} died {when}({end})."), fault_s=worker.last_message_s)
-        assert worker.failure is not None, f"worker {replica} ended ({end}), and nobody knows why"
+        assert worker.failure is not None, f"worker {replica} ended ({end}) without a reason"
         return _WorkerRun(worker.failure, end, worker)
 
     async def _watch(self, worker: WorkerProcess) -> None:
-        """Ends a worker that hangs. Time in which this process itself stood still does not count."""
+        """Ends a worker that hangs. Time in which this process was stopped does not count."""
         before_s = time.monotonic()
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
@@ -312,7 +312,9 @@ class Supervisor:
         elif isinstance(message, WorkerFailed):
             failure = to_error(message.code, message.message, message.trace)
             worker.mark_failed(failure, fault_s=message.fault_s, snapshot=message.snapshot)
-            asyncio.get_running_loop().call_later(EXIT_GRACE_S, worker.process.kill)  # its exit code says more
+            asyncio.get_running_loop().call_later(
+                EXIT_GRACE_S, worker.process.kill
+            )  # unless it exits by itself: its exit code is part of the report
         elif isinstance(message, Ready):
             self._mark_ready(worker, message)
         elif worker.ready is None:

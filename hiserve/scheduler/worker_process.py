@@ -1,4 +1,4 @@
-"""One incarnation of a worker: its process, its progress in time of its own, and the recovery by its successor."""
+"""One incarnation of a worker: its process, its time without progress, and the recovery by its successor."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from hiserve.ipc.child import ChildProcess
 from hiserve.ipc.lifecycle import CrashSnapshot, Recovery
 from hiserve.ipc.messages import Ready, WorkerFacts, WorkerStats
 
-# Weights may come from a slow disk; a longer start will not end.
-MAX_START_S = 3600.0
+MAX_START_S = 3600.0  # weights may come from a slow disk
 RECENT_S = 3.0  # an idle worker reports every second
-# Share of its own time; a worker that computed for longer was slow, not hung.
-COMPUTING_SHARE = 0.25
+COMPUTING_SHARE = 0.25  # of the charged time; a worker with more CPU time was slow, and did not hang
 _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _STATE, _USER_TICKS, _SYSTEM_TICKS = 0, 11, 12  # fields of /proc/PID/stat after the command's name
 
@@ -76,17 +74,17 @@ class ProgressWatch:
         self.sampled_s += seconds
 
     def sample(self, now_s: float, usage: CpuUsage | None) -> None:
-        """Charges the worker the time since the last sample or its last progress; all of it if ``usage`` is None."""
+        """Charges the time since the last sample or progress; all of it if ``usage`` is None."""
         passed_s = max(0.0, now_s - max(self.sampled_s, self.since_s))
         computed_s = 0.0 if usage is None or self.cpu_s is None else min(passed_s, max(0.0, usage.cpu_s - self.cpu_s))
-        is_kept_waiting = usage is not None and self.cpu_s is not None and usage.wants_cpu
-        self.own_s += computed_s if is_kept_waiting else passed_s
+        is_runnable = usage is not None and self.cpu_s is not None and usage.wants_cpu
+        self.own_s += computed_s if is_runnable else passed_s
         self.computed_s += computed_s
         self.sampled_s, self.cpu_s = now_s, None if usage is None else usage.cpu_s
 
     @property
     def is_computing(self) -> bool:
-        """Whether it computed for much of its time, as in a long step; a deadlocked worker does not."""
+        """Whether it computed for much of the time, as in a long step; a deadlocked worker does not."""
         return self.computed_s > COMPUTING_SHARE * self.own_s
 
 
@@ -147,7 +145,7 @@ class WorkerProcess:
         return not self.stats.running + self.stats.waiting and self.no_progress_s(time.monotonic()) < RECENT_S
 
     def mark_failed(self, failure: HiserveError, *, fault_s: float, snapshot: CrashSnapshot | None = None) -> None:
-        """Records the reason for its replacement; the first one stands."""
+        """Records the reason for its replacement; only the first one."""
         if self.failure is None:
             self.failure, self.snapshot = failure, snapshot
             self.fault_s, self.noticed_s = fault_s, time.monotonic()

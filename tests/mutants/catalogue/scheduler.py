@@ -54,7 +54,7 @@ with (
     test_supervisor.test_a_worker_that_gets_no_cpu_is_not_taken_for_one_that_hangs,
 ):
     "INV 50: time without a CPU counts for a worker"
-    computed_s if is_kept_waiting else passed_s
+    computed_s if is_runnable else passed_s
     passed_s
 with supervisor.Supervisor._supervise, test_supervisor.test_a_successor_that_cannot_be_started_is_a_failed_start_and_is_tried_again:
     "INV 50: a worker that cannot be spawned is tried again without a pause"
@@ -70,8 +70,8 @@ with supervisor.Supervisor._on_message, test_supervisor.test_messages_of_another
     False
 with queue.Queue.window, test_fairness.test_a_flood_of_one_caller_does_not_hold_another_up:
     "INV 61: the first caller has every turn"
-    min(self._lines, key=self._served.__getitem__)
-    next(iter(self._lines))
+    min(self._queues, key=self._served.__getitem__)
+    next(iter(self._queues))
 with queue.Queue.shed_candidate, test_fairness.test_a_full_queue_makes_room_for_who_has_less_than_a_share:
     "INV 61: a full queue makes no room for a caller below its share"
     not others or not is_fair

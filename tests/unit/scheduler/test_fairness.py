@@ -170,7 +170,7 @@ def test_who_goes_back_to_the_front_moves_nobody_else() -> None:
     for uid in range(1, 8):
         desk.submit(uid)
     queue = desk.dispatcher.queue
-    (line,) = queue._lines.values()
+    (line,) = queue._queues.values()
     in_order, of_rank = line._in_order, line._by_rank[0]
     queue.requeue([queue.remove(uid) for uid in (5, 6)])
     assert line._in_order is in_order and line._by_rank[0] is of_rank, "all that waits was written anew"
