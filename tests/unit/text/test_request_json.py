@@ -77,19 +77,18 @@ def test_a_fault_is_named_by_its_field_and_its_limit(body: dict[str, Any], param
     assert refused.value.message.startswith(message)
 
 
-@pytest.mark.alone
 def test_a_text_that_is_not_unicode_is_found_at_once_whatever_lies_beside_it() -> None:
     """Work for each level of a client's nested value would hold the event loop: 300 levels took 100 times as long."""
 
     def cost_s(depth: int) -> float:
-        begin_s = time.process_time()
+        begin_s = time.thread_time()
         beside: Any = "x" * 900_000
         for _ in range(depth):
             beside = {"a": beside, "b": "\ud800"}
         for _ in range(5):
             with pytest.raises(RequestError):
                 decode({"messages": [{"z": beside, "role": "\ud800"}]}, Body)
-        return time.process_time() - begin_s
+        return time.thread_time() - begin_s
 
     deep_s, plain_s = min(cost_s(300) for _ in range(3)), min(cost_s(1) for _ in range(3))
     assert deep_s < 10 * plain_s + 0.05
