@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -67,6 +68,36 @@ def test_every_source_file_and_name_that_a_page_mentions_exists(page: Path) -> N
         if not any(name.split(".")[-1] in each.read_text() for each in found):
             lost.append(f"{path}:{name}")
     assert lost == []
+
+
+def test_the_methods_to_implement_are_those_of_the_protocols() -> None:
+    """CONTRIBUTING names a protocol as ``path:Name``; names in brackets after it are its methods or attributes."""
+    found = re.findall(
+        r"Implement `([\w/]+\.py):(\w+)` \(((?:`\w+`(?:, )?)+)\)", (ROOT / "CONTRIBUTING.md").read_text()
+    )
+    assert len(found) >= 2
+    for path, name, listed in found:
+        tree = ast.parse((ROOT / "hiserve" / path).read_text())
+        kind = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+        has = {node.name for node in kind.body if isinstance(node, ast.FunctionDef)} | {
+            target.id
+            for node in kind.body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        assert set(re.findall(r"\w+", listed)) <= has, f"{path}:{name}"
+
+
+def test_the_tables_of_the_cache_name_each_file() -> None:
+    rows = [
+        line.split("|")[1]
+        for line in (ROOT / "docs/design/cache.md").read_text().splitlines()
+        if line.startswith("| `")
+    ]
+    named = re.findall(r"`(\w+)`", " ".join(rows))
+    files = [path.stem for room in ("index", "storage") for path in (ROOT / "hiserve/cache" / room).glob("[!_]*.py")]
+    assert sorted(named) == sorted(files)
 
 
 def test_the_tests_of_every_invariant_exist() -> None:
