@@ -51,7 +51,8 @@ async def look_at(pool: Pool, *, model: str | None = None, vocab_size: int | Non
     status, answer = await pool.ask("GET", "/v1/models")
     cards = answer.get("data") if isinstance(answer, dict) else None
     if status != 200 or not cards:
-        raise UnavailableError(f"the server lists no models: GET /v1/models answered {status}. Is --url right?")
+        remedy = "Give a key with --api-key-file." if status in (401, 403) else "Is --url right?"
+        raise UnavailableError(f"the server lists no models: GET /v1/models answered {status}. {remedy}")
     named = [card for card in cards if model in (None, card["id"])]
     if not named:
         raise NotFoundError(f"the server has no model {model!r}; it has {', '.join(card['id'] for card in cards)}.")

@@ -132,9 +132,14 @@ def draw(history: FrameHistory, url: str, width: int = FULL_WIDTH) -> Renderable
         url: Of the server.
         width: Of the terminal, in columns. At 80 nothing that matters is cut.
     """
-    is_narrow = width < FULL_WIDTH
-    parts = [_head(history.newest, url), _requests(history), _tiers(history, is_narrow=is_narrow), _copies(history)]
-    parts += [_workers(history, is_narrow=is_narrow)] if history.newest.workers else []
+    frame, is_narrow = history.newest, width < FULL_WIDTH
+    parts = [_head(frame, url)]
+    if "num_requests_running" in frame.series:
+        parts.append(_requests(history))
+    if frame.shows_requests:
+        parts += [_tiers(history, is_narrow=is_narrow), _copies(history)]
+    if frame.workers:
+        parts.append(_workers(history, is_narrow=is_narrow))
     return Group(*(each for part in parts for each in (part, Text())))
 
 
@@ -149,15 +154,17 @@ def _head(frame: Frame, url: str) -> RenderableType:
 
 def _requests(history: FrameHistory) -> RenderableType:
     frame = history.newest
+    running, waiting = frame.value("num_requests_running"), frame.value("num_requests_waiting")
+    state = f"[bold]{running:,.0f}[/bold] running, [bold]{waiting:,.0f}[/bold] waiting"
+    if num_preempted := frame.value("num_preemptions"):
+        state += f", {num_preempted:,.0f} preempted so far"
+    if not frame.shows_requests:
+        return Text.from_markup(state)
     names = ("prompt_tokens", "prefix_cache_hits", "generation_tokens", "engine_steps")
     table = _table("requests", "", "prompt", "cached", "generated", "steps")
     *rates, steps = (history.rate(lambda each, name=name: each.value(name)) for name in names)  # type: ignore[misc]
     table.add_row("[bold]per second[/bold]", *(_plain(rate, " tokens") for rate in rates), _plain(steps))
     table.add_row("in all", *(f"{frame.value(name):,.0f}" for name in names))
-    running, waiting = frame.value("num_requests_running"), frame.value("num_requests_waiting")
-    state = f"[bold]{running:,.0f}[/bold] running, [bold]{waiting:,.0f}[/bold] waiting"
-    if num_preempted := frame.value("num_preemptions"):
-        state += f", {num_preempted:,.0f} preempted so far"
     return Group(Text.from_markup(state), table, *map(Text, (*_graphs(frame), *_drafts(frame))))
 
 

@@ -72,6 +72,11 @@ class Frame(NamedTuple):
         """The workers, if the server shows them."""
         return self.info.workers if self.info else []
 
+    @property
+    def shows_requests(self) -> bool:
+        """Whether it has the metrics of requests and cache; a server shows them to some keys only."""
+        return "prompt_tokens" in self.series
+
     def worker(self, replica: int) -> TopStats:
         """Returns a worker's counters; zeros if it is not there."""
         return next((worker.stats for worker in self.workers if worker.replica == replica), TopStats())
@@ -119,9 +124,10 @@ def read_frame(client: httpx.Client) -> Frame:
         series = read_series(metrics.text) if metrics.status_code == 200 else {}
     except ValueError as error:
         raise UnavailableError(f"/metrics of {client.base_url} is not hiserve's: {error}.") from None
-    if metrics.status_code == 200 and "prompt_tokens" not in series:
-        hidden.append("/metrics shows requests and cache to the admin key alone")
-    return Frame(time.monotonic(), read, series, tuple(hidden))
+    frame = Frame(time.monotonic(), read, series, tuple(hidden))
+    if metrics.status_code == 200 and not frame.shows_requests:
+        return frame._replace(hidden=(*hidden, "/metrics shows requests and cache to the admin key alone"))
+    return frame
 
 
 def read_series(text: str) -> Series:

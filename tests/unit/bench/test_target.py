@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -72,6 +74,14 @@ async def test_what_is_no_such_server_is_one_clear_error() -> None:
         with pytest.raises(UnavailableError, match=r"lists no models.*404"):
             await look_at(elsewhere)
         elsewhere.close()
+
+
+@pytest.mark.parametrize(("status", "remedy"), [(401, "Give a key with --api-key-file."), (503, "Is --url right?")])
+async def test_a_server_that_wants_a_key_is_not_taken_for_a_wrong_address(status: int, remedy: str) -> None:
+    async with serving() as (pool, _):
+        pool.ask = AsyncMock(return_value=(status, {"error": {}}))  # type: ignore[method-assign]
+        with pytest.raises(UnavailableError, match=re.escape(f"answered {status}. {remedy}")):
+            await look_at(pool)
 
 
 async def test_either_route_flushes() -> None:

@@ -158,7 +158,8 @@ async def test_what_a_server_does_not_show_is_said_and_the_rest_is_shown(capsys:
     async with serving(metrics=(404, b"")) as server:
         assert await top("--url", server.url, "--once") == 0
     out = words(capsys)
-    assert "/metrics answers 404" in out and "no copies" in out and "10 of 100" in out
+    assert "/metrics answers 404" in out and "10 of 100" in out
+    assert "running, " not in out and "in all" not in out and "no copies" not in out  # zeros would be no facts
 
 
 async def test_without_the_admin_key_the_public_metrics_are_shown(capsys: Any) -> None:
@@ -169,6 +170,7 @@ async def test_without_the_admin_key_the_public_metrics_are_shown(capsys: Any) -
     out = words(capsys)
     assert "4 running, 3 waiting" in out
     assert "/metrics shows requests and cache to the admin key alone" in out
+    assert "in all" not in out and "evicted" not in out and "no copies" not in out  # zeros would be no facts
 
 
 async def test_how_steps_were_run_is_shown_where_graphs_are_replayed(capsys: Any) -> None:
@@ -286,6 +288,8 @@ async def test_the_real_application_is_shown(capsys: Any) -> None:
 
 
 SERIES = """\
+hiserve:num_requests_running 0
+hiserve:prompt_tokens_total 0
 hiserve:cache_config_info{{page_size="16"}} 1
 hiserve:prefix_cache_queries_total {asked}
 hiserve:cached_tokens_total{{cache_source="host"}} {host}
