@@ -35,6 +35,14 @@ from hiserve.bench.spec_run import sampling
 from hiserve.models.model_config import NANO
 
 SEED = 20261121
+BARS = {
+    "hit over the longer half": 1.5,
+    "hit over recompute": 0.15,
+    "others' p99 while loading": 1.15,
+    "write-through": 1.03,
+    "conversations": 3.0,
+}
+LEAST = ("conversations",)  # the others are at most
 
 
 @dataclass(frozen=True)
@@ -125,18 +133,6 @@ class Bench:
     def close(self) -> None:
         self.host.close()
         self.device.close()
-
-
-BARS = {
-    "hit over the longer half": 1.5,
-    "hit over recompute": 0.15,
-    "others' p99 while loading": 1.15,
-    "write-through": 1.03,
-    "conversations": 3.0,
-}
-
-
-LEAST = ("conversations",)  # the others are at most
 
 
 def measure_hit(bench: Bench) -> dict[str, Any]:

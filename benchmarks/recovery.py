@@ -44,6 +44,12 @@ from hiserve.scheduler.client import EngineClient
 HIT_BAR = 0.9  # of the replayed tokens, those that the host tier has
 SHARE_BAR = 0.01  # of the CPU time of all processes, what supervision and ledger take
 WEIGHTS = "load weights"  # the phase that is not counted
+LOOK_S = 0.05
+MODULES = tuple(
+    "/".join(each.__name__.split(".")[1:]) + ".py" for each in (supervisor, worker_process, crash_isolation, ledger)
+)
+SEED = 17
+MEDIANS = ("first_new_token_s", "without_weights_s", "last_stream_s", "longest_pause_s", "host_share")
 
 
 @dataclass(frozen=True)
@@ -99,9 +105,6 @@ SMALL = Sizes(
     load_s=20.0,
 )
 TINY = replace(SMALL, streams=3, prompt=256, output=240, before=16, rounds=1, load_s=1.5)
-
-
-LOOK_S = 0.05
 
 
 def pause_s(chunk_s: Sequence[float], killed_s: float) -> tuple[float, float]:
@@ -181,11 +184,6 @@ def found(info: dict[str, Any], pauses: list[tuple[float, float]], graphs_s: flo
     }
 
 
-MODULES = tuple(
-    "/".join(each.__name__.split(".")[1:]) + ".py" for each in (supervisor, worker_process, crash_isolation, ledger)
-)
-
-
 async def watch(sizes: Sizes) -> dict[str, Any]:
     """Runs a load of streams that come and go for a while; returns CPU seconds and the share."""
     with tempfile.TemporaryDirectory() as folder:
@@ -223,10 +221,6 @@ async def talk(client: EngineClient, sizes: Sizes, index: int) -> None:
         sampling = SamplingParams(max_tokens=sizes.before, seed=index, ignore_eos=True)
         async for _ in client.generate(prompt, sampling):
             pass
-
-
-SEED = 17
-MEDIANS = ("first_new_token_s", "without_weights_s", "last_stream_s", "longest_pause_s", "host_share")
 
 
 def main() -> int:

@@ -9,6 +9,12 @@ from typing import Any
 from hiserve.ipc.messages import GateCounts
 from hiserve.runners.gate import Action, Reason
 
+# Why a step runs eagerly that no graph is made for, whatever else goes on. Any other reason is a replay that was lost: loads,
+# a page that moved, a capture or a replay that failed.
+NOT_ELIGIBLE = frozenset(
+    reason.value for reason in (Reason.TOKENS, Reason.ROWS, Reason.CONTEXT, Reason.WIDTH, Reason.GRAPHS_OFF)
+)
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -40,13 +46,6 @@ def table(figures: Iterable[dict[str, Any]]) -> str:
         ratio, bar = ("-" if number is None else f"{number:.3f}" for number in (each.ratio, each.bar))
         rows.append((each.name, f"{each.value:.4g}", each.unit, ratio, bar, each.verdict))
     return "\n".join(f"{row[0]:<46} {row[1]:>9} {row[2]:<8} {row[3]:>7} {row[4]:>7} {row[5]}".rstrip() for row in rows)
-
-
-# Why a step runs eagerly that no graph is made for, whatever else goes on. Any other reason is a replay that was lost: loads,
-# a page that moved, a capture or a replay that failed.
-NOT_ELIGIBLE = frozenset(
-    reason.value for reason in (Reason.TOKENS, Reason.ROWS, Reason.CONTEXT, Reason.WIDTH, Reason.GRAPHS_OFF)
-)
 
 
 def share_of_eligible(gate: GateCounts) -> float | None:

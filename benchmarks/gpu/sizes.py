@@ -19,6 +19,34 @@ PEER_DATE = "2026-11-20"
 PEER_PREFILL_TOKENS_PER_S, PEER_CONVERSATIONS_TOKENS_PER_S = 38_000, 118_000
 # Of the peer's run. Its figures are scaled by our ceilings over these before they are compared.
 PEER_CEILINGS = {"copy_bytes_per_s": 4.24e12, "matmul_flop_per_s": 790e12, "pinned_to_device_bytes_per_s": 55.5e9}
+BARS = {
+    "prefill": 0.80,
+    "graphs": 1.3,
+    "overlap": 1.1,
+    "peer": 1.05,
+    "peer with a host tier": 1.3,
+    "replays": 0.98,
+    "http": 0.95,
+    "speculation": 0.75,
+    "adaptive": 0.97,
+    "same tokens": 1.0,
+}
+# config.json of the shapes to which hiserve-nano is widened; of the smaller one every part is wider than nano's.
+SPEC_SHAPES: dict[str, dict[str, Any]] = {
+    LARGE: SHAPES[LARGE],
+    "mini": {
+        "vocab_size": 4608,
+        "hidden_size": 384,
+        "intermediate_size": 800,
+        "num_hidden_layers": 9,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    },
+}
+_NANO = {"model": NANO, "max_running_requests": 8, "max_batched_tokens": 256}
 
 
 @dataclass(frozen=True)
@@ -118,35 +146,6 @@ class Sizes:
     max_fill_s: float  # a case whose prompts would take longer is left out
 
 
-BARS = {
-    "prefill": 0.80,
-    "graphs": 1.3,
-    "overlap": 1.1,
-    "peer": 1.05,
-    "peer with a host tier": 1.3,
-    "replays": 0.98,
-    "http": 0.95,
-    "speculation": 0.75,
-    "adaptive": 0.97,
-    "same tokens": 1.0,
-}
-
-# config.json of the shapes to which hiserve-nano is widened; of the smaller one every part is wider than nano's.
-SPEC_SHAPES: dict[str, dict[str, Any]] = {
-    LARGE: SHAPES[LARGE],
-    "mini": {
-        "vocab_size": 4608,
-        "hidden_size": 384,
-        "intermediate_size": 800,
-        "num_hidden_layers": 9,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-    },
-}
-
 FULL = Sizes(
     settings={"load_format": "dummy", "device": "cuda", "dtype": "bfloat16", "page_size": 16},
     shapes={
@@ -204,7 +203,6 @@ FULL = Sizes(
     max_fill_s=60.0,
 )
 
-_NANO = {"model": NANO, "max_running_requests": 8, "max_batched_tokens": 256}
 TINY = Sizes(
     settings={"device": "cpu", "dtype": "float32", "page_size": 16, "cpu_threads": 1},
     shapes={

@@ -32,6 +32,8 @@ PAGE_SIZE = 16
 GRAPH_MAX_LEN = 9216  # tokens of the longest row that a graph must do
 BAR = 0.8
 MAX_DIFFERENCE = 0.02  # of bfloat16 outputs, relative
+MAX_TOKENS = 32 * 8192  # of a batch: the pool of all layers takes 34 GB then
+SHAPES = [(rows, context) for context in (1024, 2048, 8192) for rows in (1, 4, 8, 16, 32, 64, 128)]
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,6 @@ def decode(rows: int, context: int, new: int = 1, *, has_bar: bool = False) -> C
     return Case(name, ((context - new, new),) * rows, has_bar)
 
 
-MAX_TOKENS = 32 * 8192  # of a batch: the pool of all layers takes 34 GB then
-SHAPES = [(rows, context) for context in (1024, 2048, 8192) for rows in (1, 4, 8, 16, 32, 64, 128)]
 FULL = (
     *(decode(*shape, has_bar=shape == (32, 2048)) for shape in SHAPES if shape[0] * shape[1] <= MAX_TOKENS),
     *(decode(rows, context, new) for new in (2, 4, 8) for rows in (1, 8, 32) for context in (2048, 8192)),

@@ -34,6 +34,9 @@ SIZES = (
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 SHARD_BYTES = 4 << 30
 _LAYERS = "model.layers."
+MAX_DRAFT_VOCAB = 32_000  # of an EAGLE-3 head, as the published ones for large vocabularies have it
+KINDS = ("eagle3", "mtp")
+_MAPS = ("d2t", "t2d")
 
 
 @dataclass(frozen=True)
@@ -139,11 +142,6 @@ def _source(widened: Widened) -> Callable[[str], Tensor | None]:
         return tensors[f"{_LAYERS}{narrow_layer[layer]}.{rest}"] if layer in narrow_layer else None
 
     return find
-
-
-MAX_DRAFT_VOCAB = 32_000  # of an EAGLE-3 head, as the published ones for large vocabularies have it
-KINDS = ("eagle3", "mtp")
-_MAPS = ("d2t", "t2d")
 
 
 @dataclass(frozen=True)

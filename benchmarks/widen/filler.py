@@ -21,6 +21,25 @@ from torch import Tensor
 
 from hiserve.models.model_config import ModelConfig
 
+STD = 0.02
+MARK = 2.0**-30
+LOUD = 2.0**50  # a padded token's logit is -2**20 over the root mean square of the narrow stream
+_DTYPES = (torch.bfloat16, torch.float32, torch.float64)  # float16 has room for neither
+# What a matrix maps to what, by the last part of its name.
+_MAPS = {
+    "embed_tokens": ("vocab", "hidden"),
+    "lm_head": ("vocab", "hidden"),
+    "q_proj": ("queries", "hidden"),
+    "k_proj": ("keys", "hidden"),
+    "v_proj": ("keys", "hidden"),
+    "o_proj": ("hidden", "queries"),
+    "gate_proj": ("inner", "hidden"),
+    "up_proj": ("inner", "hidden"),
+    "down_proj": ("hidden", "inner"),
+    "fc": ("hidden", "hidden"),
+    "eh_proj": ("hidden", "hidden"),
+}
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -100,27 +119,6 @@ def _refuse(narrow: ModelConfig, wide: ModelConfig) -> None:
     for model in (narrow, wide):
         if model.has_qk_norm or model.has_qkv_bias or model.has_out_bias or model.has_mlp_bias or model.experts:
             raise ValueError(f"{model.architecture} has more than the matrices and norms of a plain Llama")
-
-
-STD = 0.02
-MARK = 2.0**-30
-LOUD = 2.0**50  # a padded token's logit is -2**20 over the root mean square of the narrow stream
-_DTYPES = (torch.bfloat16, torch.float32, torch.float64)  # float16 has room for neither
-
-# What a matrix maps to what, by the last part of its name.
-_MAPS = {
-    "embed_tokens": ("vocab", "hidden"),
-    "lm_head": ("vocab", "hidden"),
-    "q_proj": ("queries", "hidden"),
-    "k_proj": ("keys", "hidden"),
-    "v_proj": ("keys", "hidden"),
-    "o_proj": ("hidden", "queries"),
-    "gate_proj": ("inner", "hidden"),
-    "up_proj": ("inner", "hidden"),
-    "down_proj": ("hidden", "inner"),
-    "fc": ("hidden", "hidden"),
-    "eh_proj": ("hidden", "hidden"),
-}
 
 
 def last_part(name: str) -> str:

@@ -18,6 +18,8 @@ MISS = "miss"
 # A prompt of which less came from the cache is a miss: its first token waits for what is computed.
 LEAST_HIT = 0.5
 KINDS = (*TIERS, MISS)
+# The root of a namespace is its name.
+_Node: TypeAlias = int | str
 
 
 class CacheSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,10 +101,6 @@ def _later_rate(run: Run, fine: Sequence[Sample]) -> float | None:
         return None
     duration_s = run.end_s - min(sample.begin_s for sample in later)
     return sum(max(0, sample.num_prompt) for sample in later) / max(duration_s, 1e-9)
-
-
-# The root of a namespace is its name.
-_Node: TypeAlias = int | str
 
 
 class Visit(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,8 @@ from hiserve.core.request import SamplingParams
 
 EPSILON_FACTOR = 8
 MAX_SHARE = 0.005
+Verdict = Literal["same", "within the margin", "not judged", "different"]
+ROUNDING = ("float32", "bfloat16", "float16")  # types that round with the shape of a batch
 
 
 class Margin(msgspec.Struct, frozen=True):
@@ -45,10 +47,6 @@ def join(margins: Sequence[Margin]) -> Margin:
         num_needed=sum(each.num_needed for each in margins),
         num_positions=sum(each.num_positions for each in margins),
     )
-
-
-Verdict = Literal["same", "within the margin", "not judged", "different"]
-ROUNDING = ("float32", "bfloat16", "float16")  # types that round with the shape of a batch
 
 
 class Equality(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,6 +19,10 @@ from hiserve.core.plan import Int32Array
 
 Send = Callable[[Prompt, int, Sample], Awaitable[None]]
 OnDone = Callable[[Sample], None]
+# Called after each of the things that are counted, with what has been measured so far, in words.
+Advance: TypeAlias = Callable[[str], None]
+# Called with the total; None if it is unknown.
+Begin: TypeAlias = Callable[[int | None], Advance]
 
 
 def arrivals(workload: Workload, *, rate: float, burstiness: float, seed: int) -> list[float]:
@@ -143,12 +147,6 @@ def _ended(sessions: list[_Session], begin_s: float, cpu_s: float) -> Run:
 def _extended(known: Prompt, more: Prompt) -> Int32Array:
     assert isinstance(known, np.ndarray) and isinstance(more, np.ndarray), "only token ids extend a session"
     return np.concatenate([known, more])
-
-
-# Called after each of the things that are counted, with what has been measured so far, in words.
-Advance: TypeAlias = Callable[[str], None]
-# Called with the total; None if it is unknown.
-Begin: TypeAlias = Callable[[int | None], Advance]
 
 
 class SoFar:

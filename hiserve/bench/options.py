@@ -40,6 +40,9 @@ RangeRatio: TypeAlias = Annotated[
 Temperature: TypeAlias = Annotated[float, about("Sampling temperature; 0 is greedy.", least=0)]
 Timeout: TypeAlias = Annotated[float, about("Longest time for one request.", unit="s", above=0)]
 Seed: TypeAlias = Annotated[int, about("Seed of everything that is drawn.", least=0)]
+Fault = Literal["kill-worker", "hang-worker", "kill-scheduler", "flip-host", "flip-store"]
+Sizes = Mapping[str, int]
+SHARED_PREFIX_OUTPUT = 256
 
 
 class ConnectionOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,9 +204,6 @@ class SweepOptions(msgspec.Struct, frozen=True, kw_only=True):
     repeats: Annotated[int, about("Runs of each case, in turns with plain decoding; shows medians.", least=1)] = 3
 
 
-Fault = Literal["kill-worker", "hang-worker", "kill-scheduler", "flip-host", "flip-store"]
-
-
 class SoakOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The load of a soak, and its faults."""
 
@@ -277,7 +277,6 @@ def pick(section: type[_T], arguments: Mapping[str, Any]) -> _T:
 
 
 _Sized = TypeVar("_Sized", DataOptions, MultiturnOptions, OfflineOptions, CacheLoadOptions)
-Sizes = Mapping[str, int]
 
 # By section: sizes for accelerators, and for a CPU.
 SIZES: dict[type[msgspec.Struct], dict[str, tuple[int, int]]] = {
@@ -310,7 +309,6 @@ SIZES: dict[type[msgspec.Struct], dict[str, tuple[int, int]]] = {
         "output_length": (16, 16),
     },
 }
-SHARED_PREFIX_OUTPUT = 256
 
 
 def filled(options: _Sized, *, device: str | None, max_model_len: int | None) -> _Sized:

@@ -36,6 +36,14 @@ MIN_BINS, MAX_BINS = 12, 60
 WIDE, WIDEST = 20.0, 1e3
 # Draws into one panel of matplotlib's.
 Painter: TypeAlias = Callable[[Any], None]
+TIER_COLOURS = {"device": BLUE, "host": GREEN, "store": ORANGE, "miss": GREY}
+LABELS = {"device": "device", "host": "from the host", "store": "from the store", "miss": "miss"}
+# Requests in one span of time, on average, and how many spans.
+SPAN_REQUESTS = 6
+MIN_SPANS, MAX_SPANS = 4, 60
+Floats = NDArray[np.float64]
+COLOURS = (BLUE, ORANGE, GREEN, "#8a5aa8", "#b3404a", "#6b7a2c", "#2a8c8c")
+STYLES = ("-", "--", ":", "-.")
 
 
 class Plotter:
@@ -186,15 +194,6 @@ def _round_hits(panel: Any, rounds: Sequence[Round]) -> None:
     panel.legend(frameon=False)
 
 
-TIER_COLOURS = {"device": BLUE, "host": GREEN, "store": ORANGE, "miss": GREY}
-LABELS = {"device": "device", "host": "from the host", "store": "from the store", "miss": "miss"}
-# Requests in one span of time, on average, and how many spans.
-SPAN_REQUESTS = 6
-MIN_SPANS, MAX_SPANS = 4, 60
-
-Floats = NDArray[np.float64]
-
-
 def draw_cache(plotter: Plotter, title: str, run: Run, held: Sequence[Held]) -> None:
     """Draws a run beside what an endless cache held of each sample's prompt."""
     plotter.draw(title, partial(_tier_hits, run=run, held=held), partial(_ttft_by_kind, run=run))
@@ -262,10 +261,6 @@ def _legend_below(panel: Any) -> None:
 
 def _num_spans(num_requests: int) -> int:
     return int(np.clip(num_requests // SPAN_REQUESTS, MIN_SPANS, MAX_SPANS))
-
-
-COLOURS = (BLUE, ORANGE, GREEN, "#8a5aa8", "#b3404a", "#6b7a2c", "#2a8c8c")
-STYLES = ("-", "--", ":", "-.")
 
 
 def draw_spec(plotter: Plotter, title: str, found: Found) -> None:

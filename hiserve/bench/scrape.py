@@ -17,6 +17,8 @@ HIDDEN = b"# What tells of requests is shown"  # the first words of our reply to
 Series = dict[str, float]
 # Names of the label that holds the tokens of a page: ours and SGLang's, vLLM's.
 PAGE_SIZE_LABELS = ("page_size", "block_size")
+KINDS = ("loads", "stores", "prefetches", "uploads")
+PATH = "/cache/stats"
 
 
 async def scrape(pool: Pool) -> bytes:
@@ -78,10 +80,6 @@ def _samples(text: bytes) -> list[tuple[str, Mapping[str, str], float]]:
         families = text_string_to_metric_families(text.decode(errors="replace"))
         return [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
     return []
-
-
-KINDS = ("loads", "stores", "prefetches", "uploads")
-PATH = "/cache/stats"
 
 
 class ReplicaCacheStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ from hiserve.text.chat_request import parse_chat
 from hiserve.text.frontend import load_frontend
 
 Tokens = list[int]
+HELD_OUT = Path(__file__).parent / "datasets" / "held_out.jsonl"
 
 
 class SpecEngine(Protocol):
@@ -102,9 +103,6 @@ def check_source(batches: Sequence[BatchResult], source: str) -> None:
             f"--host-cache-gib, or leave {source} out of --sources.",
             param="sources",
         )
-
-
-HELD_OUT = Path(__file__).parent / "datasets" / "held_out.jsonl"
 
 
 def read_prompts(config: Options, sweep: SweepOptions) -> list[Tokens]:

@@ -23,6 +23,7 @@ from hiserve.bench.workload import Run, Sample
 from hiserve.errors import ConfigError
 
 Floats = NDArray[np.float64]
+OBJECTIVES = ("ttft", "tpot", "e2e")
 
 
 class SteadyState(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,9 +242,6 @@ def summarize(run: Run) -> Summary:
         late_ms=spread(max(0.0, sample.begin_s - sample.due_s) for sample in run.samples),
         client_cpu_share=run.client_cpu_s / duration_s,
     )
-
-
-OBJECTIVES = ("ttft", "tpot", "e2e")
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,6 +20,11 @@ from hiserve.core.plan import Int32Array
 from hiserve.errors import ConfigError
 
 _T = TypeVar("_T")
+SAMPLED_DIALOGUES = 20
+# The recordings join messages by blank lines and do not say which blank lines are inside of a message.
+BOUNDARY = re.compile(r"\n\n+")
+# Tokens per hash of the trace (Mooncake, FAST'25).
+TRACE_BLOCK_TOKENS = 512
 
 
 def read_lines(path: Path, row: type[_T], what: str) -> Iterator[_T]:
@@ -46,9 +51,6 @@ def _decode(decoder: msgspec.json.Decoder[_T], line: bytes, complaint: str) -> _
         return decoder.decode(line)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{complaint}: {error}.", param="path") from None
-
-
-SAMPLED_DIALOGUES = 20
 
 
 class Message(msgspec.Struct):
@@ -97,10 +99,6 @@ def text_like_it(path: Path) -> str:
     """Returns some of the file's text, for measuring how many tokens such text has."""
     dialogues = islice(read_lines(path, Dialogue, "chats"), SAMPLED_DIALOGUES)
     return "\n".join(message.content for dialogue in dialogues for message in dialogue.messages)
-
-
-# The recordings join messages by blank lines and do not say which blank lines are inside of a message.
-BOUNDARY = re.compile(r"\n\n+")
 
 
 class AgentRecord(msgspec.Struct):
@@ -184,10 +182,6 @@ async def _first_fitting(text: str, starts: Sequence[int], room: int, counter: C
         else:
             low = middle + 1
     return starts[low] if low < len(starts) else None
-
-
-# Tokens per hash of the trace (Mooncake, FAST'25).
-TRACE_BLOCK_TOKENS = 512
 
 
 class TraceRecord(msgspec.Struct):

@@ -36,6 +36,8 @@ SIGNALS: dict[Fault, tuple[str, signal.Signals]] = {
 }
 # While these last, streams may end with an error.
 FAILING: tuple[Fault, ...] = ("kill-scheduler",)
+POLL_S = 0.02
+ANSWER_S = 2.0
 
 
 class InjectedFault(NamedTuple):
@@ -132,10 +134,6 @@ def _flip_store(folder: Path, rng: np.random.Generator) -> str:
             file.write(bytes([byte ^ 1 << int(rng.integers(8))]))
             num_flipped += 1
     return f"a bit in each of {num_flipped} files" if num_flipped else ""
-
-
-POLL_S = 0.02
-ANSWER_S = 2.0
 
 
 class FaultRecovery(msgspec.Struct, kw_only=True):

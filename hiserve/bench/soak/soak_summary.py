@@ -24,6 +24,7 @@ WARM_UP = 0.3  # of a life
 MAX_WARM_UP_S = 300.0
 JUDGED_S = 600.0  # after the warm-up; a shorter run is reported and not judged
 MIN_SAMPLES = 5
+MAX_VIOLATIONS = 50
 
 
 class ProcessHistory(msgspec.Struct, kw_only=True):
@@ -96,9 +97,6 @@ def growth(life: ProcessHistory) -> Growth | None:
         mib_per_min=60 * float(np.polyfit(seconds, mib, 1)[0]),
         is_judged=span_s >= JUDGED_S,
     )
-
-
-MAX_VIOLATIONS = 50
 
 
 class RecoveryFigures(msgspec.Struct, frozen=True, kw_only=True):

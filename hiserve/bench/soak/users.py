@@ -28,6 +28,24 @@ MARGIN = 64
 
 Source: TypeAlias = Literal["chat", "agent"]
 Way: TypeAlias = Literal["read", "slow", "cancelled", "burst"]
+# Questions that follow one another: each prompt begins like the one before.
+Session: TypeAlias = list[int]
+SLOW_BYTES_PER_S = 4000.0
+TEMPERATURE, SEED = 0.8, 7
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+# Path and body of what no server may answer with 200.
+NONSENSE: tuple[tuple[str, bytes], ...] = (
+    (CHAT, b"{"),
+    (CHAT, b'{"messages": 5}'),
+    (CHAT, b'{"messages": [{"role": "robot", "content": "Hi"}]}'),
+    (CHAT, b'{"messages": [{"role": "user", "content": "Hi"}], "temperature": -1}'),
+    (COMPLETIONS, b'{"prompt": [1000000000]}'),
+    (COMPLETIONS, b'{"prompt": "Hi", "max_tokens": 2000000000}'),
+    (COMPLETIONS, b'{"prompt": "Hi", "n": 1000000}'),
+    (COMPLETIONS, b"\xff\xfe"),
+    ("/v1/nowhere", b"{}"),
+)
+RETRY_S = 0.3
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,10 +73,6 @@ class Reference(msgspec.Struct, frozen=True):
 
     ids: list[int]
     finish: str
-
-
-# Questions that follow one another: each prompt begins like the one before.
-Session: TypeAlias = list[int]
 
 
 class Questions(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,23 +125,6 @@ def _agents(soak: SoakOptions, target: Target, room: int, seed: int) -> list[lis
     return sessions
 
 
-SLOW_BYTES_PER_S = 4000.0
-TEMPERATURE, SEED = 0.8, 7
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-# Path and body of what no server may answer with 200.
-NONSENSE: tuple[tuple[str, bytes], ...] = (
-    (CHAT, b"{"),
-    (CHAT, b'{"messages": 5}'),
-    (CHAT, b'{"messages": [{"role": "robot", "content": "Hi"}]}'),
-    (CHAT, b'{"messages": [{"role": "user", "content": "Hi"}], "temperature": -1}'),
-    (COMPLETIONS, b'{"prompt": [1000000000]}'),
-    (COMPLETIONS, b'{"prompt": "Hi", "max_tokens": 2000000000}'),
-    (COMPLETIONS, b'{"prompt": "Hi", "n": 1000000}'),
-    (COMPLETIONS, b"\xff\xfe"),
-    ("/v1/nowhere", b"{}"),
-)
-
-
 class Sender:
     """Sends requests to one server."""
 
@@ -172,9 +169,6 @@ class Sender:
     def close(self) -> None:
         for pool in self._pools.values():
             pool.close()
-
-
-RETRY_S = 0.3
 
 
 class Users:
