@@ -2,10 +2,10 @@
 
 from hiserve.bench import cache_summary
 from hiserve.bench.soak import stream_oracle
-from tests.unit.bench.cache import test_oracle
+from tests.unit.bench import test_cache_summary
 from tests.unit.bench.soak import test_judge
 
-with cache_summary._Pages.add, test_oracle.test_the_page_that_the_last_token_of_a_reply_fills_may_be_held_or_not:
+with cache_summary._Pages.add, test_cache_summary.test_the_page_that_the_last_token_of_a_reply_fills_may_be_held_or_not:
     "bench cache: the best cache surely holds the last token of a reply"
     visit.output[:-1]
     visit.output

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hiserve.bench.plot import Plotter
+from hiserve.bench.cache_summary import Held
+from hiserve.bench.plot import Plotter, draw_cache
 from hiserve.bench.summary import Round, Spread
 from hiserve.bench.workload import Run
 from hiserve.errors import ConfigError
@@ -71,3 +72,22 @@ def test_a_file_that_cannot_be_drawn_is_refused_before_the_run(tmp_path: Path) -
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot write --plot"):
         Plotter(tmp_path / "file" / "run.png")
+
+
+HOST = {"device": 2, "host": 6, "store": 0}
+CACHE_RUNS = {
+    "usual": run_of(sample(0.0, 0.1), sample(0.5, 3.0, num_cached=8, cached_by_tier=HOST), sample(9.0, 9.01)),
+    "one request": run_of(sample(0.0, 0.1)),
+    "nothing told": run_of(sample(0.0, 0.1, num_cached=-1, num_prompt=-1)),
+    "only failures": run_of(sample(0.0, error="timeout", end_s=1.0)),
+}
+
+
+@pytest.mark.parametrize("name", CACHE_RUNS)
+def test_the_cache_of_every_run_can_be_drawn(tmp_path: Path, name: str) -> None:
+    path, run = tmp_path / "run.svg", CACHE_RUNS[name]
+    draw_cache(Plotter(path), "a cache", run, [Held(most=8, least=4)] * len(run.samples))
+    text = path.read_text()
+    for words in ("a cache", "Prompt tokens from the cache", "endless cache, at most"):
+        assert f"<!-- {words}" in text, words
+    assert ("<!-- from the host: 1" in text) == (name == "usual")

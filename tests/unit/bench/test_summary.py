@@ -5,7 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hiserve.bench.summary import in_flight, spread, steady_state, summarize, throughput, token_gaps_s, tpot_s, ttft_s
+from hiserve.bench.datasets.synthetic import conversations
+from hiserve.bench.options import MultiturnOptions
+from hiserve.bench.summary import (
+    by_round,
+    goodput,
+    in_flight,
+    num_without_ids,
+    parse_objectives,
+    spread,
+    steady_state,
+    summarize,
+    throughput,
+    token_gaps_s,
+    tpot_s,
+    ttft_s,
+)
+from hiserve.errors import ConfigError
 from tests.helpers.samples import run_of, sample
 
 
@@ -138,3 +154,80 @@ def test_throughput_over_time_holds_every_token_once() -> None:
     edges, rates = throughput(run_of(untold, late, sample(0.0, 2.0, error="timeout"), end=4.0), 4)
     assert edges.tolist() == [0, 1, 2, 3, 4]
     assert rates.tolist() == [1, 4, 0, 6]
+
+
+GOOD = sample(0.0, 0.1, 0.2, 0.3)
+SLOW_START = sample(0.0, 0.5, 0.6)
+SLOW_TOKENS = sample(0.0, 0.1, 0.6)
+
+
+def test_a_request_must_meet_every_objective() -> None:
+    run = run_of(GOOD, SLOW_START, SLOW_TOKENS, end=2.0)
+    found = goodput(run, parse_objectives(["ttft:200", "tpot:150"]))
+    assert (found.num_good, found.requests_per_s, found.attainment) == (1, 0.5, pytest.approx(1 / 3))
+    assert found.attainment_of == pytest.approx({"ttft": 2 / 3, "tpot": 2 / 3})
+    assert goodput(run, parse_objectives(["ttft:200"])).num_good == 2
+    assert goodput(run, parse_objectives(["e2e:300"])).num_good == 1
+
+
+def test_the_limit_itself_is_good() -> None:
+    assert goodput(run_of(sample(0.0, 0.25, 0.5)), {"ttft": 250.0, "e2e": 500.0}).num_good == 1
+
+
+def test_failures_and_replies_without_text_count_as_misses() -> None:
+    run = run_of(GOOD, sample(0.0, 0.1, error="http 500"), sample(0.0, end_s=0.1))
+    found = goodput(run, {"ttft": 1000.0})
+    assert (found.num_good, found.attainment) == (1, pytest.approx(1 / 3))
+
+
+def test_one_token_cannot_miss_the_time_between_tokens() -> None:
+    assert goodput(run_of(sample(0.0, 0.1)), {"tpot": 1.0}).num_good == 1
+
+
+@pytest.mark.parametrize("given", ["ttft", "ttft:", "ttft:fast", "ttft:0", "ttft:-5", "ttft:nan", "itl:20", "200"])
+def test_what_is_no_objective_is_refused(given: str) -> None:
+    with pytest.raises(ConfigError, match="no objective"):
+        parse_objectives(["e2e:100", given])
+
+
+ROUNDS = MultiturnOptions(num_clients=3, num_rounds=2, request_length=10, output_length=4, think_time=1.5)
+
+
+def test_every_client_has_its_own_new_tokens_each_round() -> None:
+    sessions, again = (
+        conversations(count=3, lengths=[10, 10], output_length=4, think_s=1.5, vocab_size=1000, seed=42)
+        for _ in range(2)
+    )
+    prompts = [tuple(np.asarray(turn.prompt).tolist()) for turns in sessions for turn in turns]
+    assert len(set(prompts)) == 6
+    assert {len(prompt) for prompt in prompts} == {10}
+    assert [[turn.think_s for turn in turns] for turns in sessions] == [[0.0, 1.5]] * 3
+    assert all(turn.extends and turn.max_tokens == 4 for turns in sessions for turn in turns)
+    assert np.array_equal(np.asarray(again[2][1].prompt), np.asarray(sessions[2][1].prompt))
+
+
+def test_a_round_summarises_its_own_samples() -> None:
+    run = run_of(
+        sample(0.0, 0.1, turn=0, num_prompt=10, num_cached=0),
+        sample(0.0, 0.3, turn=0, num_prompt=10, num_cached=2),
+        sample(1.0, 1.05, turn=1, num_prompt=24, num_cached=12),
+        sample(1.0, 9.0, turn=1, error="connection"),
+    )
+    first, second = by_round(run, ROUNDS, 4)
+    assert (first.number, first.num_ok, first.ttft_ms.mean) == (1, 2, pytest.approx(200))
+    assert (first.hit_rate, first.best_hit_rate) == (0.1, 0.0)
+    assert (second.num_ok, second.ttft_ms.median) == (1, pytest.approx(50))
+    assert (second.hit_rate, second.best_hit_rate) == (0.5, pytest.approx(12 / 24)), "whole pages of the 14 tokens"
+    assert by_round(run, ROUNDS, 1)[1].best_hit_rate == pytest.approx(14 / 24)
+
+
+def test_a_hit_rate_is_not_made_up() -> None:
+    run = run_of(sample(0.0, 0.1, turn=0, num_cached=-1))
+    first, second = by_round(run, ROUNDS, 1)
+    assert first.hit_rate is None
+    assert (second.num_ok, second.hit_rate) == (0, None)
+
+
+def test_replies_without_ids_are_counted() -> None:
+    run = run_of(sample(0.0, 0.1), sample(0.0, 0.1, output_ids=[1]), sample(0.0, error="timeout", num_output=1))
+    assert num_without_ids(run) == 1

@@ -6,7 +6,7 @@ import pytest
 
 from hiserve.bench.equality import EqualityChecker, are_kept, over_all
 from hiserve.bench.spec_engine import Tokens
-from tests.unit.bench.spec.fakes import FakeEngine, counting
+from tests.unit.bench.spec_fakes import FakeEngine, counting
 
 PROMPTS = [[10], [20], [30]]
 EXPECTED = [counting(prompt)[:400] for prompt in PROMPTS]

@@ -16,7 +16,7 @@ from hiserve.config.options import make_options
 from hiserve.core.usage import DraftUse
 from hiserve.errors import ConfigError, EngineError
 from hiserve.models.model_config import NANO, find_model
-from tests.unit.bench.spec.fakes import FakeEngine, Opener, costs, counting
+from tests.unit.bench.spec_fakes import FakeEngine, Opener, costs, counting
 
 SMALL: dict[str, Any] = {"batches": (1, 2), "sources": ("cold", "device"), "output_length": 9, "repeats": 2}
 

@@ -10,7 +10,7 @@ from hiserve.bench.spec_summary import Case, check_accepted, crossover, cycle_co
 from hiserve.core.request import SamplingParams
 from hiserve.core.usage import DraftUse
 from hiserve.errors import ConfigError, EngineError
-from tests.unit.bench.spec.fakes import FakeEngine, batch, costs, counting
+from tests.unit.bench.spec_fakes import FakeEngine, batch, costs, counting
 
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13]]
 
