@@ -107,7 +107,7 @@ def _distributions(panel: Any, title: str, curves: list[tuple[str, list[float], 
     panel.set(title=title, xlabel="milliseconds", ylabel="share of values")
     curves = [(name, values, colour) for name, values, colour in curves if values]
     if not curves:
-        panel.text(0.5, 0.5, "no values", transform=panel.transAxes, ha="center", color=GREY)
+        _say(panel, "no values")
         return
     values_ms = [np.array(values) * 1e3 for _, values, _ in curves]
     joined = np.concatenate(values_ms)
@@ -128,6 +128,15 @@ def _distributions(panel: Any, title: str, curves: list[tuple[str, list[float], 
     if is_wide:
         widen(panel)
     _headed(panel)
+
+
+def _say(panel: Any, words: str) -> None:
+    panel.text(0.5, 0.5, words, transform=panel.transAxes, ha="center", color=GREY)
+
+
+def _whole(axis: Any) -> None:
+    """Marks whole numbers alone."""
+    axis.get_major_locator().set_params(integer=True)
 
 
 def widen(panel: Any) -> None:
@@ -165,37 +174,31 @@ def _in_flight(panel: Any, run: Run) -> None:
     panel.fill_between(times - run.begin_s, numbers, step="post", color=GREEN, alpha=0.2)
     panel.set_xlim(0, run.end_s - run.begin_s)
     panel.set_ylim(bottom=0)
-    panel.yaxis.get_major_locator().set_params(integer=True)
+    _whole(panel.yaxis)
 
 
 def _round_ttft(panel: Any, rounds: Sequence[Round]) -> None:
     panel.set(title="Time to first token", xlabel="round", ylabel="milliseconds")
-    numbers = [each.number for each in rounds]
-    for name, colour, values in (
-        ("median", BLUE, [each.ttft_ms.median for each in rounds]),
-        ("p90", ORANGE, [each.ttft_ms.p90 for each in rounds]),
-        ("p99", GREY, [each.ttft_ms.p99 for each in rounds]),
-    ):
-        panel.plot(numbers, values, color=colour, marker="o", markersize=4, linewidth=1.5, label=name)
+    for name, colour in (("median", BLUE), ("p90", ORANGE), ("p99", GREY)):
+        values = [getattr(each.ttft_ms, name) for each in rounds]
+        panel.plot([each.number for each in rounds], values, color=colour, marker="o", markersize=4, label=name)
     panel.set_ylim(bottom=0)
-    panel.xaxis.get_major_locator().set_params(integer=True)
+    _whole(panel.xaxis)
     panel.legend(frameon=False)
 
 
 def _round_hits(panel: Any, rounds: Sequence[Round]) -> None:
     panel.set(title="Prompt tokens from the prefix cache", xlabel="round", ylabel="share", ylim=(0, 1.02))
-    numbers = [each.number for each in rounds]
     best = [each.best_hit_rate for each in rounds]
-    panel.plot(numbers, best, color=GREY, linestyle="--", linewidth=1.5, label="best possible")
-    told = [each for each in rounds if each.hit_rate is not None]
-    rates = [each.hit_rate for each in told]
-    panel.plot([each.number for each in told], rates, color=GREEN, marker="o", markersize=4, label="measured")
-    panel.xaxis.get_major_locator().set_params(integer=True)
+    panel.plot([each.number for each in rounds], best, color=GREY, linestyle="--", label="best possible")
+    rates = [np.nan if each.hit_rate is None else each.hit_rate for each in rounds]
+    panel.plot([each.number for each in rounds], rates, color=GREEN, marker="o", markersize=4, label="measured")
+    _whole(panel.xaxis)
     panel.legend(frameon=False)
 
 
 def draw_cache(plotter: Plotter, title: str, run: Run, held: Sequence[Held]) -> None:
-    """Draws a run beside what an endless cache held of each sample's prompt."""
+    """Draws a run beside the tokens that an endless cache held of each sample's prompt."""
     plotter.draw(title, partial(_tier_hits, run=run, held=held), partial(_ttft_by_kind, run=run))
 
 
@@ -233,7 +236,7 @@ def _tier_hits(panel: Any, run: Run, held: Sequence[Held]) -> None:
 
 
 def _ttft_by_kind(panel: Any, run: Run) -> None:
-    """Draws what share of the requests of each kind had their first token within a time."""
+    """Draws the share of the requests of each kind that had their first token within a time."""
     panel.set(
         title="Time to first token by kind of hit", xlabel="milliseconds", ylabel="share of requests", ylim=(0, 1.02)
     )
@@ -246,7 +249,7 @@ def _ttft_by_kind(panel: Any, run: Run) -> None:
             panel.ecdf(values, color=TIER_COLOURS[kind], linewidth=1.6, label=label)
             drawn.append(values)
     if not drawn:
-        panel.text(0.5, 0.5, "no values", transform=panel.transAxes, ha="center", color=GREY)
+        _say(panel, "no values")
         return
     values = np.concatenate(drawn)
     if values.max() / max(values.min(), 1e-6) > WIDE:
@@ -274,6 +277,12 @@ def draw_spec(plotter: Plotter, title: str, found: Found) -> None:
     )
 
 
+def _style(proposer: int, other: int) -> dict[str, Any]:
+    """Returns a line's colour by proposer, its dashes by another number."""
+    colour, dashes = COLOURS[proposer % len(COLOURS)], STYLES[other % len(STYLES)]
+    return {"color": colour, "linestyle": dashes, "marker": "o", "markersize": 4}
+
+
 def _accept_length(panel: Any, cases: Sequence[Case]) -> None:
     """Draws accept length by drafts, for each proposer, temperature and source."""
     panel.set(title="Accept length", xlabel="drafts", ylabel="tokens of a verifying step")
@@ -286,15 +295,14 @@ def _accept_length(panel: Any, cases: Sequence[Case]) -> None:
             lengths = [
                 drafts_of([case for case in chosen if case.steps == str(steps)]).accept_length for steps in fixed
             ]
-            style = {"color": COLOURS[i % len(COLOURS)], "linestyle": STYLES[j % len(STYLES)], "marker": "o"}
-            panel.plot(fixed, lengths, markersize=4, label=f"{proposer}, temperature {temperature:g}", **style)
+            panel.plot(fixed, lengths, label=f"{proposer}, temperature {temperature:g}", **_style(i, j))
     panel.set_ylim(bottom=1)
-    panel.xaxis.get_major_locator().set_params(integer=True)
+    _whole(panel.xaxis)
     _legend(panel)
 
 
 def _acceptance(panel: Any, cases: Sequence[Case]) -> None:
-    """Draws acceptance by place with the most drafts, for each proposer, by where prompts were."""
+    """Draws acceptance by place with the most drafts, for each proposer, by the tier of prompts."""
     panel.set(title="Accepted, of verifying steps", xlabel="place of the draft", ylabel="share", ylim=(0, 1.02))
     fixed = [int(case.steps) for case in cases if case.steps not in ("0", "auto")]
     for i, proposer in enumerate(dict.fromkeys(case.proposer for case in cases)):
@@ -304,9 +312,8 @@ def _acceptance(panel: Any, cases: Sequence[Case]) -> None:
                 [case for case in cases if (case.proposer, case.source, case.steps) == (proposer, source, most)]
             )
             shares = acceptance(drafts)
-            style = {"color": COLOURS[i % len(COLOURS)], "linestyle": STYLES[j % len(STYLES)], "marker": "o"}
-            panel.plot(range(1, len(shares) + 1), shares, markersize=4, label=f"{proposer}, {source}", **style)
-    panel.xaxis.get_major_locator().set_params(integer=True)
+            panel.plot(range(1, len(shares) + 1), shares, label=f"{proposer}, {source}", **_style(i, j))
+    _whole(panel.xaxis)
     _legend(panel)
 
 
@@ -339,7 +346,7 @@ def _costs(panel: Any, proposer: str, costs: Sequence[CycleCost]) -> None:
     """Draws verify, extend and draft stacked, in steps of plain decoding, for each batch and number of drafts."""
     panel.set(title=f"Cost of a cycle{proposer and f' of {proposer}'}, at start", ylabel="steps of plain decoding")
     if not costs:
-        panel.text(0.5, 0.5, "measured with auto drafts only", transform=panel.transAxes, ha="center", color=GREY)
+        _say(panel, "measured with auto drafts only")
         return
     places, at = [], 0.0
     firsts = [not i or costs[i - 1].batch != cost.batch for i, cost in enumerate(costs)]
