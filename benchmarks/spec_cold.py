@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.gpu.sizes import FULL, LARGE, SEED, SPEC_SHAPES
 from benchmarks.record import RESULTS, Record
-from benchmarks.widen.checkpoint import widen, widen_head, write, write_head
+from benchmarks.widen import widen, widen_head, write, write_head
 from hiserve import LLM, SamplingParams
 from hiserve.bench.options import SweepOptions
 from hiserve.bench.spec_engine import read_prompts

@@ -11,21 +11,22 @@ plain read into fresh memory, for ``dd`` fills one buffer again and again.
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import os
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from safetensors.torch import save_file
 
 from benchmarks.gpu.ceilings import link_rates
 from benchmarks.record import Record, judge, medians
+from benchmarks.widen import write_shards
 from hiserve.models.builtin_shapes import shape_config
 from hiserve.models.model_config import ModelConfig
 from hiserve.models.names import parameter_table
@@ -45,34 +46,14 @@ def make_checkpoint(folder: Path, gib: float) -> ModelConfig:
         - msgspec.structs.replace(shape, num_layers=1).num_params
     )
     shape = msgspec.structs.replace(shape, num_layers=max(1, round(gib * 2**30 / 2 / layer)))
-    pieces = [piece for pieces in parameter_table(shape).values() for piece in pieces]
     drawn = torch.randn(64 << 20, generator=torch.Generator().manual_seed(SEED)).to(torch.bfloat16)
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    size, weight_map = 0, {}
-    for piece in pieces:
-        count = torch.Size(piece.shape).numel()
-        if size + 2 * count > SHARD_BYTES and shards[-1]:
-            write(folder, len(shards), shards[-1])
-            shards.append({})
-            size = 0
-        shards[-1][piece.source] = drawn[:count].view(piece.shape).clone()
-        weight_map[piece.source] = name_of(len(shards))
-        size += 2 * count
-    write(folder, len(shards), shards[-1])
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    pieces = chain.from_iterable(parameter_table(shape).values())
+    tensors = ((each.source, drawn[: math.prod(each.shape)].view(each.shape).clone()) for each in pieces)
+    write_shards(tensors, folder, SHARD_BYTES)
+    for path in folder.glob("*.safetensors"):  # pages that are not on the disk cannot be dropped
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
     return shape
-
-
-def name_of(number: int) -> str:
-    return f"model-{number:05}.safetensors"
-
-
-def write(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> None:
-    path = folder / name_of(number)
-    save_file(tensors, path)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    tensors.clear()
 
 
 def drop(files: list[Path]) -> None:

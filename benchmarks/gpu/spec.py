@@ -18,7 +18,7 @@ from benchmarks.gpu.driving import Bench, Part
 from benchmarks.gpu.figures import Figure
 from benchmarks.gpu.limits import CycleLimits
 from benchmarks.gpu.sizes import BARS, SEED, SPEC_SHAPES, SpecSizes
-from benchmarks.widen.checkpoint import bundled_heads, widen, widen_head, write, write_head
+from benchmarks.widen import bundled_heads, widen, widen_head, write, write_head
 from hiserve import LLM
 from hiserve.bench.equality import Equality, EqualityChecker, are_kept, over_all
 from hiserve.bench.options import SweepOptions

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from benchmarks.gpu.limits import CycleLimits, Limits
 from benchmarks.gpu.sizes import BARS, LARGE, TINY
 from benchmarks.gpu.spec import Held, adaptive, same_tokens
-from benchmarks.widen.checkpoint import bundled_heads
+from benchmarks.widen import bundled_heads
 from hiserve.bench.equality import Equality
 from hiserve.models.builtin_shapes import shape_config
 from hiserve.models.draft_config import DraftKind, find_draft

@@ -16,8 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from benchmarks.drive import Drive
-from benchmarks.widen.checkpoint import Widened, parameters, widen, widen_head, write, write_head, write_shards
-from benchmarks.widen.filler import Places
+from benchmarks.widen import Places, Widened, widen, widen_head, write, write_head, write_shards
 from hiserve import LLM, SamplingParams
 from hiserve.models.builtin_shapes import SHAPES
 from hiserve.models.checkpoint import INDEX
@@ -169,8 +168,8 @@ def test_extra_layers_compute_and_add_nothing(wide_folder: Path, prompts: list[l
     assert all(kept[layer].count_nonzero() >= 0.99 * len(prompts[0]) * 2 * 3 * 128 for layer in EXTRA)
 
 
-def test_heads_and_neurons_that_nobody_reads_cost_as_much_as_others(widened: Widened) -> None:
-    made = parameters(widened, torch.float32, CPU)
+def test_heads_and_neurons_that_nobody_reads_cost_as_much_as_others(widened: Widened, wide_folder: Path) -> None:
+    made = load_parameters(wide_folder, read_model_config(wide_folder), torch.float32, CPU, "auto")
     axes = widened.places.axes
     for name, axis in (("qkv", axes["queries"]), ("gate_up", axes["inner"])):
         free = torch.ones(axis.size, dtype=torch.bool).index_fill_(0, axis.taken, False)
@@ -178,17 +177,11 @@ def test_heads_and_neurons_that_nobody_reads_cost_as_much_as_others(widened: Wid
         assert free.sum() > 0
 
 
-def test_parameters_in_memory_are_those_of_the_files(widened: Widened, wide_folder: Path) -> None:
-    made = parameters(widened, torch.float64, CPU)
-    read = load_parameters(wide_folder, read_model_config(wide_folder), torch.float64, CPU, "auto")
-    assert made.keys() == read.keys()
-    assert all(torch.equal(made[name], read[name]) for name in made)
-
-
 def test_another_seed_draws_other_weights(widened: Widened) -> None:
-    first, again, other = (
-        parameters(each, torch.bfloat16, CPU)["layers.2.qkv"] for each in (widened, widened, widen(FOLDER, MINI, 4))
-    )
+    name, sizes = "model.layers.2.self_attn.q_proj.weight", (9 * 128, 384)
+    first, again, other = (torch.empty(sizes) for _ in range(3))
+    for each, out in ((widened, first), (widened, again), (widen(FOLDER, MINI, SEED + 1), other)):
+        each.filler.fill(name, out, None)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
@@ -220,7 +213,7 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
 
 def test_a_dtype_without_room_for_what_hides_padded_tokens_is_refused(widened: Widened) -> None:
     with pytest.raises(ValueError, match=r"cannot be torch\.float16"):
-        parameters(widened, torch.float16, CPU)
+        widened.filler.fill("model.norm.weight", torch.empty(384, dtype=torch.float16), None)
 
 
 @pytest.fixture(scope="module")
