@@ -26,7 +26,8 @@ from hiserve.ipc.cache_stats import LOCAL_TIERS, TierName
 from hiserve.launch import prepare
 from hiserve.llm.offline_backends import InProcess, Job, OfflineBackend, Processes
 from hiserve.llm.outputs import ChoiceBuilder, RequestOutput
-from hiserve.text.chat_request import ChatRequest, parse_chat
+from hiserve.text.chat_request import parse_chat
+from hiserve.text.conversation import Conversation
 from hiserve.text.frontend import load_frontend
 from hiserve.text.output import ReplyOutput, TextOutput
 from hiserve.text.request_json import check_text
@@ -51,7 +52,7 @@ class _Request:
     output: RequestOutput
     sampling: SamplingParams
     num_open: int
-    chat: ChatRequest | None = None
+    chat: Conversation | None = None
 
     def fail(self, error: HiserveError) -> None:
         """Records the first error of a choice."""

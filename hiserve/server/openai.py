@@ -81,7 +81,7 @@ class OpenAIRoutes:
         prompt = await cancel_on_disconnect(request.receive, encoding)
         head = envelope(self._model, "chatcmpl")
         remember = partial(front.encoder.remember, context.namespace, chat)
-        output = partial(front.abilities.output, chat, prompt, is_single=asked.parallel_tool_calls is False)
+        output = partial(front.abilities.output, chat, prompt)
         choices = self._choices(
             head["id"], [prompt], asked, sampling, context, engine.max_model_len, arrived, remember, output
         )

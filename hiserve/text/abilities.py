@@ -8,7 +8,7 @@ from functools import partial
 
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
-from hiserve.text.chat_request import ChatRequest
+from hiserve.text.conversation import Conversation
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.formats import BY_NAME, find_format
 from hiserve.text.output import ReplyOutput, TextOutput
@@ -44,16 +44,13 @@ class Abilities:
         is_named = reply_format != "auto"
         self._syntax = None if self.format is None else ReplySyntax(self.format, tokenizer, source, is_named=is_named)
 
-    def output(
-        self, chat: ChatRequest, prompt: Int32Array, sampling: SamplingParams, *, is_single: bool = False
-    ) -> ReplyOutput:
+    def output(self, chat: Conversation, prompt: Int32Array, sampling: SamplingParams) -> ReplyOutput:
         """Returns what reads one reply to a conversation.
 
         Args:
             chat: The conversation.
             prompt: int32 ``[n]``.
             sampling: Of the reply.
-            is_single: At most one call.
         """
         syntax = self._syntax
         reads_calls = bool(chat.tools) and syntax is not None and syntax.row.has_calls
@@ -61,14 +58,14 @@ class Abilities:
             return TextOutput(self._token_bytes, sampling)
         opening, closing = syntax.row.thought
         if chat.continue_final_message:
-            tail = chat.messages[-1]["content"]
+            tail = chat.turns[-1].text
             is_thinking = tail.rfind(opening) > tail.rfind(closing)
         else:
             tail = self._tokenizer.decode(prompt[-_TAIL:], skip_hidden=False)
             is_thinking = tail.rstrip().endswith(opening)
         start = ReplyStart(
             tools=chat.tools if reads_calls else None,
-            is_single=is_single,
+            is_single=chat.is_single,
             is_thinking=bool(syntax.thought[0]) and is_thinking,
             is_continued=chat.continue_final_message,
             call_id=partial(_call_id, syntax.row.id_length),

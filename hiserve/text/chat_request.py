@@ -9,9 +9,8 @@ import msgspec
 from msgspec import Meta
 
 from hiserve.errors import RequestError
+from hiserve.text.conversation import Call, Conversation, Message, Result, Text, Thought, Turn
 from hiserve.text.request_json import MAX_VALUES, check_json, check_text, decode, num_marks
-
-Message = dict[str, Any]
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 16_384  # of the content of one message
@@ -84,35 +83,7 @@ class ChatFields(msgspec.Struct, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
 
 
-class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The input of the chat template.
-
-    Attributes:
-        messages: Plain objects, as ``parse_messages`` returns them.
-        tools: OpenAI function tools, or None.
-        documents: For templates that cite them, or None.
-        template_kwargs: More variables for the template, by name.
-        add_generation_prompt: End the prompt with the start of the assistant's reply.
-        continue_final_message: End the prompt inside the last message; the model continues it.
-    """
-
-    messages: list[Message]
-    tools: list[dict[str, Any]] | None = None
-    documents: list[dict[str, Any]] | None = None
-    template_kwargs: dict[str, Any] = {}
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-
-    @property
-    def num_chars(self) -> int:
-        """Approximate characters of a prompt that shows every field."""
-        framing = 16 * len(self.messages)
-        contents = sum(len(message["content"]) for message in self.messages)
-        more = [self.tools, self.documents, self.template_kwargs]
-        return framing + contents + (len(json.dumps(more)) if any(more) else 0)
-
-
-def parse_chat(body: dict[str, Any]) -> ChatRequest:
+def parse_chat(body: dict[str, Any]) -> Conversation:
     """Returns the fields of a request body that the chat template receives; other fields are ignored.
 
     ``tool_choice`` ``none`` removes the tools: a model that does not see them does not call them.
@@ -138,9 +109,10 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
         raise RequestError("tool_choice is not supported yet.", param="tool_choice")
     for name in ("tools", "documents", "chat_template_kwargs"):
         check_json(body.get(name), name)
-    return ChatRequest(
-        messages=_plain_messages(body["messages"], fields.messages),
+    return Conversation(
+        turns=_turns(body["messages"], fields.messages),
         tools=None if body.get("tool_choice") == "none" else body.get("tools") or None,
+        is_single=body.get("parallel_tool_calls") is False,
         documents=fields.documents or None,
         template_kwargs=fields.chat_template_kwargs or {},
         add_generation_prompt=adds_prompt,
@@ -148,7 +120,7 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
     )
 
 
-def parse_messages(value: Any) -> list[Message]:
+def parse_messages(value: Any) -> tuple[Turn, ...]:
     """Checks the ``messages`` of a request and converts their contents to plain text.
 
     - The text parts of a content are joined. A missing content of an assistant that calls tools is the empty text.
@@ -160,7 +132,7 @@ def parse_messages(value: Any) -> list[Message]:
     Raises:
         RequestError: A message is malformed or not supported; ``param`` names the field.
     """
-    return _plain_messages(value, decode({"messages": value}, ChatFields).messages)
+    return _turns(value, decode({"messages": value}, ChatFields).messages)
 
 
 def join_parts(messages: list[Any]) -> None:
@@ -174,8 +146,8 @@ def join_parts(messages: list[Any]) -> None:
             value["content"] = _joined(message.content)
 
 
-def _plain_messages(values: list[Message], messages: list[RequestMessage]) -> list[Message]:
-    plain, num_values = [], 0
+def _turns(values: list[Message], messages: list[RequestMessage]) -> tuple[Turn, ...]:
+    turns, num_values = [], 0
     for i, (value, message) in enumerate(zip(values, messages, strict=True)):
         calls = message.tool_calls or []
         num_values += sum(num_marks(text) for call in calls if isinstance(text := call.function.arguments, str))
@@ -184,11 +156,11 @@ def _plain_messages(values: list[Message], messages: list[RequestMessage]) -> li
                 f"the arguments of the tool calls up to messages[{i}] have more than {MAX_VALUES} values. Send fewer.",
                 param=f"messages[{i}].tool_calls",
             )
-        plain.append(_plain_message(value, message, f"messages[{i}]"))
-    return plain
+        turns.append(_turn(value, message, f"messages[{i}]"))
+    return tuple(turns)
 
 
-def _plain_message(value: Message, message: RequestMessage, where: str) -> Message:
+def _turn(value: Message, message: RequestMessage, where: str) -> Turn:
     if len(value) > MAX_FIELDS:
         raise RequestError(f"{where} has {len(value)} fields; the most is {MAX_FIELDS}.", param=where)
     for name, remedy in NOT_SERVED.items():
@@ -199,35 +171,26 @@ def _plain_message(value: Message, message: RequestMessage, where: str) -> Messa
         raise RequestError(f"{where}.tool_calls must be in a message of the assistant.", param=f"{where}.tool_calls")
     if content is None and not calls:
         raise RequestError(f"{where}.content must be a string or a list of text parts.", param=f"{where}.content")
-    plain: Message = {name: text for name, text in value.items() if isinstance(text, str)}
-    plain["role"] = "system" if message.role == "developer" else message.role
-    plain["content"] = _joined(content) if isinstance(content, list) else content or ""
-    for name, text in plain.items():
+    texts = {name: text for name, text in value.items() if isinstance(text, str) and name not in ("role", "content")}
+    text = _joined(content) if isinstance(content, list) else content or ""
+    check_text(text, f"{where}.content")
+    for name, other in texts.items():
         check_text(name, where)
-        check_text(text, f"{where}.{name[:100]}" if name in value else where)
-    if calls:
-        plain["tool_calls"] = [_plain_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    return plain
+        check_text(other, f"{where}.{name[:100]}")
+    parts: list[Text | Thought | Call | Result] = []
+    if message.role == "assistant" and (thought := texts.pop("reasoning_content", None)) is not None:
+        parts.append(Thought(thought))
+    parts.append(Result(texts.pop("tool_call_id", None), text) if message.role == "tool" else Text(text))
+    parts += [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls or ())]
+    return Turn("system" if message.role == "developer" else message.role, tuple(parts), texts)
 
 
 def _joined(parts: list[TextPart]) -> str:
     return "".join(part.text for part in parts)
 
 
-def _plain_call(call: ToolCall, where: str) -> dict[str, Any]:
-    arguments = call.function.arguments
-    if isinstance(arguments, str):
-        arguments = _parse_arguments(arguments)
-    plain: dict[str, Any] = {"type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
-    if call.id is not None:
-        plain["id"] = call.id
-    check_json(plain, where)
-    return plain
-
-
-def _parse_arguments(text: str) -> str | dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
+def _call(call: ToolCall, where: str) -> Call:
+    name, given = call.function.name, call.function.arguments
+    made = Call(call.id, name, given if isinstance(given, str) else json.dumps(given, ensure_ascii=False))
+    check_json([call.id, name, given if isinstance(given, dict) else made.value], where)
+    return made

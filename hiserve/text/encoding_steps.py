@@ -13,7 +13,7 @@ import numpy as np
 
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ContextLengthError
-from hiserve.text.chat_request import ChatRequest
+from hiserve.text.conversation import Conversation
 from hiserve.text.split_points import ANCHOR, SplitPoints, ranges
 from hiserve.text.template import RENDER_S, ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
@@ -34,7 +34,7 @@ class Encode(NamedTuple):
 class Render(NamedTuple):
     """A step that applies the chat template; its result is the text. ``max_chars`` as for ``ChatTemplate.render``."""
 
-    chat: ChatRequest
+    chat: Conversation
     max_chars: int | None
 
 

@@ -12,7 +12,7 @@ from hiserve.core.request import SamplingParams
 from hiserve.errors import RequestError
 from hiserve.models.model_config import ModelConfig
 from hiserve.text.abilities import Abilities
-from hiserve.text.chat_request import ChatRequest
+from hiserve.text.conversation import Conversation
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.prompt_encoder import PromptEncoder
 from hiserve.text.reply_tokens import ReplyTokenCache, encode_chat
@@ -44,7 +44,7 @@ class Frontend:
         """Returns a server's encoder, with its own threads and processes; the caller closes it."""
         return PromptEncoder(self.tokenizer, self.template, self.reply_cache)
 
-    def encode_chat(self, chat: ChatRequest, namespace: bytes = b"") -> Int32Array:
+    def encode_chat(self, chat: Conversation, namespace: bytes = b"") -> Int32Array:
         """Returns the ids of a conversation, remembered replies with the ids they had, int32 ``[n]``.
 
         Args:
@@ -58,7 +58,7 @@ class Frontend:
             raise RequestError("this model has no chat template; give a prompt.", param="messages")
         return encode_chat(chat, self.reply_cache.recall(namespace, chat), self.template, self.tokenizer)
 
-    def remember(self, chat: ChatRequest, text: str, ids: Sequence[int], namespace: bytes = b"") -> None:
+    def remember(self, chat: Conversation, text: str, ids: Sequence[int], namespace: bytes = b"") -> None:
         """Keeps the ids of a finished reply for the prompts that will contain it.
 
         Args:

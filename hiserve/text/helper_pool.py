@@ -13,7 +13,7 @@ from hiserve.errors import ContextLengthError, HiserveError, RequestError, Unava
 from hiserve.ipc.child import ChildProcess
 from hiserve.ipc.codec import Frames
 from hiserve.text.body_parser import Sizes, unpack_slim
-from hiserve.text.chat_request import ChatRequest
+from hiserve.text.conversation import Conversation
 from hiserve.text.fair_threads import FairSemaphore
 from hiserve.text.template import TOO_SLOW, ChatTemplate, Sources
 
@@ -38,7 +38,7 @@ class Slim(msgspec.Struct, frozen=True, tag=True):
 class Rendering(msgspec.Struct, frozen=True, tag=True):
     """Job: render a conversation, as ``ChatTemplate.render`` does."""
 
-    chat: ChatRequest
+    chat: Conversation
     max_chars: int | None
 
 
@@ -80,7 +80,7 @@ class HelperPool:
         """
         return unpack_slim(await self._do(Slim(sizes), raw, caller=caller))
 
-    async def render(self, chat: ChatRequest, max_chars: int | None, caller: int) -> str:
+    async def render(self, chat: Conversation, max_chars: int | None, caller: int) -> str:
         """Renders a conversation in a process; see ``ChatTemplate.render``.
 
         Raises:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ContextLengthError, RequestError
-from hiserve.text.chat_request import ChatRequest
+from hiserve.text.conversation import Conversation
 from hiserve.text.encoding_steps import Render, Steps, Wanted, text_steps
 from hiserve.text.fair_threads import FairThreads
 from hiserve.text.helper_pool import HelperPool
@@ -46,7 +46,7 @@ class PromptEncoder:
         self._threads = FairThreads(num_threads, "hiserve-encode")
         self.helpers = HelperPool(template)
 
-    def hides_tools(self, chat: ChatRequest) -> bool:
+    def hides_tools(self, chat: Conversation) -> bool:
         """Whether a conversation has tools that the chat template does not show to the model."""
         return bool(chat.tools) and self._template is not None and not self._template.shows_tools
 
@@ -88,7 +88,7 @@ class PromptEncoder:
         return truncated(await self._run(steps, caller), truncate, max_tokens)
 
     async def encode_chat(
-        self, chat: ChatRequest, *, namespace: bytes, max_tokens: int, truncate: int | None = None, caller: int = 0
+        self, chat: Conversation, *, namespace: bytes, max_tokens: int, truncate: int | None = None, caller: int = 0
     ) -> Int32Array:
         """Returns the ids of a conversation, int32 ``[n]``; remembered replies keep their ids.
 
@@ -100,7 +100,7 @@ class PromptEncoder:
         """
         if self._template is None:
             raise RequestError("this model has no chat template; use /v1/completions.", param="messages")
-        shown = sum(len(message["content"]) for message in chat.messages)
+        shown = sum(len(turn.text) for turn in chat.turns)
         self._check_length(shown, max_tokens, truncate, param="messages")
         known = self._reply_cache.recall(namespace, chat)
         max_chars = max_tokens * self._tokenizer.max_token_chars
@@ -135,7 +135,7 @@ class PromptEncoder:
 
     async def _render(self, step: Render, caller: int) -> str:
         assert self._template is not None, "a conversation without a template"
-        if len(step.chat.messages) <= INLINE_MESSAGES and step.chat.num_chars <= INLINE_RENDER_CHARS:
+        if len(step.chat.turns) <= INLINE_MESSAGES and step.chat.num_chars <= INLINE_RENDER_CHARS:
             try:
                 return self._template.render(
                     step.chat, max_chars=step.max_chars, max_s=INLINE_S, max_work=INLINE_WORK_CHARS
@@ -145,7 +145,7 @@ class PromptEncoder:
                     raise
         return await self.helpers.render(step.chat, step.max_chars, caller)
 
-    def remember(self, namespace: bytes, chat: ChatRequest, text: str, ids: Sequence[int]) -> None:
+    def remember(self, namespace: bytes, chat: Conversation, text: str, ids: Sequence[int]) -> None:
         """Stores the ids of a finished reply to ``chat`` for later prompts that contain it.
 
         ``text`` is the reply as the client received it; ``ids`` are all generated ids, end token included.

@@ -18,7 +18,7 @@ import numpy as np
 from hiserve.config.serving import MAX_INT32
 from hiserve.core.digest import namespace_digest
 from hiserve.core.plan import Int32Array
-from hiserve.text.chat_request import ChatRequest
+from hiserve.text.conversation import Conversation, Text, Turn
 from hiserve.text.encoding_steps import Render, Steps, Wanted, join_steps, run_steps
 from hiserve.text.split_points import SplitPoints
 from hiserve.text.template import RENDER_S, ChatTemplate
@@ -56,40 +56,40 @@ class ReplyTokenCache:
         """Tokens remembered."""
         return self._num_tokens
 
-    def remember(self, namespace: bytes, chat: ChatRequest, text: str, ids: Sequence[int]) -> None:
+    def remember(self, namespace: bytes, chat: Conversation, text: str, ids: Sequence[int]) -> None:
         """Stores the ids of a finished reply to ``chat``.
 
         If the reply continues the last message, both are stored as one reply, provided that the ids of that message are
         known. ``text`` is the reply as the client received it; ``ids`` have no end token.
         """
-        messages = chat.messages
+        turns = list(chat.turns)
         if chat.continue_final_message:
-            begun = self.recall(namespace, chat).get(len(messages) - 1)
+            begun = self.recall(namespace, chat).get(len(turns) - 1)
             if begun is None:
                 return
-            *messages, last = messages
-            text, ids = last["content"] + text, [*begun.tolist(), *ids]
+            *turns, last = turns
+            text, ids = last.text + text, [*begun.tolist(), *ids]
         if not ids or len(ids) > self._max_tokens:
             return
-        answered = [*messages, {"role": "assistant", "content": text}]
-        *_, key = _reply_keys(namespace, msgspec.structs.replace(chat, messages=answered))
+        answered = (*turns, Turn("assistant", (Text(text),)))
+        *_, key = _reply_keys(namespace, msgspec.structs.replace(chat, turns=answered))
         self._num_tokens -= len(self._ids.pop(key, ()))
         self._ids[key] = np.array(ids, dtype=np.int32)
         self._num_tokens += len(ids)
         while len(self._ids) > self._max_entries or self._num_tokens > self._max_tokens:
             self._num_tokens -= len(self._ids.popitem(last=False)[1])
 
-    def recall(self, namespace: bytes, chat: ChatRequest) -> dict[int, Int32Array]:
-        """Returns the known ids of the assistant's messages, by index in ``chat.messages``."""
+    def recall(self, namespace: bytes, chat: Conversation) -> dict[int, Int32Array]:
+        """Returns the known ids of the assistant's messages, by index in ``chat.turns``."""
         found = {}
         for i, key in enumerate(_reply_keys(namespace, chat)):
-            if chat.messages[i]["role"] == "assistant" and key in self._ids:
+            if chat.turns[i].role == "assistant" and key in self._ids:
                 self._ids.move_to_end(key)
                 found[i] = self._ids[key]
         return found
 
 
-def _reply_keys(namespace: bytes, chat: ChatRequest) -> Iterator[bytes]:
+def _reply_keys(namespace: bytes, chat: Conversation) -> Iterator[bytes]:
     """Yields one digest per message: of its words, and of everything before it that a template may show."""
     setting = [chat.tools, chat.documents, chat.template_kwargs]
     before = namespace_digest(namespace, json.dumps(setting)) if any(setting) else namespace
@@ -102,7 +102,7 @@ def _reply_keys(namespace: bytes, chat: ChatRequest) -> Iterator[bytes]:
 
 
 def encode_chat(
-    chat: ChatRequest,
+    chat: Conversation,
     known: Mapping[int, Int32Array],
     template: ChatTemplate,
     tokenizer: Tokenizer,
@@ -122,7 +122,7 @@ def encode_chat(
 
 
 def chat_steps(
-    chat: ChatRequest,
+    chat: Conversation,
     known: Mapping[int, Int32Array],
     split_points: SplitPoints,
     wanted: Wanted,
@@ -152,9 +152,7 @@ def chat_steps(
         RequestError: The template refuses the messages.
     """
     text: str = yield Render(chat, max_chars)
-    usable = {
-        i: ids for i, ids in known.items() if _is_usable(ids, chat.messages[i]["content"], text, split_points.tokenizer)
-    }
+    usable = {i: ids for i, ids in known.items() if _is_usable(ids, chat.turns[i].text, text, split_points.tokenizer)}
     pieces = [text]
     if usable:
         marked: str = yield Render(_marked(chat, usable), None)
@@ -169,19 +167,21 @@ def _is_usable(ids: Int32Array, content: str, text: str, tokenizer: Tokenizer) -
     return is_verbatim and tokenizer.decode(ids, skip_hidden=False) == content
 
 
-def _marked(chat: ChatRequest, chosen: Collection[int]) -> ChatRequest:
+def _marked(chat: Conversation, chosen: Collection[int]) -> Conversation:
     """Returns the conversation with placeholders for the chosen contents."""
-    messages = [
-        {**message, "content": _STAND_IN.format(i)} if i in chosen else message
-        for i, message in enumerate(chat.messages)
-    ]
-    return msgspec.structs.replace(chat, messages=messages)
+    turns = tuple(_stood_in(turn, _STAND_IN.format(i)) if i in chosen else turn for i, turn in enumerate(chat.turns))
+    return msgspec.structs.replace(chat, turns=turns)
 
 
-def _split(text: str, marked: str, chat: ChatRequest, chosen: Collection[int]) -> list[str]:
+def _stood_in(turn: Turn, text: str) -> Turn:
+    parts = tuple(part for part in turn.parts if not isinstance(part, Text))
+    return msgspec.structs.replace(turn, parts=(*parts, Text(text)))
+
+
+def _split(text: str, marked: str, chat: Conversation, chosen: Collection[int]) -> list[str]:
     """Returns text, index, text, index, ..., text; the text alone if the template does more than insert contents."""
     pieces = _STAND_IN_PATTERN.split(marked)
     if any(int(i) not in chosen for i in pieces[1::2]):
         return [text]
-    pieces_back = [chat.messages[int(piece)]["content"] if at % 2 else piece for at, piece in enumerate(pieces)]
+    pieces_back = [chat.turns[int(piece)].text if at % 2 else piece for at, piece in enumerate(pieces)]
     return pieces if "".join(pieces_back) == text else [text]

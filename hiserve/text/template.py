@@ -13,7 +13,7 @@ import jinja2
 import msgspec
 
 from hiserve.errors import ConfigError, ContextLengthError, ModelError, RequestError
-from hiserve.text.chat_request import ChatRequest
+from hiserve.text.conversation import Conversation, Text, Turn
 from hiserve.text.render_budget import MAX_WORK_CHARS, RenderBudget, RenderBudgetError
 from hiserve.text.request_json import check_text
 from hiserve.text.template_sandbox import BoundedEnvironment
@@ -109,7 +109,7 @@ class ChatTemplate:
 
     def render(
         self,
-        chat: ChatRequest,
+        chat: Conversation,
         *,
         max_chars: int | None = None,
         max_s: float = RENDER_S,
@@ -156,7 +156,7 @@ class ChatTemplate:
     def shows_tools(self) -> bool:
         """Whether tools of a request reach the prompt; True where the template refuses a plain conversation."""
         tool = {"type": "function", "function": {"name": _PROBE, "description": _PROBE, "parameters": {}}}
-        chat = ChatRequest(messages=[{"role": "user", "content": "Hi"}], tools=[tool])
+        chat = Conversation(turns=(Turn("user", (Text("Hi"),)),), tools=[tool])
         try:
             return _PROBE in self.render(chat)
         except RequestError:

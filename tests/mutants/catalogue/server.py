@@ -52,7 +52,7 @@ with request.SamplingParams.__post_init__, test_request.test_lists_and_pairs_of_
     "INV 63: a stop text has no limit"
     (number := max(map(len, self.stop), default=0)) > MAX_STOP_CHARS
     False
-with chat_request._plain_messages, test_chat_request.test_arguments_of_all_calls_together_have_a_bounded_number_of_values:
+with chat_request._turns, test_chat_request.test_arguments_of_all_calls_together_have_a_bounded_number_of_values:
     "INV 63: arguments of tool calls have no limit"
     num_values > MAX_VALUES
     False

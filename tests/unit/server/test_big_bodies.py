@@ -20,9 +20,10 @@ import pytest_asyncio
 from hiserve.errors import RequestError
 from hiserve.text import helper_pool, helper_process
 from hiserve.text.body_parser import MAX_BODY_VALUES, QUICK_STRINGS, QUICK_VALUES, Sizes, is_quick, parse_body
-from hiserve.text.chat_request import MAX_PARTS, ChatRequest
+from hiserve.text.chat_request import MAX_PARTS
 from hiserve.text.helper_pool import HelperPool
 from hiserve.text.template import ChatTemplate
+from tests.helpers.chats import chat_of
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.processes import children
 from tests.helpers.waiting import PATIENCE_S, until
@@ -239,9 +240,9 @@ async def test_work_that_cannot_be_sent_takes_no_place() -> None:
     made = HelperPool(ChatTemplate("{{ messages[0].content }}"))
     for _ in range(2 * helper_pool.NUM_PROCESSES):
         with pytest.raises(OverflowError):
-            await made.render(ChatRequest(messages=[HI], template_kwargs={"number": 2**70}), None, 0)
+            await made.render(chat_of([HI], template_kwargs={"number": 2**70}), None, 0)
     async with asyncio.timeout(PATIENCE_S):
-        assert await made.render(ChatRequest(messages=[HI]), None, 0) == "Hi"
+        assert await made.render(chat_of([HI]), None, 0) == "Hi"
     await made.close()
 
 

@@ -13,7 +13,7 @@ from tokenizers import processors
 
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ContextLengthError, RequestError
-from hiserve.text.chat_request import ChatRequest, Message
+from hiserve.text.conversation import Conversation, Message
 from hiserve.text.prompt_encoder import (
     INLINE_CHARS,
     INLINE_MESSAGES,
@@ -26,13 +26,14 @@ from hiserve.text.reply_tokens import ReplyTokenCache
 from hiserve.text.template import ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
 from tests.helpers import tiny_text
+from tests.helpers.chats import chat_of
 
 MESSAGES: list[Message] = [{"role": "user", "content": "a small coffee"}]
-CHAT = ChatRequest(messages=MESSAGES)
+CHAT = chat_of(MESSAGES)
 
 
-def user(content: str, **fields: Any) -> ChatRequest:
-    return ChatRequest(messages=[{"role": "user", "content": content}], **fields)
+def user(content: str, **fields: Any) -> Conversation:
+    return chat_of([{"role": "user", "content": content}], **fields)
 
 
 class WatchedTokenizer(Tokenizer):
@@ -80,7 +81,7 @@ async def test_a_remembered_reply_loses_its_end_token(prompts: Any) -> None:
     made, tokenizer, replies = prompts
     spelt = tiny_text.spell_in_bytes(tokenizer, "the token")
     made.remember(b"", CHAT, "the token", [*spelt, tiny_text.END])
-    history = ChatRequest(messages=[*MESSAGES, {"role": "assistant", "content": "the token"}])
+    history = chat_of([*MESSAGES, {"role": "assistant", "content": "the token"}])
     assert replies.recall(b"", history)[1].tolist() == spelt
     ids = (await made.encode_chat(history, namespace=b"", max_tokens=1000)).tolist()
     assert ",".join(map(str, [*spelt, tiny_text.END])) in ",".join(map(str, ids))
@@ -98,12 +99,12 @@ async def test_a_model_without_a_template_has_no_chat() -> None:
     [
         ("{% for i in range(100000) %}{% set x = i ~ '' %}{% endfor %}{{ messages[0].content }}", CHAT),
         ("{% set x = messages[0].content * 3000000 %}{{ messages[0].content }}", CHAT),
-        ("{% for m in messages[-1:] %}{{ m.content }}{% endfor %}", ChatRequest(messages=MESSAGES * 600)),
+        ("{% for m in messages[-1:] %}{{ m.content }}{% endfor %}", chat_of(MESSAGES * 600)),
     ],
     ids=["slow", "much work", "many messages"],
 )
 async def test_a_slow_template_does_not_hold_up_the_loop(
-    source: str, chat: ChatRequest, monkeypatch: pytest.MonkeyPatch
+    source: str, chat: Conversation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is told by the CPU time that this process spends on it: a process of its own renders."""
     spent_s: list[float] = []
@@ -147,7 +148,7 @@ async def test_a_large_conversation_is_not_begun_in_the_loop(
 
     monkeypatch.setattr(template, "render", lambda *args, **limits: places.append("loop") or "a")
     monkeypatch.setattr(made.helpers, "render", aside)
-    chat = ChatRequest(messages=[{"role": "user", "content": "a" * num_chars}] * num_messages)
+    chat = chat_of([{"role": "user", "content": "a" * num_chars}] * num_messages)
     await made.encode_chat(chat, namespace=b"", max_tokens=10**7)
     assert places == ["loop" if is_in_loop else "aside"]
     await made.close()
@@ -216,8 +217,8 @@ async def test_ids_become_text_again_with_special_tokens(prompts: Any) -> None:
 async def test_what_no_template_expects_is_a_typed_error_in_bounded_time(prompts: Any) -> None:
     made, _, _ = prompts
     begin = time.process_time()
-    many = ChatRequest(messages=[{"role": "user", "content": "\x00"}] * 16_384)
+    many = Conversation(turns=chat_of([{"role": "user", "content": "\x00"}]).turns * 16_384)
     assert len(await made.encode_chat(many, namespace=b"", max_tokens=10**6)) == 3 * 16_384 + 2
     deep = {"role": "user", "content": "x", "name": "y" * 10**6}
-    await made.encode_chat(ChatRequest(messages=[deep]), namespace=b"", max_tokens=100)
+    await made.encode_chat(chat_of([deep]), namespace=b"", max_tokens=100)
     assert time.process_time() - begin < 5.0

@@ -16,7 +16,6 @@ from tokenizers import AddedToken
 from hiserve.config.serving import ReplyFormatName
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.text.abilities import Abilities
-from hiserve.text.chat_request import ChatRequest
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.formats import BY_NAME, FORMATS, ReplyFormat, find_format
 from hiserve.text.reader import Reader, ReplyStart
@@ -25,6 +24,7 @@ from hiserve.text.reply_marks import ReplySyntax
 from hiserve.text.template import ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
 from tests.helpers import tiny_text
+from tests.helpers.chats import chat_of
 
 TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
 NAMES = [row.name for row in FORMATS if row.has_calls]
@@ -174,13 +174,13 @@ def test_what_a_template_shows_is_read_back(name: str, by_token: bool, data: st.
     }
     template = ChatTemplate((TEMPLATES / f"{name}.jinja").read_text())
     user = {"role": "user", "content": "Hi"}
-    prompt = template.render(ChatRequest(messages=[user]))
-    whole = template.render(ChatRequest(messages=[user, message], add_generation_prompt=False))
+    prompt = template.render(chat_of([user]))
+    whole = template.render(chat_of([user, message], add_generation_prompt=False))
     reply = whole.removeprefix(prompt).removesuffix("<|end|>")
     assert prompt + reply + "<|end|>" == whole
     tokenizer = tokenizer_of(name, by_token=by_token)
     abilities = Abilities(tokenizer, token_bytes(name, by_token=by_token), template)
-    chat = ChatRequest(messages=[user], tools=TOOLS)
+    chat = chat_of([user], tools=TOOLS)
     output = abilities.output(chat, tokenizer.encode(prompt, add_special_tokens=False), SamplingParams())
     assert isinstance(output, Reader)
     ids = [*tokenizer.encode(reply, add_special_tokens=False).tolist(), tiny_text.END]

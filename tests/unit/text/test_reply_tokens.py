@@ -8,10 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from hiserve.text.chat_request import ChatRequest, Message
+from hiserve.text.conversation import Conversation, Message
 from hiserve.text.reply_tokens import ReplyTokenCache, encode_chat
 from hiserve.text.template import ChatTemplate
 from tests.helpers import tiny_text
+from tests.helpers.chats import chat_of
 
 TOKENIZER = tiny_text.byte_level()
 TEMPLATE = ChatTemplate(tiny_text.TEMPLATE, {"bos_token": "<|bos|>"})
@@ -19,19 +20,19 @@ TRIMMING = ChatTemplate(tiny_text.TRIMMING_TEMPLATE, {"bos_token": "<|bos|>"})
 REPLY = "the tokenizer of the text"
 
 
-def conversation(*replies: str, system: str = "") -> ChatRequest:
+def conversation(*replies: str, system: str = "") -> Conversation:
     messages: list[Message] = [{"role": "system", "content": system}] * bool(system)
     messages.append({"role": "user", "content": "I would like a coffee"})
     for reply in replies:
         messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "thank you"}]
-    return ChatRequest(messages=messages)
+    return chat_of(messages)
 
 
-def plain(chat: ChatRequest, template: ChatTemplate = TEMPLATE) -> list[int]:
+def plain(chat: Conversation, template: ChatTemplate = TEMPLATE) -> list[int]:
     return TOKENIZER.encode(template.render(chat), add_special_tokens=False).tolist()
 
 
-def encode(chat: ChatRequest, reply_cache: ReplyTokenCache, template: ChatTemplate = TEMPLATE) -> list[int]:
+def encode(chat: Conversation, reply_cache: ReplyTokenCache, template: ChatTemplate = TEMPLATE) -> list[int]:
     return encode_chat(chat, reply_cache.recall(b"", chat), template, TOKENIZER).tolist()
 
 
@@ -75,7 +76,7 @@ def test_a_changed_reply_is_tokenized_afresh() -> None:
 
 
 def test_only_messages_of_the_assistant_are_spliced() -> None:
-    chat = ChatRequest(messages=[{"role": "user", "content": REPLY}])
+    chat = chat_of([{"role": "user", "content": REPLY}])
     assert encode(chat, remembering(REPLY)) == plain(chat)
 
 
@@ -131,10 +132,9 @@ def test_a_template_that_looks_into_the_content_is_obeyed(change: str) -> None:
     "forged", ["\ue0001\ue001", "\ue0000\ue001", "\ue00099\ue001", "\ue000" + "9" * 5000 + "\ue001"]
 )
 def test_a_message_that_forges_a_stand_in_is_plain_text(forged: str) -> None:
-    chat = conversation(REPLY)
-    chat.messages[0] = {"role": "user", "content": forged}
+    messages = [{"role": "user", "content": forged}, *conversation(REPLY).messages[1:]]
+    chat, first = chat_of(messages), chat_of(messages[:1])
     reply_cache = ReplyTokenCache()
-    first = ChatRequest(messages=chat.messages[:1])
     reply_cache.remember(b"", first, REPLY, tiny_text.spell_in_bytes(TOKENIZER, REPLY))
     assert list(reply_cache.recall(b"", chat)) == [1]
     ids = encode(chat, reply_cache)
@@ -144,7 +144,7 @@ def test_a_message_that_forges_a_stand_in_is_plain_text(forged: str) -> None:
 def test_a_tokenizer_that_pads_every_text_is_never_spliced() -> None:
     tokenizer = tiny_text.byte_fallback()
     template = ChatTemplate("{% for m in messages %}{{ m.content }} {% endfor %}")
-    chat = ChatRequest(messages=[{"role": "assistant", "content": "the"}])
+    chat = chat_of([{"role": "assistant", "content": "the"}])
     odd = np.array([tokenizer.encode(c, add_special_tokens=False)[-1] for c in "the"], dtype=np.int32)
     expected = tokenizer.encode("the ", add_special_tokens=False).tolist()
     assert encode_chat(chat, {0: odd}, template, tokenizer).tolist() == expected
@@ -219,17 +219,19 @@ def test_what_a_template_may_show_belongs_to_the_conversation(setting: dict[str,
 def test_every_field_of_an_earlier_message_belongs_to_the_conversation(more: dict[str, Any]) -> None:
     spelt = tiny_text.spell_in_bytes(TOKENIZER, REPLY)
     plain_chat, other = conversation("one", REPLY), conversation("one", REPLY)
-    other.messages[1].update(more)
+    messages = other.messages
+    messages[1].update(more)
+    other = chat_of(messages)
     reply_cache = ReplyTokenCache()
-    reply_cache.remember(b"", ChatRequest(messages=other.messages[:3]), REPLY, spelt)
+    reply_cache.remember(b"", chat_of(messages[:3]), REPLY, spelt)
     assert list(reply_cache.recall(b"", other)) == [3]
     assert reply_cache.recall(b"", plain_chat) == {}
 
 
 def test_a_reply_is_found_by_its_words_whatever_the_client_adds_to_it() -> None:
-    chat = conversation(REPLY)
-    chat.messages[1]["name"] = "bot"
-    assert list(remembering(REPLY).recall(b"", chat)) == [1]
+    messages = conversation(REPLY).messages
+    messages[1]["name"] = "bot"
+    assert list(remembering(REPLY).recall(b"", chat_of(messages))) == [1]
 
 
 def test_a_continued_message_keeps_its_ids_and_is_remembered_whole() -> None:
@@ -237,7 +239,7 @@ def test_a_continued_message_keeps_its_ids_and_is_remembered_whole() -> None:
     reply_cache = ReplyTokenCache()
     remember(reply_cache, tiny_text.spell_in_bytes(TOKENIZER, begun), begun)
     messages = conversation(begun).messages[:-1]
-    open_chat = ChatRequest(messages=messages, add_generation_prompt=False, continue_final_message=True)
+    open_chat = chat_of(messages, add_generation_prompt=False, continue_final_message=True)
     ids = encode(open_chat, reply_cache)
     assert ids == [*plain(conversation()), *tiny_text.spell_in_bytes(TOKENIZER, begun)]
     added = tiny_text.spell_in_bytes(TOKENIZER, rest)
@@ -249,6 +251,6 @@ def test_a_continued_message_keeps_its_ids_and_is_remembered_whole() -> None:
 def test_a_continued_message_that_is_not_known_is_not_remembered() -> None:
     reply_cache = ReplyTokenCache()
     messages = conversation("the").messages[:-1]
-    open_chat = ChatRequest(messages=messages, add_generation_prompt=False, continue_final_message=True)
+    open_chat = chat_of(messages, add_generation_prompt=False, continue_final_message=True)
     reply_cache.remember(b"", open_chat, "text", tiny_text.spell_in_bytes(TOKENIZER, "text"))
     assert reply_cache.num_entries == 0

@@ -13,13 +13,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from hiserve.errors import ConfigError, ContextLengthError, ModelError, RequestError
 from hiserve.models.model_config import find_model
-from hiserve.text.chat_request import ChatRequest, parse_messages
+from hiserve.text.conversation import Conversation
 from hiserve.text.template import ChatTemplate
-from tests.helpers import tiny_text
+from tests.helpers import chats, tiny_text
 
 
-def chat_of(*messages: dict[str, Any], **fields: Any) -> ChatRequest:
-    return ChatRequest(messages=parse_messages(list(messages)), **fields)
+def chat_of(*messages: dict[str, Any], **fields: Any) -> Conversation:
+    return chats.chat_of(messages, **fields)
 
 
 USER = {"role": "user", "content": "x"}
@@ -219,13 +219,17 @@ def test_the_embedded_model_shows_tools_calls_and_results() -> None:
     assert made == f"<|end|><|assistant|>{called}<|end|><|tool|>found<|end|><|assistant|>"
 
 
-@given(st.lists(st.tuples(st.sampled_from(["system", "user", "assistant", "tool"]), st.text(max_size=9)), max_size=6))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["system", "user", "assistant", "tool"]), st.text(max_size=9)), min_size=1, max_size=6
+    )
+)
 def test_chats_of_the_embedded_model_without_tools_have_the_prompt_that_it_was_trained_with(
     turns: list[tuple[str, str]],
 ) -> None:
     shown = "".join(f"<|{role}|>{content}<|end|>" for role, content in turns)
     messages = [{"role": role, "content": content} for role, content in turns]
-    assert NANO.render(ChatRequest(messages=messages)) == f"<|bos|>{shown}<|assistant|>"
+    assert NANO.render(chat_of(*messages)) == f"<|bos|>{shown}<|assistant|>"
 
 
 # In the manner of several families: tools as JSON, calls and results, reasoning, a macro, a namespace.

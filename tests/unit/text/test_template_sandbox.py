@@ -11,15 +11,15 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hiserve.errors import ModelError, RequestError
-from hiserve.text.chat_request import ChatRequest
 from hiserve.text.template import TOO_SLOW, ChatTemplate
+from tests.helpers.chats import chat_of
 
 MAX_S = 0.3
 GROW = "{% set ns = namespace(x=START) %}{% for i in range(100) %}{% set ns.x = STEP %}{% endfor %}"
 SHARED = GROW.replace("START", "[1]").replace("STEP", "[ns.x, ns.x]")
 TWIN = SHARED.replace("ns", "y")
 LOOPS = "{% for a in range(100000) %}{% for b in range(100000) %}BODY{% endfor %}{% endfor %}"
-CHAT = ChatRequest(messages=[{"role": "user", "content": "x" * 1000}])
+CHAT = chat_of([{"role": "user", "content": "x" * 1000}])
 
 
 def grow(start: str, step: str) -> str:
@@ -190,7 +190,7 @@ def test_an_ordinary_template_renders_as_in_jinjas_own_sandbox(source: str) -> N
     plain = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     ).from_string(source)
-    assert ChatTemplate(source).render(ChatRequest(messages=MESSAGES)) == plain.render(messages=MESSAGES)
+    assert ChatTemplate(source).render(chat_of(MESSAGES)) == plain.render(messages=MESSAGES)
 
 
 def test_json_is_plain_and_takes_the_options_of_transformers() -> None:
@@ -198,7 +198,7 @@ def test_json_is_plain_and_takes_the_options_of_transformers() -> None:
     expected = (
         json.dumps(MESSAGES[1], ensure_ascii=False) + json.dumps(MESSAGES[2], indent=2, sort_keys=True) + '"\\u00e9"'
     )
-    assert ChatTemplate(source).render(ChatRequest(messages=MESSAGES)) == expected
+    assert ChatTemplate(source).render(chat_of(MESSAGES)) == expected
 
 
 def test_renderings_in_several_threads_have_budgets_of_their_own() -> None:

@@ -1,0 +1,118 @@
+"""A conversation as every protocol's requests are read: turns of parts, and the tools that may be called."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import msgspec
+
+Message = dict[str, Any]
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+class Text(msgspec.Struct, frozen=True, tag="text"):
+    """Words of a turn."""
+
+    text: str
+
+
+class Thought(msgspec.Struct, frozen=True, tag="thought"):
+    """A thought of the assistant before its words."""
+
+    text: str
+
+
+class Call(msgspec.Struct, frozen=True, tag="call"):
+    """A call of a tool by the assistant; ``arguments`` are the text that the model or the client wrote."""
+
+    id: str | None
+    name: str
+    arguments: str
+
+    @property
+    def value(self) -> Any:
+        """The arguments as an object; the text where it spells none."""
+        try:
+            value = json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            return self.arguments
+        return value if isinstance(value, dict) else self.arguments
+
+
+class Result(msgspec.Struct, frozen=True, tag="result"):
+    """The result of the call of this id."""
+
+    id: str | None
+    text: str
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One turn.
+
+    Attributes:
+        role: Who speaks.
+        parts: In order.
+        fields: Other texts that a template may show, such as a name.
+    """
+
+    role: Role
+    parts: tuple[Text | Thought | Call | Result, ...]
+    fields: dict[str, str] = {}
+
+    @property
+    def text(self) -> str:
+        """The words, or the result."""
+        return "".join([part.text for part in self.parts if isinstance(part, Text | Result)])
+
+    @property
+    def message(self) -> Message:
+        """The turn in the form that chat templates take."""
+        made: Message = {"role": self.role, "content": self.text, **self.fields}
+        for part in self.parts:
+            if isinstance(part, Thought):
+                made["reasoning_content"] = made.get("reasoning_content", "") + part.text
+            elif isinstance(part, Result) and part.id is not None:
+                made["tool_call_id"] = part.id
+            elif isinstance(part, Call):
+                call = {"type": "function", "function": {"name": part.name, "arguments": part.value}}
+                made.setdefault("tool_calls", []).append(call if part.id is None else call | {"id": part.id})
+        return made
+
+
+class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+    """The input of the chat template.
+
+    Attributes:
+        turns: In order.
+        tools: OpenAI function tools, or None; they are left out where none may be called.
+        is_single: At most one call a reply.
+        documents: For templates that cite them, or None.
+        template_kwargs: More variables for the template, by name.
+        add_generation_prompt: End the prompt with the start of the assistant's reply.
+        continue_final_message: End the prompt inside the last turn; the model continues it.
+    """
+
+    turns: tuple[Turn, ...]
+    tools: list[dict[str, Any]] | None = None
+    is_single: bool = False
+    documents: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @property
+    def messages(self) -> list[Message]:
+        """The turns in the form that chat templates take."""
+        return [turn.message for turn in self.turns]
+
+    @property
+    def num_chars(self) -> int:
+        """Approximate characters of a prompt that shows every field."""
+        contents = sum(
+            len(part.name) + len(part.arguments) if isinstance(part, Call) else len(part.text)
+            for turn in self.turns
+            for part in turn.parts
+        )
+        more = [self.tools, self.documents, self.template_kwargs]
+        return 16 * len(self.turns) + contents + (len(json.dumps(more)) if any(more) else 0)

@@ -1,0 +1,14 @@
+"""Conversations from messages in OpenAI's form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hiserve.text.chat_request import parse_messages
+from hiserve.text.conversation import Conversation
+
+
+def chat_of(messages: Iterable[dict[str, Any]], **fields: Any) -> Conversation:
+    """Returns a conversation of these messages."""
+    return Conversation(turns=parse_messages(list(messages)), **fields)
