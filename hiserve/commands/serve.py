@@ -240,7 +240,10 @@ async def serve(app: Starlette, handle: EngineHandle, listener: socket.socket, *
             await stop.wait()
             handle.drain()
             copy_until_s = loop.time() + drain_timeout_s
-            logger.info("draining: open requests have %g s to finish", drain_timeout_s)
+            if stop_now.is_set():
+                logger.info("stopping: open requests end now")
+            else:
+                logger.info("draining: open requests have %g s to finish", drain_timeout_s)
             with contextlib.suppress(TimeoutError):  # the others are aborted below
                 await asyncio.wait_for(_unless(stop_now, _idle(handle)), drain_timeout_s)
     finally:

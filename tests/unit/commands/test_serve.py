@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -91,7 +92,10 @@ async def test_sigterm_lets_open_streams_finish_and_refuses_new_ones(running: Ru
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
-async def test_sigint_or_a_second_sigterm_stops_at_once(running: Running, signals: list[signal.Signals]) -> None:
+async def test_sigint_or_a_second_sigterm_stops_at_once(
+    running: Running, signals: list[signal.Signals], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     await running.ready()
     stream = await running.open_stream()
 
@@ -106,6 +110,10 @@ async def test_sigint_or_a_second_sigterm_stops_at_once(running: Running, signal
         await asyncio.sleep(0.05)
     assert '"code":"engine_error"' in await asyncio.wait_for(stream, PATIENCE_S)
     assert await asyncio.wait_for(running.task, PATIENCE_S) == 0
+    first = "stopping: open requests end now" if signals[0] is signal.SIGINT else "draining: open requests have"
+    assert [record.getMessage().startswith(first) for record in caplog.records if record.name == serve.__name__] == [
+        True
+    ]
 
 
 async def test_a_drain_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
