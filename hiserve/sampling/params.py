@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from enum import Enum
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,33 @@ from hiserve.sampling.sampler import MAX_FEW, Biases, Draws, Penalties, Sampling
 
 # Features that a row uses, as bits.
 _BIAS, _PENALTY, _FREE, _FEW, _FILTERED, _MIN_P = (1 << bit for bit in range(6))
+_T = TypeVar("_T")
+
+
+class _Floats(NamedTuple, Generic[_T]):
+    """The columns of type float64: the values of one row, or tensors of several."""
+
+    temperature: _T
+    top_p: _T
+    log_min_p: _T
+    repetition: _T
+    presence: _T
+    frequency: _T
+
+
+class _Ints(NamedTuple, Generic[_T]):
+    """The columns of type int64; an end token may stand from position ``first_end`` on."""
+
+    top_k: _T
+    seed: _T
+    choice: _T
+    num_prompt: _T
+    first_end: _T
+
+
+# Read in each step: no views of the other columns are made.
+_TEMPERATURE = _Floats._fields.index("temperature")
+_SEED, _CHOICE = map(_Ints._fields.index, ("seed", "choice"))
 
 
 class Drawing(Enum):
@@ -37,10 +65,8 @@ class SamplingRows:
     def __init__(self, num_rows: int, device: torch.device, eos_token_ids: Sequence[int] = ()) -> None:
         self._device = device
         self._eos_token_ids = tuple(eos_token_ids)
-        # Temperature, top-p, log of min-p, repetition, presence, frequency.
-        self._floats = torch.zeros((num_rows, 6), dtype=torch.float64, device=device)
-        # Top-k, seed, choice, prompt tokens, first position where an end token may stand.
-        self._ints = torch.zeros((num_rows, 5), dtype=torch.int64, device=device)
+        self._floats = torch.zeros((num_rows, len(_Floats._fields)), dtype=torch.float64, device=device)
+        self._ints = torch.zeros((num_rows, len(_Ints._fields)), dtype=torch.int64, device=device)
         # Biases first, then end tokens.
         width = MAX_BIASES + MAX_STOP_TOKENS + len(self._eos_token_ids)
         self._bias_tokens = torch.zeros((num_rows, width), dtype=torch.int64, device=device)
@@ -96,8 +122,8 @@ class SamplingRows:
 
     def free_draws(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns temperature (float64, 0 for the likeliest token), seed and choice (int64) of some rows, each ``[S]``."""
-        ints = self._ints.index_select(0, rows)
-        return self._floats[:, 0].index_select(0, rows), ints[:, 1].contiguous(), ints[:, 2].contiguous()
+        ints, temperature = self._ints.index_select(0, rows), self._floats[:, _TEMPERATURE].index_select(0, rows)
+        return temperature, ints[:, _SEED].contiguous(), ints[:, _CHOICE].contiguous()
 
     def num_top(self, host_rows: Int32Array) -> int | None:
         """Returns the most likeliest tokens that any of the rows reports per sampled token; None if none does."""
@@ -132,7 +158,7 @@ class SamplingRows:
     def _biases(self, subset: Subset, ints: Tensor, rows: Tensor, position: Tensor) -> Biases:
         mine = subset.take(rows)
         values = self._bias_values.index_select(0, mine)
-        may_end = subset.take(position) >= subset.take(ints)[:, 4]
+        may_end = subset.take(position) >= _Ints(*subset.take(ints).unbind(1)).first_end
         values[:, MAX_BIASES:].masked_fill_(may_end[:, None], 0)
         return Biases(subset, self._bias_tokens.index_select(0, mine), values)
 
@@ -140,16 +166,15 @@ class SamplingRows:
 def _draws(subset: Subset | None, floats: Tensor, ints: Tensor, position: Tensor, has_min_p: bool) -> Draws | None:
     if subset is None:
         return None
-    temperature, top_p, log_min_p, *_ = subset.take(floats).unbind(1)
-    top_k, seed, choice, *_ = subset.take(ints).unbind(1)
+    of_floats, of_ints = _Floats(*subset.take(floats).unbind(1)), _Ints(*subset.take(ints).unbind(1))
     return Draws(
         subset=subset,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        log_min_p=log_min_p if has_min_p else None,
-        seed=seed,
-        choice=choice,
+        temperature=of_floats.temperature,
+        top_k=of_ints.top_k,
+        top_p=of_floats.top_p,
+        log_min_p=of_floats.log_min_p if has_min_p else None,
+        seed=of_ints.seed,
+        choice=of_ints.choice,
         position=subset.take(position),
     )
 
@@ -157,14 +182,14 @@ def _draws(subset: Subset | None, floats: Tensor, ints: Tensor, position: Tensor
 def _penalties(
     subset: Subset, floats: Tensor, ints: Tensor, rows: Tensor, position: Tensor, tokens: Tensor
 ) -> Penalties:
-    *_, repetition, presence, frequency = subset.take(floats).unbind(1)
+    of_floats = _Floats(*subset.take(floats).unbind(1))
     return Penalties(
         subset=subset,
-        repetition=repetition,
-        presence=presence,
-        frequency=frequency,
+        repetition=of_floats.repetition,
+        presence=of_floats.presence,
+        frequency=of_floats.frequency,
         tokens=tokens.index_select(0, subset.take(rows)).long(),
-        num_prompt=subset.take(ints)[:, 3],
+        num_prompt=_Ints(*subset.take(ints).unbind(1)).num_prompt,
         position=subset.take(position),
     )
 
@@ -190,21 +215,27 @@ def _needs(params: SamplingParams, early_ends: tuple[int, ...]) -> int:
     return needs | (_BIAS if params.logit_bias or early_ends else 0)
 
 
-def _floats(params: SamplingParams) -> tuple[float, ...]:
-    return (
-        params.temperature,
-        params.top_p,
-        math.log(params.min_p) if params.min_p > 0 else -math.inf,
-        params.repetition_penalty,
-        params.presence_penalty,
-        params.frequency_penalty,
+def _floats(params: SamplingParams) -> _Floats[float]:
+    return _Floats(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        log_min_p=math.log(params.min_p) if params.min_p > 0 else -math.inf,
+        repetition=params.repetition_penalty,
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
     )
 
 
-def _ints(admit: RowAdmit) -> tuple[int, ...]:
+def _ints(admit: RowAdmit) -> _Ints[int]:
     params = admit.sampling
     assert params.seed is not None, f"row {admit.row} was admitted without a seed"
-    return (max(0, params.top_k), params.seed, admit.choice, admit.num_prompt, admit.num_prompt + params.min_tokens)
+    return _Ints(
+        top_k=max(0, params.top_k),
+        seed=params.seed,
+        choice=admit.choice,
+        num_prompt=admit.num_prompt,
+        first_end=admit.num_prompt + params.min_tokens,
+    )
 
 
 def _or_none(num_top: int | None) -> int:
