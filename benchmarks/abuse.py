@@ -24,10 +24,9 @@ import numpy as np
 from benchmarks.record import RESULTS, Record
 from benchmarks.served import cpu_s, serving
 from hiserve.bench.http import Pool
-from hiserve.bench.load_client import Client
+from hiserve.bench.load_client import NO_USAGE, Client
 from hiserve.bench.online import connected
 from hiserve.bench.options import ConnectionOptions
-from hiserve.bench.server_backends import NO_USAGE
 from hiserve.bench.soak.soak_run import still_open
 from hiserve.bench.workload import Sample
 

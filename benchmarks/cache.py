@@ -25,8 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.conversations import Conversations, copied_pages, counted, input_rate, visit
-from benchmarks.drive import Drive, Seen
+from benchmarks.drive import Conversations, Drive, Seen, copied_pages, counted, input_rate, visit
 from benchmarks.measured import ENGINE
 from benchmarks.record import Record, gpu_parser, judge
 from hiserve import LLM

@@ -261,10 +261,11 @@ def gpu() -> Iterator[Entry]:
         if name in found:
             figures, run = found[name]
             yield said, "; ".join(map(figure_of, figures)), run
-    run = result("attention")
-    barred = [figure for figure in run["figures"] if figure["bar"] is not None]
-    said = "attention with the heads of Llama-8B: time of FlashInfer / time of the Triton kernels"
-    yield said, "; ".join(map(figure_of, barred)), run
+    for path in RESULTS.glob("attention.json"):
+        run = result(path.stem)
+        barred = [figure for figure in run["figures"] if figure["bar"] is not None]
+        said = "attention with the heads of Llama-8B: time of FlashInfer / time of the Triton kernels"
+        yield said, "; ".join(map(figure_of, barred)), run
 
 
 def figures_of(name: str, part: Found) -> list[Found]:

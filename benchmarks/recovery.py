@@ -29,10 +29,9 @@ from benchmarks.measured import SERVER
 from benchmarks.record import Record, gpu_parser, judge, medians
 from benchmarks.served import cpu_s, serving_shape
 from hiserve.bench.http import Pool
-from hiserve.bench.load_client import Client
+from hiserve.bench.load_client import NO_USAGE, Client
 from hiserve.bench.online import connected
 from hiserve.bench.options import ConnectionOptions
-from hiserve.bench.server_backends import NO_USAGE
 from hiserve.bench.workload import Sample
 from hiserve.config.options import make_options
 from hiserve.core.plan import Int32Array

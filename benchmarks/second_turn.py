@@ -17,10 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.measured import SERVER
 from benchmarks.record import RESULTS, Record, judge
 from benchmarks.served import serving
-from hiserve.bench.load_client import Client
+from hiserve.bench.load_client import FINAL_USAGE, Client
 from hiserve.bench.online import ServerUnderTest, connected
 from hiserve.bench.options import ConnectionOptions
-from hiserve.bench.server_backends import FINAL_USAGE
 from hiserve.bench.summary import ttft_s
 from hiserve.bench.target import flush
 from hiserve.bench.workload import Sample

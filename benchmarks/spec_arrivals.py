@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.conversations import gate_between
-from benchmarks.drive import Drive, Seen
+from benchmarks.drive import Drive, Seen, gate_between
 from benchmarks.gpu.sizes import FULL, SEED, TINY, Sizes
 from benchmarks.gpu.spec import widened
 from benchmarks.record import Record

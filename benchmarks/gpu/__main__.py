@@ -27,8 +27,17 @@ from benchmarks.gpu.figures import Figure, table
 from benchmarks.gpu.profiling import measure_profile
 from benchmarks.gpu.sizes import FULL, LARGE, SEED, SMALL, TINY
 from benchmarks.gpu.spec import measure_spec
-from benchmarks.gpu.steps import measure_decode, measure_graphs, measure_overlap, measure_prefill
-from benchmarks.gpu.workloads import measure_chats, measure_conversations, measure_http, measure_peers, measure_traffic
+from benchmarks.gpu.workloads import (
+    measure_chats,
+    measure_conversations,
+    measure_decode,
+    measure_graphs,
+    measure_http,
+    measure_overlap,
+    measure_peers,
+    measure_prefill,
+    measure_traffic,
+)
 from benchmarks.measured import SERVER
 from benchmarks.record import Record, gpu_parser
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.conversations import Conversations
+from benchmarks.drive import Conversations
 from hiserve.models.builtin_shapes import SHAPES
 from hiserve.models.model_config import NANO
 

@@ -15,8 +15,7 @@ import msgspec
 import torch
 
 from benchmarks.gpu.driving import Bench, Part
-from benchmarks.gpu.figures import Figure
-from benchmarks.gpu.limits import CycleLimits
+from benchmarks.gpu.figures import CycleLimits, Figure
 from benchmarks.gpu.sizes import BARS, SEED, SPEC_SHAPES, SpecSizes
 from benchmarks.widen import bundled_heads, widen, widen_head, write, write_head
 from hiserve import LLM

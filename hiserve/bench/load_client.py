@@ -1,22 +1,255 @@
-"""Sends one measured request and writes down what happened to it, whatever it was."""
+"""Sends one measured request, worded for its kind of server, and records its events, failures among them."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
 from hiserve.bench.http import Pool
-from hiserve.bench.server_backends import NO_USAGE, Reader, RequestDefaults, ServerBackend, words_of
 from hiserve.bench.workload import Prompt, Sample
 from hiserve.errors import ConfigError, UnavailableError
 
+# Takes the data of one event and the time it arrived.
+Reader = Callable[[bytes, float], None]
+
+# How much a server counts, from least to most.
+NO_USAGE, FINAL_USAGE, RUNNING_USAGE = range(3)
 DONE = b"[DONE]"
 # An answer to a field that a server does not know.
 REFUSALS = (400, 422)
+
+
+class RequestDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What every request of a run says beside its prompt."""
+
+    model: str
+    temperature: float = 0.0  # sampling temperature; 0 is greedy
+    seed: int | None = None  # of the sampling; None leaves it to the server
+    ignore_eos: bool = False  # generate ``max_tokens`` whatever the model says
+    usage: int = RUNNING_USAGE  # one of ``NO_USAGE``, ``FINAL_USAGE`` and ``RUNNING_USAGE``
+    has_token_ids: bool = False  # ask for the generated token ids
+    cache_salt: str = ""  # prefixes are shared among requests of the same salt; empty for none
+
+
+class ServerBackend(Protocol):
+    """One kind of server."""
+
+    path: str
+
+    def takes(self, prompt: Prompt) -> bool:
+        """Says whether such a prompt can be sent."""
+
+    def body(self, prompt: Prompt, max_tokens: int, asking: RequestDefaults) -> dict[str, Any]:
+        """Returns the body of a streaming request."""
+
+    def reader(self, sample: Sample) -> Reader:
+        """Returns what writes the events of one reply into ``sample``.
+
+        The reader raises ``msgspec.DecodeError`` for an event it cannot read.
+        """
+
+
+class _Miss(msgspec.Struct):
+    reason: str = ""
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+    cached_tokens_details: dict[str, Any] | None = None
+    cache_miss: _Miss | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = -1
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class OpenAIBackend:
+    """``/v1/completions`` or ``/v1/chat/completions``."""
+
+    def __init__(self, *, is_chat: bool) -> None:
+        self.path = "/v1/chat/completions" if is_chat else "/v1/completions"
+        self._is_chat = is_chat
+        self._decoder = msgspec.json.Decoder(_Event)
+
+    def takes(self, prompt: Prompt) -> bool:
+        """Chats take messages and texts, completions texts and token ids."""
+        return not isinstance(prompt, np.ndarray if self._is_chat else list)
+
+    def body(self, prompt: Prompt, max_tokens: int, asking: RequestDefaults) -> dict[str, Any]:
+        """Builds a request; options without a value are left out."""
+        body: dict[str, Any] = {"model": asking.model}
+        if self._is_chat:
+            body["messages"] = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        else:
+            body["prompt"] = prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
+        body |= {"max_tokens": max_tokens, "temperature": asking.temperature, "stream": True}
+        if asking.usage:
+            running = {"continuous_usage_stats": True} if asking.usage == RUNNING_USAGE else {}
+            body["stream_options"] = {"include_usage": True} | running
+        body |= {} if asking.seed is None else {"seed": asking.seed}
+        body |= {"ignore_eos": True} if asking.ignore_eos else {}
+        body |= {"return_token_ids": True} if asking.has_token_ids else {}
+        return body | _salt(asking)
+
+    def reader(self, sample: Sample) -> Reader:
+        return partial(self._take, sample)
+
+    def _take(self, sample: Sample, data: bytes, now: float) -> None:
+        event = self._decoder.decode(data)
+        if event.error is not None:
+            sample.num_ends += 1
+            sample.fail("error event", words_of(event.error), now)
+            return
+        if event.usage is not None:
+            _count(sample, event.usage)
+        for choice in event.choices:
+            delta = choice.delta
+            has_text = choice.text or (delta is not None and (delta.content or delta.reasoning_content))
+            if has_text:
+                sample.chunk_s.append(now)
+                sample.chunk_texts.append(choice.text or (delta is not None and delta.content) or "")
+                told = event.usage is not None and event.usage.completion_tokens is not None
+                sample.chunk_tokens.append(sample.num_output if told else -1)
+            if choice.token_ids:
+                sample.output_ids += choice.token_ids
+            if choice.finish_reason is not None:
+                sample.finish = choice.finish_reason
+                sample.num_ends += 1
+            if has_text or choice.finish_reason is not None:
+                sample.end_s = now
+
+
+def _count(sample: Sample, usage: _Usage) -> None:
+    if usage.completion_tokens is None:
+        return
+    sample.has_usage = True
+    sample.num_prompt, sample.num_output = usage.prompt_tokens, usage.completion_tokens
+    details = usage.prompt_tokens_details
+    if details is not None and details.cached_tokens is not None:
+        sample.num_cached = details.cached_tokens
+        sample.cached_by_tier = _by_tier(details.cached_tokens_details)
+        sample.miss = details.cache_miss.reason if details.cache_miss else ""
+
+
+def _by_tier(told: dict[str, Any] | None) -> dict[str, int]:
+    """Reads tokens by tier; what SGLang calls storage is the store."""
+    counts = {"store" if name == "storage" else name: count for name, count in (told or {}).items()}
+    return {name: count for name, count in counts.items() if isinstance(count, int)}
+
+
+def _salt(asking: RequestDefaults) -> dict[str, str]:
+    return {"cache_salt": asking.cache_salt} if asking.cache_salt else {}
+
+
+class _Finish(msgspec.Struct):
+    type: str = ""
+
+
+class _Meta(msgspec.Struct):
+    prompt_tokens: int = -1
+    completion_tokens: int | None = None
+    cached_tokens: int = -1
+    cached_tokens_details: dict[str, Any] | None = None
+    finish_reason: _Finish | None = None
+
+
+class _Generated(msgspec.Struct):
+    text: str = ""
+    output_ids: list[int] = []
+    meta_info: _Meta | None = None
+    error: Any = None
+
+
+class GenerateBackend:
+    """SGLang's native ``/generate``: each event repeats the whole text so far."""
+
+    path = "/generate"
+
+    def takes(self, prompt: Prompt) -> bool:
+        """Takes texts and token ids."""
+        return not isinstance(prompt, list)
+
+    def body(self, prompt: Prompt, max_tokens: int, asking: RequestDefaults) -> dict[str, Any]:
+        """Words a request; usage comes unasked."""
+        given = {"input_ids": prompt.tolist()} if isinstance(prompt, np.ndarray) else {"text": prompt}
+        sampling = {"max_new_tokens": max_tokens, "temperature": asking.temperature, "ignore_eos": asking.ignore_eos}
+        return {**given, "sampling_params": sampling, "stream": True, **_salt(asking)}
+
+    def reader(self, sample: Sample) -> Reader:
+        return _GrowingText(sample).take
+
+
+class _GrowingText:
+    """Tells what is new in each event."""
+
+    def __init__(self, sample: Sample) -> None:
+        self._sample = sample
+        self._num_chars = 0
+        self._decoder = msgspec.json.Decoder(_Generated)
+
+    def take(self, data: bytes, now: float) -> None:
+        event, sample = self._decoder.decode(data), self._sample
+        if event.error is not None:
+            sample.num_ends += 1
+            sample.fail("error event", words_of(event.error), now)
+            return
+        meta = event.meta_info or _Meta()
+        told = meta.completion_tokens is not None
+        if meta.completion_tokens is not None:
+            sample.has_usage = True
+            sample.num_prompt, sample.num_output = meta.prompt_tokens, meta.completion_tokens
+            sample.num_cached = meta.cached_tokens
+            sample.cached_by_tier = _by_tier(meta.cached_tokens_details)
+        if len(event.text) > self._num_chars:
+            sample.chunk_s.append(now)
+            sample.chunk_texts.append(event.text[self._num_chars :])
+            sample.chunk_tokens.append(sample.num_output if told else -1)
+        if len(event.text) > self._num_chars or meta.finish_reason is not None:
+            sample.end_s = now
+        self._num_chars = len(event.text)
+        sample.output_ids = event.output_ids
+        if meta.finish_reason is not None:
+            sample.finish = meta.finish_reason.type
+            sample.num_ends += 1
+
+
+def words_of(answer: Any) -> str:
+    while isinstance(answer, dict):
+        answer = next((answer[key] for key in ("error", "message", "detail") if answer.get(key)), str(answer))
+    return " ".join(str(answer).split())[:300]
+
+
+BACKENDS: dict[str, Callable[[], ServerBackend]] = {
+    "openai": lambda: OpenAIBackend(is_chat=False),
+    "openai-chat": lambda: OpenAIBackend(is_chat=True),
+    "generate": GenerateBackend,
+}
 
 
 class Client:

@@ -13,7 +13,7 @@ from hiserve.bench.datasets.recorded import agent_sessions, chats, conversation_
 from hiserve.bench.datasets.synthetic import check_fits, conversations, random_prompts, shared_prefixes
 from hiserve.bench.http import Pool
 from hiserve.bench.load import Begin, SoFar, arrivals, drive
-from hiserve.bench.load_client import Client
+from hiserve.bench.load_client import BACKENDS, Client, RequestDefaults
 from hiserve.bench.options import (
     SYNTHETIC,
     ConnectionOptions,
@@ -24,7 +24,6 @@ from hiserve.bench.options import (
     chosen,
     filled,
 )
-from hiserve.bench.server_backends import BACKENDS, RequestDefaults
 from hiserve.bench.target import Counter, Target, flush, look_at, make_counter
 from hiserve.bench.workload import Run, Workload, mirrored
 from hiserve.errors import ConfigError

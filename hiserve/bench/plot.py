@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from hiserve.bench.cache_summary import KINDS, TIERS, Held, kind_of, tiers_of
 from hiserve.bench.report import usual_source
-from hiserve.bench.spec_run import Found
-from hiserve.bench.spec_summary import Case, CycleCost, acceptance, drafts_of, figures_of
+from hiserve.bench.spec_run import Case, CycleCost, Found, acceptance, drafts_of, figures_of
 from hiserve.bench.summary import (
     Round,
     chunk_gaps_s,

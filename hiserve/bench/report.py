@@ -14,8 +14,7 @@ from hiserve.bench.cache_summary import CacheSummary
 from hiserve.bench.equality import MAX_SHARE, over_all
 from hiserve.bench.offline import OfflineSummary
 from hiserve.bench.soak.soak_summary import SoakFigures
-from hiserve.bench.spec_run import Found
-from hiserve.bench.spec_summary import Case, CycleCost, acceptance, crossover, drafts_of, figures_of
+from hiserve.bench.spec_run import Case, CycleCost, Found, acceptance, crossover, drafts_of, figures_of
 from hiserve.bench.summary import Goodput, Round, Spread, Summary
 from hiserve.bench.workload import Run, Workload
 from hiserve.core.usage import DraftUse

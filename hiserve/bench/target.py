@@ -9,9 +9,8 @@ import msgspec
 import numpy as np
 
 from hiserve.bench.http import Pool
-from hiserve.bench.load_client import Client
+from hiserve.bench.load_client import Client, words_of
 from hiserve.bench.scrape import page_size_of, scrape
-from hiserve.bench.server_backends import words_of
 from hiserve.bench.workload import Sample
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ConfigError, ModelError, NotFoundError, UnavailableError

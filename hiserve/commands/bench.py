@@ -44,8 +44,7 @@ from hiserve.bench.plot import Plotter, draw_cache, draw_spec
 from hiserve.bench.record import about, discard_empty, prepare, raw, write
 from hiserve.bench.report import show_cache, show_soak, show_spec
 from hiserve.bench.soak.soak_run import soak
-from hiserve.bench.spec_run import sweep_engines
-from hiserve.bench.spec_summary import figures_of
+from hiserve.bench.spec_run import figures_of, sweep_engines
 from hiserve.bench.summary import Summary, by_round, goodput, num_without_ids, parse_objectives, summarize
 from hiserve.bench.workload import Run
 from hiserve.commands.progress import progress

@@ -17,7 +17,7 @@ import pytest
 from hiserve.bench.options import SoakOptions
 from hiserve.bench.record import about
 from hiserve.bench.soak.soak_run import SoakOutcome, soak
-from hiserve.bench.soak.stream_oracle import REFUSALS
+from hiserve.bench.soak.soak_summary import REFUSALS
 from hiserve.config.options import Options, make_options
 
 LONG_S = 2000.0

@@ -13,7 +13,7 @@ from hiserve import cli
 from hiserve.bench.load import Advance
 from hiserve.bench.options import SoakOptions
 from hiserve.bench.soak.soak_run import SoakOutcome, soak
-from hiserve.bench.soak.stream_oracle import REFUSALS
+from hiserve.bench.soak.soak_summary import REFUSALS
 from hiserve.config.options import make_options
 from tests.e2e.live import serve
 

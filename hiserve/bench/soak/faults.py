@@ -18,8 +18,8 @@ import numpy as np
 from hiserve.bench.http import Pool
 from hiserve.bench.options import Fault, SoakOptions
 from hiserve.bench.soak.server_process import RunningServer
-from hiserve.bench.soak.stream_oracle import Window
 from hiserve.bench.soak.users import Users
+from hiserve.bench.workload import Sample
 from hiserve.cache.storage.records import NO_CHECKSUM, PageState
 from hiserve.cache.storage.segment import Segment, segment_path
 from hiserve.config.options import Options
@@ -134,6 +134,17 @@ def _flip_store(folder: Path, rng: np.random.Generator) -> str:
             file.write(bytes([byte ^ 1 << int(rng.integers(8))]))
             num_flipped += 1
     return f"a bit in each of {num_flipped} files" if num_flipped else ""
+
+
+class Window(msgspec.Struct, frozen=True):
+    """From a fault to the first token after it, on the clock of the samples."""
+
+    begin_s: float  # it struck
+    end_s: float  # tokens came again; infinite while they do not
+    may_fail: bool  # streams that were open in between may end with an error
+
+    def overlaps(self, sample: Sample) -> bool:
+        return sample.begin_s <= self.end_s and self.begin_s <= sample.end_s
 
 
 class FaultRecovery(msgspec.Struct, kw_only=True):

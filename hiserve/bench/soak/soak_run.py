@@ -19,8 +19,7 @@ from hiserve.bench.options import SoakOptions
 from hiserve.bench.scrape import increases, scrape
 from hiserve.bench.soak.faults import FaultInjector, possible
 from hiserve.bench.soak.server_process import PROGRAM, RunningServer, start
-from hiserve.bench.soak.soak_summary import SAMPLE_S, ProcessMonitor, SoakFigures, figures
-from hiserve.bench.soak.stream_oracle import StreamOracle
+from hiserve.bench.soak.soak_summary import SAMPLE_S, ProcessMonitor, SoakFigures, StreamOracle, figures
 from hiserve.bench.soak.users import Questions, Reference, Sender, Users, build
 from hiserve.bench.target import Target, look_at
 from hiserve.config.options import Options

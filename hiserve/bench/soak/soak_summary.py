@@ -1,4 +1,4 @@
-"""The figures of a soak, among them the memory and files of each process over time."""
+"""The verdict on each stream of a soak, and the figures of all, among them memory and files of each process over time."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ import msgspec
 import numpy as np
 
 from hiserve.bench.options import SoakOptions
-from hiserve.bench.soak.faults import FaultRecovery
-from hiserve.bench.soak.stream_oracle import StreamOracle, judge_bad
-from hiserve.bench.soak.users import SentQuestion
+from hiserve.bench.soak.faults import FaultRecovery, Window
+from hiserve.bench.soak.users import Reference, SentQuestion
 from hiserve.bench.summary import Spread, spread, tpot_s, ttft_s, values_of
 from hiserve.bench.workload import Sample
 
+# A refusal is no failure: the server says when to come again.
+REFUSALS = {
+    "http 429": "refused, the queue was full (429)",
+    "http 503": "refused, the engine was not ready (503)",
+}
 MIB = 2**20
 SAMPLE_S = 1.0
 WARM_UP = 0.3  # of a life
@@ -25,6 +29,64 @@ MAX_WARM_UP_S = 300.0
 JUDGED_S = 600.0  # after the warm-up; a shorter run is reported and not judged
 MIN_SAMPLES = 5
 MAX_VIOLATIONS = 50
+
+
+class StreamVerdict(msgspec.Struct, frozen=True):
+    """What became of a request."""
+
+    outcome: str  # in a word or two, for counting
+    violation: str = ""  # what must not be; empty if all is well
+
+
+class StreamOracle:
+    """Judges requests that have ended."""
+
+    def __init__(self, references: Sequence[Reference], *, is_exact: bool) -> None:
+        self._references = references
+        self._is_exact = is_exact
+
+    def judge(self, asked: SentQuestion, windows: Sequence[Window]) -> StreamVerdict:
+        """Returns what became of a request that has ended, and whether it may be so beside these faults."""
+        sample, reference = asked.sample, self._references[asked.question]
+        is_same = sample.output_ids == reference.ids[: len(sample.output_ids)]
+        if not is_same and self._is_exact:
+            return StreamVerdict("other tokens", f"{sample.output_ids} where {reference.ids} was expected")
+        if sample.num_ends > 1:
+            return StreamVerdict("ended again", f"the stream ended {sample.num_ends} times")
+        if sample.error:
+            return _failed(asked, any(window.may_fail and window.overlaps(sample) for window in windows))
+        if not sample.finish:
+            assert asked.way == "cancelled", f"neither an end nor an error: {sample}"
+            return StreamVerdict("left by the user")
+        if not is_same:
+            return StreamVerdict("answered, other tokens")
+        if sample.finish == "abort":
+            return StreamVerdict("cut at the server's time limit")
+        if self._is_exact and (len(sample.output_ids), sample.finish) != (len(reference.ids), reference.finish):
+            got = f"{len(sample.output_ids)} tokens ({sample.finish})"
+            return StreamVerdict("cut short", f"{got} where {len(reference.ids)} ({reference.finish}) were expected")
+        return StreamVerdict("answered")
+
+
+def judge_bad(sample: Sample) -> StreamVerdict:
+    if sample.error:
+        return StreamVerdict("malformed, lost", f"{sample.error}: {sample.detail}")
+    if refusal := REFUSALS.get(f"http {sample.status}"):
+        return StreamVerdict(refusal)
+    if 400 <= sample.status < 500:
+        return StreamVerdict("malformed, told so")
+    return StreamVerdict("malformed, mistaken", f"a malformed request was answered {sample.status}")
+
+
+def _failed(asked: SentQuestion, is_excused: bool) -> StreamVerdict:
+    sample = asked.sample
+    if sample.error in REFUSALS and not sample.output_ids:
+        return StreamVerdict(REFUSALS[sample.error])
+    if sample.error == "error event" and is_excused:
+        return StreamVerdict("failed by a fault")
+    if asked.way == "slow" and sample.error in ("connection", "incomplete"):
+        return StreamVerdict("slow reader cut off")
+    return StreamVerdict(sample.error, f"{sample.error}: {sample.detail}")
 
 
 class ProcessHistory(msgspec.Struct, kw_only=True):

@@ -15,9 +15,8 @@ import numpy as np
 from hiserve.bench.datasets.recorded import Dialogue, read_lines
 from hiserve.bench.datasets.synthetic import draw_tokens
 from hiserve.bench.http import Pool
-from hiserve.bench.load_client import Client
+from hiserve.bench.load_client import Client, OpenAIBackend, RequestDefaults, words_of
 from hiserve.bench.options import SoakOptions
-from hiserve.bench.server_backends import OpenAIBackend, RequestDefaults, words_of
 from hiserve.bench.spec_engine import HELD_OUT
 from hiserve.bench.target import Target
 from hiserve.bench.workload import Prompt, Sample, Turn

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from hiserve.bench.http import Pool
-from hiserve.bench.load_client import Client
-from hiserve.bench.server_backends import BACKENDS, FINAL_USAGE, NO_USAGE, RUNNING_USAGE, RequestDefaults, words_of
+from hiserve.bench.load_client import BACKENDS, FINAL_USAGE, NO_USAGE, RUNNING_USAGE, Client, RequestDefaults, words_of
 from hiserve.bench.summary import chunk_gaps_s, ttft_s
 from hiserve.bench.workload import Prompt, Sample
 from hiserve.errors import ConfigError, UnavailableError

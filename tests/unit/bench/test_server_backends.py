@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from hiserve.bench.server_backends import BACKENDS, RequestDefaults
+from hiserve.bench.load_client import BACKENDS, RequestDefaults
 from hiserve.bench.workload import Sample
 
 

@@ -12,8 +12,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from hiserve.bench.http import Pool
-from hiserve.bench.load_client import Client
-from hiserve.bench.server_backends import BACKENDS, RequestDefaults
+from hiserve.bench.load_client import BACKENDS, Client, RequestDefaults
 from hiserve.bench.target import Target, flush, look_at, make_counter
 from hiserve.errors import ConfigError, ModelError, NotFoundError, UnavailableError
 from hiserve.models.model_config import NANO, find_model

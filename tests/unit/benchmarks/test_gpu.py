@@ -11,8 +11,7 @@ import pytest
 
 from benchmarks import readme
 from benchmarks.gpu.driving import Bench
-from benchmarks.gpu.figures import Figure, replays, share_of_eligible, share_replayed, table
-from benchmarks.gpu.limits import Limits
+from benchmarks.gpu.figures import Figure, Limits, replays, share_of_eligible, share_replayed, table
 from benchmarks.gpu.profiling import NUM_STEPS, on_device
 from benchmarks.gpu.sizes import FULL, PEER_CEILINGS, TINY
 from benchmarks.gpu.workloads import against_peer
@@ -142,6 +141,6 @@ def test_the_readme_tells_the_later_run_of_a_part_and_flags_what_missed_its_bar(
     write("gpu", 0.9)
     write("gpu_later", 0.5)
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    ((what, figure, where),) = readme.gpu()
-    assert "Llama-8B" in what and "`gpu_later`" in where
+    ((what, figure, run),) = readme.gpu()
+    assert "Llama-8B" in what and run["command"] == "gpu_later"
     assert figure == "1 x 1024: 4.2 ms, 0.50 (≥ 0.75: missed); 8: 5 ms, 0.80 (≥ 0.75)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from safetensors.torch import load_file
 
-from benchmarks.gpu.limits import CycleLimits, Limits
+from benchmarks.gpu.figures import CycleLimits, Limits
 from benchmarks.gpu.sizes import BARS, LARGE, TINY
 from benchmarks.gpu.spec import Held, adaptive, same_tokens
 from benchmarks.widen import bundled_heads

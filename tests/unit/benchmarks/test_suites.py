@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.conversations import Conversations, gate_between, visit
+from benchmarks.drive import Conversations, gate_between, visit
 from benchmarks.record import Record, gpu_parser
 from hiserve.bench.http import Pool
-from hiserve.bench.load_client import Client
-from hiserve.bench.server_backends import BACKENDS, RequestDefaults
+from hiserve.bench.load_client import BACKENDS, Client, RequestDefaults
 
 
 def test_a_record_holds_what_is_said_of_the_run_and_every_figure_that_was_there_when_it_was_saved(

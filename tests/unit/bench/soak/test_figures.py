@@ -9,8 +9,15 @@ import pytest
 
 from hiserve.bench.options import SoakOptions
 from hiserve.bench.soak.faults import FaultRecovery
-from hiserve.bench.soak.soak_summary import MIB, ProcessHistory, ProcessMonitor, SoakFigures, figures, growth
-from hiserve.bench.soak.stream_oracle import StreamOracle
+from hiserve.bench.soak.soak_summary import (
+    MIB,
+    ProcessHistory,
+    ProcessMonitor,
+    SoakFigures,
+    StreamOracle,
+    figures,
+    growth,
+)
 from hiserve.bench.soak.users import Reference, SentQuestion
 from hiserve.bench.workload import Sample
 

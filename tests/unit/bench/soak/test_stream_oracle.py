@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from hiserve.bench.soak.stream_oracle import StreamOracle, Window, judge_bad
+from hiserve.bench.soak.faults import Window
+from hiserve.bench.soak.soak_summary import StreamOracle, judge_bad
 from hiserve.bench.soak.users import Reference, SentQuestion, Way
 from hiserve.bench.workload import Sample
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hiserve.bench.cache_loads import Requests, build
+from hiserve.bench.cache_run import Requests, build
 from hiserve.bench.datasets.recorded import shortened
 from hiserve.bench.options import CacheLoadOptions, filled
 from hiserve.bench.target import Encoder, Target
