@@ -26,6 +26,7 @@ from hiserve.config.serving import Server
 from hiserve.core.digest import namespace_digest
 from hiserve.core.resolve import Resolved
 from hiserve.errors import ResourceError
+from hiserve.grammar.vet import Vetting
 from hiserve.launch import prepare
 from hiserve.models.config_fields import read_json
 from hiserve.models.model_config import ModelConfig
@@ -152,6 +153,7 @@ def build_app(handle: EngineHandle, folder: Path, model: ModelConfig, resolved: 
     return create_app(
         handle=handle,
         encoder=encoder,
+        vetting=Vetting(folder, model.vocab_size, model.eos_token_ids),
         token_bytes=frontend.token_bytes,
         abilities=frontend.abilities,
         metrics=Metrics(name, page_size=settings.cache.page_size, compat=settings.server.metrics_compat),

@@ -112,6 +112,15 @@ class Matcher:
                 return None if inner.is_error() else index
         return None
 
+    def mask(self, words: Int32Array) -> None:
+        """Writes the mask of this place into ``words``, int32 ``[ceil(vocab_size / WORD_BITS)]``, in this thread."""
+        self._inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+
+    @property
+    def has_no_text(self) -> bool:
+        """Whether it has failed because no text gets any further."""
+        return self.error.startswith("NoExtension")
+
     @property
     def error(self) -> str:
         """Why it has failed, in the library's words; empty if it has not."""

@@ -104,6 +104,58 @@ class ChildProcess:
                 self._process.send_signal(number)
 
 
+class JobProcess:
+    """A child process that does one job at a time. It is started with the first, and again after it has ended.
+
+    Args:
+        command: As for ``ChildProcess``.
+        setup: The first message to each process.
+    """
+
+    def __init__(self, command: Sequence[str], setup: bytes) -> None:
+        self._command = command
+        self._setup = setup
+        self._child: ChildProcess | None = None
+        self._ended: asyncio.Task[str] | None = None
+        self._answer: asyncio.Future[Frames] | None = None
+        self._is_retired = False
+
+    async def do(self, frames: Frames) -> Frames | None:
+        """Sends one job and returns the answer; None if the process ended instead.
+
+        Raises:
+            ResourceError: As ``ChildProcess.start``.
+        """
+        if self._is_retired or self._ended is None or self._ended.done():
+            await self.end()
+            self._is_retired = False
+            self._child = await ChildProcess.start(self._command, self._take)
+            self._ended = asyncio.create_task(self._child.wait())
+            self._child.send([self._setup])
+        assert self._child is not None and self._ended is not None, "just started"
+        self._answer = asyncio.get_running_loop().create_future()
+        self._child.send(frames)
+        await asyncio.wait((self._answer, self._ended), return_when=asyncio.FIRST_COMPLETED)
+        return self._answer.result() if self._answer.done() else None
+
+    def retire(self) -> None:
+        """Ends the process, which is not waited for; the next job starts another."""
+        self._is_retired = True
+        if self._child is not None:
+            self._child.kill()
+
+    async def end(self) -> None:
+        """Ends the process if it runs."""
+        if self._child is not None and self._ended is not None:
+            self._child.kill()
+            await asyncio.wait((self._ended,))
+
+    def _take(self, messages: list[Frames]) -> None:
+        for frames in messages:
+            assert self._answer is not None and not self._answer.done(), "an answer without a job"
+            self._answer.set_result(frames)
+
+
 async def wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:
     """Waits for an event, at most ``timeout_s`` seconds; returns whether it is set."""
     with contextlib.suppress(TimeoutError):

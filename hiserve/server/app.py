@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hiserve.core.resolve import Resolved
 from hiserve.errors import HiserveError
+from hiserve.grammar.vet import Vetting
 from hiserve.server.admin import AdminRoutes
 from hiserve.server.auth import Auth, AuthMiddleware
 from hiserve.server.browser_pages import PageRoutes
@@ -46,6 +47,7 @@ def create_app(
     *,
     handle: EngineHandle,
     encoder: PromptEncoder,
+    vetting: Vetting,
     token_bytes: TokenBytes,
     abilities: Abilities,
     metrics: Metrics,
@@ -62,6 +64,7 @@ def create_app(
     Args:
         handle: Starts and stops the engine.
         encoder: Encodes prompts; closed at the end.
+        vetting: Tries out grammars; closed at the end.
         token_bytes: Makes detokenizers.
         abilities: Read replies to conversations.
         metrics: Counts requests.
@@ -76,7 +79,7 @@ def create_app(
     is_strict = server.strict_fields
     max_model_len = resolved.settings.model.max_model_len
     bodies = BodyReader(encoder.helpers, Sizes(model.vocab_size, max_model_len), model.name, is_strict=is_strict)
-    front = FrontEnd(handle, bodies, encoder, format_threads, token_bytes, abilities, metrics, model)
+    front = FrontEnd(handle, bodies, encoder, format_threads, token_bytes, abilities, metrics, model, vetting)
     endpoints = [
         *OpenAIRoutes(front).routes(),
         *NativeRoutes(front).routes(),
@@ -90,7 +93,7 @@ def create_app(
     app = Starlette(
         routes=endpoints,
         exception_handlers={HTTPException: _no_route, ClientDisconnect: _gone},
-        lifespan=_lifespan(handle, encoder, format_threads),
+        lifespan=_lifespan(handle, encoder, vetting, format_threads),
     )
     app.router.redirect_slashes = False
     # The middleware that is added last gets a request first.
@@ -101,7 +104,7 @@ def create_app(
 
 
 def _lifespan(
-    handle: EngineHandle, encoder: PromptEncoder, format_threads: FairThreads
+    handle: EngineHandle, encoder: PromptEncoder, vetting: Vetting, format_threads: FairThreads
 ) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -111,6 +114,7 @@ def _lifespan(
         finally:
             await handle.close()
             await encoder.close()
+            await vetting.close()
             format_threads.close()
 
     return lifespan

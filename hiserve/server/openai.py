@@ -16,6 +16,7 @@ from hiserve.errors import NotFoundError
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.auth import caller_of
 from hiserve.server.generation import Choices, Generation, OutputDelta, Remember, RequestContext, generations
+from hiserve.server.grammar_fields import constrain
 from hiserve.server.logprobs import check_prompt_scores
 from hiserve.server.openai_format import ChatFormatter, CompletionFormatter, ReplyFormatter, events
 from hiserve.server.openai_types import (
@@ -27,7 +28,7 @@ from hiserve.server.openai_types import (
     ModelList,
     OpenAIFields,
 )
-from hiserve.server.reply_format import envelope, json_response
+from hiserve.server.reply_format import envelope, json_response, warned
 from hiserve.server.request_body import Body
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
 from hiserve.server.sampling_fields import fit_context
@@ -39,7 +40,6 @@ from hiserve.text.request_json import decode
 
 CHAT = Body("ChatCompletionRequest", (ChatOptions, ChatFields))
 COMPLETION = Body("CompletionRequest", (CompletionRequest,))
-WARNING_HEADER = "x-hiserve-warning"
 HIDDEN_TOOLS = "the chat template of this model does not show tools: the model cannot see the tools of this request"
 
 
@@ -70,6 +70,7 @@ class OpenAIRoutes:
         asked = decode(body, ChatOptions)
         sampling, chat = asked.sampling(self._model), parse_chat(body)
         engine = front.handle.require()
+        sampling, warning = await constrain(front.vetting, request, sampling, asked.constraint)
         context = context_of(request, asked.cache_salt, asked.priority, asked.rid)
         encoding = front.encoder.encode_chat(
             chat,
@@ -89,8 +90,8 @@ class OpenAIRoutes:
         response = await self._answer(request, engine, asked, choices, formatter)
         if front.encoder.hides_tools(chat):
             front.metrics.hidden_tools.inc()
-            response.headers[WARNING_HEADER] = HIDDEN_TOOLS
-        return response
+            warning = "; ".join(filter(None, (warning, HIDDEN_TOOLS)))
+        return warned(response, warning)
 
     async def completions(self, request: Request) -> Response:
         """Continues texts or lists of token ids."""
@@ -98,6 +99,7 @@ class OpenAIRoutes:
         asked = decode(await front.bodies.read(request, COMPLETION), CompletionRequest)
         sampling, given = asked.sampling(self._model), asked.prompts(self._model.vocab_size)
         engine = front.handle.require()
+        sampling, warning = await constrain(front.vetting, request, sampling, asked.constraint)
         context = context_of(request, asked.cache_salt, asked.priority, asked.rid)
         encoding = self._encode(given, asked, engine.max_model_len, context.caller)
         prompts = await cancel_on_disconnect(request.receive, encoding)
@@ -106,7 +108,7 @@ class OpenAIRoutes:
         is_whole = asked.truncate_prompt_tokens is None
         texts = [prompt if isinstance(prompt, str) and is_whole else None for prompt in given]
         formatter = CompletionFormatter(head, asked, front.token_bytes, texts)
-        return await self._answer(request, engine, asked, choices, formatter)
+        return warned(await self._answer(request, engine, asked, choices, formatter), warning)
 
     async def models(self, _: Request) -> Response:
         """Lists the one served model."""

@@ -12,8 +12,9 @@ from hiserve.config.serving import MAX_INT32
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
 from hiserve.errors import RequestError
+from hiserve.server.grammar_fields import OpenAIGrammarFields
 from hiserve.server.reply_format import ServedModel, Usage
-from hiserve.server.sampling_fields import Limits, Name, Priority, SamplingFields, TokenId, range_of
+from hiserve.server.sampling_fields import Limits, Name, Priority, TokenId, range_of
 from hiserve.text.body_parser import MAX_PROMPTS, parse_prompt
 from hiserve.text.request_json import union
 
@@ -41,7 +42,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
+class OpenAIFields(OpenAIGrammarFields, frozen=True, kw_only=True):
     """The fields that chat and text completions share."""
 
     model: str | None = None

@@ -14,6 +14,8 @@ from hiserve.core.request import SamplingParams
 from hiserve.core.usage import CacheUse, DraftUse
 from hiserve.server.generation import Choices
 
+WARNING_HEADER = "x-hiserve-warning"
+
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """The model as clients see it.
@@ -116,6 +118,13 @@ def draft_details(drafts: DraftUse) -> SpecTokensDetails:
 def cache_miss(cached: CacheUse) -> CacheMiss | None:
     """Returns the reason why no more of a prompt was cached; None if the prompt was not looked up."""
     return CacheMiss(cached.miss, cached.miss_at) if cached.miss else None
+
+
+def warned(response: Response, warning: str) -> Response:
+    """Returns the response with a header for what it does not do as asked; unchanged for an empty text."""
+    if warning:
+        response.headers[WARNING_HEADER] = warning
+    return response
 
 
 def json_response(content: Any) -> Response:

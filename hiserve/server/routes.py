@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
+from hiserve.grammar.vet import Vetting
 from hiserve.server.auth import caller_of, namespace_of, tag_of
 from hiserve.server.engine_handle import EngineHandle
 from hiserve.server.generation import RequestContext
@@ -84,6 +85,7 @@ class FrontEnd(NamedTuple):
         abilities: Read replies to conversations.
         metrics: Counts requests.
         model: The served model.
+        vetting: Tries out grammars.
     """
 
     handle: EngineHandle
@@ -94,6 +96,7 @@ class FrontEnd(NamedTuple):
     abilities: Abilities
     metrics: Metrics
     model: ServedModel
+    vetting: Vetting
 
 
 def context_of(request: Request, salt: str | None, priority: int | None, rid: str | None) -> RequestContext:

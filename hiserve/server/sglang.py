@@ -18,8 +18,9 @@ from hiserve.core.request import FinishReason
 from hiserve.errors import RequestError
 from hiserve.server.auth import caller_of
 from hiserve.server.generation import Choices, Generation, OutputDelta, generations, nothing
+from hiserve.server.grammar_fields import constrain
 from hiserve.server.logprobs import Scored, Spell, check_prompt_scores, scored_prompt, token_text, unpack
-from hiserve.server.reply_format import cache_miss, spec_details
+from hiserve.server.reply_format import cache_miss, spec_details, warned
 from hiserve.server.request_body import Body
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
 from hiserve.server.sampling_fields import fit_context
@@ -63,6 +64,11 @@ class NativeRoutes:
         asked = decode(body, GenerateRequest)
         prompts = asked.prompts(front.model)
         engine = front.handle.require()
+        warnings = set[str]()
+        for index, one in enumerate(prompts):
+            sampling, warning = await constrain(front.vetting, request, one.sampling, one.constraint)
+            prompts[index] = msgspec.structs.replace(one, sampling=sampling)
+            warnings.add(warning)
         encoding = self._encode(prompts, engine.max_model_len, caller_of(request).number)
         encoded = await cancel_on_disconnect(request.receive, encoding)
         num_scores = (one.num_prompt_scores(len(prompt)) for one, prompt in zip(prompts, encoded, strict=True))
@@ -81,7 +87,8 @@ class NativeRoutes:
             return _events(parts, formatters, in_thread, has_index=is_list)
 
         threads = front.format_threads
-        return await answer(request, engine, choices, threads, whole=whole, events=stream if asked.stream else None)
+        response = await answer(request, engine, choices, threads, whole=whole, events=stream if asked.stream else None)
+        return warned(response, "; ".join(sorted(filter(None, warnings))))
 
     def _check_sampling(self, given: Any) -> None:
         """Refuses fields of ``sampling_params`` that are not served.

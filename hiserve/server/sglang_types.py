@@ -12,9 +12,10 @@ from hiserve.config.serving import MAX_INT32
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import MAX_LOGPROBS, SamplingParams
 from hiserve.errors import RequestError
+from hiserve.server.grammar_fields import Constraint, GrammarFields, JsonSchema, asked
 from hiserve.server.openai_types import MAX_CHOICES, NonEmpty, TokenIds, check_number
 from hiserve.server.reply_format import CacheMiss, ServedModel, SpecTokensDetails
-from hiserve.server.sampling_fields import Limits, Name, Priority, SamplingFields, range_of
+from hiserve.server.sampling_fields import Limits, Name, Priority, range_of
 from hiserve.text.body_parser import MAX_PROMPTS, parse_prompt
 from hiserve.text.request_json import check_text, union
 
@@ -29,12 +30,17 @@ Start = Annotated[int, Meta(ge=-1, le=MAX_INT32)]
 NumTop = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 
-class NativeSampling(SamplingFields, frozen=True, kw_only=True):
+class NativeSampling(GrammarFields, frozen=True, kw_only=True):
     """``sampling_params``. ``max_new_tokens`` 0 generates nothing."""
 
     max_new_tokens: NewTokens | None = None
     min_new_tokens: NewTokens | None = None
     sampling_seed: Annotated[int, range_of("seed")] | None = None
+    json_schema: JsonSchema = None
+
+    def constraints(self) -> list[Constraint]:
+        """Returns the grammars asked for."""
+        return super().constraints() + asked("json", self.json_schema, "json_schema")
 
 
 class NativePrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +52,7 @@ class NativePrompt(msgspec.Struct, frozen=True, kw_only=True):
         limits: Its length.
         first_scored: Tokens of the prompt from this index on are shown with their logprobs; None shows none.
         rid: Name of the request, or None.
+        constraint: The grammar asked for, or None.
     """
 
     prompt: str | Int32Array
@@ -53,6 +60,7 @@ class NativePrompt(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits
     first_scored: int | None
     rid: str | None
+    constraint: Constraint | None = None
 
     def num_prompt_scores(self, num_prompt: int) -> int:
         """Returns how many scores of its prompt's tokens are shown, all choices together."""
@@ -141,6 +149,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
                 logprobs=num_top if has_logprobs else None,
                 prompt_logprobs=None if first_scored is None else num_top,
             )
+            constraint = given.constraint
         except RequestError as error:
             raise RequestError(f"sampling_params.{error.message}", param=f"sampling_params.{error.param}") from None
         return NativePrompt(
@@ -155,6 +164,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
             ),
             first_scored=first_scored,
             rid=rid or None,
+            constraint=constraint and constraint._replace(param=f"sampling_params.{constraint.param}"),
         )
 
     def _of(self, name: str, i: int, num_prompts: int) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from hiserve.errors import ContextLengthError, HiserveError, RequestError, UnavailableError
-from hiserve.ipc.child import ChildProcess
+from hiserve.ipc.child import JobProcess
 from hiserve.ipc.codec import Frames
 from hiserve.text.body_parser import Sizes, unpack_slim
 from hiserve.text.conversation import Conversation
@@ -118,15 +118,11 @@ def _begin(work: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
 
 
 class _Process:
-    """One child process, started with the first job and again after it has ended."""
+    """One child process, ended when idle."""
 
     def __init__(self, setup: bytes) -> None:
-        self._setup = setup
-        self._child: ChildProcess | None = None
-        self._ended: asyncio.Task[str] | None = None
-        self._answer: asyncio.Future[Frames] | None = None
+        self._child = JobProcess(COMMAND, setup)
         self._idle: asyncio.TimerHandle | None = None
-        self._is_spent = False
 
     async def do(self, frames: Frames) -> Answer:
         """Sends one job and returns the answer, with the result if there is one.
@@ -136,46 +132,24 @@ class _Process:
             UnavailableError: The process cannot be started.
         """
         self._stop_timer()
-        if self._is_spent or self._ended is None or self._ended.done():
-            await self.end()
-            await self._start()
-        assert self._child is not None and self._ended is not None, "just started"
-        self._answer = asyncio.get_running_loop().create_future()
-        self._child.send(frames)
-        await asyncio.wait((self._answer, self._ended), return_when=asyncio.FIRST_COMPLETED)
-        if not self._answer.done():
+        try:
+            answered = await self._child.do(frames)
+        except HiserveError as error:
+            raise UnavailableError(f"a process to read large requests cannot be started: {error}") from None
+        if answered is None:
             raise RequestError("the request takes more time or memory to read than any may. Send less.", code=TOO_SLOW)
-        head, *result = self._answer.result()
+        head, *result = answered
         answer = _ANSWER.decode(head)
-        self._is_spent = answer.is_last
-        self._idle = asyncio.get_running_loop().call_later(0 if answer.is_last else IDLE_S, self._retire)
+        if answer.is_last:
+            self._child.retire()
+        else:
+            self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._child.retire)
         return answer, b"".join(result)
 
     async def end(self) -> None:
         """Ends the process if it runs."""
         self._stop_timer()
-        if self._child is not None and self._ended is not None:
-            self._child.kill()
-            await asyncio.wait((self._ended,))
-
-    def _retire(self) -> None:
-        self._is_spent = True
-        if self._child is not None:
-            self._child.kill()
-
-    async def _start(self) -> None:
-        self._is_spent = False
-        try:
-            self._child = await ChildProcess.start(COMMAND, self._take)
-        except HiserveError as error:
-            raise UnavailableError(f"a process to read large requests cannot be started: {error}") from None
-        self._ended = asyncio.create_task(self._child.wait())
-        self._child.send([self._setup])
-
-    def _take(self, messages: list[Frames]) -> None:
-        for frames in messages:
-            assert self._answer is not None and not self._answer.done(), "an answer without a job"
-            self._answer.set_result(frames)
+        await self._child.end()
 
     def _stop_timer(self) -> None:
         if self._idle is not None:

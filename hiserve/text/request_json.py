@@ -62,8 +62,8 @@ def check_text(text: str, param: str) -> None:
         ) from None
 
 
-def check_json(value: Any, param: str) -> None:
-    """Refuses parsed JSON that is too large or too deep for a template.
+def check_json(value: Any, param: str, max_values: int = MAX_VALUES) -> None:
+    """Refuses parsed JSON that is too large or too deep for a template or a grammar.
 
     Raises:
         RequestError: The value is nested too deeply, has too many values, a text in it is not valid Unicode, or a whole
@@ -72,8 +72,8 @@ def check_json(value: Any, param: str) -> None:
     level, num_values = [value], 0
     for _ in range(MAX_DEPTH):
         num_values += len(level)
-        if num_values > MAX_VALUES:
-            raise RequestError(f"{param} has more than {MAX_VALUES} values.", param=param)
+        if num_values > max_values:
+            raise RequestError(f"{param} has more than {max_values} values.", param=param)
         for entry in level:
             if isinstance(entry, str):
                 check_text(entry, param)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest_asyncio
@@ -13,6 +14,7 @@ from hiserve.core.machine import Machine
 from hiserve.core.request import SamplingParams
 from hiserve.core.resolve import Resolved, resolve
 from hiserve.core.step_memory import ModelFacts, StepShape
+from hiserve.grammar.vet import Vetting
 from hiserve.server.admin import ABORT
 from hiserve.server.app import create_app
 from hiserve.server.engine_handle import EngineHandle
@@ -71,6 +73,7 @@ class Server:
     engine: FakeEngineClient
     handle: EngineHandle
     reply_cache: ReplyTokenCache
+    vetting: Any
 
     def call(self, method: str, path: str, body: bytes | dict[str, Any] = b"", **headers: str) -> Call:
         return Call(self.app, method, path, body, **headers)
@@ -110,12 +113,14 @@ def make_server(
     spec_steps: int = 0,
     tokenizer: Tokenizer = TOKENIZER,
     reply_format: str = "auto",
+    vetting: Any = None,
     **settings: Any,
 ) -> Server:
     async def started() -> FakeEngineClient:
         return engine
 
     handle = EngineHandle(start or started)
+    vetting = vetting or Vetting(Path("/models/tiny"), 500, ())
     reply_cache = ReplyTokenCache()
     chat_template, token_bytes = ChatTemplate(template, {"bos_token": "<|bos|>"}), TokenBytes(tokenizer)
     app = create_app(
@@ -123,6 +128,7 @@ def make_server(
         encoder=PromptEncoder(tokenizer, chat_template, reply_cache),
         token_bytes=token_bytes,
         abilities=Abilities(tokenizer, token_bytes, chat_template, reply_format),
+        vetting=vetting,
         metrics=Metrics("tiny", page_size=16, compat=compat),
         model=ServedModel(
             name="tiny",
@@ -137,7 +143,7 @@ def make_server(
         tokenizer_info=b'{"tokenizer_class": "Tiny"}',
         startup_s={"tokenizer": 0.1},
     )
-    return Server(app, engine, handle, reply_cache)
+    return Server(app, engine, handle, reply_cache, vetting)
 
 
 @pytest_asyncio.fixture

@@ -1,0 +1,75 @@
+"""Grammars from what callers write, within bounds that cost nothing to check."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from hiserve.core.request import Grammar
+from hiserve.errors import RequestError
+from hiserve.text.request_json import check_json, check_text
+
+MAX_SCHEMA_BYTES = 256 * 2**10
+MAX_VALUES = 100_000
+MAX_REGEX_BYTES = 8 * 2**10
+MAX_RULES = 1_000
+_RULE = re.compile(r"^[ \t]*[\w?!.-]+[ \t]*:", re.MULTILINE)
+
+
+def json_schema(schema: Any, param: str) -> Grammar:
+    """Returns the grammar of a JSON schema: an object, true, or either as a text.
+
+    Raises:
+        RequestError: It is another value, or exceeds a bound. So for the functions below.
+    """
+    if isinstance(schema, str):
+        _check_size(schema, MAX_SCHEMA_BYTES, param)
+        try:
+            schema = msgspec.json.decode(schema)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise RequestError(f"{param} is not JSON: {error}.", param=param) from None
+    if schema is not True and not isinstance(schema, dict):
+        raise RequestError(f"{param} must be a JSON schema, which is an object.", param=param)
+    check_json(schema, param, MAX_VALUES)
+    text = msgspec.json.encode(schema).decode()
+    _check_size(text, MAX_SCHEMA_BYTES, param)
+    return Grammar.of("json", text)
+
+
+def any_object() -> Grammar:
+    """Returns the grammar of all JSON objects."""
+    return Grammar.of("json", '{"type":"object"}')
+
+
+def regex(pattern: str, param: str) -> Grammar:
+    """Returns the grammar of a regular expression that matches the whole reply."""
+    _check_size(pattern, MAX_REGEX_BYTES, param)
+    return Grammar.of("regex", pattern)
+
+
+def choice(texts: list[str], param: str) -> Grammar:
+    """Returns the grammar of some texts, of which there must be one."""
+    if not texts or not all(texts):
+        raise RequestError(f"{param} must be a list of texts, none of them empty.", param=param)
+    check_json(texts, param, MAX_VALUES)
+    text = msgspec.json.encode(texts).decode()
+    _check_size(text, MAX_SCHEMA_BYTES, param)
+    return Grammar.of("choice", text)
+
+
+def rules(text: str, param: str) -> Grammar:
+    """Returns the grammar of rules in Lark's form or in GBNF."""
+    _check_size(text, MAX_SCHEMA_BYTES, param)
+    num_rules = sum(1 for _ in _RULE.finditer(text))
+    if num_rules > MAX_RULES:
+        raise RequestError(f"{param} has {num_rules} rules; the most is {MAX_RULES}.", param=param)
+    return Grammar.of("ebnf", text)
+
+
+def _check_size(text: str, most: int, param: str) -> None:
+    check_text(text, param)
+    size = len(text.encode())
+    if size > most:
+        raise RequestError(f"{param} has {size} bytes; the most is {most}.", param=param)

@@ -1,0 +1,143 @@
+"""Tries grammars out in a process that may die of them, before an engine sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from hiserve.core.request import Grammar, GrammarKind
+from hiserve.errors import HiserveError, OverloadedError, RequestError, UnavailableError
+from hiserve.ipc.child import JobProcess
+from hiserve.text.fair_threads import FairSemaphore
+
+COMMAND = (sys.executable, "-m", "hiserve.grammar.vet_process")
+TOO_COMPLEX = "grammar_too_complex"
+MAX_VERDICTS = 4096
+# A caller whose grammars ended this many processes within this time waits before its next new one.
+MAX_KILLS, KILL_S = 2, 60.0
+MAX_CALLERS = 4096
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """First message to the process: the model's folder, vocabulary and end tokens."""
+
+    folder: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """Job: a grammar. ``may_relax``: of a JSON schema, keywords that no mask can hold may be left out."""
+
+    grammar: Grammar
+    may_relax: bool
+
+
+class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Answer: the kind to compile the grammar as, with warnings; or the code and the reason of its refusal."""
+
+    code: str = ""
+    reason: str = ""
+    kind: GrammarKind = "json"
+    warnings: list[str] = []
+
+
+class Vetting:
+    """Gives verdicts on grammars, and keeps them. Lives in one event loop; callers take turns.
+
+    Args:
+        folder: The model's, with its tokenizer.
+        vocab_size: Of the model.
+        eos_token_ids: Its end tokens.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        setup = Setup(str(folder), vocab_size, tuple(token for token in eos_token_ids if token < vocab_size))
+        self._process = JobProcess(COMMAND, msgspec.msgpack.encode(setup))
+        self._clock = clock
+        self._turn = FairSemaphore(1)
+        self._verdicts: OrderedDict[tuple[bytes, bool], asyncio.Task[Verdict]] = OrderedDict()
+        self._kills: OrderedDict[int, deque[float]] = OrderedDict()  # times, by caller
+        self.num_tried = self.num_killed = 0
+
+    async def check(
+        self, grammar: Grammar, param: str, *, may_relax: bool = False, caller: int = 0
+    ) -> tuple[Grammar, list[str]]:
+        """Returns the grammar as an engine may compile it, and what it does not hold of it.
+
+        Args:
+            grammar: Within the bounds of ``grammar.bounds``.
+            param: The field that it came in.
+            may_relax: Of a JSON schema, leave out what no mask can hold.
+            caller: Who asks.
+
+        Raises:
+            RequestError: It is not a grammar, nothing satisfies it, or it takes too much time, stack or memory.
+            OverloadedError: Grammars of this caller have just ended several processes.
+            UnavailableError: The process cannot be started.
+        """
+        key = grammar.digest, may_relax and grammar.kind == "json"
+        trying = self._verdicts.get(key)
+        if trying is None or (trying.done() and (trying.cancelled() or trying.exception())):
+            self._check_caller(caller, param)
+            trying = self._verdicts[key] = asyncio.create_task(self._try(Trial(grammar, key[1]), caller))
+            trying.add_done_callback(
+                lambda done: done.cancelled() or done.exception()
+            )  # a cancelled caller reads nothing
+            if len(self._verdicts) > MAX_VERDICTS:
+                self._verdicts.popitem(last=False)
+        self._verdicts.move_to_end(key)
+        verdict = await asyncio.shield(trying)
+        if verdict.code:
+            raise RequestError(
+                f"{param} cannot be used as a grammar: {verdict.reason}.", code=verdict.code, param=param
+            )
+        return (grammar if verdict.kind == grammar.kind else Grammar.of(verdict.kind, grammar.text)), verdict.warnings
+
+    async def close(self) -> None:
+        """Ends the process."""
+        await self._process.end()
+
+    async def _try(self, trial: Trial, caller: int) -> Verdict:
+        await self._turn.enter(caller)
+        try:
+            self._check_caller(caller, None)  # those that waited with this one may have ended processes meanwhile
+            self.num_tried += 1
+            try:
+                answer = await self._process.do([msgspec.msgpack.encode(trial)])
+            except HiserveError as error:
+                raise UnavailableError(f"a process to try grammars cannot be started: {error}") from None
+            if answer is not None:
+                return msgspec.msgpack.decode(answer[0], type=Verdict)
+            self.num_killed += 1
+            self._kills.setdefault(caller, deque(maxlen=MAX_KILLS)).append(self._clock())
+            if len(self._kills) > MAX_CALLERS:
+                self._kills.popitem(last=False)
+            return Verdict(TOO_COMPLEX, "it takes too much time or memory. Simplify it")
+        finally:
+            self._turn.leave()
+
+    def _check_caller(self, caller: int, param: str | None) -> None:
+        kills = self._kills.get(caller)
+        if kills is None or len(kills) < MAX_KILLS:
+            return
+        wait_s = kills[0] + KILL_S - self._clock()
+        if wait_s > 0:
+            raise OverloadedError(
+                f"{MAX_KILLS} grammars of this caller took too much time or memory. Wait before sending a new one.",
+                param=param,
+                retry_after_s=int(wait_s) + 1,
+            )

@@ -1,0 +1,119 @@
+"""Tries out grammars: ``python -m hiserve.grammar.vet_process ENDPOINT``.
+
+``grammar.vet`` starts it and sends one grammar at a time. Nothing in here bounds a grammar but the kernel, which ends the
+process where CPU time, stack or memory run out.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from hiserve.core.request import Grammar
+from hiserve.errors import HiserveError, RequestError
+from hiserve.grammar.matcher import INVALID, WORD_BITS, Matcher, Vocabulary
+from hiserve.grammar.vet import TOO_COMPLEX, Setup, Trial, Verdict
+from hiserve.ipc.channel import PeerGoneError, PollingChannel
+from hiserve.ipc.child import meet_parent
+
+JOB_CPU_S, JOB_S = 2.0, 2.4  # of a grammar, until the kernel ends the process: CPU time, and time
+STACK_BYTES = 2**20
+MAX_MEMORY_BYTES = 2**30
+NUM_TOKENS = 48  # of the walk
+MAX_MASK_S = 0.025
+NICENESS = 10  # the engine and the event loop have priority
+
+
+def try_out(vocabulary: Vocabulary, num_words: int, trial: Trial) -> Verdict:
+    """Returns the verdict on a grammar, if this process survives it."""
+    grammar, relaxed = trial.grammar, False
+    try:
+        matcher = vocabulary.compile(grammar)
+    except RequestError as error:
+        if not trial.may_relax:
+            return Verdict(error.code, error.message)
+        grammar, relaxed = Grammar.of("json_lenient", grammar.text), True
+        try:
+            matcher = vocabulary.compile(grammar)
+        except RequestError as lenient:
+            return Verdict(lenient.code, lenient.message)
+    refusal = _walk(matcher, num_words, int.from_bytes(grammar.digest[:8], "little"))
+    warnings = matcher.warnings if relaxed else []
+    return refusal or Verdict(kind=grammar.kind, warnings=warnings)
+
+
+def _walk(start: Matcher, num_words: int, seed: int) -> Verdict | None:
+    """Follows a grammar by tokens drawn at random, again from its start where it ends; None if nothing is wrong."""
+    rng, words = np.random.default_rng(seed), np.zeros(num_words, dtype=np.int32)
+    matcher = start.copy()
+    for index in range(NUM_TOKENS):
+        words[:] = 0
+        begin_s = time.thread_time()
+        matcher.mask(words)
+        took_s = time.thread_time() - begin_s
+        if matcher.error:
+            if index == 0 and matcher.has_no_text:
+                return Verdict(INVALID, "no text satisfies it")
+            return Verdict(TOO_COMPLEX, matcher.error)
+        if took_s > MAX_MASK_S:
+            return Verdict(
+                TOO_COMPLEX, f"one token of it takes {1000 * took_s:.0f} ms; the most is {1000 * MAX_MASK_S:.0f}"
+            )
+        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        if not allowed.size:
+            return Verdict(INVALID, "no text satisfies it")
+        if matcher.advance([int(rng.choice(allowed))]) is not None:
+            matcher = start.copy()
+        elif matcher.error:
+            return Verdict(TOO_COMPLEX, matcher.error)
+    return None
+
+
+def _on_small_stack(vocabulary: Vocabulary, num_words: int, trial: Trial) -> Verdict:
+    verdicts: list[Verdict] = []
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=lambda: verdicts.append(try_out(vocabulary, num_words, trial)))
+    thread.start()
+    thread.join()
+    return verdicts[0] if verdicts else Verdict(TOO_COMPLEX, "it takes too much memory")
+
+
+def serve(endpoint: str) -> int:
+    """Serves trials until the parent is gone; returns the exit code."""
+    link, frames = meet_parent(endpoint, signal.SIGKILL)
+    os.nice(NICENESS)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    setup = msgspec.msgpack.decode(frames[0], type=Setup)
+    trials, vocabulary = msgspec.msgpack.Decoder(Trial), None
+    channel = PollingChannel(link)
+    try:
+        while True:
+            for job in channel.receive(is_idle=True):
+                try:
+                    if vocabulary is None:
+                        vocabulary = Vocabulary.load(Path(setup.folder), setup.vocab_size, setup.eos_token_ids)
+                        resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+                    signal.setitimer(signal.ITIMER_PROF, JOB_CPU_S)  # the signals' default is to end the process
+                    signal.setitimer(signal.ITIMER_REAL, JOB_S)
+                    verdict = _on_small_stack(vocabulary, -(-setup.vocab_size // WORD_BITS), trials.decode(job[0]))
+                except HiserveError as error:
+                    verdict = Verdict(error.code, error.message)
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                while not channel.try_send([msgspec.msgpack.encode(verdict)]):
+                    link.wait(until_writable=True)
+    except PeerGoneError:
+        link.close()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(serve(sys.argv[1]))

@@ -1,0 +1,162 @@
+"""Fields of requests that constrain the reply: OpenAI's, vLLM's and SGLang's spellings of one grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+
+from hiserve.core.request import Grammar, SamplingParams
+from hiserve.errors import RequestError
+from hiserve.grammar import bounds
+from hiserve.grammar.vet import Vetting
+from hiserve.server.auth import caller_of
+from hiserve.server.sampling_fields import SamplingFields
+from hiserve.server.streaming import cancel_on_disconnect
+
+MAKERS: dict[str, Callable[[Any, str], Grammar]] = {
+    "json": bounds.json_schema,
+    "regex": bounds.regex,
+    "choice": bounds.choice,
+    "grammar": bounds.rules,
+}
+# ``grammar.bounds`` reads it: msgspec has no union of these.
+JsonSchema = Annotated[
+    Any, Meta(extra_json_schema={"anyOf": [{"type": "object"}, {"type": "string"}, {"const": True}, {"type": "null"}]})
+]
+Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)]
+
+
+class Constraint(NamedTuple):
+    """A grammar that a request asks for.
+
+    Attributes:
+        grammar: Within bounds, and not vetted.
+        param: The field that it came in.
+        may_relax: Keywords of a JSON schema that no mask can hold may be left out.
+    """
+
+    grammar: Grammar
+    param: str
+    may_relax: bool = True
+
+
+class NamedSchema(msgspec.Struct, frozen=True, kw_only=True):
+    """``response_format.json_schema``; ``strict`` refuses a schema that cannot be held to the letter."""
+
+    schema: JsonSchema = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """``response_format``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    def constraints(self) -> list[Constraint]:
+        """Returns the grammar asked for, if there is one."""
+        if self.type == "text":
+            return []
+        if self.type == "json_object":
+            return [Constraint(bounds.any_object(), "response_format")]
+        given, param = self.json_schema, "response_format.json_schema"
+        if given is None:
+            raise RequestError(f"{param} is missing; response_format.type asks for it.", param=param)
+        grammar = bounds.json_schema(given.schema, f"{param}.schema")
+        return [Constraint(grammar, f"{param}.schema", may_relax=not given.strict)]
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
+    """``structured_outputs``, with one of its fields."""
+
+    json: JsonSchema = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+
+
+class GrammarFields(SamplingFields, frozen=True, kw_only=True):
+    """The fields that constrain a reply at all endpoints."""
+
+    regex: str | None = None
+    ebnf: str | None = None
+
+    def constraints(self) -> list[Constraint]:
+        """Returns the grammars asked for.
+
+        Raises:
+            RequestError: One is out of bounds.
+        """
+        return asked("regex", self.regex, "regex") + asked("grammar", self.ebnf, "ebnf")
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """The one grammar asked for, if there is one.
+
+        Raises:
+            RequestError: There are two, or it is out of bounds.
+        """
+        found = self.constraints()
+        if len(found) > 1:
+            first, second = found[0].param, found[1].param
+            raise RequestError(f"{first} and {second} are two grammars for one reply. Give one.", param=second)
+        return found[0] if found else None
+
+
+class OpenAIGrammarFields(GrammarFields, frozen=True, kw_only=True):
+    """The fields that constrain a reply of ``/v1``."""
+
+    response_format: ResponseFormat | None = None
+    guided_json: JsonSchema = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    def constraints(self) -> list[Constraint]:
+        """Returns the grammars asked for."""
+        found = super().constraints()
+        if self.response_format is not None:
+            found += self.response_format.constraints()
+        for kind in MAKERS:
+            found += asked(kind, getattr(self, f"guided_{kind}"), f"guided_{kind}")
+            found += asked(kind, getattr(self.structured_outputs, kind, None), f"structured_outputs.{kind}")
+        if self.structured_outputs is not None and self.structured_outputs.json_object:
+            found.append(Constraint(bounds.any_object(), "structured_outputs.json_object"))
+        return found
+
+
+def asked(kind: str, value: Any, param: str) -> list[Constraint]:
+    """Returns the grammar of a field; none for null."""
+    return [] if value is None else [Constraint(MAKERS[kind](value, param), param)]
+
+
+async def constrain(
+    vetting: Vetting, request: Request, sampling: SamplingParams, constraint: Constraint | None
+) -> tuple[SamplingParams, str]:
+    """Returns the sampling parameters with the vetted grammar, and a warning of what it does not hold, or nothing.
+
+    Raises:
+        RequestError: The grammar cannot be used.
+        OverloadedError: As ``Vetting.check``.
+    """
+    if constraint is None:
+        return sampling, ""
+    checking = vetting.check(
+        constraint.grammar,
+        constraint.param,
+        may_relax=constraint.may_relax,
+        caller=caller_of(request).number,
+    )
+    grammar, warnings = await cancel_on_disconnect(request.receive, checking)
+    # Of a header: ASCII, on one line, and of a length that proxies pass.
+    told = " ".join("; ".join(warnings).split()).encode("ascii", "replace").decode()[:400]
+    warning = f"{constraint.param} is not held in full: {told}" if told else ""
+    return msgspec.structs.replace(sampling, grammar=grammar), warning
