@@ -225,3 +225,13 @@ def test_a_long_stop_that_never_comes_costs_nothing() -> None:
     begin = time.thread_time()
     assert TextOutput(SPELLINGS["byte level"], params).push(spelt("ab" * 20 + "c"), LENGTH).text == "ab" * 20 + "c"
     assert time.thread_time() - begin < 1.0, "preparing the whole text takes many seconds"
+
+
+@pytest.mark.parametrize("stops", [(), ("zz",), ("c", "bcd")])
+def test_a_choice_that_its_grammar_ends_shows_its_last_token_and_has_stopped(stops: tuple[str, ...]) -> None:
+    """Unlike one that an end token ends. A stop text in it still counts."""
+    output = TextOutput(SPELLINGS["byte level"], SamplingParams(stop=stops, stop_token_ids=tuple(spelt("d"))))
+    pieces = push_all(output, [[i] for i in spelt("abcd")], FinishReason.COMPLETE)
+    assert "".join(piece.text for piece in pieces) == ("ab" if "c" in stops else "abcd")
+    assert (pieces[-1].finish, pieces[-1].matched_stop) == (STOP, "c" if "c" in stops else None)
+    assert output.push(spelt("e"), RUNNING) == TextDelta("", 0, STOP, pieces[-1].matched_stop)

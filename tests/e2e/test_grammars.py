@@ -1,0 +1,187 @@
+"""Constrained replies: those of a reference that tries every token, and the same however they are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import regex
+import torch
+
+from hiserve import LLM, SamplingParams
+from hiserve.core.plan import RowAdmit
+from hiserve.core.request import Grammar
+from hiserve.engine.grammars import GrammarRows
+from hiserve.llm.outputs import RequestOutput
+from hiserve.sampling.params import SamplingRows
+from hiserve.sampling.sampler import sample
+from tests.helpers.cache_paths import SETTINGS
+from tests.helpers.grammars import GRAMMARS, PATTERN, is_valid, nano_folder, nano_tokenizer, nano_vocabulary
+from tests.helpers.models import load_transformers
+from tests.helpers.tiered import engine_of
+
+TEXTS = ("I would like a large latte with oat milk, and", "Hello! Can you help me find a restaurant for tonight?")
+END, NUM_NEW = 1, 40
+DRAWN = SamplingParams(temperature=0.9, top_p=0.95, seed=17, max_tokens=NUM_NEW)
+ASKED = {
+    "greedy": SamplingParams(temperature=0.0, seed=1, max_tokens=NUM_NEW),
+    "free": SamplingParams(temperature=1.0, seed=3, max_tokens=NUM_NEW),
+    "filtered": DRAWN,
+    "few": SamplingParams(temperature=1.1, top_k=20, seed=9, max_tokens=NUM_NEW),
+    "penalties": msgspec.structs.replace(DRAWN, repetition_penalty=1.2, frequency_penalty=0.4, logit_bias={5: 2.0}),
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "drafts": {"spec": "ngram", "spec_steps": 3},
+    "head": {"spec": "eagle3", "spec_steps": 2},
+    "ahead": {"overlap": 1, "spec": "off"},
+    "ahead with drafts": {"overlap": 1, "spec": "eagle3", "spec_steps": 2},
+    "few pages": {"overlap": 0, "spec": "off", "kv_pages": 12},
+    "few pages with drafts": {"overlap": 1, "spec": "ngram", "spec_steps": 3, "kv_pages": 12},
+}
+
+
+def grammars_of(llm: LLM) -> GrammarRows:
+    return engine_of(llm)._planner.grammars
+
+
+def replies(llm: LLM, prompts: list[str], each: list[SamplingParams]) -> list[RequestOutput]:
+    done = llm.generate(prompts, each)
+    assert [output.error for output in done] == [None] * len(done)
+    return done
+
+
+def constrained(name: str, sampling: SamplingParams) -> SamplingParams:
+    return msgspec.structs.replace(sampling, grammar=GRAMMARS[name])
+
+
+def brute_force(allows: Callable[[list[int], int], bool], prompt: list[int], sampling: SamplingParams) -> list[int]:
+    """Generates with transformers' logits, each token of the vocabulary tried; ends where only an end token may follow."""
+    model = load_transformers(nano_folder(), torch.float64)
+    rows = SamplingRows(2, torch.device("cpu"))
+    unmasked = msgspec.structs.replace(sampling, grammar=None)
+    rows.write([RowAdmit(1, np.array(prompt, dtype=np.int32), len(prompt), 0, unmasked)])
+    tokens, said = list(prompt), list[int]()
+    while len(said) < NUM_NEW:
+        with torch.inference_mode():
+            logits = model(torch.tensor([tokens])).logits[:, -1]
+        allowed = torch.tensor([allows(said, token) for token in range(logits.shape[1])])
+        if said and allowed.nonzero().flatten().tolist() == [END]:
+            return said
+        known = torch.tensor([tokens] * 2, dtype=torch.int32)
+        batch = rows.gather(np.array([1], dtype=np.int32), torch.tensor([1]), torch.tensor([len(tokens)]), known)
+        said.append(int(sample(logits.masked_fill(~allowed, -torch.inf), batch)))
+        tokens.append(said[-1])
+        if said[-1] == END:
+            return said
+    return said
+
+
+def by_regex() -> Callable[[list[int], int], bool]:
+    """Whether a text may go on by a token, as the module ``regex`` says."""
+    tokenizer = nano_tokenizer()
+    spelled = {token: tokenizer.decode([token], skip_hidden=False) for token in tokenizer.vocab}
+
+    def allows(said: list[int], token: int) -> bool:
+        text = "".join(spelled[each] for each in said)
+        if token in tokenizer.hidden_ids | {END}:
+            return token == END and regex.fullmatch(PATTERN, text) is not None
+        return regex.fullmatch(PATTERN, text + spelled[token], partial=True) is not None
+
+    return allows
+
+
+def by_single_tokens(grammar: Grammar) -> Callable[[list[int], int], bool]:
+    """Whether the library takes a token alone, without any mask; where one text must follow, its first token alone may."""
+    matcher, place = nano_vocabulary().compile(grammar), list[int]()
+
+    def allows(said: list[int], token: int) -> bool:
+        if len(place) < len(said):
+            matcher.advance(said[len(place) :])
+            place.extend(said[len(place) :])
+        forced = matcher._inner.compute_ff_tokens()
+        return token == forced[0] if forced else matcher._inner.validate_tokens([token]) == 1
+
+    return allows
+
+
+@pytest.mark.parametrize("how", ASKED)
+def test_tokens_are_those_of_a_reference_that_tries_every_token(how: str) -> None:
+    with LLM(spec="off", **SETTINGS) as llm:
+        for name, text in (("regex", TEXTS[0]), ("json", TEXTS[1])):
+            allows = by_regex() if name == "regex" else by_single_tokens(GRAMMARS[name])
+            (output,) = replies(llm, [text], [constrained(name, ASKED[how])])
+            wanted = brute_force(allows, llm.encode(text), ASKED[how])
+            assert output.outputs[0].token_ids == wanted, (name, output.outputs[0].text)
+            assert len(set(wanted)) > 5
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[tuple[list[int], str | None]]:
+    """Each request alone, one step after the other, without drafts."""
+    with LLM(spec="off", overlap=0, **SETTINGS) as llm:
+        done = [replies(llm, [text], [sampling])[0].outputs[0] for text, sampling in requests()]
+        assert grammars_of(llm).num_masks > 100
+    for (_, sampling), output in zip(requests(), done, strict=True):
+        name = next((name for name, grammar in GRAMMARS.items() if grammar == sampling.grammar), None)
+        assert name is None or is_valid(name, output.text, is_cut=output.finish_reason == "length"), output.text
+        assert name is None or END not in output.token_ids[:-1]
+    assert {output.finish_reason for output in done} == {"stop", "length"}
+    return [(output.token_ids, output.finish_reason) for output in done]
+
+
+def requests() -> list[tuple[str, SamplingParams]]:
+    """Each grammar, drawn in several ways; some without one."""
+    hard = {"min_tokens": 30, "ignore_eos": True}  # neither may hold the end of a grammar back
+    asked = [
+        (TEXTS[index % 2], msgspec.structs.replace(sampling, grammar=grammar, **(hard if index % 2 else {})))
+        for index, grammar in enumerate(GRAMMARS.values())
+        for sampling in (ASKED["greedy"], ASKED["free"], ASKED["filtered"])
+    ]
+    return asked + [(text, ASKED[how]) for text in TEXTS for how in ("greedy", "free")]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_replies_do_not_depend_on_drafts_overlap_or_other_requests(
+    plain: list[tuple[list[int], str | None]], variant: str
+) -> None:
+    with LLM(**SETTINGS | VARIANTS[variant]) as llm:
+        texts, each = zip(*requests(), strict=True)
+        done = [output.outputs[0] for output in replies(llm, list(texts), list(each))]
+        stats, grammars = engine_of(llm).stats(), grammars_of(llm)
+    assert [(output.token_ids, output.finish_reason) for output in done] == plain
+    if "pages" in variant:
+        assert stats.preemptions > 0
+    if "spec" in VARIANTS[variant] and VARIANTS[variant]["spec"] != "off":
+        used = sum(stats.drafts.by_source.values(), start=type(next(iter(stats.drafts.by_source.values())))())
+        assert sum(used.accepted_per_position) > 0
+        assert grammars.num_refused > 0
+
+
+def test_a_reply_ends_with_its_grammar_inside_an_accepted_run() -> None:
+    """The prompt says the reply already, so that drafts are accepted up to the last token and guess beyond it."""
+    reply = "the number is 12345 and the end is here."
+    grammar = Grammar.of("regex", regex.escape(reply, literal_spaces=True).replace("\\.", "[.]"))
+    sampling = SamplingParams(temperature=0.0, seed=1, max_tokens=60, grammar=grammar)
+    with LLM(spec="ngram", spec_steps=4, **SETTINGS) as llm:
+        (output,) = replies(llm, [f"{reply} And then more. {reply} And then more. Say it:"], [sampling])
+        stats = engine_of(llm).stats()
+    assert (output.outputs[0].text, output.outputs[0].finish_reason) == (reply, "stop")
+    used = next(iter(stats.drafts.by_source.values()))
+    assert sum(used.accepted_per_position) > 3
+
+
+def test_scores_are_the_models_own() -> None:
+    """A token that the mask forces has the log-probability that the model gives it without any mask."""
+    with LLM(spec="off", **SETTINGS) as llm:
+        forced = constrained("choice", SamplingParams(temperature=0.0, seed=1, max_tokens=8, logprobs=2))
+        (output,) = replies(llm, [TEXTS[0]], [forced])
+        tokens = [*llm.encode(TEXTS[0]), *output.outputs[0].token_ids]
+        scored = SamplingParams(temperature=0.0, seed=1, max_tokens=1, prompt_logprobs=2)
+        (prompt,) = llm.generate([tokens], scored)
+    told = [each.logprob for each in output.outputs[0].logprobs or ()]
+    wanted = [each.logprob for each in (prompt.prompt_logprobs or ())[-len(told) :] if each is not None]
+    np.testing.assert_allclose(told, wanted, atol=1e-9)
+    assert min(told) < -3, "the mask forced nothing"

@@ -1,0 +1,153 @@
+"""Masks: their bits, after drafts, after a rebuild; the ends of grammars and what is wrong with them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from hiserve.core.request import Grammar
+from hiserve.errors import RequestError
+from hiserve.grammar.matcher import MaskFiller, Matcher
+from tests.helpers.grammars import GRAMMARS, is_valid, nano_tokenizer, nano_vocabulary
+
+VOCAB_SIZE, NUM_ALL, END = 4096, 4200, 1
+TOKENIZER = nano_tokenizer()
+
+
+def bits(words: np.ndarray) -> set[int]:
+    return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
+
+
+def mask(matcher: Matcher, vocab_size: int = VOCAB_SIZE) -> set[int]:
+    words = np.zeros(-(-vocab_size // 32), dtype=np.int32)
+    matcher.mask(words)
+    return bits(words)
+
+
+def walk(matcher: Matcher, seed: int) -> list[int]:
+    """Tokens drawn from masks, up to the end or a bound."""
+    rng, said = random.Random(seed), list[int]()
+    for _ in range(60):
+        said.append(rng.choice(sorted(mask(matcher))))
+        if matcher.advance(said[-1:]) is not None:
+            break
+    return said
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_a_walk_along_masks_gives_a_text_of_the_language_or_its_beginning(name: str) -> None:
+    vocabulary = nano_vocabulary()
+    for seed in range(4):
+        matcher = vocabulary.compile(GRAMMARS[name])
+        said = walk(matcher, seed)
+        is_cut = mask(matcher) != {END}
+        text = TOKENIZER.decode([token for token in said if token != END])
+        assert is_valid(name, text, is_cut=is_cut), (seed, text)
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_a_matcher_made_from_tokens_is_the_one_that_walked(name: str) -> None:
+    vocabulary = nano_vocabulary()
+    walked = vocabulary.compile(GRAMMARS[name])
+    start = walked.copy()
+    said = walk(walked, 7)
+    for cut in range(len(said)):
+        rebuilt, slow = start.copy(), start.copy()
+        assert rebuilt.advance(said[:cut]) is None
+        for token in said[:cut]:
+            slow.advance([token])
+            mask(slow)
+        assert mask(rebuilt) == mask(slow)
+
+
+def test_tokens_that_the_tokenizer_lacks_are_never_allowed() -> None:
+    matcher = nano_vocabulary(NUM_ALL).compile(Grammar.of("regex", r"(.|\n)*"))
+    allowed = mask(matcher, NUM_ALL)
+    assert len(allowed) > 4000 and max(allowed) < VOCAB_SIZE
+    assert allowed & TOKENIZER.hidden_ids <= {END}
+
+
+def test_masks_after_drafts_are_those_after_the_same_tokens_and_behind_a_refused_draft_there_are_none() -> None:
+    vocabulary, filler = nano_vocabulary(), MaskFiller(1)
+    start = vocabulary.compile(GRAMMARS["regex"])
+    said = walk(start.copy(), 3)[:6]
+    other = start.copy()
+    other.advance(said[:2])
+    refused = min(set(range(3, VOCAB_SIZE)) - mask_after(start, said[:2]))
+    masks = np.full((12, VOCAB_SIZE // 32), -1, dtype=np.int32)
+    filler.fill([(start, 0, said[:4]), (other, 5, []), (start.copy(), 6, [*said[:2], refused, said[2]])], masks)
+    for index in range(5):
+        assert bits(masks[index]) == mask_after(start, said[:index]), index
+    assert bits(masks[5]) == bits(masks[2]) == bits(masks[8])
+    assert (masks[9:] == -1).all()
+    assert mask(start) == bits(masks[0]), "the matcher has moved"
+
+
+def mask_after(start: Matcher, tokens: list[int]) -> set[int]:
+    matcher = start.copy()
+    matcher.advance(tokens)
+    return mask(matcher)
+
+
+def test_the_token_after_which_nothing_may_follow_is_the_end() -> None:
+    matcher = nano_vocabulary().compile(Grammar.of("choice", '["quite a table"]'))
+    tokens = TOKENIZER.encode("quite a table", add_special_tokens=False).tolist()
+    assert matcher.copy().advance([*tokens, 50, 60]) == len(tokens) - 1
+    assert matcher.copy().advance(tokens[:-1]) is None
+    failed = matcher.copy()
+    assert failed.advance([tokens[0], 0, 60]) is None
+    assert failed.error
+
+
+def test_an_end_token_ends_a_grammar_that_may_go_on() -> None:
+    matcher = nano_vocabulary().compile(Grammar.of("regex", "a+"))
+    (token,) = TOKENIZER.encode("a", add_special_tokens=False).tolist()
+    assert END not in mask(matcher)
+    assert matcher.advance([token]) is None
+    assert END in mask(matcher)
+    assert matcher.advance([END, token]) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "told"),
+    [
+        ("regex", "[", "unclosed character class"),
+        ("regex", "(?=a)b", "look-around"),
+        ("regex", r"(a)\1", "backreferences"),
+        ("json", '{"type":"objekt"}', "Invalid type"),
+        ("json", '{"type":"string","minLength":5,"maxLength":2}', "Unsatisfiable"),
+        ("json", '{"$ref":"http://example.org/x"}', "retriev"),
+        ("json", '{"type":"string","format":"colour"}', "Unknown format"),
+        ("json", '{"oneOf":[{"type":"integer"},{"type":"number"}]}', "oneOf"),
+        ("lark", "start: other", "unknown name"),
+    ],
+)
+def test_a_grammar_that_is_none_is_refused_with_the_reason(kind: str, text: str, told: str) -> None:
+    with pytest.raises(RequestError, match=told) as caught:
+        nano_vocabulary().compile(Grammar.of(kind, text))  # type: ignore[arg-type]
+    assert caught.value.code == "invalid_grammar"
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "text", ['{"type":"string","format":"colour"}', '{"oneOf":[{"type":"integer"},{"type":"null"}]}']
+)
+def test_a_lenient_schema_says_what_it_does_not_hold(text: str) -> None:
+    matcher = nano_vocabulary().compile(Grammar.of("json_lenient", text))
+    assert not matcher.error
+    assert ("format" in text) == bool(matcher.warnings)
+
+
+def test_white_space_between_parts_of_json_is_bounded() -> None:
+    matcher = nano_vocabulary().compile(Grammar.of("json", '{"type":"array","items":{"type":"integer"}}'))
+    tokens = TOKENIZER.encode("[1,", add_special_tokens=False).tolist()
+    (newline,) = TOKENIZER.encode("\n", add_special_tokens=False).tolist()
+    matcher.advance(tokens)
+    count = 0
+    while newline in mask(matcher):
+        matcher.advance([newline])
+        count += 1
+        assert count <= 48
+    assert count == 48

@@ -1,0 +1,137 @@
+"""Verdicts: of a process that dies of some grammars, kept by digest, and refused to callers who end too many."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from hiserve.core.request import Grammar
+from hiserve.errors import OverloadedError, RequestError, UnavailableError
+from hiserve.grammar import vet
+from hiserve.grammar.vet import Trial, Vetting
+from hiserve.grammar.vet_process import try_out
+from tests.helpers.grammars import GRAMMARS, nano_folder, nano_vocabulary
+
+SLOW = Grammar.of("json", '{"type":"integer","multipleOf":1234567}')
+DEEP = Grammar.of(
+    "json",
+    json.dumps(
+        {
+            "$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(20_000)} | {"d20000": {}},
+            "$ref": "#/$defs/d0",
+        }
+    ),
+)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest_asyncio.fixture
+async def vetting(clock: Clock) -> AsyncIterator[Vetting]:
+    made = Vetting(nano_folder(), 4096, (1, 9999), clock)
+    yield made
+    await made.close()
+
+
+async def refused(vetting: Vetting, grammar: Grammar, **how: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        await vetting.check(grammar, "regex", **how)
+    assert caught.value.param == "regex" and caught.value.message.startswith("regex cannot be used as a grammar: ")
+    return caught.value
+
+
+async def test_sound_grammars_pass_and_are_tried_once(vetting: Vetting) -> None:
+    for _ in range(3):
+        checks = [vetting.check(grammar, "regex") for grammar in GRAMMARS.values()]
+        assert await asyncio.gather(*checks) == [(grammar, []) for grammar in GRAMMARS.values()]
+    assert vetting.num_tried == len(GRAMMARS)
+    assert vetting.num_killed == 0
+
+
+async def test_a_refusal_is_kept_too(vetting: Vetting) -> None:
+    for _ in range(2):
+        assert (await refused(vetting, Grammar.of("regex", "["))).code == "invalid_grammar"
+        assert (await refused(vetting, Grammar.of("json", '{"$ref":"#"}'))).code == "invalid_grammar"
+        assert (await refused(vetting, Grammar.of("regex", "(.{1,1000}){1,1000}"))).code == "grammar_too_complex"
+    assert (vetting.num_tried, vetting.num_killed) == (3, 0)
+
+
+async def test_a_schema_that_cannot_be_held_is_refused_or_relaxed(vetting: Vetting) -> None:
+    schema = Grammar.of("json", '{"type":"string","format":"colour"}')
+    assert "colour" in (await refused(vetting, schema)).message
+    grammar, warnings = await vetting.check(schema, "regex", may_relax=True)
+    assert grammar == Grammar.of("json_lenient", schema.text)
+    assert "colour" in warnings[0]
+
+
+@pytest.mark.parametrize("grammar", [SLOW, DEEP], ids=["time", "stack"])
+async def test_a_grammar_that_ends_the_process_is_refused_and_the_next_one_has_another(
+    vetting: Vetting, grammar: Grammar
+) -> None:
+    for _ in range(2):
+        assert (await refused(vetting, grammar)).code == "grammar_too_complex"
+    assert vetting.num_killed == 1
+    assert (await vetting.check(GRAMMARS["json"], "regex"))[0] == GRAMMARS["json"]
+
+
+async def test_a_caller_who_ended_two_processes_waits_before_a_new_grammar(
+    vetting: Vetting, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await vetting.check(GRAMMARS["choice"], "regex", caller=1)
+    does, deadly = vetting._process.do, b"deadly"
+
+    async def die(frames: list[bytes]) -> list[bytes] | None:
+        return None if deadly in frames[0] else await does(frames)
+
+    monkeypatch.setattr(vetting._process, "do", die)
+    hostile = [Grammar.of("regex", f"deadly{index}") for index in range(20)]
+    ends = await asyncio.gather(*(vetting.check(each, "regex", caller=1) for each in hostile), return_exceptions=True)
+    assert [type(each) for each in ends] == [RequestError] * 2 + [OverloadedError] * 18
+    assert vetting.num_killed == 2
+    with pytest.raises(OverloadedError) as caught:
+        await vetting.check(GRAMMARS["json"], "guided_json", caller=1)
+    assert (caught.value.param, caught.value.retry_after_s) == ("guided_json", 61)
+    await vetting.check(GRAMMARS["choice"], "regex", caller=1)  # known
+    await vetting.check(GRAMMARS["json"], "regex", caller=2)  # of another caller
+    clock.now_s += 60
+    await vetting.check(GRAMMARS["regex"], "regex", caller=1)
+
+
+async def test_verdicts_are_bounded_in_number(vetting: Vetting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vet, "MAX_VERDICTS", 2)
+    for name in ("choice", "regex", "rules", "choice"):
+        await vetting.check(GRAMMARS[name], "regex")
+    assert vetting.num_tried == 4
+    assert len(vetting._verdicts) == 2
+
+
+async def test_without_a_process_nothing_is_kept(vetting: Vetting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vetting._process, "_command", ("/nowhere",))
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match="cannot be started"):
+            await vetting.check(GRAMMARS["choice"], "regex")
+
+
+def test_a_slow_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the thread's own time, which here goes on 26 ms with each look."""
+    times = iter(range(0, 10_000, 26))
+    monkeypatch.setattr("hiserve.grammar.vet_process.time.thread_time", lambda: next(times) / 1000)
+    verdict = try_out(nano_vocabulary(), 128, Trial(GRAMMARS["json"], False))
+    assert verdict.code == vet.TOO_COMPLEX
+    assert "26 ms" in verdict.reason
