@@ -22,7 +22,7 @@ from hiserve.errors import HiserveError, RequestError
 from hiserve.grammar.matcher import INVALID, WORD_BITS, Matcher, Vocabulary
 from hiserve.grammar.vet import TOO_COMPLEX, Setup, Trial, Verdict
 from hiserve.ipc.channel import PeerGoneError, PollingChannel
-from hiserve.ipc.child import meet_parent
+from hiserve.ipc.child import connect_to_parent
 
 JOB_CPU_S, JOB_S = 2.0, 2.4  # of a grammar, until the kernel ends the process: CPU time, and time
 STACK_BYTES = 2**20
@@ -88,7 +88,7 @@ def _on_small_stack(vocabulary: Vocabulary, num_words: int, trial: Trial) -> Ver
 
 def serve(endpoint: str) -> int:
     """Serves trials until the parent is gone; returns the exit code."""
-    link, frames = meet_parent(endpoint, signal.SIGKILL)
+    link, frames = connect_to_parent(endpoint, signal.SIGKILL)
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     setup = msgspec.msgpack.decode(frames[0], type=Setup)

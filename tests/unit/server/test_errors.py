@@ -135,7 +135,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"prompt_logprobs": True}, "prompt_logprobs"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
     ({"suffix": "x"}, "suffix"),
     ({"cache_salt": 5}, "cache_salt"),
     ({"cache_salt": "\ud800"}, "cache_salt"),

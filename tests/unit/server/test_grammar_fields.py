@@ -124,7 +124,7 @@ async def test_a_fault_names_its_field_before_anything_is_tried(
     server: Server, fields: dict[str, Any], param: str, told: str
 ) -> None:
     call = await server.chat("hi", **fields)
-    error = call.json()["error"]
+    error = call.json["error"]
     assert (call.status, error["param"]) == (400, param), error
     assert told in error["message"]
     assert not server.engine.seen and not server.vetting.seen
@@ -136,7 +136,7 @@ async def test_a_refused_grammar_never_reaches_the_engine(server: Server) -> Non
         await server.complete("hi", structured_outputs={"regex": "refuse"}),
         await server.post("/generate", {"text": "hi", "sampling_params": {"regex": "refuse"}}),
     ]
-    errors = [call.json()["error"] for call in calls]
+    errors = [call.json["error"] for call in calls]
     assert [call.status for call in calls] == [400] * 3
     assert [error["param"] for error in errors] == ["guided_regex", "structured_outputs.regex", "sampling_params.regex"]
     assert {error["code"] for error in errors} == {"grammar_too_complex"}

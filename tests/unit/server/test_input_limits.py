@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from hiserve.core.request import MAX_STOP_CHARS
+from hiserve.grammar.bounds import MAX_REGEX_BYTES, MAX_RULES
+from hiserve.grammar.bounds import MAX_VALUES as MAX_GRAMMAR_VALUES
 from hiserve.server.sampling_fields import MAX_NAME_CHARS
 from hiserve.server.tokenize import MAX_CHARS, MAX_TOKENS
 from hiserve.text.chat_request import MAX_FIELDS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
@@ -25,11 +27,17 @@ TOO_MUCH: dict[str, Any] = {
     "chat_template_kwargs": {"a": [0] * MAX_VALUES},
     "continue_final_message": LONG,
     "documents": [{"a": "b"}] * MAX_VALUES,
+    "ebnf": 'a ::= "b"\n' * (MAX_RULES + 1),
     "echo": LONG,
     "frequency_penalty": 2.1,
+    "guided_choice": [LONG, LONG],
+    "guided_grammar": 'a: "b"\n' * (MAX_RULES + 1),
+    "guided_json": {"enum": [LONG, LONG]},
+    "guided_regex": LONG,
     "ignore_eos": LONG,
     "include_stop_str_in_output": LONG,
     "input_ids": [5] * 100_000,
+    "json_schema": {"enum": [LONG, LONG]},
     "logit_bias": {str(token): 1 for token in range(1025)},
     "logprob_start_len": HUGE,
     "logprobs": HUGE,
@@ -47,7 +55,9 @@ TOO_MUCH: dict[str, Any] = {
     "priority": HUGE,
     "prompt": "x" * (MAX_CHARS + 1),
     "prompt_logprobs": 21,
+    "regex": "x" * (MAX_REGEX_BYTES + 1),
     "repetition_penalty": 100.1,
+    "response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": [0] * MAX_GRAMMAR_VALUES}}},
     "return_logprob": LONG,
     "return_text_in_logprobs": LONG,
     "return_token_ids": LONG,
@@ -63,6 +73,7 @@ TOO_MUCH: dict[str, Any] = {
     "stop_token_ids": [5] * 65,
     "stream": LONG,
     "stream_options": {"include_usage": LONG},
+    "structured_outputs": {"json": {"enum": [0] * MAX_GRAMMAR_VALUES}},
     "temperature": 100.1,
     "text": ["x"] * 1025,
     "tokens": [5] * (MAX_TOKENS + 1),
