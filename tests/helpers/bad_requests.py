@@ -80,9 +80,9 @@ SAMPLING: dict[str, list[Any]] = {
     "skip_special_tokens": [0, "yes"],
     "include_stop_str_in_output": [1, {}],
     "no_stop_trim": ["true"],
-    "regex": ["a+"],
-    "ebnf": ["root ::= x"],
-    "json_schema": ["{}", {}],
+    "regex": [5, LONE, "x" * 8193],
+    "ebnf": [5, LONE, 'a ::= "b"\n' * 1001],
+    "json_schema": [5, "{", [], "[]"],
     "structural_tag": [{}],
     "spec": [5, True, "on", [], [{}], {"steps": 1}, {LONE: 1}, {"num_steps": 1, "k": 1}],
 }
@@ -103,7 +103,7 @@ OPENAI: dict[str, list[Any]] = {
     "rid": [5, LONE, []],
     "priority": [1.5, "1", 2**31, -HUGE],
     "return_token_ids": [1, "no"],
-    "response_format": [{"type": "json_object"}, {"type": "x"}, "text", 5],
+    "response_format": ["text", 5],
     "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}, 5],
     "suffix": ["x"],
     "bad_words": [["x"]],
@@ -112,10 +112,39 @@ OPENAI: dict[str, list[Any]] = {
     "chat_template": ["{{ 1 }}", 5],
     "functions": [[{}]],
     "function_call": [{"name": "f"}],
-    "guided_json": [{}],
+    "guided_json": [5, "{", False, LONE],
+    "guided_regex": [5, LONE],
+    "guided_choice": ["a", []],
+    "guided_grammar": [5],
+    "structured_outputs": [5],
     "modalities": [["audio"]],
     "return_hidden_states": [True],
 }
+# Bad grammars: fields, the one at fault, the code.
+GRAMMARS: list[tuple[dict[str, Any], str, str]] = [
+    ({"regex": "["}, "regex", "invalid_grammar"),
+    ({"regex": "(?=a)b"}, "regex", "invalid_grammar"),
+    ({"regex": r"(a)\1"}, "regex", "invalid_grammar"),
+    ({"regex": "(.{1,1000}){1,1000}"}, "regex", "grammar_too_complex"),
+    ({"ebnf": "root ::= x"}, "ebnf", "invalid_grammar"),
+    ({"guided_json": {"type": "objekt"}}, "guided_json", "invalid_grammar"),
+    ({"guided_json": {"$ref": "http://example.org"}}, "guided_json", "invalid_grammar"),
+    ({"guided_json": {"$ref": "#"}}, "guided_json", "invalid_grammar"),
+    ({"guided_json": {"minLength": 2, "maxLength": 1, "type": "string"}}, "guided_json", "invalid_grammar"),
+    ({"guided_choice": [""]}, "guided_choice", "invalid_request"),
+    ({"guided_grammar": "start: other"}, "guided_grammar", "invalid_grammar"),
+    ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex", "invalid_grammar"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex", "invalid_request"),
+    ({"regex": "a", "guided_regex": "a"}, "guided_regex", "invalid_request"),
+    ({"response_format": {}}, "response_format.type", "invalid_request"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format.type", "invalid_request"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "invalid_request"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}, "strict": True}}},
+        "response_format.json_schema.schema",
+        "invalid_grammar",
+    ),
+]
 OF_SPEC: dict[str, list[Any]] = {
     "enabled": [1, 0, "yes", [], NAN],
     "num_steps": [-1, 16, 2**31, HUGE, 1.5, 1.0, "1", True, NAN, [1], {}],
@@ -313,6 +342,11 @@ NO_ROUTE: list[tuple[str, str, int]] = [
 def corpus() -> Iterator[Bad]:
     """Yields all of them."""
     yield from _fields()
+    for path in (CHAT, TEXT):
+        for fields, param, code in GRAMMARS:
+            yield Bad(path, {**GOOD[path], **fields}, Answer(400, code, param))
+    for fields, param, code in GRAMMARS[:5]:
+        yield Bad(NATIVE, {**GOOD[NATIVE], "sampling_params": fields}, Answer(400, code, f"sampling_params.{param}"))
     for message, param in MESSAGES:
         yield _wrong(CHAT, {"messages": [message]}, param)
     yield _wrong(CHAT, {"messages": [*HI, {"role": "robot"}]}, "messages[1].role")

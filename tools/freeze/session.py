@@ -164,7 +164,7 @@ WRONG_TEXT: tuple[dict[str, Any], ...] = (
 WRONG_MESSAGES: tuple[Any, ...] = (None, [], "Hi", [{}], [{"role": "robot", "content": "x"}], [{"role": "user"}])
 WRONG_CHAT: tuple[dict[str, Any], ...] = (
     *({"tools": [{}]}, {"top_logprobs": 2}, {"tool_choice": "required"}, {"echo": True}),
-    {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "structural_tag"}},
 )
 BAD = (
     _post(TEXT, {"prompt": "Hi"}, key=""),
