@@ -339,14 +339,18 @@ NO_ROUTE: list[tuple[str, str, int]] = [
 ]
 
 
-def corpus() -> Iterator[Bad]:
-    """Yields all of them."""
-    yield from _fields()
+def _grammars() -> Iterator[Bad]:
     for path in (CHAT, TEXT):
         for fields, param, code in GRAMMARS:
             yield Bad(path, {**GOOD[path], **fields}, Answer(400, code, param))
     for fields, param, code in GRAMMARS[:5]:
         yield Bad(NATIVE, {**GOOD[NATIVE], "sampling_params": fields}, Answer(400, code, f"sampling_params.{param}"))
+
+
+def corpus() -> Iterator[Bad]:
+    """Yields all of them."""
+    yield from _fields()
+    yield from _grammars()
     for message, param in MESSAGES:
         yield _wrong(CHAT, {"messages": [message]}, param)
     yield _wrong(CHAT, {"messages": [*HI, {"role": "robot"}]}, "messages[1].role")
