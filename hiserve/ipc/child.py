@@ -138,6 +138,11 @@ class JobProcess:
         await asyncio.wait((self._answer, self._ended), return_when=asyncio.FIRST_COMPLETED)
         return self._answer.result() if self._answer.done() else None
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job was sent whose answer has not come."""
+        return self._answer is not None and not self._answer.done()
+
     def retire(self) -> None:
         """Ends the process, which is not waited for; the next job starts another."""
         self._is_retired = True
@@ -152,7 +157,7 @@ class JobProcess:
 
     def _take(self, messages: list[Frames]) -> None:
         for frames in messages:
-            assert self._answer is not None and not self._answer.done(), "an answer without a job"
+            assert self._answer is not None and self.is_busy, "an answer without a job"
             self._answer.set_result(frames)
 
 

@@ -228,7 +228,7 @@ async def test_a_process_that_dies_refuses_its_body_alone(helpers: HelperPool) -
     (pid,) = set(children(os.getpid())) - before
     os.kill(pid, signal.SIGSTOP)
     reading = asyncio.create_task(helpers.slim(b"{}", SIZES, 0))
-    await until(lambda: any(each._answer is not None and not each._answer.done() for each in helpers._all))
+    await until(lambda: any(each._child.is_busy for each in helpers._all))
     os.kill(pid, signal.SIGPROF)  # as the kernel does when the CPU time is over
     os.kill(pid, signal.SIGCONT)
     with pytest.raises(RequestError, match="more time or memory"):
