@@ -13,7 +13,7 @@ from hiserve.cache.storage.host import HostPool
 from hiserve.cache.storage.page_streams import Flight, PageStreams
 from hiserve.cache.storage.transfer import TransferQueue
 from hiserve.core.step_faults import attempt
-from hiserve.core.transfers import DEVICE_KINDS, STAGING_BYTES, CopyAck, CopyKind, PageCopy
+from hiserve.core.transfers import DEVICE_KINDS, STAGING_BYTES, CopyKind, PageCopy
 
 MAX_DIRECT_PAGE_BYTES = 512 << 10
 MIN_LAYER_BYTES = 1 << 20  # is copied over the link in the time of a launch
@@ -25,7 +25,7 @@ _STAGING_PERCENT = {CopyKind.LOAD: 60, CopyKind.OFFLOAD: 40}
 _NUM_STEPS = 8  # whose events are kept; few forwards are launched ahead
 
 
-class CudaTransfers:
+class CudaTransfers(TransferQueue):
     """A thread enqueues the orders, so that ``start`` only puts them into a queue.
 
     One more thread per direction waits for enqueued copies. They block instead of polling, because each poll would take the
@@ -56,6 +56,7 @@ class CudaTransfers:
         staging_bytes: int = STAGING_BYTES,
         min_layer_bytes: int = MIN_LAYER_BYTES,
     ) -> None:
+        super().__init__(host, max_queued_bytes=max_queued_bytes, max_store_bytes_per_s=max_store_bytes_per_s)
         self._device_index = torch.cuda.current_device()
         self._streams = {
             kind: PageStreams(
@@ -74,55 +75,34 @@ class CudaTransfers:
         self._loads: dict[int, Flight] = {}  # in flight, by op
         self._by_layer: set[int] = set()  # loads that a forward waits for layer by layer, not begun
         self._launched: deque[tuple[int, torch.cuda.Event]] = deque(maxlen=_NUM_STEPS)
-        self._queue = TransferQueue(
-            host, max_queued_bytes=max_queued_bytes, max_store_bytes_per_s=max_store_bytes_per_s
-        )
-        self._queue.serve(self._run)
+        self.serve(self._run)
         for flights in self._flights.values():
-            self._queue.serve(partial(self._settle, flights))
+            self.serve(partial(self._settle, flights))
 
     def start(self, copy: PageCopy, *, by_layer: bool = False) -> None:
         if by_layer:
             self._by_layer.add(copy.op)
-        self._queue.add(copy)
-
-    def launch_begins(self) -> None:
-        """Delays offloads: each piece of one takes the GIL from the launching thread, many times."""
-        self._queue.launch_begins()
-
-    def launch_ends(self) -> None:
-        """Continues offloads."""
-        self._queue.launch_ends()
+        super().start(copy)
 
     def forward_done(self, step_id: int) -> None:
         """Marks the step's work as enqueued on the current stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self._launched.append((step_id, event))
-        self._queue.forward_done(step_id)
-
-    def poll(self, wait_s: float = 0.0) -> list[CopyAck]:
-        return self._queue.poll(wait_s)
-
-    def wake(self) -> None:
-        self._queue.wake()
+        super().forward_done(step_id)
 
     def wait(self, op: int, layer: int | None = None) -> None:
         """Makes the current stream wait for a load, or its part of one layer; blocks only until the load is enqueued."""
-        self._queue.wait(op)
+        super().wait(op)
         flight = self._loads.get(op)
         if flight is not None:
             torch.cuda.current_stream().wait_event(flight.end_of(layer))
-
-    def close(self) -> None:
-        """Ends after the copies that were enqueued."""
-        self._queue.close()
 
     @torch.inference_mode()
     def _run(self) -> None:
         torch.cuda.set_device(self._device_index)
         try:
-            while (copy := self._queue.next()) is not None:
+            while (copy := self.next()) is not None:
                 self._begin(copy)
         finally:
             for flights in self._flights.values():
@@ -132,10 +112,10 @@ class CudaTransfers:
         reason = attempt(partial(self._execute, copy))
         if reason:
             self._streams[copy.kind].drain()  # copies enqueued before memory ran out: their pages will be reallocated
-            self._queue.end(copy, 0.0, reason)
+            self.end(copy, 0.0, reason)
         self._by_layer.discard(copy.op)
         if copy.kind is CopyKind.LOAD:
-            self._queue.release(copy)
+            self.release(copy)
 
     def _execute(self, copy: PageCopy) -> str:
         """Enqueues a copy; returns the reason of a failure, empty without one."""
@@ -143,7 +123,7 @@ class CudaTransfers:
         flight = self._streams[copy.kind].begin(
             copy,
             self._fence(copy.after_step),
-            partial(self._wait_for_room, copy.op) if is_load else self._yield_to_launch,
+            partial(self._wait_for_room, copy.op) if is_load else lambda _: self.yield_to_launch(),
             by_layer=copy.op in self._by_layer,
         )
         if is_load:
@@ -153,12 +133,8 @@ class CudaTransfers:
 
     def _wait_for_room(self, op: int, room: torch.cuda.Event | None) -> None:
         """Enqueues no faster than the link copies, unless a forward waits: other threads' launches interleave."""
-        if not (room is None or self._queue.is_closed or self._queue.is_wanted(op)):
+        if not (room is None or self._is_closed or self._wanted == op):
             room.synchronize()
-
-    def _yield_to_launch(self, room: torch.cuda.Event | None) -> None:
-        """Waits while a forward is launched; the queue bounds the rate of offloads."""
-        self._queue.yield_to_launch()
 
     def _fence(self, after_step: int) -> torch.cuda.Event | None:
         """Returns the event of the first recorded step that is not before this one."""
@@ -171,5 +147,5 @@ class CudaTransfers:
         torch.cuda.set_device(self._device_index)
         while (flight := flights.get()) is not None:
             flight.end.synchronize()
-            self._queue.end(flight.copy, flight.seconds)
+            self.end(flight.copy, flight.seconds)
             self._loads.pop(flight.copy.op, None)

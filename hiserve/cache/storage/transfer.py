@@ -56,7 +56,7 @@ class TransferEngine(Protocol):
 
 
 class TransferQueue:
-    """Loads before offloads, each kind in its order; threads of the engine serve them.
+    """The orders of a transfer engine and their acknowledgements; a subclass serves them in its threads.
 
     Args:
         host: The host pool; its records are updated before and after an offload writes pages.
@@ -83,15 +83,6 @@ class TransferQueue:
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the threads should end."""
-        return self._is_closed
-
-    def is_wanted(self, op: int) -> bool:
-        """Whether a forward waits for this load now."""
-        return self._wanted == op
-
     def serve(self, work: Callable[[], None]) -> None:
         """Starts a thread of the engine; errors of ``work`` are raised by ``poll`` and ``wait``."""
 
@@ -106,8 +97,8 @@ class TransferQueue:
         self._threads.append(threading.Thread(target=run, name="hiserve-transfers", daemon=True))
         self._threads[-1].start()
 
-    def add(self, copy: PageCopy) -> None:
-        """Queues an order, or answers it as failed."""
+    def start(self, copy: PageCopy, *, by_layer: bool = False) -> None:
+        """Queues an order, or acknowledges it as failed; see ``TransferEngine``."""
         is_store = copy.kind is CopyKind.OFFLOAD
         num_pages = copy.device_pages.size
         is_ready = int(copy.host_pages.max()) < self._host.num_ready_pages
@@ -225,7 +216,7 @@ class TransferQueue:
             self._is_woken = True
             self._changed.notify_all()
 
-    def wait(self, op: int) -> None:
+    def wait(self, op: int, layer: int | None = None) -> None:
         """Blocks until a forward may follow a load.
 
         Raises:
@@ -256,10 +247,10 @@ class TransferQueue:
             raise InvariantError("copies between tiers have stopped") from self._failure
 
 
-class ThreadTransfers:
-    """A thread replaces the copy stream, for device memory on the CPU; copies are really asynchronous.
+class ThreadTransfers(TransferQueue):
+    """A thread executes the orders, for device memory on the CPU: copies are asynchronous, and release the GIL.
 
-    The limits are those of ``TransferQueue``.
+    ``wait`` blocks until a load has ended, for every ``layer`` all of it.
     """
 
     def __init__(
@@ -270,46 +261,17 @@ class ThreadTransfers:
         max_queued_bytes: int,
         max_store_bytes_per_s: float,
     ) -> None:
+        super().__init__(host, max_queued_bytes=max_queued_bytes, max_store_bytes_per_s=max_store_bytes_per_s)
         self._device = device
-        self._host = host
-        self._queue = TransferQueue(
-            host, max_queued_bytes=max_queued_bytes, max_store_bytes_per_s=max_store_bytes_per_s
-        )
-        self._queue.serve(self._run)
-
-    def start(self, copy: PageCopy, *, by_layer: bool = False) -> None:
-        self._queue.add(copy)
-
-    def launch_begins(self) -> None:
-        """No effect: copies release the GIL."""
-
-    def launch_ends(self) -> None:
-        """No effect."""
-
-    def forward_done(self, step_id: int) -> None:
-        self._queue.forward_done(step_id)
-
-    def poll(self, wait_s: float = 0.0) -> list[CopyAck]:
-        return self._queue.poll(wait_s)
-
-    def wake(self) -> None:
-        self._queue.wake()
-
-    def wait(self, op: int, layer: int | None = None) -> None:
-        """Blocks until a load has ended, for every ``layer`` all of it."""
-        self._queue.wait(op)
-
-    def close(self) -> None:
-        """Ends after the running copy."""
-        self._queue.close()
+        self.serve(self._run)
 
     def _run(self) -> None:
-        while (copy := self._queue.next()) is not None:
+        while (copy := self.next()) is not None:
             begin = time.perf_counter()
             reason = attempt(partial(self._execute, copy))
-            self._queue.end(copy, time.perf_counter() - begin, reason)
+            self.end(copy, time.perf_counter() - begin, reason)
             if copy.kind is CopyKind.LOAD:
-                self._queue.release(copy)
+                self.release(copy)
 
     @torch.inference_mode()
     def _execute(self, copy: PageCopy) -> str:

@@ -68,11 +68,11 @@ with transfers.Transfers.begin_load, test_reported_bugs_costs.test_tc_80_a_host_
     "TC-80: ordering a load touches each of its pages"
     pages.copy()
     np.array([page.item() for page in pages], dtype=np.int32)
-with transfer.ThreadTransfers.start, test_reported_bugs_costs.test_tc_81_a_load_is_one_order_carried_out_by_another_thread:
+with transfer.TransferQueue.start, test_reported_bugs_costs.test_tc_81_a_load_is_one_order_carried_out_by_another_thread:
     "TC-81: the thread that orders a copy carries it out"
-    self._queue.add(copy)
+    self._queues[copy.kind].append(copy)
     self._execute(copy)
-    self._queue.add(copy)
+    self._queues[copy.kind].append(copy)
 with transfers.Transfers.begin_offloads, test_reported_bugs_costs.test_tc_83_storing_a_node_costs_the_same_whatever_else_is_cached:
     "TC-83: each offload walks over the whole tree"
     node.is_queued = False

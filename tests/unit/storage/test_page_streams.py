@@ -163,6 +163,6 @@ def test_the_engine_tells_its_queue_of_launches(bench: TransferBench, monkeypatc
     seen = []
     for tell in (engine.launch_begins, engine.launch_ends, engine.launch_begins, lambda: engine.forward_done(1)):
         tell()
-        seen.append(engine._queue._is_launching)
+        seen.append(engine._is_launching)
     engine.close()
     assert seen == [True, False, True, False]

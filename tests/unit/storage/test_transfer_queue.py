@@ -53,11 +53,11 @@ def waits(queue: TransferQueue) -> list[tuple[float | None, bool]]:
 
 def store(queue: TransferQueue, op: int, num_pages: int) -> None:
     pages = list(range(op, op + num_pages))
-    queue.add(PageCopy(op, CopyKind.OFFLOAD, ints(pages), ints(pages), 0, make_run(pages, pages)))
+    queue.start(PageCopy(op, CopyKind.OFFLOAD, ints(pages), ints(pages), 0, make_run(pages, pages)))
 
 
 def load(queue: TransferQueue, op: int, after_step: int = 0) -> None:
-    queue.add(PageCopy(op, CopyKind.LOAD, ints([9]), ints([9]), after_step))
+    queue.start(PageCopy(op, CopyKind.LOAD, ints([9]), ints([9]), after_step))
 
 
 @pytest.mark.parametrize(
