@@ -18,6 +18,7 @@ from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.errors import InvariantError
 from tests.helpers.host import PAGE_SIZE
 from tests.helpers.transfers import DIRECT, LAYERED, NUM_PAGES, PAGE_BYTES, STAGED, THREAD, TransferBench, ints
+from tests.helpers.waiting import PATIENCE_S
 
 MakeBench = Callable[..., TransferBench]
 
@@ -60,7 +61,7 @@ def test_a_stored_page_is_valid_when_its_bytes_have_arrived_and_not_before(bench
     bench.may_copy.set()
     bench.acks(1)
     assert bench.host.records.state(2) == PageState.VALID
-    assert bench.host.wait_checksums(5)
+    assert bench.host.wait_checksums(PATIENCE_S)
     assert bench.host.verify(2)
 
 
@@ -108,10 +109,12 @@ def test_stores_are_dropped_while_the_link_is_behind_and_loads_never(make_bench:
 
 def test_stores_take_no_more_of_the_link_than_they_may(make_bench: MakeBench) -> None:
     bench = make_bench(max_store_bytes_per_s=PAGE_BYTES / 0.05)  # a page takes 50 ms
-    begin = time.monotonic()
+    bench.may_copy.clear()
     for op in range(1, 5):
         bench.store(op, [op], [op])
     bench.load(5, [9], [8])
+    begin = time.monotonic()
+    bench.may_copy.set()
     assert len(bench.acks(5)) == 5
     assert time.monotonic() - begin >= 0.15
     assert bench.begun.index(5) <= 1
@@ -147,7 +150,7 @@ def test_a_forward_waits_for_a_load_that_it_reads(bench: TransferBench) -> None:
     waiter.start()
     assert not waited.wait(0.05)
     bench.may_copy.set()
-    waiter.join(5)
+    waiter.join(PATIENCE_S)
     assert waited.is_set()
 
 
@@ -181,7 +184,7 @@ def test_poll_waits_for_an_answer_no_longer_than_told(bench: TransferBench) -> N
     assert bench.engine.poll(0.05) == []
     assert time.monotonic() - begin > 0.04
     bench.store(1, [1], [1])
-    assert [ack.op for ack in bench.engine.poll(10)] == [1]
+    assert [ack.op for ack in bench.engine.poll(PATIENCE_S)] == [1]
     assert bench.engine.poll() == []
 
 
@@ -241,7 +244,7 @@ def test_what_kills_the_thread_is_told_to_whoever_asks(make_bench: MakeBench) ->
 
     bench = make_bench(hold=hold)
     bench.load(1, [4], [5])
-    for ask in (lambda: bench.engine.wait(1), lambda: bench.engine.poll(10)):
+    for ask in (lambda: bench.engine.wait(1), lambda: bench.engine.poll(PATIENCE_S)):
         with pytest.raises(InvariantError, match="copies between tiers have stopped") as caught:
             ask()
         assert str(caught.value.__cause__) == "the stream broke"

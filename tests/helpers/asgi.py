@@ -6,6 +6,8 @@ import asyncio
 import json
 from typing import Any
 
+from tests.helpers.waiting import PATIENCE_S
+
 
 class Call:
     """A request in flight. Chunks of the body arrive in ``chunks`` as they are sent."""
@@ -59,12 +61,12 @@ class Call:
     async def until(self, text: str) -> None:
         """Waits until the body contains ``text``."""
         while text not in self.text:
-            await asyncio.wait_for(self._news.wait(), 10)
+            await asyncio.wait_for(self._news.wait(), PATIENCE_S)
             self._news.clear()
 
     async def end(self) -> Call:
         """Waits until the application is done with the request."""
-        await asyncio.wait_for(self._task, 10)
+        await asyncio.wait_for(self._task, PATIENCE_S)
         return self
 
     @property

@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 import zmq
 
+from tests.helpers.waiting import PATIENCE_S
+
 Prefix = tuple[int, ...]
 
 
@@ -87,14 +89,16 @@ class Reader:
         if replay is not None:
             self.replays.connect(replay)
 
-    def receive(self, timeout_s: float = 60.0) -> tuple[int, bytes]:
+    def receive(self, timeout_s: float = PATIENCE_S) -> tuple[int, bytes]:
         """Returns the next batch with its number."""
         assert self.events.poll(timeout_s * 1000), f"nothing was published within {timeout_s} s"
         topic, sequence, payload = self.events.recv_multipart()
         assert topic == b""
         return int(struct.unpack(">Q", sequence)[0]), payload
 
-    def replay(self, start: int, *, delimiter: bool = True, timeout_s: float = 60.0) -> Iterator[tuple[int, bytes]]:
+    def replay(
+        self, start: int, *, delimiter: bool = True, timeout_s: float = PATIENCE_S
+    ) -> Iterator[tuple[int, bytes]]:
         """Asks for the batches from a number on, as a REQ socket asks or without its delimiter; yields them."""
         before = [b""] if delimiter else []
         self.replays.send_multipart([*before, struct.pack(">Q", start)])

@@ -17,6 +17,7 @@ from hiserve.cache.storage.transfer import ThreadTransfers, TransferEngine
 from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.transfers import CopyAck, CopyKind, PageCopy
 from tests.helpers.host import PAGE_SIZE, make_layout, make_run
+from tests.helpers.waiting import PATIENCE_S
 
 NUM_PAGES = 12
 GROUPS = (
@@ -106,7 +107,7 @@ class TransferBench:
 
     def acks(self, count: int) -> list[CopyAck]:
         found: list[CopyAck] = []
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE_S
         while len(found) < count:
             assert time.monotonic() < deadline, f"{found} of {count}"
             found += self.engine.poll(0.01)

@@ -15,13 +15,14 @@ import torch
 
 from hiserve.attention.base import AttentionShape
 from hiserve.attention.compiling import Building
+from tests.helpers.waiting import PATIENCE_S
 
 SHAPE = AttentionShape(num_layers=2, num_heads=8, num_kv_heads=2, head_dim=128, page_size=16, dtype=torch.bfloat16)
 
 
 def test_all_builds_run_at_the_same_time() -> None:
     together = threading.Barrier(5)
-    building = Building([lambda: together.wait(30)] * 5)
+    building = Building([lambda: together.wait(PATIENCE_S)] * 5)
     building.wait()
     assert building.is_done
     assert not together.broken
@@ -32,7 +33,7 @@ def test_building_is_done_when_the_last_has_ended_and_waits_for_it() -> None:
     ended: list[int] = []
 
     def slow() -> None:
-        assert may_end.wait(30)
+        assert may_end.wait(PATIENCE_S)
         ended.append(1)
 
     def fail(text: str) -> None:

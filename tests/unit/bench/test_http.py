@@ -15,6 +15,12 @@ from hiserve.errors import ConfigError, UnavailableError
 from tests.helpers.fake_server import Asked, FakeServer, Out
 
 
+@pytest.fixture(autouse=True)
+def kept_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection is used again however long a busy machine takes from one request to the next."""
+    monkeypatch.setattr(http, "MAX_IDLE_S", 3600.0)
+
+
 async def whole(asked: Asked, out: Out) -> None:
     await out.json(200, {"got": asked.body})
 

@@ -15,6 +15,7 @@ from hiserve.commands.doctor import show_graphs
 from hiserve.commands.doctor_graphs import Answer, judge, run_on_device
 from hiserve.ipc.graph_report import GraphReport, StepCheck
 from tests.helpers.settings import settings_of
+from tests.helpers.waiting import PATIENCE_S
 
 ON_CPU = settings_of(device="cpu")
 ON_CUDA = msgspec.structs.replace(ON_CPU, model=msgspec.structs.replace(ON_CPU.model, device="cuda"))
@@ -90,7 +91,7 @@ def test_steps_run_in_another_process_and_what_it_dies_of_is_told() -> None:
     ("code", "told"),
     [
         ("say('compiling'); say(''); sys.exit(3)", "compiling"),
-        ("say('compiling'); time.sleep(60)", "the steps did not end within 1 s"),
+        ("say('compiling'); time.sleep(3600)", "the steps did not end within"),
         ("sys.exit(3)", "it said nothing"),
         (
             "sys.stdin.read(); say('compiling'); print('ninja: no work to do'); print(report)",
@@ -104,7 +105,10 @@ def test_what_the_other_process_says_is_passed_on_at_once(
     intro = "import sys, time; say = lambda text: print(text, file=sys.stderr, flush=True); "
     given = f"report = {msgspec.json.encode(report(READY)).decode()!r}; "
     monkeypatch.setattr(doctor_graphs, "_COMMAND", (sys.executable, "-I", "-S", "-c", intro + given + code))
-    monkeypatch.setattr(doctor_graphs, "TIMEOUT_S", 1.0)
-    assert run_on_device(ON_CPU) == told
-    said = capsys.readouterr()
+    for limit_s in (1.0, 10.0, 100.0):  # in which a busy machine may not even start a process
+        monkeypatch.setattr(doctor_graphs, "TIMEOUT_S", limit_s if "3600" in code else PATIENCE_S)
+        got, said = run_on_device(ON_CPU), capsys.readouterr()
+        if "compiling" in said.err or "compiling" not in code:
+            break
+    assert got == (f"{told} {limit_s:g} s" if "3600" in code else told)
     assert ("compiling\n" in said.err) == ("compiling" in code) and not said.out

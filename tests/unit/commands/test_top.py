@@ -26,6 +26,7 @@ from hiserve.server.metrics import Metrics
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.fake_server import Asked, FakeServer, Handler, Out
 from tests.helpers.running import Running
+from tests.helpers.waiting import PATIENCE_S
 from tests.unit.server.conftest import make_server, reply_script
 
 TIER = TierStats(num_pages=160, num_free=40, num_evictable=80, num_evicted=7)
@@ -249,7 +250,7 @@ async def test_ctrl_c_ends_the_board_without_a_word_of_error() -> None:
             while len(server.asked) < 5 and process.poll() is None:
                 await asyncio.sleep(0.02)
             process.send_signal(signal.SIGINT)
-            out, err = await asyncio.to_thread(process.communicate, timeout=30)
+            out, err = await asyncio.to_thread(process.communicate, timeout=PATIENCE_S)
     assert (process.returncode, err) == (0, "")
     assert "hiserve 9.9" in out
 

@@ -15,6 +15,7 @@ from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import SamplingParams
 from tests.helpers.models import Engine, save_llama
 from tests.helpers.plans import GREEDY, HandPlanner, int32
+from tests.helpers.waiting import PATIENCE_S
 
 PAGE, NUM_PAGES = 4, 64
 PROMPTS = {1: list(range(6)), 2: list(range(40, 53)), 3: [9] * 8}
@@ -103,12 +104,12 @@ def test_inline_results_are_done_and_threaded_steps_leave_the_caller_free(folder
 
     def slow(inputs: object) -> object:
         started.set()
-        assert proceed.wait(30)
+        assert proceed.wait(PATIENCE_S)
         return run(inputs)  # type: ignore[arg-type]
 
     threaded.runner.run = slow  # type: ignore[method-assign,assignment]
     futures = [threaded.executor.submit(plan) for plan in decode_plans(admitted(), 3)]
-    assert started.wait(30)
+    assert started.wait(PATIENCE_S)
     assert not any(future.done() for future in futures)
     proceed.set()
     threaded.executor.close()

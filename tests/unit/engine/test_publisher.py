@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import socket
 import threading
@@ -20,6 +21,7 @@ from hiserve.ipc import channel
 from hiserve.ipc.channel import MAX_UNREAD_EVENTS, PublishChannel
 from hiserve.ipc.kv_events import Cleared, Removed
 from tests.helpers.kv_mirror import Reader
+from tests.helpers.waiting import PATIENCE_S
 
 
 class Setup:
@@ -55,6 +57,9 @@ def setup(tmp_path: Path) -> Iterator[Setup]:
     assert not [thread for thread in threading.enumerate() if thread.name == "hiserve-kv-events"]
 
 
+LAST_WORDS = itertools.count(2**60)
+
+
 def change(value: int, size: int = 16) -> list[Removed]:
     return [Removed("GPU", value.to_bytes(8, "big") + bytes(8) + bytes(size - 16))]
 
@@ -64,23 +69,26 @@ def values(payload: bytes) -> list[int]:
 
 
 def meet(publisher: Publisher, reader: Reader) -> int:
-    """Publishes until the reader is subscribed; returns the last number it got."""
-    deadline = time.monotonic() + 60
+    """Publishes until the reader is subscribed, and a last word; returns its number, when the reader has it."""
+    deadline = time.monotonic() + PATIENCE_S
     while not reader.events.poll(20):
         publisher.put(change(0))
         assert time.monotonic() < deadline
-    while reader.events.poll(50):
-        last, _ = reader.receive()
-    return last
+    word = next(LAST_WORDS)
+    publisher.put(change(word))
+    while True:
+        number, payload = reader.receive()
+        if values(payload) == [word]:
+            return number
 
 
 def test_subscribers_get_every_batch_in_order_with_its_number(setup: Setup) -> None:
     publisher = setup.publisher()
     readers = [setup.reader(), setup.reader()]
     meet(publisher, readers[0])
-    last = max(meet(publisher, reader) for reader in readers)
-    while readers[0].events.poll(50):
-        readers[0].receive()
+    last = meet(publisher, readers[1])
+    while readers[0].receive()[0] < last:
+        pass
     for i in range(200):
         publisher.put(change(i))
     for reader in readers:
@@ -111,7 +119,7 @@ def test_a_request_socket_gets_its_first_answer(setup: Setup) -> None:
         asker.setsockopt(zmq.LINGER, 0)
         asker.connect(setup.replays)
         asker.send((0).to_bytes(8, "big"))
-        assert asker.poll(10_000)
+        assert asker.poll(1000 * PATIENCE_S)
         assert asker.recv_multipart() == [b"\xff" * 8, b""]
 
 

@@ -21,6 +21,7 @@ from tests.helpers.host import make_run
 from tests.helpers.plans import make_plan
 from tests.helpers.sim_store import SimStore
 from tests.helpers.transfers import GROUPS, THREAD, TransferBench, ints
+from tests.helpers.waiting import PATIENCE_S
 
 BROKEN = 3
 GIB = 1 << 30
@@ -64,7 +65,7 @@ def test_loads_are_open_from_their_start_until_their_end_is_taken(
     assert (copier.loads.open, list(copier.loads.failed), copier.loads.last_started) == ({1, 2, BROKEN}, [], BROKEN)
     may_copy.set()
     acks = []
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while len(acks) < 4:
         assert time.monotonic() < deadline, acks
         acks += copier.take_acks(0.01)

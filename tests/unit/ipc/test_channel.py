@@ -16,6 +16,7 @@ import pytest
 from hiserve.errors import ResourceError
 from hiserve.ipc.channel import HIGH_WATER_MARK, AsyncChannel, Link, PeerGoneError, PollingChannel
 from hiserve.ipc.codec import Frames
+from tests.helpers.waiting import PATIENCE_S
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +145,7 @@ def test_what_waits_for_the_dead_holds_nobody_up(is_child: bool) -> None:
         left.try_receive()
     closing = threading.Thread(target=left.close, args=(1000,), daemon=True)
     closing.start()
-    closing.join(30)
+    closing.join(PATIENCE_S)
     assert not closing.is_alive()
 
 
@@ -184,7 +185,7 @@ class Recorder:
         self.num_writable += 1
 
     async def until(self, num_messages: int) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while len(self.messages) < num_messages:
                 await asyncio.sleep(0.001)
 
@@ -231,7 +232,7 @@ async def test_a_refused_sender_is_told_when_it_may_go_on() -> None:
     before = recorder.num_writable
     reader = threading.Thread(target=lambda: [receive(parent) for _ in range(num_sent)])
     reader.start()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while recorder.num_writable == before:
             await asyncio.sleep(0.001)
     await asyncio.to_thread(reader.join)
@@ -271,7 +272,7 @@ async def test_an_async_channel_reports_its_peer_gone_once_and_last() -> None:
         send(child, [str(number).encode()])
     child.close(linger_ms=1000)
     time.sleep(0.2)  # the end is known before the first message is delivered
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         await recorder.gone.wait()
         await asyncio.sleep(0.05)
     assert recorder.heard_when_gone == [200]
@@ -320,7 +321,7 @@ async def test_a_callback_may_close_its_channel() -> None:
     parent, child = pair()
     channel = AsyncChannel(parent, on_messages=lambda batch: channel.close())
     send(child, [b"one"])
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while not child.is_gone:
             await asyncio.sleep(0.001)
     channel.close()

@@ -217,7 +217,7 @@ def test_a_question_of_many_frames_is_not_sent_back_with_every_batch(folder: Pat
         peer.send_multipart([*(20 * [bytes(1000)]), bytes(8)])
         assert not peer.poll(200)
         peer.send_multipart([b"", bytes(8)])
-        assert peer.poll(5000)
+        assert peer.poll(1000 * PATIENCE_S)
     publisher.close()
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from hiserve.models import reading
 from hiserve.models.checkpoint import StoredTensor, stored_tensors
 from hiserve.models.reading import ProgressLog, plan_chunks, read_chunks
+from tests.helpers.waiting import PATIENCE_S
 
 CPU = torch.device("cpu")
 SEED = 17
@@ -101,7 +102,7 @@ def test_several_pieces_are_read_at_once_and_ahead_of_their_copies(
     def wait(fd: int, views: list[memoryview], begin: int) -> int:
         seen.append(begin)
         if len(seen) <= reading.NUM_THREADS:
-            together.wait(30)
+            together.wait(PATIENCE_S)
         return preadv(fd, views, begin)
 
     monkeypatch.setattr(reading.os, "preadv", wait)

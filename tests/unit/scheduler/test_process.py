@@ -18,6 +18,7 @@ from hiserve.ipc.messages import Failed, Generate, Halted, Ready, StartFailed, T
 from hiserve.ipc.updates import RequestUpdates, TokenDelta
 from hiserve.scheduler.process import SchedulerService
 from tests.helpers.settings import settings_of
+from tests.helpers.waiting import PATIENCE_S
 
 NO_WORKER = ("/does/not/exist",)
 
@@ -69,7 +70,7 @@ class SlowClient:
                     self.news.append(f"halted: {reason}")
 
     async def read_all(self, num_news: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while len(self.news) < num_news:
                 self.read()
                 await asyncio.sleep(0.001)
@@ -139,7 +140,7 @@ async def test_while_a_deadline_is_awaited_batches_do_not_look_for_one() -> None
 
 async def test_a_client_is_told_why_no_worker_could_be_started() -> None:
     client = SlowClient()
-    assert await asyncio.wait_for(client.service.run(), 20) == 1
+    assert await asyncio.wait_for(client.service.run(), PATIENCE_S) == 1
     frames = client._link.try_receive()
     assert frames is not None
     message = client._decoder.decode(frames).message

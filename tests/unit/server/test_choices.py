@@ -12,6 +12,7 @@ from hiserve.errors import EngineError, OverloadedError
 from hiserve.server import merging
 from hiserve.server.merging import merge
 from tests.helpers.asgi import Call
+from tests.helpers.waiting import PATIENCE_S
 from tests.unit.server.conftest import NUM_STEPS, REPLY, TOKENIZER, Server, on_device, reply_script
 
 CHAT = "/v1/chat/completions"
@@ -154,7 +155,7 @@ async def test_a_client_that_leaves_aborts_every_choice(server: Server, is_strea
 
     server.engine.step = step
     call = server.call("POST", CHAT, {"messages": HI, "n": 3, "stream": is_stream})
-    await asyncio.wait_for(is_held.wait(), 5)
+    await asyncio.wait_for(is_held.wait(), PATIENCE_S)
     call.disconnect()
     await call.end()
     assert [seen.aborted for seen in server.engine.seen] == [True] * 3

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.asgi import Call
+from tests.helpers.waiting import PATIENCE_S
 from tests.unit.server.conftest import NUM_STEPS, Server
 
 CHAT = "/v1/chat/completions"
@@ -33,7 +34,7 @@ async def test_a_closed_socket_aborts_the_request(server: Server, at: int, is_st
     hold = Hold(at)
     server.engine.step = hold.step
     call = server.call("POST", CHAT, {"messages": HI, "stream": is_stream})
-    await asyncio.wait_for(hold.is_held.wait(), 5)
+    await asyncio.wait_for(hold.is_held.wait(), PATIENCE_S)
     assert server.engine.num_inflight == 1
     call.disconnect()
     await call.end()
@@ -58,7 +59,7 @@ async def test_a_client_that_leaves_between_two_events_aborts_too(server: Server
                 await asyncio.Event().wait()
 
     call = SlowReader(server.app, "POST", CHAT, {"messages": HI, "stream": True})
-    await asyncio.wait_for(is_blocked.wait(), 5)
+    await asyncio.wait_for(is_blocked.wait(), PATIENCE_S)
     gone.set()
     call.disconnect()
     await call.end()
@@ -69,7 +70,7 @@ async def test_a_request_whose_task_is_cancelled_is_aborted(server: Server) -> N
     hold = Hold(1)
     server.engine.step = hold.step
     call = server.call("POST", CHAT, {"messages": HI, "stream": True})
-    await asyncio.wait_for(hold.is_held.wait(), 5)
+    await asyncio.wait_for(hold.is_held.wait(), PATIENCE_S)
     call._task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call.end()

@@ -11,6 +11,7 @@ from hiserve.errors import ResourceError, UnavailableError
 from hiserve.server import engine_handle as gate_module
 from hiserve.server.engine_handle import EngineHandle
 from tests.helpers.fake_engine_client import FakeEngineClient
+from tests.helpers.waiting import PATIENCE_S
 
 
 class Starter:
@@ -53,7 +54,7 @@ async def opened(starter: Starter) -> EngineHandle:
 
 
 async def until_served(handle: EngineHandle) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while handle.reason is not None:
             await asyncio.sleep(0.001)
 
@@ -62,7 +63,7 @@ async def test_an_engine_that_dies_is_replaced_and_meanwhile_the_gate_says_why(s
     handle = await opened(starter)
     starter.hold.clear()
     starter.engines[0].die("the scheduler process died (killed by SIGKILL).")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while starter.num_starts < 2:
             await asyncio.sleep(0.001)
     assert handle.reason == "the engine is started again: the scheduler process died (killed by SIGKILL)."
@@ -89,7 +90,7 @@ async def test_an_engine_that_cannot_be_started_is_given_up_and_the_gate_says_so
     starter = Starter(lambda number: number > 1)
     handle = await opened(starter)
     starter.engines[0].die("gone")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while handle.reason is None or "in a row" not in handle.reason:
             await asyncio.sleep(0.001)
     assert starter.num_starts == 1 + gate_module.MAX_FAILURES
@@ -99,7 +100,7 @@ async def test_an_engine_that_cannot_be_started_is_given_up_and_the_gate_says_so
 
 async def test_an_engine_that_dies_again_and_again_is_given_up(starter: Starter) -> None:
     handle = await opened(starter)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while handle.reason is None or "in a row" not in handle.reason:
             if not starter.engines[-1].trouble:
                 starter.engines[-1].die("gone")

@@ -11,6 +11,7 @@ from hiserve.errors import EngineError, OverloadedError
 from hiserve.ipc.messages import WorkerStats
 from hiserve.server import health
 from tests.helpers.fake_engine_client import FakeEngineClient
+from tests.helpers.waiting import PATIENCE_S
 from tests.unit.server.conftest import Server, make_server
 
 
@@ -69,7 +70,7 @@ async def test_an_engine_that_stands_still_is_a_503_in_time(
 ) -> None:
     monkeypatch.setattr(health, "PROBE_TIMEOUT_S", 0.05)
     server.engine.step, server.engine.hangs = hang, is_silent
-    call = await asyncio.wait_for(server.get("/health_generate"), 2)
+    call = await asyncio.wait_for(server.get("/health_generate"), PATIENCE_S)
     assert call.status == 503
     assert server.engine.num_inflight == 0
 

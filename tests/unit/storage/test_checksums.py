@@ -12,6 +12,7 @@ import pytest
 from hiserve.cache.storage import records as module
 from hiserve.cache.storage.records import NO_CHECKSUM, Checksums, Records, page_checksum, record_type
 from tests.helpers.host import PAGE_BYTES, PAGE_SIZE, fill, make_run
+from tests.helpers.waiting import PATIENCE_S
 
 NUM_PAGES = 16
 
@@ -37,7 +38,7 @@ def valid(records: Records, pages: np.ndarray, numbers: list[int]) -> np.ndarray
 def test_every_finished_page_gets_its_checksum(records: Records, pages: np.ndarray) -> None:
     checksums = Checksums(records, pages, max_bytes_per_s=1e12)
     checksums.add(valid(records, pages, [3, 1, 2]))
-    assert checksums.wait(10)
+    assert checksums.wait(PATIENCE_S)
     for page in (1, 2, 3):
         assert records.checksum(page) == page_checksum(pages[page].data, records.digest(page))
     checksums.close()
@@ -64,17 +65,17 @@ def test_a_page_freed_while_it_is_read_gets_no_checksum(
 
     def slow(page: memoryview, digest: bytes) -> int:
         reading.set()
-        assert go_on.wait(10)
+        assert go_on.wait(PATIENCE_S)
         return page_checksum(page, digest)
 
     monkeypatch.setattr(module, "page_checksum", slow)
     checksums = Checksums(records, pages, max_bytes_per_s=1e12)
     checksums.add(valid(records, pages, [1]))
-    assert reading.wait(10)
+    assert reading.wait(PATIENCE_S)
     records.free(np.array([1]))
     valid(records, pages, [1])
     go_on.set()
-    assert checksums.wait(10)
+    assert checksums.wait(PATIENCE_S)
     assert records.checksum(1) == NO_CHECKSUM
     checksums.close()
 
@@ -88,16 +89,16 @@ def test_pages_are_taken_together_as_many_as_are_read_in_a_few_milliseconds(
     def note(some: np.ndarray) -> Any:
         taken.append(some.tolist())
         reading.set()
-        assert go_on.wait(10)
+        assert go_on.wait(PATIENCE_S)
         return unsealed(some)
 
     monkeypatch.setattr(records, "unsealed", note)
     checksums = Checksums(records, pages, max_bytes_per_s=PAGE_BYTES / (module.BATCH_S / 4))
     checksums.add(valid(records, pages, [15]))
-    assert reading.wait(10)
+    assert reading.wait(PATIENCE_S)
     checksums.add(valid(records, pages, [3, 1, 2, 7, 6, 4, 9, 8, 5]))
     go_on.set()
-    assert checksums.wait(10)
+    assert checksums.wait(PATIENCE_S)
     assert taken == [[15], [3, 1, 2, 7], [6, 4, 9, 8], [5]]
     checksums.close()
 
@@ -117,7 +118,7 @@ def test_the_rate_is_kept_and_idle_time_is_not_saved_up(records: Records, pages:
         time.sleep(0.05)
         start = time.monotonic()
         checksums.add(valid(records, pages, numbers))
-        assert checksums.wait(10)
+        assert checksums.wait(PATIENCE_S)
         assert time.monotonic() - start >= 4 * 0.01
     checksums.close()
 

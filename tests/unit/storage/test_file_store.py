@@ -22,6 +22,7 @@ from hiserve.errors import ConfigError
 from hiserve.ipc.cache_stats import StoreStats
 from tests.helpers.host import make_keys
 from tests.helpers.stores import KEYS, PAGE_BYTES, PLENTY, blanks, flip, pages, path_of
+from tests.helpers.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 FILE_BYTES = HEADER_BYTES + PAGE_BYTES
@@ -58,7 +59,7 @@ def test_counts_are_told_while_the_directory_is_listed(tmp_path: Path) -> None:
     thread = threading.Thread(target=lambda: told.append(store.stats()), daemon=True)
     with store._lock:
         thread.start()
-        thread.join(5)
+        thread.join(PATIENCE_S)
         assert [stats.num_stored for stats in told] == [20]
 
 
@@ -330,5 +331,5 @@ def test_servers_that_start_at_once_share_a_new_directory(tmp_path: Path) -> Non
     for child in children:
         assert child.stdin is not None
         child.stdin.close()
-    assert [child.wait(30) for child in children] == [0, 0, 0]
+    assert [child.wait(PATIENCE_S) for child in children] == [0, 0, 0]
     assert [path.name for path in (tmp_path / "new").iterdir()] == [MARKER]

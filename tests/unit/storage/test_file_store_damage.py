@@ -16,8 +16,9 @@ from hiserve.cache.storage.file_store import MARKER, FileStore
 from hiserve.cache.storage.store import HEADER_BYTES
 from tests.helpers.host import make_keys
 from tests.helpers.stores import KEYS, PLENTY, blanks, flip, pages, path_of
+from tests.helpers.waiting import PATIENCE_S
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = PATIENCE_S
 
 
 def of_content(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:

@@ -19,6 +19,7 @@ from hiserve.cache.storage.prefault import PinningThrottle, Populate, Prefault
 from hiserve.cache.storage.segment import Segment
 from hiserve.errors import ResourceError
 from tests.helpers.host import make_layout
+from tests.helpers.waiting import PATIENCE_S
 
 MIB = 1 << 20
 
@@ -48,7 +49,7 @@ class Gate:
         self.offsets: list[int] = []
 
     def __call__(self, offset: int, address: int, num_bytes: int) -> None:
-        assert self.let.acquire(timeout=10)
+        assert self.let.acquire(timeout=PATIENCE_S)
         self.offsets.append(offset)
 
 
@@ -68,7 +69,7 @@ def test_every_page_becomes_resident_and_keeps_what_it_holds(segment: Segment, n
     segment.pages[5] = 7
     assert allocated(segment) < 3 * MIB
     prefault = Prefault(segment, num_threads=num_threads, piece_bytes=4 * MIB)
-    assert prefault.wait(16, timeout_s=30)
+    assert prefault.wait(16, timeout_s=PATIENCE_S)
     assert prefault.num_ready_pages == 16
     assert allocated(segment) >= 16 * MIB
     assert (segment.pages[5] == 7).all()
@@ -81,7 +82,7 @@ def test_pages_become_ready_piece_by_piece(segment: Segment) -> None:
     prefault = Prefault(segment, num_threads=1, piece_bytes=5 * MIB, populate=gate)
     assert prefault.pages_per_piece == 5
     for expected in (0, 5, 10, 15, 16):
-        assert prefault.wait(expected, timeout_s=10)
+        assert prefault.wait(expected, timeout_s=PATIENCE_S)
         assert prefault.num_ready_pages == expected
         gate.let.release()
     assert gate.offsets == [segment.layout.pages_offset + 5 * MIB * piece for piece in range(4)]
@@ -93,16 +94,16 @@ def test_a_piece_that_is_done_early_waits_for_those_before_it(segment: Segment) 
 
     def populate(offset: int, address: int, num_bytes: int) -> None:
         if offset == segment.layout.pages_offset:
-            assert hold.wait(10)
+            assert hold.wait(PATIENCE_S)
         else:
             second.set()
 
     prefault = Prefault(segment, num_threads=2, piece_bytes=4 * MIB, populate=populate)
-    assert second.wait(10)
+    assert second.wait(PATIENCE_S)
     assert not prefault.wait(1, timeout_s=0.05)
     assert prefault.num_ready_pages == 0
     hold.set()
-    assert prefault.wait(16, timeout_s=10)
+    assert prefault.wait(16, timeout_s=PATIENCE_S)
     prefault.close()
 
 
@@ -110,12 +111,12 @@ def test_closing_stops_the_work(segment: Segment) -> None:
     gate = Gate()
     prefault = Prefault(segment, num_threads=1, piece_bytes=MIB, populate=gate)
     gate.let.release(2)
-    assert prefault.wait(2, timeout_s=10)
+    assert prefault.wait(2, timeout_s=PATIENCE_S)
     closing = threading.Thread(target=prefault.close)
     closing.start()
-    assert prefault._stop.wait(10)
+    assert prefault._stop.wait(PATIENCE_S)
     gate.let.release(20)
-    closing.join(10)
+    closing.join(PATIENCE_S)
     assert not closing.is_alive()
     assert prefault.num_ready_pages <= 3
     assert len(gate.offsets) <= 3
@@ -134,7 +135,7 @@ def test_pieces_are_pinned_one_at_a_time(segment: Segment) -> None:
 
     pins = Alone()
     prefault = Prefault(segment, num_threads=4, registrar=pins, piece_bytes=MIB)
-    assert prefault.wait(16, timeout_s=30)
+    assert prefault.wait(16, timeout_s=PATIENCE_S)
     prefault.close()
 
 
@@ -144,7 +145,7 @@ def test_every_page_lies_in_one_pinned_piece(page_bytes: int, num_pages: int) ->
     segment = Segment.anonymous(make_layout(num_pages, page_bytes=page_bytes))
     pins = Pins()
     prefault = Prefault(segment, registrar=pins, piece_bytes=100_000)
-    assert prefault.wait(num_pages, timeout_s=30)
+    assert prefault.wait(num_pages, timeout_s=PATIENCE_S)
     start = segment.pages.ctypes.data
     pieces = sorted(pins.pieces.items())
     assert len(pieces) == prefault.num_pieces > 1
@@ -163,7 +164,7 @@ def test_every_page_lies_in_one_pinned_piece(page_bytes: int, num_pages: int) ->
 def test_a_piece_that_cannot_be_pinned_ends_growth_with_the_reason(segment: Segment) -> None:
     pins = Pins(fails_after=2)
     prefault = Prefault(segment, num_threads=1, registrar=pins, piece_bytes=4 * MIB)
-    assert not prefault.wait(16, timeout_s=30)
+    assert not prefault.wait(16, timeout_s=PATIENCE_S)
     assert prefault.num_ready_pages == 8
     assert re.search(r"needs 0.0156 GiB.*after 0.00781 GiB: no more pins.*--host-cache-gib", str(prefault.failure))
     prefault.close()
@@ -181,7 +182,7 @@ def failing(number: int) -> Callable[[int, int, int], None]:
 def test_memory_that_runs_out_is_told_with_the_flag_to_lower(segment: Segment) -> None:
     layout = replace(segment.layout)
     prefault = Prefault(segment, num_threads=1, piece_bytes=4 * MIB, populate=failing(errno.ENOMEM))
-    assert not prefault.wait(16, timeout_s=30)
+    assert not prefault.wait(16, timeout_s=PATIENCE_S)
     assert prefault.num_ready_pages == 8
     assert isinstance(prefault.failure, ResourceError)
     assert re.search(r"needs 0.0156 GiB.*after 0.00781 GiB: Cannot allocate.*--host-cache-gib", str(prefault.failure))
@@ -194,7 +195,7 @@ def test_memory_that_is_not_there_is_an_error_and_no_signal(tmp_path: Path) -> N
     segment = Segment.named("x", make_layout(16, page_bytes=MIB), tmp_path)
     os.truncate(tmp_path / "hiserve-x", segment.layout.pages_offset + 8 * MIB)
     prefault = Prefault(segment, num_threads=1, piece_bytes=4 * MIB)
-    assert not prefault.wait(16, timeout_s=30)
+    assert not prefault.wait(16, timeout_s=PATIENCE_S)
     assert prefault.num_ready_pages == 8
     assert prefault.failure is not None
     prefault.close()
@@ -273,7 +274,7 @@ def test_the_pace_is_asked_before_each_piece_with_what_is_ready_and_empty(segmen
 
     pace, pins = Pace(), Pins()
     prefault = Prefault(segment, num_threads=1, registrar=pins, piece_bytes=4 * MIB, throttle=pace, num_used=lambda: 3)
-    assert prefault.wait(16, timeout_s=30)
+    assert prefault.wait(16, timeout_s=PATIENCE_S)
     assert pace.asked == [(ready - 3) * MIB for ready in (0, 4, 8, 12)]
     assert len(pace.told) == 4
     prefault.close()
@@ -288,6 +289,6 @@ def test_closing_does_not_wait_for_the_pace(segment: Segment) -> None:
             return 1e6
 
     prefault = Prefault(segment, num_threads=2, registrar=Pins(), piece_bytes=4 * MIB, throttle=Pace())
-    assert asked.wait(30)
+    assert asked.wait(PATIENCE_S)
     assert prefault.num_ready_pages == 0
     prefault.close()

@@ -21,6 +21,7 @@ from hiserve.cache.storage.segment import Segment, SegmentLayout, stored_layout
 from hiserve.core.digest import namespace_digest
 from hiserve.errors import ConfigError, ResourceError
 from tests.helpers.host import make_layout
+from tests.helpers.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 LAYOUT = make_layout()
@@ -113,7 +114,7 @@ def test_another_process_gets_it_by_descriptor(how: str) -> None:
         with subprocess.Popen(command, pass_fds=[fd], stdout=subprocess.PIPE, cwd=ROOT) as child:
             if how == "message":
                 socket.send_fds(ours, [b"x"], [segment.fd])
-            assert child.communicate(timeout=30)[0] == b"16\n"
+            assert child.communicate(timeout=PATIENCE_S)[0] == b"16\n"
         assert child.returncode == 0
     assert segment.pages[7, 0] == 42
     segment.close()

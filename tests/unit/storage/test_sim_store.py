@@ -10,6 +10,7 @@ import pytest
 from tests.helpers.host import make_keys
 from tests.helpers.sim_store import Fault, SimStore, Step
 from tests.helpers.stores import blanks, pages
+from tests.helpers.waiting import PATIENCE_S
 
 KEYS = make_keys("x", 6)
 FINE = Step()
@@ -76,6 +77,6 @@ def test_a_call_that_hangs_returns_nothing_when_let_go(end: str) -> None:
     assert reader.is_alive()
     assert store.stats().num_pages == 6
     getattr(store, end)()
-    reader.join(10)
+    reader.join(PATIENCE_S)
     assert got == [0]
     assert store.get(KEYS, blanks(6)) == (6 if end == "release" else 0)

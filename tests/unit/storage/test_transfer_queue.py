@@ -12,6 +12,7 @@ from hiserve.cache.storage.transfer import TransferQueue
 from hiserve.core.transfers import CopyKind, PageCopy
 from tests.helpers.host import make_run
 from tests.helpers.transfers import THREAD, TransferBench, ints
+from tests.helpers.waiting import PATIENCE_S
 
 
 class News(threading.Condition):
@@ -146,6 +147,6 @@ def test_a_piece_that_waits_really_wakes(bench: TransferBench, monkeypatch: pyte
         piece = threading.Thread(target=queue.yield_to_launch, daemon=True)
         piece.start()
         end()
-        piece.join(20)
+        piece.join(PATIENCE_S)
         assert not piece.is_alive()
     bench.close()

@@ -6,6 +6,7 @@ import asyncio
 import random
 
 from hiserve.text.fair_threads import FairSemaphore
+from tests.helpers.waiting import PATIENCE_S
 
 
 async def test_who_asks_for_much_waits_behind_each_other_caller_once() -> None:
@@ -46,7 +47,7 @@ async def test_places_are_kept_whoever_leaves() -> None:
     assert (num_inside, most_inside) == (0, 3)
     assert sum(not task.cancelled() for task in tasks) > 150
     for _ in range(3):  # all places are free
-        await asyncio.wait_for(turns.enter(0), 1)
+        await asyncio.wait_for(turns.enter(0), PATIENCE_S)
 
 
 async def test_who_goes_as_soon_as_it_is_his_turn_passes_it_on() -> None:
@@ -56,5 +57,5 @@ async def test_who_goes_as_soon_as_it_is_his_turn_passes_it_on() -> None:
     await asyncio.sleep(0)
     turns.leave()
     goes.cancel()  # the place is his, and he does not know it yet
-    await asyncio.wait_for(stays, 10)
+    await asyncio.wait_for(stays, PATIENCE_S)
     assert goes.cancelled()

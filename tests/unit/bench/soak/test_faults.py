@@ -19,14 +19,16 @@ from hiserve.cache.storage.records import PageState
 from hiserve.cache.storage.segment import Segment, SegmentLayout
 from hiserve.config.options import Options, make_options
 from hiserve.errors import ConfigError
+from tests.helpers.waiting import PATIENCE_S
 
 LIMIT_S = 60.0
 RNG = np.random.default_rng(3)
+SLEEP = (sys.executable, "-c", "import time; time.sleep(3600)")
 
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = subprocess.Popen(SLEEP)
     yield process
     process.kill()
     process.wait()
@@ -58,7 +60,7 @@ def test_a_process_of_that_role_is_killed(sleeper: subprocess.Popen[bytes], faul
     assert inject(fault, config(), {sleeper.pid: "api"}, RNG).what == ""
     blow = inject(fault, config(), {sleeper.pid: role, os.getpid(): "api"}, RNG)
     assert blow.victim == sleeper.pid
-    assert sleeper.wait(10) == -signal.SIGKILL
+    assert sleeper.wait(PATIENCE_S) == -signal.SIGKILL
 
 
 def test_a_hang_is_a_process_that_stands_still(sleeper: subprocess.Popen[bytes]) -> None:
@@ -67,7 +69,7 @@ def test_a_hang_is_a_process_that_stands_still(sleeper: subprocess.Popen[bytes])
 
 
 def state_of(pid: int) -> str:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_S
     while (state := Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]) != "T":
         if time.monotonic() > deadline:
             break
@@ -77,20 +79,23 @@ def state_of(pid: int) -> str:
 
 def test_bits_are_flipped_in_pages_that_have_a_checksum_and_in_no_others(sleeper: subprocess.Popen[bytes]) -> None:
     segment = Segment.anonymous(SegmentLayout(b"n" * 16, page_size=4, page_bytes=4096, num_pages=32))
+    holder = subprocess.Popen(SLEEP, pass_fds=[segment.fd])  # this process may have segments of other tests
     try:
         sealed = [3, 5, 8, 13, 21]
         segment.records["state"][1:] = PageState.VALID
         segment.records["checksum"][sealed] = 99
         segment.records["state"][21] = PageState.WRITING  # and the checksum of what was there before
-        blow = inject("flip-host", config(), {os.getpid(): "scheduler", sleeper.pid: "worker"}, RNG)
+        blow = inject("flip-host", config(), {holder.pid: "scheduler", sleeper.pid: "worker"}, RNG)
         assert blow == (f"a bit in each of {MAX_FLIPPED} pages", 0)
         changed = np.bitwise_count(segment.pages).sum(axis=1)
         assert np.flatnonzero(changed).tolist() == [3, 5, 8, 13]
         assert set(changed[changed > 0].tolist()) == {1}
         assert Path(f"/proc/{sleeper.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T", "it was left stopped"
     finally:
+        holder.kill()
+        holder.wait()
         segment.close()
-    assert inject("flip-host", config(), {os.getpid(): "scheduler"}, RNG).what == ""
+    assert inject("flip-host", config(), {sleeper.pid: "scheduler"}, RNG).what == ""
 
 
 def test_bits_are_flipped_in_pages_of_a_store(tmp_path: Path) -> None:
