@@ -32,7 +32,7 @@ NOT_RUN = {
     "make test": "runs this test",
     "pip install": "needs a package index",
 }
-LIMIT_S = 120
+LIMIT_S = 600
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,20 @@ class Live:
             assert time.monotonic() < deadline, f"still busy: {info}"
             time.sleep(0.05)
 
+    @contextlib.contextmanager
+    def stopped(self, pid: int | None = None) -> Iterator[None]:
+        """Its worker is stopped: it ends nothing that it holds meanwhile.
+
+        Args:
+            pid: The worker, where not everybody may ask for it.
+        """
+        pid = pid or self.pids()[-1]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
     def pids(self) -> list[int]:
         """All processes of the server."""
         processes = self.info()["processes"]

@@ -18,8 +18,8 @@ from tests.e2e.live import COMMAND
 from tests.helpers.models import save_llama
 from tests.helpers.processes import wait_dead
 from tests.helpers.tiny_text import TEMPLATE, byte_level_backend
+from tests.helpers.waiting import PATIENCE_S
 
-LIMIT_S = 60.0
 WEIGHTS = "model.safetensors"
 MISSING = "model.layers.1.mlp.up_proj.weight"
 
@@ -51,10 +51,10 @@ class Attempt:
         scratch.mkdir()
         environment = os.environ | {"TMPDIR": str(scratch)}
         done = subprocess.run(
-            [*COMMAND, *argv], capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False
+            [*COMMAND, *argv], capture_output=True, text=True, timeout=PATIENCE_S, env=environment, check=False
         )
         self.returncode, self.stdout, self.stderr = done.returncode, done.stdout, done.stderr
-        wait_dead(pids_with(f"TMPDIR={scratch}"), timeout_s=5)
+        wait_dead(pids_with(f"TMPDIR={scratch}"))
         assert list(scratch.iterdir()) == [], "something temporary was left behind"
 
     def refusal(self) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.live import Live, serve
+from tests.helpers.waiting import PATIENCE_S
 
 PAGE = 16
 FLAGS = ("--host-cache-gib", "0.2", "--kv-pages", "60", "--max-model-len", "512", "--cpu-threads", "1")
@@ -26,7 +27,7 @@ class Client:
 
     def __init__(self, live: Live) -> None:
         self.live = live
-        self._http = httpx.Client(base_url=live.url, timeout=60)
+        self._http = httpx.Client(base_url=live.url, timeout=PATIENCE_S)
         self._rng = np.random.default_rng(SEED)
         self.told: Counter[str] = Counter()
 
@@ -59,7 +60,7 @@ class Client:
 
     def wait_for_host(self) -> None:
         """Waits until the memory of all host pages is ready; before, nothing is stored there."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         seen = [-1]
         while (num_pages := self.get("/cache/stats")["replicas"][0]["tiers"]["host"]["num_pages"]) != seen[
             -1
@@ -70,7 +71,7 @@ class Client:
 
     def rest(self) -> dict[str, Any]:
         """Waits until no copy is under way; returns what ``/cache/stats`` says of the only replica."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             (replica,) = self.get("/cache/stats")["replicas"]
             if not sum(replica[kind]["num_in_flight"] for kind in ("loads", "stores", "prefetches", "uploads")):
@@ -201,7 +202,7 @@ def test_a_store_gives_back_what_device_and_host_lost_until_it_is_emptied(tmp_pa
         stack.callback((client := Client(live)).close)
         prompt = client.prompt()
         assert client.ask(prompt)["cached_tokens"] == 0
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while client.rest()["uploads"]["num_fulfilled"] < 10:  # they begin when the host's memory is ready
             assert time.monotonic() < deadline, client.rest()
             time.sleep(0.02)
@@ -213,7 +214,7 @@ def test_a_store_gives_back_what_device_and_host_lost_until_it_is_emptied(tmp_pa
         assert client.live.counter("hiserve:store_tokens_total", result="hit") == 160
         assert client.live.counter("hiserve:store_bytes") == tier["num_bytes"] == bytes_in(store)
         assert client.flush("store") == 0, "pages that others may share are counted"
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while client.rest()["tiers"]["store"]["num_pages"]:  # nobody asks the idle worker for anything
             assert time.monotonic() < deadline, list(store.rglob("*"))
             time.sleep(0.02)

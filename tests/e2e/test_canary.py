@@ -17,6 +17,7 @@ from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.engine.loop import Engine
 from hiserve.errors import InvariantError
 from tests.helpers.tiers import squeeze
+from tests.helpers.waiting import PATIENCE_S
 
 PAGE = 16
 SETTINGS: dict[str, Any] = {
@@ -52,7 +53,7 @@ def engine_of(llm: LLM) -> Engine:
 
 def until_stored(llm: LLM, num_pages: int) -> None:
     """Steps until the host, whose memory is made ready meanwhile, has so many pages."""
-    engine, end = engine_of(llm), time.monotonic() + 20
+    engine, end = engine_of(llm), time.monotonic() + PATIENCE_S
     while engine.stats().cache.stores.num_fulfilled < num_pages:
         assert time.monotonic() < end
         engine.step()

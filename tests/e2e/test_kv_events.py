@@ -25,6 +25,7 @@ from hiserve.engine.host_loads import LoadCostModel
 from hiserve.errors import ConfigError, ModelError, ResourceError
 from tests.e2e.live import Live, serve
 from tests.helpers.kv_mirror import Mirror, Reader
+from tests.helpers.waiting import PATIENCE_S
 
 PAGE = 16
 SEED = 3
@@ -58,7 +59,7 @@ class Router:
 
     def join(self, poke: Callable[[], object]) -> None:
         """Pokes the engine until its news arrive, and catches up."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_S
         while not self.reader.events.poll(20):
             assert time.monotonic() < deadline
             poke()
@@ -108,7 +109,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Live, str
 
 def complete(live: Live, prompt: list[int]) -> dict[str, Any]:
     body = {"model": "hiserve-nano", "prompt": prompt, "max_tokens": 1, "temperature": 0}
-    return dict(httpx.post(f"{live.url}/v1/completions", json=body, timeout=60).raise_for_status().json())
+    return dict(httpx.post(f"{live.url}/v1/completions", json=body, timeout=PATIENCE_S).raise_for_status().json())
 
 
 def test_two_routers_foresee_the_cached_tokens_of_every_request(served: tuple[Live, str, str]) -> None:
@@ -132,7 +133,7 @@ def test_two_routers_foresee_the_cached_tokens_of_every_request(served: tuple[Li
             usage = complete(live, prompt)["usage"]
             assert usage["prompt_tokens_details"]["cached_tokens"] == foreseen
         assert first.mirror.num_events["BlockRemoved"] > 0
-        httpx.post(f"{live.url}/flush_cache", timeout=60).raise_for_status()
+        httpx.post(f"{live.url}/flush_cache", timeout=PATIENCE_S).raise_for_status()
         for router in (first, late):
             assert {"type": "AllBlocksCleared"} in router.follow()
             assert not router.mirror.cached["GPU"]
@@ -142,7 +143,7 @@ def test_the_reader_of_the_guide_runs(served: tuple[Live, str, str], tmp_path: P
     live, *endpoints = served
     (program,) = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), flags=re.MULTILINE | re.DOTALL)
     (tmp_path / "reader.py").write_text(program)
-    httpx.post(f"{live.url}/flush_cache", timeout=60).raise_for_status()
+    httpx.post(f"{live.url}/flush_cache", timeout=PATIENCE_S).raise_for_status()
     complete(live, list(range(7, 7 + 3 * PAGE)))
     num_pages = 3
     command = [sys.executable, tmp_path / "reader.py", *endpoints]
@@ -156,7 +157,7 @@ def test_the_reader_of_the_guide_runs(served: tuple[Live, str, str], tmp_path: P
             complete(live, [num_pages] * PAGE)
             while reader.stdout.readline() != f"{{'GPU': {num_pages}}}\n":
                 assert reader.poll() is None
-            httpx.post(f"{live.url}/flush_cache", timeout=60).raise_for_status()
+            httpx.post(f"{live.url}/flush_cache", timeout=PATIENCE_S).raise_for_status()
             assert reader.stdout.readline() == "{}\n"
         finally:
             reader.kill()
@@ -169,7 +170,7 @@ def test_the_successor_of_a_killed_worker_listens_at_its_address_and_begins_with
     complete(live, list(range(7, 7 + 3 * PAGE)))
     (worker,) = live.info()["processes"]["workers"]
     os.kill(worker["pid"], signal.SIGKILL)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while [each["incarnation"] for each in live.info()["processes"]["workers"]] != [worker["incarnation"] + 1]:
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -12,6 +12,7 @@ import pytest
 
 import hiserve
 from tests.e2e.live import COMMAND, Live, serve
+from tests.helpers.waiting import PATIENCE_S
 
 PACKAGE = Path(hiserve.__file__).parent
 FORBIDDEN = re.compile(
@@ -85,13 +86,13 @@ def test_no_source_of_the_package_names_what_unpickles() -> None:
 )
 def test_the_watch_sees_who_unpickles(code: str, name: str, tmp_path: Path) -> None:
     command, log = watching(tmp_path, sys.executable, "-c", code)
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=PATIENCE_S)
     assert f"REACHED {name} " in log.read_text()
 
 
 def use(live: Live) -> None:
     """Serves chats and completions, cached on every tier, with drafts and scores, and errors."""
-    with httpx.Client(base_url=live.url, timeout=60) as http:
+    with httpx.Client(base_url=live.url, timeout=PATIENCE_S) as http:
         text = "I would like to book a table for two people at seven tonight, near the river. " * 4
         for _ in range(2):
             for number in range(8):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import signal
 import socket
 import statistics
 import sys
@@ -62,17 +60,6 @@ def check_nothing_left(live: Live, files: int) -> None:
     wait_until(lambda: num_files(live) <= files, lambda: f"{num_files(live)} open files, {files} before")
 
 
-@contextlib.contextmanager
-def stopped(live: Live) -> Iterator[None]:
-    """The worker is stopped: it ends nothing that it holds meanwhile."""
-    (worker,) = live.info()["processes"]["workers"]
-    os.kill(worker["pid"], signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(worker["pid"], signal.SIGCONT)
-
-
 async def test_ten_times_too_much_is_answered_or_refused_and_nothing_else(live: Live) -> None:
     files = num_files(live)
     async with client(live) as http:
@@ -81,7 +68,7 @@ async def test_ten_times_too_much_is_answered_or_refused_and_nothing_else(live: 
         async def ask(number: int) -> tuple[int, httpx.Response]:
             return number, await http.post("/v1/completions", json=body(number, 48))
 
-        with stopped(live):  # until all have arrived: this process may be slower than the worker
+        with live.stopped():  # until all have arrived: this process may be slower than the worker
             asking = [asyncio.create_task(ask(number % 8)) for number in range(10 * CAPACITY)]
             while sum(task.done() for task in asking) < 9 * CAPACITY:
                 await asyncio.sleep(0.01)
@@ -103,7 +90,7 @@ async def test_ten_times_too_much_is_answered_or_refused_and_nothing_else(live: 
 
 async def test_a_request_that_waits_too_long_is_told_in_time_and_the_others_go_on(live: Live) -> None:
     async with client(live) as http:
-        with stopped(live):
+        with live.stopped():
             held = [asyncio.create_task(http.post("/v1/completions", json=body(n, 60))) for n in range(ROWS + 1)]
             await asyncio.to_thread(wait_until, lambda: live.info()["num_inflight"] == ROWS + 1)
             begin = time.monotonic()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from hiserve.errors import ModelError
 from hiserve.scheduler.client import EngineClient, TokenDelta
 from tests.helpers.fake_engine import score_words
 from tests.helpers.process_engine import collect, engine, private_folder, settled, tokens
+from tests.helpers.processes import wait_resting
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ async def test_a_reader_that_was_away_finds_every_score() -> None:
     async with engine() as client:
         stream = client.generate(tokens(0), sampling)
         deltas = [await anext(stream)]
-        time.sleep(0.3)  # nothing of this process runs meanwhile
+        wait_resting(client.started.workers[0].pid, rest_s=0.3)  # nothing of this process runs meanwhile
         deltas += [delta async for delta in stream]
     assert b"".join(delta.scores for delta in deltas) == score_words(1, 20, 1) + score_words(20, 220, 2)
     assert len(deltas) < 150, "nothing was merged"

@@ -19,6 +19,7 @@ from hiserve.scheduler.client import TOKEN_BYTES, EngineClient
 from tests.helpers.fake_engine import FAIL, reply
 from tests.helpers.process_engine import collect, engine, finish, order, private_folder, settled, tokens, until_running
 from tests.helpers.processes import resident_bytes, wait_resting
+from tests.helpers.waiting import PATIENCE_S
 
 
 @pytest.fixture(autouse=True)
@@ -246,6 +247,6 @@ async def self_made(client: EngineClient) -> None:
 
     client._process.send = cut  # type: ignore[method-assign]
     try:
-        await asyncio.wait_for(anext(client.generate(tokens(0), SamplingParams())), 10)
+        await asyncio.wait_for(anext(client.generate(tokens(0), SamplingParams())), PATIENCE_S)
     finally:
         client._process.send = send  # type: ignore[method-assign]

@@ -21,6 +21,7 @@ from hiserve.models.builtin_shapes import read_model
 from hiserve.models.draft_config import model_facts
 from hiserve.scheduler.client import EngineClient
 from tests.helpers.settings import identified
+from tests.helpers.waiting import PATIENCE_S
 
 SEED = 41
 NUM_NEW = 72
@@ -93,7 +94,7 @@ async def run(client: EngineClient, asked: dict[str, SamplingParams], num_deaths
     tasks = [asyncio.create_task(read(client, name, sampling, got[name])) for name, sampling in asked.items()]
     total = sum(sampling.max_tokens or 0 for sampling in asked.values())
     for death in range(num_deaths):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while sum(len(each.tokens) for each in got.values()) < total * death // (num_deaths + 2):
                 await asyncio.sleep(0.001)
             while death == 0 and not got["scores of the prompt"].scores:
@@ -101,7 +102,7 @@ async def run(client: EngineClient, asked: dict[str, SamplingParams], num_deaths
             while not (workers := (await client.status()).workers) or workers[0].incarnation != death + 1:
                 await asyncio.sleep(0.01)
         os.kill(workers[0].pid, signal.SIGKILL)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         await asyncio.gather(*tasks)
     return got
 

@@ -20,6 +20,7 @@ from tests.e2e.live import Live
 from tests.faults.harness import serving
 from tests.helpers.sim_store import Fault, SimStore, Step
 from tests.helpers.tiered import PAGE, SMALL, cache_of, engine_of
+from tests.helpers.waiting import PATIENCE_S
 
 SEED = 23
 NUM_PROMPTS, NUM_TOKENS = 12, 161  # ten whole pages each, twice the device and eight times the host
@@ -92,20 +93,23 @@ def test_a_store_that_answers_nothing_is_given_up(tmp_path: Path, monkeypatch: p
 
 def ask(live: Live, prompt: list[int]) -> dict[str, Any]:
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
-    response = httpx.post(f"{live.url}/v1/completions", json=body, timeout=30, trust_env=False).raise_for_status()
+    response = httpx.post(
+        f"{live.url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False
+    ).raise_for_status()
     return dict(response.json()["usage"]["prompt_tokens_details"]["cached_tokens_details"])
 
 
 def test_sigterm_lets_pages_reach_a_slow_store(tmp_path: Path) -> None:
     """Each file takes 50 ms: when the signal comes, most pages wait."""
     store = ("--store", f"file:{tmp_path}/store", "--spec", "off", "--kv-pages", "80")
+    patient = ("--drain-timeout-s", "3600")
     slow = "tests.faults.worker stall_s=0.05"
     small = ("--host-cache-gib", "0.01", "--store-prefetch", "best_effort")
-    with serving(tmp_path, *store, *small, worker=slow) as live:
+    with serving(tmp_path, *store, *small, *patient, worker=slow) as live:
         for prompt in prompts(6):
             ask(live, prompt)
         live.process.send_signal(signal.SIGTERM)
-        assert live.process.wait(60) == 0
+        assert live.process.wait(PATIENCE_S) == 0
     (tmp_path / "tmp").rmdir()
     with serving(tmp_path, *store, "--host-cache-gib", "0.2", "--store-prefetch", "wait") as live:
         found = sum(ask(live, prompt)["store"] for prompt in prompts(6))
@@ -126,5 +130,5 @@ def test_the_end_waits_for_pages_as_long_as_it_may_and_nobody_hurries_it(tmp_pat
                 live.process.wait(2)
             assert live.process.poll() is None
             live.process.send_signal(signal.SIGTERM)
-        assert live.process.wait(120) == 0
+        assert live.process.wait(PATIENCE_S) == 0
     assert os.path.isdir(tmp_path / "store")

@@ -15,6 +15,7 @@ from hiserve.core.forward import LayerKV
 from hiserve.engine.loop import Engine
 from hiserve.ipc.cache_stats import CacheStats
 from tests.helpers.tiers import squeeze, squeeze_host
+from tests.helpers.waiting import PATIENCE_S
 
 PAGE = 16
 SMALL: dict[str, Any] = {
@@ -30,8 +31,6 @@ SMALL: dict[str, Any] = {
     "cpu_threads": 1,
     "log_level": "warning",
 }
-
-MAX_REST_S = 30.0
 
 
 def engine_of(llm: LLM) -> Engine:
@@ -60,21 +59,21 @@ def rest(llm: LLM) -> None:
     """Steps until the host, whose memory is made ready meanwhile, has all it is to have, and no copy is under way."""
     engine, cache = engine_of(llm), cache_of(llm)
     has_host = engine._executor._tier_transfers is not None  # type: ignore[attr-defined]
-    end = time.monotonic() + MAX_REST_S
+    end = time.monotonic() + PATIENCE_S
     while (
         engine.has_work
         or len(cache.ops)
         or (has_host and cache.host.pages.num_ready < host_of(llm).num_pages)
         or cache.transfers.has_offloads
     ):
-        assert time.monotonic() < end, f"no rest after {MAX_REST_S} s: {engine.stats()}"
+        assert time.monotonic() < end, f"no rest after {PATIENCE_S} s: {engine.stats()}"
         engine.step()
 
 
 def seal(llm: LLM) -> None:
     """Waits until every page of the host has its checksum."""
     rest(llm)
-    assert host_of(llm).wait_checksums(MAX_REST_S)
+    assert host_of(llm).wait_checksums(PATIENCE_S)
 
 
 def leave_device(llm: LLM) -> None:
