@@ -64,8 +64,8 @@ class StorePrefetcher:
         cache: PrefixCache,
         cache_counters: CacheCounters,
         costs: LoadCostModel,
-        policy: StorePrefetch | None = None,
-        timeout_s: float = 0.0,
+        policy: StorePrefetch | None,
+        timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache

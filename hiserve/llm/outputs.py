@@ -68,27 +68,20 @@ class RequestOutput:
     Args:
         prompt: The text, or None when token ids were given.
         tokens: int32 ``[n]``. Its tokens.
-        cached: Its tokens from the prefix cache, for the first choice.
-        outputs: The choices, by index.
 
     Attributes:
+        cached: Its tokens from the prefix cache, for the first choice.
         error: The reason, if the engine failed the request. The other requests of the batch go on.
         prompt_logprobs: One entry per prompt token but the first, which has None, if they were asked for.
     """
 
-    def __init__(
-        self,
-        prompt: str | None,
-        tokens: Int32Array,
-        cached: CacheUse = NOTHING,
-        outputs: list[CompletionOutput] | None = None,
-    ) -> None:
+    def __init__(self, prompt: str | None, tokens: Int32Array) -> None:
         self.prompt = prompt
         self.tokens = tokens
-        self.cached = cached
+        self.cached: CacheUse = NOTHING
         self.error: HiserveError | None = None
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
-        self._choices: list[CompletionOutput] = [] if outputs is None else outputs
+        self._choices: list[CompletionOutput] = []
 
     @cached_property
     def prompt_token_ids(self) -> list[int]:

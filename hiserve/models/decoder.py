@@ -99,7 +99,7 @@ class Decoder:
         inputs: ForwardInputs,
         layers: Sequence[LayerKV],
         attention: Attention,
-        hidden_states: Tensor | None = None,
+        hidden_states: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Computes everything up to the last attention: all operations in which tokens interact.
 

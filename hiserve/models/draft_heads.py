@@ -33,7 +33,7 @@ class DraftHead(Protocol):
         """Returns the KV groups of its layers, stored as ``dtype``."""
 
     def fuse(self, aux_states: Tensor) -> Tensor:
-        """Computes features ``[T, feature_size]`` from the model's states, ``[T, len(aux_layers) * hidden_size]``."""
+        """Returns hidden states ``[T, feature_size]`` made of the model's, ``[T, len(aux_layers) * hidden_size]``."""
 
     def forward(
         self, inputs: ForwardInputs, hidden_states: Tensor, layers: Sequence[LayerKV], attention: Attention
@@ -180,7 +180,7 @@ class DraftModel:
         self._decoder = decoder
 
     def fuse(self, aux_states: Tensor) -> Tensor:
-        """Returns no features."""
+        """Returns empty hidden states."""
         return aux_states[:, :0]
 
     def forward(

@@ -164,7 +164,7 @@ class GraphRunner:
             outputs = self._model.forward(inputs.forward, self._layers, attention)
             made["logits"] = outputs.logits
             if outputs.hidden_states is not None:
-                made["features"] = outputs.hidden_states
+                made["hidden_states"] = outputs.hidden_states
 
         def finish(drawing: Drawing) -> None:
             drawn = draw(inputs, made["logits"], rows, drawing)
@@ -192,7 +192,7 @@ class GraphRunner:
         for drawing, (graph, drawn) in draws.items():
             reset_rows()
             _check_replay(graph, drawn, words[drawing])
-        hidden_states = made.get("features")
+        hidden_states = made.get("hidden_states")
         drafts = None if self._drafts is None else self._drafts.after(inputs, hidden_states)
         return _CapturedStep(varying, inputs, made["logits"], hidden_states, forward_graph, draws, attention, drafts)
 

@@ -75,7 +75,7 @@ class LogitsHead:
         sizes: Logits of graphs, ascending. Steps with more than the last have as many as they have.
     """
 
-    def __init__(self, model: Decoder, sizes: tuple[int, ...] = ()) -> None:
+    def __init__(self, model: Decoder, sizes: tuple[int, ...]) -> None:
         self._model = model
         self._sizes = sizes
 

@@ -52,7 +52,10 @@ class FakeLLM:
             now_s = time.perf_counter()
             times = {"first_token_s": now_s + 1, "end_s": now_s + 3}
             choices = [CompletionOutput(i, "", tokens[::-1], "stop", None, scores, **times) for i in range(sampling.n)]
-            last = RequestOutput(None, np.array(tokens, dtype=np.int32), CacheUse(device=1), choices)
+            last = RequestOutput(None, np.array(tokens, dtype=np.int32))
+            last.cached = CacheUse(device=1)
+            for choice in choices:
+                last.add(choice)
             last.error = EngineError("cursed") if tokens[0] == CURSED else None
         if last:
             yield last
