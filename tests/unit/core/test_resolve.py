@@ -79,6 +79,14 @@ def test_what_was_given_stays() -> None:
     assert resolved.decisions == ()
 
 
+@pytest.mark.parametrize(("length", "num_bytes"), [(10_000, 8 * MIB), (1_000_000, 32_000_000), (70_000_000, 2**31 - 1)])
+def test_a_body_has_room_for_the_longest_prompt_within_what_a_setting_may_be(length: int, num_bytes: int) -> None:
+    model = msgspec.structs.replace(NANO, context_length=length)
+    machine = msgspec.structs.replace(LAPTOP, memory_bytes=2**46)
+    options = make_options(max_running_requests=1, kv_pages=1 + length // 16 + 1, host_cache_gib=0)
+    assert resolve(options, model, machine).settings.server.max_request_bytes == num_bytes
+
+
 def test_one_decision_a_line() -> None:
     lines = resolve(make_options(page_size=8), NANO, LAPTOP).decisions
     assert "--device auto -> cpu" in lines

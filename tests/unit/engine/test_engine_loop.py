@@ -13,6 +13,7 @@ import pytest
 from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.engine.loop import LEAD_S, MAX_ACK_WAIT_S, RATE, Engine, StepTimer
+from hiserve.engine.planner import Planner
 from hiserve.errors import InvariantError
 from hiserve.ipc.messages import Admit
 from tests.helpers.echo import oracle
@@ -61,6 +62,18 @@ def test_a_step_is_planned_while_depth_steps_are_in_flight(depth: int, monkeypat
         assert events.index(f"plan {step_id + depth}") < events.index(f"commit {step_id}")
         assert events.index(f"commit {step_id}") < events.index(f"plan {step_id + depth + 1}")
     assert [event for event in events if event.startswith("commit")] == [f"commit {i}" for i in range(1, 7)]
+
+
+@pytest.mark.parametrize("has_persistent_tiers", [False, True])
+def test_copies_to_tiers_that_end_with_the_process_are_not_waited_for(
+    has_persistent_tiers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, planner, executor, _ = echo_engine(num_pages=30)
+    monkeypatch.setattr(Planner, "is_copying", True)
+    engine = Engine(planner, executor, 0, made.facts, has_persistent_tiers=has_persistent_tiers)
+    assert engine.is_copying == has_persistent_tiers
+    if not has_persistent_tiers:
+        engine.finish_copies(1e9)  # at once
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -144,6 +144,17 @@ def test_of_drafts_the_latest_news_counts() -> None:
     assert late.take().drafts == [last]
 
 
+def test_pages_that_came_and_went_leave_nothing_behind() -> None:
+    """What a receiver that accepts nothing may cost is bounded by the cache, not by what passes through it."""
+    merged = MergedUpdates()
+    for number in range(1000):
+        digest = number.to_bytes(16, "little")
+        merged.merge(RequestUpdates(published=digest))
+        merged.merge(RequestUpdates(removed=digest))
+    assert not merged._pages
+    assert merged.take().is_empty
+
+
 def test_failures_are_all_kept() -> None:
     late = MergedUpdates()
     late.merge(RequestUpdates(failed=[(1, "a", "b")]))

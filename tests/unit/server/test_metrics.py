@@ -14,8 +14,8 @@ from hiserve.ipc.cache_stats import CacheStats, TierStats
 from hiserve.ipc.lifecycle import Recovery, ReplayStats
 from hiserve.ipc.messages import WorkerStats
 from hiserve.server.aliases import ALIASES
-from hiserve.server.metric_rows import ROWS
-from hiserve.server.metrics import Metrics, RequestTimer
+from hiserve.server.metric_rows import ROWS, WORKER_COUNTERS
+from hiserve.server.metrics import Metrics, RequestTimer, RestartTotals
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import NUM_STEPS, Server, make_server, reply_script
 
@@ -176,6 +176,16 @@ async def test_the_age_of_the_last_step_is_that_of_the_worker_that_stands_still_
     for age_s in (0.0, 12.5):
         server.engine.step_age_s = age_s
         assert await server.metric("hiserve:last_step_age_seconds") == age_s
+
+
+def test_the_counter_of_a_process_falls_neither_within_its_life_nor_with_the_next() -> None:
+    key = next(iter(WORKER_COUNTERS)), ()
+    totals = RestartTotals({key: 0.0})
+    shown = []
+    for life, count in ((1, 5.0), (1, 3.0), (1, 6.0), (2, 1.0), (2, 2.0)):  # 3: of a report that came late
+        totals.observe("worker 0", life, {key: count})
+        shown.append(totals.sum()[key])
+    assert shown == [5.0, 5.0, 6.0, 7.0, 8.0]
 
 
 async def test_counters_go_on_when_a_new_scheduler_counts_from_the_beginning(server: Server) -> None:
