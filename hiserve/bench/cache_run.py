@@ -13,15 +13,14 @@ from hiserve.bench.cache_summary import Held, Visit, endless_cache
 from hiserve.bench.datasets.recorded import (
     TRACE_BLOCK_TOKENS,
     AgentRecord,
-    conversation_trace,
     read_rows,
     required,
     shortened,
 )
-from hiserve.bench.datasets.synthetic import check_fits, conversations, shared_prefixes
+from hiserve.bench.datasets.synthetic import check_fits, conversations
 from hiserve.bench.load import Begin, Send, SoFar, drive, drive_in_groups
-from hiserve.bench.online import RunOutcome, ServerUnderTest, connected, warm_up
-from hiserve.bench.options import CacheLoadOptions, ConnectionOptions, LimitOptions, chosen, filled
+from hiserve.bench.online import RunOutcome, ServerUnderTest, connected, made_up, warm_up
+from hiserve.bench.options import CacheLoadOptions, ConnectionOptions, DataOptions, LimitOptions, chosen, filled
 from hiserve.bench.scrape import CacheStatsReply, CopyCounts, Series, copied, increases, read_caches, scrape
 from hiserve.bench.target import Encoder, Target, make_encoder
 from hiserve.bench.workload import Prompt, Run, Sample, Turn, Workload
@@ -43,47 +42,33 @@ async def build(
     if load.load == "agent-sessions":
         rows, num_empty = read_rows(required(load.path, f"--load {load.load}"), load.num_prompts)
         return await _agents(load, rows, num_empty, target.max_model_len, await make_encoder())
-    vocab_size = target.require_vocab_size()
-    if load.load == "conversation-trace":
-        block_tokens = max(1, round(TRACE_BLOCK_TOKENS * load.length_scale))
-        workload = conversation_trace(
-            required(load.path, f"--load {load.load}"),
-            speed=load.speed,
-            block_tokens=block_tokens,
-            num_prompts=load.num_prompts,
-            max_model_len=target.max_model_len,
-            vocab_size=vocab_size,
+    if load.load == "multi-turn":
+        lengths = [load.conversation_length, *[load.request_length] * (load.num_rounds - 1)]
+        sessions = conversations(
+            count=load.num_conversations,
+            lengths=[_scaled(load, length) for length in lengths],
+            output_length=chosen(load.output_length),
+            vocab_size=target.require_vocab_size(),
             seed=seed,
         )
-        return Requests(workload=_with_replies(workload, load))
-    made = _conversations(load, vocab_size, seed) if load.load == "multi-turn" else _shared(load, vocab_size, seed)
-    check_fits(made, target.max_model_len)
-    return Requests(workload=made)
-
-
-def _conversations(load: CacheLoadOptions, vocab_size: int, seed: int) -> Workload:
-    lengths = [load.conversation_length, *[load.request_length] * (load.num_rounds - 1)]
-    sessions = conversations(
-        count=load.num_conversations,
-        lengths=[_scaled(load, length) for length in lengths],
-        output_length=chosen(load.output_length),
-        vocab_size=vocab_size,
-        seed=seed,
-    )
-    return Workload(name="multi-turn", sessions=sessions)
-
-
-def _shared(load: CacheLoadOptions, vocab_size: int, seed: int) -> Workload:
-    return shared_prefixes(
+        workload = Workload(name="multi-turn", sessions=sessions)
+        check_fits(workload, target.max_model_len)
+        return Requests(workload=workload)
+    is_trace = load.load == "conversation-trace"
+    data = DataOptions(
+        dataset=load.load,
+        path=required(load.path, f"--load {load.load}") if is_trace else None,
+        num_prompts=load.num_prompts,
+        speed=load.speed,
+        block_tokens=_scaled(load, TRACE_BLOCK_TOKENS),
         num_groups=load.num_prefixes,
         prompts_per_group=load.suffixes_per_prefix,
         system_length=_scaled(load, load.prefix_length),
         question_length=_scaled(load, load.suffix_length),
-        output_length=chosen(load.output_length),
-        num_prompts=load.num_prompts,
-        vocab_size=vocab_size,
-        seed=seed,
+        output_length=load.output_length,
     )
+    workload = made_up(data, target, seed)
+    return Requests(workload=_with_replies(workload, load) if is_trace else workload)
 
 
 async def _agents(

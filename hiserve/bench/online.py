@@ -103,9 +103,11 @@ async def multiturn(
 
 async def build(data: DataOptions, server: ServerUnderTest, seed: int) -> Workload:
     """Returns the requests of a data set, cut to the server's model; sizes have been filled in. Raises HiserveError."""
-    if data.dataset not in SYNTHETIC:
-        return await _recorded(data, server)
-    target = server.target
+    return made_up(data, server.target, seed) if data.dataset in SYNTHETIC else await _recorded(data, server)
+
+
+def made_up(data: DataOptions, target: Target, seed: int) -> Workload:
+    """Returns the requests of a data set whose token ids are drawn. Raises HiserveError."""
     vocab_size = target.require_vocab_size()
     if data.dataset == "conversation-trace":
         return conversation_trace(

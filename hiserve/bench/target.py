@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -115,92 +116,70 @@ async def flush(pool: Pool) -> None:
     )
 
 
-class Encoder(Protocol):
-    """Makes tokens of texts."""
+class Encoder(msgspec.Struct, frozen=True):
+    """Makes tokens of texts, special ones around the text included, int32 ``[n]``."""
 
-    async def encode(self, text: str) -> Int32Array:
-        """Returns the token ids, special ones around the text included, int32 ``[n]``."""
-
-
-class Counter(Protocol):
-    """Counts the tokens of texts."""
-
-    is_exact: bool
-
-    async def count(self, text: str) -> int:
-        """Returns the number of tokens, special ones around the text included; never less than the truth."""
+    encode: Callable[[str], Awaitable[Int32Array]]
 
 
-class TokenizerCounter:
-    """Counts with the ``tokenizer.json`` of a folder."""
+class Counter(msgspec.Struct, frozen=True):
+    """Counts the tokens of texts, special ones around the text included; never less than the truth."""
 
-    is_exact = True
-
-    def __init__(self, folder: Path) -> None:
-        self._tokenizer = Tokenizer.load(folder)
-
-    async def encode(self, text: str) -> Int32Array:
-        return self._tokenizer.encode(text, add_special_tokens=True)
-
-    async def count(self, text: str) -> int:
-        return int((await self.encode(text)).size)
+    count: Callable[[str], Awaitable[int]]
+    is_exact: bool = True
 
 
-class ServerCounter:
-    """Lets the server count."""
+def _encoder_of(folder: Path) -> Encoder:
+    tokenizer = Tokenizer.load(folder)
 
-    is_exact = True
+    async def encode(text: str) -> Int32Array:
+        return tokenizer.encode(text, add_special_tokens=True)
 
-    def __init__(self, pool: Pool, model: str) -> None:
-        self._pool = pool
-        self._model = model
-
-    async def encode(self, text: str) -> Int32Array:
-        return np.array((await self._ask(text))["tokens"], dtype=np.int32)
-
-    async def count(self, text: str) -> int:
-        return int((await self._ask(text))["count"])
-
-    async def _ask(self, text: str) -> dict[str, Any]:
-        status, answer = await self._pool.ask("POST", "/tokenize", {"model": self._model, "prompt": text})
-        if status != 200:
-            raise UnavailableError(f"/tokenize answered {status}. Give --tokenizer, the model's folder.")
-        return dict(answer)
+    return Encoder(encode)
 
 
-class EstimatingCounter:
-    """Estimates from the tokens per character of one text."""
-
-    is_exact = False
-
-    def __init__(self, tokens_per_char: float) -> None:
-        self._tokens_per_char = tokens_per_char * ESTIMATE_MARGIN
-
-    async def count(self, text: str) -> int:
-        return int(len(text) * self._tokens_per_char) + 1
+async def _tokenized(pool: Pool, target: Target, text: str) -> dict[str, Any]:
+    """Asks ``/tokenize``; the answer is empty where there is no such route."""
+    status, answer = await pool.ask("POST", "/tokenize", {"model": target.model, "prompt": text})
+    return dict(answer) if status == 200 and isinstance(answer, dict) else {}
 
 
 async def make_encoder(pool: Pool, target: Target, folder: Path | None) -> Encoder:
-    """Chooses what makes tokens of texts as the server does: the tokenizer of a folder, or the server. Raises ConfigError."""
+    """Returns an encoder with the server's tokens: a folder's tokenizer, or the server. Raises ConfigError."""
     if folder is not None:
-        return TokenizerCounter(folder)
-    status, answer = await pool.ask("POST", "/tokenize", {"model": target.model, "prompt": "a"})
-    if status == 200 and isinstance(answer, dict) and isinstance(answer.get("tokens"), list):
-        return ServerCounter(pool, target.model)
-    raise ConfigError(
-        f"the server does not tell the tokens of a text: /tokenize answered {status}. Give --tokenizer, the model's "
-        "folder.",
-        param="tokenizer",
-    )
+        return _encoder_of(folder)
+
+    async def encode(text: str) -> Int32Array:
+        tokens = (await _tokenized(pool, target, text)).get("tokens")
+        if not isinstance(tokens, list):
+            raise ConfigError(
+                "the server does not tell the tokens of a text. Give --tokenizer, the model's folder.",
+                param="tokenizer",
+            )
+        return np.array(tokens, dtype=np.int32)
+
+    await encode("a")
+    return Encoder(encode)
 
 
 async def make_counter(pool: Pool, client: Client, target: Target, folder: Path | None, text: str) -> Counter:
-    """Chooses the most exact counter: a folder's tokenizer, the server, or the usage of a text like those to count."""
+    """Returns the most exact counter: a folder's tokenizer, the server, or the usage of a text like those to count."""
     if folder is not None:
-        return TokenizerCounter(folder)
-    status, answer = await pool.ask("POST", "/tokenize", {"model": target.model, "prompt": "a"})
-    if status == 200 and isinstance(answer, dict) and isinstance(answer.get("count"), int):
-        return ServerCounter(pool, target.model)
+        encoder = _encoder_of(folder)
+
+        async def count(text: str) -> int:
+            return int((await encoder.encode(text)).size)
+
+        return Counter(count)
+    if isinstance((await _tokenized(pool, target, "a")).get("count"), int):
+
+        async def ask(text: str) -> int:
+            answer = await _tokenized(pool, target, text)
+            if "count" not in answer:
+                raise UnavailableError("/tokenize does not answer any more. Give --tokenizer, the model's folder.")
+            return int(answer["count"])
+
+        return Counter(ask)
     probe, sample = text[:PROBE_CHARS], Sample()
     await client.send(probe, 1, sample)
     if sample.num_prompt < 1:
@@ -208,4 +187,9 @@ async def make_counter(pool: Pool, client: Client, target: Target, folder: Path 
             f"the server does not tell how long texts are in tokens ({sample.error or 'no usage'}). "
             "Give --tokenizer, the model's folder."
         )
-    return EstimatingCounter(sample.num_prompt / len(probe))
+    tokens_per_char = ESTIMATE_MARGIN * sample.num_prompt / len(probe)
+
+    async def estimate(text: str) -> int:
+        return int(len(text) * tokens_per_char) + 1
+
+    return Counter(estimate, is_exact=False)
