@@ -242,7 +242,8 @@ def tiers() -> Iterator[Entry]:
     )
     shares = []
     for shape, figures in copy["shapes"].items():
-        load, store = (figures[f"{way}_anywhere"]["of_ceiling"] for way in ("load", "store"))
+        offloads = figures.get("offload_anywhere") or figures["store_anywhere"]  # its name until issue 17
+        load, store = figures["load_anywhere"]["of_ceiling"], offloads["of_ceiling"]
         shares.append(f"{load:.3f} and {store:.3f} {at_least(min(load, store), copy['bars'][shape])}")
     yield (
         "transfers between host and device, share of pinned-copy bandwidth: load and offload, pages of 2 MiB, of 64 KiB",

@@ -71,6 +71,7 @@ _LEFT_OUT = tuple(f"--ignore={file}" for files in _FILES.values() for file in fi
 JOBS = (
     Job("suite_gpu_compiling", _suite(*_FILES["compiling"]), 185, None),
     Job("first_seconds", _bench("first_seconds", "--piece-mib", "64", "16"), 250),
+    Job("copy", _bench("kernels.copy"), 90, None),
     Job("bare_start", _bench("bare_start"), 220),
     Job("weights_gpu", _bench("weights", "--gib", "8", "--device", "cuda", "--rounds", "3"), 120, None),
     Job(
@@ -90,7 +91,11 @@ JOBS = (
     ),
     Job("gpu_spec", _bench("gpu", "--parts", "spec"), 400),
     Job("gpu_parts", _bench("gpu", "--parts", "decode", "small-decode", "traffic"), 90),
+    Job("gpu_2", _bench("gpu", "--parts", "prefill", "peers", "chats", "conversations", "graphs", "overlap"), 150),
+    Job("gpu", _bench("gpu", "--parts", "profile", "http", "small-http", "small-profile"), 170),
     Job("cache", _bench("cache"), 120),
+    Job("recovery_gpu", _bench("recovery"), 240),
+    Job("attention", _bench("kernels.attention"), 300),
     Job("defaults_small", _bench("defaults", "--shapes", "qwen3-0.6b"), 120, ("--tiny", "--rounds", "1")),
     Job("defaults", _bench("defaults", "--shapes", "llama-8b"), 280, None),
     Job("suite_gpu_graphs", _suite(*_FILES["graphs"]), 230, None),

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.gpu.ceilings import link_rates
-from benchmarks.record import Record
+from benchmarks.record import Record, gpu_parser
 from hiserve.cache.storage.cuda_transfer import CudaTransfers
 from hiserve.cache.storage.device import DevicePool
 from hiserve.cache.storage.host import HostPool
@@ -50,7 +48,7 @@ SHAPES = {"llama-8b": group(32, 8, 128), "nano": group(8, 2, 64)}  # 2 MiB and 6
 
 def ceiling() -> dict[str, float]:
     rates = link_rates(256 * MIB)
-    return {"load": rates["pinned_to_device_bytes_per_s"], "store": rates["device_to_pinned_bytes_per_s"]}
+    return {"load": rates["pinned_to_device_bytes_per_s"], "offload": rates["device_to_pinned_bytes_per_s"]}
 
 
 class Bench:
@@ -191,9 +189,9 @@ def measure_shape(subject: Bench, limits: dict[str, float]) -> dict[str, Any]:
 
 
 def main() -> int:
-    out, commit = Path(sys.argv[1]), sys.argv[2]
-    command = "python -m benchmarks.kernels.copy OUT.json COMMIT"
-    result = Record(out, command, "hiserve/cache/storage", at_commit=commit, num_gpus=1)
+    given = gpu_parser(__doc__).parse_args()
+    assert not given.tiny, "copies of CUDA have no twin on the CPU"
+    result = Record.of(given, "python -m benchmarks.kernels.copy OUT.json COMMIT", "hiserve/cache/storage")
     limits = ceiling()
     result |= {"ceiling_bytes_per_s": limits, "bars": BARS, "shapes": {}, "is_within_bars": True}
     for name, spec in SHAPES.items():
@@ -208,4 +206,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.drive import Conversations, gate_between, visit
+from benchmarks.kernels import copy
 from benchmarks.record import Record, gpu_parser
 from hiserve.bench.http import Pool
 from hiserve.bench.load_client import BACKENDS, Client, RequestDefaults
+from hiserve.core.transfers import CopyKind
 
 
 def test_a_record_holds_what_is_said_of_the_run_and_every_figure_that_was_there_when_it_was_saved(
@@ -26,6 +29,26 @@ def test_a_record_holds_what_is_said_of_the_run_and_every_figure_that_was_there_
     assert found == dict(record)
     assert (found["commit"], found["parts"]) == ("abc1234", {"first": 1})
     assert found["measured"]["paths"] == ["benchmarks/record.py"]
+
+
+def test_copies_are_measured_against_the_ceiling_of_their_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA alone; the names of copies are those of its ceilings, of its bars and of the page of figures."""
+
+    class Subject:
+        page_bytes, start_s = 1 << 16, (1e-6,)
+
+        def orders(self, kind: CopyKind, order_bytes: int, *, adjacent: bool = False) -> list[CopyKind]:
+            return [kind]
+
+        def rate(self, make: Callable[[], list[CopyKind]]) -> float:
+            return 45.0 * len(make())
+
+    rates = {"pinned_to_device_bytes_per_s": 50.0, "device_to_pinned_bytes_per_s": 90.0}
+    monkeypatch.setattr(copy, "link_rates", lambda num_bytes: rates)
+    monkeypatch.setattr(copy, "slowdown", lambda subject: {})
+    found = copy.measure_shape(Subject(), copy.ceiling())  # type: ignore[arg-type]
+    assert (found["load_anywhere"]["of_ceiling"], found["offload_anywhere"]["of_ceiling"]) == (0.9, 0.5)
+    assert found["both_at_once"]["of_ceiling"] == 90 / 140
 
 
 def test_a_counter_of_the_gate_that_was_not_there_before_counts_whole() -> None:
