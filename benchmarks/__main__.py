@@ -1,6 +1,6 @@
 """Records the CPU figures anew: ``python -m benchmarks``, on a machine that does nothing else.
 
-Each benchmark runs whatever became of the others; then ``docs/figures.md`` is written. Takes some 15 minutes on 2 cores.
+Each benchmark runs, also after one that failed; then ``docs/figures.md`` is written. Takes some 15 minutes on 2 cores.
 What is not among these takes longer, or a GPU, or data that is not in the repository.
 """
 

@@ -1,4 +1,4 @@
-"""How long a caller waits for its next token while others send bodies that are as large as they may be.
+"""The wait of a caller for its next token while others send bodies of the largest size.
 
 Usage: ``python -m benchmarks.abuse [--seconds N] [--cores N]``. A server of hiserve-nano takes bodies of up to 16 MiB. One
 caller's streams are read without a pause; their worst gap is taken calm, then under each attack, in turns. A process of its

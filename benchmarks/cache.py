@@ -46,12 +46,12 @@ LEAST = ("conversations",)  # the others are at most
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured; lengths in tokens."""
+    """The engines and workloads; lengths in tokens."""
 
     settings: dict[str, Any]  # of both engines
     host_gib: float  # host tier of the engine that has one
     prefix: int  # on the host before each measured hit
-    suffix: int  # new behind it
+    suffix: int  # new after it
     repeats: int  # of each time to first token
     rows: int  # that decode while loads run, and with and without write-through
     row_prompt: int  # of each of them

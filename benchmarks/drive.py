@@ -117,7 +117,7 @@ class Drive:
         executor.submit, executor.take_acks = watched_submit, watched_acks
 
     def add(self, prompt: np.ndarray, num_new: int) -> Seen:
-        """Adds a greedy request that generates ``num_new`` tokens whatever they are; prompt int32 ``[n]``."""
+        """Adds a greedy request that generates ``num_new`` tokens, past the model's end; prompt int32 ``[n]``."""
         sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=num_new, ignore_eos=True)
         uid = len(self._seen) + 1
         self._seen[uid] = Seen(uid, time.perf_counter())
@@ -159,7 +159,7 @@ class Drive:
             self.step()
 
     def leave_device(self) -> None:
-        """Evicts from the device what nobody uses, copies neither; the host keeps what it has."""
+        """Evicts from the device all pages that no request or copy uses; the host keeps its pages."""
         cache: Any = self.engine._planner._cache
         while len(cache.ops):
             self.step()
@@ -179,7 +179,7 @@ class Drive:
 
 @dataclass(frozen=True)
 class Conversations:
-    """How many conversations there are, and how long; the first turn is not counted."""
+    """The number and lengths of conversations; the first turn is not counted."""
 
     conversations: int
     group: int

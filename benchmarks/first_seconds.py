@@ -1,4 +1,4 @@
-"""What the host tier takes of an engine's first seconds, while its pages are pinned, and what of all later ones.
+"""The cost of the host tier in an engine's first seconds, while its pages are pinned, and later.
 
 Usage: ``python -m benchmarks.first_seconds OUT.json COMMIT [--shapes qwen3-0.6b llama-8b] [--piece-mib 64 16] [--rounds N]
 [--tiny]`` on a CUDA device: random weights, defaults, engines of this process. The same workloads run over and over on an

@@ -1,4 +1,4 @@
-"""Which code a figure measures, and whether it is still the same: by content, so that no history of git is needed.
+"""The code that a figure measures, by content, and whether it is still the same; no history of git is needed.
 
 A result file holds the paths that its benchmark measures and a digest of what they contained. Comments, docstrings and blank
 lines do not count.

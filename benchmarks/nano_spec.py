@@ -1,4 +1,4 @@
-"""What hiserve-nano's own drafts bring to a single stream on the CPU, in the default settings.
+"""The gain of hiserve-nano's own drafts for a single stream on the CPU, with default settings.
 
 Usage: ``python -m benchmarks.nano_spec [--rounds N]``. One engine as it comes, another with ``--spec off``, in turns:
 each continues held-out dialogues and held-out code, one prompt at a time, greedily, by 200 tokens. Bar: at least 1.15 x

@@ -270,7 +270,7 @@ def gpu() -> Iterator[Entry]:
 
 
 def figures_of(name: str, part: Found) -> list[Found]:
-    """Returns the figures of a part; of replays under traffic it counts the gate's own reasons, whatever was written."""
+    """Returns the figures of a part; of replays under traffic it counts the gate's own reasons, not the written ratio."""
     if name != "traffic":
         return list(part["figures"])
     return [asdict(replays(part["samples"]["host"]["gate"], figure["bar"])) for figure in part["figures"]]

@@ -1,4 +1,4 @@
-"""What the death of a worker costs its streams, by phase, and what supervision costs while nothing dies.
+"""The cost of a worker's death to its streams, by phase, and of supervision while nothing dies.
 
 Usage: ``python -m benchmarks.recovery OUT.json COMMIT [--cpu | --tiny]``. On a CUDA device a server of the Llama-8B shape with
 random weights, 32 streams; with ``--cpu`` one of hiserve-nano on the CPU, 8 streams; ``--tiny`` is a test of this file.

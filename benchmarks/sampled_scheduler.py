@@ -1,4 +1,4 @@
-"""The real scheduler process, of which a clock looks at where it is: ``... sampled_scheduler OUT.json ENDPOINT``.
+"""The scheduler process under a sampling timer: ``... sampled_scheduler OUT.json ENDPOINT``.
 
 The clock runs on the CPU time of the process, so that what it counts are shares of that; from SIGUSR2 on. It writes the
 file at the end.

@@ -1,4 +1,4 @@
-"""What the way over HTTP costs: 32 streams against the same requests offline, on the CPU, in turns.
+"""The cost of HTTP: 32 streams against the same requests offline, on the CPU, in turns.
 
 Usage: ``python -m benchmarks.serving``. hiserve-nano, 96 random prompts of 256 tokens, 128 tokens each, greedy, at most
 32 at once, no prefix reused; server, scheduler, worker and load generator share the cores. Also: seconds from start

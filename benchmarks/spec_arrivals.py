@@ -4,7 +4,7 @@ Usage: ``python -m benchmarks.spec_arrivals OUT.json [--tiny] [--requests N] [--
 its EAGLE-3 head; held-out prompts arrive by a Poisson process at shares of the rate that an engine without speculation
 takes when all come at once. Each rate is served by an engine without a head, with drafts chosen step by step, and with
 three. Told are tokens per second, times to the first token and per token, the gate's verdicts, and, of the steps with
-drafts behind them, how many replayed these and how many computed them eagerly, by what the step had in it.
+drafts after them, how many replayed these and how many computed them eagerly, with and without a prompt in the step.
 ``--tiny`` runs all of it with a small shape on the CPU, as a test of this file.
 """
 
@@ -37,7 +37,7 @@ SHARES = (0.25, 0.5, 0.8)  # of the rate at which an engine is full
 
 
 def watch_drafts(drive: Drive) -> Counter[str]:
-    """Returns a counter of steps behind which something was drafted: replayed or eager, with a prompt in them or not."""
+    """Returns a counter of steps that drafted: replayed or eager, with a prompt in them or not."""
     counts: Counter[str] = Counter()
     runners = drive.engine._executor._runners
     propose = runners.propose

@@ -1,4 +1,4 @@
-"""What drafts cost that are never right: an engine that chooses their number against one that has no head.
+"""The cost of drafts that are never right: an engine that chooses their number against one that has no head.
 
 Usage: ``python -m benchmarks.spec_cold [--scale nano|large] [--rounds N] [--heads eagle3,mtp] [--json FILE]``. Heads of
 drawn weights, in turns with ``--spec off``: the same prompts, greedily, one batch after the other. ``nano`` is timed by
@@ -38,7 +38,7 @@ HEAD_SEED = 7
 
 @dataclass(frozen=True)
 class Scale:
-    """What is measured, and how."""
+    """Engines, workloads and clock."""
 
     settings: dict[str, Any]  # of the engines, but the model and the head
     batches: tuple[int, ...]

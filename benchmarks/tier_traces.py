@@ -1,4 +1,4 @@
-"""Conversations that come back, and what one LRU cache as large as all tiers together would find of their prompts.
+"""Conversations that come back, and the hits of one LRU cache as large as all tiers together.
 
 Neither the trace nor the cache knows anything of the index: pages are numbered by what they hold in context.
 """
@@ -25,7 +25,7 @@ class Turn:
 
 
 def in_turn(rng: np.random.Generator) -> Iterator[int]:
-    """Whoever of two came less lately: nearly one after the other, and no conversation is far ahead of the others."""
+    """The one of two random conversations that waits longer: nearly one after the other, none far ahead of the others."""
     last = np.zeros(NUM_CONVERSATIONS)
     for now in count(1):
         pair = rng.choice(NUM_CONVERSATIONS, 2, replace=False)
@@ -79,7 +79,7 @@ class Conversations:
         return self._following
 
     def next(self) -> Turn:
-        """Returns the next request. What was replied to it must be told before that conversation's next one."""
+        """Returns the next request. Its reply must be given before that conversation's next request."""
         which, page = self.following, self._page_size
         self._following = None
         num_asked, num_new = (int(n) for n in self._rng.integers((4 * page, page), (12 * page, 4 * page)))

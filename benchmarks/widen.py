@@ -78,7 +78,7 @@ class Axis:
     taken: Tensor  # int64. Those, and what else of the wide model must be zero for their sake: the rest of their heads
 
     def repeated(self, count: int) -> Axis:
-        """Returns this axis several times over, one behind the other."""
+        """Returns this axis several times over, one after the other."""
         begins = self.size * torch.arange(count)[:, None]
         return Axis(self.size * count, (begins + self.places).flatten(), (begins + self.taken).flatten())
 

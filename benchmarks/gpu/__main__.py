@@ -61,7 +61,7 @@ PARTS: dict[str, Callable[[Bench], Part]] = {
 
 
 def main() -> int:
-    """Writes the result file; returns 1 if a part failed, whatever the ratios are."""
+    """Writes the result file; returns 1 if a part failed; ratios do not count."""
     given = arguments()
     sizes, device = (TINY, "cpu") if given.tiny else (FULL, "cuda")
     flags = " --tiny" * given.tiny + "".join(f" --set {name}={value}" for name, value in given.set)
@@ -98,7 +98,7 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 def timed_part(bench: Bench, name: str) -> dict[str, Any]:
-    """Runs a part; one that fails is told as such, and the next one has a new engine."""
+    """Runs a part; after one that fails the next one has a new engine."""
     begin, part, error = time.perf_counter(), Part(), ""
     try:
         part = PARTS[name](bench)

@@ -1,4 +1,4 @@
-"""What this machine can do at best, measured in the run whose figures are compared with it.
+"""The best rates of this machine, measured in the run whose figures are compared with them.
 
 ``python -m benchmarks.gpu.ceilings`` prints them. Work of the device is timed by its events, in graphs where launches would
 take longer than the work.

@@ -20,10 +20,10 @@ from benchmarks.gpu.sizes import SEED, Sizes
 
 @dataclass
 class Part:
-    """What a part of the benchmark found."""
+    """The findings of one part of the benchmark."""
 
     figures: list[Figure] = field(default_factory=list)  # those with a name
-    samples: dict[str, Any] = field(default_factory=dict)  # behind them, and whatever else a reader may want
+    samples: dict[str, Any] = field(default_factory=dict)  # of the figures, and other findings
     notes: list[str] = field(default_factory=list)  # what was left out, and why
 
 

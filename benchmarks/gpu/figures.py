@@ -12,8 +12,8 @@ from hiserve.models.draft_config import DraftConfig
 from hiserve.models.model_config import ModelConfig
 from hiserve.runners.gate import Action, Reason
 
-# Why a step runs eagerly that no graph is made for, whatever else goes on. Any other reason is a replay that was lost: loads,
-# a page that moved, a capture or a replay that failed.
+# Reasons of steps that no graph is made for. Any other reason is a lost replay: loads, a page that moved, a capture or a
+# replay that failed.
 NOT_ELIGIBLE = frozenset(
     reason.value for reason in (Reason.TOKENS, Reason.ROWS, Reason.CONTEXT, Reason.WIDTH, Reason.GRAPHS_OFF)
 )
@@ -143,7 +143,7 @@ class CycleLimits:
         return max(self.model.weight_bytes / rate, products / flop) + rows * context * self.model.kv_bytes / rate
 
     def _drafts_s(self, rows: int, num_draft: int, ceilings: dict[str, float]) -> float:
-        """Seconds of all draft forwards: one over what was verified and the token behind it, the others over a token a row."""
+        """Seconds of all draft forwards: one over what was verified and the next token, the others over a token a row."""
         rate, flop = ceilings["copy_bytes_per_s"], ceilings["matmul_flop_per_s"]
 
         def product_s(params: int, tokens: int) -> float:

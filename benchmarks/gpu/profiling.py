@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes: kernel by kernel on the device, and call by call on the host."""
+"""The time of a decode step, kernel by kernel on the device and call by call on the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmark of the GPU measures: on which engines, how much, and against which bars and peer."""
+"""The engines, workloads, bars and peer of the benchmark of the GPU."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class Runner:
     def measure(self, engine: LLM, batch: int) -> dict[str, Any]:
         """Returns the runs of ``off``, of each fixed number of drafts and of ``auto``, and how its tokens compare.
 
-        The first run of each, which finds prompts that nobody had and kernels that nobody compiled, does not count. It is
+        The first run of each, with new prompts and kernels that are not compiled, does not count. It is
         short, but where drafts are chosen by what is learned.
         """
         sizes, modes = self._sizes, ["off", *map(str, self._sizes.steps), AUTO]

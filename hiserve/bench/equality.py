@@ -17,7 +17,7 @@ ROUNDING = ("float32", "bfloat16", "float16")  # types that round with the shape
 
 
 class Margin(msgspec.Struct, frozen=True):
-    """How far emitted tokens lie from the reference's best."""
+    """The distance of emitted tokens from the reference's best."""
 
     epsilon: float  # what is allowed: 8 times the largest difference between scores of two batch shapes
     worst: float  # largest shortfall of an emitted token's score
@@ -50,7 +50,7 @@ def join(margins: Sequence[Margin]) -> Margin:
 
 
 class Equality(msgspec.Struct, frozen=True, kw_only=True):
-    """What a comparison found.
+    """The result of a comparison.
 
     Attributes:
         verdict: ``not judged`` are drawn tokens that differ, of a type that rounds coarsely: their noise is not known

@@ -26,12 +26,12 @@ REFUSALS = (400, 422)
 
 
 class RequestDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What every request of a run says beside its prompt."""
+    """The fields that all requests of a run have beside their prompts."""
 
     model: str
     temperature: float = 0.0  # sampling temperature; 0 is greedy
     seed: int | None = None  # of the sampling; None leaves it to the server
-    ignore_eos: bool = False  # generate ``max_tokens`` whatever the model says
+    ignore_eos: bool = False  # generate ``max_tokens``, past the model's end
     usage: int = RUNNING_USAGE  # one of ``NO_USAGE``, ``FINAL_USAGE`` and ``RUNNING_USAGE``
     has_token_ids: bool = False  # ask for the generated token ids
     cache_salt: str = ""  # prefixes are shared among requests of the same salt; empty for none

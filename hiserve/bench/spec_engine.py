@@ -35,7 +35,7 @@ class SpecEngine(Protocol):
 
     @property
     def draft_costs(self) -> StepCosts | None:
-        """What drafts cost, as measured at start, where their number is chosen step by step."""
+        """The costs of drafts, measured at start where their number is chosen step by step."""
 
     def generate(self, prompts: Any, sampling: Any = None) -> Sequence[Any]:
         """Generates for every prompt."""

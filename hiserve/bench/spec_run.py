@@ -34,7 +34,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     source: str  # where their prompts were: ``cold``, ``device``, ``host``
     plain: list[BatchResult]  # runs without speculation, in the order in which they were made
-    spec: list[BatchResult]  # runs with it, each right behind the plain one of its number
+    spec: list[BatchResult]  # runs with it, each right after the plain one of its number
     equality: Equality  # of the tokens of both
 
     @property
@@ -50,7 +50,7 @@ class SpecFigures(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float  # with speculation
     plain_tokens_per_s: float  # without
     speedup: float  # one over the other, run by run
-    step_s: float  # seconds of a step with speculation: verifying, and drafting behind it
+    step_s: float  # seconds of a step with speculation: verifying, then drafting
     plain_step_s: float  # without
     cycle_cost: float  # one over the other
 
@@ -139,7 +139,7 @@ def cycle_costs(costs: StepCosts) -> list[CycleCost]:
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sweep found.
+    """The result of a sweep.
 
     Attributes:
         costs: Of a cycle, by proposer; of those whose number of drafts was also chosen step by step.

@@ -245,7 +245,7 @@ def summarize(run: Run) -> Summary:
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
-    """How many requests were good enough."""
+    """The number of requests that met the objectives."""
 
     objectives_ms: dict[str, float]  # the limits; a request must meet all of them
     num_good: int  # requests that did. Failed ones and ones without text do not
@@ -312,7 +312,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def best_hit_rate(self) -> float:
-        """What it would be with a perfect cache."""
+        """The hit rate of a perfect cache."""
         return self.num_known / max(1, self.num_prompt)
 
 

@@ -1,4 +1,4 @@
-"""What a server says about itself, what it does besides generating, and how it counts tokens."""
+"""A server's model, its routes besides generation, and counters of its tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     max_model_len: int | None  # tokens of prompt and reply together, or None if the server does not tell
-    vocab_size: int | None  # token ids are below it, or None if nobody knows
+    vocab_size: int | None  # token ids are below it, or None if unknown
     version: str | None  # the server's, or None
     device: str | None = None  # where the model runs (``cpu``, ``cuda``), or None if the server does not tell
     page_size: int | None = None  # tokens per page of its cache, or None likewise

@@ -1,4 +1,4 @@
-"""What is sent and what is measured: turns, sessions, workloads and samples."""
+"""Requests and measurements: turns, sessions, workloads and samples."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Sample(msgspec.Struct, kw_only=True):
     chunk_s: list[float] = []  # arrival of every chunk that carried text
     chunk_texts: list[str] = []  # their texts, thoughts left out
     chunk_tokens: list[int] = []
-    num_prompt: int = -1  # prompt tokens, by the usage; ours when the server tells none; -1 if nobody knows
+    num_prompt: int = -1  # prompt tokens, by the usage; ours when the server tells none; -1 if unknown
     num_cached: int = -1  # of these, from the prefix cache; -1 if the server does not tell
     cached_by_tier: dict[str, int] = {}
     miss: str = ""

@@ -1,1 +1,1 @@
-"""What can be sent: synthetic prompts, recorded chats, recorded traces."""
+"""Data sets: synthetic prompts, recorded chats, recorded traces."""

@@ -41,7 +41,7 @@ ANSWER_S = 2.0
 
 
 class InjectedFault(NamedTuple):
-    """What a fault did."""
+    """The effect of a fault."""
 
     what: str  # in words; empty if there was nothing to strike
     victim: int = 0  # the process that has to be replaced; 0 for none

@@ -32,7 +32,7 @@ MAX_VIOLATIONS = 50
 
 
 class StreamVerdict(msgspec.Struct, frozen=True):
-    """What became of a request."""
+    """The verdict on a request."""
 
     outcome: str  # in a word or two, for counting
     violation: str = ""  # what must not be; empty if all is well
@@ -100,7 +100,7 @@ class ProcessHistory(msgspec.Struct, kw_only=True):
 
 
 class Growth(msgspec.Struct, frozen=True, kw_only=True):
-    """How the memory of a process grew after its warm-up, by a line through the samples."""
+    """The growth of a process's memory after its warm-up, by a line through the samples."""
 
     role: str
     pid: int
@@ -180,7 +180,7 @@ class SoakLatencies(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SoakFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server lived through, and how."""
+    """The figures of a soak."""
 
     duration_s: float  # from the first request to the end of the last
     is_exact: bool  # replies had to be those recorded
