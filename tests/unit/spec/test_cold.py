@@ -143,6 +143,17 @@ def test_where_drafts_are_known_to_pay_it_comes_back_at_once() -> None:
     assert run.share(900 + WARM_STEPS + 20) > 1.3
 
 
+def test_it_comes_back_in_the_first_cold_step_of_a_batch_that_it_came_back_for_before() -> None:
+    run = Run(device(0.05))
+    run.serve(300, 1, GOOD)
+    run.serve(600, 128, GOOD)
+    run.serve(200, 1, GOOD)
+    while not run.controller.is_cold:
+        run.serve(1, 128, GOOD)
+    run.serve(WARM_STEPS, 1, GOOD)
+    assert run.did[-WARM_STEPS:] == ["drafts 0"] * WARM_STEPS
+
+
 def test_a_head_whose_part_costs_nothing_stays_warm() -> None:
     run = Run(device(0.001))
     run.serve(1000, 32, NEVER)
