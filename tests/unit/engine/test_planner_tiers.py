@@ -24,10 +24,10 @@ PAGE = 4
 class NeverWorth(LoadCostModel):
     """Finds no load worth it; counts the requests that computed what the host had."""
 
-    num_told = 0
+    num_skipped = 0
 
-    def leave(self) -> None:
-        self.num_told += 1
+    def skip_load(self) -> None:
+        self.num_skipped += 1
 
     def is_worth_loading(self, num_tokens: int, num_before: int) -> bool:
         return not num_tokens
@@ -106,7 +106,7 @@ def test_a_prefix_that_is_not_worth_loading_is_computed_and_said_to_be_left() ->
     assert said == {9: oracle(first, 1)}
     assert used == {9: CacheUse(miss="not_worth_loading", miss_at=0)}
     assert engine.stats().cache.loads.unfulfilled == {"not_worth_loading": 5}
-    assert costs.num_told == 1
+    assert costs.num_skipped == 1
 
 
 def test_a_row_that_waits_for_its_load_starts_when_nobody_else_runs_and_only_where_that_is_wanted() -> None:

@@ -131,6 +131,11 @@ async def test_running_usage_counts_up_in_every_event(server: Server) -> None:
     assert 0 < counts[0] < counts[-1] == NUM_REPLY
 
 
+async def test_running_usage_is_a_part_of_the_usage_that_is_asked_for(server: Server) -> None:
+    *events, _ = (await server.complete("x", stream=True, stream_options={"continuous_usage_stats": True})).events
+    assert all("usage" not in event for event in events)
+
+
 @pytest.mark.parametrize("path", ["chat", "completions"])
 async def test_token_ids_are_returned_whole_and_streamed(server: Server, path: str) -> None:
     async def ask(**fields: Any) -> Any:
