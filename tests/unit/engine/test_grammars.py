@@ -1,0 +1,178 @@
+"""Grammars of requests in an engine: waited for, followed, failed; requests without one cost nothing."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from hiserve import LLM, SamplingParams
+from hiserve.core.plan import BatchPlan
+from hiserve.core.request import FinishReason, Grammar
+from hiserve.engine.grammars import FREE, NO_END, GrammarRows, no_vocabulary
+from hiserve.engine.queue import Request
+from hiserve.errors import GrammarLimitError, RequestError, to_error
+from hiserve.grammar import compiler
+from hiserve.grammar.compiler import Compiler
+from hiserve.grammar.matcher import Matcher, Vocabulary
+from tests.helpers.cache_paths import SETTINGS
+from tests.helpers.grammars import GRAMMARS, nano_tokenizer, nano_vocabulary
+from tests.helpers.tiered import engine_of
+
+VOCAB_SIZE = 4096
+
+
+def ids(text: str) -> list[int]:
+    return nano_tokenizer().encode(text, add_special_tokens=False).tolist()
+
+
+def request(uid: int, grammar: Grammar | None, said: str = "") -> Request:
+    tokens = np.array([5, 6, 7, *ids(said)], dtype=np.int32)
+    return Request(uid, tokens, 3, SamplingParams(seed=1, grammar=grammar), b"", choice=0)
+
+
+def admitted(rows: GrammarRows, row: int, grammar: Grammar | None, said: str = "") -> Request:
+    one = request(row, grammar, said)
+    while rows.is_awaited(one):
+        threading.Event().wait(0.001)
+    rows.admit(row, one)
+    return one
+
+
+def plan_of(rows: list[int], num_draft: list[int], samples: list[bool] | None = None) -> BatchPlan:
+    drafts = np.array(num_draft, dtype=np.int32)
+    return BatchPlan(
+        step_id=4,
+        rows=np.array(rows, dtype=np.int32),
+        num_new=drafts + 1,
+        num_draft=drafts,
+        samples=np.array(samples or [True] * len(rows)),
+        num_scored=np.zeros(len(rows), dtype=np.int32),
+        max_len=drafts + 20,
+    )
+
+
+def bits(words: np.ndarray) -> set[int]:
+    return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
+
+
+@pytest.fixture
+def rows() -> GrammarRows:
+    return GrammarRows(nano_vocabulary, VOCAB_SIZE)
+
+
+def test_each_place_of_a_row_has_the_mask_after_the_drafts_before_it_and_other_rows_are_free(rows: GrammarRows) -> None:
+    grammar = Grammar.of("choice", '["a taxi, and a table", "a taxi."]')
+    text = ids("a taxi")
+    admitted(rows, 3, grammar)
+    admitted(rows, 5, None)
+    admitted(rows, 9, grammar, "a taxi")
+    plan = plan_of([3, 5, 7, 9], [2, 1, 0, 0], [True, True, False, True])
+    assert rows.drafted_rows(plan).tolist() == [3]
+    masks, failed = rows.masks(plan, {3: [*text[:1], 4000, 4000]})
+    assert masks is not None and not failed and masks.step_id == 4
+    assert masks.entries.reshape(3, 3).tolist() == [[0, 1, 2], [FREE] * 3, [3, FREE, FREE]]
+    assert text[0] in bits(masks.masks[0])
+    assert text[1] in bits(masks.masks[1])
+    assert (masks.masks[2] == -1).all(), "behind a refused draft no draw counts"
+    assert bits(masks.masks[3]) == {ids(", and")[0], ids(".")[0]}
+    assert (rows.num_masks, rows.num_refused) == (4, 1)
+
+
+def test_a_plan_in_which_no_row_with_a_grammar_samples_needs_no_masks(rows: GrammarRows) -> None:
+    assert not rows.is_used
+    assert rows.advance(np.array([1]), np.array([1]), np.array([[5]])) is None
+    admitted(rows, 3, GRAMMARS["json"])
+    assert rows.is_used
+    assert rows.masks(plan_of([3, 4], [0, 0], [False, True]), {}) == (None, {})
+    rows.release(3)
+    assert not rows.is_used
+
+
+def test_matchers_see_accepted_tokens_alone_and_tell_the_token_that_ends_the_grammar(rows: GrammarRows) -> None:
+    text = ids("a taxi")
+    for row in (1, 2, 3):
+        admitted(rows, row, Grammar.of("choice", '["a taxi"]'))
+    width = len(text) + 1
+    tokens = np.array([[*text, 50], [*text, 50], [4000] * width, [60] * width], dtype=np.int32)
+    counts = np.array([width, len(text) - 1, 0, width], dtype=np.int32)
+    ends = rows.advance(np.array([1, 2, 3, 4]), counts, tokens)
+    assert ends is not None
+    assert ends.tolist() == [len(text) - 1, NO_END, NO_END, NO_END]
+    masks, failed = rows.masks(plan_of([2, 3], [0, 0]), {})
+    assert masks is not None and not failed
+    assert [bits(each) for each in masks.masks] == [{text[-1]}, {text[0]}]
+
+
+def test_a_matcher_that_fails_frees_its_row_and_fails_its_request(rows: GrammarRows) -> None:
+    admitted(rows, 1, Grammar.of("choice", '["a taxi"]'))
+    admitted(rows, 2, Grammar.of("choice", '["a taxi"]'))
+    rows.advance(np.array([1]), np.array([1]), np.array([[4000]], dtype=np.int32))
+    masks, failed = rows.masks(plan_of([1, 2], [0, 0]), {})
+    assert masks is not None
+    assert masks.entries.tolist() == [FREE, 1]
+    assert list(failed) == [1]
+    error = failed[1]
+    assert isinstance(to_error(error.code, error.message), GrammarLimitError)
+    assert "Simplify" in error.message and error.status == 400
+
+
+def test_requests_wait_for_their_grammar_and_no_longer() -> None:
+    may_open = threading.Event()
+
+    def open_late() -> Vocabulary:
+        may_open.wait(30)
+        return nano_vocabulary()
+
+    rows = GrammarRows(open_late, VOCAB_SIZE)
+    waiting, other = request(1, GRAMMARS["regex"]), request(2, None)
+    assert rows.is_awaited(waiting) and not rows.is_awaited(other)
+    may_open.set()
+    while rows.is_awaited(waiting):
+        may_open.wait(0.001)
+    assert waiting.matcher is not None
+    assert not rows.take_errors()
+
+
+@pytest.mark.parametrize(("open_vocabulary", "told"), [(nano_vocabulary, "unclosed"), (no_vocabulary, "no tokenizer")])
+def test_a_grammar_that_cannot_be_compiled_fails_its_requests(open_vocabulary: object, told: str) -> None:
+    rows = GrammarRows(open_vocabulary, VOCAB_SIZE)  # type: ignore[arg-type]
+    one = request(1, Grammar.of("regex", "["))
+    errors: list[tuple[Request, object]] = []
+    while not errors:
+        assert rows.is_awaited(one)
+        errors += rows.take_errors()
+    ((failed, error),) = errors
+    assert failed is one and told in str(error)
+
+
+def test_the_grammar_used_last_is_forgotten_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "MAX_GRAMMARS", 2)
+    kept, made = Compiler(nano_vocabulary), list[Matcher]()
+    for name in ("choice", "regex", "choice", "rules", "choice", "regex"):
+        while (matcher := kept.matcher(GRAMMARS[name])) is None:
+            threading.Event().wait(0.001)
+        made.append(matcher)
+    choice, regex, again, _, third, anew = made
+    assert choice is again is third
+    assert anew is not regex
+    kept.close()
+
+
+def test_a_request_whose_grammar_fails_ends_alone() -> None:
+    """One cannot be compiled, one goes too far after its first tokens; pages and rows come back."""
+    with LLM(spec="off", **SETTINGS) as llm:
+        grammars = [None, Grammar.of("regex", "["), Grammar.of("regex", "(.{1,1000}){1,1000}"), GRAMMARS["choice"]]
+        each = [SamplingParams(temperature=0.0, seed=1, max_tokens=30, grammar=grammar) for grammar in grammars]
+        alone = [llm.generate("Hello there", one)[0] for one in (each[0], each[3])]
+        done = llm.generate(["Hello there"] * 4, each)
+        planner = engine_of(llm)._planner
+        planner._rows.check()
+        assert not planner.has_work and not planner._rows.active.size and not planner.grammars.is_used
+    assert [done[0].outputs[0].token_ids, done[3].outputs[0].token_ids] == [one.outputs[0].token_ids for one in alone]
+    assert "unclosed" in str(done[1].error)
+    assert "cannot be followed" in str(done[2].error)
+    assert FinishReason.COMPLETE.text == "stop"
+    with pytest.raises(RequestError, match="no tokenizer"):
+        no_vocabulary()
