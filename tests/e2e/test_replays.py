@@ -20,6 +20,7 @@ from hiserve.core.usage import CacheUse, DraftUse
 from hiserve.models.builtin_shapes import read_model
 from hiserve.models.draft_config import model_facts
 from hiserve.scheduler.client import EngineClient
+from tests.helpers.grammars import GRAMMARS
 from tests.helpers.settings import identified
 from tests.helpers.waiting import PATIENCE_S
 
@@ -46,6 +47,8 @@ CASES: dict[str, dict[str, Any]] = {
     "penalties": DRAWN | {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.3},
     "biased": DRAWN | {"logit_bias": {11: 4.0, 12: -100.0}},
     "ends by itself": DRAWN | {"ignore_eos": False, "min_tokens": 30, "logit_bias": {EOS: 8.0}},
+    "of a grammar": DRAWN | {"grammar": GRAMMARS["object"]},
+    "of a grammar that ends": DRAWN | {"grammar": GRAMMARS["json"], "max_tokens": 200},
     "stops": DRAWN,  # at a token of its own, set below
     "scores": DRAWN | {"logprobs": 2},
     "scores of the prompt": DRAWN | {"logprobs": 1, "prompt_logprobs": 1},
@@ -127,6 +130,7 @@ async def test_every_request_gets_what_it_would_have_had() -> None:
     assert status.replays.requests > len(asked)
     assert status.replays.cached["host"] > 0, "nothing was found on the host"
     assert len({token for each in expected.values() for token in each.tokens}) >= 20
+    assert expected["of a grammar that ends"].finish in (FinishReason.STOP, FinishReason.COMPLETE)
     assert expected["stops"].finish is expected["ends by itself"].finish is FinishReason.STOP
     for name, one in expected.items():
         other = got[name]

@@ -1,0 +1,56 @@
+"""Grammars: masks, matchers, vetting."""
+
+from hiserve.engine import grammars
+from hiserve.grammar import vet
+from hiserve.kernels import draw, sampling
+from hiserve.sampling import params
+from hiserve.server import grammar_fields
+from hiserve.text import output
+from tests.e2e import test_grammars as replies
+from tests.unit.engine import test_grammars
+from tests.unit.grammar import test_vet
+from tests.unit.kernels import test_draw
+from tests.unit.sampling import test_changes
+from tests.unit.server import test_grammar_fields
+from tests.unit.text import test_output
+
+with grammars.GrammarRows.advance, test_grammars.test_matchers_see_accepted_tokens_alone_and_tell_the_token_that_ends_the_grammar:
+    "INV 72: a step has the mask of the step before"
+    matcher.advance(tokens[index, : counts[index]].tolist())
+    matcher.advance(tokens[index, : counts[index] - 1].tolist())
+with grammars.GrammarRows.advance, test_grammars.test_matchers_see_accepted_tokens_alone_and_tell_the_token_that_ends_the_grammar:
+    "INV 72: a matcher sees rejected drafts"
+    matcher.advance(tokens[index, : counts[index]].tolist())
+    matcher.advance(tokens[index].tolist())
+with grammars.GrammarRows.masks, test_grammars.test_each_place_of_a_row_has_the_mask_after_the_drafts_before_it_and_other_rows_are_free:
+    "INV 72: the token after the last draft has no mask"
+    entries[index, : count + 1] = np.arange(num_masks, num_masks + count + 1)
+    entries[index, :count] = np.arange(num_masks, num_masks + count)
+with grammars.GrammarRows.admit, replies.test_replies_do_not_depend_on_drafts_overlap_or_other_requests["few pages"]:
+    "INV 72: a preempted row starts its grammar anew"
+    matcher.advance(request.tokens[request.num_prompt :].tolist())
+    pass
+with draw._allowed, test_draw.test_triton_chooses_the_tokens_that_the_twins_choose:
+    "the draw kernel reads the bit of another token"
+    entry % 32
+    (entry + 1) % 32
+with sampling.masked, test_changes.test_a_token_that_a_mask_forbids_is_never_drawn_and_the_others_keep_their_scores:
+    "a free row takes the first mask of its step"
+    (bits == 0) & (entries >= 0)[:, None]
+    bits == 0
+with params.SamplingRows._early_ends, test_changes.test_a_grammar_yields_neither_to_min_tokens_nor_holds_back_an_end:
+    "min_tokens forbids the only token that a grammar allows"
+    params.min_tokens == 0 or params.grammar is not None
+    params.min_tokens == 0
+with output.TextOutput.push, test_output.test_a_choice_that_its_grammar_ends_shows_its_last_token_and_has_stopped:
+    "the last token of a complete grammar is taken for an end token"
+    self.push(tokens, FinishReason.LENGTH)
+    self.push(tokens, FinishReason.STOP)
+with grammar_fields.constrain, test_grammar_fields.test_a_refused_grammar_never_reaches_the_engine:
+    "INV 73: a grammar reaches the engine that nothing has tried"
+    grammar, warnings = await cancel_on_disconnect(request.receive, checking)
+    grammar, warnings = constraint.grammar, []
+with vet.Vetting._check_caller, test_vet.test_a_caller_who_ended_two_processes_waits_before_a_new_grammar:
+    "INV 73: a caller may end any number of processes"
+    wait_s > 0
+    False
