@@ -17,8 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measured import SERVER
-from benchmarks.record import ROOT, Record, gpu_parser
+from benchmarks.record import ROOT, SERVER, Record, gpu_parser
 
 FULL: dict[str, Any] = {"shape": "llama-8b", "load_format": "dummy", "max_model_len": 16_384}
 TINY: dict[str, Any] = {"device": "cpu", "cpu_threads": 1, "kv_pages": 64, "max_model_len": 256}

@@ -26,8 +26,7 @@ import numpy as np
 import torch
 
 from benchmarks.drive import Conversations, Drive, Seen, copied_pages, counted, input_rate, visit
-from benchmarks.measured import ENGINE
-from benchmarks.record import Record, gpu_parser, judge
+from benchmarks.record import ENGINE, Record, gpu_parser, judge
 from hiserve import LLM
 from hiserve.bench.equality import EqualityChecker, Margin
 from hiserve.bench.spec_run import sampling

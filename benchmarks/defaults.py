@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import hiserve
-from benchmarks.measured import SERVER
-from benchmarks.record import ROOT, Record, gpu_parser
+from benchmarks.record import ROOT, SERVER, Record, gpu_parser
 
 BAR = 0.98
 SEED = 20261122

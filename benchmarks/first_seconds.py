@@ -20,8 +20,7 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.drive import Drive
-from benchmarks.measured import ENGINE
-from benchmarks.record import Record, gpu_parser
+from benchmarks.record import ENGINE, Record, gpu_parser
 from hiserve.cache.storage.prefault import Prefault
 from hiserve.models.model_config import NANO
 

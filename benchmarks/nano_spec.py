@@ -12,8 +12,7 @@ import json
 import statistics
 import time
 
-from benchmarks.measured import ENGINE
-from benchmarks.record import RESULTS, ROOT, Record
+from benchmarks.record import ENGINE, RESULTS, ROOT, Record
 from hiserve import LLM, SamplingParams
 from hiserve.core.usage import DraftUse
 

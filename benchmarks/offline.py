@@ -16,8 +16,7 @@ import numpy as np
 import torch
 import transformers
 
-from benchmarks.measured import ENGINE
-from benchmarks.record import RESULTS, Record, judge, medians
+from benchmarks.record import ENGINE, RESULTS, Record, judge, medians
 from hiserve import LLM, SamplingParams
 from hiserve.models.model_config import find_model
 

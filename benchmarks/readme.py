@@ -15,8 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.gpu.figures import Figure, replays
 from benchmarks.gpu.sizes import PEER, PEER_DATE
-from benchmarks.measured import is_current
-from benchmarks.record import RESULTS, ROOT, spread_text
+from benchmarks.record import RESULTS, ROOT, is_current, spread_text
 
 Found = dict[str, Any]
 Entry = tuple[str, str, Found]  # a name, its figures with their bars, and the result file

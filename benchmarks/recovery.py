@@ -25,8 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measured import SERVER
-from benchmarks.record import Record, gpu_parser, judge, medians
+from benchmarks.record import SERVER, Record, gpu_parser, judge, medians
 from benchmarks.served import cpu_s, serving_shape
 from hiserve.bench.http import Pool
 from hiserve.bench.load_client import NO_USAGE, Client

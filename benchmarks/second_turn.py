@@ -14,8 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.measured import SERVER
-from benchmarks.record import RESULTS, Record, judge
+from benchmarks.record import RESULTS, SERVER, Record, judge
 from benchmarks.served import serving
 from hiserve.bench.load_client import FINAL_USAGE, Client
 from hiserve.bench.online import ServerUnderTest, connected

@@ -13,8 +13,7 @@ import time
 
 import numpy as np
 
-from benchmarks.measured import SERVER
-from benchmarks.record import RESULTS, Record, judge, medians
+from benchmarks.record import RESULTS, SERVER, Record, judge, medians
 from benchmarks.served import bench_serve, serving
 from hiserve import LLM, SamplingParams
 

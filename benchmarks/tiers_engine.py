@@ -27,8 +27,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.drive import Drive
-from benchmarks.measured import ENGINE
-from benchmarks.record import RESULTS, Record
+from benchmarks.record import ENGINE, RESULTS, Record
 from benchmarks.tier_traces import Conversations, Turn, UnionLru
 from hiserve.models.model_config import NANO
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as bench
-from benchmarks import measured, readme, record
+from benchmarks import readme, record
 from benchmarks.record import spread, spread_text
 
 ROOT = Path(__file__).parents[1]
@@ -30,8 +30,8 @@ def write(root: Path, source: str, data: bytes = b"7") -> dict[str, Any]:
     (root / "code").mkdir(exist_ok=True)
     (root / "code" / "adder.py").write_text(source)
     (root / "code" / "weights.bin").write_bytes(data)
-    measured.digest.cache_clear()
-    return measured.measured("code", root=root)
+    record.digest.cache_clear()
+    return record.measured("code", root=root)
 
 
 def test_the_page_of_figures_and_the_table_of_the_readme_are_those_of_the_result_files(
@@ -47,7 +47,7 @@ def test_the_page_of_figures_and_the_table_of_the_readme_are_those_of_the_result
 def test_each_figure_says_its_commit_and_whether_it_is_older_than_what_it_measures() -> None:
     found = {"hardware": "H", "command": "c", "date": "today", "commit": "abc1234"}
     assert readme.source(found) == f"H; `c`, today at abc1234; **{STALE}**"
-    found["measured"] = measured.measured("benchmarks/record.py")  # type: ignore[assignment]
+    found["measured"] = record.measured("benchmarks/record.py")  # type: ignore[assignment]
     assert readme.source(found) == "H; `c`, today at abc1234"
     found["measured"] |= {"digest": "0" * 16}  # type: ignore[operator]
     assert STALE in readme.source(found)
@@ -57,25 +57,25 @@ def test_each_figure_says_its_commit_and_whether_it_is_older_than_what_it_measur
 
 def test_code_is_the_same_whatever_is_said_of_it_and_no_longer_when_it_does_something_else(tmp_path: Path) -> None:
     before = write(tmp_path, SOURCE)
-    assert measured.is_current({"measured": before}, tmp_path)
+    assert record.is_current({"measured": before}, tmp_path)
     said = SOURCE.replace("Adds.", "Adds two\n\nnumbers.").replace("  # at once", "").replace("Returns", "Gives")
     assert ast.dump(ast.parse(said)) != ast.dump(ast.parse(SOURCE)), "a docstring is part of the tree"
     for same in (said, SOURCE.replace("\n\n\n", "\n\n# -----\n\n")):
         assert write(tmp_path, same) == before, same
     for other in (SOURCE.replace("a + b  #", "a - b  #"), SOURCE.replace('"#"', '"##"')):
         assert write(tmp_path, other) != before, other
-        assert not measured.is_current({"measured": before}, tmp_path)
+        assert not record.is_current({"measured": before}, tmp_path)
     assert write(tmp_path, SOURCE, b"8") != before, "data counts too"
     (tmp_path / "code" / "weights.bin").rename(tmp_path / "code" / "other.bin")
     write(tmp_path, SOURCE)
-    assert not measured.is_current({"measured": before}, tmp_path), "there is one file more"
+    assert not record.is_current({"measured": before}, tmp_path), "there is one file more"
 
 
 def test_every_result_of_a_run_says_which_code_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "commit", lambda *paths: "abc1234")
     said = record.about("c", "hiserve/core", "benchmarks/record.py")
-    assert said["measured"] == measured.measured("hiserve/core", "benchmarks/record.py")
-    assert measured.is_current(said)
+    assert said["measured"] == record.measured("hiserve/core", "benchmarks/record.py")
+    assert record.is_current(said)
     calls = [
         (path, call)
         for path in (ROOT / "benchmarks").rglob("*.py")
@@ -106,7 +106,7 @@ def test_no_figure_of_a_peer_passes_for_one_of_the_same_run() -> None:
     assert all(readme.THEN in line for line in lines)
     table = (ROOT / "README.md").read_text().split(readme.START)[1].split(readme.END)[0]
     assert f"{readme.PEER} ran in another session" in table
-    assert (STALE in table.lower()) != measured.is_current(readme.result("gpu_2"))
+    assert (STALE in table.lower()) != record.is_current(readme.result("gpu_2"))
 
 
 def test_the_table_of_the_readme_has_six_rows_each_with_the_figure_and_ratio_of_its_result() -> None:

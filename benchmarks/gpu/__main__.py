@@ -38,8 +38,7 @@ from benchmarks.gpu.workloads import (
     measure_prefill,
     measure_traffic,
 )
-from benchmarks.measured import SERVER
-from benchmarks.record import Record, gpu_parser
+from benchmarks.record import SERVER, Record, gpu_parser
 
 # In an order that builds few engines.
 PARTS: dict[str, Callable[[Bench], Part]] = {

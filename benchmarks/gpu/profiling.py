@@ -22,6 +22,7 @@ from benchmarks.gpu.sizes import LARGE
 
 NUM_STEPS = 5
 NUM_TOP = 14
+PLANNER_CALLS = ("plan", "commit", "complete_transfers", "take_report")
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -31,29 +32,23 @@ def measure_profile(bench: Bench, shape: str) -> Part:
     context = min(case.context for case in bench.sizes.decode if case.shape == shape)
     counts = [case.rows for case in bench.sizes.decode if case.shape == shape and case.context == context]
     for rows in sorted({max(counts), min(counts)}, reverse=True):
-        name = f"{shape}, {rows} x {context}"
-        found: dict[str, Any] = {}
+        found = part.samples[f"{shape}, {rows} x {context}"] = {}
         decode(bench, drive, rows, context, during=partial(watch, bench, drive, found, bench.sizes.steps))
-        part.samples[name] = found
-        part.notes += lines(name, found)
     if shape == LARGE:
         num_prompts, length = bench.sizes.prefill
-        name, found = f"{shape}, prefill {num_prompts} x {length}", {}
+        found = part.samples[f"{shape}, prefill {num_prompts} x {length}"] = {}
         drive.engine.flush()
         prompts = [drive.add(bench.prompt(drive, length), 1) for _ in range(num_prompts)]
         watch(bench, drive, found, 2, drive.step)  # few: the largest budget leaves eight steps
         drive.finish(*prompts)
-        part.samples[name] = found
-        part.notes += lines(name, found)
+    part.notes += [line for name, each in part.samples.items() for line in lines(name, each)]
     return part
 
 
 def watch(bench: Bench, drive: Drive, found: dict[str, Any], num_steps: int, step: Callable[[], None]) -> None:
     """Times the calls of some steps; on a CUDA device profiles some more of them."""
-    seconds = []
     with timed_calls(drive) as calls:
-        for _ in range(num_steps):
-            seconds.append(clocked(step))
+        seconds = [clocked(step) for _ in range(num_steps)]
     found["step_us"] = 1e6 * statistics.median(seconds)
     found["host_us"] = {call: 1e6 * statistics.median(times) for call, times in calls.items() if times}
     found["device"] = profiled(step) if bench.sizes.settings["device"] == "cuda" else {}
@@ -64,9 +59,7 @@ def timed_calls(drive: Drive) -> Iterator[dict[str, list[float]]]:
     """Gives the seconds of every call that an engine's step makes; ``wait`` is for a step's result."""
     engine: Any = drive.engine
     planner, executor = engine._planner, engine._executor
-    calls: dict[str, list[float]] = {
-        name: [] for name in ("plan", "submit", "wait", "commit", "complete_transfers", "take_report")
-    }
+    calls: dict[str, list[float]] = {name: [] for name in ("submit", "wait", *PLANNER_CALLS)}
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*arguments: Any) -> Any:
@@ -84,17 +77,14 @@ def timed_calls(drive: Drive) -> Iterator[dict[str, list[float]]]:
         future.result = timed("wait", future.result)
         return future
 
-    wrapped = {
-        name: timed(name, getattr(planner, name)) for name in ("plan", "commit", "complete_transfers", "take_report")
-    }
     before = executor.submit
-    vars(planner).update(wrapped)
+    vars(planner).update({name: timed(name, getattr(planner, name)) for name in PLANNER_CALLS})
     executor.submit = watched_submit
     try:
         yield calls
     finally:
         executor.submit = before
-        for name in wrapped:
+        for name in PLANNER_CALLS:
             delattr(planner, name)
 
 
@@ -151,13 +141,9 @@ def on_device(events: list[dict[str, Any]]) -> dict[str, Any]:
 def lines(name: str, found: dict[str, Any]) -> list[str]:
     host = ", ".join(f"{call} {us:.0f}" for call, us in found["host_us"].items())
     said = [f"{name}: step {found['step_us']:.0f} us; host, medians in us: {host}"]
-    device = found["device"]
-    if device:
-        said.append(
-            f"  device: {device['span_us']:.0f} us a step, busy {device['busy_share']:.3f}, {device['launches']:.0f} launches, "
-            f"{device['gaps_below_20_us']:.0f} us in gaps below 20 us"
-        )
-        said.append("  longest gaps, before: " + "; ".join(f"{us} us {what}" for us, what in device["longest_gaps"]))
+    if device := found["device"]:
+        told = {key: round(device[key], 3) for key in ("span_us", "busy_share", "launches", "gaps_below_20_us")}
+        said.append(f"  device, a step: {told}; longest gaps, before: {device['longest_gaps']}")
         said += [
             f"  {each['us_a_step']:8.1f} us {each['calls_a_step']:6.1f} x {each['us_a_call']:7.2f} us  {each['name'][:90]}"
             for each in device["top"]

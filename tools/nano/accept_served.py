@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.measured import ENGINE
-from benchmarks.record import about
+from benchmarks.record import ENGINE, about
 from hiserve import LLM, SamplingParams
 from hiserve.core.usage import DraftUse
 from hiserve.models.model_config import NANO, find_model

@@ -12,10 +12,11 @@ import pytest
 from benchmarks import readme
 from benchmarks.gpu.driving import Bench
 from benchmarks.gpu.figures import Figure, Limits, replays, share_of_eligible, share_replayed, table
-from benchmarks.gpu.profiling import NUM_STEPS, on_device
+from benchmarks.gpu.profiling import NUM_STEPS, PLANNER_CALLS, on_device
 from benchmarks.gpu.sizes import FULL, PEER_CEILINGS, TINY
 from benchmarks.gpu.workloads import against_peer
 from benchmarks.served import write_tokenizer
+from hiserve.engine.planner import Planner
 from hiserve.ipc.messages import GateCounts
 from hiserve.models.builtin_shapes import shape_config
 from hiserve.text.tokenizer import Tokenizer
@@ -69,6 +70,10 @@ def test_time_that_two_activities_of_the_device_share_is_busy_once() -> None:
     assert found["longest_gaps"][0] == (100.0, "gemm")
     assert (found["top"][0]["name"], found["top"][0]["us_a_step"]) == ("gemm", pytest.approx(65 / NUM_STEPS))
     assert on_device([]) == {}
+
+
+def test_the_calls_that_a_profile_times_are_those_of_the_planner() -> None:
+    assert [name for name in PLANNER_CALLS if not hasattr(Planner, name)] == []
 
 
 def test_only_what_a_graph_was_made_for_counts_against_the_gate() -> None:
