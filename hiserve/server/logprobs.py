@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import msgspec
 
 from hiserve.core.plan import WORD_BYTES, Scores
 from hiserve.errors import RequestError
@@ -30,6 +32,52 @@ class Scored(NamedTuple):
     token: int
     logprob: float
     top: list[tuple[int, float]]
+
+
+class TokenScore(msgspec.Struct):
+    """A token of a chat with its logprob; ``bytes`` spell it."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenScore(TokenScore):
+    """A generated token of a chat."""
+
+    top_logprobs: list[TokenScore]
+
+
+class ChatScores(msgspec.Struct):
+    """``logprobs`` of a chat's choice: one entry a token."""
+
+    content: list[ChatTokenScore]
+    refusal: None = None
+
+
+class TextScores(msgspec.Struct):
+    """``logprobs`` of a text completion: four lists with an entry for each token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+    def __add__(self, later: TextScores) -> TextScores:
+        """Returns the scores of both parts of a text."""
+        return TextScores(*(getattr(self, name) + getattr(later, name) for name in self.__struct_fields__))
+
+
+class PromptScore(msgspec.Struct):
+    """An entry of ``prompt_logprobs``; ``rank`` is None for a token that is not among the likeliest."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+# Of each token of a prompt, by token id; None of the first.
+PromptScores = list[dict[str, PromptScore] | None]
 
 
 def check_prompt_scores(number: int, param: str) -> None:
@@ -83,8 +131,8 @@ def scored_prompt(generation: Generation) -> tuple[list[int], list[Scored]]:
     return tokens, unpack(tokens[1:], packed, num_top)
 
 
-def chat_logprobs(output_delta: OutputDelta, num_top: int, spell: Spell) -> dict[str, Any]:
-    """Returns a chat choice's ``logprobs``: one entry a token.
+def chat_logprobs(output_delta: OutputDelta, num_top: int, spell: Spell) -> ChatScores:
+    """Returns a chat choice's ``logprobs``.
 
     Args:
         output_delta: Tokens with their scores.
@@ -93,9 +141,9 @@ def chat_logprobs(output_delta: OutputDelta, num_top: int, spell: Spell) -> dict
     """
     content = []
     for token, logprob, top in unpack(output_delta.tokens, output_delta.scores, num_top):
-        likeliest = [_entry(spell(other), score) for other, score in top]
-        content.append({**_entry(spell(token), logprob), "top_logprobs": likeliest})
-    return {"content": content, "refusal": None}
+        likeliest = [TokenScore(*_spelled(spell(other), score)) for other, score in top]
+        content.append(ChatTokenScore(*_spelled(spell(token), logprob), likeliest))
+    return ChatScores(content)
 
 
 class TextLogprobs:
@@ -114,22 +162,22 @@ class TextLogprobs:
         self._detokenizer = detokenizer
         self._offset = offset
 
-    def of_prompt(self, generation: Generation) -> dict[str, list[Any]]:
-        """Returns four parallel lists for the tokens of the prompt; the first token has no scores."""
+    def of_prompt(self, generation: Generation) -> TextScores:
+        """Returns the scores of the prompt's tokens; the first token has none."""
         tokens, scored = scored_prompt(generation)
         return self._lists(tokens, [None, *scored])
 
-    def of_piece(self, output_delta: OutputDelta) -> dict[str, list[Any]]:
-        """Returns four parallel lists for the next tokens."""
+    def of_piece(self, output_delta: OutputDelta) -> TextScores:
+        """Returns the scores of the next tokens."""
         return self._lists(output_delta.tokens, unpack(output_delta.tokens, output_delta.scores, self._num_top))
 
-    def _lists(self, tokens: Sequence[int], scored: Sequence[Scored | None]) -> dict[str, list[Any]]:
-        return {
-            "tokens": [token_text(self._spell(token)) for token in tokens],
-            "token_logprobs": [known and known.logprob for known in scored],
-            "top_logprobs": [known and self._by_text(known) for known in scored],
-            "text_offset": [self._next_offset(token) for token in tokens],
-        }
+    def _lists(self, tokens: Sequence[int], scored: Sequence[Scored | None]) -> TextScores:
+        return TextScores(
+            tokens=[token_text(self._spell(token)) for token in tokens],
+            token_logprobs=[known and known.logprob for known in scored],
+            top_logprobs=[known and self._by_text(known) for known in scored],
+            text_offset=[self._next_offset(token) for token in tokens],
+        )
 
     def _by_text(self, scored: Scored) -> dict[str, float]:
         """Likeliest first, then the token itself; of two tokens that read the same, the likelier is shown."""
@@ -144,7 +192,7 @@ class TextLogprobs:
         return max(0, offset)
 
 
-def prompt_logprobs(generation: Generation, num_shown: int, spell: Spell) -> list[dict[str, Any] | None]:
+def prompt_logprobs(generation: Generation, num_shown: int, spell: Spell) -> PromptScores:
     """Returns vLLM's ``prompt_logprobs``: for each token of the prompt but the first, entries by token id.
 
     Args:
@@ -152,13 +200,12 @@ def prompt_logprobs(generation: Generation, num_shown: int, spell: Spell) -> lis
         num_shown: Likeliest tokens to show for each token.
         spell: Spells a token.
     """
-    shown: list[dict[str, Any] | None] = [None]
+    shown: PromptScores = [None]
     for token, logprob, top in scored_prompt(generation)[1]:
         ranks = {other: rank for rank, (other, _) in enumerate(top, start=1)}
         entries = {}
         for other, score in [*top[:num_shown], (token, logprob)]:
-            text = token_text(spell(other))
-            entries[str(other)] = {"logprob": score, "rank": ranks.get(other), "decoded_token": text}
+            entries[str(other)] = PromptScore(score, ranks.get(other), token_text(spell(other)))
         shown.append(entries)
     return shown
 
@@ -171,5 +218,6 @@ def token_text(spelled: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 
-def _entry(spelled: bytes, logprob: float) -> dict[str, Any]:
-    return {"token": token_text(spelled), "logprob": logprob, "bytes": list(spelled)}
+def _spelled(spelled: bytes, logprob: float) -> tuple[str, float, list[int]]:
+    """Returns the fields of a ``TokenScore``."""
+    return token_text(spelled), logprob, list(spelled)

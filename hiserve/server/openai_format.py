@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from msgspec import UNSET, UnsetType
 
 from hiserve.server.generation import Choices, Generation, OutputDelta, nothing
-from hiserve.server.logprobs import Spell, TextLogprobs, chat_logprobs, prompt_logprobs
+from hiserve.server.logprobs import ChatScores, Spell, TextLogprobs, TextScores, chat_logprobs, prompt_logprobs
 from hiserve.server.openai_types import (
     ChatChoice,
     ChatCompletion,
@@ -119,7 +119,7 @@ class ChatFormatter:
             output_delta.tokens if self._has_token_ids else UNSET,
         )
 
-    def _logprobs(self, output_delta: OutputDelta) -> dict[str, Any] | None:
+    def _logprobs(self, output_delta: OutputDelta) -> ChatScores | None:
         if self._num_top is None or not output_delta.tokens:
             return None
         return chat_logprobs(output_delta, self._num_top, self._spell)
@@ -188,7 +188,7 @@ class CompletionFormatter:
             before, choice = self._open(generation), self._choice(generation.whole())
             choice.text = before.text + choice.text
             if before.logprobs and choice.logprobs:
-                choice.logprobs = {name: before.logprobs[name] + choice.logprobs[name] for name in before.logprobs}
+                choice.logprobs = before.logprobs + choice.logprobs
             choice.prompt_token_ids, choice.prompt_logprobs = before.prompt_token_ids, before.prompt_logprobs
             shown.append(choice)
         return Completion(**self._head, choices=shown, usage=usage(choices))
@@ -228,7 +228,7 @@ class CompletionFormatter:
             opening.prompt_logprobs = prompt_logprobs(generation, request.prompt_logprobs, spell)
         return opening
 
-    def _echo(self, generation: Generation) -> tuple[str, dict[str, list[Any]] | None]:
+    def _echo(self, generation: Generation) -> tuple[str, TextScores | None]:
         """Returns the prompt's text and, if asked for, what is known of its tokens."""
         decoder, counter = (self._token_bytes.detokenizer(skip_special=False) for _ in range(2))
         decoded = decoder.push(generation.prompt.tolist()) + decoder.flush()

@@ -13,6 +13,7 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
 from hiserve.errors import RequestError
 from hiserve.server.grammar_fields import OpenAIGrammarFields
+from hiserve.server.logprobs import ChatScores, PromptScores, TextScores
 from hiserve.server.reply_format import ServedModel, Usage
 from hiserve.server.sampling_fields import Limits, Name, Priority, TokenId, range_of
 from hiserve.text.body_parser import MAX_PROMPTS, parse_prompt
@@ -212,9 +213,6 @@ def check_number(num_prompts: int, param: str) -> None:
         raise RequestError(f"{param} has {num_prompts} prompts; the most is {MAX_PROMPTS}.", param=param)
 
 
-PromptLogprobs = list[dict[str, Any] | None]
-
-
 class MessageFunction(msgspec.Struct):
     """The function of a call, or what an event adds to it."""
 
@@ -246,7 +244,7 @@ class ChatChoice(msgspec.Struct):
 
     index: int
     message: ChatMessage
-    logprobs: dict[str, Any] | None
+    logprobs: ChatScores | None
     finish_reason: str | None
     stop_reason: str | int | None = None
     token_ids: list[int] | UnsetType = UNSET
@@ -261,7 +259,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     system_fingerprint: str
     object: str = "chat.completion"
     prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_logprobs: PromptScores | UnsetType = UNSET
     choices: list[ChatChoice]
     usage: Usage
 
@@ -280,7 +278,7 @@ class ChatDeltaChoice(msgspec.Struct):
 
     index: int
     delta: ChatDelta
-    logprobs: dict[str, Any] | None
+    logprobs: ChatScores | None
     finish_reason: str | None
     stop_reason: str | int | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
@@ -291,11 +289,11 @@ class TextChoice(msgspec.Struct):
 
     index: int
     text: str
-    logprobs: dict[str, Any] | None
+    logprobs: TextScores | None
     finish_reason: str | None
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_logprobs: PromptScores | UnsetType = UNSET
     stop_reason: str | int | UnsetType | None = UNSET
 
 
@@ -316,7 +314,7 @@ class Chunk(msgspec.Struct):
 
     choices: list[ChatDeltaChoice] | list[TextChoice]
     prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_logprobs: PromptScores | UnsetType = UNSET
     usage: Usage | UnsetType | None = UNSET
 
 

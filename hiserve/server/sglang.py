@@ -27,6 +27,7 @@ from hiserve.server.sampling_fields import fit_context
 from hiserve.server.sglang_types import (
     Entries,
     Entry,
+    FinishInfo,
     Generated,
     GenerateRequest,
     MetaInfo,
@@ -250,14 +251,14 @@ class NativeFormatter:
                     setattr(meta, name, scores)
         return Generated(self._text, self._tokens, meta)
 
-    def _finish_reason(self) -> dict[str, Any]:
+    def _finish_reason(self) -> FinishInfo:
         output_delta = self._last
         if output_delta.finish is FinishReason.LENGTH:
-            return {"type": "length", "length": len(self._tokens)}
+            return FinishInfo("length", length=len(self._tokens))
         if output_delta.finish is FinishReason.ABORT:
-            return {"type": "abort", "message": "the request was aborted."}
+            return FinishInfo("abort", message="the request was aborted.")
         ended_by = self._tokens[-1] if output_delta.stop is None and self._tokens else output_delta.stop
-        return {"type": "stop", "matched": ended_by}
+        return FinishInfo("stop", matched=ended_by)
 
     def _input_logprobs(self, first_scored: int, *, has_top: bool) -> dict[str, msgspec.Raw]:
         """Returns the scores of the prompt, encoded once because each event of a stream repeats them."""

@@ -192,11 +192,20 @@ Entry = tuple[float | None, int, str | None]
 Entries = list[Entry]
 
 
+class FinishInfo(msgspec.Struct):
+    """The end of a choice: ``length`` with its tokens, ``abort`` with a message, ``stop`` with the text or token."""
+
+    type: str
+    length: int | UnsetType = UNSET
+    message: str | UnsetType = UNSET
+    matched: str | int | UnsetType | None = UNSET
+
+
 class MetaInfo(msgspec.Struct):
     """The facts of a reply of ``/generate``; scores of the prompt are encoded already."""
 
     id: str
-    finish_reason: dict[str, Any] | None
+    finish_reason: FinishInfo | None
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
