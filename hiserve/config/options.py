@@ -95,8 +95,8 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
     host_cache_gib: Annotated[
         float | Auto,
         about(
-            "Host memory of each worker for prefixes that left the device, 0 for none; auto takes a share of what is "
-            "free, or keeps the size of the segment that --host-cache-name names.",
+            "Host memory of each worker for prefixes evicted from the device, 0 for none; auto takes a share of the free "
+            "memory, or keeps the size of the segment that --host-cache-name names.",
             unit="GiB",
             least=0,
             most=65_536,
@@ -105,15 +105,15 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
     host_cache_name: Annotated[
         str | None,
         about(
-            "Keep the host cache in /dev/shm under this name, so that the next server finds it; the default is memory "
-            "that goes with the server."
+            "Keep the host cache in /dev/shm under this name, for the next server; the default is memory that is freed "
+            "with the server."
         ),
     ] = None
     cache_verify: Annotated[
         CacheVerify,
         about(
             "When host pages are checked against their checksums: store, once if a former server left them; all, "
-            "whenever they are loaded; or off, never. What comes from --store is always checked.",
+            "whenever they are loaded; or off, never. Pages from --store are always checked.",
             is_debug=True,
         ),
     ] = "store"
@@ -124,15 +124,15 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
     eviction: Annotated[
         EvictionOrder,
         about(
-            "What leaves the cache first: lru, what was used least recently; priority, what only requests of low priority "
-            "used.",
+            "Order of eviction: lru, the least recently used pages first; priority, pages that only requests of low priority "
+            "used first.",
             is_debug=True,
         ),
     ] = "lru"
     disable_prefix_cache: Annotated[
         bool,
         about(
-            "Reuse nothing between requests: each has a prefix cache of its own (to measure what sharing brings).",
+            "Share no prefixes between requests, to measure the gain of sharing.",
             is_debug=True,
         ),
     ] = False
@@ -156,7 +156,7 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
         StorePrefetch,
         about(
             "How long a request waits for its prefix from the store: timeout, up to --store-prefetch-timeout-s; wait, "
-            "until it has come; best_effort, not at all: it takes what has come when its turn does.",
+            "until it has arrived; best_effort, not at all: it uses the pages that arrived before its admission.",
             is_debug=True,
         ),
     ] = "timeout"
@@ -166,19 +166,18 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
     kv_canary: Annotated[
         bool,
         about(
-            "Keep token and position in each slot of a page, and stop when a request finds others there.", is_debug=True
+            "Store token and position in each slot of a page, and stop when a request reads different ones.",
+            is_debug=True,
         ),
     ] = False
     kv_events: Annotated[
         str | None,
         about(
-            "Tell routers which prefixes are cached, on a ZeroMQ PUB socket at this endpoint (tcp://*:5557, ipc://PATH); "
-            "each replica has the next port, or path-NUMBER."
+            "Publish changes of the cached prefixes for routers, on a ZeroMQ PUB socket at this endpoint (tcp://*:5557, "
+            "ipc://PATH); each replica has the next port, or path-NUMBER."
         ),
     ] = None
-    kv_events_replay: Annotated[
-        str | None, about("Endpoint where routers ask for the KV events that they have missed.")
-    ] = None
+    kv_events_replay: Annotated[str | None, about("Endpoint where routers request missed KV events.")] = None
 
 
 class Scheduler(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,7 +203,7 @@ class Scheduler(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     policy: Annotated[
         Literal["fcfs", "longest-prefix", "priority"],
-        about("Who is admitted next: first come, the longest cached prefix, or the largest priority of a request."),
+        about("Order of admission: first come, longest cached prefix, or largest priority of a request."),
     ] = "fcfs"
     max_queued_requests: Annotated[
         int,
@@ -233,7 +232,7 @@ class Scheduler(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout_s: Annotated[
         float,
         about(
-            "Longest a request may take in all, then it ends with what it has and finish_reason abort; 0 is no limit.",
+            "Longest time of a request; then it ends with its output until then and finish_reason abort; 0 is no limit.",
             unit="s",
             least=0,
             most=86_400,
@@ -242,8 +241,8 @@ class Scheduler(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout_s: Annotated[
         float,
         about(
-            "Longest a worker may have requests and end no step, then it hangs and is started again; time in which it got no "
-            "CPU does not count, and the next one gets twice as long if it was computing; 0 is no limit.",
+            "Longest time without a finished step while a worker has requests; then it counts as hanging and is restarted. "
+            "Time without a CPU does not count; the limit doubles for the next one if it was computing; 0 is no limit.",
             unit="s",
             least=0,
             most=86_400,
@@ -282,16 +281,16 @@ class Runner(msgspec.Struct, frozen=True, kw_only=True):
     graph_gate: Annotated[
         GraphGate,
         about(
-            "When a step may be replayed beside loads from the host: precise, behind those that it reads itself; strict, "
-            "only while no load and no relocation of a running request's page is under way.",
+            "When a step may be replayed beside loads from the host: precise, after the loads that it reads; strict, only "
+            "without any load or relocation of a running request's page.",
             is_debug=True,
         ),
     ] = "precise"
     graph_max_len: Annotated[
         int | Auto,
         about(
-            "Longest request whose steps are replayed as whole graphs; with longer ones beside it a step is replayed in "
-            "pieces or runs without graphs. Less saves device memory; auto is --max-model-len.",
+            "Longest request whose steps are replayed as whole graphs; a step with a longer one is replayed in pieces or "
+            "runs without graphs. A smaller number saves device memory; auto is --max-model-len.",
             unit="tokens",
             least=64,
             most=MAX_INT32,
@@ -310,20 +309,20 @@ class Runner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """Speculative decoding: tokens are proposed cheaply, and verified together; the output stays what it is."""
+    """Speculative decoding: draft tokens are verified together; the output does not change."""
 
     spec: Annotated[
         str,
         about(
-            "Who proposes tokens: eagle3 or mtp, a head that comes with the model; auto, whichever does, or nobody; off, "
-            "nobody; ngram, what followed the last tokens before; eagle3:PATH or mtp:PATH, a head of its own; draft:PATH, a "
+            "Proposer of draft tokens: eagle3 or mtp, the model's own head; auto, that head if there is one; off, none; ngram, "
+            "the tokens that followed the same last tokens before; eagle3:PATH or mtp:PATH, a separate head; draft:PATH, a "
             "small model with the same vocabulary."
         ),
     ] = "auto"
     spec_steps: Annotated[
         int | Auto,
         about(
-            "Tokens proposed for each that the model draws; auto chooses for each step what pays, 5 at most.",
+            "Drafts after each sampled token; auto chooses the fastest number for each step, 5 at most.",
             unit="tokens",
             least=0,
             most=MAX_SPEC_STEPS,

@@ -56,19 +56,19 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
     admin_api_key: Annotated[
         str | None,
-        about("Key for what affects all tenants: flushing, aborting all, server information.", is_secret=True),
+        about("Key for operations on all tenants: flushing, aborting all, server information.", is_secret=True),
     ] = None
     metrics_key: Annotated[
         str | None,
         about(
-            "Key for all of /metrics, as the admin key is; where there are API keys, others see only what tells nothing of "
+            "Key for all of /metrics, as the admin key is; with API keys, other callers see only metrics that are not about "
             "requests.",
             is_secret=True,
         ),
     ] = None
-    share_prefixes: Annotated[
-        bool, about("Let all API keys share cached prefixes; each has a cache of its own otherwise.")
-    ] = False
+    share_prefixes: Annotated[bool, about("All API keys share cached prefixes; otherwise each has its own cache.")] = (
+        False
+    )
     max_request_bytes: Annotated[
         int | Auto,
         about(
@@ -85,8 +85,8 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout_s: Annotated[
         float,
         about(
-            "Time that open requests get to finish when the server is told to stop, and then cached pages to reach the "
-            "store, or the named host cache.",
+            "Time for open requests to finish when the server stops, and then for cached pages to reach the store, or the "
+            "named host cache.",
             unit="s",
             least=0,
             most=86_400,

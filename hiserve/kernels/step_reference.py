@@ -20,7 +20,7 @@ def fill_inputs(inputs: StepInputs, state: RowTensors, *, page_size: int) -> Non
     legal = _check(inputs, state, table, computed_len, page_size)
     table = torch.where(
         legal[:, None], table, PADDING_PAGE
-    )  # an illegal row reads and writes the sink, from position 0
+    )  # an illegal row reads and writes the padding page, from position 0
     computed_len = computed_len * legal
     positions = computed_len.index_select(0, forward.token_rows) + inputs.offsets
     flat = inputs.rows.index_select(0, forward.token_rows) * state.tokens.shape[1] + positions

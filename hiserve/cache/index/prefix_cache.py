@@ -54,7 +54,7 @@ class PrefixCache:
         reports     stats, outline, take_events, take_freed_host_pages
 
     Args:
-        num_pages: Pages in the device pool, the sink included.
+        num_pages: Pages in the device pool, the padding page included.
         page_size: Tokens per page.
         namespace: Digest of everything that separates caches, except the tenant.
         eviction: Order in which each tier evicts unlocked leaves.

@@ -28,14 +28,14 @@ class HostPool:
         segment: Holds the pages; the caller closes it after the pool.
         groups: The model's KV groups, as when the segment was made.
         registrar: Pins the memory; None without a device.
-        num_threads: Threads that touch the memory first.
+        num_threads: Threads that make the memory resident.
         max_checksum_bytes_per_s: Bound on the checksum thread's reads.
-        verify: Pages that ``is_intact`` reads: ``store``, those of a former process, once; ``all``, or none.
+        verify: Pages that ``is_intact`` checks: ``store``, those of a former process, once; ``all``; or ``off``, none.
         link: Computes the digests of pages (``core.digest.chain_of``).
 
     Attributes:
         layout: Offsets within a page.
-        prefault: Prepares pages. Where the memory is pinned, no copy may span two of its pieces.
+        prefault: Prepares pages. If the memory is pinned, no copy may span two of its pieces.
         records: State of each page.
     """
 
@@ -56,7 +56,7 @@ class HostPool:
         self._pages = segment.pages
         self._bytes = torch.from_numpy(segment.pages)
         self.records = records = Records(segment.records, segment.layout.page_size, link)
-        # Of the records, not of this pool: a cycle would keep the segment's memory until garbage is collected.
+        # A closure over the records, not over this pool: a cycle would keep the segment's memory until garbage collection.
         self.prefault = Prefault(
             segment, num_threads=num_threads, registrar=registrar, num_used=lambda: records.num_used
         )
