@@ -1,12 +1,11 @@
 """The cost of the host tier in an engine's first seconds, while its pages are pinned, and later.
 
-Usage: ``python -m benchmarks.first_seconds OUT.json COMMIT [--shapes qwen3-0.6b llama-8b] [--piece-mib 64 16] [--rounds N]
-[--tiny]`` on a CUDA device: random weights, defaults, engines of this process. The same workloads run over and over on an
-engine with the host tier from the moment it is ready: rounds until its pages are all pinned (``early``), then ``--rounds`` more
-(``late``); again for each size of the pieces that are pinned at once, which are 64 MiB; then as many on an engine without a host
-tier (``none``). Each round begins with an empty cache. Early over none is what pinning and copies cost together, late over none
-what copies cost. With each round stand the pages that were stored, why others were not, and what pinning took meanwhile: pieces,
-seconds of all and of the longest. ``--tiny`` runs all of it on the CPU, where nothing is pinned, as a test of this file.
+Usage: ``python -m benchmarks.first_seconds OUT.json COMMIT [--shapes qwen3-0.6b llama-8b] [--rounds N] [--tiny]`` on a CUDA
+device: random weights, defaults, engines of this process. The same workloads run over and over on an engine with the host tier
+from the moment it is ready: rounds until its pages are all pinned (``early``), then ``--rounds`` more (``late``); then as many on
+an engine without a host tier (``none``). Each round begins with an empty cache. Early over none is the cost of pinning and copies
+together, late over none that of copies. Each round has the pages that were stored, why others were not, and the time of pinning:
+pieces, seconds of all and of the longest. ``--tiny`` runs all of it on the CPU, where nothing is pinned, as a test of this file.
 """
 
 from __future__ import annotations
@@ -15,13 +14,11 @@ import json
 import statistics
 import time
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
 from benchmarks.drive import Drive
 from benchmarks.record import ENGINE, Record, gpu_parser
-from hiserve.cache.storage.prefault import Prefault
 from hiserve.models.model_config import NANO
 
 SEED = 20261122
@@ -30,7 +27,6 @@ WORKLOADS = {"1 row": (1, 1024, 256), "128 rows": (128, 1024, 256)}  # rows, tok
 TINY_WORKLOADS = {"1 row": (1, 24, 4), "128 rows": (4, 24, 4)}
 TINY: dict[str, Any] = {"device": "cpu", "cpu_threads": 1, "kv_pages": 64, "max_model_len": 256, "host_cache_gib": 0.05}
 MAX_EARLY_S = 60.0
-MIB = 2**20
 
 
 def watch_pinning(drive: Drive) -> list[float]:
@@ -118,25 +114,19 @@ def compare(found: dict[str, Any], none: dict[str, Any]) -> dict[str, dict[str, 
 def main() -> int:
     parser = gpu_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", default=["qwen3-0.6b"])
-    parser.add_argument("--piece-mib", nargs="+", type=int, default=[64])
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
-    flags = f"--shapes {' '.join(given.shapes)} --piece-mib {' '.join(map(str, given.piece_mib))}"
-    command = f"python -m benchmarks.first_seconds OUT.json COMMIT {flags}"
+    command = f"python -m benchmarks.first_seconds OUT.json COMMIT --shapes {' '.join(given.shapes)}"
     result = Record.of(given, command, *ENGINE)
     result |= {"seed": SEED, "shapes": {}}
     workloads = TINY_WORKLOADS if given.tiny else WORKLOADS
     for shape in [NANO] if given.tiny else given.shapes:
         settings = TINY if given.tiny else {"shape": shape, "load_format": "dummy", "device": "cuda"}
-        rounds = {"none": measure(settings, workloads, given.rounds, False)}
-        result["shapes"][shape] = told = {"of no host tier": {}, "rounds": rounds}
-        for piece_mib in given.piece_mib:
-            name = f"pieces of {piece_mib} MiB"
-            with mock.patch.dict(Prefault.__init__.__kwdefaults__, piece_bytes=piece_mib * MIB):
-                rounds[name] = measure(settings, workloads, given.rounds, True)
-            told["of no host tier"][name] = compare(rounds[name], rounds["none"])
-            result.save()
-            print(shape, name, json.dumps(told["of no host tier"][name]), flush=True)
+        rounds = {name: measure(settings, workloads, given.rounds, name == "host") for name in ("none", "host")}
+        told = compare(rounds["host"], rounds["none"])
+        result["shapes"][shape] = {"of no host tier": told, "rounds": rounds}
+        result.save()
+        print(shape, json.dumps(told), flush=True)
     return 0
 
 

@@ -70,7 +70,7 @@ _LEFT_OUT = tuple(f"--ignore={file}" for files in _FILES.values() for file in fi
 # What is least known first: a machine may be taken away.
 JOBS = (
     Job("suite_gpu_compiling", _suite(*_FILES["compiling"]), 185, None),
-    Job("first_seconds", _bench("first_seconds", "--piece-mib", "64", "16"), 250),
+    Job("first_seconds", _bench("first_seconds"), 150),
     Job("copy", _bench("kernels.copy"), 90, None),
     Job("bare_start", _bench("bare_start"), 220),
     Job("weights_gpu", _bench("weights", "--gib", "8", "--device", "cuda", "--rounds", "3"), 120, None),
