@@ -1,6 +1,6 @@
 """Speculation while requests arrive: how many steps have prompts in them, and what their drafts cost without graphs.
 
-Usage: ``python -m benchmarks.spec_arrivals OUT.json [--tiny] [--requests N] [--commit COMMIT]``. hiserve-nano widened to 8B on a GPU, with
+Usage: ``python -m benchmarks.spec_arrivals OUT.json COMMIT [--tiny] [--requests N]``. hiserve-nano widened to 8B on a GPU, with
 its EAGLE-3 head; held-out prompts arrive by a Poisson process at shares of the rate that an engine without speculation
 takes when all come at once. Each rate is served by an engine without a head, with drafts chosen step by step, and with
 three. Told are tokens per second, times to the first token and per token, the gate's verdicts, and, of the steps with
@@ -10,7 +10,6 @@ drafts after them, how many replayed these and how many computed them eagerly, w
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections import Counter
@@ -23,7 +22,7 @@ import numpy as np
 from benchmarks.drive import Drive, Seen, gate_between
 from benchmarks.gpu.sizes import FULL, SEED, TINY, Sizes
 from benchmarks.gpu.spec import widened
-from benchmarks.record import Record
+from benchmarks.record import Record, gpu_parser
 from hiserve.bench.options import SweepOptions
 from hiserve.bench.spec_engine import read_prompts
 from hiserve.core.plan import Int32Array
@@ -105,19 +104,15 @@ def measure(sizes: Sizes, folder: str, num_requests: int) -> Iterator[tuple[str,
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
+    parser = gpu_parser(__doc__)
     parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--commit", help="that is measured; needed where there is no checkout to ask")
     given = parser.parse_args()
     sizes = TINY if given.tiny else FULL
-    command = f"python -m benchmarks.spec_arrivals OUT.json --requests {given.requests}{' --tiny' * given.tiny}"
+    command = f"python -m benchmarks.spec_arrivals OUT.json COMMIT --requests {given.requests}{' --tiny' * given.tiny}"
     with tempfile.TemporaryDirectory() as folder:
         settings = sizes.settings if given.tiny else sizes.settings | {"device": "cuda"}
         widened(Path(folder), sizes.spec, {"dtype": "bfloat16"} | settings)
-        num_gpus = int(not given.tiny)
-        result = Record(given.out, command, "hiserve", "benchmarks", at_commit=given.commit, num_gpus=num_gpus)
+        result = Record.of(given, command, "hiserve", "benchmarks")
         result["modes"] = {}
         for mode, rates in measure(sizes, folder, given.requests):
             result["modes"][mode] = rates

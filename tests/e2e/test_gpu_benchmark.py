@@ -93,7 +93,7 @@ def test_defaults_are_measured_beside_an_engine_in_process(tmp_path: Path) -> No
 @pytest.mark.long
 def test_speculation_under_arrivals_is_measured_with_and_without_prompts_in_the_steps(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    command = [sys.executable, "-m", "benchmarks.spec_arrivals", "--tiny", "--requests", "4", str(out)]
+    command = [sys.executable, "-m", "benchmarks.spec_arrivals", "--tiny", "--requests", "4", str(out), "test"]
     subprocess.run(command, cwd=ROOT, check=True)
     modes = json.loads(out.read_text())["modes"]
     assert modes.keys() == {"off", "auto", "3"}
