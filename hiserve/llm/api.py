@@ -239,9 +239,7 @@ class LLM:
             logger.warning("a request failed, and the others go on: %s", output.error)
         elif request.chat is not None:
             for choice in output.outputs:
-                if choice.reasoning or choice.tool_calls:
-                    continue
-                self._frontend.remember(request.chat, choice.text, choice.token_ids)
+                self._frontend.remember(request.chat, choice.text, choice.token_ids, choice.events)
         return output
 
     def _request(self, prompt: Prompt, sampling: SamplingParams) -> _Request:

@@ -13,7 +13,7 @@ from hiserve.core.usage import NOTHING, CacheUse, DraftUse
 from hiserve.errors import HiserveError
 from hiserve.ipc.updates import TokenDelta
 from hiserve.text.output import ReplyOutput
-from hiserve.text.reply_buffer import Event, Kind, called, thought
+from hiserve.text.reply_buffer import Event, Kind, called, merged, thought
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ class CompletionOutput:
         logprobs: One entry per generated token, if they were asked for.
         reasoning: The thoughts of a chat.
         tool_calls: Its calls, as a message of the assistant has them: ``id``, ``type``, ``function``.
+        events: What a chat's choice was read as.
         drafts: Drafts verified and accepted; None without speculation.
         first_token_s: When its first token came, seconds of ``time.perf_counter``.
         end_s: When its last one came.
@@ -57,6 +58,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprob] | None = None
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     drafts: DraftUse | None = None
     first_token_s: float = 0.0
     end_s: float = 0.0
@@ -145,6 +147,7 @@ class ChoiceBuilder:
 
     def _read(self) -> None:
         choice = self._choice
+        choice.events = merged(self._events)
         choice.reasoning = thought(self._events)
         for call_id, name, arguments in called(self._events).values():
             function = {"name": name, "arguments": arguments}

@@ -27,7 +27,7 @@ QUICK_CHOICES = 64
 QUICK_SCORE_BYTES = 2**14
 
 logger = logging.getLogger(__name__)
-Remember = Callable[[str, list[int]], None]
+Remember = Callable[[str, list[int], Sequence[Event]], None]
 
 
 class RequestContext(NamedTuple):
@@ -94,7 +94,7 @@ class Generation:
         choice_index: Index among the choices of the prompt; part of the random key.
         scorer: The choice that scores the same prompt; None: this one.
         keeps_tokens: False drops generated tokens; only the scores of the prompt are wanted.
-        remember: Called with text and token ids of a reply that was not aborted, before its last part is yielded: the
+        remember: Called with text, token ids and events of a reply that was not aborted, before its last part is yielded: the
             client may send its next request at once.
 
     Attributes:
@@ -195,9 +195,8 @@ class Generation:
                         if not delta.finish:  # a stop text: the engine would continue
                             await deltas.aclose()
                         self._end(output_delta.finish.name.lower())
-                        is_plain = all(event.kind in (Kind.CONTENT, Kind.END) for event in self.events)
-                        if self._remember and is_plain and output_delta.finish is not FinishReason.ABORT:
-                            self._remember(self.text, self.tokens)
+                        if self._remember and output_delta.finish is not FinishReason.ABORT:
+                            self._remember(self.text, self.tokens, merged(self.events))
                     if output_delta.tokens or output_delta.events or output_delta.text or output_delta.finish:
                         self._is_scored.set()
                         await self.scorer._is_scored.wait()

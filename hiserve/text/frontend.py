@@ -15,6 +15,7 @@ from hiserve.text.abilities import Abilities
 from hiserve.text.conversation import Conversation
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.prompt_encoder import PromptEncoder
+from hiserve.text.reply_buffer import Event
 from hiserve.text.reply_tokens import ReplyTokenCache, encode_chat
 from hiserve.text.template import ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
@@ -58,16 +59,24 @@ class Frontend:
             raise RequestError("this model has no chat template; give a prompt.", param="messages")
         return encode_chat(chat, self.reply_cache.recall(namespace, chat), self.template, self.tokenizer)
 
-    def remember(self, chat: Conversation, text: str, ids: Sequence[int], namespace: bytes = b"") -> None:
+    def remember(
+        self,
+        chat: Conversation,
+        text: str,
+        ids: Sequence[int],
+        events: Sequence[Event] = (),
+        namespace: bytes = b"",
+    ) -> None:
         """Keeps the ids of a finished reply for the prompts that will contain it.
 
         Args:
             chat: The conversation that the reply answers.
             text: The reply as its reader received it.
             ids: All generated ids, end token included.
+            events: What the reply was read as; empty if it is text alone.
             namespace: As given to ``encode_chat``.
         """
-        self.reply_cache.remember(namespace, chat, text, self.tokenizer.without_hidden_end(ids))
+        self.reply_cache.remember(namespace, chat, text, self.tokenizer.without_hidden_end(ids), events)
 
 
 def load_frontend(settings: Model, folder: Path, model: ModelConfig) -> Frontend:

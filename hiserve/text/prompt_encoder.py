@@ -13,6 +13,7 @@ from hiserve.text.conversation import Conversation
 from hiserve.text.encoding_steps import Render, Steps, Wanted, text_steps
 from hiserve.text.fair_threads import FairThreads
 from hiserve.text.helper_pool import HelperPool
+from hiserve.text.reply_buffer import Event
 from hiserve.text.reply_tokens import ReplyTokenCache, chat_steps
 from hiserve.text.split_points import SplitPoints
 from hiserve.text.template import TOO_SLOW, ChatTemplate
@@ -145,12 +146,15 @@ class PromptEncoder:
                     raise
         return await self.helpers.render(step.chat, step.max_chars, caller)
 
-    def remember(self, namespace: bytes, chat: Conversation, text: str, ids: Sequence[int]) -> None:
+    def remember(
+        self, namespace: bytes, chat: Conversation, text: str, ids: Sequence[int], events: Sequence[Event] = ()
+    ) -> None:
         """Stores the ids of a finished reply to ``chat`` for later prompts that contain it.
 
-        ``text`` is the reply as the client received it; ``ids`` are all generated ids, end token included.
+        ``text`` is the reply as the client received it; ``ids`` are all generated ids, end token included; ``events``
+        are what the reply was read as, if it is not text alone.
         """
-        self._reply_cache.remember(namespace, chat, text, self._tokenizer.without_hidden_end(ids))
+        self._reply_cache.remember(namespace, chat, text, self._tokenizer.without_hidden_end(ids), events)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Returns the text of token ids, special tokens spelled out."""

@@ -11,6 +11,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import msgspec
 import numpy as np
@@ -18,21 +19,24 @@ import numpy as np
 from hiserve.config.serving import MAX_INT32
 from hiserve.core.digest import namespace_digest
 from hiserve.core.plan import Int32Array
-from hiserve.text.conversation import Conversation, Text, Turn
+from hiserve.text.conversation import Call, Conversation, Result, Text, Thought, Turn
 from hiserve.text.encoding_steps import Render, Steps, Wanted, join_steps, run_steps
+from hiserve.text.known_replies import KnownReply, canonical
+from hiserve.text.reply_buffer import Event, Kind
 from hiserve.text.split_points import SplitPoints
 from hiserve.text.template import RENDER_S, ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
 
-# Placeholder of the content of message i, in private-use characters. A prompt that contains one is tokenized whole.
-_STAND_IN = "\ue000{}\ue001"
-_STAND_IN_PATTERN = re.compile("\ue000([0-9]{1,6})\ue001")
+# Stands before a reply's first part, in private-use characters. A prompt that contains one is tokenized whole.
+_MARK = "\ue000{}\ue001"
+_MARK_PATTERN = re.compile("\ue000([0-9]{1,6})\ue001")
+PLAIN = frozenset({Kind.CONTENT, Kind.END})
 
 
 class ReplyTokenCache:
-    """Generated token ids by conversation, the reply included; least recently used first out.
+    """Generated token ids by the conversation before the reply; least recently used first out.
 
-    The reply's text alone is no sufficient key: the same words may have been sampled as different ids in
+    The reply's words alone are no sufficient key: the same words may have been sampled as different ids in
     another turn, and only the ids of this very turn continue this prefix.
 
     Args:
@@ -43,67 +47,99 @@ class ReplyTokenCache:
     def __init__(self, *, max_entries: int = 16_384, max_tokens: int = 4_000_000) -> None:
         self._max_entries = max_entries
         self._max_tokens = max_tokens
-        self._ids: OrderedDict[bytes, Int32Array] = OrderedDict()
+        self._replies: OrderedDict[bytes, KnownReply] = OrderedDict()
+        self._after: dict[bytes, list[bytes]] = {}  # keys of the replies to a conversation, oldest first
         self._num_tokens = 0
 
     @property
     def num_entries(self) -> int:
         """Replies remembered."""
-        return len(self._ids)
+        return len(self._replies)
 
     @property
     def num_tokens(self) -> int:
         """Tokens remembered."""
         return self._num_tokens
 
-    def remember(self, namespace: bytes, chat: Conversation, text: str, ids: Sequence[int]) -> None:
+    def remember(
+        self, namespace: bytes, chat: Conversation, text: str, ids: Sequence[int], events: Sequence[Event] = ()
+    ) -> None:
         """Stores the ids of a finished reply to ``chat``.
 
-        If the reply continues the last message, both are stored as one reply, provided that the ids of that message are
-        known. ``text`` is the reply as the client received it; ``ids`` have no end token.
+        If the reply continues the last turn, both are stored as one reply, provided that the ids of that turn are
+        known and both are text alone.
+
+        Args:
+            namespace: Digest that separates tenants.
+            chat: The conversation.
+            text: The content of the reply as the client received it.
+            ids: Generated ids without an end token.
+            events: What the reply was read as; empty if it is text alone.
         """
-        turns = list(chat.turns)
+        turns = chat.turns
         if chat.continue_final_message:
             begun = self.recall(namespace, chat).get(len(turns) - 1)
-            if begun is None:
+            if begun is None or begun.calls or begun.thought or any(event.kind not in PLAIN for event in events):
                 return
-            *turns, last = turns
-            text, ids = last.text + text, [*begun.tolist(), *ids]
+            *turns_before, last = turns
+            turns, text, ids, events = tuple(turns_before), last.text + text, [*begun.ids.tolist(), *ids], ()
         if not ids or len(ids) > self._max_tokens:
             return
-        answered = (*turns, Turn("assistant", (Text(text),)))
-        *_, key = _reply_keys(namespace, msgspec.structs.replace(chat, turns=answered))
-        self._num_tokens -= len(self._ids.pop(key, ()))
-        self._ids[key] = np.array(ids, dtype=np.int32)
+        *_, before = _befores(namespace, msgspec.structs.replace(chat, turns=turns))
+        reply = KnownReply.of(np.array(ids, dtype=np.int32), text, events)
+        key = before + namespace_digest(b"", text, json.dumps(reply.calls), reply.thought)
+        self._forget(key)
+        self._replies[key] = reply
+        self._after.setdefault(before, []).append(key)
         self._num_tokens += len(ids)
-        while len(self._ids) > self._max_entries or self._num_tokens > self._max_tokens:
-            self._num_tokens -= len(self._ids.popitem(last=False)[1])
+        while len(self._replies) > self._max_entries or self._num_tokens > self._max_tokens:
+            self._forget(next(iter(self._replies)))
 
-    def recall(self, namespace: bytes, chat: Conversation) -> dict[int, Int32Array]:
-        """Returns the known ids of the assistant's messages, by index in ``chat.turns``."""
+    def recall(self, namespace: bytes, chat: Conversation) -> dict[int, KnownReply]:
+        """Returns the remembered replies among the assistant's turns, by index in ``chat.turns``.
+
+        A reply that equals a turn goes before one that resembles it, and a later one before an earlier one.
+        """
         found = {}
-        for i, key in enumerate(_reply_keys(namespace, chat)):
-            if chat.turns[i].role == "assistant" and key in self._ids:
-                self._ids.move_to_end(key)
-                found[i] = self._ids[key]
+        for i, (turn, before) in enumerate(zip(chat.turns, _befores(namespace, chat), strict=False)):
+            keys = self._after.get(before, []) if turn.role == "assistant" else []
+            for is_same in (KnownReply.answers, KnownReply.resembles):
+                key = next((key for key in reversed(keys) if is_same(self._replies[key], turn)), None)
+                if key is not None:
+                    self._replies.move_to_end(key)
+                    found[i] = self._replies[key]
+                    break
         return found
 
+    def _forget(self, key: bytes) -> None:
+        reply = self._replies.pop(key, None)
+        if reply is not None:
+            self._num_tokens -= len(reply.ids)
+            before = key[: len(key) // 2]
+            self._after[before].remove(key)
+            if not self._after[before]:
+                del self._after[before]
 
-def _reply_keys(namespace: bytes, chat: Conversation) -> Iterator[bytes]:
-    """Yields one digest per message: of its words, and of everything before it that a template may show."""
+
+def _befores(namespace: bytes, chat: Conversation) -> Iterator[bytes]:
+    """Yields a digest before each turn, and after the last: of everything so far that a template may show.
+
+    Thoughts are left out: clients may leave them out too. So is the spelling of arguments.
+    """
     setting = [chat.tools, chat.documents, chat.template_kwargs]
-    before = namespace_digest(namespace, json.dumps(setting)) if any(setting) else namespace
-    for message in chat.messages:
-        before = key = namespace_digest(before, message["role"], message["content"])
-        yield key
-        if len(message) > 2:  # a name, tool calls, ...
-            more = {name: value for name, value in message.items() if name not in ("role", "content")}
-            before = namespace_digest(key, json.dumps(more))
+    before = namespace_digest(namespace, json.dumps(setting)) if any(setting) else namespace_digest(namespace)
+    for turn in chat.turns:
+        yield before
+        before = namespace_digest(before, turn.role, turn.text)
+        calls = [[part.name, canonical(part.arguments)] for part in turn.parts if isinstance(part, Call)]
+        if calls or turn.fields:
+            before = namespace_digest(before, json.dumps([calls, turn.fields]))
+    yield before
 
 
 def encode_chat(
     chat: Conversation,
-    known: Mapping[int, Int32Array],
+    known: Mapping[int, KnownReply],
     template: ChatTemplate,
     tokenizer: Tokenizer,
     *,
@@ -123,7 +159,7 @@ def encode_chat(
 
 def chat_steps(
     chat: Conversation,
-    known: Mapping[int, Int32Array],
+    known: Mapping[int, KnownReply],
     split_points: SplitPoints,
     wanted: Wanted,
     *,
@@ -131,18 +167,19 @@ def chat_steps(
 ) -> Steps:
     """Renders a conversation and encodes it; known replies keep their ids. Returns the prompt, int32 ``[n]``.
 
-    The template is rendered a second time with placeholders for the known contents. If replacing the placeholders
-    gives exactly the true text, the text is split there and only the rest is tokenized::
+    A thought that the client left out is put back before. The template is rendered a second time with a mark before the
+    first part of each known reply. If taking the marks out gives exactly the true text, they tell where the replies are,
+    and only the rest is tokenized::
 
-        <|user|>Hi<|end|><|assistant|>{0}<|end|><|user|>Bye<|end|><|assistant|>
-        └────────── encode ──────────┘ids└───────────── encode ──────────────┘
+        <|user|>Hi<|end|><|assistant|>•Hello<|end|><|user|>Bye<|end|><|assistant|>
+        └────────── encode ──────────┘ └ids┘└───────────── encode ──────────────┘
 
-    A reply that the template trims or cuts is not in the text and is tokenized again. With a template that inspects
-    the contents (counts them, compares them) the comparison fails, and the whole text is tokenized.
+    A reply that the template cuts keeps the ids up to there. With a template that inspects the contents (counts them,
+    compares them) the comparison fails, and the whole text is tokenized.
 
     Args:
         chat: The conversation.
-        known: Ids of assistant messages, by index. Ids that do not decode to the message's content are ignored.
+        known: Replies among its turns, by index. Ids that spell something else are ignored.
         split_points: Where texts may be cut, for the model's tokenizer.
         wanted: The needed part of the prompt.
         max_chars: As for ``ChatTemplate.render``.
@@ -151,37 +188,53 @@ def chat_steps(
         ContextLengthError: The prompt is too long.
         RequestError: The template refuses the messages.
     """
+    if any(reply.thought for reply in known.values()):
+        turns = tuple(known[i].restored(turn) if i in known else turn for i, turn in enumerate(chat.turns))
+        chat = msgspec.structs.replace(chat, turns=turns)
     text: str = yield Render(chat, max_chars)
-    usable = {i: ids for i, ids in known.items() if _is_usable(ids, chat.turns[i].text, text, split_points.tokenizer)}
-    pieces = [text]
+    tokenizer = split_points.tokenizer
+    usable = {i: reply for i, reply in known.items() if tokenizer.is_concatenative and reply.first[1].rstrip() in text}
+    places: dict[int, int] = {}
     if usable:
         marked: str = yield Render(_marked(chat, usable), None)
-        pieces = _split(text, marked, chat, usable)
-    parts = [usable[int(piece)] if at % 2 else piece for at, piece in enumerate(pieces)]
-    return (yield from join_steps(parts, split_points, wanted))
+        places = _places(text, marked, usable)
+    parts, at = list[str | Int32Array](), 0
+    for i, place in places.items():
+        found = usable[i].place(text, place, tokenizer)
+        if found is not None and found[0] >= at:
+            start, end, ids = found
+            parts += [text[at:start], ids]
+            at = end
+    return (yield from join_steps([*parts, text[at:]], split_points, wanted))
 
 
-def _is_usable(ids: Int32Array, content: str, text: str, tokenizer: Tokenizer) -> bool:
-    """Whether a reply is in the text unchanged and its ids decode to it."""
-    is_verbatim = tokenizer.is_concatenative and content in text
-    return is_verbatim and tokenizer.decode(ids, skip_hidden=False) == content
-
-
-def _marked(chat: Conversation, chosen: Collection[int]) -> Conversation:
-    """Returns the conversation with placeholders for the chosen contents."""
-    turns = tuple(_stood_in(turn, _STAND_IN.format(i)) if i in chosen else turn for i, turn in enumerate(chat.turns))
+def _marked(chat: Conversation, known: Mapping[int, KnownReply]) -> Conversation:
+    """Returns the conversation with a mark before the first part of each known reply."""
+    turns = tuple(
+        _with_mark(turn, known[i].first[0], _MARK.format(i)) if i in known else turn
+        for i, turn in enumerate(chat.turns)
+    )
     return msgspec.structs.replace(chat, turns=turns)
 
 
-def _stood_in(turn: Turn, text: str) -> Turn:
-    parts = tuple(part for part in turn.parts if not isinstance(part, Text))
-    return msgspec.structs.replace(turn, parts=(*parts, Text(text)))
+def _with_mark(turn: Turn, kind: Kind, mark: str) -> Turn:
+    marked: list[Text | Thought | Call | Result] = []
+    for part in turn.parts:
+        kinds = {Thought: Kind.THOUGHT, Text: Kind.CONTENT, Call: Kind.CALL}
+        if mark and kinds.get(type(part)) is kind:
+            name = "name" if isinstance(part, Call) else "text"
+            text: str = getattr(part, name)
+            bare = text.lstrip()
+            part, mark = msgspec.structs.replace(part, **{name: text.removesuffix(bare) + mark + bare}), ""
+        marked.append(part)
+    return msgspec.structs.replace(turn, parts=tuple(marked))
 
 
-def _split(text: str, marked: str, chat: Conversation, chosen: Collection[int]) -> list[str]:
-    """Returns text, index, text, index, ..., text; the text alone if the template does more than insert contents."""
-    pieces = _STAND_IN_PATTERN.split(marked)
-    if any(int(i) not in chosen for i in pieces[1::2]):
-        return [text]
-    pieces_back = [chat.turns[int(piece)].text if at % 2 else piece for at, piece in enumerate(pieces)]
-    return pieces if "".join(pieces_back) == text else [text]
+def _places(text: str, marked: str, known: Collection[int]) -> dict[int, int]:
+    """Returns the places of the marks in the true text, in order; none if the template does more than show the parts."""
+    pieces = _MARK_PATTERN.split(marked)
+    numbers = list(map(int, pieces[1::2]))
+    if "".join(pieces[::2]) != text or len(set(numbers)) < len(numbers) or not set(numbers) <= set(known):
+        return {}
+    ends = accumulate(map(len, pieces[::2]))
+    return dict(zip(numbers, ends, strict=False))

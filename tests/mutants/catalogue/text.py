@@ -4,23 +4,15 @@ from hiserve.text import (
     call_reader,
     convert,
     detokenizer,
+    known_replies,
     output,
     render_budget,
     reply_buffer,
     reply_marks,
-    reply_tokens,
     split_points,
     template_comparisons,
 )
-from tests.unit.text import (
-    test_detokenizer,
-    test_output,
-    test_reader,
-    test_reply_tokens,
-    test_split_points,
-    test_template_sandbox,
-    test_tokenizer,
-)
+from tests.unit.text import test_detokenizer, test_output, test_reader, test_split_points, test_template_sandbox, test_tokenizer
 
 with detokenizer.ByteLevelDetokenizer.push, test_detokenizer.test_a_split_character_is_held_back_until_it_is_complete:
     "INV 15: half a character is sent"
@@ -34,10 +26,18 @@ with output.TextOutput._scan, test_output.test_a_stop_that_spans_tokens_cuts_wha
     "INV 21: tokens after a stop text are counted"
     i + 1
     len(tokens)
-with reply_tokens._is_usable, test_reply_tokens.test_ids_that_decode_to_another_text_are_not_used:
+with known_replies.KnownReply.place, test_known_replies.test_a_reply_that_a_stop_text_cut_keeps_the_tokens_before_it:
     "INV 13: remembered ids are spliced whatever they decode to"
-    tokenizer.decode(ids, skip_hidden=False) == content
-    True
+    _num_equal(whole, x, begin, text, y)
+    begin - x
+with known_replies._end_of_same, test_known_replies.test_arguments_of_another_value_are_the_clients:
+    "INV 13: arguments that the client changed are replaced by the generated ones"
+    canonical(text[at:end]) != canonical(written)
+    False
+with known_replies.KnownReply.restored, test_known_replies.test_a_thought_is_put_back_only_to_its_own_reply:
+    "a thought is put back to another reply"
+    not self.answers(turn)
+    False
 with render_budget.RenderBudget.pay, test_template_sandbox.test_time_that_is_over_has_a_code_of_its_own:
     "INV 22: a template renders without a time limit"
     time.monotonic() > self._deadline

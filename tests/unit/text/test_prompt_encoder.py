@@ -82,7 +82,7 @@ async def test_a_remembered_reply_loses_its_end_token(prompts: Any) -> None:
     spelt = tiny_text.spell_in_bytes(tokenizer, "the token")
     made.remember(b"", CHAT, "the token", [*spelt, tiny_text.END])
     history = chat_of([*MESSAGES, {"role": "assistant", "content": "the token"}])
-    assert replies.recall(b"", history)[1].tolist() == spelt
+    assert replies.recall(b"", history)[1].ids.tolist() == spelt
     ids = (await made.encode_chat(history, namespace=b"", max_tokens=1000)).tolist()
     assert ",".join(map(str, [*spelt, tiny_text.END])) in ",".join(map(str, ids))
 

@@ -134,7 +134,7 @@ def test_a_template_without_marks_has_no_format() -> None:
     assert (thoughts.name, thoughts.has_calls) == ("thoughts", False)
 
 
-WORDS = st.text("ab \n<>{}[]\"'\\|/é日🙂:;,.", max_size=12)
+WORDS = st.text("ab \n<>{}[]\"'\\|/é本🙂:;,.", max_size=12)
 SIZES = st.lists(st.integers(1, 6), max_size=30)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-99, 99) | WORDS,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hiserve.text.conversation import Conversation, Message
+from hiserve.text.known_replies import KnownReply
 from hiserve.text.reply_tokens import ReplyTokenCache, encode_chat
 from hiserve.text.template import ChatTemplate
 from tests.helpers import tiny_text
@@ -147,7 +148,7 @@ def test_a_tokenizer_that_pads_every_text_is_never_spliced() -> None:
     chat = chat_of([{"role": "assistant", "content": "the"}])
     odd = np.array([tokenizer.encode(c, add_special_tokens=False)[-1] for c in "the"], dtype=np.int32)
     expected = tokenizer.encode("the ", add_special_tokens=False).tolist()
-    assert encode_chat(chat, {0: odd}, template, tokenizer).tolist() == expected
+    assert encode_chat(chat, {0: KnownReply.of(odd, "the", ())}, template, tokenizer).tolist() == expected
 
 
 def test_the_same_words_keep_the_ids_of_their_own_turn() -> None:
@@ -157,7 +158,7 @@ def test_the_same_words_keep_the_ids_of_their_own_turn() -> None:
     remember(reply_cache, spelt, REPLY)
     remember(reply_cache, canonical, REPLY, REPLY)
     recalled = reply_cache.recall(b"", conversation(REPLY, REPLY))
-    assert {i: ids.tolist() for i, ids in recalled.items()} == {1: spelt, 3: canonical}
+    assert {i: reply.ids.tolist() for i, reply in recalled.items()} == {1: spelt, 3: canonical}
 
 
 def test_another_conversation_does_not_see_the_reply() -> None:
@@ -186,7 +187,7 @@ def test_the_memory_is_bounded_by_tokens() -> None:
     for i in range(50):
         remember(reply_cache, [1] * (1 + i % 5), f"reply {i % 7}")
         kept = [reply_cache.recall(b"", conversation(f"reply {j}")) for j in range(7)]
-        assert reply_cache.num_tokens == sum(len(found[1]) for found in kept if found) <= 10
+        assert reply_cache.num_tokens == sum(len(found[1].ids) for found in kept if found) <= 10
     remember(reply_cache, [1] * 11, "too long")
     assert reply_cache.recall(b"", conversation("too long")) == {}
 
@@ -195,7 +196,7 @@ def test_the_latest_ids_of_a_turn_count() -> None:
     reply_cache = ReplyTokenCache()
     remember(reply_cache, [1, 2, 3], REPLY)
     remember(reply_cache, [4, 5], REPLY)
-    assert reply_cache.recall(b"", conversation(REPLY))[1].tolist() == [4, 5]
+    assert reply_cache.recall(b"", conversation(REPLY))[1].ids.tolist() == [4, 5]
     assert reply_cache.num_tokens == 2
 
 
@@ -210,12 +211,12 @@ def test_what_a_template_may_show_belongs_to_the_conversation(setting: dict[str,
     first, second = (msgspec.structs.replace(chat, **setting) for chat in (conversation(), conversation(REPLY)))
     reply_cache = ReplyTokenCache()
     reply_cache.remember(b"", first, REPLY, spelt)
-    assert reply_cache.recall(b"", second)[1].tolist() == spelt
+    assert reply_cache.recall(b"", second)[1].ids.tolist() == spelt
     assert reply_cache.recall(b"", conversation(REPLY)) == {}
     assert encode_chat(second, reply_cache.recall(b"", second), TEMPLATE, TOKENIZER).tolist() != plain(second)
 
 
-@pytest.mark.parametrize("more", [{"name": "ann"}, {"tool_calls": [TOOL]}, {"reasoning_content": "hm"}])
+@pytest.mark.parametrize("more", [{"name": "ann"}, {"tool_calls": [TOOL]}])
 def test_every_field_of_an_earlier_message_belongs_to_the_conversation(more: dict[str, Any]) -> None:
     spelt = tiny_text.spell_in_bytes(TOKENIZER, REPLY)
     plain_chat, other = conversation("one", REPLY), conversation("one", REPLY)

@@ -1,0 +1,177 @@
+"""A remembered reply and the place of its tokens in a prompt that contains it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from hiserve.core.plan import Int32Array
+from hiserve.text.conversation import Call, Thought, Turn
+from hiserve.text.json_values import JsonValue
+from hiserve.text.reply_buffer import Event, Kind, called, thought
+from hiserve.text.tokenizer import Tokenizer
+
+MAX_OCCURRENCES = 8
+
+
+class KnownReply(NamedTuple):
+    """A generated reply.
+
+    Attributes:
+        ids: int32 ``[n]``, without an end token.
+        text: Its content.
+        thought: Its thoughts.
+        calls: Name and arguments of its calls, as ``canonical`` spells them.
+        first: The first part that a template shows: thought, content or the name of a call, without white space before it.
+        first_stop: Tokens up to its end.
+        arguments: JSON arguments as generated, with the token from which they are looked for.
+    """
+
+    ids: Int32Array
+    text: str
+    thought: str = ""
+    calls: tuple[tuple[str, str], ...] = ()
+    first: tuple[Kind, str] = (Kind.CONTENT, "")
+    first_stop: int = 0
+    arguments: tuple[tuple[int, str], ...] = ()
+
+    @classmethod
+    def of(cls, ids: Int32Array, text: str, events: Sequence[Event]) -> KnownReply:
+        """Returns the reply that was read as these events, or is text alone if there are none."""
+        shown = (Kind.THOUGHT, Kind.CONTENT, Kind.CALL)
+        parts = [event for event in events if event.text.strip() and event.kind in shown]
+        if not parts:
+            return cls(ids, text, first=(Kind.CONTENT, text.lstrip()), first_stop=len(ids))
+        first, arguments, begin = parts[0], list[tuple[int, str]](), 0
+        for event in events:
+            if event.kind is Kind.CALL:
+                begin = event.start
+            elif event.kind is Kind.ARGUMENTS:
+                arguments.append((begin, event.text))
+        calls = tuple((name, canonical(written)) for _, name, written in called(events).values())
+        return cls(ids, text, thought(events), calls, (first.kind, first.text.lstrip()), first.stop, tuple(arguments))
+
+    def answers(self, turn: Turn) -> bool:
+        """Whether a turn of the assistant has the contents and calls of this reply."""
+        calls = tuple((part.name, canonical(part.arguments)) for part in turn.parts if isinstance(part, Call))
+        return turn.text == self.text and calls == self.calls
+
+    def resembles(self, turn: Turn) -> bool:
+        """Whether a turn may be this reply, but for white space and the spelling of arguments."""
+        names = [part.name for part in turn.parts if isinstance(part, Call)]
+        return turn.text.strip() == self.text.strip() and names == [name for name, _ in self.calls]
+
+    def restored(self, turn: Turn) -> Turn:
+        """Returns the turn with the thought that the client left out."""
+        if not self.thought or not self.answers(turn) or any(isinstance(part, Thought) for part in turn.parts):
+            return turn
+        return Turn(turn.role, (Thought(self.thought), *turn.parts), turn.fields)
+
+    def place(self, text: str, at: int, tokenizer: Tokenizer) -> tuple[int, int, Int32Array] | None:
+        """Returns where the reply stands in a prompt, and the ids to put there; None if it does not.
+
+        The ids spell the text of that place, but that arguments may be another spelling of the same JSON value. Where
+        the prompt goes on differently, the place ends there.
+
+        Args:
+            text: The prompt.
+            at: Where the reply's first part stands in it.
+            tokenizer: Of the model.
+        """
+        whole = tokenizer.decode(self.ids, skip_hidden=False)
+        start = self._start(whole, text, at, tokenizer)
+        if start is None:
+            return None
+        equal: list[
+            tuple[int, int, int]
+        ] = []  # places in the reply and in the prompt, and how many characters are equal
+        x, y = 0, start
+        for begin, end in [*self._regions(whole, tokenizer), (len(whole), len(whole))]:
+            size = _num_equal(whole, x, begin, text, y)
+            equal.append((x, y, size))
+            x, y = x + size, y + size
+            if x < begin:
+                break
+            end_in_text = _end_of_same(whole[begin:end], text, y)
+            if end_in_text is None:
+                break
+            x, y = end, end_in_text
+        else:
+            return start, y, self.ids
+        return self._part(whole, equal, tokenizer)
+
+    def _start(self, whole: str, text: str, at: int, tokenizer: Tokenizer) -> int | None:
+        """Returns where the reply begins in a prompt that has its first part at a place."""
+        _, shown = self.first
+        end = len(tokenizer.decode(self.ids[: self.first_stop], skip_hidden=False))
+        for _ in range(MAX_OCCURRENCES):
+            before = whole.rfind(shown, 0, end)
+            if before < 0:
+                break
+            if at >= before and text.startswith(whole[:before], at - before):
+                return at - before
+            end = before + len(shown) - 1
+        return None
+
+    def _regions(self, whole: str, tokenizer: Tokenizer) -> list[tuple[int, int]]:
+        """Returns the places of JSON arguments in the reply."""
+        found, at, last = list[tuple[int, int]](), 0, 0
+        for first, written in self.arguments:
+            at += len(tokenizer.decode(self.ids[last:first], skip_hidden=False))
+            # A character between two tokens may have counted twice.
+            begin, last = whole.find(written, max(at - MAX_OCCURRENCES, found[-1][1] if found else 0)), first
+            if begin >= 0:
+                found.append((begin, begin + len(written)))
+        return found
+
+    def _part(
+        self, whole: str, equal: Sequence[tuple[int, int, int]], tokenizer: Tokenizer
+    ) -> tuple[int, int, Int32Array] | None:
+        """Returns the place of as many whole tokens as stand in the prompt."""
+        for x, y, size in reversed(equal):
+            low, high = 0, len(self.ids)
+            while low < high:
+                middle = (low + high + 1) // 2
+                if len(tokenizer.decode(self.ids[:middle], skip_hidden=False)) <= x + size:
+                    low = middle
+                else:
+                    high = middle - 1
+            spelled = tokenizer.decode(self.ids[:low], skip_hidden=False)
+            if low and whole.startswith(spelled) and len(spelled) >= x:
+                return equal[0][1], y + len(spelled) - x, self.ids[:low]
+        return None
+
+
+def canonical(arguments: str) -> str:
+    """Returns one spelling for all spellings of a JSON value; a text that is none as it is."""
+    try:
+        return json.dumps(_plain(json.loads(arguments)), sort_keys=True)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value with whole numbers for those that are."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    return {name: _plain(entry) for name, entry in value.items()} if isinstance(value, dict) else value
+
+
+def _num_equal(whole: str, begin: int, end: int, text: str, at: int) -> int:
+    """Returns how many characters of ``whole[begin:end]`` stand at a place of a text."""
+    if text.startswith(whole[begin:end], at):
+        return end - begin
+    pairs: Iterable[tuple[str, str]] = zip(whole[begin:end], text[at : at + end - begin], strict=False)
+    return next((number for number, (one, other) in enumerate(pairs) if one != other), min(end - begin, len(text) - at))
+
+
+def _end_of_same(written: str, text: str, at: int) -> int | None:
+    """Returns where arguments end that stand at a place of a text in any spelling; None if others do."""
+    if text.startswith(written, at):
+        return at + len(written)
+    value = JsonValue()
+    end = value.end(text, at)
+    return None if end is None or value.is_broken or canonical(text[at:end]) != canonical(written) else end

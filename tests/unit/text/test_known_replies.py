@@ -1,0 +1,159 @@
+"""Replies with thoughts and calls keep their tokens in the next prompt, in whatever spelling the client returns them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.text.abilities import Abilities
+from hiserve.text.detokenizer import TokenBytes
+from hiserve.text.known_replies import canonical
+from hiserve.text.reply_buffer import called, merged, thought
+from hiserve.text.reply_tokens import ReplyTokenCache, encode_chat
+from hiserve.text.template import ChatTemplate
+from tests.helpers import tiny_text
+from tests.helpers.chats import chat_of
+from tests.unit.text.test_reader import BY_NAME, NAMES, TEMPLATES, TOOLS, tokenizer_of
+
+USER = {"role": "user", "content": "Hi"}
+RESULT = {"role": "tool", "content": "found"}
+
+
+class Agent:
+    """A loop of calls with one model, whose memory of replies it keeps."""
+
+    def __init__(self, name: str, *, by_token: bool = False) -> None:
+        self.row = BY_NAME[name]
+        self.tokenizer = tokenizer_of(name, by_token=by_token)
+        self.template = ChatTemplate((TEMPLATES / f"{name}.jinja").read_text())
+        self.abilities = Abilities(self.tokenizer, TokenBytes(self.tokenizer), self.template)
+        self.cache = ReplyTokenCache()
+
+    def encode(self, messages: list[dict[str, Any]]) -> list[int]:
+        chat = chat_of(messages, tools=TOOLS)
+        return encode_chat(chat, self.cache.recall(b"", chat), self.template, self.tokenizer).tolist()
+
+    def render(self, messages: list[dict[str, Any]]) -> str:
+        return self.template.render(chat_of(messages, tools=TOOLS))
+
+    def spelled(self, text: str) -> list[int]:
+        """A text in ids that the tokenizer would not choose: a token for each character, but for marks."""
+        ids = []
+        for index in self.tokenizer.encode(text, add_special_tokens=False).tolist():
+            piece = self.tokenizer.decode([index], skip_hidden=False)
+            is_plain = piece.isascii() and index not in self.tokenizer.hidden_ids
+            ids += (
+                tiny_text.spell_in_bytes(self.tokenizer, piece)
+                if is_plain and "\n" not in piece + " " and piece.isalpha()
+                else [index]
+            )
+        return ids
+
+    def reply(self, messages: list[dict[str, Any]], text: str) -> tuple[list[int], dict[str, Any]]:
+        """The model replies with a text; returns its ids, and the message that the client makes of it."""
+        chat = chat_of(messages, tools=TOOLS)
+        prompt = self.encode(messages)
+        ids = self.spelled(text)
+        output = self.abilities.output(
+            chat, self.tokenizer.encode(self.render(messages), add_special_tokens=False), SamplingParams()
+        )
+        delta = output.push([*ids, tiny_text.END], FinishReason.STOP)
+        self.cache.remember(b"", chat, delta.text, ids, merged(delta.events))
+        calls = [
+            {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for call_id, name, arguments in called(delta.events).values()
+        ]
+        message = {"role": "assistant", "content": delta.text, "reasoning_content": thought(delta.events)}
+        return [*prompt, *ids], message | ({"tool_calls": calls} if calls else {})
+
+    def text_of(self, content: str, said: str, calls: list[dict[str, Any]]) -> str:
+        """What the model writes to say this: as the template shows it."""
+        message = {"role": "assistant", "content": content, "reasoning_content": said, "tool_calls": [
+            {"function": {"name": "look", "arguments": arguments}} for arguments in calls
+        ]}  # fmt: skip
+        whole = self.template.render(chat_of([USER, message], tools=TOOLS, add_generation_prompt=False))
+        return whole.removeprefix(self.render([USER])).removesuffix("<|end|>")
+
+
+def respelled(message: dict[str, Any], **separators: Any) -> dict[str, Any]:
+    """The message with the arguments of its calls in another spelling."""
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = json.dumps(json.loads(call["function"]["arguments"]), **separators)
+        calls.append(call | {"function": call["function"] | {"arguments": arguments}})
+    return message | {"tool_calls": calls}
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_agents_next_prompt_begins_with_the_tokens_of_this_one(name: str, by_token: bool) -> None:
+    agent = Agent(name, by_token=by_token)
+    said = "so be it" if agent.row.thought[0] else ""
+    content = "" if agent.row.is_bare else "Let me look."
+    messages = [USER]
+    for number in range(3):
+        text = agent.text_of(content, said, [{"text": f"place {number}"}, {"number": number}])
+        if agent.row.arguments == "json":
+            for member in ("text", "number"):
+                text = text.replace(f'"{member}": ', f'"{member}":  ')
+        known, message = agent.reply(messages, text)
+        message = respelled(message, separators=(",", ":"))
+        del message["reasoning_content"]  # left out, as some clients do
+        messages = [*messages, message, RESULT, RESULT]
+        assert agent.encode(messages)[: len(known)] == known
+    assert (
+        known
+        != agent.tokenizer.encode(agent.tokenizer.decode(known, skip_hidden=False), add_special_tokens=False).tolist()
+    )
+
+
+def test_arguments_of_another_value_are_the_clients() -> None:
+    agent = Agent("hermes")
+    text = agent.text_of("Yes.", "so", [{"text": "here", "number": 1}])
+    known, message = agent.reply([USER], text)
+    for arguments in ('{"text": "here", "number": true}', '{"text": "here"}', '{"text": "there", "number": 1}'):
+        changed = message | {"tool_calls": [{"function": {"name": "look", "arguments": arguments}}]}
+        history = [USER, changed, RESULT]
+        ids = agent.encode(history)
+        assert agent.tokenizer.decode(ids, skip_hidden=False) == agent.render(history)
+        place = text.index('{"text"')
+        begun = agent.encode([USER]) + agent.spelled(text[:place])
+        assert ids[: len(begun)] == begun, "tokens up to the change are kept"
+        assert ids[: len(known)] != known
+
+
+def test_a_template_that_drops_thoughts_is_obeyed() -> None:
+    agent = Agent("hermes")
+    agent.template = ChatTemplate(agent.template.sources.source.replace("message.reasoning_content", "false"))
+    _, message = agent.reply([USER], "<think>\nso\n</think>\n\nYes, the token.")
+    history = [USER, message, USER]
+    assert agent.tokenizer.decode(agent.encode(history), skip_hidden=False) == agent.render(history)
+    assert "so" not in agent.render(history)
+
+
+def test_a_thought_is_put_back_only_to_its_own_reply() -> None:
+    agent = Agent("hermes")
+    _, message = agent.reply([USER], "<think>\nsecret\n</think>\n\nYes.")
+    del message["reasoning_content"]
+    assert "secret" in agent.tokenizer.decode(agent.encode([USER, message, USER]), skip_hidden=False)
+    for history in ([USER, message | {"content": "No."}, USER], [USER, USER, message, USER]):
+        assert "secret" not in agent.tokenizer.decode(agent.encode(history), skip_hidden=False)
+
+
+def test_a_reply_that_a_stop_text_cut_keeps_the_tokens_before_it() -> None:
+    agent = Agent("hermes")
+    ids = agent.spelled("the token STOP")
+    agent.cache.remember(b"", chat_of([USER], tools=TOOLS), "the token ", ids)
+    history = [USER, {"role": "assistant", "content": "the token "}, USER]
+    begun = agent.encode([USER]) + agent.spelled("the token ")
+    assert agent.encode(history)[: len(begun)] == begun
+    assert agent.tokenizer.decode(agent.encode(history), skip_hidden=False) == agent.render(history)
+
+
+def test_spellings_of_a_value_are_one() -> None:
+    assert canonical('{"b": [1.0, "é"],  "a":null}') == canonical('{"a":null,"b":[1,"\\u00e9"]}')
+    assert canonical('{"a": 1}') != canonical('{"a": true}')
+    assert canonical('{"a": ') == '{"a": '
