@@ -12,7 +12,15 @@ from hiserve.text import (
     split_points,
     template_comparisons,
 )
-from tests.unit.text import test_detokenizer, test_output, test_reader, test_split_points, test_template_sandbox, test_tokenizer
+from tests.unit.text import (
+    test_detokenizer,
+    test_known_replies,
+    test_output,
+    test_reader,
+    test_split_points,
+    test_template_sandbox,
+    test_tokenizer,
+)
 
 with detokenizer.ByteLevelDetokenizer.push, test_detokenizer.test_a_split_character_is_held_back_until_it_is_complete:
     "INV 15: half a character is sent"
