@@ -53,12 +53,12 @@ class KnownReply(NamedTuple):
         return cls(ids, text, thought(events), calls, (first.kind, first.text.lstrip()), first.stop, tuple(arguments))
 
     def answers(self, turn: Turn) -> bool:
-        """Whether a turn of the assistant has the contents and calls of this reply."""
+        """Whether a turn of the assistant has the content and the calls of this reply, but for white space around it."""
         calls = tuple((part.name, canonical(part.arguments)) for part in turn.parts if isinstance(part, Call))
-        return turn.text == self.text and calls == self.calls
+        return turn.text.strip() == self.text.strip() and calls == self.calls
 
     def resembles(self, turn: Turn) -> bool:
-        """Whether a turn may be this reply, but for white space and the spelling of arguments."""
+        """Whether a turn has the content and calls the functions of this reply."""
         names = [part.name for part in turn.parts if isinstance(part, Call)]
         return turn.text.strip() == self.text.strip() and names == [name for name, _ in self.calls]
 

@@ -10,13 +10,14 @@ import pytest
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.text.abilities import Abilities
 from hiserve.text.detokenizer import TokenBytes
+from hiserve.text.formats import BY_NAME
 from hiserve.text.known_replies import canonical
 from hiserve.text.reply_buffer import called, merged, thought
 from hiserve.text.reply_tokens import ReplyTokenCache, encode_chat
 from hiserve.text.template import ChatTemplate
 from tests.helpers import tiny_text
 from tests.helpers.chats import chat_of
-from tests.unit.text.test_reader import BY_NAME, NAMES, TEMPLATES, TOOLS, tokenizer_of
+from tests.helpers.reply_formats import NAMES, TEMPLATES, TOOLS, tokenizer_of
 
 USER = {"role": "user", "content": "Hi"}
 RESULT = {"role": "tool", "content": "found"}
@@ -141,6 +142,11 @@ def test_a_thought_is_put_back_only_to_its_own_reply() -> None:
     assert "secret" in agent.tokenizer.decode(agent.encode([USER, message, USER]), skip_hidden=False)
     for history in ([USER, message | {"content": "No."}, USER], [USER, USER, message, USER]):
         assert "secret" not in agent.tokenizer.decode(agent.encode(history), skip_hidden=False)
+    _, message = agent.reply([USER], agent.text_of("", "secret", [{"number": 1}]))
+    calls = [{"function": {"name": "look", "arguments": '{"number": 2}'}}]
+    for changed, is_put_back in ({}, True), ({"tool_calls": calls}, False):
+        history = [USER, {**message, "reasoning_content": None, **changed}, RESULT]
+        assert ("secret" in agent.tokenizer.decode(agent.encode(history), skip_hidden=False)) == is_put_back
 
 
 def test_a_reply_that_a_stop_text_cut_keeps_the_tokens_before_it() -> None:

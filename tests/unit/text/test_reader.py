@@ -3,67 +3,28 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken
 
 from hiserve.config.serving import ReplyFormatName
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.text.abilities import Abilities
-from hiserve.text.detokenizer import TokenBytes
-from hiserve.text.formats import BY_NAME, FORMATS, ReplyFormat, find_format
+from hiserve.text.formats import BY_NAME, FORMATS, find_format
 from hiserve.text.reader import Reader, ReplyStart
 from hiserve.text.reply_buffer import Event, Kind, called, merged, thought
 from hiserve.text.reply_marks import ReplySyntax
 from hiserve.text.template import ChatTemplate
-from hiserve.text.tokenizer import Tokenizer
 from tests.helpers import tiny_text
 from tests.helpers.chats import chat_of
+from tests.helpers.reply_formats import NAMES, TEMPLATES, TOOLS, marks_of, token_bytes, tokenizer_of
 
-TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
-NAMES = [row.name for row in FORMATS if row.has_calls]
 RUNNING, STOP, LENGTH = FinishReason.RUNNING, FinishReason.STOP, FinishReason.LENGTH
-PARAMETERS = {
-    "text": {"type": "string"},
-    "number": {"type": "integer"},
-    "share": {"type": "number"},
-    "flag": {"type": "boolean"},
-    "entries": {"type": "array"},
-    "more": {"type": "object"},
-    "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-}
-TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": PARAMETERS}}}]
-
 CALLING = ReplyStart(TOOLS)
 BROKEN = {token: index for index, token in tiny_text.byte_level().vocab.items()}["ð"]  # the first byte of an emoji
-
-
-def marks_of(row: ReplyFormat) -> list[str]:
-    """Everything that a format gives a meaning."""
-    marks = [*row.thought, *row.section, *row.call, *row.name_ends, *row.name_prefixes, row.id_mark, *row.fence]
-    marks += [*row.key, *row.value, row.end]
-    return sorted({mark for mark in marks if len(mark) > 1})
-
-
-@cache
-def tokenizer_of(name: str, *, by_token: bool) -> Tokenizer:
-    """A tokenizer in which marks are tokens of their own, or not."""
-    backend = tiny_text.byte_level_backend()
-    if by_token:
-        marks = [mark for mark in marks_of(BY_NAME[name]) if mark[0] in "<[" and mark[-1] in ">]" and "=" not in mark]
-        backend.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in [*marks, "<｜tool▁sep｜>"]])
-    return Tokenizer(backend, eos_token_ids=[tiny_text.END])
-
-
-@cache
-def token_bytes(name: str, *, by_token: bool) -> TokenBytes:
-    return TokenBytes(tokenizer_of(name, by_token=by_token))
 
 
 def reader(name: str, *, by_token: bool = False, start: ReplyStart = CALLING, **sampling: Any) -> Reader:

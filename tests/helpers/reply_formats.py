@@ -1,0 +1,48 @@
+"""Tokenizers, chat templates and tools for every format of replies."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from tokenizers import AddedToken
+
+from hiserve.text.detokenizer import TokenBytes
+from hiserve.text.formats import BY_NAME, FORMATS, ReplyFormat
+from hiserve.text.tokenizer import Tokenizer
+from tests.helpers import tiny_text
+
+TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
+NAMES = [row.name for row in FORMATS if row.has_calls]
+PARAMETERS = {
+    "text": {"type": "string"},
+    "number": {"type": "integer"},
+    "share": {"type": "number"},
+    "flag": {"type": "boolean"},
+    "entries": {"type": "array"},
+    "more": {"type": "object"},
+    "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+}
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": PARAMETERS}}}]
+
+
+def marks_of(row: ReplyFormat) -> list[str]:
+    """Everything that a format gives a meaning."""
+    marks = [*row.thought, *row.section, *row.call, *row.name_ends, *row.name_prefixes, row.id_mark, *row.fence]
+    marks += [*row.key, *row.value, row.end]
+    return sorted({mark for mark in marks if len(mark) > 1})
+
+
+@cache
+def tokenizer_of(name: str, *, by_token: bool) -> Tokenizer:
+    """A tokenizer in which marks are tokens of their own, or not."""
+    backend = tiny_text.byte_level_backend()
+    if by_token:
+        marks = [mark for mark in marks_of(BY_NAME[name]) if mark[0] in "<[" and mark[-1] in ">]" and "=" not in mark]
+        backend.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in [*marks, "<｜tool▁sep｜>"]])
+    return Tokenizer(backend, eos_token_ids=[tiny_text.END])
+
+
+@cache
+def token_bytes(name: str, *, by_token: bool) -> TokenBytes:
+    return TokenBytes(tokenizer_of(name, by_token=by_token))
