@@ -273,14 +273,14 @@ class AdminRoutes:
         ``rid`` names the caller's own (its ``x-request-id``, or its body's ``rid``). With the admin key it names
         anyone's, and ``abort_all`` ends all requests.
         """
-        asked = decode(await self._bodies.read(request, ABORT), AbortRequest)
-        rid = asked.rid or ""
-        if asked.abort_all:
+        fields = decode(await self._bodies.read(request, ABORT), AbortRequest)
+        rid = fields.rid or ""
+        if fields.abort_all:
             self._auth.require_admin(request)
         elif not rid:
             raise RequestError("rid is missing; name a request, or set abort_all.", param="rid")
         engine = self._handle.require()
-        if asked.abort_all:
+        if fields.abort_all:
             return json_response(Aborted(engine.abort()))
         tags = self._auth.tags(rid) if self._auth.is_admin(request) else [tag_of(request, rid)]
         return json_response(Aborted(sum(engine.abort(tag) for tag in tags)))

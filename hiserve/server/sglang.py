@@ -62,8 +62,8 @@ class NativeRoutes:
         arrived, front = time.monotonic(), self._front
         body = await front.bodies.read(request, GENERATE)
         self._check_sampling(body.get("sampling_params"))
-        asked = decode(body, GenerateRequest)
-        prompts = asked.prompts(front.model)
+        fields = decode(body, GenerateRequest)
+        prompts = fields.prompts(front.model)
         engine = front.handle.require()
         warnings = set[str]()
         for index, one in enumerate(prompts):
@@ -74,8 +74,8 @@ class NativeRoutes:
         encoded = await cancel_on_disconnect(request.receive, encoding)
         num_scores = (one.num_prompt_scores(len(prompt)) for one, prompt in zip(prompts, encoded, strict=True))
         check_prompt_scores(sum(num_scores), "logprob_start_len")
-        choices, formatters = self._choices(request, asked, prompts, encoded, engine.max_model_len, arrived)
-        is_list = asked.is_batch or len(formatters) > 1
+        choices, formatters = self._choices(request, fields, prompts, encoded, engine.max_model_len, arrived)
+        is_list = fields.is_batch or len(formatters) > 1
 
         def whole() -> Any:
             for formatter, generation in zip(formatters, choices.generations, strict=True):
@@ -88,7 +88,9 @@ class NativeRoutes:
             return _events(parts, formatters, in_thread, has_index=is_list)
 
         threads = front.format_threads
-        response = await answer(request, engine, choices, threads, whole=whole, events=stream if asked.stream else None)
+        response = await answer(
+            request, engine, choices, threads, whole=whole, events=stream if fields.stream else None
+        )
         return warned(response, "; ".join(sorted(filter(None, warnings))))
 
     def _check_sampling(self, given: Any) -> None:
@@ -106,7 +108,7 @@ class NativeRoutes:
     def _choices(
         self,
         request: Request,
-        asked: GenerateRequest,
+        fields: GenerateRequest,
         prompts: list[NativePrompt],
         encoded: list[Int32Array],
         max_model_len: int,
@@ -121,7 +123,7 @@ class NativeRoutes:
                 name,
                 prompt,
                 fit_context(one.sampling, one.limits, len(prompt), max_model_len),
-                context_of(request, asked.cache_salt, asked.priority, one.rid),
+                context_of(request, fields.cache_salt, fields.priority, one.rid),
                 token_bytes=front.token_bytes,
                 metrics=front.metrics,
                 arrived=arrived,
@@ -133,7 +135,7 @@ class NativeRoutes:
                 NativeFormatter(
                     generation,
                     first_scored=one.first_scored,
-                    spell=front.token_bytes.bytes_of if asked.return_text_in_logprobs else None,
+                    spell=front.token_bytes.bytes_of if fields.return_text_in_logprobs else None,
                     name=name,
                     version=front.model.fingerprint,
                     arrived=arrived,
