@@ -24,6 +24,7 @@ from hiserve.engine.startup import (
     warm_up_steps,
 )
 from hiserve.errors import ResourceError
+from hiserve.kernels.step_ops import TokenMasks
 from hiserve.runners.gate import Action, Decision
 from hiserve.runners.step_output import LaunchedStep
 from hiserve.sampling.params import Drawing
@@ -81,12 +82,14 @@ class Watched:
         self.plans: list[BatchPlan] = []
         self.drawings: set[str] = set()
         self.proposed: list[int] = []
+        self.masked: list[str] = []
 
-    def run(self, plan: BatchPlan, decision: Decision) -> LaunchedStep:
+    def run(self, plan: BatchPlan, decision: Decision, masks: TokenMasks | None = None) -> LaunchedStep:
         assert decision.action is Action.EAGER
+        self.masked += [] if masks is None else [decision.sampling]
         self.plans.append(plan)
         self.drawings.add(decision.sampling)
-        launched_step: LaunchedStep = self._runners.run(plan, decision)
+        launched_step: LaunchedStep = self._runners.run(plan, decision, masks=masks)
         if decision.sampling:
             assert launched_step.is_greedy == (decision.sampling == Drawing.GREEDY.value)
         return launched_step
@@ -115,6 +118,7 @@ def test_steps_of_every_kind_run_and_leave_nothing_behind(folder: Path) -> None:
     assert {((width,), (width,)) for width in WIDTHS} | {((width, 1), (width, 1)) for width in WIDTHS} < ran
     for bound in (LONG + 1, 150):
         assert {((LONG,), (bound,)), ((LONG, LONG), (LONG, bound))} < ran
+    assert watched.masked == [Drawing.GREEDY.value, Drawing.FREE.value]
     assert watched.drawings == {Drawing.GREEDY.value, Drawing.FREE.value} and not any(watched.proposed)
     assert not engine.rows.known_len.any() and not engine.rows.computed_len.any()
     assert say(engine) == say(make(folder))
