@@ -11,10 +11,12 @@ import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
+import openai.lib._pydantic
+import pydantic
 import pytest
 import pytest_asyncio
 
@@ -369,3 +371,31 @@ def test_the_terminal_chat_brings_its_own_server() -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("first token") == 1
+
+
+async def test_structured_output_parses_into_the_clients_types(client: openai.AsyncOpenAI) -> None:
+    """The client writes the schema itself, strict, and reads the reply; streamed deltas are the same text."""
+
+    class Order(pydantic.BaseModel):
+        drink: Literal["latte", "mocha", "tea"]
+        sizes: list[Literal["small", "large"]]
+        count: int = pydantic.Field(ge=1, le=99)
+
+    asked: Any = {"model": MODEL, "messages": [user(QUESTIONS[0])], "seed": 3, "temperature": 0.7, "max_tokens": 200}
+    parsed = await client.chat.completions.parse(**asked, response_format=Order)
+    (choice,) = parsed.choices
+    assert choice.finish_reason == "stop"
+    assert isinstance(choice.message.parsed, Order)
+    assert Order.model_validate_json(choice.message.content or "") == choice.message.parsed
+    wire = {"type": "json_schema", "json_schema": {"name": "order", "strict": True, "schema": strict_schema(Order)}}
+    stream = await client.chat.completions.create(**asked, response_format=wire, stream=True)
+    pieces = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+    assert "".join(pieces) == choice.message.content
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(**asked, extra_body={"guided_regex": "("})
+    assert (caught.value.code, caught.value.param) == ("invalid_grammar", "guided_regex")
+
+
+def strict_schema(kind: type[pydantic.BaseModel]) -> dict[str, Any]:
+    """The schema that the client's ``parse`` sends."""
+    return openai.lib._pydantic.to_strict_json_schema(kind)
