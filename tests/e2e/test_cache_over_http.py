@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.live import Live, serve
+from tests.helpers.processes import wait_resting
 from tests.helpers.waiting import PATIENCE_S
 
 PAGE = 16
@@ -60,6 +61,7 @@ class Client:
 
     def wait_for_host(self) -> None:
         """Waits until the memory of all host pages is ready; before, nothing is stored there."""
+        wait_resting(self.live.pids()[-1])  # nobody makes more of it ready
         deadline = time.monotonic() + PATIENCE_S
         seen = [-1]
         while (num_pages := self.get("/cache/stats")["replicas"][0]["tiers"]["host"]["num_pages"]) != seen[

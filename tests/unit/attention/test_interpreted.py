@@ -10,7 +10,6 @@ ALL = "triton-cpu"
 SOME = f"{ALL} and not each_plan and not bounds and (not ragged_batches or 16-True-2-80 or 64-False-8-128)"
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("which", [SOME, pytest.param(ALL, marks=pytest.mark.long)], ids=["some", "all"])
 def test_the_kernels_keep_the_contract(which: str) -> None:
     done = interpreted(

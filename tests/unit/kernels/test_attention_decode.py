@@ -178,7 +178,6 @@ for padded in (lengths, (*lengths, *((0, 1),) * 5)):
 """
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "program",
     [LENGTHS, WINDOWS, WIDTHS],

@@ -135,14 +135,12 @@ for dtype in (torch.bfloat16, torch.float32):  # a program computes whole tokens
 """
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("program", [EDGES + TREES, RUNS + WINDOWS], ids=["edges", "runs"])
 def test_equals_the_oracle_and_follows_no_entry_that_a_row_does_not_own(program: str) -> None:
     """Slots without an owner and the room for parts hold NaN; table entries past a row's end lead nowhere."""
     run_interpreted(HEADER + program)
 
 
-@pytest.mark.timeout(120)
 def test_keys_are_split_where_rows_are_too_few_and_the_parts_join_to_the_whole() -> None:
     """Nothing is written for other rows."""
     run_interpreted(HEADER + CHOICE + PARTS)

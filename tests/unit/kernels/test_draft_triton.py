@@ -187,7 +187,6 @@ def test_a_device_finds_its_kernels_by_its_kind() -> None:
     assert draft_ops_for(torch.device("cpu")) is twins
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", [7])
 def test_triton_does_what_the_twins_do(seed: int) -> None:
     print(f"seed {seed}")

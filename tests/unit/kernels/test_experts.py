@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.helpers.interpreted import run_interpreted
 
 HEADER = """
@@ -68,6 +66,5 @@ assert out.isfinite().all(1).tolist() == [True, True, False, True]
 """
 
 
-@pytest.mark.timeout(120)
 def test_kernels_of_experts_compute_what_their_twins_do() -> None:
     run_interpreted(HEADER + ROUTES + GROUPS + MIXES + OTHERS)

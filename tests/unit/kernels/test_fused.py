@@ -98,7 +98,6 @@ for dtype in DTYPES:
 """
 
 
-@pytest.mark.timeout(120)
 def test_fused_kernels_compute_what_their_twins_do() -> None:
     run_interpreted(HEADER + NORMS + SILU + ROTATIONS + HEADS)
 

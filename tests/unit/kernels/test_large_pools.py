@@ -89,7 +89,6 @@ assert all(torch.equal(planes[:, page], data[index]) for index, page in enumerat
 PROGRAMS = {"attention": ATTENDS, "stores": STORES, "drafts": DRAFTS, "copies": COPIES}
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_slots_beyond_what_32_bits_count_are_found(name: str) -> None:
     run_interpreted(HEADER + PROGRAMS[name])

@@ -96,7 +96,6 @@ def test_a_full_row_is_left_alone() -> None:
     assert drafts_of([1, 2, 1, 2], 3, row_len=4) == []
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", [31])
 def test_triton_writes_the_drafts_that_the_twin_writes(seed: int) -> None:
     print(f"seed {seed}")

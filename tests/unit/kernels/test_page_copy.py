@@ -35,7 +35,6 @@ assert torch.equal(planes, before_planes)
 """
 
 
-@pytest.mark.timeout(120)
 def test_pages_are_copied_both_ways_and_nothing_else_is_touched() -> None:
     run_interpreted(PROGRAM)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from hiserve.kernels.reference import list_pages
@@ -25,7 +24,6 @@ for page_size in (4, 3, 16):
 """
 
 
-@pytest.mark.timeout(120)
 def test_the_kernel_lists_what_its_twin_lists() -> None:
     run_interpreted(PROGRAM)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.helpers.interpreted import run_interpreted
 
 HEADER = """
@@ -82,11 +80,9 @@ check_plain(2, 128, 64, torch.float32)
 """
 
 
-@pytest.mark.timeout(120)
 def test_one_row_is_projected_as_rows_are() -> None:
     run_interpreted(HEADER + ONE_ROW)
 
 
-@pytest.mark.timeout(120)
 def test_few_rows_are_projected_as_rows_are() -> None:
     run_interpreted(HEADER + FEW_ROWS)

@@ -135,7 +135,6 @@ def test_a_device_finds_its_kernels_by_its_kind() -> None:
     assert step_ops_for(torch.device("cpu")) is twins
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", [5])
 def test_triton_does_what_the_twins_do(seed: int) -> None:
     print(f"seed {seed}")
