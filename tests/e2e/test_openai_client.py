@@ -198,8 +198,8 @@ async def test_errors_are_the_clients_own_exceptions(client: openai.AsyncOpenAI,
         await client.chat.completions.create(model=MODEL, messages=messages, n=65)
     assert many.value.param == "n"
     with pytest.raises(openai.BadRequestError) as shaped:
-        await client.chat.completions.create(model=MODEL, messages=messages, response_format={"type": "json_object"})
-    assert shaped.value.param == "response_format"
+        await client.chat.completions.create(model=MODEL, messages=messages, response_format={"type": "shape"})
+    assert shaped.value.param == "response_format.type"
     with pytest.raises(openai.BadRequestError) as long:
         await client.completions.create(model=MODEL, prompt=[10] * 100_000)
     assert long.value.code == "context_length_exceeded"
