@@ -175,12 +175,21 @@ class Belongings:
         assert all(is_alive(pid) for pid in self._pids)
         wait_until(
             lambda: all(now <= before for now, before in zip(self._num_files(), self._files, strict=True)),
-            lambda: f"{self._num_files()} open files, {self._files} before",
+            lambda: f"{self._num_files()} open files, {self._files} before: {open_files(self._pids[0])}",
         )
         check_log(self._live)
 
     def _num_files(self) -> list[int]:
         return [len(os.listdir(f"/proc/{pid}/fd")) for pid in self._pids]
+
+
+def open_files(pid: int) -> list[str]:
+    """What a process has open."""
+    found = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(path))
+    return found
 
 
 def check_log(live: Live) -> None:
