@@ -158,6 +158,13 @@ def fault(wire: Wire, raw: bytes) -> str | None:
     return None
 
 
+def warm(live: Live) -> None:
+    """Asks for a reply under a grammar, after which the process that tries grammars out stays, and waits for rest."""
+    body = {"prompt": "Hi", "max_tokens": 1, "regex": "a"}
+    httpx.post(f"{live.url}{TEXT}", json=body, timeout=ANSWER_S).raise_for_status()
+    live.wait_idle()
+
+
 class Belongings:
     """What the server's processes hold, to be compared with what they hold later."""
 

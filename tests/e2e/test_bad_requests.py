@@ -20,6 +20,7 @@ from tests.e2e.good_streams import (
     check_log,
     exchange,
     fault,
+    warm,
 )
 from tests.e2e.live import Live, serve
 from tests.helpers import bad_requests, bad_wire
@@ -63,9 +64,7 @@ async def run_corpus(
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     with serve(tmp_path_factory.mktemp("bad"), *FLAGS, *LIMITS) as server:
-        # The process that tries grammars out stays.
-        httpx.post(f"{server.url}/v1/completions", json={"prompt": "Hi", "regex": "a"}, timeout=60).raise_for_status()
-        server.wait_idle()
+        warm(server)
         yield server
 
 

@@ -18,7 +18,18 @@ import httpx
 import pytest
 
 from tests.clients.fuzzing import CHECKS, COMMAND, CONFIG, num_cases, num_tested
-from tests.e2e.good_streams import ANSWER_S, FLAGS, LIMITS, NUM_STREAMS, Belongings, GoodStreams, Quiet, exchange, fault
+from tests.e2e.good_streams import (
+    ANSWER_S,
+    FLAGS,
+    LIMITS,
+    NUM_STREAMS,
+    Belongings,
+    GoodStreams,
+    Quiet,
+    exchange,
+    fault,
+    warm,
+)
 from tests.e2e.live import Live, serve
 from tests.helpers import bad_requests, bad_wire
 from tests.helpers.bad_wire import Wire
@@ -35,8 +46,7 @@ SECONDS = [None, pytest.param(LONG_S, marks=[pytest.mark.long, pytest.mark.timeo
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     with serve(tmp_path_factory.mktemp("hostile"), *FLAGS, *LIMITS, "--max-queued-requests", "64") as server:
-        httpx.get(f"{server.url}/health")
-        server.wait_idle()
+        warm(server)
         yield server
 
 
