@@ -1,10 +1,10 @@
-"""Runs the benchmarks of a GPU, one after the other, and keeps whatever each of them has found.
+"""Runs the benchmarks of a GPU, one after the other, and keeps the results of each.
 
 Usage: ``python -m tools.gpu_bench --out FOLDER [--commit COMMIT] [--only NAME ...] [--skip NAME ...] [--within S] [--list]``.
-Each has a process of its own and a limit of time. One that fails, misses a bar or is stopped at its limit stops nothing; what it
-had written by then is kept. FOLDER has two files, written anew after each: ``results.json``, with what became of each and its
-result file, and ``log.txt``, with everything that was printed. With ``--within`` those are left out, and told, that would not
-end in so many seconds. A table comes last. ``--unpack`` writes the results in FOLDER to ``benchmarks/results``.
+Each has a process of its own and a limit of time. One that fails, misses a bar or is stopped at its limit stops no other, and
+its result file is kept. FOLDER has two files, written anew after each: ``results.json``, the outcome and the result file of
+each, and ``log.txt``, all output. With ``--within`` those that would not end in so many seconds are left out and named. A table
+comes last. ``--unpack`` writes the results in FOLDER to ``benchmarks/results``.
 ``--tiny`` runs all that can run on a CPU with tiny sizes, as a test of the commands.
 """
 
@@ -29,7 +29,7 @@ from benchmarks.record import commit
 
 ROOT = Path(__file__).parents[1]
 OUT, COMMIT = "OUT.json", "COMMIT"
-END_S = 10.0  # from the end that is asked for to the one that is not
+END_S = 10.0  # from SIGTERM to SIGKILL
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Job:
 
     name: str  # of it, and of its file in ``benchmarks/results``
     command: tuple[str, ...]  # arguments of Python; ``OUT.json`` and ``COMMIT`` are replaced
-    expected_s: float  # what it takes on one H200, files and compilers warm; some are estimates
+    expected_s: float  # on one H200, files and compilers warm; some are estimates
     tiny: tuple[str, ...] | None = ("--tiny",)  # further arguments for a CPU; None where it needs a GPU
 
     @property
@@ -109,11 +109,11 @@ class Ran:
     ended: str
     seconds: float  # it took
     command: str  # that was run
-    result: Any  # what its file holds; None if there is none
+    result: Any  # the content of its file; None without one
 
 
 def run(job: Job, commit: str, log: Path, *, limit_s: float, tiny: bool) -> Ran:
-    """Runs a benchmark; what it prints goes to the terminal and to the end of the log.
+    """Runs a benchmark; its output goes to the terminal and to the end of the log.
 
     Args:
         job: The benchmark.
@@ -145,7 +145,7 @@ def run(job: Job, commit: str, log: Path, *, limit_s: float, tiny: bool) -> Ran:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Ends a process and what it started."""
+    """Ends a process and its children."""
     for number, wait_s in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S)):
         with suppress(ProcessLookupError):
             os.killpg(child.pid, number)
@@ -156,7 +156,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def run_all(jobs: Sequence[Job], out: Path, commit: str, *, within_s: float, tiny: bool) -> dict[str, Ran]:
-    """Runs benchmarks and writes what became of them, each time one has ended; returns it too.
+    """Runs benchmarks; writes and returns their outcomes, each time one has ended.
 
     Args:
         jobs: In this order.
@@ -194,7 +194,7 @@ def unpack(out: Path, target: Path) -> list[str]:
 
 
 def table(ran: dict[str, Ran], out: Path) -> str:
-    """Returns a line for each benchmark, and of those that failed what they printed last."""
+    """Returns a line for each benchmark, and the last output of those that failed."""
     lines = [f"{name:<20} {each.seconds:6.0f} s  {each.ended}" for name, each in ran.items()]
     parts = (out / "log.txt").read_text().split("--- ")
     for name, each in ran.items():
@@ -205,7 +205,7 @@ def table(ran: dict[str, Ran], out: Path) -> str:
 
 
 def main(jobs: Sequence[Job] = JOBS) -> int:
-    """Runs what is asked for; returns 1 if a benchmark failed, missed a bar or was stopped."""
+    """Runs the chosen benchmarks; returns 1 if a benchmark failed, missed a bar or was stopped."""
     names = [job.name for job in jobs]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)

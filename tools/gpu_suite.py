@@ -1,6 +1,6 @@
 """Runs the GPU suite and writes its log: ``python -m tools.gpu_suite [--commit COMMIT] [--output FILE] [-- PYTEST ARGUMENTS]``.
 
-The log says date, commit, hardware, versions, command, counts, and what became of each test in how many seconds.
+The log says date, commit, hardware, versions, command, counts, and the outcome and seconds of each test.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Compares what two commits cost, in one run and in turns: ``python -m tools.interleave OLD NEW [--rounds 7] [--only NAME ...]``.
+"""Compares the costs of two commits, in one run and in turns: ``python -m tools.interleave OLD NEW [--rounds 7] [--only NAME ...]``.
 
 Both trees are unpacked by ``git archive``; every round runs each benchmark of ``BASELINES`` in both, the one that comes first
 being second in the next round. Printed are the medians, and the median of the rounds' ratios with its 10th and 90th percentile.
-The same commit twice says what the machine can tell apart: 1.00 ± 2 % on a quiet one.
+The same commit twice shows the noise of the machine: 1.00 ± 2 % on a quiet one.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def measure(name: str, tree: Path) -> Figures:
 
 
 def take_turns(names: list[str], trees: tuple[Path, Path], num_rounds: int) -> Samples:
-    """Returns what every round measured; says on the way which one runs."""
+    """Returns the measurements of every round; prints the round that runs."""
     samples: Samples = {}
     for number in range(num_rounds):
         for name in names:

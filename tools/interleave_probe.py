@@ -1,7 +1,7 @@
 """One measurement of the ``hiserve`` and ``benchmarks`` that Python finds: ``python tools/interleave_probe.py NAME``.
 
 Prints a JSON object: figure -> cost. Costs are CPU time, so that neighbours on the machine change them little, but for those
-whose name ends in ``(wall)``. Only what users see of hiserve is used, and the functions of two benchmarks.
+whose name ends in ``(wall)``. Only the public API of hiserve is used, and the functions of two benchmarks.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def offline() -> Figures:
 
 
 def serving() -> Figures:
-    """Tokens over HTTP: what all processes of the server take, and the API process alone."""
+    """Tokens over HTTP: the costs of all processes of the server, and of the API process alone."""
     with _serving("--disable-prefix-cache") as (pid, http), ThreadPoolExecutor(STREAMS) as pool:
 
         def ask(number: int) -> None:
@@ -91,7 +91,7 @@ def serving() -> Figures:
 
 
 def second_turn() -> Figures:
-    """A second turn from the cache: what it takes of all processes, and until its first text."""
+    """A second turn from the cache: the costs of all processes, and until its first text."""
     costs, waits = [], []
     with _serving() as (pid, http):
         for number in range(TURNS):

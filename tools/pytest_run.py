@@ -1,4 +1,4 @@
-"""Runs pytest and returns what became of each test."""
+"""Runs pytest and returns the outcome of each test."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Outcome:
 class Run:
     """One run of pytest."""
 
-    command: list[str]  # what was run
+    command: list[str]
     outcomes: list[Outcome]  # in the order in which the tests ended
     exit_code: int  # pytest's
 

@@ -20,7 +20,7 @@ DEBUG_NOTE = "For measurements, tests and searches for errors; `--help` leaves t
 
 
 def takes(setting: Flag) -> str:
-    """Says what values a setting takes."""
+    """Returns the values of a setting, in words."""
     if setting.kind == "bool":
         return "on if given"
     if setting.kind in ("int", "float"):

@@ -1,6 +1,6 @@
 """Runs everything that CI runs and ends with one verdict: ``python -m tools.suite``.
 
-Checks come first, then the tests, two at a time, whatever became of the checks. The last line counts tests, and each
+Checks come first, then the tests, two at a time, also if a check failed. The last line counts tests, and each
 check that failed as a failed test.
 """
 

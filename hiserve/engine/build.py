@@ -161,7 +161,7 @@ def _load(
 def _depth(settings: Settings, runners: Dispatch) -> int:
     """Returns how many steps are planned ahead: none where attention plans with the lengths of rows that verify drafts.
 
-    While such a step runs the host knows no more of these lengths than bounds: how many drafts it accepts is not known.
+    While such a step runs, the host has only bounds of these lengths, because the number of accepted drafts is unknown.
     """
     depth = settings.runner.overlap
     if depth and settings.spec.tiers[-1] and runners.needs_host_lengths:

@@ -130,8 +130,8 @@ class OomRecovery:
 
 
 def _failure_message(request: Request, fault: StepFault, num_tokens: int) -> str:
-    what = fault.kind.replace("_", " ")
+    kind = fault.kind.replace("_", " ")
     return (
-        f"the engine ran {what} in {request.num_undone} steps of request {request.uid}, the last of {num_tokens} tokens: "
+        f"the engine ran {kind} in {request.num_undone} steps of request {request.uid}, the last of {num_tokens} tokens: "
         f"{fault.message}. Lower --kv-pages or --max-running-requests, or free memory of the device, and try again."
     )

@@ -67,7 +67,7 @@ class _InFlight:
 
 
 class Planner:
-    """Plans steps over the rows and the cache. Integers only; knows no device.
+    """Plans steps over the rows and the cache. Integers only; no tensors.
 
     A plan may be made while earlier ones run: lengths are upper bounds (``pending``) that results correct. The result of
     a row that has another request by then is ignored.
@@ -306,7 +306,7 @@ class Planner:
         return rows, allocation, self._host_loads.start(rows)
 
     def fail(self, row: int, error: HiserveError) -> None:
-        """Ends the request of a row with an error; what steps in flight compute of it does not count."""
+        """Ends the request of a row with an error; results of steps in flight do not count for it."""
         self._updates.failed.append((self._release(row).uid, error.code, error.message))
 
     # --- commit ---------------------------------------------------------------------------

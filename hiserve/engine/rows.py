@@ -306,7 +306,7 @@ class RowState:
             self.num_published[row] = start + canonical.size
 
     def add_draft_use(self, rows: Int64Array, use: Int32Array) -> None:
-        """Adds what rows (int64 ``[n]``, each once) did with drafts: int32 ``[n, 2 + num_ahead]``."""
+        """Adds to ``draft_use`` of rows (int64 ``[n]``, each once): int32 ``[n, 2 + num_ahead]``."""
         self.draft_use[rows] += use
         self._has_new_draft_use[rows] = True
 

@@ -23,7 +23,7 @@ class TokenLogprob:
     Attributes:
         token_id: The token.
         logprob: Natural logarithm.
-        top: The likeliest tokens with theirs, best first, as many as were asked for.
+        top: The likeliest tokens with theirs, best first, as many as the request wants.
     """
 
     token_id: int
@@ -41,7 +41,7 @@ class CompletionOutput:
         token_ids: Generated tokens, an end token included.
         finish_reason: ``stop``, ``tool_calls`` or ``length``.
         stop_reason: The stop text or stop token that ended it; None for an end-of-sequence token.
-        logprobs: One entry per generated token, if they were asked for.
+        logprobs: One entry per generated token, if the request wants them.
         reasoning: The thoughts of a chat.
         tool_calls: Its calls, as a message of the assistant has them: ``id``, ``type``, ``function``.
         events: What a chat's choice was read as.
@@ -74,7 +74,7 @@ class RequestOutput:
     Attributes:
         cached: Its tokens from the prefix cache, for the first choice.
         error: The reason, if the engine failed the request. The other requests of the batch go on.
-        prompt_logprobs: One entry per prompt token but the first, which has None, if they were asked for.
+        prompt_logprobs: One entry per prompt token but the first, which has None, if the request wants them.
     """
 
     def __init__(self, prompt: str | None, tokens: Int32Array) -> None:

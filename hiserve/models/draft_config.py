@@ -108,12 +108,12 @@ def find_draft(kind: DraftKind, source: str | None, folder: Path, target: ModelC
     """
     try:
         if source is not None:
-            place = find_model(source)
+            found = find_model(source)
         else:
-            place = folder if kind == "mtp" and target.num_mtp_layers else folder / kind
-            if not (place / "config.json").is_file():
+            found = folder if kind == "mtp" and target.num_mtp_layers else folder / kind
+            if not (found / "config.json").is_file():
                 raise ModelError(f"no {kind} came with the model in {str(folder)!r}. Name the folder of one.")
-        draft = read_draft_model(place, folder, target) if kind == "draft_model" else read_head(kind, place, target)
+        draft = read_draft_model(found, folder, target) if kind == "draft_model" else read_head(kind, found, target)
     except ModelError as error:
         raise ModelError(error.message, param="spec") from None
     return msgspec.structs.replace(draft, is_bundled=source is None)
@@ -259,16 +259,16 @@ def _refuse_misfit(draft: DraftConfig, target: ModelConfig) -> None:
         raise _misfit(f"The head ({head.format.title})", draft.folder, "; ".join(named))
 
 
-def _misfit(what: str, folder: Path, fact: str) -> ModelError:
+def _misfit(title: str, folder: Path, fact: str) -> ModelError:
     return ModelError(
-        f"{what} in {str(folder)!r} does not fit the model: {fact}. Name one that was made for this model, or leave --spec "
+        f"{title} in {str(folder)!r} does not fit the model: {fact}. Name one that was made for this model, or leave --spec "
         "out."
     )
 
 
-def _unsupported(form: DraftFormat, folder: Path, what: str) -> ModelError:
+def _unsupported(form: DraftFormat, folder: Path, feature: str) -> ModelError:
     return ModelError(
-        f"The head ({form.title}) in {str(folder)!r} cannot be used yet: it has {what}. Name another one, or leave --spec "
+        f"The head ({form.title}) in {str(folder)!r} cannot be used yet: it has {feature}. Name another one, or leave --spec "
         "out."
     )
 

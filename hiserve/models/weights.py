@@ -40,9 +40,9 @@ def load_parameters(
     sources = set(held)
     table = parameter_table(config, ExpertNaming.of(sources))
     ignored = {source for source in sources if _is_ignored(source, config)}
-    what = f"{config.architecture} as described by config.json"
+    title = f"{config.architecture} as described by config.json"
     compare(
-        folder, what, {piece.source for pieces in table.values() for piece in pieces}, sources - ignored, param="model"
+        folder, title, {piece.source for pieces in table.values() for piece in pieces}, sources - ignored, param="model"
     )
     return read_parameters(held, table, dtype, device, param="model")
 
@@ -131,12 +131,12 @@ def _draw(parameters: dict[str, Tensor], device: torch.device) -> None:
             parameter.normal_(0.0, _DUMMY_STD, generator=generator)
 
 
-def compare(folder: Path, what: str, wanted: set[str], held: set[str], *, param: str) -> None:
+def compare(folder: Path, title: str, wanted: set[str], held: set[str], *, param: str) -> None:
     """Compares the names of tensors before anything is read.
 
     Args:
         folder: Of the checkpoint.
-        what: Description of the parameters, for messages.
+        title: Of the parameters, for messages.
         wanted: Names of the needed tensors.
         held: Names of the checkpoint's tensors, without ignored ones.
         param: The setting that names the checkpoint.
@@ -149,7 +149,7 @@ def compare(folder: Path, what: str, wanted: set[str], held: set[str], *, param:
         raise ModelError(f"{str(folder)!r} lacks {_named(missing)}. Is the download complete?", param=param)
     if unexpected:
         raise ModelError(
-            f"{str(folder)!r} has {_named(unexpected)}, which {what} has no place for. Does config.json describe these files?",
+            f"{str(folder)!r} has {_named(unexpected)}, which {title} has no place for. Does config.json describe these files?",
             param=param,
         )
 
@@ -227,8 +227,8 @@ def load_head_parameters(
     maps = head.format.maps
     if maps is not None and (is_reduced or maps in sources):
         wanted.add(maps)
-    what = f"a head in the format {head.format.title} as described by config.json"
-    compare(draft.folder, what, wanted, sources, param="spec")
+    title = f"a head in the format {head.format.title} as described by config.json"
+    compare(draft.folder, title, wanted, sources, param="spec")
     parameters = read_parameters(held, table, dtype, device, param="spec")
     if maps is None or maps not in wanted:
         return parameters, None

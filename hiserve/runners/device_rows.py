@@ -18,7 +18,7 @@ from hiserve.sampling.params import SamplingRows
 class DeviceRows:
     """Tokens, lengths, page tables and sampling parameters of every row; rows are never reordered.
 
-    Row 0 pads batches: it knows no tokens, so the check of each step makes it read and write the padding page.
+    Row 0 pads batches: it has no tokens, so the check of each step makes it read and write the padding page.
 
     Attributes:
         max_len: Longest row, in tokens.
@@ -100,7 +100,7 @@ class DeviceRows:
         self.relocation_version = plan.relocation_version
 
     def drafts(self, rows: Int32Array, count: int) -> Tensor:
-        """Returns the first ``count`` tokens after those that rows (int32 ``[n]``, on the host) know, int32 ``[n, count]``."""
+        """Returns the first ``count`` tokens after the known ones of rows (int32 ``[n]``, on the host), int32 ``[n, count]``."""
         (on_device,) = upload((rows.astype(np.int64),), self.device)
         places = self.known_len.index_select(0, on_device)[:, None] + torch.arange(count, device=self.device)
         return self.tokens.index_select(0, on_device).gather(1, places.clamp_(max=self.max_len - 1))

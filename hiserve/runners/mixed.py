@@ -149,7 +149,7 @@ class MixedRunner:
         buckets: Tokens of each graph, ascending.
         max_width: Most tokens of a row that decodes.
         max_len: Longest row of a replay, in tokens.
-        head: Computes what follows the last attention.
+        head: Computes the part after the last attention.
     """
 
     def __init__(

@@ -92,7 +92,7 @@ class PiecewiseRunner:
 
     Args:
         buckets: Tokens of each set of pieces, ascending.
-        head: Computes what follows the last attention.
+        head: Computes the part after the last attention.
     """
 
     def __init__(

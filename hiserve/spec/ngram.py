@@ -13,7 +13,7 @@ _MIN_NGRAM, _MAX_NGRAM = 1, 3
 
 
 class NgramProposer:
-    """Looks up each row's last tokens among those that it knows, on the device.
+    """Looks up each row's last tokens among its earlier ones, on the device.
 
     Args:
         min_ngram: Fewest last tokens that must agree, at least 1.

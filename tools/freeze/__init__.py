@@ -1,1 +1,1 @@
-"""Records what the engine and its server do, so that a change of the code can be shown to change none of it."""
+"""Records plans, results and answers of the engine and its server, to show that a change of the code leaves them equal."""

@@ -1,11 +1,11 @@
-"""Records what the engine and its server do, or checks that they still do it.
+"""Records plans, results and answers of the engine and its server, or checks that they are still the same.
 
     python -m tools.freeze record [NAME ...]
     python -m tools.freeze check [--quick] [NAME ...]
     python -m tools.freeze show [NAME ...]
 
-Names are those of ``workloads.py``, ``session`` and ``refusals``; without any, all. Where something differs, the first step or
-answer that does is shown. What is to be called or worded differently is said in ``names.py``.
+Names are those of ``workloads.py``, ``session`` and ``refusals``; without any, all. The first step or
+answer that differs is shown. ``names.py`` lists renames and new wordings.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def reworded(lines: list[str]) -> list[str]:
 
 
 def main() -> int:
-    """Returns 1 if something differs from what was recorded."""
+    """Returns 1 if a log differs from the recorded one."""
     parser = argparse.ArgumentParser(prog="python -m tools.freeze", description=__doc__)
     parser.add_argument("what", choices=("record", "check", "show"))
     parser.add_argument("names", nargs="*", metavar="NAME")

@@ -33,14 +33,14 @@ class Weather:
 
 
 class VirtualDevice:
-    """Carries each plan out at once, and tells the engine of it later.
+    """Executes each plan at once, and returns its result later.
 
-    The engine's own executor does all the work: its threads are waited for, so that what they do never races with planning.
+    The engine's own executor does all the work: the device waits for its threads, so that they never race with planning.
     The host tier is ready before the first step.
 
     Args:
         executor: The engine's own.
-        clock: Moved by whoever waits for a step or a copy.
+        clock: Advanced by each wait for a step or a copy.
         weather: What goes wrong.
         log: Is given each plan, and each result when it is taken in.
     """

@@ -54,7 +54,7 @@ class Conversation:
 
 
 class Drive:
-    """An engine, its conversations, and what it did."""
+    """An engine, its conversations, and its log."""
 
     def __init__(self, workload: Workload, llm: LLM, clock: VirtualClock, store: Path) -> None:
         self._workload = workload
@@ -86,8 +86,8 @@ class Drive:
                 self._take(report, step)
         raise AssertionError(f"{self._workload.name!r} does not end within {MAX_STEPS} steps")
 
-    def _log(self, kind: str, what: Any) -> None:
-        self.lines += self._encoder.plan(what) if kind == "plan" else self._encoder.result(what)
+    def _log(self, kind: str, entry: Any) -> None:
+        self.lines += self._encoder.plan(entry) if kind == "plan" else self._encoder.result(entry)
 
     def _open_conversations(self) -> None:
         step = 0
@@ -141,10 +141,10 @@ class Drive:
     def _take(self, report: Any, step: int) -> None:
         """Lets a conversation go on some steps after its reply has ended."""
         at = 0
-        told = value(report, names.REPORT, "tokens")
+        tokens = value(report, names.REPORT, "tokens")
         columns = [value(report, names.REPORT, key) for key in ("requests", "counts", "ends")]
         for uid, count, end in zip(*columns, strict=True):
-            self._replies[uid] += told[at : at + count].tolist()
+            self._replies[uid] += tokens[at : at + count].tolist()
             at += count
             if end and uid in self._live:
                 self._end(uid, step)
@@ -160,7 +160,7 @@ class Drive:
 
 
 def run(workload: Workload, clock: VirtualClock) -> list[str]:
-    """Returns what an engine does with a workload, as lines of text."""
+    """Returns the plans and results of an engine with a workload, as lines of text."""
     clock.restart()
     folder = Path(tempfile.mkdtemp(prefix="freeze-"))
     settings = SETTINGS | workload.settings

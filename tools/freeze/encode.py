@@ -18,13 +18,13 @@ WORD_BYTES = 4
 
 
 class Encoder:
-    """Writes lines. Digests are numbered in the order in which they appear: what they are is nobody's promise."""
+    """Writes lines. Digests are numbered in the order in which they appear: their values may change."""
 
     def __init__(self) -> None:
         self._digests: dict[bytes, int] = {}
 
     def plan(self, plan: Any) -> Iterator[str]:
-        """Yields a head line, then what the plan does, in the order in which it is done."""
+        """Yields a head line, then the parts of the plan, in the order of their execution."""
 
         def of(key: str) -> Any:
             return value(plan, names.PLAN, key)
@@ -42,11 +42,11 @@ class Encoder:
         yield from _listed("wait for loads", of("waits"))
         columns = [of(key).tolist() for key in ("rows", "new", "drafts", "samples", "scored", "bound")]
         for row, new, drafts, samples, scored, bound in zip(*columns, strict=True):
-            what = " samples" * samples + f" scored {scored}" * bool(scored)
-            yield f"  row {row}: compute {new}, drafts {drafts}, bound {bound}{what}"
+            flags = " samples" * samples + f" scored {scored}" * bool(scored)
+            yield f"  row {row}: compute {new}, drafts {drafts}, bound {bound}{flags}"
 
     def result(self, result: Any) -> Iterator[str]:
-        """Yields what a step gave; of each row only what means something."""
+        """Yields the result of a step; of each row only the valid part."""
 
         def of(key: str) -> Any:
             return value(result, names.RESULT, key)
@@ -58,14 +58,14 @@ class Encoder:
         yield from _listed("= stale rows", of("faults"))
         counts, tokens, scores = of("counts").tolist(), of("tokens"), of("scores")
         for index, count in enumerate(counts):
-            told = "" if scores is None else f"; {_scores(scores, index * tokens.shape[1], count)}"
-            yield f"  = {index}: {_joined(tokens[index, :count])}{told}"
+            shown = "" if scores is None else f"; {_scores(scores, index * tokens.shape[1], count)}"
+            yield f"  = {index}: {_joined(tokens[index, :count])}{shown}"
         prompt = of("prompt_scores")
         if prompt is not None:
             yield f"  = prompt: {_scores(prompt, 0, value(prompt, names.SCORES, 'own').size)}"
 
     def report(self, report: Any) -> Iterator[str]:
-        """Yields what is told to each request, and which pages can be found from now on, or no more."""
+        """Yields the updates of each request, and the pages that the index has gained and lost."""
 
         def of(key: str) -> Any:
             return value(report, names.REPORT, key)
@@ -90,10 +90,10 @@ class Encoder:
 
     def _admission(self, admit: Any) -> str:
         of = {key: value(admit, names.ADMISSION, key) for key in names.ADMISSION}
-        asked = msgspec.to_builtins(of["sampling"], str_keys=True)
+        sampling = msgspec.to_builtins(of["sampling"], str_keys=True)
         return (
             f"  admit row {of['row']}: {of['tokens'].size} tokens ({_hash(of['tokens'])}), prompt {of['prompt']}, "
-            f"computed {of['computed']}, choice {of['choice']}, {dict(sorted(asked.items()))}"
+            f"computed {of['computed']}, choice {of['choice']}, {dict(sorted(sampling.items()))}"
         )
 
     def _copy(self, copy: Any) -> str:
@@ -113,8 +113,8 @@ class Encoder:
         return " ".join(f"#{self._digests.setdefault(digest, len(self._digests))}" for digest in digests)
 
 
-def _listed(what: str, numbers: Any) -> list[str]:
-    return [f"  {what} {_joined(numbers)}"] if len(numbers) else []
+def _listed(title: str, numbers: Any) -> list[str]:
+    return [f"  {title} {_joined(numbers)}"] if len(numbers) else []
 
 
 def _table(rows: Any, indices: Any, pages: Any, owners: Any, are_new: Any) -> Iterator[str]:
@@ -128,11 +128,11 @@ def _table(rows: Any, indices: Any, pages: Any, owners: Any, are_new: Any) -> It
 
 def _scores(scores: Any, first: int, count: int) -> str:
     own, top, top_scores = (value(scores, names.SCORES, key)[first : first + count] for key in names.SCORES)
-    told = []
+    shown = []
     for one, ids, others in zip(own.tolist(), top.tolist(), top_scores.tolist(), strict=True):
         best = ",".join(f"{token}:{_rounded(score)}" for token, score in zip(ids, others, strict=True))
-        told.append(f"{_rounded(one)}[{best}]")
-    return " ".join(told)
+        shown.append(f"{_rounded(one)}[{best}]")
+    return " ".join(shown)
 
 
 def _rounded(score: float) -> str:

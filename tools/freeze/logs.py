@@ -25,7 +25,7 @@ class Logs:
 
     @classmethod
     def load(cls, folder: Path = DATA) -> Logs:
-        """Reads what was recorded; nothing where nothing was."""
+        """Reads the recorded logs; none without a file."""
         path = folder / PACKED
         if not path.exists():
             return cls({})

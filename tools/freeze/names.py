@@ -1,4 +1,4 @@
-"""What the frozen logs call a thing, and what the code calls it. A rename of the code changes this file and no log.
+"""The names of the frozen logs and those of the code. A rename of the code changes this file and no log.
 
 Keys are the logs' words; values are paths of attributes, from the object that is encoded. Importing this file loads torch.
 """
@@ -95,12 +95,12 @@ FAULT = {"kind": "kind", "replay": "was_replay"}
 KINDS = {CopyKind.LOAD: "load", CopyKind.OFFLOAD: "offload", CopyKind.PREFETCH: "prefetch", CopyKind.UPLOAD: "upload"}
 ENDS = {FinishReason.RUNNING: "", FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
 
-# Texts of the recorded session that are to read differently now: old text -> new text, applied to what was recorded.
+# Texts of the recorded session that have changed: old text -> new text, applied to the recorded logs.
 REWORDED: dict[str, str] = {}
 
 
 def value(what: Any, table: Mapping[str, str], key: str) -> Any:
-    """Returns what the logs call ``key``, of an object that ``table`` is about."""
+    """Returns the value that the logs call ``key``, of an object of ``table``."""
     return operator.attrgetter(table[key])(what)
 
 

@@ -47,7 +47,7 @@ class Ask:
         return f"{self.method} {self.path}{who}{shown}"
 
     def bytes(self, number: int) -> bytes:
-        """Returns what is sent."""
+        """Returns the bytes of the request."""
         if self.raw:
             return self.raw
         body = (

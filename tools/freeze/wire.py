@@ -1,4 +1,4 @@
-"""Runs the scripted session against ``hiserve serve``, and writes its answers down without what differs from run to run."""
+"""Runs the scripted session against ``hiserve serve``, and records its answers without the parts that differ from run to run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.e2e.live import serve
 from tools.freeze.session import ENGINE, FLAGS, SESSION, Ask
 
 ANSWER_S = 60.0
-# Headers and fields that say when, how fast, or who by chance.
+# Headers and fields of times, speeds and random ids.
 PASSING_HEADERS = {"date", "content-length"}
 PASSING = {
     "created",
@@ -48,7 +48,7 @@ def session() -> list[str]:
 
 
 def refusals() -> list[str]:
-    """Returns what each request of the tests' corpus of malformed ones is answered."""
+    """Returns the answer to each request of the tests' corpus of malformed ones."""
     # Only here: the corpus is large, and only its own server fits it.
     from tests.helpers.bad_requests import MAX_MODEL_LEN, MAX_REQUEST_BYTES, corpus  # noqa: PLC0415
 
@@ -121,7 +121,7 @@ def told(ask: Ask, answer: bytes) -> Iterator[str]:
 
 
 def _events(body: str) -> Iterator[str]:
-    """Yields what a stream told in all: how tokens are spread over events is a matter of time."""
+    """Yields the joined content of a stream: how tokens are spread over events depends on time."""
     events = body.split("\n\n")
     assert events.pop() == "", "the stream ends in the middle of an event"
     datas = [event.removeprefix("data: ") for event in events]
@@ -158,7 +158,7 @@ def _appended(before: Any, new: Any) -> Any:
 
 
 def _steady(what: Any, key: str = "") -> Any:
-    """Returns JSON without what differs from run to run, and rounded."""
+    """Returns JSON without the parts that differ from run to run, and rounded."""
     if key in PASSING:
         return f"<{type(what).__name__}>"
     if isinstance(what, dict):
@@ -183,7 +183,7 @@ def _shape(what: Any) -> Any:
 
 
 def _joined_shapes(one: Any, other: Any) -> Any:
-    """Joins what two values may be; null says nothing beside anything else."""
+    """Joins the shapes of two values; null is dropped beside any other."""
     if isinstance(one, dict) and isinstance(other, dict):
         return {key: _joined_shapes(one.get(key), other.get(key)) for key in sorted({*one, *other})}
     if isinstance(one, list) and isinstance(other, list):

@@ -26,7 +26,7 @@ TIGHT = {"kv_pages": 22}  # fewer pages than its rows want: they are preempted
 
 @dataclass(frozen=True)
 class Workload:
-    """Conversations that come to an engine, and what happens to it meanwhile."""
+    """Conversations that come to an engine, and the events meanwhile."""
 
     name: str  # unique
     settings: dict[str, Any] = field(default_factory=dict)  # of the engine, beside those that all share
@@ -55,7 +55,7 @@ def _host(gib: float = HOST["host_cache_gib"], **settings: Any) -> dict[str, Any
     return HOST | {"host_cache_gib": gib} | settings
 
 
-STORE = {"store": "file:", "store_prefetch": "wait"}  # the folder is drawn by whoever runs it
+STORE = {"store": "file:", "store_prefetch": "wait"}  # each run makes the folder
 LOADING = {"kv_canary": False, "kv_pages": 30}
 
 WORKLOADS = (

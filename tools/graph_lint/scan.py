@@ -1,7 +1,7 @@
 """Finds code of the hot path that breaks a CUDA graph, or makes its launch wait for the device.
 
 It looks for host syncs, for tensors made of Python values, for shapes that depend on data, and, where steps are launched,
-for memory that each of them takes anew. ``values`` says what is a tensor. Code of Triton kernels runs on the device
+for memory that each of them allocates. ``values`` infers which values are tensors. Code of Triton kernels runs on the device
 and is left out; so are files of the last three rooms that do not import torch: they have no tensors.
 """
 
@@ -137,8 +137,8 @@ class Allowed(NamedTuple):
 class Scan(NamedTuple):
     """The result of a scan."""
 
-    violations: list[GraphHazard]  # what no exception covers
-    excused: list[GraphHazard]  # what one covers
+    violations: list[GraphHazard]  # lines without an exception
+    excused: list[GraphHazard]  # lines with one
     idle: list[Allowed]  # exceptions that cover nothing any more
 
 

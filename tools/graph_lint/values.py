@@ -1,7 +1,7 @@
 """Infers from source which values are tensors, masks, or the host's own.
 
-Annotations of arguments, fields and functions tell; docstrings tell which tensors are masks (``x: bool``); the rest
-follows from torch calls and from operations on known values. A name has the type that any of its assignments gives it.
+Annotations of arguments, fields and functions name types; docstrings name the tensors that are masks (``x: bool``); other
+types follow from torch calls and from operations on known values. A name has the type that any of its assignments gives it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HOST_TYPES = {"int", "float", "bool", "str", "bytes", "ndarray", "Path", "range
 _MANY_TYPES = {"tuple", "list", "set", "dict", "Sequence", "Iterable", "Iterator", "Collection", "Mapping"}
 _MASK_NAME = re.compile(r"(is|has|are|may|was)_\w+|\w*mask\w*|legal|keep|valid")
 _BOOL_LINE = re.compile(r"^\s*(\w+): bool\b", re.MULTILINE)
-# Of a tensor, what the host knows without asking the device; and what of torch gives no tensor.
+# Attributes of a tensor that the host has without a sync; and members of torch that give no tensor.
 _HOST_METHODS = {
     *("size", "dim", "numel", "stride", "data_ptr", "element_size", "storage_offset", "get_device", "nelement"),
     *("is_contiguous", "is_floating_point", "item", "tolist", "numpy", "equal", "allclose", "is_pinned", "is_cuda"),
@@ -60,14 +60,14 @@ _MANY_CALLS = {
 class Facts:
     """The annotated types of the classes and functions of some files."""
 
-    # Of each class its attributes; methods with ``()`` behind their name.
+    # Of each class its attributes; methods with ``()`` after their name.
     classes: dict[str, dict[str, Type]] = field(default_factory=dict)
-    # What functions return, by name; of several of one name only what all return.
+    # Return types of functions, by name; of several of one name only the type that all return.
     returns: dict[str, Type] = field(default_factory=dict)
 
 
 def collect(trees: Iterable[ast.Module]) -> Facts:
-    """Reads the annotations of modules, then what their classes assign to ``self``."""
+    """Reads the annotations of modules, then the assignments to ``self`` of their classes."""
     facts, trees = Facts(), list(trees)
     nodes = [node for tree in trees for node in ast.walk(tree)]
     classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
