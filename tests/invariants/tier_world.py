@@ -193,14 +193,16 @@ class World:
     def take(self, count: int) -> list[int] | None:
         """Takes device pages, as both see it."""
         short = count - len(self.model.free)
-        turns = {place: node.turn for place, node, _ in tier_checks.pages_in_tree(self.cache) if node.pages.size}
+        costs = {
+            place: node.eviction_cost for place, node, _ in tier_checks.pages_in_tree(self.cache) if node.pages.size
+        }
         pages = self.cache.allocate(ints([0] * count))
         if short > len(self.model.evictable()):
             assert pages is None
             self.ran["refused"] += 1
             return None
         assert pages is not None
-        gone = self.model.evict(max(0, short), turns)
+        gone = self.model.evict(max(0, short), costs)
         self.ran["deleted"] += len(gone)
         self.ran["demoted"] += max(0, short) - len(gone)
         self.model.take(pages.tolist())
