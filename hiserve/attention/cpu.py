@@ -16,37 +16,23 @@ from hiserve.core.forward import ForwardInputs, LayerKV
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Seen:
-    """The keys that a row's tokens see in layers of one window.
+    """The keys that a row's tokens see in layers of one window."""
 
-    Attributes:
-        first: Position of the first key that any token sees.
-        mask: ``[num_new, kv_len - first]``, added to the scores; None where it would hide nothing, or only a prompt's
-            future.
-    """
-
-    first: int
+    first: int  # position of the first key that any token sees
+    # ``[num_new, kv_len - first]``, added to the scores; None where it would hide nothing, or only a prompt's future.
     mask: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CpuRow:
-    """One row of the step.
+    """One row of the step."""
 
-    Attributes:
-        start: First of its tokens.
-        num_new: Its tokens.
-        kv_len: Tokens it attends over.
-        first_slot: First slot of its keys, if its pages are adjacent.
-        pages: int64 ``[n]``, its pages in order, if they are not adjacent; else None.
-        seen: By window.
-    """
-
-    start: int
-    num_new: int
-    kv_len: int
-    first_slot: int
-    pages: Tensor | None
-    seen: Mapping[int | None, _Seen]
+    start: int  # first of its tokens
+    num_new: int  # its tokens
+    kv_len: int  # tokens it attends over
+    first_slot: int  # first slot of its keys, if its pages are adjacent
+    pages: Tensor | None  # int64 ``[n]``, its pages in order, if they are not adjacent; else None
+    seen: Mapping[int | None, _Seen]  # by window
 
 
 class CpuAttention:

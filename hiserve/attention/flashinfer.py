@@ -291,18 +291,11 @@ class _BatchSchedule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PageList:
-    """The concatenated pages of some rows; all on the device.
+    """The concatenated pages of some rows; all on the device."""
 
-    Attributes:
-        rows: int64 ``[n]``.
-        indptr: int32 ``[n + 1]``: start of each row's pages.
-        indices: int32, at least ``indptr[n]`` long.
-        page_size: Tokens per page.
-    """
-
-    rows: Tensor
-    indptr: Tensor
-    indices: Tensor
+    rows: Tensor  # int64 ``[n]``
+    indptr: Tensor  # int32 ``[n + 1]``: start of each row's pages
+    indices: Tensor  # int32, at least ``indptr[n]`` long
     page_size: int
 
     def fill(self, inputs: ForwardInputs) -> None:

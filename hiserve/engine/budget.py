@@ -12,19 +12,12 @@ from hiserve.core.plan import MAX_SCORED_TOKENS, BoolArray, Int32Array
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Allocation:
-    """The part of each row in a step, in columns.
+    """The part of each row in a step, in columns."""
 
-    Attributes:
-        num_new: int32 ``[B]``. Tokens to compute, drafts included.
-        num_draft: int32 ``[B]``. Of these, drafts.
-        samples: bool ``[B]``. Whether the row reaches the end of its known tokens.
-        num_scored: int32 ``[B]``. Of the new tokens, the first that many are scored.
-    """
-
-    num_new: Int32Array
-    num_draft: Int32Array
-    samples: BoolArray
-    num_scored: Int32Array
+    num_new: Int32Array  # ``[B]``: tokens to compute, drafts included
+    num_draft: Int32Array  # ``[B]``: of these, drafts
+    samples: BoolArray  # ``[B]``: whether the row reaches the end of its known tokens
+    num_scored: Int32Array  # ``[B]``: of the new tokens, the first that many are scored
 
     def pick(self, which: NDArray[np.int64]) -> Allocation:
         """Returns some rows: ``which`` is int64 ``[n]``, indices into B."""

@@ -36,16 +36,11 @@ MAX_FAULTS = 1  # a row with a stale page table is recomputed this often before 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _InFlight:
-    """A plan whose result is not in.
-
-    Attributes:
-        plan: The plan.
-        rows: int64 ``[B]``. Its rows.
-        generations: int64 ``[B]``. Of these rows when it was made; a row may have another request when the result comes.
-    """
+    """A plan without a result."""
 
     plan: BatchPlan
-    rows: Int64Array
+    rows: Int64Array  # ``[B]``: its rows
+    # int64 ``[B]``; of these rows when it was made; a row may have another request when the result comes.
     generations: Int64Array
 
     def is_current(self, state: RowState) -> BoolArray:

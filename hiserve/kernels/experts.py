@@ -24,21 +24,13 @@ _SUM_BLOCK = 512
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Tile of a program of a product by experts.
+    """Tile of a program of a product by experts."""
 
-    Attributes:
-        rows: Pairs of a token and an expert.
-        columns: Rows of the expert's weights.
-        depth: Elements of a row at a time.
-        warps: Of 32 threads.
-        stages: Loads in flight.
-    """
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
+    rows: int  # pairs of a token and an expert
+    columns: int  # rows of the expert's weights
+    depth: int  # elements of a row at a time
+    warps: int  # of 32 threads
+    stages: int  # loads in flight
 
 
 # The fastest of eleven on an H200, for experts of Qwen3-30B-A3B; ascending rows.

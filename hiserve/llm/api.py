@@ -40,19 +40,12 @@ Prompt = str | Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A prompt and its output.
+    """A prompt and its output."""
 
-    Attributes:
-        output: The caller's.
-        sampling: Checked.
-        num_open: Choices that have not ended.
-        chat: The conversation that the prompt was made from; None for another prompt.
-    """
-
-    output: RequestOutput
-    sampling: SamplingParams
-    num_open: int
-    chat: Conversation | None = None
+    output: RequestOutput  # the caller's
+    sampling: SamplingParams  # checked
+    num_open: int  # choices that have not ended
+    chat: Conversation | None = None  # the conversation that the prompt was made from; None for another prompt
 
     def fail(self, error: HiserveError) -> None:
         """Records the first error of a choice."""

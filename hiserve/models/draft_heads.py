@@ -55,21 +55,16 @@ class DraftHead(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Body:
-    """The common part of heads: a decoder layer, its last norm, and the output head.
-
-    Attributes:
-        tokens: int64 ``[n]``, the model's token of each that it can draft; None if the vocabularies are the same.
-        vocab_size: Of the model.
-        carries_normed: The carried state is that after ``norm``.
-    """
+    """The common part of heads: a decoder layer, its last norm, and the output head."""
 
     layer: Layer
     rotary: Rotary
     norm: RMSNorm
     output: Linear
+    # int64 ``[n]``, the model's token of each that it can draft; None if the vocabularies are the same.
     tokens: Tensor | None
-    vocab_size: int
-    carries_normed: bool
+    vocab_size: int  # of the model
+    carries_normed: bool  # the carried state is that after ``norm``
 
     def __call__(
         self, x: Tensor, stream: Tensor, inputs: ForwardInputs, layers: Sequence[LayerKV], attention: Attention

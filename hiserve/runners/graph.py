@@ -32,26 +32,17 @@ DRAWINGS = (Drawing.GREEDY, Drawing.FREE)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CapturedStep:
-    """Graphs of one bucket, and the tensors that they read and write.
+    """Graphs of one bucket, and the tensors that they read and write."""
 
-    Attributes:
-        varying: int64 ``[2, rows]``: written before each replay; see ``uniform_inputs``.
-        inputs: With views of it; filled by the first graph.
-        logits: ``[rows * width, vocab_size]``, likewise.
-        hidden_states: ``[rows * width, n]``, likewise; None without ``aux_layers``.
-        forward: From rows and plan to the logits.
-        draws: Ways of drawing, each a graph from the logits to the words, and these, int32.
-        attention: Of the first graph.
-        drafts: The proposer's work after them; None without a proposer, or where graphs cannot hold it.
-    """
-
-    varying: Tensor
-    inputs: StepInputs
-    logits: Tensor
-    hidden_states: Tensor | None
-    forward: Graph
+    varying: Tensor  # int64 ``[2, rows]``: written before each replay; see ``uniform_inputs``
+    inputs: StepInputs  # with views of it; filled by the first graph
+    logits: Tensor  # ``[rows * width, vocab_size]``, likewise
+    hidden_states: Tensor | None  # ``[rows * width, n]``, likewise; None without ``aux_layers``
+    forward: Graph  # from rows and plan to the logits
+    # Ways of drawing, each a graph from the logits to the words, and these, int32.
     draws: dict[Drawing, tuple[Graph, Tensor]]
-    attention: Attention
+    attention: Attention  # of the first graph
+    # The proposer's work after them; None without a proposer, or where graphs cannot hold it.
     drafts: DraftGraphs | None
 
 

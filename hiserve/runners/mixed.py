@@ -124,17 +124,11 @@ class _FixedOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CapturedMixed:
-    """The graph of one bucket of T tokens.
+    """The graph of one bucket of T tokens."""
 
-    Attributes:
-        graph: From the inputs to the last attention.
-        residual: ``[T, hidden_size]``, the residual stream before the last attention.
-        hidden_states: ``[T, n]``, of ``aux_layers``; None without them.
-    """
-
-    graph: Graph
-    residual: Tensor
-    hidden_states: Tensor | None
+    graph: Graph  # from the inputs to the last attention
+    residual: Tensor  # ``[T, hidden_size]``, the residual stream before the last attention
+    hidden_states: Tensor | None  # ``[T, n]``, of ``aux_layers``; None without them
 
 
 class MixedRunner:

@@ -70,19 +70,12 @@ class _AttentionSplit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CapturedPieces:
-    """The pieces of one bucket of T tokens: up to the first attention, then from one to the next.
+    """The pieces of one bucket of T tokens: up to the first attention, then from one to the next."""
 
-    Attributes:
-        inputs: Whose token ids, positions and slots the first piece reads.
-        pieces: One for each layer.
-        residual: ``[T, hidden_size]``, the residual stream before the last attention.
-        hidden_states: ``[T, n]``, of ``aux_layers``; None without them.
-    """
-
-    inputs: ForwardInputs
-    pieces: tuple[Graph, ...]
-    residual: Tensor
-    hidden_states: Tensor | None
+    inputs: ForwardInputs  # whose token ids, positions and slots the first piece reads
+    pieces: tuple[Graph, ...]  # one for each layer
+    residual: Tensor  # ``[T, hidden_size]``, the residual stream before the last attention
+    hidden_states: Tensor | None  # ``[T, n]``, of ``aux_layers``; None without them
 
 
 class PiecewiseRunner:
