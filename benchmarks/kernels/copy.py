@@ -68,7 +68,7 @@ class Bench:
             self.device,
             self.host,
             max_queued_bytes=1 << 40,
-            max_store_bytes_per_s=1e15,
+            max_offload_bytes_per_s=1e15,
         )
         self.start_s: list[float] = []
         self._op = 0

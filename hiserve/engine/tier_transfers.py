@@ -59,7 +59,7 @@ def make_transfers(device: str, pool: DevicePool, host: HostPool) -> TransferEng
         pool,
         host,
         max_queued_bytes=_max_queued_bytes(device, pool),
-        max_store_bytes_per_s=_MAX_STORE_BYTES_PER_S[device],
+        max_offload_bytes_per_s=_MAX_STORE_BYTES_PER_S[device],
     )
     return engine
 

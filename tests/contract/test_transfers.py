@@ -108,7 +108,7 @@ def test_stores_are_dropped_while_the_link_is_behind_and_loads_never(make_bench:
 
 
 def test_stores_take_no_more_of_the_link_than_they_may(make_bench: MakeBench) -> None:
-    bench = make_bench(max_store_bytes_per_s=PAGE_BYTES / 0.05)  # a page takes 50 ms
+    bench = make_bench(max_offload_bytes_per_s=PAGE_BYTES / 0.05)  # a page takes 50 ms
     bench.may_copy.clear()
     for op in range(1, 5):
         bench.store(op, [op], [op])

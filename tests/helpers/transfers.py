@@ -48,7 +48,7 @@ class TransferBench:
         self.may_copy.set()
         self.segment = Segment.anonymous(make_layout(num_pages, self.page_bytes))
         hold = options.pop("hold", self._hold)
-        options = {"max_queued_bytes": 1 << 40, "max_store_bytes_per_s": 1e15} | options
+        options = {"max_queued_bytes": 1 << 40, "max_offload_bytes_per_s": 1e15} | options
         self.engine = self._make_engine(make, options)
         hold_copies(self.engine, hold)
         generator = torch.Generator().manual_seed(5)

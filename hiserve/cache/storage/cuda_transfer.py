@@ -38,7 +38,7 @@ class CudaTransfers(TransferQueue):
         device: The device pool.
         host: The host pool, pinned and mapped.
         max_queued_bytes: Bound on offloads that have not ended; further ones fail.
-        max_store_bytes_per_s: Bound on the bandwidth of offloads.
+        max_offload_bytes_per_s: Bound on the bandwidth of offloads.
         max_direct_page_bytes: Pages up to this size are copied by a kernel, larger ones by the copy engine. On
             an H200 the kernel is faster up to 1 MiB, by 5 % there (``benchmarks/results/copy.json``), but slows forwards.
         staging_bytes: Memory on the device for large pages, both directions together.
@@ -51,12 +51,12 @@ class CudaTransfers(TransferQueue):
         host: HostPool,
         *,
         max_queued_bytes: int,
-        max_store_bytes_per_s: float,
+        max_offload_bytes_per_s: float,
         max_direct_page_bytes: int = MAX_DIRECT_PAGE_BYTES,
         staging_bytes: int = STAGING_BYTES,
         min_layer_bytes: int = MIN_LAYER_BYTES,
     ) -> None:
-        super().__init__(host, max_queued_bytes=max_queued_bytes, max_store_bytes_per_s=max_store_bytes_per_s)
+        super().__init__(host, max_queued_bytes=max_queued_bytes, max_offload_bytes_per_s=max_offload_bytes_per_s)
         self._device_index = torch.cuda.current_device()
         self._streams = {
             kind: PageStreams(

@@ -234,7 +234,7 @@ class PageStreams:
         """Copies through staging memory, piece by piece."""
         rows = np.arange(ours.size, dtype=np.int32) % self._pages_per_slot
         indices = self._upload(ours, rows)
-        enqueue = self._load_piece if self._kind is CopyKind.LOAD else self._store_piece
+        enqueue = self._load_piece if self._kind is CopyKind.LOAD else self._offload_piece
         starts = range(0, ours.size, self._pages_per_slot)
         for start, runs in zip(starts, self._runs(rows, theirs), strict=True):
             if start:
@@ -250,7 +250,7 @@ class PageStreams:
         self._yield_copy_engine(slot.crossed)
         _move(slot.moves, indices)
 
-    def _store_piece(self, indices: Tensor, runs: _Runs) -> None:
+    def _offload_piece(self, indices: Tensor, runs: _Runs) -> None:
         """Gathers a slot and empties it. The next gather waits until the slot before this one was emptied."""
         slot = self._slots[0]
         _move(slot.moves, indices)

@@ -61,22 +61,22 @@ class TransferQueue:
     Args:
         host: The host pool; its records are updated before and after an offload writes pages.
         max_queued_bytes: Bound on offloads that have not ended; further ones fail.
-        max_store_bytes_per_s: Bound on the bandwidth of offloads.
+        max_offload_bytes_per_s: Bound on the bandwidth of offloads.
     """
 
-    def __init__(self, host: HostPool, *, max_queued_bytes: int, max_store_bytes_per_s: float) -> None:
+    def __init__(self, host: HostPool, *, max_queued_bytes: int, max_offload_bytes_per_s: float) -> None:
         self._host = host
         self._page_bytes = host.layout.page_bytes
-        self._max_store_pages = max_queued_bytes // self._page_bytes
-        self._store_s_per_page = self._page_bytes / max_store_bytes_per_s
+        self._max_offload_pages = max_queued_bytes // self._page_bytes
+        self._offload_s_per_page = self._page_bytes / max_offload_bytes_per_s
         self._queues: dict[CopyKind, deque[PageCopy]] = {kind: deque() for kind in DEVICE_KINDS}
-        self._num_store_pages = 0  # of offloads that have not ended
+        self._num_offload_pages = 0  # of offloads that have not ended
         self._awaited: set[int] = set()  # loads that are not enqueued yet
         self._wanted = 0  # the load that a forward waits for now
         self._ended: deque[CopyAck] = deque()
         self._done_step = 0
         self._is_launching = False
-        self._store_free_at = 0.0
+        self._offload_free_at = 0.0
         self._is_woken = False
         self._is_closed = False
         self._failure: Exception | None = None
@@ -99,18 +99,18 @@ class TransferQueue:
 
     def start(self, copy: PageCopy, *, by_layer: bool = False) -> None:
         """Queues an order, or acknowledges it as failed; see ``TransferEngine``."""
-        is_store = copy.kind is CopyKind.OFFLOAD
+        is_offload = copy.kind is CopyKind.OFFLOAD
         num_pages = copy.device_pages.size
         is_ready = int(copy.host_pages.max()) < self._host.num_ready_pages
         with self._changed:
-            if not is_ready or (is_store and self._num_store_pages + num_pages > self._max_store_pages):
+            if not is_ready or (is_offload and self._num_offload_pages + num_pages > self._max_offload_pages):
                 self._ended.append(CopyAck(copy.op, DROPPED if is_ready else NOT_READY))
                 self._changed.notify_all()
                 return
-            if is_store:
+            if is_offload:
                 assert copy.run is not None, f"offload {copy.op} has no run"
                 self._host.begin(copy.run)
-                self._num_store_pages += num_pages
+                self._num_offload_pages += num_pages
             else:
                 self._awaited.add(copy.op)
             self._queues[copy.kind].append(copy)
@@ -133,7 +133,7 @@ class TransferQueue:
             self._is_launching = False
             self._done_step = max(self._done_step, step_id)
             # Waking a thread is the largest cost of this call: the thread takes the GIL.
-            if self._num_store_pages or self._queues[CopyKind.LOAD]:
+            if self._num_offload_pages or self._queues[CopyKind.LOAD]:
                 self._changed.notify_all()
 
     def yield_to_launch(self) -> None:
@@ -147,7 +147,7 @@ class TransferQueue:
                 self._changed.wait_for(self._may_go_on, MAX_YIELD_S)
 
     def _may_go_on(self) -> bool:
-        is_filling = self._num_store_pages > MAX_YIELD_FILL * self._max_store_pages
+        is_filling = self._num_offload_pages > MAX_YIELD_FILL * self._max_offload_pages
         return not self._is_launching or self._is_closed or is_filling or self._may_begin(CopyKind.LOAD)
 
     def next(self) -> PageCopy | None:
@@ -169,11 +169,11 @@ class TransferQueue:
                 if self._may_begin(CopyKind.LOAD):
                     return self._queues[CopyKind.LOAD].popleft()
                 if self._may_begin(CopyKind.OFFLOAD):
-                    if self._store_free_at <= now:
+                    if self._offload_free_at <= now:
                         copy = self._queues[CopyKind.OFFLOAD].popleft()
-                        self._store_free_at = now + copy.device_pages.size * self._store_s_per_page
+                        self._offload_free_at = now + copy.device_pages.size * self._offload_s_per_page
                         return copy
-                    until = self._store_free_at
+                    until = self._offload_free_at
                 self._changed.wait(None if until is None else until - now)
             return None
 
@@ -190,7 +190,7 @@ class TransferQueue:
             self._host.finish(copy.host_pages)
         with self._changed:
             if copy.kind is CopyKind.OFFLOAD:
-                self._num_store_pages -= num_pages
+                self._num_offload_pages -= num_pages
             self._ended.append(CopyAck(copy.op, reason, 0 if reason else num_pages * self._page_bytes, seconds))
             self._changed.notify_all()
 
@@ -259,9 +259,9 @@ class ThreadTransfers(TransferQueue):
         host: HostPool,
         *,
         max_queued_bytes: int,
-        max_store_bytes_per_s: float,
+        max_offload_bytes_per_s: float,
     ) -> None:
-        super().__init__(host, max_queued_bytes=max_queued_bytes, max_store_bytes_per_s=max_store_bytes_per_s)
+        super().__init__(host, max_queued_bytes=max_queued_bytes, max_offload_bytes_per_s=max_offload_bytes_per_s)
         self._device = device
         self.serve(self._run)
 

@@ -142,7 +142,7 @@ def test_stores_give_way_before_each_piece_and_loads_never(
         bench.device,
         bench.host,
         max_queued_bytes=1 << 40,
-        max_store_bytes_per_s=1e15,
+        max_offload_bytes_per_s=1e15,
         max_direct_page_bytes=0,
         staging_bytes=5 * PAGES_PER_SLOT * bench.page_bytes,
     )
@@ -159,7 +159,7 @@ def test_stores_give_way_before_each_piece_and_loads_never(
 
 def test_the_engine_tells_its_queue_of_launches(bench: TransferBench, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeCuda())
-    engine = CudaTransfers(bench.device, bench.host, max_queued_bytes=1 << 40, max_store_bytes_per_s=1e15)
+    engine = CudaTransfers(bench.device, bench.host, max_queued_bytes=1 << 40, max_offload_bytes_per_s=1e15)
     seen = []
     for tell in (engine.launch_begins, engine.launch_ends, engine.launch_begins, lambda: engine.forward_done(1)):
         tell()

@@ -42,7 +42,7 @@ def bench() -> TransferBench:
 
 def make_queue(bench: TransferBench, happens: Callable[[TransferQueue], object], num_pages: int = 8) -> TransferQueue:
     """A queue without threads that holds so many pages of stores."""
-    queue = TransferQueue(bench.host, max_queued_bytes=num_pages * bench.page_bytes, max_store_bytes_per_s=1e15)
+    queue = TransferQueue(bench.host, max_queued_bytes=num_pages * bench.page_bytes, max_offload_bytes_per_s=1e15)
     queue._changed = News(lambda: happens(queue))
     return queue
 
@@ -140,7 +140,7 @@ def test_stores_wait_for_nobody_while_they_fill_more_than_half_of_what_they_may(
 def test_a_piece_that_waits_really_wakes(bench: TransferBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is not woken here waits for an hour."""
     monkeypatch.setattr(transfer, "MAX_YIELD_S", 3600.0)
-    queue = TransferQueue(bench.host, max_queued_bytes=1 << 30, max_store_bytes_per_s=1e15)
+    queue = TransferQueue(bench.host, max_queued_bytes=1 << 30, max_offload_bytes_per_s=1e15)
     store(queue, 1, num_pages=1)  # on its way
     for end in (queue.launch_ends, lambda: queue.forward_done(1), queue.close):
         queue.launch_begins()
