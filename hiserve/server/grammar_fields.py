@@ -23,6 +23,7 @@ MAKERS: dict[str, Callable[[Any, str], Grammar]] = {
     "choice": bounds.choice,
     "grammar": bounds.rules,
 }
+MAX_COPIED_CHARS = 16 * 2**20
 # ``grammar.bounds`` reads it: msgspec has no union of these.
 JsonSchema = Annotated[
     Any, Meta(extra_json_schema={"anyOf": [{"type": "object"}, {"type": "string"}, {"const": True}, {"type": "null"}]})
@@ -139,16 +140,30 @@ def asked(kind: str, value: Any, param: str) -> list[Constraint]:
 
 
 async def constrain(
-    vetting: Vetting, request: Request, sampling: SamplingParams, constraint: Constraint | None
+    vetting: Vetting, request: Request, sampling: SamplingParams, constraint: Constraint | None, num_choices: int
 ) -> tuple[SamplingParams, str]:
     """Returns the sampling parameters with the vetted grammar, and a warning of what it does not hold, or nothing.
 
+    Args:
+        vetting: Tries the grammar.
+        request: The request.
+        sampling: Without a grammar.
+        constraint: The one asked for, or None.
+        num_choices: Of the whole request; each carries the grammar to its worker.
+
     Raises:
-        RequestError: The grammar cannot be used.
+        RequestError: The grammar cannot be used, or is too large for so many choices.
         OverloadedError: As ``Vetting.check``.
     """
     if constraint is None:
         return sampling, ""
+    size = len(constraint.grammar.text) * num_choices
+    if size > MAX_COPIED_CHARS:
+        raise RequestError(
+            f"{constraint.param} has {size} characters for {num_choices} choices in all; the most is {MAX_COPIED_CHARS}. "
+            "Ask for fewer choices at once.",
+            param=constraint.param,
+        )
     checking = vetting.check(
         constraint.grammar,
         constraint.param,

@@ -70,7 +70,7 @@ class OpenAIRoutes:
         asked = decode(body, ChatOptions)
         sampling, chat = asked.sampling(self._model), parse_chat(body)
         engine = front.handle.require()
-        sampling, warning = await constrain(front.vetting, request, sampling, asked.constraint)
+        sampling, warning = await constrain(front.vetting, request, sampling, asked.constraint, sampling.n)
         context = context_of(request, asked.cache_salt, asked.priority, asked.rid)
         encoding = front.encoder.encode_chat(
             chat,
@@ -99,7 +99,7 @@ class OpenAIRoutes:
         asked = decode(await front.bodies.read(request, COMPLETION), CompletionRequest)
         sampling, given = asked.sampling(self._model), asked.prompts(self._model.vocab_size)
         engine = front.handle.require()
-        sampling, warning = await constrain(front.vetting, request, sampling, asked.constraint)
+        sampling, warning = await constrain(front.vetting, request, sampling, asked.constraint, len(given) * sampling.n)
         context = context_of(request, asked.cache_salt, asked.priority, asked.rid)
         encoding = self._encode(given, asked, engine.max_model_len, context.caller)
         prompts = await cancel_on_disconnect(request.receive, encoding)

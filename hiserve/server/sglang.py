@@ -65,9 +65,9 @@ class NativeRoutes:
         fields = decode(body, GenerateRequest)
         prompts = fields.prompts(front.model)
         engine = front.handle.require()
-        warnings = set[str]()
+        warnings, num_choices = set[str](), sum(one.sampling.n for one in prompts)
         for index, one in enumerate(prompts):
-            sampling, warning = await constrain(front.vetting, request, one.sampling, one.constraint)
+            sampling, warning = await constrain(front.vetting, request, one.sampling, one.constraint, num_choices)
             prompts[index] = msgspec.structs.replace(one, sampling=sampling)
             warnings.add(warning)
         encoding = self._encode(prompts, engine.max_model_len, caller_of(request).number)

@@ -11,6 +11,7 @@ import pytest_asyncio
 
 from hiserve.core.request import Grammar
 from hiserve.errors import RequestError
+from hiserve.text.body_parser import QUICK_BYTES
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import Server, make_server, reply_script
 
@@ -160,3 +161,25 @@ async def test_all_choices_of_a_reply_have_the_grammar_and_it_is_vetted_once(ser
     assert call.status == 200
     assert [seen.sampling.grammar for seen in server.engine.seen] == [REGEX] * 3
     assert len(server.vetting.seen) == 1
+
+
+async def test_a_large_grammar_is_not_copied_to_many_choices(server: Server) -> None:
+    """256 KiB of it would be a gibibyte for the 4,096 choices that a request may have."""
+    schema = {"enum": ["x" * 200_000]}
+    calls = [
+        await server.complete(["Hi"] * 64, n=2, guided_json=schema),
+        await server.post("/generate", {"text": ["Hi"] * 90, "sampling_params": {"json_schema": schema}}),
+    ]
+    for call, param in zip(calls, ("guided_json", "sampling_params.json_schema"), strict=True):
+        assert (call.status, call.json["error"]["param"]) == (400, param)
+        assert "choices in all" in call.json["error"]["message"]
+    assert not server.engine.seen and not server.vetting.seen
+    assert (await server.complete(["Hi"] * 40, n=2, guided_json=schema)).status == 200
+
+
+async def test_numbers_of_a_large_body_stay_numbers(server: Server) -> None:
+    """Such bodies are read in another process, which turns lists of token ids into arrays."""
+    schema = {"enum": list(range(20_000))}
+    call = await server.complete("Hi", guided_json=schema, user="x" * QUICK_BYTES)
+    assert call.status == 200, call.text[:300]
+    assert json.loads(last_grammar(server).text) == schema  # type: ignore[union-attr]
