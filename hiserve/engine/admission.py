@@ -135,15 +135,9 @@ class Admission:
 
 
 def find_in_flight_prefix(request: Request, num_matched: int, state: RowState, page_size: int) -> InFlightPrefix | None:
-    """Finds a row that computes more of this prompt than the cache holds.
+    """Finds a row that computes more whole pages of this prompt than the ``num_matched`` tokens that the cache holds.
 
     Waiting for it is cheaper if it has no more tokens to compute before that point than the request.
-
-    Args:
-        request: Waits for a row of its own.
-        num_matched: Tokens of its prompt that the cache holds.
-        state: The rows.
-        page_size: Tokens per page; only whole pages can be shared.
     """
     rows = state.active
     usable = request.num_reusable

@@ -113,18 +113,9 @@ def make_runners(
 ) -> Dispatch:
     """Opens the attention backend and captures the graphs.
 
-    Args:
-        runner: How steps are executed.
-        model: The decoder.
-        layers: The pool's views.
-        rows: The permanent rows.
-        shape: Of the model's attention.
-        max_batched_tokens: Tokens of the largest step.
-        widths: Tokens of each row, one of them known and the others drafts, for which whole steps are captured.
-        canary: Checks the pages of rows, on the host: with it, nothing is captured.
-        proposer: Drafts after each step.
-        is_serving: As ``open_attention`` takes it.
-        before_capture: Called with the runners before anything of them is captured, and if nothing is.
+    ``widths`` are the tokens of each row, one of them known and the others drafts, for which whole steps are captured. With
+    a canary, which checks pages on the host, nothing is captured. ``before_capture`` is called with the runners before
+    anything is captured, and if nothing is; ``is_serving`` is that of ``open_attention``.
 
     Raises:
         ConfigError: The backend is not installed or does not support the model.

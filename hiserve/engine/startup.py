@@ -89,17 +89,8 @@ def warm_up_steps(
 ) -> int:
     """Runs small steps eagerly: rows of every width and of several, with drafts and without, few and longer ones.
 
-    Their rows have no pages: they write to the padding page, and forget their tokens afterwards.
-
-    Args:
-        runners: Of the device.
-        rows: All free, before and afterwards.
-        max_batched_tokens: Tokens of the largest step.
-        num_draft: Drafts of a row, at most.
-        most: Shapes of steps, the smallest ones first; None is all.
-
-    Returns:
-        How many steps there were.
+    All rows are free, before and afterwards; in the steps they have no pages and write to the padding page. ``most``
+    limits the shapes of steps, the smallest ones first; None is all. Returns the number of steps.
     """
     num_steps, max_rows = 0, rows.page_table.shape[0] - 1
     with torch.inference_mode():
@@ -129,14 +120,8 @@ def compile_steps(
     """Compiles, side by side, the Triton kernels of small steps; graphs consist of the same ones.
 
     If the first steps find all kernels in Triton's cache, nothing else is compiled: an earlier start has done it. A
-    failure costs time alone: a warning is logged, and kernels are compiled one by one at their first launch.
-
-    Args:
-        runners: Of a CUDA device.
-        rows: All free, before and afterwards.
-        num_threads: For compilers.
-        max_batched_tokens: Tokens of the largest step.
-        num_draft: Drafts of a row, at most.
+    failure costs time alone: a warning is logged, and kernels are compiled one by one at their first launch. All rows
+    are free, before and afterwards.
     """
     # By name: triton is not installed everywhere.
     ahead = import_module("hiserve.kernels.ahead")
@@ -226,17 +211,9 @@ def profile_steps(
 ) -> dict[str, int]:
     """Runs the largest prefill step and the largest decode step eagerly; returns the bytes that each took, by name.
 
-    With drafts, also the largest step that verifies them, and the proposer after each step.
-
-    Their rows have no pages: they write to the padding page, and forget their tokens afterwards.
-
-    Args:
-        runners: Of the device.
-        rows: All free, before and afterwards.
-        meter: Of the device.
-        max_batched_tokens: Tokens of the largest step.
-        num_draft: Drafts of a row, at most.
-        budget_bytes: Planned for a step; a step that takes more logs a warning.
+    With drafts, also the largest step that verifies them, and the proposer after each step. All rows are free, before and
+    afterwards; in the steps they have no pages and write to the padding page. A step of more than ``budget_bytes`` logs a
+    warning.
 
     Raises:
         ResourceError: A step found no memory.

@@ -60,13 +60,7 @@ class StaticInputs:
         )
 
     def bounded(self, num_tokens: int, max_width: int, max_len: int) -> ForwardInputs:
-        """Returns the tensors of a bucket, with bounds for the host: one large prompt among rows that decode.
-
-        Args:
-            num_tokens: Of the bucket.
-            max_width: Most tokens of a row that decodes.
-            max_len: Most tokens of a row.
-        """
+        """Returns the tensors of a bucket, with bounds for the host: one large prompt among rows that decode."""
         static = self.inputs
         q_lens = np.ones_like(static.q_lens)
         q_lens[: static.num_decode] = max_width
@@ -220,12 +214,7 @@ class MixedRunner:
         return _CapturedMixed(graph, residual, hidden_states)
 
     def run(self, inputs: ForwardInputs, bucket: int) -> ForwardOutputs:
-        """Computes a step on the current stream.
-
-        Args:
-            inputs: Within the coverage.
-            bucket: Whose capture did not fail.
-        """
+        """Computes a step within the coverage on the current stream; the capture of its bucket has not failed."""
         assert inputs.before_layer is None, "a graph waits for no layer"
         captured, num_tokens = self._captured[bucket], inputs.input_ids.shape[0]
         self._static.fill(inputs, bucket)

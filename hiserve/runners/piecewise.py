@@ -159,12 +159,7 @@ class PiecewiseRunner:
         return _CapturedPieces(inputs, tuple(split.pieces), residual, hidden_states)
 
     def run(self, inputs: ForwardInputs, bucket: int) -> ForwardOutputs:
-        """Plans attention and computes a step on the current stream.
-
-        Args:
-            inputs: Of at most ``bucket`` tokens, as the coverage says.
-            bucket: Whose capture did not fail.
-        """
+        """Plans attention and computes a step within the coverage; the capture of its bucket has not failed."""
         captured, split = self._captured[bucket], self._split
         num_tokens, static = inputs.input_ids.shape[0], captured.inputs
         put_tokens(inputs, static, bucket)
