@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any, Literal
 
 import msgspec
@@ -100,6 +101,32 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+
+    @property
+    def has_later_system(self) -> bool:
+        """Whether a system turn follows another turn."""
+        roles = [turn.role for turn in self.turns]
+        return any(first != "system" and second == "system" for first, second in pairwise(roles))
+
+    def with_reminders(self) -> Conversation:
+        """Returns the conversation with later system turns as reminders at the end of the turn before.
+
+        A turn of the assistant stays as it is: the reminder becomes a turn of the user.
+        """
+        turns: list[Turn] = []
+        for turn in self.turns:
+            if turn.role != "system" or all(before.role == "system" for before in turns):
+                turns.append(turn)
+                continue
+            reminder = f"<system-reminder>\n{turn.text}\n</system-reminder>"
+            if turns[-1].role == "assistant":
+                turns.append(Turn("user", (Text(reminder),)))
+            else:
+                *parts, last = turns[-1].parts
+                assert isinstance(last, Text | Result), f"a turn of the {turns[-1].role} ends with a call"
+                ended = msgspec.structs.replace(last, text=f"{last.text}\n\n{reminder}")
+                turns[-1] = msgspec.structs.replace(turns[-1], parts=(*parts, ended))
+        return msgspec.structs.replace(self, turns=tuple(turns))
 
     @property
     def messages(self) -> list[Message]:

@@ -129,6 +129,21 @@ class ChatTemplate:
             ContextLengthError: The prompt is longer than ``max_chars``.
         """
         self._check_names(chat.template_kwargs)
+        if chat.has_later_system and not self.shows_later_system:
+            chat = chat.with_reminders()
+        text = self._text(chat, max_chars, RenderBudget(max_s, max_work))
+        if chat.continue_final_message:
+            text, end, _ = text.rpartition(_END)
+            if not end:
+                raise RequestError(
+                    "the chat template does not show the last message, so that it cannot be continued.",
+                    param="continue_final_message",
+                )
+        check_text(text, "messages")
+        return text
+
+    def _text(self, chat: Conversation, max_chars: int | None, budget: RenderBudget) -> str:
+        """Renders a conversation as it is; an open last message ends with ``_END``."""
         messages = chat.messages
         if chat.continue_final_message:
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _END}]
@@ -141,16 +156,7 @@ class ChatTemplate:
             "add_generation_prompt": chat.add_generation_prompt,
         }
         template = self._tool_template if chat.tools else self._template
-        text = self._run(template, variables, max_chars, RenderBudget(max_s, max_work))
-        if chat.continue_final_message:
-            text, end, _ = text.rpartition(_END)
-            if not end:
-                raise RequestError(
-                    "the chat template does not show the last message, so that it cannot be continued.",
-                    param="continue_final_message",
-                )
-        check_text(text, "messages")
-        return text
+        return self._run(template, variables, max_chars, budget)
 
     @cached_property
     def shows_tools(self) -> bool:
@@ -161,6 +167,16 @@ class ChatTemplate:
             return _PROBE in self.render(chat)
         except RequestError:
             return True
+
+    @cached_property
+    def shows_later_system(self) -> bool:
+        """Whether a system turn after another turn is shown, and at its place."""
+        turns = tuple(Turn(role, (Text(_PROBE + role),)) for role in ("user", "system"))
+        try:
+            text = self._text(Conversation(turns=turns), None, RenderBudget(RENDER_S))
+        except RequestError:
+            return False
+        return -1 < text.find(_PROBE + "user") < text.find(_PROBE + "system")
 
     def _compiled(self, source: str) -> jinja2.Template:
         try:

@@ -294,3 +294,31 @@ def test_conversations_with_tools_are_rendered_as_transformers_does(fields: dict
         **tokens,
     )
     assert ChatTemplate(AGENT, tokens).render(chat) == expected
+
+
+STRICT = tiny_text.TEMPLATE.replace(
+    "{%- for message in messages -%}",
+    "{%- for message in messages -%}{%- if message.role == 'system' and not loop.first -%}"
+    "{{ raise_exception('the system message comes first') }}{%- endif -%}",
+)
+HOISTING = (
+    "{% for m in messages if m.role == 'system' %}{{ m.content }}|{% endfor %}"
+    "{% for m in messages if m.role != 'system' %}{{ m.role }}:{{ m.content }}|{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("source", [tiny_text.TEMPLATE, STRICT, HOISTING])
+def test_a_later_system_turn_keeps_its_place(source: str) -> None:
+    template = ChatTemplate(source, {"bos_token": "<|bos|>"})
+    turns = [("system", "first"), ("user", "ask"), ("system", "later"), ("system", "too"), ("assistant", "said")]
+    turns += [("system", "last"), ("user", "bye")]
+    texts = [content for _, content in turns]
+    shown = [template.render(chat_of(*({"role": role, "content": text} for role, text in turns[:number])))
+             for number in (4, 5, 7)]  # fmt: skip
+    assert [shown[-1].index(text) for text in texts] == sorted(shown[-1].index(text) for text in texts)
+    bare = [text.removesuffix("<|assistant|>") for text in shown]
+    assert bare[1].startswith(bare[0])
+    assert bare[2].startswith(bare[1]), "what came before is not changed"
+    assert ("<system-reminder>\nlater\n</system-reminder>" in shown[-1]) == (source != tiny_text.TEMPLATE)
+    first = template.render(chat_of(*({"role": role, "content": text} for role, text in turns[:2])))
+    assert "reminder" not in first
