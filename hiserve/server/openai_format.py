@@ -29,7 +29,7 @@ from hiserve.server.openai_types import (
 from hiserve.server.reply_format import Usage, usage
 from hiserve.server.streaming import DONE, EventHead
 from hiserve.text.detokenizer import TokenBytes
-from hiserve.text.reply_buffer import called, thought
+from hiserve.text.reply_buffer import Kind, called, thought
 
 Word = Callable[[Callable[[], Chunk | None]], Awaitable[Chunk | None]]
 
@@ -98,7 +98,8 @@ class ChatFormatter:
     def piece(self, output_delta: OutputDelta) -> Chunk | None:
         """Returns the chunk for one piece, or None when the piece has nothing to show."""
         shown = ChatDelta(content=output_delta.text or UNSET)
-        if output_delta.events:
+        events = output_delta.events
+        if events and (len(events) > 1 or events[0].kind is not Kind.CONTENT):
             first = self._num_calls.get(output_delta.choice, 0)
             calls = called(output_delta.events, first)
             self._num_calls[output_delta.choice] = max((index + 1 for index in calls), default=first)

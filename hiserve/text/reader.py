@@ -119,6 +119,8 @@ class Reader:
 
     def _delta(self, num_tokens: int, finish: FinishReason, stop: str | int | None) -> TextDelta:
         events = self._buffer.take()
+        if len(events) == 1 and events[0].kind is Kind.CONTENT:  # the common case
+            return TextDelta(events[0].text, num_tokens, finish, stop, events)
         self.has_calls = self.has_calls or any(event.kind is Kind.CALL_END for event in events)
         text = "".join([event.text for event in events if event.kind is Kind.CONTENT])
         return TextDelta(text, num_tokens, finish, stop, events)

@@ -149,3 +149,27 @@ async def test_the_operator_chooses_the_format(name: str) -> None:
         message = (await server.chat("Hi", tools=[TOOL])).json["choices"][0]["message"]
     assert (message["content"] == TWO) == (name == "none")
     assert ("tool_calls" in message) == (name != "none")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_the_next_step_of_an_agent_begins_with_the_tokens_of_this_one(is_stream: bool) -> None:
+    text = '<tool_call>\n{"name": "look", "arguments": {"where":   "Oslo"}}\n</tool_call>'
+    async with serving(text, template=SOURCE) as server, client_of(server) as client:
+        fields: dict[str, Any] = {"model": "tiny", "tools": [TOOL]}
+        async with client.chat.completions.stream(messages=[USER], **fields) as events:  # type: ignore[list-item]
+            streamed = await events.get_final_completion()
+        whole = await client.chat.completions.create(messages=[USER], **fields)  # type: ignore[list-item]
+        message = (streamed if is_stream else whole).choices[0].message
+        assert message.tool_calls is not None
+        (call,) = message.tool_calls
+        arguments = json.dumps(json.loads(call.function.arguments), separators=(",", ":"))
+        calls = [{"id": call.id, "type": "function", "function": {"name": "look", "arguments": arguments}}]
+        history = [
+            USER,
+            {"role": "assistant", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": call.id, "content": "x"},
+        ]
+        await client.chat.completions.create(messages=history, **fields)  # type: ignore[arg-type]
+        first, *_, last = (seen.prompt.tolist() for seen in server.engine.seen)
+    known = [*first, *(index for delta in script(text, 1) for index in delta)]
+    assert last[: len(known)] == known
