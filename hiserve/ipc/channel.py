@@ -229,11 +229,6 @@ class AsyncChannel:
             self._loop.add_reader(fd, self._pump)
         self._wake()
 
-    @property
-    def endpoint(self) -> str:
-        """Address of the link."""
-        return self._link.endpoint
-
     def send(self, frames: Frames) -> None:
         """Sends now or, while the peer is slow, later and in order. For messages of bounded number."""
         if not self.try_send(frames):

@@ -52,10 +52,6 @@ class PrefixIndex:
         """Removes a worker and its cache."""
         self._pages.pop(replica, None)
 
-    def num_pages(self, replica: int) -> int:
-        """Returns the number of a worker's pages in the index."""
-        return len(self._pages[replica])
-
     def update(self, replica: int, published: bytes, removed: bytes) -> None:
         """Applies a worker's report.
 

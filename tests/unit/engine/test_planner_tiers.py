@@ -223,7 +223,7 @@ def test_the_scheduler_hears_of_a_page_until_no_tier_has_it() -> None:
     updates = engine.step()
     assert updates is not None
     index.update(0, updates.published, updates.removed)
-    assert (index.match(asked, 0), index.num_pages(0)) == (0, 0)
+    assert (index.match(asked, 0), len(index._pages[0])) == (0, 0)
 
 
 def test_a_request_with_more_to_load_waits_while_too_many_loads_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:

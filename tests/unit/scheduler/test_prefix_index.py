@@ -56,7 +56,7 @@ def test_a_page_is_there_until_the_last_tier_has_lost_it() -> None:
     assert ask(index, list(range(13))) == 12
     index.update(0, b"", pages[2])
     assert ask(index, list(range(13))) == 8
-    assert index.num_pages(0) == 2
+    assert len(index._pages[0]) == 2
 
 
 def test_a_prefix_asked_again_follows_growth_eviction_and_a_new_worker() -> None:
