@@ -409,6 +409,18 @@ def test_a_load_waits_for_the_last_forward_that_could_touch_its_pages(cache: Pre
     assert cache.begin_load(other, take(cache, 1)).after_step == 9, "these pages were in use until now"
 
 
+def test_a_load_of_several_pages_waits_for_the_last_forward_of_all(cache: PrefixCache) -> None:
+    cache = new_cache(num_pages=5)
+    demoted(cache, 1, 2)
+    for step, page in ((3, 7), (6, 8)):
+        receipt = serve(cache, page)
+        cache.begin_after(step)
+        cache.release(receipt)
+    take(cache, 2)
+    cache.begin_after(9)
+    assert cache.begin_load(lock(cache, 1, 2), take(cache, 2)).after_step == 6, "page 8 was last used in step 6"
+
+
 def test_a_load_needs_a_page_for_each_host_page_of_an_open_receipt(cache: PrefixCache) -> None:
     demoted(cache, 1, 2)
     receipt, pages = lock(cache, 1, 2), take(cache, 3)

@@ -90,6 +90,16 @@ def written(path: Path, columns: set[str], base: str) -> set[str]:
     return found
 
 
+@pytest.mark.parametrize("num_draft", [0, 3])
+def test_no_page_is_kept_for_tokens_after_the_longest_row(num_draft: int) -> None:
+    rows = Steps(num_pages=40, page_size=PAGE, num_draft=num_draft, budget=64).rows
+    longest = rows.tokens.shape[1]
+    assert longest % PAGE == 0
+    known = np.array([1, longest - 5, longest - 4, longest - 1, longest])
+    most = [min(length + max(1, num_draft), longest) for length in known.tolist()]
+    assert rows.num_pages_for(known).tolist() == [-(-length // PAGE) for length in most]
+
+
 def test_no_other_file_of_the_engine_writes_a_column(tmp_path: Path) -> None:
     state = in_flight(0).rows
     columns = {name for name, value in vars(state).items() if isinstance(value, np.ndarray)}
