@@ -1,12 +1,16 @@
 """Messages between processes and to routers."""
 
 from hiserve.ipc import channel, child, codec, updates
-from tests.unit.ipc import test_channel, test_codec, test_strangers
+from tests.unit.ipc import test_channel, test_codec, test_strangers, test_updates
 
 with updates.RequestUpdates.check, test_codec.test_columns_that_contradict_each_other_are_malformed:
     "INV 62: columns of different lengths are accepted"
     (counts, finishes, words, self.cached, self.drafts, self.queue_s)
     (counts, finishes, words)
+with updates.MergedUpdates._count_pages, test_updates.test_pages_that_came_and_went_leave_nothing_behind:
+    "updates that are not accepted keep pages that came and went"
+    del self._pages[digest]
+    self._pages[digest] = 0
 with codec.MessageDecoder.decode, test_codec.test_neither_depth_nor_announced_sizes_get_through:
     "INV 62: deep nesting escapes the decoder"
     RecursionError

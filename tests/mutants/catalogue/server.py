@@ -34,7 +34,7 @@ from tests.unit.server import (
     test_metrics,
     test_schema,
 )
-from tests.unit.text import test_chat_request
+from tests.unit.text import test_chat_request, test_request_json
 
 with known_fields.check_fields, test_errors.test_what_is_not_built_is_never_silently_ignored:
     "INV 16: an unsupported field is ignored"
@@ -60,6 +60,10 @@ with request_json.check_json, test_chat_request.test_malformed_fields_are_refuse
     "INV 23: nested JSON has no limit"
     range(MAX_DEPTH)
     iter(int, 1)
+with request_json._invalid_text, test_request_json.test_a_fault_is_named_by_its_field_and_its_limit:
+    "INV 63: a text that is no Unicode is sought in values that no type reads"
+    name in fields and (path := _invalid_text(entry, fields[name], schemas, f"{where}.{name}")) is not None
+    (path := _invalid_text(entry, fields.get(name, {}), schemas, f"{where}.{name}")) is not None
 with request_body.BodyReader.read, test_big_bodies.test_no_large_body_takes_the_event_loop:
     "INV 63: every body is parsed in the event loop"
     is_quick(raw)

@@ -16,6 +16,10 @@ with rows.RowState.publish, test_reported_bugs_streams.test_tc_20_a_store_begins
     "TC-20: a page is published while the forward that writes it runs"
     self.settled
     self.computed
+with transfers.Transfers.begin_load, test_tiers.test_a_load_of_several_pages_waits_for_the_last_forward_of_all:
+    "INV 26: a load waits for the first of the forwards that may touch its pages"
+    tiers.device.last_step[pages].max()
+    tiers.device.last_step[pages].min()
 with transfer.TransferQueue._may_begin, test_reported_bugs_streams.test_tc_21_a_load_waits_for_the_forwards_that_may_touch_its_pages:
     "TC-21: a copy does not wait for its step"
     bool(queue) and queue[0].after_step <= self._done_step
