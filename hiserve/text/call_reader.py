@@ -133,8 +133,11 @@ class CallReader:
                 self._buffer.drop(at)
                 is_well, at = (yield from self._json()), 0
             else:
-                at = (yield from self._value_end(at)) if key else -1
-                is_well = at >= 0
+                end = (yield from self._value_end(at)) if key else -1
+                if end < 0 and self._has_arguments:  # what follows is no part of the call
+                    yield from self._end(0)
+                    return True
+                is_well, at = end >= 0, end
         yield from self._rest()
         return True
 
@@ -280,7 +283,9 @@ class CallReader:
 
     def _rest(self) -> Reading[None]:
         """Tells malformed arguments as they are, up to the mark that ends the call."""
-        found = yield from self._buffer.show_until(Kind.ARGUMENTS, self._syntax.in_arguments, self._syntax.shown)
+        if not self._has_arguments:
+            self._buffer.drop((yield from self._buffer.past(0, SPACE + ",")))
+        found = yield from self._buffer.show_until(Kind.ARGUMENTS, self._syntax.in_arguments, self._begun)
         if found or not self._buffer.is_cut:
             yield from self._end(found.start(1) if found else 0)
 
@@ -308,6 +313,10 @@ class CallReader:
         if num_chars:
             self._buffer.tell(Kind.ARGUMENTS, num_chars, self._syntax.shown(self._buffer.text[:num_chars]))
             self._has_arguments = True
+
+    def _begun(self, text: str) -> str:
+        self._has_arguments = True
+        return self._syntax.shown(text)
 
     def _show_text(self, text: str) -> None:
         self._buffer.tell(Kind.ARGUMENTS, 0, text)

@@ -29,10 +29,10 @@ class JsonValue:
         is_broken: The end that was found is that of a malformed value.
     """
 
-    __slots__ = ("_depth", "_is_begun", "_is_escaped", "_is_string", "is_broken")
+    __slots__ = ("_is_begun", "_is_escaped", "_is_string", "_open", "is_broken")
 
     def __init__(self) -> None:
-        self._depth = 0
+        self._open: list[str] = []  # closing brackets that are due
         self._is_begun = False
         self._is_string = False
         self._is_escaped = False
@@ -52,7 +52,7 @@ class JsonValue:
             at = found.end()
             if self._is_string:
                 self._is_escaped, self._is_string = found[0] == "\\", found[0] == "\\"
-                if not self._is_string and not self._depth:
+                if not self._is_string and not self._open:
                     return at
             elif (end := self._mark(found[0])) is not None:
                 return found.start() + end
@@ -63,16 +63,18 @@ class JsonValue:
         if char == '"':
             self._is_string = self._is_begun = True
         elif char in "{[":
-            self._depth += 1
+            self._open.append("}" if char == "{" else "]")
             self._is_begun = True
-        elif char in "}]" and self._depth:
-            self._depth -= 1
-            return None if self._depth else 1
-        elif char in "}]," and not self._depth:
+        elif char in "}]" and self._open:
+            if self._open.pop() == char:
+                return None if self._open else 1
+            self.is_broken = True
+            return 0
+        elif char in "}]," and not self._open:
             self.is_broken = not self._is_begun
             return 0
         elif char.isspace():
-            return 0 if self._is_begun and not self._depth else None
+            return 0 if self._is_begun and not self._open else None
         elif char != ",":
             self.is_broken = True
             return 0

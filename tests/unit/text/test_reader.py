@@ -235,6 +235,8 @@ def test_a_mark_that_is_a_token_is_known_by_it_alone() -> None:
         ('{"name": "f", "arguments": {"a": 1]]', '{"a": 1]]'),
         ('{"name": "f", "arguments": {"a" <b>}}', '{"a" <b>}}'),
         ('{"name": "f", "arguments": null}', "null"),
+        ('{"name": "f", ', "{}"),
+        ('{"name": "f", a', "a"),
     ],
 )
 def test_arguments_are_as_the_model_wrote_them(text: str, expected: str) -> None:
