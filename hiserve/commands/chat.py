@@ -153,11 +153,15 @@ class Conversation:
         if "error" in event:
             raise UnavailableError(event["error"]["message"])
         for choice in event["choices"]:
-            text = choice["delta"].get("content", "")
+            delta = choice["delta"]
             turn.finish = choice["finish_reason"] or turn.finish
-            turn.ttft_s = elapsed_s if text and not turn.text else turn.ttft_s
-            turn.text += text
-            self._console.out(text.translate(INVISIBLE), end="", highlight=False)
+            for name, style in (("reasoning_content", "dim"), ("content", None)):
+                text = delta.get(name, "")
+                if text and name == "content" and turn.ttft_s and not turn.text:
+                    self._console.out("\n", end="")  # the thought ends here
+                turn.ttft_s = turn.ttft_s or (elapsed_s if text else 0.0)
+                turn.text += text if name == "content" else ""
+                self._console.out(text.translate(INVISIBLE), end="", style=style, highlight=False)
         if event.get("usage"):
             turn.num_prompt = event["usage"]["prompt_tokens"]
             turn.num_cached = event["usage"]["prompt_tokens_details"]["cached_tokens"]

@@ -6,6 +6,7 @@ import asyncio
 import io
 import socket
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -15,20 +16,28 @@ from hiserve.commands import chat, serve
 from hiserve.commands.chat_stats import ReplyStats, stats_lines
 from hiserve.config.options import Options, make_options
 from hiserve.errors import EngineError, UnavailableError
+from tests.helpers import tiny_text
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import REPLY, TOKENIZER, Server, make_server, reply_script
+
+
+@asynccontextmanager
+async def running_at(made: Server) -> AsyncIterator[str]:
+    """Serves an application on a port of its own."""
+    with serve.bind("127.0.0.1", 0) as listener:
+        url = serve.url_of(listener)
+        task = asyncio.create_task(serve.serve(made.app, made.handle, listener, drain_timeout_s=30))
+        await made.handle.wait_open()
+        yield url
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 @pytest_asyncio.fixture
 async def running() -> AsyncIterator[tuple[Server, str]]:
     made = make_server(FakeEngineClient(script=lambda prompt: reply_script()))
-    with serve.bind("127.0.0.1", 0) as listener:
-        url = serve.url_of(listener)
-        task = asyncio.create_task(serve.serve(made.app, made.handle, listener, drain_timeout_s=30))
-        await made.handle.wait_open()
+    async with running_at(made) as url:
         yield made, url
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 async def talk(url: str, text: str, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -142,3 +151,15 @@ def test_flags_make_the_same_configuration() -> None:
         name = words.pop(0).removeprefix("--")
         parsed[name] = True if name == "debug" else words.pop(0)
     assert make_options(**parsed) == make_options(**given)
+
+
+async def test_a_thought_is_shown_and_no_part_of_the_history(monkeypatch: Any, capsys: Any) -> None:
+    thinking = make_server(
+        FakeEngineClient(script=lambda prompt: reply_script("<think>\nso\n</think>\n\nYes.")),
+        template=tiny_text.TEMPLATE + "{#- <think></think> -#}",
+    )
+    async with running_at(thinking) as url:
+        assert await talk(url, "hi\nbye\n", monkeypatch) == 0
+    assert capsys.readouterr().out.count("so\nYes.") == 2
+    assert "Yes.<|end|><|user|>bye" in prompts(thinking)[1]
+    assert "so" not in prompts(thinking)[1]
