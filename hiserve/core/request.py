@@ -66,12 +66,13 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # ``choice`` (a JSON list of texts), ``lark``, ``ebnf`` (GBNF, or Lark)
     kind: GrammarKind
     text: str  # as the kind says
-    digest: bytes  # of both
+    digest: bytes  # of all
+    after: str = ""  # the mark that ends the thought in which the reply begins; the language is that of the rest
 
     @classmethod
-    def of(cls, kind: GrammarKind, text: str) -> Grammar:
+    def of(cls, kind: GrammarKind, text: str, after: str = "") -> Grammar:
         """Returns the grammar with its digest."""
-        return cls(kind, text, namespace_digest(kind, text))
+        return cls(kind, text, namespace_digest(kind, text, after), after)
 
 
 class SpecParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

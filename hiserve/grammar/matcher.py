@@ -66,12 +66,35 @@ class Vocabulary:
         """
         try:
             source = _source(grammar)
+            if grammar.after:
+                source = _after_thought(self._spell(grammar.after), source)
         except ValueError as error:
             raise RequestError(_first_line(error), code=INVALID) from None
         matcher = Matcher(LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits))
         if matcher.error:
             raise RequestError(matcher.error, code=INVALID)
         return matcher
+
+    def _spell(self, mark: str) -> str:
+        """Returns a mark as rules name it: a special token by its id, which no text can spell, or a text."""
+        ids = self._tokenizer.tokenize_str(mark, parse_special=True)
+        is_special = len(ids) == 1 and self._tokenizer.is_special_token(ids[0])
+        return f"<[{ids[0]}]>" if is_special else json.dumps(mark)
+
+
+def _after_thought(mark: str, source: str) -> str:
+    """Returns the grammar of any text, a mark, up to two line breaks, and a text of another grammar."""
+    try:
+        (body,) = json.loads(source)["grammars"]
+    except ValueError:  # the library's own form is JSON, or Lark as it is
+        body = {"lark_grammar": source}
+    if mark.startswith("<["):
+        head = f"thought {mark}\nthought: /(.|\\n)*/"
+    else:
+        head = f"thought\nthought[suffix={mark}]: /(.|\\n)*/"
+    first, _, rest = head.partition("\n")
+    rules = f"start: {first} BREAKS? @body\n{rest}\nBREAKS: /\\n{{1,2}}/"
+    return json.dumps({"grammars": [{"lark_grammar": rules}, {**body, "name": "body"}]})
 
 
 def _source(grammar: Grammar) -> str:

@@ -140,7 +140,12 @@ def asked(kind: str, value: Any, param: str) -> list[Constraint]:
 
 
 async def constrain(
-    vetting: Vetting, request: Request, sampling: SamplingParams, constraint: Constraint | None, num_choices: int
+    vetting: Vetting,
+    request: Request,
+    sampling: SamplingParams,
+    constraint: Constraint | None,
+    num_choices: int,
+    thought_end: str = "",
 ) -> tuple[SamplingParams, str]:
     """Returns the sampling parameters with the vetted grammar, and a warning of what it does not hold, or nothing.
 
@@ -150,6 +155,7 @@ async def constrain(
         sampling: Without a grammar.
         constraint: The one asked for, or None.
         num_choices: Of the whole request; each carries the grammar to its worker.
+        thought_end: The mark that ends the thought in which replies begin; empty if they do not.
 
     Raises:
         RequestError: The grammar cannot be used, or is too large for so many choices.
@@ -171,6 +177,8 @@ async def constrain(
         caller=caller_of(request).number,
     )
     grammar, warnings = await cancel_on_disconnect(request.receive, checking)
+    if thought_end:
+        grammar = Grammar.of(grammar.kind, grammar.text, thought_end)
     # Of a header: ASCII, on one line, and of a length that proxies pass.
     told = " ".join("; ".join(warnings).split()).encode("ascii", "replace").decode()[:400]
     warning = f"{constraint.param} is not held in full: {told}" if told else ""

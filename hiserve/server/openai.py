@@ -70,7 +70,7 @@ class OpenAIRoutes:
         asked = decode(body, ChatOptions)
         sampling, chat = asked.sampling(self._model), parse_chat(body)
         engine = front.handle.require()
-        sampling, warning = await constrain(front.vetting, request, sampling, asked.constraint, sampling.n)
+        constraint = asked.constraint
         context = context_of(request, asked.cache_salt, asked.priority, asked.rid)
         encoding = front.encoder.encode_chat(
             chat,
@@ -80,6 +80,8 @@ class OpenAIRoutes:
             caller=context.caller,
         )
         prompt = await cancel_on_disconnect(request.receive, encoding)
+        thought_end = front.abilities.thought_end(chat, prompt)
+        sampling, warning = await constrain(front.vetting, request, sampling, constraint, sampling.n, thought_end)
         head = envelope(self._model, "chatcmpl")
         remember = partial(front.encoder.remember, context.namespace, chat)
         output = partial(front.abilities.output, chat, prompt)

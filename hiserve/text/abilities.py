@@ -56,21 +56,25 @@ class Abilities:
         reads_calls = bool(chat.tools) and syntax is not None and syntax.row.has_calls
         if syntax is None or not (reads_calls or syntax.thought[0]):
             return TextOutput(self._token_bytes, sampling)
-        opening, closing = syntax.row.thought
-        if chat.continue_final_message:
-            tail = chat.turns[-1].text
-            is_thinking = tail.rfind(opening) > tail.rfind(closing)
-        else:
-            tail = self._tokenizer.decode(prompt[-_TAIL:], skip_hidden=False)
-            is_thinking = tail.rstrip().endswith(opening)
         start = ReplyStart(
             tools=chat.tools if reads_calls else None,
             is_single=chat.is_single,
-            is_thinking=bool(syntax.thought[0]) and is_thinking,
+            is_thinking=bool(self.thought_end(chat, prompt)),
             is_continued=chat.continue_final_message,
             call_id=partial(_call_id, syntax.row.id_length),
         )
         return Reader(syntax, self._token_bytes, sampling, start)
+
+    def thought_end(self, chat: Conversation, prompt: Int32Array) -> str:
+        """Returns the mark that ends the thought in which the reply to a prompt (int32 ``[n]``) begins; empty outside one."""
+        if self._syntax is None or not self._syntax.thought[0]:
+            return ""
+        opening, closing = self._syntax.row.thought
+        if chat.continue_final_message:
+            tail = chat.turns[-1].text
+            return closing if tail.rfind(opening) > tail.rfind(closing) else ""
+        tail = self._tokenizer.decode(prompt[-_TAIL:], skip_hidden=False)
+        return closing if tail.rstrip().endswith(opening) else ""
 
 
 def _call_id(length: int) -> str:

@@ -151,3 +151,22 @@ def test_white_space_between_parts_of_json_is_bounded() -> None:
         count += 1
         assert count <= 48
     assert count == 48
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+@pytest.mark.parametrize("mark", ["</think>", "<|system|>"], ids=["text", "special token"])
+def test_a_reply_that_begins_in_a_thought_has_any_text_and_its_language_after_the_mark(name: str, mark: str) -> None:
+    grammar = GRAMMARS[name]
+    vocabulary = nano_vocabulary()
+    body, matcher = (vocabulary.compile(Grammar.of(grammar.kind, grammar.text, after)) for after in ("", mark))
+    said = TOKENIZER.encode('Hm, "{" or a </thin mark?\n', add_special_tokens=False).tolist()
+    assert matcher.advance(said) is None
+    assert END not in mask(matcher) and len(mask(matcher)) > 3000
+    assert matcher.advance(TOKENIZER.encode(mark, add_special_tokens=False).tolist()) is None
+    breaks = {token for token in mask(matcher) if not TOKENIZER.decode([token]).strip("\n")}
+    assert mask(matcher) - breaks == mask(body)
+    for token in walk(body.copy(), 5):
+        assert token in mask(matcher)
+        end = matcher.advance([token])
+        assert not matcher.error
+    assert (end is None) == (body.copy().advance(walk(body.copy(), 5)) is None)

@@ -183,3 +183,20 @@ async def test_numbers_of_a_large_body_stay_numbers(server: Server) -> None:
     call = await server.complete("Hi", guided_json=schema, user="x" * QUICK_BYTES)
     assert call.status == 200, call.text[:300]
     assert json.loads(last_grammar(server).text) == schema  # type: ignore[union-attr]
+
+
+async def test_where_the_prompt_opens_a_thought_the_grammar_holds_behind_it() -> None:
+    """Otherwise the whole reply, of the grammar, would be read as a thought. What is vetted is the grammar alone."""
+    template = (
+        "{{ messages[-1].content }}{% if enable_thinking is not false %}<think>\n{% else %}<think></think>{% endif %}"
+    )
+    made = make_server(FakeEngineClient(script=lambda prompt: reply_script()), template=template, vetting=Vetted())
+    async with made.app.router.lifespan_context(made.app):
+        await made.handle.wait_open()
+        assert (await made.chat("hi", regex="a+")).status == 200
+        assert last_grammar(made) == Grammar.of("regex", "a+", "</think>") != REGEX
+        assert (await made.chat("hi", regex="a+", chat_template_kwargs={"enable_thinking": False})).status == 200
+        assert last_grammar(made) == REGEX
+        assert (await made.complete("hi<think>\n", regex="a+")).status == 200
+        assert last_grammar(made) == REGEX
+    assert [seen[0] for seen in made.vetting.seen] == [REGEX] * 3
