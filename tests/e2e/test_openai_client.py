@@ -399,3 +399,33 @@ async def test_structured_output_parses_into_the_clients_types(client: openai.As
 def strict_schema(kind: type[pydantic.BaseModel]) -> dict[str, Any]:
     """The schema that the client's ``parse`` sends."""
     return openai.lib._pydantic.to_strict_json_schema(kind)
+
+
+async def test_the_next_step_of_an_agent_hits_the_whole_history(client: openai.AsyncOpenAI, live: Live) -> None:
+    """Calls are sampled under a regex, with odd white space that the client does not return."""
+    page_size = live.info()["config"]["cache"]["page_size"]
+    look: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    call = r'<tool_call>\n\{"name": "look", "arguments": \{"where":  {1,3}"[a-z]{3,12}"\}\}\n</tool_call>'
+    messages: list[Any] = [user(QUESTIONS[4])]
+    history = 0
+    for seed in range(4):
+        reply = await client.chat.completions.create(
+            model=MODEL, messages=messages, tools=[look], temperature=1.2, seed=seed, extra_body={"guided_regex": call}
+        )
+        (choice,) = reply.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.tool_calls is not None
+        (made,) = choice.message.tool_calls
+        assert made.type == "function"
+        assert reply.usage is not None
+        assert reply.usage.prompt_tokens_details is not None
+        assert (reply.usage.prompt_tokens_details.cached_tokens or 0) >= history - page_size
+        history = reply.usage.total_tokens
+        arguments = json.dumps(json.loads(made.function.arguments), separators=(",", ":"))
+        assert arguments != made.function.arguments
+        function = {"name": made.function.name, "arguments": arguments}
+        calls = [{"id": made.id, "type": "function", "function": function}]
+        messages += [
+            {"role": "assistant", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": made.id, "content": "yes"},
+        ]
