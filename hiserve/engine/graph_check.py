@@ -193,7 +193,7 @@ class CheckedEngine:
         plan = self._plan(parts, is_new=True)
         if not is_guarded or self._rows.device.type == "cpu":
             return self.executor.submit(plan).result()
-        with _no_sync():
+        with no_sync():
             return self.executor.submit(plan).result()
 
     def _await_drafts(self) -> None:
@@ -260,7 +260,7 @@ class CheckedEngine:
 
 
 @contextmanager
-def _no_sync() -> Iterator[None]:
+def no_sync() -> Iterator[None]:
     """Within, waiting for the device raises."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch calls the mode a prototype

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from hiserve.core.request import SamplingParams
+from hiserve.engine.graph_check import no_sync
 from hiserve.models.model_config import NANO, find_model
 from tests.gpu.reference_engine import MAX_LEN, NUM_PAGES, engine
 from tests.helpers import oracle
-from tests.helpers.cuda import no_sync, run_all
+from tests.helpers.cuda import run_all
 from tests.helpers.margin import as_tensor, join, margin, shape_difference, teacher_forced
 from tests.helpers.models import Engine, save_family, save_llama, save_qwen3
 from tests.helpers.plans import GREEDY, HandPlanner

@@ -11,8 +11,9 @@ import torch
 
 from hiserve import LLM, SamplingParams
 from hiserve.core.plan import BatchPlan
+from hiserve.engine.graph_check import no_sync
 from tests.helpers import cuda
-from tests.helpers.cuda import FREE, NUM_PAGES, PAGE, SAMPLED, no_sync, prompts_of, run_all, verdicts
+from tests.helpers.cuda import FREE, NUM_PAGES, PAGE, SAMPLED, prompts_of, run_all, verdicts
 from tests.helpers.gated import spoil_device
 from tests.helpers.plans import GREEDY, HandPlanner
 from tests.helpers.tiered import counts_of, engine_of

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from hiserve import LLM, SamplingParams
+from hiserve.engine.graph_check import no_sync
 from hiserve.kernels import draft_reference, draft_triton
 from hiserve.models.model_config import NANO
 from hiserve.runners.draft_graphs import DraftGraphs
 from tests.helpers.cache_paths import SETTINGS, check, pool
 from tests.helpers.cold_heads import Scripted, counted, script
-from tests.helpers.cuda import no_sync
 from tests.helpers.draft_cases import DraftCase, draft_case
 from tests.helpers.drafted import Drafted, save_heads
 from tests.helpers.step_cases import copied

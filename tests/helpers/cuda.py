@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +31,6 @@ SAMPLED = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=9)
 FREE = SamplingParams(temperature=0.8, seed=9)
 # Bytes; large and small ones have pools of their own.
 _GAPS = (1 << 24, (1 << 20) + 512, 1 << 20, 1 << 16, 1 << 12, 512)
-
-
-@contextmanager
-def no_sync() -> Iterator[None]:
-    """Makes any implicit wait for the device an error, in every thread."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch calls the mode a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def wait_for_stream() -> None:
