@@ -421,6 +421,21 @@ def test_a_load_of_several_pages_waits_for_the_last_forward_of_all(cache: Prefix
     assert cache.begin_load(lock(cache, 1, 2), take(cache, 2)).after_step == 6, "page 8 was last used in step 6"
 
 
+def test_a_request_makes_its_account_active_on_both_tiers(cache: PrefixCache) -> None:
+    backed(cache, 1, 2)
+    (account,) = cache.host.shares.held
+    tiers = (cache.device, cache.host)
+
+    def shares() -> list[bool]:
+        return [next(tier.shares._floors())[account] > 0 for tier in tiers]
+
+    for tier in tiers:
+        tier.shares._num_given += 1000 * tier.pages.num_pages  # long without a request
+    assert shares() == [False, False]
+    cache.release(lock(cache, 1))
+    assert shares() == [True, True]
+
+
 def test_a_load_needs_a_page_for_each_host_page_of_an_open_receipt(cache: PrefixCache) -> None:
     demoted(cache, 1, 2)
     receipt, pages = lock(cache, 1, 2), take(cache, 3)
