@@ -90,9 +90,9 @@ class Held:
         self._go.set()
         self._wait(loads, layer)
 
-    def run(self, plan: BatchPlan, decision: Decision, wait: Any = None) -> Any:
+    def run(self, plan: BatchPlan, decision: Decision, *rest: Any) -> Any:
         self.verdicts.append((decision, len(self._copier.loads.open)))
-        ran = self._runners.run(plan, decision, wait)
+        ran = self._runners.run(plan, decision, *rest)
         if decision.loads:
             self._go.set()
         return ran

@@ -56,9 +56,9 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runners, name)
 
-    def run(self, plan: BatchPlan, decision: Decision, wait: Any = None) -> Any:
+    def run(self, plan: BatchPlan, decision: Decision, *rest: Any) -> Any:
         self.seen.append(Seen(plan, decision, len(self._copier.loads.open)))
-        return self._runners.run(plan, decision, wait)
+        return self._runners.run(plan, decision, *rest)
 
 
 class Between:
