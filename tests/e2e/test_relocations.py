@@ -203,9 +203,9 @@ def test_a_strict_gate_replays_nothing_while_a_page_moves(
         executor: Any = engine_of(llm)._executor
         run = executor._runners.run
 
-        def watch(plan: BatchPlan, verdict: Any, wait: Any = None) -> Any:
+        def watch(plan: BatchPlan, verdict: Any, *rest: Any) -> Any:
             versions.append((plan.relocation_version, verdict))
-            return run(plan, verdict, wait)
+            return run(plan, verdict, *rest)
 
         executor._runners.run = watch
         assert tokens_of(llm, prompts) == expected
