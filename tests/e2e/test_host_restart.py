@@ -267,7 +267,9 @@ async def test_a_named_cache_survives_the_whole_server_and_has_one_owner(name: s
 def test_nothing_of_an_unnamed_cache_is_a_file() -> None:
     with LLM(in_process=True, **SETTINGS) as llm:
         llm.generate(PROMPTS, SAMPLING)
-        mapped = Path("/proc/self/maps").read_text()
+        mapped = [line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line]
         opened = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    assert "memfd:hiserve-host-cache" in mapped
-    assert str(SHARED_MEMORY) not in mapped and not any(str(SHARED_MEMORY) in path for path in opened)
+    assert any("memfd:hiserve-host-cache" in path for path in mapped)
+    # Semaphores of other tests' helpers may still be mapped in this process; they are no files of a cache.
+    in_memory = {path for path in mapped + opened if path.startswith(f"{SHARED_MEMORY}/")}
+    assert not {path for path in in_memory if not path.startswith(f"{SHARED_MEMORY}/sem.")}

@@ -11,10 +11,10 @@ import torch
 
 from hiserve.core.plan import Scores
 from hiserve.core.request import SamplingParams
+from hiserve.engine.graph_check import no_sync
 from hiserve.kernels.reference import gumbel, gumbel_at
 from hiserve.kernels.sampling import argmax, ascending, likeliest, token_counts
 from tests.gpu.reference_engine import NUM_PAGES, engine
-from tests.helpers.cuda import no_sync
 from tests.helpers.models import Engine, save_llama
 from tests.helpers.plans import GREEDY, HandPlanner
 

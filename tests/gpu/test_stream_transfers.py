@@ -13,8 +13,8 @@ import torch
 from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.core.upload import upload
+from hiserve.engine.graph_check import no_sync
 from hiserve.kernels.page_copy import copy_pages
-from tests.helpers.cuda import no_sync
 from tests.helpers.transfers import DIRECT, LAYERED, PAGE_BYTES, STAGED, TransferBench, ints
 
 pytestmark = pytest.mark.gpu

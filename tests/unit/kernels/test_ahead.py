@@ -56,7 +56,7 @@ class Toolchain:
         self.is_warm = False
 
     def compile(self, src: Any, target: Any, options: Any, **_: Any) -> Any:
-        self.compiled.append((src.name, f"{src.signature} {src.constants} {src.attrs}"))
+        self.compiled.append((src.name, f"{src.signature} {src.constants} {src.attrs} {options}"))
         self.threads.add(threading.get_ident())
         if src.name in self.failing:
             raise RuntimeError(f"{src.name} cannot be compiled")
@@ -141,16 +141,25 @@ def test_a_start_whose_kernels_are_in_the_cache_looks_no_further_than_two_steps(
     toolchain: Toolchain, is_warm: bool
 ) -> None:
     ran: list[int] = []
+    masked: list[bool] = []
 
-    def run(plan: Any, _: Any) -> None:
+    def run(plan: Any, _: Any, *, masks: Any) -> None:
         ran.append(int(plan.num_new.sum()))
+        masked.append(masks is not None)
         norm(len(ran))
 
     toolchain.is_warm = is_warm
-    rows: Any = SimpleNamespace(page_table=torch.zeros(3, 2), max_len=8, apply=lambda plan: None, forget=lambda: None)
+    rows: Any = SimpleNamespace(
+        page_table=torch.zeros(3, 2),
+        max_len=8,
+        apply=lambda plan: None,
+        forget=lambda: None,
+        upload_masks=lambda masks: masks,
+    )
     runners: Any = SimpleNamespace(run=run, propose=lambda *_: None)
     compile_steps(runners, rows, num_threads=2, max_batched_tokens=8)
-    assert ran == [1, 1, 2, 2] if is_warm else ran[:4] == [1, 1, 2, 2] and max(ran) > 2
+    assert ran[:6] == [1, 1, 1, 1, 2, 2] and masked[:6] == [False, True] * 2 + [False] * 2
+    assert (len(ran) == 6) == is_warm and (max(ran) > 2) != is_warm
 
 
 def test_other_threads_launch_meanwhile(toolchain: Toolchain) -> None:
@@ -179,12 +188,16 @@ def test_what_cannot_be_compiled_fails_when_it_is_launched_and_not_before(toolch
 def test_work_that_fails_is_told_and_leaves_triton_as_it_was(
     toolchain: Toolchain, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def run(*_: Any) -> None:
+    def run(*_: Any, **__: Any) -> None:
         raise RuntimeError("no such luck")
 
     launch, forgotten = JITFunction.run, []
     rows = SimpleNamespace(
-        page_table=torch.zeros(3, 2), max_len=8, apply=lambda plan: None, forget=lambda: forgotten.append(1)
+        page_table=torch.zeros(3, 2),
+        max_len=8,
+        apply=lambda plan: None,
+        forget=lambda: forgotten.append(1),
+        upload_masks=lambda masks: masks,
     )
     compile_steps(SimpleNamespace(run=run), rows, num_threads=2, max_batched_tokens=8)  # type: ignore[arg-type]
     assert "one by one, as they are launched: no such luck" in caplog.text
