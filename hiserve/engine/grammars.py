@@ -49,13 +49,19 @@ class GrammarRows:
 
     def is_awaited(self, request: Request) -> bool:
         """Whether a waiting request must wait for its grammar; one without any need not. A failure is in ``take_errors``."""
-        if request.sampling.grammar is None or request.matcher is not None:
+        if request.sampling.grammar is None:
             return False
-        try:
-            request.matcher = self._compiler.matcher(request.sampling.grammar)
-        except HiserveError as error:
+        if request.matcher is None:
+            request.matcher = self._compiler.compile(request.sampling.grammar)
+        if not request.matcher.done():
+            return True
+        error = request.matcher.exception()
+        if isinstance(error, HiserveError):
             self._errors.append((request, error))
-        return request.matcher is None
+            return True
+        if error is not None:
+            raise error
+        return False
 
     def take_errors(self) -> list[tuple[Request, HiserveError]]:
         """Returns the waiting requests whose grammar cannot be compiled, once."""
@@ -65,7 +71,7 @@ class GrammarRows:
     def admit(self, row: int, request: Request) -> None:
         """Gives a row the matcher of its request, which must not be awaited; it has seen the tokens after the prompt."""
         if request.matcher is not None:
-            matcher = self._matchers[row] = request.matcher.copy()
+            matcher = self._matchers[row] = request.matcher.result().copy()
             matcher.advance(request.tokens[request.num_prompt :].tolist())
 
     def release(self, row: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from hiserve.core.digest import pack_tokens
@@ -44,7 +45,7 @@ class Request:
         num_scored: Those, and the ones reported since; the first token has no score. All, when none is wanted.
         was_admitted: Whether it ever had a row.
         in_flight_prefix: The row that it waits for.
-        matcher: Of its grammar, before the first token; None until it is compiled, or without one.
+        matcher: Of its grammar, before the first token; None until it is first awaited, or without one.
         key: ``tokens``, packed.
     """
 
@@ -65,7 +66,7 @@ class Request:
     num_scored: int = field(init=False)
     was_admitted: bool = False
     in_flight_prefix: InFlightPrefix | None = None
-    matcher: Matcher | None = None
+    matcher: Future[Matcher] | None = None
     key: bytes = field(init=False)
 
     def __post_init__(self) -> None:

@@ -27,11 +27,11 @@ class Compiler:
         self._compiled: OrderedDict[bytes, Future[Matcher]] = OrderedDict()
         self._thread: ThreadPoolExecutor | None = None
 
-    def matcher(self, grammar: Grammar) -> Matcher | None:
-        """Returns a matcher before its first token, which others have too: ``copy`` it. None until it is compiled.
+    def compile(self, grammar: Grammar) -> Future[Matcher]:
+        """Returns what will be a matcher before its first token, which others get too: ``copy`` it.
 
-        Raises:
-            HiserveError: It cannot be compiled, or there is no tokenizer.
+        The caller keeps it: a grammar that is asked for again after ``MAX_GRAMMARS`` others is compiled again. It fails with a
+        HiserveError if the grammar cannot be compiled, or there is no tokenizer.
         """
         compiling = self._compiled.get(grammar.digest)
         if compiling is None:
@@ -39,7 +39,7 @@ class Compiler:
             if len(self._compiled) > MAX_GRAMMARS:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar.digest)
-        return compiling.result() if compiling.done() else None
+        return compiling
 
     def close(self) -> None:
         """Ends the thread; a grammar that is being compiled is finished first."""

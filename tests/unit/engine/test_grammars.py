@@ -135,6 +135,27 @@ def test_requests_wait_for_their_grammar_and_no_longer() -> None:
     assert not rows.take_errors()
 
 
+def test_more_waiting_grammars_than_are_kept_are_compiled_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "MAX_GRAMMARS", 2)
+    compiled: list[Grammar] = []
+
+    def compile_one(self: Vocabulary, grammar: Grammar) -> Matcher:
+        compiled.append(grammar)
+        return real(self, grammar)
+
+    real = Vocabulary.compile
+    monkeypatch.setattr(Vocabulary, "compile", compile_one)
+    rows = GrammarRows(nano_vocabulary, VOCAB_SIZE)
+    waiting = [request(uid, Grammar.of("regex", f"a{{{uid}}}")) for uid in range(1, 9)]
+    for _ in range(50):
+        for one in waiting:
+            rows.is_awaited(one)
+    while any(rows.is_awaited(one) for one in waiting):
+        threading.Event().wait(0.001)
+    rows.close()
+    assert compiled == [one.sampling.grammar for one in waiting]
+
+
 @pytest.mark.parametrize(("open_vocabulary", "told"), [(nano_vocabulary, "unclosed"), (no_vocabulary, "no tokenizer")])
 def test_a_grammar_that_cannot_be_compiled_fails_its_requests(open_vocabulary: object, told: str) -> None:
     rows = GrammarRows(open_vocabulary, VOCAB_SIZE)  # type: ignore[arg-type]
@@ -151,9 +172,7 @@ def test_the_grammar_used_last_is_forgotten_last(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(compiler, "MAX_GRAMMARS", 2)
     kept, made = Compiler(nano_vocabulary), list[Matcher]()
     for name in ("choice", "regex", "choice", "rules", "choice", "regex"):
-        while (matcher := kept.matcher(GRAMMARS[name])) is None:
-            threading.Event().wait(0.001)
-        made.append(matcher)
+        made.append(kept.compile(GRAMMARS[name]).result())
     choice, regex, again, _, third, anew = made
     assert choice is again is third
     assert anew is not regex
