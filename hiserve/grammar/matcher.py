@@ -168,7 +168,7 @@ class MaskFiller:
     def fill(self, matchers: Sequence[tuple[Matcher, int, list[int]]], masks: Int32Array) -> None:
         """Writes the masks of each matcher: of its place, and after each of its drafts.
 
-        The matchers stay where they are; one that fails has an ``error`` afterwards. Masks behind a draft that the grammar
+        The matchers stay where they are; one that fails has an ``error`` afterwards. Masks after a draft that the grammar
         refuses stay as they were.
 
         Args:

@@ -95,7 +95,7 @@ class GrammarFields(SamplingFields, frozen=True, kw_only=True):
         Raises:
             RequestError: One is out of bounds.
         """
-        return asked("regex", self.regex, "regex") + asked("grammar", self.ebnf, "ebnf")
+        return constraints_of("regex", self.regex, "regex") + constraints_of("grammar", self.ebnf, "ebnf")
 
     @property
     def constraint(self) -> Constraint | None:
@@ -127,14 +127,14 @@ class OpenAIGrammarFields(GrammarFields, frozen=True, kw_only=True):
         if self.response_format is not None:
             found += self.response_format.constraints()
         for kind in MAKERS:
-            found += asked(kind, getattr(self, f"guided_{kind}"), f"guided_{kind}")
-            found += asked(kind, getattr(self.structured_outputs, kind, None), f"structured_outputs.{kind}")
+            found += constraints_of(kind, getattr(self, f"guided_{kind}"), f"guided_{kind}")
+            found += constraints_of(kind, getattr(self.structured_outputs, kind, None), f"structured_outputs.{kind}")
         if self.structured_outputs is not None and self.structured_outputs.json_object:
             found.append(Constraint(bounds.any_object(), "structured_outputs.json_object"))
         return found
 
 
-def asked(kind: str, value: Any, param: str) -> list[Constraint]:
+def constraints_of(kind: str, value: Any, param: str) -> list[Constraint]:
     """Returns the grammar of a field; none for null."""
     return [] if value is None else [Constraint(MAKERS[kind](value, param), param)]
 
@@ -180,6 +180,6 @@ async def constrain(
     if thought_end:
         grammar = Grammar.of(grammar.kind, grammar.text, thought_end)
     # Of a header: ASCII, on one line, and of a length that proxies pass.
-    told = " ".join("; ".join(warnings).split()).encode("ascii", "replace").decode()[:400]
-    warning = f"{constraint.param} is not held in full: {told}" if told else ""
+    text = " ".join("; ".join(warnings).split()).encode("ascii", "replace").decode()[:400]
+    warning = f"{constraint.param} is not held in full: {text}" if text else ""
     return msgspec.structs.replace(sampling, grammar=grammar), warning

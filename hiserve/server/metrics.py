@@ -77,7 +77,7 @@ class Metrics:
             "chat_requests_with_hidden_tools", "Chats with tools that the model's chat template does not show."
         )
         self.unread_calls = self._counter(
-            "unread_calls", "Marks in replies that begin a tool call, behind which there was none: they are content."
+            "unread_calls", "Marks in replies that begin a tool call, without a call after them: they are content."
         )
         self.cached_tokens = self._counters("cached_tokens", "The same by tier.", "cache_source", TIERS)
         self.finished = self._counters(
@@ -282,7 +282,7 @@ class RequestTimer:
         self._last = now
 
     def ended(self, reason: str, num_unread_calls: int = 0) -> None:
-        """Notes the end and marks of calls behind which there was no call; the first reason given counts."""
+        """Notes the end, and marks of calls without a call after them; the first reason given counts."""
         if self.e2e_s is None:
             self.e2e_s = time.monotonic() - self._arrived
             self._metrics.e2e.observe(self.e2e_s)

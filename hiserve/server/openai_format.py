@@ -73,7 +73,7 @@ class ChatFormatter:
         self._num_prompt_top = request.prompt_logprobs
         self._shows_tokens = self._has_token_ids or self._num_top is not None
         self._spell = spell
-        self._num_calls: dict[int, int] = {}  # told so far, by choice
+        self._num_calls: dict[int, int] = {}  # sent so far, by choice
 
     def whole(self, choices: Choices) -> ChatCompletion:
         """Returns the reply that is not streamed."""

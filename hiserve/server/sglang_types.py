@@ -12,7 +12,7 @@ from hiserve.config.serving import MAX_INT32
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import MAX_LOGPROBS, SamplingParams
 from hiserve.errors import RequestError
-from hiserve.server.grammar_fields import Constraint, GrammarFields, JsonSchema, asked
+from hiserve.server.grammar_fields import Constraint, GrammarFields, JsonSchema, constraints_of
 from hiserve.server.openai_types import MAX_CHOICES, NonEmpty, TokenIds, check_number
 from hiserve.server.reply_format import CacheMiss, ServedModel, SpecTokensDetails
 from hiserve.server.sampling_fields import Limits, Name, Priority, range_of
@@ -40,7 +40,7 @@ class NativeSampling(GrammarFields, frozen=True, kw_only=True):
 
     def constraints(self) -> list[Constraint]:
         """Returns the grammars asked for."""
-        return super().constraints() + asked("json", self.json_schema, "json_schema")
+        return super().constraints() + constraints_of("json", self.json_schema, "json_schema")
 
 
 class NativePrompt(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,14 +20,14 @@ ARGUMENT_FIELDS = ("arguments", "parameters")
 class CallReader:
     """Reads the calls of one reply.
 
-    Nothing is taken from the text before the name of a call is complete; a call is told then, and its arguments follow
+    Nothing is taken from the text before the name of a call is complete; a call is emitted then, and its arguments follow
     as they arrive.
 
     Args:
         syntax: How calls are spelled.
         buffer: The text.
         tools: OpenAI function tools; their schemas type tagged arguments.
-        before_call: Called before a call is told.
+        before_call: Called before a call is emitted.
         call_id: Returns an id for a call to which the model gave none.
         is_single: The first call ends the reply.
     """
@@ -52,7 +52,7 @@ class CallReader:
         self._has_arguments = False
 
     def read(self, mark: str, at: int) -> Reading[bool]:
-        """Reads calls behind an opening mark; returns False, and leaves the text as it is, if there are none.
+        """Reads calls after an opening mark; returns False, and leaves the text as it is, if there are none.
 
         Args:
             mark: The mark; empty for a call without one.
@@ -70,11 +70,11 @@ class CallReader:
             at = yield from buffer.past(at)
             is_list = bool((yield from buffer.starts(at, "[")))
             at += is_list
-        is_told = False
+        has_call = False
         while at >= 0 and (yield from self._call(at, is_bare=not mark)):
-            is_told = True
+            has_call = True
             at = yield from self._next(is_list=is_list)
-        return is_told
+        return has_call
 
     def _next(self, *, is_list: bool) -> Reading[int]:
         """Returns where another call of the section or list begins, after its mark; -1 if there is none."""
@@ -120,7 +120,7 @@ class CallReader:
         name, early, at = yield from self._object_head(at, is_bare=is_bare)
         if not name:
             return False
-        self._tell(name, at, early)
+        self._emit_call(name, at, early)
         is_well = self._has_arguments or not is_bare or (yield from self._json())
         at = 0
         while is_well:
@@ -172,7 +172,7 @@ class CallReader:
         return "", "", at
 
     def _head(self, at: int) -> Reading[str]:
-        """Reads a name that stands before its arguments and tells the call; returns an empty text if there is none."""
+        """Reads a name that stands before its arguments and emits the call; returns an empty text if there is none."""
         buffer, syntax = self._buffer, self._syntax
         found = yield from buffer.find(at, syntax.in_header, MAX_HEAD)
         if found is None or found[1] not in syntax.name_ends:
@@ -184,7 +184,7 @@ class CallReader:
         if not NAME.fullmatch(name) or any(stand_in in name for stand_in in syntax.stand_ins.values()):
             return ""
         keeps_mark = found[1] in (syntax.key[0], *syntax.closings)
-        self._tell(name, found.start() if keeps_mark else found.end(), "", call_id)
+        self._emit_call(name, found.start() if keeps_mark else found.end(), "", call_id)
         return name
 
     def _tagged(self, types: Mapping[str, frozenset[str]]) -> Reading[None]:
@@ -207,12 +207,12 @@ class CallReader:
                 at = yield from buffer.past(at)
                 at += len((yield from buffer.starts(at, syntax.value[0])))
             at = yield from buffer.past(at, "\n", self._row.value_lines)
-            buffer.tell(Kind.ARGUMENTS, at, f"{', ' if num_read else ''}{quoted(key)}: ")
+            buffer.emit(Kind.ARGUMENTS, at, f"{', ' if num_read else ''}{quoted(key)}: ")
             num_read += 1
             yield from self._value(types.get(key, ANY))
         is_own = mark == syntax.end or mark == syntax.call[1]
         if mark or not (buffer.is_over and buffer.is_cut):
-            buffer.tell(Kind.ARGUMENTS, (at + len(mark)) * (is_own and bool(mark)), "}")
+            buffer.emit(Kind.ARGUMENTS, (at + len(mark)) * (is_own and bool(mark)), "}")
             yield from self._end(0, has_closed=mark == syntax.call[1])
 
     def _value(self, types: frozenset[str]) -> Reading[None]:
@@ -232,13 +232,13 @@ class CallReader:
             if found[1] != syntax.value[1] or (yield from self._is_end_of_value(at)):
                 break
             if is_string:  # a mark within the value
-                buffer.tell(Kind.ARGUMENTS, at, self._escaped(buffer.text[:at]))
+                buffer.emit(Kind.ARGUMENTS, at, self._escaped(buffer.text[:at]))
         if found is None and buffer.is_cut:
             self._show(len(buffer.text))
             return
         end = len(buffer.text) if found is None else found.start()
         size = end if found is None or found[1] != syntax.value[1] else found.end()
-        buffer.tell(Kind.ARGUMENTS, size, '"' if is_string else as_json(syntax.shown(buffer.text[:end]), types))
+        buffer.emit(Kind.ARGUMENTS, size, '"' if is_string else as_json(syntax.shown(buffer.text[:end]), types))
 
     def _is_end_of_value(self, at: int) -> Reading[bool]:
         """Whether a closing mark is followed by another argument or the end, so that it is no part of the value."""
@@ -272,7 +272,7 @@ class CallReader:
             yield
 
     def _json(self) -> Reading[bool]:
-        """Tells a JSON value as it arrives; returns whether it was complete."""
+        """Emits a JSON value as it arrives; returns whether it was complete."""
         buffer, value = self._buffer, JsonValue()
         while True:
             end = value.end(buffer.text, 0)
@@ -282,7 +282,7 @@ class CallReader:
             yield
 
     def _rest(self) -> Reading[None]:
-        """Tells malformed arguments as they are, up to the mark that ends the call."""
+        """Emits malformed arguments as they are, up to the mark that ends the call."""
         if not self._has_arguments:
             self._buffer.drop((yield from self._buffer.past(0, SPACE + ",")))
         found = yield from self._buffer.show_until(Kind.ARGUMENTS, self._syntax.in_arguments, self._begun)
@@ -290,7 +290,7 @@ class CallReader:
             yield from self._end(found.start(1) if found else 0)
 
     def _end(self, at: int, *, has_closed: bool = False) -> Reading[None]:
-        """Tells the end of a call, of which text up to a place and the closing mark are left."""
+        """Emits the end of a call, of which text up to a place and the closing mark are left."""
         buffer, mark = self._buffer, self._syntax.call[1]
         if not self._has_arguments:
             self._show_text("{}")
@@ -299,19 +299,19 @@ class CallReader:
             if closing and (yield from buffer.starts(after, closing)):
                 at = after + len(closing)
                 after = yield from buffer.past(at)
-        buffer.tell(Kind.CALL_END, at, "")
+        buffer.emit(Kind.CALL_END, at, "")
         buffer.is_stopped = self._is_single
         yield from buffer.pause()
 
-    def _tell(self, name: str, num_chars: int, early: str, call_id: str = "") -> None:
+    def _emit_call(self, name: str, num_chars: int, early: str, call_id: str = "") -> None:
         self._before_call()
-        self._buffer.tell(Kind.CALL, num_chars, name, call_id or self._call_id())
+        self._buffer.emit(Kind.CALL, num_chars, name, call_id or self._call_id())
         if early:
             self._show_text(self._syntax.shown(early))
 
     def _show(self, num_chars: int) -> None:
         if num_chars:
-            self._buffer.tell(Kind.ARGUMENTS, num_chars, self._syntax.shown(self._buffer.text[:num_chars]))
+            self._buffer.emit(Kind.ARGUMENTS, num_chars, self._syntax.shown(self._buffer.text[:num_chars]))
             self._has_arguments = True
 
     def _begun(self, text: str) -> str:
@@ -319,7 +319,7 @@ class CallReader:
         return self._syntax.shown(text)
 
     def _show_text(self, text: str) -> None:
-        self._buffer.tell(Kind.ARGUMENTS, 0, text)
+        self._buffer.emit(Kind.ARGUMENTS, 0, text)
         self._has_arguments = True
 
     def _escaped(self, text: str) -> str:

@@ -33,7 +33,7 @@ class ReplyOutput(Protocol):
     """Converts the tokens of one choice to the text, thoughts and calls that its reader receives, for any chunking.
 
     Attributes:
-        num_unread: Marks of calls so far behind which there was no call.
+        num_unread: Marks of calls so far without a call after them.
     """
 
     num_unread: int

@@ -44,7 +44,7 @@ class Reader:
         prompt: Where the prompt ends, and what the model may call.
 
     Attributes:
-        num_unread: Opening marks behind which there was no call, so that they are content.
+        num_unread: Opening marks without a call after them, so that they are content.
         has_calls: Whether a call has ended.
     """
 
@@ -148,7 +148,7 @@ class Reader:
                 self.num_unread += 1
                 size = found.end()
                 shown = syntax.shown(buffer.text[:size])
-                buffer.tell(kind, size, shown if is_thought else self._content(shown))
+                buffer.emit(kind, size, shown if is_thought else self._content(shown))
         self._end_text()
 
     def _begin(self) -> Reading[Kind]:
@@ -191,4 +191,4 @@ class Reader:
     def _end_text(self) -> None:
         """Ends a text: what may have become a stop text is content."""
         if held := self._stops.flush():
-            self._buffer.tell(Kind.CONTENT, 0, held)
+            self._buffer.emit(Kind.CONTENT, 0, held)

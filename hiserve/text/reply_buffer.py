@@ -1,4 +1,4 @@
-"""The part of a reply that is not told yet, and the events that were told."""
+"""The part of a reply that is not emitted yet, and the events that were emitted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Event(NamedTuple):
         kind: What it adds.
         text: Of a thought, content or arguments; the name of a call; empty at an end.
         start: The first token.
-        stop: Behind the last token.
+        stop: After the last token.
         id: Of a call, where the model gave one.
     """
 
@@ -56,10 +56,10 @@ class ReplyBuffer:
     """Text whose meaning is not known yet, with the token from which each part of it comes.
 
     Attributes:
-        text: The text; its start is taken away as it is told.
+        text: The text; its start is taken away as it is emitted.
         is_over: No more text follows.
         is_cut: The reply ended at a limit, not by itself.
-        is_stopped: A stop text ended the reply; nothing more is told.
+        is_stopped: A stop text ended the reply; nothing more is emitted.
         events: Told since ``take``.
     """
 
@@ -70,7 +70,7 @@ class ReplyBuffer:
         self.is_stopped = False
         self.events: list[Event] = []
         self._sizes: deque[tuple[int, int]] = deque()  # characters, and the tokens up to them
-        self._told = 0  # tokens of the events so far
+        self._num_emitted = 0  # tokens of the events so far
         self._dropped = 0  # tokens up to the last character that was dropped
 
     def append(self, text: str, num_tokens: int) -> None:
@@ -80,14 +80,14 @@ class ReplyBuffer:
             self._sizes.append((len(text), num_tokens))
 
     def take(self) -> list[Event]:
-        """Returns the events told since the last call."""
+        """Returns the events emitted since the last call."""
         events, self.events = self.events, []
         return events
 
-    def tell(self, kind: Kind, num_chars: int, text: str, call_id: str = "") -> None:
-        """Takes characters away and tells them as an event of this text."""
-        stop = max(self._told, self.drop(num_chars))
-        self.add(Event(kind, text, self._told, stop, call_id))
+    def emit(self, kind: Kind, num_chars: int, text: str, call_id: str = "") -> None:
+        """Takes characters away and emits them as an event of this text."""
+        stop = max(self._num_emitted, self.drop(num_chars))
+        self.add(Event(kind, text, self._num_emitted, stop, call_id))
 
     def drop(self, num_chars: int) -> int:
         """Takes characters away; returns the tokens up to the last of them. Their tokens belong to the next event."""
@@ -135,7 +135,7 @@ class ReplyBuffer:
             yield
 
     def show_until(self, kind: Kind, search: MarkSearch, shown: Callable[[str], str]) -> Reading[re.Match[str] | None]:
-        """Tells text up to a mark, which then begins the text, and returns it; None at the end of the reply.
+        """Emits text up to a mark, which then begins the text, and returns it; None at the end of the reply.
 
         Args:
             kind: Of the events.
@@ -149,7 +149,7 @@ class ReplyBuffer:
             if not found and not self.is_over:
                 size -= search.num_held(self.text)
             if size:
-                self.tell(kind, size, shown(self.text[:size]))
+                self.emit(kind, size, shown(self.text[:size]))
             yield from self.pause()
             if found:
                 return search.find(self.text, 0)
@@ -164,22 +164,22 @@ class ReplyBuffer:
 
     def close(self, kind: Kind) -> None:
         """Adds tokens without text, before the first character, to the events of this kind."""
-        first = self._sizes[0][1] - 1 if self._sizes else self._told
-        if first > self._told >= self._dropped:
-            self.add(Event(kind, "", self._told, first))
+        first = self._sizes[0][1] - 1 if self._sizes else self._num_emitted
+        if first > self._num_emitted >= self._dropped:
+            self.add(Event(kind, "", self._num_emitted, first))
 
     def end(self, num_tokens: int) -> None:
-        """Tells the end of a reply of so many tokens."""
-        self.add(Event(Kind.END, "", self._told, num_tokens))
+        """Emits the end of a reply of so many tokens."""
+        self.add(Event(Kind.END, "", self._num_emitted, num_tokens))
 
     def add(self, event: Event) -> None:
-        """Tells an event; one that continues the last one is joined with it."""
+        """Emits an event; one that continues the last one is joined with it."""
         last = self.events[-1] if self.events else None
         if last is not None and last.kind is event.kind and event.kind in GROWING:
             self.events[-1] = last._replace(text=last.text + event.text, stop=event.stop)
         else:
             self.events.append(event)
-        self._told = event.stop
+        self._num_emitted = event.stop
 
 
 def merged(events: Iterable[Event]) -> list[Event]:
@@ -200,7 +200,7 @@ def called(events: Iterable[Event], first: int = 0) -> dict[int, tuple[str, str,
 
     Args:
         events: In order; arguments before the first call belong to the last one before.
-        first: Calls told before.
+        first: Calls emitted before.
     """
     found: dict[int, tuple[str, str, str]] = {}
     index = first - 1

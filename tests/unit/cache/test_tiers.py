@@ -393,13 +393,19 @@ def test_a_lock_holds_whole_pages_that_were_matched(cache: PrefixCache, num_host
         cache.lock(cache.match(TENANT, prompt(1, 2)), num_host_tokens)
 
 
-def test_a_load_waits_for_the_last_forward_that_could_touch_its_pages(cache: PrefixCache) -> None:
+def cache_used_in_steps() -> PrefixCache:
+    """Pages 1 and 2 are on the host; steps 3 and 6 used device pages of 7 and 8."""
     cache = new_cache(num_pages=5)
     demoted(cache, 1, 2)
     for step, page in ((3, 7), (6, 8)):
         receipt = serve(cache, page)
         cache.begin_after(step)
         cache.release(receipt)
+    return cache
+
+
+def test_a_load_waits_for_the_last_forward_that_could_touch_its_pages() -> None:
+    cache = cache_used_in_steps()
     private = take(cache, 2)
     cache.begin_after(9)
     receipt = lock(cache, 1)
@@ -409,13 +415,8 @@ def test_a_load_waits_for_the_last_forward_that_could_touch_its_pages(cache: Pre
     assert cache.begin_load(other, take(cache, 1)).after_step == 9, "these pages were in use until now"
 
 
-def test_a_load_of_several_pages_waits_for_the_last_forward_of_all(cache: PrefixCache) -> None:
-    cache = new_cache(num_pages=5)
-    demoted(cache, 1, 2)
-    for step, page in ((3, 7), (6, 8)):
-        receipt = serve(cache, page)
-        cache.begin_after(step)
-        cache.release(receipt)
+def test_a_load_of_several_pages_waits_for_the_last_forward_of_all() -> None:
+    cache = cache_used_in_steps()
     take(cache, 2)
     cache.begin_after(9)
     assert cache.begin_load(lock(cache, 1, 2), take(cache, 2)).after_step == 6, "page 8 was last used in step 6"

@@ -16,6 +16,7 @@ from hiserve.engine.loop import LEAD_S, MAX_ACK_WAIT_S, RATE, Engine, StepTimer
 from hiserve.engine.planner import Planner
 from hiserve.errors import InvariantError
 from hiserve.ipc.messages import Admit
+from tests.helpers.clock import Clock
 from tests.helpers.echo import oracle
 from tests.helpers.engines import echo_engine
 
@@ -196,16 +197,6 @@ def test_overlap_plans_a_step_while_the_one_before_executes(monkeypatch: pytest.
     drain(engine)
     assert num_planned >= NUM_STEPS
     engine.close()
-
-
-class Clock:
-    """Seconds that the test sets."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

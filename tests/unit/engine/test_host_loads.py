@@ -10,19 +10,12 @@ from hiserve.core.transfers import STORE_LANES
 from hiserve.engine.cache_counters import CacheCounters
 from hiserve.engine.host_loads import MAX_SKIPPED, MIN_MEASUREMENTS, HostLoads, LinearFit, LoadCostModel
 from hiserve.engine.rows import RowState
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.helpers.clock import Clock
 
 
 def measured(*, load_fixed_s: float, load_token_s: float, step_fixed_s: float, token_s: float) -> LoadCostModel:
     """Costs that saw a few steps and loads of several sizes, all exactly on these lines."""
-    clock = Clock()
+    clock = Clock(0.0)
     costs = LoadCostModel(512, clock)
     for size in (64, 512, 128, 256, 448):
         costs.begin_step(1, size)
@@ -33,7 +26,7 @@ def measured(*, load_fixed_s: float, load_token_s: float, step_fixed_s: float, t
 
 
 def test_until_both_are_measured_what_the_host_has_is_loaded() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     costs = LoadCostModel(512, clock)
     assert costs.is_worth_loading(1, 10**9)
     for _ in range(MIN_MEASUREMENTS):
@@ -67,7 +60,7 @@ def test_each_step_of_a_recomputation_costs_its_fixed_part() -> None:
 
 
 def test_a_step_counts_from_the_end_of_the_one_before_it_and_decoding_does_not_count() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     costs = LoadCostModel(512, clock)
     for _ in range(MIN_MEASUREMENTS):
         costs.begin_step(8, 8)  # decoding
@@ -103,7 +96,7 @@ def test_a_stall_is_not_believed_for_ever() -> None:
 
 
 def test_of_what_a_store_has_comes_as_much_as_there_is_time_for() -> None:
-    costs = LoadCostModel(512, Clock())
+    costs = LoadCostModel(512, Clock(0.0))
     for size in (64, 512, 128, 256, 448):
         costs.end_fetch(size, 0.5 + size * 0.01)
     assert costs.num_in_time(100, 0, 0.4) == 0, "the first comes after half a second"
@@ -112,7 +105,7 @@ def test_of_what_a_store_has_comes_as_much_as_there_is_time_for() -> None:
 
 
 def test_a_step_that_did_not_run_tells_nothing_of_prefill() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     costs = LoadCostModel(512, clock)
     for _ in range(MIN_MEASUREMENTS):
         costs.end_load(16, 1.0)

@@ -15,6 +15,7 @@ from hiserve.errors import OverloadedError, RequestError, UnavailableError
 from hiserve.grammar import vet
 from hiserve.grammar.vet import Trial, Vetting
 from hiserve.grammar.vet_process import try_out
+from tests.helpers.clock import Clock
 from tests.helpers.grammars import GRAMMARS, nano_folder, nano_vocabulary
 
 SLOW = Grammar.of("json", '{"type":"integer","multipleOf":1234567}')
@@ -27,14 +28,6 @@ DEEP = Grammar.of(
         }
     ),
 )
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

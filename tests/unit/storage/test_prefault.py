@@ -18,6 +18,7 @@ from hiserve.cache.storage import prefault as touches
 from hiserve.cache.storage.prefault import PinningThrottle, Populate, Prefault
 from hiserve.cache.storage.segment import Segment
 from hiserve.errors import ResourceError
+from tests.helpers.clock import Clock
 from tests.helpers.host import make_layout
 from tests.helpers.waiting import PATIENCE_S
 
@@ -215,19 +216,9 @@ def test_an_old_kernel_gets_the_memory_another_way(segment: Segment, monkeypatch
 GIB = 1 << 30
 
 
-class Clock:
-    """Seconds that pass when told to."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def share_of_pinning(spare_bytes: int, *, step_every_s: float, pinned_s: float = 0.005, pieces: int = 50) -> float:
     """Pins pieces as fast as the pace lets them, while steps are launched; returns the share of the time that takes."""
-    clock = Clock()
+    clock = Clock(1000.0)
     throttle, begin_s, next_step_s = PinningThrottle(clock), clock.now_s, clock.now_s
     for _ in range(pieces):
         while True:
@@ -253,7 +244,7 @@ def test_pinning_takes_half_of_the_time_when_ready_pages_run_out() -> None:
 
 def test_pinning_never_rests_on_an_idle_device() -> None:
     assert share_of_pinning(GIB, step_every_s=1e9, pieces=1000) > 0.9
-    throttle = PinningThrottle(Clock())
+    throttle = PinningThrottle(Clock(1000.0))
     throttle.pinned(100.0)
     assert throttle.pause_s(0) == 0
 
