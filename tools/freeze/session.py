@@ -101,7 +101,12 @@ GOOD = (
     _post(TEXT, {"prompt": "Would you like", **GREEDY}),
     _post(TEXT, {"prompt": "Would you like", **GREEDY, **STREAM}),
     _post(TEXT, {"prompt": ["I need a ride", [300, 301, 302]], **DRAWN, "logprobs": 2, "echo": True}),
-    _post(TEXT, {"prompt": "Two coffees", **DRAWN, "n": 3, "stop": [".", "?"], "include_stop_str_in_output": True}),
+    # A stop text is found after the engine's next steps: no drafts, whose number it would change, and less than a page.
+    _post(
+        TEXT,
+        {"prompt": "Two coffees", **DRAWN, "n": 3, "stop": [".", "?"], "include_stop_str_in_output": True}
+        | {"max_tokens": 10, "spec": {"enabled": False}},
+    ),
     _post(TEXT, {"prompt": "Two coffees", **DRAWN, "presence_penalty": 1, "logit_bias": {"300": -100}, "stream": True}),
     _post(TEXT, {"prompt": "Book a table", **GREEDY, "prompt_logprobs": 1, "logprobs": 0, "min_tokens": 4}),
     _post(TEXT, {"prompt": "Book a table", **GREEDY, "spec": {"enabled": False}, "ignore_eos": True}),
