@@ -21,8 +21,8 @@ from hiserve.core.request import Grammar
 from hiserve.errors import HiserveError, RequestError
 from hiserve.grammar.matcher import INVALID, WORD_BITS, Matcher, Vocabulary
 from hiserve.grammar.vet import TOO_COMPLEX, Setup, Trial, Verdict
-from hiserve.ipc.channel import PeerGoneError, PollingChannel
-from hiserve.ipc.child import connect_to_parent
+from hiserve.ipc.child import connect_to_parent, serve_jobs
+from hiserve.ipc.codec import Frames
 
 JOB_CPU_S, JOB_S = 2.0, 2.4  # of a grammar, until the kernel ends the process: CPU time, and time
 STACK_BYTES = 2**20
@@ -92,27 +92,25 @@ def serve(endpoint: str) -> int:
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     setup = msgspec.msgpack.decode(frames[0], type=Setup)
-    trials, vocabulary = msgspec.msgpack.Decoder(Trial), None
-    channel = PollingChannel(link)
-    try:
-        while True:
-            for job in channel.receive(is_idle=True):
-                try:
-                    if vocabulary is None:
-                        vocabulary = Vocabulary.load(Path(setup.folder), setup.vocab_size, setup.eos_token_ids)
-                        resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-                    signal.setitimer(signal.ITIMER_PROF, JOB_CPU_S)  # the signals' default is to end the process
-                    signal.setitimer(signal.ITIMER_REAL, JOB_S)
-                    verdict = _on_small_stack(vocabulary, -(-setup.vocab_size // WORD_BITS), trials.decode(job[0]))
-                except HiserveError as error:
-                    verdict = Verdict(error.code, error.message)
-                signal.setitimer(signal.ITIMER_PROF, 0)
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                while not channel.try_send([msgspec.msgpack.encode(verdict)]):
-                    link.wait(until_writable=True)
-    except PeerGoneError:
-        link.close()
-        return 0
+    vocabulary: Vocabulary | None = None
+
+    def do(job: Frames) -> Frames:
+        nonlocal vocabulary
+        try:
+            if vocabulary is None:
+                vocabulary = Vocabulary.load(Path(setup.folder), setup.vocab_size, setup.eos_token_ids)
+                resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+            signal.setitimer(signal.ITIMER_PROF, JOB_CPU_S)  # the signals' default is to end the process
+            signal.setitimer(signal.ITIMER_REAL, JOB_S)
+            trial = msgspec.msgpack.decode(job[0], type=Trial)
+            verdict = _on_small_stack(vocabulary, -(-setup.vocab_size // WORD_BITS), trial)
+        except HiserveError as error:
+            verdict = Verdict(error.code, error.message)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        return [msgspec.msgpack.encode(verdict)]
+
+    return serve_jobs(link, do)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hiserve.config.settings import Settings
 from hiserve.core.endpoints import new_endpoint, remove, wait_for_listener
 from hiserve.errors import ResourceError
-from hiserve.ipc.channel import AsyncChannel, Link
+from hiserve.ipc.channel import AsyncChannel, Link, PeerGoneError, PollingChannel
 from hiserve.ipc.codec import Frames
 
 DRAIN_S = 0.5  # to receive the last messages of an ended child
@@ -199,6 +199,20 @@ def connect_to_parent(endpoint: str, death_signal: signal.Signals) -> tuple[Link
     link.remove_endpoint()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
     return link, frames
+
+
+def serve_jobs(link: Link, do: Callable[[Frames], Frames]) -> int:
+    """Does one job after the other until the parent is gone, in the process of a ``JobProcess``; returns the exit code."""
+    channel = PollingChannel(link)
+    try:
+        while True:
+            for job in channel.receive(is_idle=True):
+                answer = do(job)
+                while not channel.try_send(answer):
+                    link.wait(until_writable=True)
+    except PeerGoneError:
+        link.close()
+        return 0
 
 
 def log_to_stderr(settings: Settings) -> None:

@@ -15,8 +15,7 @@ from pathlib import Path
 import msgspec
 
 from hiserve.errors import ContextLengthError, RequestError
-from hiserve.ipc.channel import PeerGoneError, PollingChannel
-from hiserve.ipc.child import connect_to_parent
+from hiserve.ipc.child import connect_to_parent, serve_jobs
 from hiserve.ipc.codec import Frames
 from hiserve.text.body_parser import slim
 from hiserve.text.helper_pool import Done, Job, Refused, Rendering, Setup, Slim
@@ -75,18 +74,14 @@ def serve(endpoint: str) -> int:
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     helper = Helper(msgspec.msgpack.decode(frames[0], type=Setup))
-    channel = PollingChannel(link)
-    try:
-        while True:
-            for job in channel.receive(is_idle=True):
-                signal.setitimer(signal.ITIMER_PROF, JOB_CPU_S)  # the signal's default is to end the process
-                answer = helper.answer(job)
-                signal.setitimer(signal.ITIMER_PROF, 0)
-                while not channel.try_send(answer):
-                    link.wait(until_writable=True)
-    except PeerGoneError:
-        link.close()
-        return 0
+
+    def do(job: Frames) -> Frames:
+        signal.setitimer(signal.ITIMER_PROF, JOB_CPU_S)  # the signal's default is to end the process
+        answer = helper.answer(job)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        return answer
+
+    return serve_jobs(link, do)
 
 
 if __name__ == "__main__":
