@@ -66,6 +66,14 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
             is_secret=True,
         ),
     ] = None
+    seal_key: Annotated[
+        str | None,
+        about(
+            "Secret that seals the thoughts of replies, so that they come back unchanged; the default is a new one at each start. "
+            "Servers that share clients need the same.",
+            is_secret=True,
+        ),
+    ] = None
     share_prefixes: Annotated[bool, about("All API keys share cached prefixes; otherwise each has its own cache.")] = (
         False
     )

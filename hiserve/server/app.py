@@ -30,6 +30,7 @@ from hiserve.server.openapi import Document
 from hiserve.server.reply_format import ServedModel
 from hiserve.server.request_body import BodyLimit, BodyReader
 from hiserve.server.routes import FrontEnd
+from hiserve.server.seals import Seals
 from hiserve.server.sglang import NativeRoutes
 from hiserve.server.tokenize import TokenRoutes
 from hiserve.text.abilities import Abilities
@@ -79,7 +80,8 @@ def create_app(
     is_strict = server.strict_fields
     max_model_len = resolved.settings.model.max_model_len
     bodies = BodyReader(encoder.helpers, Sizes(model.vocab_size, max_model_len), model.name, is_strict=is_strict)
-    front = FrontEnd(handle, bodies, encoder, format_threads, token_bytes, abilities, metrics, model, vetting)
+    seals = Seals(server.seal_key)
+    front = FrontEnd(handle, bodies, encoder, format_threads, token_bytes, abilities, metrics, model, vetting, seals)
     endpoints = [
         *OpenAIRoutes(front).routes(),
         *NativeRoutes(front).routes(),

@@ -35,6 +35,8 @@ QUEUE_BUCKETS_S = (0.001, 0.005, 0.02, 0.08, 0.32, 1.28, 5, 20, 80, 320)
 TOKEN_BUCKETS = tuple(4**power for power in range(11))  # to one million
 HIDDEN = b"# What tells of requests is shown to the metrics key and the admin key alone.\n"
 TIERS = ("device", "host", "store")
+# Parts of requests that change no reply, or that this server cannot serve and a client does without.
+IGNORED = ("thought", "hosted_tool", "deferred_tool", "billing_header", "effort")
 REASONS = ("stop", "length", "abort", "error")
 RESPONSES = "hiserve:http_responses"
 PUBLIC = {f"hiserve:{row.name}" for row in ROWS if row.is_public} | {RESPONSES}
@@ -78,6 +80,13 @@ class Metrics:
         )
         self.unread_calls = self._counter(
             "unread_calls", "Marks in replies that begin a tool call, without a call after them: they are content."
+        )
+        self.ignored = self._counters(
+            "ignored_request_parts",
+            "Parts of requests that were ignored: thoughts with another server's seal, tools that the server would run, "
+            "headers of sessions, and so on.",
+            "part",
+            IGNORED,
         )
         self.cached_tokens = self._counters("cached_tokens", "The same by tier.", "cache_source", TIERS)
         self.finished = self._counters(

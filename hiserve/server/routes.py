@@ -17,6 +17,7 @@ from hiserve.server.generation import RequestContext
 from hiserve.server.metrics import Metrics
 from hiserve.server.reply_format import ServedModel
 from hiserve.server.request_body import Body, BodyReader
+from hiserve.server.seals import Seals
 from hiserve.text.abilities import Abilities
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.fair_threads import FairThreads
@@ -86,6 +87,7 @@ class FrontEnd(NamedTuple):
         metrics: Counts requests.
         model: The served model.
         vetting: Tries out grammars.
+        seals: Of thoughts that leave and come back.
     """
 
     handle: EngineHandle
@@ -97,6 +99,7 @@ class FrontEnd(NamedTuple):
     metrics: Metrics
     model: ServedModel
     vetting: Vetting
+    seals: Seals
 
 
 def context_of(request: Request, salt: str | None, priority: int | None, rid: str | None) -> RequestContext:

@@ -21,7 +21,7 @@ FLAGS = """
     --host --port --served-model-name --dtype --max-model-len --kv-pages --page-size --max-running-requests
     --max-batched-tokens --overlap --policy --replicas --devices --cpu-threads --load-format --device --log-level --debug
     --revision --chat-template --reply-format --sampling-defaults --max-queued-requests --max-queued-tokens --queue-timeout-s
-    --request-timeout-s --step-timeout-s --api-key --admin-api-key --metrics-key --share-prefixes --max-request-bytes --strict-fields
+    --request-timeout-s --step-timeout-s --api-key --admin-api-key --metrics-key --seal-key --share-prefixes --max-request-bytes --strict-fields
     --kv-events --kv-events-replay
     --drain-timeout-s --metrics-compat --kv-canary --disable-prefix-cache --host-cache-gib --shape
     --host-cache-name --host-admission --cache-verify --eviction
@@ -98,10 +98,11 @@ def test_a_list_takes_one_text_or_several_and_no_empty_one() -> None:
 
 
 def test_no_secret_is_left_in_what_may_be_shown() -> None:
-    config = make_options(api_key=["k1", "k2"], admin_api_key="k3", metrics_key="k4", port=1)
+    config = make_options(api_key=["k1", "k2"], admin_api_key="k3", metrics_key="k4", seal_key="k5", port=1)
     shown = without_secrets(config)
     assert shown == make_options(port=1)
-    assert {setting.name for setting in ALL if setting.is_secret} == {"api_key", "admin_api_key", "metrics_key"}
+    secrets = {setting.name for setting in ALL if setting.is_secret}
+    assert secrets == {"api_key", "admin_api_key", "metrics_key", "seal_key"}
 
 
 @pytest.mark.parametrize("setting", [each for each in ALL if each.kind not in ("int", "float")], ids=ids)

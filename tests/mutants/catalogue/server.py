@@ -13,6 +13,7 @@ from hiserve.server import (
     openai_types,
     request_body,
     sampling_fields,
+    seals,
     streaming,
 )
 from hiserve.text import body_parser as text_bodies
@@ -33,6 +34,7 @@ from tests.unit.server import (
     test_logprobs,
     test_metrics,
     test_schema,
+    test_seals,
 )
 from tests.unit.text import test_chat_request, test_request_json
 
@@ -136,3 +138,7 @@ with serve.serve, test_serve.test_sigterm_lets_open_streams_finish_and_refuses_n
     "INV 65: a draining server accepts new requests"
     handle.drain()
     pass
+with seals.Seals.open, test_seals.test_another_secret_opens_nothing:
+    "a thought is taken for the model's own whoever sealed it"
+    hmac.compare_digest(code, self._code(raw))
+    True
