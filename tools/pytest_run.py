@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -47,9 +48,12 @@ def run_pytest(arguments: Sequence[str], python: str = sys.executable, cwd: Path
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [python, "-m", "pytest", *arguments]
-        done = subprocess.run([*command, f"--junitxml={report}"], cwd=cwd, check=False)
+        child = subprocess.Popen([*command, f"--junitxml={report}"], cwd=cwd)
+        while child.returncode is None:
+            with suppress(KeyboardInterrupt):  # pytest has it too: it ends, and reports the tests that ended
+                child.wait()
         outcomes = read_report(report) if report.exists() else []
-    return Run(command, outcomes, done.returncode)
+    return Run(command, outcomes, child.returncode)
 
 
 def read_report(path: Path) -> list[Outcome]:

@@ -39,15 +39,16 @@ class DraftCase:
     def columns(self) -> tuple[Tensor, Tensor, Tensor, DraftLayout]:
         """What ``draft_inputs`` takes first."""
         q_lens = self.num.to(torch.int32)
-        qo_indptr = torch.cat((torch.zeros(1, dtype=torch.int32), q_lens.cumsum(0, dtype=torch.int32)))
+        qo_indptr = torch.cat((q_lens.new_zeros(1), q_lens.cumsum(0, dtype=torch.int32)))
+        lengths = q_lens.cpu().numpy()
         layout = DraftLayout(
             num_tokens=self.num,
             token_rows=self.token_rows,
             offsets=self.offsets,
             qo_indptr=qo_indptr,
             step_indptr=self.qo_indptr,
-            q_lens=q_lens.numpy(),
-            kv_bounds=q_lens.numpy(),
+            q_lens=lengths,
+            kv_bounds=lengths,
             max_kv_len=self.width * self.page_size,
             num_decode=len(self.num),
         )

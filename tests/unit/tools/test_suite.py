@@ -34,6 +34,18 @@ def test_is_skipped(): pass
 """
 
 
+INTERRUPTED = """
+import os, signal
+
+def test_ends(): pass
+
+def test_is_interrupted():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.killpg(0, signal.SIGINT)
+    signal.pause()
+"""
+
+
 def a_run(exit_code: int, **counts: int) -> Run:
     outcomes = [Outcome(f"{kind} {number}", kind, 0.0) for kind, count in counts.items() for number in range(count)]
     return Run(["pytest"], outcomes, exit_code)
@@ -57,6 +69,28 @@ def test_what_became_of_each_test_is_read_from_pytest(tmp_path: Path) -> None:
     found = {each.name.partition("::")[2]: each.outcome for each in run.outcomes}
     assert found["test_fails[1]"] == "passed" and found["test_fails[2]"] == "failed"
     assert verdict(run.counts) == "2 passed, 2 failed, 1 skipped"
+
+
+def test_an_interrupted_run_reports_the_tests_that_ended(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(INTERRUPTED)
+    pytest_arguments = ["-q", "-c", "/dev/null", "--rootdir", str(tmp_path), "-p", "no:cacheprovider"]
+    program = f"""
+import signal
+from pathlib import Path
+from tools.pytest_run import run_pytest
+signal.signal(signal.SIGINT, signal.default_int_handler)
+run = run_pytest({pytest_arguments!r}, cwd=Path({str(tmp_path)!r}))
+print("ended:", run.exit_code, [each.name for each in run.outcomes])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=suite.ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        check=True,
+    )
+    assert "ended: 2 ['test_some::test_ends'" in done.stdout
 
 
 def test_a_run_that_could_not_report_has_failed_and_one_that_selects_nothing_has_not(tmp_path: Path) -> None:
