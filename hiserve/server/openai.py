@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 
 from starlette.requests import Request
@@ -15,7 +15,8 @@ from hiserve.core.request import SamplingParams
 from hiserve.errors import NotFoundError
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.auth import caller_of
-from hiserve.server.generation import Choices, Generation, OutputDelta, Remember, RequestContext, generations
+from hiserve.server.conversations import Question, begin_reply
+from hiserve.server.generation import Choices, Generation, OutputDelta, RequestContext, generations
 from hiserve.server.grammar_fields import constrain
 from hiserve.server.logprobs import check_prompt_scores
 from hiserve.server.openai_format import ChatFormatter, CompletionFormatter, ReplyFormatter, events
@@ -34,13 +35,11 @@ from hiserve.server.routes import Endpoint, FrontEnd, context_of
 from hiserve.server.sampling_fields import fit_context
 from hiserve.server.streaming import answer, cancel_on_disconnect
 from hiserve.text.chat_request import ChatFields, parse_chat
-from hiserve.text.output import ReplyOutput
 from hiserve.text.prompt_encoder import truncated
 from hiserve.text.request_json import decode
 
 CHAT = Body("ChatCompletionRequest", (ChatOptions, ChatFields))
 COMPLETION = Body("CompletionRequest", (CompletionRequest,))
-HIDDEN_TOOLS = "the chat template of this model does not show tools: the model cannot see the tools of this request"
 
 
 class OpenAIRoutes:
@@ -70,30 +69,18 @@ class OpenAIRoutes:
         asked = decode(body, ChatOptions)
         sampling, chat = asked.sampling(self._model), parse_chat(body)
         engine = front.handle.require()
-        constraint = asked.constraint
-        context = context_of(request, asked.cache_salt, asked.priority, asked.rid)
-        encoding = front.encoder.encode_chat(
+        question = Question(
             chat,
-            namespace=context.namespace,
-            max_tokens=engine.max_model_len,
-            truncate=asked.truncate_prompt_tokens,
-            caller=context.caller,
+            sampling,
+            asked.limits,
+            context_of(request, asked.cache_salt, asked.priority, asked.rid),
+            asked.constraint,
+            asked.truncate_prompt_tokens,
         )
-        prompt = await cancel_on_disconnect(request.receive, encoding)
-        thought_end = front.abilities.thought_end(chat, prompt)
-        sampling, warning = await constrain(front.vetting, request, sampling, constraint, sampling.n, thought_end)
         head = envelope(self._model, "chatcmpl")
-        remember = partial(front.encoder.remember, context.namespace, chat)
-        output = partial(front.abilities.output, chat, prompt)
-        choices = self._choices(
-            head["id"], [prompt], asked, sampling, context, engine.max_model_len, arrived, remember, output
-        )
+        choices, warning = await begin_reply(front, request, engine, question, head["id"], arrived)
         formatter = ChatFormatter(head, asked, front.token_bytes.bytes_of)
-        response = await self._answer(request, engine, asked, choices, formatter)
-        if front.encoder.hides_tools(chat):
-            front.metrics.hidden_tools.inc()
-            warning = "; ".join(filter(None, (warning, HIDDEN_TOOLS)))
-        return warned(response, warning)
+        return warned(await self._answer(request, engine, asked, choices, formatter), warning)
 
     async def completions(self, request: Request) -> Response:
         """Continues texts or lists of token ids."""
@@ -162,20 +149,16 @@ class OpenAIRoutes:
         self,
         name: str,
         prompts: Sequence[Int32Array],
-        asked: ChatOptions | CompletionRequest,
+        asked: CompletionRequest,
         sampling: SamplingParams,
         context: RequestContext,
         max_model_len: int,
         arrived: float,
-        remember: Remember | None = None,
-        output: Callable[[SamplingParams], ReplyOutput] | None = None,
     ) -> Choices:
-        """Makes the choices of a reply; ``remember`` and ``output`` are for a chat's."""
         num_top = sampling.prompt_logprobs
         if num_top is not None:
-            num_shown = 1 if remember else sampling.n  # a chat shows them once
             param = "logprobs" if asked.prompt_logprobs is None else "prompt_logprobs"
-            check_prompt_scores(num_shown * sum(map(len, prompts)) * (1 + num_top), param)
+            check_prompt_scores(sampling.n * sum(map(len, prompts)) * (1 + num_top), param)
         made: list[Generation] = []
         for prompt in prompts:
             made += generations(
@@ -186,10 +169,8 @@ class OpenAIRoutes:
                 token_bytes=self._front.token_bytes,
                 metrics=self._front.metrics,
                 arrived=arrived,
-                output=output,
                 first=len(made),
                 keeps_tokens=asked.limit != 0,
-                remember=remember,
             )
         return Choices(made, sampling.n)
 

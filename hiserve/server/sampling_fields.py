@@ -124,6 +124,7 @@ class Limits(NamedTuple):
         max_field: ``param`` of errors about ``max_tokens``.
         min_field: The same for ``min_tokens``.
         prompt_field: The same for the prompt.
+        is_cut: A length beyond the room is cut to it, not refused: agents ask for far more than they use.
     """
 
     max_tokens: int | None
@@ -131,6 +132,7 @@ class Limits(NamedTuple):
     max_field: str
     min_field: str
     prompt_field: str
+    is_cut: bool = False
 
 
 def fit_context(sampling: SamplingParams, limits: Limits, num_prompt: int, max_model_len: int) -> SamplingParams:
@@ -152,6 +154,8 @@ def fit_context(sampling: SamplingParams, limits: Limits, num_prompt: int, max_m
             "tokens, reply included. Shorten the prompt.",
             param=limits.prompt_field,
         )
+    if limits.is_cut and limits.max_tokens is not None:
+        return msgspec.structs.replace(sampling, max_tokens=min(limits.max_tokens, room))
     for field, wanted in ((limits.max_field, limits.max_tokens or 0), (limits.min_field, sampling.min_tokens)):
         if wanted > room:
             name = field.rpartition(".")[2]

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from hiserve.errors import RequestError
-from hiserve.text.conversation import Call, Conversation, Message, Result, Text, Thought, Turn
+from hiserve.text.conversation import Call, Conversation, Message, Result, Text, Thought, Turn, function_tool
 from hiserve.text.request_json import MAX_VALUES, check_json, check_text, decode, num_marks
 
 MAX_MESSAGES = 4096
@@ -111,13 +111,17 @@ def parse_chat(body: dict[str, Any]) -> Conversation:
         check_json(body.get(name), name)
     return Conversation(
         turns=_turns(body["messages"], fields.messages),
-        tools=None if body.get("tool_choice") == "none" else body.get("tools") or None,
+        tools=None if body.get("tool_choice") == "none" else _tools(body.get("tools")),
         is_single=body.get("parallel_tool_calls") is False,
         documents=fields.documents or None,
         template_kwargs=fields.chat_template_kwargs or {},
         add_generation_prompt=adds_prompt,
         continue_final_message=continues,
     )
+
+
+def _tools(given: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    return [function_tool(tool["function"]) for tool in given or ()] or None
 
 
 def parse_messages(value: Any) -> tuple[Turn, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -10,6 +11,11 @@ import msgspec
 
 Message = dict[str, Any]
 Role = Literal["system", "user", "assistant", "tool"]
+
+
+# Fields of a function in the order in which all protocols show them to the template; others follow.
+SHOWN_FIRST = ("name", "description", "parameters")
+NOT_SHOWN = frozenset({"strict"})  # how calls are constrained
 
 
 class Text(msgspec.Struct, frozen=True, tag="text"):
@@ -143,3 +149,14 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
         )
         more = [self.tools, self.documents, self.template_kwargs]
         return 16 * len(self.turns) + contents + (len(json.dumps(more)) if any(more) else 0)
+
+
+def function_tool(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a function in the form that chat templates take: the same for every protocol and order of its fields.
+
+    Args:
+        function: Its name, description and parameters; other fields follow, but for null and ``strict``.
+    """
+    names = [*SHOWN_FIRST, *(name for name in function if name not in SHOWN_FIRST and name not in NOT_SHOWN)]
+    shown = {name: function[name] for name in names if function.get(name) is not None}
+    return {"type": "function", "function": shown}

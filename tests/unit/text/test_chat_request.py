@@ -164,6 +164,13 @@ def test_null_and_empty_are_as_nothing(name: str) -> None:
         assert parse_chat({"messages": [USER], name: []}) == plain
 
 
+def test_a_tool_looks_the_same_to_the_template_whatever_the_order_of_its_fields() -> None:
+    function = {"strict": True, "parameters": {"type": "object"}, "return": {"type": "string"}, "name": "find"}
+    (shown,) = parse_chat({"messages": [USER], "tools": [{"type": "function", "function": function}]}).tools or ()
+    assert list(shown["function"]) == ["name", "parameters", "return"]
+    assert shown["function"].items() <= function.items()
+
+
 def test_tools_that_must_not_be_called_are_left_out() -> None:
     assert parse_chat({"messages": [USER], "tools": [TOOL], "tool_choice": "none"}).tools is None
     assert parse_chat({"messages": [USER], "tools": [TOOL], "tool_choice": "auto"}).tools == [TOOL]
