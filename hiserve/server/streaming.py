@@ -21,12 +21,18 @@ from hiserve.server.reply_format import json_response
 from hiserve.text.fair_threads import FairThreads
 
 DONE = b"data: [DONE]\n\n"
+Failure = Callable[[int, str, str, str | None], bytes]
 _T = TypeVar("_T")
 
 
 def event(data: bytes | msgspec.Struct) -> bytes:
     """Returns one event; a reply becomes JSON, which has no line breaks."""
     return b"data: " + (data if isinstance(data, bytes) else msgspec.json.encode(data)) + b"\n\n"
+
+
+def error_event(status: int, message: str, code: str, param: str | None) -> bytes:
+    """Returns the event that ends a failed stream, in OpenAI's form."""
+    return event(error_body(status, message, code=code, param=param))
 
 
 class EventHead:
@@ -79,14 +85,16 @@ class EventStream(Response):
 
     Args:
         chunks: Bytes of one or more events.
+        failure: Returns the last event by status, message, code and ``param``.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, chunks: AsyncGenerator[bytes, None], failure: Failure) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
+        self._failure = failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events until the stream or the client ends."""
@@ -106,8 +114,7 @@ class EventStream(Response):
         except Exception as error:
             if not is_started:
                 raise
-            status, message, code, param = describe(error)
-            last = event(error_body(status, message, code=code, param=param))
+            last = self._failure(*describe(error))
             await send({"type": "http.response.body", "body": last, "more_body": False})
             if not isinstance(error, HiserveError):
                 raise
@@ -123,6 +130,7 @@ async def answer(
     *,
     whole: Callable[[], Any],
     events: Callable[[AsyncGenerator[OutputDelta, None]], AsyncGenerator[bytes, None]] | None,
+    failure: Failure = error_event,
 ) -> Response:
     """Runs the choices of a reply; returns the whole reply after their end, or a stream before its start.
 
@@ -133,6 +141,7 @@ async def answer(
         format_threads: Format large replies.
         whole: Returns the reply after the end of the choices.
         events: Formats the parts of the choices as events; None sends the whole reply.
+        failure: As for ``EventStream``.
 
     Raises:
         HiserveError: The engine refused or failed a choice; not for a stream, which ends with the error.
@@ -140,7 +149,7 @@ async def answer(
     """
     pieces = choices.run(engine)
     if events is not None:
-        return EventStream(events(pieces))
+        return EventStream(events(pieces), failure)
     await cancel_on_disconnect(request.receive, _exhaust(pieces))
     if choices.is_large:
         return await format_threads.do(lambda: json_response(whole()), caller_of(request).number)
