@@ -79,6 +79,12 @@ def create_app(
     server = resolved.settings.server
     is_strict = server.strict_fields
     max_model_len = resolved.settings.model.max_model_len
+    metrics.follow(
+        "history_replies",
+        "Replies of the assistant in prompts: their tokens kept, cut at a change, or why encoded afresh.",
+        "tokens",
+        encoder.splices,
+    )
     bodies = BodyReader(encoder.helpers, Sizes(model.vocab_size, max_model_len), model.name, is_strict=is_strict)
     seals = Seals(server.seal_key)
     front = FrontEnd(handle, bodies, encoder, format_threads, token_bytes, abilities, metrics, model, vetting, seals)

@@ -7,10 +7,11 @@ metrics under those engines' full names.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from hiserve.core.usage import CacheUse
@@ -102,6 +103,10 @@ class Metrics:
         self.num_prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS)
         self.num_generated = self._histogram("request_generation_tokens", "Tokens generated for it.", TOKEN_BUCKETS)
 
+    def follow(self, name: str, help_text: str, label: str, counts: Mapping[Any, int]) -> None:
+        """Shows counts that something else keeps, by the values of a label."""
+        self._registry.register(_Followed(f"hiserve:{name}", help_text, (self._model_name, label), counts))
+
     def responded(self, endpoint: str, status: int) -> None:
         """Counts a response.
 
@@ -148,6 +153,19 @@ class _Collected(Collector):
     def collect(self) -> list[Metric]:
         """Returns the metrics."""
         return self._metrics
+
+
+class _Followed(Collector):
+    def __init__(self, name: str, help_text: str, labels: tuple[str, str], counts: Mapping[Any, int]) -> None:
+        self._name, self._help, self._counts = name, help_text, counts
+        self._model_name, self._label = labels
+
+    def collect(self) -> list[Metric]:
+        """Returns the one metric."""
+        family = CounterMetricFamily(self._name, self._help, labels=("model_name", self._label))
+        for value, count in self._counts.items():
+            family.add_metric((self._model_name, value), count)
+        return [family]
 
 
 class EngineCollector(Collector):

@@ -57,7 +57,8 @@ class Frontend:
         """
         if self.template is None:
             raise RequestError("this model has no chat template; give a prompt.", param="messages")
-        return encode_chat(chat, self.reply_cache.recall(namespace, chat), self.template, self.tokenizer)
+        known = self.reply_cache.recall(namespace, chat)
+        return encode_chat(chat, known, self.template, self.tokenizer, splices=self.reply_cache.splices)
 
     def remember(
         self,
@@ -93,4 +94,4 @@ def load_frontend(settings: Model, folder: Path, model: ModelConfig) -> Frontend
     defaults = SamplingParams() if uses_openais else model.sampling_defaults.params()
     token_bytes = TokenBytes(tokenizer)
     abilities = Abilities(tokenizer, token_bytes, template, settings.reply_format)
-    return Frontend(tokenizer, template, token_bytes, defaults, abilities)
+    return Frontend(tokenizer, template, token_bytes, defaults, abilities, ReplyTokenCache(row=abilities.format))

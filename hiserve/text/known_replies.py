@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from hiserve.core.plan import Int32Array
 from hiserve.text.conversation import Call, Thought, Turn
-from hiserve.text.json_values import JsonValue
+from hiserve.text.formats import ReplyFormat
+from hiserve.text.json_values import ANY, JsonValue, as_json
 from hiserve.text.reply_buffer import Event, Kind, called, thought
 from hiserve.text.tokenizer import Tokenizer
 
@@ -25,7 +26,8 @@ class KnownReply(NamedTuple):
         calls: Name and arguments of its calls, as ``canonical`` spells them.
         first: The first part that a template shows: thought, content or the name of a call, without white space before it.
         first_stop: Tokens up to its end.
-        arguments: JSON arguments as generated, with the token from which they are looked for.
+        arguments: Arguments of the calls as JSON, with the token from which they are looked for.
+        row: The format, where it has tagged arguments.
     """
 
     ids: Int32Array
@@ -35,10 +37,11 @@ class KnownReply(NamedTuple):
     first: tuple[Kind, str] = (Kind.CONTENT, "")
     first_stop: int = 0
     arguments: tuple[tuple[int, str], ...] = ()
+    row: ReplyFormat | None = None
 
     @classmethod
-    def of(cls, ids: Int32Array, text: str, events: Sequence[Event]) -> KnownReply:
-        """Returns the reply that was read as these events, or is text alone if there are none."""
+    def of(cls, ids: Int32Array, text: str, events: Sequence[Event], row: ReplyFormat | None = None) -> KnownReply:
+        """Returns the reply that was read as these events by this format, or is text alone if there are none."""
         shown = (Kind.THOUGHT, Kind.CONTENT, Kind.CALL)
         parts = [event for event in events if event.text.strip() and event.kind in shown]
         if not parts:
@@ -50,7 +53,9 @@ class KnownReply(NamedTuple):
             elif event.kind is Kind.ARGUMENTS:
                 arguments.append((begin, event.text))
         calls = tuple((name, canonical(written)) for _, name, written in called(events).values())
-        return cls(ids, text, thought(events), calls, (first.kind, first.text.lstrip()), first.stop, tuple(arguments))
+        tagged = row if row is not None and row.arguments == "tagged" else None
+        first_part = first.kind, first.text.lstrip()
+        return cls(ids, text, thought(events), calls, first_part, first.stop, tuple(arguments), tagged)
 
     def answers(self, turn: Turn) -> bool:
         """Whether a turn of the assistant has the content and the calls of this reply, but for white space around it."""
@@ -63,10 +68,12 @@ class KnownReply(NamedTuple):
         return turn.text.strip() == self.text.strip() and names == [name for name, _ in self.calls]
 
     def restored(self, turn: Turn) -> Turn:
-        """Returns the turn with the thought that the client left out."""
-        if not self.thought or not self.answers(turn) or any(isinstance(part, Thought) for part in turn.parts):
+        """Returns the turn with the thought that the client left out, or whose outer white space it took away."""
+        given = "".join([part.text for part in turn.parts if isinstance(part, Thought)]).strip()
+        if not self.thought or not self.answers(turn) or given not in ("", self.thought.strip()):
             return turn
-        return Turn(turn.role, (Thought(self.thought), *turn.parts), turn.fields)
+        others = [part for part in turn.parts if not isinstance(part, Thought)]
+        return Turn(turn.role, (Thought(self.thought), *others), turn.fields)
 
     def place(self, text: str, at: int, tokenizer: Tokenizer) -> tuple[int, int, Int32Array] | None:
         """Returns where the reply stands in a prompt, and the ids to put there; None if it does not.
@@ -83,9 +90,8 @@ class KnownReply(NamedTuple):
         start = self._start(whole, text, at, tokenizer)
         if start is None:
             return None
-        equal: list[
-            tuple[int, int, int]
-        ] = []  # places in the reply and in the prompt, and how many characters are equal
+        # places in the reply and in the prompt, and how many characters are equal
+        equal: list[tuple[int, int, int]] = []
         x, y = 0, start
         for begin, end in [*self._regions(whole, tokenizer), (len(whole), len(whole))]:
             size = _num_equal(whole, x, begin, text, y)
@@ -93,7 +99,7 @@ class KnownReply(NamedTuple):
             x, y = x + size, y + size
             if x < begin:
                 break
-            end_in_text = _end_of_same(whole[begin:end], text, y)
+            end_in_text = _end_of_same(whole[begin:end], text, y, "" if self.row is None else self.row.value[1])
             if end_in_text is None:
                 break
             x, y = end, end_in_text
@@ -115,7 +121,10 @@ class KnownReply(NamedTuple):
         return None
 
     def _regions(self, whole: str, tokenizer: Tokenizer) -> list[tuple[int, int]]:
-        """Returns the places of JSON arguments in the reply."""
+        """Returns the places in the reply of values that may be spelled otherwise: JSON arguments, tagged ones but for texts."""
+        if self.row is not None:
+            begin = len(tokenizer.decode(self.ids[: self.arguments[0][0]], skip_hidden=False)) if self.arguments else 0
+            return self._tagged_values(whole, max(begin - MAX_OCCURRENCES, 0), self.row)
         found, at, last = list[tuple[int, int]](), 0, 0
         for first, written in self.arguments:
             at += len(tokenizer.decode(self.ids[last:first], skip_hidden=False))
@@ -123,6 +132,24 @@ class KnownReply(NamedTuple):
             begin, last = whole.find(written, max(at - MAX_OCCURRENCES, found[-1][1] if found else 0)), first
             if begin >= 0:
                 found.append((begin, begin + len(written)))
+        return found
+
+    def _tagged_values(self, whole: str, at: int, row: ReplyFormat) -> list[tuple[int, int]]:
+        """Returns the places of tagged values that are no texts."""
+        values = [value for _, written in self.arguments for value in _members(written)]
+        found: list[tuple[int, int]] = []
+        for value in values:
+            key = whole.find(row.key[0], at)
+            begin = whole.find(row.key[1], key + len(row.key[0])) + len(row.key[1])
+            begin = whole.find(row.value[0], begin) + len(row.value[0])
+            end = whole.find(row.value[1], begin)
+            if min(key, end) < 0 or begin < key:
+                break
+            at = end + len(row.value[1])
+            if not isinstance(value, str):
+                bare = whole[begin:end].strip()
+                begin = whole.index(bare, begin)
+                found.append((begin, begin + len(bare)))
         return found
 
     def _part(
@@ -168,10 +195,32 @@ def _num_equal(whole: str, begin: int, end: int, text: str, at: int) -> int:
     return next((number for number, (one, other) in enumerate(pairs) if one != other), min(end - begin, len(text) - at))
 
 
-def _end_of_same(written: str, text: str, at: int) -> int | None:
-    """Returns where arguments end that stand at a place of a text in any spelling; None if others do."""
+def _members(arguments: str) -> list[Any]:
+    """Returns the values of arguments, in order; none if they are not well."""
+    try:
+        members = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return []
+    return list(members.values()) if isinstance(members, dict) else []
+
+
+def _end_of_same(written: str, text: str, at: int, closing: str) -> int | None:
+    """Returns where a value ends that stands at a place of a text in any spelling; None if another one does.
+
+    Args:
+        written: The value as generated.
+        text: The text.
+        at: The place.
+        closing: The mark after a tagged value; empty for JSON.
+    """
     if text.startswith(written, at):
         return at + len(written)
+    if closing:
+        bare = text[at : max(at, text.find(closing, at))].rstrip()
+        written, other, end = as_json(written, ANY), as_json(bare, ANY), at + len(bare)
+        return end if bare and canonical(other) == canonical(written) else None
     value = JsonValue()
-    end = value.end(text, at)
-    return None if end is None or value.is_broken or canonical(text[at:end]) != canonical(written) else end
+    end_of_value = value.end(text, at)
+    if end_of_value is None or value.is_broken:
+        return None
+    return None if canonical(text[at:end_of_value]) != canonical(written) else end_of_value

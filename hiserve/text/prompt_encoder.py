@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from hiserve.text.encoding_steps import Render, Steps, Wanted, text_steps
 from hiserve.text.fair_threads import FairThreads
 from hiserve.text.helper_pool import HelperPool
 from hiserve.text.reply_buffer import Event
-from hiserve.text.reply_tokens import ReplyTokenCache, chat_steps
+from hiserve.text.reply_tokens import ReplyTokenCache, Splice, chat_steps
 from hiserve.text.split_points import SplitPoints
 from hiserve.text.template import TOO_SLOW, ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
@@ -46,6 +47,11 @@ class PromptEncoder:
         self._split_points = SplitPoints(tokenizer)
         self._threads = FairThreads(num_threads, "hiserve-encode")
         self.helpers = HelperPool(template)
+
+    @property
+    def splices(self) -> Counter[Splice]:
+        """Turns of the assistant in prompts so far, by their tokens."""
+        return self._reply_cache.splices
 
     def hides_tools(self, chat: Conversation) -> bool:
         """Whether a conversation has tools that the chat template does not show to the model."""
@@ -108,7 +114,8 @@ class PromptEncoder:
         if truncate is not None:
             max_chars = max(max_chars, 4 * chat.num_chars)
         wanted = _wanted(max_tokens, truncate, "messages")
-        steps = chat_steps(chat, known, self._split_points, wanted, max_chars=max_chars)
+        splices = self._reply_cache.splices
+        steps = chat_steps(chat, known, self._split_points, wanted, max_chars=max_chars, splices=splices)
         return truncated(await self._run(steps, caller), truncate, max_tokens)
 
     async def _run(self, steps: Steps, caller: int) -> Int32Array:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from enum import StrEnum
 from itertools import accumulate
 
 import msgspec
@@ -21,6 +22,7 @@ from hiserve.core.digest import namespace_digest
 from hiserve.core.plan import Int32Array
 from hiserve.text.conversation import Call, Conversation, Result, Text, Thought, Turn
 from hiserve.text.encoding_steps import Render, Steps, Wanted, join_steps, run_steps
+from hiserve.text.formats import ReplyFormat
 from hiserve.text.known_replies import KnownReply, canonical
 from hiserve.text.reply_buffer import Event, Kind
 from hiserve.text.split_points import SplitPoints
@@ -33,6 +35,18 @@ _MARK_PATTERN = re.compile("\ue000([0-9]{1,6})\ue001")
 PLAIN = frozenset({Kind.CONTENT, Kind.END})
 
 
+class Splice(StrEnum):
+    """The tokens of a turn of the assistant in a prompt: those that were generated, or why they are others."""
+
+    KEPT = "kept"
+    CUT = "cut"  # kept up to a change
+    UNKNOWN = "unknown"  # encoded afresh: no such reply to this conversation is remembered
+    HIDDEN = "hidden"  # the template does not show the reply's first part
+    INSPECTED = "inspected"  # the template does more with the parts than show them
+    CHANGED = "changed"  # the prompt has another text from the first token on
+    TOKENIZER = "tokenizer"  # the tokenizer does not encode parts of a text as it encodes the whole
+
+
 class ReplyTokenCache:
     """Generated token ids by the conversation before the reply; least recently used first out.
 
@@ -42,9 +56,17 @@ class ReplyTokenCache:
     Args:
         max_entries: Most replies.
         max_tokens: Most tokens of all replies together (4 bytes each).
+        row: The format that replies are read by; None for text.
+
+    Attributes:
+        splices: Turns of the assistant in prompts, by their tokens.
     """
 
-    def __init__(self, *, max_entries: int = 16_384, max_tokens: int = 4_000_000) -> None:
+    def __init__(
+        self, *, max_entries: int = 16_384, max_tokens: int = 4_000_000, row: ReplyFormat | None = None
+    ) -> None:
+        self.splices = Counter(dict.fromkeys(Splice, 0))
+        self._row = row
         self._max_entries = max_entries
         self._max_tokens = max_tokens
         self._replies: OrderedDict[bytes, KnownReply] = OrderedDict()
@@ -86,7 +108,7 @@ class ReplyTokenCache:
         if not ids or len(ids) > self._max_tokens:
             return
         *_, before = _befores(namespace, msgspec.structs.replace(chat, turns=turns))
-        reply = KnownReply.of(np.array(ids, dtype=np.int32), text, events)
+        reply = KnownReply.of(np.array(ids, dtype=np.int32), text, events, self._row)
         key = before + namespace_digest(b"", text, json.dumps(reply.calls), reply.thought)
         self._forget(key)
         self._replies[key] = reply
@@ -145,6 +167,7 @@ def encode_chat(
     *,
     max_chars: int | None = None,
     max_s: float = RENDER_S,
+    splices: Counter[Splice] | None = None,
 ) -> Int32Array:
     """Runs ``chat_steps`` in this thread, without a limit of tokens.
 
@@ -153,7 +176,7 @@ def encode_chat(
     Raises:
         RequestError: The template refuses the messages.
     """
-    steps = chat_steps(chat, known, SplitPoints(tokenizer), Wanted(MAX_INT32), max_chars=max_chars)
+    steps = chat_steps(chat, known, SplitPoints(tokenizer), Wanted(MAX_INT32), max_chars=max_chars, splices=splices)
     return run_steps(steps, tokenizer, template, max_s)
 
 
@@ -164,6 +187,7 @@ def chat_steps(
     wanted: Wanted,
     *,
     max_chars: int | None = None,
+    splices: Counter[Splice] | None = None,
 ) -> Steps:
     """Renders a conversation and encodes it; known replies keep their ids. Returns the prompt, int32 ``[n]``.
 
@@ -183,6 +207,7 @@ def chat_steps(
         split_points: Where texts may be cut, for the model's tokenizer.
         wanted: The needed part of the prompt.
         max_chars: As for ``ChatTemplate.render``.
+        splices: Counts the turns of the assistant.
 
     Raises:
         ContextLengthError: The prompt is too long.
@@ -193,18 +218,28 @@ def chat_steps(
         chat = msgspec.structs.replace(chat, turns=turns)
     text: str = yield Render(chat, max_chars)
     tokenizer = split_points.tokenizer
-    usable = {i: reply for i, reply in known.items() if tokenizer.is_concatenative and reply.first[1].rstrip() in text}
-    places: dict[int, int] = {}
-    if usable:
-        marked: str = yield Render(_marked(chat, usable), None)
-        places = _places(text, marked, usable)
+    count = Counter[Splice]() if splices is None else splices
+    count[Splice.UNKNOWN] += sum(turn.role == "assistant" and i not in known for i, turn in enumerate(chat.turns))
+    if not tokenizer.is_concatenative:
+        count[Splice.TOKENIZER] += len(known)
+        known = {}
+    shown = {i: reply for i, reply in known.items() if reply.first[1].rstrip() in text}
+    marked: str = (yield Render(_marked(chat, shown), None)) if shown else text
+    places = _places(text, marked, shown)
+    if places is None:
+        count[Splice.INSPECTED] += len(shown)
+        places = dict.fromkeys(shown, -1)
+    count[Splice.HIDDEN] += len(known) - len(places)
     parts, at = list[str | Int32Array](), 0
     for i, place in places.items():
-        found = usable[i].place(text, place, tokenizer)
+        found = shown[i].place(text, place, tokenizer) if place >= 0 else None
         if found is not None and found[0] >= at:
             start, end, ids = found
             parts += [text[at:start], ids]
             at = end
+            count[Splice.KEPT if len(ids) == len(shown[i].ids) else Splice.CUT] += 1
+        elif place >= 0:
+            count[Splice.CHANGED] += 1
     return (yield from join_steps([*parts, text[at:]], split_points, wanted))
 
 
@@ -230,11 +265,11 @@ def _with_mark(turn: Turn, kind: Kind, mark: str) -> Turn:
     return msgspec.structs.replace(turn, parts=tuple(marked))
 
 
-def _places(text: str, marked: str, known: Collection[int]) -> dict[int, int]:
-    """Returns the places of the marks in the true text, in order; none if the template does more than show the parts."""
+def _places(text: str, marked: str, known: Collection[int]) -> dict[int, int] | None:
+    """Returns the places of the marks in the true text, in order; None if the template does more than show the parts."""
     pieces = _MARK_PATTERN.split(marked)
     numbers = list(map(int, pieces[1::2]))
     if "".join(pieces[::2]) != text or len(set(numbers)) < len(numbers) or not set(numbers) <= set(known):
-        return {}
+        return None
     ends = accumulate(map(len, pieces[::2]))
     return dict(zip(numbers, ends, strict=False))

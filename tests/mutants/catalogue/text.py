@@ -40,8 +40,12 @@ with known_replies.KnownReply.place, test_known_replies.test_a_reply_that_a_stop
     begin - x
 with known_replies._end_of_same, test_known_replies.test_arguments_of_another_value_are_the_clients:
     "INV 13: arguments that the client changed are replaced by the generated ones"
-    canonical(text[at:end]) != canonical(written)
+    canonical(text[at:end_of_value]) != canonical(written)
     False
+with known_replies._end_of_same, test_known_replies.test_tagged_values_keep_their_tokens_in_another_spelling_of_the_same_value:
+    "INV 13: tagged values that the client changed are replaced by the generated ones"
+    canonical(other) == canonical(written)
+    True
 with known_replies.KnownReply.restored, test_known_replies.test_a_thought_is_put_back_only_to_its_own_reply:
     "a thought is put back to another reply"
     not self.answers(turn)

@@ -173,3 +173,14 @@ async def test_the_next_step_of_an_agent_begins_with_the_tokens_of_this_one(is_s
         first, *_, last = (seen.prompt.tolist() for seen in server.engine.seen)
     known = [*first, *(index for delta in script(text, 1) for index in delta)]
     assert last[: len(known)] == known
+
+
+async def test_replies_in_prompts_are_counted_by_what_became_of_their_tokens() -> None:
+    async with serving("Well.", template=SOURCE) as server:
+        (choice,) = (await server.chat("Hi")).json["choices"]
+        for content in (choice["message"]["content"], "Another."):
+            history = [USER, {"role": "assistant", "content": content}, USER]
+            assert (await server.post("/v1/chat/completions", {"messages": history})).status == 200
+        metric = "hiserve:history_replies_total"
+        counts = {kind: await server.metric(metric, tokens=kind) for kind in ("kept", "unknown", "cut")}
+    assert counts == {"kept": 1, "unknown": 1, "cut": 0}

@@ -31,11 +31,18 @@ class Agent:
         self.tokenizer = tokenizer_of(name, by_token=by_token)
         self.template = ChatTemplate((TEMPLATES / f"{name}.jinja").read_text())
         self.abilities = Abilities(self.tokenizer, TokenBytes(self.tokenizer), self.template)
-        self.cache = ReplyTokenCache()
+        self.cache = ReplyTokenCache(row=self.row)
 
     def encode(self, messages: list[dict[str, Any]]) -> list[int]:
         chat = chat_of(messages, tools=TOOLS)
-        return encode_chat(chat, self.cache.recall(b"", chat), self.template, self.tokenizer).tolist()
+        known, splices = self.cache.recall(b"", chat), self.cache.splices
+        return encode_chat(chat, known, self.template, self.tokenizer, splices=splices).tolist()
+
+    def counts(self) -> dict[str, int]:
+        """Replies in prompts since the last call, by what became of their tokens."""
+        counts = {str(each): count for each, count in self.cache.splices.items() if count}
+        self.cache.splices.clear()
+        return counts
 
     def render(self, messages: list[dict[str, Any]]) -> str:
         return self.template.render(chat_of(messages, tools=TOOLS))
@@ -163,3 +170,76 @@ def test_spellings_of_a_value_are_one() -> None:
     assert canonical('{"b": [1.0, "é"],  "a":null}') == canonical('{"a":null,"b":[1,"\\u00e9"]}')
     assert canonical('{"a": 1}') != canonical('{"a": true}')
     assert canonical('{"a": ') == '{"a": '
+
+
+VALUES = {
+    "number": 12,
+    "share": 0.5,
+    "flag": True,
+    "entries": [1, {"a": "b"}],
+    "more": {"a": 1},
+    "note": None,
+    "text": "5",
+}
+RESPELLED = {
+    "0.5": "5e-1",
+    "true": "True",
+    '[1, {"a": "b"}]': '[ 1,{"a":  "b"} ]',
+    '{"a": 1}': '{\n"a":1}',
+    "null": "None",
+}
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name].arguments == "tagged"])
+def test_tagged_values_keep_their_tokens_in_another_spelling_of_the_same_value(name: str, by_token: bool) -> None:
+    agent = Agent(name, by_token=by_token)
+    row = agent.row
+    text = agent.text_of("Yes.", "so", [VALUES, {"number": 12}])
+    for written, other in RESPELLED.items():
+        opening = text.index(written, text.index(row.key[0]))
+        text = text[:opening] + other + text[opening + len(written) :]
+    known, message = agent.reply([USER], text)
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == VALUES
+    history = [USER, respelled(message, separators=(",", ":")), RESULT, RESULT]
+    assert agent.encode(history)[: len(known)] == known
+    assert agent.counts() == {"kept": 1}
+    for key, value in {"number": 13, "text": "5.0", "flag": False, "more": {}}.items():
+        _, second = message["tool_calls"]
+        arguments = json.dumps(VALUES | {key: value})
+        changed = message | {"tool_calls": [{"function": {"name": "look", "arguments": arguments}}, second]}
+        ids = agent.encode([USER, changed, RESULT, RESULT])
+        assert ids[: len(known)] != known
+        shown = agent.tokenizer.decode(ids, skip_hidden=False)
+        mark = shown.index(key, shown.index("Yes."))
+        assert agent.render([USER, changed, RESULT, RESULT]).endswith(shown[mark:]), key
+    assert agent.counts() == {"cut": 4}
+
+
+def test_each_reply_in_a_prompt_is_counted_by_what_became_of_its_tokens() -> None:
+    agent = Agent("hermes")
+    _, message = agent.reply([USER], "<think>\nso\n</think>\n\nYes, the token.")
+    agent.counts()
+    history = [USER, message, USER]
+    agent.encode(history)
+    assert agent.counts() == {"kept": 1}
+    agent.encode([USER, message | {"content": "No."}, USER])
+    assert agent.counts() == {"unknown": 1}
+    source = agent.template.sources.source
+    change = "message.reasoning_content", "(message.reasoning_content or '') | replace('so', 'as')"
+    agent.template = ChatTemplate(source.replace(*change))
+    agent.encode(history)
+    assert agent.counts() == {"hidden": 1}
+    change = "message.content -}}", "message.content + (message.reasoning_content or '') | length | string -}}"
+    agent.template = ChatTemplate(source.replace(*change))
+    agent.encode(history)
+    assert agent.counts() == {"inspected": 1}
+
+
+def test_a_thought_without_its_outer_white_space_is_that_of_the_reply() -> None:
+    agent = Agent("hermes")
+    known, message = agent.reply([USER], "<think>\n so \n\n</think>\n\nYes.")
+    assert message["reasoning_content"] == " so \n"
+    for said in ("so", ""):
+        assert agent.encode([USER, message | {"reasoning_content": said}, USER])[: len(known)] == known
+    assert agent.counts() == {"kept": 2}
