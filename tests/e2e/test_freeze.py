@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tools.freeze.logs import Logs, difference
+from tools.freeze.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,8 +34,17 @@ def test_a_few_workloads_and_the_session_are_as_recorded() -> None:
 
 @pytest.mark.timeout(900)
 def test_no_delay_of_memory_copies_store_or_steps_reaches_a_plan() -> None:
-    said = check("mtp on the host", "store", seed="4", program=("tests.helpers.late_freeze",))
+    said = check("1", "mtp on the host", "store", seed="4", program=("tests.helpers.late_freeze",))
     assert "2 of 2 are as recorded" in said
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", ["2", "3", "4", "5"])
+def test_no_random_delay_reaches_a_plan(seed: str) -> None:
+    lower = [workload.name for workload in WORKLOADS if "host_cache_gib" in workload.settings]
+    said = check(seed, *lower, seed=seed, program=("tests.helpers.late_freeze",))
+    assert said.count("the same") == len(lower) == 7
 
 
 @pytest.mark.long

@@ -18,7 +18,7 @@ COPY_S, PAGE_S = 0.0004, 0.0002
 FAILING = 3  # of the copies of a kind that fails, those whose number it divides
 REAL_WAIT_S = 0.01  # while a thread carries a copy out
 MAX_POLLS = 12_000  # of these: two minutes
-READY_S = 120.0  # for the memory of the host tier
+READY_S = 120.0  # for the memory of the host tier, and for each order to the store
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class VirtualDevice:
     """Executes each plan at once, and returns its result later.
 
     The engine's own executor does all the work: the device waits for its threads, so that they never race with planning.
-    The host tier is ready before the first step.
+    The host tier is ready before the first step, and the store carries out its orders one by one.
 
     Args:
         executor: The engine's own.
@@ -57,6 +57,7 @@ class VirtualDevice:
         self._acks: list[tuple[float, int, Any]] = []
         self._found: list[tuple[float, int, int]] = []
         names.wait_for_host(executor, READY_S)
+        names.wait_for_store(executor, READY_S)
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is the executor's own."""

@@ -6,7 +6,8 @@ Keys are the logs' words; values are paths of attributes, from the object that i
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from threading import Event
 from typing import Any
 
 from hiserve import LLM, SamplingParams
@@ -138,6 +139,37 @@ def wait_for_host(executor: Any, timeout_s: float) -> None:
     if (tiers := executor._tier_transfers) is not None:
         host = tiers._host
         assert host.prefault.wait(host.num_pages, timeout_s), f"{host.num_ready_pages} of {host.num_pages} are ready"
+
+
+def wait_for_store(executor: Any, timeout_s: float) -> None:
+    """Lets each order to the store end before the next is given: a lookup sees every upload and removal before it."""
+    if (tiers := executor._tier_transfers) is not None and (store := tiers._store) is not None:
+        store._fetches, store._uploads = (_Awaited(jobs, timeout_s) for jobs in (store._fetches, store._uploads))
+        store._checksum_timeout_s = timeout_s
+
+
+class _Awaited:
+    """A queue of jobs for threads, each of which has ended when ``put`` returns."""
+
+    def __init__(self, jobs: Any, timeout_s: float) -> None:
+        self._jobs = jobs
+        self._timeout_s = timeout_s
+
+    def put(self, job: Callable[[], None] | None) -> None:
+        """Waits for a job; None ends a thread."""
+        if job is None:
+            self._jobs.put(None)
+            return
+        ended = Event()
+
+        def run() -> None:
+            try:
+                job()
+            finally:
+                ended.set()
+
+        self._jobs.put(run)
+        assert ended.wait(self._timeout_s), f"an order to the store has not ended after {self._timeout_s} s"
 
 
 def start_before_loads(engine: Any) -> None:
