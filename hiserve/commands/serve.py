@@ -165,6 +165,7 @@ def build_app(handle: EngineHandle, folder: Path, model: ModelConfig, resolved: 
             fingerprint=f"hiserve-{digest.hex()[:12]}",
             defaults=frontend.default_sampling,
             spec_steps=settings.spec.tiers[-1],
+            page_size=0 if settings.cache.disable_prefix_cache else settings.cache.page_size,
         ),
         resolved=resolved,
         tokenizer_info=tokenizer_info(folder),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -28,6 +28,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         fingerprint: Changes if the same request may get another reply.
         defaults: Sampling values of omitted fields.
         spec_steps: Most drafts that a step verifies; 0 without speculation.
+        page_size: Tokens that the cache keeps together; 0 without a cache.
     """
 
     name: str
@@ -37,6 +38,21 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str
     defaults: SamplingParams = SamplingParams()
     spec_steps: int = 0
+    page_size: int = 0
+
+
+class PromptUse(NamedTuple):
+    """Tokens of a prompt, by what became of them.
+
+    Attributes:
+        cached: They came from the cache.
+        written: They were computed, and fill pages that the cache has now.
+        rest: They were computed.
+    """
+
+    cached: int
+    written: int
+    rest: int
 
 
 class CachedTokensDetails(msgspec.Struct):
@@ -103,6 +119,19 @@ def usage(choices: Choices) -> Usage:
     by_tier = CachedTokensDetails(cached.device, cached.host, cached.store)
     details = PromptTokensDetails(cached.num_tokens, by_tier, cache_miss(cached))
     return Usage(num_prompt, num_generated, num_prompt + num_generated, details, spec_details(choices.drafts))
+
+
+def prompt_use(choices: Choices, page_size: int) -> PromptUse:
+    """Returns the prompt's tokens by what became of them; they sum to all.
+
+    Args:
+        choices: Of one prompt.
+        page_size: Of the served model.
+    """
+    num_prompt, cached = choices.num_prompt, choices.cached.num_tokens
+    kept = num_prompt - num_prompt % page_size if page_size else 0
+    written = max(0, kept - cached)
+    return PromptUse(cached, written, num_prompt - cached - written)
 
 
 def spec_details(drafts: DraftUse | None) -> SpecTokensDetails | UnsetType:

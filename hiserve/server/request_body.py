@@ -13,6 +13,7 @@ from hiserve.server.auth import caller_of
 from hiserve.server.known_fields import check_fields, check_model, known_to
 from hiserve.server.streaming import cancel_on_disconnect
 from hiserve.text.body_parser import Sizes, is_quick, parse_body
+from hiserve.text.chat_request import ChatFields
 from hiserve.text.helper_pool import HelperPool
 
 
@@ -109,7 +110,8 @@ class BodyReader:
         if is_quick(raw):
             body = parse_body(raw)
         else:
-            slimming = self._helpers.slim(raw, self._sizes, caller_of(request).number)
+            is_chat = ChatFields in form.types
+            slimming = self._helpers.slim(raw, self._sizes, caller_of(request).number, is_chat=is_chat)
             body = await cancel_on_disconnect(request.receive, slimming)
         if not form.ignores_others:
             check_model(body, self._model)

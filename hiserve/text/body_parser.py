@@ -99,10 +99,10 @@ def parse_prompt(prompt: Any, *, vocab_size: int, param: str = "prompt") -> str 
     return np.array(array("i", prompt), dtype=np.int32)
 
 
-def slim(raw: bytes, sizes: Sizes) -> bytes:
+def slim(raw: bytes, sizes: Sizes, *, is_chat: bool = True) -> bytes:
     """Parses a large body and encodes it in few values, for ``unpack_slim``.
 
-    Lists of token ids are checked and packed, contents in parts are joined.
+    Lists of token ids are checked and packed; contents of a chat in parts are joined.
 
     Raises:
         RequestError: The body is not a JSON object, a value is malformed, or the packed body still has too many values.
@@ -112,7 +112,7 @@ def slim(raw: bytes, sizes: Sizes) -> bytes:
         value = body.get(name)
         if isinstance(value, list) and value:
             body[name] = _packed(value, sizes, name, may_be_long=body.get("truncate_prompt_tokens") is not None)
-    if isinstance(messages := body.get("messages"), list):
+    if is_chat and isinstance(messages := body.get("messages"), list):
         join_parts(messages)
     _check_number(body)
     try:

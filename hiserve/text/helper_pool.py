@@ -33,6 +33,7 @@ class Slim(msgspec.Struct, frozen=True, tag=True):
     """Job: ``body_parser.slim`` of the second frame."""
 
     sizes: Sizes
+    is_chat: bool
 
 
 class Rendering(msgspec.Struct, frozen=True, tag=True):
@@ -72,13 +73,13 @@ class HelperPool:
         self._all = tuple(self._free)
         self._turns = FairSemaphore(NUM_PROCESSES)
 
-    async def slim(self, raw: bytes, sizes: Sizes, caller: int) -> dict[str, Any]:
+    async def slim(self, raw: bytes, sizes: Sizes, caller: int, *, is_chat: bool = True) -> dict[str, Any]:
         """Parses a large body in a process; see ``body_parser.slim``.
 
         Raises:
             RequestError: The body is malformed or exceeds a limit.
         """
-        return unpack_slim(await self._do(Slim(sizes), raw, caller=caller))
+        return unpack_slim(await self._do(Slim(sizes, is_chat), raw, caller=caller))
 
     async def render(self, chat: Conversation, max_chars: int | None, caller: int) -> str:
         """Renders a conversation in a process; see ``ChatTemplate.render``.

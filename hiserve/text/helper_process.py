@@ -48,7 +48,7 @@ class Helper:
     def _do(self, job: Job, frames: Frames) -> bytes:
         match job:
             case Slim():
-                return slim(frames[0], job.sizes)
+                return slim(frames[0], job.sizes, is_chat=job.is_chat)
             case Rendering():
                 assert self._template is not None, "a conversation without a template"
                 return self._template.render(job.chat, max_chars=job.max_chars).encode()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hiserve.core.usage import CacheUse
+from hiserve.server.reply_format import prompt_use
 from tests.unit.server.conftest import Server
 
 USE = CacheUse(device=16, host=32, store=64, miss="evicted", miss_at=112)
@@ -72,3 +76,14 @@ async def test_the_openai_client_reads_it(server: Server) -> None:
 def test_uses_add_up_tier_by_tier() -> None:
     both = USE + CacheUse(device=1, host=2, store=4, miss="cold", miss_at=7)
     assert both == CacheUse(device=17, host=34, store=68, miss="evicted", miss_at=112)
+
+
+@given(num_prompt=st.integers(1, 200), num_pages=st.integers(0, 20), page_size=st.sampled_from([0, 1, 16]))
+def test_the_tokens_of_a_prompt_are_cached_written_or_neither(num_prompt: int, num_pages: int, page_size: int) -> None:
+    num_cached = min(num_pages * page_size, num_prompt // page_size * page_size) if page_size else 0
+    choices: Any = SimpleNamespace(num_prompt=num_prompt, cached=CacheUse(device=num_cached))
+    use = prompt_use(choices, page_size)
+    assert (use.cached, sum(use)) == (num_cached, num_prompt)
+    assert use.rest == (num_prompt % page_size if page_size else num_prompt), (
+        "full pages are in the cache, the others are not"
+    )
