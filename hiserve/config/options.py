@@ -71,6 +71,13 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
             "Spelling of thoughts and tool calls in replies; auto is the chat template's, none leaves them in the text."
         ),
     ] = "auto"
+    thoughts: Annotated[
+        Literal["auto", "keep"],
+        about(
+            "Thoughts of earlier turns in prompts: auto is as the chat template does; keep turns its switch on, so that the "
+            "cached prefix goes on at the user's next turn."
+        ),
+    ] = "auto"
     sampling_defaults: Annotated[
         Literal["model", "openai"],
         about("Sampling where a request is silent: as generation_config.json says, or temperature 1 and no filter."),

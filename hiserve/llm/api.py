@@ -26,6 +26,7 @@ from hiserve.ipc.cache_stats import LOCAL_TIERS, TierName
 from hiserve.launch import prepare
 from hiserve.llm.offline_backends import InProcess, Job, OfflineBackend, Processes
 from hiserve.llm.outputs import ChoiceBuilder, RequestOutput
+from hiserve.text.abilities import Thinking
 from hiserve.text.chat_request import parse_chat
 from hiserve.text.conversation import Conversation
 from hiserve.text.frontend import load_frontend
@@ -240,7 +241,7 @@ class LLM:
         return _Request(RequestOutput(text, self._encode(prompt)), sampling, num_open=sampling.n)
 
     def _chat_request(self, messages: Any, fields: dict[str, Any], sampling: SamplingParams) -> _Request:
-        chat = parse_chat({"messages": list(messages), **fields})
+        chat = self._frontend.abilities.prepared(parse_chat({"messages": list(messages), **fields}), Thinking())
         tokens = self._frontend.encode_chat(chat)
         self._check_length(tokens.size, "messages")
         return _Request(RequestOutput(None, tokens), sampling, num_open=sampling.n, chat=chat)

@@ -22,7 +22,9 @@ from hiserve.server.reply_format import ServedModel, SpecTokensDetails, draft_de
 from hiserve.server.request_body import Body, BodyReader
 from hiserve.server.routes import Endpoint
 from hiserve.server.sampling_fields import Name
+from hiserve.text.abilities import Abilities
 from hiserve.text.request_json import decode
+from hiserve.text.template_probes import TemplateAbilities
 
 STATUS_TIMEOUT_S = 10.0
 INFO_TIMEOUT_S = 2.0  # short, because an outage is when it is read
@@ -114,6 +116,7 @@ class ServerInfo(msgspec.Struct):
     recovery: Recovery | None
     served_model_name: str
     model_path: str
+    chat_template: TemplateAbilities
     tp_size: int
     dp_size: int
     internal_states: list[WorkerCounters]
@@ -160,6 +163,7 @@ class AdminRoutes:
         bodies: Reads request bodies.
         auth: Checks keys.
         model: The served model.
+        abilities: Of its chat template.
         resolved: The configuration in force.
         startup_s: Seconds per start-up phase of the API process, the engine not included.
     """
@@ -170,6 +174,7 @@ class AdminRoutes:
         bodies: BodyReader,
         auth: Auth,
         model: ServedModel,
+        abilities: Abilities,
         resolved: Resolved,
         startup_s: dict[str, float],
     ) -> None:
@@ -177,6 +182,7 @@ class AdminRoutes:
         self._bodies = bodies
         self._auth = auth
         self._model = model
+        self._abilities = abilities
         self._resolved = resolved
         self._startup_s = startup_s
 
@@ -233,6 +239,7 @@ class AdminRoutes:
             recovery=status.recovery if status else None,
             served_model_name=self._model.name,
             model_path=self._model.root,
+            chat_template=self._abilities.template,
             tp_size=1,
             dp_size=1,
             internal_states=[worker.stats for worker in workers],

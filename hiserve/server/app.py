@@ -93,7 +93,7 @@ def create_app(
         *NativeRoutes(front).routes(),
         *TokenRoutes(front, tokenizer_info, max_model_len=max_model_len).routes(),
         *HealthRoutes(handle, auth, metrics).routes(),
-        *AdminRoutes(handle, bodies, auth, model, resolved, startup_s).routes(),
+        *AdminRoutes(handle, bodies, auth, model, abilities, resolved, startup_s).routes(),
         *CacheRoutes(handle, auth, resolved.settings.cache).routes(),
     ]
     document = Document(endpoints, model, is_strict=is_strict, has_keys=bool(server.api_key))

@@ -15,6 +15,7 @@ from hiserve.server.logprobs import check_prompt_scores
 from hiserve.server.routes import FrontEnd
 from hiserve.server.sampling_fields import Limits, fit_context
 from hiserve.server.streaming import cancel_on_disconnect
+from hiserve.text.abilities import Thinking
 from hiserve.text.conversation import Conversation
 
 HIDDEN_TOOLS = "the chat template of this model does not show tools: the model cannot see the tools of this request"
@@ -30,6 +31,7 @@ class Question(NamedTuple):
         context: Caller and priority.
         constraint: The grammar of the reply, not vetted.
         truncate: As for ``PromptEncoder.encode_chat``.
+        thinking: What is asked of thoughts.
     """
 
     chat: Conversation
@@ -38,6 +40,7 @@ class Question(NamedTuple):
     context: RequestContext
     constraint: Constraint | None = None
     truncate: int | None = None
+    thinking: Thinking = Thinking()
 
 
 async def begin_reply(
@@ -58,7 +61,8 @@ async def begin_reply(
         OverloadedError: As ``Vetting.check``.
         ClientDisconnect: The client went away.
     """
-    chat, sampling, context = question.chat, question.sampling, question.context
+    chat = front.abilities.prepared(question.chat, question.thinking)
+    sampling, context = question.sampling, question.context
     encoding = front.encoder.encode_chat(
         chat,
         namespace=context.namespace,

@@ -76,6 +76,7 @@ class OpenAIRoutes:
             context_of(request, asked.cache_salt, asked.priority, asked.rid),
             asked.constraint,
             asked.truncate_prompt_tokens,
+            asked.thinking,
         )
         head = envelope(self._model, "chatcmpl")
         choices, warning = await begin_reply(front, request, engine, question, head["id"], arrived)

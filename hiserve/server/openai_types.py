@@ -16,6 +16,7 @@ from hiserve.server.grammar_fields import OpenAIGrammarFields
 from hiserve.server.logprobs import ChatScores, PromptScores, TextScores
 from hiserve.server.reply_format import ServedModel, Usage
 from hiserve.server.sampling_fields import Limits, Name, Priority, TokenId, range_of
+from hiserve.text.abilities import Thinking
 from hiserve.text.body_parser import MAX_PROMPTS, parse_prompt
 from hiserve.text.request_json import union
 
@@ -126,6 +127,7 @@ class ChatOptions(OpenAIFields, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Scores | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Name | None = None
 
     def __post_init__(self) -> None:
         """Refuses values that exclude each other."""
@@ -137,6 +139,12 @@ class ChatOptions(OpenAIFields, frozen=True, kw_only=True):
     def num_top(self) -> int | None:
         """Likeliest tokens shown for each generated one; None shows no scores."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def thinking(self) -> Thinking:
+        """What the request asks of thoughts; ``none`` is an effort that turns them off."""
+        is_off = self.reasoning_effort == "none"
+        return Thinking(False if is_off else None, None if is_off else self.reasoning_effort)
 
     def sampling(self, model: ServedModel) -> SamplingParams:
         """Returns the sampling parameters."""

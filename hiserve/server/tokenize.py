@@ -19,6 +19,7 @@ from hiserve.server.request_body import Body
 from hiserve.server.routes import Endpoint, FrontEnd
 from hiserve.server.sampling_fields import Name, TokenId
 from hiserve.server.streaming import cancel_on_disconnect
+from hiserve.text.abilities import Thinking
 from hiserve.text.body_parser import parse_prompt
 from hiserve.text.chat_request import ChatFields, parse_chat
 from hiserve.text.request_json import check_text, decode, union
@@ -100,7 +101,8 @@ class TokenRoutes:
         if has_messages == (fields.prompt is not None):
             raise RequestError("give either prompt or messages.", param="prompt")
         if fields.prompt is None:
-            chat, namespace = parse_chat(body), namespace_of(request, fields.cache_salt)
+            chat = self._front.abilities.prepared(parse_chat(body), Thinking())
+            namespace = namespace_of(request, fields.cache_salt)
             if chat.num_chars > MAX_CHARS:
                 raise RequestError(f"messages must be at most {MAX_CHARS} characters long.", param="messages")
             encoding = encoder.encode_chat(chat, namespace=namespace, max_tokens=MAX_INT32, caller=caller)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import secrets
 import string
 from functools import partial
+from typing import NamedTuple
+
+import msgspec
 
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
+from hiserve.errors import ConfigError
 from hiserve.text.conversation import Conversation
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.formats import BY_NAME, find_format
@@ -15,34 +19,76 @@ from hiserve.text.output import ReplyOutput, TextOutput
 from hiserve.text.reader import Reader, ReplyStart
 from hiserve.text.reply_marks import ReplySyntax
 from hiserve.text.template import ChatTemplate
+from hiserve.text.template_probes import TemplateAbilities, probe
 from hiserve.text.tokenizer import Tokenizer
 
 # Tokens at the end of a prompt within which a mark that opens a thought stands.
 _TAIL = 16
 
 
+class Thinking(NamedTuple):
+    """What a request asks of thoughts; None leaves it to the chat template, as does a template without a switch.
+
+    Attributes:
+        is_on: Whether the reply begins with one.
+        effort: How long, in the family's words.
+        keeps: Whether the prompt shows those of earlier turns.
+    """
+
+    is_on: bool | None = None
+    effort: str | None = None
+    keeps: bool | None = None
+
+
 class Abilities:
-    """Reads the replies of one model.
+    """Reads the replies of one model, and knows what its chat template shows.
 
     Args:
         tokenizer: Of the model.
         token_bytes: Of its tokens.
         template: Its chat template; None without one.
         reply_format: ``--reply-format``.
+        keeps_thoughts: ``--thoughts keep``.
 
     Attributes:
         format: How replies are read; None reads them as text.
+        template: What the chat template shows.
+
+    Raises:
+        ConfigError: The template cannot keep the thoughts of earlier turns.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, token_bytes: TokenBytes, template: ChatTemplate | None, reply_format: str = "auto"
+        self,
+        tokenizer: Tokenizer,
+        token_bytes: TokenBytes,
+        template: ChatTemplate | None,
+        reply_format: str = "auto",
+        *,
+        keeps_thoughts: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._token_bytes = token_bytes
         source = "" if template is None else template.sources.source + (template.sources.tool_source or "")
         self.format = find_format(source) if reply_format == "auto" else BY_NAME.get(reply_format)
+        self.template = TemplateAbilities() if template is None else probe(template)
+        self._keeps_thoughts = keeps_thoughts
+        if keeps_thoughts and not (self.template.keep_switch or self.template.thoughts == "always"):
+            raise ConfigError(
+                "--thoughts keep: the chat template drops the thoughts of earlier turns and has no switch for them. "
+                "Leave the option out, or give another --chat-template.",
+                param="thoughts",
+            )
         is_named = reply_format != "auto"
         self._syntax = None if self.format is None else ReplySyntax(self.format, tokenizer, source, is_named=is_named)
+
+    def prepared(self, chat: Conversation, thinking: Thinking) -> Conversation:
+        """Returns the conversation with the variables that switch thoughts; those that the request set itself stay."""
+        keeps = True if thinking.keeps is None and self._keeps_thoughts else thinking.keeps
+        variables = self.template.variables(keep=keeps, thinking=thinking.is_on, effort=thinking.effort)
+        if not variables:
+            return chat
+        return msgspec.structs.replace(chat, template_kwargs=variables | chat.template_kwargs)
 
     def output(self, chat: Conversation, prompt: Int32Array, sampling: SamplingParams) -> ReplyOutput:
         """Returns what reads one reply to a conversation.

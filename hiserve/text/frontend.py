@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ from hiserve.text.reply_buffer import Event
 from hiserve.text.reply_tokens import ReplyTokenCache, encode_chat
 from hiserve.text.template import ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +87,7 @@ def load_frontend(settings: Model, folder: Path, model: ModelConfig) -> Frontend
     """Loads the tokenizer and the chat template from a model's folder.
 
     Raises:
-        ConfigError: ``--chat-template`` cannot be read.
+        ConfigError: ``--chat-template`` cannot be read, or ``--thoughts`` asks for what no template shows.
         ModelError: The tokenizer or the chat template cannot be used.
     """
     tokenizer = Tokenizer.load(folder, model.eos_token_ids)
@@ -93,5 +96,14 @@ def load_frontend(settings: Model, folder: Path, model: ModelConfig) -> Frontend
     uses_openais = settings.sampling_defaults == "openai"
     defaults = SamplingParams() if uses_openais else model.sampling_defaults.params()
     token_bytes = TokenBytes(tokenizer)
-    abilities = Abilities(tokenizer, token_bytes, template, settings.reply_format)
+    keeps = settings.thoughts == "keep"
+    abilities = Abilities(tokenizer, token_bytes, template, settings.reply_format, keeps_thoughts=keeps)
+    end = abilities.template.turn_end
+    ends = [tokenizer.decode([index], skip_hidden=False) for index in model.eos_token_ids]
+    if end.strip() and not any(text and text in end for text in ends):
+        logger.warning(
+            "the chat template ends turns with %r, which has none of the model's end tokens (%s): replies may not end",
+            end[:40],
+            " ".join(ends),
+        )
     return Frontend(tokenizer, template, token_bytes, defaults, abilities, ReplyTokenCache(row=abilities.format))

@@ -27,6 +27,7 @@ from hiserve.text.known_replies import KnownReply, canonical
 from hiserve.text.reply_buffer import Event, Kind
 from hiserve.text.split_points import SplitPoints
 from hiserve.text.template import RENDER_S, ChatTemplate
+from hiserve.text.template_probes import SWITCHES
 from hiserve.text.tokenizer import Tokenizer
 
 # Stands before a reply's first part, in private-use characters. A prompt that contains one is tokenized whole.
@@ -146,9 +147,11 @@ class ReplyTokenCache:
 def _befores(namespace: bytes, chat: Conversation) -> Iterator[bytes]:
     """Yields a digest before each turn, and after the last: of everything so far that a template may show.
 
-    Thoughts are left out: clients may leave them out too. So is the spelling of arguments.
+    Thoughts are left out: clients may leave them out too. So are the spelling of arguments and the switches of thoughts,
+    which may differ between requests.
     """
-    setting = [chat.tools, chat.documents, chat.template_kwargs]
+    variables = {name: value for name, value in chat.template_kwargs.items() if name not in SWITCHES}
+    setting = [chat.tools, chat.documents, variables]
     before = namespace_digest(namespace, json.dumps(setting)) if any(setting) else namespace_digest(namespace)
     for turn in chat.turns:
         yield before

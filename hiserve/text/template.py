@@ -13,7 +13,7 @@ import jinja2
 import msgspec
 
 from hiserve.errors import ConfigError, ContextLengthError, ModelError, RequestError
-from hiserve.text.conversation import Conversation, Text, Turn
+from hiserve.text.conversation import Call, Conversation, Message, Result, Text, Thought, Turn
 from hiserve.text.render_budget import MAX_WORK_CHARS, RenderBudget, RenderBudgetError
 from hiserve.text.request_json import check_text
 from hiserve.text.template_sandbox import BoundedEnvironment
@@ -34,6 +34,8 @@ TOO_SLOW = "template_too_slow"
 # Marks the end of a message that is to be continued: a private-use character, removed again.
 _END = "\ue002"
 _PROBE = "hiserve_probe"
+# Names that families have for the thought of a message.
+THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
@@ -142,9 +144,13 @@ class ChatTemplate:
         check_text(text, "messages")
         return text
 
-    def _text(self, chat: Conversation, max_chars: int | None, budget: RenderBudget) -> str:
+    def _text(
+        self, chat: Conversation, max_chars: int | None, budget: RenderBudget, thought_field: str | None = None
+    ) -> str:
         """Renders a conversation as it is; an open last message ends with ``_END``."""
         messages = chat.messages
+        if any(THOUGHT_FIELDS[0] in message for message in messages):
+            messages = [_renamed(message, thought_field or self._thought_field) for message in messages]
         if chat.continue_final_message:
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _END}]
         variables = {
@@ -167,6 +173,21 @@ class ChatTemplate:
             return _PROBE in self.render(chat)
         except RequestError:
             return True
+
+    @cached_property
+    def _thought_field(self) -> str:
+        """The field of a message in which the template looks for its thought."""
+        user, saying = Turn("user", (Text("Hi"),)), Turn("assistant", (Thought(_PROBE), Text("Yes")))
+        calling = Turn("assistant", (Thought(_PROBE), Text(""), Call("123456789", "look", "{}")))
+        result = Turn("tool", (Result("123456789", "found"),))
+        for field in THOUGHT_FIELDS:
+            for turns in ((user, saying), (user, calling, result)):
+                try:
+                    if _PROBE in self._text(Conversation(turns=turns), None, RenderBudget(RENDER_S), field):
+                        return field
+                except RequestError:
+                    continue
+        return THOUGHT_FIELDS[0]
 
     @cached_property
     def shows_later_system(self) -> bool:
@@ -215,6 +236,11 @@ class ChatTemplate:
                     f"chat_template_kwargs may not set {name[:100]}; it has its own place.",
                     param=f"chat_template_kwargs.{name[:100]}",
                 )
+
+
+def _renamed(message: Message, thought_field: str) -> Message:
+    """Returns a message with its thought under another name."""
+    return {thought_field if name == THOUGHT_FIELDS[0] else name: value for name, value in message.items()}
 
 
 def _read_override(path: Path) -> str:

@@ -114,6 +114,7 @@ def make_server(
     tokenizer: Tokenizer = TOKENIZER,
     reply_format: str = "auto",
     vetting: Any = None,
+    keeps_thoughts: bool = False,
     **settings: Any,
 ) -> Server:
     async def started() -> FakeEngineClient:
@@ -127,7 +128,7 @@ def make_server(
         handle=handle,
         encoder=PromptEncoder(tokenizer, chat_template, reply_cache),
         token_bytes=token_bytes,
-        abilities=Abilities(tokenizer, token_bytes, chat_template, reply_format),
+        abilities=Abilities(tokenizer, token_bytes, chat_template, reply_format, keeps_thoughts=keeps_thoughts),
         vetting=vetting,
         metrics=Metrics("tiny", page_size=16, compat=compat),
         model=ServedModel(

@@ -16,6 +16,7 @@ from hiserve.models.model_config import find_model
 from hiserve.text.template import ChatTemplate
 from tests.helpers import tiny_text
 from tests.helpers.fake_engine_client import FakeEngineClient
+from tests.helpers.thinking_templates import FAMILIES
 from tests.unit.server.conftest import TOKENIZER, Server, make_server
 
 NANO = find_model("hiserve-nano")
@@ -184,3 +185,29 @@ async def test_replies_in_prompts_are_counted_by_what_became_of_their_tokens() -
         metric = "hiserve:history_replies_total"
         counts = {kind: await server.metric(metric, tokens=kind) for kind in ("kept", "unknown", "cut")}
     assert counts == {"kept": 1, "unknown": 1, "cut": 0}
+
+
+async def test_thoughts_of_earlier_turns_and_their_effort_follow_request_and_operator() -> None:
+    history = [USER, {"role": "assistant", "content": "Yes", "reasoning_content": "secret"}, USER]
+
+    async def prompt(server: Server, **fields: Any) -> str:
+        call = await server.post("/v1/chat/completions", {"messages": history, **fields})
+        assert call.status == 200
+        return TOKENIZER.decode(server.engine.seen[-1].prompt, skip_hidden=False)
+
+    source = FAMILIES["clearing"].source
+    for keeps in (False, True):
+        async with serving("Well.", template=source, keeps_thoughts=keeps) as server:
+            assert ("secret" in await prompt(server)) == keeps
+            for value in (False, True):
+                switch = {"chat_template_kwargs": {"clear_thinking": value}}
+                assert ("secret" in await prompt(server, **switch)) != value
+            assert (await prompt(server)).endswith("<think>")
+            assert (await prompt(server, reasoning_effort="none")).endswith("</think>")
+            ids = (await server.post("/tokenize", {"messages": history})).json["tokens"]
+            assert TOKENIZER.decode(ids, skip_hidden=False) == await prompt(server)
+    async with serving("Well.", template=FAMILIES["effort"].source) as server:
+        assert "Reasoning: low" in await prompt(server, reasoning_effort="low")
+        assert "Reasoning: medium" in await prompt(server)
+        shown = (await server.get("/server_info")).json["chat_template"]
+    assert (shown["thoughts"], shown["effort_switch"]) == ("turn", "reasoning_effort")

@@ -11,7 +11,7 @@ import pytest
 
 from hiserve.config.options import make_options
 from hiserve.core.request import SamplingParams
-from hiserve.errors import RequestError
+from hiserve.errors import ConfigError, RequestError
 from hiserve.models.builtin_shapes import read_model
 from hiserve.text.chat_request import parse_chat
 from hiserve.text.frontend import Frontend, load_frontend
@@ -82,3 +82,17 @@ def test_the_options_choose_template_and_sampling_defaults(model: Path, tmp_path
     assert own.default_sampling == SamplingParams()
     text = own.tokenizer.decode(own.encode_chat(chat).tolist(), skip_hidden=False)
     assert text == "<user>Where is the station?"
+
+
+def test_what_no_template_can_keep_is_refused_and_a_turn_without_an_end_token_is_warned_of(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "own.jinja"
+    for template, is_warned in ((TEMPLATE, False), (TEMPLATE.replace("content }}", "content }}<|stop|>"), True)):
+        file.write_text(template)
+        caplog.clear()
+        load(model=str(model), chat_template=str(file))
+        assert ("replies may not end" in caplog.text) == is_warned
+    with pytest.raises(ConfigError, match="--thoughts keep"):
+        load(model=str(model), chat_template=str(file), thoughts="keep")
+    assert load().abilities.template.turn_end.startswith("<|end|>")
