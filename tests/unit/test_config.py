@@ -28,7 +28,7 @@ FLAGS = """
     --attention-backend --graphs --graph-gate --graph-max-len --spec --spec-steps
     --store --store-gib --store-prefetch --store-prefetch-timeout-s
 """
-MAX_FLAGS, MAX_SHOWN = 60, 44
+MAX_FLAGS, MAX_SHOWN = 64, 48
 
 
 def value_of(config: Options, setting: Flag) -> Any:
