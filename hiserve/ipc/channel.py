@@ -112,9 +112,10 @@ class Link:
         return bool(self._events & zmq.POLLOUT)
 
     @property
-    def is_readable(self) -> bool:
-        """Whether the next ``try_receive`` returns a message."""
-        return bool(self._events & zmq.POLLIN)
+    def is_ready(self) -> tuple[bool, bool]:
+        """Whether the next ``try_receive`` returns a message, and whether the next ``try_send`` will succeed."""
+        events = self._events
+        return bool(events & zmq.POLLIN), bool(events & zmq.POLLOUT)
 
     @property
     def _events(self) -> int:
@@ -282,7 +283,9 @@ class AsyncChannel:
 
     def _has_more(self) -> bool:
         is_newly_gone = self._link.is_gone and not self._is_gone
-        return is_newly_gone or self._link.is_readable or (self._is_full and self._link.is_writable)
+        # One call, and the last on the socket: a second one would consume the edge of a message that came between them.
+        is_readable, is_writable = self._link.is_ready
+        return is_newly_gone or is_readable or (self._is_full and is_writable)
 
     def _flush(self) -> None:
         while self._backlog and self._link.try_send(self._backlog[0]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import stat
 import tempfile
@@ -279,42 +280,81 @@ async def test_an_async_channel_reports_its_peer_gone_once_and_last() -> None:
     recorder.channel.close()
 
 
-class SilentLink:
-    """A link on which a message came while something else was being sent: its descriptor will not tell."""
+class EdgeLink:
+    """A link as zmq has it: an event is announced once, and the next call on its socket consumes the announcement.
 
-    def __init__(self) -> None:
-        self._pipe = os.pipe()
-        self.inbox: list[Frames] = []
+    Args:
+        event: ``message``, ``writable`` or ``gone``, which the socket of the monitor announces.
+        moment: The call before which it happens, the first is 1.
+        is_full: It takes no message before the event ``writable``.
+    """
+
+    def __init__(self, event: str, moment: int, *, is_full: bool) -> None:
         self.endpoint = ""
-        self.fds = self._pipe
-        self.is_gone = False
-        self.is_writable = False
+        self._socket, self._monitor = os.eventfd(0, os.EFD_NONBLOCK), os.eventfd(0, os.EFD_NONBLOCK)
+        self.fds = self._socket, self._monitor
+        self._event, self._moment, self._is_full = event, moment, is_full
+        self._num_calls = 0
+        self._is_taken = False
 
     @property
-    def is_readable(self) -> bool:
-        return bool(self.inbox)
+    def has_happened(self) -> bool:
+        return self._num_calls >= self._moment
+
+    def _is_known(self, event: str, fd: int) -> bool:
+        self._num_calls += 1
+        if self._num_calls == self._moment:
+            os.eventfd_write(self._monitor if self._event == "gone" else self._socket, 1)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(fd)
+        return self.has_happened and event == self._event
+
+    @property
+    def is_gone(self) -> bool:
+        return self._is_known("gone", self._monitor)
+
+    @property
+    def is_writable(self) -> bool:
+        return self._is_known("writable", self._socket) or not self._is_full
+
+    @property
+    def is_ready(self) -> tuple[bool, bool]:
+        is_writable = self.is_writable
+        return self.has_happened and self._event == "message" and not self._is_taken, is_writable
 
     def try_send(self, frames: Frames) -> bool:
-        self.inbox.append([b"came meanwhile"])
         return self.is_writable
 
     def try_receive(self) -> Frames | None:
-        return self.inbox.pop() if self.inbox else None
+        if self._is_known("message", self._socket) and not self._is_taken:
+            self._is_taken = True
+            return [b"came meanwhile"]
+        return None
 
     def close(self, linger_ms: int = 0) -> None:
-        for fd in self._pipe:
+        for fd in self.fds:
             os.close(fd)
 
 
-@pytest.mark.parametrize("is_taken", [True, False])
-async def test_a_message_that_came_during_a_send_is_not_forgotten(is_taken: bool) -> None:
-    link = SilentLink()
-    link.is_writable = is_taken
-    recorder = Recorder(link)
-    await asyncio.sleep(0.01)
-    assert recorder.channel.try_send([b"x"]) is is_taken
-    await recorder.until(1)
-    recorder.channel.close()
+@pytest.mark.parametrize(
+    ("event", "is_full"),
+    [("message", True), ("message", False), ("gone", True), ("gone", False), ("writable", True)],
+)
+async def test_no_event_is_missed_between_any_two_calls(event: str, is_full: bool) -> None:
+    moment, has_happened = 0, True
+    while has_happened:
+        moment += 1
+        link = EdgeLink(event, moment, is_full=is_full)
+        recorder = Recorder(link)
+        for number in range(20):  # turns of the event loop, which waits for nothing
+            if number == 5:
+                is_sent = recorder.channel.try_send([b"x"])
+            await asyncio.sleep(0)
+        has_happened = link.has_happened
+        found = {"message": bool(recorder.messages), "writable": is_sent or recorder.num_writable > 0}
+        assert (found | {"gone": recorder.gone.is_set()})[event] == has_happened, f"missed before call {moment}"
+        recorder.channel.close()
+    assert moment > 5
 
 
 async def test_a_callback_may_close_its_channel() -> None:
