@@ -23,7 +23,7 @@ from tools.nano.stream import DIALOGUES, Arrays, documents, load_corpus
 from tools.nano.tokenizer import END, PAD, ROLE_TOKENS, special_id
 
 NUM_DRAFTS = (1, 3, 5)
-SOURCES = ("coffee", "services", "math", "python", "pytask")
+SOURCES = ("coffee", "services", "math", "python", "pytask", "tools")
 MAX_TEXT_PROMPT = 512
 
 

@@ -19,7 +19,7 @@ from tools.nano.tokenizer import encode_body, encode_head, save_tokenizer, train
 from tools.nano.tool_dialogues import tool_dialogues
 
 # How often one epoch sees a source.
-WEIGHTS = {"coffee": 4, "services": 2, "math": 2, "agent": 1, "python": 1, "pytask": 1, "tools": 2}
+WEIGHTS = {"coffee": 4, "services": 2, "math": 2, "agent": 1, "python": 1, "pytask": 1, "tools": 1}
 SYSTEM_MESSAGES = {
     "coffee": (
         "You are a barista. Take the customer's order.",

@@ -59,10 +59,12 @@ def block_losses(loss: LossFn, packed: Packed, block: int, device: torch.device)
     return losses, np.arange(len(losses)) % block
 
 
-def mean_losses(loss: LossFn, corpus: Arrays, part: str, block: int, device: torch.device) -> dict[str, float]:
-    """Nats a token of each dialogue source packed alone."""
+def mean_losses(
+    loss: LossFn, corpus: Arrays, part: str, block: int, device: torch.device, names: tuple[str, ...]
+) -> dict[str, float]:
+    """Nats a token of each of the named sources packed alone."""
     means = {}
-    for name in DIALOGUES:
+    for name in names:
         items = documents(corpus, part, (name,))
         losses, _ = block_losses(loss, lay_out(items, np.arange(len(items))), block, device)
         means[name] = float(np.nanmean(losses))
@@ -122,7 +124,7 @@ def evaluate(model: LlamaForCausalLM, corpus: Arrays, orders: int) -> dict[str, 
     """All reported figures of a model; ``orders`` shuffles for the mixed packings."""
     loss, device = hf_loss(model), model.device
     figures: dict[str, object] = {}
-    for name in ("coffee", "services", "math", "python", "pytask"):
+    for name in ("coffee", "services", "math", "python", "pytask", "tools"):
         for block in (1024, 8192):
             figures[f"{name}_{block}"] = source_figures(loss, corpus, name, block, device)
     short, long = (mixed_losses(loss, corpus, block, device, orders) for block in (1024, 8192))

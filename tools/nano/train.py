@@ -25,7 +25,7 @@ from tools.nano.export import export, load_state
 from tools.nano.model import Nano, NanoConfig, next_token_losses
 from tools.nano.optimizer import adamw, learning_rate
 from tools.nano.samples import run_samples
-from tools.nano.stream import Arrays, StreamConfig, TokenStream, load_corpus
+from tools.nano.stream import DIALOGUES, Arrays, StreamConfig, TokenStream, load_corpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +67,12 @@ def nano_loss(model: Nano) -> LossFn:
 
 
 def validate(model: Nano, corpus: Arrays, device: torch.device, span: int) -> dict[str, float]:
-    """Losses of the early-stopping halves at 1k and at ``span``, and their mean as ``score``."""
+    """Losses of the early-stopping halves of the chats at 1k and at ``span``, and their mean as ``score``."""
     loss = nano_loss(model)
     losses = {
         f"{name}_{block}": value
         for block in (1024, span)
-        for name, value in mean_losses(loss, corpus, "early", block, device).items()
+        for name, value in mean_losses(loss, corpus, "early", block, device, (*DIALOGUES, "tools")).items()
     }
     return losses | {"score": sum(losses.values()) / len(losses)}
 

@@ -190,6 +190,16 @@ class HeadTrainer:
         self.log.info("%s", json.dumps(row))
 
 
+def new_head(kind: str, target: Nano, init: Path | None) -> Head:
+    """Returns a head to train on the target's device, random or with the weights of the exported head in ``init``."""
+    if init is None:
+        return HEADS[kind](target).to(target.embed_tokens.weight.device)
+    head = load_head(init, target).train()
+    if not isinstance(head, HEADS[kind]):
+        raise ValueError(f"{init} holds {type(head).__name__}; {kind} needs {HEADS[kind].__name__}")
+    return head
+
+
 def reported(target: Nano, corpus: Arrays, limit: int) -> dict[str, list[Reply]]:
     """The answers that the reported figures are measured on."""
     replies = held_out(target, corpus, "report", SOURCES, limit, 200, 64)
@@ -203,6 +213,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--corpus", type=Path, required=True, help="corpus.npz")
     parser.add_argument("--model", type=Path, default=Path("hiserve/models/nano"), help="folder of the target")
     parser.add_argument("--out", type=Path, required=True, help="folder for the head and training.json")
+    parser.add_argument("--init", type=Path, help="folder of an exported head to start from")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--span", type=int, default=StreamConfig().span)
     parser.add_argument("--batch-tokens", type=int, default=32_768)
@@ -247,7 +258,7 @@ def main() -> None:
     )
     stream = TokenStream(corpus, cut, device, config.seed)
     target = load_target(args.model, device)
-    head = HEADS[args.head](target).to(device)
+    head = new_head(args.head, target, args.init)
     trainer = HeadTrainer(head, target, config, stream, corpus)
     own = own_spans(target, stream, config)
     log.info("the target wrote %d tokens by second %.1f", own.numel() // 2, time.monotonic() - began)

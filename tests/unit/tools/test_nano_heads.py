@@ -18,7 +18,7 @@ from tools.nano.heads import AUX_LAYERS, HEADS, Seen, observe
 from tools.nano.model import Nano, NanoConfig
 from tools.nano.optimizer import learning_rate
 from tools.nano.stream import StreamConfig, TokenStream
-from tools.nano.train_heads import HeadTrainer, HeadTraining, chain_losses, mixed_batches, own_spans
+from tools.nano.train_heads import HeadTrainer, HeadTraining, chain_losses, mixed_batches, new_head, own_spans
 
 KINDS = ("eagle3", "mtp")
 LAYER = {
@@ -75,6 +75,18 @@ def test_an_exported_head_drafts_the_same_when_read_back(kind: str, tmp_path: Pa
     with torch.no_grad():
         again = draft_logits(load_head(tmp_path, target), target, ids, 3)
         assert torch.equal(again, draft_logits(head, target, ids, 3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_starts_from_an_exported_head_of_its_kind_if_asked(kind: str, tmp_path: Path) -> None:
+    target = tiny_target(1)
+    export_head(head := tiny_head(kind, target, 2), target.config, tmp_path)
+    begun = new_head(kind, target, tmp_path)
+    assert all(torch.equal(tensor, begun.state_dict()[name]) for name, tensor in head.state_dict().items())
+    assert begun.training and all(parameter.requires_grad for parameter in begun.parameters())
+    (other,) = set(HEADS) - {kind}
+    with pytest.raises(ValueError, match=f"holds {type(head).__name__}; {other} needs"):
+        new_head(other, target, tmp_path)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,8 +5,9 @@ import random
 
 import pytest
 
+from tools.nano.orders import TOOLS, find_arguments, find_orders
 from tools.nano.sources import Document, Split
-from tools.nano.tool_dialogues import TOOLS, find_arguments, find_call, tool_dialogues, with_call, with_json
+from tools.nano.tool_dialogues import COPIES, render, tool_dialogues, with_calls, with_json
 
 TABLE = "Please confirm: a table for 2 at Chop Bar in Oakland for 2:30 pm on March 9th."
 DIALOGUE = (
@@ -39,19 +40,32 @@ def test_arguments_of_a_summary(service: str, summary: str, found: dict[str, obj
 
 
 def test_a_call_needs_a_summary_and_a_yes() -> None:
-    found = find_call(DIALOGUE)
-    assert found is not None
-    place, service, _ = found
-    assert (place, service) == (4, "restaurants")
-    assert find_call((*DIALOGUE[:4], ("user", "No, for three."), *DIALOGUE[5:])) is None
-    assert find_call(DIALOGUE[:3]) is None
+    ((place, order),) = find_orders(DIALOGUE).items()
+    assert (place, order.service) == (4, "restaurants")
+    assert not find_orders((*DIALOGUE[:4], ("user", "No, for three."), *DIALOGUE[5:]))
+    assert not find_orders(DIALOGUE[:3])
+
+
+def test_an_answer_about_the_weather_is_the_result_of_a_call() -> None:
+    asked = (
+        ("user", "How is the weather on March 9th?"),
+        ("assistant", "In which city?"),
+        ("user", "I am in Oakland."),
+    )
+    ((place, order),) = find_orders(
+        (*asked, ("assistant", "It will be 80 degrees with a 15 percent chance of rain."))
+    ).items()
+    assert (place, order.arguments) == (2, {"city": "Oakland", "date": "March 9th"})
+    assert order.result == {"temperature": 80, "chance_of_rain": 15}
+    assert not find_orders((*asked, ("assistant", "It will be sunny.")))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_chat_with_a_call(seed: int) -> None:
     """Its arguments stand under the names that the declaration has, and a result follows."""
-    text = with_call(DIALOGUE, random.Random(seed))
-    assert text is not None
+    chat = with_calls(DIALOGUE, random.Random(seed))
+    assert chat is not None
+    text = render(chat)
     call = json.loads(text.rsplit("<tool_call>", 1)[1].split("</tool_call>")[0])
     declared = {each.strip() for each in TOOLS["restaurants"][1].split()}
     assert call["name"] in declared and f'"name": "{call["name"]}"' in text.split("<|user|>")[0]
@@ -60,15 +74,31 @@ def test_a_chat_with_a_call(seed: int) -> None:
     assert '<|tool|>{"status": "success"' in text and text.endswith("Have a great day.")
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_every_order_of_a_declared_tool_is_a_call(seed: int) -> None:
+    """No chat shows an order that goes through without a call although its tool is there."""
+    weather = (
+        ("user", "And the weather in Oakland tomorrow?"),
+        ("assistant", "It will be 80 degrees, 15 percent rain."),
+    )
+    chat = with_calls((*DIALOGUE[:6], *weather), random.Random(seed))
+    assert chat is not None
+    called = [call["function"]["name"] for turn in chat.messages for call in turn.get("tool_calls", ())]
+    declared = {tool["function"]["name"] for tool in chat.tools}
+    asked = next(turn["content"] for turn in chat.messages if turn["role"] == "user")
+    services = ["restaurants", "weather"]["eather in Oakland" in asked :]  # a chat may begin with the second order
+    assert called == [name for each in services for name in TOOLS[each][1].split() if name in declared]
+
+
 def test_a_chat_with_json() -> None:
-    text = with_json(DIALOGUE, random.Random(3))
-    assert text is not None
-    reply = json.loads(text.split("<|assistant|>")[1])
+    chat = with_json(DIALOGUE, random.Random(3))
+    assert chat is not None
+    reply = json.loads(render(chat).split("<|assistant|>")[1])
     assert sorted(map(str, reply.values())) == sorted(["Chop Bar", "Oakland", "March 9th", "2:30 pm", "2"])
 
 
 def test_parts_of_the_split_stay_apart() -> None:
     documents = [Document("services", messages=(*DIALOGUE[:-1], ("assistant", f"Bye {i}."))) for i in range(9)]
     split = tool_dialogues(Split(documents[:6], documents[6:8], documents[8:], {}), seed=1)
-    assert [len(part) for part in (split.train, split.early, split.report)] == [6, 2, 1]
+    assert [len(part) for part in (split.train, split.early, split.report)] == [6 * COPIES, 2, 1]
     assert tool_dialogues(Split(documents[:6], documents[6:8], documents[8:], {}), seed=1) == split
