@@ -26,6 +26,11 @@ class CacheUse(msgspec.Struct, frozen=True, array_like=True):
         return self.device + self.host + self.store
 
     @property
+    def is_short(self) -> bool:
+        """Whether more of the prompt could have been cached."""
+        return self.miss not in ("", "page_remainder")
+
+    @property
     def source(self) -> str:
         """The tier with most of them, the nearest of equals; ``COLD`` without any. One of ``SOURCES``."""
         return max(SOURCES[1:], key=lambda tier: int(getattr(self, tier))) if self.num_tokens else COLD

@@ -84,6 +84,7 @@ async def begin_reply(
         metrics=front.metrics,
         arrived=arrived,
         output=partial(front.abilities.output, chat, prompt),
+        locate=partial(front.encoder.place, chat, context.namespace, prompt),
         remember=partial(front.encoder.remember, context.namespace, chat),
     )
     if front.encoder.hides_tools(chat):

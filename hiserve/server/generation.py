@@ -20,6 +20,7 @@ from hiserve.server.merging import merge
 from hiserve.server.metrics import Metrics, RequestTimer
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.output import ReplyOutput, TextOutput
+from hiserve.text.prompt_parts import Place
 from hiserve.text.reply_buffer import Event, Kind, merged
 
 QUICK_CHOICES = 64
@@ -28,6 +29,7 @@ QUICK_SCORE_BYTES = 2**14
 
 logger = logging.getLogger(__name__)
 Remember = Callable[[str, list[int], Sequence[Event]], None]
+Locate = Callable[[int], Place]  # the part of the conversation at a token of its prompt
 
 
 class RequestContext(NamedTuple):
@@ -94,10 +96,12 @@ class Generation:
         choice_index: Index among the choices of the prompt; part of the random key.
         scorer: The choice that scores the same prompt; None: this one.
         keeps_tokens: False drops generated tokens; only the scores of the prompt are wanted.
+        locate: Tells where in the conversation the cached prefix ends.
         remember: Called with text, token ids and events of a reply that was not aborted, before its last part is yielded: the
             client may send its next request at once.
 
     Attributes:
+        miss_place: Where in the conversation the cached prefix ends; None where it has all of it.
         facts: The engine's facts about the request, so far.
         scorer: The choice that holds the ``prompt_scores``.
         prompt_scores: Of the prompt's tokens but the first, packed; those of the scorer are complete at the first part
@@ -122,6 +126,7 @@ class Generation:
         choice_index: int = 0,
         scorer: Generation | None = None,
         keeps_tokens: bool = True,
+        locate: Locate | None = None,
         remember: Remember | None = None,
     ) -> None:
         self._name = name
@@ -135,10 +140,12 @@ class Generation:
         self.scorer = scorer or self
         self._is_scored = asyncio.Event()
         self._keeps_tokens = keeps_tokens
+        self._locate = locate
         self._remember = remember
         self._texts: list[str] = []
         self.events: list[Event] = []
         self._num_score_bytes = 0 if sampling.logprobs is None else WORD_BYTES * (1 + 2 * sampling.logprobs)
+        self.miss_place: Place | None = None
         self.facts = RequestFacts()
         self.prompt_scores = bytearray()
         self.tokens: list[int] = []
@@ -213,7 +220,9 @@ class Generation:
     def _take(self, delta: TokenDelta) -> OutputDelta:
         tokens, scores = delta.tokens, b""
         if delta.cached is not None:
-            self._timer.admitted(delta.cached, delta.queue_s)
+            if self._locate and delta.cached.is_short:
+                self.miss_place = self._locate(delta.cached.miss_at)
+            self._timer.admitted(delta.cached, delta.queue_s, self.miss_place)
         self.facts.update(delta)
         self._timer.tokens(len(tokens))
         if delta.scores:
@@ -276,6 +285,7 @@ def generations(
     output: Callable[[SamplingParams], ReplyOutput] | None = None,
     first: int = 0,
     keeps_tokens: bool = True,
+    locate: Locate | None = None,
     remember: Remember | None = None,
 ) -> list[Generation]:
     """Returns the n choices of one prompt.
@@ -291,6 +301,7 @@ def generations(
         output: Makes the output of a choice; None makes plain text.
         first: Index of the first choice in the reply.
         keeps_tokens: False drops generated tokens.
+        locate: Tells where in the conversation the cached prefix ends.
         remember: Called with each reply.
     """
     made: list[Generation] = []
@@ -306,6 +317,7 @@ def generations(
             choice_index=index,
             scorer=made[0] if made else None,
             keeps_tokens=keeps_tokens,
+            locate=None if made else locate,
             remember=remember,
         )
         made.append(generation)
@@ -335,6 +347,11 @@ class Choices:
         """Cached tokens of all prompts, each counted once; the miss is the first prompt's."""
         first, *others = self._firsts
         return sum((other.cached for other in others), first.cached)
+
+    @property
+    def miss_place(self) -> Place | None:
+        """Where in the conversation the cached prefix of the first prompt ends."""
+        return self._firsts[0].miss_place
 
     @property
     def drafts(self) -> DraftUse | None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from itertools import product
+from typing import Any, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily
@@ -28,6 +29,7 @@ from hiserve.server.metric_rows import (
     Labels,
     Row,
 )
+from hiserve.text.prompt_parts import PartName, Place
 
 TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5, 5, 10, 20, 40, 80, 160)
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 2.5)
@@ -90,6 +92,12 @@ class Metrics:
             IGNORED,
         )
         self.cached_tokens = self._counters("cached_tokens", "The same by tier.", "cache_source", TIERS)
+        self.chat_misses = self._by_part(
+            "chat_cache_misses", "Chats by the part of the conversation in which the cached prefix ends."
+        )
+        self.chat_missed_tokens = self._by_part(
+            "chat_missed_tokens", "Prompt tokens of these chats that were computed."
+        )
         self.finished = self._counters(
             "request_success",
             "Requests that ended, by reason: stop, length, abort or error.",
@@ -138,6 +146,12 @@ class Metrics:
         """Returns a counter for each value of a label."""
         counter = Counter(f"hiserve:{name}", help_text, ("model_name", label), registry=self._registry)
         return {value: counter.labels(self._model_name, value) for value in values}
+
+    def _by_part(self, name: str, help_text: str) -> dict[tuple[str, str], Counter]:
+        """Returns a counter for each part of a conversation, in turns up to the assistant's last one or after it."""
+        counter = Counter(f"hiserve:{name}", help_text, ("model_name", "part", "turn"), registry=self._registry)
+        labels = product(get_args(PartName), ("history", "new"))
+        return {of: counter.labels(self._model_name, *of) for of in labels}
 
     def _histogram(self, name: str, help_text: str, buckets: Iterable[float]) -> Histogram:
         histogram = Histogram(
@@ -278,18 +292,23 @@ class RequestTimer:
         self.ttft_s: float | None = None
         self.e2e_s: float | None = None
 
-    def admitted(self, cached: CacheUse, queue_s: float = -1.0) -> None:
+    def admitted(self, cached: CacheUse, queue_s: float = -1.0, place: Place | None = None) -> None:
         """Notes the first delta: the prompt was looked up in the cache and computed.
 
         Args:
             cached: Its cached tokens.
             queue_s: Seconds until a worker got the request; -1 if none did.
+            place: Where in a conversation the cached prefix ends.
         """
         self._metrics.prompt_tokens.inc(self._num_prompt)
         self._metrics.prefix_queries.inc(self._num_prompt)
         self._metrics.prefix_hits.inc(cached.num_tokens)
         for tier, counter in self._metrics.cached_tokens.items():
             counter.inc(getattr(cached, tier))
+        if place is not None:
+            labels = place.part, "new" if place.is_new else "history"
+            self._metrics.chat_misses[labels].inc()
+            self._metrics.chat_missed_tokens[labels].inc(self._num_prompt - cached.num_tokens)
         if queue_s >= 0:
             self._metrics.queue.observe(queue_s)
 

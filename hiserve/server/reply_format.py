@@ -13,6 +13,7 @@ from starlette.responses import Response
 from hiserve.core.request import SamplingParams
 from hiserve.core.usage import CacheUse, DraftUse
 from hiserve.server.generation import Choices
+from hiserve.text.prompt_parts import PartName, Place
 
 WARNING_HEADER = "x-hiserve-warning"
 
@@ -64,10 +65,12 @@ class CachedTokensDetails(msgspec.Struct):
 
 
 class CacheMiss(msgspec.Struct):
-    """The reason why no more of a prompt was cached, and its position in tokens."""
+    """The reason why no more of a prompt was cached, and its position in tokens; of a conversation the turn and its part."""
 
     reason: str
     at: int
+    turn: int | UnsetType = UNSET
+    part: PartName | UnsetType = UNSET
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -117,7 +120,7 @@ def usage(choices: Choices) -> Usage:
     """Returns the token counts of a reply so far."""
     num_prompt, num_generated, cached = choices.num_prompt, choices.num_generated, choices.cached
     by_tier = CachedTokensDetails(cached.device, cached.host, cached.store)
-    details = PromptTokensDetails(cached.num_tokens, by_tier, cache_miss(cached))
+    details = PromptTokensDetails(cached.num_tokens, by_tier, cache_miss(cached, choices.miss_place))
     return Usage(num_prompt, num_generated, num_prompt + num_generated, details, spec_details(choices.drafts))
 
 
@@ -144,9 +147,11 @@ def draft_details(drafts: DraftUse) -> SpecTokensDetails:
     return msgspec.convert(drafts.shown(), SpecTokensDetails)
 
 
-def cache_miss(cached: CacheUse) -> CacheMiss | None:
+def cache_miss(cached: CacheUse, place: Place | None = None) -> CacheMiss | None:
     """Returns the reason why no more of a prompt was cached; None if the prompt was not looked up."""
-    return CacheMiss(cached.miss, cached.miss_at) if cached.miss else None
+    if not cached.miss:
+        return None
+    return CacheMiss(cached.miss, cached.miss_at, *(UNSET, UNSET) if place is None else place[:2])
 
 
 def warned(response: Response, warning: str) -> Response:

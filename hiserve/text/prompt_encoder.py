@@ -14,8 +14,9 @@ from hiserve.text.conversation import Conversation
 from hiserve.text.encoding_steps import Render, Steps, Wanted, text_steps
 from hiserve.text.fair_threads import FairThreads
 from hiserve.text.helper_pool import HelperPool
+from hiserve.text.prompt_parts import Place, place_after
 from hiserve.text.reply_buffer import Event
-from hiserve.text.reply_tokens import ReplyTokenCache, Splice, chat_steps
+from hiserve.text.reply_tokens import ReplyTokenCache, Splice, chat_steps, with_thoughts
 from hiserve.text.split_points import SplitPoints
 from hiserve.text.template import TOO_SLOW, ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
@@ -117,6 +118,11 @@ class PromptEncoder:
         splices = self._reply_cache.splices
         steps = chat_steps(chat, known, self._split_points, wanted, max_chars=max_chars, splices=splices)
         return truncated(await self._run(steps, caller), truncate, max_tokens)
+
+    def place(self, chat: Conversation, namespace: bytes, prompt: Int32Array, at: int) -> Place:
+        """Returns the part of a conversation that stands at a token of its prompt, int32 ``[n]``."""
+        chat = with_thoughts(chat, self._reply_cache.recall(namespace, chat))
+        return place_after(chat, self._tokenizer.decode(prompt[:at], skip_hidden=False))
 
     async def _run(self, steps: Steps, caller: int) -> Int32Array:
         """Runs each step where it does not block the event loop, and yields to the loop between steps."""

@@ -216,9 +216,7 @@ def chat_steps(
         ContextLengthError: The prompt is too long.
         RequestError: The template refuses the messages.
     """
-    if any(reply.thought for reply in known.values()):
-        turns = tuple(known[i].restored(turn) if i in known else turn for i, turn in enumerate(chat.turns))
-        chat = msgspec.structs.replace(chat, turns=turns)
+    chat = with_thoughts(chat, known)
     text: str = yield Render(chat, max_chars)
     tokenizer = split_points.tokenizer
     count = Counter[Splice]() if splices is None else splices
@@ -244,6 +242,14 @@ def chat_steps(
         elif place >= 0:
             count[Splice.CHANGED] += 1
     return (yield from join_steps([*parts, text[at:]], split_points, wanted))
+
+
+def with_thoughts(chat: Conversation, known: Mapping[int, KnownReply]) -> Conversation:
+    """Returns the conversation with the thoughts of known replies, by index in ``turns``, that the client left out."""
+    if not any(reply.thought for reply in known.values()):
+        return chat
+    turns = tuple(known[i].restored(turn) if i in known else turn for i, turn in enumerate(chat.turns))
+    return msgspec.structs.replace(chat, turns=turns)
 
 
 def _marked(chat: Conversation, known: Mapping[int, KnownReply]) -> Conversation:

@@ -11,7 +11,9 @@ import httpx
 import openai
 import pytest
 
+from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason
+from hiserve.core.usage import CacheUse
 from hiserve.models.model_config import find_model
 from hiserve.text.template import ChatTemplate
 from tests.helpers import tiny_text
@@ -211,3 +213,40 @@ async def test_thoughts_of_earlier_turns_and_their_effort_follow_request_and_ope
         assert "Reasoning: medium" in await prompt(server)
         shown = (await server.get("/server_info")).json["chat_template"]
     assert (shown["thoughts"], shown["effort_switch"]) == ("turn", "reasoning_effort")
+
+
+async def test_a_miss_tells_the_turn_and_its_part() -> None:
+    history = [
+        {"role": "system", "content": "Be short."},
+        USER,
+        {"role": "assistant", "content": "Yes", "reasoning_content": "secret"},
+        {"role": "user", "content": "And then?"},
+    ]
+    async with serving("Well.", template=FAMILIES["hybrid"].source) as server:
+
+        async def miss(words: str, reason: str = "diverged_at", **fields: Any) -> Any:
+            def cached(prompt: Int32Array) -> CacheUse:
+                text = TOKENIZER.decode(prompt, skip_hidden=False)
+                before = TOKENIZER.encode(text[: text.index(words)], add_special_tokens=False)
+                return CacheUse(device=len(before) // 2, miss=reason, miss_at=len(before))
+
+            server.engine.cached = cached
+            body = {"messages": history, "tools": [TOOL], **fields}
+            usage = (await server.post("/v1/chat/completions", body)).json["usage"]
+            return usage["prompt_tokens_details"]["cache_miss"]
+
+        shown = await miss("Yes")
+        assert (shown["turn"], shown["part"]) == (2, "thought"), "the template has dropped it"
+        assert (await miss("short"))["part"] == "system"
+        assert (await miss("d then"))["turn"] == 3
+        assert set(await miss("Yes", "page_remainder")) == {"reason", "at"}, "nothing is missing"
+        counts = {
+            (part, turn): await server.metric("hiserve:chat_cache_misses_total", part=part, turn=turn)
+            for part, turn in (("thought", "history"), ("system", "history"), ("text", "new"), ("call", "new"))
+        }
+        assert list(counts.values()) == [1, 1, 1, 0]
+        new = await server.metric("hiserve:chat_missed_tokens_total", part="text", turn="new")
+        assert 0 < new < len(server.engine.seen[-1].prompt)
+        server.engine.cached = CacheUse(miss="cold")
+        call = await server.post("/v1/completions", {"prompt": "Hi"})
+        assert set(call.json["usage"]["prompt_tokens_details"]["cache_miss"]) == {"reason", "at"}

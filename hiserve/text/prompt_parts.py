@@ -1,0 +1,102 @@
+"""The part of a conversation that stands at a place of its prompt, found by the texts before that place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+from hiserve.text.conversation import Call, Conversation, Text, Thought, Turn
+
+PartName = Literal["system", "tools", "thought", "text", "call"]
+# Characters of marks between two parts, at most, and characters by which a part is known that has begun.
+MARK_CHARS = 2048
+BEGIN_CHARS = 8
+# Characters of a part that is known by itself, although words before it are missing.
+SURE_CHARS = 24
+
+
+class Place(NamedTuple):
+    """A part of a conversation.
+
+    Attributes:
+        turn: Index of its turn; the number of turns for what follows the last one. Tools stand in turn 0.
+        part: Its kind. Results of tools are text.
+        is_new: No turn of the assistant follows it, and it is in none.
+    """
+
+    turn: int
+    part: PartName
+    is_new: bool
+
+
+class _Part(NamedTuple):
+    turn: int
+    name: PartName
+    begin: str
+    whole: tuple[str, ...]  # spellings
+
+
+def place_after(chat: Conversation, before: str) -> Place:
+    """Returns the first part that a text lacks, or has only the beginning of.
+
+    A thought that the template does not show is such a part where the text ends before the words after it.
+
+    Args:
+        chat: The conversation, with the thoughts that the template was given.
+        before: The prompt up to the place.
+    """
+    parts = list(_parts(chat))
+    at, first, num_skipped, is_sure = 0, 0, 0, True
+    for index, part in enumerate(parts):
+        size = max(map(len, part.whole))
+        is_head = part.turn == 0 or parts[first - 1].turn == 0  # tools may stand anywhere in it
+        most = len(before) if is_head else at + size + num_skipped + MARK_CHARS
+        begin = 0 if part.name == "tools" else at
+        ends = [found + len(text) for text in part.whole if (found := before.find(text, begin, most)) >= 0]
+        if ends and (is_sure or size >= SURE_CHARS):
+            at, first, num_skipped, is_sure = max(at, *ends), index + 1, 0, True
+        else:
+            num_skipped += size
+            is_sure = is_sure and part.name not in ("text", "system")  # which templates show
+    if first + 1 < len(parts) and parts[first].name == "thought":
+        has_thought, has_next = (_has_begun(part.begin, before[at:]) for part in parts[first : first + 2])
+        first += has_next and not has_thought
+    last = max((index for index, turn in enumerate(chat.turns) if turn.role == "assistant"), default=-1)
+    if first == len(parts):
+        return Place(len(chat.turns), "text", is_new=True)
+    return Place(parts[first].turn, parts[first].name, is_new=parts[first].turn > last)
+
+
+def _parts(chat: Conversation) -> Iterator[_Part]:
+    """Yields the parts in the order in which templates show them, tools after the first system turns."""
+    tools = tuple(json.dumps(tool["function"]["name"], ensure_ascii=False) for tool in (chat.tools or ())[-1:])
+    has_tools = not tools
+    for index, turn in enumerate(chat.turns):
+        if not has_tools and turn.role != "system":
+            has_tools = True
+            yield _Part(0, "tools", tools[0], tools)
+        yield from _parts_of(index, turn)
+
+
+def _parts_of(index: int, turn: Turn) -> Iterator[_Part]:
+    for part in turn.parts:
+        if isinstance(part, Call):
+            spelled = json.dumps(part.value, ensure_ascii=False)
+            yield _Part(index, "call", part.name, (part.arguments, spelled, *_leaf(part.value)))
+        elif text := part.text.strip():
+            name: PartName = "thought" if isinstance(part, Thought) else "text"
+            is_system = turn.role == "system" and isinstance(part, Text)
+            yield _Part(index, "system" if is_system else name, text[:BEGIN_CHARS], (text,))
+
+
+def _has_begun(begin: str, after: str) -> bool:
+    return begin in after or any(after.endswith(begin[:size]) for size in range(2, len(begin)))
+
+
+def _leaf(value: Any) -> tuple[str, ...]:
+    """Returns the text of the last value within arguments, where it is long enough to be told from marks."""
+    while isinstance(value, dict | list) and value:
+        value = list(value.values())[-1] if isinstance(value, dict) else value[-1]
+    text = value if isinstance(value, str) else json.dumps(value)
+    return (text,) if len(text) >= BEGIN_CHARS else ()
