@@ -308,7 +308,7 @@ class RequestTimer:
         if place is not None:
             labels = place.part, "new" if place.is_new else "history"
             self._metrics.chat_misses[labels].inc()
-            self._metrics.chat_missed_tokens[labels].inc(self._num_prompt - cached.num_tokens)
+            self._metrics.chat_missed_tokens[labels].inc(max(0, self._num_prompt - cached.num_tokens))
         if queue_s >= 0:
             self._metrics.queue.observe(queue_s)
 

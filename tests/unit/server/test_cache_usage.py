@@ -20,6 +20,7 @@ SHOWN = {
     "cached_tokens_details": {"device": 16, "host": 32, "store": 64},
     "cache_miss": {"reason": "evicted", "at": 112},
 }
+SHOWN_OF_A_CHAT = SHOWN | {"cache_miss": {"reason": "evicted", "at": 112, "turn": 1, "part": "text"}}
 
 
 async def last_usage(server: Server, path: str, **body: Any) -> dict[str, Any]:
@@ -31,10 +32,13 @@ async def last_usage(server: Server, path: str, **body: Any) -> dict[str, Any]:
 async def test_every_form_of_reply_shows_tiers_and_the_miss(server: Server) -> None:
     server.engine.cached = USE
     chat, text = {"messages": [{"role": "user", "content": "Hi"}]}, {"prompt": "Hi"}
-    for path, body in (("/v1/chat/completions", chat), ("/v1/completions", text)):
+    for path, body, shown in (
+        ("/v1/chat/completions", chat, SHOWN_OF_A_CHAT),
+        ("/v1/completions", text, SHOWN),
+    ):
         whole = (await server.post(path, body)).json["usage"]
-        assert whole["prompt_tokens_details"] == SHOWN
-        assert (await last_usage(server, path, **body))["prompt_tokens_details"] == SHOWN
+        assert whole["prompt_tokens_details"] == shown
+        assert (await last_usage(server, path, **body))["prompt_tokens_details"] == shown
 
 
 async def test_the_native_reply_names_the_tiers_as_sglang_does(server: Server) -> None:
@@ -70,7 +74,7 @@ async def test_the_openai_client_reads_it(server: Server) -> None:
     assert usage is not None
     assert usage.prompt_tokens_details is not None
     assert usage.prompt_tokens_details.cached_tokens == 112
-    assert usage.prompt_tokens_details.to_dict() == SHOWN
+    assert usage.prompt_tokens_details.to_dict() == SHOWN_OF_A_CHAT
 
 
 def test_uses_add_up_tier_by_tier() -> None:
