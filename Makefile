@@ -20,7 +20,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python $(INSTALL) -e ".[dev]"
 	touch $@
 
-demo: $(VENV)/.installed  ## a multi-turn chat with the embedded model, over HTTP
+demo: $(VENV)/.installed  ## a chat and a tool call with the embedded model, over HTTP
 	$(BIN)/python examples/demo.py
 
 check: $(VENV)/.installed-dev  ## format, lint, types, floors, code that graphs cannot bear

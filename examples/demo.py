@@ -1,7 +1,9 @@
-"""Plays a multi-turn chat with the embedded model over HTTP, and shows what the cache did.
+"""Plays a chat and the two steps of a tool call with the embedded model over HTTP, and shows what the cache did.
 
 Starts ``hiserve serve`` on a free port, streams each reply, prints time to first token,
-tokens per second and cached prompt tokens, and stops the server cleanly.
+tokens per second and cached prompt tokens, and stops the server cleanly. The model calls
+a function of this file and answers with its result. It was not trained on tools: a
+grammar holds its call in form.
 """
 
 from __future__ import annotations
@@ -12,17 +14,32 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import httpx
 from rich.console import Console
 
-TURNS = (
+CHAT = (
     "Hi, I would like to find a place to eat in San Jose.",
     "Italian food please, and not too expensive.",
     "That sounds good. Please book a table for 2 people at 7 pm.",
     "Yes, that is right.",
     "Thank you, that is all.",
 )
+QUESTION = "One more question: what will the weather be there today?"
+DATE = {"type": "string", "enum": ["today", "tomorrow"]}
+GET_WEATHER = {
+    "name": "get_weather",
+    "parameters": {"type": "object", "properties": {"date": DATE}, "required": ["date"]},
+}
+CALL = r'<tool_call>\n\{"name": "get_weather", "arguments": \{"date": "(today|tomorrow)"\}\}\n</tool_call>'
+SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 7, "max_tokens": 96}
+STREAM = {"model": "hiserve-nano", "stream": True, "stream_options": {"include_usage": True}}
+
+
+def get_weather(date: str) -> str:
+    """The function that the model calls."""
+    return f"The temperature {date} is {81 if date == 'today' else 72} degrees with a 15 percent chance of rain."
 
 
 def start_server() -> tuple[subprocess.Popen[str], str]:
@@ -36,22 +53,13 @@ def start_server() -> tuple[subprocess.Popen[str], str]:
     raise SystemExit(f"the server ended with status {server.wait()} before it was ready")
 
 
-def play_turn(client: httpx.Client, console: Console, messages: list[dict[str, str]]) -> dict[str, float]:
-    """Streams one reply to the terminal, appends it to the messages and returns its figures."""
-    body = {
-        "model": "hiserve-nano",
-        "messages": messages,
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "seed": 7,
-        "max_tokens": 96,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    pieces: list[str] = []
-    usage: dict = {}
-    start = time.perf_counter()
-    first = last = start
+def reply(client: httpx.Client, console: Console, messages: list[dict[str, Any]], **fields: Any) -> int:
+    """Streams one reply to the terminal and appends it to the messages; returns the prompt tokens from the cache."""
+    message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": []}
+    usage: dict[str, Any] = {}
+    times = [time.perf_counter()]
+    console.print("[bold green]nano [/] ", end="")
+    body = {**STREAM, "messages": messages, **fields}
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         response.raise_for_status()
         for line in response.iter_lines():
@@ -60,46 +68,65 @@ def play_turn(client: httpx.Client, console: Console, messages: list[dict[str, s
             event = json.loads(line.removeprefix("data: "))
             usage = event.get("usage") or usage
             for choice in event["choices"]:
-                if text := choice["delta"].get("content"):
-                    last = time.perf_counter()
-                    first = first if pieces else last
-                    pieces.append(text)
-                    console.print(text, end="", markup=False, highlight=False)
-    messages.append({"role": "assistant", "content": "".join(pieces)})
-    decoded = max(usage["completion_tokens"] - 1, 1)
-    return {
-        "ttft_ms": (first - start) * 1e3,
-        "tokens_per_s": decoded / max(last - first, 1e-9),
-        "prompt_tokens": usage["prompt_tokens"],
-        "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
-    }
+                shown = choice["delta"].get("content") or ""
+                message["content"] += shown
+                for call in choice["delta"].get("tool_calls", ()):
+                    if "id" in call:
+                        message["tool_calls"].append(call)
+                        shown += call["function"]["name"] + " "
+                    else:
+                        message["tool_calls"][-1]["function"]["arguments"] += call["function"]["arguments"]
+                    shown += call["function"]["arguments"]
+                if shown:
+                    times.append(time.perf_counter())
+                    console.print(shown, end="", markup=False)
+    messages.append({key: value for key, value in message.items() if value or key == "content"})
+    first, seconds = times[1] - times[0], times[-1] - times[1]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    console.print(
+        f"\n[dim]      TTFT {first * 1e3:.0f} ms, {(usage['completion_tokens'] - 1) / max(seconds, 1e-9):.0f} tokens/s, "
+        f"{cached} of {usage['prompt_tokens']} prompt tokens from cache[/]\n"
+    )
+    return cached
+
+
+def ask(client: httpx.Client, console: Console, messages: list[dict[str, Any]], text: str, **fields: Any) -> int:
+    """Appends a user's message and streams the reply to it; returns the prompt tokens from the cache."""
+    messages.append({"role": "user", "content": text})
+    console.print(f"[bold cyan]you  [/] {text}")
+    return reply(client, console, messages, **fields)
+
+
+def agent(client: httpx.Client, console: Console, messages: list[dict[str, Any]]) -> int:
+    """Asks what needs a call, carries the call out and lets the model answer; returns the cached tokens of this step."""
+    tools = [{"type": "function", "function": GET_WEATHER}]
+    ask(client, console, messages, QUESTION, tools=tools, temperature=0, regex=CALL)
+    for call in messages[-1]["tool_calls"]:
+        result = get_weather(**json.loads(call["function"]["arguments"]))
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+        console.print(f"[bold magenta]tool [/] {result}")
+    return reply(client, console, messages, tools=tools, temperature=0)
 
 
 def main() -> int:
-    """Runs the demo; returns 1 if a later turn was not served from the cache."""
+    """Runs the demo; returns 1 if a later turn was not served from the cache, or the model called nothing."""
     console = Console(highlight=False)
-    console.print("[bold]hiserve demo[/]: a chat with hiserve-nano, the embedded 7 M parameter model")
+    console.print(
+        "[bold]hiserve demo[/]: a chat and a call of a tool with hiserve-nano, the embedded 7 M parameter model"
+    )
     start = time.perf_counter()
     server, url = start_server()
     console.print(f"[dim]{url} ready after {time.perf_counter() - start:.1f} s[/]\n")
-    hits = []
     try:
         with httpx.Client(base_url=url, timeout=60.0) as client:
-            messages: list[dict[str, str]] = []
-            for turn, text in enumerate(TURNS, start=1):
-                messages.append({"role": "user", "content": text})
-                console.print(f"[bold cyan]you  [/] {text}\n[bold green]nano [/] ", end="")
-                figures = play_turn(client, console, messages)
-                hits.append(figures["cached_tokens"])
-                console.print(
-                    f"\n[dim]      turn {turn}: TTFT {figures['ttft_ms']:.0f} ms, {figures['tokens_per_s']:.0f} tokens/s, "
-                    f"{figures['cached_tokens']:.0f} of {figures['prompt_tokens']:.0f} prompt tokens from cache[/]\n"
-                )
+            messages: list[dict[str, Any]] = []
+            cached = [ask(client, console, messages, text, **SAMPLING) for text in CHAT]
+            later = [*cached[1:], agent(client, console, messages)]
     finally:
         server.send_signal(signal.SIGTERM)
         status = server.wait(timeout=30)
     console.print(f"[dim]server stopped with status {status}[/]")
-    if status != 0 or min(hits[1:]) == 0:
+    if status != 0 or min(later) == 0:
         console.print(
             "[bold red]the demo failed[/]: a later turn was not served from the cache, or the stop was unclean"
         )
