@@ -154,6 +154,20 @@ def test_pages_do_not_die_while_the_host_has_room() -> None:
     assert cache.device.num_evicted > 40 and cache.tiers.num_unbacked == 0
 
 
+def test_what_waited_for_the_first_pages_of_its_path_is_stored_after_them() -> None:
+    """The host is full: only pages that the device loses next are stored, a few at a time."""
+    cache = new_cache(num_pages=33, num_host_pages=17)
+    demoted(cache, *range(100, 116))
+    cache.release(serve(cache, *range(6)))
+    cache.release(serve(cache, *range(200, 226)))
+    for number in range(3):
+        (copy,) = cache.begin_offloads(2, 1)
+        assert copy.run is not None and copy.run.digests == digests(*range(6))[2 * number :][:2]
+        cache.complete(copy.op, ok=True)
+    squeeze(cache)
+    assert cached(cache, *range(6)) == (0, 6)
+
+
 def test_what_is_not_worth_a_copy_is_lost_and_asks_no_more() -> None:
     cache = new_cache(num_pages=9, num_host_pages=3)
     for page in range(12):
