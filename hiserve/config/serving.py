@@ -74,6 +74,13 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
             is_secret=True,
         ),
     ] = None
+    responses_store: Annotated[
+        str,
+        about(
+            "Where responses are kept that clients continue by their id: memory, off, or sqlite:PATH, a file that outlives the "
+            "server. They take 64 MiB at most, and are forgotten an hour after their last use."
+        ),
+    ] = "memory"
     share_prefixes: Annotated[bool, about("All API keys share cached prefixes; otherwise each has its own cache.")] = (
         False
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from starlette.applications import Starlette
@@ -29,6 +29,8 @@ from hiserve.server.openai import OpenAIRoutes
 from hiserve.server.openapi import Document
 from hiserve.server.reply_format import ServedModel
 from hiserve.server.request_body import BodyLimit, BodyReader
+from hiserve.server.response_store import ResponseStore, open_responses
+from hiserve.server.responses import ResponseRoutes
 from hiserve.server.routes import FrontEnd
 from hiserve.server.seals import Seals
 from hiserve.server.sglang import NativeRoutes
@@ -88,8 +90,10 @@ def create_app(
     bodies = BodyReader(encoder.helpers, Sizes(model.vocab_size, max_model_len), model.name, is_strict=is_strict)
     seals = Seals(server.seal_key)
     front = FrontEnd(handle, bodies, encoder, format_threads, token_bytes, abilities, metrics, model, vetting, seals)
+    responses, store_threads = open_responses(server.responses_store), FairThreads(1, "hiserve-responses")
     endpoints = [
         *OpenAIRoutes(front).routes(),
+        *ResponseRoutes(front, responses, store_threads).routes(),
         *NativeRoutes(front).routes(),
         *TokenRoutes(front, tokenizer_info, max_model_len=max_model_len).routes(),
         *HealthRoutes(handle, auth, metrics).routes(),
@@ -101,7 +105,7 @@ def create_app(
     app = Starlette(
         routes=endpoints,
         exception_handlers={HTTPException: _no_route, ClientDisconnect: _gone},
-        lifespan=_lifespan(handle, encoder, vetting, format_threads),
+        lifespan=_lifespan(handle, encoder, vetting, responses, [format_threads, store_threads]),
     )
     app.router.redirect_slashes = False
     # The middleware that is added last gets a request first.
@@ -112,7 +116,11 @@ def create_app(
 
 
 def _lifespan(
-    handle: EngineHandle, encoder: PromptEncoder, vetting: Vetting, format_threads: FairThreads
+    handle: EngineHandle,
+    encoder: PromptEncoder,
+    vetting: Vetting,
+    responses: ResponseStore | None,
+    pools: Sequence[FairThreads],
 ) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -123,7 +131,10 @@ def _lifespan(
             await handle.close()
             await encoder.close()
             await vetting.close()
-            format_threads.close()
+            for threads in pools:
+                threads.close()
+            if responses is not None:
+                responses.close()
 
     return lifespan
 

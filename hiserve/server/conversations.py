@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
+import msgspec
 from starlette.requests import Request
 
+from hiserve.config.serving import MAX_INT32
+from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
+from hiserve.errors import RequestError
 from hiserve.scheduler.client import EngineClient
+from hiserve.server.auth import caller_of, namespace_of
 from hiserve.server.generation import Choices, RequestContext, generations
 from hiserve.server.grammar_fields import Constraint, constrain
 from hiserve.server.logprobs import check_prompt_scores
 from hiserve.server.routes import FrontEnd
 from hiserve.server.sampling_fields import Limits, fit_context
 from hiserve.server.streaming import cancel_on_disconnect
+from hiserve.server.tokenize import MAX_CHARS
 from hiserve.text.abilities import Thinking
 from hiserve.text.conversation import Conversation
 
@@ -63,14 +70,15 @@ async def begin_reply(
     """
     chat = front.abilities.prepared(question.chat, question.thinking)
     sampling, context = question.sampling, question.context
-    encoding = front.encoder.encode_chat(
+    prompt = await encode_prompt(
+        front,
+        request,
         chat,
-        namespace=context.namespace,
+        context.namespace,
         max_tokens=engine.max_model_len,
         truncate=question.truncate,
-        caller=context.caller,
+        field=question.limits.prompt_field,
     )
-    prompt = await cancel_on_disconnect(request.receive, encoding)
     thought_end = front.abilities.thought_end(chat, prompt)
     sampling, warning = await constrain(front.vetting, request, sampling, question.constraint, sampling.n, thought_end)
     if sampling.prompt_logprobs is not None:
@@ -91,3 +99,74 @@ async def begin_reply(
         front.metrics.hidden_tools.inc()
         warning = "; ".join(filter(None, (warning, HIDDEN_TOOLS)))
     return Choices(choices, sampling.n), warning
+
+
+async def encode_prompt(
+    front: FrontEnd,
+    request: Request,
+    chat: Conversation,
+    namespace: bytes,
+    *,
+    max_tokens: int,
+    field: str,
+    truncate: int | None = None,
+) -> Int32Array:
+    """Returns the ids of a conversation, int32 ``[n]``.
+
+    Args:
+        front: Encodes.
+        request: The request; its body must have been read.
+        chat: The conversation.
+        namespace: As for ``PromptEncoder.encode_chat``, like the next.
+        max_tokens: Context length.
+        field: The field of the request that has the conversation, for errors.
+        truncate: As for ``PromptEncoder.encode_chat``.
+
+    Raises:
+        RequestError: The model has no chat template, or it refuses the conversation, or that does not fit.
+        ClientDisconnect: The client went away.
+    """
+    encoding = front.encoder.encode_chat(
+        chat, namespace=namespace, max_tokens=max_tokens, truncate=truncate, caller=caller_of(request).number
+    )
+    try:
+        return await cancel_on_disconnect(request.receive, encoding)
+    except RequestError as error:
+        if error.param == "messages":
+            error.param = field
+        raise
+
+
+async def count_tokens(front: FrontEnd, request: Request, chat: Conversation, thinking: Thinking, field: str) -> int:
+    """Returns the number of tokens of a conversation, which may exceed the context.
+
+    Args:
+        front: Encodes.
+        request: As for ``encode_prompt``.
+        chat: The conversation.
+        thinking: What is asked of thoughts.
+        field: As for ``encode_prompt``.
+
+    Raises:
+        RequestError: It is too long to be counted, or as for ``encode_prompt``.
+    """
+    if chat.num_chars > MAX_CHARS:
+        raise RequestError(f"{field} must be at most {MAX_CHARS} characters long.", param=field)
+    chat = front.abilities.prepared(chat, thinking)
+    return len(await encode_prompt(front, request, chat, namespace_of(request), max_tokens=MAX_INT32, field=field))
+
+
+def without_oldest(chat: Conversation) -> Conversation | None:
+    """Returns a conversation without its oldest exchanges, an eighth of it at least; None if the last alone is left.
+
+    An exchange begins with a turn of the user. System turns at the start are kept.
+    """
+    begins = [i for i, turn in enumerate(chat.turns) if turn.role == "user"]
+    num_kept = next((i for i, turn in enumerate(chat.turns) if turn.role != "system"), 0)
+    ends = [i for i in begins if i > num_kept]
+    if not ends:
+        return None
+    num_chars = list(accumulate(len(turn.text) + 16 for turn in chat.turns[num_kept:]))
+    least = num_chars[-1] / 8
+    end = next((i for i in ends if num_chars[i - num_kept - 1] >= least), ends[-1])
+    return msgspec.structs.replace(chat, turns=chat.turns[:num_kept] + chat.turns[end:])

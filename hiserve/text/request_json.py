@@ -21,7 +21,7 @@ MAX_INT = 2**63 - 1
 REF = "#/components/schemas/{name}"
 
 # Fields whose entries are named one by one in errors.
-_INDEXED = ("messages", "tools")
+_INDEXED = ("input", "messages", "tools")
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 _MISSING = re.compile("^Object missing required field `(.+?)`")
 _UNKNOWN = re.compile("^Object contains unknown field `(.+?)`(?: - at `|$)", re.DOTALL)

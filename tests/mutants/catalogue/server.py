@@ -12,6 +12,9 @@ from hiserve.server import (
     metrics,
     openai_types,
     request_body,
+    response_store,
+    responses_format,
+    responses_request,
     sampling_fields,
     seals,
     streaming,
@@ -33,6 +36,8 @@ from tests.unit.server import (
     test_large_replies,
     test_logprobs,
     test_metrics,
+    test_response_store,
+    test_responses,
     test_schema,
     test_seals,
 )
@@ -142,3 +147,25 @@ with seals.Seals.open, test_seals.test_another_secret_opens_nothing:
     "a thought is taken for the model's own whoever sealed it"
     hmac.compare_digest(code, self._code(raw))
     True
+with (
+    response_store.ResponseStore._make_room,
+    test_response_store.test_a_flood_stays_within_the_bytes_and_takes_nothing_from_another_s_share,
+):
+    "INV 74: a caller's flood takes the share of others"
+    max(sizes, key=lambda each: sizes[each])
+    min(sizes, key=lambda each: sizes[each])
+with response_store.ResponseStore.get, test_responses.test_no_caller_reads_another_s_and_nothing_is_kept_where_the_store_is_off:
+    "INV 74: a caller reads another's response"
+    "SELECT id, previous, items, reply, num_items FROM responses WHERE id = ? AND caller = ?"
+    "SELECT id, previous, items, reply, num_items FROM responses WHERE id = ? OR caller = ?"
+with responses_request._turns, test_responses.test_the_next_step_of_an_agent_begins_with_the_tokens_of_this_one:
+    "the words and calls of one reply are turns of their own"
+    not _is_of_reply(item)
+    True
+with (
+    responses_format.ResponseWriter._call,
+    test_responses.test_calls_of_namespaces_and_custom_tools_come_as_the_client_knows_them_and_go_back,
+):
+    "a call of a namespace keeps the model's name"
+    self._names.get(event.text)
+    None

@@ -22,6 +22,7 @@ from hiserve.server.known_fields import known_to
 from hiserve.server.metrics import Metrics
 from hiserve.server.openai import CHAT, COMPLETION
 from hiserve.server.reply_format import ServedModel
+from hiserve.server.responses import INPUT_TOKENS, RESPONSES
 from hiserve.server.sglang import GENERATE
 from hiserve.server.sglang_types import NativeSampling
 from hiserve.server.tokenize import DETOKENIZE, TOKENIZE
@@ -38,7 +39,8 @@ from tests.helpers.fake_engine_client import FakeEngineClient
 TOKENIZER = tiny_text.byte_level()
 REPLY = "the token 🙂"
 # Fields of each body, by the name of its schema.
-KNOWN = {body.name: known_to(*body.types) for body in (CHAT, COMPLETION, GENERATE, TOKENIZE, DETOKENIZE, ABORT)}
+BODIES = (CHAT, COMPLETION, GENERATE, TOKENIZE, DETOKENIZE, ABORT, RESPONSES, INPUT_TOKENS)
+KNOWN = {body.name: known_to(*body.types) for body in BODIES}
 NATIVE_SAMPLING = known_to(NativeSampling)
 
 

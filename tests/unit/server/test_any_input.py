@@ -16,7 +16,7 @@ from tests.helpers.error_shape import fault_of_error
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import KNOWN, NATIVE_SAMPLING, Server, make_server, reply_script
 
-CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
+CHAT, TEXT, NATIVE, RESPONSES = "/v1/chat/completions", "/v1/completions", "/generate", "/v1/responses"
 HI = [{"role": "user", "content": "Hi"}]
 # Each route: a good body, and the fields that it knows.
 ROUTES: dict[str, tuple[dict[str, Any], frozenset[str]]] = {
@@ -26,6 +26,8 @@ ROUTES: dict[str, tuple[dict[str, Any], frozenset[str]]] = {
     "/tokenize": ({"prompt": "Hi"}, KNOWN["TokenizeRequest"]),
     "/detokenize": ({"tokens": [5]}, KNOWN["DetokenizeRequest"]),
     "/abort_request": ({"rid": "x"}, KNOWN["AbortRequest"]),
+    RESPONSES: ({"input": "Hi"}, KNOWN["ResponsesRequest"]),
+    f"{RESPONSES}/input_tokens": ({"input": "Hi"}, KNOWN["InputTokensRequest"]),
 }
 OTHERS = sorted(known_fields.IGNORED | set(known_fields.REFUSED))
 EXPECTED = {200, 400, 413, 429, 503}
@@ -63,10 +65,36 @@ MESSAGES = st.fixed_dictionaries(
         "name": VALUES,
     },
 )
+TOOLS = st.fixed_dictionaries(
+    {"type": st.sampled_from(["function", "custom", "namespace", "web_search"]) | VALUES},
+    optional={
+        "name": VALUES,
+        "parameters": VALUES,
+        "function": FUNCTIONS,
+        "format": VALUES,
+        "tools": st.lists(FUNCTIONS, max_size=2) | VALUES,
+    },
+)
+ITEM_TYPES = ["message", "reasoning", "function_call", "function_call_output", "custom_tool_call"]
+ITEMS = st.fixed_dictionaries(
+    {"type": st.sampled_from(ITEM_TYPES) | VALUES},
+    optional={
+        "role": st.sampled_from(["user", "assistant", "developer"]) | VALUES,
+        "content": VALUES | st.lists(PARTS, max_size=3),
+        "encrypted_content": VALUES,
+        "call_id": st.just("c") | VALUES,
+        "name": st.just("f") | VALUES,
+        "namespace": VALUES,
+        "arguments": VALUES,
+        "input": VALUES,
+        "output": VALUES,
+    },
+)
 # Values that come close to what a field takes.
 NEAR: dict[str, st.SearchStrategy[Any]] = {
     "messages": st.lists(MESSAGES, max_size=3),
-    "tools": st.lists(st.fixed_dictionaries({"type": st.just("function") | VALUES, "function": FUNCTIONS}), max_size=3),
+    "input": st.lists(ITEMS, max_size=4),
+    "tools": st.lists(TOOLS, max_size=3),
     "prompt": st.lists(NUMBERS | TEXTS | st.lists(st.integers(0, 520), max_size=4), max_size=4),
     "input_ids": st.lists(NUMBERS | st.lists(st.integers(-1, 520), max_size=4), max_size=4),
     "tokens": st.lists(st.integers(-1, 520), max_size=300),
@@ -109,13 +137,15 @@ def check(running: tuple[asyncio.Runner, Server], path: str, body: bytes) -> int
     call = runner.run(ended(server, path, body))
     assert server.engine.num_inflight == 0
     if call.status == 404:
-        assert call.json["error"]["param"] == "model"
+        assert call.json["error"]["param"] in ("model", "previous_response_id")
     else:
         assert call.status in EXPECTED, call.text
     if call.status != 200:
         assert not (told := fault_of_error(call.status, call.text.encode())), told
     elif call.headers["content-type"] == "application/json":
         json.loads(call.text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    elif path == RESPONSES:
+        assert json.loads(call.text.split("data: ")[-1])["type"] == "response.completed"
     else:
         assert call.events[-1] == "[DONE]"
     return int(call.status)

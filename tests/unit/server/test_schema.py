@@ -27,9 +27,11 @@ GOOD: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [5]},
     "/v1/detokenize": {"tokens": [5]},
     "/abort_request": {"rid": "x"},
+    "/v1/responses": {"input": "Hi"},
+    "/v1/responses/input_tokens": {"input": "Hi"},
 }
 
-STREAMED = ("/v1/chat/completions", "/v1/completions", "/generate")
+STREAMED = ("/v1/chat/completions", "/v1/completions", "/generate", "/v1/responses")
 PUBLIC = {"/", "/health", "/ready", "/metrics", "/ping"}
 TEXTS = {"/": "text/html", "/docs": "text/html", "/metrics": "text/plain"}
 SEEN = (
@@ -38,6 +40,8 @@ SEEN = (
     *("/server_info", "/get_server_info", "/model_info", "/get_model_info", "/get_load", "/v1/loads"),
     *("/cache/stats", "/cache/tree"),
 )
+# Of a response that is stored before each is asked.
+STORED = ("/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items")
 FLUSHES = ("/flush_cache", "/reset_prefix_cache")
 BODIES = {
     "/v1/chat/completions": "ChatCompletionRequest",
@@ -48,11 +52,14 @@ BODIES = {
     "/detokenize": "DetokenizeRequest",
     "/v1/detokenize": "DetokenizeRequest",
     "/abort_request": "AbortRequest",
+    "/v1/responses": "ResponsesRequest",
+    "/v1/responses/input_tokens": "InputTokensRequest",
 }
 
 
 def endpoints(server: Server) -> dict[str, Endpoint]:
-    return {route.path: route for route in server.app.routes}
+    """Routes by their path; of those with one path, the one that is read."""
+    return {route.path: route for route in sorted(server.app.routes, key=lambda route: "GET" in route.methods)}
 
 
 async def document(server: Server) -> dict[str, Any]:
@@ -65,6 +72,9 @@ def template(path: str) -> str:
 
 
 async def ask(server: Server, path: str, method: str) -> Call:
+    if "{response_id}" in path:
+        stored = await server.post("/v1/responses", GOOD["/v1/responses"])
+        path = path.replace("{response_id}", stored.json["id"])
     return await server.call(method.upper(), path.replace("{name}", "tiny"), GOOD.get(path, b"")).end()
 
 
@@ -79,9 +89,10 @@ async def test_every_route_is_described_and_every_description_is_a_route(server:
             for status in ("401", "503") if path not in PUBLIC else ():
                 assert status in operation["responses"]
         for method in {"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH"} - {name.upper() for name in operations}:
-            assert (await ask(server, path, method)).status == 405
+            is_an_id = path == "/v1/responses/input_tokens" and method in ("GET", "DELETE")  # of no response
+            assert (await ask(server, path, method)).status == (404 if is_an_id else 405)
     table = endpoints(server)
-    assert {template(path) for path in described["paths"]} == table.keys() == {*GOOD, *SEEN, *FLUSHES, *TEXTS}
+    assert {template(path) for path in described["paths"]} == table.keys() == {*GOOD, *SEEN, *STORED, *FLUSHES, *TEXTS}
     assert {path: route.body.name for path, route in table.items() if route.body} == BODIES
     assert {path for path, route in table.items() if route.is_public} == PUBLIC
     assert {path for path, route in table.items() if route.streams} == set(STREAMED)
@@ -98,9 +109,9 @@ async def test_every_reference_leads_somewhere(server: Server) -> None:
     assert {"ChatCompletionRequest", "CompletionRequest", "GenerateRequest", "Error"} <= references
 
 
-@pytest.mark.parametrize("path", [*GOOD, *SEEN, *FLUSHES])
+@pytest.mark.parametrize("path", [*GOOD, *SEEN, *STORED, *FLUSHES])
 async def test_replies_have_the_form_that_is_described(server: Server, path: str) -> None:
-    method = "GET" if path in SEEN else "POST"
+    method = "GET" if path in SEEN + STORED else "POST"
     call = await ask(server, path.replace("{name:path}", "{name}"), method)
     msgspec.json.decode(call.text, type=endpoints(server)[path].reply)
     assert call.headers["content-type"] == "application/json"

@@ -1,0 +1,429 @@
+"""``/v1/responses`` as OpenAI's own client uses it: items in and out, events, state."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pydantic
+import pytest
+
+from hiserve.core.request import FinishReason
+from hiserve.errors import EngineError
+from tests.unit.server.conftest import TOKENIZER, Server
+from tests.unit.server.test_tools_over_http import (
+    ARGUMENTS,
+    CALL,
+    SOURCE,
+    TEMPLATE,
+    TOOL,
+    TWO,
+    client_of,
+    script,
+    serving,
+)
+
+assert TEMPLATE is not None
+LOOK = {"type": "function", **TOOL["function"]}
+PATCH = {"type": "custom", "name": "patch", "description": "Edits.", "format": {"type": "grammar", "syntax": "lark", "definition": "start: /x+/"}}  # fmt: skip
+SPACE = {"type": "namespace", "name": "files", "description": "d", "tools": [{"type": "function", "name": "read"}]}
+SEALED = ["reasoning.encrypted_content"]
+SIZES = [1, 2, 3, 7, 1000]
+
+
+def texts_of(prompts: list[Any]) -> list[str]:
+    return [TOKENIZER.decode(seen.prompt, skip_hidden=False) for seen in prompts]
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    """The events of a stream; the name of each equals its type."""
+    events = []
+    for block in text.split("\n\n")[:-1]:
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        events.append(event)
+    return events
+
+
+def joined(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Events without ids and numbers, deltas in a row as one."""
+    made: list[dict[str, Any]] = []
+    for event in events:
+        shown = {name: value for name, value in event.items() if name not in ("sequence_number", "item_id", "response")}
+        if "item" in shown:
+            shown["item"] = {name: value for name, value in shown["item"].items() if name not in ("id", "call_id")}
+        if made and "delta" in shown and made[-1]["type"] == shown["type"]:
+            made[-1]["delta"] += shown["delta"]
+        else:
+            made.append(shown)
+    return made
+
+
+async def streamed(server: Server, **fields: Any) -> list[dict[str, Any]]:
+    call = await server.post("/v1/responses", {"input": "Hi", "stream": True, **fields})
+    assert call.status == 200, call.text
+    return events_of(call.text)
+
+
+async def test_openais_client_gets_reasoning_words_and_calls() -> None:
+    async with serving(TWO) as server, client_of(server) as client:
+        server.engine.cached = 16
+        reply = await client.responses.create(model="tiny", input="Hi", tools=[LOOK], metadata={"a": "b"})  # type: ignore[list-item]
+    assert [item.type for item in reply.output] == ["reasoning", "message", "function_call", "function_call"]
+    thought, _, first, second = reply.output
+    assert thought.content[0].text == "so"  # type: ignore[union-attr,index]
+    assert reply.output_text == "Let me see."
+    assert first.arguments == second.arguments == ARGUMENTS  # type: ignore[union-attr]
+    assert len({item.id for item in reply.output} | {first.call_id, second.call_id}) == 6  # type: ignore[union-attr]
+    assert (reply.status, reply.incomplete_details, reply.metadata, reply.store) == (
+        "completed",
+        None,
+        {"a": "b"},
+        True,
+    )
+    usage = reply.usage
+    assert usage is not None
+    assert usage.input_tokens + usage.output_tokens == usage.total_tokens
+    assert usage.output_tokens == len(script(TWO, 1))
+    assert usage.input_tokens_details.cached_tokens == 16
+    assert usage.output_tokens_details.reasoning_tokens == len(
+        TOKENIZER.encode("<think>\nso", add_special_tokens=False)
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_any_partition_of_the_tokens_gives_the_same_events(size: int) -> None:
+    tools = [LOOK, PATCH]
+    text = TWO + '\n<tool_call>\n{"name": "patch", "arguments": {"input": "x\\nx"}}\n</tool_call>'
+    found = []
+    for each in (1, size):
+        async with serving(text, each, seal_key="k") as server:
+            events = await streamed(server, tools=tools, include=SEALED)
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        found.append(joined(events))
+    assert found[0] == found[1]
+    kinds = [event["type"].removeprefix("response.") for event in found[0]]
+    item = ["output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done", "output_item.done"]  # fmt: skip
+    thought = [kind.replace("output_text", "reasoning_text") for kind in item]
+    call = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
+    custom = [kind.replace("function_call_arguments", "custom_tool_call_input") for kind in call]
+    assert kinds == ["created", "in_progress", *thought, *item, *call, *call, *custom, "completed"]
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_a_stream_ends_with_the_reply_that_is_not_streamed(size: int) -> None:
+    async with serving(TWO, size) as server, client_of(server) as client:
+        async with client.responses.stream(model="tiny", input="Hi", tools=[LOOK]) as stream:  # type: ignore[list-item]
+            last = await stream.get_final_response()
+        whole = await client.responses.create(model="tiny", input="Hi", tools=[LOOK])  # type: ignore[list-item]
+
+    def plain(reply: Any) -> Any:
+        shown = reply.to_dict()
+        for item in shown["output"]:
+            item.pop("id"), item.pop("call_id", None), item.pop("parsed_arguments", None)
+            for part in item.get("content", ()):
+                part.pop("parsed", None)
+        return {name: value for name, value in shown.items() if name not in ("id", "created_at")}
+
+    assert plain(last) == plain(whole)
+
+
+async def test_parsed_replies_and_parsed_arguments() -> None:
+    class Place(pydantic.BaseModel):
+        where: str
+
+    class Vets:
+        async def check(self, grammar: Any, param: str, **_: Any) -> tuple[Any, list[str]]:
+            seen.append((json.loads(grammar.text), param))
+            return grammar, []
+
+        async def close(self) -> None:
+            pass
+
+    seen: list[Any] = []
+    async with serving('{"where": "Oslo"}', vetting=Vets()) as server, client_of(server) as client:
+        reply = await client.responses.parse(model="tiny", input="Hi", text_format=Place)
+        sampling = server.engine.seen[0].sampling
+    assert reply.output_parsed == Place(where="Oslo")
+    assert seen[0][0]["required"] == ["where"]
+    assert seen[0][1] == "text.format.schema"
+    assert sampling.grammar is not None
+    assert sampling.grammar.kind == "json"
+
+
+async def test_a_limit_beyond_the_room_is_cut_and_the_reply_incomplete() -> None:
+    async with serving("Let me see") as server:
+        server.engine.finish = FinishReason.LENGTH
+        reply = (await server.post("/v1/responses", {"input": "Hi", "max_output_tokens": 32_000})).json
+        (seen,) = server.engine.seen
+        events = await streamed(server)
+        too_long = await server.post("/v1/responses", {"input": "x " * 5000, "max_output_tokens": 32_000})
+    assert seen.sampling.max_tokens == server.engine.max_model_len - len(seen.prompt)
+    assert (reply["status"], reply["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert (reply["max_output_tokens"], reply["output"][0]["status"]) == (32_000, "incomplete")
+    assert events[-1]["type"] == "response.incomplete"
+    assert too_long.status == 400
+    assert too_long.json["error"]["code"] == "context_length_exceeded"
+    assert too_long.json["error"]["param"] == "input"
+
+
+async def test_a_call_that_is_cut_is_incomplete() -> None:
+    async with serving(CALL[:60]) as server:
+        server.engine.finish = FinishReason.LENGTH
+        (call,) = (await server.post("/v1/responses", {"input": "Hi", "tools": [LOOK]})).json["output"]
+    assert (call["type"], call["status"]) == ("function_call", "incomplete")
+    assert ARGUMENTS.startswith(call["arguments"])
+
+
+async def test_a_failure_after_the_first_event_ends_the_stream_as_failed() -> None:
+    async with serving("Let me see", 1) as server:
+        server.engine.fail_at, server.engine.failure = 2, EngineError("the engine lost this request; try again.")
+        events = await streamed(server)
+        whole = await server.post("/v1/responses", {"input": "Hi"})
+    assert events[-1]["type"] == "response.failed"
+    assert events[-1]["response"]["error"] == {
+        "code": "engine_error",
+        "message": "the engine lost this request; try again.",
+    }
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert whole.status == 500
+
+
+async def test_an_empty_reply_has_an_empty_message() -> None:
+    async with serving("") as server:
+        (item,) = (await server.post("/v1/responses", {"input": "Hi"})).json["output"]
+    assert (item["type"], item["content"][0]["text"]) == ("message", "")
+
+
+async def test_calls_of_namespaces_and_custom_tools_come_as_the_client_knows_them_and_go_back() -> None:
+    text = (
+        '<tool_call>\n{"name": "files__read", "arguments": {"at": 1}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "patch", "arguments": {"input": "xx\\n\\"x\\""}}\n</tool_call>'
+    )
+    tools = [SPACE, PATCH, {"type": "web_search"}]
+    async with serving(text, template=SOURCE) as server, client_of(server) as client:
+        reply = await client.responses.create(model="tiny", input="Hi", tools=tools)  # type: ignore[arg-type]
+        read, patch = reply.output
+        items: list[Any] = [{"role": "user", "content": "Hi"}, *(item.to_dict() for item in reply.output)]
+        items += [
+            {"type": "function_call_output", "call_id": read.call_id, "output": "found"},  # type: ignore[union-attr]
+            {"type": "custom_tool_call_output", "call_id": patch.call_id, "output": [{"type": "input_text", "text": "done"}]},  # type: ignore[union-attr]
+        ]  # fmt: skip
+        await client.responses.create(model="tiny", input=items, tools=tools)  # type: ignore[arg-type]
+        first, second = server.engine.seen
+        call = await server.post("/v1/responses", {"input": "Hi", "tools": tools})
+        assert await server.metric("hiserve:ignored_request_parts_total", part="hosted_tool") == 3
+    assert (read.type, read.name, read.namespace, read.arguments) == ("function_call", "read", "files", '{"at": 1}')  # type: ignore[union-attr]
+    assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "patch", 'xx\n"x"')  # type: ignore[union-attr]
+    shown = texts_of([first])[0]
+    assert '"name": "files__read"' in shown
+    assert "start: /x+/" in shown
+    assert "web_search" not in shown
+    reply_ids = [index for delta in script(text, 1) for index in delta]
+    assert second.prompt.tolist()[: len(first.prompt) + len(reply_ids)] == [*first.prompt.tolist(), *reply_ids]
+    assert "web_search" in call.headers["x-hiserve-warning"]
+
+
+CHAT = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Let me see.", "reasoning_content": "so", "tool_calls": [
+        {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"where": "é"}'}}]},
+    {"role": "tool", "tool_call_id": "c1", "content": "found"},
+    {"role": "assistant", "content": "There."},
+    {"role": "user", "content": "Thanks"},
+]  # fmt: skip
+ITEMS = [
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "H"}, {"type": "input_text", "text": "i"}]},
+    {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "so"}]},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Let me see."}]},
+    {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"where": "é"}'},
+    {"type": "function_call_output", "call_id": "c1", "output": "found"},
+    {"role": "assistant", "content": "There."},
+    {"role": "user", "content": "Thanks"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("order", [1, -1])
+async def test_the_same_conversation_has_the_same_prompt_as_in_a_chat(order: int) -> None:
+    look = {"strict": True, **dict(list(LOOK.items())[::order])}
+    async with serving("Done.", template=SOURCE) as server:
+        chat = await server.post("/v1/chat/completions", {"messages": CHAT, "tools": [TOOL]})
+        body = {"instructions": "Be short.", "input": ITEMS, "tools": [look]}
+        reply = await server.post("/v1/responses", body)
+        number = await server.post("/v1/responses/input_tokens", body)
+        first, second = server.engine.seen
+    assert (chat.status, reply.status) == (200, 200), reply.text
+    assert texts_of([first]) == texts_of([second])
+    assert first.prompt.tolist() == second.prompt.tolist()
+    assert number.json == {"object": "response.input_tokens", "input_tokens": len(second.prompt)}
+
+
+async def test_a_sealed_thought_comes_back_and_another_server_s_is_ignored() -> None:
+    template = (
+        "{% for message in messages %}{{ message.reasoning_content or '' }}|{{ message.content }}{% endfor %}"
+        + ("{#- <think></think> -#}")
+    )
+    text = "<think>\nso\n</think>\n\nYes."
+    async with serving(text, template=template, seal_key="k") as server, client_of(server) as client:
+        reply = await client.responses.create(model="tiny", input="Hi", include=SEALED)  # type: ignore[arg-type]
+    thought, words = (item.to_dict() for item in reply.output)
+    assert thought["encrypted_content"]
+    hidden = {name: value for name, value in thought.items() if name != "content"}
+    async with serving(text, template=template, seal_key="k") as server, client_of(server) as client:
+        for given in (thought, hidden, {**hidden, "encrypted_content": "A" * 64}):
+            items: Any = [{"role": "user", "content": "Hi"}, given, words, {"role": "user", "content": "So?"}]
+            await client.responses.create(model="tiny", input=items)
+        assert await server.metric("hiserve:ignored_request_parts_total", part="thought") == 1
+        shown = texts_of(server.engine.seen)
+    assert [text.count("so|Yes.") for text in shown] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_the_next_step_of_an_agent_begins_with_the_tokens_of_this_one(is_stream: bool) -> None:
+    text = 'Now.\n<tool_call>\n{"name": "look", "arguments": {"where":   "Oslo"}}\n</tool_call>'
+    async with serving(text, template=SOURCE) as server, client_of(server) as client:
+        fields: dict[str, Any] = {"model": "tiny", "tools": [LOOK]}
+        async with client.responses.stream(input="Hi", **fields) as stream:
+            last = await stream.get_final_response()
+        whole = await client.responses.create(input="Hi", **fields)
+        reply = last if is_stream else whole
+        words, call = reply.output
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "x"}  # type: ignore[union-attr]
+        spelled = {**call.to_dict(), "arguments": '{"where":"Oslo"}'}
+        items: Any = [{"role": "user", "content": "Hi"}, words.to_dict(), spelled, output]
+        await client.responses.create(input=items, **fields)
+        await client.responses.create(input=[output], previous_response_id=reply.id, **fields)
+        first, _, second, third = server.engine.seen
+    reply_ids = [index for delta in script(text, 1) for index in delta]
+    assert second.prompt.tolist()[: len(first.prompt) + len(reply_ids)] == [*first.prompt.tolist(), *reply_ids]
+    assert third.prompt.tolist() == second.prompt.tolist()
+
+
+async def test_stored_responses_are_read_continued_and_deleted() -> None:
+    async with serving("Yes.") as server, client_of(server) as client:
+        first = await client.responses.create(model="tiny", input="One", instructions="Be short.")
+        second = await client.responses.create(model="tiny", input="Two", previous_response_id=first.id)
+        assert (await client.responses.retrieve(first.id)).to_dict() == first.to_dict()
+        shown = await client.responses.input_items.list(second.id, order="asc")
+        texts = [item.content[0].text for item in shown.data]  # type: ignore[union-attr]
+        newest = await client.responses.input_items.list(second.id, limit=1)
+        rest = await client.responses.input_items.list(second.id, limit=1, after=newest.data[0].id)  # type: ignore[arg-type]
+        not_kept = await client.responses.create(model="tiny", input="Hi", store=False)
+        await client.responses.delete(first.id)
+        statuses = []
+        for gone in (first.id, not_kept.id, "resp_x"):
+            for method, path in (("GET", ""), ("GET", "/input_items"), ("DELETE", "")):
+                statuses.append((await server.call(method, f"/v1/responses/{gone}{path}").end()).status)
+        again = await server.post("/v1/responses", {"input": "Hi", "previous_response_id": second.id})
+        prompts = texts_of(server.engine.seen[:2])
+    assert texts == ["One", "Yes.", "Two"]
+    assert newest.has_more
+    assert [item.content[0].text for item in rest.data] == ["Yes."]  # type: ignore[union-attr]
+    assert not not_kept.store
+    assert set(statuses) == {404}
+    assert again.json["error"]["code"] == "previous_response_not_found"
+    assert again.json["error"]["param"] == "previous_response_id"
+    assert "Be short." in prompts[0]
+    assert "Be short." not in prompts[1]
+    assert "One<|end|><|assistant|>Yes.<|end|><|user|>Two" in prompts[1]
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=101", "limit=x", "order=up", "after=x", "limit=%D9%A3"])
+async def test_pages_that_are_impossible_are_refused(query: str) -> None:
+    async with serving("Yes.") as server:
+        made = (await server.post("/v1/responses", {"input": "Hi"})).json["id"]
+        call = await server.get(f"/v1/responses/{made}/input_items?{query}")
+    assert (call.status, call.json["error"]["param"]) == (400, query.partition("=")[0])
+
+
+async def test_no_caller_reads_another_s_and_nothing_is_kept_where_the_store_is_off() -> None:
+    async with serving("Yes.", api_key=("a", "b"), share_prefixes=True) as server:
+        body = {"input": "Hi"}
+        made = (await server.call("POST", "/v1/responses", body, authorization="Bearer a").end()).json["id"]
+        for key, status in (("a", 200), ("b", 404)):
+            for path in ("", "/input_items"):
+                call = await server.call("GET", f"/v1/responses/{made}{path}", authorization=f"Bearer {key}").end()
+                assert call.status == status
+            again = {**body, "previous_response_id": made}
+            assert (
+                await server.call("POST", "/v1/responses", again, authorization=f"Bearer {key}").end()
+            ).status == status
+        assert (await server.call("DELETE", f"/v1/responses/{made}", authorization="Bearer b").end()).status == 404
+    async with serving("Yes.", responses_store="off") as server:
+        reply = (await server.post("/v1/responses", {"input": "Hi", "store": True})).json
+        assert reply["store"] is False
+        assert (await server.get(f"/v1/responses/{reply['id']}")).status == 404
+        call = await server.post("/v1/responses", {"input": "Hi", "previous_response_id": reply["id"]})
+        assert call.json["error"]["code"] == "previous_response_not_found"
+
+
+async def test_the_oldest_exchanges_go_where_the_request_allows_it() -> None:
+    words = "word " * 200
+    items = [{"role": role, "content": f"{i} {words}"} for i in range(4) for role in ("user", "assistant")]
+    items = [{"role": "developer", "content": "Be short."}, *items, {"role": "user", "content": "So?"}]
+    async with serving("Yes.") as server:
+        refused = await server.post("/v1/responses", {"input": items})
+        call = await server.post("/v1/responses", {"input": items, "truncation": "auto"})
+        alone = await server.post("/v1/responses", {"input": words * 10, "truncation": "auto"})
+        (shown,) = texts_of(server.engine.seen)
+    assert (refused.status, call.status, alone.status) == (400, 200, 400), call.text
+    assert "Be short." in shown
+    assert shown.endswith("So?<|end|><|assistant|>")
+    assert "0 word" not in shown
+    assert "3 word" in shown, shown[:200]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"input": []}, "input"),
+    ({"input": 5}, "input"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+    ({"input": [{"content": "x"}]}, "input[0].role"),
+    ({"input": [{"role": "user", "content": None}]}, "input[0].content"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0].type"),
+    ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name"),
+    ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
+    ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
+    ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[" * 40_000}]}, "input[0].arguments"),
+    ({"input": [{"role": "user", "content": "\ud800"}]}, "input[0].content"),
+    ({"input": [{"role": "user", "content": "x", "id": "\ud800"}]}, "input[0].id"),
+    ({"tools": [{"type": "function"}]}, "tools[0].name"),
+    ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0]"),
+    ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].name"),
+    ({"tools": [{"type": "\ud800"}]}, "tools"),
+    ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}] * 800}] * 2}, "tools"),
+    ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+    ({"background": True}, "background"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"prompt": {"id": "p"}}, "prompt"),
+    ({"n": 2}, "n"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"include": ["message.output_text.logprobs"]}, "include"),
+    ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+    ({"text": {"format": {"type": "json_schema", "name": "\ud800", "schema": {}}}}, "text.format.name"),
+    ({"text": {"format": {}}}, "text.format.type"),
+    ({"metadata": {"a": 5}}, "metadata"),
+    ({"metadata": {"a": "\ud800"}}, "metadata"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"truncation": "some"}, "truncation"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "param"), REFUSED, ids=[f"{i} {param}" for i, (_, param) in enumerate(REFUSED)])
+async def test_what_cannot_be_served_is_refused_by_name(server: Server, fields: dict[str, Any], param: str) -> None:
+    call = await server.post("/v1/responses", json.dumps({"input": "Hi", **fields}).encode())
+    assert (call.status, call.json["error"]["param"]) == (400, param), call.text
+    assert not server.engine.seen
+
+
+async def test_what_changes_nothing_is_taken(server: Server) -> None:
+    fields = {
+        "service_tier": "auto", "safety_identifier": "x", "stream_options": {"include_obfuscation": False}, "max_tool_calls": 3,
+        "top_logprobs": 0, "prompt_cache_key": "thread", "user": "u", "reasoning": {"effort": "low", "summary": "auto"},
+        "include": ["web_search_call.action.sources"], "text": {"verbosity": "low"}, "background": False, "made_up": 1,
+    }  # fmt: skip
+    call = await server.post("/v1/responses", {"input": "Hi", **fields})
+    assert call.status == 200, call.text
+    for name in ("prompt_cache_key", "user", "max_tool_calls"):
+        assert call.json[name] == fields[name]
