@@ -23,20 +23,9 @@ from hiserve.server.reply_format import json_response, warned
 from hiserve.server.request_body import Body
 from hiserve.server.response_store import MAX_CHAIN_ITEMS, ResponseStore, Stored, missing
 from hiserve.server.responses_format import ResponseWriter, response_usage
+from hiserve.server.responses_items import Deleted, InputTokens, ItemList, ResponseEvent, ResponseObject
 from hiserve.server.responses_request import Tools, conversation_of, read_tools
-from hiserve.server.responses_types import (
-    Deleted,
-    InputFields,
-    InputPart,
-    InputTokens,
-    Item,
-    ItemList,
-    Reasoning,
-    ResponseEvent,
-    ResponseObject,
-    ResponseOptions,
-    TextOptions,
-)
+from hiserve.server.responses_types import InputFields, InputPart, Item, Reasoning, ResponseOptions, TextOptions
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
 from hiserve.server.streaming import answer
 from hiserve.text.fair_threads import FairThreads

@@ -13,8 +13,7 @@ from msgspec import UNSET
 from hiserve.core.request import FinishReason
 from hiserve.server.generation import Choices, OutputDelta
 from hiserve.server.reply_format import CachedTokensDetails, cache_miss, prompt_use, spec_details
-from hiserve.server.responses_request import CUSTOM, ToolName
-from hiserve.server.responses_types import (
+from hiserve.server.responses_items import (
     CustomCall,
     FunctionCall,
     IncompleteDetails,
@@ -30,6 +29,7 @@ from hiserve.server.responses_types import (
     ResponseObject,
     ResponseUsage,
 )
+from hiserve.server.responses_request import CUSTOM, ToolName
 from hiserve.text.reply_buffer import Event, Kind
 
 # Status of a response, and the reason of an incomplete one, by why its reply ended.
