@@ -11,11 +11,10 @@ import pytest
 from hiserve.core.request import FinishReason
 from hiserve.errors import EngineError
 from tests.unit.server.conftest import TOKENIZER, Server
-from tests.unit.server.test_tools_over_http import (
+from tests.unit.server.tool_replies import (
     ARGUMENTS,
     CALL,
     SOURCE,
-    TEMPLATE,
     TOOL,
     TWO,
     client_of,
@@ -23,7 +22,6 @@ from tests.unit.server.test_tools_over_http import (
     serving,
 )
 
-assert TEMPLATE is not None
 LOOK = {"type": "function", **TOOL["function"]}
 PATCH = {"type": "custom", "name": "patch", "description": "Edits.", "format": {"type": "grammar", "syntax": "lark", "definition": "start: /x+/"}}  # fmt: skip
 SPACE = {"type": "namespace", "name": "files", "description": "d", "tools": [{"type": "function", "name": "read"}]}

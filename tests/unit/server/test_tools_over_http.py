@@ -3,59 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
-import openai
 import pytest
 
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason
 from hiserve.core.usage import CacheUse
-from hiserve.models.model_config import find_model
-from hiserve.text.template import ChatTemplate
-from tests.helpers import tiny_text
-from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.thinking_templates import FAMILIES
-from tests.unit.server.conftest import TOKENIZER, Server, make_server
-
-NANO = find_model("hiserve-nano")
-TEMPLATE = ChatTemplate.load(NANO)
-assert TEMPLATE is not None
-SOURCE = TEMPLATE.sources.source
-TOOL = {
-    "type": "function",
-    "function": {"name": "look", "parameters": {"type": "object", "properties": {"where": {"type": "string"}}}},
-}
-USER = {"role": "user", "content": "Hi"}
-ARGUMENTS = '{"where":  "</tool_call> \\"é\\""}'
-CALL = f'<tool_call>\n{{"name": "look", "arguments": {ARGUMENTS}}}\n</tool_call>'
-TWO = f"<think>\nso\n</think>\n\nLet me see.\n{CALL}\n{CALL}"
-
-
-def script(text: str, size: int) -> list[list[int]]:
-    """A reply and its end token, so many tokens a delta."""
-    ids = [*TOKENIZER.encode(text, add_special_tokens=False).tolist(), tiny_text.END]
-    return [ids[at : at + size] for at in range(0, len(ids), size)]
-
-
-@asynccontextmanager
-async def serving(text: str, size: int = 1, **settings: Any) -> AsyncIterator[Server]:
-    """A server whose model replies with a text."""
-    template = settings.pop("template", SOURCE + "{#- <think></think> -#}")
-    made = make_server(FakeEngineClient(script=lambda _: script(text, size)), template=template, **settings)
-    made.engine.max_model_len = 4096
-    async with made.app.router.lifespan_context(made.app):
-        await made.handle.wait_open()
-        yield made
-    assert made.engine.num_inflight == 0, "a request never ended"
-
-
-def client_of(server: Server) -> openai.AsyncOpenAI:
-    http = httpx.AsyncClient(transport=httpx.ASGITransport(server.app))
-    return openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", max_retries=0, http_client=http)
+from tests.unit.server.conftest import TOKENIZER, Server
+from tests.unit.server.tool_replies import ARGUMENTS, CALL, SOURCE, TOOL, TWO, USER, client_of, script, serving
 
 
 async def test_openais_client_gets_thought_content_and_calls() -> None:
