@@ -81,6 +81,13 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
             "server. They take 64 MiB at most, and are forgotten an hour after their last use."
         ),
     ] = "memory"
+    keep_volatile: Annotated[
+        bool,
+        about(
+            "Show the model the billing header that Claude Code puts before its system prompt; it differs between sessions, "
+            "which then share no prefix."
+        ),
+    ] = False
     share_prefixes: Annotated[bool, about("All API keys share cached prefixes; otherwise each has its own cache.")] = (
         False
     )

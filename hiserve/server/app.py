@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from starlette.applications import Starlette
@@ -22,8 +22,9 @@ from hiserve.server.auth import Auth, AuthMiddleware
 from hiserve.server.browser_pages import PageRoutes
 from hiserve.server.cache_routes import CacheRoutes
 from hiserve.server.engine_handle import EngineHandle
-from hiserve.server.error_responses import error_response, failure_response
+from hiserve.server.error_responses import OPENAI, ErrorForm, error_response, failure_response
 from hiserve.server.health import HealthRoutes
+from hiserve.server.messages import MessagesRoutes
 from hiserve.server.metrics import Metrics
 from hiserve.server.openai import OpenAIRoutes
 from hiserve.server.openapi import Document
@@ -94,6 +95,7 @@ def create_app(
     endpoints = [
         *OpenAIRoutes(front).routes(),
         *ResponseRoutes(front, responses, store_threads).routes(),
+        *MessagesRoutes(front, keeps_volatile=server.keep_volatile).routes(),
         *NativeRoutes(front).routes(),
         *TokenRoutes(front, tokenizer_info, max_model_len=max_model_len).routes(),
         *HealthRoutes(handle, auth, metrics).routes(),
@@ -111,7 +113,8 @@ def create_app(
     # The middleware that is added last gets a request first.
     app.add_middleware(BodyLimit, max_bytes=server.max_request_bytes)
     app.add_middleware(AuthMiddleware, auth=auth, public=frozenset(each.path for each in endpoints if each.is_public))
-    app.add_middleware(RequestIdMiddleware, metrics=metrics)
+    forms = {each.path: each.error_form for each in endpoints}
+    app.add_middleware(RequestIdMiddleware, metrics=metrics, forms=forms)
     return app
 
 
@@ -147,11 +150,13 @@ class RequestIdMiddleware:
     Args:
         app: The application that gets the requests.
         metrics: Counts the responses.
+        forms: Forms of errors by path; others have OpenAI's.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, forms: Mapping[str, ErrorForm]) -> None:
         self._app = app
         self._metrics = metrics
+        self._forms = forms
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes the request on. An error that is our own fault is raised again, to be logged."""
@@ -161,7 +166,8 @@ class RequestIdMiddleware:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         request_id = given.decode() if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
 
-        scope.setdefault("state", {})["request_id"] = request_id
+        form = self._forms.get(scope["path"], OPENAI)
+        scope.setdefault("state", {}).update(request_id=request_id, error_form=form)
         is_started = False
 
         async def send_with_id(message: Message) -> None:
@@ -169,14 +175,17 @@ class RequestIdMiddleware:
             if message["type"] == "http.response.start":
                 is_started = True
                 self._metrics.responded(getattr(scope.get("route"), "path", NO_ROUTE), message["status"])
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if form.id_header:
+                    headers[form.id_header] = request_id
             await send(message)
 
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
             if not is_started:
-                await failure_response(error)(scope, receive, send_with_id)
+                await failure_response(error, form, request_id)(scope, receive, send_with_id)
                 if isinstance(error, HiserveError):
                     return
             raise
@@ -185,12 +194,12 @@ class RequestIdMiddleware:
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     named = f"{request.method} {request.url.path[:200]}"
-    if error.status_code == 405:
-        response = error_response(405, f"{named} is not allowed.", code="method_not_allowed")
-    elif error.status_code == 404:
-        response = error_response(404, f"there is no route {named}.", code="not_found")
-    else:
-        response = error_response(error.status_code, str(error.detail), code="invalid_request")
+    told, code = {
+        405: (f"{named} is not allowed.", "method_not_allowed"),
+        404: (f"there is no route {named}.", "not_found"),
+    }.get(error.status_code, (str(error.detail), "invalid_request"))
+    state = request.state
+    response = error_response(error.status_code, told, code=code, form=state.error_form, request_id=state.request_id)
     response.headers.update(error.headers or {})
     return response
 

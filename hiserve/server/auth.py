@@ -175,8 +175,14 @@ def tag_of(request: Request, rid: str | None = None) -> str:
 
 
 def _authorization(scope: Scope) -> bytes:
-    """Returns the value of the header; empty without one."""
-    return next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    """Returns the value of the header, or that of ``x-api-key`` in its form; empty without either."""
+    given = _header(scope, b"authorization")
+    key = b"" if given else _header(scope, b"x-api-key")
+    return b"Bearer " + key if key else given
+
+
+def _header(scope: Scope, wanted: bytes) -> bytes:
+    return next((value for name, value in scope["headers"] if name == wanted), b"")
 
 
 def _tag(key: bytes, rid: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -104,11 +104,7 @@ class GrammarFields(SamplingFields, frozen=True, kw_only=True):
         Raises:
             RequestError: There are two, or it is out of bounds.
         """
-        found = self.constraints()
-        if len(found) > 1:
-            first, second = found[0].param, found[1].param
-            raise RequestError(f"{first} and {second} are two grammars for one reply. Give one.", param=second)
-        return found[0] if found else None
+        return one_of(self.constraints())
 
 
 class OpenAIGrammarFields(GrammarFields, frozen=True, kw_only=True):
@@ -132,6 +128,18 @@ class OpenAIGrammarFields(GrammarFields, frozen=True, kw_only=True):
         if self.structured_outputs is not None and self.structured_outputs.json_object:
             found.append(Constraint(bounds.any_object(), "structured_outputs.json_object"))
         return found
+
+
+def one_of(found: Sequence[Constraint]) -> Constraint | None:
+    """Returns the one grammar that a request asks for, if there is one.
+
+    Raises:
+        RequestError: There are two.
+    """
+    if len(found) > 1:
+        first, second = found[0].param, found[1].param
+        raise RequestError(f"{first} and {second} are two grammars for one reply. Give one.", param=second)
+    return found[0] if found else None
 
 
 def constraints_of(kind: str, value: Any, param: str) -> list[Constraint]:

@@ -12,6 +12,7 @@ from hiserve.text.request_json import check_text
 # Fields that clients send and that cannot change the reply.
 IGNORED = frozenset(
     {
+        "cache_control",
         "metadata",
         "prediction",
         "prompt_cache_key",
@@ -43,6 +44,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "chat_template": (),
     "chat_template_kwargs": ({},),
+    "container": (),
     "continue_final_message": (False,),
     "custom_logit_processor": (),
     "documents": ([],),
@@ -60,6 +62,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "lora_path": (),
+    "mcp_servers": ([],),
     "modalities": (["text"],),
     "prompt_embeds": (),
     "regex": (),

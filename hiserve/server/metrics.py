@@ -39,7 +39,9 @@ TOKEN_BUCKETS = tuple(4**power for power in range(11))  # to one million
 HIDDEN = b"# What tells of requests is shown to the metrics key and the admin key alone.\n"
 TIERS = ("device", "host", "store")
 # Parts of requests that change no reply, or that this server cannot serve and a client does without.
-IGNORED = ("thought", "hosted_tool", "deferred_tool", "billing_header", "effort")
+IGNORED = (
+    "thought", "hosted_tool", "deferred_tool", "billing_header", "effort", "thinking_budget", "context_edit",
+)  # fmt: skip
 REASONS = ("stop", "length", "abort", "error")
 RESPONSES = "hiserve:http_responses"
 PUBLIC = {f"hiserve:{row.name}" for row in ROWS if row.is_public} | {RESPONSES}

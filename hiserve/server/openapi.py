@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hiserve import __version__
-from hiserve.server.error_responses import Error
 from hiserve.server.known_fields import IGNORED, REFUSED
 from hiserve.server.reply_format import ServedModel, json_response
 from hiserve.server.request_body import Body
@@ -32,6 +31,7 @@ ERRORS = {
     429: "The queue is full; come back later.",
     500: "The server failed.",
     503: "The server cannot serve now; come back later.",
+    529: "The server cannot serve now; come back later.",
 }
 
 
@@ -62,7 +62,8 @@ class Document:
     def build(self) -> dict[str, Any]:
         """Returns the OpenAPI document."""
         routes = list(self._endpoints)
-        _, schemas = msgspec.json.schema_components([Error, *(route.reply for route in routes)], ref_template=REF)
+        errors = {route.error_form.kind for route in routes}
+        _, schemas = msgspec.json.schema_components([*errors, *(route.reply for route in routes)], ref_template=REF)
         bodies = {route.body.name: route.body for route in routes if route.body}
         schemas |= _body_schemas(bodies.values(), self._model, is_strict=self._is_strict)
         paths: dict[str, Any] = {}
@@ -71,7 +72,8 @@ class Document:
             paths.setdefault(PATH_PARAMETER.sub(r"{\1}", route.path), {}).update(operations)
         components: dict[str, Any] = {"schemas": schemas}
         if self._has_keys:
-            components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+            key = {"type": "apiKey", "in": "header", "name": "x-api-key"}
+            components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}, "key": key}
         return {
             "openapi": "3.1.0",
             "info": {"title": "hiserve", "version": __version__},
@@ -100,7 +102,7 @@ class Document:
             reference = {"$ref": REF.format(name=route.body.name)}
             operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
         if self._has_keys and not route.is_public:
-            operation["security"] = [{"bearer": []}]
+            operation["security"] = [{"bearer": []}, {"key": []}]
         return operation
 
 
@@ -118,11 +120,12 @@ def _responses(route: Endpoint, method: str) -> dict[str, Any]:
         statuses |= {400, 404}
     if route.query:
         statuses.add(400)
-    error = {"application/json": {"schema": {"$ref": REF.format(name="Error")}}}
+    form = route.error_form
+    error = {"application/json": {"schema": {"$ref": REF.format(name=form.kind.__name__)}}}
     if method == "HEAD":
         content, error = {}, {}
     shown = {"200": {"description": "Done."} | ({"content": content} if content else {})}
-    for status in sorted(statuses):
+    for status in sorted(form.statuses.get(status, status) for status in statuses):
         shown[str(status)] = {"description": ERRORS[status]} | ({"content": error} if error else {})
     return shown
 

@@ -13,6 +13,7 @@ from starlette.types import Scope
 from hiserve.grammar.vet import Vetting
 from hiserve.server.auth import caller_of, namespace_of, tag_of
 from hiserve.server.engine_handle import EngineHandle
+from hiserve.server.error_responses import OPENAI, ErrorForm
 from hiserve.server.generation import RequestContext
 from hiserve.server.metrics import Metrics
 from hiserve.server.reply_format import ServedModel
@@ -41,6 +42,7 @@ class Endpoint(Route):
         streams: A body with ``stream`` is answered with events.
         is_public: Answers without an API key.
         errors: Statuses of errors, beside those that follow from the other arguments.
+        error_form: Form of the errors.
     """
 
     methods: set[str]
@@ -57,6 +59,7 @@ class Endpoint(Route):
         streams: bool = False,
         is_public: bool = False,
         errors: tuple[int, ...] = (),
+        error_form: ErrorForm = OPENAI,
     ) -> None:
         super().__init__(path, handler, methods=methods)
         self.methods = set(methods)
@@ -67,6 +70,7 @@ class Endpoint(Route):
         self.streams = streams
         self.is_public = is_public
         self.errors = errors
+        self.error_form = error_form
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Returns how well a request matches, and its new scope, which names this route."""

@@ -21,6 +21,7 @@ from hiserve.server.reply_format import json_response
 from hiserve.text.fair_threads import FairThreads
 
 DONE = b"data: [DONE]\n\n"
+PING_S = 15.0
 Failure = Callable[[int, str, str, str | None], bytes]
 _T = TypeVar("_T")
 
@@ -86,15 +87,18 @@ class EventStream(Response):
     Args:
         chunks: Bytes of one or more events.
         failure: Returns the last event by status, message, code and ``param``.
+        ping: An event that is sent after ``PING_S`` without another one; empty for none.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None], failure: Failure) -> None:
+    def __init__(self, chunks: AsyncGenerator[bytes, None], failure: Failure, ping: bytes = b"") -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
         self._failure = failure
+        self._ping = ping
+        self._sent_at = 0.0  # of the loop's clock; 0 before the first chunk
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events until the stream or the client ends."""
@@ -103,23 +107,36 @@ class EventStream(Response):
                 await cancel_on_disconnect(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
-        is_started = False
+        clock, pinging = asyncio.get_running_loop().time, None
+        last, failure = b"", None
         try:
             async for chunk in self._chunks:
-                if not is_started:
-                    is_started = True
-                    start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-                    await send(start)
+                if not self._sent_at:
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    pinging = asyncio.create_task(self._send_pings(send)) if self._ping else None
+                self._sent_at = clock()
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except Exception as error:
-            if not is_started:
+            if not self._sent_at:
                 raise
-            last = self._failure(*describe(error))
-            await send({"type": "http.response.body", "body": last, "more_body": False})
-            if not isinstance(error, HiserveError):
-                raise
-        else:
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            last, failure = self._failure(*describe(error)), error
+        finally:
+            if pinging is not None:
+                pinging.cancel()
+                await asyncio.wait([pinging])
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+        if failure is not None and not isinstance(failure, HiserveError):
+            raise failure
+
+    async def _send_pings(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            wait_s = self._sent_at + PING_S - clock()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            else:
+                self._sent_at = clock()
+                await send({"type": "http.response.body", "body": self._ping, "more_body": True})
 
 
 async def answer(
@@ -131,6 +148,7 @@ async def answer(
     whole: Callable[[], Any],
     events: Callable[[AsyncGenerator[OutputDelta, None]], AsyncGenerator[bytes, None]] | None,
     failure: Failure = error_event,
+    ping: bytes = b"",
 ) -> Response:
     """Runs the choices of a reply; returns the whole reply after their end, or a stream before its start.
 
@@ -142,6 +160,7 @@ async def answer(
         whole: Returns the reply after the end of the choices.
         events: Formats the parts of the choices as events; None sends the whole reply.
         failure: As for ``EventStream``.
+        ping: As for ``EventStream``.
 
     Raises:
         HiserveError: The engine refused or failed a choice; not for a stream, which ends with the error.
@@ -149,7 +168,7 @@ async def answer(
     """
     pieces = choices.run(engine)
     if events is not None:
-        return EventStream(events(pieces), failure)
+        return EventStream(events(pieces), failure, ping)
     await cancel_on_disconnect(request.receive, _exhaust(pieces))
     if choices.is_large:
         return await format_threads.do(lambda: json_response(whole()), caller_of(request).number)

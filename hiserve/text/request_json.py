@@ -181,7 +181,7 @@ def _fault(message: str, given: dict[str, Any], kind: type[msgspec.Struct]) -> R
         typed := [form for form in forms(schema, schemas) if "type" in form.get("properties", ())]
     ):
         steps.append("type")  # something else than the object of a certain type
-        schema = typed[0]["properties"]["type"]
+        schema = {"anyOf": [form["properties"]["type"] for form in typed]}
     param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)[1:]
     fact = f"is {number}; it " if (number := _number_at(given, steps)) is not None else ""
     fault = f"{fact}must be {wanted(schema, schemas)}."
@@ -203,10 +203,11 @@ def _inner(schema: Schema, step: str | int, schemas: dict[str, Schema]) -> Schem
     for form in forms(schema, schemas):
         if isinstance(step, int) and "items" in form:
             return dict(form["items"])
-        if step in form.get("properties", ()):
-            return dict(form["properties"][step])
         if form.get("type") == "array":
             return _inner(form["items"], step, schemas)
+    found = [form["properties"][step] for form in forms(schema, schemas) if step in form.get("properties", ())]
+    if found:
+        return dict(found[0]) if len(found) == 1 else {"anyOf": found}
     raise AssertionError(f"{step} is not in {schema}")
 
 

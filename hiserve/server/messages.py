@@ -1,0 +1,111 @@
+"""Anthropic's endpoints: messages, and the number of tokens in a prompt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hiserve.config.serving import MAX_INT32
+from hiserve.errors import ContextLengthError, RequestError
+from hiserve.server.conversations import Question, begin_reply
+from hiserve.server.generation import OutputDelta, RequestContext
+from hiserve.server.grammar_fields import one_of
+from hiserve.server.messages_format import ERRORS, PING, MessageWriter, error_event
+from hiserve.server.messages_request import read_messages
+from hiserve.server.messages_types import AssistantMessage, CountedTokens, MessagesFields, MessagesOptions
+from hiserve.server.reply_format import json_response, warned
+from hiserve.server.request_body import Body
+from hiserve.server.routes import Endpoint, FrontEnd, context_of
+from hiserve.server.streaming import answer, cancel_on_disconnect
+from hiserve.server.tokenize import MAX_CHARS
+from hiserve.text.conversation import Conversation
+from hiserve.text.request_json import decode
+
+MESSAGES = Body("MessagesRequest", (MessagesOptions, MessagesFields))
+COUNT = Body("CountTokensRequest", (MessagesFields,))
+
+
+class MessagesRoutes:
+    """Handlers of ``/v1/messages``.
+
+    Args:
+        front: Shared with other handlers.
+        keeps_volatile: ``--keep-volatile``.
+    """
+
+    def __init__(self, front: FrontEnd, *, keeps_volatile: bool) -> None:
+        self._front = front
+        self._keeps_volatile = keeps_volatile
+
+    def routes(self) -> list[Endpoint]:
+        """Returns the routes."""
+        post = partial(Endpoint, error_form=ERRORS)
+        return [
+            post("/v1/messages", self.create, "POST", body=MESSAGES, reply=AssistantMessage, streams=True),
+            post("/v1/messages/count_tokens", self.count, "POST", body=COUNT, reply=CountedTokens),
+        ]
+
+    async def create(self, request: Request) -> Response:
+        """Answers a conversation in Anthropic's form."""
+        arrived, front = time.monotonic(), self._front
+        body = await front.bodies.read(request, MESSAGES)
+        asked, fields = decode(body, MessagesOptions), decode(body, MessagesFields)
+        sampling, chat = asked.sampling(front.model), self._read(fields)
+        engine = front.handle.require()
+        context = context_of(request, fields.cache_salt, asked.priority, asked.rid)
+        constraint = one_of([*asked.constraints(), *fields.constraints])
+        question = Question(chat, sampling, asked.limits, context, constraint)
+        writer = MessageWriter(front.model, front.seals.seal, shows_thoughts=fields.shows_thoughts)
+        try:
+            choices, warning = await begin_reply(front, request, engine, question, writer.name, arrived)
+        except ContextLengthError:
+            raise await self._too_long(request, question, engine.max_model_len - 1) from None
+
+        def stream(pieces: AsyncGenerator[OutputDelta, None]) -> AsyncGenerator[bytes, None]:
+            return writer.events(pieces, choices)
+
+        response = await answer(
+            request,
+            engine,
+            choices,
+            front.format_threads,
+            whole=partial(writer.whole, choices),
+            events=stream if asked.stream else None,
+            failure=partial(error_event, request.state.request_id),
+            ping=PING,
+        )
+        return warned(response, warning)
+
+    async def count(self, request: Request) -> Response:
+        """Returns the number of tokens in the prompt of a message."""
+        fields = decode(await self._front.bodies.read(request, COUNT), MessagesFields)
+        chat, context = self._read(fields), context_of(request, fields.cache_salt, None, None)
+        if chat.num_chars > MAX_CHARS:
+            raise RequestError(f"messages must be at most {MAX_CHARS} characters long.", param="messages")
+        return json_response(CountedTokens(await self._num_tokens(request, chat, context)))
+
+    def _read(self, fields: MessagesFields) -> Conversation:
+        chat, ignored = read_messages(fields, self._front.seals.open, keeps_volatile=self._keeps_volatile)
+        for name, number in ignored.items():
+            self._front.metrics.ignored[name].inc(number)
+        return chat
+
+    async def _num_tokens(self, request: Request, chat: Conversation, context: RequestContext) -> int:
+        encoding = self._front.encoder.encode_chat(
+            chat, namespace=context.namespace, max_tokens=MAX_INT32, caller=context.caller
+        )
+        return len(await cancel_on_disconnect(request.receive, encoding))
+
+    async def _too_long(self, request: Request, question: Question, most: int) -> ContextLengthError:
+        """Returns the error at which clients compact a conversation; they read the numbers.
+
+        The tokens of more than ``MAX_CHARS`` characters are not counted; the number is then the least that does not fit.
+        ``most`` tokens leave room for a reply.
+        """
+        is_counted = question.chat.num_chars <= MAX_CHARS
+        number = await self._num_tokens(request, question.chat, question.context) if is_counted else 0
+        return ContextLengthError(f"prompt is too long: {max(number, most + 1)} tokens > {most} maximum", param="messages")
