@@ -22,6 +22,7 @@ from hiserve.server.request_body import Body
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
 from hiserve.server.streaming import answer, cancel_on_disconnect
 from hiserve.server.tokenize import MAX_CHARS
+from hiserve.text.abilities import Thinking
 from hiserve.text.conversation import Conversation
 from hiserve.text.request_json import decode
 
@@ -54,11 +55,11 @@ class MessagesRoutes:
         arrived, front = time.monotonic(), self._front
         body = await front.bodies.read(request, MESSAGES)
         asked, fields = decode(body, MessagesOptions), decode(body, MessagesFields)
-        sampling, chat = asked.sampling(front.model), self._read(fields)
+        sampling, (chat, thinking) = asked.sampling(front.model), self._read(fields)
         engine = front.handle.require()
         context = context_of(request, fields.cache_salt, asked.priority, asked.rid)
         constraint = one_of([*asked.constraints(), *fields.constraints])
-        question = Question(chat, sampling, asked.limits, context, constraint)
+        question = Question(chat, sampling, asked.limits, context, constraint, thinking=thinking)
         writer = MessageWriter(front.model, front.seals.seal, shows_thoughts=fields.shows_thoughts)
         try:
             choices, warning = await begin_reply(front, request, engine, question, writer.name, arrived)
@@ -83,20 +84,27 @@ class MessagesRoutes:
     async def count(self, request: Request) -> Response:
         """Returns the number of tokens in the prompt of a message."""
         fields = decode(await self._front.bodies.read(request, COUNT), MessagesFields)
-        chat, context = self._read(fields), context_of(request, fields.cache_salt, None, None)
+        (chat, thinking), context = self._read(fields), context_of(request, fields.cache_salt, None, None)
         if chat.num_chars > MAX_CHARS:
             raise RequestError(f"messages must be at most {MAX_CHARS} characters long.", param="messages")
-        return json_response(CountedTokens(await self._num_tokens(request, chat, context)))
+        return json_response(CountedTokens(await self._num_tokens(request, chat, thinking, context)))
 
-    def _read(self, fields: MessagesFields) -> Conversation:
-        chat, ignored = read_messages(fields, self._front.seals.open, keeps_volatile=self._keeps_volatile)
+    def _read(self, fields: MessagesFields) -> tuple[Conversation, Thinking]:
+        front = self._front
+        chat, thinking, ignored = read_messages(fields, front.seals.open, keeps_volatile=self._keeps_volatile)
+        ignored["effort"] += bool(thinking.effort) and not front.abilities.template.effort_switch
         for name, number in ignored.items():
-            self._front.metrics.ignored[name].inc(number)
-        return chat
+            front.metrics.ignored[name].inc(number)
+        return chat, thinking
 
-    async def _num_tokens(self, request: Request, chat: Conversation, context: RequestContext) -> int:
+    async def _num_tokens(
+        self, request: Request, chat: Conversation, thinking: Thinking, context: RequestContext
+    ) -> int:
         encoding = self._front.encoder.encode_chat(
-            chat, namespace=context.namespace, max_tokens=MAX_INT32, caller=context.caller
+            self._front.abilities.prepared(chat, thinking),
+            namespace=context.namespace,
+            max_tokens=MAX_INT32,
+            caller=context.caller,
         )
         return len(await cancel_on_disconnect(request.receive, encoding))
 
@@ -106,6 +114,7 @@ class MessagesRoutes:
         The tokens of more than ``MAX_CHARS`` characters are not counted; the number is then the least that does not fit.
         ``most`` tokens leave room for a reply.
         """
-        is_counted = question.chat.num_chars <= MAX_CHARS
-        number = await self._num_tokens(request, question.chat, question.context) if is_counted else 0
-        return ContextLengthError(f"prompt is too long: {max(number, most + 1)} tokens > {most} maximum", param="messages")
+        chat, number = question.chat, most + 1
+        if chat.num_chars <= MAX_CHARS:
+            number = max(number, await self._num_tokens(request, chat, question.thinking, question.context))
+        return ContextLengthError(f"prompt is too long: {number} tokens > {most} maximum", param="messages")

@@ -117,9 +117,9 @@ class MessageWriter:
         for event in delta.events:
             self._read(event)
         if delta.finish:
-            if not self._content and self._kind is None and self._space:
+            if not self._content and (space := self._space):
                 self._open(Kind.CONTENT, TextContent(""))
-                self._add(self._space)
+                self._add(space)
             self._close()
         made, self._made = self._made, []
         return made

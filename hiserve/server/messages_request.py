@@ -21,6 +21,7 @@ from hiserve.server.messages_types import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from hiserve.text.abilities import Thinking
 from hiserve.text.conversation import Call, Conversation, Result, Text, Thought, Turn, function_tool
 from hiserve.text.request_json import check_json, check_text
 
@@ -28,6 +29,10 @@ from hiserve.text.request_json import check_json, check_text
 BILLING_HEADER = "x-anthropic-billing-header:"
 # The one argument of a call whose arguments are no JSON object.
 INVALID_JSON = "INVALID_JSON"
+CLEAR_THINKING = "clear_thinking"
+KEEPS_ALL = ("all", {"type": "all"})
+# Efforts that families do not know.
+HIGHEST = {"xhigh": "high", "max": "high"}
 ROLES: dict[type, tuple[str, ...]] = {
     TextBlock: ("user", "assistant", "system"),
     ToolResultBlock: ("user",),
@@ -43,10 +48,12 @@ class Asked(NamedTuple):
 
     Attributes:
         chat: The conversation.
+        thinking: What is asked of thoughts.
         ignored: How many parts of the request are ignored, by the names of ``metrics.IGNORED``.
     """
 
     chat: Conversation
+    thinking: Thinking
     ignored: Counter[str]
 
 
@@ -70,7 +77,6 @@ def read_messages(fields: MessagesFields, unseal: Unseal, *, keeps_volatile: boo
     if is_open and any(isinstance(part, Call) for part in last.parts):
         where = f"messages[{len(fields.messages) - 1}]"
         raise RequestError(f"{where} is a tool_use without a tool_result after it. Send the result.", param=where)
-    _count_options(fields, ignored)
     chat = Conversation(
         turns=tuple(turns),
         tools=_tools(fields, ignored),
@@ -78,7 +84,7 @@ def read_messages(fields: MessagesFields, unseal: Unseal, *, keeps_volatile: boo
         add_generation_prompt=not is_open,
         continue_final_message=is_open,
     )
-    return Asked(chat, ignored)
+    return Asked(chat, _thinking(fields, ignored), ignored)
 
 
 def _system(system: str | list[TextBlock] | None, ignored: Counter[str], *, keeps_volatile: bool) -> list[Turn]:
@@ -194,9 +200,12 @@ def _references(messages: Sequence[MessagesTurn]) -> set[str]:
     return {part.tool_name for parts in results for part in parts if isinstance(part, ToolReferenceBlock)}
 
 
-def _count_options(fields: MessagesFields, ignored: Counter[str]) -> None:
-    """Counts the options that are ignored."""
-    ignored["effort"] += bool(fields.output_config and fields.output_config.effort)
-    ignored["thinking_budget"] += bool(fields.thinking and fields.thinking.budget_tokens)
-    management = fields.context_management
-    ignored["context_edit"] += len((management and management.edits) or ())
+def _thinking(fields: MessagesFields, ignored: Counter[str]) -> Thinking:
+    """Returns what is asked of thoughts, and counts what is ignored."""
+    config, effort = fields.thinking, fields.output_config and fields.output_config.effort
+    edits = (fields.context_management and fields.context_management.edits) or []
+    keeps = any(edit.type.startswith(CLEAR_THINKING) and edit.keep in KEEPS_ALL for edit in edits)
+    ignored["context_edit"] += len([edit for edit in edits if not edit.type.startswith(CLEAR_THINKING)])
+    ignored["thinking_budget"] += bool(config and config.budget_tokens)
+    is_on = None if config is None else config.type != "disabled"
+    return Thinking(is_on, HIGHEST.get(effort, effort) if effort else None, True if keeps else None)

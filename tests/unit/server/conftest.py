@@ -19,6 +19,7 @@ from hiserve.server.admin import ABORT
 from hiserve.server.app import create_app
 from hiserve.server.engine_handle import EngineHandle
 from hiserve.server.known_fields import known_to
+from hiserve.server.messages import COUNT, MESSAGES
 from hiserve.server.metrics import Metrics
 from hiserve.server.openai import CHAT, COMPLETION
 from hiserve.server.reply_format import ServedModel
@@ -39,7 +40,7 @@ from tests.helpers.fake_engine_client import FakeEngineClient
 TOKENIZER = tiny_text.byte_level()
 REPLY = "the token 🙂"
 # Fields of each body, by the name of its schema.
-BODIES = (CHAT, COMPLETION, GENERATE, TOKENIZE, DETOKENIZE, ABORT, RESPONSES, INPUT_TOKENS)
+BODIES = (CHAT, COMPLETION, GENERATE, TOKENIZE, DETOKENIZE, ABORT, RESPONSES, INPUT_TOKENS, MESSAGES, COUNT)
 KNOWN = {body.name: known_to(*body.types) for body in BODIES}
 NATIVE_SAMPLING = known_to(NativeSampling)
 
@@ -141,6 +142,7 @@ def make_server(
             fingerprint="fp",
             defaults=defaults or SamplingParams(),
             spec_steps=spec_steps,
+            page_size=16,
         ),
         resolved=resolved(**settings),
         tokenizer_info=b'{"tokenizer_class": "Tiny"}',

@@ -16,7 +16,8 @@ from tests.helpers.error_shape import fault_of_error
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import KNOWN, NATIVE_SAMPLING, Server, make_server, reply_script
 
-CHAT, TEXT, NATIVE, RESPONSES = "/v1/chat/completions", "/v1/completions", "/generate", "/v1/responses"
+CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
+RESPONSES, ANTHROPIC = "/v1/responses", "/v1/messages"
 HI = [{"role": "user", "content": "Hi"}]
 # Each route: a good body, and the fields that it knows.
 ROUTES: dict[str, tuple[dict[str, Any], frozenset[str]]] = {
@@ -28,9 +29,11 @@ ROUTES: dict[str, tuple[dict[str, Any], frozenset[str]]] = {
     "/abort_request": ({"rid": "x"}, KNOWN["AbortRequest"]),
     RESPONSES: ({"input": "Hi"}, KNOWN["ResponsesRequest"]),
     f"{RESPONSES}/input_tokens": ({"input": "Hi"}, KNOWN["InputTokensRequest"]),
+    ANTHROPIC: ({"messages": HI, "max_tokens": 9}, KNOWN["MessagesRequest"]),
+    f"{ANTHROPIC}/count_tokens": ({"messages": HI}, KNOWN["CountTokensRequest"]),
 }
 OTHERS = sorted(known_fields.IGNORED | set(known_fields.REFUSED))
-EXPECTED = {200, 400, 413, 429, 503}
+EXPECTED = {200, 400, 413, 429, 503, 529}
 LIMIT = 20_000
 
 NUMBERS = st.one_of(
@@ -56,11 +59,30 @@ def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 VALUES = LEAVES | nested(LEAVES | nested(LEAVES | nested(LEAVES)))
 PARTS = st.fixed_dictionaries({}, optional={"type": st.just("text") | VALUES, "text": VALUES, "image_url": VALUES})
 FUNCTIONS = st.fixed_dictionaries({}, optional={"name": VALUES, "arguments": VALUES, "parameters": VALUES})
+# Blocks of messages; their tags are theirs alone.
+BLOCKS = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "thinking", "redacted_thinking", "tool_use", "tool_result", "image"]) | VALUES},
+    optional={
+        "text": TEXTS,
+        "thinking": VALUES,
+        "signature": TEXTS,
+        "data": TEXTS,
+        "id": TEXTS,
+        "tool_use_id": TEXTS,
+        "name": TEXTS,
+        "input": st.dictionaries(TEXTS, VALUES, max_size=3),
+        "content": TEXTS
+        | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": TEXTS}), max_size=2)
+        | VALUES,
+        "is_error": st.booleans(),
+        "cache_control": st.just({"type": "ephemeral"}) | VALUES,
+    },
+)
 CALLS = st.fixed_dictionaries({}, optional={"type": VALUES, "id": VALUES, "function": FUNCTIONS | VALUES})
 MESSAGES = st.fixed_dictionaries(
     {"role": st.sampled_from(["system", "user", "assistant", "tool"]) | VALUES},
     optional={
-        "content": VALUES | st.lists(PARTS, max_size=3),
+        "content": VALUES | st.lists(PARTS, max_size=3) | st.lists(BLOCKS, max_size=3),
         "tool_calls": st.lists(CALLS, max_size=2),
         "name": VALUES,
     },
@@ -90,11 +112,14 @@ ITEMS = st.fixed_dictionaries(
         "output": VALUES,
     },
 )
+ANTHROPICS_TOOLS = st.fixed_dictionaries(
+    {"name": TEXTS}, optional={"input_schema": VALUES, "type": VALUES, "defer_loading": VALUES}
+)
 # Values that come close to what a field takes.
 NEAR: dict[str, st.SearchStrategy[Any]] = {
     "messages": st.lists(MESSAGES, max_size=3),
     "input": st.lists(ITEMS, max_size=4),
-    "tools": st.lists(TOOLS, max_size=3),
+    "tools": st.lists(TOOLS | ANTHROPICS_TOOLS, max_size=3),
     "prompt": st.lists(NUMBERS | TEXTS | st.lists(st.integers(0, 520), max_size=4), max_size=4),
     "input_ids": st.lists(NUMBERS | st.lists(st.integers(-1, 520), max_size=4), max_size=4),
     "tokens": st.lists(st.integers(-1, 520), max_size=300),
@@ -105,6 +130,20 @@ NEAR: dict[str, st.SearchStrategy[Any]] = {
     "sampling_params": st.dictionaries(st.sampled_from(sorted(NATIVE_SAMPLING)), VALUES, max_size=4),
     "chat_template_kwargs": st.dictionaries(st.sampled_from(["a", "self", "messages", "bos_token", "range"]), VALUES),
 }
+KINDS = st.sampled_from(["auto", "any", "tool", "none", "enabled", "adaptive", "disabled", "json_schema"]) | VALUES
+OF_MESSAGES = {
+    "system": TEXTS | st.lists(BLOCKS, max_size=2),
+    "tool_choice": st.fixed_dictionaries(
+        {"type": KINDS}, optional={"name": TEXTS, "disable_parallel_tool_use": VALUES}
+    ),
+    "thinking": st.fixed_dictionaries({"type": KINDS}, optional={"budget_tokens": NUMBERS, "display": VALUES}),
+    "context_management": st.fixed_dictionaries(
+        {"edits": st.lists(st.fixed_dictionaries({"type": TEXTS, "keep": VALUES}))}
+    ),
+    "output_config": st.fixed_dictionaries({}, optional={"effort": TEXTS, "format": VALUES}),
+    "stop_sequences": st.lists(TEXTS, max_size=20),
+}
+NEAR |= OF_MESSAGES
 FIELDS = {name: near | VALUES for name, near in NEAR.items()}
 
 
@@ -137,7 +176,8 @@ def check(running: tuple[asyncio.Runner, Server], path: str, body: bytes) -> int
     call = runner.run(ended(server, path, body))
     assert server.engine.num_inflight == 0
     if call.status == 404:
-        assert call.json["error"]["param"] in ("model", "previous_response_id")
+        error = call.json["error"]
+        assert error.get("param") in ("model", "previous_response_id") or "there is no model" in error["message"]
     else:
         assert call.status in EXPECTED, call.text
     if call.status != 200:
@@ -146,6 +186,8 @@ def check(running: tuple[asyncio.Runner, Server], path: str, body: bytes) -> int
         json.loads(call.text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     elif path == RESPONSES:
         assert json.loads(call.text.split("data: ")[-1])["type"] == "response.completed"
+    elif path == ANTHROPIC:
+        assert call.text.endswith('event: message_stop\ndata: {"type":"message_stop"}\n\n')
     else:
         assert call.events[-1] == "[DONE]"
     return int(call.status)
@@ -182,7 +224,7 @@ def test_any_value_of_any_field_has_one_of_the_expected_answers(
 ) -> None:
     body = data.draw(BODIES[path])
     status = check(running, path, json.dumps(body).encode())
-    if status == 400:
+    if status == 400 and not path.startswith(ANTHROPIC):
         param = running[0].run(ended(running[1], path, json.dumps(body).encode())).json["error"]["param"]
         root = param.split(".")[0].split("[")[0]
         assert root in {*body, *ROUTES[path][0], "text", "prompt", "rid"} or param[:100] in {

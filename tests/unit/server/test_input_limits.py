@@ -23,6 +23,7 @@ TOO_MUCH: dict[str, Any] = {
     "add_generation_prompt": LONG,
     "add_special_tokens": LONG,
     "best_of": HUGE,
+    "context_management": {"edits": LONG},
     "cache_salt": "x" * (MAX_NAME_CHARS + 1),
     "chat_template_kwargs": {"a": [0] * MAX_VALUES},
     "continue_final_message": LONG,
@@ -51,6 +52,7 @@ TOO_MUCH: dict[str, Any] = {
     "model": LONG,
     "n": 65,
     "no_stop_trim": LONG,
+    "output_config": {"effort": "x" * (MAX_NAME_CHARS + 1)},
     "presence_penalty": 2.1,
     "priority": HUGE,
     "prompt": "x" * (MAX_CHARS + 1),
@@ -70,13 +72,17 @@ TOO_MUCH: dict[str, Any] = {
     "skip_special_tokens": LONG,
     "spec": {"num_steps": HUGE},
     "stop": ["x" * (MAX_STOP_CHARS + 1)],
+    "stop_sequences": ["x"] * 17,
     "stop_token_ids": [5] * 65,
     "stream": LONG,
     "stream_options": {"include_usage": LONG},
     "structured_outputs": {"json": {"enum": [0] * MAX_GRAMMAR_VALUES}},
+    "system": {"text": LONG},
     "temperature": 100.1,
     "text": ["x"] * 1025,
+    "thinking": {"type": "enabled", "budget_tokens": HUGE},
     "tokens": [5] * (MAX_TOKENS + 1),
+    "tool_choice": {"type": LONG},
     "tools": [TOOL] * (MAX_TOOLS + 1),
     "top_k": HUGE,
     "top_logprobs": 21,
@@ -90,6 +96,7 @@ ROUTES: dict[str, tuple[frozenset[str], dict[str, Any]]] = {
     "/generate": (KNOWN["GenerateRequest"], {"text": "Hi"}),
     "/tokenize": (KNOWN["TokenizeRequest"], {"prompt": "Hi"}),
     "/detokenize": (KNOWN["DetokenizeRequest"], {"tokens": [5]}),
+    "/v1/messages": (KNOWN["MessagesRequest"], {"messages": [HI], "max_tokens": 9}),
 }
 CASES = [(path, field) for path, (fields, _) in ROUTES.items() for field in sorted(fields)]
 
@@ -101,14 +108,15 @@ def test_every_field_has_a_value_that_is_too_much() -> None:
 @pytest.mark.parametrize(("path", "field"), CASES)
 async def test_too_much_is_refused_by_the_name_of_its_field(server: Server, path: str, field: str) -> None:
     body = {**ROUTES[path][1], field: TOO_MUCH[field]}
-    if field in ("messages", "input_ids") and path != "/v1/chat/completions":
+    if field in ("messages", "input_ids") and path not in ("/v1/chat/completions", "/v1/messages"):
         del body["prompt" if path == "/tokenize" else "text"]
     elif path == "/tokenize" and field in ("tools", "documents", "chat_template_kwargs", "cache_salt", *FLAGS_OF_CHATS):
         body = {"messages": [HI], field: TOO_MUCH[field]}
     call = await server.post(path, body)
     assert call.status in (400, 404), call.text[:300]
-    param = call.json["error"]["param"]
-    assert param.split(".")[0].split("[")[0] == field
+    error = call.json["error"]
+    param = error.get("param") or error["message"].partition(" ")[0]  # Anthropic's errors have no field for it
+    assert param.split(".")[0].split("[")[0] == field or (field == "model" and "there is no model" in error["message"])
     assert len(call.text) < 1000
     assert server.engine.seen == []
 

@@ -11,7 +11,6 @@ import pytest
 
 from hiserve.core.request import RANGES
 from hiserve.server import known_fields
-from hiserve.server.error_responses import Error
 from hiserve.server.routes import Endpoint
 from tests.helpers.asgi import Call
 from tests.helpers.fake_engine_client import FakeEngineClient
@@ -29,9 +28,11 @@ GOOD: dict[str, dict[str, Any]] = {
     "/abort_request": {"rid": "x"},
     "/v1/responses": {"input": "Hi"},
     "/v1/responses/input_tokens": {"input": "Hi"},
+    "/v1/messages": {"messages": HI, "max_tokens": 9},
+    "/v1/messages/count_tokens": {"messages": HI},
 }
 
-STREAMED = ("/v1/chat/completions", "/v1/completions", "/generate", "/v1/responses")
+STREAMED = ("/v1/chat/completions", "/v1/completions", "/generate", "/v1/responses", "/v1/messages")
 PUBLIC = {"/", "/health", "/ready", "/metrics", "/ping"}
 TEXTS = {"/": "text/html", "/docs": "text/html", "/metrics": "text/plain"}
 SEEN = (
@@ -54,6 +55,8 @@ BODIES = {
     "/abort_request": "AbortRequest",
     "/v1/responses": "ResponsesRequest",
     "/v1/responses/input_tokens": "InputTokensRequest",
+    "/v1/messages": "MessagesRequest",
+    "/v1/messages/count_tokens": "CountTokensRequest",
 }
 
 
@@ -86,7 +89,8 @@ async def test_every_route_is_described_and_every_description_is_a_route(server:
             call = await ask(server, path, method)
             assert call.status == 200, (path, method, call.text)
             assert operation["summary"]
-            for status in ("401", "503") if path not in PUBLIC else ():
+            busy = "529" if path.startswith("/v1/messages") else "503"
+            for status in ("401", busy) if path not in PUBLIC else ():
                 assert status in operation["responses"]
         for method in {"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH"} - {name.upper() for name in operations}:
             is_an_id = path == "/v1/responses/input_tokens" and method in ("GET", "DELETE")  # of no response
@@ -106,7 +110,7 @@ async def test_every_reference_leads_somewhere(server: Server) -> None:
     schemas = json.loads(text)["components"]["schemas"]
     references = set(re.findall(r'"#/components/schemas/([^"]+)"', text))
     assert references <= schemas.keys()
-    assert {"ChatCompletionRequest", "CompletionRequest", "GenerateRequest", "Error"} <= references
+    assert {"ChatCompletionRequest", "CompletionRequest", "GenerateRequest", "Error", "MessagesError"} <= references
 
 
 @pytest.mark.parametrize("path", [*GOOD, *SEEN, *STORED, *FLUSHES])
@@ -127,7 +131,7 @@ async def test_streams_are_events(server: Server, path: str) -> None:
 async def test_refusals_have_the_form_that_is_described(server: Server, path: str) -> None:
     call = await server.post(path, b"[]")
     assert call.status == 400
-    msgspec.json.decode(call.text, type=Error)
+    msgspec.json.decode(call.text, type=endpoints(server)[path].error_form.kind)
 
 
 async def test_every_field_that_is_read_is_described(server: Server) -> None:
