@@ -18,7 +18,6 @@ IGNORED = frozenset(
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
-        "reasoning_effort",
         "request_id",
         "return_cached_tokens_details",
         "return_spec_tokens_details",

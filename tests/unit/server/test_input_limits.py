@@ -57,6 +57,7 @@ TOO_MUCH: dict[str, Any] = {
     "priority": HUGE,
     "prompt": "x" * (MAX_CHARS + 1),
     "prompt_logprobs": 21,
+    "reasoning_effort": "x" * (MAX_NAME_CHARS + 1),
     "regex": "x" * (MAX_REGEX_BYTES + 1),
     "repetition_penalty": 100.1,
     "response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": [0] * MAX_GRAMMAR_VALUES}}},

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.core.request import FinishReason, Grammar, SamplingParams
 from hiserve.core.usage import CacheUse
 from hiserve.errors import EngineError, HiserveError, OverloadedError, RequestError, UnavailableError
 from hiserve.server import streaming
@@ -27,8 +27,7 @@ from hiserve.text.reply_buffer import Event, Kind
 from tests.helpers import tiny_text
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import TOKENIZER, Server, make_server
-from tests.unit.server.test_grammar_fields import Vetted
-from tests.unit.server.test_tools_over_http import ARGUMENTS, CALL, TWO, script, serving
+from tests.unit.server.tool_replies import ARGUMENTS, CALL, TWO, script, serving
 
 USER: Any = {"role": "user", "content": "Hi"}
 LOOK: Any = {"name": "look", "input_schema": {"type": "object", "properties": {"where": {"type": "string"}}}}
@@ -386,12 +385,24 @@ async def test_a_client_that_leaves_ends_its_request() -> None:
             assert server.engine.num_inflight == 0
 
 
+class Vetted:
+    """Stands for ``Vetting``: takes every grammar."""
+
+    async def check(self, grammar: Grammar, _: str, **__: Any) -> tuple[Grammar, list[str]]:
+        return grammar, ["Unknown format: é"]
+
+    async def close(self) -> None:
+        pass
+
+
 async def test_a_schema_constrains_the_reply() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     async with serving("Yes.", vetting=Vetted()) as server:
         await ask(server, output_config={"format": {"type": "json_schema", "schema": schema}, "effort": "high"})
         (seen,) = server.engine.seen
         assert seen.sampling.grammar is not None
+        call = await server.post(PATH, {**BASIC, "output_config": {"format": {"type": "json_schema", "schema": {}}}})
+        assert call.headers["x-hiserve-warning"].startswith("output_config.format.schema is not held in full")
         assert json.loads(seen.sampling.grammar.text) == schema
         both = {"output_config": {"format": {"type": "json_schema", "schema": schema}}, "regex": "a"}
         call = await server.post(PATH, BASIC | both)
