@@ -135,7 +135,12 @@ class ResponseRoutes:
 
     async def input_items(self, request: Request) -> Response:
         """Lists the items that a stored response was asked with, those of earlier responses included."""
-        *_, last = chain = await self._stored(request, lambda store, caller, name: store.chain(caller, name))
+
+        def work(store: ResponseStore, caller: bytes, name: str) -> list[Stored]:
+            store.get(caller, name)
+            return store.chain(caller, name)
+
+        *_, last = chain = await self._stored(request, work)
         items = [*all_items(chain[:-1]), *own_items(last)]
         return json_response(page_of(items, request.query_params))
 

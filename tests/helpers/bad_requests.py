@@ -13,11 +13,17 @@ VOCAB_SIZE = 4096
 
 CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
 TOKENIZE, DETOKENIZE, ABORT = "/tokenize", "/detokenize", "/abort_request"
-POST_ROUTES = (CHAT, TEXT, NATIVE, TOKENIZE, DETOKENIZE, ABORT)
+RESPONSES, INPUT_TOKENS = "/v1/responses", "/v1/responses/input_tokens"
+POST_ROUTES = (CHAT, TEXT, NATIVE, TOKENIZE, DETOKENIZE, ABORT, RESPONSES)
 NAN, INF, HUGE, LONE = float("nan"), float("inf"), 10**4000, "\ud800"
 HI = [{"role": "user", "content": "Hi"}]
 CALL = {"type": "function", "function": {"name": "f"}}
-GOOD: dict[str, dict[str, Any]] = {CHAT: {"messages": HI}, TEXT: {"prompt": "Hi"}, NATIVE: {"text": "Hi"}}
+GOOD: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": HI},
+    TEXT: {"prompt": "Hi"},
+    NATIVE: {"text": "Hi"},
+    RESPONSES: {"input": "Hi"},
+}
 
 
 class Answer(NamedTuple):
@@ -26,6 +32,9 @@ class Answer(NamedTuple):
     status: int
     code: str
     param: str | None = None
+
+
+NOT_KEPT = Answer(404, "previous_response_not_found", "previous_response_id")
 
 
 class Bad(NamedTuple):
@@ -144,6 +153,69 @@ GRAMMARS: list[tuple[dict[str, Any], str, str]] = [
         "response_format.json_schema.schema",
         "invalid_grammar",
     ),
+]
+# Bad in a request for a response.
+OF_RESPONSES: dict[str, list[Any]] = {
+    **{name: SAMPLING[name] for name in ("temperature", "top_p", "n", "stop", "logit_bias")},
+    "input": [5, {}, LONE],
+    "instructions": [5, [], LONE],
+    "previous_response_id": [5, LONE, "x" * 2000],
+    "tools": [5, "x", [{"type": LONE}], [{"type": "function", "name": LONE}]],
+    "tool_choice": [5, "some", [], {"type": "web_search"}, {"type": LONE}],
+    "text": [5, []],
+    "reasoning": [5, "high", {"effort": LONE}],
+    "include": [5, "x", [5], ["message.output_text.logprobs"], ["x"] * 33],
+    "metadata": [5, [], {"a": 5}, {"a": "x" * 513}, {"x" * 65: "a"}, {str(i): "a" for i in range(17)}, {LONE: "a"}],
+    "max_output_tokens": [0, -1, 2**31, HUGE, 1.5, "5", True, NAN, []],
+    "truncation": [5, "some", True],
+    "stream": [1, "true", []],
+    "store": [1, "true"],
+    "background": [True, 1],
+    "conversation": ["conv_1", {"id": "x"}, 5],
+    "prompt": ["x", {"id": "x"}],
+    "top_logprobs": [1, "x"],
+    "parallel_tool_calls": [1, "x"],
+    "user": [5, LONE],
+    "prompt_cache_key": [5, "x" * 2000],
+}
+OF_RESPONSES_INNER: list[tuple[dict[str, Any], str]] = [
+    *(({"tools": [tool]}, "tools[0].type") for tool in (5, {}, {"type": 5}, [])),
+    ({"tools": [{"type": "function"}]}, "tools[0].name"),
+    ({"tools": [{"type": "function", "name": "f", "parameters": 5}]}, "tools[0].parameters"),
+    ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0]"),
+    ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].name"),
+    ({"tool_choice": {}}, "tool_choice.type"),
+    ({"text": {"format": 5}}, "text.format"),
+    *(({"text": {"format": form}}, "text.format.type") for form in ({}, {"type": "xml"})),
+    ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+    ({"text": {"format": {"type": "json_schema", "name": LONE, "schema": {}}}}, "text.format.name"),
+    ({"reasoning": {"effort": 5}}, "reasoning.effort"),
+]
+CALLED = {"type": "function_call", "call_id": "c", "name": "f"}
+ITEMS: list[tuple[Any, str]] = [
+    (5, "input[0].type"),
+    ({}, "input[0].role"),
+    ({"type": "item_reference", "id": "x"}, "input[0].type"),
+    ({"type": "web_search_call"}, "input[0].type"),
+    ({"type": 5}, "input[0].type"),
+    ({"role": "robot", "content": "x"}, "input[0].role"),
+    ({"role": "user"}, "input[0].content"),
+    ({"role": "user", "content": 5}, "input[0].content"),
+    ({"role": "user", "content": LONE}, "input[0].content"),
+    ({"role": "user", "content": [{"type": "input_text", "text": LONE}]}, "input[0].content"),
+    ({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}, "input[0].content[0].type"),
+    ({"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}, "input[0].content[0].type"),
+    ({"role": "user", "content": "x", "id": LONE}, "input[0].id"),
+    ({**CALLED, "name": ""}, "input[0].name"),
+    ({**CALLED, "call_id": None}, "input[0].call_id"),
+    ({**CALLED, "arguments": {}}, "input[0].arguments"),
+    ({**CALLED, "arguments": '{"a": "\\ud800"}'}, "input[0].arguments"),
+    ({**CALLED, "arguments": '{"a":' * 100 + "1" + "}" * 100}, "input[0].arguments"),
+    ({**CALLED, "arguments": '{"a": [' + "1," * 40_000 + "1]}"}, "input[0].arguments"),
+    ({**CALLED, "type": "custom_tool_call", "input": 5}, "input[0].input"),
+    ({"type": "function_call_output", "call_id": "c"}, "input[0].output"),
+    ({"type": "function_call_output", "output": "x"}, "input[0].call_id"),
+    ({"type": "reasoning", "encrypted_content": 5}, "input[0].encrypted_content"),
 ]
 OF_SPEC: dict[str, list[Any]] = {
     "enabled": [1, 0, "yes", [], NAN],
@@ -280,6 +352,8 @@ TOO_LONG: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "user", "content": "x " * 50_000}]}, "messages"),
     (CHAT, {"messages": 500 * HI}, "messages"),
     (CHAT, {"messages": HI, "max_completion_tokens": MAX_MODEL_LEN}, "max_completion_tokens"),
+    (RESPONSES, {"input": "x " * 50_000, "max_output_tokens": 5}, "input"),
+    (RESPONSES, {"input": 500 * HI, "stream": True}, "input"),
     (NATIVE, {"input_ids": [5] * MAX_MODEL_LEN}, "input_ids"),
     (NATIVE, {"text": "x " * 50_000}, "text"),
     (NATIVE, {"text": "Hi", "sampling_params": {"max_new_tokens": 2**31 - 1}}, "sampling_params.max_new_tokens"),
@@ -347,6 +421,20 @@ def _grammars() -> Iterator[Bad]:
         yield Bad(NATIVE, {**GOOD[NATIVE], "sampling_params": fields}, Answer(400, code, f"sampling_params.{param}"))
 
 
+def _responses() -> Iterator[Bad]:
+    for name, values in OF_RESPONSES.items():
+        for value in values:
+            yield _wrong(RESPONSES, {**GOOD[RESPONSES], name: value}, name)
+    for fields, param in OF_RESPONSES_INNER:
+        yield _wrong(RESPONSES, {**GOOD[RESPONSES], **fields}, param)
+    for item, param in ITEMS:
+        for path in (RESPONSES, INPUT_TOKENS):
+            yield _wrong(path, {"input": [item]}, param)
+    yield Bad(RESPONSES, {**GOOD[RESPONSES], "previous_response_id": "resp_x"}, NOT_KEPT)
+    for method, end in (("GET", ""), ("GET", "/input_items"), ("DELETE", "")):
+        yield Bad(f"{RESPONSES}/resp_x{end}", b"", Answer(404, "response_not_found"), method=method)
+
+
 def corpus() -> Iterator[Bad]:
     """Yields all of them."""
     yield from _fields()
@@ -359,9 +447,10 @@ def corpus() -> Iterator[Bad]:
         yield _wrong(CHAT, {"messages": HI, "tools": [tool]}, param)
     for path, body, param in WHOLE:
         yield _wrong(path, body, param)
+    yield from _responses()
     for path, body, param in TOO_LONG:
         yield Bad(path, body, Answer(400, "context_length_exceeded", param))
-    for path in (CHAT, TEXT, NATIVE, TOKENIZE, DETOKENIZE):
+    for path in (CHAT, TEXT, NATIVE, TOKENIZE, DETOKENIZE, RESPONSES):
         for model in ("", "gpt-x", "x" * 5000, "\x00", "../../etc/passwd"):
             yield Bad(path, {**GOOD.get(path, {}), "model": model}, Answer(404, "model_not_found", "model"))
     yield Bad("/v1/models/" + "x" * 5000, b"", Answer(404, "model_not_found"), method="GET")

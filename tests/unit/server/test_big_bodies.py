@@ -29,7 +29,7 @@ from tests.helpers.processes import children
 from tests.helpers.waiting import PATIENCE_S, until
 from tests.unit.server.conftest import Server, make_server, reply_script
 
-CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
+CHAT, TEXT, NATIVE, RESPONSES = "/v1/chat/completions", "/v1/completions", "/generate", "/v1/responses"
 HI = {"role": "user", "content": "Hi"}
 PART = {"type": "text", "text": "x"}
 
@@ -39,6 +39,9 @@ def calling(arguments: str) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
 
 
+LONG = {"role": "user", "content": "x " * 5000}
+CODE = json.dumps({"a": "f(a, [b])\n" * 170})
+ITEM = {"type": "function_call", "call_id": "c", "name": "f", "arguments": CODE}
 # Of the thread of the event loop, for one body of up to 8 MB: copies of its bytes, and no work in Python on its values.
 LOOP_S = 0.08
 MAX_TRIES = (
@@ -63,6 +66,12 @@ ATTACKS: dict[str, tuple[str, Any, str | None]] = {
     "unknown": (TEXT, {"prompt": "Hi", "metadata": {str(i): [i] for i in range(300_000)}}, "metadata"),
     "strings": (TEXT, {"prompt": "Hi", "stop": ["ab"] * 1_000_000}, "stop"),
     "cut text": (TEXT, {"prompt": "many words of a text\n" * 350_000, "truncate_prompt_tokens": 7}, None),
+    "items": (RESPONSES, {"input": [HI] * 180_000}, "input"),
+    "items that fit": (RESPONSES, {"input": [HI] * 4096}, "input"),
+    "items of calls": (RESPONSES, {"input": [*[ITEM] * 4000, LONG]}, "input"),
+    "custom calls": (RESPONSES, {"input": [*[{**ITEM, "type": "custom_tool_call", "input": CODE * 2}] * 2000, LONG]}, "input"),
+    "sealed thoughts": (RESPONSES, {"input": [{"type": "reasoning", "encrypted_content": "A" * 1900}] * 4096}, "input"),
+    "exchanges to leave out": (RESPONSES, {"input": [{"role": "user", "content": "words of a text " * 100}] * 4000, "truncation": "auto"}, "input"),
     "long text": (TEXT, {"prompt": "many words of a text\n" * 350_000}, "prompt"),
 }  # fmt: skip
 
@@ -113,6 +122,7 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": [{"role": "user", "content": [PART, {"type": "text", "text": "ÿ"}]}, HI]}),
     ("/detokenize", {"tokens": [5, 6, 7]}),
     ("/tokenize", {"messages": [HI]}),
+    (RESPONSES, {"input": [HI, {"role": "user", "content": [{"type": "input_text", "text": "ÿ"}]}]}),
 ]
 BAD: list[tuple[str, Any, str | None]] = [
     (TEXT, {"prompt": [5, 500]}, "prompt"),
