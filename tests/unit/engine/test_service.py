@@ -188,11 +188,12 @@ def test_a_flush_empties_the_tiers_it_names(harness: Harness) -> None:
 def test_an_idle_worker_sleeps(harness: Harness) -> None:
     harness.admit(5)
     harness.until(is_over)
-    time.sleep(0.05)
-    before, begin_s = harness.engine.num_step_calls, time.monotonic()
-    time.sleep(0.3)
-    num_calls = harness.engine.num_step_calls - before
-    assert num_calls <= 1 + (time.monotonic() - begin_s) / service.IDLE_S
+    for _ in range(20):  # in the first of them its last steps may still run
+        before, begin_s = harness.engine.num_step_calls, time.monotonic()
+        time.sleep(0.3)
+        if harness.engine.num_step_calls - before <= 1 + (time.monotonic() - begin_s) / service.IDLE_S:
+            return
+    pytest.fail("it never sleeps")
 
 
 def test_an_idle_worker_tells_what_changes_meanwhile_by_itself(

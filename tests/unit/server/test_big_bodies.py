@@ -26,6 +26,7 @@ from hiserve.text.template import ChatTemplate
 from tests.helpers.chats import chat_of
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.processes import children
+from tests.helpers.slowness import MAX_TRIES, slowness
 from tests.helpers.waiting import PATIENCE_S, until
 from tests.unit.server.conftest import Server, make_server, reply_script
 
@@ -44,10 +45,6 @@ CODE = json.dumps({"a": "f(a, [b])\n" * 170})
 ITEM = {"type": "function_call", "call_id": "c", "name": "f", "arguments": CODE}
 # Of the thread of the event loop, for one body of up to 8 MB: copies of its bytes, and no work in Python on its values.
 LOOP_S = 0.08
-MAX_TRIES = (
-    5  # others on the machine take caches and share cores: the least of some tries is what the body itself costs
-)
-YARDSTICK, YARDSTICK_S = json.dumps([[1.5]] * 100_000), 0.018
 ATTACKS: dict[str, tuple[str, Any, str | None]] = {
     "biases": (TEXT, {"prompt": "Hi", "logit_bias": {str(token): 1.5 for token in range(400_000)}}, "logit_bias"),
     "ids": (TEXT, {"prompt": [5] * 2_000_000}, "prompt"),
@@ -82,13 +79,6 @@ async def big() -> AsyncIterator[Server]:
     async with made.app.router.lifespan_context(made.app):
         await made.handle.wait_open()
         yield made
-
-
-def slowness() -> float:
-    """How much longer this machine takes now than the one on which the limits were set, at least 1."""
-    begin = time.thread_time()
-    json.loads(YARDSTICK)
-    return max(1.0, (time.thread_time() - begin) / YARDSTICK_S)
 
 
 @pytest.mark.parametrize("name", ATTACKS)
