@@ -53,28 +53,13 @@ def on_device(case: DraftCase) -> DraftCase:
     return DraftCase(**moved)
 
 
-def results(ops: Any, case: DraftCase) -> list[Tensor]:
-    made = ops.draft_inputs(*case.columns, case.state, page_size=case.page_size, width=case.width)
-    tensors = [getattr(made, each.name) for each in fields(made)]
-    arguments = case.step_hidden_states(made.page_table)
-    tensors.append(ops.draft_hidden_states(arguments))
-    ops.keep_hidden_states(arguments, case.state)
-    progress = case.old_progress()
-    ops.note_drafted(arguments, case.state, progress)
-    left = ops.draft_window(case.rows, case.first, case.legal, made, progress, page_size=case.page_size)
-    is_used = torch.arange(case.width, device=left.kv_lens.device) * case.page_size < left.kv_lens[:, None]
-    tensors += [getattr(progress, each.name) for each in fields(progress)]
-    tensors += [left.kv_lens, left.page_table * is_used, arguments.last, arguments.page_hidden]
-    return [each.cpu() for each in tensors]
-
-
 def test_the_draft_kernels_give_what_their_twins_give() -> None:
     print(f"seed {SEED}")
     generator = torch.Generator().manual_seed(SEED)
     for number in range(40):
         case = draft_case(generator)
-        ours, theirs = results(draft_triton, on_device(case)), results(draft_reference, case)
-        assert all(torch.equal(our, their) for our, their in zip(ours, theirs, strict=True)), f"case {number}"
+        ours, theirs = on_device(case).outputs(draft_triton), case.outputs(draft_reference)
+        assert all(torch.equal(our.cpu(), their) for our, their in zip(ours, theirs, strict=True)), f"case {number}"
 
 
 @pytest.mark.parametrize("kind", ["ngram", "draft_model", "eagle3", "mtp"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,6 +95,22 @@ class DraftCase:
             page_size=self.page_size,
             width=self.width,
         )
+
+    def outputs(self, ops: Any) -> list[Tensor]:
+        """What the kernels, or their twins, make of it: inputs, kept hidden states, progress, and what is left to draft."""
+        made = ops.draft_inputs(*self.columns, self.state, page_size=self.page_size, width=self.width)
+        tensors = [made.kv_lens, made.page_table, made.input_ids, made.positions, made.slots]
+        progress = self.old_progress()
+        if self.features.shape[0] + len(self.rows) == len(self.token_rows):
+            arguments = self.step_hidden_states(made.page_table)
+            tensors.append(ops.draft_hidden_states(arguments))
+            ops.keep_hidden_states(arguments, self.state)
+            tensors += [arguments.last, arguments.page_hidden]
+            ops.note_drafted(arguments, self.state, progress)
+            tensors += [getattr(progress, each.name) for each in fields(progress)]
+        left = ops.draft_window(self.rows, self.first, self.legal, made, progress, page_size=self.page_size)
+        is_used = torch.arange(self.width, device=left.kv_lens.device) * self.page_size < left.kv_lens[:, None]
+        return [*tensors, left.kv_lens, left.page_table * is_used]
 
 
 def draft_case(generator: torch.Generator) -> DraftCase:

@@ -19,27 +19,10 @@ from tests.helpers.step_cases import copied
 NUM_CASES = 100
 PROGRAM = """
 import torch
-from dataclasses import fields
 from hiserve.kernels import draft_triton, draft_reference, draft_window
 from tests.helpers.draft_cases import draft_case
 
 torch.set_num_threads(1)
-
-def run(ops, case):
-    made = ops.draft_inputs(*case.columns, case.state, page_size=case.page_size, width=case.width)
-    tensors = [made.kv_lens, made.page_table, made.input_ids, made.positions, made.slots]
-    progress = case.old_progress()
-    if case.features.shape[0] + len(case.rows) == len(case.token_rows):
-        arguments = case.step_hidden_states(made.page_table)
-        tensors.append(ops.draft_hidden_states(arguments))
-        ops.keep_hidden_states(arguments, case.state)
-        tensors += [arguments.last, arguments.page_hidden]
-        ops.note_drafted(arguments, case.state, progress)
-        tensors += [getattr(progress, each.name) for each in fields(progress)]
-    left = ops.draft_window(case.rows, case.first, case.legal, made, progress, page_size=case.page_size)
-    used = torch.arange(case.width) * case.page_size < left.kv_lens[:, None]
-    tensors += [left.kv_lens, left.page_table * used]
-    return tensors
 
 generator = torch.Generator().manual_seed(SEED)
 draft_window._TABLE_BLOCK = 2
@@ -47,7 +30,7 @@ draft_triton._TABLE_BLOCK, draft_triton._TOKEN_BLOCK, draft_triton._HIDDEN_BLOCK
 for number in range(NUM_CASES):
     case = draft_case(generator)
     for each in (case, case.drafting(number % 4)):
-        ours, theirs = (run(ops, each) for ops in (draft_triton, draft_reference))
+        ours, theirs = (each.outputs(ops) for ops in (draft_triton, draft_reference))
         assert len(ours) == len(theirs)
         for index, (our, their) in enumerate(zip(ours, theirs)):
             assert torch.equal(our, their), (number, index, our, their)
