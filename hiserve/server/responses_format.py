@@ -48,7 +48,8 @@ ARGUMENTS, INPUT = "response.function_call_arguments", "response.custom_tool_cal
 class ResponseWriter:
     """Turns the events of one reply into items of a response, and into events of its stream.
 
-    Any partition of the reply into deltas gives the same events, but that texts come in other pieces.
+    Any partition of the reply into deltas gives the same events, but that texts come in other pieces. Words of white space
+    alone are no item, unless they are the whole reply.
 
     Args:
         response: Without output; it is filled in.
@@ -67,6 +68,7 @@ class ResponseWriter:
         self._seal = seal
         self._item: OutputItem | None = None  # the open one
         self._texts: list[str] = []  # of the open one
+        self._space = ""  # words of white space that may be no item
         self._num_events = 0
         self._made: list[ResponseEvent] = []
 
@@ -122,6 +124,11 @@ class ResponseWriter:
     def _write(self, kind: type[OutputMessage] | type[OutputReasoning], text: str) -> None:
         """Adds words or a thought to the open item, or to a new one."""
         if not isinstance(self._item, kind):
+            if kind is OutputMessage:
+                text = self._space + text
+                if not text.strip():
+                    self._space = text
+                    return
             self._open(kind(id=_new_id("msg" if kind is OutputMessage else "rs")))
         self._texts.append(text)
         if kind is OutputMessage:
@@ -131,7 +138,7 @@ class ResponseWriter:
 
     def _open(self, item: OutputItem) -> None:
         self._close(is_whole=not isinstance(self._item, FunctionCall | CustomCall))
-        self._item, self._texts = item, []
+        self._item, self._texts, self._space = item, [], ""
         self._add(f"{ITEM}.added", output_index=self._index, item=msgspec.structs.replace(item))
         if isinstance(item, OutputMessage | OutputReasoning):
             part = OutputText("") if isinstance(item, OutputMessage) else ReasoningText("")
@@ -167,8 +174,11 @@ class ResponseWriter:
     def _end(self, finish: FinishReason) -> None:
         self.response.status, reason = ENDS.get(finish, ("completed", None))
         self.response.incomplete_details = None if reason is None else IncompleteDetails(reason)
-        if self._item is None and not self.response.output:
-            self._open(OutputMessage(id=_new_id("msg")))  # a reply without words
+        if self._item is None and not self.response.output:  # a reply without words
+            space = self._space
+            self._open(OutputMessage(id=_new_id("msg")))
+            if space:
+                self._write(OutputMessage, space)
         is_call = isinstance(self._item, FunctionCall | CustomCall)
         self._close(is_whole=self.response.status == "completed" and not is_call)
 

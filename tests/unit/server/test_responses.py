@@ -188,10 +188,14 @@ async def test_a_failure_after_the_first_event_ends_the_stream_as_failed() -> No
     assert whole.status == 500
 
 
-async def test_an_empty_reply_has_an_empty_message() -> None:
-    async with serving("") as server:
-        (item,) = (await server.post("/v1/responses", {"input": "Hi"})).json["output"]
-    assert (item["type"], item["content"][0]["text"]) == ("message", "")
+@pytest.mark.parametrize("size", SIZES)
+async def test_white_space_is_no_message_unless_it_is_the_reply(size: int) -> None:
+    shown = []
+    for text in ("", " \n ", "<think>\nso\n</think>\n\n  " + CALL):
+        async with serving(text, size) as server:
+            items = (await server.post("/v1/responses", {"input": "Hi", "tools": [LOOK]})).json["output"]
+        shown.append([(item["type"], item.get("content") and item["content"][0]["text"]) for item in items])
+    assert shown == [[("message", "")], [("message", " \n ")], [("reasoning", "so"), ("function_call", None)]]
 
 
 async def test_calls_of_namespaces_and_custom_tools_come_as_the_client_knows_them_and_go_back() -> None:
