@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -164,18 +163,16 @@ def test_no_command_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["serve", "--help"], ["serve", "--kv-page", "1"]])
-def test_help_and_refusals_take_little_time_and_no_torch(argv: list[str]) -> None:
+def test_help_and_refusals_need_few_modules_and_no_torch(argv: list[str]) -> None:
     program = (
         "import sys\nfrom hiserve.cli import main\n"
         "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
         "heavy = {'torch', 'triton', 'transformers', 'starlette', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
+        "assert len(sys.modules) < 250, len(sys.modules)\n"
     )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, text=True, check=False)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.6
 
 
 # --- running ----------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from hiserve.config.options import make_options
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.fake_server import CARD, COMPLETIONS, Asked, FakeServer, Handler, Out, scripted
 from tests.helpers.running import Running
+from tests.helpers.slowness import slowness
 from tests.unit.server.conftest import make_server, reply_script
 
 ROOT = Path(__file__).parents[3]
@@ -423,5 +424,6 @@ def test_a_thousand_chunks_a_second_take_a_small_part_of_a_core(tmp_path: Path) 
             server.terminate()
     summary = json.loads(output.read_bytes())["summary"]
     assert summary["num_output"] == 32 * 62
-    assert summary["client_cpu_share"] < 0.1
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+    slow = slowness()
+    assert summary["client_cpu_share"] < 0.1 * slow
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0 * slow
