@@ -68,11 +68,16 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str  # as the kind says
     digest: bytes  # of all
     after: str = ""  # the mark that ends the thought in which the reply begins; the language is that of the rest
+    opening: str = ""  # the mark that opens this thought, if the reply may begin with one; it must then be a token
 
     @classmethod
-    def of(cls, kind: GrammarKind, text: str, after: str = "") -> Grammar:
+    def of(cls, kind: GrammarKind, text: str, after: str = "", opening: str = "") -> Grammar:
         """Returns the grammar with its digest."""
-        return cls(kind, text, namespace_digest(kind, text, after), after)
+        return cls(kind, text, namespace_digest(kind, text, after, opening), after, opening)
+
+    def as_kind(self, kind: GrammarKind) -> Grammar:
+        """Returns the grammar with its text read as another kind."""
+        return self if kind == self.kind else Grammar.of(kind, self.text, self.after, self.opening)
 
 
 class SpecParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

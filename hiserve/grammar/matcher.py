@@ -12,12 +12,14 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, gramm
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import Grammar
 from hiserve.errors import RequestError
+from hiserve.text.formats import FORMATS
 from hiserve.text.tokenizer import Tokenizer
 
 INVALID = "invalid_grammar"
 WORD_BITS = 32
 # Between two parts of JSON: without a bound a model may indent for ever.
 WHITESPACE = r"[ \n\r\t]{1,48}"
+_MARKS = {mark for row in FORMATS for mark in row.marks if len(mark.strip()) > 2}
 # Of the library. They bound its work in all but a few cases, for which ``grammar.vet`` has a process to lose.
 LIMITS = {
     "initial_lexer_fuel": 200_000,
@@ -43,7 +45,7 @@ class Vocabulary:
 
     def __init__(self, description: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         try:
-            self._tokenizer = LLTokenizer(description, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+            self._tokenizer = LLTokenizer(_with_marks(description), n_vocab=vocab_size, eos_token=list(eos_token_ids))
         except ValueError as error:
             raise RequestError(f"no grammar can be used with this model's tokenizer: {_first_line(error)}") from None
         self._limits = LLParserLimits(**LIMITS)  # type: ignore[arg-type]
@@ -67,7 +69,8 @@ class Vocabulary:
         try:
             source = _source(grammar)
             if grammar.after:
-                source = _after_thought(self._spell(grammar.after), source)
+                opening = grammar.opening and self._spell(grammar.opening)
+                source = _after_thought(opening, self._spell(grammar.after), source)
         except ValueError as error:
             raise RequestError(_first_line(error), code=INVALID) from None
         matcher = Matcher(LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits))
@@ -75,15 +78,30 @@ class Vocabulary:
             raise RequestError(matcher.error, code=INVALID)
         return matcher
 
+    def tokens(self, text: str) -> list[int]:
+        """Returns the tokens of a text, in which special tokens are spelled out."""
+        return self._tokenizer.tokenize_str(text, parse_special=True)
+
     def _spell(self, mark: str) -> str:
         """Returns a mark as rules name it: a special token by its id, which no text can spell, or a text."""
-        ids = self._tokenizer.tokenize_str(mark, parse_special=True)
+        ids = self.tokens(mark)
         is_special = len(ids) == 1 and self._tokenizer.is_special_token(ids[0])
         return f"<[{ids[0]}]>" if is_special else json.dumps(mark)
 
 
-def _after_thought(mark: str, source: str) -> str:
-    """Returns the grammar of any text, a mark, up to two line breaks, and a text of another grammar."""
+def _with_marks(description: str) -> str:
+    """Returns a tokenizer in which marks of replies that are added tokens are special ones: no text of a grammar has them."""
+    made = json.loads(description)
+    for token in made.get("added_tokens", ()):
+        token["special"] = token["special"] or token["content"] in _MARKS
+    return json.dumps(made)
+
+
+def _after_thought(opening: str, mark: str, source: str) -> str:
+    """Returns the grammar of any text, a mark, up to two line breaks, and a text of another grammar.
+
+    All up to the other text may be missing where the thought has an opening mark.
+    """
     try:
         (body,) = json.loads(source)["grammars"]
     except ValueError:  # the library's own form is JSON, or Lark as it is
@@ -93,7 +111,8 @@ def _after_thought(mark: str, source: str) -> str:
     else:
         head = f"thought\nthought[suffix={mark}]: /(.|\\n)*/"
     first, _, rest = head.partition("\n")
-    rules = f"start: {first} BREAKS? @body\n{rest}\nBREAKS: /\\n{{1,2}}/"
+    first = f"({opening} {first} BREAKS?)?" if opening else f"{first} BREAKS?"
+    rules = f"start: {first} @body\n{rest}\nBREAKS: /\\n{{1,2}}/"
     return json.dumps({"grammars": [{"lark_grammar": rules}, {**body, "name": "body"}]})
 
 

@@ -33,10 +33,17 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """Job: a grammar. ``may_relax``: of a JSON schema, keywords that no mask can hold may be left out."""
+    """Job: a grammar.
+
+    Attributes:
+        grammar: The grammar.
+        may_relax: Of a JSON schema, keywords that no mask can hold may be left out.
+        mark: A text to which any reply may come, and after which replies are to be tried too.
+    """
 
     grammar: Grammar
     may_relax: bool
+    mark: str = ""
 
 
 class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -74,7 +81,7 @@ class Vetting:
         self.num_tried = self.num_killed = 0
 
     async def check(
-        self, grammar: Grammar, param: str, *, may_relax: bool = False, caller: int = 0
+        self, grammar: Grammar, param: str, *, may_relax: bool = False, mark: str = "", caller: int = 0
     ) -> tuple[Grammar, list[str]]:
         """Returns the grammar as an engine may compile it, and what it does not hold of it.
 
@@ -82,6 +89,7 @@ class Vetting:
             grammar: Within the bounds of ``grammar.bounds``.
             param: The field that it came in.
             may_relax: Of a JSON schema, leave out what no mask can hold.
+            mark: As of ``Trial``.
             caller: Who asks.
 
         Raises:
@@ -93,7 +101,7 @@ class Vetting:
         trying = self._verdicts.get(key)
         if trying is None or (trying.done() and (trying.cancelled() or trying.exception())):
             self._check_caller(caller, param)
-            trying = self._verdicts[key] = asyncio.create_task(self._try(Trial(grammar, key[1]), caller))
+            trying = self._verdicts[key] = asyncio.create_task(self._try(Trial(grammar, key[1], mark), caller))
             trying.add_done_callback(
                 lambda done: done.cancelled() or done.exception()
             )  # a cancelled caller reads nothing
@@ -105,7 +113,7 @@ class Vetting:
             raise RequestError(
                 f"{param} cannot be used as a grammar: {verdict.reason}.", code=verdict.code, param=param
             )
-        return (grammar if verdict.kind == grammar.kind else Grammar.of(verdict.kind, grammar.text)), verdict.warnings
+        return grammar.as_kind(verdict.kind), verdict.warnings
 
     async def close(self) -> None:
         """Ends the process."""

@@ -17,7 +17,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from hiserve.core.request import Grammar
 from hiserve.errors import HiserveError, RequestError
 from hiserve.grammar.matcher import INVALID, WORD_BITS, Matcher, Vocabulary
 from hiserve.grammar.vet import TOO_COMPLEX, Setup, Trial, Verdict
@@ -40,14 +39,18 @@ def try_out(vocabulary: Vocabulary, num_words: int, trial: Trial) -> Verdict:
     except RequestError as error:
         if not trial.may_relax:
             return Verdict(error.code, error.message)
-        grammar, relaxed = Grammar.of("json_lenient", grammar.text), True
+        grammar, relaxed = grammar.as_kind("json_lenient"), True
         try:
             matcher = vocabulary.compile(grammar)
         except RequestError as lenient:
             return Verdict(lenient.code, lenient.message)
-    refusal = _walk(matcher, num_words, int.from_bytes(grammar.digest[:8], "little"))
-    warnings = matcher.warnings if relaxed else []
-    return refusal or Verdict(kind=grammar.kind, warnings=warnings)
+    warnings = matcher.warnings if relaxed or grammar.kind == "lark" else []
+    marks = [mark for mark in (grammar.opening + grammar.after, trial.mark) if mark]
+    for mark in ["", *marks]:  # to these a walk would hardly come
+        matcher.advance(vocabulary.tokens(mark))
+        if refusal := _walk(matcher, num_words, int.from_bytes(grammar.digest[:8], "little")):
+            return refusal
+    return Verdict(kind=grammar.kind, warnings=warnings)
 
 
 def _walk(start: Matcher, num_words: int, seed: int) -> Verdict | None:

@@ -19,9 +19,10 @@ import numpy as np
 from hiserve.config.options import make_options
 from hiserve.core.devices import devices_of
 from hiserve.core.plan import Int32Array
-from hiserve.core.request import SamplingParams
+from hiserve.core.request import Grammar, SamplingParams
 from hiserve.core.startup_measurements import StepCosts
 from hiserve.errors import ConfigError, ContextLengthError, HiserveError, RequestError, UnavailableError
+from hiserve.grammar.tools import tools
 from hiserve.ipc.cache_stats import LOCAL_TIERS, TierName
 from hiserve.launch import prepare
 from hiserve.llm.offline_backends import InProcess, Job, OfflineBackend, Processes
@@ -244,7 +245,27 @@ class LLM:
         chat = self._frontend.abilities.prepared(parse_chat({"messages": list(messages), **fields}), Thinking())
         tokens = self._frontend.encode_chat(chat)
         self._check_length(tokens.size, "messages")
+        sampling = self._constrained(chat, tokens, sampling)
         return _Request(RequestOutput(None, tokens), sampling, num_open=sampling.n, chat=chat)
+
+    def _constrained(self, chat: Conversation, prompt: Int32Array, sampling: SamplingParams) -> SamplingParams:
+        """Returns the sampling parameters with the grammar of the replies to a conversation, if there is one.
+
+        Raises:
+            RequestError: There are two; or as ``grammar.tools.tools``.
+        """
+        abilities, grammar = self._frontend.abilities, sampling.grammar
+        made = tools(abilities, chat)
+        if made is not None and grammar is not None and chat.choice.is_required:
+            raise RequestError(f"sampling.grammar and {made.param} are two grammars for one reply.", param=made.param)
+        if made is not None and grammar is None:
+            if made.not_held:
+                logger.warning("%s is not held in full: %s", made.param, "; ".join(made.not_held)[:400])
+            grammar = made.grammar
+        if grammar is None or grammar.after:
+            return sampling
+        opening, after = abilities.thought(chat, prompt)
+        return msgspec.structs.replace(sampling, grammar=Grammar.of(grammar.kind, grammar.text, after, opening))
 
     def _encode(self, prompt: Prompt) -> Int32Array:
         if isinstance(prompt, str):

@@ -113,8 +113,6 @@ def _fields(title: str, fields: dict[str, Any], required: Any, schemas: dict[str
     """Yields a table, and a folded one of the fields that change nothing; nothing without fields."""
     named = dict(_named(fields, schemas))
     served = {name: schema for name, schema in named.items() if not _is_neutral(name, schema, schemas)}
-    if "tools" in served:  # its two values differ then
-        served["tool_choice"] = named["tool_choice"]
     neutral = {name: schema for name, schema in named.items() if name not in served}
     others = "Fields of other servers, taken with these values alone: they change nothing"
     for summary, table in ((title, served), (others, neutral)):

@@ -16,7 +16,7 @@ from hiserve.errors import RequestError
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.auth import caller_of, namespace_of
 from hiserve.server.generation import Choices, RequestContext, generations
-from hiserve.server.grammar_fields import Constraint, constrain
+from hiserve.server.grammar_fields import Constraint, constrain, of_chat
 from hiserve.server.logprobs import check_prompt_scores
 from hiserve.server.routes import FrontEnd
 from hiserve.server.sampling_fields import Limits, fit_context
@@ -36,7 +36,7 @@ class Question(NamedTuple):
         sampling: Without a grammar.
         limits: The requested length.
         context: Caller and priority.
-        constraint: The grammar of the reply, not vetted.
+        constraint: The grammar of the reply, not vetted; without one it may be of the tools.
         truncate: As for ``PromptEncoder.encode_chat``.
         thinking: What is asked of thoughts.
     """
@@ -70,6 +70,7 @@ async def begin_reply(
     """
     chat = front.abilities.prepared(question.chat, question.thinking)
     sampling, context = question.sampling, question.context
+    constraint = of_chat(question.constraint, front.abilities, chat)
     prompt = await encode_prompt(
         front,
         request,
@@ -79,8 +80,8 @@ async def begin_reply(
         truncate=question.truncate,
         field=question.limits.prompt_field,
     )
-    thought_end = front.abilities.thought_end(chat, prompt)
-    sampling, warning = await constrain(front.vetting, request, sampling, question.constraint, sampling.n, thought_end)
+    thought = front.abilities.thought(chat, prompt)
+    sampling, warning = await constrain(front.vetting, request, sampling, constraint, sampling.n, thought)
     if sampling.prompt_logprobs is not None:
         check_prompt_scores(len(prompt) * (1 + sampling.prompt_logprobs), "prompt_logprobs")
     choices = generations(

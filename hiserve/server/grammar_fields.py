@@ -12,10 +12,14 @@ from starlette.requests import Request
 from hiserve.core.request import Grammar, SamplingParams
 from hiserve.errors import RequestError
 from hiserve.grammar import bounds
+from hiserve.grammar.tools import tools
 from hiserve.grammar.vet import Vetting
 from hiserve.server.auth import caller_of
 from hiserve.server.sampling_fields import SamplingFields
 from hiserve.server.streaming import cancel_on_disconnect
+from hiserve.text.abilities import Abilities
+from hiserve.text.conversation import Conversation
+from hiserve.text.formats import NOTHING, Marks
 
 MAKERS: dict[str, Callable[[Any, str], Grammar]] = {
     "json": bounds.json_schema,
@@ -38,11 +42,15 @@ class Constraint(NamedTuple):
         grammar: Within bounds, and not vetted.
         param: The field that it came in.
         may_relax: Keywords of a JSON schema that no mask can hold may be left out.
+        mark: A text to which any reply may come, and after which it is constrained.
+        not_held: What of it the grammar does not hold.
     """
 
     grammar: Grammar
     param: str
     may_relax: bool = True
+    mark: str = ""
+    not_held: Sequence[str] = ()
 
 
 class NamedSchema(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,13 +155,36 @@ def constraints_of(kind: str, value: Any, param: str) -> list[Constraint]:
     return [] if value is None else [Constraint(MAKERS[kind](value, param), param)]
 
 
+def of_chat(constraint: Constraint | None, abilities: Abilities, chat: Conversation) -> Constraint | None:
+    """Returns the grammar of the replies to a conversation, if there is one.
+
+    Args:
+        constraint: Of the fields of the request. It has priority over tools of which none must be called.
+        abilities: Of the model.
+        chat: The conversation.
+
+    Raises:
+        RequestError: A call is required beside another grammar; or as ``grammar.tools.tools``.
+    """
+    made = tools(abilities, chat)
+    if made is None:
+        return constraint
+    if constraint is None:
+        return Constraint(made.grammar, made.param, mark=made.mark, not_held=made.not_held)
+    if chat.choice.is_required:
+        raise RequestError(
+            f"{constraint.param} and {made.param} are two grammars for one reply. Give one.", param=made.param
+        )
+    return constraint
+
+
 async def constrain(
     vetting: Vetting,
     request: Request,
     sampling: SamplingParams,
     constraint: Constraint | None,
     num_choices: int,
-    thought_end: str = "",
+    thought: Marks = NOTHING,
 ) -> tuple[SamplingParams, str]:
     """Returns the sampling parameters with the vetted grammar, and a warning of what it does not hold, or nothing.
 
@@ -163,7 +194,7 @@ async def constrain(
         sampling: Without a grammar.
         constraint: The one asked for, or None.
         num_choices: Of the whole request; each carries the grammar to its worker.
-        thought_end: The mark that ends the thought in which replies begin; empty if they do not.
+        thought: As of ``Abilities.thought``; the grammar is of the rest.
 
     Raises:
         RequestError: The grammar cannot be used, or is too large for so many choices.
@@ -171,7 +202,8 @@ async def constrain(
     """
     if constraint is None:
         return sampling, ""
-    size = len(constraint.grammar.text) * num_choices
+    given, (opening, after) = constraint.grammar, thought
+    size = len(given.text) * num_choices
     if size > MAX_COPIED_CHARS:
         raise RequestError(
             f"{constraint.param} has {size} characters for {num_choices} choices in all; the most is {MAX_COPIED_CHARS}. "
@@ -179,14 +211,14 @@ async def constrain(
             param=constraint.param,
         )
     checking = vetting.check(
-        constraint.grammar,
+        Grammar.of(given.kind, given.text, after, opening),
         constraint.param,
         may_relax=constraint.may_relax,
+        mark=constraint.mark,
         caller=caller_of(request).number,
     )
     grammar, warnings = await cancel_on_disconnect(request.receive, checking)
-    if thought_end:
-        grammar = Grammar.of(grammar.kind, grammar.text, thought_end)
+    warnings = [*constraint.not_held, *warnings]
     # Of a header: ASCII, on one line, and of a length that proxies pass.
     text = " ".join("; ".join(warnings).split()).encode("ascii", "replace").decode()[:400]
     warning = f"{constraint.param} is not held in full: {text}" if text else ""

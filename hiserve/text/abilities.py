@@ -14,7 +14,7 @@ from hiserve.core.request import SamplingParams
 from hiserve.errors import ConfigError
 from hiserve.text.conversation import Conversation
 from hiserve.text.detokenizer import TokenBytes
-from hiserve.text.formats import BY_NAME, find_format
+from hiserve.text.formats import BY_NAME, NOTHING, Marks, find_format
 from hiserve.text.output import ReplyOutput, TextOutput
 from hiserve.text.reader import Reader, ReplyStart
 from hiserve.text.reply_marks import ReplySyntax
@@ -53,6 +53,7 @@ class Abilities:
     Attributes:
         format: How replies are read; None reads them as text.
         template: What the chat template shows.
+        syntax: The format in the tokens of the model.
 
     Raises:
         ConfigError: The template cannot keep the thoughts of earlier turns.
@@ -80,7 +81,7 @@ class Abilities:
                 param="thoughts",
             )
         is_named = reply_format != "auto"
-        self._syntax = None if self.format is None else ReplySyntax(self.format, tokenizer, source, is_named=is_named)
+        self.syntax = None if self.format is None else ReplySyntax(self.format, tokenizer, source, is_named=is_named)
 
     def prepared(self, chat: Conversation, thinking: Thinking) -> Conversation:
         """Returns the conversation with the variables that switch thoughts; those that the request set itself stay."""
@@ -98,29 +99,47 @@ class Abilities:
             prompt: int32 ``[n]``.
             sampling: Of the reply.
         """
-        syntax = self._syntax
+        syntax = self.syntax
         reads_calls = bool(chat.tools) and syntax is not None and syntax.row.has_calls
         if syntax is None or not (reads_calls or syntax.thought[0]):
             return TextOutput(self._token_bytes, sampling)
         start = ReplyStart(
             tools=chat.tools if reads_calls else None,
             is_single=chat.is_single,
-            is_thinking=bool(self.thought_end(chat, prompt)),
+            is_thinking=self._is_thinking(chat, prompt),
             is_continued=chat.continue_final_message,
             call_id=partial(_call_id, syntax.row.id_length),
         )
         return Reader(syntax, self._token_bytes, sampling, start)
 
-    def thought_end(self, chat: Conversation, prompt: Int32Array) -> str:
-        """Returns the mark that ends the thought in which the reply to a prompt (int32 ``[n]``) begins; empty outside one."""
-        if self._syntax is None or not self._syntax.thought[0]:
-            return ""
-        opening, closing = self._syntax.row.thought
+    def thought(self, chat: Conversation, prompt: Int32Array) -> Marks:
+        """Returns the marks around the thought with which the reply to a prompt (int32 ``[n]``) may begin.
+
+        The first is empty where the prompt ends within the thought, both where there is none.
+        """
+        if self._is_thinking(chat, prompt):
+            return "", self._thought[1]
+        may_think = self.syntax is not None and self.syntax.is_token(self.syntax.thought[0])
+        if not may_think or chat.continue_final_message or self._tail(prompt).endswith(self._thought[1]):
+            return NOTHING
+        return self._thought
+
+    @property
+    def _thought(self) -> Marks:
+        return NOTHING if self.syntax is None or not self.syntax.thought[0] else self.syntax.row.thought
+
+    def _is_thinking(self, chat: Conversation, prompt: Int32Array) -> bool:
+        """Whether a prompt ends within a thought."""
+        opening, closing = self._thought
+        if not opening:
+            return False
         if chat.continue_final_message:
             tail = chat.turns[-1].text
-            return closing if tail.rfind(opening) > tail.rfind(closing) else ""
-        tail = self._tokenizer.decode(prompt[-_TAIL:], skip_hidden=False)
-        return closing if tail.rstrip().endswith(opening) else ""
+            return tail.rfind(opening) > tail.rfind(closing)
+        return self._tail(prompt).endswith(opening)
+
+    def _tail(self, prompt: Int32Array) -> str:
+        return self._tokenizer.decode(prompt[-_TAIL:], skip_hidden=False).rstrip()
 
 
 def _call_id(length: int) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hiserve.text.json_values import ANY, STRING, JsonValue, as_json, parameter_types, quoted
+from hiserve.text.json_values import STRING, JsonValue, Types, as_json, parameter_types, quoted
 from hiserve.text.reply_buffer import SPACE, Kind, Reading, ReplyBuffer
 from hiserve.text.reply_marks import ReplySyntax
 
@@ -103,7 +103,7 @@ class CallReader:
         if not name:
             return False
         if self._row.arguments == "tagged":
-            yield from self._tagged(self._types.get(name, {}))
+            yield from self._tagged(self._types.get(name, Types()))
             return True
         fence = self._row.fence[0].strip()
         at = yield from self._buffer.past(0)
@@ -187,7 +187,7 @@ class CallReader:
         self._emit_call(name, found.start() if keeps_mark else found.end(), "", call_id)
         return name
 
-    def _tagged(self, types: Mapping[str, frozenset[str]]) -> Reading[None]:
+    def _tagged(self, types: Types) -> Reading[None]:
         """Reads arguments between marks."""
         buffer, syntax = self._buffer, self._syntax
         self._show_text("{")
@@ -209,7 +209,7 @@ class CallReader:
             at = yield from buffer.past(at, "\n", self._row.value_lines)
             buffer.emit(Kind.ARGUMENTS, at, f"{', ' if num_read else ''}{quoted(key)}: ")
             num_read += 1
-            yield from self._value(types.get(key, ANY))
+            yield from self._value(types.of(key))
         is_own = mark == syntax.end or mark == syntax.call[1]
         if mark or not (buffer.is_over and buffer.is_cut):
             buffer.emit(Kind.ARGUMENTS, (at + len(mark)) * (is_own and bool(mark)), "}")

@@ -9,7 +9,17 @@ import msgspec
 from msgspec import Meta
 
 from hiserve.errors import RequestError
-from hiserve.text.conversation import Call, Conversation, Message, Result, Text, Thought, Turn, function_tool
+from hiserve.text.conversation import (
+    Call,
+    Conversation,
+    Message,
+    Result,
+    Text,
+    Thought,
+    ToolChoice,
+    Turn,
+    function_tool,
+)
 from hiserve.text.request_json import MAX_VALUES, check_json, check_text, decode, num_marks
 
 MAX_MESSAGES = 4096
@@ -58,11 +68,12 @@ class RequestMessage(msgspec.Struct, frozen=True):
 
 
 class Function(msgspec.Struct, frozen=True):
-    """A function that the model may call."""
+    """A function that the model may call; the arguments of a ``strict`` one are always of its ``parameters``."""
 
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -72,11 +83,40 @@ class Tool(msgspec.Struct, frozen=True):
     function: Function
 
 
+class FunctionName(msgspec.Struct, frozen=True):
+    """The name of a function."""
+
+    name: Name
+
+
+class NamedTool(msgspec.Struct, frozen=True):
+    """A tool by its name."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(msgspec.Struct, frozen=True):
+    """Some of the tools; ``required``: one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class ChosenTools(msgspec.Struct, frozen=True):
+    """A function that must be called, or the tools that may be."""
+
+    type: Literal["function", "allowed_tools"]
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+
 class ChatFields(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of a request body that a conversation's prompt is made from."""
 
     messages: Annotated[list[RequestMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTools | None = None
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -105,14 +145,14 @@ def parse_chat(body: dict[str, Any]) -> Conversation:
             "chat_template is not supported in a request; the operator sets it (--chat-template).",
             param="chat_template",
         )
-    if body.get("tool_choice") not in (None, "none", "auto"):
-        raise RequestError("tool_choice is not supported yet.", param="tool_choice")
+    choice, is_named = _choice(fields)
     for name in ("tools", "documents", "chat_template_kwargs"):
         check_json(body.get(name), name)
     return Conversation(
         turns=_turns(body["messages"], fields.messages),
         tools=None if body.get("tool_choice") == "none" else _tools(body.get("tools")),
-        is_single=body.get("parallel_tool_calls") is False,
+        choice=choice,
+        is_single=is_named or body.get("parallel_tool_calls") is False,
         documents=fields.documents or None,
         template_kwargs=fields.chat_template_kwargs or {},
         add_generation_prompt=adds_prompt,
@@ -187,6 +227,30 @@ def _turn(value: Message, message: RequestMessage, where: str) -> Turn:
     parts.append(Result(texts.pop("tool_call_id", None), text) if message.role == "tool" else Text(text))
     parts += [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls or ())]
     return Turn("system" if message.role == "developer" else message.role, tuple(parts), texts)
+
+
+def _choice(fields: ChatFields) -> tuple[ToolChoice, bool]:
+    """Returns which tools a reply may call, and whether that is one call of one function.
+
+    Raises:
+        RequestError: The field does not say which.
+    """
+    chosen = fields.tool_choice
+    strict = tuple(tool.function.name for tool in fields.tools or () if tool.function.strict)
+    if isinstance(chosen, ChosenTools):
+        part = chosen.function if chosen.type == "function" else chosen.allowed_tools
+        if part is None:
+            raise RequestError(
+                f"tool_choice.{chosen.type} is missing; tool_choice.type asks for it.", param="tool_choice"
+            )
+        if isinstance(part, FunctionName):
+            choice, is_named = ToolChoice(True, (part.name,), strict), True
+        else:
+            names = tuple(tool.function.name for tool in part.tools)
+            choice, is_named = ToolChoice(part.mode == "required", names, strict), False
+    else:
+        choice, is_named = ToolChoice(chosen == "required", None, strict), False
+    return choice, is_named
 
 
 def _joined(parts: list[TextPart]) -> str:

@@ -87,12 +87,27 @@ class Turn(msgspec.Struct, frozen=True):
         return made
 
 
+class ToolChoice(msgspec.Struct, frozen=True):
+    """The calls that a reply may have.
+
+    Attributes:
+        is_required: The reply is calls, at least one, and nothing else.
+        names: The functions that may be called; None: all.
+        strict: The functions whose arguments are always of their schema.
+    """
+
+    is_required: bool = False
+    names: tuple[str, ...] | None = None
+    strict: tuple[str, ...] = ()
+
+
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     """The input of the chat template.
 
     Attributes:
         turns: In order.
         tools: OpenAI function tools, or None; they are left out where none may be called.
+        choice: Which of them a reply may call, and whether it must.
         is_single: At most one call a reply.
         documents: For templates that cite them, or None.
         template_kwargs: More variables for the template, by name.
@@ -102,6 +117,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
     turns: tuple[Turn, ...]
     tools: list[dict[str, Any]] | None = None
+    choice: ToolChoice = ToolChoice()
     is_single: bool = False
     documents: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = {}

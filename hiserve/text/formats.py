@@ -67,6 +67,12 @@ class ReplyFormat:
         """Whether replies of this family have calls."""
         return self.call != NOTHING
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Everything that separates the parts of a reply; some may be empty."""
+        ends = (*self.name_ends, self.id_mark, *self.key, *self.value, self.end)
+        return (*self.thought, *self.section, *self.call, *ends)
+
     def signature(self) -> tuple[str, ...]:
         """Returns the texts by which a chat template of the family is known."""
         marks = (*self.call, *self.section, *self.name_ends, *self.key, *self.value, self.end)

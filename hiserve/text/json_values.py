@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from hiserve.text.reply_marks import STAND_INS
 
@@ -20,6 +20,8 @@ _WORDS = {
 }
 ANY = frozenset({"object", "array", "number", "integer", "boolean", "null", "string"})
 STRING = frozenset({"string"})
+MAX_REFERENCES = 16  # that lead from one to the next
+MAX_KEYWORDS = 64  # of a schema that is referred to
 
 
 class JsonValue:
@@ -81,30 +83,84 @@ class JsonValue:
         return None
 
 
-def types_of(schema: Any) -> frozenset[str]:
-    """Returns the types of JSON that a schema allows; all of them where it does not say."""
-    if not isinstance(schema, dict):
+class Types(NamedTuple):
+    """The types of the parameters of one function.
+
+    Attributes:
+        declared: By name.
+        others: Of those that are not declared.
+    """
+
+    declared: Mapping[str, frozenset[str]] = {}
+    others: frozenset[str] = ANY
+
+    def of(self, name: str) -> frozenset[str]:
+        """Returns the types of a parameter."""
+        return self.declared.get(name, self.others)
+
+
+class SchemaReader:
+    """Reads the parts of one schema, each alternative once.
+
+    Args:
+        root: The schema that references are into; any value.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._types: dict[int, frozenset[str]] = {}  # by the id of the list of alternatives
+
+    def resolved(self, schema: Any) -> Any:
+        """Returns a part with the local references at its top, and ``allOf`` of one schema, put in their place."""
+        for _ in range(MAX_REFERENCES):
+            if not isinstance(schema, dict):
+                return schema
+            if isinstance(ref := schema.get("$ref"), str) and ref.startswith("#/"):
+                key, target = "$ref", self._root
+                for step in ref[2:].split("/"):
+                    name = step.replace("~1", "/").replace("~0", "~")
+                    target = target.get(name) if isinstance(target, dict) else None
+            elif isinstance(parts := schema.get("allOf"), list) and len(parts) == 1:
+                key, target = "allOf", parts[0]
+            else:
+                return schema
+            if not isinstance(target, dict) or len(target) > MAX_KEYWORDS:
+                return schema
+            schema = {**target, **{name: value for name, value in schema.items() if name != key}}
+        return schema
+
+    def types(self, schema: Any, depth: int = 0) -> frozenset[str]:
+        """Returns the types of JSON that a part, within so many alternatives, allows; all of them where it does not say."""
+        schema = self.resolved(schema)
+        if not isinstance(schema, dict) or depth > MAX_REFERENCES:
+            return ANY
+        named = schema.get("type")
+        if isinstance(named, str | list):
+            return frozenset(name for name in ([named] if isinstance(named, str) else named) if isinstance(name, str))
+        for word in ("anyOf", "oneOf"):
+            if isinstance(inner := schema.get(word), list):
+                if id(inner) not in self._types:
+                    self._types[id(inner)] = frozenset()  # of the alternatives that lead back here
+                    self._types[id(inner)] = frozenset[str]().union(*(self.types(each, depth + 1) for each in inner))
+                return self._types[id(inner)]
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if isinstance(values, list):
+            return frozenset(_type_of(value) for value in values)
         return ANY
-    named = schema.get("type")
-    if isinstance(named, str | list):
-        return frozenset(name for name in ([named] if isinstance(named, str) else named) if isinstance(name, str))
-    for word in ("anyOf", "oneOf"):
-        if isinstance(inner := schema.get(word), list):
-            return frozenset[str]().union(*map(types_of, inner))
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list):
-        return frozenset(_type_of(value) for value in values)
-    return ANY
 
 
-def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, frozenset[str]]]:
-    """Returns the types of the declared parameters, by function."""
+def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, Types]:
+    """Returns the types of the parameters, by function."""
     found = {}
     for tool in tools:
         function = tool.get("function", {})
-        properties = (function.get("parameters") or {}).get("properties")
+        reader = SchemaReader(function.get("parameters"))
+        schema = reader.resolved(function.get("parameters"))
+        schema = schema if isinstance(schema, dict) else {}
+        properties = schema.get("properties")
         declared = properties if isinstance(properties, dict) else {}
-        found[function.get("name", "")] = {name: types_of(schema) for name, schema in declared.items()}
+        types = {name: reader.types(each) for name, each in declared.items()}
+        found[function.get("name", "")] = Types(types, reader.types(schema.get("additionalProperties")))
     return found
 
 

@@ -75,8 +75,7 @@ class ReplySyntax:
     def __init__(self, row: ReplyFormat, tokenizer: Tokenizer, template: str = "", *, is_named: bool = False) -> None:
         self.row = row
         added = {token.content for token in tokenizer.added_tokens}
-        marks = [*row.thought, *row.section, *row.call, *row.name_ends, row.id_mark, *row.key, *row.value, row.end]
-        parts = {part for mark in marks for part in added if len(part) > 1 and part == mark}
+        parts = {part for part in added if len(part) > 1 and part in row.marks}
         parts |= {part for text in row.name_prefixes for part in added if len(part) > 1 and part in text}
         spelled = sorted(parts)
         self._stand_ins = {text: chr(_FIRST_STAND_IN + at) for at, text in enumerate(spelled)}

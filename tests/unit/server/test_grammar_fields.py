@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ import pytest_asyncio
 from hiserve.core.request import Grammar
 from hiserve.errors import RequestError
 from hiserve.text.body_parser import QUICK_BYTES
+from tests.helpers import tiny_text
 from tests.helpers.fake_engine_client import FakeEngineClient
-from tests.unit.server.conftest import Server, make_server, reply_script
+from tests.helpers.reply_formats import TEMPLATES
+from tests.unit.server.conftest import TOKENIZER, Server, make_server, reply_script
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 JSON = Grammar.of("json", json.dumps(SCHEMA, separators=(",", ":")))
@@ -75,13 +79,18 @@ class Vetted:
 
     Attributes:
         seen: What was asked: grammar, field, whether it may be relaxed, caller.
+        marks: The marks after which it is constrained.
     """
 
     def __init__(self) -> None:
         self.seen: list[tuple[Grammar, str, bool, int]] = []
+        self.marks: list[str] = []
 
-    async def check(self, grammar: Grammar, param: str, *, may_relax: bool, caller: int) -> tuple[Grammar, list[str]]:
+    async def check(
+        self, grammar: Grammar, param: str, *, may_relax: bool, mark: str, caller: int
+    ) -> tuple[Grammar, list[str]]:
         self.seen.append((grammar, param, may_relax, caller))
+        self.marks.append(mark)
         if "refuse" in grammar.text:
             raise RequestError(f"{param} cannot be used as a grammar: no.", code="grammar_too_complex", param=param)
         return grammar, ["Unknown\nformat: é"] if "colour" in grammar.text else []
@@ -177,6 +186,96 @@ async def test_a_large_grammar_is_not_copied_to_many_choices(server: Server) -> 
     assert (await server.complete(["Hi"] * 40, n=2, guided_json=schema)).status == 200
 
 
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA, "strict": name == "look"}}
+    for name in ("look", "find")
+]
+UNKNOWN = {"type": "function", "function": {"name": "x"}}
+NAMED_TOOL = {"type": "function", "function": {"name": "find"}}
+SOME = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED_TOOL]}}
+
+
+@asynccontextmanager
+async def with_tools(text: str = "", template: str = "") -> AsyncIterator[Server]:
+    """A server whose template shows tools, and whose model replies with a text."""
+    ids = [*TOKENIZER.encode(text, add_special_tokens=False).tolist(), tiny_text.END]
+    shown = template or (TEMPLATES / "hermes.jinja").read_text()
+    made = make_server(FakeEngineClient(script=lambda _: [ids]), template=shown, vetting=Vetted())
+    made.engine.max_model_len = 4096
+    async with made.app.router.lifespan_context(made.app):
+        await made.handle.wait_open()
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "param", "mark"),
+    [
+        ("required", "look find", "tool_choice", ""),
+        (NAMED_TOOL, "find", "tool_choice", ""),
+        (SOME, "find", "tools", "<tool_call>"),
+        ("auto", "look find", "tools", "<tool_call>"),
+        (None, "look find", "tools", "<tool_call>"),
+    ],
+)
+async def test_tools_are_a_grammar(choice: Any, names: str, param: str, mark: str) -> None:
+    call = '<tool_call>\n{"name": "find", "arguments": {"a": 1}}\n</tool_call>'
+    async with with_tools(call) as server:
+        reply = await server.chat("hi", tools=TOOLS, tool_choice=choice)
+        assert reply.json["choices"][0]["finish_reason"] == "tool_calls"
+        grammar = last_grammar(server)
+    assert grammar is not None and grammar.kind == "lark"
+    assert re.findall(r'"name\\": \\"(\w+)', grammar.text) == names.split()
+    assert server.vetting.seen[-1][:2] == (grammar, param)
+    assert server.vetting.marks == [mark]
+
+
+@pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": TOOLS[1:]}, {"tools": []}])
+async def test_replies_are_free_where_no_tool_is_strict_and_none_must_be_called(fields: dict[str, Any]) -> None:
+    async with with_tools() as server:
+        assert (await server.chat("hi", **{"tools": TOOLS, **fields})).status == 200
+        assert last_grammar(server) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "told"),
+    [
+        ({"tools": []}, "tool_choice", "tools is empty"),
+        ({"tools": [], "tool_choice": NAMED_TOOL}, "tool_choice", "none of tools"),
+        (
+            {"tool_choice": SOME | {"allowed_tools": {"mode": "auto", "tools": [NAMED_TOOL, UNKNOWN]}}},
+            "tool_choice",
+            "'x'",
+        ),
+        ({"regex": "a"}, "tool_choice", "regex and tool_choice are two"),
+        ({"response_format": {"type": "json_object"}}, "tool_choice", "response_format and tool_choice are two"),
+        ({"tool_choice": UNKNOWN}, "tool_choice", "none of tools"),
+        ({"continue_final_message": True}, "tool_choice", "continue_final_message"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "a b"),
+    ],
+)
+async def test_calls_that_cannot_be_required_are_refused(fields: dict[str, Any], param: str, told: str) -> None:
+    async with with_tools() as server:
+        call = await server.chat("hi", **{"tools": TOOLS, "tool_choice": "required", **fields})
+        assert (call.status, call.json["error"]["param"]) == (400, param), call.text
+        assert told in call.json["error"]["message"]
+        assert not server.engine.seen and not server.vetting.seen
+
+
+async def test_a_call_cannot_be_required_of_a_model_that_sees_no_tools() -> None:
+    async with with_tools(template=tiny_text.TEMPLATE) as server:
+        call = await server.chat("hi", tools=TOOLS, tool_choice="required")
+        assert (call.status, call.json["error"]["param"]) == (400, "tool_choice")
+        assert "tools" in call.json["error"]["message"]
+        assert (await server.chat("hi", tools=TOOLS)).status == 200
+        assert last_grammar(server) is None, "a model that cannot call needs no mask"
+
+
+async def test_a_format_has_priority_over_tools_that_need_not_be_called() -> None:
+    async with with_tools() as server:
+        assert (await server.chat("hi", tools=TOOLS, regex="a+")).status == 200
+        assert last_grammar(server) == REGEX
+
+
 async def test_numbers_of_a_large_body_stay_numbers(server: Server) -> None:
     """Such bodies are read in another process, which turns lists of token ids into arrays."""
     schema = {"enum": list(range(20_000))}
@@ -186,7 +285,7 @@ async def test_numbers_of_a_large_body_stay_numbers(server: Server) -> None:
 
 
 async def test_where_the_prompt_opens_a_thought_the_grammar_holds_behind_it() -> None:
-    """Otherwise the whole reply, of the grammar, would be read as a thought. What is vetted is the grammar alone."""
+    """Otherwise the whole reply, of the grammar, would be read as a thought. The grammar is vetted with the thought."""
     template = (
         "{{ messages[-1].content }}{% if enable_thinking is not false %}<think>\n{% else %}<think></think>{% endif %}"
     )
@@ -194,9 +293,10 @@ async def test_where_the_prompt_opens_a_thought_the_grammar_holds_behind_it() ->
     async with made.app.router.lifespan_context(made.app):
         await made.handle.wait_open()
         assert (await made.chat("hi", regex="a+")).status == 200
-        assert last_grammar(made) == Grammar.of("regex", "a+", "</think>") != REGEX
+        thinking = Grammar.of("regex", "a+", "</think>")
+        assert last_grammar(made) == thinking != REGEX
         assert (await made.chat("hi", regex="a+", chat_template_kwargs={"enable_thinking": False})).status == 200
         assert last_grammar(made) == REGEX
         assert (await made.complete("hi<think>\n", regex="a+")).status == 200
         assert last_grammar(made) == REGEX
-    assert [seen[0] for seen in made.vetting.seen] == [REGEX] * 3
+    assert [seen[0] for seen in made.vetting.seen] == [thinking, REGEX, REGEX]

@@ -111,7 +111,7 @@ async def test_too_much_is_refused_by_the_name_of_its_field(server: Server, path
     body = {**ROUTES[path][1], field: TOO_MUCH[field]}
     if field in ("messages", "input_ids") and path not in ("/v1/chat/completions", "/v1/messages"):
         del body["prompt" if path == "/tokenize" else "text"]
-    elif path == "/tokenize" and field in ("tools", "documents", "chat_template_kwargs", "cache_salt", *FLAGS_OF_CHATS):
+    elif path == "/tokenize" and field in OF_CHATS:
         body = {"messages": [HI], field: TOO_MUCH[field]}
     call = await server.post(path, body)
     assert call.status in (400, 404), call.text[:300]
@@ -122,7 +122,15 @@ async def test_too_much_is_refused_by_the_name_of_its_field(server: Server, path
     assert server.engine.seen == []
 
 
-FLAGS_OF_CHATS = ("add_generation_prompt", "continue_final_message")
+OF_CHATS = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "tools",
+    "tool_choice",
+    "documents",
+    "chat_template_kwargs",
+    "cache_salt",
+)
 
 
 @pytest.mark.parametrize("field", sorted(NATIVE_SAMPLING))

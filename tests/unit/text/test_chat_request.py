@@ -9,6 +9,7 @@ import pytest
 
 from hiserve.errors import RequestError
 from hiserve.text.chat_request import MAX_MESSAGES, MAX_TOOLS, parse_chat, parse_messages
+from hiserve.text.conversation import ToolChoice
 from hiserve.text.request_json import MAX_DEPTH, MAX_VALUES, check_text
 from tests.helpers.slowness import least_cpu_s
 
@@ -221,11 +222,40 @@ def test_malformed_fields_are_refused_with_their_place(fields: dict[str, Any], p
     assert caught.value.param == param
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "find"}}, 5])
-def test_a_choice_of_tools_that_needs_a_grammar_is_refused(choice: Any) -> None:
-    with pytest.raises(RequestError, match="tool_choice is not supported") as caught:
-        parse_chat({"messages": [USER], "tools": [TOOL], "tool_choice": choice})
-    assert caught.value.param == "tool_choice"
+NAMED = {"type": "function", "function": {"name": "find"}}
+
+
+def some(mode: str, *names: str) -> dict[str, Any]:
+    """Some of the tools, as OpenAI spells them."""
+    listed = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": listed}}
+
+
+@pytest.mark.parametrize(
+    ("given", "choice", "is_single"),
+    [
+        (None, ToolChoice(), False),
+        ("auto", ToolChoice(), False),
+        ("required", ToolChoice(True), False),
+        (NAMED, ToolChoice(True, ("find",)), True),
+        (some("auto", "find"), ToolChoice(False, ("find",)), False),
+        (some("required", "find"), ToolChoice(True, ("find",)), False),
+    ],
+)
+def test_a_choice_of_tools_is_read(given: Any, choice: ToolChoice, is_single: bool) -> None:
+    chat = parse_chat({"messages": [USER], "tools": [TOOL], "tool_choice": given})
+    assert (chat.choice, chat.is_single, chat.tools) == (choice, is_single, [TOOL])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [5, "any", {}, {"type": "function"}, {"type": "allowed_tools"}, some("required"), some("all", "find"),
+     {"type": "function", "function": {}}],
+)  # fmt: skip
+def test_a_choice_of_tools_that_says_nothing_is_refused(given: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_chat({"messages": [USER], "tools": [TOOL], "tool_choice": given})
+    assert (caught.value.param or "").startswith("tool_choice")
 
 
 def test_many_messages_are_read_in_bounded_time() -> None:

@@ -1,0 +1,210 @@
+"""Grammars of tool calls: replies that read back as calls, made from the syntax that the reader reads with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from hiserve.core.request import Grammar
+from hiserve.errors import RequestError
+from hiserve.grammar.bounds import MAX_SCHEMA_BYTES
+from hiserve.grammar.lark import Rules, as_json, escaped
+from hiserve.grammar.tagged import TaggedArguments
+from hiserve.text.abilities import Abilities
+from hiserve.text.call_reader import NAME
+from hiserve.text.conversation import Conversation
+from hiserve.text.reply_marks import ReplySyntax
+
+Function = Mapping[str, Any]
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class ToolGrammar(NamedTuple):
+    """The grammar of the replies that tools allow.
+
+    Attributes:
+        grammar: Of kind ``lark``.
+        param: The field that asks for it.
+        mark: The text before a call, where a reply need not have one.
+        not_held: Parts of the tools' schemas that the grammar does not hold.
+    """
+
+    grammar: Grammar
+    param: str
+    mark: str
+    not_held: list[str]
+
+
+def tools(abilities: Abilities, chat: Conversation) -> ToolGrammar | None:
+    """Returns the grammar of the replies that a conversation's ``tools`` and ``choice`` allow.
+
+    Where a call is required, the reply is calls. Where it is not, the reply is any text with calls, each of which has the
+    arguments that its tool takes; those of ``strict`` functions are held to the letter.
+
+    Returns:
+        None where any reply is allowed: no call is required, and no tool is ``strict`` or none can be called.
+
+    Raises:
+        RequestError: ``choice`` is not of these tools, or of a model whose replies have no calls; or a tool cannot be held.
+    """
+    choice = chat.choice
+    called = [tool["function"] for tool in chat.tools or ()]
+    declared = {function["name"] for function in called}
+    unknown = next((name for name in choice.names or () if name not in declared), None)
+    if unknown is not None:
+        raise RequestError(f"tool_choice names {unknown[:100]!r}, which is none of tools.", param="tool_choice")
+    if choice.is_required and not called:
+        raise RequestError("tool_choice asks for a call, but tools is empty.", param="tool_choice")
+    if not called or not (choice.is_required or choice.names is not None or choice.strict):
+        return None
+    syntax = abilities.syntax
+    if syntax is None or not syntax.row.has_calls or not abilities.template.tools:
+        if not choice.is_required:
+            return None
+        fact = "the form of this model's calls is not known. Name it at start (--reply-format)"
+        if not abilities.template.tools:
+            fact = "the chat template of this model does not show tools to it"
+        raise RequestError(f"tool_choice asks for a call of tools, but {fact}.", param="tool_choice")
+    if chat.continue_final_message and choice.is_required:
+        raise RequestError(
+            "tool_choice and continue_final_message exclude each other: a reply that is continued is no call.",
+            param="tool_choice",
+        )
+    made = _Calls(syntax, choice.strict)
+    allowed = choice.names
+    for index, function in enumerate(called):
+        if allowed is None or function["name"] in allowed:
+            made.add(function, f"tools[{index}].function")
+    text = made.required(is_single=chat.is_single) if choice.is_required else made.among_text(is_single=chat.is_single)
+    if (size := len(text.encode())) > MAX_SCHEMA_BYTES:
+        raise RequestError(f"the schemas of tools have {size} bytes; the most is {MAX_SCHEMA_BYTES}.", param="tools")
+    field = "tool_choice" if choice.is_required else "tools"
+    return ToolGrammar(Grammar.of("lark", text), field, "" if choice.is_required else made.mark, made.not_held)
+
+
+class _Calls:
+    """Rules of the calls of some functions.
+
+    Attributes:
+        mark: The text before calls.
+        not_held: Where schemas have keywords that the grammar does not hold.
+    """
+
+    def __init__(self, syntax: ReplySyntax, strict: Collection[str]) -> None:
+        self._syntax = syntax
+        self._strict = strict
+        self._row = syntax.row
+        self._rules = Rules(syntax.stand_ins)
+        self._names: list[str] = []
+        self.mark = syntax.row.section[0] or syntax.row.call[0]
+        self.not_held: list[str] = []
+
+    def add(self, function: Function, where: str) -> None:
+        """Adds the calls of a function.
+
+        Raises:
+            RequestError: Its name cannot be spelled, or it is strict and cannot be held.
+        """
+        syntax, row, rules = self._syntax, self._row, self._rules
+        name, is_strict = function["name"], function["name"] in self._strict
+        marks = [mark for mark in (*syntax.name_ends, syntax.id_mark, *syntax.stand_ins.values()) if mark]
+        if not NAME.fullmatch(name) or any(mark in syntax.spell(name) for mark in marks):
+            raise RequestError(
+                f"{where}.name is {name[:100]!r}, which cannot be required of this model: its calls have no place for such "
+                "a name. Use letters, digits, _ and -.",
+                param=f"{where}.name",
+            )
+        schema = function.get("parameters")
+        schema = NO_PARAMETERS if schema is None else schema
+        if schema.get("type", "object") != "object":
+            raise RequestError(f"{where}.parameters must be the schema of an object.", param=f"{where}.parameters")
+        if row.arguments == "tagged":
+            tagged = TaggedArguments(syntax, rules, schema, is_strict=is_strict)
+            try:
+                arguments = tagged.expression()
+            except ValueError as error:
+                raise RequestError(f"{where}.parameters: {error}.", param=f"{where}.parameters") from None
+            if tagged.not_held and is_strict:
+                raise RequestError(
+                    f"{where} is strict, but calls of this model cannot hold {tagged.not_held[0]}. Leave it out, or set "
+                    "strict to false.",
+                    param=f"{where}.parameters",
+                )
+            self.not_held += [f"{name}: {each}" for each in tagged.not_held]
+        else:
+            arguments = as_json({"type": "object", **schema}, is_strict=is_strict)
+        self._names.append(rules.rule(f"{self._head(name)} {arguments} {self._tail()}"))
+
+    def _head(self, name: str) -> str:
+        """The text of a call between its opening mark and its arguments."""
+        row, syntax, literal = self._row, self._syntax, self._rules.literal
+        if not row.name_ends:
+            first, second = row.fields
+            return literal(f'{{"{first}": {json.dumps(name, ensure_ascii=False)}, "{second}": ')
+        before = syntax.name_prefixes[0] if syntax.name_prefixes else ""
+        kept = (syntax.key[0], *syntax.closings)  # marks that end a name and begin what follows it
+        ends = [end for end in syntax.name_ends if end not in kept]
+        if syntax.id_mark == ":":
+            parts = [literal(f"{before}{name}:"), "/[0-9]{1,4}/", literal(ends[0])]
+        elif syntax.id_mark:
+            call_id = f"({literal(syntax.id_mark)} /[a-zA-Z0-9]{{{row.id_length}}}/)?"
+            parts = [literal(before + name), call_id, literal(ends[0])]
+        elif len(ends) < len(syntax.name_ends):
+            parts = [literal(before + name), f"({literal(ends[0])})?"]
+        else:
+            parts = [literal(before + name + ends[0])]
+        return " ".join([*parts, literal(row.fence[0])])
+
+    def _tail(self) -> str:
+        """The text between the arguments of a call and its closing mark."""
+        row, literal = self._row, self._rules.literal
+        if row.name_ends:
+            return literal(row.fence[1])
+        given_id = f'(", \\"id\\": \\"" /[a-zA-Z0-9]{{{row.id_length}}}/ "\\"")? ' if row.id_length else ""
+        return given_id + literal("}")
+
+    def _groups(self, *, is_single: bool) -> tuple[str, str]:
+        """Returns the opening mark of calls, and the rule of what follows it: one call, or some that share the mark."""
+        syntax, row, literal = self._syntax, self._row, self._rules.literal
+        space, name = "SPACE?", self._rules.rule(" | ".join(self._names))
+        after_mark = "" if row.name_ends else space
+        call = self._rules.rule(f"{after_mark} {name} {f'{space} {literal(syntax.call[1])}' if syntax.call[1] else ''}")
+        if syntax.section[0]:
+            marked = f"{literal(syntax.call[0])} {call}"
+            others = "" if is_single else f"({space} {marked})*"
+            return syntax.section[0], f"{space} {marked} {others} {space} {literal(syntax.section[1])}"
+        others = "" if is_single else f'(", " {name})*'
+        if row.is_list:
+            return syntax.call[0], f'{space} "[" {name} {others} "]"'
+        return syntax.call[0], f"{name} {'' if is_single else f'(/; ?/ {name})*'}" if row.is_bare else call
+
+    def required(self, *, is_single: bool) -> str:
+        """Returns the grammar of replies that are calls and nothing else."""
+        mark, group = self._groups(is_single=is_single)
+        is_bare, num_lines = self._row.is_bare, self._row.call_lines
+        opening = self._rules.literal(mark)
+        group = self._rules.rule(f"{f'({opening})?' if is_bare else opening} {group}")
+        is_one = is_single or is_bare or self._row.is_list
+        lines = f"/\\n{{1,{num_lines}}}/? " if num_lines else ""
+        return self._rules.text(lines + group + ("" if is_one else f" (SPACE? {group})*"))
+
+    def among_text(self, *, is_single: bool) -> str:
+        """Returns the grammar of replies of any text and calls."""
+        mark, group = self._groups(is_single=is_single)
+        syntax, rules, group = self._syntax, self._rules, self._rules.rule(group)
+        # A reply that begins so has a thought, or a call, that no rule is for.
+        is_spelled = syntax.thought[0] and not syntax.is_token(syntax.thought[0])
+        begins = [escaped(syntax.thought[0])] * bool(is_spelled) + [r"\{"] * self._row.is_bare
+        other = f" & ~/[\\s,;]*({'|'.join(begins)})(?s:.*)/" if begins else ""
+        if syntax.is_token(mark):
+            text = rules.terminal(f"/(?s:.+)/{other}")
+            unit = f"{text}? {rules.literal(mark)} {group}"
+        else:
+            # The library ends a lazy rule where it can, so that no text has the mark.
+            text = rules.terminal(f"/(?s:.+)/{other}")
+            unit = f"{rules.rule(f'/(?s:.*){escaped(mark)}/{other}', is_lazy=True)} {group}"
+        bare = f"{group} | " if self._row.is_bare else ""
+        if is_single:
+            return rules.text(f"{bare}{unit} | {text}?")
+        return rules.text(f"{f'({group})? ' if bare else ''}({unit})* {text}?")

@@ -1,0 +1,264 @@
+"""Grammars of tool calls: what is drawn from one reads back as calls whose arguments are valid."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.errors import RequestError
+from hiserve.grammar import bounds
+from hiserve.grammar.tools import ToolGrammar, tools
+from hiserve.text.abilities import Abilities
+from hiserve.text.conversation import Conversation, ToolChoice
+from hiserve.text.formats import BY_NAME
+from hiserve.text.reader import Reader, ReplyStart
+from hiserve.text.reply_buffer import Event, Kind, called
+from hiserve.text.template import ChatTemplate
+from tests.helpers import tiny_text
+from tests.helpers.chats import chat_of
+from tests.helpers.reply_formats import NAMES, TEMPLATES, marks_of, token_bytes, tokenizer_of
+from tests.helpers.tool_grammars import PARAMETERS, abilities_of, allowed_by, drawn, vocabulary_of
+from tests.unit.text.test_reader import SIZES, read
+
+HI = {"role": "user", "content": "Hi"}
+FUNCTIONS = ("look", "ns__find-it.v2")
+CHOICES = [ToolChoice(True), ToolChoice(True, ("look",)), ToolChoice(False, ("look",)), ToolChoice()]
+TAGGED = [name for name in NAMES if BY_NAME[name].arguments == "tagged"]
+
+
+def tool(name: str = "look", parameters: Any = None, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **fields}}
+
+
+def made_of(
+    name: str, *given: dict[str, Any], by_token: bool = True, choice: ToolChoice = CHOICES[0], **fields: Any
+) -> ToolGrammar:
+    strict = tuple(each["function"]["name"] for each in given if each["function"].get("strict"))
+    chat = chat_of([HI], tools=list(given), choice=msgspec.structs.replace(choice, strict=strict), **fields)
+    made = tools(abilities_of(name, by_token=by_token), chat)
+    assert made is not None
+    return made
+
+
+def takes(name: str, made: ToolGrammar, text: str, *, by_token: bool = True) -> bool:
+    """Whether a text is a whole reply."""
+    tokenizer, vocabulary = tokenizer_of(name, by_token=by_token), vocabulary_of(name, by_token=by_token)
+    matcher, said = vocabulary.compile(made.grammar), tokenizer.encode(text, add_special_tokens=False).tolist()
+    for index, token in enumerate(said):
+        if token not in allowed_by(matcher, len(tokenizer.vocab)):
+            return False
+        if matcher.advance([token]) is not None:
+            return index == len(said) - 1
+    return tiny_text.END in allowed_by(matcher, len(tokenizer.vocab))
+
+
+def read_back(
+    name: str, said: list[int], given: list[Any], *, by_token: bool, sizes: list[int], is_single: bool
+) -> list[Event]:
+    abilities = abilities_of(name, by_token=by_token)
+    assert abilities.syntax is not None
+    reader = Reader(
+        abilities.syntax, token_bytes(name, by_token=by_token), SamplingParams(), ReplyStart(given, is_single=is_single)
+    )
+    return read(reader, said, sizes, FinishReason.STOP)[0]
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+@given(data=st.data())
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+def test_a_reply_of_the_grammar_reads_back_as_valid_calls(name: str, by_token: bool, data: st.DataObject) -> None:
+    schemas = data.draw(st.lists(PARAMETERS, min_size=1, max_size=2), "parameters")
+    choice, is_single = data.draw(st.sampled_from(CHOICES), "choice"), data.draw(st.booleans(), "single")
+    is_strict = data.draw(st.booleans(), "strict") or choice == ToolChoice()
+    given = [tool(one, schema, strict=is_strict) for one, schema in zip(FUNCTIONS, schemas, strict=False)]
+    try:
+        made = made_of(name, *given, by_token=by_token, choice=choice, is_single=is_single)
+        start = vocabulary_of(name, by_token=by_token).compile(made.grammar)
+    except RequestError as error:
+        if not is_strict:
+            raise
+        event(f"refused: {error.message[-60:]}")
+        return
+    lead = data.draw(st.sampled_from(["", "a b\n" + made.mark, made.mark]), "lead") if made.mark else ""
+    said = drawn(name, start, data.draw(st.integers(0, 2**32), "seed"), by_token=by_token, lead=lead)
+    if said is None:
+        event("too long")
+        return
+    events = read_back(name, said, given, by_token=by_token, sizes=data.draw(SIZES, "sizes"), is_single=is_single)
+    found = list(called(events).values())
+    event(f"calls: {min(len(found), 3)}")
+    assert len(found) >= (choice.is_required or bool(lead))
+    assert len(found) <= 1 or not is_single
+    content = "".join(each.text for each in events if each.kind is Kind.CONTENT)
+    assert not (content and choice.is_required), content
+    for _, function, arguments in found:
+        assert function in (choice.names or FUNCTIONS[: len(given)])
+        if not made.not_held:
+            jsonschema.validate(json.loads(arguments), schemas[FUNCTIONS.index(function)])
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_as_a_template_shows_them_are_of_the_grammar(name: str, by_token: bool) -> None:
+    """So that a model is not led away from the spelling that it knows."""
+    properties = {"text": {"type": "string"}, "number": {"type": "integer"}, "more": {"type": "object"}}
+    given = [tool("look", {"type": "object", "properties": properties}), tool("rest")]
+    calls = [
+        ("look", {"text": "a\n</b> é", "number": -5, "more": {"b": [1, None]}}),
+        ("rest", {}),
+        ("look", {"text": ""}),
+    ]
+    template = ChatTemplate((TEMPLATES / f"{name}.jinja").read_text())
+    user = {"role": "user", "content": "Hi"}
+    for some in (calls[:1], calls):
+        message = {"role": "assistant", "content": ""} | {
+            "tool_calls": [{"type": "function", "function": {"name": one, "arguments": value}} for one, value in some]
+        }
+        whole = template.render(chat_of([user, message], add_generation_prompt=False))
+        reply = whole.removeprefix(template.render(chat_of([user]))).removesuffix("<|end|>")
+        reply = re.sub(r"^\s*(<think>)?\s*</think>\n*", "", reply)
+        for fields in ({"choice": ToolChoice(True)}, {"choice": ToolChoice(False, ("look", "rest"))}):
+            assert takes(name, made_of(name, *given, by_token=by_token, **fields), reply, by_token=by_token), (
+                fields,
+                reply,
+            )
+        if len(some) == 1:
+            assert takes(name, made_of(name, *given, by_token=by_token, is_single=True), reply, by_token=by_token)
+        else:
+            assert not takes(name, made_of(name, *given, by_token=by_token, is_single=True), reply, by_token=by_token)
+        assert not takes(name, made_of(name, given[1], by_token=by_token), reply, by_token=by_token), "another function"
+
+
+def test_replies_are_free_where_nothing_is_asked_for() -> None:
+    for chat in (chat_of([HI]), chat_of([HI], tools=[tool()])):
+        assert tools(abilities_of("hermes", by_token=True), chat) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_is_free_up_to_a_mark_and_no_mark_is_text(name: str) -> None:
+    made = made_of(name, tool(strict=True), choice=ToolChoice())
+    others = [
+        mark
+        for mark in marks_of(BY_NAME[name])
+        if mark not in made.mark and tokenizer_of(name, by_token=True).encode(mark, add_special_tokens=False).size == 1
+    ]
+    assert takes(name, made, "Well: a < b, [1] and \n\n{é}!")
+    assert not takes(name, made, f"Well {made.mark}")
+    assert not takes(name, made, f"Well {made.mark} no")
+    for mark in others:
+        assert not takes(name, made, f"Well {mark}"), mark
+
+
+def test_an_object_that_would_be_a_call_without_a_mark_is_no_text() -> None:
+    made = made_of("llama3_json", tool(strict=True), choice=ToolChoice())
+    assert takes("llama3_json", made, 'It is {"a": 1}')
+    assert not takes("llama3_json", made, ' {"a": 1}')
+    assert takes("llama3_json", made, '{"name": "look", "parameters": {}}; {"name": "look", "parameters": {}}')
+
+
+SCHEMAS: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"type": "string"}, ["", "5", "a\n\nb", "null"], []),
+    ({"type": "string", "pattern": "^a|b$"}, ["x"], []),  # it is not held
+    ({"type": "string", "pattern": "a/b\\$"}, ["xa/b$", "a/b$\n"], ["a/b"]),
+    ({"enum": ["a/b", "", 5]}, ["a/b", "", "5"], ["b", "6"]),
+    ({"type": ["string", "null"]}, ["x", "null", "55"], []),
+    ({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 3}]}, ["x", "5x"], ["5", "2"]),
+    ({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 3}]}, ["auto", "5"], ["2", "x"]),
+    ({"$ref": "#/$defs/colour"}, ["red"], ["blue"]),
+    ({"allOf": [{"$ref": "#/$defs/colour"}], "description": "d"}, ["red"], ["blue"]),
+    ({}, ["x", "5", "null", '{"a": 1}'], ["{a"]),
+    ({"type": "integer"}, ["5"], ["x", "5.5"]),
+]
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize(("schema", "good", "bad"), SCHEMAS, ids=str)
+def test_values_without_quotes_are_of_their_schema(
+    name: str, schema: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
+    defs = {"colour": {"enum": ["red", "green"]}}
+    made = made_of(
+        name, tool("look", {"type": "object", "properties": {"v": schema}, "required": ["v"], "$defs": defs})
+    )
+    row = BY_NAME[name]
+    lines = "\n" * row.value_lines
+    head = f"{row.section[0]}{row.call[0]}look{row.name_ends[0]}{row.key[0]}v{row.key[1]}{row.value[0]}{lines}"
+    tail = f"{lines}{row.value[1]}{row.end}{row.call[1]}{row.section[1]}"
+    for texts, expected in ((good, True), (bad, False)):
+        for text in texts:
+            assert takes(name, made, head + text + tail) is expected, text
+
+
+NOT_HELD = {"type": "object", "properties": {"v": {"type": "string", "format": "date"}}}
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_what_is_not_held_is_told_or_refused(name: str) -> None:
+    assert made_of(name, tool("look", NOT_HELD)).not_held == ["look: v: format"]
+    with pytest.raises(RequestError, match="strict, but calls of this model cannot hold v: format") as caught:
+        made_of(name, tool("look", NOT_HELD, strict=True))
+    assert caught.value.param == "tools[0].function.parameters"
+
+
+def test_json_is_held_to_the_letter_if_it_is_strict() -> None:
+    schema = {"type": "object", "properties": {"v": {"type": "string", "format": "colour"}}}
+    compile_it = vocabulary_of("hermes", by_token=True).compile
+    assert "colour" in compile_it(made_of("hermes", tool("look", schema)).grammar).warnings[0]
+    with pytest.raises(RequestError, match="colour"):
+        compile_it(made_of("hermes", tool("look", schema, strict=True)).grammar)
+    schema["x-guidance"] = {"lenient": True}
+    with pytest.raises(RequestError, match="colour"):
+        compile_it(made_of("hermes", tool("look", schema, strict=True)).grammar)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_that_the_reader_would_not_read_is_refused(name: str) -> None:
+    for bad in ("a b", "", "x" * 257, "a<b", *(mark for mark in BY_NAME[name].name_ends if mark.strip())):
+        with pytest.raises(RequestError) as caught:
+            made_of(name, tool("look"), tool(bad))
+        assert caught.value.param == "tools[1].function.name"
+
+
+def test_schemas_are_bounded_in_size_and_alternatives() -> None:
+    with pytest.raises(RequestError, match=str(bounds.MAX_SCHEMA_BYTES)) as caught:
+        made_of("hermes", *(tool(f"f{index}", {"enum": ["x" * 3000]}) for index in range(100)))
+    assert caught.value.param == "tools"
+    twice = {f"d{index}": {"anyOf": [{"$ref": f"#/$defs/d{index + 1}"}] * 4} for index in range(30)}
+    parameters = {"properties": {"v": {"$ref": "#/$defs/d0"}}, "$defs": twice | {"d30": {}}}
+    with pytest.raises(RequestError, match="alternatives") as caught:
+        made_of("glm", tool("look", parameters))
+    assert caught.value.param == "tools[0].function.parameters"
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"template": tiny_text.TEMPLATE}, "does not show tools"),
+        ({"reply_format": "none"}, "is not known"),
+        ({"continue_final_message": True}, "tool_choice and continue_final_message"),
+    ],
+)
+def test_calls_that_no_reply_can_have_are_refused(fields: dict[str, Any], told: str) -> None:
+    template = fields.pop("template", (TEMPLATES / "hermes.jinja").read_text())
+    made = Abilities(
+        tokenizer_of("hermes", by_token=True), token_bytes("hermes", by_token=True), ChatTemplate(template),
+        fields.pop("reply_format", "auto"),
+    )  # fmt: skip
+    with pytest.raises(RequestError, match=told) as caught:
+        tools(made, Conversation(turns=(), tools=[tool()], choice=ToolChoice(True), **fields))
+    assert caught.value.param == "tool_choice"
+
+
+def test_each_mark_that_is_a_token_is_spelled_by_it() -> None:
+    text = made_of("kimi_k2", tool()).grammar.text
+    assert not re.search("<\\|", text)
+    assert len(set(re.findall(r"<\[\d+\]>", text))) == 5
