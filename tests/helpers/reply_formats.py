@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
+from hypothesis import strategies as st
 from tokenizers import AddedToken
 
+from hiserve.core.request import FinishReason
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.formats import BY_NAME, FORMATS, ReplyFormat
+from hiserve.text.reader import Reader
+from hiserve.text.reply_buffer import Event, Kind, merged
 from hiserve.text.tokenizer import Tokenizer
 from tests.helpers import tiny_text
 
+RUNNING, STOP = FinishReason.RUNNING, FinishReason.STOP
+SIZES = st.lists(st.integers(1, 6), max_size=30)
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 NAMES = [row.name for row in FORMATS if row.has_calls]
 PARAMETERS = {
@@ -46,3 +53,24 @@ def tokenizer_of(name: str, *, by_token: bool) -> Tokenizer:
 @cache
 def token_bytes(name: str, *, by_token: bool) -> TokenBytes:
     return TokenBytes(tokenizer_of(name, by_token=by_token))
+
+
+class Ending(NamedTuple):
+    finish: FinishReason
+    matched_stop: str | int | None
+
+
+def read(reading: Reader, ids: list[int], sizes: list[int], finish: FinishReason) -> tuple[list[Event], Ending, int]:
+    """Returns the events of a reply in deltas of these sizes, the last of which takes the rest; and how it ended."""
+    events, num_tokens, at = list[Event](), 0, 0
+    while True:
+        size = sizes.pop(0) if sizes else len(ids)
+        end = min(at + size, len(ids))
+        delta = reading.push(ids[at:end], finish if end == len(ids) else RUNNING)
+        assert delta.text == "".join(event.text for event in delta.events if event.kind is Kind.CONTENT)
+        events += delta.events
+        num_tokens += delta.num_tokens
+        at = end
+        if delta.finish:
+            assert not reading.push([5], STOP).events
+            return merged(events), Ending(delta.finish, delta.matched_stop), num_tokens

@@ -24,9 +24,8 @@ from hiserve.text.reply_buffer import Event, Kind, called
 from hiserve.text.template import ChatTemplate
 from tests.helpers import tiny_text
 from tests.helpers.chats import chat_of
-from tests.helpers.reply_formats import NAMES, TEMPLATES, marks_of, token_bytes, tokenizer_of
+from tests.helpers.reply_formats import NAMES, SIZES, TEMPLATES, marks_of, read, token_bytes, tokenizer_of
 from tests.helpers.tool_grammars import PARAMETERS, abilities_of, allowed_by, drawn, vocabulary_of
-from tests.unit.text.test_reader import SIZES, read
 
 HI = {"role": "user", "content": "Hi"}
 FUNCTIONS = ("look", "ns__find-it.v2")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -15,12 +15,21 @@ from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.text.abilities import Abilities
 from hiserve.text.formats import BY_NAME, FORMATS, find_format
 from hiserve.text.reader import Reader, ReplyStart
-from hiserve.text.reply_buffer import Event, Kind, called, merged, thought
+from hiserve.text.reply_buffer import Event, Kind, called, thought
 from hiserve.text.reply_marks import ReplySyntax
 from hiserve.text.template import ChatTemplate
 from tests.helpers import tiny_text
 from tests.helpers.chats import chat_of
-from tests.helpers.reply_formats import NAMES, TEMPLATES, TOOLS, marks_of, token_bytes, tokenizer_of
+from tests.helpers.reply_formats import (
+    NAMES,
+    SIZES,
+    TEMPLATES,
+    TOOLS,
+    marks_of,
+    read,
+    token_bytes,
+    tokenizer_of,
+)
 
 RUNNING, STOP, LENGTH = FinishReason.RUNNING, FinishReason.STOP, FinishReason.LENGTH
 CALLING = ReplyStart(TOOLS)
@@ -30,27 +39,6 @@ BROKEN = {token: index for index, token in tiny_text.byte_level().vocab.items()}
 def reader(name: str, *, by_token: bool = False, start: ReplyStart = CALLING, **sampling: Any) -> Reader:
     syntax = ReplySyntax(BY_NAME[name], tokenizer_of(name, by_token=by_token), is_named=True)
     return Reader(syntax, token_bytes(name, by_token=by_token), SamplingParams(**sampling), start)
-
-
-class Ending(NamedTuple):
-    finish: FinishReason
-    matched_stop: str | int | None
-
-
-def read(reading: Reader, ids: list[int], sizes: list[int], finish: FinishReason) -> tuple[list[Event], Ending, int]:
-    """Returns the events of a reply in deltas of these sizes, the last of which takes the rest; and how it ended."""
-    events, num_tokens, at = list[Event](), 0, 0
-    while True:
-        size = sizes.pop(0) if sizes else len(ids)
-        end = min(at + size, len(ids))
-        delta = reading.push(ids[at:end], finish if end == len(ids) else RUNNING)
-        assert delta.text == "".join(event.text for event in delta.events if event.kind is Kind.CONTENT)
-        events += delta.events
-        num_tokens += delta.num_tokens
-        at = end
-        if delta.finish:
-            assert not reading.push([5], STOP).events
-            return merged(events), Ending(delta.finish, delta.matched_stop), num_tokens
 
 
 def of_text(name: str, text: str, *, by_token: bool = False, finish: FinishReason = STOP, **kwargs: Any) -> list[Event]:
@@ -96,7 +84,6 @@ def test_a_template_without_marks_has_no_format() -> None:
 
 
 WORDS = st.text("ab \n<>{}[]\"'\\|/é本🙂:;,.", max_size=12)
-SIZES = st.lists(st.integers(1, 6), max_size=30)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-99, 99) | WORDS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
