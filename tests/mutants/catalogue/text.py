@@ -72,7 +72,7 @@ with reply_buffer.ReplyBuffer.drop, test_reader.test_spans_cover_every_token_and
     return 0
 with reply_marks.ReplySyntax.__init__, test_reader.test_a_mark_that_is_a_token_is_known_by_it_alone:
     "spelled-out text opens a call"
-    len(part) > 1 and part == mark
+    len(part) > 1 and part in row.marks
     False
 with call_reader.CallReader._object, test_reader.test_arguments_are_as_the_model_wrote_them:
     "malformed arguments are lost"
