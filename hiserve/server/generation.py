@@ -21,7 +21,7 @@ from hiserve.server.metrics import Metrics, RequestTimer
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.output import ReplyOutput, TextOutput
 from hiserve.text.prompt_parts import Place
-from hiserve.text.reply_buffer import Event, Kind, merged
+from hiserve.text.reply_buffer import Event, EventLog
 
 QUICK_CHOICES = 64
 # Formatting scores of so many bytes, four to eight of each token, takes a few milliseconds.
@@ -106,7 +106,6 @@ class Generation:
         scorer: The choice that holds the ``prompt_scores``.
         prompt_scores: Of the prompt's tokens but the first, packed; those of the scorer are complete at the first part
             of each choice of the prompt.
-        events: What the reply was read as so far; empty where it is text alone.
         tokens: All token ids so far.
         scores: Of all tokens so far, packed.
         finish: RUNNING until the end.
@@ -143,7 +142,7 @@ class Generation:
         self._locate = locate
         self._remember = remember
         self._texts: list[str] = []
-        self.events: list[Event] = []
+        self._events = EventLog()
         self._num_score_bytes = 0 if sampling.logprobs is None else WORD_BYTES * (1 + 2 * sampling.logprobs)
         self.miss_place: Place | None = None
         self.facts = RequestFacts()
@@ -159,6 +158,11 @@ class Generation:
         return self.facts.cached or NOTHING
 
     @property
+    def events(self) -> list[Event]:
+        """What the reply was read as so far; empty where it is text alone."""
+        return self._events.events
+
+    @property
     def text(self) -> str:
         """The text so far."""
         return "".join(self._texts)
@@ -170,12 +174,12 @@ class Generation:
 
     def whole(self) -> OutputDelta:
         """Returns the choice so far."""
-        scores, events = bytes(self.scores), merged(self.events)
+        scores, events = bytes(self.scores), self.events
         return OutputDelta(self.choice, self.text, self.tokens, scores, self.finish, self.stop, events, self._has_calls)
 
     @property
     def _has_calls(self) -> bool:
-        return any(event.kind is Kind.CALL_END for event in self.events)
+        return self._events.has_calls
 
     async def run(self, engine: EngineClient) -> AsyncGenerator[OutputDelta, None]:
         """Yields parts until the choice ends. Closing the generator aborts the request.
@@ -203,7 +207,7 @@ class Generation:
                             await deltas.aclose()
                         self._end(output_delta.finish.name.lower())
                         if self._remember and output_delta.finish is not FinishReason.ABORT:
-                            self._remember(self.text, self.tokens, merged(self.events))
+                            self._remember(self.text, self.tokens, self.events)
                     if output_delta.tokens or output_delta.events or output_delta.text or output_delta.finish:
                         self._is_scored.set()
                         await self.scorer._is_scored.wait()
@@ -238,7 +242,8 @@ class Generation:
         self.tokens += tokens
         self.scores += scores
         self._texts.append(text)
-        self.events += events
+        if events:
+            self._events.add(events)
         has_calls = bool(self.finish) and self._has_calls
         return OutputDelta(self.choice, text, tokens, scores, self.finish, self.stop, events, has_calls)
 

@@ -12,6 +12,8 @@ from hiserve.text.output import StopTexts, TextDelta, named_end_token, visible_t
 from hiserve.text.reply_buffer import Kind, Reading, ReplyBuffer
 from hiserve.text.reply_marks import ReplySyntax
 
+TEXTS = (Kind.THOUGHT, Kind.CONTENT)
+
 
 class ReplyStart(NamedTuple):
     """The place of a prompt at which a reply begins.
@@ -79,6 +81,9 @@ class Reader:
 
         ``finish`` is as for ``TextOutput.push``.
         """
+        is_plain = self._buffer.shown is not None and not finish and not self._is_watched
+        if is_plain and self._syntax.stand_ins.keys().isdisjoint(tokens):
+            return self._within(tokens)
         if self._ended is not None:
             return self._ended
         is_complete = finish is FinishReason.COMPLETE
@@ -101,14 +106,30 @@ class Reader:
             return self._end(len(tokens), FinishReason.STOP, self._stop)
         return self._end(len(tokens), finish, None if is_complete else named_end_token(tokens, finish, self._sampling))
 
+    def _within(self, tokens: Sequence[int]) -> TextDelta:
+        """Adds tokens within a thought or content, without the machine if they begin no mark: the most frequent case."""
+        buffer, decode, first = self._buffer, self._detokenizer.push, self._num_tokens
+        pieces = [decode(tokens)] if len(tokens) == 1 else [decode((token,)) for token in tokens]
+        text, self._num_tokens = "".join(pieces), first + len(tokens)
+        if text:
+            stop = self._num_tokens if pieces[-1] else first + max(i for i, piece in enumerate(pieces, 1) if piece)
+            if (event := buffer.passed_on(text, stop)) is not None:
+                shown = text if event.kind is Kind.CONTENT else ""
+                return TextDelta(shown, len(tokens), FinishReason.RUNNING, None, (event,))
+            for number, piece in enumerate(pieces, start=first + 1):
+                buffer.append(piece, number)
+            next(self._machine)
+        return self._delta(len(tokens), FinishReason.RUNNING, None)
+
     def _add(self, token: int) -> None:
         mark = self._syntax.stand_ins.get(token)
         if mark is None:
             text = self._detokenizer.push((token,))
+            self._num_tokens += 1
         else:
             self._buffer.append(self._detokenizer.flush(), self._num_tokens)
+            self._num_tokens += 1
             text = mark
-        self._num_tokens += 1
         self._buffer.append(text, self._num_tokens)
 
     def _end(self, num_tokens: int, finish: FinishReason, stop: str | int | None) -> TextDelta:
@@ -119,8 +140,9 @@ class Reader:
 
     def _delta(self, num_tokens: int, finish: FinishReason, stop: str | int | None) -> TextDelta:
         events = self._buffer.take()
-        if len(events) == 1 and events[0].kind is Kind.CONTENT:  # the common case
-            return TextDelta(events[0].text, num_tokens, finish, stop, events)
+        if len(events) == 1 and events[0].kind in TEXTS:  # the common case
+            text = events[0].text if events[0].kind is Kind.CONTENT else ""
+            return TextDelta(text, num_tokens, finish, stop, events)
         self.has_calls = self.has_calls or any(event.kind is Kind.CALL_END for event in events)
         text = "".join([event.text for event in events if event.kind is Kind.CONTENT])
         return TextDelta(text, num_tokens, finish, stop, events)

@@ -61,6 +61,7 @@ class ReplyBuffer:
         is_cut: The reply ended at a limit, not by itself.
         is_stopped: A stop text ended the reply; nothing more is emitted.
         events: Told since ``take``.
+        shown: While all text is emitted as it arrives, the kind of its events, and the search for what may end it.
     """
 
     def __init__(self) -> None:
@@ -69,6 +70,7 @@ class ReplyBuffer:
         self.is_cut = False
         self.is_stopped = False
         self.events: list[Event] = []
+        self.shown: tuple[Kind, Callable[[str], object]] | None = None
         self._sizes: deque[tuple[int, int]] = deque()  # characters, and the tokens up to them
         self._num_emitted = 0  # tokens of the events so far
         self._dropped = 0  # tokens up to the last character that was dropped
@@ -78,6 +80,16 @@ class ReplyBuffer:
         if text:
             self.text += text
             self._sizes.append((len(text), num_tokens))
+
+    def passed_on(self, text: str, num_tokens: int) -> Event | None:
+        """Returns the event that ``append`` and the machine would emit, outside ``events``; None if it must read the text."""
+        assert self.shown is not None, "the machine is elsewhere"
+        kind, begin = self.shown
+        if begin(text) is not None:
+            return None
+        event = Event(kind, text, self._num_emitted, num_tokens)
+        self._num_emitted = num_tokens
+        return event
 
     def take(self) -> list[Event]:
         """Returns the events emitted since the last call."""
@@ -155,7 +167,9 @@ class ReplyBuffer:
                 return search.find(self.text, 0)
             if self.is_over:
                 return None
+            self.shown = None if self.text else (kind, search.begin)
             yield
+            self.shown = None
 
     def pause(self) -> Reading[None]:
         """Goes on only if nothing has ended the reply."""
@@ -182,12 +196,49 @@ class ReplyBuffer:
         self._num_emitted = event.stop
 
 
+class EventLog:
+    """The events of a reply so far. Those in a row that continue each other are one; their texts are joined at the end."""
+
+    __slots__ = ("_ended", "_kind", "_start", "_stop", "_texts")
+
+    def __init__(self) -> None:
+        self._ended: list[Event] = []
+        self._kind: Kind | None = None  # of the last event, if others may continue it
+        self._texts: list[str] = []
+        self._start = self._stop = 0
+
+    def add(self, events: Iterable[Event]) -> None:
+        """Adds the next events."""
+        for event in events:
+            kind, text, start, stop, _ = event
+            if kind is self._kind:
+                self._texts.append(text)
+                self._stop = stop
+                continue
+            self._ended, self._kind = self.events, None
+            if kind in GROWING:
+                self._kind, self._texts, self._start, self._stop = kind, [text], start, stop
+            else:
+                self._ended.append(event)
+
+    @property
+    def events(self) -> list[Event]:
+        """All of them."""
+        if self._kind is None:
+            return [*self._ended]
+        return [*self._ended, Event(self._kind, "".join(self._texts), self._start, self._stop)]
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a call has ended."""
+        return any(event.kind is Kind.CALL_END for event in self._ended)
+
+
 def merged(events: Iterable[Event]) -> list[Event]:
     """Returns events with those in a row that continue each other made one."""
-    buffer = ReplyBuffer()
-    for event in events:
-        buffer.add(event)
-    return buffer.take()
+    log = EventLog()
+    log.add(events)
+    return log.events
 
 
 def thought(events: Iterable[Event]) -> str:

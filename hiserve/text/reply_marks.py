@@ -20,6 +20,9 @@ class MarkSearch:
     Args:
         marks: The texts.
         num_lines: Line breaks before a mark that belong to it, at most.
+
+    Attributes:
+        begin: Finds where a mark may begin in a text.
     """
 
     def __init__(self, marks: Iterable[str], num_lines: int = 0) -> None:
@@ -29,6 +32,8 @@ class MarkSearch:
         self._prefixes = {text[:length] for text in whole for length in range(1, len(text))}
         firsts = "".join(map(re.escape, {text[0] for text in self._prefixes}))
         self._first = re.compile(f"[{firsts}]") if firsts else None
+        begins = "".join(map(re.escape, {text[0] for text in whole}))
+        self.begin = re.compile(f"[{begins}]" if begins else "(?!)").search
         self._longest = max(map(len, whole), default=1)
 
     def find(self, text: str, at: int) -> re.Match[str] | None:
