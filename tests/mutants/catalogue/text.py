@@ -74,6 +74,10 @@ with reply_marks.ReplySyntax.__init__, test_reader.test_a_mark_that_is_a_token_i
     "spelled-out text opens a call"
     len(part) > 1 and part in row.marks
     False
+with reply_buffer.ReplyBuffer.passed_on, test_reader.test_a_call_in_the_midst_of_words_is_found_in_deltas_of_any_size:
+    "a mark that comes amid plain text is text"
+    begin(text) is not None
+    False
 with call_reader.CallReader._object, test_reader.test_arguments_are_as_the_model_wrote_them:
     "malformed arguments are lost"
     yield from self._rest()

@@ -16,6 +16,9 @@ from hiserve.text.abilities import Abilities
 from hiserve.text.formats import BY_NAME, FORMATS, find_format
 from hiserve.text.reader import Reader, ReplyStart
 from hiserve.text.reply_buffer import Event, Kind, called, thought
+
+
+from hiserve.text.reply_buffer import Event, EventLog, Kind, called, merged, thought
 from hiserve.text.reply_marks import ReplySyntax
 from hiserve.text.template import ChatTemplate
 from tests.helpers import tiny_text
@@ -359,3 +362,26 @@ def test_spans_cover_every_token_and_marks_belong_to_what_follows() -> None:
     parts = [(0, 2), (2, 4), (4, 6), (6, 8), (8, 10)]
     assert [(event.start, event.stop) for event in events[:-1]] == [(ends[first], ends[last]) for first, last in parts]
     check_spans(events, ends[-1] + 1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_a_call_in_the_midst_of_words_is_found_in_deltas_of_any_size(size: int) -> None:
+    text = 'Well, a <b> and 😀 so.\n<tool_call>{"name": "look", "arguments": {}}</tool_call>\n and more'
+    ids = tokenizer_of("hermes", by_token=False).encode(text, add_special_tokens=False).tolist()
+    made = reader("hermes")
+    events, _, _ = read(made, [*ids, tiny_text.END], [size] * len(ids), STOP)
+    kinds = [Kind.CONTENT, Kind.CALL, Kind.ARGUMENTS, Kind.CALL_END, Kind.CONTENT]
+    assert [kind for kind, _ in shown(events)] == kinds
+    assert shown(events)[0][1] == "Well, a <b> and 😀 so."
+    check_spans(events, len(ids) + 1)
+
+
+def test_events_in_a_row_become_one() -> None:
+    row = [Event(Kind.CONTENT, "a", 0, 1), Event(Kind.CONTENT, "b", 1, 3), Event(Kind.CALL, "f", 3, 4, "id")]
+    row += [Event(Kind.CALL, "f", 4, 5), Event(Kind.ARGUMENTS, "{", 5, 6), Event(Kind.ARGUMENTS, "}", 6, 7)]
+    expected = [Event(Kind.CONTENT, "ab", 0, 3), *row[2:4], Event(Kind.ARGUMENTS, "{}", 5, 7)]
+    log = EventLog()
+    for event in row:
+        log.add([event])
+        assert log.events, "can be read at any time"
+    assert log.events == merged(row) == expected
