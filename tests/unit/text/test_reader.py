@@ -15,9 +15,6 @@ from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.text.abilities import Abilities
 from hiserve.text.formats import BY_NAME, FORMATS, find_format
 from hiserve.text.reader import Reader, ReplyStart
-from hiserve.text.reply_buffer import Event, Kind, called, thought
-
-
 from hiserve.text.reply_buffer import Event, EventLog, Kind, called, merged, thought
 from hiserve.text.reply_marks import ReplySyntax
 from hiserve.text.template import ChatTemplate
