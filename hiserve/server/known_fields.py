@@ -43,6 +43,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "chat_template": (),
     "chat_template_kwargs": ({},),
+    "compaction": (),
     "container": (),
     "continue_final_message": (False,),
     "custom_logit_processor": (),

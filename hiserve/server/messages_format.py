@@ -12,13 +12,14 @@ from msgspec import UNSET
 from hiserve.core.request import FinishReason
 from hiserve.server.error_responses import ErrorForm, printable
 from hiserve.server.generation import Choices, OutputDelta
-from hiserve.server.messages_request import INVALID_JSON
+from hiserve.server.messages_request import INVALID_JSON, NO_THREADS
 from hiserve.server.messages_types import (
     AssistantMessage,
     BlockDelta,
     BlockStart,
     BlockStop,
     Content,
+    FaultDetails,
     InputDelta,
     MessageDelta,
     MessageEnd,
@@ -238,7 +239,8 @@ def error_event(request_id: str, status: int, message: str, code: str, param: st
 
 def _error_body(status: int, message: str, code: str, param: str | None, request_id: str) -> bytes:
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return msgspec.json.encode(MessagesError("error", MessagesFault(kind, printable(message)), request_id))
+    details = FaultDetails(code) if code == NO_THREADS else UNSET
+    return msgspec.json.encode(MessagesError("error", MessagesFault(kind, printable(message), details), request_id))
 
 
 ERRORS = ErrorForm(MessagesError, _error_body, {503: 529}, "request-id")

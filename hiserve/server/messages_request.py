@@ -29,6 +29,8 @@ from hiserve.text.request_json import check_json, check_text
 BILLING_HEADER = "x-anthropic-billing-header:"
 # The one argument of a call whose arguments are no JSON object.
 INVALID_JSON = "INVALID_JSON"
+# At this code clients send the whole conversation.
+NO_THREADS = "thread_unsupported_request"
 CLEAR_THINKING = "clear_thinking"
 KEEPS_ALL = ("all", {"type": "all"})
 # Efforts that families do not know.
@@ -68,6 +70,12 @@ def read_messages(fields: MessagesFields, unseal: Unseal, *, keeps_volatile: boo
     Raises:
         RequestError: A field is malformed or not supported; ``param`` names it.
     """
+    if fields.thread is not None:
+        raise RequestError(
+            "thread is not supported: this server keeps no conversations. Send all of it in messages.",
+            code=NO_THREADS,
+            param="thread",
+        )
     ignored = Counter[str]()
     turns = _system(fields.system, ignored, keeps_volatile=keeps_volatile)
     for i, message in enumerate(fields.messages):

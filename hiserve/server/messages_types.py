@@ -145,6 +145,7 @@ class MessagesFields(msgspec.Struct, frozen=True, kw_only=True):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
+    thread: Any = None
     cache_salt: Name | None = None
     model: str | None = None
 
@@ -332,11 +333,18 @@ class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
 MessageEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
 
 
+class FaultDetails(msgspec.Struct):
+    """A code by which clients of Anthropic know what to do."""
+
+    error_code: str
+
+
 class MessagesFault(msgspec.Struct):
     """The type of an error, and what is wrong."""
 
     type: str
     message: str
+    details: FaultDetails | UnsetType = UNSET
 
 
 class MessagesError(msgspec.Struct):

@@ -42,7 +42,8 @@ def fault_of_error(status: int, body: bytes) -> str | None:
 
 def _fault_of_anthropics(status: int, parsed: dict[str, Any]) -> str | None:
     error = parsed["error"]
-    if set(parsed) != {"type", "error", "request_id"} or set(error) != {"type", "message"} or not parsed["request_id"]:
+    has_fields = set(parsed) == {"type", "error", "request_id"} and set(error) - {"details"} == {"type", "message"}
+    if not has_fields or not parsed["request_id"]:
         return f"another shape: {parsed}"
     if error["type"] != ANTHROPICS.get(status, "invalid_request_error"):
         return f"type of {error}"
