@@ -15,6 +15,7 @@ from hiserve.server.grammar_fields import Constraint, GrammarFields
 from hiserve.server.reply_format import CacheMiss, ServedModel
 from hiserve.server.sampling_fields import Limits, Name, Priority, StopText
 from hiserve.text.chat_request import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from hiserve.text.request_json import check_text
 
 Key = Annotated[str, Meta(min_length=1)]
 
@@ -195,6 +196,8 @@ class MessagesOptions(GrammarFields, frozen=True, kw_only=True):
         Raises:
             RequestError: As ``SamplingFields.params``.
         """
+        for text in self.stop_sequences or ():
+            check_text(text, "stop_sequences")
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         asked = msgspec.structs.replace(self, stop=[*given, *(self.stop_sequences or ())])
         return asked.params(

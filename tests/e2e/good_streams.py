@@ -151,7 +151,11 @@ def fault(wire: Wire, raw: bytes) -> str | None:
             return f"{status}, not {wanted.status}: {body[:200]!r}"
         if status != 200:
             error = json.loads(body)["error"]
-            if (error["code"], error["param"]) != (wanted.code, wanted.param):
+            if "code" not in error:  # Anthropic's form
+                is_told = error["type"] == wanted.code and error["message"].startswith(wanted.param or "")
+            else:
+                is_told = (error["code"], error["param"]) == (wanted.code, wanted.param)
+            if not is_told:
                 return f"{error}, not {wanted}"
             if told := fault_of_error(status, body):
                 return told

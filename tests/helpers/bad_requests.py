@@ -14,7 +14,9 @@ VOCAB_SIZE = 4096
 CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
 TOKENIZE, DETOKENIZE, ABORT = "/tokenize", "/detokenize", "/abort_request"
 RESPONSES, INPUT_TOKENS = "/v1/responses", "/v1/responses/input_tokens"
-POST_ROUTES = (CHAT, TEXT, NATIVE, TOKENIZE, DETOKENIZE, ABORT, RESPONSES)
+MESSAGES_ROUTE, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
+ANTHROPICS = (MESSAGES_ROUTE, COUNT_TOKENS)
+POST_ROUTES = (CHAT, TEXT, NATIVE, TOKENIZE, DETOKENIZE, ABORT, RESPONSES, *ANTHROPICS)
 NAN, INF, HUGE, LONE = float("nan"), float("inf"), 10**4000, "\ud800"
 HI = [{"role": "user", "content": "Hi"}]
 CALL = {"type": "function", "function": {"name": "f"}}
@@ -23,11 +25,18 @@ GOOD: dict[str, dict[str, Any]] = {
     TEXT: {"prompt": "Hi"},
     NATIVE: {"text": "Hi"},
     RESPONSES: {"input": "Hi"},
+    MESSAGES_ROUTE: {"messages": HI, "max_tokens": 5},
 }
 
 
 class Answer(NamedTuple):
-    """What the client is told."""
+    """What the client is told.
+
+    Attributes:
+        status: Of HTTP.
+        code: Of the error; of Anthropic's form its type.
+        param: Of the error; of Anthropic's form the start of its message.
+    """
 
     status: int
     code: str
@@ -216,6 +225,46 @@ ITEMS: list[tuple[Any, str]] = [
     ({"type": "function_call_output", "call_id": "c"}, "input[0].output"),
     ({"type": "function_call_output", "output": "x"}, "input[0].call_id"),
     ({"type": "reasoning", "encrypted_content": 5}, "input[0].encrypted_content"),
+]
+# Bad in a message; and, up to ``max_tokens``, where its tokens are counted.
+OF_MESSAGES: dict[str, list[Any]] = {
+    "messages": [None, [], {}, "Hi", 5],
+    "system": [5, {}, LONE, [5], [{"type": "text", "text": LONE}], [{"type": "image"}]],
+    "tools": [5, "x", [5], [{"name": "x"}], [{"name": 5, "input_schema": {}}], [{"name": "x", "input_schema": []}]],
+    "tool_choice": [5, "auto", {}, {"type": "any"}, {"type": "tool", "name": "x"}, {"type": "x"}],
+    "thinking": [5, {}, {"type": "x"}, {"type": "enabled", "budget_tokens": HUGE}, {"type": "enabled", "display": 5}],
+    "output_config": [5, {"effort": 5}, {"effort": "x" * 2000}, {"format": {"type": "x"}}, {"format": 5}],
+    "context_management": [5, {"edits": 5}, {"edits": [{}]}],
+    "thread": [{"type": "create"}, {"type": "continue", "previous_message_id": "x"}, 5],
+    "container": ["x", {}],
+    "mcp_servers": [[{}], "x"],
+    "compaction": [{}],
+    "cache_salt": [5, LONE],
+    "max_tokens": [None, 0, -1, 2**31, HUGE, 1.5, "5", True, NAN],
+    "stop_sequences": [5, "x", [5], [""], ["x"] * 17, [LONE]],
+    "stream": [1, "true"],
+    "priority": [1.5, 2**31],
+    "rid": [5, LONE],
+    **{name: SAMPLING[name] for name in ("temperature", "top_p", "top_k", "stop", "logit_bias", "stop_token_ids")},
+    "n": [0, 2, 65, "2"],
+    "regex": [5, "["],
+}
+USED = {"type": "tool_use", "id": "1", "name": "x", "input": {}}
+RETURNED = {"type": "tool_result", "tool_use_id": "1", "content": "x"}
+BLOCKS: list[tuple[Any, str]] = [
+    *((block, "[0].type") for block in (5, None, {}, {"type": 5}, {"type": "image"}, {"type": "x" * 5000})),
+    *(({"type": "text", "text": value}, "[0].text") for value in (5, None, [])),
+    ({"type": "text", "text": LONE}, ""),
+    ({**RETURNED, "tool_use_id": ""}, "[0].tool_use_id"),
+    ({**RETURNED, "content": 5}, "[0].content"),
+    ({**RETURNED, "content": LONE}, "[0].content"),
+    ({**RETURNED, "content": [{"type": "image"}]}, "[0].content[0].type"),
+    ({**RETURNED, "is_error": "x"}, "[0].is_error"),
+    (USED, "[0]"),
+    ({"type": "thinking", "signature": "x"}, "[0]"),
+    ({"type": "thinking", "thinking": "x"}, "[0].signature"),
+    ({**USED, "input": {"a": LONE}}, "[0]"),
+    ({**USED, "input": "{}"}, "[0].input"),
 ]
 OF_SPEC: dict[str, list[Any]] = {
     "enabled": [1, 0, "yes", [], NAN],
@@ -435,8 +484,44 @@ def _responses() -> Iterator[Bad]:
         yield Bad(f"{RESPONSES}/resp_x{end}", b"", Answer(404, "response_not_found"), method=method)
 
 
+def _messages() -> Iterator[Bad]:
+    names = list(OF_MESSAGES)
+    for name, values in OF_MESSAGES.items():
+        for path in ANTHROPICS[: 1 + (name in names[: names.index("max_tokens")])]:
+            for value in values:
+                yield _wrong(path, {**GOOD[MESSAGES_ROUTE], name: value}, name)
+    for block, where in BLOCKS:
+        for path in ANTHROPICS:
+            body = {**GOOD[MESSAGES_ROUTE], "messages": [{"role": "user", "content": [block]}]}
+            yield _wrong(path, body, f"messages[0].content{where}")
+    called = {"role": "assistant", "content": [{**USED, "input": {"a": json.loads("[" * 40 + "]" * 40)}}]}
+    for messages, param in (
+        ([called, *HI], "messages[0].content[0]"),
+        ([*HI, {"role": "assistant", "content": [USED]}], "messages[1]"),
+    ):
+        yield _wrong(MESSAGES_ROUTE, {"messages": messages, "max_tokens": 5}, param)
+    yield _wrong(
+        MESSAGES_ROUTE,
+        {"messages": [{"role": "user", "content": "x " * 50_000}], "max_tokens": 5},
+        "prompt is too long: ",
+    )
+    yield _wrong(MESSAGES_ROUTE, {"messages": 500 * HI, "max_tokens": 5, "stream": True}, "prompt is too long: ")
+
+
 def corpus() -> Iterator[Bad]:
     """Yields all of them."""
+    for bad in _corpus():
+        yield bad._replace(answer=_anthropics(bad.answer)) if bad.path in ANTHROPICS else bad
+
+
+def _anthropics(answer: Answer) -> Answer:
+    """The answer in Anthropic's form."""
+    types = {404: "not_found_error", 413: "request_too_large"}
+    param = "there is no model" if answer.code == "model_not_found" else answer.param
+    return Answer(answer.status, types.get(answer.status, "invalid_request_error"), param)
+
+
+def _corpus() -> Iterator[Bad]:
     yield from _fields()
     yield from _grammars()
     for message, param in MESSAGES:
@@ -448,9 +533,10 @@ def corpus() -> Iterator[Bad]:
     for path, body, param in WHOLE:
         yield _wrong(path, body, param)
     yield from _responses()
+    yield from _messages()
     for path, body, param in TOO_LONG:
         yield Bad(path, body, Answer(400, "context_length_exceeded", param))
-    for path in (CHAT, TEXT, NATIVE, TOKENIZE, DETOKENIZE, RESPONSES):
+    for path in (CHAT, TEXT, NATIVE, TOKENIZE, DETOKENIZE, RESPONSES, *ANTHROPICS):
         for model in ("", "gpt-x", "x" * 5000, "\x00", "../../etc/passwd"):
             yield Bad(path, {**GOOD.get(path, {}), "model": model}, Answer(404, "model_not_found", "model"))
     yield Bad("/v1/models/" + "x" * 5000, b"", Answer(404, "model_not_found"), method="GET")
