@@ -138,7 +138,9 @@ async def encode_prompt(
         raise
 
 
-async def count_tokens(front: FrontEnd, request: Request, chat: Conversation, thinking: Thinking, field: str) -> int:
+async def count_tokens(
+    front: FrontEnd, request: Request, chat: Conversation, thinking: Thinking, field: str, cache_salt: str | None = None
+) -> int:
     """Returns the number of tokens of a conversation, which may exceed the context.
 
     Args:
@@ -147,14 +149,15 @@ async def count_tokens(front: FrontEnd, request: Request, chat: Conversation, th
         chat: The conversation.
         thinking: What is asked of thoughts.
         field: As for ``encode_prompt``.
+        cache_salt: As for ``namespace_of``.
 
     Raises:
         RequestError: It is too long to be counted, or as for ``encode_prompt``.
     """
     if chat.num_chars > MAX_CHARS:
         raise RequestError(f"{field} must be at most {MAX_CHARS} characters long.", param=field)
-    chat = front.abilities.prepared(chat, thinking)
-    return len(await encode_prompt(front, request, chat, namespace_of(request), max_tokens=MAX_INT32, field=field))
+    chat, namespace = front.abilities.prepared(chat, thinking), namespace_of(request, cache_salt)
+    return len(await encode_prompt(front, request, chat, namespace, max_tokens=MAX_INT32, field=field))
 
 
 def without_oldest(chat: Conversation) -> Conversation | None:

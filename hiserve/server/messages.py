@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hiserve.config.serving import MAX_INT32
 from hiserve.errors import ContextLengthError, RequestError
-from hiserve.server.conversations import Question, begin_reply
-from hiserve.server.generation import OutputDelta, RequestContext
+from hiserve.server.conversations import Question, begin_reply, count_tokens
+from hiserve.server.generation import OutputDelta
 from hiserve.server.grammar_fields import one_of
 from hiserve.server.messages_format import ERRORS, PING, MessageWriter, error_event
 from hiserve.server.messages_request import read_messages
@@ -20,8 +20,7 @@ from hiserve.server.messages_types import AssistantMessage, CountedTokens, Messa
 from hiserve.server.reply_format import json_response, warned
 from hiserve.server.request_body import Body
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
-from hiserve.server.streaming import answer, cancel_on_disconnect
-from hiserve.server.tokenize import MAX_CHARS
+from hiserve.server.streaming import answer
 from hiserve.text.abilities import Thinking
 from hiserve.text.conversation import Conversation
 from hiserve.text.request_json import decode
@@ -64,7 +63,7 @@ class MessagesRoutes:
         try:
             choices, warning = await begin_reply(front, request, engine, question, writer.name, arrived)
         except ContextLengthError:
-            raise await self._too_long(request, question, engine.max_model_len - 1) from None
+            raise await self._too_long(request, question, fields.cache_salt, engine.max_model_len - 1) from None
 
         def stream(pieces: AsyncGenerator[OutputDelta, None]) -> AsyncGenerator[bytes, None]:
             return writer.events(pieces, choices)
@@ -83,11 +82,10 @@ class MessagesRoutes:
 
     async def count(self, request: Request) -> Response:
         """Returns the number of tokens in the prompt of a message."""
-        fields = decode(await self._front.bodies.read(request, COUNT), MessagesFields)
-        (chat, thinking), context = self._read(fields), context_of(request, fields.cache_salt, None, None)
-        if chat.num_chars > MAX_CHARS:
-            raise RequestError(f"messages must be at most {MAX_CHARS} characters long.", param="messages")
-        return json_response(CountedTokens(await self._num_tokens(request, chat, thinking, context)))
+        front = self._front
+        fields = decode(await front.bodies.read(request, COUNT), MessagesFields)
+        number = await count_tokens(front, request, *self._read(fields), "messages", fields.cache_salt)
+        return json_response(CountedTokens(number))
 
     def _read(self, fields: MessagesFields) -> tuple[Conversation, Thinking]:
         front = self._front
@@ -97,24 +95,15 @@ class MessagesRoutes:
             front.metrics.ignored[name].inc(number)
         return chat, thinking
 
-    async def _num_tokens(
-        self, request: Request, chat: Conversation, thinking: Thinking, context: RequestContext
-    ) -> int:
-        encoding = self._front.encoder.encode_chat(
-            self._front.abilities.prepared(chat, thinking),
-            namespace=context.namespace,
-            max_tokens=MAX_INT32,
-            caller=context.caller,
-        )
-        return len(await cancel_on_disconnect(request.receive, encoding))
-
-    async def _too_long(self, request: Request, question: Question, most: int) -> ContextLengthError:
+    async def _too_long(
+        self, request: Request, question: Question, cache_salt: str | None, most: int
+    ) -> ContextLengthError:
         """Returns the error at which clients compact a conversation; they read the numbers.
 
-        The tokens of more than ``MAX_CHARS`` characters are not counted; the number is then the least that does not fit.
-        ``most`` tokens leave room for a reply.
+        A conversation that is too long to be counted has at least one token more than fit. ``most`` leave room for a reply.
         """
-        chat, number = question.chat, most + 1
-        if chat.num_chars <= MAX_CHARS:
-            number = max(number, await self._num_tokens(request, chat, question.thinking, question.context))
+        number = most + 1
+        with suppress(RequestError):
+            counted = await count_tokens(self._front, request, question.chat, question.thinking, "messages", cache_salt)
+            number = max(number, counted)
         return ContextLengthError(f"prompt is too long: {number} tokens > {most} maximum", param="messages")
