@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -81,6 +82,21 @@ async def test_a_grammar_that_ends_the_process_is_refused_and_the_next_one_has_a
         assert (await refused(vetting, grammar)).code == "grammar_too_complex"
     assert vetting.num_killed == 1
     assert (await vetting.check(GRAMMARS["json"], "regex"))[0] == GRAMMARS["json"]
+
+
+async def test_a_process_that_gets_no_cpu_for_some_seconds_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = """
+import sys, time
+from hiserve.grammar import vet_process
+prompt = vet_process.try_out
+vet_process.try_out = lambda *trial: (time.sleep(3), prompt(*trial))[1]
+sys.exit(vet_process.serve(sys.argv[1]))
+"""
+    monkeypatch.setattr(vet, "COMMAND", (sys.executable, "-c", program))
+    made = Vetting(nano_folder(), 4096, (1, 9999))
+    assert await made.check(GRAMMARS["regex"], "regex") == (GRAMMARS["regex"], [])
+    assert made.num_killed == 0
+    await made.close()
 
 
 async def test_a_caller_who_ended_two_processes_waits_before_a_new_grammar(
