@@ -22,6 +22,7 @@ from hiserve.cache.storage.prefault import Populate  # noqa: E402
 from hiserve.cache.storage.records import Checksums  # noqa: E402
 from hiserve.cache.storage.transfer import ThreadTransfers, TransferQueue  # noqa: E402
 from hiserve.engine.executor import Executor  # noqa: E402
+from tools.freeze import wire  # noqa: E402
 
 LATE_S = {
     (Populate, "__call__"): 0.3,  # many steps
@@ -45,6 +46,16 @@ FILES = (
 PACES = ((0.0, 0.0), (0.3, 0.0005), (0.05, 0.005), (0.005, 0.1))  # share of the moments, seconds at most
 MOST_S = 2.0  # of all random delays of one thread
 NUMBERS = count()  # of threads
+# Before the program of the server: its engine is late with its state, by more than the server waits for it.
+LATE_STATE = """
+import asyncio
+from hiserve.scheduler.client import EngineClient
+prompt = EngineClient.status
+async def late(*args, **kwargs):
+    await asyncio.sleep(2.5)
+    return await prompt(*args, **kwargs)
+EngineClient.status = late
+"""
 
 
 def delay(owner: type, name: str, seconds: float) -> None:
@@ -83,6 +94,7 @@ def _is_moment(code: CodeType) -> bool:
 if __name__ == "__main__":
     for (owner, name), seconds in LATE_S.items():
         delay(owner, name, seconds)
+    wire.PATIENT = (*wire.PATIENT[:2], LATE_STATE + wire.PATIENT[2])
     delays = Delays(sys.argv.pop(1))
     threading.setprofile(delays)
     sys.setprofile(delays)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import socket
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,19 @@ from tests.e2e.live import serve
 from tools.freeze.session import ENGINE, FLAGS, SESSION, Ask
 
 ANSWER_S = 60.0
+# ``hiserve``, whose answers tell the engine's state however long it takes to say it.
+PATIENT = (
+    sys.executable,
+    "-c",
+    f"""
+import sys
+from hiserve.cli import main
+from hiserve.server import admin, cache_routes, health
+health.METRICS_TIMEOUT_S = health.PROBE_TIMEOUT_S = admin.INFO_TIMEOUT_S = admin.STATUS_TIMEOUT_S = {ANSWER_S}
+cache_routes.ANSWER_TIMEOUT_S = {ANSWER_S}
+sys.exit(main())
+""",
+)
 # Headers and fields of times, speeds and random ids.
 PASSING_HEADERS = {"date", "content-length"}
 PASSING = {
@@ -36,7 +50,7 @@ DIGITS = 4
 @contextlib.contextmanager
 def serving(*flags: str) -> Iterator[tuple[str, int]]:
     """Starts a server and ends it; yields its address."""
-    with tempfile.TemporaryDirectory() as folder, serve(Path(folder), *flags) as live:
+    with tempfile.TemporaryDirectory() as folder, serve(Path(folder), *flags, command=PATIENT) as live:
         host, port = live.url.removeprefix("http://").split(":")
         yield host, int(port)
 
