@@ -145,7 +145,7 @@ class ResponseRoutes:
         return json_response(page_of(items, request.query_params))
 
     def _tools(self, fields: InputFields) -> Tools:
-        tools = read_tools(fields.tools or (), fields.tool_choice)
+        tools = read_tools(fields.tools or ())
         self._front.metrics.ignored["hosted_tool"].inc(len(tools.hosted))
         return tools
 

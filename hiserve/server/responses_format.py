@@ -29,7 +29,7 @@ from hiserve.server.responses_items import (
     ResponseObject,
     ResponseUsage,
 )
-from hiserve.server.responses_request import CUSTOM, ToolName
+from hiserve.server.responses_request import CUSTOM, ClientTool
 from hiserve.text.reply_buffer import Event, Kind
 
 # Status of a response, and the reason of an incomplete one, by why its reply ended.
@@ -61,7 +61,7 @@ class ResponseWriter:
     """
 
     def __init__(
-        self, response: ResponseObject, names: Mapping[str, ToolName], seal: Callable[[str], str] | None
+        self, response: ResponseObject, names: Mapping[str, ClientTool], seal: Callable[[str], str] | None
     ) -> None:
         self.response = response
         self._names = names
@@ -115,7 +115,7 @@ class ResponseWriter:
             self._write(OutputReasoning if event.kind is Kind.THOUGHT else OutputMessage, event.text)
 
     def _call(self, event: Event) -> FunctionCall | CustomCall:
-        tool = self._names.get(event.text) or ToolName(event.text)
+        tool = self._names.get(event.text) or ClientTool(event.text)
         namespace = UNSET if tool.namespace is None else tool.namespace
         if tool.kind == "custom":
             return CustomCall(id=_new_id("ctc"), call_id=event.id, name=tool.name, namespace=namespace)

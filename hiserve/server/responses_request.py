@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from hiserve.errors import RequestError
-from hiserve.server.responses_types import ChosenTool, InputFields, Item, Parts, ResponseTool, ToolFields
+from hiserve.server.responses_types import ChosenTool, InputFields, Item, Parts, ResponseTool, ToolFields, ToolName
 from hiserve.text.chat_request import MAX_TOOLS
-from hiserve.text.conversation import Call, Conversation, Result, Role, Text, Thought, Turn, function_tool
+from hiserve.text.conversation import Call, Conversation, Result, Role, Text, Thought, ToolChoice, Turn, function_tool
 from hiserve.text.request_json import MAX_VALUES, check_json, check_text, num_marks
 
 # The one argument of a function that stands for a custom tool.
@@ -17,22 +17,23 @@ CUSTOM = "input"
 CUSTOM_PARAMETERS = {"type": "object", "properties": {CUSTOM: {"type": "string"}}, "required": [CUSTOM]}
 SEPARATOR = "__"
 SERVED = ("function", "custom")
-CHOICES = ("none", "auto")
 MESSAGE = (None, "message")
 
 
-class ToolName(NamedTuple):
+class ClientTool(NamedTuple):
     """A tool as the client knows it.
 
     Attributes:
         name: In its namespace.
         namespace: None outside of namespaces.
         kind: ``custom`` takes a text.
+        is_strict: Its arguments are always of its parameters.
     """
 
     name: str
     namespace: str | None = None
     kind: Literal["function", "custom"] = "function"
+    is_strict: bool = False
 
 
 class Tools(NamedTuple):
@@ -45,15 +46,15 @@ class Tools(NamedTuple):
     """
 
     shown: list[dict[str, Any]]
-    names: dict[str, ToolName]
+    names: dict[str, ClientTool]
     hosted: list[str]
 
 
-def read_tools(given: Sequence[ResponseTool], choice: str | ChosenTool | None) -> Tools:
+def read_tools(given: Sequence[ResponseTool]) -> Tools:
     """Returns the tools of a request; those of a namespace are functions ``namespace__name``.
 
     Raises:
-        RequestError: A tool has no name, or the choice is one that cannot be held.
+        RequestError: A tool has no name, or they are too many.
     """
     tools = Tools([], {}, [])
     for i, tool in enumerate(given):
@@ -64,15 +65,36 @@ def read_tools(given: Sequence[ResponseTool], choice: str | ChosenTool | None) -
                 _add_tool(tools, inner, tool.name, f"tools[{i}].tools[{j}]")
         else:
             _add_tool(tools, tool, None, f"tools[{i}]")
-    if isinstance(choice, ChosenTool) and choice.type not in (*SERVED, "allowed_tools"):
+    return tools
+
+
+def read_choice(chosen: str | ChosenTool | None, tools: Tools) -> tuple[ToolChoice, bool]:
+    """Returns which tools a reply may call, and whether that is one call of one tool.
+
+    Raises:
+        RequestError: The choice names no tool that is served here.
+    """
+    strict = tuple(name for name, tool in tools.names.items() if tool.is_strict)
+    if not isinstance(chosen, ChosenTool):
+        return ToolChoice(chosen == "required", None, strict), False
+    if chosen.type in SERVED:
+        return ToolChoice(True, (_chosen_name(chosen),), strict), True
+    if chosen.type != "allowed_tools":
         raise RequestError(
-            f"tool_choice asks for the hosted tool {choice.type[:100]!r}; this server runs no tools. "
+            f"tool_choice asks for the hosted tool {chosen.type[:100]!r}; this server runs no tools. "
             "Choose a function, or auto.",
             param="tool_choice",
         )
-    if choice not in (None, *CHOICES):
-        raise RequestError("tool_choice is not supported yet.", param="tool_choice")
-    return tools
+    allowed = tuple(_chosen_name(each) for each in chosen.tools or () if each.type in SERVED)
+    if not allowed:
+        raise RequestError("tool_choice allows no tool that is served here.", param="tool_choice")
+    return ToolChoice(chosen.mode == "required", allowed, strict), False
+
+
+def _chosen_name(chosen: ToolName) -> str:
+    if not chosen.name:
+        raise RequestError(f"tool_choice names no tool of type {chosen.type}.", param="tool_choice")
+    return flat_name(chosen.name, chosen.namespace)
 
 
 def _add_tool(tools: Tools, tool: ToolFields, namespace: str | None, where: str) -> None:
@@ -90,7 +112,8 @@ def _add_tool(tools: Tools, tool: ToolFields, namespace: str | None, where: str)
     if len(tools.shown) == MAX_TOOLS:
         raise RequestError(f"tools has more than {MAX_TOOLS} tools, those of namespaces included.", param="tools")
     tools.shown.append(function_tool(function))
-    tools.names[name] = ToolName(tool.name, namespace, "custom" if tool.type == "custom" else "function")
+    kind: Literal["function", "custom"] = "custom" if tool.type == "custom" else "function"
+    tools.names[name] = ClientTool(tool.name, namespace, kind, bool(tool.strict))
 
 
 def flat_name(name: str, namespace: str | None) -> str:
@@ -119,10 +142,12 @@ def conversation_of(
     turns += _turns([*earlier, *fields.items], len(earlier), unseal)
     if not turns:
         raise RequestError("input is empty; give a text or at least one item.", param="input")
+    choice, is_named = read_choice(fields.tool_choice, tools)
     return Conversation(
         turns=tuple(turns),
         tools=None if fields.tool_choice == "none" else tools.shown or None,
-        is_single=fields.parallel_tool_calls is False,
+        choice=choice,
+        is_single=is_named or fields.parallel_tool_calls is False,
     )
 
 

@@ -75,6 +75,7 @@ class ToolFields(msgspec.Struct, frozen=True, kw_only=True):
     name: NonEmpty | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
     format: CustomFormat | None = None
 
 
@@ -84,11 +85,19 @@ class ResponseTool(ToolFields, frozen=True, kw_only=True):
     tools: Annotated[list[ToolFields], Meta(max_length=MAX_TOOLS)] | None = None
 
 
-class ChosenTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool that must be called."""
+class ToolName(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool of the request."""
 
     type: str
     name: str | None = None
+    namespace: str | None = None
+
+
+class ChosenTool(ToolName, frozen=True, kw_only=True, omit_defaults=True):
+    """A tool that must be called; or, as ``allowed_tools``, those that may be, or must by ``mode``."""
+
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[ToolName], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -8,7 +8,7 @@ import pytest
 
 from hiserve.core.plan import Int32Array
 from tests.unit.server.conftest import TOKENIZER
-from tests.unit.server.tool_replies import SOURCE, client_of, script, serving
+from tests.unit.server.tool_replies import SOURCE, Trusting, client_of, script, serving
 
 pytestmark = pytest.mark.clients
 CALL = '<think>\nHm.\n</think>\n\nNow.\n<tool_call>\n{"name": "look", "arguments": {"where":   "Oslo"}}\n</tool_call>'
@@ -36,7 +36,7 @@ async def test_an_agent_calls_a_tool_and_each_step_begins_with_the_tokens_of_the
         has_result = "rain in Oslo" in TOKENIZER.decode(prompt, skip_hidden=False)
         return script("It rains." if has_result else CALL, 2)
 
-    async with serving("", template=SOURCE) as server, client_of(server) as client:
+    async with serving("", template=SOURCE, vetting=Trusting()) as server, client_of(server) as client:
         server.engine.script = reply
         settings = agents.ModelSettings(store=is_stored, response_include=["reasoning.encrypted_content"])
         model = agents.OpenAIResponsesModel(model="tiny", openai_client=client)

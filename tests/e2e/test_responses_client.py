@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Literal
 
+import jsonschema
 import openai
 import pydantic
 import pytest
@@ -89,6 +91,36 @@ async def test_the_next_turn_computes_what_is_new_and_two_pages_at_most(
         before = reply
         items += [item.to_dict() for item in reply.output]
         items.append({"role": "user", "content": "And a muffin, please."})
+
+
+TABLE = {
+    "type": "function",
+    "name": "find_table",
+    "parameters": {
+        "type": "object",
+        "properties": {"people": {"enum": [2, 3, 4]}, "day": {"enum": ["today", "tomorrow"]}},
+        "required": ["people", "day"],
+        "additionalProperties": False,
+    },
+}
+
+
+async def test_the_next_step_of_an_agent_computes_what_is_new_and_two_pages_at_most(
+    client: openai.AsyncOpenAI,
+) -> None:
+    fields: dict[str, Any] = {"model": NANO, "tools": [TABLE], "max_output_tokens": 64, "store": False}
+    items: list[Any] = [{"role": "user", "content": QUESTION}]
+    known = 0
+    for step in range(3):
+        reply = await client.responses.create(input=items, tool_choice="required", parallel_tool_calls=False, **fields)
+        (call,) = reply.output
+        assert call.type == "function_call"
+        jsonschema.validate(arguments := json.loads(call.arguments), TABLE["parameters"])
+        assert reply.usage is not None
+        assert num_cached(reply) >= known - 2 * PAGE, f"step {step}"
+        known = reply.usage.input_tokens + reply.usage.output_tokens
+        spelled = {**call.to_dict(), "arguments": json.dumps(arguments, separators=(",", ":"))}
+        items += [spelled, {"type": "function_call_output", "call_id": call.call_id, "output": f"table {step}"}]
 
 
 async def test_a_reply_is_parsed(client: openai.AsyncOpenAI) -> None:

@@ -17,6 +17,7 @@ from tests.unit.server.tool_replies import (
     SOURCE,
     TOOL,
     TWO,
+    Trusting,
     client_of,
     script,
     serving,
@@ -127,25 +128,69 @@ async def test_a_stream_ends_with_the_reply_that_is_not_streamed(size: int) -> N
     assert plain(last) == plain(whole)
 
 
+CHOICES: list[tuple[Any, list[str], bool]] = [
+    ("required", ["look", "patch", "files__read"], False),
+    ({"type": "function", "name": "look"}, ["look"], True),
+    ({"type": "custom", "name": "patch"}, ["patch"], True),
+    ({"type": "function", "name": "read", "namespace": "files"}, ["files__read"], True),
+    (
+        {
+            "type": "allowed_tools",
+            "mode": "required",
+            "tools": [
+                {"type": "web_search"},
+                {"type": "function", "name": "look"},
+                {"type": "custom", "name": "patch"},
+            ],
+        },
+        ["look", "patch"],
+        False,
+    ),
+]
+
+
+@pytest.mark.parametrize(("choice", "names", "is_single"), CHOICES, ids=[str(case[0])[:40] for case in CHOICES])
+async def test_a_choice_of_tools_is_a_grammar_of_their_calls(choice: Any, names: list[str], is_single: bool) -> None:
+    vetting = Trusting()
+    async with serving(TWO, vetting=vetting, template=SOURCE) as server:
+        call = await server.post("/v1/responses", {"input": "Hi", "tools": [LOOK, PATCH, SPACE], "tool_choice": choice})
+        auto = await server.post("/v1/responses", {"input": "Hi", "tools": [LOOK, PATCH, SPACE]})
+    assert {call.status, auto.status} == {200}, call.text
+    assert call.json["tool_choice"] == choice
+    ((grammar, param),) = vetting.asked
+    assert param == "tool_choice"
+    assert [name for name in ("look", "patch", "files__read") if name in grammar.text] == names
+    assert len([item for item in call.json["output"] if item["type"] == "function_call"]) == (1 if is_single else 2)
+
+
+REFUSED_CHOICES: list[tuple[Any, str]] = [
+    ({"type": "web_search"}, "hosted"),
+    ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}, "no tool that is served"),
+    ({"type": "function"}, "names no tool"),
+    ({"type": "function", "name": "none"}, "none of tools"),
+]
+
+
+@pytest.mark.parametrize(("choice", "fault"), REFUSED_CHOICES)
+async def test_a_choice_of_no_tool_is_refused(choice: Any, fault: str) -> None:
+    async with serving(TWO, template=SOURCE) as server:
+        call = await server.post("/v1/responses", {"input": "Hi", "tools": [LOOK], "tool_choice": choice})
+    assert (call.status, call.json["error"]["param"]) == (400, "tool_choice")
+    assert fault in call.json["error"]["message"]
+
+
 async def test_parsed_replies_and_parsed_arguments() -> None:
     class Place(pydantic.BaseModel):
         where: str
 
-    class Vets:
-        async def check(self, grammar: Any, param: str, **_: Any) -> tuple[Any, list[str]]:
-            seen.append((json.loads(grammar.text), param))
-            return grammar, []
-
-        async def close(self) -> None:
-            pass
-
-    seen: list[Any] = []
-    async with serving('{"where": "Oslo"}', vetting=Vets()) as server, client_of(server) as client:
+    vetting = Trusting()
+    async with serving('{"where": "Oslo"}', vetting=vetting) as server, client_of(server) as client:
         reply = await client.responses.parse(model="tiny", input="Hi", text_format=Place)
         sampling = server.engine.seen[0].sampling
+    ((grammar, param),) = vetting.asked
     assert reply.output_parsed == Place(where="Oslo")
-    assert seen[0][0]["required"] == ["where"]
-    assert seen[0][1] == "text.format.schema"
+    assert json.loads(grammar.text)["required"] == ["where"]
+    assert param == "text.format.schema"
     assert sampling.grammar is not None
     assert sampling.grammar.kind == "json"
 
@@ -247,18 +292,31 @@ ITEMS = [
 ]  # fmt: skip
 
 
+MESSAGES = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": [
+        {"type": "text", "text": "Let me see."}, {"type": "tool_use", "id": "c1", "name": "look", "input": {"where": "é"}}]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "found"}]},
+    {"role": "assistant", "content": "There."},
+    {"role": "user", "content": "Thanks"},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("order", [1, -1])
-async def test_the_same_conversation_has_the_same_prompt_as_in_a_chat(order: int) -> None:
-    look = {"strict": True, **dict(list(LOOK.items())[::order])}
+async def test_the_same_conversation_has_the_same_prompt_in_three_protocols(order: int) -> None:
+    look = {"strict": False, **dict(list(LOOK.items())[::order])}
+    asked = {"name": "look", "input_schema": LOOK["parameters"]}
     async with serving("Done.", template=SOURCE) as server:
         chat = await server.post("/v1/chat/completions", {"messages": CHAT, "tools": [TOOL]})
         body = {"instructions": "Be short.", "input": ITEMS, "tools": [look]}
         reply = await server.post("/v1/responses", body)
         number = await server.post("/v1/responses/input_tokens", body)
-        first, second = server.engine.seen
-    assert (chat.status, reply.status) == (200, 200), reply.text
-    assert texts_of([first]) == texts_of([second])
-    assert first.prompt.tolist() == second.prompt.tolist()
+        fields = {"max_tokens": 100, "system": "Be short.", "messages": MESSAGES, "tools": [asked]}
+        message = await server.post("/v1/messages", fields)
+        first, second, third = server.engine.seen
+    assert {chat.status, reply.status, message.status} == {200}, reply.text + message.text
+    assert texts_of([first]) == texts_of([second]) == texts_of([third])
+    assert first.prompt.tolist() == second.prompt.tolist() == third.prompt.tolist()
     assert number.json == {"object": "response.input_tokens", "input_tokens": len(second.prompt)}
 
 

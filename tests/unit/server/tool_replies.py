@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import openai
 
+from hiserve.core.request import Grammar
 from hiserve.models.model_config import find_model
 from hiserve.text.template import ChatTemplate
 from tests.helpers import tiny_text
@@ -50,3 +51,21 @@ async def serving(text: str, size: int = 1, **settings: Any) -> AsyncIterator[Se
 def client_of(server: Server) -> openai.AsyncOpenAI:
     http = httpx.AsyncClient(transport=httpx.ASGITransport(server.app))
     return openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", max_retries=0, http_client=http)
+
+
+class Trusting:
+    """Vetting that lets every grammar pass.
+
+    Attributes:
+        asked: Each grammar and its field.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Grammar, str]] = []
+
+    async def check(self, grammar: Grammar, param: str, **_: Any) -> tuple[Grammar, list[str]]:
+        self.asked.append((grammar, param))
+        return grammar, []
+
+    async def close(self) -> None:
+        pass
