@@ -145,8 +145,11 @@ class ResponseRoutes:
         return json_response(page_of(items, request.query_params))
 
     def _tools(self, fields: InputFields) -> Tools:
+        """Returns the tools of a request, and counts what is ignored of it."""
         tools = read_tools(fields.tools or ())
-        self._front.metrics.ignored["hosted_tool"].inc(len(tools.hosted))
+        ignored, has_effort = self._front.metrics.ignored, bool(self._front.abilities.template.effort_switch)
+        ignored["hosted_tool"].inc(len(tools.hosted))
+        ignored["effort"].inc(bool(fields.thinking.effort) and not has_effort)
         return tools
 
     def _unseal(self, seal: str) -> str | None:

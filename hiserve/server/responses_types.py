@@ -85,7 +85,7 @@ class ResponseTool(ToolFields, frozen=True, kw_only=True):
     tools: Annotated[list[ToolFields], Meta(max_length=MAX_TOOLS)] | None = None
 
 
-class ToolName(msgspec.Struct, frozen=True, kw_only=True):
+class ToolName(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A tool of the request."""
 
     type: str
@@ -93,7 +93,7 @@ class ToolName(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str | None = None
 
 
-class ChosenTool(ToolName, frozen=True, kw_only=True, omit_defaults=True):
+class ChosenTool(ToolName, frozen=True, kw_only=True):
     """A tool that must be called; or, as ``allowed_tools``, those that may be, or must by ``mode``."""
 
     mode: Literal["auto", "required"] | None = None

@@ -462,3 +462,35 @@ async def test_what_changes_nothing_is_taken(server: Server) -> None:
     assert call.status == 200, call.text
     for name in ("prompt_cache_key", "user", "max_tool_calls"):
         assert call.json[name] == fields[name]
+
+
+async def test_a_coding_agent_s_request_is_served() -> None:
+    """Of Codex 0.169, its texts replaced."""
+
+    def said(role: str, text: str) -> dict[str, Any]:
+        return {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
+
+    functions = [{**LOOK, "name": f"tool_{i}", "description": "x" * 200, "strict": False} for i in range(7)]
+    space = {**SPACE, "tools": [{**LOOK, "name": f"inner_{i}", "strict": False} for i in range(5)]}
+    body = {
+        "instructions": "x" * 400, "input": [said("developer", "y" * 900), said("developer", "z" * 90), said("user", "Hi")],
+        "tools": [*functions, space, {"type": "web_search", "external_web_access": False}], "tool_choice": "auto",
+        "parallel_tool_calls": True, "reasoning": {"summary": "auto"}, "store": False, "stream": True, "include": SEALED,
+        "prompt_cache_key": "0199-thread", "text": {"verbosity": "low"}, "client_metadata": {"x-codex-installation-id": "i"},
+    }  # fmt: skip
+    text = (
+        '<think>\nso\n</think>\n\n<tool_call>\n{"name": "files__inner_3", "arguments": {"where":   "x"}}\n</tool_call>'
+    )
+    async with serving(text, 3) as server:
+        server.engine.max_model_len = 32_000
+        events = events_of((await server.post("/v1/responses", body)).text)
+        thought, call = events[-1]["response"]["output"]
+        items = [*body["input"], {**thought, "content": None}, call]
+        items.append({"type": "function_call_output", "call_id": call["call_id"], "output": "ok"})
+        again = await server.post("/v1/responses", {**body, "input": items})
+        first, second = server.engine.seen
+        assert (await server.get(f"/v1/responses/{events[-1]['response']['id']}")).status == 404
+    assert again.status == 200, again.text
+    assert (call["name"], call["namespace"], call["arguments"]) == ("inner_3", "files", '{"where":   "x"}')
+    assert thought["encrypted_content"]
+    assert second.prompt.tolist()[: len(first.prompt)] == first.prompt.tolist()
