@@ -38,7 +38,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
 NOT_ZERO = {"top_p": "use temperature 0 for greedy", "repetition_penalty": "1 is no penalty"}
-GrammarKind = Literal["json", "json_lenient", "regex", "choice", "lark", "ebnf"]
+GrammarKind = Literal["json", "json_lenient", "regex", "choice", "lark", "ebnf", "any"]
 LENGTHS = {"stop": MAX_STOPS, "stop_token_ids": MAX_STOP_TOKENS, "logit_bias": MAX_BIASES}
 
 
@@ -63,21 +63,27 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The language of a reply."""
 
     # ``json`` (a JSON schema), ``json_lenient`` (the same without the keywords that no mask can hold), ``regex``,
-    # ``choice`` (a JSON list of texts), ``lark``, ``ebnf`` (GBNF, or Lark)
+    # ``choice`` (a JSON list of texts), ``lark``, ``ebnf`` (GBNF, or Lark), ``any`` (all tokens; no text)
     kind: GrammarKind
     text: str  # as the kind says
     digest: bytes  # of all
     after: str = ""  # the mark that ends the thought in which the reply begins; the language is that of the rest
     opening: str = ""  # the mark that opens this thought, if the reply may begin with one; it must then be a token
+    budget: int | None = None  # most tokens of this thought, which must then end with a token
 
     @classmethod
-    def of(cls, kind: GrammarKind, text: str, after: str = "", opening: str = "") -> Grammar:
+    def of(cls, kind: GrammarKind, text: str, after: str = "", opening: str = "", budget: int | None = None) -> Grammar:
         """Returns the grammar with its digest."""
-        return cls(kind, text, namespace_digest(kind, text, after, opening), after, opening)
+        more = () if budget is None else (str(budget),)
+        return cls(kind, text, namespace_digest(kind, text, after, opening, *more), after, opening, budget)
 
     def as_kind(self, kind: GrammarKind) -> Grammar:
         """Returns the grammar with its text read as another kind."""
-        return self if kind == self.kind else Grammar.of(kind, self.text, self.after, self.opening)
+        return self if kind == self.kind else Grammar.of(kind, self.text, self.after, self.opening, self.budget)
+
+    def within(self, budget: int) -> Grammar:
+        """Returns the grammar with at most so many tokens of its thought."""
+        return Grammar.of(self.kind, self.text, self.after, self.opening, budget)
 
 
 class SpecParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

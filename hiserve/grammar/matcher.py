@@ -67,13 +67,14 @@ class Vocabulary:
             RequestError: There is no such grammar, or it is beyond the library's limits.
         """
         try:
-            source = _source(grammar)
+            opening = grammar.opening and self._spell(grammar.opening)
+            source = _any(opening) if grammar.kind == "any" else _source(grammar)
             if grammar.after:
-                opening = grammar.opening and self._spell(grammar.opening)
-                source = _after_thought(opening, self._spell(grammar.after), source)
+                source = _after_thought(opening, self._spell(grammar.after), source, grammar.budget)
         except ValueError as error:
             raise RequestError(_first_line(error), code=INVALID) from None
-        matcher = Matcher(LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits))
+        inner = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        matcher = Matcher(inner, has_budget=grammar.budget is not None)
         if matcher.error:
             raise RequestError(matcher.error, code=INVALID)
         return matcher
@@ -97,17 +98,24 @@ def _with_marks(description: str) -> str:
     return json.dumps(made)
 
 
-def _after_thought(opening: str, mark: str, source: str) -> str:
+def _any(opening: str) -> str:
+    """Returns the grammar of any tokens, of which the first is not a mark's."""
+    return f"start: (<[^{opening.strip('<[]>')}]> <[*]>*)?" if opening else "start: <[*]>*"
+
+
+def _after_thought(opening: str, mark: str, source: str, budget: int | None) -> str:
     """Returns the grammar of any text, a mark, up to two line breaks, and a text of another grammar.
 
-    All up to the other text may be missing where the thought has an opening mark.
+    All up to the other text may be missing where the thought has an opening mark. The text before the mark has as many tokens
+    as the budget allows, where the mark is a token.
     """
     try:
         (body,) = json.loads(source)["grammars"]
     except ValueError:  # the library's own form is JSON, or Lark as it is
         body = {"lark_grammar": source}
     if mark.startswith("<["):
-        head = f"thought {mark}\nthought: /(.|\\n)*/"
+        limit = "" if budget is None else f"[max_tokens={budget}]"
+        head = f"{mark}\n" if budget == 0 else f"thought {mark}\nthought{limit}: /(.|\\n)*/"
     else:
         head = f"thought\nthought[suffix={mark}]: /(.|\\n)*/"
     first, _, rest = head.partition("\n")
@@ -125,20 +133,26 @@ def _source(grammar: Grammar) -> str:
         return LLMatcher.grammar_from_json_schema(
             schema, overrides={"whitespace_pattern": WHITESPACE, "lenient": is_lenient, "coerce_one_of": is_lenient}
         )
+    assert grammar.kind != "any", "has no text"
     return grammar_from(grammar.kind, grammar.text)
 
 
 class Matcher:
     """A place in a grammar. A matcher that has failed allows nothing, and stays failed."""
 
-    __slots__ = ("_inner",)
+    __slots__ = ("_has_budget", "_inner")
 
-    def __init__(self, inner: LLMatcher) -> None:
+    def __init__(self, inner: LLMatcher, *, has_budget: bool = False) -> None:
         self._inner = inner
+        self._has_budget = has_budget
 
     def copy(self) -> Matcher:
         """Returns another one at the same place."""
-        return Matcher(self._inner.deep_copy())
+        return Matcher(self._inner.deep_copy(), has_budget=self._has_budget)
+
+    def ahead(self) -> LLMatcher:
+        """Returns what may go on by drafts and back: the library cannot take tokens of a budget back, but a copy is dropped."""
+        return self._inner.deep_copy() if self._has_budget else self._inner
 
     def advance(self, tokens: Iterable[int]) -> int | None:
         """Goes on by tokens, up to the one after which the grammar allows no other.
@@ -196,8 +210,8 @@ class MaskFiller:
         """
         assert masks.flags.c_contiguous and masks.dtype == np.int32, f"masks {masks.dtype} {masks.strides}"
         where = masks.ctypes.data, masks.shape[1] * masks.itemsize, masks.shape[0]
-        alone = [(matcher._inner, first) for matcher, first, drafts in matchers if not drafts]
-        drafted = [(matcher._inner, first, drafts) for matcher, first, drafts in matchers if drafts]
+        alone = [(matcher._inner, first) for matcher, first, drafts in matchers if not drafts or matcher._has_budget]
+        drafted = [(matcher.ahead(), first, drafts) for matcher, first, drafts in matchers if drafts]
         if alone:
             self._executor.unsafe_compute_mask_ptr(alone, *where)
         if drafted:

@@ -16,7 +16,7 @@ from hiserve.errors import RequestError
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.auth import caller_of, namespace_of
 from hiserve.server.generation import Choices, RequestContext, generations
-from hiserve.server.grammar_fields import Constraint, constrain, of_chat
+from hiserve.server.grammar_fields import Constraint, constrain, of_chat, with_budget
 from hiserve.server.logprobs import check_prompt_scores
 from hiserve.server.routes import FrontEnd
 from hiserve.server.sampling_fields import Limits, fit_context
@@ -84,10 +84,13 @@ async def begin_reply(
     sampling, warning = await constrain(front.vetting, request, sampling, constraint, sampling.n, thought)
     if sampling.prompt_logprobs is not None:
         check_prompt_scores(len(prompt) * (1 + sampling.prompt_logprobs), "prompt_logprobs")
+    sampling = fit_context(sampling, question.limits, len(prompt), engine.max_model_len)
+    if front.abilities.holds_budget:
+        sampling = with_budget(sampling, thought, question.thinking.budget)
     choices = generations(
         name,
         prompt,
-        fit_context(sampling, question.limits, len(prompt), engine.max_model_len),
+        sampling,
         context,
         token_bytes=front.token_bytes,
         metrics=front.metrics,

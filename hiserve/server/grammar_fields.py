@@ -178,6 +178,21 @@ def of_chat(constraint: Constraint | None, abilities: Abilities, chat: Conversat
     return constraint
 
 
+def with_budget(sampling: SamplingParams, thought: Marks, budget: int | None) -> SamplingParams:
+    """Returns the sampling parameters with a limit of the tokens of the thought; unchanged where nothing exceeds it.
+
+    Args:
+        sampling: Fitted to the context.
+        thought: As of ``Abilities.thought``.
+        budget: Most tokens; None is no limit.
+    """
+    opening, after = thought
+    if budget is None or not after or budget >= (sampling.max_tokens or budget + 1):
+        return sampling
+    grammar = sampling.grammar or Grammar.of("any", "", after, opening)
+    return msgspec.structs.replace(sampling, grammar=grammar.within(budget))
+
+
 async def constrain(
     vetting: Vetting,
     request: Request,

@@ -90,6 +90,7 @@ class MessagesRoutes:
     def _read(self, fields: MessagesFields) -> tuple[Conversation, Thinking]:
         front = self._front
         chat, thinking, ignored = read_messages(fields, front.seals.open, keeps_volatile=self._keeps_volatile)
+        ignored["thinking_budget"] += thinking.budget is not None and not front.abilities.holds_budget
         ignored["effort"] += bool(thinking.effort) and not front.abilities.template.effort_switch
         for name, number in ignored.items():
             front.metrics.ignored[name].inc(number)

@@ -214,6 +214,6 @@ def _thinking(fields: MessagesFields, ignored: Counter[str]) -> Thinking:
     edits = (fields.context_management and fields.context_management.edits) or []
     keeps = any(edit.type.startswith(CLEAR_THINKING) and edit.keep in KEEPS_ALL for edit in edits)
     ignored["context_edit"] += len([edit for edit in edits if not edit.type.startswith(CLEAR_THINKING)])
-    ignored["thinking_budget"] += bool(config and config.budget_tokens)
     is_on = None if config is None else config.type != "disabled"
-    return Thinking(is_on, HIGHEST.get(effort, effort) if effort else None, True if keeps else None)
+    budget = None if config is None else config.budget_tokens
+    return Thinking(is_on, HIGHEST.get(effort, effort) if effort else None, True if keeps else None, budget)

@@ -102,7 +102,7 @@ class MessagesToolChoice(msgspec.Struct, frozen=True):
 
 
 class ThinkingConfig(msgspec.Struct, frozen=True):
-    """Whether the model thinks, and whether the reply shows it; ``budget_tokens`` is ignored."""
+    """Whether the model thinks, how many tokens at most, and whether the reply shows it."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None

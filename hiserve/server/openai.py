@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
-from hiserve.errors import NotFoundError
+from hiserve.errors import NotFoundError, RequestError
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.auth import caller_of
 from hiserve.server.conversations import Question, begin_reply
@@ -68,6 +68,11 @@ class OpenAIRoutes:
         body = await front.bodies.read(request, CHAT)
         asked = decode(body, ChatOptions)
         sampling, chat = asked.sampling(self._model), parse_chat(body)
+        if asked.thoughts.budget is not None and not front.abilities.holds_budget:
+            raise RequestError(
+                "the thoughts of this model do not end with a token of their own: no budget can be held. Leave it out.",
+                param="thinking_token_budget",
+            )
         engine = front.handle.require()
         question = Question(
             chat,
@@ -76,7 +81,7 @@ class OpenAIRoutes:
             context_of(request, asked.cache_salt, asked.priority, asked.rid),
             asked.constraint,
             asked.truncate_prompt_tokens,
-            asked.thinking,
+            asked.thoughts,
         )
         head = envelope(self._model, "chatcmpl")
         choices, warning = await begin_reply(front, request, engine, question, head["id"], arrived)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -34,6 +34,7 @@ Prompts = Annotated[
 Scores = Annotated[int, range_of("logprobs")]
 MaxTokens = Annotated[int, range_of("max_tokens")]
 MaxTokensOrNone = Annotated[int, Meta(ge=0, le=MAX_INT32)]
+Budget = Annotated[int, Meta(ge=0, le=MAX_INT32)]
 NotTrue = Annotated[bool, Meta(extra_json_schema={"const": False})]
 
 
@@ -121,6 +122,13 @@ class OpenAIFields(OpenAIGrammarFields, frozen=True, kw_only=True):
         )
 
 
+class ThinkingConfig(msgspec.Struct, frozen=True):
+    """``thinking``: whether a chat's reply begins with a thought, and its most tokens."""
+
+    type: Literal["enabled", "disabled", "adaptive"] | None = None
+    budget_tokens: Budget | None = None
+
+
 class ChatOptions(OpenAIFields, frozen=True, kw_only=True):
     """A chat completion, without the fields of its conversation (``text.chat_request.ChatFields``)."""
 
@@ -128,6 +136,9 @@ class ChatOptions(OpenAIFields, frozen=True, kw_only=True):
     top_logprobs: Scores | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Name | None = None
+    thinking_token_budget: Budget | None = None
+    thinking_budget: Budget | None = None
+    thinking: ThinkingConfig | None = None
 
     def __post_init__(self) -> None:
         """Refuses values that exclude each other."""
@@ -141,10 +152,13 @@ class ChatOptions(OpenAIFields, frozen=True, kw_only=True):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def thinking(self) -> Thinking:
-        """What the request asks of thoughts; ``none`` is an effort that turns them off."""
-        is_off = self.reasoning_effort == "none"
-        return Thinking(False if is_off else None, None if is_off else self.reasoning_effort)
+    def thoughts(self) -> Thinking:
+        """What the request asks of thoughts; ``none`` is an effort that turns them off. Of several budgets the least counts."""
+        effort, config = self.reasoning_effort, self.thinking or ThinkingConfig()
+        is_on = {"enabled": True, "disabled": False}.get(config.type or "")
+        given = (self.thinking_token_budget, self.thinking_budget, config.budget_tokens)
+        budget = min((number for number in given if number is not None), default=None)
+        return Thinking(False, budget=budget) if effort == "none" else Thinking(is_on, effort, budget=budget)
 
     def sampling(self, model: ServedModel) -> SamplingParams:
         """Returns the sampling parameters."""

@@ -33,11 +33,13 @@ class Thinking(NamedTuple):
         is_on: Whether the reply begins with one.
         effort: How long, in the family's words.
         keeps: Whether the prompt shows those of earlier turns.
+        budget: Most tokens of the one of the reply.
     """
 
     is_on: bool | None = None
     effort: str | None = None
     keeps: bool | None = None
+    budget: int | None = None
 
 
 class Abilities:
@@ -123,6 +125,11 @@ class Abilities:
         if not may_think or chat.continue_final_message or self._tail(prompt).endswith(self._thought[1]):
             return NOTHING
         return self._thought
+
+    @property
+    def holds_budget(self) -> bool:
+        """Whether a limit of the tokens of a thought can be held: thoughts end with a token of its own, or there are none."""
+        return self.syntax is None or not self.syntax.thought[1] or self.syntax.is_token(self.syntax.thought[1])
 
     @property
     def _thought(self) -> Marks:

@@ -185,3 +185,20 @@ def test_scores_are_the_models_own() -> None:
     wanted = [each.logprob for each in (prompt.prompt_logprobs or ())[-len(told) :] if each is not None]
     np.testing.assert_allclose(told, wanted, atol=1e-9)
     assert min(told) < -3, "the mask forced nothing"
+
+
+@pytest.mark.parametrize("name", ["drafts", "ahead", "few pages"])
+def test_a_budget_ends_the_thought_and_changes_nothing_else(name: str) -> None:
+    budget, (mark,) = 7, nano_tokenizer().encode("<|system|>", add_special_tokens=False).tolist()
+    asked = [params for about, params in ASKED.items() if about != "penalties"]
+    with LLM(**(SETTINGS | VARIANTS[name])) as llm:
+        for params in asked:
+            limited = msgspec.structs.replace(params, grammar=Grammar.of("any", "", "<|system|>").within(budget))
+            free, held = (replies(llm, [TEXTS[0]], [each])[0] for each in (params, limited))
+            said = held.outputs[0].token_ids
+            assert said[:budget] == free.outputs[0].token_ids[:budget], "within the budget"
+            assert said[budget] == mark
+            prompt = [*held.prompt_token_ids, *said[: budget + 1]]
+            if not params.temperature:
+                rest = msgspec.structs.replace(params, max_tokens=NUM_NEW - budget - 1)
+                assert said[budget + 1 :] == llm.generate([prompt], [rest])[0].outputs[0].token_ids

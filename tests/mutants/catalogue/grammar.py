@@ -1,7 +1,7 @@
 """Grammars: masks, matchers, vetting."""
 
 from hiserve.engine import grammars
-from hiserve.grammar import vet
+from hiserve.grammar import matcher, vet
 from hiserve.kernels import draw, sampling
 from hiserve.sampling import params
 from hiserve.server import grammar_fields
@@ -54,3 +54,7 @@ with vet.Vetting._check_caller, test_vet.test_a_caller_who_ended_two_processes_w
     "INV 73: a caller may end any number of processes"
     wait_s > 0
     False
+with matcher.Matcher.ahead, replies.test_a_budget_ends_the_thought_and_changes_nothing_else["drafts"]:
+    "INV 72: a budget of thoughts fails with drafts"
+    self._inner.deep_copy() if self._has_budget else self._inner
+    self._inner

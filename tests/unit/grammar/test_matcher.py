@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -170,3 +171,43 @@ def test_a_reply_that_begins_in_a_thought_has_any_text_and_its_language_after_th
         end = matcher.advance([token])
         assert not matcher.error
     assert (end is None) == (body.copy().advance(walk(body.copy(), 5)) is None)
+
+
+@pytest.mark.parametrize("kind", ["any", "json"])
+@pytest.mark.parametrize("budget", [0, 1, 6])
+@pytest.mark.parametrize("opening", ["", "<|user|>"])
+def test_a_thought_has_no_more_tokens_than_its_budget(kind: Any, budget: int, opening: str) -> None:
+    opened, closed = (TOKENIZER.encode(mark, add_special_tokens=False).tolist() for mark in ("<|user|>", "<|system|>"))
+    text = "" if kind == "any" else GRAMMARS["json"].text
+    start = nano_vocabulary().compile(Grammar.of(kind, text, "<|system|>", opening).within(budget))
+    said = TOKENIZER.encode("so it is, and so it may be for ever", add_special_tokens=False).tolist()
+    for length in range(budget + 1):
+        matcher = start.copy()
+        if opening:
+            assert opened[0] in mask(matcher)
+            matcher.advance(opened)
+        matcher.advance(said[:length])
+        assert closed[0] in mask(matcher), "it may end earlier"
+        assert (mask(matcher) == set(closed)) == (length == budget), length
+        matcher.advance(closed)
+        assert not matcher.error
+        rest = set(range(VOCAB_SIZE)) - set(opened if opening else ())
+        assert (mask(matcher) == rest) == (kind == "any")
+    if opening and kind == "any":
+        matcher = start.copy()
+        assert mask(matcher) == set(range(VOCAB_SIZE))
+        assert matcher.advance([*said, *opened, *said, END]) is not None, "a reply without a thought is free"
+        assert not matcher.error
+
+
+def test_masks_after_drafts_are_those_after_the_same_tokens_within_a_budget_too() -> None:
+    matcher = nano_vocabulary().compile(Grammar.of("any", "", "<|system|>").within(3))
+    said = TOKENIZER.encode("so it is", add_special_tokens=False).tolist()[:3]
+    drafts = [*said, *TOKENIZER.encode("<|system|>", add_special_tokens=False).tolist()]
+    masks = np.full((len(drafts) + 1, VOCAB_SIZE // 32), -1, dtype=np.int32)
+    for _ in range(2):  # the matcher stays where it is
+        MaskFiller(1).fill([(matcher, 0, drafts)], masks)
+        assert [bits(row) for row in masks] == [
+            mask_after(matcher, drafts[:length]) for length in range(len(drafts) + 1)
+        ]
+        assert not matcher.error

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from hiserve.core.plan import Int32Array
-from hiserve.core.request import FinishReason
+from hiserve.core.request import FinishReason, Grammar
 from hiserve.core.usage import CacheUse
+from tests.helpers.reply_formats import tokenizer_of
 from tests.helpers.thinking_templates import FAMILIES
 from tests.unit.server.conftest import TOKENIZER, Server
 from tests.unit.server.tool_replies import ARGUMENTS, CALL, SOURCE, TOOL, TWO, USER, client_of, script, serving
@@ -207,3 +208,34 @@ async def test_a_miss_tells_the_turn_and_its_part() -> None:
         server.engine.cached = CacheUse(miss="cold")
         call = await server.post("/v1/completions", {"prompt": "Hi"})
         assert set(call.json["usage"]["prompt_tokens_details"]["cache_miss"]) == {"reason", "at"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"thinking_token_budget": 5},
+        {"thinking_budget": 5},
+        {"thinking": {"type": "enabled", "budget_tokens": 5}},
+        {"thinking_token_budget": 9, "thinking_budget": 5},
+    ],
+)
+async def test_a_budget_of_thoughts_becomes_part_of_the_grammar(fields: dict[str, Any]) -> None:
+    template = FAMILIES["clearing"].source
+    marked = tokenizer_of("hermes", by_token=True)
+    async with serving("Well.", template=template, tokenizer=marked, reply_format="thoughts") as server:
+        await server.chat("Hi", max_tokens=50, **fields)
+        await server.chat("Hi", max_tokens=50)
+        await server.chat("Hi", max_tokens=5, **fields)
+        await server.chat("Hi", max_tokens=50, reasoning_effort="none", **fields)
+        held, *others = [seen.sampling.grammar for seen in server.engine.seen]
+    assert held == Grammar.of("any", "", "</think>").within(5)
+    assert others == [None] * 3, "without a budget, with one that is beyond the limit, without a thought"
+
+
+async def test_a_budget_that_cannot_be_held_is_refused() -> None:
+    async with serving("Well.", template=FAMILIES["clearing"].source) as server:  # marks are text
+        reply = await server.chat("Hi", thinking_budget=5)
+        assert reply.status == 400
+        assert "no budget can be held" in reply.text
+    async with serving("Well.", template=FAMILIES["silent"].source) as server:
+        assert (await server.chat("Hi", thinking_budget=5)).status == 200, "no thought exceeds it"
