@@ -52,6 +52,7 @@ class FakeEngineClient:
         drafts: All drafts until each delta; empty for none at all.
         step: Awaited before each delta, with its index; lets a test hold a request at any place.
         fail_at: Index of the delta before which ``failure`` is raised, or None.
+        num_asked: How often its state was told.
         seen: All requests, in order.
     """
 
@@ -80,6 +81,7 @@ class FakeEngineClient:
     stopped: int = 0
     death: asyncio.Event = field(default_factory=asyncio.Event)
     num_slow_readers: int = 0
+    num_asked: int = 0
     looks_up: bool = True
     num_restarts: int = 0
     crash: Crash | None = None
@@ -177,6 +179,7 @@ class FakeEngineClient:
     async def status(self) -> Status:
         if self.hangs:
             await asyncio.Event().wait()
+        self.num_asked += 1
         return Status(
             ticket=1,
             queued=self.queued,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -46,6 +47,17 @@ def wait_resting(pid: int, rest_s: float = 1.0, timeout_s: float = 120.0) -> Non
         now = usage_of(pid)
         if now is None or before is None or now.wants_cpu or now.cpu_s > before.cpu_s + 0.015:  # a tick is a heartbeat
             rested_s, before = time.monotonic(), now
+
+
+def others_rest() -> bool:
+    """Whether all other threads of this process sleep, and none of them has work that it was not given the CPU for."""
+    own, tasks = threading.get_native_id(), Path("/proc/self/task")
+    return all(
+        (tasks / task.name / "stat").read_text().rpartition(")")[2].split()[0] == "S"
+        for _ in range(3)  # one may wake another that was looked at before
+        for task in tasks.iterdir()
+        if int(task.name) != own
+    )
 
 
 def resident_bytes(pid: int) -> int:

@@ -11,7 +11,7 @@ from hiserve.errors import EngineError, OverloadedError
 from hiserve.ipc.messages import WorkerStats
 from hiserve.server import health
 from tests.helpers.fake_engine_client import FakeEngineClient
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import PATIENCE_S, until
 from tests.unit.server.conftest import Server, make_server
 
 
@@ -58,7 +58,7 @@ async def test_a_busy_engine_proves_itself_with_a_step(server: Server, monkeypat
     monkeypatch.setattr(health, "PROBE_PERIOD_S", 0.01)
     server.engine.step = hang
     call = server.call("GET", "/health_generate")
-    await asyncio.sleep(0.05)
+    await until(lambda: server.engine.num_asked >= 2)  # the first answer is what the others are compared with
     server.engine.stats = WorkerStats(steps=1)
     assert (await call.end()).status == 200
     assert server.engine.seen[0].aborted
@@ -79,7 +79,7 @@ async def test_a_full_queue_is_no_proof_of_illness(server: Server, monkeypatch: 
     monkeypatch.setattr(health, "PROBE_PERIOD_S", 0.01)
     server.engine.fail_at, server.engine.failure = 0, OverloadedError("full.")
     call = server.call("GET", "/health_generate")
-    await asyncio.sleep(0.05)
+    await until(lambda: server.engine.num_asked >= 2)  # the first answer is what the others are compared with
     server.engine.stats = WorkerStats(steps=1)
     assert (await call.end()).status == 200
 
