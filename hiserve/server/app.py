@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from starlette.applications import Starlette
@@ -30,7 +30,7 @@ from hiserve.server.openai import OpenAIRoutes
 from hiserve.server.openapi import Document
 from hiserve.server.reply_format import ServedModel
 from hiserve.server.request_body import BodyLimit, BodyReader
-from hiserve.server.response_store import ResponseStore, open_responses
+from hiserve.server.response_store import open_responses
 from hiserve.server.responses import ResponseRoutes
 from hiserve.server.routes import FrontEnd
 from hiserve.server.seals import Seals
@@ -91,10 +91,10 @@ def create_app(
     bodies = BodyReader(encoder.helpers, Sizes(model.vocab_size, max_model_len), model.name, is_strict=is_strict)
     seals = Seals(server.seal_key)
     front = FrontEnd(handle, bodies, encoder, format_threads, token_bytes, abilities, metrics, model, vetting, seals)
-    responses, store_threads = open_responses(server.responses_store), FairThreads(1, "hiserve-responses")
+    responses = ResponseRoutes(front, open_responses(server.responses_store))
     endpoints = [
         *OpenAIRoutes(front).routes(),
-        *ResponseRoutes(front, responses, store_threads).routes(),
+        *responses.routes(),
         *MessagesRoutes(front, keeps_volatile=server.keep_volatile).routes(),
         *NativeRoutes(front).routes(),
         *TokenRoutes(front, tokenizer_info, max_model_len=max_model_len).routes(),
@@ -107,7 +107,7 @@ def create_app(
     app = Starlette(
         routes=endpoints,
         exception_handlers={HTTPException: _no_route, ClientDisconnect: _gone},
-        lifespan=_lifespan(handle, encoder, vetting, responses, [format_threads, store_threads]),
+        lifespan=_lifespan(handle, encoder, vetting, responses, format_threads),
     )
     app.router.redirect_slashes = False
     # The middleware that is added last gets a request first.
@@ -122,8 +122,8 @@ def _lifespan(
     handle: EngineHandle,
     encoder: PromptEncoder,
     vetting: Vetting,
-    responses: ResponseStore | None,
-    pools: Sequence[FairThreads],
+    responses: ResponseRoutes,
+    format_threads: FairThreads,
 ) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -134,10 +134,8 @@ def _lifespan(
             await handle.close()
             await encoder.close()
             await vetting.close()
-            for threads in pools:
-                threads.close()
-            if responses is not None:
-                responses.close()
+            await responses.close()
+            format_threads.close()
 
     return lifespan
 

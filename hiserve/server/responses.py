@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -40,6 +41,8 @@ PAGE: dict[str, Any] = {
     "after": {"type": "string"},
 }
 ECHOED = ("tools", "tool_choice", "metadata", "reasoning")  # in the response
+MAX_NAMED_CHARS = 200
+UNPRINTABLE = re.compile("[^ -~]")
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -56,15 +59,20 @@ class ResponseRoutes:
 
     Args:
         front: Shared with other handlers.
-        store: Keeps responses; None keeps none.
-        threads: One thread, for the store.
+        store: Keeps responses, and is closed by ``close``; None keeps none.
     """
 
-    def __init__(self, front: FrontEnd, store: ResponseStore | None, threads: FairThreads) -> None:
+    def __init__(self, front: FrontEnd, store: ResponseStore | None) -> None:
         self._front = front
         self._model = front.model
         self._store = store
-        self._threads = threads
+        self._threads = FairThreads(1, "hiserve-responses")  # for the store
+
+    async def close(self) -> None:
+        """Closes the store after its last use."""
+        if self._store is not None:
+            await self._threads.do(self._store.close, 0)
+        self._threads.close()
 
     def routes(self) -> list[Endpoint]:
         """Returns the routes."""
@@ -111,7 +119,7 @@ class ResponseRoutes:
         if not asked.stream:
             await self._keep(request, fields.items, writer.response)
         if tools.hosted:
-            names = ", ".join(sorted(set(tools.hosted))).encode("ascii", "replace").decode()[:200]
+            names = UNPRINTABLE.sub("?", ", ".join(sorted(set(tools.hosted)))[:MAX_NAMED_CHARS])
             warning = "; ".join(filter(None, (warning, f"this server runs no tools; these were left out: {names}")))
         return warned(reply, warning)
 

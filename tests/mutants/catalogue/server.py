@@ -169,3 +169,11 @@ with (
     "a call of a namespace keeps the model's name"
     self._names.get(event.text)
     None
+with response_store.ResponseStore._expire, test_response_store.test_what_is_not_used_for_an_hour_is_forgotten:
+    "INV 74: stored responses never expire"
+    self._now() - KEPT_S
+    0.0
+with sampling_fields.fit_context, test_responses.test_a_limit_beyond_the_room_is_cut_and_the_reply_incomplete:
+    "an output limit beyond the room is refused where it should be cut"
+    limits.is_cut and limits.max_tokens is not None
+    False

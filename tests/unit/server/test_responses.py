@@ -249,6 +249,7 @@ async def test_calls_of_namespaces_and_custom_tools_come_as_the_client_knows_the
         '<tool_call>\n{"name": "patch", "arguments": {"input": "xx\\n\\"x\\""}}\n</tool_call>'
     )
     tools = [SPACE, PATCH, {"type": "web_search"}]
+    hostile = {"type": "x\r\ny: é\x00" + 500 * "z"}
     async with serving(text, template=SOURCE) as server, client_of(server) as client:
         reply = await client.responses.create(model="tiny", input="Hi", tools=tools)  # type: ignore[arg-type]
         read, patch = reply.output
@@ -259,8 +260,8 @@ async def test_calls_of_namespaces_and_custom_tools_come_as_the_client_knows_the
         ]  # fmt: skip
         await client.responses.create(model="tiny", input=items, tools=tools)  # type: ignore[arg-type]
         first, second = server.engine.seen
-        call = await server.post("/v1/responses", {"input": "Hi", "tools": tools})
-        assert await server.metric("hiserve:ignored_request_parts_total", part="hosted_tool") == 3
+        call = await server.post("/v1/responses", {"input": "Hi", "tools": [*tools, hostile]})
+        assert await server.metric("hiserve:ignored_request_parts_total", part="hosted_tool") == 4
     assert (read.type, read.name, read.namespace, read.arguments) == ("function_call", "read", "files", '{"at": 1}')  # type: ignore[union-attr]
     assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "patch", 'xx\n"x"')  # type: ignore[union-attr]
     shown = texts_of([first])[0]
@@ -269,7 +270,10 @@ async def test_calls_of_namespaces_and_custom_tools_come_as_the_client_knows_the
     assert "web_search" not in shown
     reply_ids = [index for delta in script(text, 1) for index in delta]
     assert second.prompt.tolist()[: len(first.prompt) + len(reply_ids)] == [*first.prompt.tolist(), *reply_ids]
-    assert "web_search" in call.headers["x-hiserve-warning"]
+    warning = call.headers["x-hiserve-warning"]
+    assert "web_search" in warning
+    assert "x??y: ??zzz" in warning
+    assert len(warning) < 300
 
 
 CHAT = [
