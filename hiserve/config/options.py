@@ -131,17 +131,13 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
     eviction: Annotated[
         EvictionOrder,
         about(
-            "Order of eviction: lru, the least recently used pages first; priority, pages that only requests of low priority "
-            "used first.",
+            "Order of eviction: lru, least recently used pages first; priority, pages of requests of low priority first.",
             is_debug=True,
         ),
     ] = "lru"
     disable_prefix_cache: Annotated[
         bool,
-        about(
-            "Share no prefixes between requests, to measure the gain of sharing.",
-            is_debug=True,
-        ),
+        about("Share no prefixes between requests, to measure the gain of sharing.", is_debug=True),
     ] = False
     store: Annotated[
         str | None,
@@ -274,15 +270,13 @@ class Runner(msgspec.Struct, frozen=True, kw_only=True):
     attention_backend: Annotated[
         AttentionBackend,
         about(
-            "Attention kernels on cuda; auto decodes with triton, and computes prompts with flashinfer where that is "
-            "installed, supports the model and is faster."
+            "Attention kernels on cuda; auto decodes with triton, and takes flashinfer for prompts where that is faster."
         ),
     ] = "auto"
     graphs: Annotated[
         Graphs,
         about(
-            "Steps that are replayed as CUDA graphs: decode, or all, which has prefill and mixed steps too; auto is all on "
-            "cuda and off on cpu."
+            "Steps replayed as CUDA graphs: decode, or all, prefill and mixed ones too; auto is all on cuda, off on cpu."
         ),
     ] = "auto"
     graph_gate: Annotated[
@@ -311,6 +305,16 @@ class Runner(msgspec.Struct, frozen=True, kw_only=True):
             unit="threads",
             least=1,
             most=1024,
+        ),
+    ] = "auto"
+    grammar_threads: Annotated[
+        int | Auto,
+        about(
+            "Threads for masks of grammars; auto is half of the cores, shared among replicas, 8 at most.",
+            unit="threads",
+            least=1,
+            most=1024,
+            is_debug=True,
         ),
     ] = "auto"
 

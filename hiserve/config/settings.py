@@ -41,6 +41,7 @@ class RunnerSettings(Runner, frozen=True, kw_only=True):
     overlap: int
     graphs: Graphs
     cpu_threads: int
+    grammar_threads: int
 
 
 class SpecSettings(Spec, frozen=True, kw_only=True):

@@ -21,6 +21,8 @@ BoolArray = NDArray[np.bool_]
 
 WORD_BYTES = 4  # of a packed score, as of a token id
 MAX_SCORED_TOKENS = 512  # of prompts in one step: each takes a row of logits
+NO_MASK = -1  # in ``MaskPlan.entries``: all tokens are allowed
+MASK_BITS = 32  # tokens of a mask's word
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,6 +105,8 @@ class BatchPlan:
         lookups: Lookups in the store.
         relocation_version: Version under which the page tables were planned.
         may_replay: The step may be replayed as a graph.
+        awaits_masks: A row that samples has a grammar: the step is launched in two halves, and its draw waits for a
+            ``MaskPlan``.
     """
 
     step_id: int
@@ -123,6 +127,7 @@ class BatchPlan:
     lookups: tuple[StoreLookup, ...] = ()
     relocation_version: int = 0
     may_replay: bool = True
+    awaits_masks: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -132,12 +137,14 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MaskPlan:
-    """The tokens that the grammars of a step's rows allow; it follows the plan, whose forward needs none of it.
+    """The tokens that the grammars of a step's rows allow; its forward needs none of it, and is launched before.
+
+    The arrays are lent by the executor (``MaskBuffers``), and filled in place.
 
     Attributes:
         step_id: The plan's.
-        entries: int32 ``[S * width]``. For each row of logits that the step samples from, the index of its mask; -1 allows
-            all tokens.
+        entries: int32 ``[S * width]``. For each row of logits that the step samples from, the index of its mask, or
+            ``NO_MASK``.
         masks: int32 ``[M, ceil(vocab_size / 32)]``. Bit t % 32 of word t // 32 allows token t.
     """
 

@@ -29,6 +29,7 @@ from hiserve.errors import ConfigError
 
 # Of the largest body: an id takes up to 8 bytes, a token of escaped text some 9; a body may have several prompts.
 BODY_BYTES_PER_TOKEN, LEAST_BODY_BYTES = 32, 8 * 2**20
+MAX_GRAMMAR_THREADS = 8
 Section = TypeVar("Section", bound=msgspec.Struct)
 
 
@@ -91,6 +92,9 @@ def _choose(options: Options, model: ModelFacts, machine: Machine) -> Chosen:
             runner,
             overlap=_or(runner.overlap, 0 if on_cpu else 1),
             cpu_threads=_or(runner.cpu_threads, max(1, max(1, machine.cores - 1) // replicas)),
+            grammar_threads=_or(
+                runner.grammar_threads, max(1, min(MAX_GRAMMAR_THREADS, machine.cores // 2 // replicas))
+            ),
             graphs=_graphs(options, on_cpu=on_cpu),
         ),
         devices=choose_devices(options, len(machine.cuda_memory_bytes), on_cpu=on_cpu),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from hiserve.config.settings import DType, Graphs
-from hiserve.core.plan import MAX_SCORED_TOKENS
+from hiserve.core.plan import MASK_BITS, MAX_SCORED_TOKENS
 
 CONTEXT_BYTES = (
     1 << 30
@@ -36,6 +36,7 @@ FEATURE_COPIES, DRAFT_LOGITS = 4, 3
 # Bytes of a token's columns (ids, positions, slots, rows, offsets), of its angles per element (twice float32), and of a
 # page in a row's table.
 COLUMN_BYTES, ANGLE_BYTES, PAGE_BYTES = 48, 8, 4
+MASK_BYTES = 4  # of a word of a mask
 
 
 class StepShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +120,7 @@ def step_memory(
         "activations of the largest step": activations,
         "logits, drawing and scores": shape.vocab_size * (num_drawn * dtype_bytes + drawn * DRAWN_BYTES + scores)
         + drawn * max_len * COUNTED_BYTES,
+        "masks of grammars": max_rows * max(widths) * (1 + -(-shape.vocab_size // MASK_BITS)) * MASK_BYTES,
         "attention workspace": attention_bytes * (shape.num_heads // shape.num_kv_heads) + SCHEDULE_BYTES,
     }
     if draft is not None:

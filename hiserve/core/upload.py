@@ -53,21 +53,25 @@ def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]
 
 def _read_across(staging: Tensor, device: torch.device) -> Tensor:
     """Copies pinned memory, a whole number of words, by a kernel of the device."""
-    words = torch.as_tensor(_Mapped(staging), device=device)
-    moved = torch.bitwise_or(words, 0).view(torch.uint8)
+    moved = torch.bitwise_or(mapped(staging.view(torch.int64), device), 0).view(torch.uint8)
     # torch tracks copies, not kernels, that read pinned memory: this copy keeps the staging buffer until here.
     moved[:_ALIGNMENT_BYTES].copy_(staging[:_ALIGNMENT_BYTES], non_blocking=True)
     return moved
 
 
-class _Mapped:
-    """Pinned memory, uint8 ``[n]``, as words that the device reads; n is a multiple of ``_ALIGNMENT_BYTES``."""
+def mapped(pinned: Tensor, device: torch.device) -> Tensor:
+    """Returns pinned memory, int32 or int64 ``[n]``, as a tensor that kernels of the device read over the link."""
+    return torch.as_tensor(_Mapped(pinned), device=device)
 
-    def __init__(self, staging: Tensor) -> None:
-        self._staging = staging
+
+class _Mapped:
+    """Pinned memory, as torch takes memory of a device from other libraries."""
+
+    def __init__(self, pinned: Tensor) -> None:
+        self._pinned = pinned
         self.__cuda_array_interface__ = {
-            "shape": (staging.numel() // _ALIGNMENT_BYTES,),
-            "typestr": "<i8",
-            "data": (staging.data_ptr(), False),
+            "shape": tuple(pinned.shape),
+            "typestr": f"<i{pinned.itemsize}",
+            "data": (pinned.data_ptr(), False),
             "version": 2,
         }

@@ -93,3 +93,11 @@ class DraftStats(msgspec.Struct, frozen=True):
 
     by_source: dict[str, DraftUse] = {}  # by ``CacheUse.source`` of the requests; empty without speculation
     chosen_steps: dict[str, int] = {}  # steps that sample, by the number of drafts after them
+
+
+class GrammarStats(msgspec.Struct, frozen=True):
+    """Masks of one worker. Counters never decrease."""
+
+    masks: int = 0  # computed: one for each place of a row at which it drew a token under a grammar
+    refused_drafts: int = 0  # drafts that a grammar refused, and those after them
+    mask_seconds: float = 0.0  # that draws waited for masks, after the commit of the step before

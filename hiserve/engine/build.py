@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -49,7 +48,6 @@ from hiserve.spec.adaptive import DraftController
 logger = logging.getLogger(__name__)
 
 LINGER_S = 1.5  # for checksums at the end, where pages outlive the server; a supervisor waits longer
-MAX_GRAMMAR_THREADS = 8
 WARM_TOKENS = 16  # of a row: a cold head attends to so many before its drafts are tried
 UPLOAD_SHARE = 4  # of the host pages, one in so many may be kept for uploads
 
@@ -111,8 +109,7 @@ def _compose(
         model, head = _load(settings, folder, model_config, draft)
     with _phase(startup_s, "allocate pool"), _memory_error_as_advice(num_pages):
         pool = DevicePool(groups, num_pages, page_size, settings.model.device)
-        ends = [token for token in model_config.eos_token_ids if token < model_config.vocab_size]
-        rows = DeviceRows(max_rows, max_len, page_size, num_pages, settings.model.device, eos_token_ids=ends)
+        rows = _device_rows(settings, model_config)
     check_unchanged(settings, folder, model_config, draft)
     namespace = settings.cache_identity.namespace
     cache = _cache(settings, namespace, segment, kv_events)
@@ -144,6 +141,19 @@ def _compose(
         shares_prefixes=not settings.cache.disable_prefix_cache,
         kv_events=kv_events,
         has_persistent_tiers=settings.cache.store is not None or settings.cache.host_cache_name is not None,
+    )
+
+
+def _device_rows(settings: Settings, model_config: ModelConfig) -> DeviceRows:
+    return DeviceRows(
+        settings.scheduler.max_running_requests,
+        settings.model.max_model_len,
+        settings.cache.page_size,
+        settings.cache.kv_pages,
+        settings.model.device,
+        eos_token_ids=[token for token in model_config.eos_token_ids if token < model_config.vocab_size],
+        vocab_size=model_config.vocab_size,
+        max_draft=settings.spec.tiers[-1],
     )
 
 
@@ -206,9 +216,7 @@ def _planner(
         store_prefetch=None if settings.cache.store is None else settings.cache.store_prefetch,
         store_timeout_s=settings.cache.store_prefetch_timeout_s,
         grammars=GrammarRows(
-            lambda: Vocabulary.load(folder, model.vocab_size, ends),
-            model.vocab_size,
-            num_threads=max(1, min(MAX_GRAMMAR_THREADS, (os.cpu_count() or 1) // 2)),
+            lambda: Vocabulary.load(folder, model.vocab_size, ends), num_threads=settings.runner.grammar_threads
         ),
     )
 

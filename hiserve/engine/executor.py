@@ -1,4 +1,4 @@
-"""Executes plans in the order of their submission: rows, copies, gate, runner, result."""
+"""Executes plans in the order of their submission: rows, copies, gate, forward; draw, drafts, result."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -23,9 +24,22 @@ from hiserve.ipc.messages import GateCounts
 from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.gate import Action, Decision, PendingLoads, Reason, admit
-from hiserve.runners.step_output import DeviceOutput, LaunchedStep, read_output
+from hiserve.runners.step_output import DeviceOutput, Draw, LaunchedStep, read_output
 
 T = TypeVar("T")
+# A step that passed the gate: launched whole, or up to its draw; or its outcome, where nothing was launched.
+_Begun = LaunchedStep | Draw | DeviceOutput
+# What a step has launched: on CUDA its outcome, where it is copied to, and when it has arrived.
+_Launched = tuple[DeviceOutput, Tensor, torch.cuda.Event]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Undrawn:
+    """A step whose forward was launched."""
+
+    plan: BatchPlan
+    forward: Future[StepResult | None]  # None unless the step is over already
+    done: Future[StepResult]
 
 
 class Executor:
@@ -33,6 +47,12 @@ class Executor:
 
     On CUDA the caller launches a step on the executor's stream, without a host sync, and a thread waits for the copy of
     its outcome. On CPU a step runs inside ``submit``, or, when ``threaded``, in the thread.
+
+    A step that ``awaits_masks`` is launched in two halves, ``submit`` and ``draw``. Between them no other plan is submitted,
+    so nothing that the draw and the drafts after it read can change: rows, page tables and page owners are written by
+    ``DeviceRows.apply``, loads and moves of pages are started by ``TierTransfers.start``, and copies that come after the step
+    begin with ``forward_done``. The first two need the next plan, the last the second half. Loads that the step reads were
+    waited for in the first half, on the same stream.
 
     The result of a step that runs out of memory has the fault; any other exception is raised by ``result()``.
 
@@ -58,50 +78,53 @@ class Executor:
             self._stream.wait_stream(torch.cuda.current_stream(rows.device))  # weights, pool and rows were made there
         needs_thread = threaded or self._stream is not None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hiserve-executor") if needs_thread else None
+        self._undrawn: _Undrawn | None = None
+        self._half: _Begun | None = None  # of that step, in the thread that executes it
+        self._drafts = torch.empty(
+            (rows.known_len.shape[0], rows.max_draft), dtype=torch.int32, pin_memory=self._stream is not None
+        )
+        self._are_copied = None if self._stream is None else torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._decisions: Counter[tuple[Action, Reason]] = Counter()
         self._is_replay = False  # of the step that is launched now
         self._last: tuple[int, Decision | None] = 0, None
 
-    def submit(self, plan: BatchPlan, masks: MaskPlan | None = None) -> Future[StepResult]:
+    def submit(self, plan: BatchPlan) -> Future[StepResult]:
         """Runs or launches a step after those submitted before. An exception inside it is raised by ``result()``.
 
-        Args:
-            plan: The step.
-            masks: Of the tokens that it draws; None leaves them free.
+        Of a step that awaits masks only the forward; ``draw`` must be called before anything else is submitted.
         """
-        if self._thread is not None and self._stream is None:
-            return self._thread.submit(self._run, plan, masks)
-        done: Future[StepResult] = Future()
-        try:
-            launched = self._run(plan, masks) if self._thread is None else self._catch_faults(plan, masks, self._launch)
-            if not isinstance(launched, StepResult):
-                assert self._thread is not None, f"step {plan.step_id} was launched without a thread to wait for it"
-                return self._thread.submit(_collect, plan, *launched)
-            done.set_result(launched)
-        except Exception as error:  # noqa: BLE001 - the future raises it from ``result()``
-            done.set_exception(error)
-        return done
+        assert self._undrawn is None, f"step {plan.step_id} was submitted before the draw of the step before it"
+        if not plan.awaits_masks:
+            return self._collect(plan, self._execute(plan, self._launch))
+        self._undrawn = _Undrawn(plan, self._execute(plan, self._launch_forward), Future())
+        return self._undrawn.done
 
-    def drafts(self, rows: Int32Array, count: int) -> Int32Array:
-        """Returns the first drafts of rows. Waits for the device; no step that drafts for these rows may be in flight.
+    def lend_masks(self, num_entries: int, num_masks: int) -> tuple[Int32Array, Int32Array]:
+        """Lends the arrays of a ``MaskPlan`` for ``draw``, once the result of the step before is known; see ``MaskBuffers``."""
+        return self._rows.masks.lend(num_entries, num_masks)
+
+    def draw(self, masks: MaskPlan | None) -> None:
+        """Runs or launches the second half of a step that awaits masks.
 
         Args:
-            rows: int32 ``[n]``.
-            count: Drafts of each; after the last, tokens are meaningless.
-
-        Returns:
-            int32 ``[n, count]``.
+            masks: In lent arrays; None leaves all tokens free.
         """
-        with self._on_stream():
-            drafts = self._rows.drafts(rows, count)
-            if self._stream is None:
-                return drafts.numpy()
-            host = torch.empty(drafts.shape, dtype=torch.int32, pin_memory=True)
-            host.copy_(drafts, non_blocking=True)
-            copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            copied.record()
-            copied.synchronize()
-            return host.numpy()
+        undrawn, self._undrawn = self._undrawn, None
+        assert undrawn is not None, "there is no step to draw"
+        plan = undrawn.plan
+        assert masks is None or masks.step_id == plan.step_id, f"masks of another step than {plan.step_id}"
+        drawn = self._collect(plan, self._execute(plan, partial(self._launch_draw, undrawn.forward, masks)))
+        drawn.add_done_callback(partial(_pass_on, undrawn.done))
+
+    def drafts(self) -> Int32Array:
+        """Returns the drafts of every row, int32 ``[R, max_draft]``, as of the last step that awaited masks and drafted.
+
+        That step's result is known; on CUDA the copy of its drafts is waited for. After a row's last draft, tokens are
+        meaningless. The array is written again after the next ``draw``.
+        """
+        if self._are_copied is not None:
+            self._are_copied.synchronize()
+        return self._drafts.numpy()
 
     def take_acks(self, wait_s: float = 0.0) -> list[CopyAck]:
         """Returns the copies that have ended since the last call.
@@ -153,16 +176,28 @@ class Executor:
         if self._tier_transfers is not None:
             self._tier_transfers.close()
 
-    def _run(self, plan: BatchPlan, masks: MaskPlan | None) -> StepResult:
-        return self._catch_faults(plan, masks, self._compute)
-
-    def _catch_faults(
-        self, plan: BatchPlan, masks: MaskPlan | None, work: Callable[[BatchPlan, MaskPlan | None], T]
-    ) -> T | StepResult:
-        """Does a step. If memory runs out, frees the memory of the step; its rows must be admitted anew."""
-        self._is_replay = False
+    def _execute(self, plan: BatchPlan, work: Callable[[BatchPlan], T | StepResult]) -> Future[T | StepResult]:
+        """Does a step, or a half of one: on CPU with a thread there, else now."""
+        if self._thread is not None and self._stream is None:
+            return self._thread.submit(self._catch_faults, plan, work)
+        done: Future[T | StepResult] = Future()
         try:
-            return work(plan, masks)
+            done.set_result(self._catch_faults(plan, work))
+        except Exception as error:  # noqa: BLE001 - the future raises it from ``result()``
+            done.set_exception(error)
+        return done
+
+    def _collect(self, plan: BatchPlan, launched: Future[_Launched | StepResult]) -> Future[StepResult]:
+        """Returns the result of a step to come: on CUDA a thread waits for what was launched."""
+        if self._stream is None or launched.exception() is not None or isinstance(launched.result(), StepResult):
+            return cast("Future[StepResult]", launched)
+        assert self._thread is not None, f"step {plan.step_id} was launched without a thread to wait for it"
+        return self._thread.submit(_read, plan, *cast("_Launched", launched.result()))
+
+    def _catch_faults(self, plan: BatchPlan, work: Callable[[BatchPlan], T | StepResult]) -> T | StepResult:
+        """Does a step, or a half of one. If memory runs out, frees the memory of the step; its rows must be admitted anew."""
+        try:
+            return work(plan)
         except Exception as error:
             kind = fault_of(error)
             if not kind:
@@ -175,30 +210,47 @@ class Executor:
         nothing = np.empty(0, dtype=np.int32)
         return StepResult(plan.step_id, counts=nothing, tokens=nothing[:, None], fault=fault)
 
-    def _compute(self, plan: BatchPlan, masks: MaskPlan | None) -> StepResult:
-        with torch.inference_mode():
-            output, launched_step = self._step(plan, masks)
-            self._finish(plan, launched_step)
-        # A copy: a graph writes the words of its next replay into the same memory, and the result may not be read yet.
-        return read_output(plan, output, output.words.numpy().copy())
+    def _launch(self, plan: BatchPlan) -> _Launched | StepResult:
+        """Computes a whole step; on CUDA launches it, and the copy of its outcome."""
+        with self._launching():
+            return self._finish(plan, *_drawn(self._begin(plan), is_masked=False))
 
-    def _launch(self, plan: BatchPlan, masks: MaskPlan | None) -> tuple[DeviceOutput, Tensor, torch.cuda.Event]:
-        """Enqueues the step and the copy of its outcome."""
-        launching = nullcontext() if self._tier_transfers is None else self._tier_transfers.launching()
-        with launching, self._on_stream(), torch.inference_mode():
-            output, launched_step = self._step(plan, masks)
-            host = torch.empty(output.words.shape, dtype=torch.int32, pin_memory=True)
-            host.copy_(output.words, non_blocking=True)
-            copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            copied.record()
-            self._finish(plan, launched_step)  # after the copy: the host waits for no draft
-        return output, host, copied
+    def _launch_forward(self, plan: BatchPlan) -> None:
+        with self._launching():
+            self._half = self._begin(plan)
 
-    def _step(self, plan: BatchPlan, masks: MaskPlan | None) -> tuple[DeviceOutput, LaunchedStep | None]:
+    def _launch_draw(
+        self, forward: Future[StepResult | None], masks: MaskPlan | None, plan: BatchPlan
+    ) -> _Launched | StepResult:
+        over = forward.result()
+        if over is not None:
+            return over
+        half, self._half = self._half, None
+        assert half is not None, f"step {plan.step_id} has no forward to draw from"
+        with self._launching():
+            if masks is None:
+                return self._finish(plan, *_drawn(half, is_masked=False))
+            self._rows.masks.send(masks)
+            try:
+                drawn = _drawn(half, is_masked=True)
+            finally:
+                self._rows.masks.free()
+            return self._finish(plan, *drawn)
+
+    @contextmanager
+    def _launching(self) -> Iterator[None]:
+        """Launches on the executor's stream; on CUDA offloads pause meanwhile."""
+        tier_transfers = None if self._stream is None else self._tier_transfers
+        pausing = nullcontext() if tier_transfers is None else tier_transfers.launching()
+        with pausing, self._on_stream(), torch.inference_mode():
+            yield
+
+    def _begin(self, plan: BatchPlan) -> _Begun:
+        self._is_replay = False
         self._apply(plan)
         self._runners.note(plan)
         self._order_copies(plan)
-        return self._pass_gate(plan, masks) if plan.rows.size else self._nothing()
+        return self._pass_gate(plan) if plan.rows.size else self._nothing()
 
     def _apply(self, plan: BatchPlan) -> None:
         """Applies the plan to the rows; again if memory ran out: each change is a final value, not an increment.
@@ -247,10 +299,28 @@ class Executor:
         if self._stream is not None:
             torch.cuda.empty_cache()
 
-    def _finish(self, plan: BatchPlan, launched_step: LaunchedStep | None) -> None:
-        """Drafts; after that all writes of the step to pages are on the stream."""
+    def _finish(
+        self, plan: BatchPlan, output: DeviceOutput, launched_step: LaunchedStep | None
+    ) -> _Launched | StepResult:
+        """Copies the outcome, then drafts: the host waits for no draft. Then all writes of the step to pages are on the stream."""
+        if self._stream is None:
+            self._propose(plan, launched_step)
+            # A copy: a graph writes the words of its next replay into the same memory, and the result may not be read yet.
+            return read_output(plan, output, output.words.numpy().copy())
+        host = torch.empty(output.words.shape, dtype=torch.int32, pin_memory=True)
+        host.copy_(output.words, non_blocking=True)
+        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        copied.record()
+        self._propose(plan, launched_step)
+        return output, host, copied
+
+    def _propose(self, plan: BatchPlan, launched_step: LaunchedStep | None) -> None:
         if launched_step is not None:
             self._runners.propose(plan, launched_step)
+            if plan.awaits_masks and plan.num_propose:  # the next masks of a row depend on its drafts
+                self._rows.copy_drafts(self._drafts)
+                if self._are_copied is not None:
+                    self._are_copied.record()
         self._step_done(plan)
 
     def _step_done(self, plan: BatchPlan) -> None:
@@ -258,8 +328,8 @@ class Executor:
         if self._tier_transfers is not None:
             self._tier_transfers.forward_done(plan.step_id)
 
-    def _pass_gate(self, plan: BatchPlan, masks: MaskPlan | None) -> tuple[DeviceOutput, LaunchedStep | None]:
-        """Runs or defers the step, as the gate decides."""
+    def _pass_gate(self, plan: BatchPlan) -> _Begun:
+        """Runs the step or its first half, or defers it, as the gate decides."""
         runners, tier_transfers = self._runners, self._tier_transfers
         loads = PendingLoads() if tier_transfers is None else tier_transfers.loads
         decision = admit(plan, loads, runners.coverage, runners.facts(plan), has_moved=self._rows.has_moved)
@@ -272,14 +342,28 @@ class Executor:
         if decision.loads:
             assert tier_transfers is not None, f"loads {decision.loads} with one tier"
             wait = partial(tier_transfers.wait, decision.loads)
-        launched_step = runners.run(plan, decision, wait, None if masks is None else self._rows.upload_masks(masks))
-        return launched_step.output, launched_step
+        return runners.forward(plan, decision, wait) if plan.awaits_masks else runners.run(plan, decision, wait)
 
-    def _nothing(self, deferred: str = "") -> tuple[DeviceOutput, None]:
-        """Returns the output of a plan without a forward."""
-        return DeviceOutput(torch.empty(0, dtype=torch.int32, device=self._rows.device), 0, 0, deferred=deferred), None
+    def _nothing(self, deferred: str = "") -> DeviceOutput:
+        """Returns the outcome of a plan without a forward."""
+        return DeviceOutput(torch.empty(0, dtype=torch.int32, device=self._rows.device), 0, 0, deferred=deferred)
 
 
-def _collect(plan: BatchPlan, output: DeviceOutput, host: Tensor, copied: torch.cuda.Event) -> StepResult:
+def _drawn(begun: _Begun, *, is_masked: bool) -> tuple[DeviceOutput, LaunchedStep | None]:
+    if isinstance(begun, DeviceOutput):
+        return begun, None
+    launched_step = begun if isinstance(begun, LaunchedStep) else begun(is_masked)
+    return launched_step.output, launched_step
+
+
+def _pass_on(done: Future[StepResult], drawn: Future[StepResult]) -> None:
+    error = drawn.exception()
+    if error is None:
+        done.set_result(drawn.result())
+    else:
+        done.set_exception(error)
+
+
+def _read(plan: BatchPlan, output: DeviceOutput, host: Tensor, copied: torch.cuda.Event) -> StepResult:
     copied.synchronize()
     return read_output(plan, output, host.numpy())

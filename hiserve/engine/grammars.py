@@ -7,14 +7,14 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from hiserve.core.plan import BatchPlan, Int32Array, MaskPlan
+from hiserve.core.plan import NO_MASK, BatchPlan, Int32Array, MaskPlan
+from hiserve.core.usage import GrammarStats
 from hiserve.engine.queue import Request
 from hiserve.errors import GrammarLimitError, HiserveError, RequestError
 from hiserve.grammar.compiler import Compiler
-from hiserve.grammar.matcher import WORD_BITS, MaskFiller, Matcher, Vocabulary
+from hiserve.grammar.matcher import MaskFiller, Matcher, Vocabulary
 
 NO_END = -1
-FREE = -1  # no mask
 
 
 class GrammarRows:
@@ -25,22 +25,20 @@ class GrammarRows:
 
     Args:
         open_vocabulary: Reads the tokenizer; called in a thread, with the first grammar.
-        vocab_size: Of the model.
         num_threads: Threads that compute masks.
 
     Attributes:
-        num_masks: Masks that were computed.
-        num_refused: Steps of a row in which its grammar refused a draft.
+        mask_s: Seconds that draws have waited for masks, after the commit of the step before.
     """
 
-    def __init__(self, open_vocabulary: Callable[[], Vocabulary], vocab_size: int, num_threads: int = 1) -> None:
+    def __init__(self, open_vocabulary: Callable[[], Vocabulary], num_threads: int = 1) -> None:
         self._compiler = Compiler(open_vocabulary)
-        self._num_words = -(-vocab_size // WORD_BITS)
         self._num_threads = num_threads
         self._filler: MaskFiller | None = None
         self._matchers: dict[int, Matcher] = {}
         self._errors: list[tuple[Request, HiserveError]] = []
-        self.num_masks = self.num_refused = 0
+        self._num_masks = self._num_refused = 0
+        self.mask_s = 0.0
 
     @property
     def is_used(self) -> bool:
@@ -100,49 +98,67 @@ class GrammarRows:
                 ends[index] = NO_END if end is None else end
         return ends
 
-    def drafted_rows(self, plan: BatchPlan) -> Int32Array:
-        """Returns the rows of a plan whose masks depend on drafts, int32 ``[n]``."""
-        drafted = plan.rows[plan.num_draft > 0]
-        return drafted[np.isin(drafted, list(self._matchers))]
+    def limit(self, rows: NDArray[np.int64]) -> bool:
+        """Whether any of these rows has a grammar."""
+        return not self._matchers.keys().isdisjoint(rows.tolist())
 
-    def masks(self, plan: BatchPlan, drafts: dict[int, list[int]]) -> tuple[MaskPlan | None, dict[int, HiserveError]]:
+    def masks(
+        self,
+        plan: BatchPlan,
+        drafts: Callable[[], Int32Array],
+        lend: Callable[[int, int], tuple[Int32Array, Int32Array]],
+    ) -> tuple[MaskPlan | None, dict[int, HiserveError]]:
         """Computes the masks of a step: of each place that its rows draw at, after the drafts before it.
 
         Args:
-            plan: No step is in flight that may change a row with a grammar.
-            drafts: Of each of ``drafted_rows``, at least as many as the plan verifies.
+            plan: No step before it is in flight that may change a row with a grammar.
+            drafts: Returns the drafts of every row; called if some row with a grammar verifies drafts.
+            lend: Returns the arrays of so many entries and masks.
 
         Returns:
             The masks, None where no row needs one; and the rows whose matcher has failed: they are free in this step, and
             their requests must end.
         """
-        rows, num_draft = plan.rows[plan.samples].tolist(), plan.num_draft[plan.samples]
-        if not any(row in self._matchers for row in rows):
+        rows, num_draft = plan.rows[plan.samples].tolist(), plan.num_draft[plan.samples].tolist()
+        of_rows: Int32Array | None = None
+        jobs: list[tuple[Matcher, int, list[int]]] = []
+        places: list[tuple[int, int]] = []  # of each job: among the rows that sample, and the row
+        num_masks = 0
+        for index, (row, count) in enumerate(zip(rows, num_draft, strict=True)):
+            matcher = self._matchers.get(row)
+            if matcher is None:
+                continue
+            ahead: list[int] = []
+            if count:
+                of_rows = drafts() if of_rows is None else of_rows
+                ahead = matcher.allowed(of_rows[row, :count].tolist())
+                self._num_refused += count - len(ahead)
+            jobs.append((matcher, num_masks, ahead))
+            places.append((index, row))
+            num_masks += 1 + len(ahead)
+        if not jobs:
             return None, {}
         width = 1 + int(plan.num_draft.max())
-        entries = np.full((len(rows), width), FREE, dtype=np.int32)
-        jobs: list[tuple[Matcher, int, list[int]]] = []
-        num_masks = 0
-        for index, (row, count) in enumerate(zip(rows, num_draft.tolist(), strict=True)):
-            matcher = self._matchers.get(row)
-            if matcher is not None:
-                jobs.append((matcher, num_masks, drafts[row][:count] if count else []))
-                entries[index, : count + 1] = np.arange(num_masks, num_masks + count + 1)
-                num_masks += count + 1
-        masks = np.full((num_masks, self._num_words), -1, dtype=np.int32)
+        entries, masks = lend(len(rows) * width, num_masks)
+        for (index, _), (_, first, ahead) in zip(places, jobs, strict=True):
+            # After a refused draft no draw counts.
+            entries[index * width : index * width + 1 + len(ahead)] = np.arange(first, first + 1 + len(ahead))
+            if ahead:
+                masks[first + len(ahead)] = -1  # it stays as it is where the drafts end the grammar
         self._filler = self._filler or MaskFiller(self._num_threads)
         self._filler.fill(jobs, masks)
         failed: dict[int, HiserveError] = {}
-        for index, row in enumerate(rows):
-            matcher = self._matchers.get(row)
-            if matcher is not None and matcher.error:
+        for (index, row), (matcher, _, _) in zip(places, jobs, strict=True):
+            if matcher.error:
                 message = f"the grammar cannot be followed any further: {matcher.error}. Simplify it."
                 failed[row] = GrammarLimitError(message)
-                entries[index] = FREE
-        self.num_masks += num_masks
-        # Masks after a refused draft stay free: no draw uses them.
-        self.num_refused += sum(bool((masks[first + len(ahead)] == -1).all()) for _, first, ahead in jobs if ahead)
-        return MaskPlan(plan.step_id, entries.reshape(-1), masks), failed
+                entries[index * width : (index + 1) * width] = NO_MASK
+        self._num_masks += num_masks
+        return MaskPlan(plan.step_id, entries, masks), failed
+
+    def stats(self) -> GrammarStats:
+        """Returns the counts until now."""
+        return GrammarStats(self._num_masks, self._num_refused, self.mask_s)
 
     def close(self) -> None:
         """Ends the threads."""

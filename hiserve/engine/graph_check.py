@@ -125,7 +125,15 @@ class CheckedEngine:
         pool = DevicePool(groups, num_pages, page_size, settings.model.device)
         self._layers = pool.layers("kv")
         self._draft_layers: Sequence[LayerKV] = () if loaded.draft is None else pool.layers("draft")
-        self._rows = DeviceRows(LATE_ROW, MAX_LEN, page_size, num_pages, settings.model.device)
+        self._rows = DeviceRows(
+            LATE_ROW,
+            MAX_LEN,
+            page_size,
+            num_pages,
+            settings.model.device,
+            vocab_size=loaded.shape.vocab_size,
+            max_draft=WIDTH - 1,
+        )
         generator = torch.Generator().manual_seed(0)
         prompts = torch.randint(loaded.shape.vocab_size, self._rows.tokens.shape, generator=generator)
         self._prompts = prompts.to(self._rows.tokens)

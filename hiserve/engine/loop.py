@@ -32,11 +32,17 @@ class PlanExecutor(Protocol):
     It keeps torch out of this module: the loop and the service around it run with any executor, and without torch.
     """
 
-    def submit(self, plan: BatchPlan, masks: MaskPlan | None = None) -> Future[StepResult]:
-        """Starts a step after those before it; its exception is raised by ``result()``."""
+    def submit(self, plan: BatchPlan) -> Future[StepResult]:
+        """Starts a step after those before it, or, if it awaits masks, its forward; its exception is raised by ``result()``."""
 
-    def drafts(self, rows: Int32Array, count: int) -> Int32Array:
-        """Returns the first ``count`` drafts of rows (int32 ``[n]``), int32 ``[n, count]``, once the steps before are done."""
+    def drafts(self) -> Int32Array:
+        """Returns the drafts of every row, int32 ``[R, max_draft]``, once the steps before the undrawn one are done."""
+
+    def lend_masks(self, num_entries: int, num_masks: int) -> tuple[Int32Array, Int32Array]:
+        """Lends the arrays of a ``MaskPlan``, likewise."""
+
+    def draw(self, masks: MaskPlan | None) -> None:
+        """Starts the second half of the step that awaits masks; None leaves all its rows free."""
 
     def take_acks(self, wait_s: float = 0.0) -> list[CopyAck]:
         """Returns the copies between tiers that have ended; waits up to ``wait_s`` seconds for one."""
@@ -120,7 +126,7 @@ class Engine:
     """Plans, submits and commits steps.
 
     Args:
-        depth: Steps in flight while the next is planned: 0 waits for each, 1 hides the planning.
+        depth: Steps in flight while the next is planned: 0 waits for each, 1 hides the planning, and the masks of grammars.
         shares_prefixes: Requests of one namespace reuse each other's prefixes.
         kv_events: Publishes the cache's events after each step; closed with the engine.
         timer: Estimates when the step in flight ends; by the monotonic clock if None.
@@ -204,12 +210,13 @@ class Engine:
         if not self._wait_for_load():
             plan = self._planner.plan()
             if plan is not None:
-                self._submit(plan)
+                self._in_flight.append(self._executor.submit(plan))
+                self._timer.begin(plan)
+                if plan.awaits_masks:
+                    self._draw(plan)
             elif not self._in_flight and self._planner.has_work:
                 self._wait_for_ack(MAX_ACK_WAIT_S)  # only a copy can change anything
             if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
-                self._commit()
-            while self._in_flight and self._planner.grammars.is_used:  # a mask depends on every token before it
                 self._commit()
             self._publish()
         self._is_consistent = True
@@ -225,19 +232,19 @@ class Engine:
     def _wait_for_ack(self, wait_s: float) -> None:
         self._planner.complete_transfers(self._executor.take_acks(wait_s))
 
-    def _submit(self, plan: BatchPlan) -> None:
-        masks = self._masks(plan) if self._planner.grammars.is_used else None
-        self._in_flight.append(self._executor.submit(plan) if masks is None else self._executor.submit(plan, masks))
-        self._timer.begin(plan)
+    def _draw(self, plan: BatchPlan) -> None:
+        """Starts the second half of the step submitted last: a mask depends on every token before it, the forward on none of them.
 
-    def _masks(self, plan: BatchPlan) -> MaskPlan | None:
-        """Returns the masks of a plan whose rows with a grammar have no step in flight."""
-        rows = self._planner.grammars.drafted_rows(plan)
-        drafts = self._executor.drafts(rows, int(plan.num_draft.max())).tolist() if rows.size else []
-        masks, failed = self._planner.grammars.masks(plan, dict(zip(rows.tolist(), drafts, strict=True)))
+        Its forward runs meanwhile. Rows that ended in a step before are free; their results are ignored.
+        """
+        while len(self._in_flight) > 1:
+            self._commit()
+        begin_s = time.monotonic()
+        masks, failed = self._planner.grammars.masks(plan, self._executor.drafts, self._executor.lend_masks)
         for row, error in failed.items():
             self._planner.fail(row, error)
-        return masks
+        self._executor.draw(masks)
+        self._planner.grammars.mask_s += time.monotonic() - begin_s
 
     def _commit(self) -> None:
         """Waits for the oldest step in flight, and for the loads that it read."""

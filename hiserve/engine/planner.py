@@ -105,7 +105,7 @@ class Planner:
         self._prefetcher = StorePrefetcher(cache, self._cache_counters, self._costs, store_prefetch, store_timeout_s)
         self._overlaps_loads = overlaps_loads
         self._waiting = WaitingQueue()
-        self.grammars = GrammarRows(no_vocabulary, 0) if grammars is None else grammars
+        self.grammars = GrammarRows(no_vocabulary) if grammars is None else grammars
         self._max_len = max_len
         self._oom_recovery = OomRecovery(max_batched_tokens)
         self._backoff = self._oom_recovery.backoff
@@ -200,6 +200,7 @@ class Planner:
             step_faults=dict(self._oom_recovery.counts),
             cache=counts,
             drafts=self._drafting.stats(),
+            grammars=self.grammars.stats(),
             **self._admission.counters,
             **self._counters,
         )
@@ -262,6 +263,7 @@ class Planner:
             table=state.tables.take_writes(),
             relocation_version=self._cache.relocation_version,
             may_replay=self._backoff.may_replay,
+            awaits_masks=self.grammars.is_used and self.grammars.limit(rows[allocation.samples]),
         )
         self._cache.begin_after(self._step_id)
         self._costs.begin_step(rows.size, num_tokens - int(allocation.num_draft.sum()))

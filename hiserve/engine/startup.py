@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hiserve.core.plan import BatchPlan, Int32Array, MaskPlan, RowAdmit
+from hiserve.core.plan import BatchPlan, Int32Array, RowAdmit
 from hiserve.core.request import SamplingParams
 from hiserve.errors import ResourceError
 from hiserve.runners.device_rows import DeviceRows
@@ -34,7 +34,6 @@ MANY = 32
 LONG = 2 * WIDTHS[-1]
 """Tokens of a row that is never short, in which drafts are not either."""
 
-_MOST_WORDS = 2**15  # of a mask, for any vocabulary
 _NUM_FIRST = 2  # shapes of steps, after which it is known whether any kernel has to be compiled
 
 _DRAWINGS = {
@@ -101,14 +100,13 @@ def warm_up_steps(
                 continue
             cells = [(row.known, row.num_draft, row.max_len or row.num_new) for row in step]
             known, drafts, bounds = np.array(cells, dtype=np.int32).T
-            # Draws with masks are other kernels; these masks allow every token.
-            free = MaskPlan(0, np.full(len(step), -1, dtype=np.int32), np.zeros((1, _MOST_WORDS), dtype=np.int32))
-            masks = (None, rows.upload_masks(free)) if not num_steps else (None,)
-            for (drawing, sampling), of_draw in product(_DRAWINGS.items(), masks):
+            # Draws with masks are other kernels; outside of steps with grammars all rows are free.
+            ways = (False, True) if not num_steps else (False,)
+            for (drawing, sampling), is_masked in product(_DRAWINGS.items(), ways):
                 plan = plan_without_pages(known, drafts, bounds, num_propose, sampling)
                 rows.apply(plan)
                 decision = Decision(Action.EAGER, Reason.GRAPHS_OFF, sampling=drawing.value)
-                launched_step = runners.run(plan, decision, masks=of_draw)
+                launched_step = runners.run(plan, decision, is_masked=is_masked)
                 runners.propose(plan, launched_step)
                 num_steps += 1
     return num_steps

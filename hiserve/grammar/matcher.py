@@ -16,7 +16,6 @@ from hiserve.text.formats import FORMATS
 from hiserve.text.tokenizer import Tokenizer
 
 INVALID = "invalid_grammar"
-WORD_BITS = 32
 # Between two parts of JSON: without a bound a model may indent for ever.
 WHITESPACE = r"[ \n\r\t]{1,48}"
 _MARKS = {mark for row in FORMATS for mark in row.marks if len(mark.strip()) > 2}
@@ -168,8 +167,12 @@ class Matcher:
                 return None if inner.is_error() else index
         return None
 
+    def allowed(self, tokens: list[int]) -> list[int]:
+        """Returns the leading ones of some tokens that the grammar allows one after the other; stays where it is."""
+        return tokens[: self._inner.validate_tokens(tokens)]
+
     def mask(self, words: Int32Array) -> None:
-        """Writes the mask of this place into ``words``, int32 ``[ceil(vocab_size / WORD_BITS)]``, in this thread."""
+        """Writes the mask of this place into ``words``, int32 ``[ceil(vocab_size / MASK_BITS)]``, in this thread."""
         self._inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
 
     @property
@@ -206,7 +209,7 @@ class MaskFiller:
 
         Args:
             matchers: Each with the index of its first mask, and its drafts.
-            masks: int32 ``[M, ceil(vocab_size / WORD_BITS)]``, contiguous. Written.
+            masks: int32 ``[M, ceil(vocab_size / MASK_BITS)]``, contiguous. Written.
         """
         assert masks.flags.c_contiguous and masks.dtype == np.int32, f"masks {masks.dtype} {masks.strides}"
         where = masks.ctypes.data, masks.shape[1] * masks.itemsize, masks.shape[0]

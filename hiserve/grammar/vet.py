@@ -63,6 +63,9 @@ class Vetting:
         vocab_size: Of the model.
         eos_token_ids: Its end tokens.
         clock: Monotonic seconds.
+
+    Attributes:
+        trials: Grammars that were tried, by outcome: accepted, refused, or killed with the process.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class Vetting:
         self._turn = FairSemaphore(1)
         self._verdicts: OrderedDict[tuple[bytes, bool], asyncio.Task[Verdict]] = OrderedDict()
         self._kills: OrderedDict[int, deque[float]] = OrderedDict()  # times, by caller
-        self.num_tried = self.num_killed = 0
+        self.trials = {"accepted": 0, "refused": 0, "killed": 0}
 
     async def check(
         self, grammar: Grammar, param: str, *, may_relax: bool = False, mark: str = "", caller: int = 0
@@ -123,14 +126,15 @@ class Vetting:
         await self._turn.enter(caller)
         try:
             self._check_caller(caller, None)  # those that waited with this one may have ended processes meanwhile
-            self.num_tried += 1
             try:
                 answer = await self._process.do([msgspec.msgpack.encode(trial)])
             except HiserveError as error:
                 raise UnavailableError(f"a process to try grammars cannot be started: {error}") from None
             if answer is not None:
-                return msgspec.msgpack.decode(answer[0], type=Verdict)
-            self.num_killed += 1
+                verdict = msgspec.msgpack.decode(answer[0], type=Verdict)
+                self.trials["refused" if verdict.code else "accepted"] += 1
+                return verdict
+            self.trials["killed"] += 1
             self._kills.setdefault(caller, deque(maxlen=MAX_KILLS)).append(self._clock())
             if len(self._kills) > MAX_CALLERS:
                 self._kills.popitem(last=False)

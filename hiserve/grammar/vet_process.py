@@ -17,8 +17,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from hiserve.core.plan import MASK_BITS
 from hiserve.errors import HiserveError, RequestError
-from hiserve.grammar.matcher import INVALID, WORD_BITS, Matcher, Vocabulary
+from hiserve.grammar.matcher import INVALID, Matcher, Vocabulary
 from hiserve.grammar.vet import TOO_COMPLEX, Setup, Trial, Verdict
 from hiserve.ipc.child import connect_to_parent, serve_jobs
 from hiserve.ipc.codec import Frames
@@ -107,7 +108,7 @@ def serve(endpoint: str) -> int:
             signal.setitimer(signal.ITIMER_PROF, JOB_CPU_S)  # the signals' default is to end the process
             signal.setitimer(signal.ITIMER_REAL, JOB_S)
             trial = msgspec.msgpack.decode(job[0], type=Trial)
-            verdict = _on_small_stack(vocabulary, -(-setup.vocab_size // WORD_BITS), trial)
+            verdict = _on_small_stack(vocabulary, -(-setup.vocab_size // MASK_BITS), trial)
         except HiserveError as error:
             verdict = Verdict(error.code, error.message)
         signal.setitimer(signal.ITIMER_PROF, 0)

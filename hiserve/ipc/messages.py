@@ -14,7 +14,7 @@ import msgspec
 from hiserve.config.settings import Settings
 from hiserve.core.request import SamplingParams
 from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
-from hiserve.core.usage import DraftStats
+from hiserve.core.usage import DraftStats, GrammarStats
 from hiserve.ipc.cache_stats import CacheStats, NodeFacts, TierName, TreeFacts
 from hiserve.ipc.lifecycle import Crash, CrashSnapshot, Recovery, ReplayStats
 from hiserve.ipc.updates import RequestUpdates
@@ -85,6 +85,7 @@ class WorkerStats(msgspec.Struct, frozen=True):
     step_faults: dict[str, int] = {}
     cache: CacheStats = CacheStats()
     drafts: DraftStats = DraftStats()
+    grammars: GrammarStats = GrammarStats()
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):

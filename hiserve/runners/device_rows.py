@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hiserve.core.plan import BatchPlan, Int32Array, MaskPlan, RowAdmit, TableWrites
+from hiserve.core.plan import BatchPlan, Int32Array, RowAdmit, TableWrites
 from hiserve.core.upload import upload
 from hiserve.kernels.reference import NO_OWNER, PADDING_PAGE
-from hiserve.kernels.step_ops import RowTensors, TokenMasks, step_ops_for
+from hiserve.kernels.step_ops import RowTensors, step_ops_for
+from hiserve.runners.mask_buffers import MaskBuffers
 from hiserve.sampling.params import SamplingRows
 
 
@@ -35,6 +36,8 @@ class DeviceRows:
         relocation_version: Of the latest plan that was applied; 0 before the first.
         has_moved: A page of a live row had moved between the planning of the step before and that of this one.
         sampling: Sampling parameters.
+        masks: Those of the step that draws next.
+        max_draft: Drafts of a row, at most.
         taken_len: int64 ``[R]``, as in ``DraftProgress``: 0 for a row that changes hands.
         is_drafted: ``[num_pages]``, as in ``DraftProgress``: 0 once a page is handed out for tokens that are to be
             computed. None where no page has anything to draft with.
@@ -42,6 +45,7 @@ class DeviceRows:
     Args:
         max_rows: Requests at a time.
         eos_token_ids: Tokens that end a reply; below the vocabulary's size.
+        vocab_size: Entries of a row of logits; 0 where nothing is drawn.
     """
 
     def __init__(
@@ -52,6 +56,9 @@ class DeviceRows:
         num_pages: int,
         device: str,
         eos_token_ids: Sequence[int] = (),
+        *,
+        vocab_size: int = 0,
+        max_draft: int = 0,
     ) -> None:
         self.device = torch.empty(0, device=device).device  # with its index
         self.ops = step_ops_for(self.device)
@@ -79,6 +86,9 @@ class DeviceRows:
         self.has_moved = False
         self.sampling = SamplingRows(num_rows, self.device, eos_token_ids)
         self.is_drafted: Tensor | None = None
+        self.max_draft = max_draft
+        self.masks = MaskBuffers(max_rows * (1 + max_draft), vocab_size, self.device)
+        self._ahead = torch.arange(max_draft, device=self.device)
 
     def apply(self, plan: BatchPlan) -> None:
         """Releases rows, admits requests, writes page tables, in this order.
@@ -99,15 +109,10 @@ class DeviceRows:
             self._write_table(plan.table)
         self.relocation_version = plan.relocation_version
 
-    def drafts(self, rows: Int32Array, count: int) -> Tensor:
-        """Returns the first ``count`` tokens after the known ones of rows (int32 ``[n]``, on the host), int32 ``[n, count]``."""
-        (on_device,) = upload((rows.astype(np.int64),), self.device)
-        places = self.known_len.index_select(0, on_device)[:, None] + torch.arange(count, device=self.device)
-        return self.tokens.index_select(0, on_device).gather(1, places.clamp_(max=self.max_len - 1))
-
-    def upload_masks(self, masks: MaskPlan) -> TokenMasks:
-        """Carries masks to the device, in one copy."""
-        return TokenMasks(*upload((masks.entries, masks.masks), self.device))
+    def copy_drafts(self, host: Tensor) -> None:
+        """Copies the tokens after the known ones of every row to the host, int32 ``[R, max_draft]``, without a wait."""
+        places = (self.known_len[:, None] + self._ahead).clamp_(max=self.max_len - 1)
+        host.copy_(self.tokens.gather(1, places), non_blocking=True)
 
     def warm_up(self, num_tokens: int) -> None:
         """Gives each row one known token and pages for so many, before any request has a row or a page.

@@ -10,7 +10,6 @@ from hiserve.attention.base import Attention
 from hiserve.core.drafts import Proposer, propose
 from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
 from hiserve.core.plan import BatchPlan
-from hiserve.kernels.step_ops import TokenMasks
 from hiserve.models.decoder import Decoder
 from hiserve.runners.canary import Canary
 from hiserve.runners.capture import Graph
@@ -20,7 +19,7 @@ from hiserve.runners.graph import GraphRunner
 from hiserve.runners.inputs import build_inputs
 from hiserve.runners.mixed import MixedRunner
 from hiserve.runners.piecewise import PiecewiseRunner
-from hiserve.runners.step_output import LaunchedStep, draft_step, finish_step
+from hiserve.runners.step_output import Draw, LaunchedStep, draft_step, finish_step
 from hiserve.sampling.params import Drawing
 
 # Waits on the device for one layer's part of the step's loads, or for all of them (None).
@@ -124,20 +123,25 @@ class Dispatch:
             self._canary.note(plan)
 
     def run(
-        self, plan: BatchPlan, decision: Decision, wait: Wait | None = None, masks: TokenMasks | None = None
+        self, plan: BatchPlan, decision: Decision, wait: Wait | None = None, *, is_masked: bool = False
     ) -> LaunchedStep:
-        """Computes a step of at least one row on the current stream.
+        """Computes a whole step: ``forward``, and its draw."""
+        return self.forward(plan, decision, wait)(is_masked)
+
+    def forward(self, plan: BatchPlan, decision: Decision, wait: Wait | None = None) -> Draw:
+        """Launches the forward of a step of at least one row on the current stream; returns its draw.
+
+        Nothing else of the runners may be launched before the draw: graphs share their memory.
 
         Args:
-            plan: Applied to the rows.
+            plan: Applied to the rows; the next one is applied after the draw.
             decision: The gate's, not to defer.
             wait: For the loads that the step reads; None without any.
-            masks: Of the tokens that it draws; None allows all.
         """
         if decision.action is Action.REPLAY and decision.reason in (Reason.DECODE, Reason.VERIFY):
             if wait is not None:
                 wait(None)
-            return self._full[int(plan.num_new[0])].run(plan, decision.bucket, Drawing(decision.sampling), masks)
+            return self._full[int(plan.num_new[0])].forward(plan, decision.bucket, Drawing(decision.sampling))
         inputs = build_inputs(plan, self._rows)
         forward = inputs.forward
         if self._canary is not None:
@@ -153,8 +157,12 @@ class Dispatch:
             outputs = graphs.run(forward, decision.bucket)
         else:
             outputs = self._eager.run(forward)
-        output = finish_step(plan, inputs, outputs.logits, self._rows, masks)
-        return LaunchedStep(output, inputs, outputs.hidden_states, decision.sampling == Drawing.GREEDY.value)
+
+        def draw_tokens(is_masked: bool) -> LaunchedStep:
+            output = finish_step(plan, inputs, outputs.logits, self._rows, is_masked=is_masked)
+            return LaunchedStep(output, inputs, outputs.hidden_states, decision.sampling == Drawing.GREEDY.value)
+
+        return draw_tokens
 
     def propose(self, plan: BatchPlan, launched_step: LaunchedStep) -> None:
         """Drafts after a step, on the current stream: after the copy of its outcome, which waits for no draft."""

@@ -2,7 +2,8 @@
 
 Checks run in this order. (1) A load that the step reads has failed: the step is deferred, since an eager forward would read
 the same bytes. (2) Loads that it reads are open: the device waits for them before the step, in any case. (3) No captured
-graph covers the step: it runs eagerly. (4) Else a graph is replayed. A flush does not touch the pages of running rows.
+graph covers the step: it runs eagerly. (4) Else a graph is replayed. A flush does not touch the pages of running rows. The
+decision holds for both halves of a step that awaits masks: ``Executor`` lets no load or move of a page begin between them.
 """
 
 from __future__ import annotations

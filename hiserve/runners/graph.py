@@ -14,14 +14,14 @@ from torch import Tensor
 from hiserve.attention.base import Attention
 from hiserve.core.forward import LayerKV
 from hiserve.core.plan import BatchPlan
-from hiserve.kernels.step_ops import StepInputs, TokenMasks
+from hiserve.kernels.step_ops import StepInputs
 from hiserve.models.decoder import Decoder
 from hiserve.runners.capture import Capture, Graph
 from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.draft_graphs import NUM_WARMUP_DRAFTS, DraftCapture, DraftGraphs
 from hiserve.runners.gate import FullGraphs
 from hiserve.runners.inputs import fill_inputs, uniform_inputs
-from hiserve.runners.step_output import DeviceOutput, LaunchedStep, draw, finish_step, record
+from hiserve.runners.step_output import DeviceOutput, Draw, LaunchedStep, draw, finish_step, record
 from hiserve.sampling.params import Drawing
 
 logger = logging.getLogger(__name__)
@@ -149,6 +149,8 @@ class GraphRunner:
         bounds = inputs.forward.q_lens if attention.needs_host_lengths else inputs.forward.kv_bounds
         attention.plan(replace(inputs.forward, kv_bounds=bounds))
         made: dict[str, Tensor] = {}
+        # All rows are free outside a draw with masks, so one graph serves steps with and without grammars.
+        masks = rows.masks.of(num_rows * self._width)
 
         def forward() -> None:
             fill_inputs(inputs, rows)
@@ -158,7 +160,7 @@ class GraphRunner:
                 made["hidden_states"] = outputs.hidden_states
 
         def finish(drawing: Drawing) -> None:
-            drawn = draw(inputs, made["logits"], rows, drawing)
+            drawn = draw(inputs, made["logits"], rows, drawing, masks)
             made["words"] = record(inputs, drawn.view(num_rows, self._width), rows)
 
         def reset_rows() -> None:
@@ -187,26 +189,30 @@ class GraphRunner:
         drafts = None if self._drafts is None else self._drafts.after(inputs, hidden_states)
         return _CapturedStep(varying, inputs, made["logits"], hidden_states, forward_graph, draws, attention, drafts)
 
-    def run(self, plan: BatchPlan, bucket: int, drawing: Drawing, masks: TokenMasks | None = None) -> LaunchedStep:
-        """Replays the graphs of a bucket on the current stream.
+    def forward(self, plan: BatchPlan, bucket: int, drawing: Drawing) -> Draw:
+        """Replays the forward of a bucket on the current stream; returns the draw, before which no graph may be replayed.
 
         Args:
             plan: Of at most ``bucket`` rows, as the coverage says.
             bucket: Whose capture did not fail.
             drawing: How its tokens are drawn; ``ANY`` runs eagerly after the forward.
-            masks: Of the plan's rows of logits; with some, tokens are drawn eagerly too.
         """
         captured = self._captured[bucket]
         self._fill(captured, plan)
         captured.forward.replay()
-        if drawing in captured.draws and masks is None:
-            graph, words = captured.draws[drawing]
-            graph.replay()
-            output = DeviceOutput(words, bucket, bucket, self._width)
-        else:
-            logits = captured.logits[: plan.rows.size * self._width]
-            output = finish_step(plan, _of_plan(captured.inputs, plan), logits, self._rows, masks)
-        return LaunchedStep(output, captured.inputs, captured.hidden_states, drawing is Drawing.GREEDY, captured.drafts)
+
+        def draw_tokens(is_masked: bool) -> LaunchedStep:
+            if drawing in captured.draws:
+                graph, words = captured.draws[drawing]
+                graph.replay()
+                output = DeviceOutput(words, bucket, bucket, self._width)
+            else:
+                logits = captured.logits[: plan.rows.size * self._width]
+                output = finish_step(plan, _of_plan(captured.inputs, plan), logits, self._rows, is_masked=is_masked)
+            is_greedy = drawing is Drawing.GREEDY
+            return LaunchedStep(output, captured.inputs, captured.hidden_states, is_greedy, captured.drafts)
+
+        return draw_tokens
 
     def _fill(self, captured: _CapturedStep, plan: BatchPlan) -> None:
         """Writes the columns that change; the rows that pad the batch are row 0, of any length."""

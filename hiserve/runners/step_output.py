@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -65,6 +66,11 @@ class LaunchedStep:
     drafts: DraftGraphs | None = None
 
 
+# The second half of a step whose forward was launched, on the same stream: it reads logits, lengths, tokens and sampling
+# parameters of the rows, and ``DeviceRows.masks`` if the argument says that this step has some.
+Draw = Callable[[bool], LaunchedStep]
+
+
 class LogitsHead:
     """Computes logits of as many tokens as some graph of a whole step does.
 
@@ -105,7 +111,7 @@ class LogitsHead:
 
 
 def finish_step(
-    plan: BatchPlan, inputs: StepInputs, logits: Tensor, rows: DeviceRows, masks: TokenMasks | None = None
+    plan: BatchPlan, inputs: StepInputs, logits: Tensor, rows: DeviceRows, *, is_masked: bool = False
 ) -> DeviceOutput:
     """Draws every row's tokens as its parameters say, and records them in the rows.
 
@@ -114,10 +120,11 @@ def finish_step(
         inputs: Of the same rows.
         logits: ``[S * width + P, vocab_size]``. Unchanged.
         rows: Changed.
-        masks: Of the first ``S * width`` rows of logits; None allows all tokens. Scores are the model's own.
+        is_masked: ``rows.masks`` limit the tokens of the first ``S * width`` rows of logits. Scores are the model's own.
     """
     num_sampling, width = inputs.sampling.shape[0], inputs.width
     num_drawn = num_sampling * width
+    masks = rows.masks.of(num_drawn) if is_masked else None
     sampled_logits, scored_logits = logits[:num_drawn], logits[num_drawn:]
     host_rows = plan.rows[plan.samples]
     drawing = rows.sampling.drawing(host_rows)

@@ -88,6 +88,7 @@ def create_app(
         "tokens",
         encoder.splices,
     )
+    metrics.follow("grammar_trials", "Grammars that a process tried out first, by outcome.", "outcome", vetting.trials)
     bodies = BodyReader(encoder.helpers, Sizes(model.vocab_size, max_model_len), model.name, is_strict=is_strict)
     seals = Seals(server.seal_key)
     front = FrontEnd(handle, bodies, encoder, format_threads, token_bytes, abilities, metrics, model, vetting, seals)

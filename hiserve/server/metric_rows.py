@@ -194,6 +194,12 @@ WORKER_COUNTERS: tuple[Row[WorkerStats], ...] = (
         "Drafts accepted at each position, from 0."),
     Row("counter", "spec_decode_chosen_steps", ("num_steps",), lambda it: it.drafts.chosen_steps,
         "Steps, by how many drafts were to follow each token drawn."),
+    Row("counter", "grammar_masks", (), lambda it: it.grammars.masks,
+        "Masks computed: of each place at which a token was drawn under a grammar."),
+    Row("counter", "grammar_refused_drafts", (), lambda it: it.grammars.refused_drafts,
+        "Drafts that a grammar refused, and those after them."),
+    Row("counter", "grammar_mask_seconds", (), lambda it: it.grammars.mask_seconds,
+        "Seconds that draws waited for masks, after the step before was known."),
 )
 # Sums over the schedulers, of which one lives.
 SCHEDULER_COUNTERS: tuple[Row[ReplayStats], ...] = (

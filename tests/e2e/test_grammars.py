@@ -123,7 +123,7 @@ def plain() -> list[tuple[list[int], str | None]]:
     """Each request alone, one step after the other, without drafts."""
     with LLM(spec="off", overlap=0, **SETTINGS) as llm:
         done = [replies(llm, [text], [sampling])[0].outputs[0] for text, sampling in requests()]
-        assert grammars_of(llm).num_masks > 100
+        assert grammars_of(llm).stats().masks > 100
     for (_, sampling), output in zip(requests(), done, strict=True):
         name = next((name for name, grammar in GRAMMARS.items() if grammar == sampling.grammar), None)
         assert name is None or is_valid(name, output.text, is_cut=output.finish_reason == "length"), output.text
@@ -157,7 +157,7 @@ def test_replies_do_not_depend_on_drafts_overlap_or_other_requests(
     if "spec" in VARIANTS[variant] and VARIANTS[variant]["spec"] != "off":
         used = sum(stats.drafts.by_source.values(), start=type(next(iter(stats.drafts.by_source.values())))())
         assert sum(used.accepted_per_position) > 0
-        assert grammars.num_refused > 0
+        assert grammars.stats().refused_drafts > 0
 
 
 def test_a_reply_ends_with_its_grammar_inside_an_accepted_run() -> None:

@@ -200,10 +200,15 @@ class Poisoned:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def run(self, step: Any, bucket: int, *how: Any) -> Any:
+    def run(self, step: Any, bucket: int) -> Any:
         self._spoil(self._runner, bucket)
         self.num_replays += 1
-        return self._runner.run(step, bucket, *how)
+        return self._runner.run(step, bucket)
+
+    def forward(self, plan: Any, bucket: int, drawing: Any) -> Any:
+        self._spoil(self._runner, bucket)
+        self.num_replays += 1
+        return self._runner.forward(plan, bucket, drawing)
 
 
 def _spoil_whole(runner: Any, bucket: int) -> None:

@@ -33,7 +33,7 @@ LATE_S = {
     (FileStore, "get"): 0.003,
     (FileStore, "put"): 0.003,
     (FileStore, "clear"): 0.3,
-    (Executor, "_compute"): 0.001,
+    (Executor, "_launch"): 0.001,
 }
 ROOT = Path(__file__).parents[2]
 # In these files each call, return and call of a system function is a moment at which a thread may be late.

@@ -151,7 +151,15 @@ class Engine:
         config = read_model_config(folder)
         self.model = load_decoder(folder, config, dtype=dtype, device=device, load_format=load_format, max_len=max_len)
         self.pool = DevicePool(config.kv_groups(dtype), num_pages, page_size, device)
-        self.rows = DeviceRows(max_rows, max_len, page_size, num_pages, device)
+        self.rows = DeviceRows(
+            max_rows,
+            max_len,
+            page_size,
+            num_pages,
+            device,
+            vocab_size=config.vocab_size,
+            max_draft=max(*widths, 8) - 1,  # some tests add graphs of more tokens a row
+        )
         shape = attention_shape(config, dtype=getattr(torch, dtype), page_size=page_size)
         if windows:
             shape = dataclasses.replace(shape, windows=windows)

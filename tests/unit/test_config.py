@@ -25,7 +25,7 @@ FLAGS = """
     --kv-events --kv-events-replay
     --drain-timeout-s --metrics-compat --kv-canary --disable-prefix-cache --host-cache-gib --shape
     --host-cache-name --host-admission --cache-verify --eviction
-    --attention-backend --graphs --graph-gate --graph-max-len --spec --spec-steps
+    --attention-backend --graphs --graph-gate --graph-max-len --grammar-threads --spec --spec-steps
     --store --store-gib --store-prefetch --store-prefetch-timeout-s
 """
 MAX_FLAGS, MAX_SHOWN = 64, 48

@@ -33,7 +33,7 @@ ALLOWED = (
     Allowed("cache/storage/cuda_transfer.py", "CudaTransfers._settle", "synchronize", _OTHER_THREAD),
     Allowed("cache/storage/transfer.py", "ThreadTransfers._execute", "tensor of values", _ON_CPU),
     Allowed("core/drafts.py", "DraftLayout.uniform", "allocation", _CACHED),
-    Allowed("core/upload.py", "_read_across", "tensor of values", "a view of pinned memory, read by a kernel"),
+    Allowed("core/upload.py", "mapped", "tensor of values", "a view of pinned memory, read by a kernel"),
     Allowed("core/upload.py", "upload", ".numpy()", _PINNED),
     Allowed("core/upload.py", "upload", "allocation", _PINNED),
     Allowed("kernels/sampling.py", "ascending", "*", _ON_CPU),
@@ -63,15 +63,19 @@ ALLOWED = (
     Allowed("runners/device_rows.py", "DeviceRows.warm_up", "allocation", _AT_START),
     Allowed("runners/step_output.py", "_positions", "allocation", _CACHED),
     Allowed("engine/draft_costs.py", "DraftTimer._now", "synchronize", _AT_START),
-    Allowed("engine/executor.py", "Executor._compute", ".numpy()", _ON_CPU),
-    Allowed("engine/executor.py", "Executor._launch", "allocation", _PINNED),
-    Allowed("engine/executor.py", "Executor.drafts", "*", "masks need the drafts, and grammars are on the host"),
-    Allowed("runners/device_rows.py", "DeviceRows.drafts", "allocation", _CACHED),
+    Allowed("engine/executor.py", "Executor._finish", ".numpy()", _ON_CPU),
+    Allowed("engine/executor.py", "Executor._finish", "allocation", _PINNED),
+    Allowed(
+        "engine/executor.py", "Executor.drafts", "*", "masks need the drafts; the forward after them runs meanwhile"
+    ),
+    Allowed(
+        "runners/mask_buffers.py", "MaskBuffers.lend", "*", "pinned memory; its last copy was waited for by a draw"
+    ),
     Allowed(
         "engine/executor.py", "Executor._free_memory", "synchronize", "once memory has run out, when a step failed"
     ),
     Allowed("engine/executor.py", "Executor._nothing", "allocation", "of no elements, for a plan without rows"),
-    Allowed("engine/executor.py", "_collect", "*", _OTHER_THREAD),
+    Allowed("engine/executor.py", "_read", "*", _OTHER_THREAD),
     Allowed("engine/startup.py", "CudaMemoryMeter.begin", "synchronize", _AT_START),
     Allowed("engine/graph_check.py", "*", "*", _CHECKING),
 )

@@ -1,15 +1,18 @@
 """Grammars: masks, matchers, vetting."""
 
-from hiserve.engine import grammars
+from hiserve.engine import executor, grammars, loop, planner
 from hiserve.grammar import matcher, vet
 from hiserve.kernels import draw, sampling
+from hiserve.runners import graph, mask_buffers
 from hiserve.sampling import params
 from hiserve.server import grammar_fields
 from hiserve.text import output
+from tests.e2e import test_grammar_halves as halves
 from tests.e2e import test_grammars as replies
 from tests.unit.engine import test_grammars
 from tests.unit.grammar import test_vet
 from tests.unit.kernels import test_draw
+from tests.unit.runners import test_mask_buffers
 from tests.unit.sampling import test_changes
 from tests.unit.server import test_grammar_fields
 from tests.unit.text import test_output
@@ -24,11 +27,35 @@ with grammars.GrammarRows.advance, test_grammars.test_matchers_see_accepted_toke
     matcher.advance(tokens[index].tolist())
 with grammars.GrammarRows.masks, test_grammars.test_each_place_of_a_row_has_the_mask_after_the_drafts_before_it_and_other_rows_are_free:
     "INV 72: the token after the last draft has no mask"
-    entries[index, : count + 1] = np.arange(num_masks, num_masks + count + 1)
-    entries[index, :count] = np.arange(num_masks, num_masks + count)
+    entries[index * width : index * width + 1 + len(ahead)] = np.arange(first, first + 1 + len(ahead))
+    entries[index * width : index * width + len(ahead)] = np.arange(first, first + len(ahead))
 with grammars.GrammarRows.admit, replies.test_replies_do_not_depend_on_drafts_overlap_or_other_requests["few pages"]:
     "INV 72: a preempted row starts its grammar anew"
     matcher.advance(request.tokens[request.num_prompt :].tolist())
+    pass
+with loop.Engine._draw, halves.test_a_forward_is_launched_before_the_step_before_it_is_known_and_its_draw_after_that["ahead"]:
+    "INV 75: masks are computed before the step before is known"
+    len(self._in_flight) > 1
+    len(self._in_flight) > 2
+with planner.Planner.plan, halves.test_draws_under_grammars_are_replayed["ahead"]:
+    "INV 75: the draw does not wait for masks"
+    self.grammars.is_used and self.grammars.limit(rows[allocation.samples])
+    False
+with executor.Executor.submit, halves.test_nothing_is_submitted_between_the_halves:
+    "INV 75: a step is submitted between the halves of another"
+    assert self._undrawn is None, f"step {plan.step_id} was submitted before the draw of the step before it"
+    pass
+with executor.Executor._propose, halves.test_a_preemption_between_the_halves_changes_no_reply["1-drafts"]:
+    "INV 75: masks follow the drafts of an earlier step"
+    self._rows.copy_drafts(self._drafts)
+    pass
+with graph.GraphRunner._capture_bucket, halves.test_draws_under_grammars_are_replayed["ahead"]:
+    "captured draws read no masks"
+    draw(inputs, made["logits"], rows, drawing, masks)
+    draw(inputs, made["logits"], rows, drawing)
+with mask_buffers.MaskBuffers.free, test_mask_buffers.test_draws_read_what_was_lent_and_all_rows_are_free_before_and_afterwards:
+    "a step without grammars draws under the masks of the step before"
+    self._entries.fill_(NO_MASK)
     pass
 with draw._allowed, test_draw.test_triton_chooses_the_tokens_that_the_twins_choose:
     "the draw kernel reads the bit of another token"

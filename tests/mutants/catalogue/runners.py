@@ -30,7 +30,7 @@ with graph._check_replay, test_graph.test_a_replay_that_differs_from_the_eager_s
     "INV 35: a replay is not compared with the eager step"
     not torch.equal(made, expected)
     expected is None
-with dispatch.Dispatch.run, test_eager.test_a_step_waits_layer_by_layer_for_the_loads_that_it_reads_and_for_no_others:
+with dispatch.Dispatch.forward, test_eager.test_a_step_waits_layer_by_layer_for_the_loads_that_it_reads_and_for_no_others:
     "INV 29: a forward does not wait for its loads"
     forward = replace(forward, before_layer=wait)
     pass

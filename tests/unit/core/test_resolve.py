@@ -41,6 +41,7 @@ def test_defaults_on_cpu() -> None:
         "max_batched_tokens": 512,
         "overlap": 0,
         "cpu_threads": 3,
+        "grammar_threads": 2,
         "host_cache_gib": 0.25,
         "graphs": "off",
         "spec": "off",
@@ -69,6 +70,7 @@ def test_what_was_given_stays() -> None:
         "max_batched_tokens": 7,
         "overlap": 1,
         "cpu_threads": 2,
+        "grammar_threads": 1,
         "host_cache_gib": 0.25,
         "graphs": "off",
         "spec": "off",
@@ -93,8 +95,8 @@ def test_one_decision_a_line() -> None:
     assert "--cpu-threads auto -> 3" in lines
     assert not any("page-size" in line for line in lines)
     assert (
-        len(lines) == sum(value == "auto" for value in values(make_options()).values()) - 5
-    )  # load_format, reply_format, attention_backend, graph_max_len and spec_steps stay
+        len(lines) == sum(value == "auto" for value in values(make_options()).values()) - 6
+    )  # load_format, reply_format, thoughts, attention_backend, graph_max_len and spec_steps stay
 
 
 @pytest.mark.parametrize(
@@ -120,6 +122,12 @@ def test_who_drafts_is_the_head_that_came_with_the_model(
 def test_threads_are_the_cores_less_one_shared_among_replicas(cores: int, replicas: int, threads: int) -> None:
     machine = msgspec.structs.replace(LAPTOP, cores=cores)
     assert resolve(make_options(replicas=replicas), NANO, machine).settings.runner.cpu_threads == threads
+
+
+@pytest.mark.parametrize(("cores", "replicas", "threads"), [(1, 1, 1), (2, 1, 1), (9, 1, 4), (9, 2, 2), (64, 2, 8)])
+def test_masks_are_computed_in_half_of_the_cores_shared_among_replicas(cores: int, replicas: int, threads: int) -> None:
+    machine = msgspec.structs.replace(LAPTOP, cores=cores)
+    assert resolve(make_options(replicas=replicas), NANO, machine).settings.runner.grammar_threads == threads
 
 
 def test_each_replica_has_a_device_of_its_own_and_its_memory_is_not_shared() -> None:
@@ -410,6 +418,7 @@ def test_whatever_the_machine_all_of_it_fits_or_a_typed_error_names_a_setting(
     assert [name for name, value in found.items() if value == "auto"] == [
         "load_format",
         "reply_format",
+        "thoughts",
         "attention_backend",
         "graph_max_len",
         *(["spec_steps"] if given.get("spec_steps", "auto") == "auto" else []),

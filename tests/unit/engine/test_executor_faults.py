@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 from concurrent.futures import Future
@@ -97,6 +98,50 @@ def test_a_step_for_which_memory_runs_out_says_so_and_rows_admitted_anew_are_as_
     assert given_up.counts.size == 0 and given_up.step_id == 2
     assert [each() for each in hog.held] == [None]  # nothing that the step took is held
     assert tokens_again(running, planner) == expected
+    running.executor.close()
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+@pytest.mark.parametrize("half", ["forward", "draw"])
+def test_a_half_for_which_memory_runs_out_gives_up_the_step_and_holds_nothing(
+    folder: Path, threaded: bool, half: str
+) -> None:
+    running = engine(folder, threaded=threaded)
+    expected = tokens_again(engine(folder), admit(HandPlanner(PAGE, NUM_PAGES)))
+    forward, logits = running.runner.run, list[weakref.ref[torch.Tensor]]()
+
+    def watched(inputs: Any) -> Any:
+        outputs = forward(inputs)
+        logits.append(weakref.ref(outputs.logits))
+        return outputs
+
+    hog = Hog(watched if half == "forward" else running.runners.propose, {0}, after=True)
+    running.runner.run = hog if half == "forward" else watched  # type: ignore[method-assign, assignment]
+    if half == "draw":
+        running.runners.propose = hog  # type: ignore[method-assign]
+    planner = admit(HandPlanner(PAGE, NUM_PAGES))
+    done = running.executor.submit(dataclasses.replace(planner.step(dict(planner.known)), awaits_masks=True))
+    assert not done.done()
+    running.executor.draw(None)
+    fault = done.result().fault
+    assert fault is not None and fault.kind == "out_of_memory"
+    assert [each() for each in (*logits, *hog.held)] == [None, None]
+    assert tokens_again(running, planner) == expected
+    running.executor.close()
+
+
+def test_a_step_whose_first_half_fails_otherwise_says_so_after_its_second(folder: Path) -> None:
+    running = engine(folder)
+    failure = RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def broken(inputs: Any) -> Any:
+        raise failure
+
+    running.runner.run = broken  # type: ignore[method-assign]
+    planner = admit(HandPlanner(PAGE, NUM_PAGES))
+    done = running.executor.submit(dataclasses.replace(planner.step(dict(planner.known)), awaits_masks=True))
+    running.executor.draw(None)
+    assert done.exception() is failure
     running.executor.close()
 
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from hiserve import LLM, SamplingParams
-from hiserve.core.plan import BatchPlan
+from hiserve.core.plan import MASK_BITS, NO_MASK, BatchPlan, Int32Array, MaskPlan
 from hiserve.core.request import FinishReason, Grammar
-from hiserve.engine.grammars import FREE, NO_END, GrammarRows, no_vocabulary
+from hiserve.core.usage import GrammarStats
+from hiserve.engine.grammars import NO_END, GrammarRows, no_vocabulary
 from hiserve.engine.queue import Request
-from hiserve.errors import GrammarLimitError, RequestError, to_error
+from hiserve.errors import GrammarLimitError, HiserveError, RequestError, to_error
 from hiserve.grammar import compiler
 from hiserve.grammar.compiler import Compiler
 from hiserve.grammar.matcher import Matcher, Vocabulary
@@ -57,9 +58,28 @@ def bits(words: np.ndarray) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
 
 
+def masks_of(
+    rows: GrammarRows, plan: BatchPlan, drafts: dict[int, list[int]] | None = None
+) -> tuple[MaskPlan | None, dict[int, HiserveError]]:
+    """The masks of a plan, written over those of an earlier step, which forbid all tokens."""
+
+    def lend(num_entries: int, num_masks: int) -> tuple[Int32Array, Int32Array]:
+        words = np.zeros((num_masks, VOCAB_SIZE // MASK_BITS), dtype=np.int32)
+        return np.full(num_entries, NO_MASK, dtype=np.int32), words
+
+    def proposed() -> Int32Array:
+        assert drafts is not None, "no row with a grammar verifies drafts"
+        every = np.zeros((12, 3), dtype=np.int32)
+        for row, tokens in drafts.items():
+            every[row, : len(tokens)] = tokens
+        return every
+
+    return rows.masks(plan, proposed, lend)
+
+
 @pytest.fixture
 def rows() -> GrammarRows:
-    return GrammarRows(nano_vocabulary, VOCAB_SIZE)
+    return GrammarRows(nano_vocabulary)
 
 
 def test_each_place_of_a_row_has_the_mask_after_the_drafts_before_it_and_other_rows_are_free(rows: GrammarRows) -> None:
@@ -69,15 +89,15 @@ def test_each_place_of_a_row_has_the_mask_after_the_drafts_before_it_and_other_r
     admitted(rows, 5, None)
     admitted(rows, 9, grammar, "a taxi")
     plan = plan_of([3, 5, 7, 9], [2, 1, 0, 0], [True, True, False, True])
-    assert rows.drafted_rows(plan).tolist() == [3]
-    masks, failed = rows.masks(plan, {3: [*text[:1], 4000, 4000]})
+    masks, failed = masks_of(rows, plan, {3: [*text[:1], 4000]})
     assert masks is not None and not failed and masks.step_id == 4
-    assert masks.entries.reshape(3, 3).tolist() == [[0, 1, 2], [FREE] * 3, [3, FREE, FREE]]
+    assert masks.entries.reshape(3, 3).tolist() == [[0, 1, NO_MASK], [NO_MASK] * 3, [2, NO_MASK, NO_MASK]], (
+        "after a refused draft no draw counts"
+    )
     assert text[0] in bits(masks.masks[0])
     assert text[1] in bits(masks.masks[1])
-    assert (masks.masks[2] == -1).all(), "behind a refused draft no draw counts"
-    assert bits(masks.masks[3]) == {ids(", and")[0], ids(".")[0]}
-    assert (rows.num_masks, rows.num_refused) == (4, 1)
+    assert bits(masks.masks[2]) == {ids(", and")[0], ids(".")[0]}
+    assert rows.stats() == GrammarStats(masks=3, refused_drafts=1)
 
 
 def test_a_plan_in_which_no_row_with_a_grammar_samples_needs_no_masks(rows: GrammarRows) -> None:
@@ -85,7 +105,8 @@ def test_a_plan_in_which_no_row_with_a_grammar_samples_needs_no_masks(rows: Gram
     assert rows.advance(np.array([1]), np.array([1]), np.array([[5]])) is None
     admitted(rows, 3, GRAMMARS["json"])
     assert rows.is_used
-    assert rows.masks(plan_of([3, 4], [0, 0], [False, True]), {}) == (None, {})
+    assert rows.limit(np.array([4, 3])) and not rows.limit(np.array([4]))
+    assert masks_of(rows, plan_of([3, 4], [0, 0], [False, True])) == (None, {})
     rows.release(3)
     assert not rows.is_used
 
@@ -100,7 +121,7 @@ def test_matchers_see_accepted_tokens_alone_and_tell_the_token_that_ends_the_gra
     ends = rows.advance(np.array([1, 2, 3, 4]), counts, tokens)
     assert ends is not None
     assert ends.tolist() == [len(text) - 1, NO_END, NO_END, NO_END]
-    masks, failed = rows.masks(plan_of([2, 3], [0, 0]), {})
+    masks, failed = masks_of(rows, plan_of([2, 3], [0, 0]))
     assert masks is not None and not failed
     assert [bits(each) for each in masks.masks] == [{text[-1]}, {text[0]}]
 
@@ -109,9 +130,9 @@ def test_a_matcher_that_fails_frees_its_row_and_fails_its_request(rows: GrammarR
     admitted(rows, 1, Grammar.of("choice", '["a taxi"]'))
     admitted(rows, 2, Grammar.of("choice", '["a taxi"]'))
     rows.advance(np.array([1]), np.array([1]), np.array([[4000]], dtype=np.int32))
-    masks, failed = rows.masks(plan_of([1, 2], [0, 0]), {})
+    masks, failed = masks_of(rows, plan_of([1, 2], [0, 0]))
     assert masks is not None
-    assert masks.entries.tolist() == [FREE, 1]
+    assert masks.entries.tolist() == [NO_MASK, 1]
     assert list(failed) == [1]
     error = failed[1]
     assert isinstance(to_error(error.code, error.message), GrammarLimitError)
@@ -125,7 +146,7 @@ def test_requests_wait_for_their_grammar_and_no_longer() -> None:
         may_open.wait(30)
         return nano_vocabulary()
 
-    rows = GrammarRows(open_late, VOCAB_SIZE)
+    rows = GrammarRows(open_late)
     waiting, other = request(1, GRAMMARS["regex"]), request(2, None)
     assert rows.is_awaited(waiting) and not rows.is_awaited(other)
     may_open.set()
@@ -145,7 +166,7 @@ def test_more_waiting_grammars_than_are_kept_are_compiled_once_each(monkeypatch:
 
     real = Vocabulary.compile
     monkeypatch.setattr(Vocabulary, "compile", compile_one)
-    rows = GrammarRows(nano_vocabulary, VOCAB_SIZE)
+    rows = GrammarRows(nano_vocabulary)
     waiting = [request(uid, Grammar.of("regex", f"a{{{uid}}}")) for uid in range(1, 9)]
     for _ in range(50):
         for one in waiting:
@@ -158,7 +179,7 @@ def test_more_waiting_grammars_than_are_kept_are_compiled_once_each(monkeypatch:
 
 @pytest.mark.parametrize(("open_vocabulary", "told"), [(nano_vocabulary, "unclosed"), (no_vocabulary, "no tokenizer")])
 def test_a_grammar_that_cannot_be_compiled_fails_its_requests(open_vocabulary: object, told: str) -> None:
-    rows = GrammarRows(open_vocabulary, VOCAB_SIZE)  # type: ignore[arg-type]
+    rows = GrammarRows(open_vocabulary)  # type: ignore[arg-type]
     one = request(1, Grammar.of("regex", "["))
     errors: list[tuple[Request, object]] = []
     while not errors:

@@ -57,9 +57,9 @@ class Late:
 
     def __init__(self, inner: Executor) -> None:
         self._inner = inner
-        self._finish = inner._finish
+        self._finish = inner._propose
         self._left: list[tuple[BatchPlan, Any]] = []
-        inner._finish = lambda *of_step: self._left.append(of_step)  # type: ignore[method-assign]
+        inner._propose = lambda *of_step: self._left.append(of_step)  # type: ignore[method-assign]
 
     def submit(self, plan: BatchPlan) -> Future[StepResult]:
         left, self._left = self._left, []

@@ -24,7 +24,6 @@ from hiserve.engine.startup import (
     warm_up_steps,
 )
 from hiserve.errors import ResourceError
-from hiserve.kernels.step_ops import TokenMasks
 from hiserve.runners.gate import Action, Decision
 from hiserve.runners.step_output import LaunchedStep
 from hiserve.sampling.params import Drawing
@@ -84,12 +83,12 @@ class Watched:
         self.proposed: list[int] = []
         self.masked: list[str] = []
 
-    def run(self, plan: BatchPlan, decision: Decision, masks: TokenMasks | None = None) -> LaunchedStep:
+    def run(self, plan: BatchPlan, decision: Decision, *, is_masked: bool = False) -> LaunchedStep:
         assert decision.action is Action.EAGER
-        self.masked += [] if masks is None else [decision.sampling]
+        self.masked += [decision.sampling] * is_masked
         self.plans.append(plan)
         self.drawings.add(decision.sampling)
-        launched_step: LaunchedStep = self._runners.run(plan, decision, masks=masks)
+        launched_step: LaunchedStep = self._runners.run(plan, decision, is_masked=is_masked)
         if decision.sampling:
             assert launched_step.is_greedy == (decision.sampling == Drawing.GREEDY.value)
         return launched_step

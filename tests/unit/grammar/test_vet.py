@@ -54,8 +54,7 @@ async def test_sound_grammars_pass_and_are_tried_once(vetting: Vetting) -> None:
     for _ in range(3):
         checks = [vetting.check(grammar, "regex") for grammar in GRAMMARS.values()]
         assert await asyncio.gather(*checks) == [(grammar, []) for grammar in GRAMMARS.values()]
-    assert vetting.num_tried == len(GRAMMARS)
-    assert vetting.num_killed == 0
+    assert vetting.trials == {"accepted": len(GRAMMARS), "refused": 0, "killed": 0}
 
 
 async def test_a_refusal_is_kept_too(vetting: Vetting) -> None:
@@ -63,7 +62,7 @@ async def test_a_refusal_is_kept_too(vetting: Vetting) -> None:
         assert (await refused(vetting, Grammar.of("regex", "["))).code == "invalid_grammar"
         assert (await refused(vetting, Grammar.of("json", '{"$ref":"#"}'))).code == "invalid_grammar"
         assert (await refused(vetting, Grammar.of("regex", "(.{1,1000}){1,1000}"))).code == "grammar_too_complex"
-    assert (vetting.num_tried, vetting.num_killed) == (3, 0)
+    assert vetting.trials == {"accepted": 0, "refused": 3, "killed": 0}
 
 
 async def test_a_schema_that_cannot_be_held_is_refused_or_relaxed(vetting: Vetting) -> None:
@@ -80,7 +79,7 @@ async def test_a_grammar_that_ends_the_process_is_refused_and_the_next_one_has_a
 ) -> None:
     for _ in range(2):
         assert (await refused(vetting, grammar)).code == "grammar_too_complex"
-    assert vetting.num_killed == 1
+    assert vetting.trials["killed"] == 1
     assert (await vetting.check(GRAMMARS["json"], "regex"))[0] == GRAMMARS["json"]
 
 
@@ -112,7 +111,7 @@ async def test_a_caller_who_ended_two_processes_waits_before_a_new_grammar(
     hostile = [Grammar.of("regex", f"deadly{index}") for index in range(20)]
     ends = await asyncio.gather(*(vetting.check(each, "regex", caller=1) for each in hostile), return_exceptions=True)
     assert [type(each) for each in ends] == [RequestError] * 2 + [OverloadedError] * 18
-    assert vetting.num_killed == 2
+    assert vetting.trials["killed"] == 2
     with pytest.raises(OverloadedError) as caught:
         await vetting.check(GRAMMARS["json"], "guided_json", caller=1)
     assert (caught.value.param, caught.value.retry_after_s) == ("guided_json", 61)
@@ -126,7 +125,7 @@ async def test_verdicts_are_bounded_in_number(vetting: Vetting, monkeypatch: pyt
     monkeypatch.setattr(vet, "MAX_VERDICTS", 2)
     for name in ("choice", "regex", "rules", "choice"):
         await vetting.check(GRAMMARS[name], "regex")
-    assert vetting.num_tried == 4
+    assert vetting.trials["accepted"] == 4
     assert len(vetting._verdicts) == 2
 
 

@@ -143,9 +143,9 @@ def test_a_start_whose_kernels_are_in_the_cache_looks_no_further_than_two_steps(
     ran: list[int] = []
     masked: list[bool] = []
 
-    def run(plan: Any, _: Any, *, masks: Any) -> None:
+    def run(plan: Any, _: Any, *, is_masked: bool) -> None:
         ran.append(int(plan.num_new.sum()))
-        masked.append(masks is not None)
+        masked.append(is_masked)
         norm(len(ran))
 
     toolchain.is_warm = is_warm
@@ -154,7 +154,6 @@ def test_a_start_whose_kernels_are_in_the_cache_looks_no_further_than_two_steps(
         max_len=8,
         apply=lambda plan: None,
         forget=lambda: None,
-        upload_masks=lambda masks: masks,
     )
     runners: Any = SimpleNamespace(run=run, propose=lambda *_: None)
     compile_steps(runners, rows, num_threads=2, max_batched_tokens=8)
@@ -197,7 +196,6 @@ def test_work_that_fails_is_told_and_leaves_triton_as_it_was(
         max_len=8,
         apply=lambda plan: None,
         forget=lambda: forgotten.append(1),
-        upload_masks=lambda masks: masks,
     )
     compile_steps(SimpleNamespace(run=run), rows, num_threads=2, max_batched_tokens=8)  # type: ignore[arg-type]
     assert "one by one, as they are launched: no such luck" in caplog.text

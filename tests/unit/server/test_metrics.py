@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from hiserve.core.request import FinishReason
-from hiserve.core.usage import CacheUse
+from hiserve.core.usage import CacheUse, GrammarStats
 from hiserve.errors import EngineError
 from hiserve.ipc.cache_stats import CacheStats, TierStats
 from hiserve.ipc.lifecycle import Recovery, ReplayStats
@@ -162,7 +162,12 @@ def test_queue_time_of_a_request_that_no_worker_had_is_not_counted() -> None:
 async def test_worker_counters_and_the_pool_are_shown(server: Server) -> None:
     server.engine.queued = 3
     evicted = CacheStats(device=TierStats(num_evicted=2))
-    server.engine.stats = WorkerStats(steps=7, dropped_event_batches=4, cache=evicted)
+    grammars = GrammarStats(masks=9, refused_drafts=2, mask_seconds=0.5)
+    server.engine.stats = WorkerStats(steps=7, dropped_event_batches=4, cache=evicted, grammars=grammars)
+    for name, count in (("masks", 9), ("refused_drafts", 2), ("mask_seconds", 0.5)):
+        assert await server.metric(f"hiserve:grammar_{name}_total") == count
+    for outcome in ("accepted", "refused", "killed"):
+        assert await server.metric("hiserve:grammar_trials_total", outcome=outcome) == 0
     assert await server.metric("hiserve:dropped_event_batches_total") == 4
     assert await server.metric("hiserve:engine_steps_total") == 7
     assert await server.metric("hiserve:evicted_tokens_total", tier="device") == 32
