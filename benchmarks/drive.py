@@ -116,9 +116,9 @@ class Drive:
 
         executor.submit, executor.take_acks = watched_submit, watched_acks
 
-    def add(self, prompt: np.ndarray, num_new: int) -> Seen:
-        """Adds a greedy request that generates ``num_new`` tokens, past the model's end; prompt int32 ``[n]``."""
-        sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=num_new, ignore_eos=True)
+    def add(self, prompt: np.ndarray, num_new: int, **how: Any) -> Seen:
+        """Adds a request that generates ``num_new`` tokens, past the model's end, greedy unless told; prompt int32 ``[n]``."""
+        sampling = SamplingParams(**{"temperature": 0.0, "seed": 0, "max_tokens": num_new, "ignore_eos": True} | how)
         uid = len(self._seen) + 1
         self._seen[uid] = Seen(uid, time.perf_counter())
         self.engine.add(Admit(uid, len(prompt), sampling, b"", 0), prompt)

@@ -101,3 +101,16 @@ def test_speculation_under_arrivals_is_measured_with_and_without_prompts_in_the_
         assert each["ttft_s"]["p50"] <= each["ttft_s"]["p99"]
         assert rate == "at once" or each["drafts"]["eager, with prompt"] >= 1  # the CPU has no graphs
     assert not any(each.get("drafts") for each in modes["off"].values())
+
+
+@pytest.mark.long
+def test_grammars_are_timed_beside_free_rows(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    subprocess.run([sys.executable, "-m", "benchmarks.grammars", "--tiny", str(out), "test"], cwd=ROOT, check=True)
+    cases = {name: each for name, each in json.loads(out.read_text()).items() if "rows" in name}
+    assert cases.keys() == {f"overlap 1, {drafts}, {rows} rows" for drafts in ("off", "3 drafts") for rows in (1, 3)}
+    for name, each in cases.items():
+        ways = each["medians"]
+        assert ways["free"]["masks_a_step"] == 0 < ways["constrained"]["mask_seconds_a_step"]
+        if "3 rows" in name:
+            assert 0 < ways["beside"]["masks_a_step"] < ways["constrained"]["masks_a_step"]
