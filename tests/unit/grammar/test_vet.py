@@ -94,7 +94,7 @@ sys.exit(vet_process.serve(sys.argv[1]))
     monkeypatch.setattr(vet, "COMMAND", (sys.executable, "-c", program))
     made = Vetting(nano_folder(), 4096, (1, 9999))
     assert await made.check(GRAMMARS["regex"], "regex") == (GRAMMARS["regex"], [])
-    assert made.num_killed == 0
+    assert made.trials["killed"] == 0
     await made.close()
 
 
