@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import resource
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hiserve.errors import ModelError, RequestError
+from hiserve.text import render_budget
 from hiserve.text.template import TOO_SLOW, ChatTemplate
 from tests.helpers.chats import chat_of
 from tests.helpers.slowness import least_cpu_s
@@ -135,6 +138,12 @@ def test_time_that_is_over_has_a_code_of_its_own() -> None:
     with pytest.raises(RequestError, match=r"longer than 0\.05 s") as caught:
         ChatTemplate(ENDLESS["macros"]).render(CHAT, max_s=0.05)
     assert caught.value.code == TOO_SLOW
+
+
+def test_time_in_which_a_rendering_gets_no_cpu_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    ages_s = itertools.count(step=60)
+    monkeypatch.setattr(render_budget, "time", SimpleNamespace(monotonic=lambda: next(ages_s), thread_time=lambda: 0.0))
+    assert ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}").render(CHAT, max_s=0.05)
 
 
 @pytest.mark.parametrize("source", ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{{ x" + " | trim" * 300 + " }}"])
