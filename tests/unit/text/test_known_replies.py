@@ -9,11 +9,13 @@ import pytest
 
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.text.abilities import Abilities
+from hiserve.text.conversation import Conversation
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.formats import BY_NAME
 from hiserve.text.known_replies import canonical
+from hiserve.text.prompt_parts import place_after
 from hiserve.text.reply_buffer import called, merged, thought
-from hiserve.text.reply_tokens import ReplyTokenCache, encode_chat
+from hiserve.text.reply_tokens import ReplyTokenCache, encode_chat, with_thoughts
 from hiserve.text.template import ChatTemplate
 from tests.helpers import tiny_text
 from tests.helpers.chats import chat_of
@@ -32,9 +34,13 @@ class Agent:
         self.template = ChatTemplate((TEMPLATES / f"{name}.jinja").read_text())
         self.abilities = Abilities(self.tokenizer, TokenBytes(self.tokenizer), self.template)
         self.cache = ReplyTokenCache(row=self.row)
+        self.kwargs: dict[str, Any] = {}
+
+    def chat(self, messages: list[dict[str, Any]], **fields: Any) -> Conversation:
+        return chat_of(messages, tools=TOOLS, template_kwargs=self.kwargs, **fields)
 
     def encode(self, messages: list[dict[str, Any]]) -> list[int]:
-        chat = chat_of(messages, tools=TOOLS)
+        chat = self.chat(messages)
         known, splices = self.cache.recall(b"", chat), self.cache.splices
         return encode_chat(chat, known, self.template, self.tokenizer, splices=splices).tolist()
 
@@ -45,7 +51,7 @@ class Agent:
         return counts
 
     def render(self, messages: list[dict[str, Any]]) -> str:
-        return self.template.render(chat_of(messages, tools=TOOLS))
+        return self.template.render(self.chat(messages))
 
     def spelled(self, text: str) -> list[int]:
         """A text in ids that the tokenizer would not choose: a token for each character, but for marks."""
@@ -62,7 +68,7 @@ class Agent:
 
     def reply(self, messages: list[dict[str, Any]], text: str) -> tuple[list[int], dict[str, Any]]:
         """The model replies with a text; returns its ids, and the message that the client makes of it."""
-        chat = chat_of(messages, tools=TOOLS)
+        chat = self.chat(messages)
         prompt = self.encode(messages)
         ids = self.spelled(text)
         output = self.abilities.output(
@@ -82,7 +88,7 @@ class Agent:
         message = {"role": "assistant", "content": content, "reasoning_content": said, "tool_calls": [
             {"function": {"name": "look", "arguments": arguments}} for arguments in calls
         ]}  # fmt: skip
-        whole = self.template.render(chat_of([USER, message], tools=TOOLS, add_generation_prompt=False))
+        whole = self.template.render(self.chat([USER, message], add_generation_prompt=False))
         return whole.removeprefix(self.render([USER])).removesuffix("<|end|>")
 
 
@@ -243,3 +249,62 @@ def test_a_thought_without_its_outer_white_space_is_that_of_the_reply() -> None:
     for said in ("so", ""):
         assert agent.encode([USER, message | {"reasoning_content": said}, USER])[: len(known)] == known
     assert agent.counts() == {"kept": 2}
+
+
+PAGE = 16
+LAST_USER = (
+    "{%- set ns = namespace(last=-1) -%}{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}"
+    "{%- endif -%}{%- endfor -%}"
+)
+
+
+def dropping(agent: Agent) -> None:
+    """Gives the agent a template that shows thoughts until the user's next turn, unless its switch keeps them."""
+    shown = "(message.reasoning_content or '' if preserve_thinking or loop.index0 > ns.last else '')"
+    source = agent.template.sources.source.replace("(message.reasoning_content or '')", "message.reasoning_content")
+    agent.template = ChatTemplate(LAST_USER + source.replace("message.reasoning_content", shown))
+    agent.abilities = Abilities(agent.tokenizer, TokenBytes(agent.tokenizer), agent.template, agent.row.name)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name].thought[0]])
+def test_an_agents_steps_compute_what_is_new_though_the_client_drops_thoughts(
+    name: str, by_token: bool, keeps: bool
+) -> None:
+    agent = Agent(name, by_token=by_token)
+    dropping(agent)
+    shows = agent.abilities.template
+    assert (shows.thoughts, shows.keep_switch) == ("turn", "preserve_thinking")
+    agent.kwargs = shows.variables(keep=keeps)
+
+    def num_lost(known: list[int], messages: list[dict[str, Any]]) -> int:
+        """Tokens of the known ones that the next prompt computes again."""
+        prompt = agent.encode(messages)
+        same = next((at for at, (a, b) in enumerate(zip(known, prompt, strict=False)) if a != b), len(known))
+        return len(known) - same // PAGE * PAGE
+
+    messages = [USER]
+    for number in range(3):
+        said = f"so be it, and not for the first time: {number} tokens or more"
+        known, message = agent.reply(messages, agent.text_of("Let me look.", said, [{"text": f"place {number}"}]))
+        agent.counts()
+        message = respelled(message, separators=(",", ":"))
+        del message["reasoning_content"]
+        messages = [*messages, message, RESULT]
+        assert num_lost(known, messages) <= 2 * PAGE
+        assert agent.counts() == {"kept": number + 1}
+    messages = [*messages, USER]
+    lost = num_lost(known, messages)
+    if keeps:
+        assert lost <= 2 * PAGE
+        assert agent.counts() == {"kept": 3}
+        return
+    assert lost > 2 * PAGE, "the template drops the thoughts"
+    assert agent.counts() == {"hidden": 3}
+    prompt = agent.encode(messages)
+    same = next(at for at, (a, b) in enumerate(zip(known, prompt, strict=False)) if a != b)
+    chat = agent.chat(messages)
+    before = agent.tokenizer.decode(prompt[:same], skip_hidden=False)
+    place = place_after(with_thoughts(chat, agent.cache.recall(b"", chat)), before)
+    assert (place.turn, place.part) == (1, "thought")
