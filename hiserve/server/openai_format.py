@@ -31,6 +31,7 @@ from hiserve.server.streaming import DONE, EventHead
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.reply_buffer import Kind, called, thought
 
+CONTENT = Kind.CONTENT  # which is looked up for each token
 Word = Callable[[Callable[[], Chunk | None]], Awaitable[Chunk | None]]
 
 
@@ -99,7 +100,7 @@ class ChatFormatter:
         """Returns the chunk for one piece, or None when the piece has nothing to show."""
         shown = ChatDelta(content=output_delta.text or UNSET)
         events = output_delta.events
-        if events and (len(events) > 1 or events[0].kind is not Kind.CONTENT):
+        if events and (len(events) > 1 or events[0].kind is not CONTENT):
             first = self._num_calls.get(output_delta.choice, 0)
             calls = called(output_delta.events, first)
             self._num_calls[output_delta.choice] = max((index + 1 for index in calls), default=first)

@@ -12,7 +12,9 @@ from hiserve.text.output import StopTexts, TextDelta, named_end_token, visible_t
 from hiserve.text.reply_buffer import Kind, Reading, ReplyBuffer
 from hiserve.text.reply_marks import ReplySyntax
 
-TEXTS = (Kind.THOUGHT, Kind.CONTENT)
+# Looking a member of an enumeration up takes as long as a call, for each token.
+CONTENT, RUNNING = Kind.CONTENT, FinishReason.RUNNING
+TEXTS = (Kind.THOUGHT, CONTENT)
 
 
 class ReplyStart(NamedTuple):
@@ -58,6 +60,7 @@ class Reader:
         prompt: ReplyStart,
     ) -> None:
         self._syntax = syntax
+        self._marks = syntax.stand_ins.keys()
         self._sampling = sampling
         self._detokenizer = token_bytes.detokenizer(skip_special=sampling.skip_special_tokens)
         self._stops = StopTexts(sampling)
@@ -81,8 +84,7 @@ class Reader:
 
         ``finish`` is as for ``TextOutput.push``.
         """
-        is_plain = self._buffer.shown is not None and not finish and not self._is_watched
-        if is_plain and self._syntax.stand_ins.keys().isdisjoint(tokens):
+        if self._buffer.shown is not None and not (finish or self._is_watched) and self._marks.isdisjoint(tokens):
             return self._within(tokens)
         if self._ended is not None:
             return self._ended
@@ -109,17 +111,21 @@ class Reader:
     def _within(self, tokens: Sequence[int]) -> TextDelta:
         """Adds tokens within a thought or content, without the machine if they begin no mark: the most frequent case."""
         buffer, decode, first = self._buffer, self._detokenizer.push, self._num_tokens
-        pieces = [decode(tokens)] if len(tokens) == 1 else [decode((token,)) for token in tokens]
-        text, self._num_tokens = "".join(pieces), first + len(tokens)
+        num_tokens = len(tokens)
+        self._num_tokens = stop = first + num_tokens
+        if num_tokens == 1:
+            pieces = [text := decode(tokens)]
+        else:
+            pieces = [decode((token,)) for token in tokens]
+            text = "".join(pieces)
+            stop = first + max((at for at, piece in enumerate(pieces, 1) if piece), default=0)
         if text:
-            stop = self._num_tokens if pieces[-1] else first + max(i for i, piece in enumerate(pieces, 1) if piece)
             if (event := buffer.passed_on(text, stop)) is not None:
-                shown = text if event.kind is Kind.CONTENT else ""
-                return TextDelta(shown, len(tokens), FinishReason.RUNNING, None, (event,))
+                return TextDelta(text if event[0] is CONTENT else "", num_tokens, RUNNING, None, (event,))
             for number, piece in enumerate(pieces, start=first + 1):
                 buffer.append(piece, number)
             next(self._machine)
-        return self._delta(len(tokens), FinishReason.RUNNING, None)
+        return self._delta(num_tokens, RUNNING, None)
 
     def _add(self, token: int) -> None:
         mark = self._syntax.stand_ins.get(token)

@@ -87,9 +87,8 @@ class ReplyBuffer:
         kind, begin = self.shown
         if begin(text) is not None:
             return None
-        event = Event(kind, text, self._num_emitted, num_tokens)
-        self._num_emitted = num_tokens
-        return event
+        start, self._num_emitted = self._num_emitted, num_tokens
+        return Event(kind, text, start, num_tokens)
 
     def take(self) -> list[Event]:
         """Returns the events emitted since the last call."""
