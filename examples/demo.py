@@ -28,11 +28,8 @@ CHAT = (
 )
 QUESTION = "One more question: what will the weather be there today?"
 DATE = {"type": "string", "enum": ["today", "tomorrow"]}
-GET_WEATHER = {
-    "name": "get_weather",
-    "parameters": {"type": "object", "properties": {"date": DATE}, "required": ["date"]},
-}
-CALL = r'<tool_call>\n\{"name": "get_weather", "arguments": \{"date": "(today|tomorrow)"\}\}\n</tool_call>'
+SCHEMA = {"type": "object", "properties": {"date": DATE}, "required": ["date"], "additionalProperties": False}
+GET_WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
 SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 7, "max_tokens": 96}
 STREAM = {"model": "hiserve-nano", "stream": True, "stream_options": {"include_usage": True}}
 
@@ -99,17 +96,17 @@ def ask(client: httpx.Client, console: Console, messages: list[dict[str, Any]], 
 
 def agent(client: httpx.Client, console: Console, messages: list[dict[str, Any]]) -> int:
     """Asks what needs a call, carries the call out and lets the model answer; returns the cached tokens of this step."""
-    tools = [{"type": "function", "function": GET_WEATHER}]
-    ask(client, console, messages, QUESTION, tools=tools, temperature=0, regex=CALL)
+    fields = {"tools": [GET_WEATHER], "temperature": 0, "parallel_tool_calls": False}
+    ask(client, console, messages, QUESTION, tool_choice="required", **fields)
     for call in messages[-1]["tool_calls"]:
         result = get_weather(**json.loads(call["function"]["arguments"]))
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
         console.print(f"[bold magenta]tool [/] {result}")
-    return reply(client, console, messages, tools=tools, temperature=0)
+    return reply(client, console, messages, **fields)
 
 
 def main() -> int:
-    """Runs the demo; returns 1 if a later turn was not served from the cache, or the model called nothing."""
+    """Runs the demo; returns 1 if a later turn was not served from the cache."""
     console = Console(highlight=False)
     console.print(
         "[bold]hiserve demo[/]: a chat and a call of a tool with hiserve-nano, the embedded 7 M parameter model"
