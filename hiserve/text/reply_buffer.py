@@ -61,7 +61,7 @@ class ReplyBuffer:
         is_cut: The reply ended at a limit, not by itself.
         is_stopped: A stop text ended the reply; nothing more is emitted.
         events: Told since ``take``.
-        shown: While all text is emitted as it arrives, the kind of its events, and the search for what may end it.
+        shown: While all text of a thought or content is emitted as it arrives, the kind of its events, and the search for what may end it.
     """
 
     def __init__(self) -> None:
@@ -166,7 +166,8 @@ class ReplyBuffer:
                 return search.find(self.text, 0)
             if self.is_over:
                 return None
-            self.shown = None if self.text else (kind, search.begin)
+            is_plain = not self.text and kind is not Kind.ARGUMENTS  # which may be escaped
+            self.shown = (kind, search.begin) if is_plain else None
             yield
             self.shown = None
 

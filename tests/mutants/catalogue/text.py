@@ -82,6 +82,10 @@ with reply_buffer.ReplyBuffer.passed_on, test_reader.test_a_call_in_the_midst_of
     "a mark that comes amid plain text is text"
     begin(text) is not None
     False
+with reply_buffer.ReplyBuffer.show_until, test_reader.test_every_value_is_read_in_deltas_of_any_size["qwen3_coder-1"]:
+    "a value that arrives token by token is not escaped"
+    not self.text and kind is not Kind.ARGUMENTS
+    not self.text
 with call_reader.CallReader._object, test_reader.test_arguments_are_as_the_model_wrote_them:
     "malformed arguments are lost"
     yield from self._rest()

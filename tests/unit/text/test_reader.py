@@ -362,6 +362,22 @@ def test_spans_cover_every_token_and_marks_belong_to_what_follows() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 7])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_value_is_read_in_deltas_of_any_size(name: str, size: int) -> None:
+    given = {"text": 'say "hi" to \\ all\n and <b>', "number": 5, "more": {"a": ["x y"]}, "note": 'a "b"'}
+    message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": given}}]}
+    template, user = ChatTemplate((TEMPLATES / f"{name}.jinja").read_text()), {"role": "user", "content": "Hi"}
+    whole = template.render(chat_of([user, message], add_generation_prompt=False))
+    text = whole.removeprefix(template.render(chat_of([user]))).removesuffix("<|end|>")
+    start = ReplyStart(TOOLS, is_thinking=text.startswith(("</think>", "\n</think>")))
+    ids = tokenizer_of(name, by_token=False).encode(text, add_special_tokens=False).tolist()
+    events, _, _ = read(reader(name, start=start), [*ids, tiny_text.END], [size] * len(ids), STOP)
+    ((_, _, arguments),) = called(events).values()
+    assert json.loads(arguments) == given
+    check_spans(events, len(ids) + 1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
 def test_a_call_in_the_midst_of_words_is_found_in_deltas_of_any_size(size: int) -> None:
     text = 'Well, a <b> and 😀 so.\n<tool_call>{"name": "look", "arguments": {}}</tool_call>\n and more'
     ids = tokenizer_of("hermes", by_token=False).encode(text, add_special_tokens=False).tolist()
