@@ -51,13 +51,16 @@ def wait_resting(pid: int, rest_s: float = 1.0, timeout_s: float = 120.0) -> Non
 
 def others_rest() -> bool:
     """Whether all other threads of this process sleep, and none of them has work that it was not given the CPU for."""
-    own, tasks = threading.get_native_id(), Path("/proc/self/task")
-    return all(
-        (tasks / task.name / "stat").read_text().rpartition(")")[2].split()[0] == "S"
-        for _ in range(3)  # one may wake another that was looked at before
-        for task in tasks.iterdir()
-        if int(task.name) != own
-    )
+    own = threading.get_native_id()
+    for _ in range(3):  # one may wake another that was looked at before
+        others = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != own]
+        try:
+            states = {(task / "stat").read_text().rpartition(")")[2].split()[0] for task in others}
+        except (FileNotFoundError, ProcessLookupError):  # one has just ended
+            return False
+        if states - {"S"}:
+            return False
+    return True
 
 
 def resident_bytes(pid: int) -> int:

@@ -17,7 +17,7 @@ import pytest
 from hiserve.errors import ResourceError
 from hiserve.ipc.channel import HIGH_WATER_MARK, AsyncChannel, Link, PeerGoneError, PollingChannel
 from hiserve.ipc.codec import Frames
-from tests.helpers.processes import others_rest
+from tests.helpers.links import is_full
 from tests.helpers.waiting import PATIENCE_S
 
 
@@ -42,15 +42,6 @@ def receive(link: Link) -> Frames:
 def send(link: Link, frames: Frames) -> None:
     while not link.try_send(frames):
         link.wait(until_writable=True)
-
-
-def is_full(link: Link) -> bool:
-    """Whether a link takes no more, and none of the threads of zmq will change that."""
-    while not link.is_writable:
-        if others_rest() and not link.is_writable:
-            return True
-        time.sleep(0.001)
-    return False
 
 
 def test_the_endpoint_is_in_a_directory_for_its_owner_alone(folder: Path) -> None:

@@ -17,6 +17,7 @@ from hiserve.ipc.codec import MessageDecoder, encode
 from hiserve.ipc.messages import Failed, Generate, Halted, Ready, StartFailed, ToClient
 from hiserve.ipc.updates import RequestUpdates, TokenDelta
 from hiserve.scheduler.process import SchedulerService
+from tests.helpers.links import is_full
 from tests.helpers.settings import settings_of
 from tests.helpers.waiting import PATIENCE_S
 
@@ -42,12 +43,10 @@ class SlowClient:
         self.service.updated(updates)
         self.num_sent += 1
 
-    async def stop_reading(self) -> None:
+    def stop_reading(self) -> None:
         """Talks until the client's end takes no more, then a little."""
-        while self._scheduler_link.is_writable:
+        while not is_full(self._scheduler_link):
             self.tell(1)
-            if not self._scheduler_link.is_writable:
-                await asyncio.sleep(0.1)
         for _ in range(5):
             self.tell(1)
 
@@ -87,7 +86,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_news_does_not_overtake_the_news_that_waits() -> None:
     client = SlowClient()
-    await client.stop_reading()
+    client.stop_reading()
     client.read(until_writable=True)
     client.tell(1)
     await client.read_all(client.num_sent)
@@ -98,7 +97,7 @@ async def test_news_does_not_overtake_the_news_that_waits() -> None:
 
 async def test_a_failure_comes_after_the_news_that_waits() -> None:
     client = SlowClient()
-    await client.stop_reading()
+    client.stop_reading()
     client.service.failed(1, EngineError("the worker died"))
     client.tell(2)
     await client.read_all(client.num_sent + 1)
