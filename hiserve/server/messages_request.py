@@ -22,7 +22,7 @@ from hiserve.server.messages_types import (
     ToolUseBlock,
 )
 from hiserve.text.abilities import Thinking
-from hiserve.text.conversation import Call, Conversation, Result, Text, Thought, Turn, function_tool
+from hiserve.text.conversation import Call, Conversation, Result, Text, Thought, ToolChoice, Turn, function_tool
 from hiserve.text.request_json import check_json, check_text
 
 # The first system block of Claude Code. It differs between sessions, so that they would share no prefix.
@@ -85,10 +85,12 @@ def read_messages(fields: MessagesFields, unseal: Unseal, *, keeps_volatile: boo
     if is_open and any(isinstance(part, Call) for part in last.parts):
         where = f"messages[{len(fields.messages) - 1}]"
         raise RequestError(f"{where} is a tool_use without a tool_result after it. Send the result.", param=where)
+    choice, is_single = _choice(fields)
     chat = Conversation(
         turns=tuple(turns),
         tools=_tools(fields, ignored),
-        is_single=bool(fields.tool_choice and fields.tool_choice.disable_parallel_tool_use),
+        choice=choice,
+        is_single=is_single,
         add_generation_prompt=not is_open,
         continue_final_message=is_open,
     )
@@ -181,10 +183,20 @@ def _tools(fields: MessagesFields, ignored: Counter[str]) -> list[dict[str, Any]
             ignored["deferred_tool"] += 1
         else:
             shown.append(_tool(tool, where))
-    choice = fields.tool_choice or MessagesToolChoice("auto")
-    if choice.type in ("any", "tool"):
-        raise RequestError("tool_choice is not supported yet.", param="tool_choice")
-    return None if choice.type == "none" else shown or None
+    return None if fields.tool_choice and fields.tool_choice.type == "none" else shown or None
+
+
+def _choice(fields: MessagesFields) -> tuple[ToolChoice, bool]:
+    """Returns which tools a reply may call, and whether at most one."""
+    given = fields.tool_choice or MessagesToolChoice("auto")
+    if given.type == "none":
+        return ToolChoice(), False
+    if given.type == "tool" and given.name is None:
+        raise RequestError("tool_choice.name is missing; tool_choice.type asks for it.", param="tool_choice.name")
+    strict = tuple(tool.name for tool in fields.tools or () if tool.strict and tool.name is not None)
+    names = (given.name,) if given.type == "tool" and given.name is not None else None
+    is_single = given.type == "tool" or bool(given.disable_parallel_tool_use)
+    return ToolChoice(given.type in ("any", "tool"), names, strict), is_single
 
 
 def _tool(tool: MessagesTool, where: str) -> dict[str, Any]:

@@ -184,3 +184,29 @@ async def test_seals_outlive_the_server_that_made_them(client: anthropic.AsyncAn
             counted = await client.with_options(base_url=other.url).messages.count_tokens(model=NANO, messages=history)
             counts.append(counted.input_tokens)
     assert counts[0] == counts[1] > counts[2] + 5
+
+
+async def test_a_call_that_is_required_is_made(client: anthropic.AsyncAnthropic) -> None:
+    order: Any = {
+        "name": "order",
+        "input_schema": {
+            "type": "object",
+            "properties": {"drink": {"enum": ["latte", "tea"]}, "number": {"enum": [1, 2]}},
+            "required": ["drink", "number"],
+            "additionalProperties": False,
+        },
+    }
+    for seed, choice in enumerate(({"type": "any"}, {"type": "tool", "name": "order"})):
+        asked: Any = {"model": NANO, "tools": [order], "tool_choice": choice, "extra_body": {"seed": seed}}
+        message = await client.messages.create(**asked, messages=[user(WORDS)], max_tokens=300)
+        calls = [block for block in message.content if block.type == "tool_use"]
+        assert message.stop_reason == "tool_use"
+        assert calls
+        for call in calls:
+            assert call.name == "order"
+            assert call.input["drink"] in ("latte", "tea")
+            assert call.input["number"] in (1, 2)
+    none = await client.messages.create(
+        model=NANO, tools=[order], tool_choice={"type": "none"}, messages=[user(WORDS)], max_tokens=20
+    )
+    assert not [block for block in none.content if block.type == "tool_use"]

@@ -231,7 +231,7 @@ OF_MESSAGES: dict[str, list[Any]] = {
     "messages": [None, [], {}, "Hi", 5],
     "system": [5, {}, LONE, [5], [{"type": "text", "text": LONE}], [{"type": "image"}]],
     "tools": [5, "x", [5], [{"name": "x"}], [{"name": 5, "input_schema": {}}], [{"name": "x", "input_schema": []}]],
-    "tool_choice": [5, "auto", {}, {"type": "any"}, {"type": "tool", "name": "x"}, {"type": "x"}],
+    "tool_choice": [5, "auto", {}, {"type": "tool"}, {"type": "x"}],
     "thinking": [5, {}, {"type": "x"}, {"type": "enabled", "budget_tokens": HUGE}, {"type": "enabled", "display": 5}],
     "output_config": [5, {"effort": 5}, {"effort": "x" * 2000}, {"format": {"type": "x"}}, {"format": 5}],
     "context_management": [5, {"edits": 5}, {"edits": [{}]}],

@@ -411,6 +411,28 @@ async def test_a_schema_constrains_the_reply() -> None:
         assert await server.metric("hiserve:ignored_request_parts_total", part="effort") == 1
 
 
+@pytest.mark.parametrize(
+    ("choice", "chat_choice"),
+    [
+        ({"type": "any"}, "required"),
+        ({"type": "tool", "name": "look"}, {"type": "function", "function": {"name": "look"}}),
+    ],
+)
+async def test_a_call_that_is_required_has_the_grammar_of_a_chat(choice: Any, chat_choice: Any) -> None:
+    function = {"name": "look", "parameters": LOOK["input_schema"]}
+    chat = {"messages": [USER], "tools": [{"type": "function", "function": function}], "tool_choice": chat_choice}
+    async with serving(CALL, vetting=Vetted()) as server:
+        message = await ask(server, tools=[LOOK], tool_choice=choice)
+        assert (await server.post("/v1/chat/completions", chat)).status == 200
+        first, second = (seen.sampling.grammar for seen in server.engine.seen)
+        call = await server.post(PATH, {**BASIC, "tool_choice": choice})
+    assert first == second
+    assert first is not None
+    assert message["stop_reason"] == "tool_use"
+    assert call.status == 400
+    assert call.json["error"]["message"].startswith("tool_choice ")
+
+
 async def test_the_same_conversation_has_the_same_prompt_in_both_protocols() -> None:
     function = {"name": "look", "description": "Looks.", "parameters": LOOK["input_schema"]}
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"where":"é"}'}}

@@ -11,7 +11,7 @@ from hiserve.server.messages_request import NO_THREADS, Asked, read_messages
 from hiserve.server.messages_types import MessagesFields
 from hiserve.server.seals import Seals
 from hiserve.text.abilities import Thinking
-from hiserve.text.conversation import Call, Result, Text, Thought, Turn
+from hiserve.text.conversation import Call, Result, Text, Thought, ToolChoice, Turn
 from hiserve.text.request_json import MAX_VALUES, decode
 
 SEALS = Seals("s")
@@ -147,6 +147,16 @@ def test_a_choice_of_tools() -> None:
         chat = read(tools=[TOOL], tool_choice=choice).chat
         assert (len(chat.tools or ()), chat.is_single) == (1, False)
     assert read(tools=[TOOL], tool_choice={"type": "auto", "disable_parallel_tool_use": True}).chat.is_single
+    other = TOOL | {"name": "b", "strict": True}
+    for asked, choice, is_single in (
+        ({"type": "auto"}, ToolChoice(strict=("b",)), False),
+        ({"type": "any"}, ToolChoice(True, None, ("b",)), False),
+        ({"type": "any", "disable_parallel_tool_use": True}, ToolChoice(True, None, ("b",)), True),
+        ({"type": "tool", "name": "look"}, ToolChoice(True, ("look",), ("b",)), True),
+        ({"type": "none"}, ToolChoice(), False),
+    ):
+        chat = read(tools=[TOOL, other], tool_choice=asked).chat
+        assert (chat.choice, chat.is_single) == (choice, is_single)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +220,7 @@ FAULTS: list[tuple[list[Any], dict[str, Any], str]] = [
     ([HI], {"tools": [TOOL, {"input_schema": {}}]}, "tools[1].name"),
     ([HI], {"tools": [TOOL | {"input_schema": WIDE}]}, "tools[0]"),
     ([HI], {"tools": [TOOL | {"description": LONE}]}, "tools[0]"),
-    ([HI], {"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice"),
+    ([HI], {"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ([HI], {"tools": [TOOL], "tool_choice": "auto"}, "tool_choice"),
     ([HI], {"thread": {"type": "create"}}, "thread"),
     ([HI], {"thinking": {"type": "sometimes"}}, "thinking.type"),
