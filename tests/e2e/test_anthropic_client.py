@@ -196,7 +196,8 @@ async def test_a_call_that_is_required_is_made(client: anthropic.AsyncAnthropic)
             "additionalProperties": False,
         },
     }
-    for seed, choice in enumerate(({"type": "any"}, {"type": "tool", "name": "order"})):
+    one = {"type": "any", "disable_parallel_tool_use": True}
+    for seed, choice in enumerate((one, {"type": "tool", "name": "order"})):
         asked: Any = {"model": NANO, "tools": [order], "tool_choice": choice, "extra_body": {"seed": seed}}
         message = await client.messages.create(**asked, messages=[user(WORDS)], max_tokens=300)
         calls = [block for block in message.content if block.type == "tool_use"]
