@@ -85,6 +85,7 @@ class Vetted:
     def __init__(self) -> None:
         self.seen: list[tuple[Grammar, str, bool, int]] = []
         self.marks: list[str] = []
+        self.trials: dict[str, int] = {}
 
     async def check(
         self, grammar: Grammar, param: str, *, may_relax: bool, mark: str, caller: int

@@ -388,6 +388,9 @@ async def test_a_client_that_leaves_ends_its_request() -> None:
 class Vetted:
     """Stands for ``Vetting``: takes every grammar."""
 
+    def __init__(self) -> None:
+        self.trials: dict[str, int] = {}
+
     async def check(self, grammar: Grammar, _: str, **__: Any) -> tuple[Grammar, list[str]]:
         return grammar, ["Unknown format: é"]
 
