@@ -163,7 +163,7 @@ def test_a_choice_of_tools() -> None:
     ("fields", "thinking", "ignored"),
     [
         ({}, Thinking(), {}),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2048}}, Thinking(True), {"thinking_budget": 1}),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2048}}, Thinking(True, budget=2048), {}),
         ({"thinking": {"type": "adaptive", "display": "omitted"}}, Thinking(True), {}),
         ({"thinking": {"type": "disabled"}}, Thinking(False), {}),
         ({"output_config": {"effort": "low"}}, Thinking(None, "low"), {}),
