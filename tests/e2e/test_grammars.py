@@ -110,12 +110,13 @@ def by_single_tokens(grammar: Grammar) -> Callable[[list[int], int], bool]:
 @pytest.mark.parametrize("how", ASKED)
 def test_tokens_are_those_of_a_reference_that_tries_every_token(how: str) -> None:
     with LLM(spec="off", **SETTINGS) as llm:
-        for name, text in (("regex", TEXTS[0]), ("json", TEXTS[1])):
+        for name, text in (("regex", TEXTS[0]), ("json", TEXTS[1]), ("calls", TEXTS[0]), ("tagged calls", TEXTS[1])):
             allows = by_regex() if name == "regex" else by_single_tokens(GRAMMARS[name])
             (output,) = replies(llm, [text], [constrained(name, ASKED[how])])
             wanted = brute_force(allows, llm.encode(text), ASKED[how])
             assert output.outputs[0].token_ids == wanted, (name, output.outputs[0].text)
             assert len(set(wanted)) > 5
+            assert is_valid(name, output.outputs[0].text, is_cut=output.outputs[0].finish_reason == "length")
 
 
 @pytest.fixture(scope="module")

@@ -49,6 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ends by itself": DRAWN | {"ignore_eos": False, "min_tokens": 30, "logit_bias": {EOS: 8.0}},
     "of a grammar": DRAWN | {"grammar": GRAMMARS["object"]},
     "of a grammar that ends": DRAWN | {"grammar": GRAMMARS["json"], "max_tokens": 200},
+    "of calls": DRAWN | {"grammar": GRAMMARS["calls"]},
     "stops": DRAWN,  # at a token of its own, set below
     "scores": DRAWN | {"logprobs": 2},
     "scores of the prompt": DRAWN | {"logprobs": 1, "prompt_logprobs": 1},

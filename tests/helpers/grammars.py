@@ -10,7 +10,12 @@ import regex
 
 from hiserve.core.request import Grammar
 from hiserve.grammar.matcher import Vocabulary
+from hiserve.grammar.tools import tools
 from hiserve.models.model_config import NANO, find_model, read_model_config
+from hiserve.text.abilities import Abilities
+from hiserve.text.conversation import Conversation, ToolChoice
+from hiserve.text.detokenizer import TokenBytes
+from hiserve.text.template import ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
 
 SCHEMA = {
@@ -27,14 +32,29 @@ SCHEMA = {
 PATTERN = r"(yes|no), (at|for) [0-9]{1,2}( (am|pm))?\. [a-z ]{6,30}!"
 CHOICES = ["a table", "a taxi", "the weather", "nothing"]
 RULES = 'start: name (", " name)* "."\nname: /[A-Z][a-z]{1,7}/'
+_SPACE = r"[ \n]{0,2}"
+_TAGGED_CALL = (
+    rf"<function=(book>{_SPACE}<parameter=intent>\n(book|cancel|ask)\n</parameter>{_SPACE}"
+    rf"<parameter=city>\n[A-Z][a-z]{{2,9}}\n</parameter>{_SPACE}"
+    rf"<parameter=guests>\n([1-9]|1[0-9]|20)\n</parameter>|bye>){_SPACE}</function>"
+)
+_TAGGED = rf"<tool_call>{_SPACE}{_TAGGED_CALL}({_SPACE}{_TAGGED_CALL})*{_SPACE}</tool_call>"
+TAGGED_PATTERN = rf"\n?{_TAGGED}({_SPACE}{_TAGGED})*"
 RULES_PATTERN = r"[A-Z][a-z]{1,7}(, [A-Z][a-z]{1,7})*\."
-GRAMMARS = {
-    "json": Grammar.of("json", json.dumps(SCHEMA)),
-    "object": Grammar.of("json", '{"type":"object"}'),
-    "regex": Grammar.of("regex", PATTERN),
-    "choice": Grammar.of("choice", json.dumps(CHOICES)),
-    "rules": Grammar.of("lark", RULES),
+TOOL_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "intent": {"enum": ["book", "cancel", "ask"]},
+        "city": {"type": "string", "pattern": "^[A-Z][a-z]{2,9}$"},
+        "guests": {"type": "integer", "minimum": 1, "maximum": 20},
+    },
+    "required": ["intent", "city", "guests"],
+    "additionalProperties": False,
 }
+TOOLS = [
+    {"type": "function", "function": {"name": "book", "parameters": TOOL_SCHEMA}},
+    {"type": "function", "function": {"name": "bye"}},
+]
 
 
 def nano_folder() -> Path:
@@ -43,6 +63,27 @@ def nano_folder() -> Path:
 
 def nano_tokenizer() -> Tokenizer:
     return Tokenizer.load(nano_folder())
+
+
+def calls(row: str, choice: ToolChoice) -> Grammar:
+    """The grammar of calls in the tokens of nano, spelled as a row of ``text.formats`` says."""
+    tokenizer = nano_tokenizer()
+    abilities = Abilities(tokenizer, TokenBytes(tokenizer), ChatTemplate.load(nano_folder()), row)
+    made = tools(abilities, Conversation(turns=(), tools=TOOLS, choice=choice))
+    assert made is not None and not made.not_held
+    return made.grammar
+
+
+GRAMMARS = {
+    "json": Grammar.of("json", json.dumps(SCHEMA)),
+    "object": Grammar.of("json", '{"type":"object"}'),
+    "regex": Grammar.of("regex", PATTERN),
+    "choice": Grammar.of("choice", json.dumps(CHOICES)),
+    "rules": Grammar.of("lark", RULES),
+    "calls": calls("hermes", ToolChoice(True)),
+    "tagged calls": calls("qwen3_coder", ToolChoice(True)),
+    "strict calls": calls("hermes", ToolChoice(False, None, ("book",))),
+}
 
 
 def nano_vocabulary(vocab_size: int | None = None) -> Vocabulary:
@@ -61,5 +102,25 @@ def is_valid(name: str, text: str, *, is_cut: bool = False) -> bool:
         return True
     if name == "choice":
         return any(choice.startswith(text) for choice in CHOICES) if is_cut else text in CHOICES
-    pattern = PATTERN if name == "regex" else RULES_PATTERN
+    if name in ("calls", "strict calls"):
+        return is_calls(text, is_cut=is_cut, may_be_text=name == "strict calls")
+    pattern = {"regex": PATTERN, "rules": RULES_PATTERN, "tagged calls": TAGGED_PATTERN}[name]
     return regex.fullmatch(pattern, text, partial=is_cut) is not None
+
+
+def is_calls(text: str, *, is_cut: bool, may_be_text: bool) -> bool:
+    """Whether a reply is valid calls in the form of hermes, amid text or not."""
+    before, *parts = text.split("<tool_call>")
+    if not may_be_text and (
+        before.strip("\n") if parts else not "\n<tool_call>".removeprefix("\n" * (text[:1] != "\n")).startswith(text)
+    ):
+        return False
+    for index, part in enumerate(parts):
+        called, mark, after = part.partition("</tool_call>")
+        if not mark:
+            return is_cut and index == len(parts) - 1
+        made = json.loads(called)
+        jsonschema.validate(made["arguments"], TOOL_SCHEMA if made.pop("name") == "book" else {"maxProperties": 0})
+        if not (made.keys() == {"arguments"} and (may_be_text or not after.strip(" \n"))):
+            return False
+    return bool(parts) or may_be_text or is_cut
