@@ -153,7 +153,7 @@ def build_app(handle: EngineHandle, folder: Path, model: ModelConfig, resolved: 
     return create_app(
         handle=handle,
         encoder=encoder,
-        vetting=Vetting(folder, model.vocab_size, model.eos_token_ids),
+        vetting=Vetting(folder, model.vocab_size, model.eos_token_ids, settings.scheduler.max_queued_requests),
         token_bytes=frontend.token_bytes,
         abilities=frontend.abilities,
         metrics=Metrics(name, page_size=settings.cache.page_size, compat=settings.server.metrics_compat),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,7 @@ from hiserve.text.fair_threads import FairSemaphore
 COMMAND = (sys.executable, "-m", "hiserve.grammar.vet_process")
 TOO_COMPLEX = "grammar_too_complex"
 MAX_VERDICTS = 4096
+TRIAL_S = 0.01  # of a grammar that is sound
 # A caller whose grammars ended this many processes within this time waits before its next new one.
 MAX_KILLS, KILL_S = 2, 60.0
 MAX_CALLERS = 4096
@@ -62,6 +64,7 @@ class Vetting:
         folder: The model's, with its tokenizer.
         vocab_size: Of the model.
         eos_token_ids: Its end tokens.
+        max_waiting: Requests that may wait for a verdict, half of them one caller's, and as many grammars.
         clock: Monotonic seconds.
 
     Attributes:
@@ -73,10 +76,14 @@ class Vetting:
         folder: Path,
         vocab_size: int,
         eos_token_ids: Sequence[int],
+        max_waiting: int = 1024,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         setup = Setup(str(folder), vocab_size, tuple(token for token in eos_token_ids if token < vocab_size))
         self._process = JobProcess(COMMAND, msgspec.msgpack.encode(setup))
+        self._max_waiting = max_waiting
+        self._waiting: Counter[int] = Counter()  # requests, by caller
+        self._trials: Counter[int] = Counter()  # by caller; also those for which nobody waits any more
         self._clock = clock
         self._turn = FairSemaphore(1)
         self._verdicts: OrderedDict[tuple[bytes, bool], asyncio.Task[Verdict]] = OrderedDict()
@@ -97,21 +104,27 @@ class Vetting:
 
         Raises:
             RequestError: It is not a grammar, nothing satisfies it, or it takes too much time, stack or memory.
-            OverloadedError: Grammars of this caller have just ended several processes.
+            OverloadedError: Grammars of this caller have just ended several processes, or too many requests wait.
             UnavailableError: The process cannot be started.
         """
         key = grammar.digest, may_relax and grammar.kind == "json"
         trying = self._verdicts.get(key)
-        if trying is None or (trying.done() and (trying.cancelled() or trying.exception())):
+        is_new = trying is None or (trying.done() and (trying.cancelled() or trying.exception()))
+        if trying is None or is_new or not trying.done():
+            self._check_room(caller)
+        if trying is None or is_new:
             self._check_caller(caller, param)
             trying = self._verdicts[key] = asyncio.create_task(self._try(Trial(grammar, key[1], mark), caller))
-            trying.add_done_callback(
-                lambda done: done.cancelled() or done.exception()
-            )  # a cancelled caller reads nothing
+            self._trials[caller] += 1
+            trying.add_done_callback(partial(self._ended, caller))
             if len(self._verdicts) > MAX_VERDICTS:
                 self._verdicts.popitem(last=False)
         self._verdicts.move_to_end(key)
-        verdict = await asyncio.shield(trying)
+        self._waiting[caller] += 1
+        try:
+            verdict = await asyncio.shield(trying)
+        finally:
+            _count_down(self._waiting, caller)
         if verdict.code:
             raise RequestError(
                 f"{param} cannot be used as a grammar: {verdict.reason}.", code=verdict.code, param=param
@@ -142,6 +155,21 @@ class Vetting:
         finally:
             self._turn.leave()
 
+    def _ended(self, caller: int, trying: asyncio.Task[Verdict]) -> None:
+        _count_down(self._trials, caller)
+        if not trying.cancelled():
+            trying.exception()  # a request that was cancelled does not read it
+
+    def _check_room(self, caller: int) -> None:
+        num_waiting = max(self._waiting.total(), self._trials.total())
+        own = max(self._waiting[caller], self._trials[caller])
+        if num_waiting >= self._max_waiting or own >= -(-self._max_waiting // 2):
+            raise OverloadedError(
+                f"{num_waiting} requests wait for their grammars to be tried, {own} of this caller; the limit is "
+                f"{self._max_waiting}, half of it for one caller. Try again later.",
+                retry_after_s=1 + int(num_waiting * TRIAL_S),
+            )
+
     def _check_caller(self, caller: int, param: str | None) -> None:
         kills = self._kills.get(caller)
         if kills is None or len(kills) < MAX_KILLS:
@@ -153,3 +181,9 @@ class Vetting:
                 param=param,
                 retry_after_s=int(wait_s) + 1,
             )
+
+
+def _count_down(counts: Counter[int], caller: int) -> None:
+    counts[caller] -= 1
+    if not counts[caller]:
+        del counts[caller]

@@ -27,6 +27,7 @@ from hiserve.ipc.cache_stats import LOCAL_TIERS, TierName
 from hiserve.launch import prepare
 from hiserve.llm.offline_backends import InProcess, Job, OfflineBackend, Processes
 from hiserve.llm.outputs import ChoiceBuilder, RequestOutput
+from hiserve.llm.vetting import BlockingVetting
 from hiserve.text.abilities import Thinking
 from hiserve.text.chat_request import parse_chat
 from hiserve.text.conversation import Conversation
@@ -89,6 +90,7 @@ class LLM:
         self.tokenizer, self.default_sampling = self._frontend.tokenizer, self._frontend.default_sampling
         self._vocab_size = launch.model.vocab_size
         self._is_closed = False
+        self._vetting = BlockingVetting(launch.folder, launch.model.vocab_size, launch.model.eos_token_ids)
         self._backend: OfflineBackend = InProcess(self.settings) if in_process else Processes(self.settings)
 
     def generate(
@@ -187,6 +189,7 @@ class LLM:
         """Stops the processes, or frees the model; may be called again."""
         if not self._is_closed:
             self._is_closed = True
+            self._vetting.close()
             self._backend.close()
 
     def __enter__(self) -> LLM:
@@ -252,20 +255,22 @@ class LLM:
         """Returns the sampling parameters with the grammar of the replies to a conversation, if there is one.
 
         Raises:
-            RequestError: There are two; or as ``grammar.tools.tools``.
+            RequestError: There are two, or it cannot be used; or as ``grammar.tools.tools``.
         """
         abilities, grammar = self._frontend.abilities, sampling.grammar
         made = tools(abilities, chat)
         if made is not None and grammar is not None and chat.choice.is_required:
             raise RequestError(f"sampling.grammar and {made.param} are two grammars for one reply.", param=made.param)
-        if made is not None and grammar is None:
-            if made.not_held:
-                logger.warning("%s is not held in full: %s", made.param, "; ".join(made.not_held)[:400])
+        if grammar is None and made is not None:
             grammar = made.grammar
         if grammar is None or grammar.after:
             return sampling
         opening, after = abilities.thought(chat, prompt)
-        return msgspec.structs.replace(sampling, grammar=Grammar.of(grammar.kind, grammar.text, after, opening))
+        grammar = Grammar.of(grammar.kind, grammar.text, after, opening)
+        param, mark, not_held = (made.param, made.mark, made.not_held) if made else ("grammar", "", [])
+        if missing := [*not_held, *self._vetting.check(grammar, param, mark)]:
+            logger.warning("%s is not held in full: %s", param, "; ".join(missing)[:400])
+        return msgspec.structs.replace(sampling, grammar=grammar)
 
     def _encode(self, prompt: Prompt) -> Int32Array:
         if isinstance(prompt, str):
@@ -280,10 +285,12 @@ class LLM:
         """Checks sampling parameters against this model and engine; returns them.
 
         Raises:
-            RequestError: A token id, or speculation.
+            RequestError: A token id, speculation, or a grammar that cannot be used.
         """
         sampling.check_vocabulary(self._vocab_size)
         sampling.check_spec(self.settings.spec.tiers[-1])
+        if sampling.grammar is not None:
+            self._vetting.check(sampling.grammar, "grammar")
         return sampling
 
     def _check_length(self, num_tokens: int, param: str) -> None:

@@ -1,7 +1,7 @@
 """Grammars: masks, matchers, vetting."""
 
 from hiserve.engine import executor, grammars, loop, planner
-from hiserve.grammar import matcher, vet
+from hiserve.grammar import matcher, tagged, tools, vet, vet_process
 from hiserve.kernels import draw, sampling
 from hiserve.runners import graph, mask_buffers
 from hiserve.sampling import params
@@ -10,7 +10,7 @@ from hiserve.text import output
 from tests.e2e import test_grammar_halves as halves
 from tests.e2e import test_grammars as replies
 from tests.unit.engine import test_grammars
-from tests.unit.grammar import test_vet
+from tests.unit.grammar import test_matcher, test_tools, test_vet
 from tests.unit.kernels import test_draw
 from tests.unit.runners import test_mask_buffers
 from tests.unit.sampling import test_changes
@@ -85,3 +85,23 @@ with matcher.Matcher.ahead, replies.test_a_budget_ends_the_thought_and_changes_n
     "INV 72: a budget of thoughts fails with drafts"
     self._inner.deep_copy() if self._has_budget else self._inner
     self._inner
+with vet_process.try_out, test_vet.test_a_grammar_after_a_thought_is_tried_with_it["text"]:
+    "INV 73: a grammar after a thought is walked in the thought alone"
+    ["", *marks]
+    [""]
+with vet.Vetting._check_room, test_vet.test_requests_that_wait_for_verdicts_are_bounded_and_one_caller_has_half:
+    "one caller may have all places of those who wait for verdicts"
+    own >= -(-self._max_waiting // 2)
+    False
+with tagged.TaggedArguments._closed, test_tools.test_a_text_without_quotes_has_no_mark_that_would_end_it["qwen3_coder"]:
+    "a tagged text has the mark after it"
+    rules.terminal(f"{whole} & ~/{_ANY}{spelled}(?s:.+)/")
+    whole
+with tools._Calls.among_text, test_tools.test_an_object_that_would_be_a_call_without_a_mark_is_no_text:
+    "free text begins like a call without a mark"
+    [r"\{"] * self._row.is_bare
+    []
+with matcher._with_marks, test_matcher.test_a_mark_that_is_a_token_is_no_text_whether_the_tokenizer_hides_it_or_not:
+    "text has marks that are tokens"
+    token["special"] or token["content"] in _MARKS
+    token["special"]

@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from hiserve.core.request import Grammar
 from hiserve.errors import RequestError
-from hiserve.grammar.matcher import MaskFiller, Matcher
+from hiserve.grammar.matcher import MaskFiller, Matcher, Vocabulary
+from hiserve.text.tokenizer import Tokenizer
+from tests.helpers import tiny_text
 from tests.helpers.grammars import GRAMMARS, is_valid, nano_tokenizer, nano_vocabulary
 
 VOCAB_SIZE, NUM_ALL, END = 4096, 4200, 1
@@ -211,3 +214,18 @@ def test_masks_after_drafts_are_those_after_the_same_tokens_within_a_budget_too(
             mask_after(matcher, drafts[:length]) for length in range(len(drafts) + 1)
         ]
         assert not matcher.error
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_a_mark_that_is_a_token_is_no_text_whether_the_tokenizer_hides_it_or_not(is_special: bool) -> None:
+    """The reader knows such a mark by its token alone, so that a text with it would be read as something else."""
+    backend = tiny_text.byte_level_backend()
+    backend.add_tokens([AddedToken(each, special=is_special) for each in ("[TOOL_CALLS]", "[OTHER]")])
+    tokenizer = Tokenizer(backend, eos_token_ids=[tiny_text.END])
+    ids = {token: index for index, token in tokenizer.vocab.items()}
+    vocabulary = Vocabulary(tokenizer.description, len(tokenizer.vocab), [tiny_text.END])
+    allowed = mask(vocabulary.compile(Grammar.of("regex", r"(.|\n)*")), len(tokenizer.vocab))
+    assert ids["[TOOL_CALLS]"] not in allowed
+    assert (ids["[OTHER]"] in allowed) is not is_special
+    allowed = mask(vocabulary.compile(Grammar.of("regex", "a", "[TOOL_CALLS]")), len(tokenizer.vocab))
+    assert ids["[TOOL_CALLS]"] in allowed

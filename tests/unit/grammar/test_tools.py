@@ -188,13 +188,29 @@ def test_values_without_quotes_are_of_their_schema(
     made = made_of(
         name, tool("look", {"type": "object", "properties": {"v": schema}, "required": ["v"], "$defs": defs})
     )
-    row = BY_NAME[name]
-    lines = "\n" * row.value_lines
-    head = f"{row.section[0]}{row.call[0]}look{row.name_ends[0]}{row.key[0]}v{row.key[1]}{row.value[0]}{lines}"
-    tail = f"{lines}{row.value[1]}{row.end}{row.call[1]}{row.section[1]}"
+    head, tail = around(name)
     for texts, expected in ((good, True), (bad, False)):
         for text in texts:
             assert takes(name, made, head + text + tail) is expected, text
+
+
+def around(name: str) -> tuple[str, str]:
+    """The texts before and after the one argument of a call."""
+    row = BY_NAME[name]
+    lines = "\n" * row.value_lines
+    head = f"{row.section[0]}{row.call[0]}look{row.name_ends[0]}{row.key[0]}v{row.key[1]}{row.value[0]}{lines}"
+    return head, f"{lines}{row.value[1]}{row.end}{row.call[1]}{row.section[1]}"
+
+
+@pytest.mark.parametrize("schema", [{"type": "string"}, {}], ids=str)
+@pytest.mark.parametrize("name", TAGGED)
+def test_a_text_without_quotes_has_no_mark_that_would_end_it(name: str, schema: dict[str, Any]) -> None:
+    """The reader would take what follows for another argument."""
+    made = made_of(name, tool("look", {"type": "object", "properties": {"v": schema}}), by_token=False)
+    (head, tail), row = around(name), BY_NAME[name]
+    assert takes(name, made, f"{head}x < y{tail}", by_token=False)
+    for text in (f"x{row.value[1]}y", f"x{row.value[1]}\n{row.key[0]}w{row.key[1]}{row.value[0]}y"):
+        assert not takes(name, made, head + text + tail, by_token=False)
 
 
 NOT_HELD = {"type": "object", "properties": {"v": {"type": "string", "format": "date"}}}

@@ -8,12 +8,14 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
 from hiserve.core.request import Grammar
 from hiserve.errors import OverloadedError, RequestError, UnavailableError
-from hiserve.grammar import vet
+from hiserve.grammar import vet, vet_process
+from hiserve.grammar.matcher import Matcher
 from hiserve.grammar.vet import Trial, Vetting
 from hiserve.grammar.vet_process import try_out
 from tests.helpers.clock import Clock
@@ -38,7 +40,7 @@ def clock() -> Clock:
 
 @pytest_asyncio.fixture
 async def vetting(clock: Clock) -> AsyncIterator[Vetting]:
-    made = Vetting(nano_folder(), 4096, (1, 9999), clock)
+    made = Vetting(nano_folder(), 4096, (1, 9999), 64, clock)
     yield made
     await made.close()
 
@@ -121,12 +123,76 @@ async def test_a_caller_who_ended_two_processes_waits_before_a_new_grammar(
     await vetting.check(GRAMMARS["regex"], "regex", caller=1)
 
 
+async def test_requests_that_wait_for_verdicts_are_bounded_and_one_caller_has_half(
+    vetting: Vetting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = asyncio.Event()
+    does = vetting._process.do
+
+    async def wait(frames: list[bytes]) -> list[bytes] | None:
+        await go_on.wait()
+        return await does(frames)
+
+    monkeypatch.setattr(vetting._process, "do", wait)
+    monkeypatch.setattr(vetting, "_max_waiting", 6)
+
+    def ask(caller: int, *names: str) -> list[asyncio.Task[Any]]:
+        return [asyncio.create_task(vetting.check(GRAMMARS[name], "regex", caller=caller)) for name in names]
+
+    first = [*ask(1, "json", "json", "regex"), *ask(2, "json", "choice")]
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError, match="3 of this caller; the limit is 6") as caught:
+        await vetting.check(GRAMMARS["json"], "regex", caller=1)
+    assert caught.value.retry_after_s == 1
+    first += ask(3, "json")
+    await asyncio.sleep(0)
+    for caller in (2, 4):
+        with pytest.raises(OverloadedError, match="6 requests wait"):
+            await vetting.check(GRAMMARS["json"], "regex", caller=caller)
+    for gone in first[:2]:  # clients go away: there is room, but not for new grammars of the one who has half of them
+        gone.cancel()
+    await asyncio.sleep(0)
+    first += ask(4, "json")
+    go_on.set()
+    ends = await asyncio.gather(*first, return_exceptions=True)
+    assert [isinstance(end, BaseException) for end in ends] == [True, True, *[False] * 5]
+    assert not vetting._waiting and not vetting._trials
+
+
 async def test_verdicts_are_bounded_in_number(vetting: Vetting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vet, "MAX_VERDICTS", 2)
     for name in ("choice", "regex", "rules", "choice"):
         await vetting.check(GRAMMARS[name], "regex")
     assert vetting.trials["accepted"] == 4
     assert len(vetting._verdicts) == 2
+
+
+LARGE = "(.{1,1000}){1,1000}"
+
+
+@pytest.mark.parametrize("mark", ["</think>", "<|system|>"], ids=["text", "special token"])
+async def test_a_grammar_after_a_thought_is_tried_with_it(vetting: Vetting, mark: str) -> None:
+    """A random walk would not leave the thought."""
+    assert (await refused(vetting, Grammar.of("regex", LARGE, mark))).code == "grammar_too_complex"
+    sound = Grammar.of("json_lenient", '{"type":"string","format":"colour"}', mark)
+    asked = Grammar.of("json", sound.text, mark)
+    assert (await vetting.check(asked, "regex", may_relax=True))[0] == sound
+    opened = Grammar.of("regex", LARGE, "<|system|>", "<|user|>")
+    assert (await refused(vetting, opened)).code == "grammar_too_complex"
+
+
+def test_replies_are_tried_after_the_mark_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_allowed: list[int] = []
+
+    def seen(start: Matcher, num_words: int, seed: int) -> None:
+        words = np.zeros(num_words, dtype=np.int32)
+        start.mask(words)
+        num_allowed.append(int(np.unpackbits(words.view(np.uint8)).sum()))
+
+    monkeypatch.setattr(vet_process, "_walk", seen)
+    assert try_out(nano_vocabulary(), 128, Trial(GRAMMARS["strict calls"], False, "<tool_call>")).code == ""
+    text, call = num_allowed
+    assert text > 3000 and call < 10
 
 
 async def test_without_a_process_nothing_is_kept(vetting: Vetting, monkeypatch: pytest.MonkeyPatch) -> None:
