@@ -93,7 +93,7 @@ with vet.Vetting._check_room, test_vet.test_requests_that_wait_for_verdicts_are_
     "one caller may have all places of those who wait for verdicts"
     own >= -(-self._max_waiting // 2)
     False
-with tagged.TaggedArguments._closed, test_tools.test_a_text_without_quotes_has_no_mark_that_would_end_it["qwen3_coder"]:
+with tagged.TaggedArguments._closed, test_tools.test_a_text_without_quotes_has_no_mark_that_would_end_it:
     "a tagged text has the mark after it"
     rules.terminal(f"{whole} & ~/{_ANY}{spelled}(?s:.+)/")
     whole

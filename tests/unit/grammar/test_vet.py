@@ -142,13 +142,13 @@ async def test_requests_that_wait_for_verdicts_are_bounded_and_one_caller_has_ha
     first = [*ask(1, "json", "json", "regex"), *ask(2, "json", "choice")]
     await asyncio.sleep(0)
     with pytest.raises(OverloadedError, match="3 of this caller; the limit is 6") as caught:
-        await vetting.check(GRAMMARS["json"], "regex", caller=1)
+        await asyncio.wait_for(vetting.check(GRAMMARS["json"], "regex", caller=1), 5)
     assert caught.value.retry_after_s == 1
     first += ask(3, "json")
     await asyncio.sleep(0)
     for caller in (2, 4):
         with pytest.raises(OverloadedError, match="6 requests wait"):
-            await vetting.check(GRAMMARS["json"], "regex", caller=caller)
+            await asyncio.wait_for(vetting.check(GRAMMARS["json"], "regex", caller=caller), 5)
     for gone in first[:2]:  # clients go away: there is room, but not for new grammars of the one who has half of them
         gone.cancel()
     await asyncio.sleep(0)
