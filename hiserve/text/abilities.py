@@ -102,7 +102,7 @@ class Abilities:
             sampling: Of the reply.
         """
         syntax = self.syntax
-        reads_calls = bool(chat.tools) and syntax is not None and syntax.row.has_calls
+        reads_calls = bool(chat.tools) and syntax is not None and syntax.row.reads_calls
         if syntax is None or not (reads_calls or syntax.thought[0]):
             return TextOutput(self._token_bytes, sampling)
         start = ReplyStart(

@@ -35,6 +35,10 @@ class ReplyFormat:
         value: Marks around its value.
         value_lines: Line breaks around a value that are no part of it.
         end: Mark after the last tagged argument.
+        header: Marks of a message's channel, and of the end of its header, where replies are messages with headers.
+        header_starts: Marks with which the header of another message begins.
+        header_marks: Other marks within headers.
+        message_ends: Marks of which one ends a message.
         is_list: Calls may stand in a JSON list.
         is_bare: A call may begin a reply without its mark.
         id_length: Characters of the ids that the chat template demands; 0 takes any.
@@ -57,6 +61,10 @@ class ReplyFormat:
     value: Marks = NOTHING
     value_lines: int = 0
     end: str = ""
+    header: Marks = NOTHING
+    header_starts: tuple[str, ...] = ()
+    header_marks: tuple[str, ...] = ()
+    message_ends: tuple[str, ...] = ()
     is_list: bool = False
     is_bare: bool = False
     id_length: int = 0
@@ -64,14 +72,20 @@ class ReplyFormat:
 
     @property
     def has_calls(self) -> bool:
-        """Whether replies of this family have calls."""
+        """Whether replies of this family have calls between marks."""
         return self.call != NOTHING
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether replies of this family have calls, which may be messages."""
+        return self.has_calls or self.header != NOTHING
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Everything that separates the parts of a reply; some may be empty."""
         ends = (*self.name_ends, self.id_mark, *self.key, *self.value, self.end)
-        return (*self.thought, *self.section, *self.call, *ends)
+        headers = (*self.header, *self.header_starts, *self.header_marks, *self.message_ends)
+        return (*self.thought, *self.section, *self.call, *ends, *headers)
 
     def signature(self) -> tuple[str, ...]:
         """Returns the texts by which a chat template of the family is known."""
@@ -81,6 +95,16 @@ class ReplyFormat:
 
 FORMATS = (
     ReplyFormat("thoughts", thought=THINK, signs=THINK),
+    ReplyFormat(
+        "harmony",
+        thought=("<|channel|>analysis<|message|>", "<|end|>"),
+        thought_lines=(0, 0, 0),
+        header=("<|channel|>", "<|message|>"),
+        header_starts=("<|start|>",),
+        header_marks=("<|constrain|>",),
+        message_ends=("<|end|>", "<|call|>", "<|return|>"),
+        signs=("<|start|>", "<|channel|>", "<|message|>"),
+    ),
     ReplyFormat("hermes", ("<tool_call>", "</tool_call>"), thought=THINK, call_lines=1),
     ReplyFormat(
         "llama3_json",

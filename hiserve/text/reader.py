@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.text.call_reader import CallReader
 from hiserve.text.detokenizer import TokenBytes
+from hiserve.text.message_reader import MessageReader
 from hiserve.text.output import StopTexts, TextDelta, named_end_token, visible_tokens
 from hiserve.text.reply_buffer import Kind, Reading, ReplyBuffer
 from hiserve.text.reply_marks import ReplySyntax
@@ -65,7 +66,7 @@ class Reader:
         self._detokenizer = token_bytes.detokenizer(skip_special=sampling.skip_special_tokens)
         self._stops = StopTexts(sampling)
         self._buffer = ReplyBuffer()
-        self._reads_calls = prompt.tools is not None and syntax.row.has_calls
+        self._reads_calls = prompt.tools is not None and syntax.row.reads_calls
         is_single = prompt.is_single
         self._calls = CallReader(
             syntax, self._buffer, prompt.tools or (), self._end_text, prompt.call_id, is_single=is_single
@@ -76,7 +77,9 @@ class Reader:
         self._ended: TextDelta | None = None
         self.num_unread = 0
         self.has_calls = False
-        self._machine: Generator[None, None, None] = self._read(prompt)
+        self._machine: Generator[None, None, None] = (
+            self._read_messages(prompt) if syntax.row.header[0] else self._read(prompt)
+        )
         next(self._machine)
 
     def push(self, tokens: Sequence[int], finish: FinishReason) -> TextDelta:
@@ -177,6 +180,22 @@ class Reader:
                 size = found.end()
                 shown = syntax.shown(buffer.text[:size])
                 buffer.emit(kind, size, shown if is_thought else self._content(shown))
+        self._end_text()
+
+    def _read_messages(self, prompt: ReplyStart) -> Generator[None, None, None]:
+        """Reads messages with headers until the end of the reply."""
+        messages = MessageReader(
+            self._syntax,
+            self._buffer,
+            self._content,
+            self._end_text,
+            prompt.call_id if self._reads_calls else None,
+            is_single=prompt.is_single,
+        )
+        yield
+        kind = Kind.THOUGHT if prompt.is_thinking else Kind.CONTENT if prompt.is_continued else None
+        yield from messages.read(kind)
+        self.num_unread = messages.num_unread
         self._end_text()
 
     def _begin(self) -> Reading[Kind]:

@@ -37,7 +37,7 @@ TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type"
 def marks_of(row: ReplyFormat) -> list[str]:
     """Everything that a format gives a meaning."""
     marks = [*row.thought, *row.section, *row.call, *row.name_ends, *row.name_prefixes, row.id_mark, *row.fence]
-    marks += [*row.key, *row.value, row.end]
+    marks += [*row.key, *row.value, row.end, *row.header, *row.header_starts, *row.header_marks, *row.message_ends]
     return sorted({mark for mark in marks if len(mark) > 1})
 
 
@@ -47,6 +47,7 @@ def tokenizer_of(name: str, *, by_token: bool) -> Tokenizer:
     backend = tiny_text.byte_level_backend()
     if by_token:
         marks = [mark for mark in marks_of(BY_NAME[name]) if mark[0] in "<[" and mark[-1] in ">]" and "=" not in mark]
+        marks = [mark for mark in marks if mark.count("<|") < 2]
         backend.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in [*marks, "<｜tool▁sep｜>"]])
     return Tokenizer(backend, eos_token_ids=[tiny_text.END])
 

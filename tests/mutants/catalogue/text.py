@@ -5,6 +5,7 @@ from hiserve.text import (
     convert,
     detokenizer,
     known_replies,
+    message_reader,
     output,
     render_budget,
     reply_buffer,
@@ -81,6 +82,10 @@ with reply_marks.ReplySyntax.__init__, test_reader.test_a_mark_that_is_a_token_i
 with reply_buffer.ReplyBuffer.passed_on, test_reader.test_a_call_in_the_midst_of_words_is_found_in_deltas_of_any_size:
     "a mark that comes amid plain text is text"
     begin(text) is not None
+    False
+with message_reader.MessageReader._header, test_reader.test_messages_are_read_by_their_headers:
+    "a thought of another channel is content"
+    channel is not None and channel[1] == THOUGHTS
     False
 with reply_buffer.ReplyBuffer.show_until, test_reader.test_every_value_is_read_in_deltas_of_any_size["qwen3_coder-1"]:
     "a value that arrives token by token is not escaped"

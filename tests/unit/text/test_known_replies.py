@@ -308,3 +308,20 @@ def test_an_agents_steps_compute_what_is_new_though_the_client_drops_thoughts(
     before = agent.tokenizer.decode(prompt[:same], skip_hidden=False)
     place = place_after(with_thoughts(chat, agent.cache.recall(b"", chat)), before)
     assert (place.turn, place.part) == (1, "thought")
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_messages_with_headers_keep_their_tokens(by_token: bool) -> None:
+    agent = Agent("harmony", by_token=by_token)
+    assert agent.abilities.template.thoughts == "always", "the template looks for them under another name"
+    messages = [USER]
+    for number in range(3):
+        header = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
+        text = f"<|channel|>analysis<|message|>so be it<|end|><|start|>assistant{header}" + f'{{"number":  {number}}}'
+        known, message = agent.reply(messages, text)
+        message = respelled(message, separators=(",", ":"))
+        del message["reasoning_content"]
+        messages = [*messages, message, RESULT]
+        agent.counts()
+        assert agent.encode(messages)[: len(known)] == known
+        assert agent.counts() == {"kept": number + 1}

@@ -192,7 +192,8 @@ def test_any_chunking_gives_the_same_events_and_loses_no_text(name: str, by_toke
         if not any(event.kind in (Kind.CALL, Kind.THOUGHT) for event in events) and not start.is_thinking:
             assert end.finish
             # Marks of thoughts without a text are no text.
-            bare = [mark for mark in BY_NAME[name].thought if mark]
+            row = BY_NAME[name]
+            bare = [mark for mark in (*row.thought, *row.header, *row.header_starts, *row.message_ends) if mark]
             if not any(mark in whole for mark in bare):
                 assert "".join(event.text for event in events) == whole
         if BY_NAME[name].arguments == "json":
@@ -398,3 +399,75 @@ def test_events_in_a_row_become_one() -> None:
         log.add([event])
         assert log.events, "can be read at any time"
     assert log.events == merged(row) == expected
+
+
+HEADERS = {
+    "<|channel|>analysis<|message|>so<|end|>": [(Kind.THOUGHT, "so")],
+    "<|channel|>commentary<|message|>Let me look.<|end|>": [(Kind.CONTENT, "Let me look.")],
+    '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"text":  "a<b>"}<|call|>': [
+        (Kind.CALL, "look"),
+        (Kind.ARGUMENTS, '{"text":  "a<b>"}'),
+        (Kind.CALL_END, ""),
+    ],
+    " to=functions.look<|channel|>commentary json<|message|>{}<|call|>": [
+        (Kind.CALL, "look"),
+        (Kind.ARGUMENTS, "{}"),
+        (Kind.CALL_END, ""),
+    ],
+    "<|channel|>final<|message|>Done.<|return|>": [(Kind.CONTENT, "Done.")],
+}
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@given(parts=st.lists(st.sampled_from(list(HEADERS)), min_size=1, max_size=5), sizes=SIZES)
+@settings(max_examples=40, deadline=None)
+def test_messages_are_read_by_their_headers(by_token: bool, parts: list[str], sizes: list[int]) -> None:
+    text, expected = "<|start|>assistant".join(parts), list[tuple[Kind, str]]()
+    for kind, words in [event for part in parts for event in HEADERS[part]]:
+        if expected and expected[-1][0] is kind in (Kind.THOUGHT, Kind.CONTENT):
+            words = expected.pop()[1] + words
+        expected.append((kind, words))
+    tokenizer = tokenizer_of("harmony", by_token=by_token)
+    ids = [*tokenizer.encode(text, add_special_tokens=False).tolist(), tiny_text.END]
+    events, _, num_tokens = read(reader("harmony", by_token=by_token), ids, sizes, STOP)
+    assert shown(events) == expected
+    check_spans(events, num_tokens)
+    template = ChatTemplate((TEMPLATES / "harmony.jinja").read_text())
+    auto = Abilities(tokenizer, token_bytes("harmony", by_token=by_token), template)
+    assert auto.format is BY_NAME["harmony"]
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "expected"),
+    [
+        ("<|channel|>final<|message|>Hel", LENGTH, [(Kind.CONTENT, "Hel")]),
+        ("<|channel|>fin", LENGTH, []),
+        ("<|channel|>analysis<|message|>so<|end|><|start|>assis", LENGTH, [(Kind.THOUGHT, "so")]),
+        ("no header at all", STOP, [(Kind.CONTENT, "no header at all")]),
+        (
+            '<|channel|>commentary to=functions.look <|message|>{"a',
+            LENGTH,
+            [(Kind.CALL, "look"), (Kind.ARGUMENTS, '{"a')],
+        ),
+        (
+            "<|channel|>commentary to=functions.look <|message|><|call|>",
+            STOP,
+            [(Kind.CALL, "look"), (Kind.ARGUMENTS, "{}"), (Kind.CALL_END, "")],
+        ),
+    ],
+)
+def test_messages_that_are_cut_or_odd_lose_no_words(
+    text: str, finish: FinishReason, expected: list[tuple[Kind, str]]
+) -> None:
+    assert shown(of_text("harmony", text, finish=finish)) == expected
+
+
+def test_messages_to_functions_are_content_where_none_may_be_called() -> None:
+    text = "<|channel|>commentary to=functions.look <|message|>{}<|call|>"
+    told = shown(of_text("harmony", text, start=ReplyStart(None)))
+    assert told == [(Kind.CONTENT, text.removesuffix("<|call|>"))]
+    ended = "<|end|><|start|>assistant<|channel|>final<|message|>yes"
+    assert shown(of_text("harmony", f"so{ended}", start=ReplyStart(TOOLS, is_thinking=True))) == [
+        (Kind.THOUGHT, "so"),
+        (Kind.CONTENT, "yes"),
+    ]
