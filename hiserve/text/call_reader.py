@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hiserve.text.json_values import STRING, JsonValue, Types, as_json, parameter_types, quoted
+from hiserve.text.json_values import ANY, STRING, JsonValue, Types, as_json, parameter_types, quoted
 from hiserve.text.reply_buffer import SPACE, Kind, Reading, ReplyBuffer
 from hiserve.text.reply_marks import ReplySyntax
 
@@ -202,6 +202,7 @@ class CallReader:
                 mark = ""
                 break
             key = syntax.shown(buffer.text[at + len(mark) : found.start()].strip())
+            key, _, is_text = key.partition(self._row.key_type) if self._row.key_type else (key, "", "")
             at = found.end()
             if syntax.value[0]:
                 at = yield from buffer.past(at)
@@ -209,7 +210,7 @@ class CallReader:
             at = yield from buffer.past(at, "\n", self._row.value_lines)
             buffer.emit(Kind.ARGUMENTS, at, f"{', ' if num_read else ''}{quoted(key)}: ")
             num_read += 1
-            yield from self._value(types.of(key))
+            yield from self._value({"true": STRING, "false": ANY}.get(is_text, types.of(key)))
         is_own = mark == syntax.end or mark == syntax.call[1]
         if mark or not (buffer.is_over and buffer.is_cut):
             buffer.emit(Kind.ARGUMENTS, (at + len(mark)) * (is_own and bool(mark)), "}")

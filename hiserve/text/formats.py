@@ -32,6 +32,7 @@ class ReplyFormat:
         id_mark: Separates the id of a call from its name; the whole before ``name_ends`` is the id where it is ``:``.
         fence: Texts around JSON arguments that a model may write.
         key: Marks around the name of a tagged argument.
+        key_type: Text between the name of a tagged argument and ``true`` or ``false``: whether its value is a text.
         value: Marks around its value.
         value_lines: Line breaks around a value that are no part of it.
         end: Mark after the last tagged argument.
@@ -58,6 +59,7 @@ class ReplyFormat:
     id_mark: str = ""
     fence: Marks = NOTHING
     key: Marks = NOTHING
+    key_type: str = ""
     value: Marks = NOTHING
     value_lines: int = 0
     end: str = ""
@@ -176,6 +178,20 @@ FORMATS = (
         thought_lines=(0, 0, 0),
         name_ends=("<｜tool▁sep｜>",),
         signs=("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>"),
+    ),
+    ReplyFormat(
+        "deepseek_v32",
+        ('<｜DSML｜invoke name="', "</｜DSML｜invoke>"),
+        ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+        THINK,
+        thought_lines=(0, 0, 0),
+        call_lines=2,
+        arguments="tagged",
+        name_ends=('">',),
+        key=('<｜DSML｜parameter name="', '">'),
+        key_type='" string="',
+        value=("", "</｜DSML｜parameter>"),
+        signs=("<｜DSML｜function_calls>", "<｜DSML｜invoke name=", "<｜DSML｜parameter name="),
     ),
     ReplyFormat(
         "kimi_k2",

@@ -471,3 +471,15 @@ def test_messages_to_functions_are_content_where_none_may_be_called() -> None:
         (Kind.THOUGHT, "so"),
         (Kind.CONTENT, "yes"),
     ]
+
+
+def test_a_value_whose_mark_says_that_it_is_a_text_is_one() -> None:
+    given = {"text": ("true", "5"), "number": ("true", "5"), "other": ("false", '{"a":  1}'), "more": ("false", "so")}
+    spelled = "".join(
+        f'<｜DSML｜parameter name="{name}" string="{is_text}">{value}</｜DSML｜parameter>\n'
+        for name, (is_text, value) in given.items()
+    )
+    call = f'<｜DSML｜invoke name="look">\n{spelled}</｜DSML｜invoke>\n</｜DSML｜function_calls>'
+    told = shown(of_text("deepseek_v32", f"Yes.\n\n<｜DSML｜function_calls>\n{call}"))
+    arguments = '{"text": "5", "number": "5", "other": {"a":  1}, "more": "so"}'
+    assert told == [(Kind.CONTENT, "Yes."), (Kind.CALL, "look"), (Kind.ARGUMENTS, arguments), (Kind.CALL_END, "")]
