@@ -9,6 +9,8 @@ from hiserve.server import (
     engine_handle,
     generation,
     known_fields,
+    messages_format,
+    messages_request,
     metrics,
     openai_types,
     request_body,
@@ -35,6 +37,8 @@ from tests.unit.server import (
     test_errors,
     test_large_replies,
     test_logprobs,
+    test_messages,
+    test_messages_request,
     test_metrics,
     test_response_store,
     test_responses,
@@ -177,3 +181,19 @@ with sampling_fields.fit_context, test_responses.test_a_limit_beyond_the_room_is
     "an output limit beyond the room is refused where it should be cut"
     limits.is_cut and limits.max_tokens is not None
     False
+with messages_request._said, test_messages_request.test_only_what_is_sealed_here_is_a_thought:
+    "a thought that a client made up reaches the prompt"
+    unseal(block.signature if isinstance(block, ThinkingBlock) else block.data)
+    "so"
+with messages_request.read_messages, test_messages_request.test_a_fault_names_its_place:
+    "a message that continues a conversation of the server is answered without it"
+    fields.thread is not None
+    False
+with messages_request._system, test_messages.test_the_billing_header_of_a_session_is_left_out_unless_it_is_kept:
+    "the billing header of each session ends the sharing of prefixes"
+    texts[0].startswith(BILLING_HEADER)
+    False
+with messages_format.MessageWriter._close, test_messages.test_any_partition_gives_the_same_blocks:
+    "a thought that is not shown cannot come back"
+    self._seal(text)
+    self._seal(block.thinking)

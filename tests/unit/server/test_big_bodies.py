@@ -18,6 +18,7 @@ import pytest
 import pytest_asyncio
 
 from hiserve.errors import RequestError
+from hiserve.server.seals import Seals
 from hiserve.text import helper_pool, helper_process
 from hiserve.text.body_parser import MAX_BODY_VALUES, QUICK_STRINGS, QUICK_VALUES, Sizes, is_quick, parse_body
 from hiserve.text.chat_request import MAX_PARTS
@@ -43,6 +44,17 @@ def calling(arguments: str) -> dict[str, Any]:
 LONG = {"role": "user", "content": "x " * 5000}
 CODE = json.dumps({"a": "f(a, [b])\n" * 170})
 ITEM = {"type": "function_call", "call_id": "c", "name": "f", "arguments": CODE}
+MESSAGES, TOO_LONG = "/v1/messages", "prompt is too long: "
+BLOCK = {"type": "text", "text": "words of a text " * 40}
+SIGNED = {"type": "thinking", "signature": Seals("k").seal("a thought " * 140)}
+USED = {"type": "tool_use", "id": "c", "name": "f", "input": json.loads(CODE)}
+RETURNED = {"type": "tool_result", "tool_use_id": "c", "content": CODE}
+
+
+def said(*blocks: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": list(blocks)}
+
+
 # Of the thread of the event loop, for one body of up to 8 MB: copies of its bytes, and no work in Python on its values.
 LOOP_S = 0.08
 ATTACKS: dict[str, tuple[str, Any, str | None]] = {
@@ -69,13 +81,28 @@ ATTACKS: dict[str, tuple[str, Any, str | None]] = {
     "custom calls": (RESPONSES, {"input": [*[{**ITEM, "type": "custom_tool_call", "input": CODE * 2}] * 2000, LONG]}, "input"),
     "sealed thoughts": (RESPONSES, {"input": [{"type": "reasoning", "encrypted_content": "A" * 1900}] * 4096}, "input"),
     "exchanges to leave out": (RESPONSES, {"input": [{"role": "user", "content": "words of a text " * 100}] * 4000, "truncation": "auto"}, "input"),
+    "messages of a block": (MESSAGES, {"messages": [HI] * 180_000, "max_tokens": 5}, "the body has more"),
+    "blocks that fit": (MESSAGES, {"messages": [said(*[BLOCK] * 4000), *[HI] * 4000], "max_tokens": 5}, TOO_LONG),
+    "blocks to count": (f"{MESSAGES}/count_tokens", {"messages": [said(*[BLOCK] * 10_000), HI]}, "messages must be"),
+    "signed thoughts": (MESSAGES, {"messages": [said(*[SIGNED] * 4000), LONG], "max_tokens": 5}, TOO_LONG),
+    "one signed thought": (
+        MESSAGES,
+        {"messages": [said({"type": "thinking", "signature": Seals("k").seal("a thought " * 580_000)}), LONG], "max_tokens": 5},
+        TOO_LONG,
+    ),
+    "uses of tools": (MESSAGES, {"messages": [said(*[USED] * 4000), LONG], "max_tokens": 5}, TOO_LONG),
+    "results of tools": (
+        MESSAGES,
+        {"messages": [{"role": "user", "content": [RETURNED] * 4000}, LONG], "max_tokens": 5},
+        TOO_LONG,
+    ),
     "long text": (TEXT, {"prompt": "many words of a text\n" * 350_000}, "prompt"),
 }  # fmt: skip
 
 
 @pytest_asyncio.fixture
 async def big() -> AsyncIterator[Server]:
-    made = make_server(FakeEngineClient(script=lambda _: reply_script()), max_request_bytes=2**25)
+    made = make_server(FakeEngineClient(script=lambda _: reply_script()), max_request_bytes=2**25, seal_key="k")
     async with made.app.router.lifespan_context(made.app):
         await made.handle.wait_open()
         yield made
@@ -100,7 +127,10 @@ async def test_no_large_body_takes_the_event_loop(big: Server, name: str) -> Non
         assert len(seen.prompt) == body["truncate_prompt_tokens"]
         return
     assert call.status == 400
-    assert call.json["error"]["param"] == param
+    if path.startswith(MESSAGES):
+        assert call.json["error"]["message"].startswith(param)
+    else:
+        assert call.json["error"]["param"] == param
     assert len(call.text) < 1000
 
 
@@ -113,6 +143,17 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("/detokenize", {"tokens": [5, 6, 7]}),
     ("/tokenize", {"messages": [HI]}),
     (RESPONSES, {"input": [HI, {"role": "user", "content": [{"type": "input_text", "text": "ÿ"}]}]}),
+    (
+        MESSAGES,
+        {
+            "messages": [
+                HI,
+                said(PART, {**USED, "input": {}}),
+                {"role": "user", "content": [RETURNED | {"content": "ÿ"}]},
+            ],
+            "max_tokens": 5,
+        },
+    ),
 ]
 BAD: list[tuple[str, Any, str | None]] = [
     (TEXT, {"prompt": [5, 500]}, "prompt"),
