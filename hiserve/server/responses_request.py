@@ -7,14 +7,22 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from hiserve.errors import RequestError
-from hiserve.server.responses_types import ChosenTool, InputFields, Item, Parts, ResponseTool, ToolFields, ToolName
+from hiserve.server.responses_types import (
+    ChosenTool,
+    CustomFormat,
+    InputFields,
+    Item,
+    Parts,
+    ResponseTool,
+    ToolFields,
+    ToolName,
+)
 from hiserve.text.chat_request import MAX_TOOLS
 from hiserve.text.conversation import Call, Conversation, Result, Role, Text, Thought, ToolChoice, Turn, function_tool
 from hiserve.text.request_json import MAX_VALUES, check_json, check_text, num_marks
 
 # The one argument of a function that stands for a custom tool.
 CUSTOM = "input"
-CUSTOM_PARAMETERS = {"type": "object", "properties": {CUSTOM: {"type": "string"}}, "required": [CUSTOM]}
 SEPARATOR = "__"
 SERVED = ("function", "custom")
 MESSAGE = (None, "message")
@@ -104,16 +112,27 @@ def _add_tool(tools: Tools, tool: ToolFields, namespace: str | None, where: str)
     if tool.name is None:
         raise RequestError(f"{where}.name is missing; a tool of type {tool.type} has one.", param=f"{where}.name")
     name = flat_name(tool.name, namespace)
-    function: dict[str, Any] = {"name": name, "description": tool.description, "parameters": tool.parameters}
+    function, is_strict = {"description": tool.description, "parameters": tool.parameters}, bool(tool.strict)
     if tool.type == "custom":
-        definition = tool.format.definition if tool.format else None
-        shown = [tool.description, definition and f"The input is a text of this grammar:\n{definition}"]
-        function |= {"description": "\n\n".join(filter(None, shown)) or None, "parameters": CUSTOM_PARAMETERS}
+        function, is_strict = _custom(tool)
     if len(tools.shown) == MAX_TOOLS:
         raise RequestError(f"tools has more than {MAX_TOOLS} tools, those of namespaces included.", param="tools")
-    tools.shown.append(function_tool(function))
+    tools.shown.append(function_tool({"name": name, **function}))
     kind: Literal["function", "custom"] = "custom" if tool.type == "custom" else "function"
-    tools.names[name] = ClientTool(tool.name, namespace, kind, bool(tool.strict))
+    tools.names[name] = ClientTool(tool.name, namespace, kind, is_strict)
+
+
+def _custom(tool: ToolFields) -> tuple[dict[str, Any], bool]:
+    """Returns the function that stands for a custom tool, without its name, and whether its calls are held to it.
+
+    A call holds its input as a string of JSON: a regular expression can be held, other rules are shown to the model.
+    """
+    form = tool.format or CustomFormat()
+    shown = [tool.description, form.definition and f"The input is a text of this grammar:\n{form.definition}"]
+    is_held = form.syntax == "regex" and bool(form.definition)
+    text = {"type": "string"} | ({"pattern": f"^(?:{form.definition})$"} if is_held else {})
+    parameters = {"type": "object", "properties": {CUSTOM: text}, "required": [CUSTOM], "additionalProperties": False}
+    return {"description": "\n\n".join(filter(None, shown)) or None, "parameters": parameters}, is_held
 
 
 def flat_name(name: str, namespace: str | None) -> str:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
+import sqlite3
+from pathlib import Path
 from typing import Any
 
 import pydantic
@@ -108,6 +112,25 @@ async def test_any_partition_of_the_tokens_gives_the_same_events(size: int) -> N
     call = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
     custom = [kind.replace("function_call_arguments", "custom_tool_call_input") for kind in call]
     assert kinds == ["created", "in_progress", *thought, *item, *call, *call, *custom, "completed"]
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_random_partitions_of_mixed_replies_give_the_same_events(seed: int) -> None:
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    words = ["Let me see. ", "é🙂", " ", "\n", CALL + "\n", "<tool_call>no", "<think>\nx\n</think>\n\n"]
+    text = "".join(draw.choice(words) for _ in range(draw.randint(1, 8)))
+    found = []
+    for _ in range(3):
+        async with serving(text, seal_key="k") as server:
+            ids = [index for delta in script(text, 1) for index in delta]
+            cuts = sorted(draw.sample(range(1, len(ids)), min(len(ids) - 1, draw.randint(0, 12))))
+            pieces = [ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+            server.engine.script = lambda _, pieces=pieces: pieces  # type: ignore[misc]
+            events = await streamed(server, tools=[LOOK])
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        found.append(joined(events))
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -231,6 +254,27 @@ async def test_a_failure_after_the_first_event_ends_the_stream_as_failed() -> No
     }
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert whole.status == 500
+
+
+async def test_a_response_that_is_aborted_says_so() -> None:
+    async with serving("Let me see") as server:
+        server.engine.finish = FinishReason.ABORT
+        reply = (await server.post("/v1/responses", {"input": "Hi"})).json
+        events = await streamed(server)
+    assert (reply["status"], reply["output"][0]["status"]) == ("cancelled", "incomplete")
+    assert (events[-1]["type"], events[-1]["response"]["status"]) == ("response.incomplete", "cancelled")
+
+
+async def test_a_store_that_fails_costs_no_reply(tmp_path: Path) -> None:
+    path = tmp_path / "kept.db"
+    async with serving("Yes.", responses_store=f"sqlite:{path}") as server:
+        with contextlib.closing(sqlite3.connect(path)) as other:
+            other.execute("DROP TABLE responses")
+        call = await server.post("/v1/responses", {"input": "Hi"})
+        events = await streamed(server)
+        kept = await server.get(f"/v1/responses/{call.json['id']}")
+        again = await server.post("/v1/responses", {"input": "Hi", "previous_response_id": call.json["id"]})
+    assert (call.status, events[-1]["type"], kept.status, again.status) == (200, "response.completed", 503, 503)
 
 
 @pytest.mark.parametrize("size", SIZES)
