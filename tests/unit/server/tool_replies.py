@@ -58,9 +58,11 @@ class Trusting:
 
     Attributes:
         asked: Each grammar and its field.
+        trials: None was tried.
     """
 
     def __init__(self) -> None:
+        self.trials: dict[str, int] = {}
         self.asked: list[tuple[Grammar, str]] = []
 
     async def check(self, grammar: Grammar, param: str, **_: Any) -> tuple[Grammar, list[str]]:
