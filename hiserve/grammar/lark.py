@@ -27,7 +27,7 @@ class Rules:
 
     def __init__(self, stand_ins: Mapping[int, str]) -> None:
         self._ids = {stand_in: index for index, stand_in in stand_ins.items()}
-        self._lines: list[str] = []
+        self._names: dict[str, str] = {}  # by expression
         self.num_alternatives = 0
 
     def literal(self, text: str) -> str:
@@ -49,12 +49,11 @@ class Rules:
         Args:
             start: Expression of the replies.
         """
-        return "\n".join([f"start: {start}", *self._lines, r"SPACE: /[ \n]{1,2}/"])
+        lines = [name + expression for expression, name in self._names.items()]
+        return "\n".join([f"start: {start}", *lines, r"SPACE: /[ \n]{1,2}/"])
 
     def _add(self, prefix: str, expression: str, option: str = "") -> str:
-        name = f"{prefix}{len(self._lines)}"
-        self._lines.append(f"{name}{option}: {expression}")
-        return name
+        return self._names.setdefault(f"{option}: {expression}", f"{prefix}{len(self._names)}")
 
 
 def as_json(schema: Mapping[str, Any], *, is_strict: bool) -> str:
