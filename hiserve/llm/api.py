@@ -189,8 +189,10 @@ class LLM:
         """Stops the processes, or frees the model; may be called again."""
         if not self._is_closed:
             self._is_closed = True
-            self._vetting.close()
-            self._backend.close()
+            try:
+                self._vetting.close()
+            finally:
+                self._backend.close()
 
     def __enter__(self) -> LLM:
         """Starts a ``with`` block."""

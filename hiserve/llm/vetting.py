@@ -24,6 +24,7 @@ class BlockingVetting:
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._vetting = Vetting(folder, vocab_size, eos_token_ids)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
         self._callers = count()  # nobody pays for the grammars before
 
     def check(self, grammar: Grammar, param: str, mark: str = "") -> list[str]:
@@ -40,13 +41,16 @@ class BlockingVetting:
         """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="hiserve-vet", daemon=True).start()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="hiserve-vet", daemon=True)
+            self._thread.start()
         checking = self._vetting.check(grammar, param, mark=mark, caller=next(self._callers))
         _, warnings = asyncio.run_coroutine_threadsafe(checking, self._loop).result()
         return warnings
 
     def close(self) -> None:
         """Ends the process and the thread."""
-        if self._loop is not None:
+        if self._loop is not None and self._thread is not None:
             asyncio.run_coroutine_threadsafe(self._vetting.close(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()

@@ -17,6 +17,7 @@ from hiserve.errors import GrammarLimitError, HiserveError, RequestError, to_err
 from hiserve.grammar import compiler
 from hiserve.grammar.compiler import Compiler
 from hiserve.grammar.matcher import Matcher, Vocabulary
+from hiserve.llm.vetting import BlockingVetting
 from tests.helpers.cache_paths import SETTINGS
 from tests.helpers.grammars import GRAMMARS, nano_tokenizer, nano_vocabulary
 from tests.helpers.tiered import engine_of
@@ -200,8 +201,9 @@ def test_the_grammar_used_last_is_forgotten_last(monkeypatch: pytest.MonkeyPatch
     kept.close()
 
 
-def test_a_request_whose_grammar_fails_ends_alone() -> None:
+def test_a_request_whose_grammar_fails_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One cannot be compiled, one goes too far after its first tokens; pages and rows come back."""
+    monkeypatch.setattr(BlockingVetting, "check", lambda *_: [])  # which would refuse both
     with LLM(spec="off", **SETTINGS) as llm:
         grammars = [None, Grammar.of("regex", "["), Grammar.of("regex", "(.{1,1000}){1,1000}"), GRAMMARS["choice"]]
         each = [SamplingParams(temperature=0.0, seed=1, max_tokens=30, grammar=grammar) for grammar in grammars]
