@@ -610,3 +610,48 @@ async def test_a_prompt_may_end_within_the_reply() -> None:
         prompt = TOKENIZER.decode(server.engine.seen[0].prompt, skip_hidden=False)
     assert prompt.endswith("<|assistant|>I am ")
     assert tiny_text.END not in server.engine.seen[0].prompt[-3:]
+
+
+async def test_a_coding_agents_requests_share_their_prefix() -> None:
+    """The fields that Claude Code sends: sessions differ in the billing header alone, turns in the form of a system message."""
+
+    def step(session: str, *later: Any, is_list: bool) -> dict[str, Any]:
+        reminder = "The folder is /src."
+        system = [{"type": "text", "text": reminder}]
+        cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+        return {
+            "model": "tiny",
+            "max_tokens": 32_000,
+            "stream": True,
+            "system": [
+                {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.330.{session}; cc_entrypoint=sdk-cli;"},
+                {"type": "text", "text": "You are an agent. ", **cached},
+                {"type": "text", "text": "Be short.", **cached},
+            ],
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "Hi", **cached}]},
+                {"role": "system", "content": system if is_list else reminder},
+                *later,
+            ],
+            "tools": [LOOK, LOOK | {"name": "found_later", "defer_loading": True}],
+            "thinking": {"type": "adaptive", "display": "omitted"},
+            "output_config": {"effort": "high"},
+            "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+            "metadata": {"user_id": '{"session_id": "x"}'},
+        }  # fmt: skip
+
+    headers = {"anthropic_version": "2023-06-01", "anthropic_beta": "a,b", "x_api_key": "none"}
+    async with serving(CALL) as server:
+        for session in ("572", "bf5"):
+            await server.call("POST", f"{PATH}?beta=true", step(session, is_list=True), **headers).end()
+        call = {"type": "tool_use", "id": "1", "name": "look", "input": json.loads(ARGUMENTS)}
+        later = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [RESULT]}]
+        reply = await server.call("POST", f"{PATH}?beta=true", step("572", *later, is_list=False), **headers).end()
+        first, other, second = (seen.prompt.tolist() for seen in server.engine.seen)
+    assert reply.status == 200, reply.text
+    assert first == other
+    ids = [token for delta in script(CALL, 1) for token in delta][:-1]
+    assert second[: len(first) + len(ids)] == first + ids, "what is new comes after the whole of the last step"
+
+
+RESULT = {"type": "tool_result", "tool_use_id": "1", "content": "found"}
