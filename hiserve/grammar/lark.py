@@ -23,12 +23,14 @@ class Rules:
 
     Attributes:
         num_alternatives: Alternatives in the schemas that became rules.
+        num_chars: Characters of the values in them.
     """
 
     def __init__(self, stand_ins: Mapping[int, str]) -> None:
         self._ids = {stand_in: index for index, stand_in in stand_ins.items()}
         self._names: dict[str, str] = {}  # by expression
         self.num_alternatives = 0
+        self.num_chars = 0
 
     def literal(self, text: str) -> str:
         """Returns the expression of one text; empty for the empty one."""

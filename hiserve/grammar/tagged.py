@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from hiserve.grammar.bounds import MAX_SCHEMA_BYTES
 from hiserve.grammar.lark import Rules, as_json, escaped
 from hiserve.text.json_values import MAX_REFERENCES, SchemaReader
 from hiserve.text.reply_marks import ReplySyntax
@@ -29,6 +30,11 @@ _SPELLED = {
     "null": "null",
 }
 MAX_ALTERNATIVES = 10_000  # of all values that may be texts
+# Of all values, before equal rules are one: each reference puts what it refers to in its place.
+MAX_CHARS = 16 * MAX_SCHEMA_BYTES
+_SHAPES: dict[str, type] = {
+    "properties": dict, "required": list, "enum": list, "pattern": str, "minLength": int, "maxLength": int
+}  # fmt: skip
 _SPACE = r"[\s\x1c-\x1f]*"
 _ANY = "(?s:.*)"
 _OF_SCALARS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "enum", "const"})
@@ -63,18 +69,24 @@ class TaggedArguments:
         self.not_held: list[str] = []
 
     def expression(self) -> str:
-        """Returns the expression of all arguments, and of the mark that ends them."""
+        """Returns the expression of all arguments, and of the mark that ends them.
+
+        Raises:
+            ValueError: A keyword has a value of another type than it takes, or the rules are too many or too long.
+        """
         schema = self._reader.resolved(self._root)
+        _check_shapes(schema)
+        required = dict.fromkeys(schema.get("required") or ())
         self._note("the arguments", schema, "object")
         declared = dict(schema.get("properties") or {})
         others = schema.get("additionalProperties", not declared)
-        for name in schema.get("required") or ():
+        for name in required:
             declared.setdefault(name, {} if others is True else others)
         parts = []
         for name, each in declared.items():
             if each is False:
                 continue
-            is_required = name in (schema.get("required") or ())
+            is_required = name in required
             if not self._can_name(name):
                 if is_required:
                     self.not_held.append(f"an argument of the name {name[:100]!r}")
@@ -117,12 +129,12 @@ class TaggedArguments:
         each = self._alternatives(schema)
         texts = [part for part in each if "string" in self._reader.types(part)]
         is_finite = all("enum" in part or "const" in part for part in texts)
-        spelled = [self._body(part, name) for part in texts]
+        spelled = [self._counted(self._body(part, name)) for part in texts]
         scalars, rest = list[str](), list[Schema]()
         for part in each:
             kinds = self._reader.types(part) - {"string"}
             if not is_finite:
-                scalars += self._scalars(part, kinds & SCALARS)
+                scalars += map(self._counted, self._scalars(part, kinds & SCALARS))
                 kinds -= SCALARS
             if kinds:
                 rest.append({**_without_texts(part), "type": sorted(kinds)})
@@ -183,6 +195,7 @@ class TaggedArguments:
         found = {} if schema is True else self._reader.resolved(schema)
         if not isinstance(found, dict):
             return []
+        _check_shapes(found)
         for word in ("anyOf", "oneOf"):
             if isinstance(found.get(word), list):
                 rest = {key: value for key, value in found.items() if key != word}
@@ -192,16 +205,39 @@ class TaggedArguments:
 
     def _json(self, schema: Schema, name: str) -> str:
         """Returns the expression of a value as JSON."""
-        text = json.dumps(schema)
+        text = self._counted(json.dumps(schema))
         refs = re.findall(r'"\$ref": "([^"]*)"', text)
         if any(not ref.startswith(("#/$defs/", "#/definitions/")) for ref in refs):
             self.not_held.append(f"{name}: $ref")
             return as_json({"type": sorted(self._reader.types(schema) - {"string"})}, is_strict=False)
         defs = {key: self._root[key] for key in ("$defs", "definitions") if refs and key in self._root}
-        return as_json({**defs, **schema}, is_strict=self._is_strict)
+        return self._counted(as_json({**defs, **schema}, is_strict=self._is_strict))
+
+    def _counted(self, text: str) -> str:
+        """Returns a part of the rules.
+
+        Raises:
+            ValueError: They are too long.
+        """
+        self._rules.num_chars += len(text)
+        if self._rules.num_chars > MAX_CHARS:
+            raise ValueError(
+                f"its values have more than {MAX_CHARS} characters where references stand for what they name"
+            )
+        return text
 
     def _note(self, name: str, schema: Schema, kind: str) -> None:
         self.not_held += [f"{name}: {word}" for word in schema if word in _LIMITS[kind]]
+
+
+def _check_shapes(schema: Schema) -> None:
+    for word, kind in _SHAPES.items():
+        given = schema.get(word)
+        is_missing = word not in schema or (given is None and kind in (dict, list) and word != "enum")
+        if not is_missing and (not isinstance(given, kind) or isinstance(given, bool)):
+            raise ValueError(f"{word} is of the type {type(given).__name__}; it takes {kind.__name__}")
+    if not all(isinstance(name, str) for name in schema.get("required") or ()):
+        raise ValueError("required is a list of names, which are texts")
 
 
 def _without_texts(part: Schema) -> dict[str, Any]:

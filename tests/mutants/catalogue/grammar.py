@@ -105,3 +105,11 @@ with matcher._with_marks, test_matcher.test_a_mark_that_is_a_token_is_no_text_wh
     "text has marks that are tokens"
     token["special"] or token["content"] in _MARKS
     token["special"]
+with tagged.TaggedArguments.expression, test_tools.test_required_arguments_are_looked_up_not_searched:
+    "required arguments are searched in a list"
+    dict.fromkeys(schema.get("required") or ())
+    list(schema.get("required") or ())
+with tagged.TaggedArguments._alternatives, test_tools.test_a_keyword_of_another_type_is_the_callers_fault:
+    "keywords of a value have any type"
+    _check_shapes(found)
+    None

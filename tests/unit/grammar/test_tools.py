@@ -286,3 +286,56 @@ def test_no_call_is_required_of_a_format_without_a_grammar(name: str) -> None:
     with pytest.raises(RequestError, match="form of this model's calls is not known"):
         tools(made, chat_of([HI], tools=[tool()], choice=ToolChoice(True)))
     assert tools(made, chat_of([HI], tools=[tool()], choice=ToolChoice(strict=("look",)))) is None
+
+
+WRONG = [None, 1, -1, 1.5, "x", [], {}, True, [1], [None], [{}], {"a": 1}]
+WORDS = ["properties", "required", "additionalProperties", "$ref", "allOf", "anyOf", "enum", "const", "type"]
+OF_TEXTS = ["minLength", "maxLength", "pattern", "format", "enum", "not"]
+
+
+@pytest.mark.parametrize("word", [*WORDS, *OF_TEXTS])
+@pytest.mark.parametrize("name", TAGGED)
+def test_a_keyword_of_another_type_is_the_callers_fault(name: str, word: str) -> None:
+    refused = list[str | None]()
+    for value in WRONG:
+        text = {"type": "string", word: value}
+        for parameters in (
+            {word: value},
+            {"properties": {"a": {word: value}}, "required": ["a"]},
+            {"properties": {"a": text}},
+            {"properties": {"a": {"anyOf": [text, {"type": "integer"}]}}},
+            {"properties": {}, "additionalProperties": text},
+        ):
+            try:
+                made_of(name, tool(parameters=parameters))
+            except RequestError as error:
+                refused.append(error.param)
+    is_checked = word in ("properties", "required", "enum", "minLength", "maxLength", "pattern", "type")
+    assert set(refused) == ({"tools[0].function.parameters"} if is_checked else set())
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize("type_name", ["object", "string"])
+def test_references_do_not_multiply_what_they_name(name: str, type_name: str) -> None:
+    many, size = 10_000, 2_000_000  # 20 GB
+    named = {"enum": ["x" * size]} if type_name == "string" else {"type": "object", "description": "x" * size}
+    references = {f"a{i}": {"$ref": "#/$defs/a"} for i in range(many)}
+    with pytest.raises(RequestError, match="references stand for what they name"):
+        made_of(name, tool(parameters={"$defs": {"a": named}, "properties": references}))
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_required_arguments_are_looked_up_not_searched(name: str) -> None:
+    class Name(str):
+        num_compared = 0
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            Name.num_compared += 1
+            return str.__eq__(self, other)
+
+    names = [Name(f"a{i}") for i in range(300)]
+    made_of(
+        name, tool(parameters={"properties": {each: {"type": "integer"} for each in names}, "required": names[::-1]})
+    )
+    assert Name.num_compared < 300 * 30
