@@ -46,7 +46,8 @@ async def test_hostile_grammars_cost_their_caller_alone(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("api_key: [good, bad]\n")
     with serve(tmp_path, *FLAGS, str(config)) as live:
-        async with httpx.AsyncClient(base_url=live.url, timeout=PATIENCE_S, trust_env=False) as http:
+        # A trial that gets no CPU may take a minute of wall time, and two of them run.
+        async with httpx.AsyncClient(base_url=live.url, timeout=3 * PATIENCE_S, trust_env=False) as http:
             calm = await stream(http)
             known = await ask(http, "good", regex="(yes|no)")
             pids = live_pids(live.process.pid)
