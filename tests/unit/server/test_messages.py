@@ -655,3 +655,9 @@ async def test_a_coding_agents_requests_share_their_prefix() -> None:
 
 
 RESULT = {"type": "tool_result", "tool_use_id": "1", "content": "found"}
+
+
+@pytest.mark.parametrize("depth", [2_000, 100_000])
+def test_arguments_that_are_nested_too_deeply_are_no_json_object(depth: int) -> None:
+    written = '{"a": ' + "[" * depth + "]" * depth + "}"
+    assert json.loads(bytes(input_of(written))) == {"INVALID_JSON": written}

@@ -185,3 +185,12 @@ def test_a_file_that_fails_is_no_fault_of_the_caller(tmp_path: Path) -> None:
     store._db.execute("DROP TABLE responses")
     with pytest.raises(UnavailableError, match="cannot be reached"):
         store.get(b"a", "x")
+
+
+def test_a_continuation_uses_what_it_continues(kept: tuple[ResponseStore, Clock]) -> None:
+    store, clock = kept
+    store.put(b"a", stored("x"))
+    clock.now_s += KEPT_S - 1
+    store.put(b"a", stored("y", "x"))
+    clock.now_s += KEPT_S - 1
+    assert [each.id for each in store.chain(b"a", "y")] == ["x", "y"]

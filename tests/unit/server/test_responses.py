@@ -14,6 +14,8 @@ import pytest
 
 from hiserve.core.request import FinishReason
 from hiserve.errors import EngineError
+from hiserve.server import conversations, responses
+from hiserve.server.response_store import ResponseStore, Stored
 from tests.unit.server.conftest import TOKENIZER, Server
 from tests.unit.server.tool_replies import (
     ARGUMENTS,
@@ -490,6 +492,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [CROWD, CROWD]}, "tools"),
     ({"input": [{"role": "user", "content": "Hi"}] * 4097}, "input"),
     ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[" * 40_000}]}, "input[0].arguments"),
+    ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": "\\ud800"}'}]}, "input[0].arguments"),
+    ({"tools": [LOOK | {"description": "\ud800"}]}, "tools"),
+    ({"metadata": {"a": "\ud800"}}, "metadata"),
+    ({"reasoning": {"effort": "\ud800"}}, "reasoning"),
+    ({"tool_choice": {"type": "function", "name": "\ud800"}}, "tool_choice"),
 ]  # fmt: skip
 
 
@@ -542,3 +549,48 @@ async def test_a_coding_agent_s_request_is_served() -> None:
     assert (call["name"], call["namespace"], call["arguments"]) == ("inner_3", "files", '{"where":   "x"}')
     assert thought["encrypted_content"]
     assert second.prompt.tolist()[: len(first.prompt)] == first.prompt.tolist()
+
+
+async def test_the_last_event_follows_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, real = list[str](), ResponseStore.put
+    async with serving("Yes.") as server:
+        call = server.call("POST", "/v1/responses", {"input": "Hi", "stream": True})
+
+        def put(store: ResponseStore, caller: bytes, stored: Stored) -> bool:
+            shown.append(call.text)
+            return real(store, caller, stored)
+
+        monkeypatch.setattr(ResponseStore, "put", put)
+        await call.end()
+    (before,) = shown
+    assert "response.created" in before
+    assert "response.completed" not in before
+    assert "response.completed" in call.text
+
+
+async def test_items_of_a_request_count_with_those_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses, "MAX_CHAIN_ITEMS", 3)
+    async with serving("Yes.") as server:
+        first = await server.post("/v1/responses", {"input": "Hi"})
+        item = {"role": "user", "content": "So?"}
+        replies = [
+            await server.post("/v1/responses", {"input": [item] * number, "previous_response_id": first.json["id"]})
+            for number in (1, 2)
+        ]
+    assert [reply.status for reply in replies] == [200, 400]
+    assert replies[1].json["error"]["param"] == "input"
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [("/v1/responses/input_tokens", "input"), ("/v1/messages/count_tokens", "messages")]
+)
+async def test_what_is_too_long_to_be_counted_is_refused(
+    server: Server, monkeypatch: pytest.MonkeyPatch, path: str, field: str
+) -> None:
+    monkeypatch.setattr(conversations, "MAX_CHARS", 100)
+    for number, status in ((20, 200), (101, 400)):
+        given: Any = "x" * number
+        given = given if field == "input" else [{"role": "user", "content": given}]
+        call = await server.post(path, {field: given})
+        assert call.status == status, call.text
+    assert f"{field} must be at most 100 characters long." in call.text
