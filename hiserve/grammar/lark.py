@@ -46,13 +46,15 @@ class Rules:
         return self._add("T", expression)
 
     def text(self, start: str) -> str:
-        """Returns the whole grammar.
+        """Returns the whole grammar. Between marks there may be a line break, as templates have it.
+
+        Readers take any white space; but a reply with other than the template's is encoded afresh in the next prompt.
 
         Args:
             start: Expression of the replies.
         """
         lines = [name + expression for expression, name in self._names.items()]
-        return "\n".join([f"start: {start}", *lines, r"SPACE: /[ \n]{1,2}/"])
+        return "\n".join([f"start: {start}", *lines, r"SPACE: /\n/"])
 
     def _add(self, prefix: str, expression: str, option: str = "") -> str:
         return self._names.setdefault(f"{option}: {expression}", f"{prefix}{len(self._names)}")

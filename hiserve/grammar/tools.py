@@ -176,7 +176,7 @@ class _Calls:
             return syntax.section[0], f"{space} {marked} {others} {space} {literal(syntax.section[1])}"
         others = "" if is_single else f'(", " {name})*'
         if row.is_list:
-            return syntax.call[0], f'{space} "[" {name} {others} "]"'
+            return syntax.call[0], f'" "? "[" {name} {others} "]"'
         return syntax.call[0], f"{name} {'' if is_single else f'(/; ?/ {name})*'}" if row.is_bare else call
 
     def required(self, *, is_single: bool) -> str:
