@@ -106,7 +106,8 @@ def strangers() -> Iterator[Bad]:
     """Yields requests without a right to what they ask for; malformed or not, that is what they are told."""
     wrong = ("", "key-1", "Bearer", "Bearer ", "Bearer key-2", "Bearer key-1x", "Basic key-1", "Bearer " + "k" * 60_000)
     headers = [(), *((f"authorization: {text}".encode(),) for text in wrong), (b"authorization: Bearer \xff\xfe",)]
-    headers += [(b"authorization: Bearer no", b"authorization: Bearer key-1"), (b"x-api-key: key-1",)]
+    headers += [(b"authorization: Bearer no", b"authorization: Bearer key-1"), (b"x-api-key: key-2",)]
+    headers += [(b"x-api-key: Bearer key-1",), (b"authorization: Bearer no", b"x-api-key: key-1")]
     for lines in headers:
         yield Bad(TEXT, {"prompt": "Hi"}, NO_KEY, headers=lines)
     for path in (*bad_requests.POST_ROUTES, "/flush_cache", "/reset_prefix_cache", "/nowhere", "/v1/completions/"):
@@ -121,7 +122,7 @@ def strangers() -> Iterator[Bad]:
 
 async def test_requests_without_a_right_are_told_so_and_disturb_nobody(quiet: Quiet, tmp_path: Path) -> None:
     with serve(tmp_path, *FLAGS, *LIMITS, "--api-key", KEY, "--admin-api-key", ADMIN_KEY) as live:
-        cases = [bad_wire.sent(bad) for bad in strangers()]
+        cases = [bad_wire.sent(bad_requests.in_its_form(bad)) for bad in strangers()]
         faults = await run_corpus(live.url, cases, quiet, {"authorization": f"Bearer {KEY}"})
         assert not faults, "\n".join(faults)
         check_log(live)

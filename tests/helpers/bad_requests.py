@@ -511,12 +511,16 @@ def _messages() -> Iterator[Bad]:
 def corpus() -> Iterator[Bad]:
     """Yields all of them."""
     for bad in _corpus():
-        yield bad._replace(answer=_anthropics(bad.answer)) if bad.path in ANTHROPICS else bad
+        yield in_its_form(bad)
+
+
+def in_its_form(bad: Bad) -> Bad:
+    """A request whose answer is in the form of its route."""
+    return bad._replace(answer=_anthropics(bad.answer)) if bad.path in ANTHROPICS else bad
 
 
 def _anthropics(answer: Answer) -> Answer:
-    """The answer in Anthropic's form."""
-    types = {404: "not_found_error", 413: "request_too_large"}
+    types = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
     param = "there is no model" if answer.code == "model_not_found" else answer.param
     return Answer(answer.status, types.get(answer.status, "invalid_request_error"), param)
 
