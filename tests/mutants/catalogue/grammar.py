@@ -94,11 +94,11 @@ with vet.Vetting._check_room, test_vet.test_requests_that_wait_for_verdicts_are_
     own >= -(-self._max_waiting // 2)
     False
 with tagged.TaggedArguments._closed, test_tools.test_a_text_without_quotes_has_no_mark_that_would_end_it:
-    "a tagged text has the mark after it"
+    "INV 76: a tagged text has the mark after it"
     rules.terminal(f"{whole} & ~/{_ANY}{spelled}(?s:.+)/")
     whole
 with tools._Calls.among_text, test_tools.test_an_object_that_would_be_a_call_without_a_mark_is_no_text:
-    "free text begins like a call without a mark"
+    "INV 76: free text begins like a call without a mark"
     [r"\{"] * self._row.is_bare
     []
 with matcher._with_marks, test_matcher.test_a_mark_that_is_a_token_is_no_text_whether_the_tokenizer_hides_it_or_not:

@@ -82,6 +82,8 @@ TOO_MUCH: dict[str, Any] = {
     "temperature": 100.1,
     "text": ["x"] * 1025,
     "thinking": {"type": "enabled", "budget_tokens": HUGE},
+    "thinking_budget": HUGE,
+    "thinking_token_budget": HUGE,
     "thread": {"type": "create"},
     "tokens": [5] * (MAX_TOKENS + 1),
     "tool_choice": {"type": LONG},
