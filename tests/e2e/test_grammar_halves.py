@@ -61,7 +61,11 @@ class Run:
         self._prompt = llm.encode(TEXT)
 
     def __call__(self, uids: list[int] | None = None) -> Replies:
-        for uid in ASKED if uids is None else uids:
+        asked = list(ASKED) if uids is None else uids
+        compiler = self.engine._planner.grammars._compiler
+        for compiling in [compiler.compile(grammar) for uid in asked if (grammar := ASKED[uid].grammar) is not None]:
+            compiling.exception()  # when a request starts must not depend on how long a compilation takes
+        for uid in asked:
             tokens = np.array([*self._prompt, *self.tokens[uid]], dtype=np.int32)
             self.engine.add(Admit(uid, len(self._prompt), ASKED[uid], b"", 0), tokens)
         while self.engine.has_work:
