@@ -21,7 +21,7 @@ from hiserve.runners import graph
 from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.mask_buffers import MaskBuffers
 from tests.helpers.cache_paths import SETTINGS
-from tests.helpers.grammars import GRAMMARS
+from tests.helpers.grammars import GRAMMARS, compile_first
 from tests.helpers.recorded_llm import allow_recording
 from tests.helpers.tiered import engine_of
 
@@ -62,9 +62,7 @@ class Run:
 
     def __call__(self, uids: list[int] | None = None) -> Replies:
         asked = list(ASKED) if uids is None else uids
-        compiler = self.engine._planner.grammars._compiler
-        for compiling in [compiler.compile(grammar) for uid in asked if (grammar := ASKED[uid].grammar) is not None]:
-            compiling.exception()  # when a request starts must not depend on how long a compilation takes
+        compile_first(self.engine._planner.grammars, [ASKED[uid] for uid in asked])
         for uid in asked:
             tokens = np.array([*self._prompt, *self.tokens[uid]], dtype=np.int32)
             self.engine.add(Admit(uid, len(self._prompt), ASKED[uid], b"", 0), tokens)

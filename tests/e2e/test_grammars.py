@@ -19,7 +19,15 @@ from hiserve.llm.outputs import RequestOutput
 from hiserve.sampling.params import SamplingRows
 from hiserve.sampling.sampler import sample
 from tests.helpers.cache_paths import SETTINGS
-from tests.helpers.grammars import GRAMMARS, PATTERN, is_valid, nano_folder, nano_tokenizer, nano_vocabulary
+from tests.helpers.grammars import (
+    GRAMMARS,
+    PATTERN,
+    compile_first,
+    is_valid,
+    nano_folder,
+    nano_tokenizer,
+    nano_vocabulary,
+)
 from tests.helpers.models import load_transformers
 from tests.helpers.tiered import engine_of
 
@@ -48,6 +56,7 @@ def grammars_of(llm: LLM) -> GrammarRows:
 
 
 def replies(llm: LLM, prompts: list[str], each: list[SamplingParams]) -> list[RequestOutput]:
+    compile_first(grammars_of(llm), each)
     done = llm.generate(prompts, each)
     assert [output.error for output in done] == [None] * len(done)
     return done

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import jsonschema
 import regex
 
-from hiserve.core.request import Grammar
+from hiserve.core.request import Grammar, SamplingParams
+from hiserve.engine.grammars import GrammarRows
 from hiserve.grammar.matcher import Vocabulary
 from hiserve.grammar.tools import tools
 from hiserve.models.model_config import NANO, find_model, read_model_config
@@ -124,3 +126,10 @@ def is_calls(text: str, *, is_cut: bool, may_be_text: bool) -> bool:
         if not (made.keys() == {"arguments"} and (may_be_text or not after.strip(" \n"))):
             return False
     return bool(parts) or may_be_text or is_cut
+
+
+def compile_first(rows: GrammarRows, asked: Iterable[SamplingParams]) -> None:
+    """Compiles the grammars of requests that follow: when these start must not depend on how long that takes."""
+    grammars = [sampling.grammar for sampling in asked if sampling.grammar is not None]
+    for compiling in [rows._compiler.compile(grammar) for grammar in grammars]:
+        compiling.exception()
