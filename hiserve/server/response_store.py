@@ -192,13 +192,9 @@ class ResponseStore:
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
         try:
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
+            with self._db:  # commits, or rolls back whatever is raised
+                self._db.execute("BEGIN IMMEDIATE")
                 yield
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("COMMIT")
         except sqlite3.Error as error:
             raise UnavailableError(f"stored responses cannot be reached: {error}; try again later.") from None
 
