@@ -98,7 +98,7 @@ class GrammarRows:
                 ends[index] = NO_END if end is None else end
         return ends
 
-    def limit(self, rows: NDArray[np.int64]) -> bool:
+    def constrain_any(self, rows: NDArray[np.int64]) -> bool:
         """Whether any of these rows has a grammar."""
         return not self._matchers.keys().isdisjoint(rows.tolist())
 

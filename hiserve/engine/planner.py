@@ -263,7 +263,7 @@ class Planner:
             table=state.tables.take_writes(),
             relocation_version=self._cache.relocation_version,
             may_replay=self._backoff.may_replay,
-            awaits_masks=self.grammars.is_used and self.grammars.limit(rows[allocation.samples]),
+            awaits_masks=self.grammars.is_used and self.grammars.constrain_any(rows[allocation.samples]),
         )
         self._cache.begin_after(self._step_id)
         self._costs.begin_step(rows.size, num_tokens - int(allocation.num_draft.sum()))

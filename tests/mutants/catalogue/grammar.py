@@ -39,7 +39,7 @@ with loop.Engine._draw, halves.test_a_forward_is_launched_before_the_step_before
     len(self._in_flight) > 2
 with planner.Planner.plan, halves.test_draws_under_grammars_are_replayed["ahead"]:
     "INV 75: the draw does not wait for masks"
-    self.grammars.is_used and self.grammars.limit(rows[allocation.samples])
+    self.grammars.is_used and self.grammars.constrain_any(rows[allocation.samples])
     False
 with executor.Executor.submit, halves.test_nothing_is_submitted_between_the_halves:
     "INV 75: a step is submitted between the halves of another"

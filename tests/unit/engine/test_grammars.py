@@ -106,7 +106,7 @@ def test_a_plan_in_which_no_row_with_a_grammar_samples_needs_no_masks(rows: Gram
     assert rows.advance(np.array([1]), np.array([1]), np.array([[5]])) is None
     admitted(rows, 3, GRAMMARS["json"])
     assert rows.is_used
-    assert rows.limit(np.array([4, 3])) and not rows.limit(np.array([4]))
+    assert rows.constrain_any(np.array([4, 3])) and not rows.constrain_any(np.array([4]))
     assert masks_of(rows, plan_of([3, 4], [0, 0], [False, True])) == (None, {})
     rows.release(3)
     assert not rows.is_used
