@@ -14,7 +14,7 @@ HEAD = """# Settings
 
 Every setting is a flag of `hiserve serve`, `chat`, `generate`, `config`, `doctor` and `bench offline`, a key of the YAML
 file given with `--config` (flags win), and a keyword argument of `hiserve.LLM`. This page is written by
-`python -m tools.settings` from `hiserve/config/options.py`.
+`python -m tools.settings` from the sections in `hiserve/config/`.
 """
 DEBUG_NOTE = "For measurements, tests and searches for errors; `--help` leaves these out.\n\n"
 

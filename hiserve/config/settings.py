@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+from hiserve.config.caching import Cache
 from hiserve.config.identity import CacheIdentity
-from hiserve.config.options import AUTO_TIERS, Cache, Model, Options, Runner, Scheduler, Spec
+from hiserve.config.options import AUTO_TIERS, Model, Options, Runner, Scheduler, Spec
 from hiserve.config.serving import Server
 
 Device = Literal["cpu", "cuda"]

@@ -6,7 +6,8 @@ import math
 
 import msgspec
 
-from hiserve.config.options import DTYPE_BYTES, Cache
+from hiserve.config.caching import Cache
+from hiserve.config.options import DTYPE_BYTES
 
 ELEMENT_BYTES = DTYPE_BYTES | {"int32": 4}
 

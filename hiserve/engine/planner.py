@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hiserve.cache.index.prefix_cache import PrefixCache, Tier
-from hiserve.config.options import StorePrefetch
+from hiserve.config.caching import StorePrefetch
 from hiserve.core.plan import MAX_SCORED_TOKENS, BatchPlan, BoolArray, Int64Array, RowAdmit, StepFault, StepResult
 from hiserve.core.request import FinishReason
 from hiserve.core.transfers import CopyAck

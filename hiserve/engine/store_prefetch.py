@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hiserve.cache.index.prefix_cache import NO_PAGES, MissReason, PrefixCache, RunOp
-from hiserve.config.options import StorePrefetch
+from hiserve.config.caching import StorePrefetch
 from hiserve.core.transfers import CopyAck, CopyKind, PageCopy, StoreLookup
 from hiserve.engine.cache_counters import HOST_FULL, CacheCounters
 from hiserve.engine.host_loads import LoadCostModel

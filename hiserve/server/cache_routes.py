@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hiserve.config.options import Cache
+from hiserve.config.caching import Cache
 from hiserve.errors import RequestError, UnavailableError
 from hiserve.ipc.cache_stats import LOCAL_TIERS, CopyStats, StoreStats, TierName, TierStats, TreeFacts
 from hiserve.ipc.messages import WorkerFacts

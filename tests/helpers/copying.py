@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from hiserve.cache.index.prefix_cache import PrefixCache
-from hiserve.config.options import EvictionOrder
+from hiserve.config.caching import EvictionOrder
 from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import SamplingParams
 from hiserve.core.transfers import CopyAck, PageCopy

@@ -18,7 +18,7 @@ import pytest
 from hiserve.cache.index.eviction import ON_DEVICE, Eviction
 from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.cache.index.radix import Node
-from hiserve.config.options import EvictionOrder
+from hiserve.config.caching import EvictionOrder
 from hiserve.core.transfers import CopyKind, PageCopy
 from tests.helpers.copying import add, copying_engine, run
 from tests.helpers.tiers import backed, demoted, key, load, lock, new_cache, serve, take

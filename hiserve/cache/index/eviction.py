@@ -9,7 +9,7 @@ from typing import Any
 
 from hiserve.cache.index.allocator import PageAllocator
 from hiserve.cache.index.radix import Node
-from hiserve.config.options import EvictionOrder
+from hiserve.config.caching import EvictionOrder
 
 ON_DEVICE: Callable[[Node], bool] = attrgetter("is_evictable")
 ON_HOST: Callable[[Node], bool] = attrgetter("is_host_evictable")

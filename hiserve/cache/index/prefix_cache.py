@@ -17,7 +17,7 @@ from hiserve.cache.index.store_sync import RunOp, StoreSync, Uploads
 from hiserve.cache.index.tiers import CacheTiers, TierPages
 from hiserve.cache.index.transfer_ops import SubtreeRemoval, TransferOps
 from hiserve.cache.index.transfers import MANY_COPIES, Transfers
-from hiserve.config.options import EvictionOrder
+from hiserve.config.caching import EvictionOrder
 from hiserve.core.digest import Chain, chain
 from hiserve.core.plan import Int32Array
 from hiserve.core.transfers import DEVICE_KINDS, CopyKind, PageCopy, PageRun

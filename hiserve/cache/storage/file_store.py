@@ -19,7 +19,7 @@ from enum import Enum
 from pathlib import Path
 
 from hiserve.cache.storage.store import HEADER_BYTES, PageStore, is_intact, read_secret, seal
-from hiserve.config.options import Cache
+from hiserve.config.caching import Cache
 from hiserve.core.machine import GIB
 from hiserve.errors import ConfigError
 from hiserve.ipc.cache_stats import StoreStats

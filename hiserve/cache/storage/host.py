@@ -11,7 +11,7 @@ from torch import Tensor
 from hiserve.cache.storage.prefault import Prefault, Registrar
 from hiserve.cache.storage.records import NO_CHECKSUM, Checksums, Records, page_checksum
 from hiserve.cache.storage.segment import PageLayout, Segment
-from hiserve.config.options import CacheVerify
+from hiserve.config.caching import CacheVerify
 from hiserve.core.digest import Chain, chain
 from hiserve.core.forward import LayerKV
 from hiserve.core.kv_groups import CacheGroupSpec

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hiserve.cache.index.prefix_cache import PrefixCache
-from hiserve.config.options import StorePrefetch
+from hiserve.config.caching import StorePrefetch
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
 from hiserve.core.transfers import CopyAck, CopyKind, PageCopy

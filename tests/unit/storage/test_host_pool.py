@@ -13,7 +13,7 @@ import torch
 from hiserve.cache.storage.device import DevicePool
 from hiserve.cache.storage.host import HostPool
 from hiserve.cache.storage.segment import PageLayout, Segment, SegmentLayout
-from hiserve.config.options import CacheVerify
+from hiserve.config.caching import CacheVerify
 from hiserve.core.kv_groups import CacheGroupSpec
 from tests.helpers.host import NAMESPACE, content, make_run, told
 
