@@ -32,10 +32,10 @@ from hiserve.models.config_fields import read_json
 from hiserve.models.model_config import ModelConfig
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.app import create_app
-from hiserve.server.connection import HttpConnection
 from hiserve.server.engine_handle import EngineHandle
-from hiserve.server.metrics import Metrics
-from hiserve.server.reply_format import ServedModel
+from hiserve.server.http.connection import HttpConnection
+from hiserve.server.metrics.registry import Metrics
+from hiserve.server.reply.format import ServedModel
 from hiserve.text.frontend import load_frontend
 
 # If a server closes a connection earlier than the client would, the client's next request fails.

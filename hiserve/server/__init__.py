@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP surface."""
+"""The HTTP server: one room for each protocol, on the rooms that all protocols share."""

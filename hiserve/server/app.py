@@ -17,25 +17,25 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hiserve.core.resolve import Resolved
 from hiserve.errors import HiserveError
 from hiserve.grammar.vet import Vetting
-from hiserve.server.admin import AdminRoutes
-from hiserve.server.auth import Auth, AuthMiddleware
-from hiserve.server.browser_pages import PageRoutes
-from hiserve.server.cache_routes import CacheRoutes
 from hiserve.server.engine_handle import EngineHandle
-from hiserve.server.error_responses import OPENAI, ErrorForm, error_response, failure_response
-from hiserve.server.health import HealthRoutes
-from hiserve.server.messages import MessagesRoutes
-from hiserve.server.metrics import Metrics
-from hiserve.server.openai import OpenAIRoutes
-from hiserve.server.openapi import Document
-from hiserve.server.reply_format import ServedModel
-from hiserve.server.request_body import BodyLimit, BodyReader
-from hiserve.server.response_store import open_responses
-from hiserve.server.responses import ResponseRoutes
+from hiserve.server.http.auth import Auth, AuthMiddleware
+from hiserve.server.http.errors import OPENAI, ErrorForm, error_response, failure_response
+from hiserve.server.management.admin import AdminRoutes
+from hiserve.server.management.cache import CacheRoutes
+from hiserve.server.management.health import HealthRoutes
+from hiserve.server.management.openapi import Document
+from hiserve.server.management.pages import PageRoutes
+from hiserve.server.messages.routes import MessagesRoutes
+from hiserve.server.metrics.registry import Metrics
+from hiserve.server.openai.routes import OpenAIRoutes
+from hiserve.server.openai.tokenize import TokenRoutes
+from hiserve.server.reply.format import ServedModel
+from hiserve.server.reply.seals import Seals
+from hiserve.server.request.body import BodyLimit, BodyReader
+from hiserve.server.responses.routes import ResponseRoutes
+from hiserve.server.responses.store import open_responses
 from hiserve.server.routes import FrontEnd
-from hiserve.server.seals import Seals
-from hiserve.server.sglang import NativeRoutes
-from hiserve.server.tokenize import TokenRoutes
+from hiserve.server.sglang.routes import NativeRoutes
 from hiserve.text.abilities import Abilities
 from hiserve.text.body_parser import Sizes
 from hiserve.text.detokenizer import TokenBytes

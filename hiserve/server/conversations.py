@@ -14,14 +14,14 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
 from hiserve.errors import RequestError
 from hiserve.scheduler.client import EngineClient
-from hiserve.server.auth import caller_of, namespace_of
-from hiserve.server.generation import Choices, RequestContext, generations
-from hiserve.server.grammar_fields import Constraint, constrain, of_chat, with_budget
-from hiserve.server.logprobs import check_prompt_scores
+from hiserve.server.http.auth import caller_of, namespace_of
+from hiserve.server.http.streaming import cancel_on_disconnect
+from hiserve.server.reply.generation import Choices, RequestContext, generations
+from hiserve.server.reply.logprobs import check_prompt_scores
+from hiserve.server.request.body import MAX_CHARS
+from hiserve.server.request.grammar_fields import Constraint, constrain, of_chat, with_budget
+from hiserve.server.request.sampling_fields import Limits, fit_context
 from hiserve.server.routes import FrontEnd
-from hiserve.server.sampling_fields import Limits, fit_context
-from hiserve.server.streaming import cancel_on_disconnect
-from hiserve.server.tokenize import MAX_CHARS
 from hiserve.text.abilities import Thinking
 from hiserve.text.conversation import Conversation
 

@@ -11,14 +11,14 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from hiserve.grammar.vet import Vetting
-from hiserve.server.auth import caller_of, namespace_of, tag_of
 from hiserve.server.engine_handle import EngineHandle
-from hiserve.server.error_responses import OPENAI, ErrorForm
-from hiserve.server.generation import RequestContext
-from hiserve.server.metrics import Metrics
-from hiserve.server.reply_format import ServedModel
-from hiserve.server.request_body import Body, BodyReader
-from hiserve.server.seals import Seals
+from hiserve.server.http.auth import caller_of, namespace_of, tag_of
+from hiserve.server.http.errors import OPENAI, ErrorForm
+from hiserve.server.metrics.registry import Metrics
+from hiserve.server.reply.format import ServedModel
+from hiserve.server.reply.generation import RequestContext
+from hiserve.server.reply.seals import Seals
+from hiserve.server.request.body import Body, BodyReader
 from hiserve.text.abilities import Abilities
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.fair_threads import FairThreads

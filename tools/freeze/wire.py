@@ -24,7 +24,9 @@ PATIENT = (
     f"""
 import sys
 from hiserve.cli import main
-from hiserve.server import admin, cache_routes, health
+from hiserve.server.management import admin
+from hiserve.server.management import cache as cache_routes
+from hiserve.server.management import health
 health.METRICS_TIMEOUT_S = health.PROBE_TIMEOUT_S = admin.INFO_TIMEOUT_S = admin.STATUS_TIMEOUT_S = {ANSWER_S}
 cache_routes.ANSWER_TIMEOUT_S = {ANSWER_S}
 sys.exit(main())

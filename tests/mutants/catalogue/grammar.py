@@ -5,7 +5,7 @@ from hiserve.grammar import matcher, tagged, tools, vet, vet_process
 from hiserve.kernels import draw, sampling
 from hiserve.runners import graph, mask_buffers
 from hiserve.sampling import params
-from hiserve.server import grammar_fields
+from hiserve.server.request import grammar_fields
 from hiserve.text import output
 from tests.e2e import test_grammar_halves as halves
 from tests.e2e import test_grammars as replies

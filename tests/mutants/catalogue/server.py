@@ -2,25 +2,19 @@
 
 from hiserve.commands import serve
 from hiserve.core import request
-from hiserve.server import (
-    admin,
-    auth,
-    connection,
-    engine_handle,
-    generation,
-    known_fields,
-    messages_format,
-    messages_request,
-    metrics,
-    openai_types,
-    request_body,
-    response_store,
-    responses_format,
-    responses_request,
-    sampling_fields,
-    seals,
-    streaming,
-)
+from hiserve.server import engine_handle
+from hiserve.server.http import auth, connection, streaming
+from hiserve.server.management import admin
+from hiserve.server.messages import format as messages_format
+from hiserve.server.messages import request as messages_request
+from hiserve.server.metrics import registry as metrics
+from hiserve.server.openai import types as openai_types
+from hiserve.server.reply import generation, seals
+from hiserve.server.request import body as request_body
+from hiserve.server.request import known_fields, sampling_fields
+from hiserve.server.responses import format as responses_format
+from hiserve.server.responses import request as responses_request
+from hiserve.server.responses import store as response_store
 from hiserve.text import body_parser as text_bodies
 from hiserve.text import chat_request, request_json
 from tests.unit.commands import test_serve

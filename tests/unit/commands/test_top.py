@@ -22,7 +22,7 @@ from hiserve.commands.top_frames import WINDOW_S, Frame, FrameHistory, TopServer
 from hiserve.core.usage import DraftStats, DraftUse
 from hiserve.ipc.cache_stats import CacheStats, CopyStats, StoreStats, TierStats
 from hiserve.ipc.messages import Status, WorkerFacts, WorkerStats
-from hiserve.server.metrics import Metrics
+from hiserve.server.metrics.registry import Metrics
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.fake_server import Asked, FakeServer, Handler, Out
 from tests.helpers.running import Running

@@ -15,18 +15,18 @@ from hiserve.core.request import SamplingParams
 from hiserve.core.resolve import Resolved, resolve
 from hiserve.core.step_memory import ModelFacts, StepShape
 from hiserve.grammar.vet import Vetting
-from hiserve.server.admin import ABORT
 from hiserve.server.app import create_app
 from hiserve.server.engine_handle import EngineHandle
-from hiserve.server.known_fields import known_to
-from hiserve.server.messages import COUNT, MESSAGES
-from hiserve.server.metrics import Metrics
-from hiserve.server.openai import CHAT, COMPLETION
-from hiserve.server.reply_format import ServedModel
-from hiserve.server.responses import INPUT_TOKENS, RESPONSES
-from hiserve.server.sglang import GENERATE
-from hiserve.server.sglang_types import NativeSampling
-from hiserve.server.tokenize import DETOKENIZE, TOKENIZE
+from hiserve.server.management.admin import ABORT
+from hiserve.server.messages.routes import COUNT, MESSAGES
+from hiserve.server.metrics.registry import Metrics
+from hiserve.server.openai.routes import CHAT, COMPLETION
+from hiserve.server.openai.tokenize import DETOKENIZE, TOKENIZE
+from hiserve.server.reply.format import ServedModel
+from hiserve.server.request.known_fields import known_to
+from hiserve.server.responses.routes import INPUT_TOKENS, RESPONSES
+from hiserve.server.sglang.routes import GENERATE
+from hiserve.server.sglang.types import NativeSampling
 from hiserve.text.abilities import Abilities
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.prompt_encoder import PromptEncoder

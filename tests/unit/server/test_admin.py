@@ -33,7 +33,7 @@ async def test_server_info_shows_processes_configuration_and_counters(server: Se
 async def test_server_info_of_an_engine_that_does_not_answer_is_its_last_known_state_and_the_reason(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hiserve.server.admin.INFO_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("hiserve.server.management.admin.INFO_TIMEOUT_S", 0.01)
     server.engine.stats, server.engine.queued = WorkerStats(running=4), 3
     fresh = (await server.get("/server_info")).json
     assert fresh["engine_error"] is None and fresh["state_age_s"] < 60
@@ -49,7 +49,7 @@ async def test_server_info_of_an_engine_that_does_not_answer_is_its_last_known_s
 async def test_server_info_of_an_engine_that_never_answered_has_the_workers_it_began_with(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hiserve.server.admin.INFO_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("hiserve.server.management.admin.INFO_TIMEOUT_S", 0.01)
     server.engine.hangs = True
     info = (await server.get("/server_info")).json
     assert [worker["pid"] for worker in info["workers"]] == [4243]

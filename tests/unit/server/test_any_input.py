@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hiserve.server import known_fields
+from hiserve.server.request import known_fields
 from tests.helpers.error_shape import fault_of_error
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import KNOWN, NATIVE_SAMPLING, Server, make_server, reply_script

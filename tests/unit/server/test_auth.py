@@ -13,7 +13,7 @@ from starlette.requests import Request
 from hiserve.config.serving import Server as Settings
 from hiserve.core.request import SamplingParams
 from hiserve.errors import AuthenticationError
-from hiserve.server.auth import Auth, Caller, namespace_of, tag_of
+from hiserve.server.http.auth import Auth, Caller, namespace_of, tag_of
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import Server, make_server, reply_script
 
@@ -151,7 +151,7 @@ def test_the_keys_are_compared_in_constant_time_and_always_all(monkeypatch: pyte
         return true_compare(first, second)
 
     auth = Auth(Settings(**KEYS, **ADMIN))
-    monkeypatch.setattr("hiserve.server.auth.hmac.compare_digest", compare)
+    monkeypatch.setattr("hiserve.server.http.auth.hmac.compare_digest", compare)
     for given in (b"Bearer alpha", "Bearer bêta".encode(), b"Bearer root"):
         compared.clear()
         auth.caller(given)

@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 
 from hiserve.errors import RequestError
-from hiserve.server.seals import Seals
+from hiserve.server.reply.seals import Seals
 from hiserve.text import helper_pool, helper_process
 from hiserve.text.body_parser import MAX_BODY_VALUES, QUICK_STRINGS, QUICK_VALUES, Sizes, is_quick, parse_body
 from hiserve.text.chat_request import MAX_PARTS
@@ -174,7 +174,7 @@ BAD: list[tuple[str, Any, str | None]] = [
 
 @pytest.fixture
 def always_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hiserve.server.request_body.is_quick", lambda raw: False)
+    monkeypatch.setattr("hiserve.server.request.body.is_quick", lambda raw: False)
 
 
 @pytest.mark.usefixtures("always_aside")

@@ -7,7 +7,7 @@ import pytest
 
 from hiserve.ipc.cache_stats import CacheStats, CopyStats, StoreStats, TierStats
 from hiserve.ipc.messages import Status, WorkerFacts, WorkerStats
-from hiserve.server.metrics import Metrics
+from hiserve.server.metrics.registry import Metrics
 from tests.unit.server.conftest import Server
 
 PAGE = 16

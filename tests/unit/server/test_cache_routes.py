@@ -10,7 +10,7 @@ import pytest
 
 from hiserve.ipc.cache_stats import CacheStats, CopyStats, NodeFacts, StoreStats, TierStats
 from hiserve.ipc.messages import WorkerStats
-from hiserve.server import cache_routes as replies
+from hiserve.server.management import cache as replies
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import Server, make_server
 
@@ -72,7 +72,7 @@ async def test_a_depth_that_is_none_is_refused_with_the_limits(server: Server, d
 
 
 async def test_a_worker_that_does_not_answer_is_a_503(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hiserve.server.cache_routes.ANSWER_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("hiserve.server.management.cache.ANSWER_TIMEOUT_S", 0.01)
     server.engine.hangs = True
     for path in ("/cache/tree", "/cache/stats"):
         call = await server.get(path)

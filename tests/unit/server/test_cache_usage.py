@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hiserve.core.usage import CacheUse
-from hiserve.server.reply_format import prompt_use
+from hiserve.server.reply.format import prompt_use
 from tests.unit.server.conftest import Server
 
 USE = CacheUse(device=16, host=32, store=64, miss="evicted", miss_at=112)

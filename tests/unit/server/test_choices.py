@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hiserve.errors import EngineError, OverloadedError
-from hiserve.server import merging
-from hiserve.server.merging import merge
+from hiserve.server.reply import merging
+from hiserve.server.reply.merging import merge
 from tests.helpers.asgi import Call
 from tests.helpers.waiting import PATIENCE_S
 from tests.unit.server.conftest import NUM_STEPS, REPLY, TOKENIZER, Server, on_device, reply_script

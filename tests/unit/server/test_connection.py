@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from hiserve.commands import serve
-from hiserve.server import connection
+from hiserve.server.http import connection
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.running import Running
 from tests.helpers.waiting import PATIENCE_S, until

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hiserve.errors import EngineError, HiserveError, OverloadedError, UnavailableError
-from hiserve.server import known_fields
+from hiserve.server.request import known_fields
 from tests.helpers.error_shape import fault_of_error
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import KNOWN, Server, make_server, reply_script

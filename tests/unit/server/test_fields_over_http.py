@@ -8,10 +8,10 @@ import pytest
 
 from hiserve.core.request import FinishReason, SamplingParams, SpecParams
 from hiserve.models.generation_config import SamplingDefaults
-from hiserve.server import known_fields
-from hiserve.server.known_fields import known_to
-from hiserve.server.sampling_fields import SamplingFields
-from hiserve.server.sglang_types import GenerateRequest
+from hiserve.server.request import known_fields
+from hiserve.server.request.known_fields import known_to
+from hiserve.server.request.sampling_fields import SamplingFields
+from hiserve.server.sglang.types import GenerateRequest
 from hiserve.text.request_json import decode
 from tests.helpers import tiny_text
 from tests.helpers.fake_engine_client import FakeEngineClient

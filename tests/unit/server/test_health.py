@@ -9,7 +9,7 @@ import pytest
 from hiserve.core.request import FinishReason
 from hiserve.errors import EngineError, OverloadedError
 from hiserve.ipc.messages import WorkerStats
-from hiserve.server import health
+from hiserve.server.management import health
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.waiting import PATIENCE_S, until
 from tests.unit.server.conftest import Server, make_server

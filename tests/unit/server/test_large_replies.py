@@ -11,9 +11,9 @@ import pytest
 import pytest_asyncio
 
 from hiserve.core.plan import Scores
-from hiserve.server.generation import QUICK_SCORE_BYTES
-from hiserve.server.logprobs import MAX_PROMPT_SCORES
-from hiserve.server.tokenize import QUICK_TOKENS
+from hiserve.server.openai.tokenize import QUICK_TOKENS
+from hiserve.server.reply.generation import QUICK_SCORE_BYTES
+from hiserve.server.reply.logprobs import MAX_PROMPT_SCORES
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.prompt_encoder import PromptEncoder
 from tests.helpers.fake_engine_client import FakeEngineClient

@@ -10,7 +10,7 @@ import pytest
 
 from hiserve.core.plan import Scores
 from hiserve.core.request import FinishReason
-from hiserve.server.logprobs import LEAST_LOGPROB, token_text
+from hiserve.server.reply.logprobs import LEAST_LOGPROB, token_text
 from tests.helpers import tiny_text
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import TOKENIZER, Server, make_server

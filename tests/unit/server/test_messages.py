@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from hiserve.core.request import FinishReason, Grammar, SamplingParams
 from hiserve.core.usage import CacheUse
 from hiserve.errors import EngineError, HiserveError, OverloadedError, RequestError, UnavailableError
-from hiserve.server import streaming
-from hiserve.server.generation import OutputDelta
-from hiserve.server.messages_format import MessageWriter, input_of
-from hiserve.server.messages_types import BlockDelta, BlockStart, MessageEvent
-from hiserve.server.reply_format import ServedModel
-from hiserve.server.seals import Seals
+from hiserve.server.http import streaming
+from hiserve.server.messages.format import MessageWriter, input_of
+from hiserve.server.messages.types import BlockDelta, BlockStart, MessageEvent
+from hiserve.server.reply.format import ServedModel
+from hiserve.server.reply.generation import OutputDelta
+from hiserve.server.reply.seals import Seals
 from hiserve.text.reply_buffer import Event, Kind
 from tests.helpers import tiny_text
 from tests.helpers.fake_engine_client import FakeEngineClient

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from hiserve.errors import RequestError
-from hiserve.server.messages_request import NO_THREADS, Asked, read_messages
-from hiserve.server.messages_types import MessagesFields
-from hiserve.server.seals import Seals
+from hiserve.server.messages.request import NO_THREADS, Asked, read_messages
+from hiserve.server.messages.types import MessagesFields
+from hiserve.server.reply.seals import Seals
 from hiserve.text.abilities import Thinking
 from hiserve.text.conversation import Call, Result, Text, Thought, ToolChoice, Turn
 from hiserve.text.request_json import MAX_VALUES, decode

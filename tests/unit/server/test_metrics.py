@@ -13,9 +13,9 @@ from hiserve.errors import EngineError
 from hiserve.ipc.cache_stats import CacheStats, TierStats
 from hiserve.ipc.lifecycle import Recovery, ReplayStats
 from hiserve.ipc.messages import WorkerStats
-from hiserve.server.aliases import ALIASES
-from hiserve.server.metric_rows import ROWS, WORKER_COUNTERS
-from hiserve.server.metrics import Metrics, RequestTimer, RestartTotals
+from hiserve.server.metrics.aliases import ALIASES
+from hiserve.server.metrics.registry import Metrics, RequestTimer, RestartTotals
+from hiserve.server.metrics.rows import ROWS, WORKER_COUNTERS
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import NUM_STEPS, Server, make_server, reply_script
 
@@ -101,7 +101,7 @@ async def test_metrics_of_an_engine_that_does_not_answer_keep_their_values(
 ) -> None:
     server.engine.stats = WorkerStats(running=5)
     await server.get("/metrics")
-    monkeypatch.setattr("hiserve.server.health.METRICS_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("hiserve.server.management.health.METRICS_TIMEOUT_S", 0.01)
     server.engine.hangs = True
     assert await server.metric("hiserve:num_requests_running") == 5
     assert await server.metric("hiserve:engine_up") == 0

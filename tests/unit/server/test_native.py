@@ -13,8 +13,8 @@ import pytest
 from hiserve.core.plan import Scores
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.errors import EngineError
-from hiserve.server.logprobs import Scored
-from hiserve.server.sglang import Entry, NativeFormatter
+from hiserve.server.reply.logprobs import Scored
+from hiserve.server.sglang.routes import Entry, NativeFormatter
 from tests.helpers import tiny_text
 from tests.helpers.asgi import Call
 from tests.helpers.waiting import until

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hiserve.errors import ConfigError, NotFoundError, RequestError, UnavailableError
-from hiserve.server import response_store
-from hiserve.server.response_store import KEPT_S, ROW_BYTES, ResponseStore, Stored, open_responses
+from hiserve.server.responses import store as response_store
+from hiserve.server.responses.store import KEPT_S, ROW_BYTES, ResponseStore, Stored, open_responses
 from tests.helpers.clock import Clock
 
 MAX_BYTES = 20 * (ROW_BYTES + 1000)

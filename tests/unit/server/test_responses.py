@@ -14,8 +14,9 @@ import pytest
 
 from hiserve.core.request import FinishReason
 from hiserve.errors import EngineError
-from hiserve.server import conversations, responses
-from hiserve.server.response_store import ResponseStore, Stored
+from hiserve.server import conversations
+from hiserve.server.responses import routes as responses
+from hiserve.server.responses.store import ResponseStore, Stored
 from tests.unit.server.conftest import TOKENIZER, Server
 from tests.unit.server.tool_replies import (
     ARGUMENTS,

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from hiserve.core.request import RANGES
-from hiserve.server import known_fields
+from hiserve.server.request import known_fields
 from hiserve.server.routes import Endpoint
 from tests.helpers.asgi import Call
 from tests.helpers.fake_engine_client import FakeEngineClient

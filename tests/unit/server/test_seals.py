@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hiserve.server.seals import Seals
+from hiserve.server.reply.seals import Seals
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
 SEALS = Seals("a secret")

@@ -1,0 +1,1 @@
+"""A client's connection: keys, bounds on requests, errors, events."""

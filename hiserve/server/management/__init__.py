@@ -1,0 +1,1 @@
+"""Endpoints about the server: health, metrics, caches, information, schema, pages."""

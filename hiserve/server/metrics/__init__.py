@@ -1,0 +1,1 @@
+"""The metrics of the API process and the engine."""

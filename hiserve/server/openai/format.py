@@ -1,0 +1,274 @@
+"""The JSON of OpenAI's replies, whole and streamed."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any, Protocol
+
+from msgspec import UNSET, UnsetType
+
+from hiserve.server.http.streaming import DONE, EventHead
+from hiserve.server.openai.types import (
+    ChatChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatDeltaChoice,
+    ChatMessage,
+    ChatOptions,
+    Chunk,
+    Completion,
+    CompletionRequest,
+    MessageCall,
+    MessageFunction,
+    OpenAIFields,
+    TextChoice,
+)
+from hiserve.server.reply.format import Usage, usage
+from hiserve.server.reply.generation import Choices, Generation, OutputDelta, nothing
+from hiserve.server.reply.logprobs import ChatScores, Spell, TextLogprobs, TextScores, chat_logprobs, prompt_logprobs
+from hiserve.text.detokenizer import TokenBytes
+from hiserve.text.reply_buffer import Kind, called, thought
+
+CONTENT = Kind.CONTENT  # which is looked up for each token
+Word = Callable[[Callable[[], Chunk | None]], Awaitable[Chunk | None]]
+
+
+class ReplyFormatter(Protocol):
+    """Words one reply. Lives as long as the reply.
+
+    Attributes:
+        chunk_head: The fields that each chunk of a stream begins with.
+    """
+
+    chunk_head: dict[str, Any]
+
+    def whole(self, choices: Choices) -> ChatCompletion | Completion:
+        """Returns the reply that is not streamed."""
+
+    def opening(self, generation: Generation) -> Chunk | None:
+        """Returns the chunk before a choice's first piece, or None when there is none."""
+
+    def piece(self, output_delta: OutputDelta) -> Chunk | None:
+        """Returns the chunk for one piece, or None when the piece has nothing to show."""
+
+
+class ChatFormatter:
+    """Words one chat completion.
+
+    Args:
+        head: As ``reply.format.envelope`` makes it.
+        request: Says what the reply shows.
+        spell: Spells a token.
+
+    Attributes:
+        chunk_head: The fields that each chunk of a stream begins with.
+    """
+
+    def __init__(self, head: dict[str, Any], request: ChatOptions, spell: Spell) -> None:
+        self._head = head
+        self.chunk_head = {**head, "object": "chat.completion.chunk"}
+        self._has_token_ids = bool(request.return_token_ids)
+        self._num_top = request.num_top
+        self._num_prompt_top = request.prompt_logprobs
+        self._shows_tokens = self._has_token_ids or self._num_top is not None
+        self._spell = spell
+        self._num_calls: dict[int, int] = {}  # sent so far, by choice
+
+    def whole(self, choices: Choices) -> ChatCompletion:
+        """Returns the reply that is not streamed."""
+        shown = [
+            ChatChoice(
+                delta.choice,
+                _message(delta),
+                self._logprobs(delta),
+                delta.reason,
+                delta.stop,
+                delta.tokens if self._has_token_ids else UNSET,
+            )
+            for delta in map(Generation.whole, choices.generations)
+        ]
+        return ChatCompletion(**self._head, **self._prompt(choices.generations[0]), choices=shown, usage=usage(choices))
+
+    def opening(self, generation: Generation) -> Chunk:
+        """Returns the chunk with the role, before a choice's first piece."""
+        choice = self._delta(nothing(generation.choice), ChatDelta("assistant", ""))
+        return Chunk([choice], **(self._prompt(generation) if generation.choice == 0 else {}))
+
+    def piece(self, output_delta: OutputDelta) -> Chunk | None:
+        """Returns the chunk for one piece, or None when the piece has nothing to show."""
+        shown = ChatDelta(content=output_delta.text or UNSET)
+        events = output_delta.events
+        if events and (len(events) > 1 or events[0].kind is not CONTENT):
+            first = self._num_calls.get(output_delta.choice, 0)
+            calls = called(output_delta.events, first)
+            self._num_calls[output_delta.choice] = max((index + 1 for index in calls), default=first)
+            shown.reasoning_content = thought(output_delta.events) or UNSET
+            shown.tool_calls = [_call_delta(index, *call) for index, call in calls.items()] or UNSET
+        is_empty = shown.content is UNSET and shown.reasoning_content is UNSET and shown.tool_calls is UNSET
+        if is_empty and not (output_delta.finish or self._shows_tokens):
+            return None
+        return Chunk([self._delta(output_delta, shown)])
+
+    def _delta(self, output_delta: OutputDelta, shown: ChatDelta) -> ChatDeltaChoice:
+        return ChatDeltaChoice(
+            output_delta.choice,
+            shown,
+            self._logprobs(output_delta),
+            output_delta.reason,
+            output_delta.stop if output_delta.finish else UNSET,
+            output_delta.tokens if self._has_token_ids else UNSET,
+        )
+
+    def _logprobs(self, output_delta: OutputDelta) -> ChatScores | None:
+        if self._num_top is None or not output_delta.tokens:
+            return None
+        return chat_logprobs(output_delta, self._num_top, self._spell)
+
+    def _prompt(self, generation: Generation) -> dict[str, Any]:
+        """Returns what is shown of the prompt, with the first choice."""
+        shown: dict[str, Any] = {}
+        if self._has_token_ids:
+            shown["prompt_token_ids"] = generation.prompt.tolist()
+        if self._num_prompt_top is not None:
+            shown["prompt_logprobs"] = prompt_logprobs(generation, self._num_prompt_top, self._spell)
+        return shown
+
+
+def _message(delta: OutputDelta) -> ChatMessage:
+    """Returns what the model says; a message with calls may have no content."""
+    message = ChatMessage("assistant", delta.text)
+    if text := thought(delta.events):
+        message.reasoning_content = text
+    calls = called(delta.events)
+    if calls:
+        message.content = delta.text or None
+        message.tool_calls = [
+            MessageCall(MessageFunction(name, arguments), id=call_id, type="function")
+            for call_id, name, arguments in calls.values()
+        ]
+    return message
+
+
+def _call_delta(index: int, call_id: str, name: str, arguments: str) -> MessageCall:
+    """Returns what an event adds to a call: its id and name come first."""
+    if not name:
+        return MessageCall(MessageFunction(arguments=arguments), index)
+    return MessageCall(MessageFunction(name, arguments), index, call_id, "function")
+
+
+class CompletionFormatter:
+    """Words one text completion.
+
+    Args:
+        head: As ``reply.format.envelope`` makes it.
+        request: Says what the reply shows.
+        token_bytes: Of the model's tokens.
+        prompts: Text of each prompt, for the echo; None for a prompt that was given as token ids.
+
+    Attributes:
+        chunk_head: The fields that each chunk of a stream begins with.
+    """
+
+    def __init__(
+        self, head: dict[str, Any], request: CompletionRequest, token_bytes: TokenBytes, prompts: Sequence[str | None]
+    ) -> None:
+        self._head = head
+        self.chunk_head = {**head, "object": "text_completion"}
+        self._request = request
+        self._num_top = request.num_top
+        self._token_bytes = token_bytes
+        self._prompts = prompts
+        self._has_opening = request.echo or request.return_token_ids or request.prompt_logprobs is not None
+        self._logprobs: dict[int, TextLogprobs] = {}
+
+    def whole(self, choices: Choices) -> Completion:
+        """Returns the reply that is not streamed."""
+        shown = []
+        for generation in choices.generations:
+            before, choice = self._open(generation), self._choice(generation.whole())
+            choice.text = before.text + choice.text
+            if before.logprobs and choice.logprobs:
+                choice.logprobs = before.logprobs + choice.logprobs
+            choice.prompt_token_ids, choice.prompt_logprobs = before.prompt_token_ids, before.prompt_logprobs
+            shown.append(choice)
+        return Completion(**self._head, choices=shown, usage=usage(choices))
+
+    def opening(self, generation: Generation) -> Chunk | None:
+        """Returns the chunk before a choice's first piece, or None when there is none."""
+        opening = self._open(generation)
+        return Chunk([opening]) if self._has_opening else None
+
+    def piece(self, output_delta: OutputDelta) -> Chunk | None:
+        """Returns the chunk for one piece, or None when the piece has nothing to show."""
+        shows_tokens = self._request.return_token_ids or self._num_top is not None
+        return Chunk([self._choice(output_delta)]) if output_delta.text or output_delta.finish or shows_tokens else None
+
+    def _choice(self, output_delta: OutputDelta) -> TextChoice:
+        index, is_scored = output_delta.choice, self._num_top is not None
+        return TextChoice(
+            index,
+            output_delta.text,
+            self._logprobs[index].of_piece(output_delta) if is_scored else None,
+            output_delta.finish.text,
+            token_ids=output_delta.tokens if self._request.return_token_ids else UNSET,
+            stop_reason=output_delta.stop if output_delta.finish else UNSET,
+        )
+
+    def _open(self, generation: Generation) -> TextChoice:
+        """Returns what is shown of a choice's prompt, and gets ready to word its reply."""
+        request, spell = self._request, self._token_bytes.bytes_of
+        text, logprobs = self._echo(generation) if request.echo else ("", None)
+        if self._num_top is not None:
+            detokenizer = self._token_bytes.detokenizer(skip_special=request.skip_special_tokens is not False)
+            self._logprobs[generation.choice] = TextLogprobs(self._num_top, spell, detokenizer, len(text))
+        opening = TextChoice(generation.choice, text, logprobs, None)
+        if request.return_token_ids:
+            opening.prompt_token_ids, opening.token_ids = generation.prompt.tolist(), []
+        if request.prompt_logprobs is not None:
+            opening.prompt_logprobs = prompt_logprobs(generation, request.prompt_logprobs, spell)
+        return opening
+
+    def _echo(self, generation: Generation) -> tuple[str, TextScores | None]:
+        """Returns the prompt's text and, if asked for, what is known of its tokens."""
+        decoder, counter = (self._token_bytes.detokenizer(skip_special=False) for _ in range(2))
+        decoded = decoder.push(generation.prompt.tolist()) + decoder.flush()
+        given = self._prompts[generation.choice // self._request.num_choices]
+        text = decoded if given is None else given
+        if self._num_top is None:
+            return text, None
+        # What the tokenizer put in front of a text is among the tokens, but not in the text.
+        offset = len(text) - len(decoded)
+        return text, TextLogprobs(self._num_top, self._token_bytes.bytes_of, counter, offset).of_prompt(generation)
+
+
+async def events(
+    pieces: AsyncGenerator[OutputDelta, None],
+    choices: Choices,
+    formatter: ReplyFormatter,
+    request: OpenAIFields,
+    word: Word,
+) -> AsyncGenerator[bytes, None]:
+    """Yields the events of a reply, those of one piece together."""
+    unopened = {generation.choice: generation for generation in choices.generations}
+    head = EventHead(formatter.chunk_head)
+    so_far: Usage | UnsetType | None = None if request.has_usage else UNSET
+    async with aclosing(pieces):
+        async for output_delta in pieces:
+            generation = unopened.pop(output_delta.choice, None)
+            chunks = [await _opening(formatter, generation, word)] if generation else []
+            chunks.append(formatter.piece(output_delta))
+            if request.has_running_usage:
+                so_far = usage(choices)
+            shown = [chunk for chunk in chunks if chunk is not None]
+            for chunk in shown:
+                chunk.usage = so_far
+            if shown:
+                yield b"".join(map(head.event, shown))
+    yield (head.event(Chunk([], usage=usage(choices))) if request.has_usage else b"") + DONE
+
+
+async def _opening(formatter: ReplyFormatter, generation: Generation, word: Word) -> Chunk | None:
+    opening = partial(formatter.opening, generation)
+    return await word(opening) if generation.scorer.has_many_prompt_scores else opening()

@@ -1,0 +1,197 @@
+"""OpenAI's endpoints: chat completions, text completions, models."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hiserve.core.plan import Int32Array
+from hiserve.core.request import SamplingParams
+from hiserve.errors import NotFoundError, RequestError
+from hiserve.scheduler.client import EngineClient
+from hiserve.server.conversations import Question, begin_reply
+from hiserve.server.http.auth import caller_of
+from hiserve.server.http.streaming import answer, cancel_on_disconnect
+from hiserve.server.openai.format import ChatFormatter, CompletionFormatter, ReplyFormatter, events
+from hiserve.server.openai.types import (
+    Card,
+    ChatCompletion,
+    ChatOptions,
+    Completion,
+    CompletionRequest,
+    ModelList,
+    OpenAIFields,
+)
+from hiserve.server.reply.format import envelope, json_response, warned
+from hiserve.server.reply.generation import Choices, Generation, OutputDelta, RequestContext, generations
+from hiserve.server.reply.logprobs import check_prompt_scores
+from hiserve.server.request.body import Body
+from hiserve.server.request.grammar_fields import constrain
+from hiserve.server.request.sampling_fields import fit_context
+from hiserve.server.routes import Endpoint, FrontEnd, context_of
+from hiserve.text.chat_request import ChatFields, parse_chat
+from hiserve.text.prompt_encoder import truncated
+from hiserve.text.request_json import decode
+
+CHAT = Body("ChatCompletionRequest", (ChatOptions, ChatFields))
+COMPLETION = Body("CompletionRequest", (CompletionRequest,))
+
+
+class OpenAIRoutes:
+    """Handlers of ``/v1``.
+
+    Args:
+        front: Shared with other handlers.
+    """
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+        self._model = front.model
+
+    def routes(self) -> list[Endpoint]:
+        """Returns the routes."""
+        return [
+            Endpoint("/v1/chat/completions", self.chat, "POST", body=CHAT, reply=ChatCompletion, streams=True),
+            Endpoint("/v1/completions", self.completions, "POST", body=COMPLETION, reply=Completion, streams=True),
+            Endpoint("/v1/models", self.models, "GET", reply=ModelList),
+            Endpoint("/v1/models/{name:path}", self.one_model, "GET", reply=Card),
+        ]
+
+    async def chat(self, request: Request) -> Response:
+        """Answers a conversation."""
+        arrived, front = time.monotonic(), self._front
+        body = await front.bodies.read(request, CHAT)
+        asked = decode(body, ChatOptions)
+        sampling, chat = asked.sampling(self._model), parse_chat(body)
+        if asked.thoughts.budget is not None and not front.abilities.holds_budget:
+            raise RequestError(
+                "the thoughts of this model do not end with a token of their own: no budget can be held. Leave it out.",
+                param="thinking_token_budget",
+            )
+        engine = front.handle.require()
+        question = Question(
+            chat,
+            sampling,
+            asked.limits,
+            context_of(request, asked.cache_salt, asked.priority, asked.rid),
+            asked.constraint,
+            asked.truncate_prompt_tokens,
+            asked.thoughts,
+        )
+        head = envelope(self._model, "chatcmpl")
+        choices, warning = await begin_reply(front, request, engine, question, head["id"], arrived)
+        formatter = ChatFormatter(head, asked, front.token_bytes.bytes_of)
+        return warned(await self._answer(request, engine, asked, choices, formatter), warning)
+
+    async def completions(self, request: Request) -> Response:
+        """Continues texts or lists of token ids."""
+        arrived, front = time.monotonic(), self._front
+        asked = decode(await front.bodies.read(request, COMPLETION), CompletionRequest)
+        sampling, given = asked.sampling(self._model), asked.prompts(self._model.vocab_size)
+        engine = front.handle.require()
+        sampling, warning = await constrain(front.vetting, request, sampling, asked.constraint, len(given) * sampling.n)
+        context = context_of(request, asked.cache_salt, asked.priority, asked.rid)
+        encoding = self._encode(given, asked, engine.max_model_len, context.caller)
+        prompts = await cancel_on_disconnect(request.receive, encoding)
+        head = envelope(self._model, "cmpl")
+        choices = self._choices(head["id"], prompts, asked, sampling, context, engine.max_model_len, arrived)
+        is_whole = asked.truncate_prompt_tokens is None
+        texts = [prompt if isinstance(prompt, str) and is_whole else None for prompt in given]
+        formatter = CompletionFormatter(head, asked, front.token_bytes, texts)
+        return warned(await self._answer(request, engine, asked, choices, formatter), warning)
+
+    async def models(self, _: Request) -> Response:
+        """Lists the one served model."""
+        return json_response(ModelList("list", [self._card()]))
+
+    async def one_model(self, request: Request) -> Response:
+        """Describes the served model.
+
+        Raises:
+            NotFoundError: The path names another one.
+        """
+        name = request.path_params["name"]
+        if name != self._model.name:
+            raise NotFoundError(f"there is no model {name[:100]!r} here; this server serves {self._model.name!r}.")
+        return json_response(self._card())
+
+    def _card(self) -> Card:
+        engine, model = self._front.handle.engine, self._model
+        return Card(
+            id=model.name,
+            object="model",
+            created=model.created,
+            owned_by="hiserve",
+            root=model.root,
+            parent=None,
+            max_model_len=engine.max_model_len if engine else None,
+        )
+
+    async def _encode(
+        self, given: Sequence[str | Int32Array], asked: CompletionRequest, max_model_len: int, caller: int
+    ) -> list[Int32Array]:
+        prompts = []
+        for prompt in given:
+            if isinstance(prompt, str):
+                encoding = self._front.encoder.encode_text(
+                    prompt,
+                    max_tokens=max_model_len,
+                    add_special_tokens=asked.add_special_tokens is not False,
+                    truncate=asked.truncate_prompt_tokens,
+                    caller=caller,
+                )
+                prompts.append(await encoding)
+                await asyncio.sleep(0)  # other requests come in between
+            else:
+                prompts.append(truncated(prompt, asked.truncate_prompt_tokens, max_model_len))
+        return prompts
+
+    def _choices(
+        self,
+        name: str,
+        prompts: Sequence[Int32Array],
+        asked: CompletionRequest,
+        sampling: SamplingParams,
+        context: RequestContext,
+        max_model_len: int,
+        arrived: float,
+    ) -> Choices:
+        num_top = sampling.prompt_logprobs
+        if num_top is not None:
+            param = "logprobs" if asked.prompt_logprobs is None else "prompt_logprobs"
+            check_prompt_scores(sampling.n * sum(map(len, prompts)) * (1 + num_top), param)
+        made: list[Generation] = []
+        for prompt in prompts:
+            made += generations(
+                name,
+                prompt,
+                fit_context(sampling, asked.limits, len(prompt), max_model_len),
+                context,
+                token_bytes=self._front.token_bytes,
+                metrics=self._front.metrics,
+                arrived=arrived,
+                first=len(made),
+                keeps_tokens=asked.limit != 0,
+            )
+        return Choices(made, sampling.n)
+
+    async def _answer(
+        self,
+        request: Request,
+        engine: EngineClient,
+        asked: OpenAIFields,
+        choices: Choices,
+        formatter: ReplyFormatter,
+    ) -> Response:
+        threads = self._front.format_threads
+
+        def stream(pieces: AsyncGenerator[OutputDelta, None]) -> AsyncGenerator[bytes, None]:
+            return events(pieces, choices, formatter, asked, partial(threads.do, caller=caller_of(request).number))
+
+        whole = partial(formatter.whole, choices)
+        return await answer(request, engine, choices, threads, whole=whole, events=stream if asked.stream else None)

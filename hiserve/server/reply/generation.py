@@ -1,0 +1,385 @@
+"""The choices of a reply: token deltas become text, counts and one log line for each choice."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import NamedTuple
+
+import msgspec
+
+from hiserve.core.plan import WORD_BYTES, Int32Array
+from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.core.usage import NOTHING, CacheUse, DraftUse
+from hiserve.errors import HiserveError, InvariantError
+from hiserve.ipc.updates import RequestFacts, TokenDelta
+from hiserve.scheduler.client import EngineClient
+from hiserve.server.metrics.registry import Metrics, RequestTimer
+from hiserve.server.reply.merging import merge
+from hiserve.text.detokenizer import TokenBytes
+from hiserve.text.output import ReplyOutput, TextOutput
+from hiserve.text.prompt_parts import Place
+from hiserve.text.reply_buffer import Event, EventLog
+
+QUICK_CHOICES = 64
+# Formatting scores of so many bytes, four to eight of each token, takes a few milliseconds.
+QUICK_SCORE_BYTES = 2**14
+
+logger = logging.getLogger(__name__)
+Remember = Callable[[str, list[int], Sequence[Event]], None]
+Locate = Callable[[int], Place]  # the part of the conversation at a token of its prompt
+
+
+class RequestContext(NamedTuple):
+    """The caller and the priority of a request.
+
+    Attributes:
+        namespace: Separates tenants in the cache.
+        priority: Larger is sooner.
+        caller: Number of its API key.
+        tag: Name by which it can be aborted.
+    """
+
+    namespace: bytes = b""
+    priority: int = 0
+    caller: int = 0
+    tag: str = ""
+
+
+class OutputDelta(NamedTuple):
+    """The next part of a choice.
+
+    Attributes:
+        choice: Index in the reply.
+        text: Decoded characters that later tokens cannot change; may be empty.
+        tokens: Token ids of the delta, without those after a stop text.
+        scores: Of these tokens, packed; empty if not requested.
+        finish: RUNNING until the last part.
+        stop: The text or token that ended the choice; None for another end.
+        events: Thoughts, contents and calls, where the reply is read by its format; the text is that of the contents.
+        has_calls: A call of the choice has ended.
+    """
+
+    choice: int
+    text: str
+    tokens: list[int]
+    scores: bytes
+    finish: FinishReason
+    stop: str | int | None
+    events: Sequence[Event] = ()
+    has_calls: bool = False
+
+    @property
+    def reason(self) -> str | None:
+        """OpenAI's ``finish_reason`` of a chat; None while the choice runs."""
+        return "tool_calls" if self.has_calls and self.finish is FinishReason.STOP else self.finish.text
+
+
+def nothing(choice: int) -> OutputDelta:
+    """Returns an empty part of a choice."""
+    return OutputDelta(choice, "", [], b"", FinishReason.RUNNING, None)
+
+
+class Generation:
+    """One request in the engine: one choice for one prompt.
+
+    Args:
+        name: Id of the response, for the log.
+        prompt: int32 ``[n]``.
+        sampling: How to sample and when to stop.
+        context: Its caller and priority.
+        output: Reads the tokens of this choice.
+        timer: Of this request.
+        choice: Index in the reply.
+        choice_index: Index among the choices of the prompt; part of the random key.
+        scorer: The choice that scores the same prompt; None: this one.
+        keeps_tokens: False drops generated tokens; only the scores of the prompt are wanted.
+        locate: Tells where in the conversation the cached prefix ends.
+        remember: Called with text, token ids and events of a reply that was not aborted, before its last part is yielded: the
+            client may send its next request at once.
+
+    Attributes:
+        miss_place: Where in the conversation the cached prefix ends; None where it has all of it.
+        facts: The engine's facts about the request, so far.
+        scorer: The choice that holds the ``prompt_scores``.
+        prompt_scores: Of the prompt's tokens but the first, packed; those of the scorer are complete at the first part
+            of each choice of the prompt.
+        tokens: All token ids so far.
+        scores: Of all tokens so far, packed.
+        finish: RUNNING until the end.
+        stop: The text or token that ended it; None for another end.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        prompt: Int32Array,
+        sampling: SamplingParams,
+        context: RequestContext,
+        *,
+        output: ReplyOutput,
+        timer: RequestTimer,
+        choice: int = 0,
+        choice_index: int = 0,
+        scorer: Generation | None = None,
+        keeps_tokens: bool = True,
+        locate: Locate | None = None,
+        remember: Remember | None = None,
+    ) -> None:
+        self._name = name
+        self.prompt = prompt
+        self.sampling = sampling
+        self.choice = choice
+        self._context = context
+        self._output = output
+        self._timer = timer
+        self._choice_index = choice_index
+        self.scorer = scorer or self
+        self._is_scored = asyncio.Event()
+        self._keeps_tokens = keeps_tokens
+        self._locate = locate
+        self._remember = remember
+        self._texts: list[str] = []
+        self._events = EventLog()
+        self._num_score_bytes = 0 if sampling.logprobs is None else WORD_BYTES * (1 + 2 * sampling.logprobs)
+        self.miss_place: Place | None = None
+        self.facts = RequestFacts()
+        self.prompt_scores = bytearray()
+        self.tokens: list[int] = []
+        self.scores = bytearray()
+        self.finish = FinishReason.RUNNING
+        self.stop: str | int | None = None
+
+    @property
+    def cached(self) -> CacheUse:
+        """Prompt tokens that came from the cache."""
+        return self.facts.cached or NOTHING
+
+    @property
+    def events(self) -> list[Event]:
+        """What the reply was read as so far; empty where it is text alone."""
+        return self._events.events
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._texts)
+
+    @property
+    def has_many_prompt_scores(self) -> bool:
+        """Whether formatting them takes long."""
+        return len(self.prompt_scores) > QUICK_SCORE_BYTES
+
+    def whole(self) -> OutputDelta:
+        """Returns the choice so far."""
+        scores, events = bytes(self.scores), self.events
+        return OutputDelta(self.choice, self.text, self.tokens, scores, self.finish, self.stop, events, self._has_calls)
+
+    @property
+    def _has_calls(self) -> bool:
+        return self._events.has_calls
+
+    async def run(self, engine: EngineClient) -> AsyncGenerator[OutputDelta, None]:
+        """Yields parts until the choice ends. Closing the generator aborts the request.
+
+        Raises:
+            HiserveError: The engine refused or failed the request.
+        """
+        reason, detail = "abort", ""
+        namespace, priority, caller, tag = self._context
+        stream = engine.generate(
+            self.prompt,
+            self.sampling,
+            namespace=namespace,
+            choice=self._choice_index,
+            priority=priority,
+            caller=caller,
+            tag=tag,
+        )
+        try:
+            async with aclosing(stream) as deltas:
+                async for delta in deltas:
+                    output_delta = self._take(delta)
+                    if output_delta.finish:
+                        if not delta.finish:  # a stop text: the engine would continue
+                            await deltas.aclose()
+                        self._end(output_delta.finish.name.lower())
+                        if self._remember and output_delta.finish is not FinishReason.ABORT:
+                            self._remember(self.text, self.tokens, self.events)
+                    if output_delta.tokens or output_delta.events or output_delta.text or output_delta.finish:
+                        self._is_scored.set()
+                        await self.scorer._is_scored.wait()
+                        yield output_delta
+            if not self.finish:
+                raise InvariantError(f"{self._name}: the engine's stream ended after {len(self.tokens)} tokens")
+        except (HiserveError, InvariantError) as error:
+            reason, detail = "error", f" ({error})"
+            raise
+        finally:
+            self._is_scored.set()
+            self._end(reason, detail)
+
+    def _take(self, delta: TokenDelta) -> OutputDelta:
+        tokens, scores = delta.tokens, b""
+        if delta.cached is not None:
+            if self._locate and delta.cached.is_short:
+                self.miss_place = self._locate(delta.cached.miss_at)
+            self._timer.admitted(delta.cached, delta.queue_s, self.miss_place)
+        self.facts.update(delta)
+        self._timer.tokens(len(tokens))
+        if delta.scores:
+            of_prompt = len(delta.scores) - len(tokens) * self._num_score_bytes
+            self.prompt_scores += delta.scores[:of_prompt]
+            scores = bytes(delta.scores[of_prompt:])
+        if not self._keeps_tokens:
+            self.finish = FinishReason.LENGTH if tokens else delta.finish
+            return OutputDelta(self.choice, "", [], b"", self.finish, None)
+        text, num_tokens, self.finish, self.stop, events = self._output.push(tokens, delta.finish)
+        if num_tokens < len(tokens):
+            tokens, scores = tokens[:num_tokens], scores[: num_tokens * self._num_score_bytes]
+        self.tokens += tokens
+        self.scores += scores
+        self._texts.append(text)
+        if events:
+            self._events.add(events)
+        has_calls = bool(self.finish) and self._has_calls
+        return OutputDelta(self.choice, text, tokens, scores, self.finish, self.stop, events, has_calls)
+
+    def _end(self, reason: str, detail: str = "") -> None:
+        """Counts and logs the end once; later calls are for requests that have ended already."""
+        if self._timer.e2e_s is not None:
+            return
+        self._timer.ended(reason, self._output.num_unread)
+        logger.info(
+            "%s %s%s: %d prompt tokens, %d cached, %d generated, first token after %s, %.3f s in all",
+            self._name,
+            reason,
+            detail,
+            len(self.prompt),
+            self.cached.num_tokens,
+            len(self.tokens),
+            "-" if self._timer.ttft_s is None else f"{self._timer.ttft_s:.3f} s",
+            self._timer.e2e_s,
+        )
+
+
+def each_choice(sampling: SamplingParams) -> list[SamplingParams]:
+    """Returns the sampling parameters of each of the n choices of a prompt.
+
+    They differ in their random numbers by the choice's index, not by their seed, so that the whole
+    reply can be had again with one seed. The first alone scores the prompt: a score needs the token before it
+    computed, so that each further one would compute the whole prompt again.
+    """
+    if sampling.n == 1:
+        return [sampling]
+    first = msgspec.structs.replace(sampling.seeded(), n=1)
+    return [first] + (sampling.n - 1) * [msgspec.structs.replace(first, prompt_logprobs=None)]
+
+
+def generations(
+    name: str,
+    prompt: Int32Array,
+    sampling: SamplingParams,
+    context: RequestContext,
+    *,
+    token_bytes: TokenBytes,
+    metrics: Metrics,
+    arrived: float,
+    output: Callable[[SamplingParams], ReplyOutput] | None = None,
+    first: int = 0,
+    keeps_tokens: bool = True,
+    locate: Locate | None = None,
+    remember: Remember | None = None,
+) -> list[Generation]:
+    """Returns the n choices of one prompt.
+
+    Args:
+        name: As for ``Generation``, like the arguments that are not named here.
+        prompt: int32 ``[n]``.
+        sampling: With ``n``, and fitted to the context.
+        context: Caller and priority.
+        token_bytes: Of the model's tokens.
+        metrics: Counts the request.
+        arrived: ``time.monotonic()`` at arrival.
+        output: Makes the output of a choice; None makes plain text.
+        first: Index of the first choice in the reply.
+        keeps_tokens: False drops generated tokens.
+        locate: Tells where in the conversation the cached prefix ends.
+        remember: Called with each reply.
+    """
+    made: list[Generation] = []
+    for index, of_choice in enumerate(each_choice(sampling)):
+        generation = Generation(
+            name,
+            prompt,
+            of_choice,
+            context,
+            output=output(of_choice) if output else TextOutput(token_bytes, of_choice),
+            timer=RequestTimer(metrics, num_prompt=len(prompt), arrived=arrived),
+            choice=first + index,
+            choice_index=index,
+            scorer=made[0] if made else None,
+            keeps_tokens=keeps_tokens,
+            locate=None if made else locate,
+            remember=remember,
+        )
+        made.append(generation)
+    return made
+
+
+class Choices:
+    """The choices of one reply: each prompt's first, second, ... together, prompt after prompt.
+
+    Args:
+        generations: One a choice, in order.
+        num_per_prompt: Choices of each prompt.
+    """
+
+    def __init__(self, generations: Sequence[Generation], num_per_prompt: int = 1) -> None:
+        assert generations and len(generations) % num_per_prompt == 0, (len(generations), num_per_prompt)
+        self.generations = generations
+        self._firsts = generations[::num_per_prompt]
+
+    @property
+    def num_prompt(self) -> int:
+        """Prompt tokens; each prompt counts once."""
+        return sum(len(first.prompt) for first in self._firsts)
+
+    @property
+    def cached(self) -> CacheUse:
+        """Cached tokens of all prompts, each counted once; the miss is the first prompt's."""
+        first, *others = self._firsts
+        return sum((other.cached for other in others), first.cached)
+
+    @property
+    def miss_place(self) -> Place | None:
+        """Where in the conversation the cached prefix of the first prompt ends."""
+        return self._firsts[0].miss_place
+
+    @property
+    def drafts(self) -> DraftUse | None:
+        """All drafts so far, of all choices together; None without speculation."""
+        known = [generation.facts.drafts for generation in self.generations if generation.facts.drafts is not None]
+        return sum(known, DraftUse()) if known else None
+
+    @property
+    def num_generated(self) -> int:
+        """Generated tokens so far, all choices together."""
+        return sum(len(generation.tokens) for generation in self.generations)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether formatting the reply takes long."""
+        num_bytes = sum(len(each.scores) + len(each.scorer.prompt_scores) for each in self.generations)
+        return len(self.generations) > QUICK_CHOICES or num_bytes > QUICK_SCORE_BYTES
+
+    def run(self, engine: EngineClient) -> AsyncGenerator[OutputDelta, None]:
+        """Yields parts of all choices as they arrive. Closing the generator aborts all choices.
+
+        Raises:
+            HiserveError: The engine refused or failed one of them; the others are aborted.
+        """
+        streams = [each.run(engine) for each in self.generations]
+        return streams[0] if len(streams) == 1 else merge(streams)

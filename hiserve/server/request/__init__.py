@@ -1,0 +1,1 @@
+"""The body of a request and the fields that several protocols share."""

@@ -1,0 +1,240 @@
+"""Fields of requests that constrain the reply: OpenAI's, vLLM's and SGLang's spellings of one grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+
+from hiserve.core.request import Grammar, SamplingParams
+from hiserve.errors import RequestError
+from hiserve.grammar import bounds
+from hiserve.grammar.tools import tools
+from hiserve.grammar.vet import Vetting
+from hiserve.server.http.auth import caller_of
+from hiserve.server.http.streaming import cancel_on_disconnect
+from hiserve.server.request.sampling_fields import SamplingFields
+from hiserve.text.abilities import Abilities
+from hiserve.text.conversation import Conversation
+from hiserve.text.formats import NOTHING, Marks
+
+MAKERS: dict[str, Callable[[Any, str], Grammar]] = {
+    "json": bounds.json_schema,
+    "regex": bounds.regex,
+    "choice": bounds.choice,
+    "grammar": bounds.rules,
+}
+MAX_COPIED_CHARS = 16 * 2**20
+# ``grammar.bounds`` reads it: msgspec has no union of these.
+JsonSchema = Annotated[
+    Any, Meta(extra_json_schema={"anyOf": [{"type": "object"}, {"type": "string"}, {"const": True}, {"type": "null"}]})
+]
+Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)]
+
+
+class Constraint(NamedTuple):
+    """A grammar that a request asks for.
+
+    Attributes:
+        grammar: Within bounds, and not vetted.
+        param: The field that it came in.
+        may_relax: Keywords of a JSON schema that no mask can hold may be left out.
+        mark: A text to which any reply may come, and after which it is constrained.
+        not_held: What of it the grammar does not hold.
+    """
+
+    grammar: Grammar
+    param: str
+    may_relax: bool = True
+    mark: str = ""
+    not_held: Sequence[str] = ()
+
+
+class NamedSchema(msgspec.Struct, frozen=True, kw_only=True):
+    """``response_format.json_schema``; ``strict`` refuses a schema that cannot be held to the letter."""
+
+    schema: JsonSchema = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """``response_format``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    def constraints(self) -> list[Constraint]:
+        """Returns the grammar asked for, if there is one."""
+        if self.type == "text":
+            return []
+        if self.type == "json_object":
+            return [Constraint(bounds.any_object(), "response_format")]
+        given, param = self.json_schema, "response_format.json_schema"
+        if given is None:
+            raise RequestError(f"{param} is missing; response_format.type asks for it.", param=param)
+        grammar = bounds.json_schema(given.schema, f"{param}.schema")
+        return [Constraint(grammar, f"{param}.schema", may_relax=not given.strict)]
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
+    """``structured_outputs``, with one of its fields."""
+
+    json: JsonSchema = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+
+
+class GrammarFields(SamplingFields, frozen=True, kw_only=True):
+    """The fields that constrain a reply at all endpoints."""
+
+    regex: str | None = None
+    ebnf: str | None = None
+
+    def constraints(self) -> list[Constraint]:
+        """Returns the grammars asked for.
+
+        Raises:
+            RequestError: One is out of bounds.
+        """
+        return constraints_of("regex", self.regex, "regex") + constraints_of("grammar", self.ebnf, "ebnf")
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """The one grammar asked for, if there is one.
+
+        Raises:
+            RequestError: There are two, or it is out of bounds.
+        """
+        return one_of(self.constraints())
+
+
+class OpenAIGrammarFields(GrammarFields, frozen=True, kw_only=True):
+    """The fields that constrain a reply of ``/v1``."""
+
+    response_format: ResponseFormat | None = None
+    guided_json: JsonSchema = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    def constraints(self) -> list[Constraint]:
+        """Returns the grammars asked for."""
+        found = super().constraints()
+        if self.response_format is not None:
+            found += self.response_format.constraints()
+        for kind in MAKERS:
+            found += constraints_of(kind, getattr(self, f"guided_{kind}"), f"guided_{kind}")
+            found += constraints_of(kind, getattr(self.structured_outputs, kind, None), f"structured_outputs.{kind}")
+        if self.structured_outputs is not None and self.structured_outputs.json_object:
+            found.append(Constraint(bounds.any_object(), "structured_outputs.json_object"))
+        return found
+
+
+def one_of(found: Sequence[Constraint]) -> Constraint | None:
+    """Returns the one grammar that a request asks for, if there is one.
+
+    Raises:
+        RequestError: There are two.
+    """
+    if len(found) > 1:
+        first, second = found[0].param, found[1].param
+        raise RequestError(f"{first} and {second} are two grammars for one reply. Give one.", param=second)
+    return found[0] if found else None
+
+
+def constraints_of(kind: str, value: Any, param: str) -> list[Constraint]:
+    """Returns the grammar of a field; none for null."""
+    return [] if value is None else [Constraint(MAKERS[kind](value, param), param)]
+
+
+def of_chat(constraint: Constraint | None, abilities: Abilities, chat: Conversation) -> Constraint | None:
+    """Returns the grammar of the replies to a conversation, if there is one.
+
+    Args:
+        constraint: Of the fields of the request. It has priority over tools of which none must be called.
+        abilities: Of the model.
+        chat: The conversation.
+
+    Raises:
+        RequestError: A call is required beside another grammar; or as ``grammar.tools.tools``.
+    """
+    made = tools(abilities, chat)
+    if made is None:
+        return constraint
+    if constraint is None:
+        return Constraint(made.grammar, made.param, mark=made.mark, not_held=made.not_held)
+    if chat.choice.is_required:
+        raise RequestError(
+            f"{constraint.param} and {made.param} are two grammars for one reply. Give one.", param=made.param
+        )
+    return constraint
+
+
+def with_budget(sampling: SamplingParams, thought: Marks, budget: int | None) -> SamplingParams:
+    """Returns the sampling parameters with a limit of the tokens of the thought; unchanged where nothing exceeds it.
+
+    Args:
+        sampling: Fitted to the context.
+        thought: As of ``Abilities.thought``.
+        budget: Most tokens; None is no limit.
+    """
+    opening, after = thought
+    if budget is None or not after or budget >= (sampling.max_tokens or budget + 1):
+        return sampling
+    grammar = sampling.grammar or Grammar.of("any", "", after, opening)
+    return msgspec.structs.replace(sampling, grammar=grammar.within(budget))
+
+
+async def constrain(
+    vetting: Vetting,
+    request: Request,
+    sampling: SamplingParams,
+    constraint: Constraint | None,
+    num_choices: int,
+    thought: Marks = NOTHING,
+) -> tuple[SamplingParams, str]:
+    """Returns the sampling parameters with the vetted grammar, and a warning of what it does not hold, or nothing.
+
+    Args:
+        vetting: Tries the grammar.
+        request: The request.
+        sampling: Without a grammar.
+        constraint: The one asked for, or None.
+        num_choices: Of the whole request; each carries the grammar to its worker.
+        thought: As of ``Abilities.thought``; the grammar is of the rest.
+
+    Raises:
+        RequestError: The grammar cannot be used, or is too large for so many choices.
+        OverloadedError: As ``Vetting.check``.
+    """
+    if constraint is None:
+        return sampling, ""
+    given, (opening, after) = constraint.grammar, thought
+    size = len(given.text) * num_choices
+    if size > MAX_COPIED_CHARS:
+        raise RequestError(
+            f"{constraint.param} has {size} characters for {num_choices} choices in all; the most is {MAX_COPIED_CHARS}. "
+            "Ask for fewer choices at once.",
+            param=constraint.param,
+        )
+    checking = vetting.check(
+        Grammar.of(given.kind, given.text, after, opening),
+        constraint.param,
+        may_relax=constraint.may_relax,
+        mark=constraint.mark,
+        caller=caller_of(request).number,
+    )
+    grammar, warnings = await cancel_on_disconnect(request.receive, checking)
+    warnings = [*constraint.not_held, *warnings]
+    # Of a header: ASCII, on one line, and of a length that proxies pass.
+    text = " ".join("; ".join(warnings).split()).encode("ascii", "replace").decode()[:400]
+    warning = f"{constraint.param} is not held in full: {text}" if text else ""
+    return msgspec.structs.replace(sampling, grammar=grammar), warning

@@ -1,0 +1,186 @@
+"""Replies of ``/v1/responses`` in OpenAI's form: responses, their items and their events."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from hiserve.server.reply.format import CachedTokensDetails, CacheMiss, SpecTokensDetails
+from hiserve.server.responses.types import ChosenTool, Item, Reasoning, TextOptions
+
+
+class OutputText(msgspec.Struct, tag="output_text"):
+    """A text of the model."""
+
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+class ReasoningText(msgspec.Struct, tag="reasoning_text"):
+    """A thought of the model."""
+
+    text: str
+
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputMessage(msgspec.Struct, tag="message", kw_only=True):
+    """Words of the model."""
+
+    id: str
+    status: Status = "in_progress"
+    role: str = "assistant"
+    content: list[OutputText] = []
+
+
+class OutputReasoning(msgspec.Struct, tag="reasoning", kw_only=True):
+    """A thought of the model."""
+
+    id: str
+    status: Status = "in_progress"
+    summary: list[Any] = []
+    content: list[ReasoningText] = []
+    encrypted_content: str | UnsetType = UNSET
+
+
+class FunctionCall(msgspec.Struct, tag="function_call", kw_only=True):
+    """A call of a function by the model."""
+
+    id: str
+    status: Status = "in_progress"
+    call_id: str
+    name: str
+    namespace: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class CustomCall(msgspec.Struct, tag="custom_tool_call", kw_only=True):
+    """A call of a custom tool by the model."""
+
+    id: str
+    status: Status = "in_progress"
+    call_id: str
+    name: str
+    namespace: str | UnsetType = UNSET
+    input: str = ""
+
+
+OutputItem = OutputMessage | OutputReasoning | FunctionCall | CustomCall
+
+
+class InputTokensDetails(msgspec.Struct):
+    """Tokens of the prompt that came from the cache, and those that went to it."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+    cached_tokens_details: CachedTokensDetails
+    cache_miss: CacheMiss | None
+
+
+class OutputTokensDetails(msgspec.Struct):
+    """Tokens of thoughts."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct):
+    """Tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+    spec_tokens_details: SpecTokensDetails | UnsetType = UNSET
+
+
+class ResponseFailure(msgspec.Struct):
+    """The reason why a response failed."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct):
+    """The reason why a response is incomplete."""
+
+    reason: str
+
+
+class ResponseObject(msgspec.Struct, kw_only=True):
+    """A response. The fields after the output repeat the request."""
+
+    id: str
+    object: str = "response"
+    created_at: int
+    status: str = "in_progress"
+    background: bool = False
+    error: ResponseFailure | None = None
+    incomplete_details: IncompleteDetails | None = None
+    model: str
+    output: list[OutputItem] = []
+    usage: ResponseUsage | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: Reasoning
+    store: bool
+    temperature: float
+    text: TextOptions
+    tool_choice: str | ChosenTool
+    tools: msgspec.Raw
+    top_p: float
+    truncation: str
+    user: str | None
+
+
+class ResponseEvent(msgspec.Struct, kw_only=True):
+    """An event of a stream; its type decides which fields it has."""
+
+    type: str
+    sequence_number: int = 0
+    response: ResponseObject | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    item: OutputItem | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    part: OutputText | ReasoningText | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
+    logprobs: list[Any] | UnsetType = UNSET
+
+
+class Deleted(msgspec.Struct):
+    """Reply to a deletion."""
+
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
+class ItemList(msgspec.Struct, kw_only=True):
+    """The items that a response was asked with."""
+
+    object: str = "list"
+    data: list[Item]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokens(msgspec.Struct):
+    """Tokens of a prompt."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"

@@ -1,0 +1,333 @@
+"""OpenAI's responses: asked for, continued, looked at, deleted."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hiserve.core.request import SamplingParams
+from hiserve.errors import ContextLengthError, RequestError, UnavailableError
+from hiserve.scheduler.client import EngineClient
+from hiserve.server.conversations import Question, begin_reply, count_tokens, without_oldest
+from hiserve.server.http.auth import caller_of
+from hiserve.server.http.streaming import answer
+from hiserve.server.reply.format import json_response, warned
+from hiserve.server.reply.generation import Choices, OutputDelta
+from hiserve.server.request.body import Body
+from hiserve.server.responses.format import ResponseWriter, response_usage
+from hiserve.server.responses.items import Deleted, InputTokens, ItemList, ResponseEvent, ResponseObject
+from hiserve.server.responses.request import Tools, conversation_of, read_tools
+from hiserve.server.responses.store import MAX_CHAIN_ITEMS, ResponseStore, Stored, missing
+from hiserve.server.responses.types import InputFields, InputPart, Item, Reasoning, ResponseOptions, TextOptions
+from hiserve.server.routes import Endpoint, FrontEnd, context_of
+from hiserve.text.fair_threads import FairThreads
+from hiserve.text.request_json import check_json, check_text, decode
+
+RESPONSES = Body("ResponsesRequest", (ResponseOptions, InputFields))
+INPUT_TOKENS = Body("InputTokensRequest", (InputFields,))
+DEFAULT_PAGE, MAX_PAGE = 20, 100
+PAGE: dict[str, Any] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE},
+    "order": {"enum": ["asc", "desc"]},
+    "after": {"type": "string"},
+}
+ECHOED = ("tools", "tool_choice", "metadata", "reasoning")  # in the response
+MAX_NAMED_CHARS = 200
+UNPRINTABLE = re.compile("[^ -~]")
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class _Output(msgspec.Struct):
+    """The output of a stored response, read as input."""
+
+    output: list[Item]
+
+
+class ResponseRoutes:
+    """Handlers of ``/v1/responses``.
+
+    Args:
+        front: Shared with other handlers.
+        store: Keeps responses, and is closed by ``close``; None keeps none.
+    """
+
+    def __init__(self, front: FrontEnd, store: ResponseStore | None) -> None:
+        self._front = front
+        self._model = front.model
+        self._store = store
+        self._threads = FairThreads(1, "hiserve-responses")  # for the store
+
+    async def close(self) -> None:
+        """Closes the store after its last use."""
+        if self._store is not None:
+            await self._threads.do(self._store.close, 0)
+        self._threads.close()
+
+    def routes(self) -> list[Endpoint]:
+        """Returns the routes."""
+        one = "/v1/responses/{response_id}"
+        return [
+            Endpoint("/v1/responses", self.create, "POST", body=RESPONSES, reply=ResponseObject, streams=True),
+            Endpoint("/v1/responses/input_tokens", self.count, "POST", body=INPUT_TOKENS, reply=InputTokens),
+            Endpoint(one, self.get, "GET", reply=ResponseObject),
+            Endpoint(one, self.delete, "DELETE", reply=Deleted),
+            Endpoint(f"{one}/input_items", self.input_items, "GET", reply=ItemList, query=PAGE),
+        ]
+
+    async def create(self, request: Request) -> Response:
+        """Answers items, or continues an earlier response."""
+        arrived, front = time.monotonic(), self._front
+        body = await front.bodies.read(request, RESPONSES)
+        asked, fields = decode(body, ResponseOptions), decode(body, InputFields)
+        for name in ECHOED:
+            check_json(body.get(name), name)
+        sampling, tools = asked.sampling(self._model), self._tools(fields)
+        chat = conversation_of(fields, await self._earlier(request, fields), tools, self._unseal)
+        engine = front.handle.require()
+        context = context_of(request, asked.cache_salt, asked.priority, asked.rid)
+        question = Question(chat, sampling, asked.limits, context, fields.constraint, thinking=fields.thinking)
+        response = self._response(asked, fields, sampling, body.get("tools"))
+        choices, warning = await self._begin(request, engine, question, response, arrived)
+        writer = ResponseWriter(response, tools.names, front.seals.seal if asked.seals else None)
+
+        def whole() -> ResponseObject:
+            writer.push(choices.generations[0].whole())
+            writer.closing(response_usage(choices, self._model.page_size))
+            return writer.response
+
+        def stream(pieces: AsyncGenerator[OutputDelta, None]) -> AsyncGenerator[bytes, None]:
+            return self._events(request, fields, pieces, choices, writer)
+
+        def failure(_: int, message: str, code: str, __: str | None) -> bytes:
+            return _encoded(writer.failed(code, message))
+
+        events = stream if asked.stream else None
+        reply = await answer(
+            request, engine, choices, front.format_threads, whole=whole, events=events, failure=failure
+        )
+        if not asked.stream:
+            await self._keep(request, fields.items, writer.response)
+        if tools.hosted:
+            names = UNPRINTABLE.sub("?", ", ".join(sorted(set(tools.hosted)))[:MAX_NAMED_CHARS])
+            warning = "; ".join(filter(None, (warning, f"this server runs no tools; these were left out: {names}")))
+        return warned(reply, warning)
+
+    async def count(self, request: Request) -> Response:
+        """Counts the tokens of a prompt."""
+        body = await self._front.bodies.read(request, INPUT_TOKENS)
+        fields = decode(body, InputFields)
+        check_json(body.get("tools"), "tools")
+        chat = conversation_of(fields, await self._earlier(request, fields), self._tools(fields), self._unseal)
+        return json_response(InputTokens(await count_tokens(self._front, request, chat, fields.thinking, "input")))
+
+    async def get(self, request: Request) -> Response:
+        """Returns a stored response."""
+        stored = await self._stored(request, lambda store, caller, name: store.get(caller, name))
+        return Response(stored.reply, media_type="application/json")
+
+    async def delete(self, request: Request) -> Response:
+        """Forgets a stored response."""
+        await self._stored(request, lambda store, caller, name: store.delete(caller, name))
+        return json_response(Deleted(request.path_params["response_id"]))
+
+    async def input_items(self, request: Request) -> Response:
+        """Lists the items that a stored response was asked with, those of earlier responses included."""
+
+        def work(store: ResponseStore, caller: bytes, name: str) -> list[Stored]:
+            store.get(caller, name)
+            return store.chain(caller, name)
+
+        *_, last = chain = await self._stored(request, work)
+        items = [*all_items(chain[:-1]), *own_items(last)]
+        return json_response(page_of(items, request.query_params))
+
+    def _tools(self, fields: InputFields) -> Tools:
+        """Returns the tools of a request, and counts what is ignored of it."""
+        tools = read_tools(fields.tools or ())
+        ignored, has_effort = self._front.metrics.ignored, bool(self._front.abilities.template.effort_switch)
+        ignored["hosted_tool"].inc(len(tools.hosted))
+        ignored["effort"].inc(bool(fields.thinking.effort) and not has_effort)
+        return tools
+
+    def _unseal(self, seal: str) -> str | None:
+        thought = self._front.seals.open(seal)
+        if thought is None:
+            self._front.metrics.ignored["thought"].inc()
+        return thought
+
+    def _response(
+        self, asked: ResponseOptions, fields: InputFields, sampling: SamplingParams, tools: Any
+    ) -> ResponseObject:
+        """Returns the response before its first token; ``tools`` are as the client gave them."""
+        return ResponseObject(
+            id=f"resp_{secrets.token_hex(16)}",
+            created_at=int(time.time()),
+            model=self._model.name,
+            instructions=fields.instructions,
+            max_output_tokens=asked.max_output_tokens,
+            max_tool_calls=asked.max_tool_calls,
+            metadata=asked.metadata or {},
+            parallel_tool_calls=fields.parallel_tool_calls is not False,
+            previous_response_id=fields.previous_response_id,
+            prompt_cache_key=asked.prompt_cache_key,
+            reasoning=fields.reasoning or Reasoning(),
+            store=asked.store is not False and self._store is not None,
+            temperature=sampling.temperature,
+            text=TextOptions(format=fields.format),
+            tool_choice=fields.tool_choice or "auto",
+            tools=msgspec.Raw(msgspec.json.encode(tools or [])),
+            top_p=sampling.top_p,
+            truncation=fields.truncation or "disabled",
+            user=asked.user,
+        )
+
+    async def _events(
+        self,
+        request: Request,
+        fields: InputFields,
+        pieces: AsyncGenerator[OutputDelta, None],
+        choices: Choices,
+        writer: ResponseWriter,
+    ) -> AsyncGenerator[bytes, None]:
+        """Yields the events of a response, those of one piece together; the last one after the response was stored."""
+        before = writer.opening()
+        async with aclosing(pieces):
+            async for delta in pieces:
+                events = before + writer.push(delta)
+                before = []
+                if events:
+                    yield _encoded(events)
+        last = _encoded(writer.closing(response_usage(choices, self._model.page_size)))
+        await self._keep(request, fields.items, writer.response)
+        yield last
+
+    async def _begin(
+        self, request: Request, engine: EngineClient, question: Question, response: ResponseObject, arrived: float
+    ) -> tuple[Choices, str]:
+        """Begins the reply; with ``truncation`` ``auto``, without the oldest turns as long as they do not fit."""
+        while True:
+            try:
+                return await begin_reply(self._front, request, engine, question, response.id, arrived)
+            except ContextLengthError:
+                shorter = without_oldest(question.chat) if response.truncation == "auto" else None
+                if shorter is None:
+                    raise
+                question = question._replace(chat=shorter)
+
+    async def _stored(self, request: Request, work: Callable[[ResponseStore, bytes, str], T]) -> T:
+        """Does something with the response that the path names.
+
+        Raises:
+            NotFoundError: It is not kept.
+        """
+        store, caller, name = self._store, caller_of(request), request.path_params["response_id"]
+        check_text(name, "response_id")
+        if store is None:
+            raise missing(name)
+        return await self._threads.do(lambda: work(store, caller.key, name), caller.number)
+
+    async def _earlier(self, request: Request, fields: InputFields) -> list[Item]:
+        """Returns the items of the responses that a request continues.
+
+        Raises:
+            NotFoundError: One is not kept.
+            RequestError: They are too many.
+        """
+        store, caller, name = self._store, caller_of(request), fields.previous_response_id
+        if name is None:
+            return []
+        if store is None:
+            raise missing(name, is_previous=True)
+        earlier = await self._threads.do(lambda: all_items(store.chain(caller.key, name)), caller.number)
+        if len(earlier) + len(fields.items) > MAX_CHAIN_ITEMS:
+            raise RequestError(
+                f"input has {len(fields.items)} items after {len(earlier)} of earlier responses; the most is "
+                f"{MAX_CHAIN_ITEMS}. Send those that are still needed, without previous_response_id.",
+                param="input",
+            )
+        return earlier
+
+    async def _keep(self, request: Request, own: Sequence[Item], response: ResponseObject) -> None:
+        """Stores a response that has ended, with the items of its request."""
+        store, caller = self._store, caller_of(request)
+        if store is None or not response.store:
+            return
+
+        def put() -> bool:
+            items = [_with_id(item) for item in own]
+            number = len(items) + len(response.output)
+            encode = msgspec.json.encode
+            stored = Stored(response.id, response.previous_response_id, encode(items), encode(response), number)
+            return store.put(caller.key, stored)
+
+        try:
+            if not await self._threads.do(put, caller.number):
+                logger.warning("%s is larger than its caller's share of the store, and is not kept", response.id)
+        except UnavailableError as error:
+            logger.warning("%s is not kept: %s", response.id, error)
+
+
+def all_items(chain: Sequence[Stored]) -> list[Item]:
+    """Returns the items of stored responses, their outputs included, in order."""
+    return [item for stored in chain for item in (*own_items(stored), *_output(stored))]
+
+
+def own_items(stored: Stored) -> list[Item]:
+    """Returns the items that a stored response was asked with, after those of earlier responses."""
+    return msgspec.json.decode(stored.items, type=list[Item])
+
+
+def _output(stored: Stored) -> list[Item]:
+    return msgspec.json.decode(stored.reply, type=_Output).output
+
+
+def _with_id(item: Item) -> Item:
+    """Returns an item of the input as it is listed."""
+    content = item.content
+    if isinstance(content, str):
+        content = [InputPart("output_text" if item.role == "assistant" else "input_text", content)]
+    made_id = item.id or f"item_{secrets.token_hex(16)}"
+    return msgspec.structs.replace(item, type=item.type or "message", id=made_id, content=content)
+
+
+def page_of(items: list[Item], query: Mapping[str, str]) -> ItemList:
+    """Returns one page of items.
+
+    Args:
+        items: The oldest first.
+        query: ``limit``, ``order`` and ``after``.
+
+    Raises:
+        RequestError: One of them is not possible.
+    """
+    limit, order, after = query.get("limit", str(DEFAULT_PAGE)), query.get("order", "desc"), query.get("after")
+    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:4]) <= MAX_PAGE:
+        raise RequestError(f"limit must be a whole number between 1 and {MAX_PAGE}.", param="limit")
+    if order not in ("asc", "desc"):
+        raise RequestError("order must be asc or desc.", param="order")
+    ordered = items if order == "asc" else items[::-1]
+    if after is not None:
+        place = next((i for i, item in enumerate(ordered) if item.id == after), None)
+        if place is None:
+            raise RequestError("after names no item of this response.", param="after")
+        ordered = ordered[place + 1 :]
+    page = ordered[: int(limit)]
+    first, last = (page[0].id, page[-1].id) if page else (None, None)
+    return ItemList(data=page, first_id=first, last_id=last, has_more=len(page) < len(ordered))
+
+
+def _encoded(events: Sequence[ResponseEvent]) -> bytes:
+    return b"".join(
+        [b"event: " + event.type.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n" for event in events]
+    )

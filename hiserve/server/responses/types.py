@@ -1,0 +1,237 @@
+"""Requests to ``/v1/responses`` in OpenAI's form."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from hiserve.core.request import SamplingParams
+from hiserve.errors import RequestError
+from hiserve.grammar import bounds
+from hiserve.server.reply.format import ServedModel
+from hiserve.server.request.grammar_fields import Constraint, JsonSchema
+from hiserve.server.request.sampling_fields import Limits, Name, Priority, SamplingFields, range_of
+from hiserve.text.abilities import Thinking
+from hiserve.text.chat_request import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from hiserve.text.request_json import check_text
+
+MAX_INCLUDE = 32
+SEALED = "reasoning.encrypted_content"
+# Of the tools that this server calls itself, it has none: replies can include nothing of them.
+NOT_INCLUDED = ("message.output_text.logprobs",)
+NonEmpty = Annotated[str, Meta(min_length=1)]
+
+
+class InputPart(msgspec.Struct, frozen=True):
+    """A part of a content."""
+
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    text: str
+
+
+Parts = Annotated[list[InputPart], Meta(max_length=MAX_PARTS)]
+
+
+class Item(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An item of the input; its type decides which fields it has, and a missing one is a message. Others are ignored."""
+
+    type: (
+        Literal[
+            "message",
+            "reasoning",
+            "function_call",
+            "function_call_output",
+            "custom_tool_call",
+            "custom_tool_call_output",
+        ]
+        | None
+    ) = None
+    id: str | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | Parts | None = None
+    encrypted_content: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    input: str | None = None
+    output: str | Parts | None = None
+
+
+class CustomFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """The form of a custom tool's input; the model sees the definition."""
+
+    type: Literal["text", "grammar"] = "text"
+    syntax: str | None = None
+    definition: str | None = None
+
+
+class ToolFields(msgspec.Struct, frozen=True, kw_only=True):
+    """A function or custom tool; a tool of another type is one that OpenAI runs itself."""
+
+    type: str
+    name: NonEmpty | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: CustomFormat | None = None
+
+
+class ResponseTool(ToolFields, frozen=True, kw_only=True):
+    """A tool, or a namespace of tools."""
+
+    tools: Annotated[list[ToolFields], Meta(max_length=MAX_TOOLS)] | None = None
+
+
+class ToolName(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A tool of the request."""
+
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+
+
+class ChosenTool(ToolName, frozen=True, kw_only=True):
+    """A tool that must be called; or, as ``allowed_tools``, those that may be, or must by ``mode``."""
+
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[ToolName], Meta(max_length=MAX_TOOLS)] | None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """``text.format``; ``strict`` refuses a schema that cannot be held to the letter."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: JsonSchema = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """``text``."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
+    """``reasoning``; thoughts are shown whole, and no summary is made."""
+
+    effort: Name | None = None
+    summary: Name | None = None
+
+
+class InputFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that a prompt is made from."""
+
+    input: str | Annotated[list[Item], Meta(max_length=MAX_MESSAGES)] | None = None
+    instructions: str | None = None
+    previous_response_id: Name | None = None
+    tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    text: TextOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    model: str | None = None
+    conversation: Annotated[Any, Meta(extra_json_schema={"const": None})] = None
+
+    def __post_init__(self) -> None:
+        """Refuses what this server does not have."""
+        if self.conversation is not None:
+            raise RequestError(
+                "conversation is not supported; send the items, or previous_response_id.", param="conversation"
+            )
+
+    @property
+    def items(self) -> list[Item]:
+        """The input; a text is a message of the user."""
+        if isinstance(self.input, str):
+            return [Item(role="user", content=self.input)]
+        return self.input or []
+
+    @property
+    def thinking(self) -> Thinking:
+        """What is asked of thoughts."""
+        effort = self.reasoning.effort if self.reasoning else None
+        is_off = effort == "none"
+        return Thinking(False if is_off else None, None if is_off else effort)
+
+    @property
+    def format(self) -> TextFormat:
+        """The form of the reply."""
+        given = (self.text.format if self.text else None) or TextFormat(type="text")
+        return given if given.type == "json_schema" else TextFormat(type=given.type)
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """The grammar of the reply, if there is one.
+
+        Raises:
+            RequestError: It is out of bounds.
+        """
+        form = self.format
+        for name in ("name", "description"):
+            check_text(getattr(form, name) or "", f"text.format.{name}")
+        if form.type == "text":
+            return None
+        if form.type == "json_object":
+            return Constraint(bounds.any_object(), "text.format")
+        grammar = bounds.json_schema(form.schema, "text.format.schema")
+        return Constraint(grammar, "text.format.schema", may_relax=not form.strict)
+
+
+class ResponseOptions(SamplingFields, frozen=True, kw_only=True):
+    """A request for a response, without the fields of its prompt (``InputFields``)."""
+
+    max_output_tokens: Annotated[int, range_of("max_tokens")] | None = None
+    max_tool_calls: int | None = None
+    include: Annotated[list[str], Meta(max_length=MAX_INCLUDE)] | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    background: Annotated[bool, Meta(extra_json_schema={"const": False})] | None = None
+    prompt: Annotated[Any, Meta(extra_json_schema={"const": None})] = None
+    metadata: Annotated[
+        dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+    ] | None = None  # fmt: skip
+    prompt_cache_key: Name | None = None
+    user: Name | None = None
+    cache_salt: Name | None = None
+    rid: Name | None = None
+    priority: Priority | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses values that nothing here can honour."""
+        if self.background:
+            raise RequestError("background responses are not supported; stream it instead.", param="background")
+        if self.prompt is not None:
+            raise RequestError("prompt is not supported: no prompts are stored here; use instructions.", param="prompt")
+        if self.n not in (None, 1):
+            raise RequestError(f"n is {self.n}; a response has one choice.", param="n")
+        for name in NOT_INCLUDED:
+            if name in (self.include or ()):
+                raise RequestError(f"include has {name}, which is not supported yet.", param="include")
+
+    def sampling(self, model: ServedModel) -> SamplingParams:
+        """Returns the sampling parameters."""
+        return self.params(
+            model,
+            max_tokens=self.max_output_tokens,
+            min_tokens=None,
+            seed=self.seed,
+            logprobs=None,
+            prompt_logprobs=None,
+        )
+
+    @property
+    def limits(self) -> Limits:
+        """The length asked for, cut to the room; up to the context limit, if the request does not say."""
+        return Limits(self.max_output_tokens, None, "max_output_tokens", "min_tokens", "input", is_cut=True)
+
+    @property
+    def seals(self) -> bool:
+        """Whether thoughts are sealed."""
+        return SEALED in (self.include or ())
