@@ -82,15 +82,15 @@ class CallReader:
         if is_list or self._row.is_bare:
             at = yield from buffer.past(0, SPACE + ",;")
             found = yield from buffer.starts(at, "{", "]" if is_list else syntax.call[0])
-            if found == "]":
-                buffer.drop(at + 1)
+            if found == "]" or buffer.is_cut_short:
+                buffer.drop(self._past_mark(at, found))
             return -1 if found in ("", "]") else at + len(found) * (found != "{")
         if not syntax.section[0]:
             return -1
         at = yield from buffer.past(0)
         found = yield from buffer.starts(at, syntax.section[1], syntax.call[0])
-        if found == syntax.section[1]:
-            buffer.drop(at + len(found))
+        if found == syntax.section[1] or buffer.is_cut_short:
+            buffer.drop(self._past_mark(at, found))
             return -1
         return at + len(found) if found else -1
 
@@ -134,8 +134,8 @@ class CallReader:
                 is_well, at = (yield from self._json()), 0
             else:
                 end = (yield from self._value_end(at)) if key else -1
-                if end < 0 and self._has_arguments:  # what follows is no part of the call
-                    yield from self._end(0)
+                if end < 0 and self._has_arguments:  # what follows is no part of the call, or the call is cut
+                    yield from self._end(len(self._buffer.text) * self._buffer.is_cut_short)
                     return True
                 is_well, at = end >= 0, end
         yield from self._rest()
@@ -212,7 +212,9 @@ class CallReader:
             num_read += 1
             yield from self._value({"true": STRING, "false": ANY}.get(is_text, types.of(key)))
         is_own = mark == syntax.end or mark == syntax.call[1]
-        if mark or not (buffer.is_over and buffer.is_cut):
+        if not mark and buffer.is_cut_short:
+            buffer.drop(len(buffer.text))
+        else:
             buffer.emit(Kind.ARGUMENTS, (at + len(mark)) * (is_own and bool(mark)), "}")
             yield from self._end(0, has_closed=mark == syntax.call[1])
 
@@ -246,7 +248,8 @@ class CallReader:
         buffer, syntax = self._buffer, self._syntax
         at = yield from buffer.past(at)
         marks = (syntax.key[0], syntax.end, *syntax.closings)
-        return bool((yield from buffer.starts(at, *marks))) or at == len(buffer.text)
+        has_mark = yield from buffer.starts(at, *marks)
+        return bool(has_mark) or buffer.is_cut_short or at == len(buffer.text)
 
     def _key(self, at: int) -> Reading[tuple[str, int]]:
         """Returns the name of a member and where its value begins; an empty name if there is none."""
@@ -254,8 +257,10 @@ class CallReader:
         if not (yield from buffer.starts(at, '"')):
             return "", at
         end = yield from self._value_end(at)
-        key = _string(buffer.text[at:end]) if end > 0 else ""
-        at = yield from buffer.past(max(end, at))
+        if end < 0:
+            return "", at
+        key = _string(buffer.text[at:end])
+        at = yield from buffer.past(end)
         if not (yield from buffer.starts(at, ":")):
             return "", at
         return key, (yield from buffer.past(at + 1))
@@ -265,6 +270,7 @@ class CallReader:
         buffer, value = self._buffer, JsonValue()
         while True:
             end = value.end(buffer.text, at)
+            buffer.is_cut_short = buffer.is_cut and end is None
             if end is not None:
                 return -1 if value.is_broken else end
             at = len(buffer.text)
@@ -297,12 +303,17 @@ class CallReader:
             self._show_text("{}")
         after = yield from buffer.past(at)
         for closing in (self._row.fence[1].strip(), "" if has_closed else mark):
-            if closing and (yield from buffer.starts(after, closing)):
-                at = after + len(closing)
+            found = yield from buffer.starts(after, closing)
+            if found or (closing and buffer.is_cut_short):
+                at = self._past_mark(after, found)
                 after = yield from buffer.past(at)
         buffer.emit(Kind.CALL_END, at, "")
         buffer.is_stopped = self._is_single
         yield from buffer.pause()
+
+    def _past_mark(self, at: int, found: str) -> int:
+        """Returns where the mark found at a place ends: with the reply where this cut the mark."""
+        return len(self._buffer.text) if self._buffer.is_cut_short else at + len(found)
 
     def _emit_call(self, name: str, num_chars: int, early: str, call_id: str = "") -> None:
         self._before_call()

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 from hiserve.text.reply_marks import MarkSearch
 
 SPACE = " \t\r\n"
+BROKEN = "\ufffd"  # the last character of a reply that was cut within its bytes
 T = TypeVar("T")
 # A part of the machine that reads a reply: it yields where more text must come first.
 Reading = Generator[None, None, T]
@@ -59,6 +60,7 @@ class ReplyBuffer:
         text: The text; its start is taken away as it is emitted.
         is_over: No more text follows.
         is_cut: The reply ended at a limit, not by itself.
+        is_cut_short: The last search ended at the limit that cut the reply, where more text might have had the mark.
         is_stopped: A stop text ended the reply; nothing more is emitted.
         events: Told since ``take``.
         shown: While all text of a thought or content is emitted as it arrives, the kind of its events, and the search for what may end it.
@@ -68,6 +70,7 @@ class ReplyBuffer:
         self.text = ""
         self.is_over = False
         self.is_cut = False
+        self.is_cut_short = False
         self.is_stopped = False
         self.events: list[Event] = []
         self.shown: tuple[Kind, Callable[[str], object]] | None = None
@@ -129,9 +132,12 @@ class ReplyBuffer:
         while True:
             for mark in marks:
                 if mark and self.text.startswith(mark, at):
+                    self.is_cut_short = False
                     return mark
-            rest = self.text[at:]
-            if self.is_over or not any(mark.startswith(rest) for mark in marks if mark):
+            rest = self.text[at:].rstrip(BROKEN) if self.is_cut else self.text[at:]
+            may_follow = any(mark.startswith(rest) for mark in marks if mark)
+            self.is_cut_short = self.is_cut and may_follow
+            if self.is_over or not may_follow:
                 return ""
             yield
 
@@ -140,6 +146,7 @@ class ReplyBuffer:
         start = at
         while True:
             found = search.find(self.text, at)
+            self.is_cut_short = self.is_cut and not found
             if found or self.is_over or (most is not None and len(self.text) - start > most):
                 return found
             at = max(at, len(self.text) - search.num_held(self.text))

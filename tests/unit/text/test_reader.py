@@ -331,6 +331,31 @@ def test_a_call_whose_closing_mark_is_missing_ends_with_the_reply_alone(finish: 
         assert '{"text": "a' in "".join(event.text for event in events)
 
 
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("name", [*NAMES, "harmony"])
+def test_a_call_that_is_cut_anywhere_after_its_name_leaves_no_content(name: str, by_token: bool) -> None:
+    given = {"text": 'say "hi"', "number": 5, "more": {"a": ["x"]}}
+    message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": given}}]}
+    template, user = ChatTemplate((TEMPLATES / f"{name}.jinja").read_text()), {"role": "user", "content": "Hi"}
+    whole = template.render(chat_of([user, message], add_generation_prompt=False))
+    text = whole.removeprefix(template.render(chat_of([user]))).removesuffix("<|end|>")
+    start = ReplyStart(TOOLS, is_thinking=text.startswith(("</think>", "\n</think>")))
+    ids = tokenizer_of(name, by_token=by_token).encode(text, add_special_tokens=False).tolist()
+    num_called = 0
+    for size in range(1, len(ids)):
+        made = [reader(name, by_token=by_token, start=start) for _ in range(2)]
+        events, _, _ = read(made[0], ids[:size], [], LENGTH)
+        assert read(made[1], ids[:size], [1] * size, LENGTH)[0] == events
+        check_spans(events, size)
+        kinds = [event.kind for event in events]
+        if Kind.CALL in kinds:
+            num_called += 1
+            assert Kind.CONTENT not in kinds[kinds.index(Kind.CALL) :], tokenizer_of(name, by_token=by_token).decode(
+                ids[:size]
+            )
+    assert num_called > 10
+
+
 def test_a_reply_in_a_thought_that_the_prompt_opened() -> None:
     assert shown(of_text("hermes", "so\n</think>\n\nyes", start=ReplyStart(None, is_thinking=True))) == [
         (Kind.THOUGHT, "so"),
