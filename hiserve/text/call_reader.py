@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hiserve.text.json_values import ANY, STRING, JsonValue, Types, as_json, parameter_types, quoted
+from hiserve.text.json_values import ANY, STRING, JsonValue, OpenString, Types, as_json, parameter_types, quoted
 from hiserve.text.reply_buffer import SPACE, Kind, Reading, ReplyBuffer
 from hiserve.text.reply_marks import ReplySyntax
 
@@ -222,6 +222,7 @@ class CallReader:
         """Reads one tagged value: a string as it arrives, another one when it is complete."""
         buffer, syntax = self._buffer, self._syntax
         is_string, at = types == STRING, 0
+        strings, first = OpenString(), None
         if is_string:
             self._show_text('"')
         while True:
@@ -232,10 +233,16 @@ class CallReader:
             if found is None:
                 break
             at = found.end()
-            if found[1] != syntax.value[1] or (yield from self._is_end_of_value(at)):
+            if found[1] != syntax.value[1]:
                 break
-            if is_string:  # a mark within the value
+            if (yield from self._is_end_of_value(at)):
+                if is_string or syntax.is_token(found[1]) or not strings.is_open(buffer.text[: found.start()]):
+                    break
+                first = first or found
+            elif is_string:  # a mark within the value
                 buffer.emit(Kind.ARGUMENTS, at, self._escaped(buffer.text[:at]))
+        if first and not (found is None and buffer.is_cut) and not _is_json(buffer.text[: found and found.start()]):
+            found = first  # no string, but a quotation mark too many
         if found is None and buffer.is_cut:
             self._show(len(buffer.text))
             return
@@ -336,6 +343,14 @@ class CallReader:
 
     def _escaped(self, text: str) -> str:
         return quoted(self._syntax.shown(text))[1:-1]
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _string(text: str) -> str:

@@ -60,6 +60,11 @@ class JsonValue:
                 return found.start() + end
         return None
 
+    @property
+    def is_in_string(self) -> bool:
+        """Whether the text so far ends within a string."""
+        return self._is_string
+
     def _mark(self, char: str) -> int | None:
         """Returns the characters up to the value's end, if this one ends it: 1 if it is the last one, 0 if it follows."""
         if char == '"':
@@ -81,6 +86,22 @@ class JsonValue:
             self.is_broken = True
             return 0
         return None
+
+
+class OpenString:
+    """Tells whether a growing text is an array or object of JSON that is within a string."""
+
+    __slots__ = ("_is_over", "_size", "_value")
+
+    def __init__(self) -> None:
+        self._value, self._size, self._is_over = JsonValue(), 0, False
+
+    def is_open(self, text: str) -> bool:
+        """Whether the text, which begins with that of earlier calls, ends within a string."""
+        if not self._is_over:
+            self._is_over = not text.lstrip().startswith(("[", "{")) or self._value.end(text, self._size) is not None
+            self._size = len(text)
+        return not self._is_over and self._value.is_in_string
 
 
 class Types(NamedTuple):

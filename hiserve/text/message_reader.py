@@ -77,8 +77,7 @@ class MessageReader:
         found = yield from buffer.find(at, self._in_header, MAX_HEAD)
         head = syntax.shown(buffer.text[: found.start() if found else len(buffer.text)])
         if found is None or found[1] != self._message:
-            begun, starts = head.lstrip(), (syntax.row.header[0], *syntax.row.header_starts)
-            is_begun = begun.startswith(starts) or any(mark.startswith(begun) for mark in starts)
+            is_begun = head.lstrip().startswith((syntax.row.header[0], *syntax.row.header_starts))
             if found is None and (not head.strip() or (buffer.is_cut and is_begun)):
                 buffer.drop(len(buffer.text))
                 return None

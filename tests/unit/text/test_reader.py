@@ -288,6 +288,42 @@ def test_a_closing_mark_within_a_value_is_text() -> None:
     assert json.loads(call[2]) == {"text": value}
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name].arguments == "tagged"])
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_a_closing_mark_within_a_string_of_json_is_text(name: str, data: st.DataObject) -> None:
+    row = BY_NAME[name]
+    ends = [
+        row.value[1] + row.key[0],
+        row.value[1] + (row.end or row.call[1]),
+        f"{row.value[1]}\n{row.key[0]}a{row.key[1]}",
+    ]
+    strings = data.draw(st.lists(st.sampled_from([*ends, '"', "\\", "]", "{", "é"]) | WORDS, max_size=4), "strings")
+    given = {"entries": ["".join(strings), strings], "more": {"".join(strings): 1}, "number": 5}
+    template, user = ChatTemplate((TEMPLATES / f"{name}.jinja").read_text()), {"role": "user", "content": "Hi"}
+    call = {"function": {"name": "look", "arguments": given}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    whole = template.render(chat_of([user, message], add_generation_prompt=False))
+    text = whole.removeprefix(template.render(chat_of([user]))).removesuffix("<|end|>")
+    start = ReplyStart(TOOLS, is_thinking=text.startswith(("</think>", "\n</think>")))
+    ids = [*tokenizer_of(name, by_token=False).encode(text, add_special_tokens=False).tolist(), tiny_text.END]
+    events, _, _ = read(reader(name, start=start), ids, data.draw(SIZES, "sizes"), STOP)
+    ((_, _, arguments),) = called(events).values()
+    assert json.loads(arguments) == given
+
+
+@pytest.mark.parametrize("sizes", [[], [1] * 400])
+@pytest.mark.parametrize("entries", ['["a]', '["a", "b', '["a"", "c"]', '{"a": "'])
+def test_a_quotation_mark_too_many_does_not_take_the_next_arguments(entries: str, sizes: list[int]) -> None:
+    text = f'<tool_call>\n<function=look>\n<parameter=entries>\n{entries}\n</parameter>\n<parameter=text>\na "b"\n'
+    ids = tokenizer_of("qwen3_coder", by_token=False).encode(
+        f"{text}</parameter>\n</function>", add_special_tokens=False
+    )
+    events, _, _ = read(reader("qwen3_coder"), [*ids.tolist(), tiny_text.END], list(sizes), STOP)
+    ((_, _, arguments),) = called(events).values()
+    assert json.loads(arguments) == {"entries": entries, "text": 'a "b"'}
+
+
 def test_a_tagged_string_is_told_as_it_arrives() -> None:
     made = reader("minimax")
     encode = tokenizer_of("minimax", by_token=False).encode
