@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -25,6 +25,8 @@ from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.gate import Action, Decision, PendingLoads, Reason, admit
 from hiserve.runners.step_output import DeviceOutput, Draw, LaunchedStep, read_output
+
+MAX_IN_FLIGHT = 4  # more steps than are ever between their submission and the commit of their results
 
 T = TypeVar("T")
 # A step that passed the gate: launched whole, or up to its draw; or its outcome, where nothing was launched.
@@ -86,7 +88,7 @@ class Executor:
         self._are_copied = None if self._stream is None else torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._decisions: Counter[tuple[Action, Reason]] = Counter()
         self._is_replay = False  # of the step that is launched now
-        self._last: tuple[int, Decision | None] = 0, None
+        self._passed: deque[tuple[int, Decision]] = deque(maxlen=MAX_IN_FLIGHT)  # the latest steps
 
     def submit(self, plan: BatchPlan) -> Future[StepResult]:
         """Runs or launches a step after those submitted before. An exception inside it is raised by ``result()``.
@@ -151,12 +153,18 @@ class Executor:
 
     def last_decision(self) -> tuple[int, str]:
         """Returns the latest step that passed the gate, and the decision in words; touches no device."""
-        step_id, decision = self._last
-        if decision is None:
-            return step_id, ""
+        if not self._passed:
+            return 0, ""
+        step_id, decision = self._passed[-1]
         graph = f" of {decision.bucket}" if decision.bucket else ""
         loads = f" after loads {decision.loads}" if decision.loads else ""
         return step_id, f"{decision.action.value}{graph}: {decision.reason.value} {decision.sampling}{loads}".strip()
+
+    def verdict(self, step_id: int) -> tuple[str, str]:
+        """Returns the gate's decision on one of the latest steps, and the reason; empty strings for any other."""
+        passed = dict(tuple(self._passed))  # a copy, likewise
+        decision = passed.get(step_id)
+        return ("", "") if decision is None else (decision.action.value, decision.reason.value)
 
     def clear_store(self) -> None:
         """Begins to empty the store beyond the host; there must be one."""
@@ -334,7 +342,7 @@ class Executor:
         loads = PendingLoads() if tier_transfers is None else tier_transfers.loads
         decision = admit(plan, loads, runners.coverage, runners.facts(plan), has_moved=self._rows.has_moved)
         self._decisions[decision.action, decision.reason] += 1
-        self._last = plan.step_id, decision
+        self._passed.append((plan.step_id, decision))
         if decision.action is Action.DEFER:
             return self._nothing(deferred=decision.reason.value)
         self._is_replay = decision.action is Action.REPLAY

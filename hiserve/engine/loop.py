@@ -15,10 +15,12 @@ from hiserve.core.transfers import CopyAck
 from hiserve.engine.kv_event_sender import KvEventSender
 from hiserve.engine.planner import Planner
 from hiserve.engine.queue import Request
+from hiserve.engine.watching import StepLog
 from hiserve.ipc.cache_stats import LOCAL_TIERS, NodeFacts, StoreStats, TierName
 from hiserve.ipc.lifecycle import CrashSnapshot
 from hiserve.ipc.messages import Admit, GateCounts, WorkerStats
 from hiserve.ipc.updates import RequestUpdates
+from hiserve.ipc.watching import RowFacts, StepRecord, Subject
 
 MAX_ACK_WAIT_S = 0.002  # while nothing runs; messages wait as long
 LEAD_S = 0.003  # from the start of planning a step to its launch, at most
@@ -56,6 +58,9 @@ class PlanExecutor(Protocol):
     def gate_counts(self) -> GateCounts:
         """Returns the gate's decisions until now: decision -> reason -> steps."""
 
+    def verdict(self, step_id: int) -> tuple[str, str]:
+        """Returns the gate's decision on a step in flight, or on the last that ended, and the reason; empty for others."""
+
     def last_decision(self) -> tuple[int, str]:
         """Returns the latest step that passed the gate, and the decision in words; touches no device."""
 
@@ -87,23 +92,24 @@ class StepTimer:
     """Estimates when the step in flight ends, from the times of earlier steps of its size."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self.clock = clock
         self._seconds: dict[int, float] = {}  # by size
         self._in_flight: deque[tuple[int | None, float]] = deque()  # size, begin
         self._last_end_s = 0.0
 
     def begin(self, plan: BatchPlan) -> None:
         """Records the launch of a step. The time of one that waits for loads is unknown."""
-        self._in_flight.append((None if plan.waits else _size(plan.num_tokens), self._clock()))
+        self._in_flight.append((None if plan.waits else _size(plan.num_tokens), self.clock()))
 
-    def end(self) -> None:
-        """Records the end of the oldest step in flight."""
+    def end(self) -> tuple[float, float]:
+        """Records the end of the oldest step in flight; returns its begin, not before the end of the step before, and its end."""
         size, begin_s = self._in_flight.popleft()
-        begin_s, self._last_end_s = max(begin_s, self._last_end_s), self._clock()
+        begin_s, self._last_end_s = max(begin_s, self._last_end_s), self.clock()
         if size is not None:
             took_s = self._last_end_s - begin_s
             before_s = self._seconds.get(size, took_s)
             self._seconds[size] = before_s + RATE * (took_s - before_s)
+        return begin_s, self._last_end_s
 
     def time_left_s(self) -> float:
         """Returns the seconds until the only step in flight ends, less the time of planning the next one.
@@ -114,7 +120,7 @@ class StepTimer:
             return 0.0
         size, begin_s = self._in_flight[0]
         expected_s = 0.0 if size is None else self._seconds.get(size, 0.0)
-        return max(0.0, max(begin_s, self._last_end_s) + expected_s - LEAD_S - self._clock())
+        return max(0.0, max(begin_s, self._last_end_s) + expected_s - LEAD_S - self.clock())
 
 
 def _size(num_tokens: int) -> int:
@@ -152,8 +158,9 @@ class Engine:
         self._executor = executor
         self._depth = depth
         self._kv_events = kv_events
-        self._in_flight: deque[Future[StepResult]] = deque()
+        self._in_flight: deque[tuple[BatchPlan, Future[StepResult]]] = deque()
         self._timer = timer or StepTimer()
+        self._log: StepLog | None = None  # while somebody watches
         self._is_consistent = True
         self._publish()  # pages of a former process
 
@@ -193,6 +200,14 @@ class Engine:
         """Returns the radix tree from its roots to ``depth`` levels below them."""
         return self._planner.inspect(depth)
 
+    def watch(self, subject: Subject, since_s: float) -> tuple[float, list[RowFacts], list[StepRecord]]:
+        """Returns the time, and the rows, or the steps that ended after ``since_s``; records steps for ``LEASE_S``."""
+        now_s = self._timer.clock()
+        if self._log is None or self._log.is_over(now_s):
+            self._log = StepLog(self._planner.grammars.mask_s)
+        self._log.renew(now_s)
+        return (now_s, self._planner.watch(), []) if subject == "rows" else (now_s, [], self._log.since(since_s))
+
     @property
     def has_work(self) -> bool:
         """Whether ``step`` should be called again without waiting for a message."""
@@ -210,7 +225,7 @@ class Engine:
         if not self._wait_for_load():
             plan = self._planner.plan()
             if plan is not None:
-                self._in_flight.append(self._executor.submit(plan))
+                self._in_flight.append((plan, self._executor.submit(plan)))
                 self._timer.begin(plan)
                 if plan.awaits_masks:
                     self._draw(plan)
@@ -248,11 +263,20 @@ class Engine:
 
     def _commit(self) -> None:
         """Waits for the oldest step in flight, and for the loads that it read."""
-        result = self._in_flight.popleft().result()
-        self._timer.end()
+        plan, future = self._in_flight.popleft()
+        result = future.result()
+        times_s = self._timer.end()
+        if self._log is not None:
+            self._record(self._log, plan, result, times_s)
         while self._planner.awaits_acks:
             self._wait_for_ack(MAX_ACK_WAIT_S)
         self._planner.commit(result)
+
+    def _record(self, log: StepLog, plan: BatchPlan, result: StepResult, times_s: tuple[float, float]) -> None:
+        if log.is_over(times_s[1]):
+            self._log = None
+        else:
+            log.add(plan, result, times_s, self._executor.verdict(plan.step_id), self._planner.grammars.mask_s)
 
     def stats(self) -> WorkerStats:
         """Returns gauges and counters after the last step."""

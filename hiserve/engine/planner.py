@@ -24,11 +24,13 @@ from hiserve.engine.output import pick_scores, report
 from hiserve.engine.queue import Request, WaitingQueue
 from hiserve.engine.rows import RowState
 from hiserve.engine.store_prefetch import StorePrefetcher
+from hiserve.engine.watching import row_facts
 from hiserve.errors import EngineError, HiserveError, ResourceError
 from hiserve.ipc.cache_stats import LOCAL_TIERS, NodeFacts, StoreStats, TierName
 from hiserve.ipc.lifecycle import StepSnapshot
 from hiserve.ipc.messages import GateCounts, WorkerStats
 from hiserve.ipc.updates import RequestUpdates, TokenDelta
+from hiserve.ipc.watching import RowFacts
 from hiserve.spec.adaptive import DraftController
 
 MAX_FAULTS = 1  # a row with a stale page table is recomputed this often before its request fails
@@ -154,6 +156,10 @@ class Planner:
     def inspect(self, depth: int) -> list[NodeFacts]:
         """Returns the radix tree from its roots to ``depth`` levels below them."""
         return self._cache.outline(depth)
+
+    def watch(self) -> list[RowFacts]:
+        """Returns the rows in use."""
+        return row_facts(self._rows, self._host_loads.runnable(self._rows.active))
 
     @property
     def has_work(self) -> bool:

@@ -29,12 +29,14 @@ from hiserve.ipc.messages import (
     CacheInspected,
     Configure,
     Drop,
+    EngineWatched,
     FlushCache,
     InspectCache,
     Ready,
     StepReport,
     Stop,
     ToWorker,
+    WatchEngine,
     WorkerFailed,
     WorkerStats,
 )
@@ -76,7 +78,7 @@ class ReportSender:
         """Whether a message waits for the scheduler."""
         return bool(self._answers) or self._late_stats is not None
 
-    def answer(self, message: Ready | CacheFlushed | CacheInspected) -> None:
+    def answer(self, message: Ready | CacheFlushed | CacheInspected | EngineWatched) -> None:
         """Sends a message, which is never merged with others."""
         self._answers.append(encode(message))
         self.flush()
@@ -181,6 +183,9 @@ class WorkerService:
             case InspectCache(ticket, depth):
                 nodes = self._engine.inspect(depth)
                 self._sender.answer(CacheInspected(incarnation=self._incarnation, ticket=ticket, nodes=nodes))
+            case WatchEngine(ticket, subject, since_s):
+                until_s, rows, steps = self._engine.watch(subject, since_s)
+                self._sender.answer(EngineWatched(self._incarnation, ticket, until_s, rows, steps))
             case Stop(copy_s):
                 self._stop_at_s = time.monotonic() + copy_s
             case Configure() as configure:

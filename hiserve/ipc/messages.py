@@ -1,9 +1,9 @@
 """Messages between processes: typed structs.
 
-Directions: client -> scheduler ``Generate Abort Flush Inspect Query Stop``; scheduler -> client
-``Started StartFailed RequestUpdates Failed WorkerLost WorkerBack Halted Flushed Inspected Status``; scheduler -> worker
-``Configure Admit Drop FlushCache InspectCache Stop``; worker -> scheduler ``Ready WorkerFailed StepReport CacheFlushed
-CacheInspected``. The tokens of ``Generate`` and ``Admit`` travel in a second frame; output travels as
+Directions: client -> scheduler ``Generate Abort Flush Inspect Watch Query Stop``; scheduler -> client
+``Started StartFailed RequestUpdates Failed WorkerLost WorkerBack Halted Flushed Inspected Watched Status``; scheduler -> worker
+``Configure Admit Drop FlushCache InspectCache WatchEngine Stop``; worker -> scheduler ``Ready WorkerFailed StepReport
+CacheFlushed CacheInspected EngineWatched``. The tokens of ``Generate`` and ``Admit`` travel in a second frame; output travels as
 ``ipc.updates.RequestUpdates``.
 """
 
@@ -18,6 +18,7 @@ from hiserve.core.usage import DraftStats, GrammarStats
 from hiserve.ipc.cache_stats import CacheStats, NodeFacts, TierName, TreeFacts
 from hiserve.ipc.lifecycle import Crash, CrashSnapshot, Recovery, ReplayStats
 from hiserve.ipc.updates import RequestUpdates
+from hiserve.ipc.watching import RowFacts, StepRecord, Subject, WorkerView
 
 # --- client -> scheduler ------------------------------------------------------------------
 
@@ -51,6 +52,14 @@ class Inspect(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     ticket: int
     depth: int
+
+
+class Watch(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Return the rows of all workers, or their steps; they then record steps for ``LEASE_S``. Answered by ``Watched``."""
+
+    ticket: int
+    subject: Subject
+    since_s: float = 0.0  # steps that ended later, by ``time.monotonic``
 
 
 class Query(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -158,6 +167,13 @@ class Inspected(msgspec.Struct, frozen=True, array_like=True, tag=True):
     trees: list[TreeFacts]
 
 
+class Watched(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Answer to ``Watch``: the views of the ready workers, by replica."""
+
+    ticket: int
+    views: list[WorkerView]
+
+
 class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Answer to ``Query``."""
 
@@ -218,6 +234,14 @@ class InspectCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
     depth: int
 
 
+class WatchEngine(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Return this worker's rows, or its steps after ``since_s``, and record steps for ``LEASE_S``."""
+
+    ticket: int
+    subject: Subject
+    since_s: float = 0.0
+
+
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Exit with status 0. Also from the client to the scheduler. A second ``Stop`` ends the grace period of the first."""
 
@@ -276,9 +300,29 @@ class CacheInspected(msgspec.Struct, frozen=True, array_like=True, tag=True):
     nodes: list[NodeFacts]
 
 
-ToScheduler = Generate | Abort | Flush | Inspect | Query | Stop
+class EngineWatched(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Answer to ``WatchEngine``: as ``WorkerView`` has them."""
+
+    incarnation: int
+    ticket: int
+    until_s: float
+    rows: list[RowFacts]
+    steps: list[StepRecord]
+
+
+ToScheduler = Generate | Abort | Flush | Inspect | Watch | Query | Stop
 ToClient = (
-    Started | StartFailed | RequestUpdates | Failed | WorkerLost | WorkerBack | Halted | Flushed | Inspected | Status
+    Started
+    | StartFailed
+    | RequestUpdates
+    | Failed
+    | WorkerLost
+    | WorkerBack
+    | Halted
+    | Flushed
+    | Inspected
+    | Watched
+    | Status
 )
-ToWorker = Configure | Admit | Drop | FlushCache | InspectCache | Stop
-FromWorker = Ready | WorkerFailed | StepReport | CacheFlushed | CacheInspected
+ToWorker = Configure | Admit | Drop | FlushCache | InspectCache | WatchEngine | Stop
+FromWorker = Ready | WorkerFailed | StepReport | CacheFlushed | CacheInspected | EngineWatched

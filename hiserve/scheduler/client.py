@@ -33,10 +33,13 @@ from hiserve.ipc.messages import (
     Status,
     Stop,
     ToClient,
+    Watch,
+    Watched,
     WorkerBack,
     WorkerLost,
 )
 from hiserve.ipc.updates import RequestUpdates, TokenDelta
+from hiserve.ipc.watching import Subject, WorkerView
 
 SCHEDULER_COMMAND = (sys.executable, "-m", "hiserve.scheduler.process")
 STOP_TIMEOUT_S = 10.0
@@ -264,6 +267,15 @@ class EngineClient:
         answer: Inspected = await self._ask(lambda ticket: Inspect(ticket, depth))
         return answer.trees
 
+    async def watch(self, subject: Subject, since_s: float = 0.0) -> list[WorkerView]:
+        """Returns the rows of all workers, or the steps that ended after ``since_s``; they record steps for ``LEASE_S``.
+
+        Raises:
+            UnavailableError: The engine is stopped or dead.
+        """
+        answer: Watched = await self._ask(lambda ticket: Watch(ticket, subject, since_s))
+        return answer.views
+
     async def status(self) -> Status:
         """Returns the state of scheduler and workers.
 
@@ -295,7 +307,7 @@ class EngineClient:
         await asyncio.shield(self._watch)
         return self.trouble
 
-    async def _ask(self, question: Callable[[int], Flush | Inspect | Query]) -> Any:
+    async def _ask(self, question: Callable[[int], Flush | Inspect | Watch | Query]) -> Any:
         """Sends a question made of its ticket, and waits for the answer."""
         self._require_open()
         ticket = next(self._tickets)
@@ -345,7 +357,7 @@ class EngineClient:
                 self._deliver(updates)
             case Failed() as failed:
                 self._end(failed.uid).fail(to_error(failed.code, failed.message, retry_after_s=failed.retry_after_s))
-            case Flushed() | Inspected() | Status() as answer:
+            case Flushed() | Inspected() | Watched() | Status() as answer:
                 if answer.ticket in self._answers and not self._answers[answer.ticket].done():
                     self._answers[answer.ticket].set_result(answer)
             case WorkerLost(crash):

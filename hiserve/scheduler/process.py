@@ -29,6 +29,7 @@ from hiserve.ipc.messages import (
     CacheFlushed,
     CacheInspected,
     Drop,
+    EngineWatched,
     Failed,
     Flush,
     FlushCache,
@@ -47,10 +48,14 @@ from hiserve.ipc.messages import (
     StepReport,
     Stop,
     ToScheduler,
+    Watch,
+    Watched,
+    WatchEngine,
     WorkerBack,
     WorkerLost,
 )
 from hiserve.ipc.updates import MergedUpdates, RequestUpdates
+from hiserve.ipc.watching import WorkerView
 from hiserve.scheduler.dispatcher import Dispatcher
 from hiserve.scheduler.placement import PrefixIndex
 from hiserve.scheduler.queue import POLICIES
@@ -61,8 +66,8 @@ logger = logging.getLogger(__name__)
 LINGER_MS = 1000
 PARENT_DIED = signal.SIGHUP
 
-Question = FlushCache | InspectCache
-Answer = CacheFlushed | CacheInspected
+Question = FlushCache | InspectCache | WatchEngine
+Answer = CacheFlushed | CacheInspected | EngineWatched
 
 
 @dataclass(slots=True)
@@ -71,11 +76,18 @@ class _OpenQuestion:
     waiting: set[int]  # workers that have not answered
     answers: dict[int, Answer] = field(default_factory=dict)  # by worker
 
-    def conclusion(self) -> Flushed | Inspected:
+    def conclusion(self) -> Flushed | Inspected | Watched:
         """Returns the answer for the client."""
         ticket, answers = self.question.ticket, sorted(self.answers.items())
         if isinstance(self.question, FlushCache):
             return Flushed(ticket, sum(answer.pages for _, answer in answers if isinstance(answer, CacheFlushed)))
+        if isinstance(self.question, WatchEngine):
+            views = [
+                WorkerView(replica, answer.incarnation, answer.until_s, answer.rows, answer.steps)
+                for replica, answer in answers
+                if isinstance(answer, EngineWatched)
+            ]
+            return Watched(ticket, views)
         trees = [
             TreeFacts(replica, answer.incarnation, answer.nodes)
             for replica, answer in answers
@@ -193,6 +205,8 @@ class SchedulerService:
                 self._broadcast.ask(FlushCache(ticket, tiers), self._supervisor.ready_replicas())
             case Inspect(ticket, depth):
                 self._broadcast.ask(InspectCache(ticket, depth), self._supervisor.ready_replicas())
+            case Watch(ticket, subject, since_s):
+                self._broadcast.ask(WatchEngine(ticket, subject, since_s), self._supervisor.ready_replicas())
             case Query(ticket):
                 self._client.send(encode(self._status(ticket)))
             case Stop(copy_s):
@@ -274,7 +288,7 @@ class SchedulerService:
         message = received.message
         if isinstance(message, StepReport):
             self._dispatcher.report(replica, message.updates)
-        elif isinstance(message, CacheFlushed | CacheInspected):
+        elif isinstance(message, Answer):
             self._broadcast.answered(replica, message)
 
     def worker_idle(self) -> None:

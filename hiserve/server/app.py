@@ -22,6 +22,7 @@ from hiserve.server.http.auth import Auth, AuthMiddleware
 from hiserve.server.http.errors import OPENAI, ErrorForm, error_response, failure_response
 from hiserve.server.management.admin import AdminRoutes
 from hiserve.server.management.cache import CacheRoutes
+from hiserve.server.management.debug import DebugRoutes
 from hiserve.server.management.health import HealthRoutes
 from hiserve.server.management.openapi import Document
 from hiserve.server.management.pages import PageRoutes
@@ -102,6 +103,7 @@ def create_app(
         *HealthRoutes(handle, auth, metrics).routes(),
         *AdminRoutes(handle, bodies, auth, model, abilities, resolved, startup_s).routes(),
         *CacheRoutes(handle, auth, resolved.settings.cache).routes(),
+        *DebugRoutes(handle, auth).routes(),
     ]
     document = Document(endpoints, model, is_strict=is_strict, has_keys=bool(server.api_key))
     endpoints += [*document.routes(), *PageRoutes(model, document.build, has_keys=bool(server.api_key)).routes()]

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -228,14 +229,35 @@ def test_a_store_gives_back_what_device_and_host_lost_until_it_is_emptied(tmp_pa
         client.flush("all")
 
 
+def test_steps_are_shown_while_somebody_asks_for_them(client: Client) -> None:
+    def gate() -> Counter[tuple[str, str]]:
+        (worker,) = client.get("/server_info")["workers"]
+        verdicts = worker["stats"]["graph_gate"].items()
+        return Counter({(verdict, reason): count for verdict, counts in verdicts for reason, count in counts.items()})
+
+    since_s = client.get("/debug/steps")["until_s"]
+    before = gate()
+    client.ask(client.prompt(300), max_tokens=40)
+    client.rest()
+    (replica,) = client.get(f"/debug/steps?since={since_s}")["replicas"]
+    steps = [step for step in replica["steps"] if step["num_rows"]]
+    assert Counter((step["verdict"], step["reason"]) for step in steps) == gate() - before
+    assert sum(step["num_prefill"] for step in steps) == 300
+    assert sum(step["num_emitted"] for step in steps) >= 40
+    assert all(before["end_s"] <= after["begin_s"] < after["end_s"] for before, after in pairwise(steps))
+    assert client.get("/debug/rows")["replicas"] == [{"replica": 0, "incarnation": 1, "rows": []}]
+
+
 def bytes_in(store: Path) -> int:
     """Bytes that the pages of a store take."""
     return sum(path.stat().st_size for path in store.glob("??/*"))
 
 
-@pytest.mark.parametrize("path", ["/cache/tree?depth=0", "/cache/tree?depth=x", "/flush_cache?tier=disk"])
+@pytest.mark.parametrize(
+    "path", ["/cache/tree?depth=0", "/cache/tree?depth=x", "/debug/steps?since=x", "/flush_cache?tier=disk"]
+)
 def test_what_is_not_understood_is_refused_by_name(client: Client, path: str) -> None:
     reply = httpx.request("POST" if "flush" in path else "GET", client.live.url + path)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] in path
-    assert reply.json()["error"]["message"].startswith(("depth must be", "tier must be"))
+    assert reply.json()["error"]["message"].startswith(("depth must be", "since must be", "tier must be"))

@@ -443,7 +443,10 @@ NOT_JSON = (
 )
 NO_ROUTE: list[tuple[str, str, int]] = [
     *((method, path, 405) for path in POST_ROUTES for method in ("GET", "PUT", "DELETE", "OPTIONS")),
-    *(("POST", path, 405) for path in ("/health", "/metrics", "/v1/models", "/server_info")),
+    *(
+        ("POST", path, 405)
+        for path in ("/health", "/metrics", "/v1/models", "/server_info", "/debug/rows", "/debug/steps")
+    ),
     *(
         ("PATCH", "/flush_cache", 405),
         ("GET", "/flush_cache", 405),

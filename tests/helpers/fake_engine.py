@@ -29,6 +29,7 @@ from hiserve.ipc.cache_stats import LOCAL_TIERS, NodeFacts, TierName
 from hiserve.ipc.lifecycle import CrashSnapshot, StepSnapshot
 from hiserve.ipc.messages import Admit, WorkerStats
 from hiserve.ipc.updates import RequestUpdates, TokenDelta
+from hiserve.ipc.watching import RowFacts, StepRecord, Subject
 
 CRASH = 900001  # the step that runs this request raises
 KILL = 900002  # the step that runs this request ends the process as kill -9 would
@@ -126,6 +127,34 @@ class FakeEngine:
     def inspect(self, depth: int) -> list[NodeFacts]:
         """A root that tells the depth asked for."""
         return [NodeFacts(self._namespace.hex(), "", depth, 0, "", 0, 0, self._num_steps, len(self._pages))]
+
+    def watch(self, subject: Subject, since_s: float) -> tuple[float, list[RowFacts], list[StepRecord]]:
+        """Its running requests, or its last step."""
+        running = list(self._requests.values())[: self._max_running]
+        rows = [
+            RowFacts(
+                row=row,
+                uid=each.admit.uid,
+                state="decode",
+                num_prompt=each.admit.num_prompt,
+                num_cached=each.cached.num_tokens,
+                source=each.cached.source,
+                num_computed=len(each.tokens) - 1,
+                num_generated=each.num_generated,
+                num_left=each.max_tokens - each.num_generated,
+                num_pages=-(-len(each.tokens) // self._page_size),
+                priority=each.admit.priority,
+                has_grammar=False,
+                num_drafts=0,
+                num_accepted=0,
+            )
+            for row, each in enumerate(running, 1)
+        ]
+        now_s, count = time.monotonic(), len(running)
+        step = StepRecord(
+            self._num_steps, now_s - STEP_S, now_s, count, count, 0, count, 0, 0, "eager", "graphs_off", 0.0, 0, ""
+        )
+        return (now_s, rows, []) if subject == "rows" else (now_s, [], [step])
 
     @property
     def has_work(self) -> bool:

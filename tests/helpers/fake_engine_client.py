@@ -19,6 +19,7 @@ from hiserve.ipc.cache_stats import NodeFacts, TierName, TreeFacts
 from hiserve.ipc.lifecycle import Crash, Recovery, ReplayStats
 from hiserve.ipc.messages import Started, Status, WorkerFacts, WorkerStats
 from hiserve.ipc.updates import TokenDelta
+from hiserve.ipc.watching import Subject, WorkerView
 
 
 @dataclass
@@ -78,6 +79,8 @@ class FakeEngineClient:
     flushed: list[tuple[TierName, ...]] = field(default_factory=list)
     inspected: list[int] = field(default_factory=list)
     nodes: list[NodeFacts] = field(default_factory=list)
+    watched: list[tuple[Subject, float]] = field(default_factory=list)
+    views: list[WorkerView] = field(default_factory=list)
     stopped: int = 0
     death: asyncio.Event = field(default_factory=asyncio.Event)
     num_slow_readers: int = 0
@@ -175,6 +178,12 @@ class FakeEngineClient:
             await asyncio.Event().wait()
         self.inspected.append(depth)
         return [TreeFacts(replica=0, incarnation=self.incarnation, nodes=self.nodes)]
+
+    async def watch(self, subject: Subject, since_s: float = 0.0) -> list[WorkerView]:
+        if self.hangs:
+            await asyncio.Event().wait()
+        self.watched.append((subject, since_s))
+        return self.views
 
     async def status(self) -> Status:
         if self.hangs:

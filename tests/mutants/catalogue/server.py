@@ -4,7 +4,7 @@ from hiserve.commands import serve
 from hiserve.core import request
 from hiserve.server import engine_handle
 from hiserve.server.http import auth, connection, streaming
-from hiserve.server.management import admin
+from hiserve.server.management import admin, debug
 from hiserve.server.messages import format as messages_format
 from hiserve.server.messages import request as messages_request
 from hiserve.server.metrics import registry as metrics
@@ -26,6 +26,7 @@ from tests.unit.server import (
     test_cache_usage,
     test_choices,
     test_connection,
+    test_debug,
     test_disconnects,
     test_engine_handle,
     test_errors,
@@ -191,3 +192,7 @@ with messages_format.MessageWriter._close, test_messages.test_any_partition_give
     "a thought that is not shown cannot come back"
     self._seal(text)
     self._seal(block.thinking)
+with debug.DebugRoutes.steps, test_debug.test_steps_that_the_next_question_would_show_again_wait_for_it:
+    "a step is shown twice to somebody who watches several workers"
+    step.end_s <= until_s
+    True

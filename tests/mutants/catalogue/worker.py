@@ -2,7 +2,7 @@
 
 from hiserve.cache.index import store_sync
 from hiserve.core import step_faults
-from hiserve.engine import admission, budget, executor, loop, page_tables, planner, rows, service, store_prefetch
+from hiserve.engine import admission, budget, executor, loop, page_tables, planner, rows, service, store_prefetch, watching
 from tests.invariants import test_planner_tiers as invariants_test_planner_tiers
 from tests.invariants import test_reported_bugs_life
 from tests.unit.core import test_step_faults
@@ -15,6 +15,7 @@ from tests.unit.engine import (
     test_planner_scores,
     test_rows,
     test_store_prefetch,
+    test_watching,
 )
 from tests.unit.engine import test_planner_tiers as worker_test_planner_tiers
 
@@ -116,4 +117,8 @@ with (
 with service._is_of_device, test_fatal.test_an_exit_code_tells_whether_the_device_is_lost:
     "INV 50: out-of-memory exits with the code of a lost device"
     isinstance(error, Exception) and fault_of(error)
+    False
+with watching.StepLog.is_over, test_watching.test_without_a_question_the_lease_ends_and_the_records_with_it:
+    "a worker records steps for ever after one question"
+    now_s > self._end_s
     False

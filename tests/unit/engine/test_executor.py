@@ -73,6 +73,8 @@ def test_every_step_is_counted_with_its_verdict_and_a_plan_without_rows_is_no_st
     planner.release(3)
     executor.submit(planner.step({})).result()
     assert executor.gate_counts() == {"eager": {"graphs_off": 2}}
+    eager, nothing = ("eager", "graphs_off"), ("", "")
+    assert [executor.verdict(step_id) for step_id in (0, 1, 2, 3)] == [nothing, eager, eager, nothing]
 
 
 def test_plans_are_applied_in_the_order_in_which_they_were_made(folder: Path) -> None:

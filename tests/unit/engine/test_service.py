@@ -25,12 +25,14 @@ from hiserve.ipc.messages import (
     CacheInspected,
     Configure,
     Drop,
+    EngineWatched,
     FlushCache,
     FromWorker,
     InspectCache,
     Ready,
     StepReport,
     Stop,
+    WatchEngine,
     WorkerStats,
 )
 from hiserve.ipc.updates import RequestUpdates
@@ -171,6 +173,17 @@ def test_stats_that_changed_without_news_of_a_request_are_told_once_the_worker_r
     answer = harness.receive().message
     assert isinstance(answer, CacheInspected), "stats that had not changed were told again"
     assert (answer.incarnation, answer.ticket, [node.depth for node in answer.nodes]) == (2, 3, [5])
+
+
+def test_rows_and_steps_are_shown_to_whom_asks(harness: Harness) -> None:
+    harness.admit(5)
+    harness.until(is_over)
+    for ticket, subject in enumerate(("rows", "steps")):
+        harness.send(*encode(WatchEngine(ticket, subject)))  # type: ignore[arg-type]
+        answer = harness.receive().message
+        assert isinstance(answer, EngineWatched)
+        assert (answer.incarnation, answer.ticket, len(answer.rows), len(answer.steps)) == (2, ticket, 0, ticket)
+        assert answer.until_s <= time.monotonic()
 
 
 def test_a_flush_empties_the_tiers_it_names(harness: Harness) -> None:

@@ -7,15 +7,20 @@ from hiserve.ipc.codec import Frames, MessageDecoder
 from hiserve.ipc.messages import (
     CacheFlushed,
     CacheInspected,
+    EngineWatched,
     FlushCache,
     Flushed,
     InspectCache,
     Inspected,
     ToClient,
     ToWorker,
+    Watched,
+    WatchEngine,
 )
+from hiserve.ipc.watching import StepRecord, WorkerView
 from hiserve.scheduler.process import Broadcast
 
+STEP = StepRecord(7, 1.0, 2.0, 3, 9, 8, 2, 1, 0, "eager", "width", 0.0, 0, "")
 NODES = [NodeFacts("ab", "", 0, 0, "", 0, 0, 1, 0)]
 
 
@@ -52,6 +57,15 @@ def test_a_worker_that_dies_is_waited_for_no_more_and_what_it_said_counts() -> N
     asked.broadcast.lost(2)
     asked.broadcast.lost(1)
     assert asked.told == [Inspected(5, [TreeFacts(0, 1, []), TreeFacts(2, 7, NODES)])]
+
+
+def test_each_worker_answers_what_is_asked_of_its_steps() -> None:
+    asked = Asked()
+    asked.broadcast.ask(WatchEngine(3, "steps", 1.5), [0, 1])
+    assert asked.sent == [(0, WatchEngine(3, "steps", 1.5)), (1, WatchEngine(3, "steps", 1.5))]
+    asked.broadcast.answered(1, EngineWatched(4, 3, 2.5, [], [STEP]))
+    asked.broadcast.answered(0, EngineWatched(1, 3, 2.0, [], []))
+    assert asked.told == [Watched(3, [WorkerView(0, 1, 2.0), WorkerView(1, 4, 2.5, [], [STEP])])]
 
 
 def test_questions_do_not_wait_for_each_other() -> None:

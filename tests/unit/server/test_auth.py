@@ -24,6 +24,8 @@ ADMIN_CALLS = [
     ("GET", "/get_server_info", b""),
     ("GET", "/cache/stats", b""),
     ("GET", "/cache/tree", b""),
+    ("GET", "/debug/rows", b""),
+    ("GET", "/debug/steps", b""),
     ("POST", "/flush_cache", b""),
     ("POST", "/reset_prefix_cache", b""),
     ("POST", "/abort_request", {"abort_all": True}),

@@ -39,7 +39,7 @@ SEEN = (
     *("/v1/models", "/v1/models/{name:path}", "/tokenizer_info", "/openapi.json"),
     *("/health", "/ping", "/ready", "/health_generate"),
     *("/server_info", "/get_server_info", "/model_info", "/get_model_info", "/get_load", "/v1/loads"),
-    *("/cache/stats", "/cache/tree"),
+    *("/cache/stats", "/cache/tree", "/debug/rows", "/debug/steps"),
 )
 # Of a response that is stored before each is asked.
 STORED = ("/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items")
