@@ -19,7 +19,7 @@ from hiserve.core.usage import COLD, DraftUse
 from hiserve.errors import ConfigError
 from hiserve.ipc.cache_stats import TierName
 from hiserve.models.builtin_shapes import read_model
-from hiserve.text.chat_request import parse_chat
+from hiserve.text.body.chat import parse_chat
 from hiserve.text.frontend import load_frontend
 
 Tokens = list[int]

@@ -16,7 +16,7 @@ from hiserve.bench.workload import Sample
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ConfigError, ModelError, NotFoundError, UnavailableError
 from hiserve.models.model_config import NANO, find_model, read_model_config
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.tokens.tokenizer import Tokenizer
 
 FLUSH_ROUTES = ("/flush_cache", "/reset_prefix_cache")
 # Characters of the text that a server without /tokenize counts as a prompt.

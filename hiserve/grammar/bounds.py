@@ -9,7 +9,7 @@ import msgspec
 
 from hiserve.core.request import Grammar
 from hiserve.errors import RequestError
-from hiserve.text.request_json import check_json, check_text
+from hiserve.text.body.json import check_json, check_text
 
 MAX_SCHEMA_BYTES = 256 * 2**10
 MAX_VALUES = 100_000

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hiserve.grammar.matcher import WHITESPACE
-from hiserve.text.reply_marks import STAND_INS
+from hiserve.text.reader.marks import STAND_INS
 
 _MARKS = re.compile(f"([{STAND_INS}])")
 _SPECIAL = re.compile(r"[\\/.+*?()|\[\]{}^$#&~\-]")

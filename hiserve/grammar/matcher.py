@@ -12,8 +12,8 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, gramm
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import Grammar
 from hiserve.errors import RequestError
-from hiserve.text.formats import FORMATS
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.reader.formats import FORMATS
+from hiserve.text.tokens.tokenizer import Tokenizer
 
 INVALID = "invalid_grammar"
 # Between two parts of JSON: without a bound a model may indent for ever.

@@ -9,8 +9,8 @@ from typing import Any
 
 from hiserve.grammar.bounds import MAX_SCHEMA_BYTES
 from hiserve.grammar.lark import Rules, as_json, escaped
-from hiserve.text.json_values import MAX_REFERENCES, SchemaReader
-from hiserve.text.reply_marks import ReplySyntax
+from hiserve.text.reader.json_values import MAX_REFERENCES, SchemaReader
+from hiserve.text.reader.marks import ReplySyntax
 
 Schema = Mapping[str, Any]
 SCALARS = frozenset({"integer", "number", "boolean", "null"})

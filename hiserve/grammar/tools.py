@@ -12,9 +12,9 @@ from hiserve.grammar.bounds import MAX_SCHEMA_BYTES
 from hiserve.grammar.lark import Rules, as_json, escaped
 from hiserve.grammar.tagged import TaggedArguments
 from hiserve.text.abilities import Abilities
-from hiserve.text.call_reader import NAME
 from hiserve.text.conversation import Conversation
-from hiserve.text.reply_marks import ReplySyntax
+from hiserve.text.reader.calls import NAME
+from hiserve.text.reader.marks import ReplySyntax
 
 Function = Mapping[str, Any]
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -15,7 +15,7 @@ import msgspec
 from hiserve.core.request import Grammar, GrammarKind
 from hiserve.errors import HiserveError, OverloadedError, RequestError, UnavailableError
 from hiserve.ipc.child import JobProcess
-from hiserve.text.fair_threads import FairSemaphore
+from hiserve.text.helpers.fair_threads import FairSemaphore
 
 COMMAND = (sys.executable, "-m", "hiserve.grammar.vet_process")
 TOO_COMPLEX = "grammar_too_complex"

@@ -29,11 +29,11 @@ from hiserve.llm.offline_backends import InProcess, Job, OfflineBackend, Process
 from hiserve.llm.outputs import ChoiceBuilder, RequestOutput
 from hiserve.llm.vetting import BlockingVetting
 from hiserve.text.abilities import Thinking
-from hiserve.text.chat_request import parse_chat
+from hiserve.text.body.chat import parse_chat
+from hiserve.text.body.json import check_text
 from hiserve.text.conversation import Conversation
 from hiserve.text.frontend import load_frontend
-from hiserve.text.output import ReplyOutput, TextOutput
-from hiserve.text.request_json import check_text
+from hiserve.text.reader.output import ReplyOutput, TextOutput
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from hiserve.core.request import SamplingParams
 from hiserve.core.usage import NOTHING, CacheUse, DraftUse
 from hiserve.errors import HiserveError
 from hiserve.ipc.updates import TokenDelta
-from hiserve.text.output import ReplyOutput
-from hiserve.text.reply_buffer import Event, Kind, called, merged, thought
+from hiserve.text.reader.buffer import Event, Kind, called, merged, thought
+from hiserve.text.reader.output import ReplyOutput
 
 
 @dataclass(frozen=True, slots=True)

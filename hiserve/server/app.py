@@ -38,10 +38,10 @@ from hiserve.server.responses.store import open_responses
 from hiserve.server.routes import FrontEnd
 from hiserve.server.sglang.routes import NativeRoutes
 from hiserve.text.abilities import Abilities
-from hiserve.text.body_parser import Sizes
-from hiserve.text.detokenizer import TokenBytes
-from hiserve.text.fair_threads import FairThreads
-from hiserve.text.prompt_encoder import PromptEncoder
+from hiserve.text.body.parser import Sizes
+from hiserve.text.helpers.fair_threads import FairThreads
+from hiserve.text.prompt.encoder import PromptEncoder
+from hiserve.text.tokens.detokenizer import TokenBytes
 
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 CLIENT_CLOSED_REQUEST = 499

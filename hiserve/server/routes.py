@@ -20,10 +20,10 @@ from hiserve.server.reply.generation import RequestContext
 from hiserve.server.reply.seals import Seals
 from hiserve.server.request.body import Body, BodyReader
 from hiserve.text.abilities import Abilities
-from hiserve.text.detokenizer import TokenBytes
-from hiserve.text.fair_threads import FairThreads
-from hiserve.text.prompt_encoder import PromptEncoder
-from hiserve.text.request_json import Schema
+from hiserve.text.body.json import Schema
+from hiserve.text.helpers.fair_threads import FairThreads
+from hiserve.text.prompt.encoder import PromptEncoder
+from hiserve.text.tokens.detokenizer import TokenBytes
 
 NO_PARAMETERS: Mapping[str, Schema] = {}
 

@@ -13,14 +13,14 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
 from hiserve.errors import ConfigError
 from hiserve.text.conversation import Conversation
-from hiserve.text.detokenizer import TokenBytes
-from hiserve.text.formats import BY_NAME, NOTHING, Marks, find_format
-from hiserve.text.output import ReplyOutput, TextOutput
-from hiserve.text.reader import Reader, ReplyStart
-from hiserve.text.reply_marks import ReplySyntax
-from hiserve.text.template import ChatTemplate
-from hiserve.text.template_probes import TemplateAbilities, probe
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.reader.formats import BY_NAME, NOTHING, Marks, find_format
+from hiserve.text.reader.marks import ReplySyntax
+from hiserve.text.reader.output import ReplyOutput, TextOutput
+from hiserve.text.reader.reader import Reader, ReplyStart
+from hiserve.text.template.chat_template import ChatTemplate
+from hiserve.text.template.probes import TemplateAbilities, probe
+from hiserve.text.tokens.detokenizer import TokenBytes
+from hiserve.text.tokens.tokenizer import Tokenizer
 
 # Tokens at the end of a prompt within which a mark that opens a thought stands.
 _TAIL = 16

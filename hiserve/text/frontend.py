@@ -14,12 +14,12 @@ from hiserve.errors import RequestError
 from hiserve.models.model_config import ModelConfig
 from hiserve.text.abilities import Abilities
 from hiserve.text.conversation import Conversation
-from hiserve.text.detokenizer import TokenBytes
-from hiserve.text.prompt_encoder import PromptEncoder
-from hiserve.text.reply_buffer import Event
-from hiserve.text.reply_tokens import ReplyTokenCache, encode_chat
-from hiserve.text.template import ChatTemplate
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.prompt.encoder import PromptEncoder
+from hiserve.text.prompt.reply_tokens import ReplyTokenCache, encode_chat
+from hiserve.text.reader.buffer import Event
+from hiserve.text.template.chat_template import ChatTemplate
+from hiserve.text.tokens.detokenizer import TokenBytes
+from hiserve.text.tokens.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

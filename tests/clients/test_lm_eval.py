@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from hiserve.models.model_config import NANO, find_model
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.tokens.tokenizer import Tokenizer
 from tests.e2e.live import Live
 
 pytestmark = pytest.mark.clients

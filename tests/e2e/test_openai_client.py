@@ -21,7 +21,7 @@ import pytest
 import pytest_asyncio
 
 from hiserve.models.model_config import NANO, find_model
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.tokens.tokenizer import Tokenizer
 from tests.e2e.live import COMMAND, Live, serve
 from tests.helpers.processes import wait_dead
 from tests.helpers.waiting import PATIENCE_S, wait_until

@@ -15,7 +15,7 @@ from hiserve import LLM, SamplingParams
 from hiserve.core.request import Grammar
 from hiserve.errors import RequestError
 from hiserve.models.model_config import NANO
-from hiserve.text.reply_buffer import called
+from hiserve.text.reader.buffer import called
 from tests.e2e.live import Live, serve
 from tests.helpers.cache_paths import SETTINGS
 from tests.helpers.grammars import TOOL_SCHEMA, TOOLS

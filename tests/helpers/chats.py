@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from hiserve.text.chat_request import parse_messages
+from hiserve.text.body.chat import parse_messages
 from hiserve.text.conversation import Conversation
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from hiserve import LLM
 from hiserve.models.model_config import NANO, find_model
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.tokens.tokenizer import Tokenizer
 
 HELD_OUT = Path(__file__).parents[1] / "data/held_out_prompts.jsonl"
 OPENINGS = (

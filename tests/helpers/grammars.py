@@ -16,9 +16,9 @@ from hiserve.grammar.tools import tools
 from hiserve.models.model_config import NANO, find_model, read_model_config
 from hiserve.text.abilities import Abilities
 from hiserve.text.conversation import Conversation, ToolChoice
-from hiserve.text.detokenizer import TokenBytes
-from hiserve.text.template import ChatTemplate
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.template.chat_template import ChatTemplate
+from hiserve.text.tokens.detokenizer import TokenBytes
+from hiserve.text.tokens.tokenizer import Tokenizer
 
 SCHEMA = {
     "type": "object",

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from hiserve.core.request import FinishReason
-from hiserve.text.detokenizer import TokenBytes
-from hiserve.text.formats import BY_NAME, FORMATS, ReplyFormat
-from hiserve.text.reader import Reader
-from hiserve.text.reply_buffer import Event, Kind, merged
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.reader.buffer import Event, Kind, merged
+from hiserve.text.reader.formats import BY_NAME, FORMATS, ReplyFormat
+from hiserve.text.reader.reader import Reader
+from hiserve.text.tokens.detokenizer import TokenBytes
+from hiserve.text.tokens.tokenizer import Tokenizer
 from tests.helpers import tiny_text
 
 RUNNING, STOP = FinishReason.RUNNING, FinishReason.STOP

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hiserve.text.template_probes import TemplateAbilities
+from hiserve.text.template.probes import TemplateAbilities
 
 _LAST = """\
 {%- set ns = namespace(last=-1) -%}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.tokens.tokenizer import Tokenizer
 
 BOS, END, SYSTEM, USER, ASSISTANT = range(5)
 SPECIAL = ["<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hiserve.grammar.matcher import Matcher, Vocabulary
 from hiserve.text.abilities import Abilities
-from hiserve.text.formats import BY_NAME
-from hiserve.text.template import ChatTemplate
+from hiserve.text.reader.formats import BY_NAME
+from hiserve.text.template.chat_template import ChatTemplate
 from tests.helpers import tiny_text
 from tests.helpers.reply_formats import TEMPLATES, marks_of, token_bytes, tokenizer_of
 

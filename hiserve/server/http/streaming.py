@@ -18,7 +18,7 @@ from hiserve.server.http.auth import caller_of
 from hiserve.server.http.errors import describe, error_body
 from hiserve.server.reply.format import json_response
 from hiserve.server.reply.generation import Choices, OutputDelta
-from hiserve.text.fair_threads import FairThreads
+from hiserve.text.helpers.fair_threads import FairThreads
 
 DONE = b"data: [DONE]\n\n"
 PING_S = 15.0

@@ -23,8 +23,8 @@ from hiserve.server.request.body import Body, BodyReader
 from hiserve.server.request.sampling_fields import Name
 from hiserve.server.routes import Endpoint
 from hiserve.text.abilities import Abilities
-from hiserve.text.request_json import decode
-from hiserve.text.template_probes import TemplateAbilities
+from hiserve.text.body.json import decode
+from hiserve.text.template.probes import TemplateAbilities
 
 STATUS_TIMEOUT_S = 10.0
 INFO_TIMEOUT_S = 2.0  # short, because an outage is when it is read

@@ -18,7 +18,7 @@ from hiserve.server.request.known_fields import IGNORED, REFUSED
 from hiserve.server.request.sampling_fields import TOKEN_ID
 from hiserve.server.routes import Endpoint
 from hiserve.server.sglang.types import NativeSampling
-from hiserve.text.request_json import REF, Schema, components
+from hiserve.text.body.json import REF, Schema, components
 
 PATH_PARAMETER = re.compile(r"\{(\w+)(:\w+)?\}")
 # Status -> its reason.

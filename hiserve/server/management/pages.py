@@ -14,7 +14,7 @@ from hiserve import __version__
 from hiserve.server.reply.format import ServedModel
 from hiserve.server.request.known_fields import IGNORED, REFUSED
 from hiserve.server.routes import Endpoint
-from hiserve.text.request_json import Schema, forms, wanted
+from hiserve.text.body.json import Schema, forms, wanted
 
 # Pages load no scripts, fonts or pictures.
 HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'", "cache-control": "no-store"}

@@ -38,7 +38,7 @@ from hiserve.server.messages.types import (
 )
 from hiserve.server.reply.format import ServedModel, cache_miss, prompt_use
 from hiserve.server.reply.generation import Choices, OutputDelta
-from hiserve.text.reply_buffer import Event, Kind
+from hiserve.text.reader.buffer import Event, Kind
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 KINDS: tuple[type[MessageEvent], ...] = (MessageStart, BlockStart, BlockDelta, BlockStop, MessageDelta, MessageStop)

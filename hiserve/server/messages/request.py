@@ -22,8 +22,8 @@ from hiserve.server.messages.types import (
     ToolUseBlock,
 )
 from hiserve.text.abilities import Thinking
+from hiserve.text.body.json import check_json, check_text
 from hiserve.text.conversation import Call, Conversation, Result, Text, Thought, ToolChoice, Turn, function_tool
-from hiserve.text.request_json import check_json, check_text
 
 # The first system block of Claude Code. It differs between sessions, so that they would share no prefix.
 BILLING_HEADER = "x-anthropic-billing-header:"

@@ -22,8 +22,8 @@ from hiserve.server.request.body import Body
 from hiserve.server.request.grammar_fields import one_of
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
 from hiserve.text.abilities import Thinking
+from hiserve.text.body.json import decode
 from hiserve.text.conversation import Conversation
-from hiserve.text.request_json import decode
 
 MESSAGES = Body("MessagesRequest", (MessagesOptions, MessagesFields))
 COUNT = Body("CountTokensRequest", (MessagesFields,))

@@ -29,7 +29,7 @@ from hiserve.server.metrics.rows import (
     Labels,
     Row,
 )
-from hiserve.text.prompt_parts import PartName, Place
+from hiserve.text.prompt.parts import PartName, Place
 
 TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5, 5, 10, 20, 40, 80, 160)
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 2.5)

@@ -28,8 +28,8 @@ from hiserve.server.openai.types import (
 from hiserve.server.reply.format import Usage, usage
 from hiserve.server.reply.generation import Choices, Generation, OutputDelta, nothing
 from hiserve.server.reply.logprobs import ChatScores, Spell, TextLogprobs, TextScores, chat_logprobs, prompt_logprobs
-from hiserve.text.detokenizer import TokenBytes
-from hiserve.text.reply_buffer import Kind, called, thought
+from hiserve.text.reader.buffer import Kind, called, thought
+from hiserve.text.tokens.detokenizer import TokenBytes
 
 CONTENT = Kind.CONTENT  # which is looked up for each token
 Word = Callable[[Callable[[], Chunk | None]], Awaitable[Chunk | None]]

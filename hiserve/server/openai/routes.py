@@ -34,9 +34,9 @@ from hiserve.server.request.body import Body
 from hiserve.server.request.grammar_fields import constrain
 from hiserve.server.request.sampling_fields import fit_context
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
-from hiserve.text.chat_request import ChatFields, parse_chat
-from hiserve.text.prompt_encoder import truncated
-from hiserve.text.request_json import decode
+from hiserve.text.body.chat import ChatFields, parse_chat
+from hiserve.text.body.json import decode
+from hiserve.text.prompt.encoder import truncated
 
 CHAT = Body("ChatCompletionRequest", (ChatOptions, ChatFields))
 COMPLETION = Body("CompletionRequest", (CompletionRequest,))

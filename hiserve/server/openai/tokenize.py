@@ -20,9 +20,9 @@ from hiserve.server.request.body import MAX_CHARS, Body
 from hiserve.server.request.sampling_fields import Name, TokenId
 from hiserve.server.routes import Endpoint, FrontEnd
 from hiserve.text.abilities import Thinking
-from hiserve.text.body_parser import parse_prompt
-from hiserve.text.chat_request import ChatFields, parse_chat
-from hiserve.text.request_json import check_text, decode, union
+from hiserve.text.body.chat import ChatFields, parse_chat
+from hiserve.text.body.json import check_text, decode, union
+from hiserve.text.body.parser import parse_prompt
 
 # Most of one request; others wait meanwhile. Decoding so much takes 0.05 s of a thread.
 MAX_TOKENS = 2**18

@@ -17,8 +17,8 @@ from hiserve.server.reply.logprobs import ChatScores, PromptScores, TextScores
 from hiserve.server.request.grammar_fields import OpenAIGrammarFields
 from hiserve.server.request.sampling_fields import Limits, Name, Priority, TokenId, range_of
 from hiserve.text.abilities import Thinking
-from hiserve.text.body_parser import MAX_PROMPTS, parse_prompt
-from hiserve.text.request_json import union
+from hiserve.text.body.json import union
+from hiserve.text.body.parser import MAX_PROMPTS, parse_prompt
 
 MAX_CHOICES = 4096
 DEFAULT_COMPLETION_TOKENS = 16
@@ -130,7 +130,7 @@ class ThinkingConfig(msgspec.Struct, frozen=True):
 
 
 class ChatOptions(OpenAIFields, frozen=True, kw_only=True):
-    """A chat completion, without the fields of its conversation (``text.chat_request.ChatFields``)."""
+    """A chat completion, without the fields of its conversation (``text.body.chat.ChatFields``)."""
 
     logprobs: bool | None = None
     top_logprobs: Scores | None = None

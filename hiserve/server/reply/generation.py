@@ -18,10 +18,10 @@ from hiserve.ipc.updates import RequestFacts, TokenDelta
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.metrics.registry import Metrics, RequestTimer
 from hiserve.server.reply.merging import merge
-from hiserve.text.detokenizer import TokenBytes
-from hiserve.text.output import ReplyOutput, TextOutput
-from hiserve.text.prompt_parts import Place
-from hiserve.text.reply_buffer import Event, EventLog
+from hiserve.text.prompt.parts import Place
+from hiserve.text.reader.buffer import Event, EventLog
+from hiserve.text.reader.output import ReplyOutput, TextOutput
+from hiserve.text.tokens.detokenizer import TokenBytes
 
 QUICK_CHOICES = 64
 # Formatting scores of so many bytes, four to eight of each token, takes a few milliseconds.

@@ -10,7 +10,7 @@ import msgspec
 from hiserve.core.plan import WORD_BYTES, Scores
 from hiserve.errors import RequestError
 from hiserve.server.reply.generation import Generation, OutputDelta
-from hiserve.text.detokenizer import Detokenizer
+from hiserve.text.tokens.detokenizer import Detokenizer
 
 # The bytes of one token as it is spelled, special ones included (``text.detokenizer.TokenBytes.bytes_of``).
 Spell = Callable[[int], bytes]

@@ -12,9 +12,9 @@ from hiserve.errors import TooLargeError
 from hiserve.server.http.auth import caller_of
 from hiserve.server.http.streaming import cancel_on_disconnect
 from hiserve.server.request.known_fields import check_fields, check_model, known_to
-from hiserve.text.body_parser import Sizes, is_quick, parse_body
-from hiserve.text.chat_request import ChatFields
-from hiserve.text.helper_pool import HelperPool
+from hiserve.text.body.chat import ChatFields
+from hiserve.text.body.parser import Sizes, is_quick, parse_body
+from hiserve.text.helpers.pool import HelperPool
 
 # Of a text, or of a conversation. Encoding so much takes a second or two of a thread; others wait meanwhile.
 MAX_CHARS = 4 * 2**20

@@ -19,7 +19,7 @@ from hiserve.server.http.streaming import cancel_on_disconnect
 from hiserve.server.request.sampling_fields import SamplingFields
 from hiserve.text.abilities import Abilities
 from hiserve.text.conversation import Conversation
-from hiserve.text.formats import NOTHING, Marks
+from hiserve.text.reader.formats import NOTHING, Marks
 
 MAKERS: dict[str, Callable[[Any, str], Grammar]] = {
     "json": bounds.json_schema,

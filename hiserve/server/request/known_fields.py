@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from hiserve.errors import NotFoundError, RequestError
-from hiserve.text.request_json import check_text
+from hiserve.text.body.json import check_text
 
 # Fields that clients send and that cannot change the reply.
 IGNORED = frozenset(

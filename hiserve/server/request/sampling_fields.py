@@ -12,7 +12,7 @@ from hiserve.config.serving import MAX_INT32
 from hiserve.core.request import LENGTHS, MAX_STOP_CHARS, NOT_ZERO, RANGES, SamplingParams, SpecParams
 from hiserve.errors import ContextLengthError, RequestError
 from hiserve.server.reply.format import ServedModel
-from hiserve.text.request_json import check_text
+from hiserve.text.body.json import check_text
 
 MAX_NAME_CHARS = 1024
 TOKEN_ID = "a token id"

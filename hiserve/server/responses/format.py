@@ -30,7 +30,7 @@ from hiserve.server.responses.items import (
     ResponseUsage,
 )
 from hiserve.server.responses.request import CUSTOM, ClientTool
-from hiserve.text.reply_buffer import Event, Kind
+from hiserve.text.reader.buffer import Event, Kind
 
 # Status of a response, and the reason of an incomplete one, by why its reply ended.
 ENDS: dict[FinishReason, tuple[str, str | None]] = {

@@ -17,9 +17,9 @@ from hiserve.server.responses.types import (
     ToolFields,
     ToolName,
 )
-from hiserve.text.chat_request import MAX_TOOLS
+from hiserve.text.body.chat import MAX_TOOLS
+from hiserve.text.body.json import MAX_VALUES, check_json, check_text, num_marks
 from hiserve.text.conversation import Call, Conversation, Result, Role, Text, Thought, ToolChoice, Turn, function_tool
-from hiserve.text.request_json import MAX_VALUES, check_json, check_text, num_marks
 
 # The one argument of a function that stands for a custom tool.
 CUSTOM = "input"

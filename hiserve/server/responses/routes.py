@@ -29,8 +29,8 @@ from hiserve.server.responses.request import Tools, conversation_of, read_tools
 from hiserve.server.responses.store import MAX_CHAIN_ITEMS, ResponseStore, Stored, missing
 from hiserve.server.responses.types import InputFields, InputPart, Item, Reasoning, ResponseOptions, TextOptions
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
-from hiserve.text.fair_threads import FairThreads
-from hiserve.text.request_json import check_json, check_text, decode
+from hiserve.text.body.json import check_json, check_text, decode
+from hiserve.text.helpers.fair_threads import FairThreads
 
 RESPONSES = Body("ResponsesRequest", (ResponseOptions, InputFields))
 INPUT_TOKENS = Body("InputTokensRequest", (InputFields,))

@@ -14,8 +14,8 @@ from hiserve.server.reply.format import ServedModel
 from hiserve.server.request.grammar_fields import Constraint, JsonSchema
 from hiserve.server.request.sampling_fields import Limits, Name, Priority, SamplingFields, range_of
 from hiserve.text.abilities import Thinking
-from hiserve.text.chat_request import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
-from hiserve.text.request_json import check_text
+from hiserve.text.body.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from hiserve.text.body.json import check_text
 
 MAX_INCLUDE = 32
 SEALED = "reasoning.encrypted_content"

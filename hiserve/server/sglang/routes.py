@@ -36,7 +36,7 @@ from hiserve.server.sglang.types import (
     NativeSampling,
     StorageTokensDetails,
 )
-from hiserve.text.request_json import decode
+from hiserve.text.body.json import decode
 
 GENERATE = Body("GenerateRequest", (GenerateRequest,), either=("text", "input_ids"))
 InThread = Callable[[Callable[[], Generated]], Awaitable[Generated]]

@@ -16,8 +16,8 @@ from hiserve.server.openai.types import MAX_CHOICES, NonEmpty, TokenIds, check_n
 from hiserve.server.reply.format import CacheMiss, ServedModel, SpecTokensDetails
 from hiserve.server.request.grammar_fields import Constraint, GrammarFields, JsonSchema, constraints_of
 from hiserve.server.request.sampling_fields import Limits, Name, Priority, range_of
-from hiserve.text.body_parser import MAX_PROMPTS, parse_prompt
-from hiserve.text.request_json import check_text, union
+from hiserve.text.body.json import check_text, union
+from hiserve.text.body.parser import MAX_PROMPTS, parse_prompt
 
 DEFAULT_NEW_TOKENS = 128
 MOST_PROMPTS = Meta(min_length=1, max_length=MAX_PROMPTS)

@@ -6,7 +6,7 @@ from hiserve.kernels import draw, sampling
 from hiserve.runners import graph, mask_buffers
 from hiserve.sampling import params
 from hiserve.server.request import grammar_fields
-from hiserve.text import output
+from hiserve.text.reader import output
 from tests.e2e import test_grammar_halves as halves
 from tests.e2e import test_grammars as replies
 from tests.unit.engine import test_grammars

@@ -15,8 +15,9 @@ from hiserve.server.request import known_fields, sampling_fields
 from hiserve.server.responses import format as responses_format
 from hiserve.server.responses import request as responses_request
 from hiserve.server.responses import store as response_store
-from hiserve.text import body_parser as text_bodies
-from hiserve.text import chat_request, request_json
+from hiserve.text.body import chat as chat_request
+from hiserve.text.body import json as request_json
+from hiserve.text.body import parser as text_bodies
 from tests.unit.commands import test_serve
 from tests.unit.core import test_request
 from tests.unit.server import (

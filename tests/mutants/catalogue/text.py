@@ -1,19 +1,14 @@
 """Text: detokenizer, stop texts, templates, remembered replies."""
 
-from hiserve.text import (
-    call_reader,
-    convert,
-    detokenizer,
-    json_values,
-    known_replies,
-    message_reader,
-    output,
-    render_budget,
-    reply_buffer,
-    reply_marks,
-    split_points,
-    template_comparisons,
-)
+from hiserve.text.prompt import known_replies
+from hiserve.text.reader import buffer as reply_buffer
+from hiserve.text.reader import calls as call_reader
+from hiserve.text.reader import json_values, output
+from hiserve.text.reader import marks as reply_marks
+from hiserve.text.reader import messages as message_reader
+from hiserve.text.template import budget as render_budget
+from hiserve.text.template import comparisons as template_comparisons
+from hiserve.text.tokens import convert, detokenizer, split_points
 from tests.unit.text import (
     test_detokenizer,
     test_known_replies,

@@ -19,7 +19,7 @@ from benchmarks.served import write_tokenizer
 from hiserve.engine.planner import Planner
 from hiserve.ipc.messages import GateCounts
 from hiserve.models.builtin_shapes import shape_config
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.tokens.tokenizer import Tokenizer
 
 
 def test_a_decode_step_reads_all_weights_but_the_embedding_and_the_keys_and_values_of_its_rows() -> None:

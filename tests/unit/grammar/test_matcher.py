@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from hiserve.core.request import Grammar
 from hiserve.errors import RequestError
 from hiserve.grammar.matcher import MaskFiller, Matcher, Vocabulary
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.tokens.tokenizer import Tokenizer
 from tests.helpers import tiny_text
 from tests.helpers.grammars import GRAMMARS, is_valid, nano_tokenizer, nano_vocabulary
 

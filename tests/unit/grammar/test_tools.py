@@ -18,10 +18,10 @@ from hiserve.grammar import bounds
 from hiserve.grammar.tools import ToolGrammar, tools
 from hiserve.text.abilities import Abilities
 from hiserve.text.conversation import Conversation, ToolChoice
-from hiserve.text.formats import BY_NAME
-from hiserve.text.reader import Reader, ReplyStart
-from hiserve.text.reply_buffer import Event, Kind, called
-from hiserve.text.template import ChatTemplate
+from hiserve.text.reader.buffer import Event, Kind, called
+from hiserve.text.reader.formats import BY_NAME
+from hiserve.text.reader.reader import Reader, ReplyStart
+from hiserve.text.template.chat_template import ChatTemplate
 from tests.helpers import tiny_text
 from tests.helpers.chats import chat_of
 from tests.helpers.reply_formats import NAMES, SIZES, TEMPLATES, marks_of, read, token_bytes, tokenizer_of

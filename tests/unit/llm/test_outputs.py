@@ -13,10 +13,10 @@ from hiserve.ipc.updates import TokenDelta
 from hiserve.llm.outputs import ChoiceBuilder, CompletionOutput, RequestOutput
 from hiserve.models.model_config import find_model
 from hiserve.text.abilities import Abilities
-from hiserve.text.chat_request import parse_chat
-from hiserve.text.detokenizer import TokenBytes
-from hiserve.text.template import ChatTemplate
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.body.chat import parse_chat
+from hiserve.text.template.chat_template import ChatTemplate
+from hiserve.text.tokens.detokenizer import TokenBytes
+from hiserve.text.tokens.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(find_model("hiserve-nano"), [1])
 TEMPLATE = ChatTemplate.load(find_model("hiserve-nano"))

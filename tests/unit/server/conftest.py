@@ -28,11 +28,11 @@ from hiserve.server.responses.routes import INPUT_TOKENS, RESPONSES
 from hiserve.server.sglang.routes import GENERATE
 from hiserve.server.sglang.types import NativeSampling
 from hiserve.text.abilities import Abilities
-from hiserve.text.detokenizer import TokenBytes
-from hiserve.text.prompt_encoder import PromptEncoder
-from hiserve.text.reply_tokens import ReplyTokenCache
-from hiserve.text.template import ChatTemplate
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.prompt.encoder import PromptEncoder
+from hiserve.text.prompt.reply_tokens import ReplyTokenCache
+from hiserve.text.template.chat_template import ChatTemplate
+from hiserve.text.tokens.detokenizer import TokenBytes
+from hiserve.text.tokens.tokenizer import Tokenizer
 from tests.helpers import tiny_text
 from tests.helpers.asgi import Call
 from tests.helpers.fake_engine_client import FakeEngineClient

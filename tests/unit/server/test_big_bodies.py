@@ -19,11 +19,12 @@ import pytest_asyncio
 
 from hiserve.errors import RequestError
 from hiserve.server.reply.seals import Seals
-from hiserve.text import helper_pool, helper_process
-from hiserve.text.body_parser import MAX_BODY_VALUES, QUICK_STRINGS, QUICK_VALUES, Sizes, is_quick, parse_body
-from hiserve.text.chat_request import MAX_PARTS
-from hiserve.text.helper_pool import HelperPool
-from hiserve.text.template import ChatTemplate
+from hiserve.text.body.chat import MAX_PARTS
+from hiserve.text.body.parser import MAX_BODY_VALUES, QUICK_STRINGS, QUICK_VALUES, Sizes, is_quick, parse_body
+from hiserve.text.helpers import pool as helper_pool
+from hiserve.text.helpers import process as helper_process
+from hiserve.text.helpers.pool import HelperPool
+from hiserve.text.template.chat_template import ChatTemplate
 from tests.helpers.chats import chat_of
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.processes import children

@@ -12,7 +12,7 @@ from hiserve.server.request import known_fields
 from hiserve.server.request.known_fields import known_to
 from hiserve.server.request.sampling_fields import SamplingFields
 from hiserve.server.sglang.types import GenerateRequest
-from hiserve.text.request_json import decode
+from hiserve.text.body.json import decode
 from tests.helpers import tiny_text
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import KNOWN, REPLY, TOKENIZER, Server, make_server, reply_script

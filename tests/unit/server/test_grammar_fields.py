@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from hiserve.core.request import Grammar
 from hiserve.errors import RequestError
-from hiserve.text.body_parser import QUICK_BYTES
+from hiserve.text.body.parser import QUICK_BYTES
 from tests.helpers import tiny_text
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.reply_formats import TEMPLATES

@@ -14,8 +14,8 @@ from hiserve.core.plan import Scores
 from hiserve.server.openai.tokenize import QUICK_TOKENS
 from hiserve.server.reply.generation import QUICK_SCORE_BYTES
 from hiserve.server.reply.logprobs import MAX_PROMPT_SCORES
-from hiserve.text.detokenizer import TokenBytes
-from hiserve.text.prompt_encoder import PromptEncoder
+from hiserve.text.prompt.encoder import PromptEncoder
+from hiserve.text.tokens.detokenizer import TokenBytes
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import Server, make_server
 

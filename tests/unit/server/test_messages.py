@@ -23,7 +23,7 @@ from hiserve.server.messages.types import BlockDelta, BlockStart, MessageEvent
 from hiserve.server.reply.format import ServedModel
 from hiserve.server.reply.generation import OutputDelta
 from hiserve.server.reply.seals import Seals
-from hiserve.text.reply_buffer import Event, Kind
+from hiserve.text.reader.buffer import Event, Kind
 from tests.helpers import tiny_text
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import TOKENIZER, Server, make_server

@@ -11,8 +11,8 @@ from hiserve.server.messages.request import NO_THREADS, Asked, read_messages
 from hiserve.server.messages.types import MessagesFields
 from hiserve.server.reply.seals import Seals
 from hiserve.text.abilities import Thinking
+from hiserve.text.body.json import MAX_VALUES, decode
 from hiserve.text.conversation import Call, Result, Text, Thought, ToolChoice, Turn
-from hiserve.text.request_json import MAX_VALUES, decode
 
 SEALS = Seals("s")
 HI: Any = {"role": "user", "content": "Hi"}

@@ -11,7 +11,7 @@ import openai
 
 from hiserve.core.request import Grammar
 from hiserve.models.model_config import find_model
-from hiserve.text.template import ChatTemplate
+from hiserve.text.template.chat_template import ChatTemplate
 from tests.helpers import tiny_text
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import TOKENIZER, Server, make_server

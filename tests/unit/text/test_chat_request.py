@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from hiserve.errors import RequestError
-from hiserve.text.chat_request import MAX_MESSAGES, MAX_TOOLS, parse_chat, parse_messages
+from hiserve.text.body.chat import MAX_MESSAGES, MAX_TOOLS, parse_chat, parse_messages
+from hiserve.text.body.json import MAX_DEPTH, MAX_VALUES, check_text
 from hiserve.text.conversation import ToolChoice
-from hiserve.text.request_json import MAX_DEPTH, MAX_VALUES, check_text
 from tests.helpers.slowness import least_cpu_s
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"where": "Oslo"}'}}

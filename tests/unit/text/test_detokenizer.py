@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders
 
-from hiserve.text.detokenizer import REPLACEMENT, TokenBytes
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.tokens.detokenizer import REPLACEMENT, TokenBytes
+from hiserve.text.tokens.tokenizer import Tokenizer
 from tests.helpers import tiny_text
 
 BYTE_LEVEL = tiny_text.byte_level()

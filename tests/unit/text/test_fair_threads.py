@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from hiserve.text.fair_threads import FairSemaphore
+from hiserve.text.helpers.fair_threads import FairSemaphore
 from tests.helpers.waiting import PATIENCE_S
 
 

@@ -13,7 +13,7 @@ from hiserve.config.options import make_options
 from hiserve.core.request import SamplingParams
 from hiserve.errors import ConfigError, RequestError
 from hiserve.models.builtin_shapes import read_model
-from hiserve.text.chat_request import parse_chat
+from hiserve.text.body.chat import parse_chat
 from hiserve.text.frontend import Frontend, load_frontend
 
 OPENING = {"role": "user", "content": "Where is the station?"}

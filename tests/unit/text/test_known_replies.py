@@ -10,13 +10,13 @@ import pytest
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.text.abilities import Abilities
 from hiserve.text.conversation import Conversation
-from hiserve.text.detokenizer import TokenBytes
-from hiserve.text.formats import BY_NAME
-from hiserve.text.known_replies import canonical
-from hiserve.text.prompt_parts import place_after
-from hiserve.text.reply_buffer import called, merged, thought
-from hiserve.text.reply_tokens import ReplyTokenCache, encode_chat, with_thoughts
-from hiserve.text.template import ChatTemplate
+from hiserve.text.prompt.known_replies import canonical
+from hiserve.text.prompt.parts import place_after
+from hiserve.text.prompt.reply_tokens import ReplyTokenCache, encode_chat, with_thoughts
+from hiserve.text.reader.buffer import called, merged, thought
+from hiserve.text.reader.formats import BY_NAME
+from hiserve.text.template.chat_template import ChatTemplate
+from hiserve.text.tokens.detokenizer import TokenBytes
 from tests.helpers import tiny_text
 from tests.helpers.chats import chat_of
 from tests.helpers.reply_formats import NAMES, TEMPLATES, TOOLS, tokenizer_of

@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hiserve.core.request import FinishReason, SamplingParams
-from hiserve.text.detokenizer import REPLACEMENT, TokenBytes
-from hiserve.text.output import TextDelta, TextOutput
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.reader.output import TextDelta, TextOutput
+from hiserve.text.tokens.detokenizer import REPLACEMENT, TokenBytes
+from hiserve.text.tokens.tokenizer import Tokenizer
 from tests.helpers import tiny_text
 from tests.helpers.slowness import least_cpu_s
 

@@ -14,7 +14,7 @@ from tokenizers import processors
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ContextLengthError, RequestError
 from hiserve.text.conversation import Conversation, Message
-from hiserve.text.prompt_encoder import (
+from hiserve.text.prompt.encoder import (
     INLINE_CHARS,
     INLINE_MESSAGES,
     INLINE_RENDER_CHARS,
@@ -22,9 +22,9 @@ from hiserve.text.prompt_encoder import (
     PromptEncoder,
     truncated,
 )
-from hiserve.text.reply_tokens import ReplyTokenCache
-from hiserve.text.template import ChatTemplate
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.prompt.reply_tokens import ReplyTokenCache
+from hiserve.text.template.chat_template import ChatTemplate
+from hiserve.text.tokens.tokenizer import Tokenizer
 from tests.helpers import tiny_text
 from tests.helpers.chats import chat_of
 from tests.helpers.slowness import slowness

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hiserve.text.prompt_parts import place_after
-from hiserve.text.reply_tokens import with_thoughts
-from hiserve.text.template import ChatTemplate
+from hiserve.text.prompt.parts import place_after
+from hiserve.text.prompt.reply_tokens import with_thoughts
+from hiserve.text.template.chat_template import ChatTemplate
 from tests.helpers.chats import chat_of
 from tests.helpers.reply_formats import NAMES, TEMPLATES, TOOLS
 from tests.helpers.thinking_templates import FAMILIES

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from hiserve.config.serving import ReplyFormatName
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.text.abilities import Abilities
-from hiserve.text.formats import BY_NAME, FORMATS, find_format
-from hiserve.text.reader import Reader, ReplyStart
-from hiserve.text.reply_buffer import Event, EventLog, Kind, called, merged, thought
-from hiserve.text.reply_marks import ReplySyntax
-from hiserve.text.template import ChatTemplate
+from hiserve.text.reader.buffer import Event, EventLog, Kind, called, merged, thought
+from hiserve.text.reader.formats import BY_NAME, FORMATS, find_format
+from hiserve.text.reader.marks import ReplySyntax
+from hiserve.text.reader.reader import Reader, ReplyStart
+from hiserve.text.template.chat_template import ChatTemplate
 from tests.helpers import tiny_text
 from tests.helpers.chats import chat_of
 from tests.helpers.reply_formats import (

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from hiserve.text.conversation import Conversation, Message
-from hiserve.text.known_replies import KnownReply
-from hiserve.text.reply_tokens import ReplyTokenCache, encode_chat
-from hiserve.text.template import ChatTemplate
+from hiserve.text.prompt.known_replies import KnownReply
+from hiserve.text.prompt.reply_tokens import ReplyTokenCache, encode_chat
+from hiserve.text.template.chat_template import ChatTemplate
 from tests.helpers import tiny_text
 from tests.helpers.chats import chat_of
 

@@ -11,7 +11,7 @@ import pytest
 from msgspec import Meta
 
 from hiserve.errors import RequestError
-from hiserve.text.request_json import components, decode, union, wanted
+from hiserve.text.body.json import components, decode, union, wanted
 
 Ratio = Annotated[float, Meta(gt=0, le=1, description="1 is all")]
 

@@ -13,10 +13,11 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, p
 
 from hiserve.errors import ContextLengthError
 from hiserve.models.model_config import find_model
-from hiserve.text import encoding_steps, split_points
-from hiserve.text.encoding_steps import Encode, Wanted, run_steps, text_steps
-from hiserve.text.split_points import SplitPoints
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.prompt import steps as encoding_steps
+from hiserve.text.prompt.steps import Encode, Wanted, run_steps, text_steps
+from hiserve.text.tokens import split_points
+from hiserve.text.tokens.split_points import SplitPoints
+from hiserve.text.tokens.tokenizer import Tokenizer
 from tests.helpers import tiny_text
 
 SEED = 20261122

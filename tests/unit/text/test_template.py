@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from hiserve.errors import ConfigError, ContextLengthError, ModelError, RequestError
 from hiserve.models.model_config import find_model
 from hiserve.text.conversation import Conversation
-from hiserve.text.template import ChatTemplate
+from hiserve.text.template.chat_template import ChatTemplate
 from tests.helpers import chats, tiny_text
 
 

@@ -9,10 +9,10 @@ import pytest
 from hiserve.errors import ConfigError
 from hiserve.text.abilities import Abilities, Thinking
 from hiserve.text.conversation import Conversation
-from hiserve.text.detokenizer import TokenBytes
-from hiserve.text.reply_tokens import ReplyTokenCache
-from hiserve.text.template import ChatTemplate
-from hiserve.text.template_probes import probe
+from hiserve.text.prompt.reply_tokens import ReplyTokenCache
+from hiserve.text.template.chat_template import ChatTemplate
+from hiserve.text.template.probes import probe
+from hiserve.text.tokens.detokenizer import TokenBytes
 from tests.helpers import tiny_text
 from tests.helpers.chats import chat_of
 from tests.helpers.thinking_templates import FAMILIES

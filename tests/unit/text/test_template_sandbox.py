@@ -12,8 +12,8 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hiserve.errors import ModelError, RequestError
-from hiserve.text import render_budget
-from hiserve.text.template import TOO_SLOW, ChatTemplate
+from hiserve.text.template import budget as render_budget
+from hiserve.text.template.chat_template import TOO_SLOW, ChatTemplate
 from tests.helpers.chats import chat_of
 from tests.helpers.slowness import least_cpu_s
 

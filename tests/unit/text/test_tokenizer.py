@@ -13,8 +13,8 @@ import pytest
 import sentencepiece
 
 from hiserve.errors import ModelError
-from hiserve.text.detokenizer import TokenBytes
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.tokens.detokenizer import TokenBytes
+from hiserve.text.tokens.tokenizer import Tokenizer
 from tests.helpers import tiny_text
 
 

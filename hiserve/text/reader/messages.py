@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from hiserve.text.call_reader import MAX_HEAD, NAME
-from hiserve.text.reply_buffer import Kind, Reading, ReplyBuffer
-from hiserve.text.reply_marks import MarkSearch, ReplySyntax
+from hiserve.text.reader.buffer import Kind, Reading, ReplyBuffer
+from hiserve.text.reader.calls import MAX_HEAD, NAME
+from hiserve.text.reader.marks import MarkSearch, ReplySyntax
 
 THOUGHTS = "analysis"
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from hiserve.text.reply_marks import STAND_INS
+from hiserve.text.reader.marks import STAND_INS
 
 _IN_STRING = re.compile(r'["\\]')
 # A character that no JSON value has outside its strings, but marks begin with, is as good as an end.

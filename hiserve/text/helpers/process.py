@@ -1,6 +1,6 @@
-"""Parses large requests and renders long conversations: ``python -m hiserve.text.helper_process ENDPOINT``.
+"""Parses large requests and renders long conversations: ``python -m hiserve.text.helpers.process ENDPOINT``.
 
-``text.helper_pool`` starts it and sends one job at a time. Each job has a limit of CPU time, at which the kernel ends
+``helpers.pool`` starts it and sends one job at a time. Each job has a limit of CPU time, at which the kernel ends
 the process, and of memory. After a job that left much memory allocated, the process ends to return it.
 """
 
@@ -17,9 +17,9 @@ import msgspec
 from hiserve.errors import ContextLengthError, RequestError
 from hiserve.ipc.child import connect_to_parent, serve_jobs
 from hiserve.ipc.codec import Frames
-from hiserve.text.body_parser import slim
-from hiserve.text.helper_pool import Done, Job, Refused, Rendering, Setup, Slim
-from hiserve.text.template import ChatTemplate
+from hiserve.text.body.parser import slim
+from hiserve.text.helpers.pool import Done, Job, Refused, Rendering, Setup, Slim
+from hiserve.text.template.chat_template import ChatTemplate
 
 JOB_CPU_S = 10.0
 MAX_MEMORY_BYTES = 4 * 2**30

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from hiserve.errors import RequestError
+from hiserve.text.body.json import MAX_VALUES, check_json, check_text, decode, num_marks
 from hiserve.text.conversation import (
     Call,
     Conversation,
@@ -20,7 +21,6 @@ from hiserve.text.conversation import (
     Turn,
     function_tool,
 )
-from hiserve.text.request_json import MAX_VALUES, check_json, check_text, decode, num_marks
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 16_384  # of the content of one message

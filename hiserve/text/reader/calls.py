@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hiserve.text.json_values import ANY, STRING, JsonValue, OpenString, Types, as_json, parameter_types, quoted
-from hiserve.text.reply_buffer import SPACE, Kind, Reading, ReplyBuffer
-from hiserve.text.reply_marks import ReplySyntax
+from hiserve.text.reader.buffer import SPACE, Kind, Reading, ReplyBuffer
+from hiserve.text.reader.json_values import ANY, STRING, JsonValue, OpenString, Types, as_json, parameter_types, quoted
+from hiserve.text.reader.marks import ReplySyntax
 
 # Characters before the name of a call; what has more of them is no call.
 MAX_HEAD = 2**16

@@ -6,12 +6,12 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hiserve.core.request import FinishReason, SamplingParams
-from hiserve.text.call_reader import CallReader
-from hiserve.text.detokenizer import TokenBytes
-from hiserve.text.message_reader import MessageReader
-from hiserve.text.output import StopTexts, TextDelta, named_end_token, visible_tokens
-from hiserve.text.reply_buffer import Kind, Reading, ReplyBuffer
-from hiserve.text.reply_marks import ReplySyntax
+from hiserve.text.reader.buffer import Kind, Reading, ReplyBuffer
+from hiserve.text.reader.calls import CallReader
+from hiserve.text.reader.marks import ReplySyntax
+from hiserve.text.reader.messages import MessageReader
+from hiserve.text.reader.output import StopTexts, TextDelta, named_end_token, visible_tokens
+from hiserve.text.tokens.detokenizer import TokenBytes
 
 # Looking a member of an enumeration up takes as long as a call, for each token.
 CONTENT, RUNNING = Kind.CONTENT, FinishReason.RUNNING

@@ -21,14 +21,14 @@ from hiserve.config.serving import MAX_INT32
 from hiserve.core.digest import namespace_digest
 from hiserve.core.plan import Int32Array
 from hiserve.text.conversation import Call, Conversation, Result, Text, Thought, Turn
-from hiserve.text.encoding_steps import Render, Steps, Wanted, join_steps, run_steps
-from hiserve.text.formats import ReplyFormat
-from hiserve.text.known_replies import KnownReply, canonical
-from hiserve.text.reply_buffer import Event, Kind
-from hiserve.text.split_points import SplitPoints
-from hiserve.text.template import RENDER_S, ChatTemplate
-from hiserve.text.template_probes import SWITCHES
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.prompt.known_replies import KnownReply, canonical
+from hiserve.text.prompt.steps import Render, Steps, Wanted, join_steps, run_steps
+from hiserve.text.reader.buffer import Event, Kind
+from hiserve.text.reader.formats import ReplyFormat
+from hiserve.text.template.chat_template import RENDER_S, ChatTemplate
+from hiserve.text.template.probes import SWITCHES
+from hiserve.text.tokens.split_points import SplitPoints
+from hiserve.text.tokens.tokenizer import Tokenizer
 
 # Stands before a reply's first part, in private-use characters. A prompt that contains one is tokenized whole.
 _MARK = "\ue000{}\ue001"

@@ -14,9 +14,9 @@ import numpy as np
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ContextLengthError
 from hiserve.text.conversation import Conversation
-from hiserve.text.split_points import ANCHOR, SplitPoints, ranges
-from hiserve.text.template import RENDER_S, ChatTemplate
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.template.chat_template import RENDER_S, ChatTemplate
+from hiserve.text.tokens.split_points import ANCHOR, SplitPoints, ranges
+from hiserve.text.tokens.tokenizer import Tokenizer
 
 # About 30 ms of a thread, and 10 MB.
 PIECE_CHARS = 2**16

@@ -11,15 +11,15 @@ from typing import Any
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ContextLengthError, RequestError
 from hiserve.text.conversation import Conversation
-from hiserve.text.encoding_steps import Render, Steps, Wanted, text_steps
-from hiserve.text.fair_threads import FairThreads
-from hiserve.text.helper_pool import HelperPool
-from hiserve.text.prompt_parts import Place, place_after
-from hiserve.text.reply_buffer import Event
-from hiserve.text.reply_tokens import ReplyTokenCache, Splice, chat_steps, with_thoughts
-from hiserve.text.split_points import SplitPoints
-from hiserve.text.template import TOO_SLOW, ChatTemplate
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.helpers.fair_threads import FairThreads
+from hiserve.text.helpers.pool import HelperPool
+from hiserve.text.prompt.parts import Place, place_after
+from hiserve.text.prompt.reply_tokens import ReplyTokenCache, Splice, chat_steps, with_thoughts
+from hiserve.text.prompt.steps import Render, Steps, Wanted, text_steps
+from hiserve.text.reader.buffer import Event
+from hiserve.text.template.chat_template import TOO_SLOW, ChatTemplate
+from hiserve.text.tokens.split_points import SplitPoints
+from hiserve.text.tokens.tokenizer import Tokenizer
 
 # Encoding this many characters takes about 5 ms; longer texts go to a thread.
 INLINE_CHARS = 20_000

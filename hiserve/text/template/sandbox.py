@@ -10,7 +10,7 @@ each rendering has a *budget* and pays from it
 
 Operations that can make a large result from small input (``*``, ``**``, ``replace``, ``join``, padding ...) pay in
 advance; filters that cannot are removed. Each payment also checks the clock, and the work between two payments is
-proportional to the amount paid. ``text.template_comparisons`` pays for comparing, sorting and looking up.
+proportional to the amount paid. ``template.comparisons`` pays for comparing, sorting and looking up.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 
-from hiserve.text.render_budget import BUDGET, ENTRY_CHARS, RenderBudget, budget_of, check_bits, check_width, text_of
-from hiserve.text.template_comparisons import TESTS, check_key, compared, pay_call
-from hiserve.text.template_filters import FILTERS
+from hiserve.text.template.budget import BUDGET, ENTRY_CHARS, RenderBudget, budget_of, check_bits, check_width, text_of
+from hiserve.text.template.comparisons import TESTS, check_key, compared, pay_call
+from hiserve.text.template.filters import FILTERS
 
 BLOCK_CHARS = 8  # cost of a block beside its text
 _PADDING = {"center", "ljust", "rjust", "zfill"}

@@ -10,8 +10,8 @@ import jinja2
 from jinja2.filters import FILTERS as JINJA
 from jinja2.runtime import Context
 
-from hiserve.text.render_budget import ENTRY_CHARS, budget_of, check_width, text_of
-from hiserve.text.template_comparisons import FILTERS as COMPARING
+from hiserve.text.template.budget import ENTRY_CHARS, budget_of, check_width, text_of
+from hiserve.text.template.comparisons import FILTERS as COMPARING
 
 # The result is no larger than the input.
 _BOUNDED = (

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from hiserve.text.formats import NOTHING, Marks, ReplyFormat
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.reader.formats import NOTHING, Marks, ReplyFormat
+from hiserve.text.tokens.tokenizer import Tokenizer
 
 # A mark that is a token of its own stands in the text as a lone surrogate, which no decoded text contains.
 _FIRST_STAND_IN = 0xD800

@@ -13,7 +13,7 @@ import tokenizers
 
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ModelError
-from hiserve.text.convert import convert
+from hiserve.text.tokens.convert import convert
 
 
 class Tokenizer:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable
 from enum import Enum
 from typing import NamedTuple, TypeVar
 
-from hiserve.text.reply_marks import MarkSearch
+from hiserve.text.reader.marks import MarkSearch
 
 SPACE = " \t\r\n"
 BROKEN = "\ufffd"  # the last character of a reply that was cut within its bytes

@@ -13,10 +13,10 @@ import jinja2
 import msgspec
 
 from hiserve.errors import ConfigError, ContextLengthError, ModelError, RequestError
+from hiserve.text.body.json import check_text
 from hiserve.text.conversation import Call, Conversation, Message, Result, Text, Thought, Turn
-from hiserve.text.render_budget import MAX_WORK_CHARS, RenderBudget, RenderBudgetError
-from hiserve.text.request_json import check_text
-from hiserve.text.template_sandbox import BoundedEnvironment
+from hiserve.text.template.budget import MAX_WORK_CHARS, RenderBudget, RenderBudgetError
+from hiserve.text.template.sandbox import BoundedEnvironment
 
 RENDER_S = 5.0
 # Errors that a template may raise for messages it was not written for.

@@ -16,7 +16,7 @@ from jinja2.filters import FILTERS as FILTERS_OF_JINJA
 from jinja2.runtime import Context, LoopContext
 from jinja2.tests import TESTS as _TESTS
 
-from hiserve.text.render_budget import ENTRY_CHARS, RenderBudget, budget_of, text_of
+from hiserve.text.template.budget import ENTRY_CHARS, RenderBudget, budget_of, text_of
 
 TESTS_OF_JINJA: Mapping[str, Any] = _TESTS
 OPERATORS: dict[str, Callable[[Any, Any], Any]] = {

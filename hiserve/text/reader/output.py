@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from hiserve.core.request import FinishReason, SamplingParams
-from hiserve.text.detokenizer import TokenBytes
-from hiserve.text.reply_buffer import Event
+from hiserve.text.reader.buffer import Event
+from hiserve.text.tokens.detokenizer import TokenBytes
 
 
 class TextDelta(NamedTuple):

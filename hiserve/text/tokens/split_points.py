@@ -9,7 +9,7 @@ from itertools import product
 
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ContextLengthError
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.tokens.tokenizer import Tokenizer
 
 # Letters of several scripts: a range of regular expressions, and examples.
 SCRIPTS = {

@@ -12,12 +12,12 @@ import msgspec
 from hiserve.errors import ContextLengthError, HiserveError, RequestError, UnavailableError
 from hiserve.ipc.child import JobProcess
 from hiserve.ipc.codec import Frames
-from hiserve.text.body_parser import Sizes, unpack_slim
+from hiserve.text.body.parser import Sizes, unpack_slim
 from hiserve.text.conversation import Conversation
-from hiserve.text.fair_threads import FairSemaphore
-from hiserve.text.template import TOO_SLOW, ChatTemplate, Sources
+from hiserve.text.helpers.fair_threads import FairSemaphore
+from hiserve.text.template.chat_template import TOO_SLOW, ChatTemplate, Sources
 
-COMMAND = (sys.executable, "-m", "hiserve.text.helper_process")
+COMMAND = (sys.executable, "-m", "hiserve.text.helpers.process")
 NUM_PROCESSES = 2
 # An idle process is ended after this time, which frees its memory.
 IDLE_S = 8.0

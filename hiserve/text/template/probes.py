@@ -9,7 +9,7 @@ import msgspec
 
 from hiserve.errors import RequestError
 from hiserve.text.conversation import Call, Conversation, Result, Text, Thought, Turn
-from hiserve.text.template import ChatTemplate
+from hiserve.text.template.chat_template import ChatTemplate
 
 _PROBE = "hiserve_probe"
 _ID = "123456789"  # nine characters, which one family demands

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from hiserve.core.plan import Int32Array
 from hiserve.text.conversation import Call, Thought, Turn
-from hiserve.text.formats import ReplyFormat
-from hiserve.text.json_values import ANY, JsonValue, as_json
-from hiserve.text.reply_buffer import Event, Kind, called, thought
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.reader.buffer import Event, Kind, called, thought
+from hiserve.text.reader.formats import ReplyFormat
+from hiserve.text.reader.json_values import ANY, JsonValue, as_json
+from hiserve.text.tokens.tokenizer import Tokenizer
 
 MAX_OCCURRENCES = 8
 

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.tokens.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 # Tokens before the newest ones on which a decoder's text for these may depend.

@@ -11,8 +11,8 @@ import numpy as np
 
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ContextLengthError, RequestError
-from hiserve.text.chat_request import join_parts
-from hiserve.text.request_json import bare, check_text
+from hiserve.text.body.chat import join_parts
+from hiserve.text.body.json import bare, check_text
 
 MAX_PROMPTS = 1024
 # Values of a body. Token ids are not counted, and a content in parts counts as one value.

@@ -1,0 +1,1 @@
+"""Request bodies: JSON to typed fields and conversations."""

@@ -1,0 +1,1 @@
+"""Processes and threads that keep long work off the event loop."""

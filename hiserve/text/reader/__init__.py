@@ -1,0 +1,1 @@
+"""The tokens of a reply to its text, thoughts, content and calls."""

@@ -1,0 +1,1 @@
+"""Chat templates: a conversation to one text, in bounded time and memory."""
