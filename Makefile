@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALL := -m pip install --disable-pip-version-check $(PIP_ARGS)
 ARGS ?=
 
-.PHONY: demo test test-long test-clients test-matrix test-gpu mutants mutants-pure check bench bench-gpu docs nano-heads clean
+.PHONY: demo test test-long test-clients test-coding test-matrix test-gpu mutants mutants-pure check bench bench-gpu docs nano-heads clean
 
 $(VENV)/.installed: pyproject.toml
 	@echo "installing hiserve and PyTorch into $(VENV); a first time takes some minutes"
@@ -49,9 +49,19 @@ test-long: $(VENV)/.installed-dev  ## the full products and the soaks
 	touch $@
 
 AGENTS = tests/clients/test_openai_agents.py
-test-clients: .venv-clients/.installed .venv-agents/.installed  ## the clients that are too heavy for CI
-	.venv-clients/bin/python -m pytest -m clients -W default --ignore $(AGENTS)  # litellm warns, and leaves an event loop behind
+CODING = tests/clients/test_coding_agents.py
+CODING_AGENTS = @anthropic-ai/claude-code@2.1.330 @openai/codex@0.169.0 opencode-ai@1.18.33
+
+.npm-clients/.installed: Makefile
+	npm install --prefix .npm-clients --no-audit --no-fund $(CODING_AGENTS)
+	touch $@
+
+test-clients: .venv-clients/.installed .venv-agents/.installed test-coding  ## the clients that are too heavy for CI
+	.venv-clients/bin/python -m pytest -m clients -W default --ignore $(AGENTS) --ignore $(CODING)  # litellm warns, and leaves an event loop behind
 	.venv-agents/bin/python -m pytest -m clients $(AGENTS)
+
+test-coding: $(VENV)/.installed-dev .npm-clients/.installed  ## coding agents, where they reach this server alone; 1.2 GB
+	unshare -rn sh -c 'ip link set lo up && exec "$$@"' sh $(BIN)/python -m pytest -m clients $(CODING)
 
 mutants: $(VENV)/.installed-dev  ## each named rule removed once; its test must fail
 	$(BIN)/python -m tests.mutants.run $(ARGS)
@@ -85,4 +95,4 @@ nano-heads: $(VENV)/.installed-dev  ## trained heads, HEADS/eagle3 and HEADS/mtp
 	$(BIN)/python -m benchmarks.readme
 
 clean:
-	rm -rf $(VENV) .venv-clients .venv-matrix build mutants *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-* .npm-clients build mutants *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
