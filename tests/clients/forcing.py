@@ -21,7 +21,7 @@ from hiserve.commands import serve
 from hiserve.grammar import bounds
 from hiserve.models.model_config import NANO, find_model
 from hiserve.server import conversations
-from hiserve.server.grammar_fields import Constraint
+from hiserve.server.request.grammar_fields import Constraint
 from hiserve.text.abilities import Abilities
 from hiserve.text.conversation import Call, Conversation
 from tests.helpers.checkpoint_folder import folder
