@@ -2,8 +2,7 @@
 
 Starts ``hiserve serve`` on a free port, streams each reply, prints time to first token,
 tokens per second and cached prompt tokens, and stops the server cleanly. The model calls
-a function of this file and answers with its result. It was not trained on tools: a
-grammar holds its call in form.
+a function of this file and answers with its result.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ CHAT = (
     "Yes, that is right.",
     "Thank you, that is all.",
 )
-QUESTION = "One more question: what will the weather be there today?"
-DATE = {"type": "string", "enum": ["today", "tomorrow"]}
-SCHEMA = {"type": "object", "properties": {"date": DATE}, "required": ["date"], "additionalProperties": False}
-GET_WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
+QUESTION = "What is the weather in San Jose on March 9th?"
+PLACE = {"city": {"type": "string", "description": "The city"}, "date": {"type": "string", "description": "The day"}}
+SCHEMA = {"type": "object", "properties": PLACE, "required": ["city", "date"]}
+FUNCTION = {"name": "get_weather", "description": "Get the weather.", "parameters": SCHEMA}
 SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 7, "max_tokens": 96}
 STREAM = {"model": "hiserve-nano", "stream": True, "stream_options": {"include_usage": True}}
 
 
-def get_weather(date: str) -> str:
+def get_weather(city: str, date: str) -> str:
     """The function that the model calls."""
-    return f"The temperature {date} is {81 if date == 'today' else 72} degrees with a 15 percent chance of rain."
+    return json.dumps({"temperature": 71, "chance_of_rain": 15, "city": city, "date": date})
 
 
 def start_server() -> tuple[subprocess.Popen[str], str]:
@@ -94,10 +93,11 @@ def ask(client: httpx.Client, console: Console, messages: list[dict[str, Any]], 
     return reply(client, console, messages, **fields)
 
 
-def agent(client: httpx.Client, console: Console, messages: list[dict[str, Any]]) -> int:
-    """Asks what needs a call, carries the call out and lets the model answer; returns the cached tokens of this step."""
-    fields = {"tools": [GET_WEATHER], "temperature": 0, "parallel_tool_calls": False}
-    ask(client, console, messages, QUESTION, tool_choice="required", **fields)
+def agent(client: httpx.Client, console: Console) -> int:
+    """Asks what needs a call, carries it out and lets the model answer; returns the cached tokens of this step."""
+    messages: list[dict[str, Any]] = []
+    fields = {"tools": [{"type": "function", "function": FUNCTION}], "temperature": 0}
+    ask(client, console, messages, QUESTION, **fields)
     for call in messages[-1]["tool_calls"]:
         result = get_weather(**json.loads(call["function"]["arguments"]))
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
@@ -118,7 +118,7 @@ def main() -> int:
         with httpx.Client(base_url=url, timeout=60.0) as client:
             messages: list[dict[str, Any]] = []
             cached = [ask(client, console, messages, text, **SAMPLING) for text in CHAT]
-            later = [*cached[1:], agent(client, console, messages)]
+            later = [*cached[1:], agent(client, console)]
     finally:
         server.send_signal(signal.SIGTERM)
         status = server.wait(timeout=30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
@@ -13,6 +14,7 @@ from langchain_openai import ChatOpenAI, OpenAI
 from hiserve.models.model_config import NANO
 from tests.e2e.live import Live
 
+PAGE = 16  # tokens, as the server has by default
 QUESTION = "Can you book a table for two tonight?"
 
 
@@ -63,17 +65,23 @@ def test_options_change_the_reply(chat: ChatOpenAI) -> None:
     assert "".join(entry["token"] for entry in entries).startswith(whole)
 
 
-def test_tools_may_be_bound_and_their_answers_sent(chat: ChatOpenAI) -> None:
+def test_a_tool_that_is_bound_is_called_and_its_answer_is_read(chat: ChatOpenAI) -> None:
     @tool
-    def tables(people: int) -> str:
-        """Says which tables are free."""
-        return f"number 4 seats {people}"
+    def get_weather(city: str, date: str) -> str:
+        """Get the weather."""
+        return json.dumps({"temperature": 71, "chance_of_rain": 15, "city": city, "date": date})
 
-    asked = AIMessage("", tool_calls=[{"name": "tables", "args": {"people": 2}, "id": "call_1"}])
-    answered = tables.invoke(asked.tool_calls[0])
-    reply = chat.bind_tools([tables]).invoke([HumanMessage(QUESTION), asked, answered])
-    assert reply.content
-    assert reply.response_metadata["finish_reason"] in ("stop", "length")
+    agent = chat.bind_tools([get_weather]).bind(max_completion_tokens=100)
+    messages: list[Any] = [HumanMessage("What is the weather in San Jose on March 9th?")]
+    asked = agent.invoke(messages)
+    assert isinstance(asked, AIMessage) and asked.response_metadata["finish_reason"] == "tool_calls"
+    (call,) = asked.tool_calls
+    assert (call["name"], call["args"]) == ("get_weather", {"city": "San Jose", "date": "March 9th"})
+    reply = agent.invoke([*messages, asked, get_weather.invoke(call)])
+    assert not reply.tool_calls and "71 degrees" in str(reply.content)
+    assert reply.response_metadata["finish_reason"] == "stop"
+    assert asked.usage_metadata is not None and reply.usage_metadata is not None
+    assert reply.usage_metadata["input_token_details"]["cache_read"] >= asked.usage_metadata["total_tokens"] - PAGE
 
 
 def test_a_text_model_completes(live: Live) -> None:

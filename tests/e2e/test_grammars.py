@@ -46,7 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "head": {"spec": "eagle3", "spec_steps": 2},
     "ahead": {"overlap": 1, "spec": "off"},
     "ahead with drafts": {"overlap": 1, "spec": "eagle3", "spec_steps": 2},
-    "few pages": {"overlap": 0, "spec": "off", "kv_pages": 12},
+    "few pages": {"overlap": 0, "spec": "off", "kv_pages": 11},
     "few pages with drafts": {"overlap": 1, "spec": "ngram", "spec_steps": 3, "kv_pages": 12},
 }
 
@@ -77,7 +77,7 @@ def brute_force(allows: Callable[[list[int], int], bool], prompt: list[int], sam
         with torch.inference_mode():
             logits = model(torch.tensor([tokens])).logits[:, -1]
         allowed = torch.tensor([allows(said, token) for token in range(logits.shape[1])])
-        if said and allowed.nonzero().flatten().tolist() == [END]:
+        if said and allowed.nonzero().flatten().tolist() in ([], [END]):
             return said
         known = torch.tensor([tokens] * 2, dtype=torch.int32)
         batch = rows.gather(np.array([1], dtype=np.int32), torch.tensor([1]), torch.tensor([len(tokens)]), known)

@@ -256,7 +256,8 @@ def test_a_stop_text_ends_the_work_too(engines: dict[str, LLM]) -> None:
     (result,) = llm.generate(TEXTS[0], SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True, stop=("e",)))
     assert result.outputs[0].finish_reason == "stop"
     generated = llm._backend.engine.stats().generated_tokens - before
-    assert generated <= len(result.outputs[0].token_ids) + 1
+    num_drafts = max(llm.settings.spec.tiers)  # that the last step may verify
+    assert generated <= len(result.outputs[0].token_ids) + 1 + num_drafts
 
 
 def test_any_number_of_prompts_is_read_as_there_is_room(llm: LLM) -> None:
