@@ -1,9 +1,10 @@
-"""``hiserve generate``: a batch of prompts from files or standard input, one JSON line out for each."""
+"""``hiserve generate``: a batch of prompts from files or standard input, one JSON line out for each; or OpenAI's batch file."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import sys
 import time
@@ -16,6 +17,7 @@ import msgspec
 
 import hiserve
 from hiserve.commands.progress import progress
+from hiserve.config.flags import flag_of
 from hiserve.config.options import Options, flat
 from hiserve.core.request import SamplingParams
 from hiserve.errors import ConfigError, HiserveError, RequestError
@@ -54,6 +56,15 @@ def add_arguments(parser: argparse.ArgumentParser, add_settings: Callable[[argpa
         "any other file has texts; - is standard input, of objects or texts (default: -). May be given several times.",
     )
     parser.add_argument("--output", metavar="FILE", help="Where the JSON lines go (default: standard output).")
+    parser.add_argument(
+        "--batch",
+        metavar="FILE",
+        help="Instead of prompts, OpenAI's batch file: lines with custom_id, method, url and body. Replies go to --output as they "
+        "end; a second run answers the lines that have none there.",
+    )
+    parser.add_argument(
+        "--errors", metavar="FILE", help="Where lines of --batch go that failed (default: OUTPUT.errors.jsonl)."
+    )
     for name, kind in SAMPLING_FLAGS.items():
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=kind, metavar="N", help=f"{name} of lines that do not say.")
@@ -61,28 +72,43 @@ def add_arguments(parser: argparse.ArgumentParser, add_settings: Callable[[argpa
     add_settings(parser)
 
 
-def run(config: Options, input: list[str] | None, output: str | None, **sampling: Any) -> int:
-    """Generates for every line and writes the results in the same order.
+def run(
+    config: Options,
+    input: list[str] | None,
+    output: str | None,
+    batch: str | None = None,
+    errors: str | None = None,
+    **sampling: Any,
+) -> int:
+    """Generates for every line and writes the results in the same order; those of ``batch`` as they end.
 
     Returns:
         The exit status: 1 when a line was refused or failed; its result has the error.
 
     Raises:
-        ConfigError: A file cannot be read or written, or a sampling flag is out of range.
+        ConfigError: A file cannot be read or written, a sampling flag is out of range, or flags exclude each other.
         HiserveError: The engine cannot be started, or has failed.
     """
+    if batch is not None:
+        others = {"input": input, **sampling}
+        if given := [flag_of(name) for name, value in others.items() if value is not None]:
+            raise ConfigError(f"{given[0]} is not for --batch: its lines say all of that.", param="batch")
+        answered: int = importlib.import_module("hiserve.commands.batch").run(config, batch, output, errors)
+        return answered
+    if errors is not None:
+        raise ConfigError("--errors is for --batch; other results have their errors themselves.", param="errors")
     sources = input or [STDIN]
     has_stdin = STDIN in sources
     lines = [line for source in sources for line in (() if source == STDIN else _read_file(source))]
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(_open_output(output))
         llm = stack.enter_context(hiserve.LLM(**flat(config)))
-        batch = PromptBatch(llm, {name: value for name, value in sampling.items() if value is not None})
+        prompts = PromptBatch(llm, {name: value for name, value in sampling.items() if value is not None})
         begin = stack.enter_context(progress("prompts"))
         advance = begin(None if has_stdin else len(lines))
         num_done, num_tokens, begin_s = 0, 0, time.perf_counter()
         try:
-            for result in batch.run(_with_stdin(lines) if has_stdin else lines):
+            for result in prompts.run(_with_stdin(lines) if has_stdin else lines):
                 out.write(json.dumps(result, ensure_ascii=False) + "\n")
                 out.flush()
                 num_done += 1
@@ -91,7 +117,7 @@ def run(config: Options, input: list[str] | None, output: str | None, **sampling
         except KeyboardInterrupt:
             sys.stderr.write(f"stopped early: {num_done:,} results were written\n")
             raise
-    return int(batch.num_refused > 0)
+    return int(prompts.num_refused > 0)
 
 
 class PromptBatch:
