@@ -28,6 +28,7 @@ COMMANDS = {
     "doctor": ("hiserve.commands.doctor", "Check this machine, one line for each thing that hiserve needs.", True),
     "cache": ("hiserve.commands.cache", "List or delete named host caches and stores that servers left.", True),
     "config": ("hiserve.commands.config", "Print the resolved configuration and its memory plan.", False),
+    "completion": ("hiserve.commands.completion", "Print a script that completes commands in a shell.", True),
 }
 
 
@@ -38,11 +39,11 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}. See hiserve --help.")
 
 
-def make_parser(named: str | None = None) -> argparse.ArgumentParser:
+def make_parser(*named: str) -> argparse.ArgumentParser:
     """Builds the parser; flags, defaults and help of settings come from the fields of ``Options``.
 
     Args:
-        named: The command whose arguments are wanted; only its module is imported.
+        named: The commands whose arguments are wanted; only their modules are imported.
     """
     parser = _Parser(prog="hiserve", description="An LLM serving engine.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"hiserve {__version__}")
@@ -51,7 +52,7 @@ def make_parser(named: str | None = None) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         if not has_arguments:
             _add_settings(command)
-        elif name == named:
+        elif name in named:
             importlib.import_module(module).add_arguments(command, _add_settings)
     return parser
 
@@ -76,7 +77,7 @@ def parse(argv: Sequence[str]) -> tuple[str | None, Options, dict[str, Any]]:
     """
     if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help", "--version"):
         raise ConfigError(f"{argv[0]} stands before the command. Put it behind: hiserve serve {argv[0]} ...")
-    arguments, unknown = make_parser(argv[0] if argv else None).parse_known_args(argv)
+    arguments, unknown = make_parser(*argv[:1]).parse_known_args(argv)
     if unknown:
         raise ConfigError(f"unknown argument {unknown[0]!r}.{_advice(unknown[0])}")
     given = {name: value for name, value in vars(arguments).items() if name != "command"}
@@ -120,6 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command is None:
             make_parser().print_help()
             return 1
+        if command == "completion":
+            extra["parser"] = make_parser(*COMMANDS)
         module = importlib.import_module(COMMANDS[command][0])
         return int(module.run(config, **extra))
     except HiserveError as error:

@@ -92,7 +92,7 @@ def test_only_chat_takes_an_address() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [*(name for name in cli.COMMANDS if name not in ("bench", "cache")), "bench offline"]
+    "command", [*(name for name in cli.COMMANDS if name not in ("bench", "cache", "completion")), "bench offline"]
 )
 def test_flags_are_not_abbreviated(command: str) -> None:
     with pytest.raises(ConfigError, match=r"unknown argument '--max-model'\. Did you mean --max-model-len"):
