@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.live import Live, serve
+from tests.e2e.live import COMMAND, Live, serve
 from tools import settings as settings_page
 
 ROOT = Path(__file__).parents[1]
@@ -61,6 +61,10 @@ class Snippet:
         return self.language == "bash" and self.commands[0].startswith("hiserve serve --spec")
 
     @property
+    def is_batch(self) -> bool:
+        return self.language == "bash" and self.commands[-1].startswith("hiserve generate --batch")
+
+    @property
     def is_request(self) -> bool:
         return self.language == "bash" and self.commands[0].startswith("curl ")
 
@@ -94,10 +98,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 def test_every_snippet_is_executed_or_named_here() -> None:
     known = {"python": [snippet for snippet in SNIPPETS if snippet.language == "python"]}
-    known |= {
-        kind: of(kind)
-        for kind in ("is_serve", "is_serve_with_tiers", "is_serve_with_drafts", "is_request", "is_not_run")
-    }
+    kinds = ("is_serve", "is_serve_with_tiers", "is_serve_with_drafts", "is_batch", "is_request", "is_not_run")
+    known |= {kind: of(kind) for kind in kinds}
     assert sorted(snippet.text for each in known.values() for snippet in each) == sorted(each.text for each in SNIPPETS)
     assert all(known.values()), "the pages show no snippet of some kind"
 
@@ -168,6 +170,26 @@ def test_a_server_that_drafts_starts_and_says_what_was_accepted(tmp_path: Path) 
         usage = httpx.post(f"{live.url}/v1/completions", json=body, timeout=60).json()["usage"]
     assert usage["completion_tokens"] == 16
     assert usage["spec_tokens_details"]["verify_steps"] > 0
+
+
+def test_a_batch_is_answered(tmp_path: Path) -> None:
+    (snippet,) = of("is_batch")
+    command = f'hiserve() {{ {shlex.join(COMMAND)} "$@"; }}\n{snippet.text}'
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.endswith("2 replies added to replies.jsonl\n")
+    replies = [json.loads(line) for line in (tmp_path / "replies.jsonl").read_text().splitlines()]
+    assert {reply["custom_id"] for reply in replies} == {"a", "b"}
+    assert all(reply["response"]["body"]["choices"] for reply in replies)
 
 
 def test_the_request_of_the_readme_goes_to_the_server_of_the_readme() -> None:
