@@ -25,7 +25,7 @@ from hiserve.errors import ConfigError, RequestError, UnavailableError
 from hiserve.launch import prepare
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.engine_handle import EngineHandle
-from hiserve.server.error_responses import Error
+from hiserve.server.http.errors import Error
 
 MAX_BYTES = 2**26  # of the bodies that are answered at once
 TRIES = 10

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import msgspec
 
 from hiserve.errors import ConfigError, HiserveError, RequestError, ResourceError, TooLargeError
-from hiserve.text.request_json import check_text
+from hiserve.text.body.json import check_text
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 MAX_ID_CHARS = 512
