@@ -91,7 +91,7 @@ class TaggedArguments:
                 if is_required:
                     self.not_held.append(f"an argument of the name {name[:100]!r}")
                 continue
-            pair = f"SPACE? {self._key(name)} {self._value({} if each is True else each, name)}"
+            pair = self._argument(name, {} if each is True else each, name)
             parts.append(pair if is_required else f"({pair})?")
         if others is True or isinstance(others, dict):
             parts.append(self._others({} if others is True else others, declared))
@@ -99,27 +99,45 @@ class TaggedArguments:
         return " ".join([*parts, f"SPACE? {end}" if end else ""])
 
     def _can_name(self, name: str) -> bool:
-        marks = (self._syntax.key[1], *self._syntax.closings, *self._syntax.stand_ins.values())
+        marks = (
+            self._syntax.key[1],
+            *self._syntax.closings,
+            *self._syntax.stand_ins.values(),
+            self._syntax.row.key_type,
+        )
         spelled = self._syntax.spell(name)
-        return name == name.strip() != "" and not any(mark in spelled for mark in marks)
+        return name == name.strip() != "" and not any(mark and mark in spelled for mark in marks)
 
-    def _key(self, name: str) -> str:
-        """Returns the expression of the marks and the name before a value."""
-        syntax, literal = self._syntax, self._rules.literal
+    def _argument(self, name: str, schema: Schema, shown: str, terminal: str = "") -> str:
+        """Returns the expression of an argument: the name between its marks, and its value.
+
+        Args:
+            name: Of the argument, if it has one.
+            schema: Of the value.
+            shown: What the argument is called in ``not_held``.
+            terminal: Of its name, if it may have others.
+        """
+        syntax, literal, key_type = self._syntax, self._rules.literal, self._syntax.row.key_type
         lines = "\n" * syntax.row.value_lines
-        if not syntax.value[0]:
-            return literal(syntax.key[0] + name + syntax.key[1] + lines)
-        return f"{literal(syntax.key[0] + name + syntax.key[1])} SPACE? {literal(syntax.value[0] + lines)}"
+        after = f"SPACE? {literal(syntax.value[0] + lines)}" if syntax.value[0] else ""
+        ends = syntax.key[1] if after else syntax.key[1] + lines
+
+        def key(end: str) -> str:
+            if terminal:
+                return f"SPACE? {literal(syntax.key[0])} {terminal} {literal(end + ends)} {after}"
+            return f"SPACE? {literal(syntax.key[0] + name + end + ends)} {after}"
+
+        if not key_type:
+            return f"{key('')} {self._value(schema, shown)}"
+        text, other = self._parts(schema, shown)
+        parts = [f"{key(f'{key_type}{kind}')} {each}" for kind, each in (("true", text), ("false", other)) if each]
+        return f"({' | '.join(parts)})"
 
     def _others(self, schema: Schema, declared: Iterable[str]) -> str:
         """Returns the expression of any number of arguments that are not declared."""
-        syntax, literal = self._syntax, self._rules.literal
         named = "|".join(map(escaped, declared))
         name = self._rules.terminal(r"/[^\s<>\"={}\[\]]{1,64}/" + (f" & ~/{named}/" if named else ""))
-        lines = "\n" * syntax.row.value_lines
-        after = f"SPACE? {literal(syntax.value[0] + lines)}" if syntax.value[0] else literal(lines)
-        value = self._value(schema, "others")
-        return f"(SPACE? {literal(syntax.key[0])} {name} {literal(syntax.key[1])} {after} {value})*"
+        return f"({self._argument('', schema, 'others', name)})*"
 
     def _value(self, schema: Schema, name: str) -> str:
         """Returns the expression of one value and the mark after it."""
@@ -148,6 +166,21 @@ class TaggedArguments:
             return value
         quoted = self._json(rest[0] if len(rest) == 1 else {"anyOf": rest}, name)
         return f"({value} | {quoted} {self._rules.literal(self._close)})"
+
+    def _parts(self, schema: Schema, name: str) -> tuple[str, str]:
+        """Returns the expressions of a text, and of another value, each with the mark after it; empty where there is none."""
+        if "string" not in self._reader.types(schema):
+            return "", self._value(schema, name)
+        each = self._alternatives(schema)
+        texts = [self._counted(self._body(part, name)) for part in each if "string" in self._reader.types(part)]
+        rest = [
+            {**_without_texts(part), "type": sorted(kinds)}
+            for part in each
+            if (kinds := self._reader.types(part) - {"string"})
+        ]
+        other = self._json(rest[0] if len(rest) == 1 else {"anyOf": rest}, name) if rest else ""
+        text = self._closed(self._rules.terminal(f"/{'|'.join(f'({body})' for body in texts)}/")) if texts else ""
+        return text, f"{other} {self._rules.literal(self._close)}" if other else ""
 
     def _closed(self, expression: str) -> str:
         """Returns the expression of a text and the first closing mark after it."""

@@ -59,7 +59,7 @@ def tools(abilities: Abilities, chat: Conversation) -> ToolGrammar | None:
     if not called or not (choice.is_required or choice.names is not None or choice.strict):
         return None
     syntax = abilities.syntax
-    if syntax is None or not syntax.row.has_calls or syntax.row.key_type or not abilities.template.tools:
+    if syntax is None or not syntax.row.has_calls or not abilities.template.tools:
         if not choice.is_required:
             return None
         fact = "the form of this model's calls is not known. Name it at start (--reply-format)"

@@ -30,8 +30,9 @@ from tests.helpers.tool_grammars import PARAMETERS, abilities_of, allowed_by, dr
 HI = {"role": "user", "content": "Hi"}
 FUNCTIONS = ("look", "ns__find-it.v2")
 CHOICES = [ToolChoice(True), ToolChoice(True, ("look",)), ToolChoice(False, ("look",)), ToolChoice()]
-HELD = [name for name in NAMES if not BY_NAME[name].key_type]
+HELD = NAMES
 TAGGED = [name for name in HELD if BY_NAME[name].arguments == "tagged"]
+UNTYPED = [name for name in TAGGED if not BY_NAME[name].key_type]  # the text of a value tells its type
 
 
 def tool(name: str = "look", parameters: Any = None, **fields: Any) -> dict[str, Any]:
@@ -180,7 +181,7 @@ SCHEMAS: list[tuple[dict[str, Any], list[str], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize("name", UNTYPED)
 @pytest.mark.parametrize(("schema", "good", "bad"), SCHEMAS, ids=str)
 def test_values_without_quotes_are_of_their_schema(
     name: str, schema: dict[str, Any], good: list[str], bad: list[str]
@@ -199,8 +200,27 @@ def around(name: str) -> tuple[str, str]:
     """The texts before and after the one argument of a call."""
     row = BY_NAME[name]
     lines = "\n" * row.value_lines
-    head = f"{row.section[0]}{row.call[0]}look{row.name_ends[0]}{row.key[0]}v{row.key[1]}{row.value[0]}{lines}"
+    key = f"{row.key[0]}v{row.key_type and row.key_type + 'true'}{row.key[1]}"
+    head = f"{row.section[0]}{row.call[0]}look{row.name_ends[0]}{key}{row.value[0]}{lines}"
     return head, f"{lines}{row.value[1]}{row.end}{row.call[1]}{row.section[1]}"
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "string"}, {"type": "integer"}, {"anyOf": [{"enum": ["5"]}, {"type": "integer"}]}], ids=str
+)
+@pytest.mark.parametrize("by_token", [False, True])
+def test_a_value_whose_mark_tells_its_type_is_of_it(by_token: bool, schema: dict[str, Any]) -> None:
+    given = [tool("look", {"type": "object", "properties": {"v": schema}, "required": ["v"]})]
+    made, (head, tail) = made_of("deepseek_v32", *given, by_token=by_token), around("deepseek_v32")
+    for is_text in (True, False):
+        text = (head if is_text else head.replace('"true"', '"false"')) + "5" + tail
+        said = tokenizer_of("deepseek_v32", by_token=by_token).encode(text, add_special_tokens=False).tolist()
+        events = read_back("deepseek_v32", said, given, by_token=by_token, sizes=[], is_single=True)
+        ((_, _, arguments),) = called(events).values()
+        value = json.loads(arguments)["v"]
+        assert value == ("5" if is_text else 5)
+        is_valid = jsonschema.Draft202012Validator(schema).is_valid(value)
+        assert takes("deepseek_v32", made, text, by_token=by_token) is is_valid, text
 
 
 @pytest.mark.parametrize("schema", [{"type": "string"}, {}], ids=str)
@@ -280,7 +300,7 @@ def test_each_mark_that_is_a_token_is_spelled_by_it() -> None:
     assert len(set(re.findall(r"<\[\d+\]>", text))) == 5
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", "harmony"])
+@pytest.mark.parametrize("name", ["harmony"])
 def test_no_call_is_required_of_a_format_without_a_grammar(name: str) -> None:
     made = abilities_of(name, by_token=False)
     with pytest.raises(RequestError, match="form of this model's calls is not known"):
