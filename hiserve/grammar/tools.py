@@ -15,6 +15,7 @@ from hiserve.text.abilities import Abilities
 from hiserve.text.conversation import Conversation
 from hiserve.text.reader.calls import NAME
 from hiserve.text.reader.marks import ReplySyntax
+from hiserve.text.reader.messages import FUNCTION, THOUGHTS
 
 Function = Mapping[str, Any]
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -59,7 +60,7 @@ def tools(abilities: Abilities, chat: Conversation) -> ToolGrammar | None:
     if not called or not (choice.is_required or choice.names is not None or choice.strict):
         return None
     syntax = abilities.syntax
-    if syntax is None or not syntax.row.has_calls or not abilities.template.tools:
+    if syntax is None or not has_grammar(syntax) or not abilities.template.tools:
         if not choice.is_required:
             return None
         fact = "the form of this model's calls is not known. Name it at start (--reply-format)"
@@ -83,6 +84,12 @@ def tools(abilities: Abilities, chat: Conversation) -> ToolGrammar | None:
     return ToolGrammar(Grammar.of("lark", text), field, "" if choice.is_required else made.mark, made.not_held)
 
 
+def has_grammar(syntax: ReplySyntax) -> bool:
+    """Whether calls of this form can be required; those that are messages need headers that no text can spell."""
+    row = syntax.row
+    return row.has_calls or all(map(syntax.is_token, syntax.pair(row.header)))
+
+
 class _Calls:
     """Rules of the calls of some functions.
 
@@ -97,7 +104,8 @@ class _Calls:
         self._row = syntax.row
         self._rules = Rules(syntax.stand_ins)
         self._names: list[str] = []
-        self.mark = syntax.row.section[0] or syntax.row.call[0]
+        row = syntax.row
+        self.mark = row.header[0] + FUNCTION if row.header[0] else row.section[0] or row.call[0]
         self.not_held: list[str] = []
 
     def add(self, function: Function, where: str) -> None:
@@ -139,6 +147,9 @@ class _Calls:
     def _head(self, name: str) -> str:
         """The text of a call between its opening mark and its arguments."""
         row, syntax, literal = self._row, self._syntax, self._rules.literal
+        if row.header[0]:
+            (constrain,) = row.header_marks
+            return literal(syntax.spell(f"{row.header[0]}{FUNCTION}{name} {constrain}json{row.header[1]}"))
         if not row.name_ends:
             first, second = row.fields
             return literal(f'{{"{first}": {json.dumps(name, ensure_ascii=False)}, "{second}": ')
@@ -159,6 +170,8 @@ class _Calls:
     def _tail(self) -> str:
         """The text between the arguments of a call and its closing mark."""
         row, literal = self._row, self._rules.literal
+        if row.header[0]:
+            return literal(self._syntax.spell(row.message_ends[1]))
         if row.name_ends:
             return literal(row.fence[1])
         given_id = f'(", \\"id\\": \\"" /[a-zA-Z0-9]{{{row.id_length}}}/ "\\"")? ' if row.id_length else ""
@@ -179,8 +192,19 @@ class _Calls:
             return syntax.call[0], f'" "? "[" {name} {others} "]"'
         return syntax.call[0], f"{name} {'' if is_single else f'(/; ?/ {name})*'}" if row.is_bare else call
 
+    def _messages(self, channels: str) -> tuple[str, str, str]:
+        """Returns the expressions of a message on some channels, of what is between two messages, and of the one call."""
+        row, rules = self._row, self._rules
+        channel, message, end = map(self._syntax.spell, (*row.header, row.message_ends[0]))
+        start = self._syntax.spell(row.header_starts[0])
+        said = rules.rule(f"{rules.literal(channel)} /{channels}/ {rules.literal(message)} /(?s:.+)/?")
+        return said, rules.literal(f"{end}{start}assistant"), rules.rule(" | ".join(self._names))
+
     def required(self, *, is_single: bool) -> str:
         """Returns the grammar of replies that are calls and nothing else."""
+        if self._row.header[0]:
+            thought, following, call = self._messages(THOUGHTS)
+            return self._rules.text(f"({thought} {following})? {call}")
         mark, group = self._groups(is_single=is_single)
         is_bare, num_lines = self._row.is_bare, self._row.call_lines
         opening = self._rules.literal(mark)
@@ -191,6 +215,10 @@ class _Calls:
 
     def among_text(self, *, is_single: bool) -> str:
         """Returns the grammar of replies of any text and calls."""
+        if self._row.header[0]:
+            said, following, call = self._messages(r"[a-z]+( json)?")
+            text = self._rules.terminal("/(?s:.+)/")
+            return self._rules.text(f"{call} | ({said} | {text})? ({following} {said})* ({following} {call})?")
         mark, group = self._groups(is_single=is_single)
         syntax, rules, group = self._syntax, self._rules, self._rules.rule(group)
         # A reply that begins so has a thought, or a call, that no rule is for.

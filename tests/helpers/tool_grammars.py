@@ -20,10 +20,18 @@ NUM_DRAWN = 600
 Schema = dict[str, Any]
 
 
+def end_of(name: str) -> int:
+    """The token that ends a reply; where that of the tiny tokenizer ends a message, another."""
+    if not BY_NAME[name].header[0]:
+        return tiny_text.END
+    (end,) = tokenizer_of(name, by_token=True).encode("<|return|>", add_special_tokens=False).tolist()
+    return int(end)
+
+
 @cache
 def vocabulary_of(name: str, *, by_token: bool) -> Vocabulary:
     tokenizer = tokenizer_of(name, by_token=by_token)
-    return Vocabulary(tokenizer.description, len(tokenizer.vocab), [tiny_text.END])
+    return Vocabulary(tokenizer.description, len(tokenizer.vocab), [end_of(name)])
 
 
 @cache
@@ -48,16 +56,17 @@ def drawn(name: str, start: Matcher, seed: int, *, by_token: bool, lead: str = "
     said: list[int] = tokenizer.encode(lead, add_special_tokens=False).tolist()
     assert matcher.advance(said) is None and not matcher.error
     marks = [mark[:size] for mark in marks_of(BY_NAME[name]) for size in range(1, len(mark) + 1)]
-    closing, haste = {*'"}]<|', *marks}, rng.choice([1, 4, 30])
+    end, haste = end_of(name), rng.choice([1, 4, 30])
+    closing = {*'"}]<|', *marks, tokenizer.decode([end], skip_hidden=False)}
     while len(said) < NUM_DRAWN:
         allowed = allowed_by(matcher, len(tokenizer.vocab))
         weight = haste * (1 + len(said) // 40)
         spelled = [tokenizer.decode([token], skip_hidden=False) for token in allowed]
-        said += rng.choices(allowed, [weight if text in closing or text == "<|end|>" else 1 for text in spelled])
+        said += rng.choices(allowed, [weight if text in closing else 1 for text in spelled])
         is_over = matcher.advance(said[-1:]) is not None
         assert not matcher.error, matcher.error
         if is_over:
-            return said if said[-1] == tiny_text.END else [*said, tiny_text.END]
+            return said if said[-1] == end else [*said, end]
     return None
 
 

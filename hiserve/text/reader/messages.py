@@ -10,6 +10,8 @@ from hiserve.text.reader.calls import MAX_HEAD, NAME
 from hiserve.text.reader.marks import MarkSearch, ReplySyntax
 
 THOUGHTS = "analysis"
+FUNCTIONS = "functions."
+FUNCTION = f"commentary to={FUNCTIONS}"  # and its name, in the header of a call as models write it
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"\s*(\w*)")
 
@@ -87,7 +89,7 @@ class MessageReader:
             channel = _CHANNEL.match(head.partition(syntax.row.header[0])[2])
             buffer.drop(found.end())
             return Kind.THOUGHT if channel is not None and channel[1] == THOUGHTS else Kind.CONTENT
-        name = recipient[1].removeprefix("functions.")
+        name = recipient[1].removeprefix(FUNCTIONS)
         if self._call_id is not None and NAME.fullmatch(name):
             buffer.emit(Kind.CALL, found.end(), name, self._call_id())
             return Kind.ARGUMENTS

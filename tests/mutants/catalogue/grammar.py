@@ -113,3 +113,7 @@ with tagged.TaggedArguments._alternatives, test_tools.test_a_keyword_of_another_
     "keywords of a value have any type"
     _check_shapes(found)
     None
+with tagged.TaggedArguments._parts, test_tools.test_a_value_whose_mark_tells_its_type_is_of_it:
+    "INV 76: a text stands where its mark says that it is none"
+    self._reader.types(part) - {"string"}
+    self._reader.types(part)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import product
 from typing import Any
 
 import jsonschema
@@ -25,12 +26,13 @@ from hiserve.text.template.chat_template import ChatTemplate
 from tests.helpers import tiny_text
 from tests.helpers.chats import chat_of
 from tests.helpers.reply_formats import NAMES, SIZES, TEMPLATES, marks_of, read, token_bytes, tokenizer_of
-from tests.helpers.tool_grammars import PARAMETERS, abilities_of, allowed_by, drawn, vocabulary_of
+from tests.helpers.tool_grammars import PARAMETERS, abilities_of, allowed_by, drawn, end_of, vocabulary_of
 
 HI = {"role": "user", "content": "Hi"}
 FUNCTIONS = ("look", "ns__find-it.v2")
 CHOICES = [ToolChoice(True), ToolChoice(True, ("look",)), ToolChoice(False, ("look",)), ToolChoice()]
 HELD = NAMES
+SAID = "<|channel|>commentary<|message|>"
 TAGGED = [name for name in HELD if BY_NAME[name].arguments == "tagged"]
 UNTYPED = [name for name in TAGGED if not BY_NAME[name].key_type]  # the text of a value tells its type
 
@@ -58,7 +60,7 @@ def takes(name: str, made: ToolGrammar, text: str, *, by_token: bool = True) -> 
             return False
         if matcher.advance([token]) is not None:
             return index == len(said) - 1
-    return tiny_text.END in allowed_by(matcher, len(tokenizer.vocab))
+    return end_of(name) in allowed_by(matcher, len(tokenizer.vocab))
 
 
 def read_back(
@@ -72,8 +74,7 @@ def read_back(
     return read(reader, said, sizes, FinishReason.STOP)[0]
 
 
-@pytest.mark.parametrize("by_token", [False, True])
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize(("name", "by_token"), [*product(HELD, [False, True]), ("harmony", True)])
 @given(data=st.data())
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_a_reply_of_the_grammar_reads_back_as_valid_calls(name: str, by_token: bool, data: st.DataObject) -> None:
@@ -89,7 +90,8 @@ def test_a_reply_of_the_grammar_reads_back_as_valid_calls(name: str, by_token: b
             raise
         event(f"refused: {error.message[-60:]}")
         return
-    lead = data.draw(st.sampled_from(["", "a b\n" + made.mark, made.mark]), "lead") if made.mark else ""
+    before = f"{SAID}a b<|end|><|start|>assistant" if name == "harmony" else "a b\n"
+    lead = data.draw(st.sampled_from(["", before + made.mark, made.mark]), "lead") if made.mark else ""
     said = drawn(name, start, data.draw(st.integers(0, 2**32), "seed"), by_token=by_token, lead=lead)
     if said is None:
         event("too long")
@@ -221,6 +223,7 @@ def test_a_value_whose_mark_tells_its_type_is_of_it(by_token: bool, schema: dict
         assert value == ("5" if is_text else 5)
         is_valid = jsonschema.Draft202012Validator(schema).is_valid(value)
         assert takes("deepseek_v32", made, text, by_token=by_token) is is_valid, text
+    assert not takes("deepseek_v32", made, head.replace('"true"', '"false"') + '"5"' + tail, by_token=by_token)
 
 
 @pytest.mark.parametrize("schema", [{"type": "string"}, {}], ids=str)
@@ -300,8 +303,30 @@ def test_each_mark_that_is_a_token_is_spelled_by_it() -> None:
     assert len(set(re.findall(r"<\[\d+\]>", text))) == 5
 
 
-@pytest.mark.parametrize("name", ["harmony"])
-def test_no_call_is_required_of_a_format_without_a_grammar(name: str) -> None:
+@pytest.mark.parametrize("thought", ["", "<|channel|>analysis<|message|>so: {}<|end|><|start|>assistant"])
+def test_a_call_that_is_a_message_follows_a_thought_and_ends_the_reply(thought: str) -> None:
+    given = [tool("look", {"type": "object", "properties": {"text": {"type": "string"}}}, strict=True), tool("rest")]
+    template, user = ChatTemplate((TEMPLATES / "harmony.jinja").read_text()), {"role": "user", "content": "Hi"}
+    call = {"type": "function", "function": {"name": "look", "arguments": {"text": "a"}}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    whole = template.render(chat_of([user, message], add_generation_prompt=False))
+    reply = thought + whole.removeprefix(template.render(chat_of([user])))
+    required, named, free = (
+        made_of("harmony", *given, choice=each) for each in (CHOICES[0], ToolChoice(True, ("rest",)), ToolChoice())
+    )
+    assert takes("harmony", required, reply) and takes("harmony", free, reply)
+    assert not takes("harmony", required, reply + "<|start|>assistant" + reply)
+    assert not takes("harmony", named, reply) and takes(
+        "harmony", named, reply.replace("look", "rest").replace('"text": "a"', "")
+    )
+    for text in ("Yes.", f"{SAID}Let me look.", thought + "<|channel|>final<|message|>Yes."):
+        assert takes("harmony", free, text) and not takes("harmony", required, text)
+    assert not takes("harmony", free, reply.replace('"a"', "5"))
+    assert takes("harmony", free, f"{SAID}Let me look.<|end|><|start|>assistant{reply}")
+
+
+def test_no_call_is_required_of_messages_whose_headers_are_text() -> None:
+    name = "harmony"
     made = abilities_of(name, by_token=False)
     with pytest.raises(RequestError, match="form of this model's calls is not known"):
         tools(made, chat_of([HI], tools=[tool()], choice=ToolChoice(True)))
