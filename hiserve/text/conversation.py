@@ -17,6 +17,8 @@ Role = Literal["system", "user", "assistant", "tool"]
 SHOWN_FIRST = ("name", "description", "parameters")
 NOT_SHOWN = frozenset({"strict"})  # how calls are constrained
 
+ERROR = "Error: "  # before the result of a failed call, where the template does not show that it failed
+
 
 class Text(msgspec.Struct, frozen=True, tag="text"):
     """Words of a turn."""
@@ -48,10 +50,11 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
 
 
 class Result(msgspec.Struct, frozen=True, tag="result"):
-    """The result of the call of this id."""
+    """The result of the call of this id, which may have failed."""
 
     id: str | None
     text: str
+    is_error: bool = False
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -79,8 +82,9 @@ class Turn(msgspec.Struct, frozen=True):
         for part in self.parts:
             if isinstance(part, Thought):
                 made["reasoning_content"] = made.get("reasoning_content", "") + part.text
-            elif isinstance(part, Result) and part.id is not None:
-                made["tool_call_id"] = part.id
+            elif isinstance(part, Result):
+                made |= {} if part.id is None else {"tool_call_id": part.id}
+                made |= {"is_error": True} if part.is_error else {}
             elif isinstance(part, Call):
                 call = {"type": "function", "function": {"name": part.name, "arguments": part.value}}
                 made.setdefault("tool_calls", []).append(call if part.id is None else call | {"id": part.id})
@@ -148,6 +152,21 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
                 assert isinstance(last, Text | Result), f"a turn of the {turns[-1].role} ends with a call"
                 ended = msgspec.structs.replace(last, text=f"{last.text}\n\n{reminder}")
                 turns[-1] = msgspec.structs.replace(turns[-1], parts=(*parts, ended))
+        return msgspec.structs.replace(self, turns=tuple(turns))
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether a call has failed."""
+        return any(isinstance(part, Result) and part.is_error for turn in self.turns for part in turn.parts)
+
+    def with_errors_as_text(self) -> Conversation:
+        """Returns the conversation with ``ERROR`` before the text of each failed call."""
+
+        def told(part: Any) -> Any:
+            is_error = isinstance(part, Result) and part.is_error
+            return msgspec.structs.replace(part, text=ERROR + part.text) if is_error else part
+
+        turns = [msgspec.structs.replace(turn, parts=tuple(map(told, turn.parts))) for turn in self.turns]
         return msgspec.structs.replace(self, turns=tuple(turns))
 
     @property

@@ -169,7 +169,7 @@ def _result(block: ToolResultBlock, where: str) -> Result:
     text = given if isinstance(given, str) else "".join([part.text for part in given if isinstance(part, TextBlock)])
     check_text(block.tool_use_id, f"{where}.tool_use_id")
     check_text(text, f"{where}.content")
-    return Result(block.tool_use_id, text)
+    return Result(block.tool_use_id, text, bool(block.is_error))
 
 
 def _tools(fields: MessagesFields, ignored: Counter[str]) -> list[dict[str, Any]] | None:

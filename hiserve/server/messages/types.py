@@ -65,7 +65,7 @@ ResultBlocks = Annotated[list[TextBlock | ToolReferenceBlock], Meta(max_length=M
 
 
 class ToolResultBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_result"):
-    """The result of a call. The model is not told ``is_error``: its text says so."""
+    """The result of a call. Where the chat template has no place for ``is_error``, the model reads ``Error: `` before it."""
 
     tool_use_id: Key
     content: str | ResultBlocks | None = None

@@ -34,6 +34,7 @@ TOO_SLOW = "template_too_slow"
 # Marks the end of a message that is to be continued: a private-use character, removed again.
 _END = "\ue002"
 _PROBE = "hiserve_probe"
+_TOOL = {"type": "function", "function": {"name": _PROBE, "description": _PROBE, "parameters": {}}}
 # Names that families have for the thought of a message.
 THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
@@ -133,6 +134,8 @@ class ChatTemplate:
         self._check_names(chat.template_kwargs)
         if chat.has_later_system and not self.shows_later_system:
             chat = chat.with_reminders()
+        if chat.has_errors and not self.shows_errors:
+            chat = chat.with_errors_as_text()
         text = self._text(chat, max_chars, RenderBudget(max_s, max_work))
         if chat.continue_final_message:
             text, end, _ = text.rpartition(_END)
@@ -167,8 +170,7 @@ class ChatTemplate:
     @cached_property
     def shows_tools(self) -> bool:
         """Whether tools of a request reach the prompt; True where the template refuses a plain conversation."""
-        tool = {"type": "function", "function": {"name": _PROBE, "description": _PROBE, "parameters": {}}}
-        chat = Conversation(turns=(Turn("user", (Text("Hi"),)),), tools=[tool])
+        chat = Conversation(turns=(Turn("user", (Text("Hi"),)),), tools=[_TOOL])
         try:
             return _PROBE in self.render(chat)
         except RequestError:
@@ -188,6 +190,20 @@ class ChatTemplate:
                 except RequestError:
                     continue
         return THOUGHT_FIELDS[0]
+
+    @cached_property
+    def shows_errors(self) -> bool:
+        """Whether the result of a failed call differs from another with its text."""
+        turns = Turn("user", (Text("Hi"),)), Turn("assistant", (Text(""), Call("123456789", "look", "{}")))
+
+        def text(*, is_error: bool) -> str:
+            result = Turn("tool", (Result("123456789", "found", is_error),))
+            return self._text(Conversation(turns=(*turns, result), tools=[_TOOL]), None, RenderBudget(RENDER_S))
+
+        try:
+            return text(is_error=True) != text(is_error=False)
+        except RequestError:
+            return False
 
     @cached_property
     def shows_later_system(self) -> bool:

@@ -7,6 +7,7 @@ from hiserve.text.reader import json_values, output
 from hiserve.text.reader import marks as reply_marks
 from hiserve.text.reader import messages as message_reader
 from hiserve.text.template import budget as render_budget
+from hiserve.text.template import chat_template
 from hiserve.text.template import comparisons as template_comparisons
 from hiserve.text.tokens import convert, detokenizer, split_points
 from tests.unit.text import (
@@ -15,6 +16,7 @@ from tests.unit.text import (
     test_output,
     test_reader,
     test_split_points,
+    test_template,
     test_template_sandbox,
     test_tokenizer,
 )
@@ -99,3 +101,7 @@ with json_values.OpenString.is_open, test_reader.test_a_closing_mark_within_a_st
     "a mark within a string of JSON ends a tagged value"
     not self._is_over and self._value.is_in_string
     False
+with chat_template.ChatTemplate.render, test_template.test_a_call_that_failed_is_told_to_the_model_once:
+    "the model is told twice that a call failed"
+    chat.has_errors and not self.shows_errors
+    chat.has_errors

@@ -74,6 +74,12 @@ def test_results_are_turns_of_the_tool_in_their_order() -> None:
     ]
 
 
+@pytest.mark.parametrize("is_error", [True, False, None])
+def test_a_result_says_whether_its_call_failed(is_error: bool | None) -> None:
+    given = {"role": "user", "content": [result("gone") | {"is_error": is_error}]}
+    assert turns(HI, given)[1] == Turn("tool", (Result("1", "gone", bool(is_error)),))
+
+
 def test_an_assistant_has_thought_said_and_called() -> None:
     thinking = {"type": "thinking", "thinking": "shown", "signature": SEALS.seal("so")}
     hidden = {"type": "redacted_thinking", "data": SEALS.seal(" it is")}

@@ -13,7 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from hiserve.errors import ConfigError, ContextLengthError, ModelError, RequestError
 from hiserve.models.model_config import find_model
-from hiserve.text.conversation import Conversation
+from hiserve.text.conversation import Call, Conversation, Result, Text, Turn
 from hiserve.text.template.chat_template import ChatTemplate
 from tests.helpers import chats, tiny_text
 
@@ -322,3 +322,29 @@ def test_a_later_system_turn_keeps_its_place(source: str) -> None:
     assert ("<system-reminder>\nlater\n</system-reminder>" in shown[-1]) == (source != tiny_text.TEMPLATE)
     first = template.render(chat_of(*({"role": role, "content": text} for role, text in turns[:2])))
     assert "reminder" not in first
+
+
+MARKING = "{% for m in messages %}{{ m.role }}:{{ '[failed] ' if m.is_error }}{{ m.content }}|{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "failed"),
+    [
+        (NANO, "<|tool|>Error: gone<|end|>"),
+        (ChatTemplate(HOISTING), "tool:Error: gone|"),
+        (ChatTemplate(MARKING), "tool:[failed] gone|"),
+        (ChatTemplate(HOISTING, tool_source=MARKING), "tool:[failed] gone|"),
+    ],
+)
+def test_a_call_that_failed_is_told_to_the_model_once(template: ChatTemplate, failed: str) -> None:
+    """By the template, or else by a word before the result; a call that did not fail is as it was."""
+
+    def shown(*, is_error: bool) -> str:
+        asked = Turn("user", (Text("Where?"),)), Turn("assistant", (Text(""), Call("123456789", "find", "{}")))
+        told = Turn("tool", (Result("123456789", "gone", is_error),))
+        again = Turn("tool", (Result("123456789", "here"),))
+        return template.render(Conversation(turns=(*asked, told, again), tools=[TOOL]))
+
+    assert shown(is_error=True).count(failed) == 1
+    word = "[failed] " if "failed" in failed else "Error: "
+    assert shown(is_error=False) == shown(is_error=True).replace(word, "")
