@@ -225,8 +225,8 @@ class Engine:
         if not self._wait_for_load():
             plan = self._planner.plan()
             if plan is not None:
+                self._timer.begin(plan)  # on CPU the step may run inside ``submit``
                 self._in_flight.append((plan, self._executor.submit(plan)))
-                self._timer.begin(plan)
                 if plan.awaits_masks:
                     self._draw(plan)
             elif not self._in_flight and self._planner.has_work:
@@ -258,8 +258,8 @@ class Engine:
         masks, failed = self._planner.grammars.masks(plan, self._executor.drafts, self._executor.lend_masks)
         for row, error in failed.items():
             self._planner.fail(row, error)
-        self._executor.draw(masks)
         self._planner.grammars.mask_s += time.monotonic() - begin_s
+        self._executor.draw(masks)
 
     def _commit(self) -> None:
         """Waits for the oldest step in flight, and for the loads that it read."""

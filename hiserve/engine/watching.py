@@ -86,7 +86,7 @@ def _facts(rows: RowState, row: int, *, is_loading: bool) -> RowFacts:
         uid=request.uid,
         state="load" if is_loading else "decode" if is_decoding else "prefill",
         num_prompt=request.num_prompt,
-        num_cached=0 if request.cached is None else request.cached.num_tokens,
+        num_cached=None if request.cached is None else request.cached.num_tokens,
         source=SOURCES[int(rows.source[row])],
         num_computed=int(rows.settled[row]),
         num_generated=known - request.num_prompt,

@@ -18,7 +18,7 @@ class RowFacts(msgspec.Struct, frozen=True):
     uid: int  # of its request
     state: Literal["load", "prefill", "decode"]
     num_prompt: int  # tokens
-    num_cached: int  # prompt tokens that were not computed when it got its row
+    num_cached: int | None  # prompt tokens that were not computed; None once it was preempted
     source: str  # the tier that gave most of them; one of ``core.usage.SOURCES``
     num_computed: int  # tokens computed by steps that have ended
     num_generated: int  # tokens

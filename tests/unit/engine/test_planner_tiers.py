@@ -123,7 +123,7 @@ def test_a_row_that_waits_for_its_load_starts_when_nobody_else_runs_and_only_whe
         assert plan is not None
         (load,) = [copy for copy in plan.copies if copy.kind is CopyKind.LOAD]
         assert (plan.rows.size, plan.waits) == ((1, (load.op,)) if overlaps else (0, ()))
-        engine._in_flight.append(executor.submit(plan))
+        engine._in_flight.append((plan, executor.submit(plan)))
         engine._timer.begin(plan)
         said, used = run(engine)
         assert said == {9: oracle(prompt(21, seed=1), 1)}
@@ -162,7 +162,7 @@ def test_a_row_starts_behind_its_load_only_with_pages_for_its_step(monkeypatch: 
         plan = planner.plan()
     assert plan is not None
     assert (plan.rows.size, plan.waits) == (0, ())
-    engine._in_flight.append(executor.submit(plan))
+    engine._in_flight.append((plan, executor.submit(plan)))
     engine._timer.begin(plan)
     said, _ = run(engine)
     assert said == {9: oracle(prompt(21, seed=1), 1)}
@@ -184,7 +184,7 @@ def test_rows_start_in_the_order_of_their_loads_not_with_the_last_of_them() -> N
         if started == 1:
             first, second = [copy.op for copy in plan.copies if copy.kind is CopyKind.LOAD]
         assert (plan.rows.size, plan.waits) == (1, (first if started == 1 else second,))
-        engine._in_flight.append(executor.submit(plan))
+        engine._in_flight.append((plan, executor.submit(plan)))
         engine._timer.begin(plan)
     said, used = run(engine)
     assert said == {uid: oracle(prompt(21, seed=uid - 7), 1) for uid in (8, 9)}
@@ -238,7 +238,7 @@ def test_a_request_with_more_to_load_waits_while_too_many_loads_are_under_way(mo
     assert plan is not None
     assert [copy.kind for copy in plan.copies] == [CopyKind.LOAD]
     assert len(plan.admit) == 1
-    engine._in_flight.append(engine._executor.submit(plan))
+    engine._in_flight.append((plan, engine._executor.submit(plan)))
     engine._timer.begin(plan)
     said, used = run(engine)
     assert said == {uid: oracle(prompt(21, seed), 1) for uid, seed in ((8, 1), (9, 2))}
