@@ -110,9 +110,14 @@ TABLE = {
 async def test_the_next_step_of_an_agent_computes_what_is_new_and_two_pages_at_most(
     client: openai.AsyncOpenAI,
 ) -> None:
-    """The embedded model is not trained on calls: now and then it puts other white space around one than its template."""
-    fields: dict[str, Any] = {"model": NANO, "tools": [TABLE], "max_output_tokens": 512, "store": False}
-    num_kept = 0
+    """The likeliest calls of the embedded model are in the form of its template, which the client spells otherwise."""
+    fields: dict[str, Any] = {
+        "model": NANO,
+        "tools": [TABLE],
+        "max_output_tokens": 512,
+        "store": False,
+        "temperature": 0,
+    }
     for number in range(2):
         items: list[Any] = [{"role": "user", "content": f"{QUESTION} {number}"}]
         before: Any = None
@@ -122,18 +127,15 @@ async def test_the_next_step_of_an_agent_computes_what_is_new_and_two_pages_at_m
                 input=items,
                 tool_choice="required",
                 parallel_tool_calls=False,
-                extra_body={"seed": 10 * number + step},
             )
             (call,) = reply.output
             assert call.type == "function_call"
             jsonschema.validate(arguments := json.loads(call.arguments), TABLE["parameters"])
             if before is not None:
-                assert num_cached(reply) >= before.input_tokens - PAGE
-                num_kept += num_cached(reply) >= before.input_tokens + before.output_tokens - 2 * PAGE
+                assert num_cached(reply) >= before.input_tokens + before.output_tokens - 2 * PAGE
             before = reply.usage
             spelled = {**call.to_dict(), "arguments": json.dumps(arguments, separators=(",", ":"))}
             items += [spelled, {"type": "function_call_output", "call_id": call.call_id, "output": f"table {step}"}]
-    assert num_kept >= 1
 
 
 @pytest.mark.parametrize("choice", [{"type": "custom", "name": "move"}, "required"])
