@@ -114,6 +114,13 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
             most=86_400,
         ),
     ] = 30.0
+    otel_endpoint: Annotated[
+        str | None,
+        about(
+            "URL of an OpenTelemetry collector, such as http://localhost:4318, which gets a trace of each request by OTLP over "
+            "HTTP. Headers, sampling and the service's name are given by the SDK's OTEL_ variables. Needs the extra otel."
+        ),
+    ] = None
     metrics_compat: Annotated[
         Literal["none", "vllm", "sglang"], about("Show metrics under another engine's names too.", is_debug=True)
     ] = "none"

@@ -19,7 +19,8 @@ from hiserve.errors import HiserveError
 from hiserve.grammar.vet import Vetting
 from hiserve.server.engine_handle import EngineHandle
 from hiserve.server.http.auth import Auth, AuthMiddleware
-from hiserve.server.http.errors import OPENAI, ErrorForm, error_response, failure_response
+from hiserve.server.http.errors import CLIENT_CLOSED_REQUEST, OPENAI, ErrorForm, error_response, failure_response
+from hiserve.server.http.tracing import Traces, open_traces
 from hiserve.server.management.admin import AdminRoutes
 from hiserve.server.management.cache import CacheRoutes
 from hiserve.server.management.debug import DebugRoutes
@@ -44,7 +45,6 @@ from hiserve.text.prompt.encoder import PromptEncoder
 from hiserve.text.tokens.detokenizer import TokenBytes
 
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-CLIENT_CLOSED_REQUEST = 499
 NO_ROUTE = "none"
 
 
@@ -90,6 +90,11 @@ def create_app(
         encoder.splices,
     )
     metrics.follow("grammar_trials", "Grammars that a process tried out first, by outcome.", "outcome", vetting.trials)
+    traces = open_traces(server.otel_endpoint, model.name)
+    if traces is not None:
+        metrics.follow(
+            "traced_requests", "Requests whose trace a collector took, or did not.", "outcome", traces.counts
+        )
     bodies = BodyReader(encoder.helpers, Sizes(model.vocab_size, max_model_len), model.name, is_strict=is_strict)
     seals = Seals(server.seal_key)
     front = FrontEnd(handle, bodies, encoder, format_threads, token_bytes, abilities, metrics, model, vetting, seals)
@@ -110,14 +115,14 @@ def create_app(
     app = Starlette(
         routes=endpoints,
         exception_handlers={HTTPException: _no_route, ClientDisconnect: _gone},
-        lifespan=_lifespan(handle, encoder, vetting, responses, format_threads),
+        lifespan=_lifespan(handle, encoder, vetting, responses, traces, format_threads),
     )
     app.router.redirect_slashes = False
     # The middleware that is added last gets a request first.
     app.add_middleware(BodyLimit, max_bytes=server.max_request_bytes)
     app.add_middleware(AuthMiddleware, auth=auth, public=frozenset(each.path for each in endpoints if each.is_public))
     forms = {each.path: each.error_form for each in endpoints}
-    app.add_middleware(RequestIdMiddleware, metrics=metrics, forms=forms)
+    app.add_middleware(RequestIdMiddleware, metrics=metrics, forms=forms, traces=traces)
     return app
 
 
@@ -126,11 +131,14 @@ def _lifespan(
     encoder: PromptEncoder,
     vetting: Vetting,
     responses: ResponseRoutes,
+    traces: Traces | None,
     format_threads: FairThreads,
 ) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         handle.open()
+        if traces is not None:
+            traces.open()
         try:
             yield
         finally:
@@ -138,6 +146,8 @@ def _lifespan(
             await encoder.close()
             await vetting.close()
             await responses.close()
+            if traces is not None:
+                await traces.close()
             format_threads.close()
 
     return lifespan
@@ -152,12 +162,14 @@ class RequestIdMiddleware:
         app: The application that gets the requests.
         metrics: Counts the responses.
         forms: Forms of errors by path; others have OpenAI's.
+        traces: Takes notes of the requests; None takes none.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, forms: Mapping[str, ErrorForm]) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, forms: Mapping[str, ErrorForm], traces: Traces | None) -> None:
         self._app = app
         self._metrics = metrics
         self._forms = forms
+        self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes the request on. An error that is our own fault is raised again, to be logged."""
@@ -169,13 +181,15 @@ class RequestIdMiddleware:
 
         form = self._forms.get(scope["path"], OPENAI)
         scope.setdefault("state", {}).update(request_id=request_id, error_form=form)
-        is_started = False
+        trace = self._traces and self._traces.begin(scope)
+        status = 0
+        failure: Exception | None = None
 
         async def send_with_id(message: Message) -> None:
-            nonlocal is_started
+            nonlocal status
             if message["type"] == "http.response.start":
-                is_started = True
-                self._metrics.responded(getattr(scope.get("route"), "path", NO_ROUTE), message["status"])
+                status = message["status"]
+                self._metrics.responded(getattr(scope.get("route"), "path", NO_ROUTE), status)
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
                 if form.id_header:
@@ -185,11 +199,15 @@ class RequestIdMiddleware:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
-            if not is_started:
+            failure = error
+            if not status:
                 await failure_response(error, form, request_id)(scope, receive, send_with_id)
                 if isinstance(error, HiserveError):
                     return
             raise
+        finally:
+            if self._traces and trace:
+                self._traces.end(trace, scope, status, failure)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

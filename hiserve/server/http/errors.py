@@ -11,6 +11,7 @@ from starlette.responses import Response
 from hiserve.errors import HiserveError
 
 # Clients repeat a request that fails with 408, 409, 429 or 5xx.
+CLIENT_CLOSED_REQUEST = 499
 HEADERS = {
     401: {"www-authenticate": "Bearer"},
     429: {"retry-after": "1"},

@@ -16,6 +16,7 @@ from hiserve.errors import HiserveError
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.http.auth import caller_of
 from hiserve.server.http.errors import describe, error_body
+from hiserve.server.http.tracing import note_choices
 from hiserve.server.reply.format import json_response
 from hiserve.server.reply.generation import Choices, OutputDelta
 from hiserve.text.helpers.fair_threads import FairThreads
@@ -166,6 +167,7 @@ async def answer(
         HiserveError: The engine refused or failed a choice; not for a stream, which ends with the error.
         ClientDisconnect: The client went away; all choices are aborted.
     """
+    note_choices(request, choices, streams=events is not None)
     pieces = choices.run(engine)
     if events is not None:
         return EventStream(events(pieces), failure, ping)

@@ -281,6 +281,8 @@ class RequestTimer:
         arrived: ``time.monotonic()`` at arrival.
 
     Attributes:
+        arrived: As given.
+        queued: ``time.monotonic()`` when the engine got it; None before.
         ttft_s: Seconds from arrival to the first token; None before it.
         e2e_s: Seconds from arrival to the end; None before it.
     """
@@ -289,10 +291,15 @@ class RequestTimer:
         self._metrics = metrics
         self._num_prompt = num_prompt
         self._num_generated = 0
-        self._arrived = arrived
         self._last = arrived
+        self.arrived = arrived
+        self.queued: float | None = None
         self.ttft_s: float | None = None
         self.e2e_s: float | None = None
+
+    def begin(self) -> None:
+        """Notes that the engine gets the request."""
+        self.queued = time.monotonic()
 
     def admitted(self, cached: CacheUse, queue_s: float = -1.0, place: Place | None = None) -> None:
         """Notes the first delta: the prompt was looked up in the cache and computed.
@@ -322,7 +329,7 @@ class RequestTimer:
         self._num_generated += num_tokens
         self._metrics.generation_tokens.inc(num_tokens)
         if self.ttft_s is None:
-            self.ttft_s = now - self._arrived
+            self.ttft_s = now - self.arrived
             self._metrics.ttft.observe(self.ttft_s)
         else:
             for _ in range(num_tokens):
@@ -332,7 +339,7 @@ class RequestTimer:
     def ended(self, reason: str, num_unread_calls: int = 0) -> None:
         """Notes the end, and marks of calls without a call after them; the first reason given counts."""
         if self.e2e_s is None:
-            self.e2e_s = time.monotonic() - self._arrived
+            self.e2e_s = time.monotonic() - self.arrived
             self._metrics.e2e.observe(self.e2e_s)
             self._metrics.num_prompt.observe(self._num_prompt)
             self._metrics.num_generated.observe(self._num_generated)

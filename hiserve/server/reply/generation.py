@@ -101,6 +101,9 @@ class Generation:
             client may send its next request at once.
 
     Attributes:
+        name: Id of the response.
+        timer: Of this request.
+        failure: The error that ended it.
         miss_place: Where in the conversation the cached prefix ends; None where it has all of it.
         facts: The engine's facts about the request, so far.
         scorer: The choice that holds the ``prompt_scores``.
@@ -128,13 +131,13 @@ class Generation:
         locate: Locate | None = None,
         remember: Remember | None = None,
     ) -> None:
-        self._name = name
+        self.name = name
         self.prompt = prompt
         self.sampling = sampling
         self.choice = choice
         self._context = context
         self._output = output
-        self._timer = timer
+        self.timer = timer
         self._choice_index = choice_index
         self.scorer = scorer or self
         self._is_scored = asyncio.Event()
@@ -144,6 +147,7 @@ class Generation:
         self._texts: list[str] = []
         self._events = EventLog()
         self._num_score_bytes = 0 if sampling.logprobs is None else WORD_BYTES * (1 + 2 * sampling.logprobs)
+        self.failure: Exception | None = None
         self.miss_place: Place | None = None
         self.facts = RequestFacts()
         self.prompt_scores = bytearray()
@@ -178,6 +182,11 @@ class Generation:
         return OutputDelta(self.choice, self.text, self.tokens, scores, self.finish, self.stop, events, self._has_calls)
 
     @property
+    def reason(self) -> str | None:
+        """As of ``OutputDelta``."""
+        return nothing(self.choice)._replace(finish=self.finish, has_calls=self._has_calls).reason
+
+    @property
     def _has_calls(self) -> bool:
         return self._events.has_calls
 
@@ -188,6 +197,7 @@ class Generation:
             HiserveError: The engine refused or failed the request.
         """
         reason, detail = "abort", ""
+        self.timer.begin()
         namespace, priority, caller, tag = self._context
         stream = engine.generate(
             self.prompt,
@@ -213,9 +223,9 @@ class Generation:
                         await self.scorer._is_scored.wait()
                         yield output_delta
             if not self.finish:
-                raise InvariantError(f"{self._name}: the engine's stream ended after {len(self.tokens)} tokens")
+                raise InvariantError(f"{self.name}: the engine's stream ended after {len(self.tokens)} tokens")
         except (HiserveError, InvariantError) as error:
-            reason, detail = "error", f" ({error})"
+            reason, detail, self.failure = "error", f" ({error})", error
             raise
         finally:
             self._is_scored.set()
@@ -226,9 +236,9 @@ class Generation:
         if delta.cached is not None:
             if self._locate and delta.cached.is_short:
                 self.miss_place = self._locate(delta.cached.miss_at)
-            self._timer.admitted(delta.cached, delta.queue_s, self.miss_place)
+            self.timer.admitted(delta.cached, delta.queue_s, self.miss_place)
         self.facts.update(delta)
-        self._timer.tokens(len(tokens))
+        self.timer.tokens(len(tokens))
         if delta.scores:
             of_prompt = len(delta.scores) - len(tokens) * self._num_score_bytes
             self.prompt_scores += delta.scores[:of_prompt]
@@ -249,19 +259,19 @@ class Generation:
 
     def _end(self, reason: str, detail: str = "") -> None:
         """Counts and logs the end once; later calls are for requests that have ended already."""
-        if self._timer.e2e_s is not None:
+        if self.timer.e2e_s is not None:
             return
-        self._timer.ended(reason, self._output.num_unread)
+        self.timer.ended(reason, self._output.num_unread)
         logger.info(
             "%s %s%s: %d prompt tokens, %d cached, %d generated, first token after %s, %.3f s in all",
-            self._name,
+            self.name,
             reason,
             detail,
             len(self.prompt),
             self.cached.num_tokens,
             len(self.tokens),
-            "-" if self._timer.ttft_s is None else f"{self._timer.ttft_s:.3f} s",
-            self._timer.e2e_s,
+            "-" if self.timer.ttft_s is None else f"{self.timer.ttft_s:.3f} s",
+            self.timer.e2e_s,
         )
 
 
