@@ -21,7 +21,7 @@ FLAGS = """
     --host --port --served-model-name --dtype --max-model-len --kv-pages --page-size --max-running-requests
     --max-batched-tokens --overlap --policy --replicas --devices --cpu-threads --load-format --device --log-level --debug
     --revision --chat-template --reply-format --thoughts --sampling-defaults --max-queued-requests --max-queued-tokens --queue-timeout-s
-    --request-timeout-s --step-timeout-s --api-key --admin-api-key --metrics-key --seal-key --responses-store --keep-volatile --share-prefixes --max-request-bytes --strict-fields
+    --request-timeout-s --step-timeout-s --api-key --admin-api-key --metrics-key --seal-key --responses-store --keep-volatile --share-prefixes --max-request-bytes --strict-fields --otel-endpoint
     --kv-events --kv-events-replay
     --drain-timeout-s --metrics-compat --kv-canary --disable-prefix-cache --host-cache-gib --shape
     --host-cache-name --host-admission --cache-verify --eviction

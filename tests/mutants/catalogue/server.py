@@ -3,7 +3,7 @@
 from hiserve.commands import serve
 from hiserve.core import request
 from hiserve.server import engine_handle
-from hiserve.server.http import auth, connection, streaming
+from hiserve.server.http import auth, connection, streaming, tracing
 from hiserve.server.management import admin, debug
 from hiserve.server.messages import format as messages_format
 from hiserve.server.messages import request as messages_request
@@ -40,6 +40,7 @@ from tests.unit.server import (
     test_responses,
     test_schema,
     test_seals,
+    test_tracing,
 )
 from tests.unit.text import test_chat_request, test_request_json
 
@@ -197,3 +198,11 @@ with debug.DebugRoutes.steps, test_debug.test_steps_that_the_next_question_would
     "a step is shown twice to somebody who watches several workers"
     step.end_s <= until_s
     True
+with tracing.Traces.end, test_tracing.test_a_process_that_never_answers_holds_a_bounded_number_of_requests:
+    "INV 80: requests wait for a collector without a limit"
+    len(self._waiting) >= MAX_WAITING
+    False
+with tracing._error, test_tracing.test_a_client_that_goes_away_is_named:
+    "a request whose client went away looks like one that ended"
+    status in (0, CLIENT_CLOSED_REQUEST) or any(not each.finish for each in generations)
+    status == CLIENT_CLOSED_REQUEST
