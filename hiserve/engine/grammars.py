@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from hiserve.grammar.compiler import Compiler
 from hiserve.grammar.matcher import MaskFiller, Matcher, Vocabulary
 
 NO_END = -1
+Masks = tuple[MaskPlan | None, dict[int, HiserveError]]
 
 
 class GrammarRows:
@@ -28,13 +30,14 @@ class GrammarRows:
         num_threads: Threads that compute masks.
 
     Attributes:
-        mask_s: Seconds that draws have waited for masks, after the commit of the step before.
+        mask_s: Seconds that draws have waited for masks.
     """
 
     def __init__(self, open_vocabulary: Callable[[], Vocabulary], num_threads: int = 1) -> None:
         self._compiler = Compiler(open_vocabulary)
         self._num_threads = num_threads
         self._filler: MaskFiller | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hiserve-masks")  # starts with the first masks
         self._matchers: dict[int, Matcher] = {}
         self._errors: list[tuple[Request, HiserveError]] = []
         self._num_masks = self._num_refused = 0
@@ -91,10 +94,12 @@ class GrammarRows:
         if not self._matchers:
             return None
         ends = np.full(rows.size, NO_END, dtype=np.int32)
-        for index, row in enumerate(rows.tolist()):
+        for index, (row, count, emitted) in enumerate(
+            zip(rows.tolist(), counts.tolist(), tokens.tolist(), strict=True)
+        ):
             matcher = self._matchers.get(row)
             if matcher is not None:
-                end = matcher.advance(tokens[index, : counts[index]].tolist())
+                end = matcher.advance(emitted[:count])
                 ends[index] = NO_END if end is None else end
         return ends
 
@@ -107,8 +112,10 @@ class GrammarRows:
         plan: BatchPlan,
         drafts: Callable[[], Int32Array],
         lend: Callable[[int, int], tuple[Int32Array, Int32Array]],
-    ) -> tuple[MaskPlan | None, dict[int, HiserveError]]:
-        """Computes the masks of a step: of each place that its rows draw at, after the drafts before it.
+    ) -> Callable[[], Masks]:
+        """Starts to compute the masks of a step: of each place that its rows draw at, after the drafts before it.
+
+        A thread computes them; the caller may plan the next step meanwhile, and shows no matcher a token.
 
         Args:
             plan: No step before it is in flight that may change a row with a grammar.
@@ -116,8 +123,8 @@ class GrammarRows:
             lend: Returns the arrays of so many entries and masks.
 
         Returns:
-            The masks, None where no row needs one; and the rows whose matcher has failed: they are free in this step, and
-            their requests must end.
+            A function that waits for the masks. It returns them, None where no row needs one, and the rows whose matcher has
+            failed: they are free in this step, and their requests must end.
         """
         rows, num_draft = plan.rows[plan.samples].tolist(), plan.num_draft[plan.samples].tolist()
         of_rows: Int32Array | None = None
@@ -137,7 +144,7 @@ class GrammarRows:
             places.append((index, row))
             num_masks += 1 + len(ahead)
         if not jobs:
-            return None, {}
+            return lambda: (None, {})
         width = 1 + int(plan.num_draft.max())
         entries, masks = lend(len(rows) * width, num_masks)
         for (index, _), (_, first, ahead) in zip(places, jobs, strict=True):
@@ -145,16 +152,22 @@ class GrammarRows:
             entries[index * width : index * width + 1 + len(ahead)] = np.arange(first, first + 1 + len(ahead))
             if ahead:
                 masks[first + len(ahead)] = -1  # it stays as it is where the drafts end the grammar
-        self._filler = self._filler or MaskFiller(self._num_threads)
-        self._filler.fill(jobs, masks)
-        failed: dict[int, HiserveError] = {}
-        for (index, row), (matcher, _, _) in zip(places, jobs, strict=True):
-            if matcher.error:
-                message = f"the grammar cannot be followed any further: {matcher.error}. Simplify it."
-                failed[row] = GrammarLimitError(message)
-                entries[index * width : (index + 1) * width] = NO_MASK
         self._num_masks += num_masks
-        return MaskPlan(plan.step_id, entries, masks), failed
+        self._filler = self._filler or MaskFiller(self._num_threads)
+        filling = self._thread.submit(self._filler.fill, jobs, masks)
+
+        def wait() -> Masks:
+            filling.result()
+            failed: dict[int, HiserveError] = {}
+            for (index, row), (matcher, _, _) in zip(places, jobs, strict=True):
+                if matcher.error:
+                    entries[index * width : (index + 1) * width] = NO_MASK
+                    if self._matchers.get(row) is matcher:  # else its request has left the row
+                        message = f"the grammar cannot be followed any further: {matcher.error}. Simplify it."
+                        failed[row] = GrammarLimitError(message)
+            return MaskPlan(plan.step_id, entries, masks), failed
+
+        return wait
 
     def stats(self) -> GrammarStats:
         """Returns the counts until now."""
@@ -162,6 +175,7 @@ class GrammarRows:
 
     def close(self) -> None:
         """Ends the threads."""
+        self._thread.shutdown()
         self._compiler.close()
 
 

@@ -12,6 +12,7 @@ from typing import Protocol
 from hiserve.core.plan import BatchPlan, Int32Array, MaskPlan, StepResult
 from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
 from hiserve.core.transfers import CopyAck
+from hiserve.engine.grammars import Masks
 from hiserve.engine.kv_event_sender import KvEventSender
 from hiserve.engine.planner import Planner
 from hiserve.engine.queue import Request
@@ -161,6 +162,7 @@ class Engine:
         self._in_flight: deque[tuple[BatchPlan, Future[StepResult]]] = deque()
         self._timer = timer or StepTimer()
         self._log: StepLog | None = None  # while somebody watches
+        self._masks: Callable[[], Masks] | None = None  # of the step submitted last, whose draw has not begun
         self._is_consistent = True
         self._publish()  # pages of a former process
 
@@ -224,11 +226,12 @@ class Engine:
         self._planner.grow_host(self._executor.num_ready_host_pages)
         if not self._wait_for_load():
             plan = self._planner.plan()
+            self._draw()
             if plan is not None:
                 self._timer.begin(plan)  # on CPU the step may run inside ``submit``
                 self._in_flight.append((plan, self._executor.submit(plan)))
                 if plan.awaits_masks:
-                    self._draw(plan)
+                    self._start_masks(plan)
             elif not self._in_flight and self._planner.has_work:
                 self._wait_for_ack(MAX_ACK_WAIT_S)  # only a copy can change anything
             if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
@@ -239,7 +242,10 @@ class Engine:
 
     def _wait_for_load(self) -> bool:
         """Waits for a load while the device is busy: one that arrives before it is idle joins the next step, not the one after."""
-        left_s = self._timer.time_left_s() if self._planner.is_loading else 0.0
+        if not self._planner.is_loading:
+            return False
+        self._draw()
+        left_s = self._timer.time_left_s()
         if left_s > 0:
             self._wait_for_ack(min(left_s, MAX_ACK_WAIT_S))
         return left_s > 0
@@ -247,18 +253,32 @@ class Engine:
     def _wait_for_ack(self, wait_s: float) -> None:
         self._planner.complete_transfers(self._executor.take_acks(wait_s))
 
-    def _draw(self, plan: BatchPlan) -> None:
-        """Starts the second half of the step submitted last: a mask depends on every token before it, the forward on none of them.
+    def _start_masks(self, plan: BatchPlan) -> None:
+        """Starts the masks of the step submitted last, whose forward runs meanwhile: each depends on every token before it.
 
-        Its forward runs meanwhile. Rows that ended in a step before are free; their results are ignored.
+        With a depth the next step is planned before their draw: they are ready by then.
         """
         while len(self._in_flight) > 1:
             self._commit()
         begin_s = time.monotonic()
-        masks, failed = self._planner.grammars.masks(plan, self._executor.drafts, self._executor.lend_masks)
+        self._masks = self._planner.grammars.masks(plan, self._executor.drafts, self._executor.lend_masks)
+        self._planner.grammars.mask_s += time.monotonic() - begin_s
+        if not self._depth:
+            self._draw()
+
+    def _draw(self) -> None:
+        """Starts the second half of a step that awaits masks, if there is one.
+
+        Rows that ended in a step before, or since, are drawn too; their results are ignored.
+        """
+        if self._masks is None:
+            return
+        begin_s = time.monotonic()
+        masks, failed = self._masks()
+        self._planner.grammars.mask_s += time.monotonic() - begin_s
+        self._masks = None
         for row, error in failed.items():
             self._planner.fail(row, error)
-        self._planner.grammars.mask_s += time.monotonic() - begin_s
         self._executor.draw(masks)
 
     def _commit(self) -> None:

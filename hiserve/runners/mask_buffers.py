@@ -59,9 +59,10 @@ class MaskBuffers:
                 self._host = torch.empty_like(self._on_device, device="cpu", pin_memory=True)
                 self._mapped = mapped(self._host, self._device)
             self._copied.synchronize()
-        entries, words = self._parts(self._host)
-        entries.fill_(NO_MASK)
-        return entries[:num_entries].numpy(), words[:num_masks].numpy()
+        host = self._host.numpy()
+        entries, words = host[: self._num_entries], host[self._num_entries :].reshape(self._num_entries, -1)
+        entries.fill(NO_MASK)
+        return entries[:num_entries], words[:num_masks]
 
     def send(self, masks: MaskPlan) -> None:
         """Makes the next draw on the current stream read lent masks, which are copied on a stream of their own.

@@ -15,7 +15,6 @@ from hiserve import LLM, SamplingParams
 from hiserve.core.plan import BatchPlan
 from hiserve.core.request import FinishReason
 from hiserve.engine.loop import Engine
-from hiserve.errors import HiserveError
 from hiserve.ipc.messages import Admit
 from hiserve.runners import graph
 from hiserve.runners.dispatch import Dispatch
@@ -76,22 +75,26 @@ class Run:
                     self.ends[delta.uid] = delta.finish
         return {uid: (self.tokens[uid], end) for uid, end in self.ends.items()}
 
-    def between(self, act: Callable[[BatchPlan, int], None]) -> None:
-        """Calls with each plan in halves, and its number from 1, after its forward and before its masks."""
+    def between(self, act: Callable[[BatchPlan, int], None], *, late: bool = False) -> None:
+        """Calls with each plan in halves, and its number from 1, after its forward and before or after its masks are started."""
         grammars = self.engine._planner.grammars
         inner = grammars.masks
 
         def masks(plan: BatchPlan, *more: Any) -> Any:
             assert plan.awaits_masks
             self.plans.append(plan)
+            waiting = inner(plan, *more) if late else None
             act(plan, len(self.plans))
-            return inner(plan, *more)
+            return waiting or inner(plan, *more)
 
         grammars.masks = masks  # type: ignore[method-assign]
 
     def row_of(self, uid: int) -> int | None:
         rows = self.engine._planner._rows
         return next((row for row in rows.active.tolist() if rows.uid[row] == uid), None)
+
+
+LATE = pytest.mark.parametrize("late", [False, True], ids=["before", "while masks are computed"])
 
 
 @contextmanager
@@ -123,33 +126,38 @@ def test_a_forward_is_launched_before_the_step_before_it_is_known_and_its_draw_a
         def watch(owner: Any, name: str) -> None:
             inner = getattr(owner, name)
 
-            def watched(what: Any) -> Any:
-                events.append((name, 0 if what is None else what.step_id))
-                return inner(what)
+            def watched(*what: Any) -> Any:
+                events.append((name, what[0].step_id if what and what[0] is not None else 0))
+                return inner(*what)
 
             monkeypatch.setattr(owner, name, watched)
 
-        for owner, name in ((executor, "submit"), (executor, "draw"), (planner, "commit")):
+        for owner, name in ((executor, "submit"), (executor, "draw"), (planner, "commit"), (planner, "plan")):
             watch(owner, name)
         run.between(lambda plan, number: None)
         run()
         halves = [plan.step_id for plan in run.plans]
-    num_early = 0
+    num_early = num_hidden = 0
     for step in halves:
         submitted = events.index(("submit", step))
         drawn = next(index for index in range(submitted, len(events)) if events[index][0] == "draw")
         assert events[drawn][1] in (0, step)
-        assert {name for name, _ in events[submitted + 1 : drawn]} <= {"commit"}
+        assert {name for name, _ in events[submitted + 1 : drawn]} <= {"commit", "plan"}
         num_early += ("commit", step - 1) in events[submitted:drawn]
+        num_hidden += events[drawn - 1] == ("plan", 0)  # the next one, while masks are computed
     # The first has no step before it; the last ones wait for lengths that drafts leave open.
     assert num_early > 0.75 * len(halves) > 15
+    assert num_hidden == len(halves)
 
 
 @HOW
+@LATE
 @pytest.mark.parametrize("at", AT)
-def test_an_abort_between_the_halves_ends_one_request_alone(alone: Replies, how: dict[str, Any], at: int) -> None:
+def test_an_abort_between_the_halves_ends_one_request_alone(
+    alone: Replies, how: dict[str, Any], at: int, late: bool
+) -> None:
     with running(**how) as run:
-        run.between(lambda plan, number: run.engine.abort([CHOSEN]) if number == at else None)
+        run.between(lambda plan, number: run.engine.abort([CHOSEN]) if number == at else None, late=late)
         found = run()
     tokens, end = found.pop(CHOSEN)
     assert end is FinishReason.ABORT and tokens == alone[CHOSEN][0][: len(tokens)]
@@ -157,8 +165,11 @@ def test_an_abort_between_the_halves_ends_one_request_alone(alone: Replies, how:
 
 
 @HOW
+@LATE
 @pytest.mark.parametrize("at", AT)
-def test_a_preemption_between_the_halves_changes_no_reply(alone: Replies, how: dict[str, Any], at: int) -> None:
+def test_a_preemption_between_the_halves_changes_no_reply(
+    alone: Replies, how: dict[str, Any], at: int, late: bool
+) -> None:
     with running(**how) as run:
 
         def preempt(plan: BatchPlan, number: int) -> None:
@@ -166,7 +177,7 @@ def test_a_preemption_between_the_halves_changes_no_reply(alone: Replies, how: d
             if number == at and row is not None:
                 run.engine._planner._preempt(row)
 
-        run.between(preempt)
+        run.between(preempt, late=late)
         assert run() == alone
         assert run.engine.stats().preemptions == 1
 
@@ -285,9 +296,10 @@ def test_masks_of_another_step_are_refused() -> None:
     with running(overlap=0, spec="off") as run:
         inner = run.engine._planner.grammars.masks
 
-        def stale(plan: BatchPlan, *more: Any) -> tuple[Any, dict[int, HiserveError]]:
-            made, failed = inner(plan, *more)
-            return type(made)(made.step_id - 1, made.entries, made.masks), failed  # type: ignore[misc, union-attr]
+        def stale(plan: BatchPlan, *more: Any) -> Any:
+            made, failed = inner(plan, *more)()
+            assert made is not None
+            return lambda: (type(made)(made.step_id - 1, made.entries, made.masks), failed)
 
         run.engine._planner.grammars.masks = stale  # type: ignore[method-assign, assignment]
         with pytest.raises(AssertionError, match="masks of another step"):

@@ -19,12 +19,12 @@ from tests.unit.text import test_output
 
 with grammars.GrammarRows.advance, test_grammars.test_matchers_see_accepted_tokens_alone_and_tell_the_token_that_ends_the_grammar:
     "INV 72: a step has the mask of the step before"
-    matcher.advance(tokens[index, : counts[index]].tolist())
-    matcher.advance(tokens[index, : counts[index] - 1].tolist())
+    matcher.advance(emitted[:count])
+    matcher.advance(emitted[: count - 1])
 with grammars.GrammarRows.advance, test_grammars.test_matchers_see_accepted_tokens_alone_and_tell_the_token_that_ends_the_grammar:
     "INV 72: a matcher sees rejected drafts"
-    matcher.advance(tokens[index, : counts[index]].tolist())
-    matcher.advance(tokens[index].tolist())
+    matcher.advance(emitted[:count])
+    matcher.advance(emitted)
 with grammars.GrammarRows.masks, test_grammars.test_each_place_of_a_row_has_the_mask_after_the_drafts_before_it_and_other_rows_are_free:
     "INV 72: the token after the last draft has no mask"
     entries[index * width : index * width + 1 + len(ahead)] = np.arange(first, first + 1 + len(ahead))
@@ -33,10 +33,19 @@ with grammars.GrammarRows.admit, replies.test_replies_do_not_depend_on_drafts_ov
     "INV 72: a preempted row starts its grammar anew"
     matcher.advance(request.tokens[request.num_prompt :].tolist())
     pass
-with loop.Engine._draw, halves.test_a_forward_is_launched_before_the_step_before_it_is_known_and_its_draw_after_that["ahead"]:
+with loop.Engine._start_masks, halves.test_a_forward_is_launched_before_the_step_before_it_is_known_and_its_draw_after_that["ahead"]:
     "INV 75: masks are computed before the step before is known"
     len(self._in_flight) > 1
     len(self._in_flight) > 2
+with grammars.GrammarRows.masks, test_grammars.test_a_matcher_that_fails_after_its_request_left_the_row_fails_no_other_request["True"]:
+    "INV 75: a failed matcher ends the request that took its row meanwhile"
+    self._matchers.get(row) is matcher
+    True
+with loop.Engine.step, halves.test_a_forward_is_launched_before_the_step_before_it_is_known_and_its_draw_after_that["ahead"]:
+    "INV 75: the next step is planned after the draw, while nothing computes"
+    plan = self._planner.plan()
+    self._draw()
+    plan = self._planner.plan()
 with planner.Planner.plan, halves.test_draws_under_grammars_are_replayed["ahead"]:
     "INV 75: the draw does not wait for masks"
     self.grammars.is_used and self.grammars.constrain_any(rows[allocation.samples])
@@ -45,7 +54,7 @@ with executor.Executor.submit, halves.test_nothing_is_submitted_between_the_halv
     "INV 75: a step is submitted between the halves of another"
     assert self._undrawn is None, f"step {plan.step_id} was submitted before the draw of the step before it"
     pass
-with executor.Executor._propose, halves.test_a_preemption_between_the_halves_changes_no_reply["1-drafts"]:
+with executor.Executor._propose, halves.test_a_preemption_between_the_halves_changes_no_reply["1-before-drafts"]:
     "INV 75: masks follow the drafts of an earlier step"
     self._rows.copy_drafts(self._drafts)
     pass

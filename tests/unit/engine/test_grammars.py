@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from hiserve import LLM, SamplingParams
-from hiserve.core.plan import MASK_BITS, NO_MASK, BatchPlan, Int32Array, MaskPlan
+from hiserve.core.plan import MASK_BITS, NO_MASK, BatchPlan, Int32Array
 from hiserve.core.request import FinishReason, Grammar
 from hiserve.core.usage import GrammarStats
-from hiserve.engine.grammars import NO_END, GrammarRows, no_vocabulary
+from hiserve.engine.grammars import NO_END, GrammarRows, Masks, no_vocabulary
 from hiserve.engine.queue import Request
-from hiserve.errors import GrammarLimitError, HiserveError, RequestError, to_error
+from hiserve.errors import GrammarLimitError, RequestError, to_error
 from hiserve.grammar import compiler
 from hiserve.grammar.compiler import Compiler
 from hiserve.grammar.matcher import Matcher, Vocabulary
@@ -59,10 +60,8 @@ def bits(words: np.ndarray) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
 
 
-def masks_of(
-    rows: GrammarRows, plan: BatchPlan, drafts: dict[int, list[int]] | None = None
-) -> tuple[MaskPlan | None, dict[int, HiserveError]]:
-    """The masks of a plan, written over those of an earlier step, which forbid all tokens."""
+def start_masks(rows: GrammarRows, plan: BatchPlan, drafts: dict[int, list[int]] | None = None) -> Callable[[], Masks]:
+    """Starts the masks of a plan, written over those of an earlier step, which forbid all tokens."""
 
     def lend(num_entries: int, num_masks: int) -> tuple[Int32Array, Int32Array]:
         words = np.zeros((num_masks, VOCAB_SIZE // MASK_BITS), dtype=np.int32)
@@ -76,6 +75,10 @@ def masks_of(
         return every
 
     return rows.masks(plan, proposed, lend)
+
+
+def masks_of(rows: GrammarRows, plan: BatchPlan, drafts: dict[int, list[int]] | None = None) -> Masks:
+    return start_masks(rows, plan, drafts)()
 
 
 @pytest.fixture
@@ -138,6 +141,21 @@ def test_a_matcher_that_fails_frees_its_row_and_fails_its_request(rows: GrammarR
     error = failed[1]
     assert isinstance(to_error(error.code, error.message), GrammarLimitError)
     assert "Simplify" in error.message and error.status == 400
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_matcher_that_fails_after_its_request_left_the_row_fails_no_other_request(
+    rows: GrammarRows, is_taken: bool
+) -> None:
+    admitted(rows, 1, Grammar.of("choice", '["a taxi"]'))
+    rows.advance(np.array([1]), np.array([1]), np.array([[4000]], dtype=np.int32))
+    wait = start_masks(rows, plan_of([1], [0]))
+    rows.release(1)
+    if is_taken:
+        admitted(rows, 1, Grammar.of("choice", '["a taxi"]'))
+    masks, failed = wait()
+    assert masks is not None and masks.entries.tolist() == [NO_MASK]
+    assert not failed
 
 
 def test_requests_wait_for_their_grammar_and_no_longer() -> None:
