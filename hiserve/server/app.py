@@ -69,7 +69,7 @@ def create_app(
     Args:
         handle: Starts and stops the engine.
         encoder: Encodes prompts; closed at the end.
-        vetting: Tries out grammars; closed at the end.
+        vetting: Vets grammars; closed at the end.
         token_bytes: Makes detokenizers.
         abilities: Read replies to conversations.
         metrics: Counts requests.
@@ -172,7 +172,7 @@ class RequestIdMiddleware:
         self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes the request on. An error that is our own fault is raised again, to be logged."""
+        """Calls the application. An error of our own is raised again, to be logged."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

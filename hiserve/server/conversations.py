@@ -29,7 +29,7 @@ HIDDEN_TOOLS = "the chat template of this model does not show tools: the model c
 
 
 class Question(NamedTuple):
-    """What a request asks for, in no protocol's words.
+    """A request for a reply to a conversation, the same in every protocol.
 
     Attributes:
         chat: The conversation.
@@ -38,7 +38,7 @@ class Question(NamedTuple):
         context: Caller and priority.
         constraint: The grammar of the reply, not vetted; without one it may be of the tools.
         truncate: As for ``PromptEncoder.encode_chat``.
-        thinking: What is asked of thoughts.
+        thinking: Its switches of thoughts.
     """
 
     chat: Conversation
@@ -53,13 +53,13 @@ class Question(NamedTuple):
 async def begin_reply(
     front: FrontEnd, request: Request, engine: EngineClient, question: Question, name: str, arrived: float
 ) -> tuple[Choices, str]:
-    """Returns the choices of the reply, which do not run yet, and a warning of what it does not do as asked, or nothing.
+    """Returns the choices of the reply, not started, and a warning that names the parts of the request without effect; empty for none.
 
     Args:
         front: Encodes, vets and counts.
         request: The request; its body must have been read.
         engine: Has the length of the context.
-        question: The conversation and what is asked for.
+        question: The request.
         name: Of the reply, in the log.
         arrived: ``time.monotonic()`` at arrival.
 
@@ -127,7 +127,7 @@ async def encode_prompt(
         truncate: As for ``PromptEncoder.encode_chat``.
 
     Raises:
-        RequestError: The model has no chat template, or it refuses the conversation, or that does not fit.
+        RequestError: The model has no chat template, or refuses the conversation, or the conversation does not fit.
         ClientDisconnect: The client went away.
     """
     encoding = front.encoder.encode_chat(
@@ -150,12 +150,12 @@ async def count_tokens(
         front: Encodes.
         request: As for ``encode_prompt``.
         chat: The conversation.
-        thinking: What is asked of thoughts.
+        thinking: Its switches of thoughts.
         field: As for ``encode_prompt``.
         cache_salt: As for ``namespace_of``.
 
     Raises:
-        RequestError: It is too long to be counted, or as for ``encode_prompt``.
+        RequestError: The conversation is too long to be counted, or as for ``encode_prompt``.
     """
     if chat.num_chars > MAX_CHARS:
         raise RequestError(f"{field} must be at most {MAX_CHARS} characters long.", param=field)

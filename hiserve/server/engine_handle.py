@@ -14,13 +14,13 @@ from hiserve.scheduler.client import EngineClient
 
 RESTART_DELAYS_S = (0.0, 1.0, 2.0, 5.0)
 MAX_FAILURES = 8
-SETTLED_S = 60.0  # after so long, the failures of earlier starts no longer count
+SETTLED_S = 60.0  # an engine that runs for this time resets the count of failed starts
 
 logger = logging.getLogger(__name__)
 
 
 class EngineHandle:
-    """Starts and stops the engine, and starts it again after it died. Used in one event loop.
+    """Starts and stops the engine, and restarts it after its death. Used in one event loop.
 
     Args:
         start: Starts the engine.
@@ -39,9 +39,9 @@ class EngineHandle:
         self._stopping: EngineClient | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._is_draining = False
-        self._loss = ""  # why the last engine is gone
-        self._num_restarts = 0  # of engines that are gone, and of their workers
-        self._num_slow_readers = 0  # of engines that are gone
+        self._loss = ""  # the reason why the last engine ended
+        self._num_restarts = 0  # of engines that ended, and of their workers
+        self._num_slow_readers = 0  # of engines that ended
         self._crash: Crash | None = None  # of these
         self.last_status: Status | None = None
         self.last_status_s = 0.0
@@ -59,7 +59,7 @@ class EngineHandle:
 
     @property
     def reason(self) -> str | None:
-        """Why requests are refused now; None if they are not."""
+        """The reason to refuse requests now; None without one."""
         if self._is_draining:
             return "the server is shutting down"
         if self._opening is None or not self._opening.done():
@@ -89,7 +89,7 @@ class EngineHandle:
         """Returns the engine for one request.
 
         Raises:
-            UnavailableError: It is starting, draining or gone.
+            UnavailableError: The engine is starting, draining or has ended.
         """
         reason = self.reason
         if reason is not None or self._engine is None:
@@ -156,7 +156,7 @@ class EngineHandle:
         return self._engine
 
     async def _keep(self, first: EngineClient) -> None:
-        """Starts the engine again after each death, until ``MAX_FAILURES`` in a row."""
+        """Restarts the engine after each death, until ``MAX_FAILURES`` in a row."""
         engine: EngineClient | None = first
         why, num_failures = "", 0
         while True:

@@ -84,14 +84,14 @@ class FrontEnd(NamedTuple):
     Attributes:
         handle: Holds the engine.
         bodies: Reads bodies.
-        encoder: Encodes prompts and remembers replies.
+        encoder: Encodes prompts; caches the token ids of replies.
         format_threads: Format large replies.
         token_bytes: Of the model's tokens.
         abilities: Read replies to conversations.
         metrics: Counts requests.
         model: The served model.
         vetting: Tries out grammars.
-        seals: Of thoughts that leave and come back.
+        seals: Signs thoughts in replies and verifies them in requests.
     """
 
     handle: EngineHandle

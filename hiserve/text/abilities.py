@@ -22,18 +22,18 @@ from hiserve.text.template.probes import TemplateAbilities, probe
 from hiserve.text.tokens.detokenizer import TokenBytes
 from hiserve.text.tokens.tokenizer import Tokenizer
 
-# Tokens at the end of a prompt within which a mark that opens a thought stands.
+# Tokens at the end of a prompt that may contain the mark that opens a thought.
 _TAIL = 16
 
 
 class Thinking(NamedTuple):
-    """What a request asks of thoughts; None leaves it to the chat template, as does a template without a switch.
+    """A request's switches of thoughts. None, or a template without the switch, means the default of the template.
 
     Attributes:
-        is_on: Whether the reply begins with one.
-        effort: How long, in the family's words.
-        keeps: Whether the prompt shows those of earlier turns.
-        budget: Most tokens of the one of the reply.
+        is_on: Whether the reply begins with a thought.
+        effort: Its length, by a value of the model's family.
+        keeps: Whether the prompt shows the thoughts of earlier turns.
+        budget: Most tokens of the reply's thought.
     """
 
     is_on: bool | None = None
@@ -43,7 +43,7 @@ class Thinking(NamedTuple):
 
 
 class Abilities:
-    """Reads the replies of one model, and knows what its chat template shows.
+    """The format of the replies of one model, and the abilities of its chat template.
 
     Args:
         tokenizer: Of the model.
@@ -53,8 +53,8 @@ class Abilities:
         keeps_thoughts: ``--thoughts keep``.
 
     Attributes:
-        format: How replies are read; None reads them as text.
-        template: What the chat template shows.
+        format: Of replies; None reads them as text.
+        template: Abilities of the chat template.
         syntax: The format in the tokens of the model.
 
     Raises:
@@ -94,7 +94,7 @@ class Abilities:
         return msgspec.structs.replace(chat, template_kwargs=variables | chat.template_kwargs)
 
     def output(self, chat: Conversation, prompt: Int32Array, sampling: SamplingParams) -> ReplyOutput:
-        """Returns what reads one reply to a conversation.
+        """Returns the reader of one reply to a conversation.
 
         Args:
             chat: The conversation.
@@ -128,7 +128,7 @@ class Abilities:
 
     @property
     def holds_budget(self) -> bool:
-        """Whether a limit of the tokens of a thought can be held: thoughts end with a token of its own, or there are none."""
+        """Whether thoughts can be limited in tokens: they end with a token of their own, or the model has none."""
         return self.syntax is None or not self.syntax.thought[1] or self.syntax.is_token(self.syntax.thought[1])
 
     @property
@@ -150,6 +150,6 @@ class Abilities:
 
 
 def _call_id(length: int) -> str:
-    """Returns a new id of so many letters and digits; of a length of its own for 0."""
+    """Returns a new id of ``length`` letters and digits; 0 means the default length."""
     alphabet = string.ascii_letters + string.digits
     return "".join(secrets.choice(alphabet) for _ in range(length)) if length else f"call_{secrets.token_hex(12)}"

@@ -1,4 +1,4 @@
-"""A conversation as every protocol's requests are read: turns of parts, and the tools that may be called."""
+"""A conversation, the same in every protocol: turns of parts, and the tools that may be called."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 # Fields of a function in the order in which all protocols show them to the template; others follow.
 SHOWN_FIRST = ("name", "description", "parameters")
-NOT_SHOWN = frozenset({"strict"})  # how calls are constrained
+NOT_SHOWN = frozenset({"strict"})  # it constrains calls
 
 ERROR = "Error: "  # before the result of a failed call, where the template does not show that it failed
 
 
 class Text(msgspec.Struct, frozen=True, tag="text"):
-    """Words of a turn."""
+    """A text of a turn."""
 
     text: str
 
 
 class Thought(msgspec.Struct, frozen=True, tag="thought"):
-    """A thought of the assistant before its words."""
+    """A thought of the assistant before its text."""
 
     text: str
 
@@ -61,7 +61,7 @@ class Turn(msgspec.Struct, frozen=True):
     """One turn.
 
     Attributes:
-        role: Who speaks.
+        role: Of its author.
         parts: In order.
         fields: Other texts that a template may show, such as a name.
     """
@@ -72,7 +72,7 @@ class Turn(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The words, or the result."""
+        """The text, or the result."""
         return "".join([part.text for part in self.parts if isinstance(part, Text | Result)])
 
     @property

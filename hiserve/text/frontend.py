@@ -77,7 +77,7 @@ class Frontend:
             chat: The conversation that the reply answers.
             text: The reply as its reader received it.
             ids: All generated ids, end token included.
-            events: What the reply was read as; empty if it is text alone.
+            events: Of the reply; empty if it is text alone.
             namespace: As given to ``encode_chat``.
         """
         self.reply_cache.remember(namespace, chat, text, self.tokenizer.without_hidden_end(ids), events)
@@ -87,7 +87,7 @@ def load_frontend(settings: Model, folder: Path, model: ModelConfig) -> Frontend
     """Loads the tokenizer and the chat template from a model's folder.
 
     Raises:
-        ConfigError: ``--chat-template`` cannot be read, or ``--thoughts`` asks for what no template shows.
+        ConfigError: ``--chat-template`` cannot be read, or the template does not support ``--thoughts``.
         ModelError: The tokenizer or the chat template cannot be used.
     """
     tokenizer = Tokenizer.load(folder, model.eos_token_ids)

@@ -16,8 +16,8 @@ from hiserve.server.http.errors import error_response
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 30.0
 BODY_TIMEOUT_S = 300.0
-# After a refusal the rest of the request is read and dropped for a while: closing at once would reset the
-# connection, and the client would lose the answer.
+# After a refusal the rest of the request is read and dropped for this time: closing at once would reset the
+# connection, and the client would lose the response.
 LINGER_S = 2.0
 
 
@@ -82,7 +82,7 @@ class HttpConnection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Starts the application for the request, if its head is not too large."""
+        """Starts the application for the request, if its head is within the limit."""
         self._num_idle_bytes = 0
         num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if num_bytes > MAX_HEAD_BYTES:
@@ -135,13 +135,13 @@ class HttpConnection(HttpToolsProtocol):
 
     def _on_late(self) -> None:
         self._timer = None
-        if self.flow.read_paused:  # the server is late, not the client
+        if self.flow.read_paused:  # the server delays the request, not the client
             self._start_timer(BODY_TIMEOUT_S)
         else:
             self._refuse(error_response(408, "the request did not arrive in time.", code="request_timeout"))
 
     def _refuse(self, response: Response) -> None:
-        """Ends the connection, with this answer if no other one has begun. Only the first refusal has an effect."""
+        """Ends the connection, with this response if no other one has begun. Only the first refusal has an effect."""
         if self._is_refused or self.transport.is_closing():
             return
         cycle: RequestResponseCycle | None = self.cycle

@@ -104,7 +104,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events until the stream or the client ends."""
         async with aclosing(self._chunks):
-            with suppress(ClientDisconnect):  # no client is left to answer
+            with suppress(ClientDisconnect):  # the client has closed the connection
                 await cancel_on_disconnect(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:

@@ -31,12 +31,12 @@ from hiserve.server.reply.logprobs import ChatScores, Spell, TextLogprobs, TextS
 from hiserve.text.reader.buffer import Kind, called, thought
 from hiserve.text.tokens.detokenizer import TokenBytes
 
-CONTENT = Kind.CONTENT  # which is looked up for each token
+CONTENT = Kind.CONTENT  # an attribute of an enum costs time for each token
 Word = Callable[[Callable[[], Chunk | None]], Awaitable[Chunk | None]]
 
 
 class ReplyFormatter(Protocol):
-    """Words one reply. Lives as long as the reply.
+    """Formats one reply.
 
     Attributes:
         chunk_head: The fields that each chunk of a stream begins with.
@@ -55,7 +55,7 @@ class ReplyFormatter(Protocol):
 
 
 class ChatFormatter:
-    """Words one chat completion.
+    """Formats one chat completion.
 
     Args:
         head: As ``reply.format.envelope`` makes it.
@@ -127,7 +127,7 @@ class ChatFormatter:
         return chat_logprobs(output_delta, self._num_top, self._spell)
 
     def _prompt(self, generation: Generation) -> dict[str, Any]:
-        """Returns what is shown of the prompt, with the first choice."""
+        """Returns the fields of the prompt, with the first choice."""
         shown: dict[str, Any] = {}
         if self._has_token_ids:
             shown["prompt_token_ids"] = generation.prompt.tolist()
@@ -137,7 +137,7 @@ class ChatFormatter:
 
 
 def _message(delta: OutputDelta) -> ChatMessage:
-    """Returns what the model says; a message with calls may have no content."""
+    """Returns the message of a choice; one with calls may have no content."""
     message = ChatMessage("assistant", delta.text)
     if text := thought(delta.events):
         message.reasoning_content = text
@@ -152,14 +152,14 @@ def _message(delta: OutputDelta) -> ChatMessage:
 
 
 def _call_delta(index: int, call_id: str, name: str, arguments: str) -> MessageCall:
-    """Returns what an event adds to a call: its id and name come first."""
+    """Returns the delta of a call; the first one has its id and name."""
     if not name:
         return MessageCall(MessageFunction(arguments=arguments), index)
     return MessageCall(MessageFunction(name, arguments), index, call_id, "function")
 
 
 class CompletionFormatter:
-    """Words one text completion.
+    """Formats one text completion.
 
     Args:
         head: As ``reply.format.envelope`` makes it.
@@ -217,7 +217,7 @@ class CompletionFormatter:
         )
 
     def _open(self, generation: Generation) -> TextChoice:
-        """Returns what is shown of a choice's prompt, and gets ready to word its reply."""
+        """Returns the choice with its echoed prompt, and begins its text and scores."""
         request, spell = self._request, self._token_bytes.bytes_of
         text, logprobs = self._echo(generation) if request.echo else ("", None)
         if self._num_top is not None:
@@ -231,14 +231,14 @@ class CompletionFormatter:
         return opening
 
     def _echo(self, generation: Generation) -> tuple[str, TextScores | None]:
-        """Returns the prompt's text and, if asked for, what is known of its tokens."""
+        """Returns the prompt's text and, if requested, the scores of its tokens."""
         decoder, counter = (self._token_bytes.detokenizer(skip_special=False) for _ in range(2))
         decoded = decoder.push(generation.prompt.tolist()) + decoder.flush()
         given = self._prompts[generation.choice // self._request.num_choices]
         text = decoded if given is None else given
         if self._num_top is None:
             return text, None
-        # What the tokenizer put in front of a text is among the tokens, but not in the text.
+        # The tokens include those that the tokenizer adds before the text; the text does not.
         offset = len(text) - len(decoded)
         return text, TextLogprobs(self._num_top, self._token_bytes.bytes_of, counter, offset).of_prompt(generation)
 
@@ -250,7 +250,7 @@ async def events(
     request: OpenAIFields,
     word: Word,
 ) -> AsyncGenerator[bytes, None]:
-    """Yields the events of a reply, those of one piece together."""
+    """Yields the events of a reply, those of one delta together."""
     unopened = {generation.choice: generation for generation in choices.generations}
     head = EventHead(formatter.chunk_head)
     so_far: Usage | UnsetType | None = None if request.has_usage else UNSET

@@ -24,7 +24,7 @@ from hiserve.text.body.chat import ChatFields, parse_chat
 from hiserve.text.body.json import check_text, decode, union
 from hiserve.text.body.parser import parse_prompt
 
-# Most of one request; others wait meanwhile. Decoding so much takes 0.05 s of a thread.
+# Of one request; decoding this number takes a thread 0.05 s, in which others wait.
 MAX_TOKENS = 2**18
 QUICK_TOKENS = 2**12
 

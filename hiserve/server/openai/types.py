@@ -68,7 +68,7 @@ class OpenAIFields(OpenAIGrammarFields, frozen=True, kw_only=True):
         """Refuses values that exclude each other.
 
         Raises:
-            RequestError: There are some.
+            RequestError: Two fields do.
         """
         if self.best_of not in (None, self.num_choices):
             raise RequestError(f"best_of is {self.best_of}; only n ({self.num_choices}) is supported.", param="best_of")
@@ -85,7 +85,7 @@ class OpenAIFields(OpenAIGrammarFields, frozen=True, kw_only=True):
 
     @property
     def limit_field(self) -> str:
-        """The field that says how many tokens to generate at most."""
+        """The name of the field that limits the generated tokens."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
@@ -153,7 +153,7 @@ class ChatOptions(OpenAIFields, frozen=True, kw_only=True):
 
     @property
     def thoughts(self) -> Thinking:
-        """What the request asks of thoughts; ``none`` is an effort that turns them off. Of several budgets the least counts."""
+        """The request's switches of thoughts. The effort ``none`` turns them off; the least of several budgets applies."""
         effort, config = self.reasoning_effort, self.thinking or ThinkingConfig()
         is_on = {"enabled": True, "disabled": False}.get(config.type or "")
         given = (self.thinking_token_budget, self.thinking_budget, config.budget_tokens)
@@ -166,7 +166,7 @@ class ChatOptions(OpenAIFields, frozen=True, kw_only=True):
 
     @property
     def limits(self) -> Limits:
-        """The length asked for: up to the context limit, if the request does not say."""
+        """The requested length; up to the context limit by default."""
         return Limits(self.limit, None, self.limit_field, "min_tokens", "messages")
 
 
@@ -201,7 +201,7 @@ class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
 
     @property
     def limits(self) -> Limits:
-        """The length asked for: OpenAI's 16 tokens, if the request does not say."""
+        """The requested length; by default OpenAI's 16 tokens."""
         return Limits(self.limit, DEFAULT_COMPLETION_TOKENS, self.limit_field, "min_tokens", "prompt")
 
     def prompts(self, vocab_size: int) -> list[str | Int32Array]:
@@ -236,7 +236,7 @@ def check_number(num_prompts: int, param: str) -> None:
 
 
 class MessageFunction(msgspec.Struct):
-    """The function of a call, or what an event adds to it."""
+    """The function of a call, or an event's addition to it."""
 
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
@@ -252,7 +252,7 @@ class MessageCall(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """What the model says."""
+    """A message of the model."""
 
     role: str
     content: str | None
@@ -262,7 +262,7 @@ class ChatMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
-    """One answer."""
+    """One choice."""
 
     index: int
     message: ChatMessage
@@ -287,7 +287,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct):
-    """What an event adds to a message."""
+    """An event's addition to a message."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -296,7 +296,7 @@ class ChatDelta(msgspec.Struct):
 
 
 class ChatDeltaChoice(msgspec.Struct):
-    """What an event adds to an answer."""
+    """An event's addition to a choice."""
 
     index: int
     delta: ChatDelta
@@ -307,7 +307,7 @@ class ChatDeltaChoice(msgspec.Struct):
 
 
 class TextChoice(msgspec.Struct):
-    """One continuation, or what an event adds to it."""
+    """One continuation, or an event's addition to it."""
 
     index: int
     text: str

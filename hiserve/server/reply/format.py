@@ -43,12 +43,12 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptUse(NamedTuple):
-    """Tokens of a prompt, by what became of them.
+    """Tokens of a prompt, by their origin.
 
     Attributes:
-        cached: They came from the cache.
-        written: They were computed, and fill pages that the cache has now.
-        rest: They were computed.
+        cached: Tokens from the cache.
+        written: Computed tokens in pages that the cache has now.
+        rest: Other computed tokens.
     """
 
     cached: int
@@ -125,7 +125,7 @@ def usage(choices: Choices) -> Usage:
 
 
 def prompt_use(choices: Choices, page_size: int) -> PromptUse:
-    """Returns the prompt's tokens by what became of them; they sum to all.
+    """Returns the prompt's tokens by their origin; the sum is all of them.
 
     Args:
         choices: Of one prompt.
@@ -155,7 +155,7 @@ def cache_miss(cached: CacheUse, place: Place | None = None) -> CacheMiss | None
 
 
 def warned(response: Response, warning: str) -> Response:
-    """Returns the response with a header for what it does not do as asked; unchanged for an empty text."""
+    """Returns the response with the header of a warning; unchanged for an empty text."""
     if warning:
         response.headers[WARNING_HEADER] = warning
     return response

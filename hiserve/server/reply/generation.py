@@ -24,7 +24,7 @@ from hiserve.text.reader.output import ReplyOutput, TextOutput
 from hiserve.text.tokens.detokenizer import TokenBytes
 
 QUICK_CHOICES = 64
-# Formatting scores of so many bytes, four to eight of each token, takes a few milliseconds.
+# Formatting scores of this size, four to eight bytes for each token, takes a few milliseconds.
 QUICK_SCORE_BYTES = 2**14
 
 logger = logging.getLogger(__name__)
@@ -95,8 +95,8 @@ class Generation:
         choice: Index in the reply.
         choice_index: Index among the choices of the prompt; part of the random key.
         scorer: The choice that scores the same prompt; None: this one.
-        keeps_tokens: False drops generated tokens; only the scores of the prompt are wanted.
-        locate: Tells where in the conversation the cached prefix ends.
+        keeps_tokens: False drops generated tokens, for requests of a prompt's scores alone.
+        locate: Returns the part of the conversation at which the cached prefix ends.
         remember: Called with text, token ids and events of a reply that was not aborted, before its last part is yielded: the
             client may send its next request at once.
 
@@ -163,7 +163,7 @@ class Generation:
 
     @property
     def events(self) -> list[Event]:
-        """What the reply was read as so far; empty where it is text alone."""
+        """The events of the reply so far; empty where it is text alone."""
         return self._events.events
 
     @property
@@ -316,7 +316,7 @@ def generations(
         output: Makes the output of a choice; None makes plain text.
         first: Index of the first choice in the reply.
         keeps_tokens: False drops generated tokens.
-        locate: Tells where in the conversation the cached prefix ends.
+        locate: Returns the part of the conversation at which the cached prefix ends.
         remember: Called with each reply.
     """
     made: list[Generation] = []

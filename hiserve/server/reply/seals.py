@@ -1,4 +1,4 @@
-"""Seals of thoughts, which leave with a reply and come back in a request."""
+"""Seals of thoughts: a reply carries the seal, a later request returns it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _MAC_BYTES = 32
 
 
 class Seals:
-    """Makes and opens seals: a text, readable for everybody, and a code that only this secret can have made.
+    """Makes and opens seals. A seal is a text, not encrypted, and its authentication code under a secret.
 
     Args:
-        secret: ``--seal-key``; None draws one, so that no seal outlives the process.
+        secret: ``--seal-key``; None draws one, so that seals are valid as long as the process.
     """
 
     def __init__(self, secret: str | None = None) -> None:
@@ -26,7 +26,7 @@ class Seals:
         return urlsafe_b64encode(self._code(raw) + raw).decode()
 
     def open(self, seal: str) -> str | None:
-        """Returns the sealed text; None if another secret, or nobody, has made the seal."""
+        """Returns the sealed text; None if the seal was not made with this secret."""
         try:
             opened = urlsafe_b64decode(seal)
         except ValueError:

@@ -16,7 +16,7 @@ from hiserve.text.body.chat import ChatFields
 from hiserve.text.body.parser import Sizes, is_quick, parse_body
 from hiserve.text.helpers.pool import HelperPool
 
-# Of a text, or of a conversation. Encoding so much takes a second or two of a thread; others wait meanwhile.
+# Of a text, or of a conversation. Encoding this number takes a thread a second or two, in which others wait.
 MAX_CHARS = 4 * 2**20
 
 
@@ -105,8 +105,8 @@ class BodyReader:
             form: The form of its body.
 
         Raises:
-            NotFoundError: It names another model.
-            RequestError: It is malformed, larger than any request can be, or has an unsupported field.
+            NotFoundError: The body names another model.
+            RequestError: The body is malformed, larger than any request can be, or has an unsupported field.
             ClientDisconnect: The client closed the connection.
         """
         raw = await request.body()

@@ -43,7 +43,7 @@ class Constraint(NamedTuple):
         param: The field that it came in.
         may_relax: Keywords of a JSON schema that no mask can hold may be left out.
         mark: A text to which any reply may come, and after which it is constrained.
-        not_held: What of it the grammar does not hold.
+        not_held: The constraints of the field that the grammar does not express.
     """
 
     grammar: Grammar
@@ -69,7 +69,7 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
     json_schema: NamedSchema | None = None
 
     def constraints(self) -> list[Constraint]:
-        """Returns the grammar asked for, if there is one."""
+        """Returns the requested grammar, if there is one."""
         if self.type == "text":
             return []
         if self.type == "json_object":
@@ -98,7 +98,7 @@ class GrammarFields(SamplingFields, frozen=True, kw_only=True):
     ebnf: str | None = None
 
     def constraints(self) -> list[Constraint]:
-        """Returns the grammars asked for.
+        """Returns the requested grammars.
 
         Raises:
             RequestError: One is out of bounds.
@@ -107,7 +107,7 @@ class GrammarFields(SamplingFields, frozen=True, kw_only=True):
 
     @property
     def constraint(self) -> Constraint | None:
-        """The one grammar asked for, if there is one.
+        """The one requested grammar, if there is one.
 
         Raises:
             RequestError: There are two, or it is out of bounds.
@@ -126,7 +126,7 @@ class OpenAIGrammarFields(GrammarFields, frozen=True, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
 
     def constraints(self) -> list[Constraint]:
-        """Returns the grammars asked for."""
+        """Returns the requested grammars."""
         found = super().constraints()
         if self.response_format is not None:
             found += self.response_format.constraints()
@@ -201,18 +201,18 @@ async def constrain(
     num_choices: int,
     thought: Marks = NOTHING,
 ) -> tuple[SamplingParams, str]:
-    """Returns the sampling parameters with the vetted grammar, and a warning of what it does not hold, or nothing.
+    """Returns the sampling parameters with the vetted grammar, and a warning of constraints that it does not express; empty for none.
 
     Args:
-        vetting: Tries the grammar.
+        vetting: Vets the grammar.
         request: The request.
         sampling: Without a grammar.
-        constraint: The one asked for, or None.
-        num_choices: Of the whole request; each carries the grammar to its worker.
-        thought: As of ``Abilities.thought``; the grammar is of the rest.
+        constraint: The requested one, or None.
+        num_choices: Of the whole request; each sends the grammar to its worker.
+        thought: As of ``Abilities.thought``; the grammar applies after it.
 
     Raises:
-        RequestError: The grammar cannot be used, or is too large for so many choices.
+        RequestError: The grammar cannot be used, or is too large for this number of choices.
         OverloadedError: As ``Vetting.check``.
     """
     if constraint is None:

@@ -32,8 +32,8 @@ IGNORED = frozenset(
     }
 )
 
-# Fields that would have to change the reply, with the values, beside null, that change nothing. Any other value is
-# refused: no such field is silently ignored.
+# Fields without support that would change the reply, with the values, other than null, that change nothing. Any other
+# value is refused: no such field is silently ignored.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (False,),

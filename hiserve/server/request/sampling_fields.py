@@ -124,7 +124,7 @@ class Limits(NamedTuple):
         max_field: ``param`` of errors about ``max_tokens``.
         min_field: The same for ``min_tokens``.
         prompt_field: The same for the prompt.
-        is_cut: A length beyond the room is cut to it, not refused: agents ask for far more than they use.
+        is_cut: A length beyond the context is cut to it, not refused: agents request far more than they use.
     """
 
     max_tokens: int | None
@@ -145,7 +145,7 @@ def fit_context(sampling: SamplingParams, limits: Limits, num_prompt: int, max_m
         max_model_len: Longest prompt plus output, in tokens.
 
     Raises:
-        ContextLengthError: They do not fit; the message names the largest value that fits.
+        ContextLengthError: Prompt and reply do not fit; the message names the largest value that fits.
     """
     room = max_model_len - num_prompt
     if room < 1:

@@ -57,7 +57,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestMessage(msgspec.Struct, frozen=True):
-    """A message. It may have other fields, of which the template sees the texts."""
+    """A message. The template gets its other fields too, where they are strings."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Meta(min_length=1, max_length=MAX_PARTS)] | None = None
@@ -126,7 +126,7 @@ class ChatFields(msgspec.Struct, frozen=True, kw_only=True):
 def parse_chat(body: dict[str, Any]) -> Conversation:
     """Returns the fields of a request body that the chat template receives; other fields are ignored.
 
-    ``tool_choice`` ``none`` removes the tools: a model that does not see them does not call them.
+    ``tool_choice`` ``none`` removes the tools from the prompt, so that the model does not call them.
     ``continue_final_message`` turns the generation prompt off, unless ``add_generation_prompt`` is given.
 
     Raises:
@@ -230,10 +230,10 @@ def _turn(value: Message, message: RequestMessage, where: str) -> Turn:
 
 
 def _choice(fields: ChatFields) -> tuple[ToolChoice, bool]:
-    """Returns which tools a reply may call, and whether that is one call of one function.
+    """Returns the tools that a reply may call, and whether the choice names one function.
 
     Raises:
-        RequestError: The field does not say which.
+        RequestError: The object that ``type`` names is missing.
     """
     chosen = fields.tool_choice
     strict = tuple(tool.function.name for tool in fields.tools or () if tool.function.strict)

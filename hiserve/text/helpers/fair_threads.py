@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 class FairSemaphore:
-    """A semaphore that serves callers in turn. Lives in one event loop.
+    """A semaphore that serves callers in turn. Used in one event loop.
 
     A caller with many waiting entries waits for at most one entry of each other caller between two of its own.
     """
@@ -49,7 +49,7 @@ class FairSemaphore:
 
 
 class FairThreads:
-    """A thread pool for work that would block the event loop, shared fairly by callers. Lives in one event loop.
+    """A thread pool for work that would block the event loop, shared fairly by callers. Used in one event loop.
 
     ``name`` is the prefix of the threads' names.
     """

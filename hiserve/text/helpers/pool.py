@@ -65,7 +65,7 @@ _ANSWER = msgspec.msgpack.Decoder(Done | Refused)
 
 
 class HelperPool:
-    """A few processes, started on demand and ended when idle. Lives in one event loop. Callers take turns."""
+    """A few processes, started on demand and ended when idle. Used in one event loop. Callers take turns."""
 
     def __init__(self, template: ChatTemplate | None) -> None:
         setup = Setup(None if template is None else template.sources)
@@ -74,7 +74,7 @@ class HelperPool:
         self._turns = FairSemaphore(NUM_PROCESSES)
 
     async def slim(self, raw: bytes, sizes: Sizes, caller: int, *, is_chat: bool = True) -> dict[str, Any]:
-        """Parses a large body in a process; see ``body_parser.slim``.
+        """Parses a large body in a process; see ``body.parser.slim``.
 
         Raises:
             RequestError: The body is malformed or exceeds a limit.

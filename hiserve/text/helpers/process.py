@@ -63,13 +63,13 @@ def _refusal(error: RequestError) -> Frames:
 
 
 def _has_grown() -> bool:
-    """Whether this process holds so much memory that it should end."""
+    """Whether this process exceeds its memory and should end."""
     num_pages = int(Path("/proc/self/statm").read_text().split()[1])
     return num_pages * resource.getpagesize() > KEPT_MEMORY_BYTES
 
 
 def serve(endpoint: str) -> int:
-    """Serves jobs until the parent is gone; returns the exit code."""
+    """Serves jobs until the parent ends; returns the exit code."""
     link, frames = connect_to_parent(endpoint, signal.SIGKILL)
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))

@@ -83,7 +83,7 @@ class PromptEncoder:
             text: Without lone surrogates.
             max_tokens: Context length.
             add_special_tokens: Add the tokens that the tokenizer puts around a text (such as a start token).
-            truncate: Keep the last so many tokens; -1 keeps one less than the context length.
+            truncate: Keep this number of tokens, the last ones; -1 keeps one less than the context length.
             param: The request field that the text came from.
             caller: The tenant.
 
@@ -120,7 +120,7 @@ class PromptEncoder:
         return truncated(await self._run(steps, caller), truncate, max_tokens)
 
     def place(self, chat: Conversation, namespace: bytes, prompt: Int32Array, at: int) -> Place:
-        """Returns the part of a conversation that stands at a token of its prompt, int32 ``[n]``."""
+        """Returns the part of a conversation at a token of its prompt, int32 ``[n]``."""
         chat = with_thoughts(chat, self._reply_cache.recall(namespace, chat))
         return place_after(chat, self._tokenizer.decode(prompt[:at], skip_hidden=False))
 
@@ -165,7 +165,7 @@ class PromptEncoder:
         """Stores the ids of a finished reply to ``chat`` for later prompts that contain it.
 
         ``text`` is the reply as the client received it; ``ids`` are all generated ids, end token included; ``events``
-        are what the reply was read as, if it is not text alone.
+        are those of the reply; empty if it is text alone.
         """
         self._reply_cache.remember(namespace, chat, text, self._tokenizer.without_hidden_end(ids), events)
 

@@ -68,7 +68,7 @@ class KnownReply(NamedTuple):
         return turn.text.strip() == self.text.strip() and names == [name for name, _ in self.calls]
 
     def restored(self, turn: Turn) -> Turn:
-        """Returns the turn with the thought that the client left out, or whose outer white space it took away."""
+        """Returns the turn with the thought that the client left out or whose outer white space the client removed."""
         given = "".join([part.text for part in turn.parts if isinstance(part, Thought)]).strip()
         if not self.thought or not self.answers(turn) or given not in ("", self.thought.strip()):
             return turn
@@ -76,14 +76,14 @@ class KnownReply(NamedTuple):
         return Turn(turn.role, (Thought(self.thought), *others), turn.fields)
 
     def place(self, text: str, at: int, tokenizer: Tokenizer) -> tuple[int, int, Int32Array] | None:
-        """Returns where the reply stands in a prompt, and the ids to put there; None if it does not.
+        """Returns the place of the reply in a prompt, and its ids; None without one.
 
-        The ids spell the text of that place, but that arguments may be another spelling of the same JSON value. Where
-        the prompt goes on differently, the place ends there.
+        The ids have the text of that place, except that arguments may spell the same JSON value otherwise. The place
+        ends at the first other difference.
 
         Args:
             text: The prompt.
-            at: Where the reply's first part stands in it.
+            at: Start of the reply's first part in it.
             tokenizer: Of the model.
         """
         whole = tokenizer.decode(self.ids, skip_hidden=False)
@@ -155,7 +155,7 @@ class KnownReply(NamedTuple):
     def _part(
         self, whole: str, equal: Sequence[tuple[int, int, int]], tokenizer: Tokenizer
     ) -> tuple[int, int, Int32Array] | None:
-        """Returns the place of as many whole tokens as stand in the prompt."""
+        """Returns the place of the reply's first whole tokens that the prompt contains."""
         for x, y, size in reversed(equal):
             low, high = 0, len(self.ids)
             while low < high:
@@ -188,7 +188,7 @@ def _plain(value: Any) -> Any:
 
 
 def _num_equal(whole: str, begin: int, end: int, text: str, at: int) -> int:
-    """Returns how many characters of ``whole[begin:end]`` stand at a place of a text."""
+    """Returns the number of characters of ``whole[begin:end]`` that a text has at a place."""
     if text.startswith(whole[begin:end], at):
         return end - begin
     pairs: Iterable[tuple[str, str]] = zip(whole[begin:end], text[at : at + end - begin], strict=False)
@@ -205,7 +205,7 @@ def _members(arguments: str) -> list[Any]:
 
 
 def _end_of_same(written: str, text: str, at: int, closing: str) -> int | None:
-    """Returns where a value ends that stands at a place of a text in any spelling; None if another one does.
+    """Returns the end of a value at a place of a text, in any spelling; None for another value.
 
     Args:
         written: The value as generated.

@@ -1,4 +1,4 @@
-"""The part of a conversation that stands at a place of its prompt, found by the texts before that place."""
+"""The part of a conversation at a place of its prompt, found by the texts before that place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Place(NamedTuple):
     """A part of a conversation.
 
     Attributes:
-        turn: Index of its turn; the number of turns for what follows the last one. Tools stand in turn 0.
+        turn: Index of its turn; the number of turns for text after the last one. Tools are part of turn 0.
         part: Its kind. Results of tools are text.
         is_new: No turn of the assistant follows it, and it is in none.
     """
@@ -50,7 +50,7 @@ def place_after(chat: Conversation, before: str) -> Place:
     at, first, num_skipped, is_sure = 0, 0, 0, True
     for index, part in enumerate(parts):
         size = max(map(len, part.whole))
-        is_head = part.turn == 0 or parts[first - 1].turn == 0  # tools may stand anywhere in it
+        is_head = part.turn == 0 or parts[first - 1].turn == 0  # tools may be anywhere in it
         most = len(before) if is_head else at + size + num_skipped + MARK_CHARS
         begin = 0 if part.name == "tools" else at
         ends = [found + len(text) for text in part.whole if (found := before.find(text, begin, most)) >= 0]

@@ -1,4 +1,4 @@
-"""Remembers the token ids of generated replies, so that a reply in the history keeps them.
+"""Caches the token ids of generated replies, so that a reply in the history keeps them.
 
 A sampled reply is rarely tokenized the way the tokenizer would: "token" may have been sampled as
 "to" + "ken". Re-tokenizing the history would end the prefix hit at the first such place, so the ids
@@ -30,7 +30,7 @@ from hiserve.text.template.probes import SWITCHES
 from hiserve.text.tokens.split_points import SplitPoints
 from hiserve.text.tokens.tokenizer import Tokenizer
 
-# Stands before a reply's first part, in private-use characters. A prompt that contains one is tokenized whole.
+# Precedes a reply's first part, in private-use characters. A prompt that contains one is tokenized whole.
 _MARK = "\ue000{}\ue001"
 _MARK_PATTERN = re.compile("\ue000([0-9]{1,6})\ue001")
 PLAIN = frozenset({Kind.CONTENT, Kind.END})
@@ -41,7 +41,7 @@ class Splice(StrEnum):
 
     KEPT = "kept"
     CUT = "cut"  # kept up to a change
-    UNKNOWN = "unknown"  # encoded afresh: no such reply to this conversation is remembered
+    UNKNOWN = "unknown"  # encoded anew: the cache has no such reply to this conversation
     HIDDEN = "hidden"  # the template does not show the reply's first part
     INSPECTED = "inspected"  # the template does more with the parts than show them
     CHANGED = "changed"  # the prompt has another text from the first token on
@@ -76,12 +76,12 @@ class ReplyTokenCache:
 
     @property
     def num_entries(self) -> int:
-        """Replies remembered."""
+        """Cached replies."""
         return len(self._replies)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens remembered."""
+        """Cached tokens."""
         return self._num_tokens
 
     def remember(
@@ -97,7 +97,7 @@ class ReplyTokenCache:
             chat: The conversation.
             text: The content of the reply as the client received it.
             ids: Generated ids without an end token.
-            events: What the reply was read as; empty if it is text alone.
+            events: Of the reply; empty if it is text alone.
         """
         turns = chat.turns
         if chat.continue_final_message:
@@ -195,7 +195,7 @@ def chat_steps(
     """Renders a conversation and encodes it; known replies keep their ids. Returns the prompt, int32 ``[n]``.
 
     A thought that the client left out is put back before. The template is rendered a second time with a mark before the
-    first part of each known reply. If taking the marks out gives exactly the true text, they tell where the replies are,
+    first part of each known reply. If the text without the marks is exactly the true text, the marks are the places of the replies,
     and only the rest is tokenized::
 
         <|user|>Hi<|end|><|assistant|>•Hello<|end|><|user|>Bye<|end|><|assistant|>

@@ -18,7 +18,7 @@ Reading = Generator[None, None, T]
 
 
 class Kind(Enum):
-    """What an event adds to a reply."""
+    """The kind of an event's addition to a reply."""
 
     THOUGHT = "thought"
     CONTENT = "content"
@@ -39,7 +39,7 @@ class Event(NamedTuple):
     its text begins; tokens of marks belong to the event that follows.
 
     Attributes:
-        kind: What it adds.
+        kind: Of its addition.
         text: Of a thought, content or arguments; the name of a call; empty at an end.
         start: The first token.
         stop: After the last token.
@@ -62,7 +62,7 @@ class ReplyBuffer:
         is_cut: The reply ended at a limit, not by itself.
         is_cut_short: The last search ended at the limit that cut the reply, where more text might have had the mark.
         is_stopped: A stop text ended the reply; nothing more is emitted.
-        events: Told since ``take``.
+        events: Emitted since ``take``.
         shown: While all text of a thought or content is emitted as it arrives, the kind of its events, and the search for what may end it.
     """
 
@@ -128,7 +128,7 @@ class ReplyBuffer:
             yield
 
     def starts(self, at: int, *marks: str) -> Reading[str]:
-        """Returns which mark stands at a place; empty if none does."""
+        """Returns the mark at a place; empty without one."""
         while True:
             for mark in marks:
                 if mark and self.text.startswith(mark, at):
@@ -179,7 +179,7 @@ class ReplyBuffer:
             self.shown = None
 
     def pause(self) -> Reading[None]:
-        """Goes on only if nothing has ended the reply."""
+        """Continues only if nothing has ended the reply."""
         while self.is_stopped:
             yield
 
@@ -190,7 +190,7 @@ class ReplyBuffer:
             self.add(Event(kind, "", self._num_emitted, first))
 
     def end(self, num_tokens: int) -> None:
-        """Emits the end of a reply of so many tokens."""
+        """Emits the end of a reply of ``num_tokens`` tokens."""
         self.add(Event(Kind.END, "", self._num_emitted, num_tokens))
 
     def add(self, event: Event) -> None:

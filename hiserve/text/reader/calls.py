@@ -11,7 +11,7 @@ from hiserve.text.reader.buffer import SPACE, Kind, Reading, ReplyBuffer
 from hiserve.text.reader.json_values import ANY, STRING, JsonValue, OpenString, Types, as_json, parameter_types, quoted
 from hiserve.text.reader.marks import ReplySyntax
 
-# Characters before the name of a call; what has more of them is no call.
+# Characters before the name of a call; a text with more of them is no call.
 MAX_HEAD = 2**16
 NAME = re.compile(r"[^\s<>{}\"]{1,256}")
 ARGUMENT_FIELDS = ("arguments", "parameters")
@@ -172,7 +172,7 @@ class CallReader:
         return "", "", at
 
     def _head(self, at: int) -> Reading[str]:
-        """Reads a name that stands before its arguments and emits the call; returns an empty text if there is none."""
+        """Reads a name before its arguments and emits the call; returns an empty text if there is none."""
         buffer, syntax = self._buffer, self._syntax
         found = yield from buffer.find(at, syntax.in_header, MAX_HEAD)
         if found is None or found[1] not in syntax.name_ends:

@@ -12,7 +12,7 @@ THINK: Marks = ("<think>", "</think>")
 
 @dataclass(frozen=True, slots=True)
 class ReplyFormat:
-    """How the models of one family spell thoughts and calls.
+    """The marks and spelling of thoughts and calls in one family of models.
 
     A call is ``call[0] name name_ends arguments call[1]``, or ``call[0] {"name": …, "arguments": …} call[1]`` without
     ``name_ends``. White space around marks is not significant.
@@ -40,7 +40,7 @@ class ReplyFormat:
         header_starts: Marks with which the header of another message begins.
         header_marks: Other marks within headers.
         message_ends: Marks of which one ends a message.
-        is_list: Calls may stand in a JSON list.
+        is_list: Calls may form a JSON list.
         is_bare: A call may begin a reply without its mark.
         id_length: Characters of the ids that the chat template demands; 0 takes any.
         signs: Texts that a chat template of the family contains; empty: all its marks but those of thoughts.
@@ -220,7 +220,7 @@ BY_NAME = {row.name: row for row in FORMATS}
 
 
 def find_format(template: str) -> ReplyFormat | None:
-    """Returns the most specific format all of whose signs stand in a chat template; None if there is none.
+    """Returns the most specific format whose signs a chat template contains; None if there is none.
 
     Args:
         template: Jinja source.

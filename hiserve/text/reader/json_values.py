@@ -41,7 +41,7 @@ class JsonValue:
         self.is_broken = False
 
     def end(self, text: str, at: int) -> int | None:
-        """Returns where the value ends in ``text[at:]``, which follows the text of earlier calls; None if it goes on."""
+        """Returns the end of the value in ``text[at:]``, which follows the text of earlier calls; None before it."""
         while at < len(text):
             if self._is_escaped:
                 self._is_escaped = False
@@ -89,7 +89,7 @@ class JsonValue:
 
 
 class OpenString:
-    """Tells whether a growing text is an array or object of JSON that is within a string."""
+    """Whether a growing text is an array or object of JSON that ends within a string."""
 
     __slots__ = ("_is_over", "_size", "_value")
 
@@ -151,7 +151,7 @@ class SchemaReader:
         return schema
 
     def types(self, schema: Any, depth: int = 0) -> frozenset[str]:
-        """Returns the types of JSON that a part, within so many alternatives, allows; all of them where it does not say."""
+        """Returns the JSON types that a schema allows, all of them where it names none; ``depth`` counts alternatives around it."""
         schema = self.resolved(schema)
         if not isinstance(schema, dict) or depth > MAX_REFERENCES:
             return ANY

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from hiserve.text.reader.formats import NOTHING, Marks, ReplyFormat
 from hiserve.text.tokens.tokenizer import Tokenizer
 
-# A mark that is a token of its own stands in the text as a lone surrogate, which no decoded text contains.
+# A lone surrogate, which no decoded text contains, represents a mark that is a token of its own.
 _FIRST_STAND_IN = 0xD800
 STAND_INS = r"\ud800-\udfff"
 
@@ -58,12 +58,12 @@ class TextSearches(NamedTuple):
 
 
 class ReplySyntax:
-    """A reply format in the tokens of one model. Marks are spelled as they stand in the reader's text.
+    """A reply format in the tokens of one model. Marks are spelled as in the reader's text.
 
     Args:
         row: The format.
         tokenizer: Of the model.
-        template: Source of the chat template; thoughts are read where their marks stand in it or are tokens.
+        template: Source of the chat template; thoughts are read where it contains their marks or these are tokens.
         is_named: The format was named by the operator: thoughts are read anyway.
 
     Attributes:
@@ -73,7 +73,7 @@ class ReplySyntax:
         section: Marks around all calls.
         thought: Marks around a thought; empty where the model has none.
         opening: The mark with which calls begin.
-        with_calls: What ends a text of a reply that may call tools.
+        with_calls: The marks that end a text of a reply that may call tools.
         without_calls: The same where calls are text.
     """
 
@@ -115,7 +115,7 @@ class ReplySyntax:
         )
 
     def pair(self, marks: Marks) -> Marks:
-        """Returns two marks as they stand in the reader's text."""
+        """Returns two marks as in the reader's text."""
         return self.spell(marks[0]), self.spell(marks[1])
 
     def spell(self, text: str) -> str:

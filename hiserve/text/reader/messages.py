@@ -1,4 +1,4 @@
-"""Replies that are several messages, each with a header: its channel says what it is, its recipient which function it calls."""
+"""Replies of several messages, each with a header: the channel is the kind of the message, the recipient the called function."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class MessageReader:
             kind = None
 
     def _header(self) -> Reading[Kind | None]:
-        """Reads a header; returns the kind of what follows, which is content without one, or None for the end of the reply."""
+        """Reads a header; returns the kind of its message (content without a header), or None at the end of the reply."""
         buffer, syntax = self._buffer, self._syntax
         at = yield from buffer.past(0)
         found = yield from buffer.find(at, self._in_header, MAX_HEAD)

@@ -39,7 +39,7 @@ class ReplyOutput(Protocol):
     num_unread: int
 
     def push(self, tokens: Sequence[int], finish: FinishReason) -> TextDelta:
-        """Adds the next tokens and returns what they add; after the end of the choice, an empty delta.
+        """Adds the next tokens and returns their delta; an empty one after the end of the choice.
 
         ``finish`` is RUNNING until the engine ends the choice. If it is STOP, the last token is the one that ended it.
         """

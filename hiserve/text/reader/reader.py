@@ -37,16 +37,16 @@ class ReplyStart(NamedTuple):
 
 
 class Reader:
-    """Reads the tokens of one choice, for any chunking; what has no meaning is content.
+    """Reads the tokens of one choice, for any chunking; text without a meaning in the format is content.
 
-    Marks that are tokens of the model are known by these alone; the same text in other tokens is text. Stop texts are
+    Marks that are tokens of the model are marks as these tokens alone; the same text in other tokens is text. Stop texts are
     searched in content alone, as ``TextOutput`` searches them.
 
     Args:
-        syntax: How the model spells thoughts and calls.
+        syntax: The model's spelling of thoughts and calls.
         token_bytes: Of the model's tokens.
-        sampling: Stop texts, and what is shown.
-        prompt: Where the prompt ends, and what the model may call.
+        sampling: Has the stop texts and the shown tokens.
+        prompt: The state at the end of the prompt, and the functions that may be called.
 
     Attributes:
         num_unread: Opening marks without a call after them, so that they are content.
@@ -236,6 +236,6 @@ class Reader:
         return text
 
     def _end_text(self) -> None:
-        """Ends a text: what may have become a stop text is content."""
+        """Ends a text: the possible start of a stop text is content."""
         if held := self._stops.flush():
             self._buffer.emit(Kind.CONTENT, 0, held)

@@ -58,7 +58,7 @@ class Sources(msgspec.Struct, frozen=True):
 class ChatTemplate:
     """A compiled chat template.
 
-    It comes with the model, so it runs in a sandbox with limits of time and size. Thread-safe.
+    The model's authors wrote it, so it runs in a sandbox with limits of time and size. Thread-safe.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ SWITCHES = frozenset({*KEEP_SWITCHES, *THINKING_SWITCHES, EFFORT_SWITCH})
 
 
 class TemplateAbilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What a chat template shows.
+    """The parts of a conversation that a chat template shows, and its switches.
 
     Attributes:
         tools: Tools of a request.
@@ -49,7 +49,7 @@ class TemplateAbilities(msgspec.Struct, frozen=True, kw_only=True):
     def variables(
         self, *, keep: bool | None = None, thinking: bool | None = None, effort: str | None = None
     ) -> dict[str, Any]:
-        """Returns the variables that make the template behave so, as far as it has them; None leaves it as it is."""
+        """Returns the variables that set the switches that the template has; None leaves a switch at its default."""
         made: dict[str, Any] = {}
         if self.keep_switch and keep is not None:
             made[self.keep_switch] = KEEP_SWITCHES[self.keep_switch] is keep

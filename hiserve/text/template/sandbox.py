@@ -33,7 +33,7 @@ from hiserve.text.template.budget import BUDGET, ENTRY_CHARS, RenderBudget, budg
 from hiserve.text.template.comparisons import TESTS, check_key, compared, pay_call
 from hiserve.text.template.filters import FILTERS
 
-BLOCK_CHARS = 8  # cost of a block beside its text
+BLOCK_CHARS = 8  # cost of a block in addition to its text
 _PADDING = {"center", "ljust", "rjust", "zfill"}
 _UNBOUNDED = {"expandtabs", "translate", "to_bytes"}
 _WIDE_FIELD = re.compile(r"%[^%a-zA-Z]*(\*|\d{4})")
@@ -112,7 +112,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Form:
-    """``text.format`` as templates see it: only the environment's ``call`` applies it."""
+    """``text.format`` in templates: only the environment's ``call`` applies it."""
 
     __slots__ = ("is_map", "text")
 

@@ -21,7 +21,7 @@ class Tokenizer:
 
     Attributes:
         vocab: Token strings by id, special and added ones included.
-        hidden_ids: Tokens that readers do not see: the special ones and the model's end tokens.
+        hidden_ids: Tokens that texts do not show: the special ones and the model's end tokens.
         max_token_chars: Length of the longest token string, in characters.
         is_concatenative: The ids of two texts, joined, decode to both texts joined. False for tokenizers that add a
             space before every text.
