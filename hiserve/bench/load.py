@@ -155,7 +155,6 @@ class SoFar:
     def __init__(self, advance: Advance) -> None:
         self._advance = advance
         self._begin_s = float("inf")
-        self._num_ok = 0
         self._num_failed = 0
         self._num_output = 0
         self._num_prompt = 0
@@ -167,7 +166,6 @@ class SoFar:
         if sample.error:
             self._num_failed += 1
         else:
-            self._num_ok += 1
             self._num_output += sample.num_output
             self._num_prompt += max(0, sample.num_prompt)
             self._num_cached += max(0, sample.num_cached)

@@ -31,7 +31,6 @@ class DraftConfig(msgspec.Struct, frozen=True, kw_only=True):
         aux_layers: Layers of the model, counted from 0, whose outputs it takes; the number of layers denotes the input
             of the output head.
         head: A head's own settings; None for a draft model.
-        is_bundled: It came with the model.
     """
 
     kind: DraftKind
@@ -39,7 +38,6 @@ class DraftConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelConfig
     aux_layers: tuple[int, ...] = ()
     head: Head | None = None
-    is_bundled: bool = False
 
     @property
     def feature_size(self) -> int:
@@ -113,10 +111,9 @@ def find_draft(kind: DraftKind, source: str | None, folder: Path, target: ModelC
             found = folder if kind == "mtp" and target.num_mtp_layers else folder / kind
             if not (found / "config.json").is_file():
                 raise ModelError(f"no {kind} came with the model in {str(folder)!r}. Name the folder of one.")
-        draft = read_draft_model(found, folder, target) if kind == "draft_model" else read_head(kind, found, target)
+        return read_draft_model(found, folder, target) if kind == "draft_model" else read_head(kind, found, target)
     except ModelError as error:
         raise ModelError(error.message, param="spec") from None
-    return msgspec.structs.replace(draft, is_bundled=source is None)
 
 
 def read_draft_model(folder: Path, target_folder: Path, target: ModelConfig) -> DraftConfig:

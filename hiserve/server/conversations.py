@@ -28,7 +28,7 @@ from hiserve.text.conversation import Conversation
 HIDDEN_TOOLS = "the chat template of this model does not show tools: the model cannot see the tools of this request"
 
 
-class Question(NamedTuple):
+class ChatRequest(NamedTuple):
     """A request for a reply to a conversation, the same in every protocol.
 
     Attributes:
@@ -51,7 +51,7 @@ class Question(NamedTuple):
 
 
 async def begin_reply(
-    front: FrontEnd, request: Request, engine: EngineClient, question: Question, name: str, arrived: float
+    front: FrontEnd, request: Request, engine: EngineClient, chat_request: ChatRequest, name: str, arrived: float
 ) -> tuple[Choices, str]:
     """Returns the choices of the reply, not started, and a warning that names the parts of the request without effect; empty for none.
 
@@ -59,7 +59,7 @@ async def begin_reply(
         front: Encodes, vets and counts.
         request: The request; its body must have been read.
         engine: Has the length of the context.
-        question: The request.
+        chat_request: The request.
         name: Of the reply, in the log.
         arrived: ``time.monotonic()`` at arrival.
 
@@ -68,25 +68,25 @@ async def begin_reply(
         OverloadedError: As ``Vetting.check``.
         ClientDisconnect: The client went away.
     """
-    chat = front.abilities.prepared(question.chat, question.thinking)
-    sampling, context = question.sampling, question.context
-    constraint = of_chat(question.constraint, front.abilities, chat)
+    chat = front.abilities.prepared(chat_request.chat, chat_request.thinking)
+    sampling, context = chat_request.sampling, chat_request.context
+    constraint = of_chat(chat_request.constraint, front.abilities, chat)
     prompt = await encode_prompt(
         front,
         request,
         chat,
         context.namespace,
         max_tokens=engine.max_model_len,
-        truncate=question.truncate,
-        field=question.limits.prompt_field,
+        truncate=chat_request.truncate,
+        field=chat_request.limits.prompt_field,
     )
     thought = front.abilities.thought(chat, prompt)
     sampling, warning = await constrain(front.vetting, request, sampling, constraint, sampling.n, thought)
     if sampling.prompt_logprobs is not None:
         check_prompt_scores(len(prompt) * (1 + sampling.prompt_logprobs), "prompt_logprobs")
-    sampling = fit_context(sampling, question.limits, len(prompt), engine.max_model_len)
+    sampling = fit_context(sampling, chat_request.limits, len(prompt), engine.max_model_len)
     if front.abilities.holds_budget:
-        sampling = with_budget(sampling, thought, question.thinking.budget)
+        sampling = with_budget(sampling, thought, chat_request.thinking.budget)
     choices = generations(
         name,
         prompt,

@@ -59,7 +59,7 @@ class HealthRoutes:
         ]
 
     async def health(self, _: Request) -> Response:
-        """Answers while this process and its event loop live. Constant time."""
+        """Answers while this process and its event loop run. Constant time."""
         return json_response(Health("ok"))
 
     async def ready(self, request: Request) -> Response:
@@ -86,7 +86,7 @@ class HealthRoutes:
         """Returns the metrics; without the right key, the public ones. Gauges are as old as the engine's last status.
 
         Raises:
-            AuthenticationError: The request carries a key that this server does not know.
+            AuthenticationError: The request has an unknown key.
         """
         is_whole = self._auth.sees_metrics(request)
         engine, status = self._handle.engine, None

@@ -57,7 +57,7 @@ ARGUMENTS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class MessageWriter:
-    """Words one message. Any partition of the reply into deltas gives the same blocks.
+    """Formats one message. Any partition of the reply into deltas gives the same blocks.
 
     Content of white space alone is no block, unless it is the whole reply: clients may not send such a block back.
 
@@ -96,7 +96,7 @@ class MessageWriter:
         )
 
     async def events(self, pieces: AsyncGenerator[OutputDelta, None], choices: Choices) -> AsyncGenerator[bytes, None]:
-        """Yields the events of a message, those of one piece together. The first piece knows what of the prompt was cached."""
+        """Yields the events of a message, those of one delta together. The first delta has the cached tokens of the prompt."""
         end = MessageEnd(None, None)
         is_begun = False
         async with aclosing(pieces):

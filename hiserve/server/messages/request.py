@@ -33,7 +33,7 @@ INVALID_JSON = "INVALID_JSON"
 NO_THREADS = "thread_unsupported_request"
 CLEAR_THINKING = "clear_thinking"
 KEEPS_ALL = ("all", {"type": "all"})
-# Efforts that families do not know.
+# Efforts that no family has.
 HIGHEST = {"xhigh": "high", "max": "high"}
 ROLES: dict[type, tuple[str, ...]] = {
     TextBlock: ("user", "assistant", "system"),
@@ -45,12 +45,12 @@ ROLES: dict[type, tuple[str, ...]] = {
 Unseal = Callable[[str], str | None]
 
 
-class Asked(NamedTuple):
-    """The prompt that a request asks for.
+class MessagesPrompt(NamedTuple):
+    """The prompt of a request.
 
     Attributes:
         chat: The conversation.
-        thinking: What is asked of thoughts.
+        thinking: Switches of thoughts.
         ignored: How many parts of the request are ignored, by the names of ``metrics.registry.IGNORED``.
     """
 
@@ -59,7 +59,7 @@ class Asked(NamedTuple):
     ignored: Counter[str]
 
 
-def read_messages(fields: MessagesFields, unseal: Unseal, *, keeps_volatile: bool) -> Asked:
+def read_messages(fields: MessagesFields, unseal: Unseal, *, keeps_volatile: bool) -> MessagesPrompt:
     """Returns the conversation of a request.
 
     Args:
@@ -94,7 +94,7 @@ def read_messages(fields: MessagesFields, unseal: Unseal, *, keeps_volatile: boo
         add_generation_prompt=not is_open,
         continue_final_message=is_open,
     )
-    return Asked(chat, _thinking(fields, ignored), ignored)
+    return MessagesPrompt(chat, _thinking(fields, ignored), ignored)
 
 
 def _system(system: str | list[TextBlock] | None, ignored: Counter[str], *, keeps_volatile: bool) -> list[Turn]:
@@ -141,7 +141,7 @@ def _worded(role: Any, texts: Sequence[str], param: str) -> Turn:
 def _said(
     blocks: Sequence[Block], param: str, unseal: Unseal, ignored: Counter[str]
 ) -> tuple[Text | Thought | Call | Result, ...]:
-    """Returns what the assistant has thought, said and called."""
+    """Returns the thoughts, texts and calls of the assistant."""
     thoughts, words, calls = list[Thought](), list[str](), list[Call]()
     for i, block in enumerate(blocks):
         if isinstance(block, TextBlock):
@@ -173,7 +173,7 @@ def _result(block: ToolResultBlock, where: str) -> Result:
 
 
 def _tools(fields: MessagesFields, ignored: Counter[str]) -> list[dict[str, Any]] | None:
-    """Returns the tools that the model sees: those that the client runs, and of deferred ones those that a search has found."""
+    """Returns the tools of the prompt: those that the client runs, of deferred ones those that a search has found."""
     found, shown = _references(fields.messages), list[dict[str, Any]]()
     for i, tool in enumerate(fields.tools or ()):
         where = f"tools[{i}]"
@@ -221,7 +221,7 @@ def _references(messages: Sequence[MessagesTurn]) -> set[str]:
 
 
 def _thinking(fields: MessagesFields, ignored: Counter[str]) -> Thinking:
-    """Returns what is asked of thoughts, and counts what is ignored."""
+    """Returns the switches of thoughts, and counts ignored fields."""
     config, effort = fields.thinking, fields.output_config and fields.output_config.effort
     edits = (fields.context_management and fields.context_management.edits) or []
     keeps = any(edit.type.startswith(CLEAR_THINKING) and edit.keep in KEEPS_ALL for edit in edits)

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hiserve.errors import ContextLengthError, RequestError
-from hiserve.server.conversations import Question, begin_reply, count_tokens
+from hiserve.server.conversations import ChatRequest, begin_reply, count_tokens
 from hiserve.server.http.streaming import answer
 from hiserve.server.messages.format import ERRORS, PING, MessageWriter, error_event
 from hiserve.server.messages.request import read_messages
@@ -53,17 +53,17 @@ class MessagesRoutes:
         """Answers a conversation in Anthropic's form."""
         arrived, front = time.monotonic(), self._front
         body = await front.bodies.read(request, MESSAGES)
-        asked, fields = decode(body, MessagesOptions), decode(body, MessagesFields)
-        sampling, (chat, thinking) = asked.sampling(front.model), self._read(fields)
+        options, fields = decode(body, MessagesOptions), decode(body, MessagesFields)
+        sampling, (chat, thinking) = options.sampling(front.model), self._read(fields)
         engine = front.handle.require()
-        context = context_of(request, fields.cache_salt, asked.priority, asked.rid)
-        constraint = one_of([*asked.constraints(), *fields.constraints])
-        question = Question(chat, sampling, asked.limits, context, constraint, thinking=thinking)
+        context = context_of(request, fields.cache_salt, options.priority, options.rid)
+        constraint = one_of([*options.constraints(), *fields.constraints])
+        chat_request = ChatRequest(chat, sampling, options.limits, context, constraint, thinking=thinking)
         writer = MessageWriter(front.model, front.seals.seal, shows_thoughts=fields.shows_thoughts)
         try:
-            choices, warning = await begin_reply(front, request, engine, question, writer.name, arrived)
+            choices, warning = await begin_reply(front, request, engine, chat_request, writer.name, arrived)
         except ContextLengthError:
-            raise await self._too_long(request, question, fields.cache_salt, engine.max_model_len - 1) from None
+            raise await self._too_long(request, chat_request, fields.cache_salt, engine.max_model_len - 1) from None
 
         def stream(pieces: AsyncGenerator[OutputDelta, None]) -> AsyncGenerator[bytes, None]:
             return writer.events(pieces, choices)
@@ -74,7 +74,7 @@ class MessagesRoutes:
             choices,
             front.format_threads,
             whole=partial(writer.whole, choices),
-            events=stream if asked.stream else None,
+            events=stream if options.stream else None,
             failure=partial(error_event, request.state.request_id),
             ping=PING,
         )
@@ -97,7 +97,7 @@ class MessagesRoutes:
         return chat, thinking
 
     async def _too_long(
-        self, request: Request, question: Question, cache_salt: str | None, most: int
+        self, request: Request, chat_request: ChatRequest, cache_salt: str | None, most: int
     ) -> ContextLengthError:
         """Returns the error at which clients compact a conversation; they read the numbers.
 
@@ -105,6 +105,8 @@ class MessagesRoutes:
         """
         number = most + 1
         with suppress(RequestError):
-            counted = await count_tokens(self._front, request, question.chat, question.thinking, "messages", cache_salt)
+            counted = await count_tokens(
+                self._front, request, chat_request.chat, chat_request.thinking, "messages", cache_salt
+            )
             number = max(number, counted)
         return ContextLengthError(f"prompt is too long: {number} tokens > {most} maximum", param="messages")

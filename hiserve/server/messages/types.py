@@ -21,7 +21,7 @@ Key = Annotated[str, Meta(min_length=1)]
 
 
 class CacheControl(msgspec.Struct, frozen=True):
-    """A hint that the prompt up to here comes again; it is not used yet."""
+    """A hint that later requests have the prompt up to here; not used yet."""
 
     type: str
     ttl: str | None = None
@@ -35,7 +35,7 @@ class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
-    """A thought of an earlier reply. What counts is its signature, which holds the text."""
+    """A thought of an earlier reply. The signature holds the text that is used."""
 
     signature: str
     thinking: str = ""
@@ -131,7 +131,7 @@ class ContextEdit(msgspec.Struct, frozen=True):
 
 
 class ContextManagement(msgspec.Struct, frozen=True):
-    """Changes of the conversation. Those but for kept thoughts are ignored."""
+    """Changes of the conversation. All but kept thoughts are ignored."""
 
     edits: list[ContextEdit] | None = None
 
@@ -180,14 +180,14 @@ class MessagesOptions(GrammarFields, frozen=True, kw_only=True):
         """Refuses several choices.
 
         Raises:
-            RequestError: They are asked for.
+            RequestError: The request has one.
         """
         if self.n not in (None, 1):
             raise RequestError(f"n is {self.n}; a message has one choice.", param="n")
 
     @property
     def limits(self) -> Limits:
-        """The length asked for; one beyond the context is cut to it."""
+        """The requested length, cut to the context."""
         return Limits(self.max_tokens, None, "max_tokens", "min_tokens", "messages", is_cut=True)
 
     def sampling(self, model: ServedModel) -> SamplingParams:
@@ -199,14 +199,14 @@ class MessagesOptions(GrammarFields, frozen=True, kw_only=True):
         for text in self.stop_sequences or ():
             check_text(text, "stop_sequences")
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        asked = msgspec.structs.replace(self, stop=[*given, *(self.stop_sequences or ())])
-        return asked.params(
+        fields = msgspec.structs.replace(self, stop=[*given, *(self.stop_sequences or ())])
+        return fields.params(
             model, max_tokens=self.max_tokens, min_tokens=None, seed=self.seed, logprobs=None, prompt_logprobs=None
         )
 
 
 class TextContent(msgspec.Struct, tag_field="type", tag="text"):
-    """Words of the model."""
+    """A text of the model."""
 
     text: str
 
@@ -230,7 +230,7 @@ Content = TextContent | ThinkingContent | ToolUseContent
 
 
 class OutputDetails(msgspec.Struct):
-    """Generated tokens by what they are."""
+    """Generated tokens by kind."""
 
     thinking_tokens: int
 
@@ -337,13 +337,13 @@ MessageEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta
 
 
 class FaultDetails(msgspec.Struct):
-    """A code by which clients of Anthropic know what to do."""
+    """A code for Anthropic's clients."""
 
     error_code: str
 
 
 class MessagesFault(msgspec.Struct):
-    """The type of an error, and what is wrong."""
+    """The type and message of an error."""
 
     type: str
     message: str

@@ -1,4 +1,4 @@
-"""The metrics under the names of other engines, for dashboards and routers that know those.
+"""The metrics under the names of other engines, for their dashboards and routers.
 
 Routers read ``/metrics`` of each server themselves, so that rules in Prometheus would not reach them.
 """
@@ -64,7 +64,7 @@ SHARED = (
     "e2e_request_latency_seconds",
 )
 DRAFTS = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
-# vLLM's offloading connector knows two directions.
+# vLLM's offloading connector has two directions.
 DIRECTIONS = {"load": "CPU_to_GPU", "store": "GPU_to_CPU"}
 POOL = {"page_size": "block_size", "num_pages": "num_gpu_blocks"}
 ALIASES: dict[str, list[Alias]] = {

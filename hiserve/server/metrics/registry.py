@@ -130,7 +130,7 @@ class Metrics:
         """Returns the metrics in Prometheus' text format.
 
         Args:
-            is_whole: False leaves out the metrics that tell of requests.
+            is_whole: False omits the metrics of requests.
         """
         metrics = [
             metric
@@ -261,7 +261,7 @@ class RestartTotals:
         self._lives[process] = life, seen | {key: max(value, seen.get(key, 0)) for key, value in counters.items()}
 
     def sum(self) -> Values:
-        """Returns the counters of all lives; none ever falls."""
+        """Returns the counters over all incarnations; none ever falls."""
         return _sum([self._ended, *(counters for _, counters in self._lives.values())])
 
 

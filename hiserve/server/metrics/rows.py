@@ -24,7 +24,7 @@ Values = float | Mapping[str, float] | Mapping[Labels, float]
 
 
 class EngineState(NamedTuple):
-    """The engine as the API process knows it.
+    """The state of the engine in the API process.
 
     Attributes:
         status: The last one; without workers before the first.
@@ -51,7 +51,7 @@ class Row(NamedTuple, Generic[T]):
         read: Returns the value, or the values by label.
         help: Shown to Prometheus.
         in_pages: ``read`` counts pages; the metric counts tokens.
-        is_public: Shown without a key. Hits, lengths and latencies are not: they tell one tenant the prompts of another.
+        is_public: Shown without a key. Hits, lengths and latencies are not: by these, one tenant could infer the prompts of another.
     """
 
     kind: Literal["counter", "gauge"]
@@ -126,7 +126,7 @@ def _accept_length(it: EngineState) -> Mapping[str, float]:
 
 
 def _store_size(field: str) -> Callable[[EngineState], float]:
-    """Returns the largest: all workers have the same store, and each knows of some pages that the others wrote."""
+    """Returns the largest: all workers have the same store, and each has listed some of the others' pages."""
     return lambda it: max((getattr(one.stats.cache.store or NO_STORE, field) for one in it.status.workers), default=0)
 
 
@@ -201,7 +201,7 @@ WORKER_COUNTERS: tuple[Row[WorkerStats], ...] = (
     Row("counter", "grammar_mask_seconds", (), lambda it: it.grammars.mask_seconds,
         "Seconds that draws waited for masks, after the step before was known."),
 )
-# Sums over the schedulers, of which one lives.
+# Sums over all schedulers, of which one runs.
 SCHEDULER_COUNTERS: tuple[Row[ReplayStats], ...] = (
     Row("counter", "replayed_requests", (), lambda it: it.requests,
         "Requests that went on with another worker after theirs died."),

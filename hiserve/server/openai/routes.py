@@ -14,7 +14,7 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
 from hiserve.errors import NotFoundError, RequestError
 from hiserve.scheduler.client import EngineClient
-from hiserve.server.conversations import Question, begin_reply
+from hiserve.server.conversations import ChatRequest, begin_reply
 from hiserve.server.http.auth import caller_of
 from hiserve.server.http.streaming import answer, cancel_on_disconnect
 from hiserve.server.openai.format import ChatFormatter, CompletionFormatter, ReplyFormatter, events
@@ -66,44 +66,46 @@ class OpenAIRoutes:
         """Answers a conversation."""
         arrived, front = time.monotonic(), self._front
         body = await front.bodies.read(request, CHAT)
-        asked = decode(body, ChatOptions)
-        sampling, chat = asked.sampling(self._model), parse_chat(body)
-        if asked.thoughts.budget is not None and not front.abilities.holds_budget:
+        fields = decode(body, ChatOptions)
+        sampling, chat = fields.sampling(self._model), parse_chat(body)
+        if fields.thoughts.budget is not None and not front.abilities.holds_budget:
             raise RequestError(
                 "the thoughts of this model do not end with a token of their own: no budget can be held. Leave it out.",
                 param="thinking_token_budget",
             )
         engine = front.handle.require()
-        question = Question(
+        chat_request = ChatRequest(
             chat,
             sampling,
-            asked.limits,
-            context_of(request, asked.cache_salt, asked.priority, asked.rid),
-            asked.constraint,
-            asked.truncate_prompt_tokens,
-            asked.thoughts,
+            fields.limits,
+            context_of(request, fields.cache_salt, fields.priority, fields.rid),
+            fields.constraint,
+            fields.truncate_prompt_tokens,
+            fields.thoughts,
         )
         head = envelope(self._model, "chatcmpl")
-        choices, warning = await begin_reply(front, request, engine, question, head["id"], arrived)
-        formatter = ChatFormatter(head, asked, front.token_bytes.bytes_of)
-        return warned(await self._answer(request, engine, asked, choices, formatter), warning)
+        choices, warning = await begin_reply(front, request, engine, chat_request, head["id"], arrived)
+        formatter = ChatFormatter(head, fields, front.token_bytes.bytes_of)
+        return warned(await self._answer(request, engine, fields, choices, formatter), warning)
 
     async def completions(self, request: Request) -> Response:
         """Continues texts or lists of token ids."""
         arrived, front = time.monotonic(), self._front
-        asked = decode(await front.bodies.read(request, COMPLETION), CompletionRequest)
-        sampling, given = asked.sampling(self._model), asked.prompts(self._model.vocab_size)
+        fields = decode(await front.bodies.read(request, COMPLETION), CompletionRequest)
+        sampling, given = fields.sampling(self._model), fields.prompts(self._model.vocab_size)
         engine = front.handle.require()
-        sampling, warning = await constrain(front.vetting, request, sampling, asked.constraint, len(given) * sampling.n)
-        context = context_of(request, asked.cache_salt, asked.priority, asked.rid)
-        encoding = self._encode(given, asked, engine.max_model_len, context.caller)
+        sampling, warning = await constrain(
+            front.vetting, request, sampling, fields.constraint, len(given) * sampling.n
+        )
+        context = context_of(request, fields.cache_salt, fields.priority, fields.rid)
+        encoding = self._encode(given, fields, engine.max_model_len, context.caller)
         prompts = await cancel_on_disconnect(request.receive, encoding)
         head = envelope(self._model, "cmpl")
-        choices = self._choices(head["id"], prompts, asked, sampling, context, engine.max_model_len, arrived)
-        is_whole = asked.truncate_prompt_tokens is None
+        choices = self._choices(head["id"], prompts, fields, sampling, context, engine.max_model_len, arrived)
+        is_whole = fields.truncate_prompt_tokens is None
         texts = [prompt if isinstance(prompt, str) and is_whole else None for prompt in given]
-        formatter = CompletionFormatter(head, asked, front.token_bytes, texts)
-        return warned(await self._answer(request, engine, asked, choices, formatter), warning)
+        formatter = CompletionFormatter(head, fields, front.token_bytes, texts)
+        return warned(await self._answer(request, engine, fields, choices, formatter), warning)
 
     async def models(self, _: Request) -> Response:
         """Lists the one served model."""
@@ -133,7 +135,7 @@ class OpenAIRoutes:
         )
 
     async def _encode(
-        self, given: Sequence[str | Int32Array], asked: CompletionRequest, max_model_len: int, caller: int
+        self, given: Sequence[str | Int32Array], fields: CompletionRequest, max_model_len: int, caller: int
     ) -> list[Int32Array]:
         prompts = []
         for prompt in given:
@@ -141,21 +143,21 @@ class OpenAIRoutes:
                 encoding = self._front.encoder.encode_text(
                     prompt,
                     max_tokens=max_model_len,
-                    add_special_tokens=asked.add_special_tokens is not False,
-                    truncate=asked.truncate_prompt_tokens,
+                    add_special_tokens=fields.add_special_tokens is not False,
+                    truncate=fields.truncate_prompt_tokens,
                     caller=caller,
                 )
                 prompts.append(await encoding)
                 await asyncio.sleep(0)  # other requests come in between
             else:
-                prompts.append(truncated(prompt, asked.truncate_prompt_tokens, max_model_len))
+                prompts.append(truncated(prompt, fields.truncate_prompt_tokens, max_model_len))
         return prompts
 
     def _choices(
         self,
         name: str,
         prompts: Sequence[Int32Array],
-        asked: CompletionRequest,
+        fields: CompletionRequest,
         sampling: SamplingParams,
         context: RequestContext,
         max_model_len: int,
@@ -163,20 +165,20 @@ class OpenAIRoutes:
     ) -> Choices:
         num_top = sampling.prompt_logprobs
         if num_top is not None:
-            param = "logprobs" if asked.prompt_logprobs is None else "prompt_logprobs"
+            param = "logprobs" if fields.prompt_logprobs is None else "prompt_logprobs"
             check_prompt_scores(sampling.n * sum(map(len, prompts)) * (1 + num_top), param)
         made: list[Generation] = []
         for prompt in prompts:
             made += generations(
                 name,
                 prompt,
-                fit_context(sampling, asked.limits, len(prompt), max_model_len),
+                fit_context(sampling, fields.limits, len(prompt), max_model_len),
                 context,
                 token_bytes=self._front.token_bytes,
                 metrics=self._front.metrics,
                 arrived=arrived,
                 first=len(made),
-                keeps_tokens=asked.limit != 0,
+                keeps_tokens=fields.limit != 0,
             )
         return Choices(made, sampling.n)
 
@@ -184,14 +186,14 @@ class OpenAIRoutes:
         self,
         request: Request,
         engine: EngineClient,
-        asked: OpenAIFields,
+        fields: OpenAIFields,
         choices: Choices,
         formatter: ReplyFormatter,
     ) -> Response:
         threads = self._front.format_threads
 
         def stream(pieces: AsyncGenerator[OutputDelta, None]) -> AsyncGenerator[bytes, None]:
-            return events(pieces, choices, formatter, asked, partial(threads.do, caller=caller_of(request).number))
+            return events(pieces, choices, formatter, fields, partial(threads.do, caller=caller_of(request).number))
 
         whole = partial(formatter.whole, choices)
-        return await answer(request, engine, choices, threads, whole=whole, events=stream if asked.stream else None)
+        return await answer(request, engine, choices, threads, whole=whole, events=stream if fields.stream else None)

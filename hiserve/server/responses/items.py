@@ -170,7 +170,7 @@ class Deleted(msgspec.Struct):
 
 
 class ItemList(msgspec.Struct, kw_only=True):
-    """The items that a response was asked with."""
+    """The input items of a response."""
 
     object: str = "list"
     data: list[Item]

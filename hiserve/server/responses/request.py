@@ -21,7 +21,7 @@ from hiserve.text.body.chat import MAX_TOOLS
 from hiserve.text.body.json import MAX_VALUES, check_json, check_text, num_marks
 from hiserve.text.conversation import Call, Conversation, Result, Role, Text, Thought, ToolChoice, Turn, function_tool
 
-# The one argument of a function that stands for a custom tool.
+# The one argument of a function that represents a custom tool.
 CUSTOM = "input"
 SEPARATOR = "__"
 SERVED = ("function", "custom")
@@ -29,7 +29,7 @@ MESSAGE = (None, "message")
 
 
 class ClientTool(NamedTuple):
-    """A tool as the client knows it.
+    """A tool in the client's form.
 
     Attributes:
         name: In its namespace.
@@ -123,7 +123,7 @@ def _add_tool(tools: Tools, tool: ToolFields, namespace: str | None, where: str)
 
 
 def _custom(tool: ToolFields) -> tuple[dict[str, Any], bool]:
-    """Returns the function that stands for a custom tool, without its name, and whether its calls are held to it.
+    """Returns the function that represents a custom tool, without its name, and whether its calls are held to it.
 
     A call holds its input as a string of JSON: a regular expression can be held, other rules are shown to the model.
     """
@@ -171,7 +171,7 @@ def conversation_of(
 
 
 def _turns(items: Sequence[Item], num_earlier: int, unseal: Callable[[str], str | None]) -> list[Turn]:
-    """Returns the turns of items. What one reply has said and called is one turn of the assistant."""
+    """Returns the turns of items. The texts and calls of one reply are one turn of the assistant."""
     turns, reply, num_values = list[Turn](), list[Text | Thought | Call | Result](), 0
     for i, item in enumerate(items, -num_earlier):
         where = f"input[{i}]"

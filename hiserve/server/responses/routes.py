@@ -1,4 +1,4 @@
-"""OpenAI's responses: asked for, continued, looked at, deleted."""
+"""Endpoints that make, continue, show and delete OpenAI's responses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from starlette.responses import Response
 from hiserve.core.request import SamplingParams
 from hiserve.errors import ContextLengthError, RequestError, UnavailableError
 from hiserve.scheduler.client import EngineClient
-from hiserve.server.conversations import Question, begin_reply, count_tokens, without_oldest
+from hiserve.server.conversations import ChatRequest, begin_reply, count_tokens, without_oldest
 from hiserve.server.http.auth import caller_of
 from hiserve.server.http.streaming import answer
 from hiserve.server.reply.format import json_response, warned
@@ -89,17 +89,17 @@ class ResponseRoutes:
         """Answers items, or continues an earlier response."""
         arrived, front = time.monotonic(), self._front
         body = await front.bodies.read(request, RESPONSES)
-        asked, fields = decode(body, ResponseOptions), decode(body, InputFields)
+        options, fields = decode(body, ResponseOptions), decode(body, InputFields)
         for name in ECHOED:
             check_json(body.get(name), name)
-        sampling, tools = asked.sampling(self._model), self._tools(fields)
+        sampling, tools = options.sampling(self._model), self._tools(fields)
         chat = conversation_of(fields, await self._earlier(request, fields), tools, self._unseal)
         engine = front.handle.require()
-        context = context_of(request, asked.cache_salt, asked.priority, asked.rid)
-        question = Question(chat, sampling, asked.limits, context, fields.constraint, thinking=fields.thinking)
-        response = self._response(asked, fields, sampling, body.get("tools"))
-        choices, warning = await self._begin(request, engine, question, response, arrived)
-        writer = ResponseWriter(response, tools.names, front.seals.seal if asked.seals else None)
+        context = context_of(request, options.cache_salt, options.priority, options.rid)
+        chat_request = ChatRequest(chat, sampling, options.limits, context, fields.constraint, thinking=fields.thinking)
+        response = self._response(options, fields, sampling, body.get("tools"))
+        choices, warning = await self._begin(request, engine, chat_request, response, arrived)
+        writer = ResponseWriter(response, tools.names, front.seals.seal if options.seals else None)
 
         def whole() -> ResponseObject:
             writer.push(choices.generations[0].whole())
@@ -112,11 +112,11 @@ class ResponseRoutes:
         def failure(_: int, message: str, code: str, __: str | None) -> bytes:
             return _encoded(writer.failed(code, message))
 
-        events = stream if asked.stream else None
+        events = stream if options.stream else None
         reply = await answer(
             request, engine, choices, front.format_threads, whole=whole, events=events, failure=failure
         )
-        if not asked.stream:
+        if not options.stream:
             await self._keep(request, fields.items, writer.response)
         if tools.hosted:
             names = UNPRINTABLE.sub("?", ", ".join(sorted(set(tools.hosted)))[:MAX_NAMED_CHARS])
@@ -137,12 +137,12 @@ class ResponseRoutes:
         return Response(stored.reply, media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
-        """Forgets a stored response."""
+        """Deletes a stored response."""
         await self._stored(request, lambda store, caller, name: store.delete(caller, name))
         return json_response(Deleted(request.path_params["response_id"]))
 
     async def input_items(self, request: Request) -> Response:
-        """Lists the items that a stored response was asked with, those of earlier responses included."""
+        """Lists the input items of a stored response, those of earlier responses included."""
 
         def work(store: ResponseStore, caller: bytes, name: str) -> list[Stored]:
             store.get(caller, name)
@@ -153,7 +153,7 @@ class ResponseRoutes:
         return json_response(page_of(items, request.query_params))
 
     def _tools(self, fields: InputFields) -> Tools:
-        """Returns the tools of a request, and counts what is ignored of it."""
+        """Returns the tools of a request, and counts ignored fields."""
         tools = read_tools(fields.tools or ())
         ignored, has_effort = self._front.metrics.ignored, bool(self._front.abilities.template.effort_switch)
         ignored["hosted_tool"].inc(len(tools.hosted))
@@ -167,7 +167,7 @@ class ResponseRoutes:
         return thought
 
     def _response(
-        self, asked: ResponseOptions, fields: InputFields, sampling: SamplingParams, tools: Any
+        self, options: ResponseOptions, fields: InputFields, sampling: SamplingParams, tools: Any
     ) -> ResponseObject:
         """Returns the response before its first token; ``tools`` are as the client gave them."""
         return ResponseObject(
@@ -175,21 +175,21 @@ class ResponseRoutes:
             created_at=int(time.time()),
             model=self._model.name,
             instructions=fields.instructions,
-            max_output_tokens=asked.max_output_tokens,
-            max_tool_calls=asked.max_tool_calls,
-            metadata=asked.metadata or {},
+            max_output_tokens=options.max_output_tokens,
+            max_tool_calls=options.max_tool_calls,
+            metadata=options.metadata or {},
             parallel_tool_calls=fields.parallel_tool_calls is not False,
             previous_response_id=fields.previous_response_id,
-            prompt_cache_key=asked.prompt_cache_key,
+            prompt_cache_key=options.prompt_cache_key,
             reasoning=fields.reasoning or Reasoning(),
-            store=asked.store is not False and self._store is not None,
+            store=options.store is not False and self._store is not None,
             temperature=sampling.temperature,
             text=TextOptions(format=fields.format),
             tool_choice=fields.tool_choice or "auto",
             tools=msgspec.Raw(msgspec.json.encode(tools or [])),
             top_p=sampling.top_p,
             truncation=fields.truncation or "disabled",
-            user=asked.user,
+            user=options.user,
         )
 
     async def _events(
@@ -213,23 +213,28 @@ class ResponseRoutes:
         yield last
 
     async def _begin(
-        self, request: Request, engine: EngineClient, question: Question, response: ResponseObject, arrived: float
+        self,
+        request: Request,
+        engine: EngineClient,
+        chat_request: ChatRequest,
+        response: ResponseObject,
+        arrived: float,
     ) -> tuple[Choices, str]:
         """Begins the reply; with ``truncation`` ``auto``, without the oldest turns as long as they do not fit."""
         while True:
             try:
-                return await begin_reply(self._front, request, engine, question, response.id, arrived)
+                return await begin_reply(self._front, request, engine, chat_request, response.id, arrived)
             except ContextLengthError:
-                shorter = without_oldest(question.chat) if response.truncation == "auto" else None
+                shorter = without_oldest(chat_request.chat) if response.truncation == "auto" else None
                 if shorter is None:
                     raise
-                question = question._replace(chat=shorter)
+                chat_request = chat_request._replace(chat=shorter)
 
     async def _stored(self, request: Request, work: Callable[[ResponseStore, bytes, str], T]) -> T:
         """Does something with the response that the path names.
 
         Raises:
-            NotFoundError: It is not kept.
+            NotFoundError: The store does not have it.
         """
         store, caller, name = self._store, caller_of(request), request.path_params["response_id"]
         check_text(name, "response_id")
@@ -241,7 +246,7 @@ class ResponseRoutes:
         """Returns the items of the responses that a request continues.
 
         Raises:
-            NotFoundError: One is not kept.
+            NotFoundError: The store does not have one of them.
             RequestError: They are too many.
         """
         store, caller, name = self._store, caller_of(request), fields.previous_response_id
@@ -284,7 +289,7 @@ def all_items(chain: Sequence[Stored]) -> list[Item]:
 
 
 def own_items(stored: Stored) -> list[Item]:
-    """Returns the items that a stored response was asked with, after those of earlier responses."""
+    """Returns the input items of a stored response, after those of earlier responses."""
     return msgspec.json.decode(stored.items, type=list[Item])
 
 

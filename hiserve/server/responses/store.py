@@ -1,4 +1,4 @@
-"""Responses that clients continue or look at later: bounded in size and age, apart by caller."""
+"""Responses that clients continue or read later: bounded in size and age, separate by caller."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hiserve.errors import ConfigError, NotFoundError, RequestError, Unavailable
 
 MAX_BYTES = 64 * 2**20
 KEPT_S = 3600.0
-ROW_BYTES = 1024  # of a response beside its texts, its places in the indexes included
+ROW_BYTES = 1024  # of a response in addition to its texts, its entries of the indexes included
 # Of the items of one conversation, as many as a request may have, and of its responses.
 MAX_CHAIN_ITEMS = 4096
 MAX_CHAIN_BYTES = 8 * 2**20
@@ -37,7 +37,7 @@ WITH RECURSIVE chain (depth, id, previous) AS (
     WHERE caller = :caller AND depth < :most
 )
 """
-_STEP_S = 1e-6  # by so much a response was used later than the one that continues it: it goes later
+_STEP_S = 1e-6  # a response counts as used by this time later than its continuation, so that it is evicted later
 
 
 class Stored(NamedTuple):
@@ -66,8 +66,8 @@ class Stored(NamedTuple):
 class ResponseStore:
     """Keeps responses for ``KEPT_S`` after their last use, in at most ``max_bytes``.
 
-    Where they do not fit, the least recently used response of the caller with the most bytes goes: no caller loses what
-    is within its share, the limit divided by the callers. Its methods are called from one thread at a time.
+    Where they do not fit, the least recently used response of the caller with the most bytes is evicted: no caller loses
+    responses within its share, the limit divided by the callers. Its methods are called from one thread at a time.
 
     Args:
         path: A file; None keeps them in memory.
@@ -124,7 +124,7 @@ class ResponseStore:
         """Returns a response.
 
         Raises:
-            NotFoundError: It is not kept, or another caller's.
+            NotFoundError: The store does not have it, or it is another caller's.
         """
         with self._transaction():
             self._expire()
@@ -141,7 +141,7 @@ class ResponseStore:
         """Returns a response and those that it continues, the first one first.
 
         Raises:
-            NotFoundError: One of them is not kept, or another caller's.
+            NotFoundError: The store does not have one of them, or it is another caller's.
             RequestError: They are more than one request may have.
         """
         wanted = {"id": response_id, "caller": caller, "most": MAX_CHAIN_ITEMS}
@@ -173,7 +173,7 @@ class ResponseStore:
         """Forgets a response.
 
         Raises:
-            NotFoundError: It is not kept, or another caller's.
+            NotFoundError: The store does not have it, or it is another caller's.
         """
         with self._transaction():
             found = self._db.execute("DELETE FROM responses WHERE id = ? AND caller = ?", (response_id, caller))
@@ -199,7 +199,7 @@ class ResponseStore:
             raise UnavailableError(f"stored responses cannot be reached: {error}; try again later.") from None
 
     def _use(self, caller: bytes, response_id: str | None) -> None:
-        """Makes a response and those before it the most recently used ones, the first one last: it goes last."""
+        """Makes a response and those before it the most recently used ones, the first one last, so that it is evicted last."""
         self._db.execute(
             f"{_CHAIN} UPDATE responses SET used = :now + depth * :step FROM chain WHERE responses.id = chain.id",
             {"id": response_id, "caller": caller, "most": MAX_CHAIN_ITEMS, "now": self._now(), "step": _STEP_S},
@@ -242,7 +242,7 @@ def open_responses(where: str) -> ResponseStore | None:
 
 
 def missing(response_id: str, *, is_previous: bool = False) -> NotFoundError:
-    """Returns the error for a response that is not kept; ``is_previous`` says that a request continues it."""
+    """Returns the error for a response that the store does not have; ``is_previous`` says that a request continues it."""
     return NotFoundError(
         f"there is no response {response_id[:100]!r}: it was not stored, has expired, or gave way to later ones. "
         "Send its items as input.",

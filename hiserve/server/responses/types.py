@@ -61,7 +61,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class CustomFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """The form of a custom tool's input; the model sees the definition."""
+    """The form of a custom tool's input; the prompt shows the definition."""
 
     type: Literal["text", "grammar"] = "text"
     syntax: str | None = None
@@ -140,7 +140,7 @@ class InputFields(msgspec.Struct, frozen=True, kw_only=True):
     conversation: Annotated[Any, Meta(extra_json_schema={"const": None})] = None
 
     def __post_init__(self) -> None:
-        """Refuses what this server does not have."""
+        """Refuses fields without support."""
         if self.conversation is not None:
             raise RequestError(
                 "conversation is not supported; send the items, or previous_response_id.", param="conversation"
@@ -155,7 +155,7 @@ class InputFields(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def thinking(self) -> Thinking:
-        """What is asked of thoughts."""
+        """The request's switches of thoughts."""
         effort = self.reasoning.effort if self.reasoning else None
         is_off = effort == "none"
         return Thinking(False if is_off else None, None if is_off else effort)
@@ -228,7 +228,7 @@ class ResponseOptions(SamplingFields, frozen=True, kw_only=True):
 
     @property
     def limits(self) -> Limits:
-        """The length asked for, cut to the room; up to the context limit, if the request does not say."""
+        """The requested length, cut to the context; up to the context limit by default."""
         return Limits(self.max_output_tokens, None, "max_output_tokens", "min_tokens", "input", is_cut=True)
 
     @property

@@ -164,26 +164,11 @@ def _tools(given: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     return [function_tool(tool["function"]) for tool in given or ()] or None
 
 
-def parse_messages(value: Any) -> tuple[Turn, ...]:
-    """Checks the ``messages`` of a request and converts their contents to plain text.
-
-    - The text parts of a content are joined. A missing content of an assistant that calls tools is the empty text.
-    - ``developer`` becomes ``system``.
-    - The ``arguments`` of a tool call are parsed to the object that templates expect. A text that is not a JSON
-      object (a model may have written it) stays a text.
-    - Other fields of a message are kept where they are strings.
-
-    Raises:
-        RequestError: A message is malformed or not supported; ``param`` names the field.
-    """
-    return _turns(value, decode({"messages": value}, ChatFields).messages)
-
-
 def join_parts(messages: list[Any]) -> None:
     """Joins the text parts of each content, in place.
 
     Raises:
-        RequestError: As for ``parse_messages``.
+        RequestError: A message is malformed.
     """
     for value, message in zip(messages, decode({"messages": messages}, ChatFields).messages, strict=True):
         if isinstance(message.content, list):
@@ -191,6 +176,14 @@ def join_parts(messages: list[Any]) -> None:
 
 
 def _turns(values: list[Message], messages: list[RequestMessage]) -> tuple[Turn, ...]:
+    """Checks messages and converts them to turns.
+
+    - The text parts of a content are joined. A missing content of an assistant that calls tools is the empty text.
+    - ``developer`` becomes ``system``.
+    - The ``arguments`` of a tool call are parsed to the object that templates expect. A text that is not a JSON
+      object (a model may have written it) stays a text.
+    - Other fields of a message are kept where they are strings.
+    """
     turns, num_values = [], 0
     for i, (value, message) in enumerate(zip(values, messages, strict=True)):
         calls = message.tool_calls or []

@@ -303,5 +303,5 @@ def test_heads_are_written_where_the_engine_finds_those_of_a_model(
     write(made, torch.bfloat16, CPU, empty_folder)
     write_head(made, widen_head(made, heads["eagle3"]), torch.bfloat16, CPU, empty_folder / "eagle3")
     found = find_draft("eagle3", None, empty_folder, read_model_config(empty_folder))
-    assert (found.is_bundled, found.aux_layers, found.model.hidden_size) == (True, (1, 6, 10), 384)
+    assert (found.folder, found.aux_layers, found.model.hidden_size) == (empty_folder / "eagle3", (1, 6, 10), 384)
     load_parameters(empty_folder, read_model_config(empty_folder), torch.bfloat16, CPU, "auto")

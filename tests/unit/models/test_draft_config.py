@@ -74,7 +74,7 @@ def test_what_memory_a_head_takes_is_known_before_it_is_read(folder: Path, kind:
     (group,) = draft.kv_groups("float32")
     assert (group.name, group.num_layers, group.num_kv_heads, group.head_dim) == ("draft", 1, 2, 8)
     assert draft.model.facts().slot_elements == 2 * 2 * 8
-    assert (draft.feature_size, draft.shift, draft.is_bundled) == (SHAPE.hidden_size, 1, False)
+    assert (draft.feature_size, draft.shift) == (SHAPE.hidden_size, 1)
 
 
 def test_a_head_of_its_own_positions(folder: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_head_in_the_models_folder_came_with_it(folder: Path, kind: Any) -> No
     assert refused.value.param == "spec"
     shutil.copytree(folder / kind, target / kind)
     draft = find_draft(kind, None, target, read_model_config(target))
-    assert (draft.is_bundled, draft.folder) == (True, target / kind)
+    assert draft.folder == target / kind
 
 
 def test_a_head_among_the_models_tensors_needs_no_folder(folder: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_head_among_the_models_tensors_needs_no_folder(folder: Path) -> None:
     head = published(make_head(MTPHead, make_target()), SHAPE, torch.float32)
     edit(target, add=head, num_nextn_predict_layers=1)
     draft = find_draft("mtp", None, target, read_model_config(target))
-    assert (draft.is_bundled, draft.folder) == (True, target)
+    assert draft.folder == target
     parameters, _ = load_head_parameters(draft, torch.float32, CPU, "auto")
     assert draft.num_params == sum(map(torch.Tensor.numel, parameters.values()))
     edit(target, drop=["model.layers.8.enorm.weight"])

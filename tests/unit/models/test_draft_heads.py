@@ -245,7 +245,6 @@ def test_which_layers_a_format_sees(tmp_path: Path, name: str, aux_layers: tuple
     _, kind, target, source = FORMATS[name](tmp_path)
     found = find_draft(kind, None if source is None else str(source), target, read_model_config(target))
     assert (found.aux_layers, found.shift, found.feature_size) == (aux_layers, 1, SHAPE.hidden_size)
-    assert found.is_bundled == (source is None)
 
 
 def first_logits(drafter: Drafter, text: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hiserve.errors import RequestError
-from hiserve.server.messages.request import NO_THREADS, Asked, read_messages
+from hiserve.server.messages.request import NO_THREADS, MessagesPrompt, read_messages
 from hiserve.server.messages.types import MessagesFields
 from hiserve.server.reply.seals import Seals
 from hiserve.text.abilities import Thinking
@@ -19,7 +19,7 @@ HI: Any = {"role": "user", "content": "Hi"}
 LONE = "\ud800"
 
 
-def read(*messages: Any, keeps_volatile: bool = False, **fields: Any) -> Asked:
+def read(*messages: Any, keeps_volatile: bool = False, **fields: Any) -> MessagesPrompt:
     given = decode({"messages": list(messages or [HI]), **fields}, MessagesFields)
     return read_messages(given, SEALS.open, keeps_volatile=keeps_volatile)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hiserve.errors import RequestError
-from hiserve.text.body.chat import MAX_MESSAGES, MAX_TOOLS, parse_chat, parse_messages
+from hiserve.text.body.chat import MAX_MESSAGES, MAX_TOOLS, parse_chat
 from hiserve.text.body.json import MAX_DEPTH, MAX_VALUES, check_text
 from hiserve.text.conversation import ToolChoice
 from tests.helpers.slowness import least_cpu_s
@@ -24,7 +24,7 @@ def assistant(*calls: Any, **more: Any) -> list[dict[str, Any]]:
 
 def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages as a template sees them."""
-    return [turn.message for turn in parse_messages(messages)]
+    return [turn.message for turn in parse_chat({"messages": messages}).turns]
 
 
 def nested(depth: int) -> Any:
@@ -96,7 +96,7 @@ def user(content: Any, **more: Any) -> list[Any]:
 )
 def test_malformed_messages_are_refused_with_their_place(messages: Any, param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        parse_messages(messages)
+        parse_chat({"messages": messages})
     assert caught.value.param == param
 
 
@@ -128,9 +128,11 @@ def test_arguments_of_all_calls_together_have_a_bounded_number_of_values() -> No
 
     half = json.dumps({"a": [0] * (MAX_VALUES // 2 - 2)})
     code = json.dumps({"code": "f(a, [b], {c})\n" * MAX_VALUES})
-    assert len(parse_messages([call(half), call(code), call(half)])) == 3, "what stands in strings is no value"
+    assert len(parse_chat({"messages": [call(half), call(code), call(half)]}).turns) == 3, (
+        "what stands in strings is no value"
+    )
     with pytest.raises(RequestError, match="arguments of the tool calls") as caught:
-        parse_messages([call(half), call(half), call(half)])
+        parse_chat({"messages": [call(half), call(half), call(half)]})
     assert caught.value.param == "messages[2].tool_calls"
 
 
