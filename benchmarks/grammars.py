@@ -1,7 +1,7 @@
 """What a grammar costs a token: rows under distinct JSON schemas beside rows without any, in one engine, in turns.
 
 Usage: ``python -m benchmarks.grammars OUT.json COMMIT [--shapes llama-8b qwen3-0.6b] [--rounds N] [--tiny | --cpu]`` on a CUDA
-device: random weights, a made-up vocabulary as large as the shape's, so that masks cost what they would. Each shape has an
+device: random weights, a made-up vocabulary like a published one, so that masks cost what they would. Each shape has an
 engine without drafts and one with three (n-grams), each of which decodes batches of several sizes: all rows free, all under a
 schema of their own, and half of each. A ratio is that of the medians of seconds a step; rows of random weights accept hardly any
 draft, so a step is a token. Also told: microseconds a mask, and the seconds that a draw waited for its masks, a step. ``--cpu``
@@ -15,7 +15,6 @@ import json
 import random
 import shutil
 import statistics
-import string
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -34,6 +33,8 @@ SEED = 20261123
 VOCAB_SIZE = 4096  # ids of prompts are below it
 PROMPT, WARM, TIMED = 64, 24, 48  # tokens of a prompt; of each reply before the timing, and in it
 MAX_TOKENS = 4 * (WARM + TIMED)
+# Bytes of the tokens, in percent of tekken.
+LENGTHS = {2: 2, 3: 7, 4: 15, 5: 17, 6: 15, 7: 13, 8: 10, 9: 8, 10: 5, 11: 4, 12: 2, 13: 1, 14: 1}
 WAYS = ("free", "constrained", "beside")
 BARS = {"off": 1.05, "3 drafts": 1.08, "beside": 1.03, "qwen3-0.6b": 1.25}
 SPECS: dict[str, dict[str, Any]] = {"off": {"spec": "off"}, "3 drafts": {"spec": "ngram", "spec_steps": 3}}
@@ -61,19 +62,43 @@ def schema(number: int) -> Grammar:
 
 
 def enlarge(folder: Path, vocab_size: int) -> None:
-    """Writes hiserve-nano's configuration and tokenizer, with as many tokens: pairs of its own, of letters alone."""
+    """Writes hiserve-nano's configuration and tokenizer, with as many tokens.
+
+    Masks of strings cost what a vocabulary has of long tokens and of letters, so both are as in a published one of 131,072
+    tokens (tekken): lengths by ``LENGTHS``, half of the tokens letters of ASCII, and the others of another alphabet.
+    """
     source, rng = find_model(NANO), random.Random(SEED)
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         shutil.copy(source / name, folder / name)
     tokenizer = json.loads((source / "tokenizer.json").read_text())
     vocab, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
-    letters = [token for token in vocab if token.lstrip("Ġ").isalpha() and len(token) < 10]
-    inner = [token for token in letters if not token.startswith("Ġ") and set(token) <= set(string.ascii_letters)]
+
+    def join(first: str, second: str) -> None:
+        if first + second not in vocab:
+            vocab[first + second] = len(vocab)
+            merges.append([first, second])
+
+    letters = [token for token in vocab if (word := token.removeprefix("Ġ")).isalpha() and word.isascii()]
+    # Tokenizers of bytes spell the two bytes of a Cyrillic letter like this.
+    foreign = [(chr(lead), chr(0x100 + rest)) for lead in (0xD0, 0xD1) for rest in range(0x23, 0x43)]
+    for pair in foreign:
+        join(*pair)
+    alphabets = []
+    for tokens in (letters, ["".join(pair) for pair in foreign]):
+        inner = [token for token in tokens if not token.startswith("Ġ")]
+        alphabets.append(tuple({n: [t for t in of if len(t) == n] for n in range(1, 16)} for of in (tokens, inner)))
     while len(vocab) < vocab_size:
-        pair = rng.choice(letters), rng.choice(inner)
-        if "".join(pair) not in vocab:
-            vocab["".join(pair)] = len(vocab)
-            merges.append(list(pair))
+        heads, inner_by_length = alphabets[len(vocab) % 2]
+        (length,) = rng.choices(list(LENGTHS), list(LENGTHS.values()))
+        cuts = [cut for cut in range(1, length) if heads[cut] and inner_by_length[length - cut]]
+        if cuts:
+            cut = rng.choice(cuts)
+            made = rng.choice(heads[cut]), rng.choice(inner_by_length[length - cut])
+            if "".join(made) not in vocab:
+                join(*made)
+                heads[length].append("".join(made))
+                if not made[0].startswith("Ġ"):
+                    inner_by_length[length].append("".join(made))
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": vocab_size}))
