@@ -17,10 +17,9 @@ import httpx
 import pytest
 
 from tests.e2e.live import COMMAND, Live, serve
+from tests.helpers.snippets import ROOT, snippets
 from tools import settings as settings_page
 
-ROOT = Path(__file__).parents[1]
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Commands that are not executed here, and why.
 NOT_RUN = {
     "git clone": "there is nothing to clone from",
@@ -76,8 +75,7 @@ class Snippet:
 PAGES = ("README.md", "docs/index.md", "docs/operations.md", "docs/benches.md", "docs/nano.md", "docs/api.md")
 # A snippet that stands on two pages is one snippet.
 SNIPPETS = [
-    Snippet(language, text)
-    for language, text in dict.fromkeys(pair for page in PAGES for pair in FENCE.findall((ROOT / page).read_text()))
+    Snippet(language, text) for language, text in dict.fromkeys(pair for page in PAGES for pair in snippets(page))
 ]
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hiserve.core.plan import Int32Array
+from tests.e2e.live import serve
+from tests.helpers.snippets import NEEDS_AGENTS, SHOWN, of_agents
 from tests.unit.server.conftest import TOKENIZER
 from tests.unit.server.tool_replies import SOURCE, Trusting, client_of, script, serving
 
@@ -53,3 +58,13 @@ async def test_an_agent_calls_a_tool_and_each_step_begins_with_the_tokens_of_the
     assert output == "It rains."
     ids = [index for delta in script(CALL, 1) for index in delta]
     assert second.prompt.tolist()[: len(first.prompt) + len(ids)] == [*first.prompt.tolist(), *ids]
+
+
+def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
+    (program,) = [text for text in of_agents("python") if NEEDS_AGENTS in text]
+    with serve(tmp_path, "--cpu-threads", "1") as live:
+        program = program.replace(SHOWN, live.url)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        assert live.counter("hiserve:request_success_total") >= 1
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
