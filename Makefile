@@ -1,4 +1,4 @@
-# hiserve: make demo | test | test-long | test-clients | test-matrix | test-gpu | mutants | mutants-pure | bench | bench-gpu | docs | nano-heads
+# hiserve: make demo | test | test-long | test-clients | test-browser | test-matrix | test-gpu | mutants | mutants-pure | bench | bench-gpu | docs | nano-heads
 PYTHON ?= python3
 PIP_ARGS ?=
 MINUTES ?= 30
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALL := -m pip install --disable-pip-version-check $(PIP_ARGS)
 ARGS ?=
 
-.PHONY: demo test test-long test-clients test-coding test-matrix test-gpu mutants mutants-pure check bench bench-gpu docs nano-heads clean
+.PHONY: test-browser demo test test-long test-clients test-coding test-matrix test-gpu mutants mutants-pure check bench bench-gpu docs nano-heads clean
 
 $(VENV)/.installed: pyproject.toml
 	@echo "installing hiserve and PyTorch into $(VENV); a first time takes some minutes"
@@ -62,6 +62,10 @@ test-clients: .venv-clients/.installed .venv-agents/.installed test-coding  ## t
 
 test-coding: $(VENV)/.installed-dev .npm-clients/.installed  ## coding agents, where they reach this server alone; 1.2 GB
 	unshare -rn sh -c 'ip link set lo up && exec "$$@"' sh $(BIN)/python -m pytest -m clients $(CODING)
+
+test-browser: $(VENV)/.installed-dev  ## the dashboard in Chromium, which must be installed
+	$(BIN)/python $(INSTALL) -q -e ".[browser]"
+	$(BIN)/python -m pytest -m browser
 
 mutants: $(VENV)/.installed-dev  ## each named rule removed once; its test must fail
 	$(BIN)/python -m tests.mutants.run $(ARGS)

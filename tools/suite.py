@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tools.pytest_run import ROOT, run_pytest, verdict
 
-IN_CI = "not gpu and not long and not clients"
+IN_CI = "not gpu and not long and not clients and not browser"
 # In the order of the folders: engines and servers come first, short files last, so that both processes end together.
 TESTS = ("-m", IN_CI, "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 CHECKS = {

@@ -23,6 +23,7 @@ from hiserve.server.http.errors import CLIENT_CLOSED_REQUEST, OPENAI, ErrorForm,
 from hiserve.server.http.tracing import Traces, open_traces
 from hiserve.server.management.admin import AdminRoutes
 from hiserve.server.management.cache import CacheRoutes
+from hiserve.server.management.dashboard import DashboardRoutes
 from hiserve.server.management.debug import DebugRoutes
 from hiserve.server.management.health import HealthRoutes
 from hiserve.server.management.openapi import Document
@@ -99,6 +100,7 @@ def create_app(
     seals = Seals(server.seal_key)
     front = FrontEnd(handle, bodies, encoder, format_threads, token_bytes, abilities, metrics, model, vetting, seals)
     responses = ResponseRoutes(front, open_responses(server.responses_store))
+    dashboard = DashboardRoutes(server)
     endpoints = [
         *OpenAIRoutes(front).routes(),
         *responses.routes(),
@@ -109,6 +111,7 @@ def create_app(
         *AdminRoutes(handle, bodies, auth, model, abilities, resolved, startup_s).routes(),
         *CacheRoutes(handle, auth, resolved.settings.cache).routes(),
         *DebugRoutes(handle, auth).routes(),
+        *dashboard.routes(),
     ]
     document = Document(endpoints, model, is_strict=is_strict, has_keys=bool(server.api_key))
     endpoints += [*document.routes(), *PageRoutes(model, document.build, has_keys=bool(server.api_key)).routes()]
@@ -120,7 +123,8 @@ def create_app(
     app.router.redirect_slashes = False
     # The middleware that is added last gets a request first.
     app.add_middleware(BodyLimit, max_bytes=server.max_request_bytes)
-    app.add_middleware(AuthMiddleware, auth=auth, public=frozenset(each.path for each in endpoints if each.is_public))
+    public = dashboard.paths.union(each.path for each in endpoints if each.is_public)
+    app.add_middleware(AuthMiddleware, auth=auth, public=public)
     forms = {each.path: each.error_form for each in endpoints}
     app.add_middleware(RequestIdMiddleware, metrics=metrics, forms=forms, traces=traces)
     return app

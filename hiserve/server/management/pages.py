@@ -28,6 +28,7 @@ STYLE = (
     "td,th{border-color:#444}a{color:#8bf}}"
 )
 LINKS = {
+    "/dashboard": "the cache, the running rows, the steps, and a chat",
     "/docs": "every route, with its fields",
     "/openapi.json": "the same as an OpenAPI document",
     "/v1/models": "the model",

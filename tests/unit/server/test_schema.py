@@ -33,8 +33,14 @@ GOOD: dict[str, dict[str, Any]] = {
 }
 
 STREAMED = ("/v1/chat/completions", "/v1/completions", "/generate", "/v1/responses", "/v1/messages")
-PUBLIC = {"/", "/health", "/ready", "/metrics", "/ping"}
-TEXTS = {"/": "text/html", "/docs": "text/html", "/metrics": "text/plain"}
+PUBLIC = {"/", "/dashboard", "/dashboard/{file}", "/health", "/ready", "/metrics", "/ping"}
+TEXTS = {
+    "/": "text/html",
+    "/dashboard": "text/html",
+    "/dashboard/{file}": "*/*",
+    "/docs": "text/html",
+    "/metrics": "text/plain",
+}
 SEEN = (
     *("/v1/models", "/v1/models/{name:path}", "/tokenizer_info", "/openapi.json"),
     *("/health", "/ping", "/ready", "/health_generate"),
@@ -78,7 +84,9 @@ async def ask(server: Server, path: str, method: str) -> Call:
     if "{response_id}" in path:
         stored = await server.post("/v1/responses", GOOD["/v1/responses"])
         path = path.replace("{response_id}", stored.json["id"])
-    return await server.call(method.upper(), path.replace("{name}", "tiny"), GOOD.get(path, b"")).end()
+    return await server.call(
+        method.upper(), path.replace("{name}", "tiny").replace("{file}", "app.js"), GOOD.get(path, b"")
+    ).end()
 
 
 async def test_every_route_is_described_and_every_description_is_a_route(server: Server) -> None:
