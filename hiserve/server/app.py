@@ -84,18 +84,8 @@ def create_app(
     server = resolved.settings.server
     is_strict = server.strict_fields
     max_model_len = resolved.settings.model.max_model_len
-    metrics.follow(
-        "history_replies",
-        "Replies of the assistant in prompts: their tokens kept, cut at a change, or why encoded afresh.",
-        "tokens",
-        encoder.splices,
-    )
-    metrics.follow("grammar_trials", "Grammars that a process tried out first, by outcome.", "outcome", vetting.trials)
     traces = open_traces(server.otel_endpoint, model.name)
-    if traces is not None:
-        metrics.follow(
-            "traced_requests", "Requests whose trace a collector took, or did not.", "outcome", traces.counts
-        )
+    _follow(metrics, encoder, vetting, traces)
     bodies = BodyReader(encoder.helpers, Sizes(model.vocab_size, max_model_len), model.name, is_strict=is_strict)
     seals = Seals(server.seal_key)
     front = FrontEnd(handle, bodies, encoder, format_threads, token_bytes, abilities, metrics, model, vetting, seals)
@@ -128,6 +118,21 @@ def create_app(
     forms = {each.path: each.error_form for each in endpoints}
     app.add_middleware(RequestIdMiddleware, metrics=metrics, forms=forms, traces=traces)
     return app
+
+
+def _follow(metrics: Metrics, encoder: PromptEncoder, vetting: Vetting, traces: Traces | None) -> None:
+    """Shows the counts that others keep."""
+    metrics.follow(
+        "history_replies",
+        "Replies of the assistant in prompts: their tokens kept, cut at a change, or why encoded afresh.",
+        "tokens",
+        encoder.splices,
+    )
+    metrics.follow("grammar_trials", "Grammars that a process tried out first, by outcome.", "outcome", vetting.trials)
+    if traces is not None:
+        metrics.follow(
+            "traced_requests", "Requests whose trace a collector took, or did not.", "outcome", traces.counts
+        )
 
 
 def _lifespan(
