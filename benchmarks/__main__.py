@@ -19,6 +19,7 @@ SUITES: tuple[tuple[str, ...], ...] = (
     ("benchmarks/second_turn.py",),
     ("-m", "benchmarks.offline", "--threads", "1"),
     ("-m", "benchmarks.serving"),
+    ("-m", "benchmarks.dashboard"),
     ("-m", "benchmarks.nano_spec"),
     ("-m", "benchmarks.recovery", f"{RESULTS}/recovery.json", "COMMIT", "--cpu"),
 )
