@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
+
+import msgspec
 
 from hiserve.core.request import Grammar
 from hiserve.errors import RequestError
@@ -18,6 +22,7 @@ from hiserve.text.reader.marks import ReplySyntax
 from hiserve.text.reader.messages import FUNCTION, THOUGHTS
 
 Function = Mapping[str, Any]
+MAX_KEPT = 64  # grammars, of MAX_SCHEMA_BYTES each
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -37,18 +42,46 @@ class ToolGrammar(NamedTuple):
     not_held: list[str]
 
 
-def tools(abilities: Abilities, chat: Conversation) -> ToolGrammar | None:
-    """Returns the grammar of the replies that a conversation's ``tools`` and ``choice`` allow.
+class ToolGrammars:
+    """Writes the grammars of tools, and keeps the last ones by the tools: an agent has the same at each step.
 
-    Where a call is required, the reply is calls. Where it is not, the reply is any text with calls, each of which has the
-    arguments that its tool takes; those of ``strict`` functions are held to the letter.
-
-    Returns:
-        None where any reply is allowed: no call is required, and no tool is ``strict`` or none can be called.
-
-    Raises:
-        RequestError: ``choice`` is not of these tools, or of a model whose replies have no calls; or a tool cannot be held.
+    Args:
+        abilities: Of the model.
     """
+
+    def __init__(self, abilities: Abilities) -> None:
+        self._abilities = abilities
+        self._kept: OrderedDict[bytes, ToolGrammar] = OrderedDict()
+
+    def of(self, chat: Conversation) -> ToolGrammar | None:
+        """Returns the grammar of the replies that a conversation's ``tools`` and ``choice`` allow.
+
+        Where a call is required, the reply is calls. Where it is not, the reply is any text with calls, each of which has the
+        arguments that its tool takes; those of ``strict`` functions are held to the letter.
+
+        Returns:
+            None where any reply is allowed: no call is required, and no tool is ``strict`` or none can be called.
+
+        Raises:
+            RequestError: ``choice`` is not of these tools, or of a model whose replies have no calls; or a tool cannot be held.
+        """
+        syntax = _checked(self._abilities, chat)
+        if syntax is None:
+            return None
+        allowed, functions = chat.choice.names, [tool["function"] for tool in chat.tools or ()]
+        parts = [
+            (each["name"], each.get("parameters")) for each in functions if allowed is None or each["name"] in allowed
+        ]
+        key = hashlib.sha256(msgspec.msgpack.encode((chat.choice, chat.is_single, parts))).digest()
+        found = self._kept.pop(key, None) or _written(syntax, chat)
+        self._kept[key] = found
+        if len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+        return found
+
+
+def _checked(abilities: Abilities, chat: Conversation) -> ReplySyntax | None:
+    """Returns the spelling of the calls that a reply must have or may have; None where it is not constrained."""
     choice = chat.choice
     called = [tool["function"] for tool in chat.tools or ()]
     declared = {function["name"] for function in called}
@@ -72,9 +105,14 @@ def tools(abilities: Abilities, chat: Conversation) -> ToolGrammar | None:
             "tool_choice and continue_final_message exclude each other: a reply that is continued is no call.",
             param="tool_choice",
         )
+    return syntax
+
+
+def _written(syntax: ReplySyntax, chat: Conversation) -> ToolGrammar:
+    choice = chat.choice
     made = _Calls(syntax, choice.strict)
     allowed = choice.names
-    for index, function in enumerate(called):
+    for index, function in enumerate(tool["function"] for tool in chat.tools or ()):
         if allowed is None or function["name"] in allowed:
             made.add(function, f"tools[{index}].function")
     text = made.required(is_single=chat.is_single) if choice.is_required else made.among_text(is_single=chat.is_single)

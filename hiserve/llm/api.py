@@ -22,7 +22,7 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.request import Grammar, SamplingParams
 from hiserve.core.startup_measurements import StepCosts
 from hiserve.errors import ConfigError, ContextLengthError, HiserveError, RequestError, UnavailableError
-from hiserve.grammar.tools import tools
+from hiserve.grammar.tools import ToolGrammars
 from hiserve.ipc.cache_stats import LOCAL_TIERS, TierName
 from hiserve.launch import prepare
 from hiserve.llm.offline_backends import InProcess, Job, OfflineBackend, Processes
@@ -87,6 +87,7 @@ class LLM:
         launch.log()
         self.settings = launch.identified()
         self._frontend = load_frontend(self.settings.model, launch.folder, launch.model)
+        self._tool_grammars = ToolGrammars(self._frontend.abilities)
         self.tokenizer, self.default_sampling = self._frontend.tokenizer, self._frontend.default_sampling
         self._vocab_size = launch.model.vocab_size
         self._is_closed = False
@@ -257,17 +258,17 @@ class LLM:
         """Returns the sampling parameters with the grammar of the replies to a conversation, if there is one.
 
         Raises:
-            RequestError: There are two, or it cannot be used; or as ``grammar.tools.tools``.
+            RequestError: There are two, or it cannot be used; or as ``ToolGrammars.of``.
         """
-        abilities, grammar = self._frontend.abilities, sampling.grammar
-        made = tools(abilities, chat)
+        grammar = sampling.grammar
+        made = self._tool_grammars.of(chat)
         if made is not None and grammar is not None and chat.choice.is_required:
             raise RequestError(f"sampling.grammar and {made.param} are two grammars for one reply.", param=made.param)
         if grammar is None and made is not None:
             grammar = made.grammar
         if grammar is None or grammar.after:
             return sampling
-        opening, after = abilities.thought(chat, prompt)
+        opening, after = self._frontend.abilities.thought(chat, prompt)
         grammar = Grammar.of(grammar.kind, grammar.text, after, opening)
         param, mark, not_held = (made.param, made.mark, made.not_held) if made else ("grammar", "", [])
         if missing := [*not_held, *self._vetting.check(grammar, param, mark)]:

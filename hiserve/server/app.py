@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hiserve.core.resolve import Resolved
 from hiserve.errors import HiserveError
+from hiserve.grammar.tools import ToolGrammars
 from hiserve.grammar.vet import Vetting
 from hiserve.server.engine_handle import EngineHandle
 from hiserve.server.http.auth import Auth, AuthMiddleware
@@ -87,8 +88,10 @@ def create_app(
     traces = open_traces(server.otel_endpoint, model.name)
     _follow(metrics, encoder, vetting, traces)
     bodies = BodyReader(encoder.helpers, Sizes(model.vocab_size, max_model_len), model.name, is_strict=is_strict)
-    seals = Seals(server.seal_key)
-    front = FrontEnd(handle, bodies, encoder, format_threads, token_bytes, abilities, metrics, model, vetting, seals)
+    grammars, seals = ToolGrammars(abilities), Seals(server.seal_key)
+    front = FrontEnd(
+        handle, bodies, encoder, format_threads, token_bytes, abilities, metrics, model, vetting, grammars, seals
+    )
     responses = ResponseRoutes(front, open_responses(server.responses_store))
     dashboard = DashboardRoutes(server)
     endpoints = [

@@ -70,7 +70,7 @@ async def begin_reply(
     """
     chat = front.abilities.prepared(chat_request.chat, chat_request.thinking)
     sampling, context = chat_request.sampling, chat_request.context
-    constraint = of_chat(chat_request.constraint, front.abilities, chat)
+    constraint = of_chat(chat_request.constraint, front.tool_grammars, chat)
     prompt = await encode_prompt(
         front,
         request,

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
+from hiserve.grammar.tools import ToolGrammars
 from hiserve.grammar.vet import Vetting
 from hiserve.server.engine_handle import EngineHandle
 from hiserve.server.http.auth import caller_of, namespace_of, tag_of
@@ -91,6 +92,7 @@ class FrontEnd(NamedTuple):
         metrics: Counts requests.
         model: The served model.
         vetting: Tries out grammars.
+        tool_grammars: Of the tools of conversations.
         seals: Signs thoughts in replies and verifies them in requests.
     """
 
@@ -103,6 +105,7 @@ class FrontEnd(NamedTuple):
     metrics: Metrics
     model: ServedModel
     vetting: Vetting
+    tool_grammars: ToolGrammars
     seals: Seals
 
 

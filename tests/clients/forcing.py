@@ -19,10 +19,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hiserve.cli import main
 from hiserve.commands import serve
 from hiserve.grammar import bounds
+from hiserve.grammar.tools import ToolGrammars
 from hiserve.models.model_config import NANO, find_model
 from hiserve.server import conversations
 from hiserve.server.request.grammar_fields import Constraint
-from hiserve.text.abilities import Abilities
 from hiserve.text.conversation import Call, Conversation
 from tests.helpers.checkpoint_folder import folder
 from tests.helpers.reply_formats import TEMPLATES
@@ -101,8 +101,8 @@ def run(calls: dict[str, Any], record: Path, *command: str) -> int:
         app.add_middleware(Recorder, record=record)
         return app
 
-    def of_chat(constraint: Constraint | None, abilities: Abilities, chat: Conversation) -> Constraint | None:
-        asked = real(constraint, abilities, chat)
+    def of_chat(constraint: Constraint | None, grammars: ToolGrammars, chat: Conversation) -> Constraint | None:
+        asked = real(constraint, grammars, chat)
         if constraint is not None or chat.choice.is_required:
             return asked
         _entry.get()["reply"] = text = reply_to(chat, calls)

@@ -12,7 +12,7 @@ import regex
 from hiserve.core.request import Grammar, SamplingParams
 from hiserve.engine.grammars import GrammarRows
 from hiserve.grammar.matcher import Vocabulary
-from hiserve.grammar.tools import tools
+from hiserve.grammar.tools import ToolGrammars
 from hiserve.models.model_config import NANO, find_model, read_model_config
 from hiserve.text.abilities import Abilities
 from hiserve.text.conversation import Conversation, ToolChoice
@@ -71,7 +71,7 @@ def calls(row: str, choice: ToolChoice) -> Grammar:
     """The grammar of calls in the tokens of nano, spelled as a row of ``text.formats`` says."""
     tokenizer = nano_tokenizer()
     abilities = Abilities(tokenizer, TokenBytes(tokenizer), ChatTemplate.load(nano_folder()), row)
-    made = tools(abilities, Conversation(turns=(), tools=TOOLS, choice=choice))
+    made = ToolGrammars(abilities).of(Conversation(turns=(), tools=TOOLS, choice=choice))
     assert made is not None and not made.not_held
     return made.grammar
 

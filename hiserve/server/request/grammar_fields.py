@@ -12,12 +12,11 @@ from starlette.requests import Request
 from hiserve.core.request import Grammar, SamplingParams
 from hiserve.errors import RequestError
 from hiserve.grammar import bounds
-from hiserve.grammar.tools import tools
+from hiserve.grammar.tools import ToolGrammars
 from hiserve.grammar.vet import Vetting
 from hiserve.server.http.auth import caller_of
 from hiserve.server.http.streaming import cancel_on_disconnect
 from hiserve.server.request.sampling_fields import SamplingFields
-from hiserve.text.abilities import Abilities
 from hiserve.text.conversation import Conversation
 from hiserve.text.reader.formats import NOTHING, Marks
 
@@ -155,18 +154,18 @@ def constraints_of(kind: str, value: Any, param: str) -> list[Constraint]:
     return [] if value is None else [Constraint(MAKERS[kind](value, param), param)]
 
 
-def of_chat(constraint: Constraint | None, abilities: Abilities, chat: Conversation) -> Constraint | None:
+def of_chat(constraint: Constraint | None, grammars: ToolGrammars, chat: Conversation) -> Constraint | None:
     """Returns the grammar of the replies to a conversation, if there is one.
 
     Args:
         constraint: Of the fields of the request. It has priority over tools of which none must be called.
-        abilities: Of the model.
+        grammars: Of tools.
         chat: The conversation.
 
     Raises:
-        RequestError: A call is required beside another grammar; or as ``grammar.tools.tools``.
+        RequestError: A call is required beside another grammar; or as ``ToolGrammars.of``.
     """
-    made = tools(abilities, chat)
+    made = grammars.of(chat)
     if made is None:
         return constraint
     if constraint is None:

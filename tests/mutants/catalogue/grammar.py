@@ -126,3 +126,7 @@ with tagged.TaggedArguments._parts, test_tools.test_a_value_whose_mark_tells_its
     "INV 76: a text stands where its mark says that it is none"
     self._reader.types(part) - {"string"}
     self._reader.types(part)
+with tools.ToolGrammars.of, test_tools.test_a_grammar_is_written_once_for_the_same_tools_and_anew_for_others:
+    "a grammar of tools is that of others with the same names"
+    msgspec.msgpack.encode((chat.choice, chat.is_single, parts))
+    msgspec.msgpack.encode((chat.choice, chat.is_single, [name for name, _ in parts]))

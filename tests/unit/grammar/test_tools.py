@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.errors import RequestError
 from hiserve.grammar import bounds
-from hiserve.grammar.tools import ToolGrammar, tools
+from hiserve.grammar import tools as grammar_of_tools
+from hiserve.grammar.tools import MAX_KEPT, ToolGrammar, ToolGrammars
 from hiserve.text.abilities import Abilities
 from hiserve.text.conversation import Conversation, ToolChoice
 from hiserve.text.reader.buffer import Event, Kind, called
@@ -46,7 +47,7 @@ def made_of(
 ) -> ToolGrammar:
     strict = tuple(each["function"]["name"] for each in given if each["function"].get("strict"))
     chat = chat_of([HI], tools=list(given), choice=msgspec.structs.replace(choice, strict=strict), **fields)
-    made = tools(abilities_of(name, by_token=by_token), chat)
+    made = ToolGrammars(abilities_of(name, by_token=by_token)).of(chat)
     assert made is not None
     return made
 
@@ -143,7 +144,7 @@ def test_calls_as_a_template_shows_them_are_of_the_grammar(name: str, by_token: 
 
 def test_replies_are_free_where_nothing_is_asked_for() -> None:
     for chat in (chat_of([HI]), chat_of([HI], tools=[tool()])):
-        assert tools(abilities_of("hermes", by_token=True), chat) is None
+        assert ToolGrammars(abilities_of("hermes", by_token=True)).of(chat) is None
 
 
 @pytest.mark.parametrize("name", HELD)
@@ -293,7 +294,7 @@ def test_calls_that_no_reply_can_have_are_refused(fields: dict[str, Any], told: 
         fields.pop("reply_format", "auto"),
     )  # fmt: skip
     with pytest.raises(RequestError, match=told) as caught:
-        tools(made, Conversation(turns=(), tools=[tool()], choice=ToolChoice(True), **fields))
+        ToolGrammars(made).of(Conversation(turns=(), tools=[tool()], choice=ToolChoice(True), **fields))
     assert caught.value.param == "tool_choice"
 
 
@@ -329,8 +330,8 @@ def test_no_call_is_required_of_messages_whose_headers_are_text() -> None:
     name = "harmony"
     made = abilities_of(name, by_token=False)
     with pytest.raises(RequestError, match="form of this model's calls is not known"):
-        tools(made, chat_of([HI], tools=[tool()], choice=ToolChoice(True)))
-    assert tools(made, chat_of([HI], tools=[tool()], choice=ToolChoice(strict=("look",)))) is None
+        ToolGrammars(made).of(chat_of([HI], tools=[tool()], choice=ToolChoice(True)))
+    assert ToolGrammars(made).of(chat_of([HI], tools=[tool()], choice=ToolChoice(strict=("look",)))) is None
 
 
 WRONG = [None, 1, -1, 1.5, "x", [], {}, True, [1], [None], [{}], {"a": 1}]
@@ -380,7 +381,63 @@ def test_required_arguments_are_looked_up_not_searched(name: str) -> None:
             return str.__eq__(self, other)
 
     names = [Name(f"a{i}") for i in range(300)]
-    made_of(
-        name, tool(parameters={"properties": {each: {"type": "integer"} for each in names}, "required": names[::-1]})
-    )
+    schema = {"properties": {each: {"type": "integer"} for each in names}, "required": names[::-1]}
+    syntax = abilities_of(name, by_token=True).syntax
+    assert syntax is not None
+    grammar_of_tools._written(syntax, chat_of([HI], tools=[tool(parameters=schema)], choice=CHOICES[0]))
     assert Name.num_compared < 300 * 30
+
+
+def test_a_grammar_is_written_once_for_the_same_tools_and_anew_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that the text depends on may be missing in what tools are known by."""
+    written: list[str] = []
+    real = grammar_of_tools._written
+
+    def count(syntax: Any, chat: Conversation) -> ToolGrammar:
+        written.append("")
+        return real(syntax, chat)
+
+    monkeypatch.setattr(grammar_of_tools, "_written", count)
+    abilities = abilities_of("qwen3_coder", by_token=True)
+    grammars, look = ToolGrammars(abilities), {"type": "object", "properties": {"a": {"type": "string"}, "b": {}}}
+    swapped = {"type": "object", "properties": dict(reversed(look["properties"].items()))}
+    given = [tool("look", look), tool("find", look)]
+    chats = [
+        chat_of([HI], tools=tools, choice=choice, is_single=is_single)
+        for tools in (
+            given,
+            given[::-1],
+            given[:1],
+            [tool("look"), given[1]],
+            [tool("look", swapped), given[1]],
+            [tool("look", look | {"properties": {"a": {"const": 1}}}), given[1]],
+            [tool("look", look | {"properties": {"a": {"const": 1.0}}}), given[1]],
+            [tool("look", look | {"properties": {"a": {"const": True}}}), given[1]],
+        )
+        for choice in (*CHOICES[:3], ToolChoice(False, None, ("look",)))
+        for is_single in (False, True)
+    ]
+    fresh = [ToolGrammars(abilities).of(chat) for chat in chats]
+    written.clear()
+    for chat, expected in zip(chats, fresh, strict=True):
+        assert grammars.of(chat) == expected
+        num_written = len(written)
+        said_more = msgspec.structs.replace(
+            chat, turns=chat_of([HI, HI]).turns, tools=json.loads(json.dumps(chat.tools))
+        )
+        assert grammars.of(said_more) == expected
+        assert len(written) == num_written
+    assert len(written) <= len(chats)
+
+
+def test_the_grammars_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = ToolGrammars(abilities_of("hermes", by_token=True))
+    chats = [chat_of([HI], tools=[tool(f"look{i}")], choice=CHOICES[0]) for i in range(MAX_KEPT + 1)]
+    for chat in chats:
+        grammars.of(chat)
+        grammars.of(chats[0])  # used last
+    assert len(grammars._kept) == MAX_KEPT
+    monkeypatch.setattr(grammar_of_tools, "_written", None)
+    assert grammars.of(chats[0]) is not None
+    with pytest.raises(TypeError):
+        grammars.of(chats[1])
