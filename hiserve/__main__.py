@@ -1,0 +1,19 @@
+"""The command ``hiserve``, also ``python -m hiserve``: Ctrl-C ends it without a traceback from its first moment."""
+
+import importlib
+import sys
+
+INTERRUPTED = 130
+
+
+def main() -> int:
+    """Runs the command line; returns the exit code."""
+    try:
+        code: int = importlib.import_module("hiserve.cli").main()
+    except KeyboardInterrupt:  # during the imports; ``cli.main`` hears it later
+        return INTERRUPTED
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

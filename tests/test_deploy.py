@@ -1,0 +1,291 @@
+"""The files of ``deploy/``: they parse, fit together, and use flags, routes, ports and times that the server has. No container runs."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shlex
+import shutil
+import subprocess
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+
+from hiserve import cli
+from hiserve.commands.serve import CLOSE_S
+from hiserve.config.options import Options, flags, make_options
+from hiserve.server.routes import Endpoint
+from tests.helpers.fake_engine_client import FakeEngineClient
+from tests.unit.server.conftest import make_server
+
+ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "deploy"
+SECRET = re.compile(r"key|token|secret|password", re.IGNORECASE)
+UNITS_S = {"s": 1, "min": 60, "m": 60}
+UNITS_GIB = {"gb": 1.0, "Gi": 1.0}
+STOP_S = CLOSE_S + 10  # for connections and processes, after the requests
+SETTINGS = yaml.safe_load((DEPLOY / "hiserve.yaml").read_text())
+OPTIONS = make_options(**SETTINGS)
+CONFIG = "/etc/hiserve/hiserve.yaml"
+
+
+def quantity(text: str | int, units: dict[str, Any]) -> float:
+    number, unit = re.fullmatch(r"([\d.]+)([A-Za-z]*)", str(text)).groups()  # type: ignore[union-attr]
+    return float(number) * (units[unit] if unit else 1)
+
+
+def documents() -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for each in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()):
+        found.setdefault(each["kind"], []).append(each)
+    return found
+
+
+@dataclass(frozen=True)
+class Image:
+    """The Dockerfile's instructions; those of the last stage are the image's."""
+
+    instructions: list[tuple[str, str]]
+
+    @classmethod
+    def read(cls) -> Image:
+        lines = [line for line in (DEPLOY / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
+        joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
+        return cls([(line.split()[0], line.partition(" ")[2]) for line in joined.splitlines() if line.strip()])
+
+    @property
+    def last(self) -> dict[str, str]:
+        stages = [i for i, (name, _) in enumerate(self.instructions) if name == "FROM"]
+        return dict(self.instructions[stages[-1] :])
+
+    def of(self, name: str) -> list[str]:
+        return [text for each, text in self.instructions if each == name]
+
+
+IMAGE = Image.read()
+SERVICE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["hiserve"]
+POD = documents()["Deployment"][0]["spec"]["template"]["spec"]
+CONTAINER = POD["containers"][0]
+
+
+def unit() -> dict[str, str]:
+    parser = configparser.RawConfigParser(strict=True)
+    parser.optionxform = str  # type: ignore[method-assign,assignment]
+    parser.read_string((DEPLOY / "hiserve.service").read_text())
+    assert parser.sections() == ["Unit", "Service", "Install"]
+    return dict(parser["Service"])
+
+
+def served(argv: list[str]) -> Options:
+    """The options of a command line, its settings being those of ``deploy/hiserve.yaml``."""
+    if "--config" in argv:
+        argv[argv.index("--config") + 1] = str(DEPLOY / "hiserve.yaml")
+    command, options, _ = cli.parse(argv)
+    assert command == "serve"
+    return options
+
+
+def endpoint(path: str) -> Endpoint:
+    app = make_server(FakeEngineClient(script=lambda prompt: [])).app
+    return next(each for each in app.routes if isinstance(each, Endpoint) and each.path == path)
+
+
+def assert_probed(url: str, port: int) -> None:
+    """A probe needs no key and asks for a route of the port that is listened on."""
+    parts = urlsplit(url)
+    assert endpoint(parts.path).is_public and "GET" in endpoint(parts.path).methods
+    assert parts.port == port
+
+
+def probe_of(command: list[str]) -> str:
+    """The address that a probe in Python opens; the program is one that can be compiled."""
+    assert command[-2] == "-c"
+    compile(command[-1], "probe", "exec")
+    (url,) = re.findall(r"urlopen\('(http[^']+)'", command[-1])
+    return str(url)
+
+
+def test_the_settings_are_settings_and_no_keys() -> None:
+    assert [name for name in SETTINGS if flags()[name].is_secret] == []
+    assert OPTIONS.server.drain_timeout_s == SETTINGS["drain_timeout_s"]
+    commented = re.findall(r"^# (\w+):", (DEPLOY / "hiserve.yaml").read_text(), re.MULTILINE)
+    assert commented and all(flags()[name].is_secret for name in commented)
+
+
+# --- image ------------------------------------------------------------------------------------
+
+
+def test_the_image_serves_beyond_itself_as_nobody_and_its_health_is_a_route() -> None:
+    last = IMAGE.last
+    (entry,), argv = yaml.safe_load(last["ENTRYPOINT"]), yaml.safe_load(last["CMD"])
+    assert entry in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    options = served(argv)
+    assert options.server.host == "0.0.0.0" and int(last["EXPOSE"]) == options.server.port
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", last["USER"]), "Kubernetes tells by the number that it is not root"
+    assert_probed(probe_of(yaml.safe_load(last["HEALTHCHECK"].partition(" CMD ")[2])), options.server.port)
+
+
+def test_the_image_has_the_files_that_it_needs_and_no_others() -> None:
+    """No secret gets into a layer: neither from the folder, nor as an argument."""
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    allowed = {line.removeprefix("!") for line in ignored if line.startswith("!")}
+    assert "*" in ignored
+    copied = {name for text in IMAGE.of("COPY") if "--from" not in text for name in text.split()[:-1]}
+    assert copied == allowed and all((ROOT / name).exists() for name in copied)
+    assert [text for text in IMAGE.of("ARG") + IMAGE.of("ENV") if SECRET.search(text)] == []
+    assert not IMAGE.of("ADD")
+
+
+def test_the_image_installs_extras_that_there_are() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (script,) = (text for text in IMAGE.of("RUN") if "requirements.txt" in text)
+    program, rest = re.match(r".*python -c '(.*?)' (.*?) > requirements", script).groups()  # type: ignore[union-attr]
+    compile(program, "Dockerfile", "exec")
+    assert rest.endswith("echo gpu)") and {"gpu", "hf"} <= set(project["optional-dependencies"])
+    done = subprocess.run(["python3", "-c", program, "gpu"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == project["dependencies"] + project["optional-dependencies"]["gpu"]
+    stages = re.findall(r"^FROM (\S+)(?: AS (\w+))?$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    assert [name for name, _ in stages] == ["${CPU_BASE}", "${CUDA_BASE}", "${DEVICE}", "${DEVICE}"]
+    assert [name for _, name in stages] == ["cpu", "cuda", "install", ""]
+    devices = [
+        IMAGE.of("ARG")[0],
+        *yaml.safe_load((DEPLOY / "compose.cuda.yaml").read_text())["services"]["hiserve"]["build"]["args"].items(),
+    ]
+    assert devices == ["DEVICE=cpu", ("DEVICE", "cuda")]
+
+
+# --- what runs it -----------------------------------------------------------------------------
+
+
+def stores(options: Options) -> list[str]:
+    """The places that must be writable and last."""
+    assert options.cache.store is not None
+    return [
+        str(Path(options.cache.store.removeprefix("file:")).parent),
+        dict(re.findall(r"(\w+)=(\S+)", IMAGE.last["ENV"]))["HOME"],
+    ]
+
+
+def assert_holds(options: Options, shm_gib: float) -> None:
+    size = options.cache.host_cache_gib
+    assert options.cache.host_cache_name and isinstance(size, int | float)
+    assert shm_gib > size * options.parallel.replicas
+
+
+def test_the_images_volumes_are_the_places_that_last() -> None:
+    assert sorted(yaml.safe_load(IMAGE.last["VOLUME"])) == sorted(stores(OPTIONS))
+
+
+def test_compose() -> None:
+    options = served(list(SERVICE["command"]))
+    address, port, inner = SERVICE["ports"][0].split(":")
+    assert (address, int(inner)) == ("127.0.0.1", options.server.port) and port
+    assert SERVICE["init"] is True and SERVICE["read_only"] is True and SERVICE["cap_drop"] == ["ALL"]
+    assert SERVICE["tmpfs"] == ["/tmp"] and "no-new-privileges:true" in SERVICE["security_opt"]
+    assert quantity(SERVICE["stop_grace_period"], UNITS_S) >= options.server.drain_timeout_s + STOP_S
+    assert_holds(options, quantity(SERVICE["shm_size"], UNITS_GIB))
+    assert_probed(probe_of(SERVICE["healthcheck"]["test"]), options.server.port)
+    mounts = [each.split(":") for each in SERVICE["volumes"]]
+    assert mounts[0] == ["./hiserve.yaml", CONFIG, "ro"] and CONFIG in SERVICE["command"]
+    assert sorted(where for _, where in mounts[1:]) == sorted(stores(options))
+    declared = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["volumes"]
+    assert [name for name, _ in mounts[1:]] == list(declared)
+    build = SERVICE["build"]
+    assert ((DEPLOY / build["context"]).resolve(), (DEPLOY / build["context"] / build["dockerfile"]).resolve()) == (
+        ROOT,
+        DEPLOY / "Dockerfile",
+    )
+
+
+def test_systemd() -> None:
+    service = unit()
+    argv = shlex.split(service["ExecStart"])
+    source = service["LoadCredential"].split(":")
+    assert (
+        argv[0].endswith("/hiserve") and argv[-1] == f"${{CREDENTIALS_DIRECTORY}}/{source[0]}" and source[1] == CONFIG
+    )
+    options = served(argv[1:])
+    assert (service["Type"], service["KillMode"]) == ("exec", "mixed")
+    assert quantity(service["TimeoutStopSec"], UNITS_S) >= options.server.drain_timeout_s + STOP_S
+    writable = [f"/var/lib/{service['StateDirectory']}", f"/var/cache/{service['CacheDirectory']}"]
+    assert writable == stores(options) and service["Environment"] == f"HOME={writable[1]}"
+    assert service["User"] != "root" and service["NoNewPrivileges"] == "yes" and service["ProtectSystem"] == "strict"
+    assert service["RemoveIPC"] == "no" and "DynamicUser" not in service, "the named host cache outlives the service"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    text = (DEPLOY / "hiserve.service").read_text().replace("/opt/hiserve/bin/hiserve", "/bin/true")
+    (tmp_path / "hiserve.service").write_text(text)
+    command = ["systemd-analyze", "verify", "--man=no", str(tmp_path / "hiserve.service")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert [line for line in done.stderr.splitlines() if "hiserve.service" in line] == []
+
+
+def test_kubernetes() -> None:
+    options = served(list(CONTAINER["args"]))
+    (port,) = CONTAINER["ports"]
+    assert port["containerPort"] == options.server.port
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        asked = CONTAINER[name]["httpGet"]
+        assert asked["port"] == port["name"]
+        assert_probed(f"http://pod:{port['containerPort']}{asked['path']}", options.server.port)
+    assert CONTAINER["livenessProbe"]["httpGet"]["path"] == "/health", "a server that loads or drains is not killed"
+    assert {CONTAINER[name]["httpGet"]["path"] for name in ("startupProbe", "readinessProbe")} == {"/ready"}
+    command, seconds = CONTAINER["lifecycle"]["preStop"]["exec"]["command"]
+    grace = POD["terminationGracePeriodSeconds"]
+    assert command == "sleep" and grace >= int(seconds) + options.server.drain_timeout_s + STOP_S
+
+
+def test_kubernetes_runs_it_as_nobody_on_a_root_that_is_read_only() -> None:
+    of_pod, own = POD["securityContext"], CONTAINER["securityContext"]
+    user, group = IMAGE.last["USER"].split(":")
+    assert of_pod["runAsNonRoot"] and [of_pod["runAsUser"], of_pod["runAsGroup"]] == [int(user), int(group)]
+    assert of_pod["fsGroup"] == int(group) and of_pod["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert own == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert POD["automountServiceAccountToken"] is False
+    mounts = {each["name"]: each["mountPath"] for each in CONTAINER["volumeMounts"]}
+    volumes = {each["name"]: each for each in POD["volumes"]}
+    assert mounts.keys() == volumes.keys()
+    options = served(list(CONTAINER["args"]))
+    claims = [volumes[name]["persistentVolumeClaim"]["claimName"] for name in ("cache", "pages")]
+    assert claims == [each["metadata"]["name"] for each in documents()["PersistentVolumeClaim"]]
+    assert sorted([mounts["cache"], mounts["pages"]]) == sorted(stores(options))
+    assert mounts["shm"] == "/dev/shm" and volumes["shm"]["emptyDir"]["medium"] == "Memory" and mounts["tmp"] == "/tmp"
+    shm_gib = quantity(volumes["shm"]["emptyDir"]["sizeLimit"], UNITS_GIB)
+    assert_holds(options, shm_gib)
+    assert quantity(CONTAINER["resources"]["limits"]["memory"], UNITS_GIB) >= shm_gib + 2
+    pages = documents()["PersistentVolumeClaim"][1]["spec"]["resources"]["requests"]["storage"]
+    assert quantity(pages, UNITS_GIB) > options.cache.store_gib
+    assert f"{mounts['config']}/hiserve.yaml" == CONFIG and CONFIG in CONTAINER["args"]
+    text = (DEPLOY / "kubernetes.yaml").read_text()
+    secret = volumes["config"]["secret"]["secretName"]
+    assert f"kubectl create secret generic {secret} --from-file=hiserve.yaml=deploy/hiserve.yaml" in text
+
+
+def test_kubernetes_service_finds_the_pod() -> None:
+    found = documents()
+    (service,), (deployment,) = found["Service"], found["Deployment"]
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"] == labels
+    assert service["spec"]["ports"][0]["targetPort"] == CONTAINER["ports"][0]["name"]
+
+
+def test_the_page_names_files_flags_and_routes_that_there_are() -> None:
+    text = (ROOT / "docs" / "deploy.md").read_text()
+    for path in DEPLOY.iterdir():
+        assert f"deploy/{path.name}" in text, path
+    assert [path for path in re.findall(r"\bdeploy/[\w.]+\w", text) if not (ROOT / path).exists()] == []
+    known = {f"--{name.replace('_', '-')}" for name in flags()}
+    named = set(re.findall(r"(?<=`)--[a-z-]+", text)) | set(re.findall(r"hiserve serve.* (--[a-z-]+)", text))
+    assert named - {"--build-arg", "--init"} <= known, "the others are docker's"
+    assert all(endpoint(path) for path in re.findall(r"`(/(?:health|ready|metrics)\w*)`", text))
