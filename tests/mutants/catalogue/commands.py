@@ -1,8 +1,9 @@
 """Commands."""
 
+from hiserve import __main__ as entry
 from hiserve.cache.storage import inventory
 from hiserve.commands import batch, batch_files
-from tests.unit import test_graph_planted
+from tests.unit import test_graph_planted, test_main
 from tests.unit.commands import test_batch, test_cache_command
 from tools.graph_lint import values as graph_values
 
@@ -26,3 +27,7 @@ with batch_files.Results.__init__, test_batch.test_a_file_of_something_else_is_l
     "a batch writes its replies after notes"
     self._done = _read_done(output)
     self._done = set()
+with entry.main, test_main.test_ctrl_c_in_an_import_ends_the_command_without_a_word:
+    "Ctrl-C during the imports shows a traceback"
+    return INTERRUPTED
+    raise

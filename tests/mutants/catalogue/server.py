@@ -18,6 +18,7 @@ from hiserve.server.responses import store as response_store
 from hiserve.text.body import chat as chat_request
 from hiserve.text.body import json as request_json
 from hiserve.text.body import parser as text_bodies
+from hiserve.text.helpers import process as helper_process
 from tests.unit.commands import test_serve
 from tests.unit.core import test_request
 from tests.unit.server import (
@@ -206,3 +207,7 @@ with tracing._error, test_tracing.test_a_client_that_goes_away_is_named:
     "a request whose client went away looks like one that ended"
     status in (0, CLIENT_CLOSED_REQUEST) or any(not each.finish for each in generations)
     status == CLIENT_CLOSED_REQUEST
+with helper_process.serve, test_big_bodies.test_a_process_that_takes_too_much_time_of_a_core_ends_with_its_body:
+    "a body takes a core for as long as it likes"
+    signal.setitimer(signal.ITIMER_PROF, JOB_CPU_S)
+    pass

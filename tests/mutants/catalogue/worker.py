@@ -99,6 +99,17 @@ with store_prefetch.StorePrefetcher._fetch, test_store_prefetch.test_a_prefetch_
     "a request waits for a prefetch that has no room on the host"
     self._give_up(wanted, HOST_FULL)
     pass
+with store_prefetch.StorePrefetcher.found, test_store_prefetch.test_an_answer_that_comes_after_the_wait_is_counted_and_begins_nothing:
+    "pages of a late answer of the store are not counted"
+    self._cache_counters.not_fetched(num_pages, TOO_LATE)
+    pass
+with (
+    store_prefetch.StorePrefetcher._end_prefetch,
+    test_store_prefetch.test_a_prefetch_that_fails_is_over_for_its_request_and_begun_again_for_another,
+):
+    "a prefetch that failed for one request is over for all"
+    wanted is order.wanted and not ack.is_ok
+    not ack.is_ok
 with store_prefetch.StorePrefetcher.is_uploading, test_store_prefetch.test_a_store_that_answers_nothing_is_given_up_at_the_end:
     "INV 65: shutdown waits for a store that never answers"
     self._clock() - max(oldest_s, self._answered_s) < STALL_S

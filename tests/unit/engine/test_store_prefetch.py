@@ -273,6 +273,55 @@ def test_requests_of_one_prefix_share_its_prefetch() -> None:
     desk.check()
 
 
+def test_a_prefetch_that_fails_is_over_for_its_request_and_begun_again_for_another() -> None:
+    desk = Desk("wait")
+    for uid in (1, 2):
+        desk.add(uid, 5, 6, 7)
+    desk.send()
+    for uid in (1, 2):
+        desk.answer(uid, 3)
+    desk.send()
+    desk.end(num_pages=0)
+    assert not desk.is_awaited(1) and desk.is_awaited(2)
+    desk.send()
+    desk.end()
+    desk.send()
+    assert not desk.is_awaited(2) and desk.prefetcher.num_stored_tokens(2) == 3 * PAGE_SIZE
+    desk.check()
+
+
+def test_a_prefetch_that_brings_nothing_says_nothing_of_the_stores_speed() -> None:
+    desk = Desk()
+    desk.measure(fetch_s=0.3 * TIMEOUT_S, prefill_s=10 * TIMEOUT_S)
+    before = desk.costs.num_in_time(100 * PAGE_SIZE, 0, TIMEOUT_S)
+    desk.fetch(1, 5, 6)
+    (op,) = desk.copies
+    desk.copies.clear()
+    desk.prefetcher.complete([CopyAck(op, NOT_DELIVERED, seconds=100 * TIMEOUT_S, num_pages=0)])
+    assert desk.costs.num_in_time(100 * PAGE_SIZE, 0, TIMEOUT_S) == before > 0
+    desk.check()
+
+
+@pytest.mark.parametrize("num_found", [0, 1, 3])
+def test_an_answer_that_comes_after_the_wait_is_counted_and_begins_nothing(num_found: int) -> None:
+    """The request is still there: it computes its prompt, and nobody fetches pages beside it."""
+    desk = Desk()
+    desk.add(1, 5, 6, 7)
+    desk.send()
+    desk.now_s += TIMEOUT_S
+    assert not desk.is_awaited(1)
+    desk.answer(1, num_found)
+    desk.send()
+    assert not desk.copies and not desk.is_awaited(1)
+    assert desk.unfulfilled() == ({"too_late": num_found} if num_found else {})
+    desk.add(2, 8, 9)
+    assert desk.is_awaited(2), "the store owes no answer any more"
+    desk.prefetcher.drop(1)
+    desk.prefetcher.drop(2)
+    assert desk.unfulfilled() == ({"too_late": num_found} if num_found else {}), "counted once"
+    desk.check()
+
+
 def test_the_last_that_wants_a_prefetch_drops_it() -> None:
     desk = Desk("wait")
     for uid in (1, 2):

@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from hiserve.text.body.parser import MAX_BODY_VALUES, QUICK_STRINGS, QUICK_VALUE
 from hiserve.text.helpers import pool as helper_pool
 from hiserve.text.helpers import process as helper_process
 from hiserve.text.helpers.pool import HelperPool
-from hiserve.text.template.chat_template import ChatTemplate
+from hiserve.text.template.chat_template import TOO_SLOW, ChatTemplate
 from tests.helpers.chats import chat_of
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.processes import children
@@ -262,6 +263,31 @@ async def test_a_process_gives_way_to_the_event_loop_and_may_not_take_all_memory
     least = 19  # no process is nicer
     assert os.getpriority(os.PRIO_PROCESS, pid) == min(least, os.nice(0) + helper_process.NICENESS)
     assert resource.prlimit(pid, resource.RLIMIT_DATA) == (helper_process.MAX_MEMORY_BYTES,) * 2
+
+
+ENDLESS = """
+import sys, time
+from hiserve.text.helpers import process
+process.JOB_CPU_S = 0.05
+def answer(helper, job):
+    while time.process_time() < 5:
+        pass
+    return [b"", b""]
+process.Helper.answer = answer
+sys.exit(process.serve(sys.argv[1]))
+"""
+
+
+async def test_a_process_that_takes_too_much_time_of_a_core_ends_with_its_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own time counts, and no clock: on a busy machine a body has as much of it."""
+    monkeypatch.setattr(helper_pool, "COMMAND", (sys.executable, "-c", ENDLESS))
+    pool = HelperPool(None)
+    try:
+        with pytest.raises(RequestError, match="more time or memory to read than any may") as refused:
+            await pool.slim(b"{}", SIZES, 0)
+        assert refused.value.code == TOO_SLOW
+    finally:
+        await pool.close()
 
 
 async def test_a_process_that_dies_refuses_its_body_alone(helpers: HelperPool) -> None:
