@@ -35,6 +35,7 @@ ASKED = {
 }
 CHOSEN = 3  # a request under a regex, greedy
 AT = (1, 5, 11)  # of the steps in halves: after its forward, and before its masks
+HIT = dict(zip(AT, (CHOSEN, 1, 2), strict=True))  # by step, a request that runs longer; the others are under a schema
 AHEAD: dict[str, Any] = {"overlap": 1, "spec": "off"}
 DRAFTS: dict[str, Any] = {"overlap": 1, "spec": "eagle3", "spec_steps": 2}
 HOW = pytest.mark.parametrize("how", [AHEAD, DRAFTS], ids=["ahead", "drafts"])
@@ -152,46 +153,38 @@ def test_a_forward_is_launched_before_the_step_before_it_is_known_and_its_draw_a
 
 @HOW
 @LATE
-@pytest.mark.parametrize("at", AT)
-def test_an_abort_between_the_halves_ends_one_request_alone(
-    alone: Replies, how: dict[str, Any], at: int, late: bool
-) -> None:
+def test_an_abort_between_the_halves_ends_one_request_alone(alone: Replies, how: dict[str, Any], late: bool) -> None:
     with running(**how) as run:
-        run.between(lambda plan, number: run.engine.abort([CHOSEN]) if number == at else None, late=late)
+        run.between(lambda plan, number: run.engine.abort([HIT[number]]) if number in HIT else None, late=late)
         found = run()
-    tokens, end = found.pop(CHOSEN)
-    assert end is FinishReason.ABORT and tokens == alone[CHOSEN][0][: len(tokens)]
-    assert found == {uid: reply for uid, reply in alone.items() if uid != CHOSEN}
+    for uid in HIT.values():
+        tokens, end = found.pop(uid)
+        assert end is FinishReason.ABORT and tokens == alone[uid][0][: len(tokens)]
+    assert found == {uid: reply for uid, reply in alone.items() if uid not in HIT.values()}
 
 
 @HOW
 @LATE
-@pytest.mark.parametrize("at", AT)
-def test_a_preemption_between_the_halves_changes_no_reply(
-    alone: Replies, how: dict[str, Any], at: int, late: bool
-) -> None:
+def test_a_preemption_between_the_halves_changes_no_reply(alone: Replies, how: dict[str, Any], late: bool) -> None:
     with running(**how) as run:
 
         def preempt(plan: BatchPlan, number: int) -> None:
-            row = run.row_of(CHOSEN)
-            if number == at and row is not None:
+            row = run.row_of(HIT.get(number, 0))
+            if row is not None:
                 run.engine._planner._preempt(row)
 
         run.between(preempt, late=late)
         assert run() == alone
-        assert run.engine.stats().preemptions == 1
+        assert run.engine.stats().preemptions == len(HIT)
 
 
 @HOW
-@pytest.mark.parametrize("at", AT)
-def test_a_matcher_that_fails_between_the_halves_fails_its_request_alone(
-    alone: Replies, how: dict[str, Any], at: int
-) -> None:
+def test_a_matcher_that_fails_between_the_halves_fails_its_request_alone(alone: Replies, how: dict[str, Any]) -> None:
     with running(**how) as run:
 
         def spoil(plan: BatchPlan, number: int) -> None:
-            row = run.row_of(CHOSEN)
-            if number == at and row is not None:
+            row = run.row_of(HIT.get(number, 0))
+            if row is not None:
                 run.engine._planner.grammars._matchers[row].advance([0, 0])
 
         failed: list[tuple[int, str, str]] = []
@@ -204,9 +197,9 @@ def test_a_matcher_that_fails_between_the_halves_fails_its_request_alone(
 
         run.engine.step = watched  # type: ignore[method-assign]
         run.between(spoil)
-        assert run() == {uid: reply for uid, reply in alone.items() if uid != CHOSEN}
+        assert run() == {uid: reply for uid, reply in alone.items() if uid not in HIT.values()}
         run.engine._planner._rows.check()
-    assert [(uid, code) for uid, code, _ in failed] == [(CHOSEN, "grammar_limit")]
+    assert [(uid, code) for uid, code, _ in failed] == [(uid, "grammar_limit") for uid in HIT.values()]
 
 
 FAULTS: dict[str, tuple[type, str]] = {

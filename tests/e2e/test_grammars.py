@@ -66,9 +66,16 @@ def constrained(name: str, sampling: SamplingParams) -> SamplingParams:
     return msgspec.structs.replace(sampling, grammar=GRAMMARS[name])
 
 
-def brute_force(allows: Callable[[list[int], int], bool], prompt: list[int], sampling: SamplingParams) -> list[int]:
+Allowed = Callable[[list[int]], list[bool]]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return load_transformers(nano_folder(), torch.float64)
+
+
+def brute_force(model: Any, allowed_after: Allowed, prompt: list[int], sampling: SamplingParams) -> list[int]:
     """Generates with transformers' logits, each token of the vocabulary tried; ends where only an end token may follow."""
-    model = load_transformers(nano_folder(), torch.float64)
     rows = SamplingRows(2, torch.device("cpu"))
     unmasked = msgspec.structs.replace(sampling, grammar=None)
     rows.write([RowAdmit(1, np.array(prompt, dtype=np.int32), len(prompt), 0, unmasked)])
@@ -76,7 +83,8 @@ def brute_force(allows: Callable[[list[int], int], bool], prompt: list[int], sam
     while len(said) < NUM_NEW:
         with torch.inference_mode():
             logits = model(torch.tensor([tokens])).logits[:, -1]
-        allowed = torch.tensor([allows(said, token) for token in range(logits.shape[1])])
+        allowed = torch.tensor(allowed_after(said))
+        assert len(allowed) == logits.shape[1]
         if said and allowed.nonzero().flatten().tolist() in ([], [END]):
             return said
         known = torch.tensor([tokens] * 2, dtype=torch.int32)
@@ -88,41 +96,46 @@ def brute_force(allows: Callable[[list[int], int], bool], prompt: list[int], sam
     return said
 
 
-def by_regex() -> Callable[[list[int], int], bool]:
-    """Whether a text may go on by a token, as the module ``regex`` says."""
-    tokenizer = nano_tokenizer()
+def by_regex() -> Allowed:
+    """Whether a text may go on by each token, as the module ``regex`` says."""
+    tokenizer, pattern = nano_tokenizer(), regex.compile(PATTERN)
     spelled = {token: tokenizer.decode([token], skip_hidden=False) for token in tokenizer.vocab}
+    hidden = tokenizer.hidden_ids | {END}
 
-    def allows(said: list[int], token: int) -> bool:
+    def allowed_after(said: list[int]) -> list[bool]:
         text = "".join(spelled[each] for each in said)
-        if token in tokenizer.hidden_ids | {END}:
-            return token == END and regex.fullmatch(PATTERN, text) is not None
-        return regex.fullmatch(PATTERN, text + spelled[token], partial=True) is not None
+        is_end = pattern.fullmatch(text) is not None
+        return [
+            token == END and is_end
+            if token in hidden
+            else pattern.fullmatch(text + spelled[token], partial=True) is not None
+            for token in range(len(spelled))
+        ]
 
-    return allows
+    return allowed_after
 
 
-def by_single_tokens(grammar: Grammar) -> Callable[[list[int], int], bool]:
-    """Whether the library takes a token alone, without any mask; where one text must follow, its first token alone may."""
-    matcher, place = nano_vocabulary().compile(grammar), list[int]()
+def by_single_tokens(grammar: Grammar) -> Allowed:
+    """Whether the library takes each token alone, without any mask; where one text must follow, its first token alone may."""
+    matcher, place, vocabulary = nano_vocabulary().compile(grammar), list[int](), range(len(nano_tokenizer().vocab))
 
-    def allows(said: list[int], token: int) -> bool:
-        if len(place) < len(said):
-            matcher.advance(said[len(place) :])
-            place.extend(said[len(place) :])
-        forced = matcher._inner.compute_ff_tokens()
-        return token == forced[0] if forced else matcher._inner.validate_tokens([token]) == 1
+    def allowed_after(said: list[int]) -> list[bool]:
+        matcher.advance(said[len(place) :])
+        place.extend(said[len(place) :])
+        if forced := matcher._inner.compute_ff_tokens():
+            return [token == forced[0] for token in vocabulary]
+        return [matcher._inner.validate_tokens([token]) == 1 for token in vocabulary]
 
-    return allows
+    return allowed_after
 
 
 @pytest.mark.parametrize("how", ASKED)
-def test_tokens_are_those_of_a_reference_that_tries_every_token(how: str) -> None:
+def test_tokens_are_those_of_a_reference_that_tries_every_token(how: str, model: Any) -> None:
     with LLM(spec="off", **SETTINGS) as llm:
         for name, text in (("regex", TEXTS[0]), ("json", TEXTS[1]), ("calls", TEXTS[0]), ("tagged calls", TEXTS[1])):
-            allows = by_regex() if name == "regex" else by_single_tokens(GRAMMARS[name])
+            allowed_after = by_regex() if name == "regex" else by_single_tokens(GRAMMARS[name])
             (output,) = replies(llm, [text], [constrained(name, ASKED[how])])
-            wanted = brute_force(allows, llm.encode(text), ASKED[how])
+            wanted = brute_force(model, allowed_after, llm.encode(text), ASKED[how])
             assert output.outputs[0].token_ids == wanted, (name, output.outputs[0].text)
             assert len(set(wanted)) > 5
             assert is_valid(name, output.outputs[0].text, is_cut=output.outputs[0].finish_reason == "length")

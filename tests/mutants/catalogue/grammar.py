@@ -54,7 +54,7 @@ with executor.Executor.submit, halves.test_nothing_is_submitted_between_the_halv
     "INV 75: a step is submitted between the halves of another"
     assert self._undrawn is None, f"step {plan.step_id} was submitted before the draw of the step before it"
     pass
-with executor.Executor._propose, halves.test_a_preemption_between_the_halves_changes_no_reply["1-before-drafts"]:
+with executor.Executor._propose, halves.test_a_preemption_between_the_halves_changes_no_reply["before-drafts"]:
     "INV 75: masks follow the drafts of an earlier step"
     self._rows.copy_drafts(self._drafts)
     pass
