@@ -59,6 +59,7 @@ def _files(path: Path) -> Iterator[Path]:
             yield each
 
 
+@cache
 def _code(source: str) -> str:
     """Returns Python without comments, docstrings, blank lines and trailing blanks, alike in every version of Python."""
     lines = source.splitlines()

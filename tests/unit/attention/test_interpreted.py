@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.interpreted import PORTABLE, interpreted
+from tests.helpers.interpreted import PORTABLE, interpreted, run_interpreted
 
 ALL = "triton-cpu"
 SOME = f"{ALL} and not each_plan and not bounds and (not ragged_batches or 16-True-2-80 or 64-False-8-128)"
@@ -17,3 +17,12 @@ def test_the_kernels_keep_the_contract(which: str) -> None:
         *("tests/contract/test_attention.py", "tests/contract/test_ragged_attention.py"),
     )
     assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.mark.parametrize(
+    "program", ["assert 1 > 2", "import sys; sys.exit()", "import os; os._exit(0)", "import os; os.abort()", "print()"]
+)
+def test_a_program_that_fails_or_ends_early_fails_alone(program: str) -> None:
+    with pytest.raises(AssertionError):
+        run_interpreted(f"import torch; torch.empty = None\n{program}")
+    run_interpreted("import os, torch; assert torch.empty(1).shape == (1,) and os.environ['TRITON_INTERPRET'] == '1'")
