@@ -107,6 +107,7 @@ function choose() {
     $(`tab-${name}`).setAttribute("aria-selected", String(name === chosen));
     $(`tab-${name}`).tabIndex = name === chosen ? 0 : -1;
   }
+  $("pause").hidden = chosen === "playground";
   resizeAll();
   plan();
 }

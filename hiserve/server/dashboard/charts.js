@@ -24,8 +24,8 @@ export class Chart {
     const shown = this.series.map((each) => ({
       width: 1.5,
       ...each,
-      stroke: color(each.color),
-      fill: each.filled && `${color(each.color)}22`,
+      stroke: color(each.color) + (each.filled ? "88" : ""),
+      fill: each.filled && `${color(each.color)}18`,
       points: each.dots ? { show: true, size: 3.5, fill: color(each.color), width: 0 } : { show: false },
       paths: each.dots ? () => null : undefined,
     }));

@@ -53,7 +53,7 @@ export function start() {
   };
   for (const [name, title] of Object.entries(figures)) figure(name, title);
   chart = new Chart("tokens-chart", SECONDS, LINES.map(([label, color]) => ({ label, color })), {
-    scales: { y: { range: (u, min, max) => [0, Math.max(1, max * 1.1)] } },
+    scales: { y: { range: (u, min, max) => [0, Math.max(10, max * 1.1)] } },
     axes: [{ values: (u, values) => values.map(short) }],
   });
   const share = (name) => ({ head: "", wide: true, bar: (row) => [[[row.tone ?? name, row.value]], row.whole, percent(row.value, row.whole)] });
@@ -128,7 +128,7 @@ function summary(it, before, seconds) {
   const queries = grown("prefix_cache_queries_total");
   const [hits, of] = queries ? [grown("prefix_cache_hits_total"), queries] : [it.sum("prefix_cache_hits_total"), it.sum("prefix_cache_queries_total")];
   tell("cached", of ? ((100 * hits) / of).toFixed(1) : "–", of ? "%" : "");
-  const length = it.sum("spec_accept_length", { cache_source: "all" });
+  const length = it.sum("spec_decode_num_drafts_total") && it.sum("spec_accept_length", { cache_source: "all" });
   tell("accept length", length ? length.toFixed(2) : "–");
   tell("preemptions", count(it.sum("num_preemptions_total")));
   LATENCIES.forEach((name, i) => {

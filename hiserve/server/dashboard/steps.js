@@ -40,7 +40,7 @@ function select(index) {
 
 export function start() {
   chart = new Chart("steps-chart", SECONDS, [
-    { label: "tokens (right)", color: "moving", scale: "tokens", filled: true, width: 1, paths: uPlot.paths.stepped({ align: 1 }) },
+    { label: "tokens (right)", color: "moving", scale: "tokens", filled: true, width: 0.6, paths: uPlot.paths.stepped({ align: 1 }) },
     { label: "replay", color: "good", dots: true },
     { label: "eager", color: "device", dots: true },
     { label: "deferred or failed", color: "bad", dots: true },
@@ -67,7 +67,7 @@ export function start() {
 }
 
 export async function read() {
-  const reply = await json(`debug/steps?since=${since.toFixed(6)}`);
+  const reply = await json(`debug/steps?since=${since}`);
   if (!reply.replicas.length) return;
   const of = reply.replicas.length;
   const fresh = reply.replicas.flatMap((each) => each.steps.map((step) => ({ ...step, replica: each.replica, of })));

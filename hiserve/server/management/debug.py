@@ -20,7 +20,7 @@ from hiserve.server.routes import Endpoint
 
 ANSWER_TIMEOUT_S = 10.0
 FORMATS = ("json", "chrome")
-_SECONDS = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
+_SECONDS = re.compile(r"[0-9]{1,12}(\.[0-9]{1,17})?")
 
 
 class ReplicaRows(msgspec.Struct):

@@ -26,10 +26,10 @@ async def test_rows_are_shown_by_replica(server: Server) -> None:
 async def test_steps_that_the_next_question_would_show_again_wait_for_it(server: Server) -> None:
     early, late = step_of(3, 4.5), step_of(4, 5.5)
     server.engine.views = [WorkerView(0, 1, 5.0, [], [early]), WorkerView(1, 1, 6.0, [], [early, late])]
-    shown = msgspec.json.decode((await server.get("/debug/steps?since=4.25")).text, type=debug.Steps)
+    shown = msgspec.json.decode((await server.get("/debug/steps?since=4.2500000000000009")).text, type=debug.Steps)
     assert shown.until_s == 5.0
     assert [each.steps for each in shown.replicas] == [[early], [early]]
-    assert server.engine.watched == [("steps", 4.25)]
+    assert server.engine.watched == [("steps", 4.2500000000000009)]
 
 
 async def test_a_trace_of_chrome_has_a_slice_for_each_step_and_a_process_for_each_worker(server: Server) -> None:
