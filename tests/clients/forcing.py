@@ -12,7 +12,7 @@ import re
 import sys
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,14 +24,23 @@ from hiserve.models.model_config import NANO, find_model
 from hiserve.server import conversations
 from hiserve.server.request.grammar_fields import Constraint
 from hiserve.text.conversation import Call, Conversation
+from tests.e2e.live import Live
 from tests.helpers.checkpoint_folder import folder
 from tests.helpers.reply_formats import TEMPLATES
 
-CONTEXT = 65_536
+CONTEXT, PAGE = 65_536, 16
 TEMPLATE = ("--chat-template", str(TEMPLATES / "hermes.jinja"), "--reply-format", "hermes")
 THOUGHT = "<think>\nso it is\n</think>\n\n"
 WORDS, LAST = "Let me see.", "It is done."
 _entry: ContextVar[dict[str, Any]] = ContextVar("entry")
+
+
+class Counts(NamedTuple):
+    """Tokens of one reply."""
+
+    prompt: int
+    cached: int
+    generated: int
 
 
 def long_model(place: Path) -> tuple[str, ...]:
@@ -50,15 +59,34 @@ def long_model(place: Path) -> tuple[str, ...]:
     return str(place), "--debug", "--load-format", "dummy", "--spec", "off", "--host-cache-gib", "0"
 
 
-def reply_to(chat: Conversation, calls: dict[str, Any]) -> str:
-    """Returns the next reply; its call has white space that clients do not return."""
+def reply_to(chat: Conversation, calls: dict[str, Any]) -> str | None:
+    """Returns the next reply; None where one of the offered tools must be called, and none of these is left.
+
+    Its call has white space that clients do not return.
+    """
     made = [part.name for turn in chat.turns for part in turn.parts if isinstance(part, Call)]
+    said = "".join([turn.text for turn in chat.turns if turn.role == "assistant"])
+    made += [name for name in calls if f"'name': '{name}'" in said]  # smolagents sends calls back as text
     names = {tool["function"]["name"] for tool in chat.tools or []}
     following = next((name for name in calls if name in names and name not in made), None)
     if following is None:
-        return (THOUGHT if names else "") + LAST
+        return None if chat.choice.is_required else (THOUGHT if names else "") + LAST
     arguments = json.dumps(calls[following], separators=(",  ", ":   "))
-    return f'{THOUGHT}{WORDS}\n<tool_call>\n{{"name": "{following}", "arguments": {arguments}}}\n</tool_call>'
+    call = f'<tool_call>\n{{"name": "{following}", "arguments": {arguments}}}\n</tool_call>'
+    return call if chat.choice.is_required else f"{THOUGHT}{WORDS}\n{call}"
+
+
+def counts(live: Live) -> list[Counts]:
+    """Tokens of each reply, in the order in which they ended: the server logs them."""
+    live.wait_idle()
+    found = re.findall(r"(\d+) prompt tokens, (\d+) cached, (\d+) generated", live.log.read_text())
+    return [Counts(*map(int, each)) for each in found]
+
+
+def check_step(first: Counts, second: Counts) -> None:
+    """A step of an agent computes what is new, and two pages at most."""
+    new = second.prompt - first.prompt - first.generated
+    assert 0 < second.prompt - second.cached <= new + 2 * PAGE, f"{first}, {second}"
 
 
 class Recorder:
@@ -102,10 +130,10 @@ def run(calls: dict[str, Any], record: Path, *command: str) -> int:
         return app
 
     def of_chat(constraint: Constraint | None, grammars: ToolGrammars, chat: Conversation) -> Constraint | None:
-        asked = real(constraint, grammars, chat)
-        if constraint is not None or chat.choice.is_required:
+        asked, text = real(constraint, grammars, chat), reply_to(chat, calls)
+        if constraint is not None or text is None:
             return asked
-        _entry.get()["reply"] = text = reply_to(chat, calls)
+        _entry.get()["reply"] = text
         return Constraint(bounds.regex(re.escape(text), "forced"), "forced")
 
     serve.build_app, conversations.of_chat = build_app, of_chat

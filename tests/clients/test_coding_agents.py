@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -20,9 +19,9 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from tests.clients.forcing import LAST, TEMPLATE, long_model
+from tests.clients.forcing import LAST, TEMPLATE, Counts, check_step, counts, long_model
 from tests.e2e.live import Live, serve
-from tests.helpers.coding_agents import SEAL_KEY, Step, head_of
+from tests.helpers.coding_agents import SEAL_KEY, head_of
 from tests.helpers.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.clients
@@ -32,7 +31,13 @@ ASKED = ("Say so, please.", "Say it once more, please.")
 SAID = "hiserve-said-so"
 COMMAND = f"echo {SAID}"
 LIMIT_S = 300
-PAGE = 16
+
+
+class Step(NamedTuple):
+    """A request of an agent, and its tokens."""
+
+    entry: dict[str, Any]
+    counts: Counts
 
 
 class Agent(NamedTuple):
@@ -107,13 +112,10 @@ class Running:
         return done.stdout
 
     def steps(self) -> list[Step]:
-        """The requests with their usage, which the server logs as each ends."""
-        self.live.wait_idle()
+        """The requests and their tokens."""
         entries = [json.loads(line) for line in (self.place / "record.jsonl").read_text().splitlines()]
-        found = re.findall(r"(\d+) prompt tokens, (\d+) cached, (\d+) generated", self.live.log.read_text())
         asked = [entry for entry in entries if entry["reply"]]
-        assert len(found) == len(asked)
-        return [Step(entry, *map(int, counts)) for entry, counts in zip(asked, found, strict=True)]
+        return [Step(*both) for both in zip(asked, counts(self.live), strict=True)]
 
 
 @pytest.fixture(params=list(AGENTS))
@@ -139,14 +141,10 @@ def test_an_agent_runs_a_tool_and_its_next_step_computes_what_is_new(running: Ru
     assert [LAST in step.entry["reply"] for step in loops] == [False, True] * 2
     for first, second in (loops[:2], loops[2:]):
         assert SAID in json.dumps(second.entry["body"]).replace(COMMAND, ""), "the tool ran"
-        new = second.num_prompt - first.num_prompt - first.num_generated
-        computed = second.num_prompt - second.num_cached
-        assert 0 < computed <= new + 2 * PAGE
+        check_step(first.counts, second.counts)
     path, body = head_of(loops[2].entry)
     told: Any = httpx.post(f"{running.live.url}{path}", json=body, timeout=PATIENCE_S).raise_for_status().json()
     num_head = told.get("input_tokens") or told["count"]
-    print(
-        f"{running.agent.package}: {loops[2].num_cached} cached of {num_head} of system and tools; prompts {[step.num_prompt for step in loops]}"
-    )
-    assert loops[2].num_cached >= 0.95 * num_head
+    print(running.agent.package, f"system and tools {num_head}", *(step.counts for step in loops))
+    assert loops[2].counts.cached >= 0.95 * num_head
     assert num_head > 5_000

@@ -5,18 +5,9 @@ from __future__ import annotations
 import json
 import lzma
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 SEAL_KEY = "of recorded thoughts"  # with it a recorded signature is good
-
-
-class Step(NamedTuple):
-    """A request of an agent and what the server counted."""
-
-    entry: dict[str, Any]
-    num_prompt: int
-    num_cached: int
-    num_generated: int
 
 
 def head_of(entry: dict[str, Any]) -> tuple[str, dict[str, Any]]:
