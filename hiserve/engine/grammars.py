@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -154,7 +155,9 @@ class GrammarRows:
                 masks[first + len(ahead)] = -1  # it stays as it is where the drafts end the grammar
         self._num_masks += num_masks
         self._filler = self._filler or MaskFiller(self._num_threads)
-        filling = self._thread.submit(self._filler.fill, jobs, masks)
+        has_begun = threading.Event()
+        filling = self._thread.submit(self._fill, has_begun, jobs, masks)
+        has_begun.wait()  # else the caller would hold the GIL, which the thread needs until the library computes
 
         def wait() -> Masks:
             filling.result()
@@ -168,6 +171,11 @@ class GrammarRows:
             return MaskPlan(plan.step_id, entries, masks), failed
 
         return wait
+
+    def _fill(self, has_begun: threading.Event, jobs: list[tuple[Matcher, int, list[int]]], masks: Int32Array) -> None:
+        assert self._filler is not None, "masks are computed before there is a pool of threads"
+        has_begun.set()
+        self._filler.fill(jobs, masks)
 
     def stats(self) -> GrammarStats:
         """Returns the counts until now."""

@@ -30,6 +30,12 @@ LIMITS = {
 }
 
 
+# The library allows the tokens of a slice at once where any text of the slice is allowed. Its own slices are up to 10 and 30
+# characters: where a schema bounds a string, most tokens would be looked at one by one.
+_PLAIN = r'[^"\\\x00-\x1F\x7F]'
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_PLAIN}{{1,{most}}}" for most in (2, 4, 6, 8, 10, 13, 16, 20, 30)), f"{_PLAIN}+"]
+
+
 class Vocabulary:
     """The tokens of a model, as grammars see them.
 
@@ -44,7 +50,9 @@ class Vocabulary:
 
     def __init__(self, description: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         try:
-            self._tokenizer = LLTokenizer(_with_marks(description), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+            self._tokenizer = LLTokenizer(
+                _with_marks(description), n_vocab=vocab_size, eos_token=list(eos_token_ids), slices=SLICES
+            )
         except ValueError as error:
             raise RequestError(f"no grammar can be used with this model's tokenizer: {_first_line(error)}") from None
         self._limits = LLParserLimits(**LIMITS)  # type: ignore[arg-type]
@@ -215,10 +223,10 @@ class MaskFiller:
         where = masks.ctypes.data, masks.shape[1] * masks.itemsize, masks.shape[0]
         alone = [(matcher._inner, first) for matcher, first, drafts in matchers if not drafts or matcher._has_budget]
         drafted = [(matcher.ahead(), first, drafts) for matcher, first, drafts in matchers if drafts]
-        if alone:
-            self._executor.unsafe_compute_mask_ptr(alone, *where)
         if drafted:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
+        if alone:
+            self._executor.unsafe_compute_mask_ptr(alone, *where)
 
 
 def _first_line(error: object) -> str:
