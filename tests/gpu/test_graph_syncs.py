@@ -20,7 +20,7 @@ from tests.helpers.tiered import counts_of, engine_of
 
 pytestmark = pytest.mark.gpu
 
-WIDTH, CHUNK = 4, 32
+WIDTH, CHUNK, PADDING = 4, 32, 2
 RAN = {
     "off": {"eager/graphs_off"},
     "decode": {"replay/decode", "replay/verify", "eager/width"},
@@ -49,12 +49,12 @@ def steps_of_every_kind(sampling: SamplingParams) -> list[BatchPlan]:
 @pytest.mark.parametrize("graphs", RAN)
 @pytest.mark.parametrize("attention", ["triton", "flashinfer"])
 def test_no_step_waits_for_the_device(nano: Path, attention: str, graphs: str) -> None:
-    """Drafts are a token that no row draws, so each step that verifies emits one token."""
+    """Drafts are the padding token, which no row draws, so each step that verifies emits one token."""
     sizes: dict[str, Any] = {"max_rows": 4, "max_batched_tokens": 4 * CHUNK, "widths": (1, WIDTH)}
     subject = cuda.graph_engine(nano, graphs, "bfloat16", attention=attention, **sizes)
     for sampling in (GREEDY, FREE, SAMPLED):
         for guard in (nullcontext, no_sync):  # the first time is not yet steady state
-            subject.rows.tokens.fill_(3)
+            subject.rows.tokens.fill_(PADDING)
             cuda.wait_for_stream()
             plans = steps_of_every_kind(sampling)
             with guard():
