@@ -12,7 +12,7 @@ from hiserve.core.request import SamplingParams
 from hiserve.core.usage import NOTHING, CacheUse, DraftUse
 from hiserve.errors import HiserveError
 from hiserve.ipc.updates import TokenDelta
-from hiserve.text.reader.buffer import Event, Kind, called, merged, thought
+from hiserve.text.reader.buffer import Event, EventLog, called, thought
 from hiserve.text.reader.output import ReplyOutput
 
 
@@ -121,7 +121,8 @@ class ChoiceBuilder:
         self._sampling = sampling
         self._shown = shown
         self._scores: list[bytes | bytearray] = []
-        self._events: list[Event] = []
+        self._log = EventLog()
+        self._num_logged = 0  # characters of the text that the events have
         request.add(self._choice)
 
     def take(self, delta: TokenDelta) -> bool:
@@ -135,10 +136,12 @@ class ChoiceBuilder:
             choice.first_token_s = choice.end_s
         self._scores.append(delta.scores)
         shown = self._shown.push(tokens, delta.finish)
+        if shown.events:
+            self._log.add(shown.events, choice.text[self._num_logged :])
+            self._num_logged = len(choice.text) + len(shown.text)
         choice.text += shown.text
         choice.token_ids += tokens[: shown.num_tokens]
         choice.finish_reason = shown.finish.text
-        self._events += shown.events
         choice.stop_reason = shown.matched_stop
         if shown.finish:
             self._read()
@@ -147,12 +150,12 @@ class ChoiceBuilder:
 
     def _read(self) -> None:
         choice = self._choice
-        choice.events = merged(self._events)
-        choice.reasoning = thought(self._events)
-        for call_id, name, arguments in called(self._events).values():
+        choice.events = self._log.events
+        choice.reasoning = thought(choice.events)
+        for call_id, name, arguments in called(choice.events).values():
             function = {"name": name, "arguments": arguments}
             choice.tool_calls.append({"id": call_id, "type": "function", "function": function})
-        if choice.finish_reason == "stop" and any(event.kind is Kind.CALL_END for event in self._events):
+        if choice.finish_reason == "stop" and self._log.has_calls:
             choice.finish_reason = "tool_calls"
 
     def _unpack(self, packed: bytes) -> None:

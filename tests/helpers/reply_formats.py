@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from hiserve.core.request import FinishReason
-from hiserve.text.reader.buffer import Event, Kind, merged
+from hiserve.text.reader.buffer import Event, EventLog, Kind
 from hiserve.text.reader.formats import BY_NAME, FORMATS, ReplyFormat
 from hiserve.text.reader.reader import Reader
 from hiserve.text.tokens.detokenizer import TokenBytes
@@ -64,15 +64,17 @@ class Ending(NamedTuple):
 
 def read(reading: Reader, ids: list[int], sizes: list[int], finish: FinishReason) -> tuple[list[Event], Ending, int]:
     """Returns the events of a reply in deltas of these sizes, the last of which takes the rest; and how it ended."""
-    events, num_tokens, at = list[Event](), 0, 0
+    log, plain, num_tokens, at = EventLog(), "", 0, 0
     while True:
         size = sizes.pop(0) if sizes else len(ids)
         end = min(at + size, len(ids))
         delta = reading.push(ids[at:end], finish if end == len(ids) else RUNNING)
-        assert delta.text == "".join(event.text for event in delta.events if event.kind is Kind.CONTENT)
-        events += delta.events
+        if delta.events:
+            assert delta.text == "".join(event.text for event in delta.events if event.kind is Kind.CONTENT)
+            log.add(delta.events, plain)
+        plain = "" if delta.events else plain + delta.text
         num_tokens += delta.num_tokens
         at = end
         if delta.finish:
             assert not reading.push([5], STOP).events
-            return merged(events), Ending(delta.finish, delta.matched_stop), num_tokens
+            return log.events, Ending(delta.finish, delta.matched_stop), num_tokens

@@ -58,7 +58,8 @@ class OutputDelta(NamedTuple):
         scores: Of these tokens, packed; empty if not requested.
         finish: RUNNING until the last part.
         stop: The text or token that ended the choice; None for another end.
-        events: Thoughts, contents and calls, where the reply is read by its format; the text is that of the contents.
+        events: Thoughts, contents and calls, where the reply is read by its format; the text is that of the contents. Empty
+            for content alone.
         has_calls: A call of the choice has ended.
     """
 
@@ -146,6 +147,7 @@ class Generation:
         self._remember = remember
         self._texts: list[str] = []
         self._events = EventLog()
+        self._num_logged = 0  # texts whose content the events have
         self._num_score_bytes = 0 if sampling.logprobs is None else WORD_BYTES * (1 + 2 * sampling.logprobs)
         self.failure: Exception | None = None
         self.miss_place: Place | None = None
@@ -251,9 +253,10 @@ class Generation:
             tokens, scores = tokens[:num_tokens], scores[: num_tokens * self._num_score_bytes]
         self.tokens += tokens
         self.scores += scores
-        self._texts.append(text)
         if events:
-            self._events.add(events)
+            self._events.add(events, "".join(self._texts[self._num_logged :]))
+            self._num_logged = len(self._texts) + 1
+        self._texts.append(text)
         has_calls = bool(self.finish) and self._has_calls
         return OutputDelta(self.choice, text, tokens, scores, self.finish, self.stop, events, has_calls)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple, TypeVar
 
@@ -29,6 +29,7 @@ class Kind(Enum):
 
 
 # Kinds of which several events in a row are one.
+CONTENT = Kind.CONTENT  # looking it up takes as long as a call
 GROWING = frozenset({Kind.THOUGHT, Kind.CONTENT, Kind.ARGUMENTS})
 
 
@@ -84,14 +85,17 @@ class ReplyBuffer:
             self.text += text
             self._sizes.append((len(text), num_tokens))
 
-    def passed_on(self, text: str, num_tokens: int) -> Event | None:
-        """Returns the event that ``append`` and the machine would emit, outside ``events``; None if it must read the text."""
+    def passed_on(self, text: str, num_tokens: int) -> Sequence[Event] | None:
+        """Returns the event that ``append`` and the machine would emit, outside ``events``; None if it must read the text.
+
+        Content has none: the most frequent case is that of plain text, whose place follows from the event after it.
+        """
         assert self.shown is not None, "the machine is elsewhere"
         kind, begin = self.shown
         if begin(text) is not None:
             return None
         start, self._num_emitted = self._num_emitted, num_tokens
-        return Event(kind, text, start, num_tokens)
+        return () if kind is CONTENT else (Event(kind, text, start, num_tokens),)
 
     def take(self) -> list[Event]:
         """Returns the events emitted since the last call."""
@@ -206,16 +210,24 @@ class ReplyBuffer:
 class EventLog:
     """The events of a reply so far. Those in a row that continue each other are one; their texts are joined at the end."""
 
-    __slots__ = ("_ended", "_kind", "_start", "_stop", "_texts")
+    __slots__ = ("_ended", "_kind", "_num_tokens", "_start", "_stop", "_texts")
 
     def __init__(self) -> None:
         self._ended: list[Event] = []
         self._kind: Kind | None = None  # of the last event, if others may continue it
         self._texts: list[str] = []
-        self._start = self._stop = 0
+        self._start = self._stop = self._num_tokens = 0
 
-    def add(self, events: Iterable[Event]) -> None:
-        """Adds the next events."""
+    def add(self, events: Sequence[Event], plain: str = "") -> None:
+        """Adds the next events.
+
+        Args:
+            events: At least one.
+            plain: The content since the last ones, which came without events.
+        """
+        if plain:
+            events = (Event(CONTENT, plain, self._num_tokens, events[0].start), *events)
+        self._num_tokens = events[-1].stop
         for event in events:
             kind, text, start, stop, _ = event
             if kind is self._kind:
@@ -239,13 +251,6 @@ class EventLog:
     def has_calls(self) -> bool:
         """Whether a call has ended."""
         return any(event.kind is Kind.CALL_END for event in self._ended)
-
-
-def merged(events: Iterable[Event]) -> list[Event]:
-    """Returns events with those in a row that continue each other made one."""
-    log = EventLog()
-    log.add(events)
-    return log.events
 
 
 def thought(events: Iterable[Event]) -> str:

@@ -19,7 +19,7 @@ class TextDelta(NamedTuple):
         finish: RUNNING until the end; STOP also when a stop text ended the choice.
         matched_stop: The stop text or the entry of ``stop_token_ids`` that ended the choice. None for the
             model's own end tokens and for every other end.
-        events: Where the text was read by the format of a reply; empty otherwise.
+        events: Where the text was read by the format of a reply; empty otherwise, and where it is content alone.
     """
 
     text: str

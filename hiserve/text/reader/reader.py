@@ -83,7 +83,7 @@ class Reader:
         next(self._machine)
 
     def push(self, tokens: Sequence[int], finish: FinishReason) -> TextDelta:
-        """Adds the next tokens and returns their events; their content is the text of the delta.
+        """Adds the next tokens and returns their events; their content is the text of the delta. Content alone may have none.
 
         ``finish`` is as for ``TextOutput.push``.
         """
@@ -123,8 +123,8 @@ class Reader:
             text = "".join(pieces)
             stop = first + max((at for at, piece in enumerate(pieces, 1) if piece), default=0)
         if text:
-            if (event := buffer.passed_on(text, stop)) is not None:
-                return TextDelta(text if event[0] is CONTENT else "", num_tokens, RUNNING, None, (event,))
+            if (events := buffer.passed_on(text, stop)) is not None:
+                return TextDelta("" if events else text, num_tokens, RUNNING, None, events)
             for number, piece in enumerate(pieces, start=first + 1):
                 buffer.append(piece, number)
             next(self._machine)

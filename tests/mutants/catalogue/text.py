@@ -105,3 +105,7 @@ with chat_template.ChatTemplate.render, test_template.test_a_call_that_failed_is
     "the model is told twice that a call failed"
     chat.has_errors and not self.shows_errors
     chat.has_errors
+with reply_buffer.EventLog.add, test_reader.test_content_alone_has_no_event_and_its_place_follows_from_the_next:
+    "content without an event of its own is no part of the reply that is kept"
+    Event(CONTENT, plain, self._num_tokens, events[0].start), *events
+    (*events,)

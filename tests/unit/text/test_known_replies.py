@@ -13,7 +13,7 @@ from hiserve.text.conversation import Conversation
 from hiserve.text.prompt.known_replies import canonical
 from hiserve.text.prompt.parts import place_after
 from hiserve.text.prompt.reply_tokens import ReplyTokenCache, encode_chat, with_thoughts
-from hiserve.text.reader.buffer import called, merged, thought
+from hiserve.text.reader.buffer import EventLog, called, thought
 from hiserve.text.reader.formats import BY_NAME
 from hiserve.text.template.chat_template import ChatTemplate
 from hiserve.text.tokens.detokenizer import TokenBytes
@@ -75,7 +75,9 @@ class Agent:
             chat, self.tokenizer.encode(self.render(messages), add_special_tokens=False), SamplingParams()
         )
         delta = output.push([*ids, tiny_text.END], FinishReason.STOP)
-        self.cache.remember(b"", chat, delta.text, ids, merged(delta.events))
+        log = EventLog()
+        log.add(delta.events)
+        self.cache.remember(b"", chat, delta.text, ids, log.events)
         calls = [
             {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
             for call_id, name, arguments in called(delta.events).values()

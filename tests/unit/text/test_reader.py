@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hiserve.config.serving import ReplyFormatName
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.text.abilities import Abilities
-from hiserve.text.reader.buffer import Event, EventLog, Kind, called, merged, thought
+from hiserve.text.reader.buffer import Event, EventLog, Kind, called, thought
 from hiserve.text.reader.formats import BY_NAME, FORMATS, find_format
 from hiserve.text.reader.marks import ReplySyntax
 from hiserve.text.reader.reader import Reader, ReplyStart
@@ -459,7 +459,31 @@ def test_events_in_a_row_become_one() -> None:
     for event in row:
         log.add([event])
         assert log.events, "can be read at any time"
-    assert log.events == merged(row) == expected
+    whole, plain = EventLog(), EventLog()
+    whole.add(row)
+    plain.add(row[2:], "ab")  # whose events were left out
+    assert log.events == whole.events == plain.events == expected
+
+
+def test_content_alone_has_no_event_and_its_place_follows_from_the_next() -> None:
+    reading = reader("hermes", by_token=True)
+    ids = (
+        tokenizer_of("hermes", by_token=True).encode("<think>Hm.</think>Well then.", add_special_tokens=False).tolist()
+    )
+    log, plain, num_alone = EventLog(), "", 0
+    for token in ids:
+        delta = reading.push([token], RUNNING)
+        if delta.events:
+            log.add(delta.events, plain)
+        num_alone += bool(delta.text and not delta.events)
+        plain = "" if delta.events else plain + delta.text
+    log.add(reading.push([], LENGTH).events, plain)
+    assert num_alone > 1
+    assert [(event.kind, event.text) for event in log.events][:2] == [
+        (Kind.THOUGHT, "Hm."),
+        (Kind.CONTENT, "Well then."),
+    ]
+    check_spans(log.events, len(ids))
 
 
 HEADERS = {
