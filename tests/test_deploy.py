@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tomllib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -90,15 +91,16 @@ def served(argv: list[str]) -> Options:
     return options
 
 
-def endpoint(path: str) -> Endpoint:
+@cache
+def endpoints() -> dict[str, Endpoint]:
     app = make_server(FakeEngineClient(script=lambda prompt: [])).app
-    return next(each for each in app.routes if isinstance(each, Endpoint) and each.path == path)
+    return {each.path: each for each in app.routes if isinstance(each, Endpoint)}
 
 
 def assert_probed(url: str, port: int) -> None:
     """A probe needs no key and asks for a route of the port that is listened on."""
     parts = urlsplit(url)
-    assert endpoint(parts.path).is_public and "GET" in endpoint(parts.path).methods
+    assert endpoints()[parts.path].is_public and "GET" in endpoints()[parts.path].methods
     assert parts.port == port
 
 
@@ -254,7 +256,7 @@ def test_kubernetes_runs_it_as_nobody_on_a_root_that_is_read_only() -> None:
         "readOnlyRootFilesystem": True,
         "capabilities": {"drop": ["ALL"]},
     }
-    assert POD["automountServiceAccountToken"] is False
+    assert POD["automountServiceAccountToken"] is False and POD["shareProcessNamespace"] is True
     mounts = {each["name"]: each["mountPath"] for each in CONTAINER["volumeMounts"]}
     volumes = {each["name"]: each for each in POD["volumes"]}
     assert mounts.keys() == volumes.keys()
@@ -290,4 +292,4 @@ def test_the_page_names_files_flags_and_routes_that_there_are() -> None:
     known = {f"--{name.replace('_', '-')}" for name in flags()}
     named = set(re.findall(r"(?<=`)--[a-z-]+", text)) | set(re.findall(r"hiserve serve.* (--[a-z-]+)", text))
     assert named - {"--build-arg", "--init"} <= known, "the others are docker's"
-    assert all(endpoint(path) for path in re.findall(r"`(/(?:health|ready|metrics)\w*)`", text))
+    assert set(re.findall(r"`(/(?:health|ready|metrics)\w*)`", text)) <= endpoints().keys()

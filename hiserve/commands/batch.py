@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
@@ -19,12 +18,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hiserve.commands.batch_files import ENVELOPE_BYTES, BatchRequest, Results, read_lines, read_request
 from hiserve.commands.progress import progress
-from hiserve.commands.serve import build_app
+from hiserve.commands.serve import assemble
 from hiserve.config.options import Options
 from hiserve.errors import ConfigError, RequestError, UnavailableError
-from hiserve.launch import prepare
-from hiserve.scheduler.client import EngineClient
-from hiserve.server.engine_handle import EngineHandle
 from hiserve.server.http.errors import Error
 
 MAX_BYTES = 2**26  # of the bodies that are answered at once
@@ -82,13 +78,7 @@ def _paths(batch: str, output: str | None, errors: str | None) -> tuple[Path, Pa
 
 
 async def _serve(options: Options, file: BinaryIO, results: Results) -> None:
-    begin = time.monotonic()
-    launch = prepare(options)
-    launch.log()
-    settings = launch.identified()
-    handle = EngineHandle(lambda: EngineClient.start(settings))
-    resolved = msgspec.structs.replace(launch.resolved, settings=settings)
-    app = build_app(handle, launch.folder, launch.model, resolved, begin=begin)
+    app, handle, settings = assemble(options)
     room = 2 * settings.scheduler.max_running_requests * settings.parallel.replicas  # as many run, and wait
     lines = read_lines(file, settings.server.max_request_bytes + ENVELOPE_BYTES)
     async with app.router.lifespan_context(app):

@@ -23,6 +23,7 @@ from starlette.applications import Starlette
 from hiserve import __version__
 from hiserve.config.options import Options
 from hiserve.config.serving import Server
+from hiserve.config.settings import Settings
 from hiserve.core.digest import namespace_digest
 from hiserve.core.resolve import Resolved
 from hiserve.errors import ResourceError
@@ -72,15 +73,28 @@ def run(options: Options) -> int:
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     with bind(options.server.host, options.server.port) as listener:
         warn_if_open(listener, options.server)
-        begin = time.monotonic()
-        launch = prepare(options)
-        launch.log()
-        settings = launch.identified()
-        handle = EngineHandle(lambda: EngineClient.start(settings, max_unread_bytes=MAX_UNREAD_BYTES))
-        resolved = msgspec.structs.replace(launch.resolved, settings=settings)
-        app = build_app(handle, launch.folder, launch.model, resolved, begin=begin)
+        app, handle, _ = assemble(options, MAX_UNREAD_BYTES)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(serve(app, handle, listener, drain_timeout_s=options.server.drain_timeout_s))
+
+
+def assemble(options: Options, max_unread_bytes: int | None = None) -> tuple[Starlette, EngineHandle, Settings]:
+    """Returns the application, its engine, which has not started, and the settings.
+
+    Args:
+        options: As given.
+        max_unread_bytes: As for ``EngineClient.start``.
+
+    Raises:
+        HiserveError: The model or the configuration.
+    """
+    begin = time.monotonic()
+    launch = prepare(options)
+    launch.log()
+    settings = launch.identified()
+    handle = EngineHandle(lambda: EngineClient.start(settings, max_unread_bytes=max_unread_bytes))
+    resolved = msgspec.structs.replace(launch.resolved, settings=settings)
+    return build_app(handle, launch.folder, launch.model, resolved, begin=begin), handle, settings
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -7,7 +7,6 @@ import contextlib
 import fcntl
 import json
 import os
-import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,14 @@ from hiserve import cli
 from hiserve.commands import batch
 from hiserve.commands.batch import answer_all
 from hiserve.commands.batch_files import URLS, Results, read_lines
+from hiserve.config.options import Options
+from hiserve.config.settings import Settings
 from hiserve.errors import ConfigError, EngineError, OverloadedError, ResourceError, UnavailableError
+from hiserve.server.engine_handle import EngineHandle
 from hiserve.server.routes import Endpoint
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.waiting import until
-from tests.unit.server.conftest import REPLY, Server, make_server, reply_script
+from tests.unit.server.conftest import REPLY, Server, make_server, reply_script, resolved
 
 CHAT, COMPLETION, RESPONSES = URLS
 MESSAGES = [{"role": "user", "content": "token"}]
@@ -346,17 +348,27 @@ def test_a_wrong_command_line_is_one_line(
     assert not Path("out").exists()
 
 
-def test_a_batch_with_the_embedded_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The whole command: keys of a server are not asked for, and a second run starts with what is there."""
+def test_the_command_asks_for_no_keys_stores_nothing_and_says_how_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``tests/test_readme.py`` runs it with the embedded model."""
+    made: list[Options] = []
+
+    def assemble(options: Options) -> tuple[Any, EngineHandle, Settings]:
+        made.append(options)
+        server = make_server(FakeEngineClient(script=lambda prompt: reply_script()), api_key=options.server.api_key)
+        return server.app, server.handle, resolved().settings
+
+    monkeypatch.setattr(batch, "assemble", assemble)
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    chat = line("a", CHAT, messages=MESSAGES, max_tokens=4, temperature=0)
-    file.write_text(
-        "\n".join([chat, line("b", prompt="x", max_tokens=2), line("c", RESPONSES, input="Hi", max_output_tokens=16)])
-    )
-    argv = ["generate", "--batch", str(file), "--output", str(out), "--api-key", "secret", "--kv-pages", "256"]
+    file.write_text("\n".join([line("a"), line("b", prompt=7), line("c", CHAT, messages=MESSAGES)]))
+    argv = ["generate", "--batch", str(file), "--output", str(out), "--api-key", "secret", "--admin-api-key", "more"]
+    assert cli.main(argv) == 1
+    errors = tmp_path / "out.errors.jsonl"
+    assert capsys.readouterr().err == f"2 replies added to {out}, 1 errors written to {errors}\n"
+    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.errors.jsonl", "out.jsonl"]
+    (server,) = (options.server for options in made)
+    assert (server.api_key, server.admin_api_key, server.responses_store) == ((), None, "off")
+    file.write_text(line("a"))
     assert cli.main(argv) == 0
-    replies = {each["custom_id"]: each["response"]["body"] for each in found(out)}
-    assert replies["a"]["usage"]["completion_tokens"] == 4 and replies["b"]["usage"]["completion_tokens"] == 2
-    assert replies["c"]["store"] is False
-    assert re.search(r"^3 replies added to \S+out\.jsonl$", capsys.readouterr().err, re.MULTILINE)
     assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.jsonl"]
