@@ -88,6 +88,8 @@ class CacheCounters:
             cached_tokens=self._cached.copy(),
             misses=dict(self._misses),
             num_unbacked=index.num_unbacked,
+            num_retained=index.num_retained,
+            num_not_retained=index.num_not_retained,
         )
 
     def _copies(self, index: PrefixCacheStats, kind: CopyKind, refusal: str, num_refused: int) -> CopyStats:

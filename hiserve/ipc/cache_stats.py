@@ -58,6 +58,8 @@ class CacheStats(msgspec.Struct, frozen=True):
     cached_tokens: dict[str, int] = {}  # prompt tokens that were not computed, by the tier that had them
     misses: dict[str, int] = {}  # requests by the reason why no more of their prompts was cached
     num_unbacked: int = 0  # pages evicted from the device that were on no other tier
+    num_retained: int = 0  # gauge: pages that are evicted after all others, as their requests asked
+    num_not_retained: int = 0  # pages that were not, because their caller had its quota
 
 
 class NodeFacts(msgspec.Struct, frozen=True):

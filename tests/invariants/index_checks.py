@@ -31,6 +31,7 @@ def check_structure(cache: PrefixCache) -> None:
     inv_16_every_page_counts_for_its_owner(cache)
     inv_19_no_page_has_two_owners_and_page_0_none(cache)
     inv_21_nodes_and_copies_agree(cache)
+    inv_42_retained_nodes_are_counted_and_will_end(cache)
 
 
 def inv_01_roots_are_empty_and_kept_only_in_use(cache: PrefixCache) -> None:
@@ -160,6 +161,19 @@ def inv_21_nodes_and_copies_agree(cache: PrefixCache) -> None:
             assert any(step is node for step in below), "the copy does not hold its node"
     known = {id(node) for node in [*nodes, *cache.tree.roots.values()]}
     assert all(id(op.lock.node) in known for op in cache.ops), "a copy holds what left the tree"
+
+
+def inv_42_retained_nodes_are_counted_and_will_end(cache: PrefixCache) -> None:
+    retention, held = cache.tiers.retention, Counter[bytes]()
+    ends = {(until_s, id(step)) for until_s, _, node in retention._due for step in path(node)}
+    for node in cache.tree.nodes():
+        assert node.parent is not None
+        assert node.parent.is_root or node.parent.retained_until_s >= node.retained_until_s
+        if node.retained_until_s:
+            held[node.account] += node.num_pages
+            assert (node.retained_until_s, id(node)) in ends, "nothing will end the retention of a node"
+    assert held == retention.held
+    assert all(not root.retained_until_s for root in cache.tree.roots.values())
 
 
 def _on_device(node: Node) -> bool:

@@ -27,6 +27,16 @@ def prefixes(prefix: Prefix) -> list[Prefix]:
     return [prefix[: i + 1] for i in range(len(prefix))]
 
 
+def retain_some(times: dict[Place, int], wanted: list[Place], room: int, until: int) -> int:
+    """Retains places longer, and as many others, from the first on, as there is room; returns how many are left out."""
+    for i, place in enumerate(wanted):
+        if place not in times and room <= 0:
+            return len(wanted) - i
+        room -= place not in times
+        times[place] = max(times.get(place, 0), until)
+    return 0
+
+
 class IndexModel:
     """What the index must answer, recomputed from plain dictionaries.
 
@@ -38,6 +48,7 @@ class IndexModel:
         held: Places that each open lock ends at, by a number of our own.
         given: Pages evicted so far.
         seen: How many were when a tenant last locked something.
+        until: Places that go after all others until a time.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -49,6 +60,7 @@ class IndexModel:
         self.held: dict[int, Place] = {}
         self.given = 0
         self.seen: dict[bytes, int] = {}
+        self.until: dict[Place, int] = {}
         self._clock = 0
 
     def match(self, tenant: bytes, prompt: bytes, page_bytes: int) -> Prefix:
@@ -95,12 +107,21 @@ class IndexModel:
             if not leaves:
                 floor = next(floors)
                 continue
-            victim = min(leaves, key=lambda place: self.used[place])
+            victim = min(leaves, key=lambda place: (self.until.get(place, 0), self.used[place]))
             del self.used[victim]
+            self.until.pop(victim, None)
             lost.append(self.cached.pop(victim))
             self.given += 1
         self.free |= set(lost)
         return lost
+
+    def retain(self, number: int, num_pages: int, until: int) -> int:
+        """Retains the first pages that lock ``number`` holds, up to a quarter for each tenant; returns how many are beyond that."""
+        tenant, prefix = self.held[number]
+        wanted = [(tenant, part) for part in prefixes(prefix)[:num_pages]]
+        return retain_some(
+            self.until, wanted, (self.num_pages - 1) // 4 - sum(t == tenant for t, _ in self.until), until
+        )
 
     def floors(self) -> Iterator[dict[bytes, int]]:
         """Tells down to what tenants give pages: to their shares; if that is not enough, to the mean; to nothing."""

@@ -189,6 +189,28 @@ def release(world: World, random: Random) -> None:
         world.cache.release(row.lock)
 
 
+def retain(world: World, random: Random) -> None:
+    row, num_pages, until_s = (
+        random.choice(list(world.rows.values())),
+        random.randint(0, 6),
+        world.now_s + random.randint(1, 6),
+    )
+    num_ignored = world.cache.stats().num_not_retained
+    world.cache.retain(row.lock, num_pages * world.page_size + world.page_size // 2, until_s)
+    num_beyond = world.model.retain(row.number, num_pages, until_s)
+    assert world.cache.stats().num_not_retained == num_ignored + num_beyond
+    world.ran["retained"] += bool(world.model.until)
+    world.ran["beyond the quota"] += num_beyond > 0
+
+
+def wait(world: World, random: Random) -> None:
+    world.now_s += random.randint(1, 3)
+    world.cache.expire(world.now_s)
+    over = {place for place, until in world.model.until.items() if until <= world.now_s}
+    world.model.until = {place: until for place, until in world.model.until.items() if place not in over}
+    world.ran["no longer retained"] += bool(over)
+
+
 def squeeze(world: World, random: Random) -> None:
     """Takes device pages and gives them back: somebody was evicted."""
     world.give(world.take(random.randint(1, 13)) or [])

@@ -71,6 +71,7 @@ MUST_HAPPEN = (
         "copies forgotten",
     ),
     *("prefetched", "failed prefetches", "aborts", "prefetches without a place"),
+    *("retained", "beyond the quota", "no longer retained", "retained evicted"),
     *("flushes", "flushes in flight", "adopted", "adopted less than found", "events", "ordered accesses"),
     *(f"miss: {reason}" for reason in MissReason),
 )
@@ -100,6 +101,8 @@ RULES = [
     Rule(request_rules.serve, 20, has_room),
     Rule(request_rules.release, 12, lambda world: world.rows),
     Rule(request_rules.squeeze, 4),
+    Rule(request_rules.retain, 6, lambda world: world.rows),
+    Rule(request_rules.wait, 4, lambda world: world.model.until),
     Rule(copy_rules.begin_stores, 10),
     Rule(copy_rules.settle, 16, lambda world: world.copies),
     Rule(copy_rules.take_uploads, 10),

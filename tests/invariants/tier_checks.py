@@ -76,6 +76,11 @@ def inv_09_priorities_are_those_of_the_model(cache: PrefixCache, model: TierMode
     assert {place: node.priority for place, node, _ in pages_in_tree(cache)} == model.priority
 
 
+def inv_42_retained_pages_are_those_of_the_model(cache: PrefixCache, model: TierModel) -> None:
+    found = {place: node.retained_until_s for place, node, _ in pages_in_tree(cache) if node.retained_until_s}
+    assert found == model.until
+
+
 def inv_11_locks_are_what_receipts_and_copies_hold(
     cache: PrefixCache, model: TierModel, receipts: dict[int, PrefixLock]
 ) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.invariants.index_model import Place, Prefix, prefixes
+from tests.invariants.index_model import Place, Prefix, prefixes, retain_some
 
 
 def parts(place: Place) -> list[Place]:
@@ -44,6 +44,7 @@ class TierModel:
         storing: The store that fills a place's host page.
         used: Logical time at which each place was last in use.
         priority: Largest priority of the requests that used each place.
+        until: Places that go after all others until a time.
         held: Where each open receipt ends, by a number of our own.
         priorities: Of the requests that hold them.
         ops: Copies in flight.
@@ -64,6 +65,7 @@ class TierModel:
         self.by_priority = by_priority
         self.used: dict[Place, int] = {}
         self.priority: dict[Place, int] = {}
+        self.until: dict[Place, int] = {}
         self.free = set(range(1, num_pages))
         self.free_host = set(range(1, num_ready))
         self.private: set[int] = set()
@@ -141,9 +143,15 @@ class TierModel:
         for part in parts(place):
             self.priority[part] = max(self.priority.get(part, priority), priority)
 
-    def order(self, place: Place, turn: int = 0) -> tuple[int, int, int]:
+    def retain(self, number: int, num_pages: int, until: int) -> int:
+        """Retains the first pages that a receipt holds, up to a quarter of the host; returns how many are beyond that."""
+        wanted = parts(self.held[number])[:num_pages]
+        return retain_some(self.until, wanted, (self.num_ready - 1) // 4 - len(self.until), until)
+
+    def order(self, place: Place, turn: int = 0) -> tuple[int, int, int, int]:
         """Returns how soon a place goes."""
-        return (self.priority[place] if self.by_priority else 0), turn, self.used[place]
+        priority = self.priority[place] if self.by_priority else 0
+        return self.until.get(place, 0), priority, turn, self.used[place]
 
     def take(self, pages: Iterable[int]) -> None:
         pages = set(pages)
@@ -350,6 +358,7 @@ class TierModel:
     def _forget(self, place: Place) -> None:
         self.used.pop(place, None)
         self.priority.pop(place, None)
+        self.until.pop(place, None)
         self.wanted.discard(place)
         self.given_up.discard(place)
         self.num_awaited_lost += place in self.awaited

@@ -83,6 +83,7 @@ class World:
         self.model = TierModel(random.randint(6, 18), num_host_pages, max(2, num_host_pages - 2), setting.by_priority)
         self.shelf = Shelf(directory, setting.page_size, num_host_pages)
         self.num_rows = 0
+        self.now_s = 0
         self.told: list[object] = []
         self.begin()
 
@@ -125,6 +126,7 @@ class World:
         check_structure(cache)
         tier_checks.inv_02_the_tree_holds_what_the_model_holds(cache, model)
         tier_checks.inv_09_priorities_are_those_of_the_model(cache, model)
+        tier_checks.inv_42_retained_pages_are_those_of_the_model(cache, model)
         receipts = {number: row.lock for number, row in self.rows.items()}
         tier_checks.inv_11_locks_are_what_receipts_and_copies_hold(cache, model, receipts)
         tier_checks.inv_12_what_is_held_stays(cache, model)
@@ -202,7 +204,9 @@ class World:
             self.ran["refused"] += 1
             return None
         assert pages is not None
+        num_retained = len(self.model.until)
         gone = self.model.evict(max(0, short), costs)
+        self.ran["retained evicted"] += len(self.model.until) < num_retained
         self.ran["deleted"] += len(gone)
         self.ran["demoted"] += max(0, short) - len(gone)
         self.model.take(pages.tolist())

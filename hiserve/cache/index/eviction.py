@@ -141,7 +141,8 @@ class Eviction(AccountHeaps):
     """The leaves that one tier may evict, by account.
 
     ``lru`` evicts the least recently used leaf first, by the tree's logical clock; ``priority`` orders first by the highest
-    priority of the requests that used a leaf. Both evict pages that are on another tier before last copies.
+    priority of the requests that used a leaf. Both evict pages that are on another tier before last copies, and retained
+    leaves after all others, of these the one first whose retention ends first.
 
     Args:
         order: Of the leaves.
@@ -152,7 +153,7 @@ class Eviction(AccountHeaps):
     """
 
     def __init__(self, order: EvictionOrder = "lru", is_victim: Callable[[Node], bool] = ON_DEVICE) -> None:
-        first = ("priority",) if order == "priority" else ()
+        first = ("retained_until_s", "priority") if order == "priority" else ("retained_until_s",)
         super().__init__(attrgetter(*first, "eviction_cost", "last_used"), is_victim)
         self.age: Callable[[Node], Any] = attrgetter(*first, "last_used")
 
@@ -344,4 +345,5 @@ class EvictionReserve:
     @staticmethod
     def _goes_with(parent: Node, leaf: Node) -> bool:
         is_last = parent.num_device_children == 1 and not parent.num_locks and parent.last_used == leaf.last_used
+        is_last = is_last and parent.retained_until_s == leaf.retained_until_s
         return is_last and not (parent.is_root or parent.is_spare or parent.is_unbacked)

@@ -46,11 +46,11 @@ class PrefixCache:
     It copies nothing: ``begin_*`` returns orders, ``complete`` ends them. A returned digest, page number or count is valid
     until the next operation that changes the index, unless the docstring says otherwise.
 
-        prefixes    match, lock, insert, release, ensure_backed, explain
+        prefixes    match, lock, insert, release, retain, ensure_backed, explain
         pages       allocate, free
         host        begin_load, begin_offloads, complete
         store       missing, begin_prefetch, abort_prefetch, begin_uploads, complete
-        lifecycle   recover, grow_host, begin_after, flush
+        lifecycle   recover, grow_host, begin_after, expire, flush
         reports     stats, outline, take_events, take_freed_host_pages
 
     Args:
@@ -103,10 +103,9 @@ class PrefixCache:
         uploads = self.uploads if max_upload_pages else None
         offloaded, inserted = (uploads, None) if host_admission is HostAdmission.SELECTIVE else (None, uploads)
         self.transfers = Transfers(self.tiers, self.locks, self.ops, self._removal, offloaded)
-        admission = host_admission if self._has_host else None
-        self._prefixes = Prefixes(namespace, self.tiers, self.locks, self.ops, self.transfers, inserted, admission)
-        self.page_owner = self.device.pages.owner
-        self.num_arrived = self.transfers.num_arrived
+        admits = host_admission if self._has_host else None
+        self._prefixes = Prefixes(namespace, self.tiers, self.locks, self.ops, self.transfers, inserted, admits)
+        self.page_owner, self.num_arrived = self.device.pages.owner, self.transfers.num_arrived
 
     # --- prefixes -------------------------------------------------------------------------
 
@@ -126,8 +125,7 @@ class PrefixCache:
     ) -> PrefixLock:
         """Locks a matched prefix on every tier until ``release``, and counts as a use of it.
 
-        The lock stays valid across splits, loads, and evictions of other pages. ``flush`` keeps its pages; a failed load
-        shortens it (``complete`` then returns it).
+        It stays valid across splits, loads and evictions. ``flush`` keeps its pages; a failed load shortens it (``complete``).
 
         Args:
             match: Of the present ``tree_epoch``.
@@ -140,6 +138,13 @@ class PrefixCache:
     def release(self, lock: PrefixLock) -> None:
         """Returns a lock, exactly once. Its pages stay cached, and may be evicted."""
         self._prefixes.release(lock)
+
+    def retain(self, lock: PrefixLock, num_tokens: int, until_s: int) -> None:
+        """Lets the whole pages of the first tokens of a locked prefix be evicted after all others, until ``expire``.
+
+        An account may retain a quarter of the host, or of the device without a host; more is counted and not retained.
+        """
+        self.tiers.retention.retain(lock.node, num_tokens // self.page_size, until_s)
 
     def ensure_backed(self, lock: PrefixLock) -> None:
         """Queues a locked prefix for offload under any host admission, before the device evicts it."""
@@ -339,12 +344,15 @@ class PrefixCache:
 
     def grow_host(self, num_ready_pages: int) -> None:
         """Makes the host pages below ``num_ready_pages`` usable; a smaller number than before has no effect."""
-        if num_ready_pages > self.host.pages.num_ready:
-            self.host.pages.grow(num_ready_pages)
+        self.host.pages.grow(max(num_ready_pages, self.host.pages.num_ready))
 
     def begin_after(self, step_id: int) -> None:
         """Records that a step was planned: its forward may still touch every page in use now."""
         self.tiers.clock = max(self.tiers.clock, step_id << STEP_SHIFT)
+
+    def expire(self, now_s: int) -> None:
+        """Ends what is retained until ``now_s`` or earlier, by any clock that ``retain`` has its times from."""
+        self.tiers.retention.expire(now_s)
 
     def flush(self, tier: Tier | None = None) -> int:
         """Empties a tier, or both, except locked pages; returns how many pages became free at once.
@@ -368,6 +376,8 @@ class PrefixCache:
             num_begun=self.ops.num_begun,
             num_in_flight=self.ops.num_in_flight,
             num_unbacked=self.tiers.num_unbacked,
+            num_retained=sum(self.tiers.retention.held.values()),
+            num_not_retained=self.tiers.retention.num_ignored,
             num_without_room=self.transfers.num_without_room,
             num_not_uploaded=self.uploads.num_not_uploaded,
             num_prefetches_wanted=self.store_sync.num_wanted,

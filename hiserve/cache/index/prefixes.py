@@ -181,7 +181,7 @@ class Prefixes:
         path_lock, tiers, device = lock.path_lock, self._tiers, self._device
         node, count = path_lock.node, pages.size
         is_chosen = self._offloads_hits and node.is_wanted  # a new page below it was not used twice
-        in_place = not is_chosen and node.priority == path_lock.priority
+        in_place = not is_chosen and node.priority == path_lock.priority and not node.retained_until_s
         end = self._tree.extend(node, key, pages, in_place=in_place)
         if end is not node:
             end.num_locks = 1

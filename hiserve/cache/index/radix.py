@@ -56,6 +56,7 @@ class Node:
         num_host_locks: Locks on its host copy, or on one below it.
         last_used: Logical time of the last lock or release through this node (see ``CacheTiers.clock``).
         priority: Largest priority of the requests that used it.
+        retained_until_s: Evicted after all others until then (see ``Retention``); 0 is not retained.
         is_queued: Whether it waits for its offload.
         is_wanted: Whether it is to be offloaded, at the latest before the device evicts it.
         is_spare: Whether the device may evict it without loss (see ``EvictionReserve``).
@@ -83,6 +84,7 @@ class Node:
         "pages",
         "parent",
         "priority",
+        "retained_until_s",
         "written_step",
     )
 
@@ -109,6 +111,7 @@ class Node:
         self.num_host_locks = 0
         self.last_used = 0
         self.priority = 0
+        self.retained_until_s = 0
         self.is_queued = False
         self.is_wanted = False
         self.is_spare = False
@@ -269,6 +272,7 @@ class RadixTree:
         upper.host_ready_op = node.host_ready_op
         upper.last_used = node.last_used
         upper.priority = node.priority
+        upper.retained_until_s = node.retained_until_s
         upper.written_step = node.written_step
         upper.is_wanted = node.is_wanted
         upper.is_spare = node.is_spare
@@ -377,4 +381,5 @@ def clear(node: Node) -> None:
     node.pages = node.host_pages = NO_PAGES
     node.device_ready_op = node.host_ready_op = node.num_device_children = node.num_host_children = 0
     node.is_spare = False
+    node.retained_until_s = 0
     node.children = {}

@@ -88,6 +88,8 @@ class PrefixCacheStats:
     num_begun: Mapping[CopyKind, int]  # counter: pages of all transfers, by kind
     num_in_flight: Mapping[CopyKind, int]  # gauge: of them, those in flight
     num_unbacked: int  # pages evicted from the device that were on no other tier
+    num_retained: int  # gauge: pages that are evicted after all others
+    num_not_retained: int  # pages that were not retained because their account had its quota
     num_without_room: int  # pages that were not offloaded because no host page could be freed
     num_not_uploaded: int  # pages offered to the store whose upload never began
     num_prefetches_wanted: int  # pages requested from prefetches

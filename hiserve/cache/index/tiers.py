@@ -12,6 +12,7 @@ from hiserve.cache.index.eviction import MAX_ACCOUNTS, Eviction, EvictionReserve
 from hiserve.cache.index.miss_reasons import LostPages
 from hiserve.cache.index.radix import MAX_NODE_PAGES, NO_PAGES, STEP_SHIFT, Node, RadixTree
 from hiserve.cache.index.reports import PrefixEvents, Tier, TierListener
+from hiserve.cache.index.retention import Retention
 from hiserve.core.plan import Int32Array
 from hiserve.ipc.cache_stats import TierStats
 
@@ -104,6 +105,7 @@ class CacheTiers:
 
     Attributes:
         reserve: The leaves that the device can evict without loss; empty without a host tier.
+        retention: The nodes that are evicted after all others.
         copies: Nodes whose host copy may be freed because the device has them too: the latest used first, spare ones last.
         tree_epoch: Grows when the result of a match could change (insert, load, demote, evict, flush): a match of
             another epoch is invalid.
@@ -123,6 +125,7 @@ class CacheTiers:
         self.reserve = EvictionReserve(
             device.pages, host.pages, device.eviction, device.shares, is_kept=has_host, on_change=self.queue_copy
         )
+        self.retention = Retention(tree, (host if has_host else device).pages, self.queue)
         self.copies = LeafHeap(lambda node: (node.is_spare, -node.last_used), attrgetter("is_copy"))
         self.tree_epoch = 1
         self.relocation_version = 1
@@ -213,7 +216,9 @@ class CacheTiers:
         self.tree_epoch += 1
         parent, account = leaf.parent, leaf.account
         assert parent is not None
-        _, pages, digests = self.tree.trim(leaf, min(count, most, leaf.num_pages))
+        count = min(count, most, leaf.num_pages)
+        self.retention.leave(leaf, count)
+        _, pages, digests = self.tree.trim(leaf, count)
         self.host.num_evictable -= pages.size
         self.host.num_evicted += pages.size
         self.host.shares.charge(account, -pages.size)
@@ -300,7 +305,10 @@ class CacheTiers:
             for tier, pages in ((self.device, node.pages), (self.host, node.host_pages)):
                 tier.shares.charge(node.account, -pages.size)
                 tier.shares.charge(account, pages.size)
+            retained = node.num_pages if node.retained_until_s else 0
+            self.retention.charge(node, -retained)
             node.account = account
+            self.retention.charge(node, retained)
             self.queue(node)
             stack.extend(node.children.values())
 
@@ -341,6 +349,7 @@ class CacheTiers:
             or (parent.is_wanted, parent.is_spare) != (node.is_wanted, node.is_spare)
             or (parent.num_locks, parent.num_host_locks) != (node.num_locks, node.num_host_locks)
             or (parent.last_used, parent.priority) != (node.last_used, node.priority)
+            or parent.retained_until_s != node.retained_until_s
             or (parent.digests[-1] in self.lost.awaited) != (node.digests[0] in self.lost.awaited)
         ):
             return
@@ -352,6 +361,7 @@ class CacheTiers:
         assert parent is not None
         if leaf.is_spare:
             self.reserve.leave(leaf, count)
+        self.retention.leave(leaf, count)
         pages, _, digests = self.tree.trim(leaf, count)
         self.device.shares.charge(leaf.account, -count)
         self.device.remove(digests)

@@ -223,6 +223,7 @@ class SubtreeRemoval:
         device.shares.charge(node.account, -node.pages.size)
         host.shares.charge(node.account, -node.host_pages.size)
         self._tiers.reserve.leave(node)
+        self._tiers.retention.leave(node, node.num_pages)
         if node.pages.size and not node.device_ready_op:
             device.remove(node.digests)
         if node.host_pages.size and not node.host_ready_op:
