@@ -86,6 +86,10 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Grammar.of(self.kind, self.text, self.after, self.opening, budget)
 
 
+# Prefixes of a prompt, of so many tokens each, that the cache evicts last for so many seconds after their last use.
+Retain = tuple[tuple[int, int], ...]
+
+
 class SpecParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A request's use of the engine's speculation, which does not change its output.
 

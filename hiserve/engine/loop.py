@@ -180,6 +180,7 @@ class Engine:
                 priority=admit.priority,
                 account=b"%d" % admit.caller if admit.caller and admit.namespace else None,
                 num_reported=admit.num_scored,
+                retain=admit.retain if self._shares_prefixes else (),
             )
         )
 

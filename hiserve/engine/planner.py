@@ -22,6 +22,7 @@ from hiserve.engine.host_loads import HostLoads, LoadCostModel
 from hiserve.engine.oom_recovery import OomRecovery
 from hiserve.engine.output import pick_scores, report
 from hiserve.engine.queue import Request, WaitingQueue
+from hiserve.engine.retainer import Retainer
 from hiserve.engine.rows import RowState
 from hiserve.engine.store_prefetch import StorePrefetcher
 from hiserve.engine.watching import row_facts
@@ -81,6 +82,7 @@ class Planner:
         store_prefetch: How long a request waits for its prefix from the store; None without one.
         store_timeout_s: Longest, where that is ``timeout``.
         grammars: Compiles and follows grammars; without them, a request with one fails.
+        retainer: Has the clock of retained prefixes; None has the monotonic one.
     """
 
     def __init__(
@@ -98,8 +100,10 @@ class Planner:
         store_prefetch: StorePrefetch | None = None,
         store_timeout_s: float = 0.0,
         grammars: GrammarRows | None = None,
+        retainer: Retainer | None = None,
     ) -> None:
         self._cache = cache
+        self._retainer = retainer or Retainer(cache)
         self._rows = RowState(cache, max_rows, max_len, num_draft, eos_token_ids)
         self._costs = costs or LoadCostModel(max_batched_tokens)
         self._cache_counters = CacheCounters(cache)
@@ -123,8 +127,7 @@ class Planner:
         )
         self._num_draft = num_draft
         self._drafting = Drafting(self._rows, num_draft, controller)
-        self._step_id = 0
-        self._in_flight: deque[_InFlight] = deque()
+        self._step_id, self._in_flight = 0, deque[_InFlight]()
         self._updates = RequestUpdates()
         self._counters = dict.fromkeys(("generated_tokens", "preemptions", "stale_rows", "deferred_steps"), 0)
 
@@ -213,8 +216,7 @@ class Planner:
 
     def in_flight(self) -> tuple[list[StepSnapshot], list[int]]:
         """Returns the steps whose results are not in, and the copies that have not ended, by number."""
-        steps = [step.snapshot(self._rows) for step in self._in_flight]
-        return steps, self._cache.copies_in_flight()
+        return [step.snapshot(self._rows) for step in self._in_flight], self._cache.copies_in_flight()
 
     def take_report(self) -> RequestUpdates | None:
         """Returns the changes since the last call; None without any."""
@@ -229,6 +231,7 @@ class Planner:
 
     def plan(self) -> BatchPlan | None:
         """Returns the next step, or None when no row can do anything now."""
+        self._retainer.expire()
         rows, allocation = self._plan_running()
         admit: list[RowAdmit] = []
         if len(self._waiting):
@@ -393,4 +396,5 @@ class Planner:
         """Takes the row from its request."""
         self._host_loads.untrack(row)
         self.grammars.release(row)
+        self._retainer.retain(self._rows.lock(row), self._rows.request(row).retain)
         return self._rows.release(row)

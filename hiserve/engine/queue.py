@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from hiserve.core.digest import pack_tokens
 from hiserve.core.plan import WORD_BYTES, Int32Array, RowAdmit
-from hiserve.core.request import SamplingParams
+from hiserve.core.request import Retain, SamplingParams
 from hiserve.core.usage import COLD, CacheUse
 from hiserve.grammar.matcher import Matcher
 
@@ -36,6 +36,7 @@ class Request:
         choice: Index among the request's n choices.
         priority: The cache keeps prefixes of higher priority longer.
         account: The tenant whose share of the cache it uses; None is the namespace.
+        retain: Prefixes that the cache evicts last.
         num_faults: Stale page tables that the device found.
         num_undone: Failed steps since its last sound one.
         cached: Cached tokens of the prompt at first admission; None before it, and once reported.
@@ -57,6 +58,7 @@ class Request:
     choice: int
     priority: int = 0
     account: bytes | None = None
+    retain: Retain = ()
     num_faults: int = 0
     num_undone: int = 0
     cached: CacheUse | None = None

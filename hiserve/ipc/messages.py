@@ -12,7 +12,7 @@ from __future__ import annotations
 import msgspec
 
 from hiserve.config.settings import Settings
-from hiserve.core.request import SamplingParams
+from hiserve.core.request import Retain, SamplingParams
 from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
 from hiserve.core.usage import DraftStats, GrammarStats
 from hiserve.ipc.cache_stats import CacheStats, NodeFacts, TierName, TreeFacts
@@ -32,6 +32,8 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True):
     choice: int = 0  # index among the request's n choices
     priority: int = 0  # larger is sooner, under the priority policy
     caller: int = 0  # number of its API key, for fair queueing; 0 without keys
+    session: bytes = b""  # digest; chooses a worker where no prefix does; empty without one
+    retain: Retain = ()
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -212,6 +214,7 @@ class Admit(msgspec.Struct, frozen=True, array_like=True, tag=True):
     priority: int = 0  # pages of a larger priority are evicted later, under ``--eviction priority``
     num_scored: int = 0  # prompt tokens whose scores were sent before a restart
     caller: int = 0  # number of its API key, whose share of the cache it uses; 0 without keys
+    retain: Retain = ()
 
 
 class Drop(msgspec.Struct, frozen=True, array_like=True, tag=True):

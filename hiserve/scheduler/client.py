@@ -12,7 +12,7 @@ from typing import Any
 from hiserve.config.options import without_secrets
 from hiserve.config.settings import Settings
 from hiserve.core.plan import Int32Array
-from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.core.request import Retain, SamplingParams
 from hiserve.errors import EngineError, HiserveError, SlowReaderError, UnavailableError, to_error
 from hiserve.ipc.cache_stats import LOCAL_TIERS, TierName, TreeFacts
 from hiserve.ipc.child import ChildProcess, wait_for_event
@@ -201,6 +201,8 @@ class EngineClient:
         priority: int = 0,
         caller: int = 0,
         tag: str = "",
+        session: bytes = b"",
+        retain: Retain = (),
     ) -> AsyncGenerator[TokenDelta, None]:
         """Yields deltas until one has a finish.
 
@@ -215,6 +217,8 @@ class EngineClient:
             priority: Larger is sooner, under the priority policy.
             caller: Number of the caller; callers take turns.
             tag: Name by which ``abort`` finds the request; several requests may share it.
+            session: Digest that chooses a worker where no prefix does; empty without one.
+            retain: Prefixes that the cache evicts last.
 
         Raises:
             ContextLengthError: The prompt leaves no room for output. (``max_tokens`` beyond the context
@@ -228,12 +232,13 @@ class EngineClient:
         uid = next(self._uids)
         stream = self._streams[uid] = RequestStream(tag, self._max_unread_bytes)
         self._idle.clear()
-        self._process.send(encode(Generate(uid, sampling, namespace, choice, priority, caller), prompt))
+        self._process.send(
+            encode(Generate(uid, sampling, namespace, choice, priority, caller, session, retain), prompt)
+        )
         try:
-            finish = FinishReason.RUNNING
-            while finish is FinishReason.RUNNING:
+            delta = TokenDelta()
+            while not delta.finish:
                 delta = await stream.take()
-                finish = delta.finish
                 yield delta
         finally:
             if uid in self._streams and self._closed is None:

@@ -244,7 +244,7 @@ class Dispatcher:
         while len(self.queue) and (candidates := self.placement.with_credit()):
             waiting = self._choose(candidates)
             entry = waiting.entry
-            replica = self.placement.place(len(entry.prompt), partial(self.index.match, waiting.prefix))
+            replica = self.placement.place(len(entry.prompt), partial(self.index.match, waiting.prefix), entry.session)
             assert replica is not None, f"no worker for request {entry.uid} though {candidates} have credit"
             self.queue.admit(entry.uid, self._num_free(waiting, replica))
             self._admit(entry, replica)

@@ -10,7 +10,7 @@ from enum import IntEnum
 import numpy as np
 
 from hiserve.core.plan import WORD_BYTES, Int32Array
-from hiserve.core.request import SamplingParams
+from hiserve.core.request import Retain, SamplingParams
 from hiserve.core.usage import CacheUse, DraftUse
 from hiserve.errors import InvariantError
 from hiserve.ipc.codec import MalformedError
@@ -39,6 +39,8 @@ class Entry:
         sampling: With a seed, drawn here if the request has none.
         priority: As requested.
         caller: Number of its API key.
+        session: Chooses a worker where no prefix does; empty without one.
+        retain: Prefixes that the cache evicts last.
         accepted_at_s: Time of acceptance, by a monotonic clock.
         queue_s: Seconds from acceptance to the first worker; -1 before that and when reported.
         generated: Tokens sent to the client, in order.
@@ -71,6 +73,8 @@ class Entry:
     drafts: DraftUse | None = None
     former_drafts: DraftUse = NO_DRAFTS
     is_cache_reported: bool = False
+    session: bytes = b""
+    retain: Retain = ()
 
     @property
     def tokens(self) -> Int32Array:
@@ -123,6 +127,7 @@ class Entry:
             priority=self.priority,
             num_scored=self.num_scored,
             caller=self.caller,
+            retain=self.retain,
         )
         return message, self.tokens
 
@@ -160,6 +165,8 @@ class Ledger:
             message.priority,
             message.caller,
             accepted_at_s=now_s,
+            session=message.session,
+            retain=message.retain,
         )
         self._entries[entry.uid] = entry
         self.num_accepted += 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import xxhash
+
 from hiserve.core.digest import Chain, chain, namespace_digest, pack_tokens, split_digests
 from hiserve.core.plan import Int32Array
 
@@ -157,24 +159,36 @@ class Placement:
         assert load.num_held > 0, f"worker {replica} ended a request but holds none"
         load.num_held -= 1
 
-    def place(self, num_tokens: int, matched: Callable[[int], int]) -> int | None:
+    def place(self, num_tokens: int, matched: Callable[[int], int], session: bytes = b"") -> int | None:
         """Chooses the worker for a request; None when none has credit.
 
         The longest cached prefix wins unless its worker is far busier than the idlest one:
         it may hold up to half its rows more if all of the prompt is cached, and less in
         proportion (a shared system prompt must not attract all traffic to one worker).
-        Ties are broken by load, then by the oldest assignment, so that cold conversations spread over idle workers.
+        Ties are broken by the session, whose worker may be as busy as if it had all of the prompt, then by load, then by
+        the oldest assignment, so that cold conversations spread over idle workers.
 
-        ``matched`` returns the prompt tokens that a worker has cached.
+        Args:
+            num_tokens: Of the prompt.
+            matched: Returns the prompt tokens that a worker has cached.
+            session: Requests of one session have one home, as long as the same workers live; empty is none.
         """
         candidates = self.with_credit()
         if len(candidates) < 2:
             return candidates[0] if candidates else None
         idlest = min(self._loads[replica].num_held for replica in candidates)
+        cached = {replica: matched(replica) for replica in candidates}
+        home = max(self._loads, key=lambda replica: _weight(session, replica)) if session else None
         ranked = []
         for replica in candidates:
-            load, cached = self._loads[replica], matched(replica)
-            slack = load.max_running * cached / (2 * num_tokens)
+            load = self._loads[replica]
+            is_home = replica == home and cached[replica] == max(cached.values())
+            slack = load.max_running * (num_tokens if is_home else cached[replica]) / (2 * num_tokens)
             if load.num_held - idlest <= slack:
-                ranked.append((-cached, load.num_held, load.last_taken, replica))
-        return min(ranked)[3]
+                ranked.append((-cached[replica], not is_home, load.num_held, load.last_taken, replica))
+        return min(ranked)[4]
+
+
+def _weight(session: bytes, replica: int) -> int:
+    """Returns the weight of a worker for a session: when workers come or go, no session moves between the others."""
+    return xxhash.xxh3_64_intdigest(b"%d:" % replica + session)

@@ -39,6 +39,7 @@ class ChatRequest(NamedTuple):
         constraint: The grammar of the reply, not vetted; without one it may be of the tools.
         truncate: As for ``PromptEncoder.encode_chat``.
         thinking: Its switches of thoughts.
+        retain_s: How long the cache evicts the whole prompt last, from its last use; 0 is not at all.
     """
 
     chat: Conversation
@@ -48,6 +49,7 @@ class ChatRequest(NamedTuple):
     constraint: Constraint | None = None
     truncate: int | None = None
     thinking: Thinking = Thinking()
+    retain_s: int = 0
 
 
 async def begin_reply(
@@ -87,11 +89,13 @@ async def begin_reply(
     sampling = fit_context(sampling, chat_request.limits, len(prompt), engine.max_model_len)
     if front.abilities.holds_budget:
         sampling = with_budget(sampling, thought, chat_request.thinking.budget)
+    retain = await front.encoder.retain(chat, context.namespace, prompt, front.token_bytes, context.caller)
+    retain += ((len(prompt), chat_request.retain_s),) if chat_request.retain_s else ()
     choices = generations(
         name,
         prompt,
         sampling,
-        context,
+        context._replace(retain=retain),
         token_bytes=front.token_bytes,
         metrics=front.metrics,
         arrived=arrived,

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
+from hiserve.core.digest import namespace_digest
 from hiserve.grammar.tools import ToolGrammars
 from hiserve.grammar.vet import Vetting
 from hiserve.server.engine_handle import EngineHandle
@@ -109,13 +110,27 @@ class FrontEnd(NamedTuple):
     seals: Seals
 
 
-def context_of(request: Request, salt: str | None, priority: int | None, rid: str | None) -> RequestContext:
-    """Returns caller and priority of a request for the engine.
+# The first of these that a client sends is the name of its session.
+SESSION_HEADERS = ("x-session-affinity", "session-id", "x-session-id", "x-claude-code-session-id")
+
+
+def context_of(
+    request: Request, salt: str | None, priority: int | None, rid: str | None, cache_key: str | None = None
+) -> RequestContext:
+    """Returns caller, priority and session of a request for the engine.
 
     Args:
         request: An authenticated request.
         salt: Narrows the namespace if not empty.
         priority: Larger is sooner.
         rid: Name by which the request can be aborted; None is its ``x-request-id``.
+        cache_key: Name of its session where no header has one.
     """
-    return RequestContext(namespace_of(request, salt), priority or 0, caller_of(request).number, tag_of(request, rid))
+    session = next((name for header in SESSION_HEADERS if (name := request.headers.get(header))), cache_key)
+    return RequestContext(
+        namespace_of(request, salt),
+        priority or 0,
+        caller_of(request).number,
+        tag_of(request, rid),
+        namespace_digest("session", session.encode(errors="surrogatepass")) if session else b"",
+    )

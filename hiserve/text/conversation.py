@@ -21,9 +21,10 @@ ERROR = "Error: "  # before the result of a failed call, where the template does
 
 
 class Text(msgspec.Struct, frozen=True, tag="text"):
-    """A text of a turn."""
+    """A text of a turn. The cache evicts the prompt up to a part with ``retain_s`` last, for so many seconds."""
 
     text: str
+    retain_s: int = 0
 
 
 class Thought(msgspec.Struct, frozen=True, tag="thought"):
@@ -38,6 +39,7 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
     id: str | None
     name: str
     arguments: str
+    retain_s: int = 0
 
     @property
     def value(self) -> Any:
@@ -55,6 +57,7 @@ class Result(msgspec.Struct, frozen=True, tag="result"):
     id: str | None
     text: str
     is_error: bool = False
+    retain_s: int = 0
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -117,6 +120,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
         template_kwargs: More variables for the template, by name.
         add_generation_prompt: End the prompt with the start of the assistant's reply.
         continue_final_message: End the prompt inside the last turn; the model continues it.
+        tools_retain_s: As of parts, up to the tools.
     """
 
     turns: tuple[Turn, ...]
@@ -127,6 +131,13 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    tools_retain_s: int = 0
+
+    @property
+    def retains(self) -> bool:
+        """Whether the cache is asked to evict any part last."""
+        parts = (part for turn in self.turns for part in turn.parts if not isinstance(part, Thought))
+        return bool(self.tools_retain_s) or any(part.retain_s for part in parts)
 
     @property
     def has_later_system(self) -> bool:

@@ -128,6 +128,44 @@ def test_a_conversation_that_left_the_device_comes_back_from_the_host(client: Cl
     check_identity(client)
 
 
+def test_marked_prefixes_are_on_the_device_after_a_flood_and_others_are_not(client: Client) -> None:
+    before, kept, other = client.rest(), client.prompt(), client.prompt()
+    client.ask(kept, prompt_cache_retention="24h")
+    client.ask(other)
+    texts = {name: " ".join(f"{name} rule {number}." for number in range(30)) for name in ("kept", "other")}
+
+    def session(name: str, first: str, **mark: Any) -> dict[str, Any]:
+        system = [{"type": "text", "text": texts[name], **mark}]
+        body = {"system": system, "messages": [{"role": "user", "content": first}], "max_tokens": 2}
+        reply = httpx.post(f"{client.live.url}/v1/messages", json=body, timeout=PATIENCE_S).raise_for_status().json()
+        return dict(reply["usage"])
+
+    def cached(name: str) -> Details:
+        messages = [{"role": "system", "content": texts[name]}, {"role": "user", "content": "And then?"}]
+        body = {"messages": messages, "max_tokens": 2}
+        reply = httpx.post(f"{client.live.url}/v1/chat/completions", json=body, timeout=PATIENCE_S).raise_for_status()
+        details: Details = reply.json()["usage"]["prompt_tokens_details"]
+        client.told.update(details["cached_tokens_details"])
+        return details
+
+    usage = session("kept", "Hello.", cache_control={"type": "ephemeral", "ttl": "1h"})
+    created = usage["cache_creation"]
+    assert created["ephemeral_1h_input_tokens"] >= 6 * PAGE
+    assert sum(created.values()) == usage["cache_creation_input_tokens"]
+    client.told["device"] += usage["cache_read_input_tokens"]
+    client.told["device"] += session("other", "Hello.")["cache_read_input_tokens"]
+    client.fill()
+    assert client.ask(kept)["cached_tokens_details"] == {"device": 160, "host": 0, "store": 0}
+    assert client.ask(other)["cached_tokens_details"] == {"device": 0, "host": 160, "store": 0}
+    found, lost = cached("kept"), cached("other")
+    assert found["cached_tokens_details"]["device"] >= created["ephemeral_1h_input_tokens"] - PAGE
+    assert lost["cached_tokens_details"]["device"] <= PAGE < lost["cached_tokens_details"]["host"]
+    after = client.rest()
+    assert after["num_retained"] - before["num_retained"] >= 16 and after["num_not_retained"] == 0
+    client.flush()
+    assert client.rest()["num_retained"] == 0
+
+
 def test_every_miss_has_its_reason(client: Client) -> None:
     def miss(prompt: list[int], **fields: Any) -> tuple[str, int]:
         told = client.ask(prompt, **fields)["cache_miss"]

@@ -9,7 +9,7 @@ import numpy as np
 from hiserve.config.options import Scheduler
 from hiserve.core.digest import chain, namespace_digest, pack_tokens
 from hiserve.core.plan import Int32Array
-from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.core.request import FinishReason, Retain, SamplingParams
 from hiserve.core.usage import CacheUse
 from hiserve.errors import HiserveError
 from hiserve.ipc.messages import Admit, Generate, Ready
@@ -70,8 +70,10 @@ def ready(replica: int = 0, *, rows: int = 4, max_len: int = 256) -> Ready:
     )
 
 
-def generate(uid: int, *, priority: int = 0, caller: int = 0, **sampling: object) -> Generate:
-    return Generate(uid, SamplingParams(**sampling), priority=priority, caller=caller)
+def generate(
+    uid: int, *, priority: int = 0, caller: int = 0, session: bytes = b"", retain: Retain = (), **sampling: object
+) -> Generate:
+    return Generate(uid, SamplingParams(**sampling), priority=priority, caller=caller, session=session, retain=retain)
 
 
 def prompt(*tokens: int) -> Int32Array:

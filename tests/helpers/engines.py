@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache
 from hiserve.engine.host_loads import LoadCostModel
 from hiserve.engine.kv_event_sender import KvEventSender
 from hiserve.engine.loop import Engine, EngineFacts, StepTimer
 from hiserve.engine.planner import Planner
+from hiserve.engine.retainer import Retainer
 from hiserve.spec.adaptive import DraftController
 from tests.helpers.echo import EchoExecutor
 from tests.helpers.echo_host import EchoHost
@@ -36,6 +38,7 @@ def echo_engine(
     costs: LoadCostModel | None = None,
     controller: DraftController | None = None,
     timer: StepTimer | None = None,
+    clock: Callable[[], float] = lambda: 0.0,
 ) -> tuple[Engine, Planner, EchoExecutor, PrefixCache]:
     """Makes an engine that reads no clock, so that its arguments decide every step.
 
@@ -60,6 +63,7 @@ def echo_engine(
         overlaps_loads=overlaps_loads,
         costs=costs or LoadCostModel(budget, clock=itertools.count().__next__),
         controller=controller,
+        retainer=Retainer(cache, clock),
     )
     executor = EchoExecutor(
         num_pages=num_pages,

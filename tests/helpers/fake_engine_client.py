@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hiserve.core.plan import Int32Array
-from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.core.request import FinishReason, Retain, SamplingParams
 from hiserve.core.usage import CacheUse, DraftUse
 from hiserve.errors import HiserveError
 from hiserve.ipc.cache_stats import NodeFacts, TierName, TreeFacts
@@ -33,6 +33,8 @@ class Seen:
     priority: int = 0
     caller: int = 0
     tag: str = ""
+    session: bytes = b""
+    retain: Retain = ()
     cut: asyncio.Event = field(default_factory=asyncio.Event)
     finished: bool = False
     aborted: bool = False
@@ -109,8 +111,10 @@ class FakeEngineClient:
         priority: int = 0,
         caller: int = 0,
         tag: str = "",
+        session: bytes = b"",
+        retain: Retain = (),
     ) -> AsyncGenerator[TokenDelta, None]:
-        stream = self._generate(Seen(prompt, sampling, namespace, choice, priority, caller, tag))
+        stream = self._generate(Seen(prompt, sampling, namespace, choice, priority, caller, tag, session, retain))
         self._streams.append(stream)  # so that only an explicit close ends it, not the garbage collector
         return stream
 

@@ -52,6 +52,8 @@ class ReplicaCache(msgspec.Struct):
     cached_tokens: dict[str, int]
     misses: dict[str, int]
     num_unbacked: int
+    num_retained: int
+    num_not_retained: int
 
 
 class Caches(msgspec.Struct):
@@ -156,6 +158,8 @@ class CacheRoutes:
             cached_tokens=cache.cached_tokens,
             misses=cache.misses,
             num_unbacked=cache.num_unbacked,
+            num_retained=cache.num_retained,
+            num_not_retained=cache.num_not_retained,
         )
 
 

@@ -17,6 +17,7 @@ from hiserve.server.messages.types import (
     BlockDelta,
     BlockStart,
     BlockStop,
+    CacheCreation,
     Content,
     FaultDetails,
     InputDelta,
@@ -38,6 +39,7 @@ from hiserve.server.messages.types import (
 )
 from hiserve.server.reply.format import ServedModel, cache_miss, prompt_use
 from hiserve.server.reply.generation import Choices, OutputDelta
+from hiserve.text.body.chat import HOUR_S
 from hiserve.text.reader.buffer import Event, Kind
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -215,12 +217,15 @@ def messages_usage(choices: Choices, page_size: int) -> MessagesUsage:
         page_size: Of the served model.
     """
     use = prompt_use(choices, page_size)
+    for_hour = max((num_tokens for num_tokens, ttl_s in choices.retain if ttl_s >= HOUR_S), default=0)
+    num_hour = max(0, min(for_hour, use.cached + use.written) - use.cached)
     events = choices.generations[0].events
     num_thought = sum(event.stop - event.start for event in events if event.kind is Kind.THOUGHT)
     return MessagesUsage(
         input_tokens=use.rest,
         cache_creation_input_tokens=use.written,
         cache_read_input_tokens=use.cached,
+        cache_creation=CacheCreation(use.written - num_hour, num_hour),
         output_tokens=choices.num_generated,
         output_tokens_details=OutputDetails(num_thought) if num_thought else UNSET,
         cache_miss=cache_miss(choices.cached),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from hiserve.errors import RequestError
@@ -22,6 +23,7 @@ from hiserve.server.messages.types import (
     ToolUseBlock,
 )
 from hiserve.text.abilities import Thinking
+from hiserve.text.body.chat import CacheControl, check_marks, marked_texts, seconds_of
 from hiserve.text.body.json import check_json, check_text
 from hiserve.text.conversation import Call, Conversation, Result, Text, Thought, ToolChoice, Turn, function_tool
 
@@ -77,6 +79,7 @@ def read_messages(fields: MessagesFields, unseal: Unseal, *, keeps_volatile: boo
             param="thread",
         )
     ignored = Counter[str]()
+    check_marks(_marks(fields))
     turns = _system(fields.system, ignored, keeps_volatile=keeps_volatile)
     for i, message in enumerate(fields.messages):
         turns += _turns(message, f"messages[{i}]", unseal, ignored)
@@ -89,6 +92,7 @@ def read_messages(fields: MessagesFields, unseal: Unseal, *, keeps_volatile: boo
     chat = Conversation(
         turns=tuple(turns),
         tools=_tools(fields, ignored),
+        tools_retain_s=max((seconds_of(tool.cache_control) for tool in fields.tools or ()), default=0),
         choice=choice,
         is_single=is_single,
         add_generation_prompt=not is_open,
@@ -98,13 +102,12 @@ def read_messages(fields: MessagesFields, unseal: Unseal, *, keeps_volatile: boo
 
 
 def _system(system: str | list[TextBlock] | None, ignored: Counter[str], *, keeps_volatile: bool) -> list[Turn]:
-    texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
-    if texts and texts[0].startswith(BILLING_HEADER) and not keeps_volatile:
+    blocks = [TextBlock(system)] if isinstance(system, str) else system or []
+    if blocks and blocks[0].text.startswith(BILLING_HEADER) and not keeps_volatile:
         ignored["billing_header"] += 1
-        texts = texts[1:]
-    text = "".join(texts)
-    check_text(text, "system")
-    return [Turn("system", (Text(text),))] if text else []
+        blocks = blocks[1:]
+    turn = _worded("system", blocks, "system")
+    return [turn] if turn.text else []
 
 
 def _turns(message: MessagesTurn, where: str, unseal: Unseal, ignored: Counter[str]) -> list[Turn]:
@@ -119,10 +122,10 @@ def _turns(message: MessagesTurn, where: str, unseal: Unseal, ignored: Counter[s
             )
     if role == "assistant":
         return [Turn("assistant", _said(blocks, param, unseal, ignored))]
-    turns, texts = list[Turn](), list[str]()
+    turns, texts = list[Turn](), list[TextBlock]()
     for i, block in enumerate(blocks):
         if isinstance(block, TextBlock):
-            texts.append(block.text)
+            texts.append(block)
             continue
         assert isinstance(block, ToolResultBlock), "no block of a user"
         if texts:
@@ -132,20 +135,22 @@ def _turns(message: MessagesTurn, where: str, unseal: Unseal, ignored: Counter[s
     return [*turns, _worded(role, texts, param)] if texts or not turns else turns
 
 
-def _worded(role: Any, texts: Sequence[str], param: str) -> Turn:
-    text = "".join(texts)
-    check_text(text, param)
-    return Turn(role, (Text(text),))
+def _worded(role: Any, blocks: Sequence[TextBlock], param: str) -> Turn:
+    texts = marked_texts([(block.text, block.cache_control) for block in blocks]) or [Text("")]
+    turn = Turn(role, tuple(texts))
+    check_text(turn.text, param)
+    return turn
 
 
 def _said(
     blocks: Sequence[Block], param: str, unseal: Unseal, ignored: Counter[str]
 ) -> tuple[Text | Thought | Call | Result, ...]:
     """Returns the thoughts, texts and calls of the assistant."""
-    thoughts, words, calls = list[Thought](), list[str](), list[Call]()
+    thoughts, words, calls, ttl_s = list[Thought](), list[str](), list[Call](), 0
     for i, block in enumerate(blocks):
         if isinstance(block, TextBlock):
             words.append(block.text)
+            ttl_s = max(ttl_s, seconds_of(block.cache_control))
         elif isinstance(block, ToolUseBlock):
             calls.append(_call(block, f"{param}[{i}]"))
         elif isinstance(block, ThinkingBlock | RedactedThinkingBlock):
@@ -154,14 +159,14 @@ def _said(
             thoughts += [Thought(thought)] if thought else []
     text = "".join(words)
     check_text(text, param)
-    return (*thoughts, Text(text), *calls)
+    return (*thoughts, Text(text, ttl_s), *calls)
 
 
 def _call(block: ToolUseBlock, where: str) -> Call:
     check_json([block.id, block.name, block.input], where)
     written = block.input.get(INVALID_JSON) if len(block.input) == 1 else None
     arguments = written if isinstance(written, str) else json.dumps(block.input, ensure_ascii=False)
-    return Call(block.id, block.name, arguments)
+    return Call(block.id, block.name, arguments, seconds_of(block.cache_control))
 
 
 def _result(block: ToolResultBlock, where: str) -> Result:
@@ -169,7 +174,9 @@ def _result(block: ToolResultBlock, where: str) -> Result:
     text = given if isinstance(given, str) else "".join([part.text for part in given if isinstance(part, TextBlock)])
     check_text(block.tool_use_id, f"{where}.tool_use_id")
     check_text(text, f"{where}.content")
-    return Result(block.tool_use_id, text, bool(block.is_error))
+    inner = given if isinstance(given, list) else []
+    retain_s = max(seconds_of(each.cache_control) for each in (block, *inner))
+    return Result(block.tool_use_id, text, bool(block.is_error), retain_s)
 
 
 def _tools(fields: MessagesFields, ignored: Counter[str]) -> list[dict[str, Any]] | None:
@@ -206,6 +213,16 @@ def _tool(tool: MessagesTool, where: str) -> dict[str, Any]:
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     check_json(function, where)
     return function_tool(function)
+
+
+def _marks(fields: MessagesFields) -> Iterator[CacheControl | None]:
+    """Yields the mark of each block, or None."""
+    yield fields.cache_control
+    contents = [message.content for message in fields.messages]
+    for block in chain(fields.tools or (), *(each for each in (fields.system, *contents) if isinstance(each, list))):
+        if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
+            yield from (part.cache_control for part in block.content)
+        yield None if isinstance(block, ThinkingBlock | RedactedThinkingBlock) else block.cache_control
 
 
 def _references(messages: Sequence[MessagesTurn]) -> set[str]:

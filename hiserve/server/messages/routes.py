@@ -22,6 +22,7 @@ from hiserve.server.request.body import Body
 from hiserve.server.request.grammar_fields import one_of
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
 from hiserve.text.abilities import Thinking
+from hiserve.text.body.chat import seconds_of
 from hiserve.text.body.json import decode
 from hiserve.text.conversation import Conversation
 
@@ -58,7 +59,10 @@ class MessagesRoutes:
         engine = front.handle.require()
         context = context_of(request, fields.cache_salt, options.priority, options.rid)
         constraint = one_of([*options.constraints(), *fields.constraints])
-        chat_request = ChatRequest(chat, sampling, options.limits, context, constraint, thinking=thinking)
+        retain_s = seconds_of(fields.cache_control)
+        chat_request = ChatRequest(
+            chat, sampling, options.limits, context, constraint, thinking=thinking, retain_s=retain_s
+        )
         writer = MessageWriter(front.model, front.seals.seal, shows_thoughts=fields.shows_thoughts)
         try:
             choices, warning = await begin_reply(front, request, engine, chat_request, writer.name, arrived)

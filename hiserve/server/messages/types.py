@@ -14,17 +14,10 @@ from hiserve.grammar import bounds
 from hiserve.server.reply.format import CacheMiss, ServedModel
 from hiserve.server.request.grammar_fields import Constraint, GrammarFields
 from hiserve.server.request.sampling_fields import Limits, Name, Priority, StopText
-from hiserve.text.body.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from hiserve.text.body.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, CacheControl
 from hiserve.text.body.json import check_text
 
 Key = Annotated[str, Meta(min_length=1)]
-
-
-class CacheControl(msgspec.Struct, frozen=True):
-    """A hint that later requests have the prompt up to here; not used yet."""
-
-    type: str
-    ttl: str | None = None
 
 
 class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
@@ -53,12 +46,14 @@ class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"
     id: Key
     name: Key
     input: dict[str, Any]
+    cache_control: CacheControl | None = None
 
 
 class ToolReferenceBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_reference"):
     """The name of a tool that a search has found."""
 
     tool_name: str
+    cache_control: CacheControl | None = None
 
 
 ResultBlocks = Annotated[list[TextBlock | ToolReferenceBlock], Meta(max_length=MAX_PARTS)]
@@ -70,6 +65,7 @@ class ToolResultBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_r
     tool_use_id: Key
     content: str | ResultBlocks | None = None
     is_error: bool | None = None
+    cache_control: CacheControl | None = None
 
 
 Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
@@ -91,6 +87,7 @@ class MessagesTool(msgspec.Struct, frozen=True):
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
+    cache_control: CacheControl | None = None
 
 
 class MessagesToolChoice(msgspec.Struct, frozen=True):
@@ -147,6 +144,7 @@ class MessagesFields(msgspec.Struct, frozen=True, kw_only=True):
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
     thread: Any = None
+    cache_control: CacheControl | None = None
     cache_salt: Name | None = None
     model: str | None = None
 
@@ -235,12 +233,20 @@ class OutputDetails(msgspec.Struct):
     thinking_tokens: int
 
 
+class CacheCreation(msgspec.Struct):
+    """Tokens that are now cached, by the time for which they were asked to stay; without one, they count as the shorter."""
+
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int
+
+
 class MessagesUsage(msgspec.Struct):
     """Tokens. The three input fields sum to the prompt: computed, computed and now cached, and read from the cache."""
 
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
+    cache_creation: CacheCreation
     output_tokens: int
     output_tokens_details: OutputDetails | UnsetType = UNSET
     cache_miss: CacheMiss | UnsetType | None = UNSET

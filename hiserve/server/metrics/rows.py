@@ -155,6 +155,8 @@ WORKER_GAUGES: tuple[Row[WorkerStats], ...] = (
         "Tokens in the host tier.", in_pages=True),
     Row("gauge", "hicache_host_total_tokens", (), lambda it: it.cache.host.num_pages,
         "Tokens that the host tier has room for now.", in_pages=True),
+    Row("gauge", "cache_retained_tokens", (), lambda it: it.cache.num_retained,
+        "Tokens that are evicted last, as requests asked.", in_pages=True),
     Row("gauge", "cache_in_flight_tokens", ("copy",), _copies("num_in_flight"), "Those on their way.", in_pages=True),
 )
 # Sums over the workers and their earlier incarnations.
@@ -170,6 +172,8 @@ WORKER_COUNTERS: tuple[Row[WorkerStats], ...] = (
     Row("counter", "evicted_tokens", ("tier",), _evicted, "Tokens evicted, by the tier they left.", in_pages=True),
     Row("counter", "cache_unbacked_tokens", (), lambda it: it.cache.num_unbacked,
         "Tokens evicted from the device that were nowhere else.", in_pages=True),
+    Row("counter", "cache_not_retained_tokens", (), lambda it: it.cache.num_not_retained,
+        "Tokens that requests asked to retain beyond the share of their caller.", in_pages=True),
     Row("counter", "cache_wanted_tokens", ("copy",), _copies("num_wanted"),
         "Tokens that a copy was wanted for: hits, or to keep.", in_pages=True),
     Row("counter", "cache_fulfilled_tokens", ("copy",), _copies("num_fulfilled"),

@@ -32,7 +32,7 @@ from hiserve.server.reply.generation import Choices, Generation, OutputDelta, Re
 from hiserve.server.reply.logprobs import check_prompt_scores
 from hiserve.server.request.body import Body
 from hiserve.server.request.grammar_fields import constrain
-from hiserve.server.request.sampling_fields import fit_context
+from hiserve.server.request.sampling_fields import fit_context, retention_s
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
 from hiserve.text.body.chat import ChatFields, parse_chat
 from hiserve.text.body.json import decode
@@ -78,10 +78,11 @@ class OpenAIRoutes:
             chat,
             sampling,
             fields.limits,
-            context_of(request, fields.cache_salt, fields.priority, fields.rid),
+            context_of(request, fields.cache_salt, fields.priority, fields.rid, fields.prompt_cache_key),
             fields.constraint,
             fields.truncate_prompt_tokens,
             fields.thoughts,
+            retention_s(fields.prompt_cache_retention),
         )
         head = envelope(self._model, "chatcmpl")
         choices, warning = await begin_reply(front, request, engine, chat_request, head["id"], arrived)
@@ -97,7 +98,7 @@ class OpenAIRoutes:
         sampling, warning = await constrain(
             front.vetting, request, sampling, fields.constraint, len(given) * sampling.n
         )
-        context = context_of(request, fields.cache_salt, fields.priority, fields.rid)
+        context = context_of(request, fields.cache_salt, fields.priority, fields.rid, fields.prompt_cache_key)
         encoding = self._encode(given, fields, engine.max_model_len, context.caller)
         prompts = await cancel_on_disconnect(request.receive, encoding)
         head = envelope(self._model, "cmpl")
@@ -167,13 +168,14 @@ class OpenAIRoutes:
         if num_top is not None:
             param = "logprobs" if fields.prompt_logprobs is None else "prompt_logprobs"
             check_prompt_scores(sampling.n * sum(map(len, prompts)) * (1 + num_top), param)
-        made: list[Generation] = []
+        made, retain_s = list[Generation](), retention_s(fields.prompt_cache_retention)
         for prompt in prompts:
+            retain = ((len(prompt), retain_s),) if retain_s else ()
             made += generations(
                 name,
                 prompt,
                 fit_context(sampling, fields.limits, len(prompt), max_model_len),
-                context,
+                context._replace(retain=retain),
                 token_bytes=self._front.token_bytes,
                 metrics=self._front.metrics,
                 arrived=arrived,

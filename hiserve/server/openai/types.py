@@ -15,7 +15,7 @@ from hiserve.errors import RequestError
 from hiserve.server.reply.format import ServedModel, Usage
 from hiserve.server.reply.logprobs import ChatScores, PromptScores, TextScores
 from hiserve.server.request.grammar_fields import OpenAIGrammarFields
-from hiserve.server.request.sampling_fields import Limits, Name, Priority, TokenId, range_of
+from hiserve.server.request.sampling_fields import Limits, Name, Priority, Retention, TokenId, range_of
 from hiserve.text.abilities import Thinking
 from hiserve.text.body.json import union
 from hiserve.text.body.parser import MAX_PROMPTS, parse_prompt
@@ -63,6 +63,8 @@ class OpenAIFields(OpenAIGrammarFields, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    prompt_cache_key: Name | None = None
+    prompt_cache_retention: Retention | None = None
 
     def __post_init__(self) -> None:
         """Refuses values that exclude each other.

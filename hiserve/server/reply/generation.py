@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from hiserve.core.plan import WORD_BYTES, Int32Array
-from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.core.request import FinishReason, Retain, SamplingParams
 from hiserve.core.usage import NOTHING, CacheUse, DraftUse
 from hiserve.errors import HiserveError, InvariantError
 from hiserve.ipc.updates import RequestFacts, TokenDelta
@@ -40,12 +40,16 @@ class RequestContext(NamedTuple):
         priority: Larger is sooner.
         caller: Number of its API key.
         tag: Name by which it can be aborted.
+        session: Digest that chooses a worker where no prefix does; empty without one.
+        retain: Prefixes of the prompt that the cache evicts last.
     """
 
     namespace: bytes = b""
     priority: int = 0
     caller: int = 0
     tag: str = ""
+    session: bytes = b""
+    retain: Retain = ()
 
 
 class OutputDelta(NamedTuple):
@@ -104,6 +108,7 @@ class Generation:
     Attributes:
         name: Id of the response.
         timer: Of this request.
+        context: Its caller and priority.
         failure: The error that ended it.
         miss_place: Where in the conversation the cached prefix ends; None where it has all of it.
         facts: The engine's facts about the request, so far.
@@ -136,7 +141,7 @@ class Generation:
         self.prompt = prompt
         self.sampling = sampling
         self.choice = choice
-        self._context = context
+        self.context = context
         self._output = output
         self.timer = timer
         self._choice_index = choice_index
@@ -200,16 +205,7 @@ class Generation:
         """
         reason, detail = "abort", ""
         self.timer.begin()
-        namespace, priority, caller, tag = self._context
-        stream = engine.generate(
-            self.prompt,
-            self.sampling,
-            namespace=namespace,
-            choice=self._choice_index,
-            priority=priority,
-            caller=caller,
-            tag=tag,
-        )
+        stream = engine.generate(self.prompt, self.sampling, choice=self._choice_index, **self.context._asdict())
         try:
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
@@ -370,6 +366,11 @@ class Choices:
     def miss_place(self) -> Place | None:
         """Where in the conversation the cached prefix of the first prompt ends."""
         return self._firsts[0].miss_place
+
+    @property
+    def retain(self) -> Retain:
+        """Prefixes of the first prompt that the cache evicts last."""
+        return self._firsts[0].context.retain
 
     @property
     def drafts(self) -> DraftUse | None:

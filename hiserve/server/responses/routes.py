@@ -23,6 +23,7 @@ from hiserve.server.http.streaming import answer
 from hiserve.server.reply.format import json_response, warned
 from hiserve.server.reply.generation import Choices, OutputDelta
 from hiserve.server.request.body import Body
+from hiserve.server.request.sampling_fields import retention_s
 from hiserve.server.responses.format import ResponseWriter, response_usage
 from hiserve.server.responses.items import Deleted, InputTokens, ItemList, ResponseEvent, ResponseObject
 from hiserve.server.responses.request import Tools, conversation_of, read_tools
@@ -95,8 +96,16 @@ class ResponseRoutes:
         sampling, tools = options.sampling(self._model), self._tools(fields)
         chat = conversation_of(fields, await self._earlier(request, fields), tools, self._unseal)
         engine = front.handle.require()
-        context = context_of(request, options.cache_salt, options.priority, options.rid)
-        chat_request = ChatRequest(chat, sampling, options.limits, context, fields.constraint, thinking=fields.thinking)
+        context = context_of(request, options.cache_salt, options.priority, options.rid, options.prompt_cache_key)
+        chat_request = ChatRequest(
+            chat,
+            sampling,
+            options.limits,
+            context,
+            fields.constraint,
+            thinking=fields.thinking,
+            retain_s=retention_s(options.prompt_cache_retention),
+        )
         response = self._response(options, fields, sampling, body.get("tools"))
         choices, warning = await self._begin(request, engine, chat_request, response, arrived)
         writer = ResponseWriter(response, tools.names, front.seals.seal if options.seals else None)

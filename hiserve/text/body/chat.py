@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -26,6 +27,8 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 16_384  # of the content of one message
 MAX_FIELDS = 64  # of one message
 MAX_TOOLS = 1024
+MAX_MARKS = 4  # of parts that the cache evicts last
+MINUTES_S, HOUR_S, DAY_S = 300, 3600, 86_400
 NOT_SERVED = {
     "function_call": "use tool_calls",
     "audio": "use text",
@@ -34,11 +37,24 @@ NOT_SERVED = {
 Name = Annotated[str, Meta(min_length=1)]
 
 
+class CacheControl(msgspec.Struct, frozen=True):
+    """A hint that the prompt up to here comes again within the time: the cache evicts it last."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+    @property
+    def seconds(self) -> int:
+        """The time."""
+        return HOUR_S if self.ttl == "1h" else MINUTES_S
+
+
 class TextPart(msgspec.Struct, frozen=True):
     """A part of a content."""
 
     type: Literal["text"]
     text: str
+    cache_control: CacheControl | None = None
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
@@ -145,6 +161,8 @@ def parse_chat(body: dict[str, Any]) -> Conversation:
             "chat_template is not supported in a request; the operator sets it (--chat-template).",
             param="chat_template",
         )
+    contents = (message.content for message in fields.messages)
+    check_marks(piece.cache_control for pieces in contents if isinstance(pieces, list) for piece in pieces)
     choice, is_named = _choice(fields)
     for name in ("tools", "documents", "chat_template_kwargs"):
         check_json(body.get(name), name)
@@ -165,14 +183,14 @@ def _tools(given: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
 
 
 def join_parts(messages: list[Any]) -> None:
-    """Joins the text parts of each content, in place.
+    """Joins the text parts of each content, in place, up to each mark.
 
     Raises:
         RequestError: A message is malformed.
     """
     for value, message in zip(messages, decode({"messages": messages}, ChatFields).messages, strict=True):
         if isinstance(message.content, list):
-            value["content"] = _joined(message.content)
+            value["content"] = _merged(message.content)
 
 
 def _turns(values: list[Message], messages: list[RequestMessage]) -> tuple[Turn, ...]:
@@ -217,7 +235,13 @@ def _turn(value: Message, message: RequestMessage, where: str) -> Turn:
     parts: list[Text | Thought | Call | Result] = []
     if message.role == "assistant" and (thought := texts.pop("reasoning_content", None)) is not None:
         parts.append(Thought(thought))
-    parts.append(Result(texts.pop("tool_call_id", None), text) if message.role == "tool" else Text(text))
+    pieces = content if isinstance(content, list) else []
+    if message.role in ("tool", "assistant"):
+        ttl_s = max((seconds_of(piece.cache_control) for piece in pieces), default=0)
+        is_result = message.role == "tool"
+        parts.append(Result(texts.pop("tool_call_id", None), text, retain_s=ttl_s) if is_result else Text(text, ttl_s))
+    else:
+        parts += marked_texts([(piece.text, piece.cache_control) for piece in pieces]) if pieces else [Text(text)]
     parts += [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls or ())]
     return Turn("system" if message.role == "developer" else message.role, tuple(parts), texts)
 
@@ -244,6 +268,45 @@ def _choice(fields: ChatFields) -> tuple[ToolChoice, bool]:
     else:
         choice, is_named = ToolChoice(chosen == "required", None, strict), False
     return choice, is_named
+
+
+def seconds_of(control: CacheControl | None) -> int:
+    """Returns how long the prompt up to a part is to be kept; 0 without a mark."""
+    return 0 if control is None else control.seconds
+
+
+def marked_texts(pieces: Sequence[tuple[str, CacheControl | None]]) -> list[Text]:
+    """Joins texts up to each mark, so that a part ends there."""
+    joined, words = list[Text](), list[str]()
+    for i, (text, control) in enumerate(pieces):
+        words.append(text)
+        if control is not None or i == len(pieces) - 1:
+            joined.append(Text("".join(words), seconds_of(control)))
+            words = []
+    return joined
+
+
+def check_marks(controls: Iterable[CacheControl | None]) -> None:
+    """Refuses more than ``MAX_MARKS`` marks, in the words that clients of Anthropic know.
+
+    Raises:
+        RequestError: There are more.
+    """
+    number = sum(control is not None for control in controls)
+    if number > MAX_MARKS:
+        raise RequestError(
+            f"A maximum of {MAX_MARKS} blocks with cache_control may be provided. Found {number}.",
+            param="cache_control",
+        )
+
+
+def _merged(parts: list[TextPart]) -> str | list[dict[str, Any]]:
+    texts = marked_texts([(part.text, part.cache_control) for part in parts])
+    if not any(text.retain_s for text in texts):
+        return _joined(parts)
+    controls = {HOUR_S: CacheControl("ephemeral", "1h"), MINUTES_S: CacheControl("ephemeral")}
+    merged = [TextPart("text", text.text, controls.get(text.retain_s)) for text in texts]
+    return [msgspec.to_builtins(part) for part in merged]
 
 
 def _joined(parts: list[TextPart]) -> str:

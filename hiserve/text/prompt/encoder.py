@@ -8,16 +8,20 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from hiserve.core.plan import Int32Array
+from hiserve.core.request import Retain
 from hiserve.errors import ContextLengthError, RequestError
 from hiserve.text.conversation import Conversation
 from hiserve.text.helpers.fair_threads import FairThreads
 from hiserve.text.helpers.pool import HelperPool
-from hiserve.text.prompt.parts import Place, place_after
+from hiserve.text.prompt.parts import Place, place_after, retained
 from hiserve.text.prompt.reply_tokens import ReplyTokenCache, Splice, chat_steps, with_thoughts
 from hiserve.text.prompt.steps import Render, Steps, Wanted, text_steps
 from hiserve.text.reader.buffer import Event
 from hiserve.text.template.chat_template import TOO_SLOW, ChatTemplate
+from hiserve.text.tokens.detokenizer import TokenBytes
 from hiserve.text.tokens.split_points import SplitPoints
 from hiserve.text.tokens.tokenizer import Tokenizer
 
@@ -29,6 +33,7 @@ INLINE_RENDER_CHARS = 2**20
 INLINE_WORK_CHARS = 2**23
 INLINE_MESSAGES = 512
 STEP_CHARS = 200  # fixed cost of an encoding, in characters
+INLINE_TOKENS = 4096  # the places of parts in so many tokens are found in about 2 ms
 
 
 class PromptEncoder:
@@ -124,6 +129,16 @@ class PromptEncoder:
         chat = with_thoughts(chat, self._reply_cache.recall(namespace, chat))
         return place_after(chat, self._tokenizer.decode(prompt[:at], skip_hidden=False))
 
+    async def retain(
+        self, chat: Conversation, namespace: bytes, prompt: Int32Array, token_bytes: TokenBytes, caller: int
+    ) -> Retain:
+        """Returns the prefixes of a prompt, int32 ``[n]``, that the cache is to evict last: those up to a marked part."""
+        if not chat.retains:
+            return ()
+        chat = with_thoughts(chat, self._reply_cache.recall(namespace, chat))
+        find = partial(_retained_tokens, chat, prompt, self._tokenizer, token_bytes)
+        return await self._threads.do(find, caller) if prompt.size > INLINE_TOKENS else find()
+
     async def _run(self, steps: Steps, caller: int) -> Int32Array:
         """Runs each step where it does not block the event loop, and yields to the loop between steps."""
         done: Any = None
@@ -182,6 +197,14 @@ class PromptEncoder:
                 "Shorten it.",
                 param=param,
             )
+
+
+def _retained_tokens(chat: Conversation, prompt: Int32Array, tokenizer: Tokenizer, token_bytes: TokenBytes) -> Retain:
+    text = tokenizer.decode(prompt, skip_hidden=False)
+    ids, places = np.unique(prompt, return_inverse=True)
+    ends = np.cumsum(np.array([len(token_bytes.bytes_of(index)) for index in ids.tolist()])[places])
+    found = [(len(text[:num_chars].encode()), ttl_s) for num_chars, ttl_s in retained(chat, text)]
+    return tuple((int(np.searchsorted(ends, num_bytes, side="right")), ttl_s) for num_bytes, ttl_s in found)
 
 
 def _wanted(max_tokens: int, truncate: int | None, param: str) -> Wanted:

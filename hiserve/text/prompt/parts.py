@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from hiserve.text.conversation import Call, Conversation, Text, Thought, Turn
@@ -35,6 +35,13 @@ class _Part(NamedTuple):
     name: PartName
     begin: str
     whole: tuple[str, ...]  # spellings
+    retain_s: int = 0
+
+
+class _Found(NamedTuple):
+    number: int  # among the parts
+    begin: int
+    end: int
 
 
 def place_after(chat: Conversation, before: str) -> Place:
@@ -47,18 +54,8 @@ def place_after(chat: Conversation, before: str) -> Place:
         before: The prompt up to the place.
     """
     parts = list(_parts(chat))
-    at, first, num_skipped, is_sure = 0, 0, 0, True
-    for index, part in enumerate(parts):
-        size = max(map(len, part.whole))
-        is_head = part.turn == 0 or parts[first - 1].turn == 0  # tools may be anywhere in it
-        most = len(before) if is_head else at + size + num_skipped + MARK_CHARS
-        begin = 0 if part.name == "tools" else at
-        ends = [found + len(text) for text in part.whole if (found := before.find(text, begin, most)) >= 0]
-        if ends and (is_sure or size >= SURE_CHARS):
-            at, first, num_skipped, is_sure = max(at, *ends), index + 1, 0, True
-        else:
-            num_skipped += size
-            is_sure = is_sure and part.name not in ("text", "system")  # which templates show
+    *_, (last_found, _, at) = (_Found(-1, 0, 0), *_find(parts, before))
+    first = last_found + 1
     if first + 1 < len(parts) and parts[first].name == "thought":
         has_thought, has_next = (_has_begun(part.begin, before[at:]) for part in parts[first : first + 2])
         first += has_next and not has_thought
@@ -68,6 +65,39 @@ def place_after(chat: Conversation, before: str) -> Place:
     return Place(parts[first].turn, parts[first].name, is_new=parts[first].turn > last)
 
 
+def retained(chat: Conversation, prompt: str) -> list[tuple[int, int]]:
+    """Returns the characters of a prompt, and for how many seconds, that the cache is to evict last: one pair for each mark.
+
+    They end where the part after the marked one begins, or the next that is found.
+
+    Args:
+        chat: The conversation, with the thoughts that the template was given.
+        prompt: Its prompt.
+    """
+    parts = list(_parts(chat))
+    found = list(_find(parts, prompt))
+    marks = [(index, part.retain_s) for index, part in enumerate(parts) if part.retain_s]
+    return [(next((each.begin for each in found if each.number > index), len(prompt)), ttl_s) for index, ttl_s in marks]
+
+
+def _find(parts: Sequence[_Part], text: str) -> Iterator[_Found]:
+    """Yields the parts that a text shows, in order."""
+    at, first, num_skipped, is_sure = 0, 0, 0, True
+    for index, part in enumerate(parts):
+        size = max(map(len, part.whole))
+        is_head = part.turn == 0 or parts[first - 1].turn == 0  # tools may stand anywhere in it
+        most = len(text) if is_head else at + size + num_skipped + MARK_CHARS
+        begin = 0 if part.name == "tools" else at
+        ends = [place + len(whole) for whole in part.whole if (place := text.find(whole, begin, most)) >= 0]
+        if ends and (is_sure or size >= SURE_CHARS):
+            end = max(at, *ends)
+            yield _Found(index, max(at, end - size), end)
+            at, first, num_skipped, is_sure = end, index + 1, 0, True
+        else:
+            num_skipped += size
+            is_sure = is_sure and part.name not in ("text", "system")  # which templates show
+
+
 def _parts(chat: Conversation) -> Iterator[_Part]:
     """Yields the parts in the order in which templates show them, tools after the first system turns."""
     tools = tuple(json.dumps(tool["function"]["name"], ensure_ascii=False) for tool in (chat.tools or ())[-1:])
@@ -75,7 +105,7 @@ def _parts(chat: Conversation) -> Iterator[_Part]:
     for index, turn in enumerate(chat.turns):
         if not has_tools and turn.role != "system":
             has_tools = True
-            yield _Part(0, "tools", tools[0], tools)
+            yield _Part(0, "tools", tools[0], tools, chat.tools_retain_s)
         yield from _parts_of(index, turn)
 
 
@@ -83,11 +113,12 @@ def _parts_of(index: int, turn: Turn) -> Iterator[_Part]:
     for part in turn.parts:
         if isinstance(part, Call):
             spelled = json.dumps(part.value, ensure_ascii=False)
-            yield _Part(index, "call", part.name, (part.arguments, spelled, *_leaf(part.value)))
+            yield _Part(index, "call", part.name, (part.arguments, spelled, *_leaf(part.value)), part.retain_s)
         elif text := part.text.strip():
             name: PartName = "thought" if isinstance(part, Thought) else "text"
             is_system = turn.role == "system" and isinstance(part, Text)
-            yield _Part(index, "system" if is_system else name, text[:BEGIN_CHARS], (text,))
+            retain_s = 0 if isinstance(part, Thought) else part.retain_s
+            yield _Part(index, "system" if is_system else name, text[:BEGIN_CHARS], (text,), retain_s)
 
 
 def _has_begun(begin: str, after: str) -> bool:

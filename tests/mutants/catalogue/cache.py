@@ -1,10 +1,12 @@
 """The cache index: pages, locks, eviction, versions, shares."""
 
-from hiserve.cache.index import allocator, eviction, miss_reasons, prefixes, radix, tiers, transfers
+from hiserve.cache.index import allocator, eviction, miss_reasons, prefixes, radix, retention, tiers, transfers
 from hiserve.cache.storage import cache_identity
 from hiserve.core import digest
+from tests.invariants import test_index_machine
 from tests.unit.cache import test_allocator, test_eviction, test_miss_reasons, test_prefix_cache, test_radix, test_tenant_shares, test_tiers
 from tests.unit.core import test_digest
+from tests.unit.engine import test_retention
 from tests.unit.storage import test_host_segment
 
 with allocator.PageAllocator.__init__, test_allocator.test_a_wish_for_the_sink_or_a_used_page_or_one_outside_the_pool_is_no_wish:
@@ -91,3 +93,23 @@ with miss_reasons.explain, test_miss_reasons.test_a_namespace_without_pages_is_t
     return Miss(MissReason.NAMESPACE if tree.roots.keys() - {root.digests[0]} else MissReason.COLD, 0)
     others = any(rest[:page_bytes] in other.children for other in tree.roots.values())
     return Miss(MissReason.NAMESPACE if others else MissReason.COLD, 0)
+with eviction.Eviction.__init__, test_retention.test_a_retained_prefix_outlives_a_flood_until_its_time:
+    "INV 77: retained pages are evicted in the order of their use"
+    ("retained_until_s", "priority") if order == "priority" else ("retained_until_s",)
+    ("priority",) if order == "priority" else ()
+with retention.Retention.retain, test_retention.test_a_caller_retains_a_quarter_of_the_host_and_no_more:
+    "INV 77: a caller retains all that it asks for"
+    node.num_pages if node.retained_until_s else self.quota - self.held.get(node.account, 0)
+    node.num_pages
+with retention.Retention.expire, test_retention.test_a_retained_prefix_outlives_a_flood_until_its_time:
+    "INV 77: retention has no end"
+    0 < step.retained_until_s <= now_s
+    False
+with radix.RadixTree.split, test_index_machine.test_retained_pages_go_last_until_their_time:
+    "INV 77: the upper part of a node that is split is not retained"
+    upper.retained_until_s = node.retained_until_s
+    pass
+with prefixes.Prefixes._insert_pages, test_index_machine.test_retained_pages_go_last_until_their_time:
+    "INV 77: pages that grow a retained node are retained beyond the quota"
+    not is_chosen and node.priority == path_lock.priority and not node.retained_until_s
+    not is_chosen and node.priority == path_lock.priority

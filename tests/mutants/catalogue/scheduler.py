@@ -5,6 +5,7 @@ from tests.unit.scheduler import (
     test_conservation,
     test_dispatcher,
     test_fairness,
+    test_placement,
     test_prefix_index,
     test_progress_watch,
     test_replays,
@@ -92,3 +93,11 @@ with placement.PrefixIndex.prefix, test_prefix_index.test_tenants_do_not_see_eac
     "INV 7: the placement index mixes tenants"
     namespace
     b""
+with placement.Placement.place, test_placement.test_cold_sessions_spread_and_stick:
+    "INV 78: a session has no home"
+    not is_home
+    True
+with placement._weight, test_placement.test_a_session_leaves_a_worker_that_is_dead_full_or_far_busier_and_comes_back:
+    "INV 78: sessions move when another worker dies"
+    xxhash.xxh3_64_intdigest(b"%d:" % replica + session)
+    replica

@@ -65,6 +65,36 @@ def test_a_request_goes_to_the_worker_that_holds_its_prefix() -> None:
     assert desk.events.admitted == [(1, 1), (0, 2), (1, 3)]
 
 
+def test_cold_requests_of_a_session_stay_together_until_their_worker_dies() -> None:
+    desk = Desk(replicas=2, rows=64)
+    sessions = [b"%d" % number for number in range(16)]
+    for uid in range(64):
+        desk.submit(uid, *range(1000 * uid, 1000 * uid + 9), session=sessions[uid % 16])
+    homes = {uid % 16: replica for replica, uid in desk.events.admitted}
+    assert desk.events.admitted == [(homes[uid % 16], uid) for uid in range(64)]
+    assert set(homes.values()) == {0, 1}
+    for replica, uid in tuple(desk.events.admitted):
+        desk.report((uid, [5], 1), replica=replica)
+    first = next(number for number, replica in homes.items() if replica == 0)
+    desk.cache(1, *range(32))
+    desk.submit(100, *range(33), session=sessions[first])
+    assert desk.events.admitted[-1] == (1, 100), "the known prefix wins"
+    desk.dispatcher.worker_lost(0)
+    desk.submit(101, 7, 8, 9, session=sessions[first])
+    assert desk.events.admitted[-1] == (1, 101)
+
+
+def test_what_is_retained_travels_to_each_worker_of_a_request() -> None:
+    desk = Desk(replicas=2)
+    desk.submit(1, *range(9), retain=((8, 300),))
+    replica, _ = desk.events.admitted[0]
+    assert desk.events.admits.pop(1)[0].retain == ((8, 300),)
+    desk.report((1, [5], 0), replica=replica)
+    desk.dispatcher.worker_lost(replica)
+    desk.dispatcher.dispatch()
+    assert desk.events.admits[1][0].retain == ((8, 300),)
+
+
 def test_the_seed_is_drawn_once_and_a_given_one_is_kept() -> None:
     desk = Desk()
     desk.submit(1)

@@ -83,3 +83,49 @@ def test_equals_take_turns() -> None:
         placement.return_credit(replica)
         chosen.append(replica)
     assert chosen == [0, 1, 2, 0, 1, 2]
+
+
+def alike(_replica: int) -> int:
+    return 16
+
+
+SESSIONS = [b"session %d" % number for number in range(200)]
+
+
+def homes(built: Placement) -> dict[bytes, int | None]:
+    return {session: built.place(100, no_match, session) for session in SESSIONS}
+
+
+def test_cold_sessions_spread_and_stick() -> None:
+    built = admission(0, 0)
+    first = homes(built)
+    assert 60 < sum(replica == 0 for replica in first.values()) < 140
+    built.take_credit(0)
+    built.take_credit(0)
+    assert homes(built) == first, "a session left its worker though that is little busier"
+    assert {session: built.place(100, alike, session) for session in SESSIONS} == first
+
+
+def test_a_known_prefix_wins_over_the_session() -> None:
+    built = admission(0, 0)
+    for replica in (0, 1):
+        assert {
+            built.place(100, lambda asked, replica=replica: 16 * (asked == replica), name) for name in SESSIONS
+        } == {replica}
+
+
+def test_a_session_leaves_a_worker_that_is_dead_full_or_far_busier_and_comes_back() -> None:
+    built = admission(0, 0, 0)
+    first = homes(built)
+    built.leave(1)
+    then = homes(built)
+    assert set(then.values()) == {0, 2}
+    assert all(then[session] == replica for session, replica in first.items() if replica != 1), "others moved too"
+    built.join(1, 8)
+    assert homes(built) == first
+    busy = admission(5, 0, rows=8)
+    assert set(homes(busy).values()) == {1}
+
+
+def test_without_a_session_load_decides() -> None:
+    assert admission(1, 0).place(100, no_match, b"") == 1

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hiserve.text.prompt.parts import place_after
+from hiserve.text.conversation import Turn
+from hiserve.text.prompt.parts import place_after, retained
 from hiserve.text.prompt.reply_tokens import with_thoughts
 from hiserve.text.template.chat_template import ChatTemplate
 from tests.helpers.chats import chat_of
@@ -95,3 +97,33 @@ def test_the_place_never_goes_back_as_the_text_grows(words: list[str], data: st.
 def test_thoughts_are_those_that_the_template_was_given() -> None:
     chat = chat_of(HISTORY)
     assert with_thoughts(chat, {}) is chat
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_marked_part_is_retained_up_to_the_next_one(name: str) -> None:
+    template = ChatTemplate((TEMPLATES / f"{name}.jinja").read_text())
+    chat = chat_of(HISTORY, tools=TOOLS)
+    text = template.render(chat)
+    ends = {
+        (1, 0): "are the ships?",
+        (2, 1): "me see.",
+        (2, 2): "in the north",
+        (3, 0): "are at sea.",
+        (5, 0): "be back?",
+    }
+    befores = {(1, 0): "me see", (2, 1): "harbour", (2, 2): "are at sea", (3, 0): "Out at sea", (5, 0): "\0"}
+    if "tool_calls" not in template.sources.source:
+        del ends[2, 2]
+    for (turn, part), words in ends.items():
+        marked = [
+            msgspec.structs.replace(each, retain_s=300) if i == part else each
+            for i, each in enumerate(chat.turns[turn].parts)
+        ]
+        turns = [
+            Turn(each.role, tuple(marked), each.fields) if i == turn else each for i, each in enumerate(chat.turns)
+        ]
+        ((end, ttl_s),) = retained(msgspec.structs.replace(chat, turns=tuple(turns)), text)
+        assert ttl_s == 300 and words in text[:end], (name, words)
+        assert befores[turn, part] not in text[:end][text.index(words) :], (name, words)
+    ((end, _),) = retained(msgspec.structs.replace(chat, tools_retain_s=60), text)
+    assert '"look"' in text[:end] and "are the ships" not in text[:end]
