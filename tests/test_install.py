@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -18,6 +19,15 @@ def run(*arguments: object, cwd: Path) -> str:
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.strip()
+
+
+def test_every_file_of_the_package_is_installed() -> None:
+    """An image has the package as it is installed, and no checkout."""
+    package = ROOT / "hiserve"
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["hiserve"]
+    installed = {path for pattern in patterns for path in package.glob(pattern)}
+    files = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert files - installed == set() and len(files) > 10
 
 
 def test_the_folder_that_holds_the_clone_imports_the_package_and_not_the_clone(tmp_path: Path) -> None:
