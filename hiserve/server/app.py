@@ -225,12 +225,12 @@ class RequestIdMiddleware:
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     named = f"{request.method} {request.url.path[:200]}"
-    told, code = {
+    message, code = {
         405: (f"{named} is not allowed.", "method_not_allowed"),
         404: (f"there is no route {named}.", "not_found"),
     }.get(error.status_code, (str(error.detail), "invalid_request"))
     state = request.state
-    response = error_response(error.status_code, told, code=code, form=state.error_form, request_id=state.request_id)
+    response = error_response(error.status_code, message, code=code, form=state.error_form, request_id=state.request_id)
     response.headers.update(error.headers or {})
     return response
 

@@ -14,7 +14,7 @@ from hiserve import __version__
 from hiserve.server.reply.format import ServedModel
 from hiserve.server.request.known_fields import IGNORED, REFUSED
 from hiserve.server.routes import Endpoint
-from hiserve.text.body.json import Schema, forms, wanted
+from hiserve.text.body.json import Schema, allowed_values, forms
 
 # Pages load no scripts, fonts or pictures.
 HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'", "cache-control": "no-store"}
@@ -122,7 +122,7 @@ def _fields(title: str, fields: dict[str, Any], required: Any, schemas: dict[str
             yield f"<details{is_open}><summary>{summary}</summary><table><tr><th>name</th><th>values</th></tr>"
             for name, schema in table.items():
                 mark = " (required)" if name in required else ""
-                yield f"<tr><td><code>{escape(name)}</code>{mark}</td><td>{escape(wanted(schema, schemas))}</td></tr>"
+                yield f"<tr><td><code>{escape(name)}</code>{mark}</td><td>{escape(allowed_values(schema, schemas))}</td></tr>"
             yield "</table></details>"
 
 

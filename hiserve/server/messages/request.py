@@ -121,7 +121,7 @@ def _turns(message: MessagesTurn, where: str, unseal: Unseal, ignored: Counter[s
                 f"{param}[{i}] is a {kind}, which is no part of a {role} message.", param=f"{param}[{i}]"
             )
     if role == "assistant":
-        return [Turn("assistant", _said(blocks, param, unseal, ignored))]
+        return [Turn("assistant", _assistant_parts(blocks, param, unseal, ignored))]
     turns, texts = list[Turn](), list[TextBlock]()
     for i, block in enumerate(blocks):
         if isinstance(block, TextBlock):
@@ -142,7 +142,7 @@ def _worded(role: Any, blocks: Sequence[TextBlock], param: str) -> Turn:
     return turn
 
 
-def _said(
+def _assistant_parts(
     blocks: Sequence[Block], param: str, unseal: Unseal, ignored: Counter[str]
 ) -> tuple[Text | Thought | Call | Result, ...]:
     """Returns the thoughts, texts and calls of the assistant."""

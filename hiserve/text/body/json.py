@@ -107,8 +107,8 @@ def forms(schema: Schema, schemas: dict[str, Schema]) -> list[Schema]:
     return inner or ([] if schema.get("type") == "null" else [schema])
 
 
-def wanted(schema: Schema, schemas: dict[str, Schema]) -> str:
-    """Returns the values that a schema allows, in words: "a number between 0 and 1". Null is not mentioned."""
+def allowed_values(schema: Schema, schemas: dict[str, Schema]) -> str:
+    """Returns the values that a schema allows, in English: "a number between 0 and 1". Null is not mentioned."""
     if "title" in schema and "properties" not in schema:  # a named value, and no type
         return str(schema["title"])
     words = dict.fromkeys(_words(form, schemas) for form in forms(schema, schemas))
@@ -126,10 +126,10 @@ def _words(form: Schema, schemas: dict[str, Schema]) -> str:
     if kind == "string":
         return "a string" + _size(form, "Length", "characters")
     if kind == "array":
-        return "a list" + _size(form, "Items", "entries", f"each {wanted(form.get('items', {}), schemas)}")
+        return "a list" + _size(form, "Items", "entries", f"each {allowed_values(form.get('items', {}), schemas)}")
     if kind == "object":
         if isinstance(each := form.get("additionalProperties"), dict):
-            return "an object" + _size(form, "Properties", "entries", f"each {wanted(each, schemas)}") + note
+            return "an object" + _size(form, "Properties", "entries", f"each {allowed_values(each, schemas)}") + note
         names = form.get("properties", ()) if each is False else form.get("required", ())
         return "an object" + (f" with {', '.join(names)}" if names else "")
     return "true or false" if kind == "boolean" else "any value"
@@ -184,7 +184,7 @@ def _fault(message: str, given: dict[str, Any], kind: type[msgspec.Struct]) -> R
         schema = {"anyOf": [form["properties"]["type"] for form in typed]}
     param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)[1:]
     fact = f"is {number}; it " if (number := _number_at(given, steps)) is not None else ""
-    fault = f"{fact}must be {wanted(schema, schemas)}."
+    fault = f"{fact}must be {allowed_values(schema, schemas)}."
     if unknown := _UNKNOWN.match(message):
         fault = f"has a field {unknown[1][:100]!a}, which is not known; it {fault}"
     return RequestError(f"{param} {fault}", param=param)

@@ -18,7 +18,7 @@ from hiserve.text.helpers.fair_threads import FairThreads
 from hiserve.text.helpers.pool import HelperPool
 from hiserve.text.prompt.parts import Place, place_after, retained
 from hiserve.text.prompt.reply_tokens import ReplyTokenCache, Splice, chat_steps, with_thoughts
-from hiserve.text.prompt.steps import Render, Steps, Wanted, text_steps
+from hiserve.text.prompt.steps import PromptLimit, Render, Steps, text_steps
 from hiserve.text.reader.buffer import Event
 from hiserve.text.template.chat_template import TOO_SLOW, ChatTemplate
 from hiserve.text.tokens.detokenizer import TokenBytes
@@ -96,8 +96,8 @@ class PromptEncoder:
             ContextLengthError: The text is far too long.
         """
         self._check_length(len(text), max_tokens, truncate, param=param)
-        wanted = _wanted(max_tokens, truncate, param)
-        steps = text_steps(text, self._split_points, wanted, add_special_tokens=add_special_tokens)
+        limit = _prompt_limit(max_tokens, truncate, param)
+        steps = text_steps(text, self._split_points, limit, add_special_tokens=add_special_tokens)
         return truncated(await self._run(steps, caller), truncate, max_tokens)
 
     async def encode_chat(
@@ -119,9 +119,9 @@ class PromptEncoder:
         max_chars = max_tokens * self._tokenizer.max_token_chars
         if truncate is not None:
             max_chars = max(max_chars, 4 * chat.num_chars)
-        wanted = _wanted(max_tokens, truncate, "messages")
+        limit = _prompt_limit(max_tokens, truncate, "messages")
         splices = self._reply_cache.splices
-        steps = chat_steps(chat, known, self._split_points, wanted, max_chars=max_chars, splices=splices)
+        steps = chat_steps(chat, known, self._split_points, limit, max_chars=max_chars, splices=splices)
         return truncated(await self._run(steps, caller), truncate, max_tokens)
 
     def place(self, chat: Conversation, namespace: bytes, prompt: Int32Array, at: int) -> Place:
@@ -207,11 +207,11 @@ def _retained_tokens(chat: Conversation, prompt: Int32Array, tokenizer: Tokenize
     return tuple((int(np.searchsorted(ends, num_bytes, side="right")), ttl_s) for num_bytes, ttl_s in found)
 
 
-def _wanted(max_tokens: int, truncate: int | None, param: str) -> Wanted:
-    """Returns the needed part of a prompt. One token more than fits suffices to refuse it."""
+def _prompt_limit(max_tokens: int, truncate: int | None, param: str) -> PromptLimit:
+    """Returns the limit of a prompt: encoding ends at the first token beyond it."""
     if truncate is None:
-        return Wanted(max_tokens, param=param)
-    return Wanted(min(max_tokens, max_tokens - 1 if truncate == -1 else truncate), from_end=True, param=param)
+        return PromptLimit(max_tokens, param=param)
+    return PromptLimit(min(max_tokens, max_tokens - 1 if truncate == -1 else truncate), from_end=True, param=param)
 
 
 def truncated(ids: Int32Array, truncate: int | None, max_tokens: int) -> Int32Array:

@@ -22,7 +22,7 @@ from hiserve.core.digest import namespace_digest
 from hiserve.core.plan import Int32Array
 from hiserve.text.conversation import Call, Conversation, Result, Text, Thought, Turn
 from hiserve.text.prompt.known_replies import KnownReply, canonical
-from hiserve.text.prompt.steps import Render, Steps, Wanted, join_steps, run_steps
+from hiserve.text.prompt.steps import PromptLimit, Render, Steps, join_steps, run_steps
 from hiserve.text.reader.buffer import Event, Kind
 from hiserve.text.reader.formats import ReplyFormat
 from hiserve.text.template.chat_template import RENDER_S, ChatTemplate
@@ -179,7 +179,9 @@ def encode_chat(
     Raises:
         RequestError: The template refuses the messages.
     """
-    steps = chat_steps(chat, known, SplitPoints(tokenizer), Wanted(MAX_INT32), max_chars=max_chars, splices=splices)
+    steps = chat_steps(
+        chat, known, SplitPoints(tokenizer), PromptLimit(MAX_INT32), max_chars=max_chars, splices=splices
+    )
     return run_steps(steps, tokenizer, template, max_s)
 
 
@@ -187,7 +189,7 @@ def chat_steps(
     chat: Conversation,
     known: Mapping[int, KnownReply],
     split_points: SplitPoints,
-    wanted: Wanted,
+    limit: PromptLimit,
     *,
     max_chars: int | None = None,
     splices: Counter[Splice] | None = None,
@@ -208,7 +210,7 @@ def chat_steps(
         chat: The conversation.
         known: Replies among its turns, by index. Ids that spell something else are ignored.
         split_points: Where texts may be cut, for the model's tokenizer.
-        wanted: The needed part of the prompt.
+        limit: Of the prompt.
         max_chars: As for ``ChatTemplate.render``.
         splices: Counts the turns of the assistant.
 
@@ -241,7 +243,7 @@ def chat_steps(
             count[Splice.KEPT if len(ids) == len(shown[i].ids) else Splice.CUT] += 1
         elif place >= 0:
             count[Splice.CHANGED] += 1
-    return (yield from join_steps([*parts, text[at:]], split_points, wanted))
+    return (yield from join_steps([*parts, text[at:]], split_points, limit))
 
 
 def with_thoughts(chat: Conversation, known: Mapping[int, KnownReply]) -> Conversation:

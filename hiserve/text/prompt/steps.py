@@ -38,12 +38,12 @@ class Render(NamedTuple):
     max_chars: int | None
 
 
-class Wanted(NamedTuple):
-    """The part of a prompt that is needed.
+class PromptLimit(NamedTuple):
+    """The largest number of a prompt's tokens, and the treatment of a longer one.
 
     Attributes:
-        most: Tokens. A longer prompt is refused or truncated.
-        from_end: Truncate at the start instead of refusing.
+        most: Tokens.
+        from_end: Keep the last tokens of a longer prompt instead of refusing it.
         param: The request field that the prompt came from.
     """
 
@@ -55,8 +55,8 @@ class Wanted(NamedTuple):
 Steps = Generator[Encode | Render, Any, Int32Array]
 
 
-def text_steps(text: str, split_points: SplitPoints, wanted: Wanted, *, add_special_tokens: bool) -> Steps:
-    """Encodes the needed part of a plain text; returns its ids, int32 ``[n]``.
+def text_steps(text: str, split_points: SplitPoints, limit: PromptLimit, *, add_special_tokens: bool) -> Steps:
+    """Encodes a plain text within a limit; returns its ids, int32 ``[n]``.
 
     Raises:
         ContextLengthError: The text is too long.
@@ -65,13 +65,13 @@ def text_steps(text: str, split_points: SplitPoints, wanted: Wanted, *, add_spec
     around = None if not is_long else split_points.tokenizer.around if add_special_tokens else ([], [])
     if around is None:
         ids: Int32Array = yield Encode(text, add_special_tokens)
-        return ids[-wanted.most :] if wanted.from_end else ids
+        return ids[-limit.most :] if limit.from_end else ids
     before, after = (np.array(ids, dtype=np.int32) for ids in around)
-    return (yield from join_steps([before, text, after], split_points, wanted))
+    return (yield from join_steps([before, text, after], split_points, limit))
 
 
-def join_steps(parts: Sequence[str | Int32Array], split_points: SplitPoints, wanted: Wanted) -> Steps:
-    """Encodes the needed part of a prompt; returns all ids, int32 ``[n]``.
+def join_steps(parts: Sequence[str | Int32Array], split_points: SplitPoints, limit: PromptLimit) -> Steps:
+    """Encodes the parts of a prompt within a limit; returns all ids, int32 ``[n]``.
 
     ``parts`` are texts, and known ids int32 ``[n]``. A long text is encoded in pieces, so that no step takes long and
     encoding stops once enough tokens are found.
@@ -83,13 +83,13 @@ def join_steps(parts: Sequence[str | Int32Array], split_points: SplitPoints, wan
     num_found = 0
 
     def size() -> int:
-        if not wanted.from_end:
+        if not limit.from_end:
             return PIECE_CHARS
-        return min(PIECE_CHARS, TOKEN_CHARS * max(0, wanted.most - num_found) + PIECE_CHARS // 64)
+        return min(PIECE_CHARS, TOKEN_CHARS * max(0, limit.most - num_found) + PIECE_CHARS // 64)
 
-    for part in reversed(parts) if wanted.from_end else parts:
+    for part in reversed(parts) if limit.from_end else parts:
         spans = (
-            ranges(part, split_points, size, from_end=wanted.from_end, param=wanted.param)
+            ranges(part, split_points, size, from_end=limit.from_end, param=limit.param)
             if isinstance(part, str)
             else [(0, 0)]
         )
@@ -101,15 +101,15 @@ def join_steps(parts: Sequence[str | Int32Array], split_points: SplitPoints, wan
                 ids = part
             found.append(ids)
             num_found += ids.size
-            if wanted.from_end and num_found >= wanted.most:
-                return np.concatenate(found[::-1])[-wanted.most :]
-            if num_found > wanted.most:
+            if limit.from_end and num_found >= limit.most:
+                return np.concatenate(found[::-1])[-limit.most :]
+            if num_found > limit.most:
                 raise ContextLengthError(
                     f"the prompt is too long: it has at least {num_found} tokens; this model's maximum context length is "
-                    f"{wanted.most} tokens, reply included. Shorten the prompt.",
-                    param=wanted.param,
+                    f"{limit.most} tokens, reply included. Shorten the prompt.",
+                    param=limit.param,
                 )
-    return np.concatenate(found[::-1] if wanted.from_end else found) if found else np.empty(0, dtype=np.int32)
+    return np.concatenate(found[::-1] if limit.from_end else found) if found else np.empty(0, dtype=np.int32)
 
 
 def run_steps(

@@ -180,7 +180,7 @@ with sampling_fields.fit_context, test_responses.test_a_limit_beyond_the_room_is
     "an output limit beyond the room is refused where it should be cut"
     limits.is_cut and limits.max_tokens is not None
     False
-with messages_request._said, test_messages_request.test_only_what_is_sealed_here_is_a_thought:
+with messages_request._assistant_parts, test_messages_request.test_only_what_is_sealed_here_is_a_thought:
     "a thought that a client made up reaches the prompt"
     unseal(block.signature if isinstance(block, ThinkingBlock) else block.data)
     "so"

@@ -11,7 +11,7 @@ import pytest
 from msgspec import Meta
 
 from hiserve.errors import RequestError
-from hiserve.text.body.json import components, decode, union, wanted
+from hiserve.text.body.json import allowed_values, components, decode, union
 
 Ratio = Annotated[float, Meta(gt=0, le=1, description="1 is all")]
 
@@ -101,9 +101,9 @@ def test_other_fields_of_a_body_and_nulls_are_left_alone() -> None:
 
 def test_the_words_of_a_schema_are_those_of_the_message() -> None:
     _, schemas = components(Body)
-    shown = {name: wanted(schema, schemas) for name, schema in schemas["Body"]["properties"].items()}
+    shown = {name: allowed_values(schema, schemas) for name, schema in schemas["Body"]["properties"].items()}
     assert shown["ids"] == "a list of ids"
     assert shown["label"] == "a string"
-    assert wanted({"enum": [False, None]}, {}) == "false"
-    assert wanted({"type": "null"}, {}) == wanted({"enum": [None]}, {}) == "null"
+    assert allowed_values({"enum": [False, None]}, {}) == "false"
+    assert allowed_values({"type": "null"}, {}) == allowed_values({"enum": [None]}, {}) == "null"
     assert json.dumps(shown)

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, p
 from hiserve.errors import ContextLengthError
 from hiserve.models.model_config import find_model
 from hiserve.text.prompt import steps as encoding_steps
-from hiserve.text.prompt.steps import Encode, Wanted, run_steps, text_steps
+from hiserve.text.prompt.steps import Encode, PromptLimit, run_steps, text_steps
 from hiserve.text.tokens import split_points
 from hiserve.text.tokens.split_points import SplitPoints
 from hiserve.text.tokens.tokenizer import Tokenizer
@@ -137,8 +137,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding_steps, "TOKEN_CHARS", 1)
 
 
-def encoded(name: str, text: str, wanted: Wanted, *, adds: bool = True) -> list[int]:
-    found = text_steps(text, made(name), wanted, add_special_tokens=adds)
+def encoded(name: str, text: str, limit: PromptLimit, *, adds: bool = True) -> list[int]:
+    found = text_steps(text, made(name), limit, add_special_tokens=adds)
     return list(map(int, run_steps(found, made(name).tokenizer)))
 
 
@@ -158,9 +158,9 @@ def test_a_part_of_a_prompt_has_the_tokens_of_the_whole(name: str) -> None:
     def check(text: str, most: int, adds: bool) -> None:
         nonlocal num_parts
         whole = made(name).tokenizer.encode(text, add_special_tokens=adds).tolist()
-        assert encoded(name, text, Wanted(most, from_end=True), adds=adds) == whole[-most:]
-        assert encoded(name, text, Wanted(len(whole)), adds=adds) == whole
-        found = text_steps(text, made(name), Wanted(10**9), add_special_tokens=adds)
+        assert encoded(name, text, PromptLimit(most, from_end=True), adds=adds) == whole[-most:]
+        assert encoded(name, text, PromptLimit(len(whole)), adds=adds) == whole
+        found = text_steps(text, made(name), PromptLimit(10**9), add_special_tokens=adds)
         step = found.send(None)
         while True:
             num_parts += isinstance(step, Encode)
@@ -183,7 +183,7 @@ def test_of_a_long_text_the_end_that_counts_is_encoded(most: int) -> None:
     """The work is counted: characters that the tokenizer got, and the longest piece of them."""
     given_chars: list[int] = []
     tokenizer = made("three digits").tokenizer
-    found = text_steps(WORDS, made("three digits"), Wanted(most, from_end=True), add_special_tokens=True)
+    found = text_steps(WORDS, made("three digits"), PromptLimit(most, from_end=True), add_special_tokens=True)
     done = None
     while True:
         try:
@@ -202,7 +202,7 @@ def test_of_a_long_text_the_end_that_counts_is_encoded(most: int) -> None:
 
 def test_a_text_that_does_not_fit_is_encoded_until_that_is_known() -> None:
     num_chars = 0
-    found = text_steps(WORDS, made("byte level"), Wanted(1000, param="text"), add_special_tokens=True)
+    found = text_steps(WORDS, made("byte level"), PromptLimit(1000, param="text"), add_special_tokens=True)
     step = found.send(None)
     refused: ContextLengthError | None = None
     while refused is None:
@@ -221,9 +221,9 @@ def test_a_text_that_does_not_fit_is_encoded_until_that_is_known() -> None:
 def test_a_text_without_a_place_to_cut_is_refused_where_it_is_too_long(from_end: bool) -> None:
     text = "1234567890" * (split_points.MAX_WHOLE_CHARS // 10 + 10)
     with pytest.raises(ContextLengthError, match="without a place where it could be divided") as refused:
-        encoded("byte level", text, Wanted(10**9, from_end=from_end))
+        encoded("byte level", text, PromptLimit(10**9, from_end=from_end))
     assert refused.value.param == "prompt"
     whole = (
         made("byte level").tokenizer.encode(text[: encoding_steps.PIECE_CHARS + 1000], add_special_tokens=True).tolist()
     )
-    assert encoded("byte level", text[: encoding_steps.PIECE_CHARS + 1000], Wanted(10**9)) == whole
+    assert encoded("byte level", text[: encoding_steps.PIECE_CHARS + 1000], PromptLimit(10**9)) == whole
