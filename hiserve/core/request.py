@@ -38,7 +38,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
 NOT_ZERO = {"top_p": "use temperature 0 for greedy", "repetition_penalty": "1 is no penalty"}
-GrammarKind = Literal["json", "json_lenient", "regex", "choice", "lark", "ebnf", "any"]
+GrammarKind = Literal["json", "json_lenient", "regex", "choice", "lark", "ebnf", "either", "either_lenient", "any"]
+# Of kinds with a JSON schema, the one without the keywords that no mask can hold.
+LENIENT: dict[GrammarKind, GrammarKind] = {"json": "json_lenient", "either": "either_lenient"}
 LENGTHS = {"stop": MAX_STOPS, "stop_token_ids": MAX_STOP_TOKENS, "logit_bias": MAX_BIASES}
 
 
@@ -63,7 +65,8 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The language of a reply."""
 
     # ``json`` (a JSON schema), ``json_lenient`` (the same without the keywords that no mask can hold), ``regex``,
-    # ``choice`` (a JSON list of texts), ``lark``, ``ebnf`` (GBNF, or Lark), ``any`` (all tokens; no text)
+    # ``choice`` (a JSON list of texts), ``lark``, ``ebnf`` (GBNF, or Lark), ``any`` (all tokens; no text), ``either`` (a
+    # JSON list of kinds and texts, of which the reply is of one), ``either_lenient``
     kind: GrammarKind
     text: str  # as the kind says
     digest: bytes  # of all
@@ -80,6 +83,11 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def as_kind(self, kind: GrammarKind) -> Grammar:
         """Returns the grammar with its text read as another kind."""
         return self if kind == self.kind else Grammar.of(kind, self.text, self.after, self.opening, self.budget)
+
+    def either(self, other: Grammar) -> Grammar:
+        """Returns the grammar of the replies of this one and of another; both are of a whole reply."""
+        parts = [(each.kind, each.text) for each in (self, other)]
+        return Grammar.of("either", msgspec.json.encode(parts).decode())
 
     def within(self, budget: int) -> Grammar:
         """Returns the grammar with at most so many tokens of its thought."""

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from hiserve.core.plan import Int32Array
-from hiserve.core.request import Grammar
+from hiserve.core.request import LENIENT, Grammar, GrammarKind
 from hiserve.errors import RequestError
 from hiserve.text.reader.formats import FORMATS
 from hiserve.text.tokens.tokenizer import Tokenizer
 
+Body = dict[str, Any]  # a grammar in the library's form
 INVALID = "invalid_grammar"
 # Between two parts of JSON: without a bound a model may indent for ever.
 WHITESPACE = r"[ \n\r\t]{1,48}"
@@ -75,11 +77,12 @@ class Vocabulary:
         """
         try:
             opening = grammar.opening and self._spell(grammar.opening)
-            source = _any(opening) if grammar.kind == "any" else _source(grammar)
+            bodies = [_any(opening)] if grammar.kind == "any" and opening else _bodies(grammar)
             if grammar.after:
-                source = _after_thought(opening, self._spell(grammar.after), source, grammar.budget)
+                bodies = _after_thought(opening, self._spell(grammar.after), bodies, grammar.budget)
         except ValueError as error:
             raise RequestError(_first_line(error), code=INVALID) from None
+        source = json.dumps({"grammars": bodies})
         inner = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         matcher = Matcher(inner, has_budget=grammar.budget is not None)
         if matcher.error:
@@ -105,21 +108,17 @@ def _with_marks(description: str) -> str:
     return json.dumps(made)
 
 
-def _any(opening: str) -> str:
+def _any(opening: str) -> Body:
     """Returns the grammar of any tokens, of which the first is not a mark's."""
-    return f"start: (<[^{opening.strip('<[]>')}]> <[*]>*)?" if opening else "start: <[*]>*"
+    return {"lark_grammar": f"start: (<[^{opening.strip('<[]>')}]> <[*]>*)?" if opening else "start: <[*]>*"}
 
 
-def _after_thought(opening: str, mark: str, source: str, budget: int | None) -> str:
+def _after_thought(opening: str, mark: str, bodies: list[Body], budget: int | None) -> list[Body]:
     """Returns the grammar of any text, a mark, up to two line breaks, and a text of another grammar.
 
     All up to the other text may be missing where the thought has an opening mark. The text before the mark has as many tokens
     as the budget allows, where the mark is a token.
     """
-    try:
-        (body,) = json.loads(source)["grammars"]
-    except ValueError:  # the library's own form is JSON, or Lark as it is
-        body = {"lark_grammar": source}
     if mark.startswith("<["):
         limit = "" if budget is None else f"[max_tokens={budget}]"
         head = f"{mark}\n" if budget == 0 else f"thought {mark}\nthought{limit}: /(.|\\n)*/"
@@ -128,20 +127,39 @@ def _after_thought(opening: str, mark: str, source: str, budget: int | None) -> 
     first, _, rest = head.partition("\n")
     first = f"({opening} {first} BREAKS?)?" if opening else f"{first} BREAKS?"
     rules = f"start: {first} @body\n{rest}\nBREAKS: /\\n{{1,2}}/"
-    return json.dumps({"grammars": [{"lark_grammar": rules}, {**body, "name": "body"}]})
+    return [{"lark_grammar": rules}, {**bodies[0], "name": "body"}, *bodies[1:]]
 
 
-def _source(grammar: Grammar) -> str:
-    if grammar.kind == "json" or grammar.kind == "json_lenient":
-        is_lenient = grammar.kind == "json_lenient"
-        schema = json.loads(grammar.text)
+def _bodies(grammar: Grammar) -> list[Body]:
+    """Returns a grammar in the library's form: the first body may name the others."""
+    if grammar.kind not in ("either", "either_lenient"):
+        return [_body(grammar.kind, grammar.text)]
+    parts = [
+        _body(LENIENT.get(kind, kind) if grammar.kind == "either_lenient" else kind, text)
+        for kind, text in json.loads(grammar.text)
+    ]
+    start = "start: " + " | ".join(f"@part{index}" for index in range(len(parts)))
+    return [{"lark_grammar": start}, *({**part, "name": f"part{index}"} for index, part in enumerate(parts))]
+
+
+def _body(kind: GrammarKind, text: str) -> Body:
+    if kind == "json" or kind == "json_lenient":
+        is_lenient = kind == "json_lenient"
+        schema = json.loads(text)
         if schema is True:  # the library takes options with objects alone
             schema = {}
-        return LLMatcher.grammar_from_json_schema(
+        text = LLMatcher.grammar_from_json_schema(
             schema, overrides={"whitespace_pattern": WHITESPACE, "lenient": is_lenient, "coerce_one_of": is_lenient}
         )
-    assert grammar.kind != "any", "has no text"
-    return grammar_from(grammar.kind, grammar.text)
+    elif kind == "any":
+        return _any("")
+    else:
+        text = grammar_from(kind, text)  # type: ignore[arg-type]
+    try:
+        (body,) = json.loads(text)["grammars"]
+    except ValueError:  # the library's own form is JSON, or Lark as it is
+        return {"lark_grammar": text}
+    return body  # type: ignore[no-any-return]
 
 
 class Matcher:

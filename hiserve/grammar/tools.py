@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -42,6 +42,13 @@ class ToolGrammar(NamedTuple):
     not_held: list[str]
 
 
+class ToolField(NamedTuple):
+    """Where a client has described a tool, for errors."""
+
+    tool: str
+    parameters: str = "parameters"
+
+
 class ToolGrammars:
     """Writes the grammars of tools, and keeps the last ones by the tools: an agent has the same at each step.
 
@@ -53,34 +60,42 @@ class ToolGrammars:
         self._abilities = abilities
         self._kept: OrderedDict[bytes, ToolGrammar] = OrderedDict()
 
-    def of(self, chat: Conversation) -> ToolGrammar | None:
+    def of(
+        self, chat: Conversation, texts: Grammar | None = None, fields: Sequence[ToolField] = ()
+    ) -> ToolGrammar | None:
         """Returns the grammar of the replies that a conversation's ``tools`` and ``choice`` allow.
 
         Where a call is required, the reply is calls. Where it is not, the reply is any text with calls, each of which has the
         arguments that its tool takes; those of ``strict`` functions are held to the letter.
 
+        Args:
+            chat: The conversation.
+            texts: What a reply without a call must be of; a reply is then such a text, or calls, and never both.
+            fields: Of each tool; without them, those of chat completions.
+
         Returns:
-            None where any reply is allowed: no call is required, and no tool is ``strict`` or none can be called.
+            None where the tools allow any reply: no call is required, and no tool is ``strict`` or none can be called.
 
         Raises:
             RequestError: ``choice`` is not of these tools, or of a model whose replies have no calls; or a tool cannot be held.
         """
-        syntax = _checked(self._abilities, chat)
+        is_free = texts is None
+        syntax = _checked(self._abilities, chat, is_free=is_free)
         if syntax is None:
             return None
         allowed, functions = chat.choice.names, [tool["function"] for tool in chat.tools or ()]
         parts = [
             (each["name"], each.get("parameters")) for each in functions if allowed is None or each["name"] in allowed
         ]
-        key = hashlib.sha256(msgspec.msgpack.encode((chat.choice, chat.is_single, parts))).digest()
-        found = self._kept.pop(key, None) or _written(syntax, chat)
+        key = hashlib.sha256(msgspec.msgpack.encode((chat.choice, chat.is_single, is_free, parts))).digest()
+        found = self._kept.pop(key, None) or _written(syntax, chat, fields, is_free=is_free)
         self._kept[key] = found
         if len(self._kept) > MAX_KEPT:
             self._kept.popitem(last=False)
-        return found
+        return found if texts is None else found._replace(grammar=texts.either(found.grammar))
 
 
-def _checked(abilities: Abilities, chat: Conversation) -> ReplySyntax | None:
+def _checked(abilities: Abilities, chat: Conversation, *, is_free: bool) -> ReplySyntax | None:
     """Returns the spelling of the calls that a reply must have or may have; None where it is not constrained."""
     choice = chat.choice
     called = [tool["function"] for tool in chat.tools or ()]
@@ -90,7 +105,8 @@ def _checked(abilities: Abilities, chat: Conversation) -> ReplySyntax | None:
         raise RequestError(f"tool_choice names {unknown[:100]!r}, which is none of tools.", param="tool_choice")
     if choice.is_required and not called:
         raise RequestError("tool_choice asks for a call, but tools is empty.", param="tool_choice")
-    if not called or not (choice.is_required or choice.names is not None or choice.strict):
+    is_any = is_free and not (choice.is_required or choice.names is not None or choice.strict)
+    if not called or is_any or (not is_free and chat.continue_final_message):
         return None
     syntax = abilities.syntax
     if syntax is None or not has_grammar(syntax) or not abilities.template.tools:
@@ -108,14 +124,22 @@ def _checked(abilities: Abilities, chat: Conversation) -> ReplySyntax | None:
     return syntax
 
 
-def _written(syntax: ReplySyntax, chat: Conversation) -> ToolGrammar:
+def _written(
+    syntax: ReplySyntax, chat: Conversation, fields: Sequence[ToolField] = (), *, is_free: bool = True
+) -> ToolGrammar:
+    """Returns the grammar of calls, and where none is required of free text around them or not."""
     choice = chat.choice
     made = _Calls(syntax, choice.strict)
     allowed = choice.names
     for index, function in enumerate(tool["function"] for tool in chat.tools or ()):
         if allowed is None or function["name"] in allowed:
-            made.add(function, f"tools[{index}].function")
-    text = made.required(is_single=chat.is_single) if choice.is_required else made.among_text(is_single=chat.is_single)
+            made.add(function, fields[index] if fields else ToolField(f"tools[{index}].function"))
+    is_call = choice.is_required or not is_free
+    text = (
+        made.calls(is_single=chat.is_single, has_mark=not is_free)
+        if is_call
+        else made.among_text(is_single=chat.is_single)
+    )
     if (size := len(text.encode())) > MAX_SCHEMA_BYTES:
         raise RequestError(f"the schemas of tools have {size} bytes; the most is {MAX_SCHEMA_BYTES}.", param="tools")
     field = "tool_choice" if choice.is_required else "tools"
@@ -146,13 +170,14 @@ class _Calls:
         self.mark = row.header[0] + FUNCTION if row.header[0] else row.section[0] or row.call[0]
         self.not_held: list[str] = []
 
-    def add(self, function: Function, where: str) -> None:
+    def add(self, function: Function, field: ToolField) -> None:
         """Adds the calls of a function.
 
         Raises:
             RequestError: Its name cannot be spelled, or it is strict and cannot be held.
         """
-        syntax, row, rules = self._syntax, self._row, self._rules
+        syntax, row, rules, where = self._syntax, self._row, self._rules, field.tool
+        param = f"{where}.{field.parameters}"
         name, is_strict = function["name"], function["name"] in self._strict
         marks = [mark for mark in (*syntax.name_ends, syntax.id_mark, *syntax.stand_ins.values()) if mark]
         if not NAME.fullmatch(name) or any(mark in syntax.spell(name) for mark in marks):
@@ -164,18 +189,18 @@ class _Calls:
         schema = function.get("parameters")
         schema = NO_PARAMETERS if schema is None else schema
         if schema.get("type", "object") != "object":
-            raise RequestError(f"{where}.parameters must be the schema of an object.", param=f"{where}.parameters")
+            raise RequestError(f"{param} must be the schema of an object.", param=param)
         if row.arguments == "tagged":
             tagged = TaggedArguments(syntax, rules, schema, is_strict=is_strict)
             try:
                 arguments = tagged.expression()
             except ValueError as error:
-                raise RequestError(f"{where}.parameters: {error}.", param=f"{where}.parameters") from None
+                raise RequestError(f"{param}: {error}.", param=param) from None
             if tagged.not_held and is_strict:
                 raise RequestError(
                     f"{where} is strict, but calls of this model cannot hold {tagged.not_held[0]}. Leave it out, or set "
                     "strict to false.",
-                    param=f"{where}.parameters",
+                    param=param,
                 )
             self.not_held += [f"{name}: {each}" for each in tagged.not_held]
         else:
@@ -238,15 +263,20 @@ class _Calls:
         said = rules.rule(f"{rules.literal(channel)} /{channels}/ {rules.literal(message)} /(?s:.+)/?")
         return said, rules.literal(f"{end}{start}assistant"), rules.rule(" | ".join(self._names))
 
-    def required(self, *, is_single: bool) -> str:
-        """Returns the grammar of replies that are calls and nothing else."""
+    def calls(self, *, is_single: bool, has_mark: bool = False) -> str:
+        """Returns the grammar of replies that are calls and nothing else.
+
+        Args:
+            is_single: One call.
+            has_mark: They begin with their mark, also where the family may leave it out.
+        """
         if self._row.header[0]:
             thought, following, call = self._messages(THOUGHTS)
             return self._rules.text(f"({thought} {following})? {call}")
         mark, group = self._groups(is_single=is_single)
         is_bare, num_lines = self._row.is_bare, self._row.call_lines
         opening = self._rules.literal(mark)
-        group = self._rules.rule(f"{f'({opening})?' if is_bare else opening} {group}")
+        group = self._rules.rule(f"{f'({opening})?' if is_bare and not has_mark else opening} {group}")
         is_one = is_single or is_bare or self._row.is_list
         lines = f"/\\n{{1,{num_lines}}}/? " if num_lines else ""
         return self._rules.text(lines + group + ("" if is_one else f" (SPACE? {group})*"))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from hiserve.core.request import Grammar, GrammarKind
+from hiserve.core.request import LENIENT, Grammar, GrammarKind
 from hiserve.errors import HiserveError, OverloadedError, RequestError, UnavailableError
 from hiserve.ipc.child import JobProcess
 from hiserve.text.helpers.fair_threads import FairSemaphore
@@ -107,7 +107,7 @@ class Vetting:
             OverloadedError: Grammars of this caller have just ended several processes, or too many requests wait.
             UnavailableError: The process cannot be started.
         """
-        key = grammar.digest, may_relax and grammar.kind == "json"
+        key = grammar.digest, may_relax and grammar.kind in LENIENT
         trying = self._verdicts.get(key)
         is_new = trying is None or (trying.done() and (trying.cancelled() or trying.exception()))
         if trying is None or is_new or not trying.done():

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from hiserve.core.plan import MASK_BITS
+from hiserve.core.request import LENIENT
 from hiserve.errors import HiserveError, RequestError
 from hiserve.grammar.matcher import INVALID, Matcher, Vocabulary
 from hiserve.grammar.vet import TOO_COMPLEX, Setup, Trial, Verdict
@@ -41,12 +42,12 @@ def try_out(vocabulary: Vocabulary, num_words: int, trial: Trial) -> Verdict:
     except RequestError as error:
         if not trial.may_relax:
             return Verdict(error.code, error.message)
-        grammar, relaxed = grammar.as_kind("json_lenient"), True
+        grammar, relaxed = grammar.as_kind(LENIENT[grammar.kind]), True
         try:
             matcher = vocabulary.compile(grammar)
         except RequestError as lenient:
             return Verdict(lenient.code, lenient.message)
-    warnings = matcher.warnings if relaxed or grammar.kind == "lark" else []
+    warnings = matcher.warnings if relaxed or grammar.kind in ("lark", "either") else []
     marks = [mark for mark in (grammar.opening + grammar.after, trial.mark) if mark]
     for mark in ["", *marks]:  # to these a walk would hardly come
         matcher.advance(vocabulary.tokens(mark))

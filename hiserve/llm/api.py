@@ -261,12 +261,13 @@ class LLM:
             RequestError: There are two, or it cannot be used; or as ``ToolGrammars.of``.
         """
         grammar = sampling.grammar
-        made = self._tool_grammars.of(chat)
+        if grammar is not None and grammar.after:
+            return sampling
+        made = self._tool_grammars.of(chat, None if chat.choice.is_required else grammar)
         if made is not None and grammar is not None and chat.choice.is_required:
             raise RequestError(f"sampling.grammar and {made.param} are two grammars for one reply.", param=made.param)
-        if grammar is None and made is not None:
-            grammar = made.grammar
-        if grammar is None or grammar.after:
+        grammar = grammar if made is None else made.grammar
+        if grammar is None:
             return sampling
         opening, after = self._frontend.abilities.thought(chat, prompt)
         grammar = Grammar.of(grammar.kind, grammar.text, after, opening)

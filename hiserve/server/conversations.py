@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from hiserve.config.serving import MAX_INT32
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
 from hiserve.errors import RequestError
+from hiserve.grammar.tools import ToolField
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.http.auth import caller_of, namespace_of
 from hiserve.server.http.streaming import cancel_on_disconnect
@@ -40,6 +42,7 @@ class ChatRequest(NamedTuple):
         truncate: As for ``PromptEncoder.encode_chat``.
         thinking: Its switches of thoughts.
         retain_s: How long the cache evicts the whole prompt last, from its last use; 0 is not at all.
+        tool_fields: As for ``ToolGrammars.of``.
     """
 
     chat: Conversation
@@ -50,6 +53,7 @@ class ChatRequest(NamedTuple):
     truncate: int | None = None
     thinking: Thinking = Thinking()
     retain_s: int = 0
+    tool_fields: Sequence[ToolField] = ()
 
 
 async def begin_reply(
@@ -72,7 +76,7 @@ async def begin_reply(
     """
     chat = front.abilities.prepared(chat_request.chat, chat_request.thinking)
     sampling, context = chat_request.sampling, chat_request.context
-    constraint = of_chat(chat_request.constraint, front.tool_grammars, chat)
+    constraint = of_chat(chat_request.constraint, front.tool_grammars, chat, chat_request.tool_fields)
     prompt = await encode_prompt(
         front,
         request,

@@ -132,7 +132,13 @@ def by_single_tokens(grammar: Grammar) -> Allowed:
 @pytest.mark.parametrize("how", ASKED)
 def test_tokens_are_those_of_a_reference_that_tries_every_token(how: str, model: Any) -> None:
     with LLM(spec="off", **SETTINGS) as llm:
-        for name, text in (("regex", TEXTS[0]), ("json", TEXTS[1]), ("calls", TEXTS[0]), ("tagged calls", TEXTS[1])):
+        for name, text in (
+            ("regex", TEXTS[0]),
+            ("json", TEXTS[1]),
+            ("calls", TEXTS[0]),
+            ("tagged calls", TEXTS[1]),
+            ("calls or json", TEXTS[1]),
+        ):
             allowed_after = by_regex() if name == "regex" else by_single_tokens(GRAMMARS[name])
             (output,) = replies(llm, [text], [constrained(name, ASKED[how])])
             wanted = brute_force(model, allowed_after, llm.encode(text), ASKED[how])

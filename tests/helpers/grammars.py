@@ -67,11 +67,11 @@ def nano_tokenizer() -> Tokenizer:
     return Tokenizer.load(nano_folder())
 
 
-def calls(row: str, choice: ToolChoice) -> Grammar:
-    """The grammar of calls in the tokens of nano, spelled as a row of ``text.formats`` says."""
+def calls(row: str, choice: ToolChoice, texts: Grammar | None = None) -> Grammar:
+    """The grammar of calls, or of texts, in the tokens of nano, spelled as a row of ``reader.formats`` says."""
     tokenizer = nano_tokenizer()
     abilities = Abilities(tokenizer, TokenBytes(tokenizer), ChatTemplate.load(nano_folder()), row)
-    made = ToolGrammars(abilities).of(Conversation(turns=(), tools=TOOLS, choice=choice))
+    made = ToolGrammars(abilities).of(Conversation(turns=(), tools=TOOLS, choice=choice), texts)
     assert made is not None and not made.not_held
     return made.grammar
 
@@ -85,6 +85,7 @@ GRAMMARS = {
     "calls": calls("hermes", ToolChoice(True)),
     "tagged calls": calls("qwen3_coder", ToolChoice(True)),
     "strict calls": calls("hermes", ToolChoice(False, None, ("book",))),
+    "calls or json": calls("hermes", ToolChoice(), Grammar.of("json", json.dumps(SCHEMA))),
 }
 
 
@@ -104,6 +105,9 @@ def is_valid(name: str, text: str, *, is_cut: bool = False) -> bool:
         return True
     if name == "choice":
         return any(choice.startswith(text) for choice in CHOICES) if is_cut else text in CHOICES
+    if name == "calls or json":
+        is_json = text.startswith("{") or not text
+        return is_valid("json" if is_json else "calls", text, is_cut=is_cut)
     if name in ("calls", "strict calls"):
         return is_calls(text, is_cut=is_cut, may_be_text=name == "strict calls")
     pattern = {"regex": PATTERN, "rules": RULES_PATTERN, "tagged calls": TAGGED_PATTERN}[name]

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from hiserve.errors import RequestError
+from hiserve.grammar.tools import ToolField
 from hiserve.server.messages.types import (
     Block,
     MessagesFields,
@@ -54,11 +55,13 @@ class MessagesPrompt(NamedTuple):
         chat: The conversation.
         thinking: Switches of thoughts.
         ignored: How many parts of the request are ignored, by the names of ``metrics.registry.IGNORED``.
+        tool_fields: Of the tools that are shown.
     """
 
     chat: Conversation
     thinking: Thinking
     ignored: Counter[str]
+    tool_fields: Sequence[ToolField] = ()
 
 
 def read_messages(fields: MessagesFields, unseal: Unseal, *, keeps_volatile: bool) -> MessagesPrompt:
@@ -89,16 +92,17 @@ def read_messages(fields: MessagesFields, unseal: Unseal, *, keeps_volatile: boo
         where = f"messages[{len(fields.messages) - 1}]"
         raise RequestError(f"{where} is a tool_use without a tool_result after it. Send the result.", param=where)
     choice, is_single = _choice(fields)
+    tools, tool_fields = _tools(fields, ignored)
     chat = Conversation(
         turns=tuple(turns),
-        tools=_tools(fields, ignored),
+        tools=tools,
         tools_retain_s=max((seconds_of(tool.cache_control) for tool in fields.tools or ()), default=0),
         choice=choice,
         is_single=is_single,
         add_generation_prompt=not is_open,
         continue_final_message=is_open,
     )
-    return MessagesPrompt(chat, _thinking(fields, ignored), ignored)
+    return MessagesPrompt(chat, _thinking(fields, ignored), ignored, tool_fields)
 
 
 def _system(system: str | list[TextBlock] | None, ignored: Counter[str], *, keeps_volatile: bool) -> list[Turn]:
@@ -179,9 +183,9 @@ def _result(block: ToolResultBlock, where: str) -> Result:
     return Result(block.tool_use_id, text, bool(block.is_error), retain_s)
 
 
-def _tools(fields: MessagesFields, ignored: Counter[str]) -> list[dict[str, Any]] | None:
+def _tools(fields: MessagesFields, ignored: Counter[str]) -> tuple[list[dict[str, Any]] | None, list[ToolField]]:
     """Returns the tools of the prompt: those that the client runs, of deferred ones those that a search has found."""
-    found, shown = _references(fields.messages), list[dict[str, Any]]()
+    found, shown, places = _references(fields.messages), list[dict[str, Any]](), list[ToolField]()
     for i, tool in enumerate(fields.tools or ()):
         where = f"tools[{i}]"
         if tool.type not in (None, "custom"):
@@ -190,7 +194,8 @@ def _tools(fields: MessagesFields, ignored: Counter[str]) -> list[dict[str, Any]
             ignored["deferred_tool"] += 1
         else:
             shown.append(_tool(tool, where))
-    return None if fields.tool_choice and fields.tool_choice.type == "none" else shown or None
+            places.append(ToolField(where, "input_schema"))
+    return None if fields.tool_choice and fields.tool_choice.type == "none" else shown or None, places
 
 
 def _choice(fields: MessagesFields) -> tuple[ToolChoice, bool]:

@@ -14,17 +14,15 @@ from hiserve.errors import ContextLengthError, RequestError
 from hiserve.server.conversations import ChatRequest, begin_reply, count_tokens
 from hiserve.server.http.streaming import answer
 from hiserve.server.messages.format import ERRORS, PING, MessageWriter, error_event
-from hiserve.server.messages.request import read_messages
+from hiserve.server.messages.request import MessagesPrompt, read_messages
 from hiserve.server.messages.types import AssistantMessage, CountedTokens, MessagesFields, MessagesOptions
 from hiserve.server.reply.format import json_response, warned
 from hiserve.server.reply.generation import OutputDelta
 from hiserve.server.request.body import Body
 from hiserve.server.request.grammar_fields import one_of
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
-from hiserve.text.abilities import Thinking
 from hiserve.text.body.chat import seconds_of
 from hiserve.text.body.json import decode
-from hiserve.text.conversation import Conversation
 
 MESSAGES = Body("MessagesRequest", (MessagesOptions, MessagesFields))
 COUNT = Body("CountTokensRequest", (MessagesFields,))
@@ -55,13 +53,19 @@ class MessagesRoutes:
         arrived, front = time.monotonic(), self._front
         body = await front.bodies.read(request, MESSAGES)
         options, fields = decode(body, MessagesOptions), decode(body, MessagesFields)
-        sampling, (chat, thinking) = options.sampling(front.model), self._read(fields)
+        sampling, read = options.sampling(front.model), self._read(fields)
         engine = front.handle.require()
         context = context_of(request, fields.cache_salt, options.priority, options.rid)
         constraint = one_of([*options.constraints(), *fields.constraints])
-        retain_s = seconds_of(fields.cache_control)
         chat_request = ChatRequest(
-            chat, sampling, options.limits, context, constraint, thinking=thinking, retain_s=retain_s
+            read.chat,
+            sampling,
+            options.limits,
+            context,
+            constraint,
+            thinking=read.thinking,
+            retain_s=seconds_of(fields.cache_control),
+            tool_fields=read.tool_fields,
         )
         writer = MessageWriter(front.model, front.seals.seal, shows_thoughts=fields.shows_thoughts)
         try:
@@ -88,17 +92,19 @@ class MessagesRoutes:
         """Returns the number of tokens in the prompt of a message."""
         front = self._front
         fields = decode(await front.bodies.read(request, COUNT), MessagesFields)
-        number = await count_tokens(front, request, *self._read(fields), "messages", fields.cache_salt)
+        read = self._read(fields)
+        number = await count_tokens(front, request, read.chat, read.thinking, "messages", fields.cache_salt)
         return json_response(CountedTokens(number))
 
-    def _read(self, fields: MessagesFields) -> tuple[Conversation, Thinking]:
+    def _read(self, fields: MessagesFields) -> MessagesPrompt:
         front = self._front
-        chat, thinking, ignored = read_messages(fields, front.seals.open, keeps_volatile=self._keeps_volatile)
+        read = read_messages(fields, front.seals.open, keeps_volatile=self._keeps_volatile)
+        ignored, thinking = read.ignored, read.thinking
         ignored["thinking_budget"] += thinking.budget is not None and not front.abilities.holds_budget
         ignored["effort"] += bool(thinking.effort) and not front.abilities.template.effort_switch
         for name, number in ignored.items():
             front.metrics.ignored[name].inc(number)
-        return chat, thinking
+        return read
 
     async def _too_long(
         self, request: Request, chat_request: ChatRequest, cache_salt: str | None, most: int

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from hiserve.core.request import Grammar, SamplingParams
 from hiserve.errors import RequestError
 from hiserve.grammar import bounds
-from hiserve.grammar.tools import ToolGrammars
+from hiserve.grammar.tools import ToolField, ToolGrammars
 from hiserve.grammar.vet import Vetting
 from hiserve.server.http.auth import caller_of
 from hiserve.server.http.streaming import cancel_on_disconnect
@@ -154,27 +154,31 @@ def constraints_of(kind: str, value: Any, param: str) -> list[Constraint]:
     return [] if value is None else [Constraint(MAKERS[kind](value, param), param)]
 
 
-def of_chat(constraint: Constraint | None, grammars: ToolGrammars, chat: Conversation) -> Constraint | None:
+def of_chat(
+    constraint: Constraint | None, grammars: ToolGrammars, chat: Conversation, fields: Sequence[ToolField] = ()
+) -> Constraint | None:
     """Returns the grammar of the replies to a conversation, if there is one.
 
     Args:
-        constraint: Of the fields of the request. It has priority over tools of which none must be called.
+        constraint: Of the fields of the request. Beside tools, a reply is of its texts, or calls.
         grammars: Of tools.
         chat: The conversation.
+        fields: As for ``grammar.tools.tools``.
 
     Raises:
         RequestError: A call is required beside another grammar; or as ``ToolGrammars.of``.
     """
-    made = grammars.of(chat)
+    is_required = chat.choice.is_required
+    made = grammars.of(chat, None if constraint is None or is_required else constraint.grammar, fields)
     if made is None:
         return constraint
     if constraint is None:
         return Constraint(made.grammar, made.param, mark=made.mark, not_held=made.not_held)
-    if chat.choice.is_required:
+    if is_required:
         raise RequestError(
             f"{constraint.param} and {made.param} are two grammars for one reply. Give one.", param=made.param
         )
-    return constraint
+    return constraint._replace(grammar=made.grammar, mark=made.mark, not_held=made.not_held)
 
 
 def with_budget(sampling: SamplingParams, thought: Marks, budget: int | None) -> SamplingParams:

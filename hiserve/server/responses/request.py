@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from hiserve.errors import RequestError
+from hiserve.grammar.tools import ToolField
 from hiserve.server.responses.types import (
     ChosenTool,
     CustomFormat,
@@ -51,11 +52,13 @@ class Tools(NamedTuple):
         shown: In the form that chat templates take.
         names: By the name that the model calls.
         hosted: Types of the tools that OpenAI would run; they are left out.
+        fields: Of those that are shown.
     """
 
     shown: list[dict[str, Any]]
     names: dict[str, ClientTool]
     hosted: list[str]
+    fields: list[ToolField]
 
 
 def read_tools(given: Sequence[ResponseTool]) -> Tools:
@@ -64,7 +67,7 @@ def read_tools(given: Sequence[ResponseTool]) -> Tools:
     Raises:
         RequestError: A tool has no name, or they are too many.
     """
-    tools = Tools([], {}, [])
+    tools = Tools([], {}, [], [])
     for i, tool in enumerate(given):
         if tool.type == "namespace":
             if tool.tools is None or tool.name is None:
@@ -118,6 +121,7 @@ def _add_tool(tools: Tools, tool: ToolFields, namespace: str | None, where: str)
     if len(tools.shown) == MAX_TOOLS:
         raise RequestError(f"tools has more than {MAX_TOOLS} tools, those of namespaces included.", param="tools")
     tools.shown.append(function_tool({"name": name, **function}))
+    tools.fields.append(ToolField(where, "format" if tool.type == "custom" else "parameters"))
     kind: Literal["function", "custom"] = "custom" if tool.type == "custom" else "function"
     tools.names[name] = ClientTool(tool.name, namespace, kind, is_strict)
 
@@ -182,8 +186,11 @@ def _turns(items: Sequence[Item], num_earlier: int, unseal: Callable[[str], str 
             raise RequestError(fault, param=f"{where}.arguments")
         is_said = item.type in MESSAGE and item.role == "assistant"
         if reply and (not _is_of_reply(item) or (is_said and any(isinstance(part, Text) for part in reply))):
-            turns.append(_assistant(reply))
-            reply = []
+            size = len(reply)
+            while is_said and isinstance(reply[size - 1], Thought):  # it is of the message that follows
+                size -= 1
+            turns.append(_assistant(reply[:size]))
+            reply = reply[size:]
         if is_said:
             reply.append(Text(_text(item.content, f"{where}.content")))
         elif item.type == "reasoning":

@@ -105,6 +105,7 @@ class ResponseRoutes:
             fields.constraint,
             thinking=fields.thinking,
             retain_s=retention_s(options.prompt_cache_retention),
+            tool_fields=tools.fields,
         )
         response = self._response(options, fields, sampling, body.get("tools"))
         choices, warning = await self._begin(request, engine, chat_request, response, arrived)

@@ -192,7 +192,7 @@ class PromptEncoder:
         least = num_chars // self._tokenizer.max_token_chars
         if least > max_tokens and truncate is None:
             raise ContextLengthError(
-                f"the prompt is too long: {param} has {num_chars} characters, at least {least} tokens; this model's maximum "
+                f"the prompt is too long: it has {num_chars} characters, at least {least} tokens; this model's maximum "
                 f"context length is {max_tokens} tokens. "
                 "Shorten it.",
                 param=param,

@@ -14,7 +14,7 @@ from tests.unit.grammar import test_matcher, test_tools, test_vet
 from tests.unit.kernels import test_draw
 from tests.unit.runners import test_mask_buffers
 from tests.unit.sampling import test_changes
-from tests.unit.server import test_grammar_fields
+from tests.unit.server import test_grammar_fields, test_responses
 from tests.unit.text import test_output
 
 with grammars.GrammarRows.advance, test_grammars.test_matchers_see_accepted_tokens_alone_and_tell_the_token_that_ends_the_grammar:
@@ -130,3 +130,11 @@ with tools.ToolGrammars.of, test_tools.test_a_grammar_is_written_once_for_the_sa
     "a grammar of tools is that of others with the same names"
     msgspec.msgpack.encode((chat.choice, chat.is_single, parts))
     msgspec.msgpack.encode((chat.choice, chat.is_single, [name for name, _ in parts]))
+with tools.ToolGrammars.of, test_tools.test_a_reply_beside_a_format_is_a_text_of_it_or_calls["hermes-True"]:
+    "INV 76: a format beside tools lets no call be"
+    found if texts is None else found._replace(grammar=texts.either(found.grammar))
+    found if texts is None else found._replace(grammar=texts)
+with tools._written, test_responses.test_a_tool_that_cannot_be_called_is_named_as_the_client_has_it:
+    "an error of a tool names the field of another protocol"
+    fields[index] if fields else ToolField(f"tools[{index}].function")
+    ToolField(f"tools[{index}].function")

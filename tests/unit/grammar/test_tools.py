@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.core.request import FinishReason, Grammar, SamplingParams
 from hiserve.errors import RequestError
 from hiserve.grammar import bounds
 from hiserve.grammar import tools as grammar_of_tools
@@ -108,6 +108,43 @@ def test_a_reply_of_the_grammar_reads_back_as_valid_calls(name: str, by_token: b
         assert function in (choice.names or FUNCTIONS[: len(given)])
         if not made.not_held:
             jsonschema.validate(json.loads(arguments), schemas[FUNCTIONS.index(function)])
+
+
+TEXTS = Grammar.of("json", json.dumps({"type": "object", "properties": {"a": {"enum": ["<b>", 5]}}, "required": ["a"]}))
+
+
+@pytest.mark.parametrize(("name", "by_token"), [*product(HELD, [False, True]), ("harmony", True)])
+@given(data=st.data())
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_a_reply_beside_a_format_is_a_text_of_it_or_calls(name: str, by_token: bool, data: st.DataObject) -> None:
+    given = [tool("look", {"type": "object", "properties": {"text": {"type": "string", "maxLength": 9}}})]
+    is_single = data.draw(st.booleans(), "single")
+    chat = chat_of([HI], tools=given, is_single=is_single)
+    made = ToolGrammars(abilities_of(name, by_token=by_token)).of(chat, TEXTS)
+    assert made is not None and not made.not_held
+    start = vocabulary_of(name, by_token=by_token).compile(made.grammar)
+    is_call = data.draw(st.booleans(), "call")
+    said = drawn(
+        name, start, data.draw(st.integers(0, 2**32), "seed"), by_token=by_token, lead=made.mark if is_call else "{"
+    )
+    if said is None:
+        return
+    events = read_back(name, said, given, by_token=by_token, sizes=data.draw(SIZES, "sizes"), is_single=is_single)
+    content = "".join(each.text for each in events if each.kind is Kind.CONTENT)
+    found = list(called(events).values())
+    assert bool(found) is is_call and not (found and content)
+    if not is_call:
+        assert next(iter(json.loads(content).values())) in ("<b>", 5)
+    for _, function, arguments in found:
+        assert function == "look"
+        jsonschema.validate(json.loads(arguments), given[0]["function"]["parameters"])
+
+
+def test_a_format_stays_alone_where_no_call_can_be_read() -> None:
+    abilities, chat = abilities_of("hermes", by_token=True), chat_of([HI], tools=[tool()])
+    assert ToolGrammars(abilities).of(chat_of([HI]), TEXTS) is None
+    assert ToolGrammars(abilities).of(msgspec.structs.replace(chat, continue_final_message=True), TEXTS) is None
+    assert ToolGrammars(abilities_of("harmony", by_token=False)).of(chat, TEXTS) is None
 
 
 @pytest.mark.parametrize("by_token", [False, True])
@@ -393,9 +430,9 @@ def test_a_grammar_is_written_once_for_the_same_tools_and_anew_for_others(monkey
     written: list[str] = []
     real = grammar_of_tools._written
 
-    def count(syntax: Any, chat: Conversation) -> ToolGrammar:
+    def count(*given: Any, **fields: Any) -> ToolGrammar:
         written.append("")
-        return real(syntax, chat)
+        return real(*given, **fields)
 
     monkeypatch.setattr(grammar_of_tools, "_written", count)
     abilities = abilities_of("qwen3_coder", by_token=True)
@@ -428,6 +465,8 @@ def test_a_grammar_is_written_once_for_the_same_tools_and_anew_for_others(monkey
         assert grammars.of(said_more) == expected
         assert len(written) == num_written
     assert len(written) <= len(chats)
+    free = next(chat for chat in chats if not chat.choice.is_required)
+    assert grammars.of(free, TEXTS) == ToolGrammars(abilities).of(free, TEXTS) != grammars.of(free)
 
 
 def test_the_grammars_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 
@@ -271,9 +272,17 @@ async def test_a_call_cannot_be_required_of_a_model_that_sees_no_tools() -> None
         assert last_grammar(server) is None, "a model that cannot call needs no mask"
 
 
-async def test_a_format_has_priority_over_tools_that_need_not_be_called() -> None:
+async def test_beside_tools_that_need_not_be_called_a_reply_is_of_the_format_or_calls() -> None:
     async with with_tools() as server:
-        assert (await server.chat("hi", tools=TOOLS, regex="a+")).status == 200
+        for fields in ({"regex": "a+"}, {"response_format": {"type": "json_object"}}):
+            assert (await server.chat("hi", tools=TOOLS, **fields)).status == 200
+            grammar = last_grammar(server)
+            assert grammar is not None and grammar.kind == "either"
+            texts, (kind, calls) = json.loads(grammar.text)
+            assert texts == list(msgspec.structs.astuple(REGEX if "regex" in fields else OBJECT)[:2])
+            assert kind == "lark" and '"name\\": \\"' in calls
+        assert server.vetting.marks == ["<tool_call>"] * 2
+        assert (await server.chat("hi", tools=TOOLS, regex="a+", tool_choice="none")).status == 200
         assert last_grammar(server) == REGEX
 
 

@@ -415,6 +415,21 @@ async def test_a_schema_constrains_the_reply() -> None:
 
 
 @pytest.mark.parametrize(
+    ("tool", "param"),
+    [
+        ({"name": "a b", "input_schema": {}}, "tools[1].name"),
+        ({"name": "f", "input_schema": {"type": "string"}}, "tools[1].input_schema"),
+    ],
+)
+async def test_a_tool_that_cannot_be_called_is_named_as_the_client_has_it(tool: Any, param: str) -> None:
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    async with serving(CALL, vetting=Vetted()) as server:
+        call = await server.post(PATH, {**BASIC, "tools": [search, tool], "tool_choice": {"type": "any"}})
+    assert call.status == 400
+    assert call.json["error"]["message"].startswith(f"{param} "), call.text
+
+
+@pytest.mark.parametrize(
     ("choice", "chat_choice"),
     [
         ({"type": "any"}, "required"),

@@ -16,7 +16,11 @@ from hiserve.core.request import FinishReason
 from hiserve.errors import EngineError
 from hiserve.server import conversations
 from hiserve.server.responses import routes as responses
+from hiserve.server.responses.request import conversation_of, read_tools
 from hiserve.server.responses.store import ResponseStore, Stored
+from hiserve.server.responses.types import InputFields
+from hiserve.text.body.json import decode
+from hiserve.text.conversation import Call, Text, Thought
 from tests.unit.server.conftest import TOKENIZER, Server
 from tests.unit.server.tool_replies import (
     ARGUMENTS,
@@ -203,6 +207,62 @@ async def test_a_choice_of_no_tool_is_refused(choice: Any, fault: str) -> None:
         call = await server.post("/v1/responses", {"input": "Hi", "tools": [LOOK], "tool_choice": choice})
     assert (call.status, call.json["error"]["param"]) == (400, "tool_choice")
     assert fault in call.json["error"]["message"]
+
+
+BAD: Any = {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ([{"type": "web_search"}, LOOK, {"type": "function", "name": "a b"}], "tools[2].name"),
+        ([{"type": "web_search"}, {"type": "function", "name": "f", "parameters": BAD}], "tools[1].parameters"),
+        ([LOOK, {**SPACE, "tools": [LOOK, {"type": "function", "name": "f", "parameters": BAD}]}], "tools[1].tools[1].parameters"),
+    ],
+)  # fmt: skip
+async def test_a_tool_that_cannot_be_called_is_named_as_the_client_has_it(tools: list[Any], param: str) -> None:
+    async with serving(TWO, template=SOURCE) as server:
+        call = await server.post("/v1/responses", {"input": "Hi", "tools": tools, "tool_choice": "required"})
+    assert (call.status, call.json["error"]["param"]) == (400, param)
+    assert call.json["error"]["message"].startswith(f"{param} ")
+
+
+async def test_an_input_that_is_too_long_is_told_without_fields_of_other_protocols(server: Server) -> None:
+    for size in (3_000, 300_000):
+        call = await server.post("/v1/responses", {"input": "x" * size})
+        assert (call.status, call.json["error"]["param"]) == (400, "input")
+        assert "messages" not in call.json["error"]["message"]
+
+
+SAID: Any = {"role": "assistant", "type": "message"}
+WORDS_IN_A_ROW: list[tuple[list[Any], str]] = [
+    ([SAID | {"content": "One"}, SAID | {"content": "Two"}], "One|Two"),
+    ([SAID | {"content": "One"}, {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "so"}]}, SAID | {"content": "Two"}], "One|(so)Two"),
+    ([{"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "so"}]}, SAID | {"content": "One"}], "(so)One"),
+    ([SAID | {"content": "One"}, {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}, SAID | {"content": "Two"}], "One[look]|Two"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("items", "expected"), WORDS_IN_A_ROW, ids=[case[1] for case in WORDS_IN_A_ROW])
+def test_each_message_of_the_assistant_is_a_turn_with_the_thought_before_it(items: list[Any], expected: str) -> None:
+    spelled: dict[type, str] = {Thought: "({0.text})", Text: "{0.text}", Call: "[{0.name}]"}
+    turns = conversation_of(decode({"input": items}, InputFields), [], read_tools([]), lambda _: None).turns
+    assert {turn.role for turn in turns} == {"assistant"}
+    shown = ["".join(spelled[type(part)].format(part) for part in turn.parts) for turn in turns]
+    assert "|".join(shown) == expected
+
+
+async def test_the_echo_of_tools_counts_in_the_store(tmp_path: Path) -> None:
+    """``GET`` returns it; the documentation says so."""
+    sizes = []
+    for description in ("d", "d" * 1_000):
+        path, tool = tmp_path / f"{len(sizes)}.db", {**LOOK, "description": description}
+        async with serving("Yes.", responses_store=f"sqlite:{path}") as server:
+            call = await server.post("/v1/responses", {"input": "Hi", "tools": [tool]})
+            assert call.json["tools"] == [tool]
+        with contextlib.closing(ResponseStore(path)) as store:
+            sizes.append(store.num_bytes)
+    assert sizes[1] - sizes[0] >= 999 - 20, "of which ids and counts of tokens take some"
 
 
 async def test_parsed_replies_and_parsed_arguments() -> None:
