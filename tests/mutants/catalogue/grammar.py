@@ -128,8 +128,8 @@ with tagged.TaggedArguments._parts, test_tools.test_a_value_whose_mark_tells_its
     self._reader.types(part)
 with tools.ToolGrammars.of, test_tools.test_a_grammar_is_written_once_for_the_same_tools_and_anew_for_others:
     "a grammar of tools is that of others with the same names"
-    msgspec.msgpack.encode((chat.choice, chat.is_single, parts))
-    msgspec.msgpack.encode((chat.choice, chat.is_single, [name for name, _ in parts]))
+    msgspec.msgpack.encode((chat.choice, chat.is_single, is_free, parts))
+    msgspec.msgpack.encode((chat.choice, chat.is_single, is_free, [name for name, _ in parts]))
 with tools.ToolGrammars.of, test_tools.test_a_reply_beside_a_format_is_a_text_of_it_or_calls["hermes-True"]:
     "INV 76: a format beside tools lets no call be"
     found if texts is None else found._replace(grammar=texts.either(found.grammar))
