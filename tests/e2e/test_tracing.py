@@ -11,7 +11,7 @@ import httpx
 
 from tests.e2e.live import serve
 from tests.helpers.collector import sink
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import PATIENCE_S, wait_until
 
 NUM_TOKENS = 200
 
@@ -28,6 +28,7 @@ def test_a_request_whose_worker_dies_is_one_trace_with_all_its_tokens(tmp_path: 
             os.kill(live.pids()[-1], signal.SIGKILL)
             events = [line.removeprefix("data: ") for line in lines if line]
             assert events[-1] == "[DONE]" and "error" not in json.loads(events[-2])
+            wait_until(lambda: live.counter("hiserve:traced_requests_total", outcome="exported"))
         assert live.process.returncode == 0
     by_name = {span["name"]: span for span in collector.spans}
     assert sorted(by_name) == ["decode", "prefill", "queue", "text_completion hiserve-nano"]

@@ -25,7 +25,7 @@ from hiserve.server.http.tracing import collector_url, open_traces
 from tests.helpers.asgi import Call
 from tests.helpers.collector import InMemory, broken, sink
 from tests.helpers.fake_engine_client import FakeEngineClient
-from tests.helpers.waiting import until
+from tests.helpers.waiting import PATIENCE_S, until
 from tests.unit.server.conftest import NUM_STEPS, Server, make_server, reply_script
 
 SECRET = "MERIDIAN"  # of prompts: no span may have it
@@ -312,6 +312,7 @@ async def test_spans_arrive_at_a_collector(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=of-the-collector")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=lab")
+    monkeypatch.setattr(tracing, "CLOSE_S", PATIENCE_S)
     with sink() as collector:
         async with serving(collector.url) as server:
             for path, (_, body) in ROUTES.items():
