@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from hiserve.core.plan import Int32Array
@@ -187,7 +188,8 @@ class FakeEngineClient:
         if self.hangs:
             await asyncio.Event().wait()
         self.watched.append((subject, since_s))
-        return self.views
+        later = [[step for step in view.steps if step.end_s > since_s] for view in self.views]
+        return [msgspec.structs.replace(view, steps=steps) for view, steps in zip(self.views, later, strict=True)]
 
     async def status(self) -> Status:
         if self.hangs:
