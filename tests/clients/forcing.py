@@ -129,8 +129,10 @@ def run(calls: dict[str, Any], record: Path, *command: str) -> int:
         app.add_middleware(Recorder, record=record)
         return app
 
-    def of_chat(constraint: Constraint | None, grammars: ToolGrammars, chat: Conversation) -> Constraint | None:
-        asked, text = real(constraint, grammars, chat), reply_to(chat, calls)
+    def of_chat(
+        constraint: Constraint | None, grammars: ToolGrammars, chat: Conversation, *more: Any
+    ) -> Constraint | None:
+        asked, text = real(constraint, grammars, chat, *more), reply_to(chat, calls)
         if constraint is not None or text is None:
             return asked
         _entry.get()["reply"] = text
