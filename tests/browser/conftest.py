@@ -48,6 +48,23 @@ class Browser:
         assert not await page.evaluate("violations")
         await page.close()
 
+    @asynccontextmanager
+    async def listening(self, app: Any) -> AsyncIterator[str]:
+        """Serves an application on a free port; yields its URL. Closes all pages before it stops: it would refuse them."""
+        config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        (socket,) = server.servers[0].sockets
+        try:
+            yield f"http://127.0.0.1:{socket.getsockname()[1]}"
+        finally:
+            for page in list(self.pages):
+                await self.close(page)
+            server.should_exit = True
+            await serving
+
 
 @pytest_asyncio.fixture
 async def browser() -> AsyncIterator[Browser]:
@@ -64,19 +81,3 @@ async def browser() -> AsyncIterator[Browser]:
             await made.close(page)
         await chromium.close()
     assert not made.told, made.told
-
-
-@asynccontextmanager
-async def listening(app: Any) -> AsyncIterator[str]:
-    """Serves an application on a free port; yields its URL."""
-    config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-    (socket,) = server.servers[0].sockets
-    try:
-        yield f"http://127.0.0.1:{socket.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await serving

@@ -14,7 +14,7 @@ import pytest
 
 from hiserve.core.usage import CacheUse
 from hiserve.ipc.watching import RowFacts, StepRecord, WorkerView
-from tests.browser.conftest import Browser, listening
+from tests.browser.conftest import Browser
 from tests.e2e.live import serve
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.waiting import PATIENCE_S
@@ -139,7 +139,7 @@ async def test_figures_are_those_of_the_endpoints(browser: Browser, tmp_path: Pa
 
 
 async def test_256_rows_are_shown_as_they_are(browser: Browser) -> None:
-    async with serving("Hi", template=SOURCE) as server, listening(server.app) as url:
+    async with serving("Hi", template=SOURCE) as server, browser.listening(server.app) as url:
         server.engine.views = [WorkerView(0, 1, 9.0, [row_of(row) for row in range(1, 257)], [step_of(5, 9.0)])]
         page = await browser.open(f"{url}/dashboard")
         await readings(page, 2)
@@ -154,7 +154,7 @@ async def test_256_rows_are_shown_as_they_are(browser: Browser) -> None:
 
 
 async def test_a_chat_shows_thoughts_calls_and_the_cached_prefix(browser: Browser) -> None:
-    async with serving("", vetting=Trusting()) as server, listening(server.app) as url:
+    async with serving("", vetting=Trusting()) as server, browser.listening(server.app) as url:
         server.engine.script = lambda prompt: script("It rains." if "mist" in TOKENIZER.decode(prompt) else CALL, 2)
         server.engine.cached = lambda prompt: CacheUse(device=4, host=8)
         page = await browser.open(f"{url}/dashboard#playground")
@@ -184,7 +184,7 @@ async def test_a_chat_shows_thoughts_calls_and_the_cached_prefix(browser: Browse
 
 
 async def test_a_reply_can_be_stopped_and_errors_are_told(browser: Browser) -> None:
-    async with serving("So it goes, on and on.", template=SOURCE) as server, listening(server.app) as url:
+    async with serving("So it goes, on and on.", template=SOURCE) as server, browser.listening(server.app) as url:
         page = await browser.open(f"{url}/dashboard#playground")
         await page.click("summary >> text=System and tools")
         await page.fill("#tools", "[{]")
@@ -198,7 +198,7 @@ async def test_a_reply_can_be_stopped_and_errors_are_told(browser: Browser) -> N
 
 async def test_the_key_stays_in_its_tab_and_in_one_header(browser: Browser) -> None:
     keys = {"api_key": ("alpha",), "admin_api_key": "root"}
-    async with serving("Hi", template=SOURCE, **keys) as server, listening(server.app) as url:
+    async with serving("Hi", template=SOURCE, **keys) as server, browser.listening(server.app) as url:
         page = await browser.open(f"{url}/dashboard")
         assert await page.is_visible("#key-form")
         assert not [path for _, path, _ in browser.requests if "/debug" in path or "/metrics" in path]
@@ -224,7 +224,7 @@ async def test_the_key_stays_in_its_tab_and_in_one_header(browser: Browser) -> N
 
 
 async def test_a_page_that_is_paused_or_elsewhere_asks_nothing(browser: Browser) -> None:
-    async with serving("Hi", template=SOURCE) as server, listening(server.app) as url:
+    async with serving("Hi", template=SOURCE) as server, browser.listening(server.app) as url:
         page = await browser.open(f"{url}/dashboard")
         await readings(page, 1)
         for stop, go_on in (("#pause", "#pause"), ("#tab-playground", "#tab-engine")):
@@ -239,7 +239,7 @@ async def test_a_page_that_is_paused_or_elsewhere_asks_nothing(browser: Browser)
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_a_phone_needs_no_sideways_scrolling_and_texts_have_contrast(browser: Browser, scheme: str) -> None:
-    async with serving("Hi", template=SOURCE) as server, listening(server.app) as url:
+    async with serving("Hi", template=SOURCE) as server, browser.listening(server.app) as url:
         server.engine.views = [WorkerView(0, 1, 9.0, [row_of(row) for row in range(1, 9)], [step_of(5, 9.0)])]
         page = await browser.open(f"{url}/dashboard", width=390, scheme=scheme)
         await readings(page, 1)
@@ -269,7 +269,7 @@ def contrast(one: str, other: str) -> float:
 async def test_a_keyboard_reaches_views_steps_and_the_tree(browser: Browser, tmp_path: Path) -> None:
     from hiserve.ipc.cache_stats import NodeFacts
 
-    async with serving("Hi", template=SOURCE) as server, listening(server.app) as url:
+    async with serving("Hi", template=SOURCE) as server, browser.listening(server.app) as url:
         server.engine.views = [WorkerView(0, 1, 9.0, [], [step_of(4, 8.5), step_of(5, 9.0)])]
         server.engine.nodes = [
             NodeFacts("aa" * 8, "", 0, 0, "", 1, 0, 12, 1),
@@ -310,7 +310,7 @@ async def test_a_server_that_loads_its_model_says_so_and_is_asked_nothing_else(b
 
     engine = FakeEngineClient(script=lambda prompt: [])
     server = make_server(engine, start=start)
-    async with server.app.router.lifespan_context(server.app), listening(server.app) as url:
+    async with server.app.router.lifespan_context(server.app), browser.listening(server.app) as url:
         page = await browser.open(f"{url}/dashboard")
         await until(page, "document.querySelector('#state').textContent === 'the model is loading'")
         assert not [path for _, path, _ in browser.requests if "/debug" in path]
@@ -320,7 +320,7 @@ async def test_a_server_that_loads_its_model_says_so_and_is_asked_nothing_else(b
 
 
 async def test_a_server_that_goes_and_comes_back_is_told_of(browser: Browser) -> None:
-    async with serving("Hi", template=SOURCE) as server, listening(server.app) as url:
+    async with serving("Hi", template=SOURCE) as server, browser.listening(server.app) as url:
         page = await browser.open(f"{url}/dashboard")
         await readings(page, 1)
         await page.context.set_offline(True)
