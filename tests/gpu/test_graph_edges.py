@@ -59,10 +59,10 @@ def test_replays_equal_eager_steps_around_the_edge_of_a_window(
 ) -> None:
     prompts = prompts_of([length, length, 5], seed=length)
     before = verdicts(windowed["all"])
-    tokens = {name: generate(subject, prompts, 24) for name, subject in windowed.items()}
+    tokens = {name: generate(subject, prompts, 2 * WINDOW) for name, subject in windowed.items()}
     assert tokens["all"] == tokens["off"] == tokens["reference"]
-    assert cuda.news(before, verdicts(windowed["all"]))["replay/decode"] == 23
-    assert tokens["all"] != generate(eager, prompts, 24), "the window hides nothing"
+    assert cuda.news(before, verdicts(windowed["all"]))["replay/decode"] == 2 * WINDOW - 1
+    assert tokens["all"] != generate(eager, prompts, 2 * WINDOW), "the window hides nothing"
 
 
 def test_a_context_crosses_the_edge_of_a_window_between_two_replays(windowed: dict[str, Engine], eager: Engine) -> None:
