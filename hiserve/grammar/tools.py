@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from hiserve.core.request import Grammar
+from hiserve.core.request import LENIENT, Grammar
 from hiserve.errors import RequestError
 from hiserve.grammar.bounds import MAX_SCHEMA_BYTES
 from hiserve.grammar.lark import Rules, as_json, escaped
@@ -70,18 +70,20 @@ class ToolGrammars:
 
         Args:
             chat: The conversation.
-            texts: What a reply without a call must be of; a reply is then such a text, or calls, and never both.
+            texts: What a reply without a call must be of: of JSON, so that a reply is such a text, or calls, and never both.
+                Texts of another kind are the whole reply.
             fields: Of each tool; without them, those of chat completions.
 
         Returns:
-            None where the tools allow any reply: no call is required, and no tool is ``strict`` or none can be called.
+            None where the tools add nothing: no call is required, and no tool is ``strict`` or none can be called, or the
+            texts are the whole reply.
 
         Raises:
             RequestError: ``choice`` is not of these tools, or of a model whose replies have no calls; or a tool cannot be held.
         """
         is_free = texts is None
         syntax = _checked(self._abilities, chat, is_free=is_free)
-        if syntax is None:
+        if syntax is None or (texts is not None and texts.kind not in LENIENT):
             return None
         allowed, functions = chat.choice.names, [tool["function"] for tool in chat.tools or ()]
         parts = [
