@@ -22,7 +22,7 @@ from tests.e2e.live import Live
 pytestmark = pytest.mark.clients
 ENVIRONMENT = Path(__file__).parents[2] / ".venv-bfcl-eval"
 NUM_FUNCTIONS, NUM_AT_ONCE, MOST_TOKENS, LIMIT_S = 500, 32, 1500, 800
-# Bounds that let an untrained model end.
+# Bounds that let a small model end.
 MOST_CHARS, MOST_ENTRIES = 8, 2
 TYPES = {"dict": "object", "float": "number", "tuple": "array", "HashMap": "object", "hashtable": "object"}
 TYPES |= {
