@@ -20,7 +20,7 @@ from hiserve.errors import ConfigError, HiserveError
 # The one table that turns a command's name into its module: module, summary, whether it has arguments of its own.
 # Each module has ``run(config, **arguments)``; with arguments of its own, also ``add_arguments(parser, add_settings)``.
 COMMANDS = {
-    "serve": ("hiserve.commands.serve", "Serve a model over the OpenAI API.", False),
+    "serve": ("hiserve.commands.serve", "Serve a model over the APIs of OpenAI and Anthropic.", False),
     "chat": ("hiserve.commands.chat", "Talk to a model in the terminal.", True),
     "generate": ("hiserve.commands.generate", "Generate for a batch of prompts, JSON lines out.", True),
     "bench": ("hiserve.commands.bench", "Measure a server under load, or the offline API.", True),

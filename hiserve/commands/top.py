@@ -216,7 +216,7 @@ def _tiers(history: FrameHistory, *, is_narrow: bool) -> RenderableType:
     lines += [_store_line(frame)] if "store" in evicted else []
     lines += _idle_tiers(frame)
     if misses := frame.by("reason", "cache_misses"):
-        lines.append(f"requests that missed: {_counts(misses, MAX_MISSES)}")
+        lines.append(f"why no more was cached: {_counts(misses, MAX_MISSES)}")
     return Group(table, *map(Text, lines))
 
 

@@ -13,6 +13,7 @@ const LINES = [
   ["prompt, cached", "both", (it) => it.sum("prefix_cache_hits_total")],
 ];
 
+const NAMES = { store: "offload" }; // "store" is the metric's label of what is an offload everywhere else
 const WAYS = { load: "host → device", store: "device → host", prefetch: "store → host", upload: "host → store" };
 
 const history = []; // {at_s, samples}, oldest first
@@ -76,7 +77,7 @@ export function start() {
     num("free", (row) => row.free), num("evicted", (row) => count(row.num_evicted)),
   ]);
   tables.copies = new Table($("copies"), [
-    word("copy", (row) => row.copy), word("", (row) => WAYS[row.copy] ?? ""), num("wanted", (row) => count(row.wanted)), num("arrived", (row) => count(row.fulfilled)),
+    word("copy", (row) => NAMES[row.copy] ?? row.copy), word("", (row) => WAYS[row.copy] ?? ""), num("wanted", (row) => count(row.wanted)), num("arrived", (row) => count(row.fulfilled)),
     num("in flight", (row) => count(row.flight)), num("not", (row) => count(row.unfulfilled)),
     num("bytes", (row) => bytes(row.bytes)), num("rate", (row) => (row.seconds ? `${bytes(row.bytes / row.seconds)}/s` : "–")),
   ]);
@@ -167,7 +168,7 @@ function copies(it) {
     seconds: it.sum("kv_offload_total_time_total", { copy }),
   })));
   const reasons = it.all("cache_unfulfilled_tokens_total").filter((each) => each.value);
-  setText($("unfulfilled"), reasons.map(({ labels, value }) => `${labels.copy} not done, ${labels.reason}: ${count(value)}`).join(" · "));
+  setText($("unfulfilled"), reasons.map(({ labels, value }) => `${NAMES[labels.copy] ?? labels.copy} not done, ${labels.reason}: ${count(value)}`).join(" · "));
 }
 
 function parts(it) {

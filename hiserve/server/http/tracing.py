@@ -150,7 +150,7 @@ class Process(Protocol):
 
 
 class Traces:
-    """Takes notes of requests that ended, and sends them in batches. Lives in one event loop, which it never holds.
+    """Records requests that ended, and sends them in batches. Used in one event loop, which it never blocks.
 
     Args:
         process: Sends the batches.
@@ -273,7 +273,7 @@ def open_traces(endpoint: str | None, model: str) -> Traces | None:
     url = collector_url(endpoint)
     if not _is_installed():
         raise ConfigError(
-            "otel_endpoint needs the packages of OpenTelemetry. Install them: pip install 'hiserve[otel]'.",
+            "--otel-endpoint needs the packages of OpenTelemetry. Install them: pip install 'hiserve[otel]'.",
             param="otel_endpoint",
         )
     return Traces(JobProcess(COMMAND, msgspec.msgpack.encode(Setup(url, model))))
@@ -292,7 +292,7 @@ def collector_url(endpoint: str) -> str:
         is_plain = False
     if not is_plain or parts.username is not None or parts.query or parts.fragment or not endpoint.isprintable():
         raise ConfigError(
-            "otel_endpoint must be the URL of a collector, such as http://localhost:4318, without user and query. "
+            "--otel-endpoint must be the URL of a collector, such as http://localhost:4318, without user and query. "
             "Headers are given by OTEL_EXPORTER_OTLP_HEADERS.",
             param="otel_endpoint",
         )
@@ -300,7 +300,7 @@ def collector_url(endpoint: str) -> str:
 
 
 def note_choices(request: Request, choices: Choices, *, streams: bool) -> None:
-    """Tells the trace of a request, if it has one, of its choices."""
+    """Adds the choices of a request to its trace, if it has one."""
     trace: OpenTrace | None = request.scope["state"].get("trace")
     if trace is not None:
         trace.choices, trace.streams = choices, streams

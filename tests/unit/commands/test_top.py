@@ -118,7 +118,7 @@ async def test_one_frame_shows_tiers_hits_copies_requests_and_workers(capsys: An
         "80 160 80 14 – 40.0%",  # the device of both replicas
         "80 160 80 16 – 20.0%",
         "store 5.00 GiB 321 8 – 0.0%",  # one store that both share, emptied by each of them
-        "pages of the store: delivered 18 requests that missed",
+        "pages of the store: delivered 18 why no more was cached:",
         "together – 60.0%",
         "evicted 18, cold 10",
         "host → device – – 40 8 4.00",
