@@ -1,4 +1,4 @@
-"""Rows and steps as somebody who watches sees them."""
+"""The rows and steps of an engine for ``/debug/rows`` and ``/debug/steps``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hiserve.ipc.watching import LEASE_S, MAX_STEPS, RowFacts, StepRecord
 
 
 class StepLog:
-    """Records the steps of an engine while somebody watches: the last ``MAX_STEPS``, until the lease ends.
+    """Records the steps of an engine until its lease ends: the last ``MAX_STEPS``.
 
     Args:
         mask_s: Seconds that draws have waited for masks so far.

@@ -58,7 +58,7 @@ class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Vetting:
-    """Gives verdicts on grammars, and keeps them. Lives in one event loop; callers take turns.
+    """Gives verdicts on grammars, and keeps them. Used in one event loop; callers take turns.
 
     Args:
         folder: The model's, with its tokenizer.

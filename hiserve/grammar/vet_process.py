@@ -93,7 +93,7 @@ def _on_small_stack(vocabulary: Vocabulary, num_words: int, trial: Trial) -> Ver
 
 
 def serve(endpoint: str) -> int:
-    """Serves trials until the parent is gone; returns the exit code."""
+    """Serves trials until the parent ends; returns the exit code."""
     link, frames = connect_to_parent(endpoint, signal.SIGKILL)
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

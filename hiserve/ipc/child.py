@@ -202,7 +202,7 @@ def connect_to_parent(endpoint: str, death_signal: signal.Signals) -> tuple[Link
 
 
 def serve_jobs(link: Link, do: Callable[[Frames], Frames]) -> int:
-    """Does one job after the other until the parent is gone, in the process of a ``JobProcess``; returns the exit code."""
+    """Does one job after the other until the parent ends, in the process of a ``JobProcess``; returns the exit code."""
     channel = PollingChannel(link)
     try:
         while True:

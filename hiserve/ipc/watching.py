@@ -1,4 +1,4 @@
-"""What a worker shows of its rows and steps to somebody who watches."""
+"""The rows and steps of a worker, in its answers to ``/debug/rows`` and ``/debug/steps``."""
 
 from __future__ import annotations
 

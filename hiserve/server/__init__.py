@@ -1,1 +1,1 @@
-"""The HTTP server: one room for each protocol, on the rooms that all protocols share."""
+"""The HTTP server: one package for each protocol, over the packages that all protocols share."""

@@ -124,7 +124,7 @@ def create_app(
 
 
 def _follow(metrics: Metrics, encoder: PromptEncoder, vetting: Vetting, traces: Traces | None) -> None:
-    """Shows the counts that others keep."""
+    """Adds the counts of encoder, vetting and traces to the metrics."""
     metrics.follow(
         "history_replies",
         "Replies of the assistant in prompts: their tokens kept, cut at a change, or why encoded afresh.",

@@ -142,7 +142,7 @@ def _at(trace: RequestTrace, seconds: float) -> int:
 
 
 def serve(endpoint: str) -> int:
-    """Serves batches until the parent is gone; returns the exit code."""
+    """Serves batches until the parent ends; returns the exit code."""
     link, frames = connect_to_parent(endpoint, signal.SIGKILL)
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

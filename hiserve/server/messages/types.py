@@ -234,7 +234,7 @@ class OutputDetails(msgspec.Struct):
 
 
 class CacheCreation(msgspec.Struct):
-    """Tokens that are now cached, by the time for which they were asked to stay; without one, they count as the shorter."""
+    """Newly cached tokens by the time of their marks; tokens without a mark count as five minutes."""
 
     ephemeral_5m_input_tokens: int
     ephemeral_1h_input_tokens: int

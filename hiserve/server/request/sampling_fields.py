@@ -12,7 +12,7 @@ from hiserve.config.serving import MAX_INT32
 from hiserve.core.request import LENGTHS, MAX_STOP_CHARS, NOT_ZERO, RANGES, SamplingParams, SpecParams
 from hiserve.errors import ContextLengthError, RequestError
 from hiserve.server.reply.format import ServedModel
-from hiserve.text.body.chat import DAY_S, MINUTES_S
+from hiserve.text.body.chat import DAY_S, FIVE_MINUTES_S
 from hiserve.text.body.json import check_text
 
 MAX_NAME_CHARS = 1024
@@ -139,7 +139,7 @@ class Limits(NamedTuple):
 
 def retention_s(asked: Retention | None) -> int:
     """Returns how long the cache is to evict a prompt last, by ``prompt_cache_retention``."""
-    return 0 if asked is None else DAY_S if asked == "24h" else MINUTES_S
+    return 0 if asked is None else DAY_S if asked == "24h" else FIVE_MINUTES_S
 
 
 def fit_context(sampling: SamplingParams, limits: Limits, num_prompt: int, max_model_len: int) -> SamplingParams:

@@ -28,7 +28,7 @@ MAX_PARTS = 16_384  # of the content of one message
 MAX_FIELDS = 64  # of one message
 MAX_TOOLS = 1024
 MAX_MARKS = 4  # of parts that the cache evicts last
-MINUTES_S, HOUR_S, DAY_S = 300, 3600, 86_400
+FIVE_MINUTES_S, HOUR_S, DAY_S = 300, 3600, 86_400
 NOT_SERVED = {
     "function_call": "use tool_calls",
     "audio": "use text",
@@ -45,8 +45,8 @@ class CacheControl(msgspec.Struct, frozen=True):
 
     @property
     def seconds(self) -> int:
-        """The time."""
-        return HOUR_S if self.ttl == "1h" else MINUTES_S
+        """The time, from the last use of the prompt."""
+        return HOUR_S if self.ttl == "1h" else FIVE_MINUTES_S
 
 
 class TextPart(msgspec.Struct, frozen=True):
@@ -304,7 +304,7 @@ def _merged(parts: list[TextPart]) -> str | list[dict[str, Any]]:
     texts = marked_texts([(part.text, part.cache_control) for part in parts])
     if not any(text.retain_s for text in texts):
         return _joined(parts)
-    controls = {HOUR_S: CacheControl("ephemeral", "1h"), MINUTES_S: CacheControl("ephemeral")}
+    controls = {HOUR_S: CacheControl("ephemeral", "1h"), FIVE_MINUTES_S: CacheControl("ephemeral")}
     merged = [TextPart("text", text.text, controls.get(text.retain_s)) for text in texts]
     return [msgspec.to_builtins(part) for part in merged]
 

@@ -30,7 +30,7 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Slim(msgspec.Struct, frozen=True, tag=True):
-    """Job: ``body_parser.slim`` of the second frame."""
+    """Job: ``body.parser.slim`` of the second frame."""
 
     sizes: Sizes
     is_chat: bool
