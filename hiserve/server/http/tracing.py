@@ -101,7 +101,7 @@ class RequestTrace(msgspec.Struct, frozen=True, array_like=True):
         request_id: As in ``x-request-id``.
         traceparent: The header; empty without one.
         tracestate: Likewise.
-        server: Address and port that it came to.
+        server: Address and port that it came to; the port is None where there is no socket.
         began_ns: Nanoseconds since 1970.
         took_s: Until its last byte was sent.
         status: Of HTTP; 0 if it was not answered.
@@ -114,7 +114,7 @@ class RequestTrace(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
     traceparent: str
     tracestate: str
-    server: tuple[str, int]
+    server: tuple[str, int | None]
     began_ns: int
     took_s: float
     status: int

@@ -85,9 +85,10 @@ class Sender:
             "http.request.method": "POST",
             "http.route": trace.route,
             "server.address": trace.server[0],
-            "server.port": trace.server[1],
             "hiserve.request.id": trace.request_id,
         }
+        if trace.server[1] is not None:
+            found["server.port"] = trace.server[1]
         if trace.status:
             found["http.response.status_code"] = trace.status
         if trace.error:

@@ -75,6 +75,7 @@ def test_without_a_question_the_lease_ends_and_the_records_with_it(clock: Clock)
     engine.step()
     assert engine._log is None
     assert engine.watch("steps", 0.0)[2] == []
+    engine.step()
     clock.now_s += LEASE_S + 0.001  # an engine without work notices with the next question
     assert engine.watch("steps", 0.0)[2] == []
 

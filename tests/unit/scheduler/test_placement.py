@@ -125,6 +125,8 @@ def test_a_session_leaves_a_worker_that_is_dead_full_or_far_busier_and_comes_bac
     assert homes(built) == first
     busy = admission(5, 0, rows=8)
     assert set(homes(busy).values()) == {1}
+    full = admission(9, 4, 3, rows=8)  # and the next choice of its sessions is no second home
+    assert {homes(full)[session] for session, replica in first.items() if replica == 0} == {2}
 
 
 def test_without_a_session_load_decides() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 from opentelemetry.sdk.trace import ReadableSpan
@@ -132,6 +133,17 @@ async def test_a_request_is_a_span_with_its_phases_and_no_text(traced: Traced, p
     shown = b"".join(traced.collector.batches) + "".join(span.to_json() for span in (root, *others)).encode()
     assert SECRET.encode() not in shown
     assert await traced.server.metric("hiserve:traced_requests_total", outcome="exported") == 1
+
+
+async def test_a_request_of_a_batch_came_to_no_port(traced: Traced) -> None:
+    """``hiserve generate --batch`` calls the application without a socket."""
+    transport = httpx.ASGITransport(traced.server.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://batch") as client:
+        assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+    await until(lambda: roots(traced.collector.spans))
+    (root,) = roots(traced.collector.spans)
+    attributes = root.attributes or {}
+    assert attributes["server.address"] == "batch" and "server.port" not in attributes
 
 
 async def test_the_queue_lasts_as_long_as_the_engine_says(traced: Traced) -> None:
