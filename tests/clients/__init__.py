@@ -1,1 +1,1 @@
-"""Programs of others against a live server, unchanged; the heavy ones run behind `make test-clients`."""
+"""Programs of others against a live server, unchanged; `make test-clients` runs the heavy ones."""

@@ -1,6 +1,6 @@
 """Coding agents as npm gives them, in a network namespace of their own with loopback alone.
 
-``make test-clients`` installs them, and starts these tests in the namespace: whatever they would send elsewhere goes nowhere.
+``make test-coding`` installs them, and starts these tests in the namespace: whatever they would send elsewhere goes nowhere.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Running:
 
 @pytest.fixture(params=list(AGENTS))
 def running(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Running]:
-    assert [name for _, name in socket.if_nameindex()] == ["lo"], "start these tests by `make test-clients`"
+    assert [name for _, name in socket.if_nameindex()] == ["lo"], "start these tests by `make test-coding`"
     agent = AGENTS[request.param]
     record, (tool, arguments) = tmp_path / "record.jsonl", agent.tool
     command = (sys.executable, "-m", "tests.clients.forcing", json.dumps({tool: arguments}), str(record))
