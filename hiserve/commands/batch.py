@@ -72,9 +72,18 @@ def _paths(batch: str, output: str | None, errors: str | None) -> tuple[Path, Pa
         raise ConfigError("--batch needs --output FILE, which a second run continues.", param="output")
     target = Path(output)
     paths = Path(batch), target, target.with_name(f"{target.stem}.errors.jsonl") if errors is None else Path(errors)
-    if len({path.resolve() for path in paths}) < len(paths):
+    if len(set(map(_identity, paths))) < len(paths):
         raise ConfigError("--batch, --output and --errors must be three files.", param="output")
     return paths
+
+
+def _identity(path: Path) -> object:
+    """Returns what all names of a file have in common, those of hard links too."""
+    try:
+        found = path.stat()
+    except OSError:  # opening it says what is wrong
+        return os.path.realpath(path)
+    return found.st_dev, found.st_ino
 
 
 async def _serve(options: Options, file: BinaryIO, results: Results) -> None:

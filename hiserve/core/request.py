@@ -89,6 +89,15 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         parts = [(each.kind, each.text) for each in (self, other)]
         return Grammar.of("either", msgspec.json.encode(parts).decode())
 
+    @property
+    def alternatives(self) -> list[Grammar]:
+        """The grammars of which a reply is of one; this one, where it is of no several."""
+        if self.kind not in ("either", "either_lenient"):
+            return [self]
+        is_lenient = self.kind == "either_lenient"
+        parts: list[tuple[GrammarKind, str]] = msgspec.json.decode(self.text)
+        return [Grammar.of(LENIENT.get(kind, kind) if is_lenient else kind, text) for kind, text in parts]
+
     def within(self, budget: int) -> Grammar:
         """Returns the grammar with at most so many tokens of its thought."""
         return Grammar.of(self.kind, self.text, self.after, self.opening, budget)

@@ -11,7 +11,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from hiserve.core.plan import Int32Array
-from hiserve.core.request import LENIENT, Grammar, GrammarKind
+from hiserve.core.request import Grammar, GrammarKind
 from hiserve.errors import RequestError
 from hiserve.text.reader.formats import FORMATS
 from hiserve.text.tokens.tokenizer import Tokenizer
@@ -132,12 +132,9 @@ def _after_thought(opening: str, mark: str, bodies: list[Body], budget: int | No
 
 def _bodies(grammar: Grammar) -> list[Body]:
     """Returns a grammar in the library's form: the first body may name the others."""
-    if grammar.kind not in ("either", "either_lenient"):
-        return [_body(grammar.kind, grammar.text)]
-    parts = [
-        _body(LENIENT.get(kind, kind) if grammar.kind == "either_lenient" else kind, text)
-        for kind, text in json.loads(grammar.text)
-    ]
+    parts = [_body(each.kind, each.text) for each in grammar.alternatives]
+    if len(parts) == 1:
+        return parts
     start = "start: " + " | ".join(f"@part{index}" for index in range(len(parts)))
     return [{"lark_grammar": start}, *({**part, "name": f"part{index}"} for index, part in enumerate(parts))]
 

@@ -48,11 +48,15 @@ def try_out(vocabulary: Vocabulary, num_words: int, trial: Trial) -> Verdict:
         except RequestError as lenient:
             return Verdict(lenient.code, lenient.message)
     warnings = matcher.warnings if relaxed or grammar.kind in ("lark", "either") else []
+    seed = int.from_bytes(grammar.digest[:8], "little")
     marks = [mark for mark in (grammar.opening + grammar.after, trial.mark) if mark]
     for mark in ["", *marks]:  # to these a walk would hardly come
         matcher.advance(vocabulary.tokens(mark))
-        if refusal := _walk(matcher, num_words, int.from_bytes(grammar.digest[:8], "little")):
+        if refusal := _walk(matcher, num_words, seed):
             return refusal
+    first = grammar.alternatives[0]  # the others would hide that nothing satisfies it
+    if first is not grammar and (refusal := _walk(vocabulary.compile(first), num_words, seed)):
+        return refusal
     return Verdict(kind=grammar.kind, warnings=warnings)
 
 
@@ -66,8 +70,8 @@ def _walk(start: Matcher, num_words: int, seed: int) -> Verdict | None:
         matcher.mask(words)
         took_s = time.thread_time() - begin_s
         if matcher.error:
-            if index == 0 and matcher.has_no_text:
-                return Verdict(INVALID, "no text satisfies it")
+            if matcher.has_no_text:
+                return Verdict(INVALID, "some texts that it begins have no end" if index else "no text satisfies it")
             return Verdict(TOO_COMPLEX, matcher.error)
         if took_s > MAX_MASK_S:
             return Verdict(

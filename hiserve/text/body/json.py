@@ -21,7 +21,7 @@ MAX_INT = 2**63 - 1
 REF = "#/components/schemas/{name}"
 
 # Fields whose entries are named one by one in errors.
-_INDEXED = ("input", "messages", "tools")
+_INDEXED = ("input", "messages", "system", "tools")
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 _MISSING = re.compile("^Object missing required field `(.+?)`")
 _UNKNOWN = re.compile("^Object contains unknown field `(.+?)`(?: - at `|$)", re.DOTALL)
@@ -177,10 +177,9 @@ def _fault(message: str, given: dict[str, Any], kind: type[msgspec.Struct]) -> R
     schema, schemas = components(kind)
     for step in steps:
         schema = _inner(schema, step, schemas)
-    if steps[0] in _INDEXED and (
-        typed := [form for form in forms(schema, schemas) if "type" in form.get("properties", ())]
-    ):
-        steps.append("type")  # something else than the object of a certain type
+    typed = [form for form in forms(schema, schemas) if "type" in form.get("properties", ())]
+    if steps[0] in _INDEXED and isinstance(steps[-1], int) and typed:
+        steps.append("type")  # an entry is something else than the object of a certain type
         schema = {"anyOf": [form["properties"]["type"] for form in typed]}
     param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)[1:]
     fact = f"is {number}; it " if (number := _number_at(given, steps)) is not None else ""

@@ -98,6 +98,10 @@ with vet_process.try_out, test_vet.test_a_grammar_after_a_thought_is_tried_with_
     "INV 73: a grammar after a thought is walked in the thought alone"
     ["", *marks]
     [""]
+with vet_process.try_out, test_vet.test_texts_that_nothing_satisfies_are_refused_also_beside_calls:
+    "INV 73: texts that nothing satisfies pass beside calls"
+    first is not grammar
+    False
 with vet.Vetting._check_room, test_vet.test_requests_that_wait_for_verdicts_are_bounded_and_one_caller_has_half:
     "one caller may have all places of those who wait for verdicts"
     own >= -(-self._max_waiting // 2)

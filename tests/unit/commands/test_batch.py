@@ -331,6 +331,9 @@ async def test_a_full_disk_ends_the_batch(folder: Folder, monkeypatch: pytest.Mo
         (["--batch", "in", "--output", "no/such/out"], "cannot write no/such/out"),
         (["--batch", "in", "--output", "in"], "must be three files"),
         (["--batch", "in", "--output", "out", "--errors", "./out"], "must be three files"),
+        (["--batch", "in", "--output", "out", "--errors", "hard"], "must be three files"),
+        (["--batch", "in", "--output", "soft"], "must be three files"),
+        (["--batch", "in", "--output", "loop"], "cannot write loop: Too many levels"),
         (["--batch", "in", "--output", "out", "--input", "x"], "--input is not for --batch"),
         (["--batch", "in", "--output", "out", "--max-tokens", "4"], "--max-tokens is not for --batch"),
         (["--batch", "in", "--output", "out", "--stop", "x"], "--stop is not for --batch"),
@@ -341,11 +344,14 @@ def test_a_wrong_command_line_is_one_line(
     argv: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("in").write_text("")
+    Path("in").write_text("x")
+    Path("hard").hardlink_to("in")
+    Path("soft").symlink_to("in")
+    Path("loop").symlink_to("loop")
     assert cli.main(["generate", *argv]) == 1
     told = capsys.readouterr().err
     assert words in told and told.count("\n") == 1
-    assert not Path("out").exists()
+    assert not Path("out").exists() and Path("in").read_text() == "x"
 
 
 def test_the_command_asks_for_no_keys_stores_nothing_and_says_how_many(

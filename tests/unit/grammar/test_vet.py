@@ -195,6 +195,27 @@ def test_replies_are_tried_after_the_mark_of_a_call(monkeypatch: pytest.MonkeyPa
     assert text > 3000 and call < 10
 
 
+NOTHING = Grammar.of("json", '{"$ref":"#"}')
+DEAD_END = Grammar.of("json", '{"properties":{"a":{"$ref":"#/properties/a"}},"required":["a"],"type":"object"}')
+
+
+@pytest.mark.parametrize(
+    ("grammar", "may_relax", "reason"),
+    [
+        (NOTHING, False, "no text satisfies it"),
+        (NOTHING.either(GRAMMARS["strict calls"]), False, "no text satisfies it"),
+        (NOTHING.either(GRAMMARS["strict calls"]), True, "no text satisfies it"),
+        (DEAD_END, False, "some texts that it begins have no end"),
+        (DEAD_END.either(GRAMMARS["strict calls"]), False, "some texts that it begins have no end"),
+    ],
+)
+def test_texts_that_nothing_satisfies_are_refused_also_beside_calls(
+    grammar: Grammar, may_relax: bool, reason: str
+) -> None:
+    verdict = try_out(nano_vocabulary(), 128, Trial(grammar, may_relax, "<tool_call>"))
+    assert (verdict.code, verdict.reason) == ("invalid_grammar", reason)
+
+
 async def test_without_a_process_nothing_is_kept(vetting: Vetting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vetting._process, "_command", ("/nowhere",))
     for _ in range(2):
