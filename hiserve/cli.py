@@ -76,7 +76,7 @@ def parse(argv: Sequence[str]) -> tuple[str | None, Options, dict[str, Any]]:
         ConfigError: An unknown or ill-formed argument; the nearest flag is suggested.
     """
     if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help", "--version"):
-        raise ConfigError(f"{argv[0]} stands before the command. Put it behind: hiserve serve {argv[0]} ...")
+        raise ConfigError(f"{argv[0]} stands before the command. Put it after: hiserve serve {argv[0]} ...")
     arguments, unknown = make_parser(*argv[:1]).parse_known_args(argv)
     if unknown:
         raise ConfigError(f"unknown argument {unknown[0]!r}.{_advice(unknown[0])}")

@@ -174,7 +174,7 @@ class RequestIdMiddleware:
         app: The application that gets the requests.
         metrics: Counts the responses.
         forms: Forms of errors by path; others have OpenAI's.
-        traces: Takes notes of the requests; None takes none.
+        traces: Records the requests; None for no traces.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, forms: Mapping[str, ErrorForm], traces: Traces | None) -> None:

@@ -173,11 +173,11 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     def with_errors_as_text(self) -> Conversation:
         """Returns the conversation with ``ERROR`` before the text of each failed call."""
 
-        def told(part: Any) -> Any:
+        def with_error(part: Any) -> Any:
             is_error = isinstance(part, Result) and part.is_error
             return msgspec.structs.replace(part, text=ERROR + part.text) if is_error else part
 
-        turns = [msgspec.structs.replace(turn, parts=tuple(map(told, turn.parts))) for turn in self.turns]
+        turns = [msgspec.structs.replace(turn, parts=tuple(map(with_error, turn.parts))) for turn in self.turns]
         return msgspec.structs.replace(self, turns=tuple(turns))
 
     @property

@@ -114,7 +114,7 @@ class Metrics:
         self.num_generated = self._histogram("request_generation_tokens", "Tokens generated for it.", TOKEN_BUCKETS)
 
     def follow(self, name: str, help_text: str, label: str, counts: Mapping[Any, int]) -> None:
-        """Shows counts that something else keeps, by the values of a label."""
+        """Adds a counter whose values are those of a mapping at each reading, by the values of a label."""
         self._registry.register(_Followed(f"hiserve:{name}", help_text, (self._model_name, label), counts))
 
     def responded(self, endpoint: str, status: int) -> None:
