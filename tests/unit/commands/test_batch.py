@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import io
 import json
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -201,11 +204,11 @@ async def test_a_second_run_answers_the_lines_without_a_reply(folder: Folder) ->
 
 @pytest.mark.parametrize("num_left", [1, 5, 16, 40])
 async def test_a_reply_that_was_cut_by_a_kill_is_made_again(folder: Folder, num_left: int) -> None:
-    await folder.run(line("a"))
+    await folder.run(line("a"), line("c"))
     whole = folder.output.read_bytes()
     folder.output.write_bytes(whole + whole.replace(b'"a"', b'"b"')[:num_left])
-    assert await folder.run(line("a"), line("b")) == (1, 0)
-    assert folder.output.read_bytes().startswith(whole) and folder.ids() == ["a", "b"]
+    assert await folder.run(line("a"), line("b"), line("c")) == (1, 0)
+    assert folder.output.read_bytes().startswith(whole) and folder.ids() == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(
@@ -248,6 +251,36 @@ async def test_so_many_lines_are_read_as_are_answered_at_once(folder: Folder) ->
     go.set()
     assert await running == (40, 0)
     assert folder.ids() == sorted(map(str, range(40)))
+
+
+async def test_room_of_bodies_that_are_answered_is_given_back() -> None:
+    window = batch._Window(8)
+    await window.enter(batch.MAX_BYTES)
+    waiting = asyncio.create_task(window.enter(1))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    window.leave(batch.MAX_BYTES)
+    other = asyncio.create_task(window.enter(1))
+    for _ in range(4):
+        await asyncio.sleep(0)
+    assert waiting.done() and other.done()
+
+
+def test_the_rest_of_a_long_line_is_no_line() -> None:
+    long = b"x" * 35
+    assert list(read_lines(io.BytesIO(b"y" * 10 + b"\n" + long + b"\n\nok\n" + long), 10)) == [
+        (1, b"y" * 10), (2, None), (4, b"ok"), (5, None)
+    ]  # fmt: skip
+
+
+async def test_each_line_is_counted_once(folder: Folder) -> None:
+    lines = [line("a"), line("b", prompt=7), "not json", line("a")]
+    for _ in range(2):
+        counted = Counter[str]()
+        with Results(folder.output, folder.errors) as results:
+            numbered = enumerate((each.encode() for each in lines), 1)
+            await answer_all(folder.server.app, numbered, results, room=4, advance=partial(counted.update, ["line"]))
+        assert counted["line"] == len(lines)
 
 
 async def test_large_bodies_are_answered_one_after_another(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:

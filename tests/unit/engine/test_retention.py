@@ -96,3 +96,10 @@ def test_retained_prefixes_are_no_obstacle_and_go_in_the_order_of_their_times() 
     assert serve(engine, 10, prompt(95, seed=10)) == 0, "24 of 32 pages: half of the retained ones go"
     assert engine.stats().cache.num_retained == 8
     assert [serve(engine, 20 + uid, prompt(LENGTH, seed=uid), caller=uid) for uid in (3, 4)] == [16, 16]
+
+
+def test_requests_that_share_nothing_retain_nothing() -> None:
+    engine = made(41, Clock())
+    engine._shares_prefixes = False
+    serve(engine, 1, prompt(LENGTH, seed=1), ((LENGTH, TTL_S),))
+    assert engine.stats().cache.num_retained == 0

@@ -144,6 +144,15 @@ def test_a_lenient_schema_says_what_it_does_not_hold(text: str) -> None:
     assert ("format" in text) == bool(matcher.warnings)
 
 
+def test_a_schema_or_calls_may_be_lenient_too() -> None:
+    colour = Grammar.of("json", '{"type":"string","format":"colour"}')
+    parts = colour.either(Grammar.of("lark", 'start: "x"')).text
+    with pytest.raises(RequestError, match="Unknown format"):
+        nano_vocabulary().compile(Grammar.of("either", parts))
+    matcher = nano_vocabulary().compile(Grammar.of("either_lenient", parts))
+    assert not matcher.error and matcher.warnings
+
+
 def test_white_space_between_parts_of_json_is_bounded() -> None:
     matcher = nano_vocabulary().compile(Grammar.of("json", '{"type":"array","items":{"type":"integer"}}'))
     tokens = TOKENIZER.encode("[1,", add_special_tokens=False).tolist()

@@ -71,6 +71,24 @@ async def test_marks_of_messages_retain_the_prompt_up_to_their_blocks() -> None:
         assert is_up_to(text, last, following), text[-80:]
 
 
+async def test_marks_within_a_result_and_of_words_before_a_call() -> None:
+    call = {"type": "tool_use", "id": "1", "name": "look", "input": {"where": "north"}}
+    found = {"type": "tool_result", "tool_use_id": "1", "content": [block("Nothing in the north.", HOUR_MARK)]}
+    messages = [
+        {"role": "user", "content": "Where are they?"},
+        {"role": "assistant", "content": [block("Let me see.", MARK), call]},
+        {"role": "user", "content": [found, block("And the others?")]},
+    ]
+    async with serving("Yes.") as server:
+        assert (await server.post(MESSAGES, BASIC | {"messages": messages, "tools": [LOOK]})).status == 200
+        (said, first_s), (result, second_s) = retained(server)
+        assert (first_s, second_s) == (300, 3600)
+        assert is_up_to(said, "Let me see.", "Nothing") and is_up_to(result, "Nothing in the north.", "others")
+        found["content"] = [block("Nothing.", MARK)] * 4
+        refused = await server.post(MESSAGES, BASIC | {"messages": messages, "tools": [LOOK]})
+        assert refused.status == 400 and "Found 5." in refused.text
+
+
 async def test_marks_of_tools_and_of_the_whole_prompt() -> None:
     async with serving("Yes.") as server:
         body = BASIC | {"system": FIRST, "tools": [LOOK | {"cache_control": MARK}], "cache_control": HOUR_MARK}

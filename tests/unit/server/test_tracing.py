@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import logging
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -13,16 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import pytest_asyncio
 from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
 from hiserve.core.request import FinishReason
 from hiserve.core.usage import CacheUse
 from hiserve.errors import ConfigError, EngineError, HiserveError, InvariantError, OverloadedError
-from hiserve.server.http import tracing
-from hiserve.server.http.tracing import collector_url, open_traces
+from hiserve.server.http import tracing, tracing_process
+from hiserve.server.http.tracing import RequestTrace, Setup, collector_url, open_traces
 from tests.helpers.asgi import Call
 from tests.helpers.collector import InMemory, broken, sink
 from tests.helpers.fake_engine_client import FakeEngineClient
@@ -159,6 +164,42 @@ async def test_the_queue_lasts_as_long_as_the_engine_says(traced: Traced) -> Non
     _, queue, *_ = await traced.spans(call)
     assert queue.end_time and queue.start_time
     assert abs(queue.end_time - queue.start_time - 3_000_000) <= 1_000
+
+
+async def test_the_queue_ends_before_the_first_token_whatever_a_workers_clock_says(traced: Traced) -> None:
+    traced.server.engine.queue_s = 1000.0
+    spans = {span.name: span for span in await traced.spans(traced.server.call("POST", "/v1/chat/completions", CHAT))}
+    assert spans["queue"].end_time == spans["prefill"].end_time == spans["decode"].start_time
+
+
+def test_the_process_has_a_limit_for_each_batch_and_none_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    during: list[float] = []
+
+    class Exporter(InMemorySpanExporter):
+        def __init__(self, **_: Any) -> None:
+            super().__init__()
+
+        def export(self, spans: Any) -> SpanExportResult:
+            during.append(signal.getitimer(signal.ITIMER_REAL)[0])
+            return super().export(spans)
+
+    noted = RequestTrace("chat", "/v1/chat/completions", "1", "", "", ("x", 80), 0, 1.0, 200, "", None)
+    jobs: list[Any] = []
+    setup = msgspec.msgpack.encode(Setup("http://x", "tiny"))
+    monkeypatch.setattr(tracing_process, "connect_to_parent", lambda *_: (None, [setup]))
+    monkeypatch.setattr(tracing_process, "serve_jobs", lambda _, do: jobs.append(do) or 0)
+    monkeypatch.setattr(tracing_process, "OTLPSpanExporter", Exporter)
+    monkeypatch.setattr(tracing_process.os, "nice", lambda _: 0)
+    monkeypatch.setattr(tracing_process.resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(logging.getLogger("opentelemetry"), "setLevel", lambda _: None)
+    assert tracing_process.serve("endpoint") == 0
+    try:
+        for _ in range(2):
+            assert jobs[0]([msgspec.msgpack.encode([noted])]) == [b"taken"]
+            assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    assert len(during) == 2 and all(0 < left_s <= tracing_process.JOB_S for left_s in during)
 
 
 async def test_the_trace_goes_on_with_that_of_the_client(traced: Traced) -> None:
@@ -402,6 +443,38 @@ async def test_a_process_that_never_answers_holds_a_bounded_number_of_requests(m
             assert (await server.chat("Hi")).status == 200
         assert await server.metric("hiserve:traced_requests_total", outcome="dropped") == 2
         assert await server.metric("hiserve:traced_requests_total", outcome="failed") == 0
+
+
+async def test_a_collector_that_comes_back_is_told_of_once_and_what_a_process_keeps_is_failed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = [b"", b"", b"taken", b"taken", b""]
+    is_stuck = asyncio.Event()
+
+    class Moody(InMemory):
+        async def do(self, frames: Any) -> Any:
+            if not answers:
+                is_stuck.set()
+                await asyncio.Event().wait()
+            return [answers.pop(0)]
+
+    monkeypatch.setattr(tracing, "JobProcess", Moody)
+    monkeypatch.setattr(tracing.Traces.__init__, "__kwdefaults__", {"batch_s": 0.0, "pause_s": 0.0})
+    monkeypatch.setattr(tracing, "CLOSE_S", 0.0)
+    async with serving("http://collector") as server:
+        traces = server.app.user_middleware[0].kwargs["traces"]
+        for number in range(1, 6):
+            await server.chat("Hi")
+            await until(lambda number=number: sum(traces.counts.values()) == number)
+        await server.chat("Hi")
+        await is_stuck.wait()
+    assert traces.counts == {"exported": 2, "dropped": 0, "failed": 4}
+    told = [record.message for record in caplog.records if "collector" in record.message]
+    assert [text.rpartition("collector ")[2] for text in told] == [
+        "takes no traces",
+        "takes traces again",
+        "takes no traces",
+    ]
 
 
 async def test_a_process_that_dies_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
