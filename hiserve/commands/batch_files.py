@@ -159,15 +159,13 @@ class Results:
         self.num_done = 0
         self.num_failed = 0
         with contextlib.ExitStack() as undo:
-            self._output = undo.enter_context(_open(output, "ab"))
-            try:
-                fcntl.flock(self._output, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise ConfigError(f"another batch writes {output}. Give another --output.", param="output") from None
+            self._output = undo.enter_context(_open(output, "output"))
             if not output.is_file():
                 raise ConfigError(f"{output} is no file. Give an --output that can be read again.", param="output")
             self._done = _read_done(output)  # digests of each custom_id that the output has
-            self._errors = undo.enter_context(_open(errors, "wb"))
+            self._errors = undo.enter_context(_open(errors, "errors"))
+            if errors.is_file():
+                self._errors.truncate(0)
             self._undo = undo.pop_all()
 
     def has(self, custom_id: str) -> bool:
@@ -219,11 +217,19 @@ class Results:
             errors.unlink()
 
 
-def _open(path: Path, mode: Literal["ab", "wb"]) -> FileIO:
+def _open(path: Path, param: Literal["output", "errors"]) -> FileIO:
+    """Opens a file at its end, and locks it."""
     try:
-        return path.open(mode, buffering=0)
+        file = path.open("ab", buffering=0)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}.", param="output") from None
+        raise ConfigError(f"cannot write {path}: {error.strerror}.", param=param) from None
+    try:
+        if path.is_file():
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise ConfigError(f"another batch writes {path}. Give another --{param}.", param=param) from None
+    return file
 
 
 def _read_done(output: Path) -> set[bytes]:

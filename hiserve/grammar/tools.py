@@ -115,6 +115,10 @@ def _checked(abilities: Abilities, chat: Conversation, *, is_free: bool) -> Repl
         if not choice.is_required:
             return None
         fact = "the form of this model's calls is not known. Name it at start (--reply-format)"
+        if syntax is not None and syntax.row.reads_calls:
+            fact = (
+                f"the marks of its form, {syntax.row.name}, are no tokens of this model. Name another (--reply-format)"
+            )
         if not abilities.template.tools:
             fact = "the chat template of this model does not show tools to it"
         raise RequestError(f"tool_choice asks for a call of tools, but {fact}.", param="tool_choice")

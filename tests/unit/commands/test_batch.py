@@ -222,11 +222,12 @@ async def test_a_file_of_something_else_is_left_as_it_is(folder: Folder, content
     assert folder.output.read_bytes() == content and folder.errors.read_bytes() == b"kept"
 
 
-async def test_two_batches_do_not_write_one_output(folder: Folder) -> None:
+@pytest.mark.parametrize("name", ["output", "errors"])
+async def test_two_batches_do_not_write_one_file(folder: Folder, name: str) -> None:
     folder.errors.write_bytes(b"kept")
-    with folder.output.open("ab") as other:
+    with getattr(folder, name).open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(ConfigError, match="another batch writes"):
+        with pytest.raises(ConfigError, match=rf"another batch writes .* Give another --{name}\."):
             await folder.run(line("a"))
     assert folder.errors.read_bytes() == b"kept"
 

@@ -366,7 +366,7 @@ def test_a_call_that_is_a_message_follows_a_thought_and_ends_the_reply(thought: 
 def test_no_call_is_required_of_messages_whose_headers_are_text() -> None:
     name = "harmony"
     made = abilities_of(name, by_token=False)
-    with pytest.raises(RequestError, match="form of this model's calls is not known"):
+    with pytest.raises(RequestError, match="marks of its form, harmony, are no tokens of this model"):
         ToolGrammars(made).of(chat_of([HI], tools=[tool()], choice=ToolChoice(True)))
     assert ToolGrammars(made).of(chat_of([HI], tools=[tool()], choice=ToolChoice(strict=("look",)))) is None
 
