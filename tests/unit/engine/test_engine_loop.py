@@ -158,6 +158,21 @@ def test_while_rows_wait_for_loads_the_next_plan_is_made_as_late_as_can_be(
     assert plans == [1, 2, 3, 4]
 
 
+def test_the_draw_of_a_step_does_not_wait_for_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has nothing to do after the forward of a step that awaits its masks."""
+    pace: Any = ScriptedPace(0.0125, 0.0)
+    engine, planner, executor, _ = echo_engine(num_pages=30, depth=1, eos=(), timer=pace)
+    add(engine, 1, max_tokens=4)
+    engine.step()
+    done: list[object] = []
+    engine._masks = lambda: (None, {})
+    monkeypatch.setattr(executor, "draw", lambda masks: done.append("draw"), raising=False)
+    monkeypatch.setattr(executor, "take_acks", lambda wait_s=0.0: done.append(wait_s) or [])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(type(planner), "is_loading", property(lambda self: True))
+    assert engine.step() is None
+    assert done == [0.0, "draw", MAX_ACK_WAIT_S]
+
+
 def test_the_executors_exception_comes_out_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _, executor, _ = echo_engine(num_pages=30)
     failed: Future[StepResult] = Future()

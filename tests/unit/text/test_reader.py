@@ -568,3 +568,23 @@ def test_a_value_whose_mark_says_that_it_is_a_text_is_one() -> None:
     told = shown(of_text("deepseek_v32", f"Yes.\n\n<｜DSML｜function_calls>\n{call}"))
     arguments = '{"text": "5", "number": "5", "other": {"a":  1}, "more": "so"}'
     assert told == [(Kind.CONTENT, "Yes."), (Kind.CALL, "look"), (Kind.ARGUMENTS, arguments), (Kind.CALL_END, "")]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama3_json", '<|python_tag|>{"name": "look", "parameters": {}}; '),
+        ("llama3_json", '<|python_tag|>{"name": "look", "parameters": {}}; <|p'),
+        ("mistral_list", '[TOOL_CALLS][{"name": "look", "arguments": {}}, '),
+    ],
+)
+def test_a_reply_that_is_cut_before_another_call_leaves_no_content(name: str, text: str) -> None:
+    assert [kind for kind, _ in shown(of_text(name, text, finish=LENGTH))] == [Kind.CALL, Kind.ARGUMENTS, Kind.CALL_END]
+
+
+@pytest.mark.parametrize(
+    "entries", ['["a</parameter>\n', '["a</parameter>\n</function>', '["a</parameter>\n<parameter=x>\nb']
+)
+def test_a_string_of_json_that_is_cut_after_a_mark_stays_one_value(entries: str) -> None:
+    text = f"<tool_call>\n<function=look>\n<parameter=entries>\n{entries}"
+    assert shown(of_text("qwen3_coder", text, finish=LENGTH))[1:] == [(Kind.ARGUMENTS, f'{{"entries": {entries}')]
