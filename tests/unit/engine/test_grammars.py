@@ -158,6 +158,14 @@ def test_a_matcher_that_fails_after_its_request_left_the_row_fails_no_other_requ
     assert not failed
 
 
+def test_closing_ends_the_thread_of_the_masks() -> None:
+    made = GrammarRows(nano_vocabulary)
+    made._thread.submit(int).result()
+    (thread,) = made._thread._threads
+    made.close()
+    assert not thread.is_alive()
+
+
 def test_requests_wait_for_their_grammar_and_no_longer() -> None:
     may_open = threading.Event()
 

@@ -103,3 +103,12 @@ def test_requests_that_share_nothing_retain_nothing() -> None:
     engine._shares_prefixes = False
     serve(engine, 1, prompt(LENGTH, seed=1), ((LENGTH, TTL_S),))
     assert engine.stats().cache.num_retained == 0
+
+
+def test_a_time_is_never_shorter_than_asked() -> None:
+    clock = Clock(100.5)
+    engine = made(41, clock)
+    serve(engine, 1, prompt(LENGTH, seed=1), ((LENGTH, TTL_S),))
+    clock.now_s += TTL_S - 0.125
+    flood(engine)
+    assert engine.stats().cache.num_retained == 4

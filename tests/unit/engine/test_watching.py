@@ -80,6 +80,15 @@ def test_without_a_question_the_lease_ends_and_the_records_with_it(clock: Clock)
     assert engine.watch("steps", 0.0)[2] == []
 
 
+def test_each_question_begins_the_lease_anew(clock: Clock) -> None:
+    engine, _, _, _ = echo_engine(num_pages=40, eos=(), timer=StepTimer(clock))
+    add(engine, 1, max_tokens=30)
+    for number in range(4):
+        assert len(engine.watch("steps", 0.0)[2]) == number
+        clock.now_s += 0.75 * LEASE_S
+        engine.step()
+
+
 def test_rows_show_lengths_and_state_and_no_tokens() -> None:
     engine, _, _, _ = echo_engine(num_pages=60, page_size=4, eos=(), budget=12)
     add(engine, 7, max_tokens=9)

@@ -140,6 +140,14 @@ async def test_a_request_is_a_span_with_its_phases_and_no_text(traced: Traced, p
     assert await traced.server.metric("hiserve:traced_requests_total", outcome="exported") == 1
 
 
+async def test_a_header_that_is_too_long_is_not_kept(traced: Traced) -> None:
+    long = "a=" + (tracing.MAX_HEADER_CHARS - 1) * "b"
+    call = traced.server.call("POST", "/v1/chat/completions", CHAT, traceparent=PARENT, tracestate=long)
+    await traced.spans(call)
+    (batch,) = traced.collector.batches
+    assert PARENT.encode() in batch and long.encode() not in batch
+
+
 async def test_a_request_of_a_batch_came_to_no_port(traced: Traced) -> None:
     """``hiserve generate --batch`` calls the application without a socket."""
     transport = httpx.ASGITransport(traced.server.app)
