@@ -140,8 +140,9 @@ async def test_while_a_deadline_is_awaited_batches_do_not_look_for_one() -> None
 async def test_a_client_is_told_why_no_worker_could_be_started() -> None:
     client = SlowClient()
     assert await asyncio.wait_for(client.service.run(), PATIENCE_S) == 1
-    frames = client._link.try_receive()
-    assert frames is not None
+    async with asyncio.timeout(PATIENCE_S):
+        while (frames := client._link.try_receive()) is None:  # it may still be under way
+            await asyncio.sleep(0.001)
     message = client._decoder.decode(frames).message
     assert isinstance(message, StartFailed)
     assert message.code == "insufficient_resources"
