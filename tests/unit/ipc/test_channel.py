@@ -117,7 +117,8 @@ def test_messages_for_the_dead_never_reach_a_successor() -> None:
     child.close()
     while not parent.is_gone:
         parent.wait()
-    assert not parent.is_writable
+    while parent.is_writable:  # zmq drops the pipe on its own thread
+        time.sleep(0.001)
     parent.try_send([b"for the dead"])
     successor = Link.connect(parent.endpoint)
     time.sleep(0.1)
