@@ -344,7 +344,8 @@ class PrefixCache:
 
     def grow_host(self, num_ready_pages: int) -> None:
         """Makes the host pages below ``num_ready_pages`` usable; a smaller number than before has no effect."""
-        self.host.pages.grow(max(num_ready_pages, self.host.pages.num_ready))
+        if num_ready_pages > self.host.pages.num_ready:
+            self.host.pages.grow(num_ready_pages)
 
     def begin_after(self, step_id: int) -> None:
         """Records that a step was planned: its forward may still touch every page in use now."""
