@@ -67,17 +67,13 @@ class RetentionMachine(IndexMachine):
         assert self.cache.stats().num_retained == len(self.model.until)
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_index_agrees_with_the_model(page_size: int) -> None:
+def run(kind: type[IndexMachine], page_size: int, max_examples: int, paths: tuple[str, ...]) -> None:
+    """Runs machines; each path must be taken at least once."""
     ran: Counter[str] = Counter()
-
-    def machine() -> IndexMachine:
-        return IndexMachine(page_size, ran)
-
     run_state_machine_as_test(
-        machine,
+        lambda: kind(page_size, ran),
         settings=settings(
-            max_examples=200,
+            max_examples=max_examples,
             stateful_step_count=40,
             deadline=None,
             print_blob=True,
@@ -85,27 +81,17 @@ def test_index_agrees_with_the_model(page_size: int) -> None:
         ),
     )
     print(f"page size {page_size}: {dict(ran)}")
-    for path in ("hits", "evicted", "refused", "published", "moved", "moved in part", "remembered", "stale matches"):
+    for path in paths:
         assert ran[path], f"{path} never happened; the sequences miss it"
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_index_agrees_with_the_model(page_size: int) -> None:
+    paths = ("hits", "evicted", "refused", "published", "moved", "moved in part", "remembered", "stale matches")
+    run(IndexMachine, page_size, 200, paths)
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_retained_pages_go_last_until_their_time(page_size: int) -> None:
-    ran: Counter[str] = Counter()
-
-    def machine() -> RetentionMachine:
-        return RetentionMachine(page_size, ran)
-
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=100,
-            stateful_step_count=40,
-            deadline=None,
-            print_blob=True,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-    print(f"page size {page_size}: {dict(ran)}")
-    for path in ("retained", "beyond the quota", "no longer retained", "retained evicted"):
-        assert ran[path], f"{path} never happened; the sequences miss it"
+    paths = ("retained", "beyond the quota", "no longer retained", "retained evicted")
+    run(RetentionMachine, page_size, 100, paths)

@@ -273,7 +273,7 @@ def test_requests_of_one_prefix_share_its_prefetch() -> None:
     desk.check()
 
 
-def test_a_prefetch_that_fails_is_over_for_its_request_and_begun_again_for_another() -> None:
+def two_that_want_one_prefetch() -> Desk:
     desk = Desk("wait")
     for uid in (1, 2):
         desk.add(uid, 5, 6, 7)
@@ -281,6 +281,11 @@ def test_a_prefetch_that_fails_is_over_for_its_request_and_begun_again_for_anoth
     for uid in (1, 2):
         desk.answer(uid, 3)
     desk.send()
+    return desk
+
+
+def test_a_prefetch_that_fails_is_over_for_its_request_and_begun_again_for_another() -> None:
+    desk = two_that_want_one_prefetch()
     desk.end(num_pages=0)
     assert not desk.is_awaited(1) and desk.is_awaited(2)
     desk.send()
@@ -323,13 +328,7 @@ def test_an_answer_that_comes_after_the_wait_is_counted_and_begins_nothing(num_f
 
 
 def test_the_last_that_wants_a_prefetch_drops_it() -> None:
-    desk = Desk("wait")
-    for uid in (1, 2):
-        desk.add(uid, 5, 6, 7)
-    desk.send()
-    for uid in (1, 2):
-        desk.answer(uid, 3)
-    desk.send()
+    desk = two_that_want_one_prefetch()
     desk.prefetcher.drop(1)
     desk.prefetcher.drop(2)
     desk.end()
