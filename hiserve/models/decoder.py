@@ -223,7 +223,7 @@ def load_decoder(
     Args:
         folder: Of the checkpoint.
         config: Its shape.
-        dtype: Type name of weights and activations, a key of ``config.DTYPE_BYTES``.
+        dtype: Type name of weights and activations, a key of ``config.options.DTYPE_BYTES``.
         device: ``cpu`` or ``cuda``.
         load_format: ``auto`` or ``dummy``.
         max_len: Tokens of the longest request; None is the model's context.

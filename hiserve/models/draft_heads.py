@@ -193,7 +193,7 @@ def load_draft(
     Args:
         draft: From ``find_draft``.
         target: The model that it drafts for, on the same device, of the same type.
-        dtype: Type name of weights and activations, a key of ``config.DTYPE_BYTES``.
+        dtype: Type name of weights and activations, a key of ``config.options.DTYPE_BYTES``.
         device: ``cpu`` or ``cuda``.
         load_format: ``auto`` or ``dummy``.
         max_len: Tokens of the longest request.

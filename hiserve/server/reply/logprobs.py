@@ -12,7 +12,7 @@ from hiserve.errors import RequestError
 from hiserve.server.reply.generation import Generation, OutputDelta
 from hiserve.text.tokens.detokenizer import Detokenizer
 
-# The bytes of one token as it is spelled, special ones included (``text.detokenizer.TokenBytes.bytes_of``).
+# The bytes of one token as it is spelled, special ones included (``text.tokens.detokenizer.TokenBytes.bytes_of``).
 Spell = Callable[[int], bytes]
 # In place of minus infinity, which JSON does not have.
 LEAST_LOGPROB = -9999.0
