@@ -21,7 +21,7 @@ class Order(pydantic.BaseModel):
     size: Literal["small", "large"]
 
 
-@pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"])
+@pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA", "RESPONSES_TOOLS"])
 def test_structured_output_of_instructor(live: Live, mode: str) -> None:
     import instructor
 

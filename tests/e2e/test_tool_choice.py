@@ -23,6 +23,7 @@ from tests.helpers.waiting import PATIENCE_S
 
 USER: Any = {"role": "user", "content": "Book a table for two in Boston, please."}
 STRICT: Any = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+FORMAT: Any = {"type": "json_object"}  # of contents, which these replies do not have
 NAMED: Any = {"type": "function", "function": {"name": "book"}}
 
 
@@ -50,7 +51,7 @@ def check(calls: list[Any]) -> list[str]:
 async def test_a_call_that_must_be_made_is_made_streamed_or_not(client: openai.AsyncOpenAI, seed: int) -> None:
     fields: dict[str, Any] = {"model": NANO, "messages": [USER], "tools": TOOLS, "seed": seed, "temperature": 1.0}
     for choice in ("required", NAMED):
-        asked = fields | {"tool_choice": choice, "parallel_tool_calls": False}
+        asked = fields | {"tool_choice": choice, "parallel_tool_calls": False, "response_format": FORMAT}
         (whole,) = (await client.chat.completions.create(**asked)).choices
         async with client.chat.completions.stream(**asked) as events:
             (streamed,) = (await events.get_final_completion()).choices
@@ -87,7 +88,7 @@ async def test_under_auto_text_is_free_beside_strict_tools(client: openai.AsyncO
     [
         ({"tools": []}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"extra_body": {"regex": "a"}}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}]}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"multipleOf": 1234567, "type": "integer"}}}}}]}, "tool_choice"),
     ],

@@ -162,7 +162,7 @@ class MessagesFields(msgspec.Struct, frozen=True, kw_only=True):
         """
         wanted = self.output_config and self.output_config.format
         param = "output_config.format.schema"
-        return [Constraint(bounds.json_schema(wanted.schema, param), param)] if wanted else []
+        return [Constraint(bounds.json_schema(wanted.schema, param), param, is_format=True)] if wanted else []
 
 
 class MessagesOptions(GrammarFields, frozen=True, kw_only=True):

@@ -43,6 +43,7 @@ class Constraint(NamedTuple):
         may_relax: Keywords of a JSON schema that no mask can hold may be left out.
         mark: A text to which any reply may come, and after which it is constrained.
         not_held: The constraints of the field that the grammar does not express.
+        is_format: It applies to the content alone: a reply that must be calls has none.
     """
 
     grammar: Grammar
@@ -50,6 +51,7 @@ class Constraint(NamedTuple):
     may_relax: bool = True
     mark: str = ""
     not_held: Sequence[str] = ()
+    is_format: bool = False
 
 
 class NamedSchema(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,12 +74,12 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
         if self.type == "text":
             return []
         if self.type == "json_object":
-            return [Constraint(bounds.any_object(), "response_format")]
+            return [Constraint(bounds.any_object(), "response_format", is_format=True)]
         given, param = self.json_schema, "response_format.json_schema"
         if given is None:
             raise RequestError(f"{param} is missing; response_format.type asks for it.", param=param)
         grammar = bounds.json_schema(given.schema, f"{param}.schema")
-        return [Constraint(grammar, f"{param}.schema", may_relax=not given.strict)]
+        return [Constraint(grammar, f"{param}.schema", may_relax=not given.strict, is_format=True)]
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,15 +162,18 @@ def of_chat(
     """Returns the grammar of the replies to a conversation, if there is one.
 
     Args:
-        constraint: Of the fields of the request. Beside tools, a reply is of its texts, or calls.
+        constraint: Of the fields of the request. Beside tools, a reply is of its texts, or calls; a format leaves calls that
+            must be made as they are.
         grammars: Of tools.
         chat: The conversation.
         fields: As for ``grammar.tools.tools``.
 
     Raises:
-        RequestError: A call is required beside another grammar; or as ``ToolGrammars.of``.
+        RequestError: A call is required beside a grammar of the whole reply; or as ``ToolGrammars.of``.
     """
     is_required = chat.choice.is_required
+    if is_required and constraint is not None and constraint.is_format:
+        constraint = None
     made = grammars.of(chat, None if constraint is None or is_required else constraint.grammar, fields)
     if made is None:
         return constraint

@@ -179,9 +179,9 @@ class InputFields(msgspec.Struct, frozen=True, kw_only=True):
         if form.type == "text":
             return None
         if form.type == "json_object":
-            return Constraint(bounds.any_object(), "text.format")
+            return Constraint(bounds.any_object(), "text.format", is_format=True)
         grammar = bounds.json_schema(form.schema, "text.format.schema")
-        return Constraint(grammar, "text.format.schema", may_relax=not form.strict)
+        return Constraint(grammar, "text.format.schema", may_relax=not form.strict, is_format=True)
 
 
 class ResponseOptions(SamplingFields, frozen=True, kw_only=True):

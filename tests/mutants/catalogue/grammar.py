@@ -142,6 +142,10 @@ with tools.ToolGrammars.of, test_grammar_fields.test_a_regex_is_of_the_whole_rep
     "a regex that spells calls is not held where the model calls by itself"
     texts.kind not in LENIENT
     False
+with grammar_fields.of_chat, test_grammar_fields.test_a_format_is_of_the_content_which_a_call_that_must_be_made_does_not_have["required"]:
+    "a format beside a call that must be made is refused as a second grammar"
+    constraint.is_format
+    False
 with tools._written, test_responses.test_a_tool_that_cannot_be_called_is_named_as_the_client_has_it:
     "an error of a tool names the field of another protocol"
     fields[index] if fields else ToolField(f"tools[{index}].function")

@@ -249,7 +249,12 @@ async def test_replies_are_free_where_no_tool_is_strict_and_none_must_be_called(
             "'x'",
         ),
         ({"regex": "a"}, "tool_choice", "regex and tool_choice are two"),
-        ({"response_format": {"type": "json_object"}}, "tool_choice", "response_format and tool_choice are two"),
+        ({"guided_json": SCHEMA}, "tool_choice", "guided_json and tool_choice are two"),
+        (
+            {"regex": "a", "response_format": {"type": "json_object"}},
+            "response_format",
+            "regex and response_format are two",
+        ),
         ({"tool_choice": UNKNOWN}, "tool_choice", "none of tools"),
         ({"continue_final_message": True}, "tool_choice", "continue_final_message"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "a b"),
@@ -261,6 +266,20 @@ async def test_calls_that_cannot_be_required_are_refused(fields: dict[str, Any],
         assert (call.status, call.json["error"]["param"]) == (400, param), call.text
         assert told in call.json["error"]["message"]
         assert not server.engine.seen and not server.vetting.seen
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED_TOOL])
+async def test_a_format_is_of_the_content_which_a_call_that_must_be_made_does_not_have(choice: Any) -> None:
+    """OpenAI's API answers so, and instructor sends both; the schema need not be that of the tool."""
+    other = {"type": "object", "properties": {"b": {"type": "string"}}, "additionalProperties": False}
+    spelled = {"type": "json_schema", "json_schema": {"name": "x", "schema": other, "strict": True}}
+    async with with_tools() as server:
+        for form in (None, {"type": "text"}, {"type": "json_object"}, spelled):
+            call = await server.chat("hi", tools=TOOLS, tool_choice=choice, response_format=form)
+            assert call.status == 200, call.text
+        grammar, *others = (seen.sampling.grammar for seen in server.engine.seen)
+        assert grammar is not None and others == [grammar] * 3
+        assert {asked[1] for asked in server.vetting.seen} == {"tool_choice"}
 
 
 async def test_a_call_cannot_be_required_of_a_model_that_sees_no_tools() -> None:

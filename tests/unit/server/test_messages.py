@@ -441,10 +441,12 @@ async def test_a_call_that_is_required_has_the_grammar_of_a_chat(choice: Any, ch
     chat = {"messages": [USER], "tools": [{"type": "function", "function": function}], "tool_choice": chat_choice}
     async with serving(CALL, vetting=Vetted()) as server:
         message = await ask(server, tools=[LOOK], tool_choice=choice)
+        form = {"type": "json_schema", "schema": {"type": "object"}}
+        await ask(server, tools=[LOOK], tool_choice=choice, output_config={"format": form})
         assert (await server.post("/v1/chat/completions", chat)).status == 200
-        first, second = (seen.sampling.grammar for seen in server.engine.seen)
+        first, beside, second = (seen.sampling.grammar for seen in server.engine.seen)
         call = await server.post(PATH, {**BASIC, "tool_choice": choice})
-    assert first == second
+    assert first == second == beside
     assert first is not None
     assert message["stop_reason"] == "tool_use"
     assert call.status == 400

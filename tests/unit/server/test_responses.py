@@ -193,6 +193,21 @@ async def test_a_choice_of_tools_is_a_grammar_of_their_calls(choice: Any, names:
     assert len([item for item in call.json["output"] if item["type"] == "function_call"]) == (1 if is_single else 2)
 
 
+async def test_a_format_beside_a_call_that_must_be_made_is_echoed_and_constrains_nothing() -> None:
+    """instructor sends the parameters of the tool as the format, too."""
+    parameters = {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]}
+    tool = {"type": "function", "name": "look", "parameters": parameters}
+    form = {"type": "json_schema", "name": "look", "schema": parameters, "strict": True}
+    asked = {"input": "Hi", "tools": [tool], "tool_choice": {"type": "function", "name": "look"}}
+    async with serving(TWO, vetting=Trusting(), template=SOURCE) as server:
+        plain = await server.post("/v1/responses", asked)
+        beside = await server.post("/v1/responses", asked | {"text": {"format": form}})
+        first, second = (seen.sampling.grammar for seen in server.engine.seen)
+    assert (plain.status, beside.status) == (200, 200), beside.text
+    assert first == second
+    assert beside.json["text"]["format"] == form
+
+
 REFUSED_CHOICES: list[tuple[Any, str]] = [
     ({"type": "web_search"}, "hosted"),
     ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}, "no tool that is served"),
