@@ -99,12 +99,12 @@ def test_every_file_of_the_index_but_its_contract_is_protected() -> None:
 
 
 def parts_of_the_index() -> set[str]:
-    """What ``PrefixCache`` is made of: public for checks, and no part of the contract."""
+    """What ``PrefixCache`` is made of: public for checks, and no part of the contract, but for ``store``."""
     tree = ast.parse((INDEX / "prefix_cache.py").read_text())
     (init,) = [each for each in functions(tree) if each.name == "__init__"]
     made = [node for node in ast.walk(init) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
     targets = [target.attr for node in made for target in node.targets if isinstance(target, ast.Attribute)]
-    return {name for name in targets if not name.startswith("_")}
+    return {name for name in targets if not name.startswith("_")} - {"store"}
 
 
 def reached(text: str) -> set[str]:

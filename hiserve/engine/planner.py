@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from hiserve.cache.index.prefix_cache import PrefixCache, Tier
 from hiserve.config.caching import StorePrefetch
-from hiserve.core.plan import MAX_SCORED_TOKENS, BatchPlan, BoolArray, Int64Array, RowAdmit, StepFault, StepResult
+from hiserve.core.plan import MAX_SCORED_TOKENS, BatchPlan, Int64Array, RowAdmit, StepResult
 from hiserve.core.request import FinishReason
 from hiserve.core.transfers import CopyAck
 from hiserve.engine.admission import Admission
@@ -19,49 +18,22 @@ from hiserve.engine.cache_counters import CacheCounters
 from hiserve.engine.drafting import Drafting
 from hiserve.engine.grammars import GrammarRows, no_vocabulary
 from hiserve.engine.host_loads import HostLoads, LoadCostModel
+from hiserve.engine.in_flight import InFlight
 from hiserve.engine.oom_recovery import OomRecovery
 from hiserve.engine.output import pick_scores, report
 from hiserve.engine.queue import Request, WaitingQueue
 from hiserve.engine.retainer import Retainer
+from hiserve.engine.row_ends import RowEnds
 from hiserve.engine.rows import RowState
 from hiserve.engine.store_prefetch import StorePrefetcher
 from hiserve.engine.watching import row_facts
-from hiserve.errors import EngineError, HiserveError, ResourceError
+from hiserve.errors import HiserveError
 from hiserve.ipc.cache_stats import LOCAL_TIERS, NodeFacts, StoreStats, TierName
 from hiserve.ipc.lifecycle import StepSnapshot
 from hiserve.ipc.messages import GateCounts, WorkerStats
 from hiserve.ipc.updates import RequestUpdates, TokenDelta
 from hiserve.ipc.watching import RowFacts
 from hiserve.spec.adaptive import DraftController
-
-MAX_FAULTS = 1  # a row with a stale page table is recomputed this often before its request fails
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _InFlight:
-    """A plan without a result."""
-
-    plan: BatchPlan
-    rows: Int64Array  # ``[B]``: its rows
-    # int64 ``[B]``; of these rows when it was made; a row may have another request when the result comes.
-    generations: Int64Array
-
-    def is_current(self, state: RowState) -> BoolArray:
-        """Returns which rows still have the request of the plan, bool ``[B]``."""
-        current: BoolArray = state.generation[self.rows] == self.generations
-        return current
-
-    def snapshot(self, state: RowState) -> StepSnapshot:
-        """Returns the plan for a crash report, without the requests that have ended."""
-        plan = self.plan
-        return StepSnapshot(
-            step=plan.step_id,
-            uids=state.uid[self.rows[self.is_current(state)]].tolist(),
-            num_tokens=int(plan.num_new.sum()),
-            num_drafts=int(plan.num_draft.sum()),
-            waits=list(plan.waits),
-            copies=[copy.op for copy in plan.copies],
-        )
 
 
 class Planner:
@@ -125,11 +97,14 @@ class Planner:
             cache_counters=self._cache_counters,
             grammars=self.grammars,
         )
+        self._ends = RowEnds(
+            cache, self._rows, self._waiting, self._host_loads, self.grammars, self._retainer, self._oom_recovery
+        )
         self._num_draft = num_draft
         self._drafting = Drafting(self._rows, num_draft, controller)
-        self._step_id, self._in_flight = 0, deque[_InFlight]()
+        self._step_id, self._in_flight = 0, deque[InFlight]()
         self._updates = RequestUpdates()
-        self._counters = dict.fromkeys(("generated_tokens", "preemptions", "stale_rows", "deferred_steps"), 0)
+        self._counters = dict.fromkeys(("generated_tokens", "deferred_steps"), 0)
 
     # --- requests -------------------------------------------------------------------------
 
@@ -149,7 +124,7 @@ class Planner:
                 self._prefetcher.drop(request.uid)
                 self._updates.add(TokenDelta(finish=FinishReason.ABORT, uid=request.uid))
         for row in self._rows.active[np.isin(self._rows.uid[self._rows.active], uids)].tolist():
-            self._updates.add(TokenDelta(finish=FinishReason.ABORT, uid=self._release(row).uid))
+            self._updates.add(TokenDelta(finish=FinishReason.ABORT, uid=self._ends.release(row).uid))
 
     def flush(self, tiers: tuple[TierName, ...] = LOCAL_TIERS) -> int:
         """Evicts every prefix that no running request uses from the worker's own tiers; returns the number of pages."""
@@ -187,8 +162,7 @@ class Planner:
         lost = self._host_loads.complete(acks) if acks else []
         if lost:
             self._oom_recovery.lost_loads(len(lost))
-        for row in lost:
-            self._waiting.requeue(self._release(row))
+        self._ends.requeue(lost)
 
     def grow_host(self, num_pages: int) -> None:
         """Makes host pages below ``num_pages`` usable."""
@@ -211,6 +185,8 @@ class Planner:
             drafts=self._drafting.stats(),
             grammars=self.grammars.stats(),
             **self._admission.counters,
+            preemptions=self._ends.num_preempted,
+            stale_rows=self._ends.num_stale,
             **self._counters,
         )
 
@@ -276,7 +252,7 @@ class Planner:
         )
         self._cache.begin_after(self._step_id)
         self._costs.begin_step(rows.size, num_tokens - int(allocation.num_draft.sum()))
-        self._in_flight.append(_InFlight(plan, rows, state.generation[rows]))
+        self._in_flight.append(InFlight(plan, rows, state.generation[rows]))
         return plan
 
     def _plan_running(self) -> tuple[Int64Array, Allocation]:
@@ -286,7 +262,7 @@ class Planner:
             allocation = self._allocate(rows)
             if self._rows.grow(rows, allocation.num_new):
                 return rows, allocation
-            self._preempt(int(rows[-1]))
+            self._ends.preempt(int(rows[-1]))
 
     def _allocate(self, rows: Int64Array) -> Allocation:
         """Returns the allocation of these rows, int64 ``[B]``, in a step of their own."""
@@ -313,7 +289,7 @@ class Planner:
 
     def fail(self, row: int, error: HiserveError) -> None:
         """Ends the request of a row with an error; results of steps in flight do not count for it."""
-        self._updates.failed.append((self._release(row).uid, error.code, error.message))
+        self._updates.failed.append((self._ends.release(row).uid, error.code, error.message))
 
     # --- commit ---------------------------------------------------------------------------
 
@@ -338,16 +314,15 @@ class Planner:
         ok = step.is_current(state)
         if result.deferred:
             self._counters["deferred_steps"] += 1
-            for row in step.rows[ok].tolist():
-                self._waiting.requeue(self._release(row))
+            self._ends.requeue(step.rows[ok].tolist())
             return
         if result.fault is not None:
-            self._undo(step.rows[ok], plan.num_tokens, result.fault)
+            self._updates.failed += self._ends.undo(step.rows[ok], plan.num_tokens, result.fault)
             return
         if result.faults.size:
             faulty = np.isin(step.rows, result.faults)
             for row in step.rows[faulty & ok].tolist():
-                self._handle_fault(row)
+                self._updates.failed += self._ends.refuse(row)
             ok &= ~faulty
         settled = step.rows[ok]
         self._oom_recovery.passed(state, settled)
@@ -364,37 +339,4 @@ class Planner:
         report(self._updates, state, self._drafting, rows, counts, finishes, tokens, scores)
         state.publish(settled, plan.step_id)
         for row in rows[finishes != 0].tolist():
-            self._release(row)
-
-    def _undo(self, rows: Int64Array, num_tokens: int, fault: StepFault) -> None:
-        """Releases the rows of a failed step. Steps that were planned after it find them gone."""
-        again, failed = self._oom_recovery.requeue_or_fail(
-            fault, num_tokens, [self._release(row) for row in rows.tolist()]
-        )
-        for request in reversed(again):
-            self._waiting.requeue(request)
-        self._updates.failed += [(request.uid, ResourceError.code, message) for request, message in failed]
-
-    def _handle_fault(self, row: int) -> None:
-        """Recomputes a request whose page table the device refused; a second time it fails."""
-        self._counters["stale_rows"] += 1
-        request = self._release(row)
-        request.num_faults += 1
-        if request.num_faults <= MAX_FAULTS:
-            self._waiting.requeue(request)
-            return
-        message = f"the device refused the page table of request {request.uid} {request.num_faults} times"
-        self._updates.failed.append((request.uid, EngineError.code, message))
-
-    def _preempt(self, row: int) -> None:
-        """Releases a row for its pages; its request resumes after its published pages, which the host keeps too."""
-        self._counters["preemptions"] += 1
-        self._cache.ensure_backed(self._rows.lock(row))
-        self._waiting.requeue(self._release(row))
-
-    def _release(self, row: int) -> Request:
-        """Takes the row from its request."""
-        self._host_loads.untrack(row)
-        self.grammars.release(row)
-        self._retainer.retain(self._rows.lock(row), self._rows.request(row).retain)
-        return self._rows.release(row)
+            self._ends.release(row)

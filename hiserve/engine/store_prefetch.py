@@ -85,7 +85,7 @@ class StorePrefetcher:
     @property
     def has_work(self) -> bool:
         """Whether there is a copy to order, or one that may soon be answered."""
-        if self._cache.has_uploads:
+        if self._cache.store.has_uploads:
             return True
         oldest = next(iter(self._open.values()), None)
         return oldest is not None and self._clock() - oldest.since < POLL_S
@@ -93,7 +93,7 @@ class StorePrefetcher:
     @property
     def is_uploading(self) -> bool:
         """Whether pages wait for the store or are on their way there; False after ``STALL_S`` without an answer."""
-        if not (self._open or self._cache.num_to_upload):
+        if not (self._open or self._cache.store.num_to_upload):
             return False
         oldest_s = min((order.since for order in self._open.values()), default=self._clock())
         return self._clock() - max(oldest_s, self._answered_s) < STALL_S
@@ -102,7 +102,7 @@ class StorePrefetcher:
         """Adds a waiting request; the store is asked for its missing pages with a later plan."""
         if not self._has_store:
             return
-        num_cached, digests = self._cache.missing(request.tenant, request.prefix_key)
+        num_cached, digests = self._cache.store.missing(request.tenant, request.prefix_key)
         if not digests:
             return
         wanted = self._prefetches[request.uid] = _PrefetchRequest(request, self._clock(), num_cached, digests)
@@ -147,7 +147,7 @@ class StorePrefetcher:
             uid = next(iter(self._to_look_up))
             wanted = self._looking_up[uid] = self._to_look_up.pop(uid)
             lookups.append(StoreLookup(uid, wanted.digests))
-        uploads, stages = self._cache.begin_uploads()
+        uploads, stages = self._cache.store.begin_uploads()
         copies = [self._order(upload, CopyKind.UPLOAD) for upload in uploads] + stages
         self._open |= {stage.op: _PendingCopy(stage, self._clock()) for stage in stages}
         return tuple(lookups), (*copies, *self._begin_fetches())
@@ -234,18 +234,18 @@ class StorePrefetcher:
         if not wanted.num_cached <= num_here < wanted.end:
             wanted.is_over = True
             return None
-        arriving = self._cache.prefetch_of(wanted.digests[num_here - wanted.num_cached])
+        arriving = self._cache.store.prefetch_of(wanted.digests[num_here - wanted.num_cached])
         if arriving:
             wanted.op = arriving
             return None
-        num_pages = min(wanted.end - num_here, max_pages, self._cache.num_available_on_host)
+        num_pages = min(wanted.end - num_here, max_pages, self._cache.store.num_available_on_host)
         if not num_pages:
             has_just_begun = self._clock() - self._began_s < FIRST_PAGES_S
             if self._cache.stats().host.num_pages or not has_just_begun:
                 self._give_up(wanted, HOST_FULL)
             return None
         num_more = wanted.end - num_here - num_pages
-        begun = self._cache.begin_prefetch(wanted.request.tenant, wanted.request.prefix_key, num_pages, num_more)
+        begun = self._cache.store.begin_prefetch(wanted.request.tenant, wanted.request.prefix_key, num_pages, num_more)
         if begun is None:
             wanted.is_over = True
             return None
@@ -275,4 +275,4 @@ class StorePrefetcher:
             num_coming = order.copy.host_pages.size if order is not None else 0
             self._cache_counters.not_fetched(max(0, wanted.end - num_here - num_coming), reason)
         if op and not any(other.op == op for other in self._prefetches.values()):
-            self._cache.abort_prefetch(op)
+            self._cache.store.abort_prefetch(op)

@@ -171,7 +171,7 @@ def test_a_preemption_between_the_halves_changes_no_reply(alone: Replies, how: d
         def preempt(plan: BatchPlan, number: int) -> None:
             row = run.row_of(HIT.get(number, 0))
             if row is not None:
-                run.engine._planner._preempt(row)
+                run.engine._planner._ends.preempt(row)
 
         run.between(preempt, late=late)
         assert run() == alone

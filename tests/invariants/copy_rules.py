@@ -112,7 +112,7 @@ def take_uploads(world: World, random: Random) -> None:
     """What waits for the store is read on the host, or copied there first; parents before children, nothing twice."""
     model = world.model
     spare = world.spare()
-    uploads, stages = world.cache.begin_uploads()
+    uploads, stages = world.cache.store.begin_uploads()
     assert not world.lose_host(spare) or stages, "pages left the host for nothing"
     staged = {op for op, each in model.ops.items() if each.kind == "upload"} - world.uploads.keys()
     for begun in sorted([*uploads, *stages], key=lambda each: each.op):
@@ -177,7 +177,7 @@ def begin_prefetch(world: World, random: Random) -> None:
     _, _, anywhere = world.match(tenant, prompt)
     wanted = world.usable(prompt)[len(anywhere) :][:max_pages]
     spare = world.spare()
-    begun = world.cache.begin_prefetch(tenant, prompt, max_pages)
+    begun = world.cache.store.begin_prefetch(tenant, prompt, max_pages)
     world.share_all()
     end = (tenant, anywhere)
     if not wanted or not model.is_host_ready(end) or world.is_arriving((tenant, (*anywhere, wanted[0]))):
@@ -210,7 +210,7 @@ def abort_prefetch(world: World, random: Random) -> None:
     op = random.choice(list(world.fetches))
     staged = world.model.ops[op]
     if not staged.is_lost:
-        world.cache.abort_prefetch(op)
+        world.cache.store.abort_prefetch(op)
         staged.end, staged.is_lost = (staged.end[0], ()), True
         world.ran["aborts"] += 1
 

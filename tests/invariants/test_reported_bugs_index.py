@@ -37,7 +37,7 @@ def cache() -> PrefixCache:
 
 
 def end_uploads(cache: PrefixCache) -> None:
-    uploads, stages = cache.begin_uploads()
+    uploads, stages = cache.store.begin_uploads()
     for upload in uploads:
         cache.uploads.end_upload(upload.op)
     for stage in stages:
@@ -57,7 +57,7 @@ def test_tc_22_a_split_of_a_pending_store_keeps_it_on_every_fragment(cuts: tuple
     cache.complete(copy.op, ok=is_ok)
     check_structure(cache)
     assert set(states(cache).split()) == {"DH" if is_ok else "D"}
-    uploads, stages = cache.begin_uploads()
+    uploads, stages = cache.store.begin_uploads()
     if is_ok:
         assert [upload.run.digests for upload in uploads] == [digests(*PREFIX)]
         squeeze(cache)
@@ -98,7 +98,7 @@ def test_tc_23_what_is_loaded_begins_after_the_device_and_ends_at_the_match(on_d
 
 def test_tc_25_what_a_prefetch_continues_is_no_leaf_any_more(cache: PrefixCache) -> None:
     demoted(cache, 1, 2)
-    begun = cache.begin_prefetch(TENANT, prompt(1, 2, 3, 4), 9)
+    begun = cache.store.begin_prefetch(TENANT, prompt(1, 2, 3, 4), 9)
     assert begun is not None and begun.run.digests == digests(1, 2, 3, 4)[2:]
     squeeze_host(cache)
     assert cached(cache, 1, 2) == (0, 2), "the place that the prefetch continues was evicted"
@@ -170,13 +170,13 @@ def test_tc_42_host_pages_are_freed_once_at_whatever_step_a_request_ends(how: st
         op, used = copy.op, {*copy.host_pages.tolist()}
         if how == "upload":
             cache.complete(op, ok=True)
-            op = cache.begin_uploads()[0][0].op
+            op = cache.store.begin_uploads()[0][0].op
     else:
-        begun = cache.begin_prefetch(TENANT, prompt(1, 2, 3), 9)
+        begun = cache.store.begin_prefetch(TENANT, prompt(1, 2, 3), 9)
         assert begun is not None
         op, used = begun.op, {*begun.run.pages.tolist()}
         if how == "abort":
-            cache.abort_prefetch(op)
+            cache.store.abort_prefetch(op)
     if is_flushed:
         cache.flush()
         assert cached(cache, 1, 2) == cached(cache, 5, 6) == (0, 0)
@@ -208,11 +208,11 @@ def test_tc_42_a_page_that_a_store_reads_outlives_two_flushes(cache: PrefixCache
 
 
 def test_tc_44_a_prefetch_that_hangs_is_given_up_and_keeps_nobody_from_another(cache: PrefixCache) -> None:
-    hung = cache.begin_prefetch(TENANT, prompt(1, 2), 9)
-    assert hung is not None and cache.begin_prefetch(TENANT, prompt(1, 2), 9) is None
-    cache.abort_prefetch(hung.op)
+    hung = cache.store.begin_prefetch(TENANT, prompt(1, 2), 9)
+    assert hung is not None and cache.store.begin_prefetch(TENANT, prompt(1, 2), 9) is None
+    cache.store.abort_prefetch(hung.op)
     assert cache.explain(TENANT, prompt(1, 2), 0).reason is MissReason.COLD
-    again = cache.begin_prefetch(TENANT, prompt(1, 2), 9)
+    again = cache.store.begin_prefetch(TENANT, prompt(1, 2), 9)
     assert again is not None and set(again.run.pages.tolist()).isdisjoint(hung.run.pages.tolist())
     assert cache.store_sync.end_prefetch(again.op, 2) == 2
     assert cache.store_sync.end_prefetch(hung.op, 2) == 0, "what came too late was found"
@@ -282,14 +282,14 @@ def test_tc_62_prompts_around_whole_pages_on_either_tier(num_tokens: int) -> Non
 def test_tc_70_other_tenants_find_nothing_on_any_tier(cache: PrefixCache) -> None:
     demoted(cache, 1, 2)
     backed(cache, 3, 4)
-    begun = cache.begin_prefetch(TENANT, prompt(5, 6), 9)
+    begun = cache.store.begin_prefetch(TENANT, prompt(5, 6), 9)
     assert begun is not None and cache.store_sync.end_prefetch(begun.op, 2) == 2
     pages = np.array([30, 31], dtype=np.int32)
     assert cache.recover([run_of(pages, 7, 8)]) == 2
     for prefix in ((1, 2), (3, 4), (5, 6), (7, 8)):
         assert sum(cached(cache, *prefix)) == 2
         assert cached(cache, *prefix, tenant=b"other") == (0, 0)
-    other = cache.begin_prefetch(b"other", prompt(5, 6), 9)
+    other = cache.store.begin_prefetch(b"other", prompt(5, 6), 9)
     assert other is not None and set(other.run.digests).isdisjoint(digests(5, 6))
     assert cache.store_sync.end_prefetch(other.op, 1) == 1
     assert cached(cache, 5, 6, tenant=b"other") == (0, 1)
@@ -308,7 +308,7 @@ def test_tc_70_a_hit_of_another_tenant_is_no_second_use() -> None:
 def test_tc_42_a_page_that_a_load_and_an_upload_read_is_free_when_both_have_ended() -> None:
     cache = new_cache(max_upload_pages=99)
     demoted(cache, 1, 2)
-    ((upload,), _) = cache.begin_uploads()
+    ((upload,), _) = cache.store.begin_uploads()
     receipt, copy = load(cache, 1, 2)
     cache.release(receipt)
     cache.flush()

@@ -94,7 +94,7 @@ def test_tc_43_prefetches_without_end_keep_no_memory(tmp_path: Path) -> None:
     cache = new_cache(num_host_pages=8)
 
     def prefetch() -> None:
-        begun = cache.begin_prefetch(TENANT, prompt(1, 2, 3), 9)
+        begun = cache.store.begin_prefetch(TENANT, prompt(1, 2, 3), 9)
         assert begun is not None
         found = store.get(keys, [memoryview(segment.pages[page]) for page in begun.run.pages])
         assert cache.store_sync.end_prefetch(begun.op, found) == 3

@@ -131,7 +131,7 @@ class Crowd:
                 self.cache.release(row[0])
 
     def take_uploads(self) -> None:
-        uploads, stages = self.cache.begin_uploads()
+        uploads, stages = self.cache.store.begin_uploads()
         self.uploads += uploads
         self.stages += stages
         self.ran["uploads"] += len(uploads)
@@ -148,14 +148,14 @@ class Crowd:
 
     def begin_prefetch(self) -> None:
         tenant, most = self.random.choice(list(ACCOUNTS)), self.random.randint(1, 4)
-        begun = self.cache.begin_prefetch(tenant, prompt(*self.contents()), most)
+        begun = self.cache.store.begin_prefetch(tenant, prompt(*self.contents()), most)
         self.fetches += [begun] if begun is not None else []
 
     def end_prefetch(self) -> None:
         if self.fetches:
             fetch = self.fetches.pop(self.random.randrange(len(self.fetches)))
             if self.random.random() < 0.2:
-                self.cache.abort_prefetch(fetch.op)
+                self.cache.store.abort_prefetch(fetch.op)
             self.cache.store_sync.end_prefetch(fetch.op, self.random.randint(0, fetch.run.pages.size))
 
     def flush(self) -> None:

@@ -13,6 +13,7 @@ from hiserve.cache.index.miss_reasons import Miss, MissReason, explain
 from hiserve.cache.index.prefixes import HostAdmission, Match, Prefixes
 from hiserve.cache.index.radix import NO_PAGES, STEP_SHIFT, RadixTree
 from hiserve.cache.index.reports import PrefixCacheStats, Tier, TierListener, outline
+from hiserve.cache.index.store_prefixes import StorePrefixes
 from hiserve.cache.index.store_sync import RunOp, StoreSync, Uploads
 from hiserve.cache.index.tiers import CacheTiers, TierPages
 from hiserve.cache.index.transfer_ops import SubtreeRemoval, TransferOps
@@ -49,7 +50,7 @@ class PrefixCache:
         prefixes    match, lock, insert, release, retain, ensure_backed, explain
         pages       allocate, free
         host        begin_load, begin_offloads, complete
-        store       missing, begin_prefetch, abort_prefetch, begin_uploads, complete
+        store       ``store`` (``StorePrefixes``), complete
         lifecycle   recover, grow_host, begin_after, expire, flush
         reports     stats, outline, take_events, take_freed_host_pages
 
@@ -67,6 +68,7 @@ class PrefixCache:
 
     Attributes:
         page_owner: int32 ``[num_pages]``, live. Number of each page's last allocation; see ``PageAllocator.owner``.
+        store: The operations that concern a store.
         num_arrived: By kind, LOAD and OFFLOAD, live: pages made findable by ended copies.
 
     The parts (``tree`` to ``uploads``) are for tests: no other package reads them (``tests/test_architecture.py``).
@@ -105,6 +107,7 @@ class PrefixCache:
         self.transfers = Transfers(self.tiers, self.locks, self.ops, self._removal, offloaded)
         admits = host_admission if self._has_host else None
         self._prefixes = Prefixes(namespace, self.tiers, self.locks, self.ops, self.transfers, inserted, admits)
+        self.store = StorePrefixes(self._prefixes, self.host, self.store_sync, self.uploads)
         self.page_owner, self.num_arrived = self.device.pages.owner, self.transfers.num_arrived
 
     # --- prefixes -------------------------------------------------------------------------
@@ -277,60 +280,6 @@ class PrefixCache:
     def copies_in_flight(self) -> list[int]:
         """Returns the numbers of the copies that have not ended."""
         return [op.number for op in self.ops]
-
-    # --- store ----------------------------------------------------------------------------
-
-    @property
-    def num_available_on_host(self) -> int:
-        """Host pages that a prefetch can take now."""
-        return self.host.num_available
-
-    def missing(self, tenant: bytes, key: bytes) -> tuple[int, list[bytes]]:
-        """Returns how many pages of a prompt are cached, and the digests of the next ones. Changes nothing."""
-        return self._prefixes.missing(tenant, key)
-
-    def prefetch_of(self, digest: bytes) -> int:
-        """Returns the number of the prefetch of a page, or 0; a prefetch whose prefix left the host does not count."""
-        return self.store_sync.arriving_by(digest)
-
-    def begin_prefetch(self, tenant: bytes, key: bytes, max_pages: int, num_more: int = 0) -> RunOp | None:
-        """Begins to fetch up to ``max_pages`` pages that a store has after the cached prefix of a prompt.
-
-        Args:
-            tenant: Of the prompt.
-            key: The whole prompt, packed.
-            max_pages: Most pages to fetch.
-            num_more: Pages that the store has after those; counted as left out when the prefetch cannot begin.
-
-        Returns:
-            The run to fetch, whose host pages stay taken until ``complete``. None if the rest of the prompt is less than
-            a page, is in flight, or has no room (``PrefixCacheStats.not_prefetched``).
-        """
-        rest = self._prefixes.rest_of(tenant, key, max_pages)
-        return None if rest is None else self.store_sync.begin_prefetch(*rest, num_more)
-
-    def abort_prefetch(self, op: int) -> None:
-        """Unlocks the prefix of a prefetch; its pages will not be inserted, and stay taken until ``complete``."""
-        self.store_sync.abort_prefetch(op)
-
-    @property
-    def has_uploads(self) -> bool:
-        """Whether ``begin_uploads`` has anything to do."""
-        return self.uploads.has_uploads
-
-    @property
-    def num_to_upload(self) -> int:
-        """Pages whose upload has not begun."""
-        return self.uploads.num_waiting
-
-    def begin_uploads(self) -> tuple[list[RunOp], list[PageCopy]]:
-        """Begins uploads of new pages to the store, parents before children, each page once.
-
-        Returns:
-            Uploads from host pages, and copies to staging pages of the host for pages that a full host lacks. Both lock
-            their pages until ``complete``; after a copy, a later call returns its upload.
-        """
-        return self.uploads.take()
 
     # --- lifecycle ------------------------------------------------------------------------
 

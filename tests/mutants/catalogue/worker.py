@@ -2,7 +2,7 @@
 
 from hiserve.cache.index import store_sync
 from hiserve.core import step_faults
-from hiserve.engine import admission, budget, executor, loop, page_tables, planner, rows, service, store_prefetch, watching
+from hiserve.engine import admission, budget, executor, in_flight, loop, page_tables, planner, rows, service, store_prefetch, watching
 from tests.invariants import test_planner_tiers as invariants_test_planner_tiers
 from tests.invariants import test_reported_bugs_life
 from tests.unit.core import test_step_faults
@@ -31,7 +31,7 @@ with admission.Admission._admit, test_planner_pages.test_admission_leaves_the_pa
     "admission ignores pages promised to running rows"
     cache.num_available - self._rows.num_promised_pages()
     cache.num_available
-with planner._InFlight.is_current, test_planner.test_a_late_result_never_reaches_the_next_tenant_of_a_row:
+with in_flight.InFlight.is_current, test_planner.test_a_late_result_never_reaches_the_next_tenant_of_a_row:
     "INV 46: a late result reaches the next request of a row"
     state.generation[self.rows] == self.generations
     state.generation[self.rows] > 0

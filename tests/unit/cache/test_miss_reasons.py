@@ -105,7 +105,7 @@ def test_an_evicted_tail_is_remembered_too() -> None:
 
 
 def test_what_comes_from_the_store_is_in_flight(cache: PrefixCache) -> None:
-    begun = cache.begin_prefetch(TENANT, prompt(1, 2), 1)
+    begun = cache.store.begin_prefetch(TENANT, prompt(1, 2), 1)
     assert begun is not None and miss(cache, 1, 2) == ("in_flight", 0)
     cache.store_sync.end_prefetch(begun.op, 1)
     assert miss(cache, 1, 2) == ("cold", 2)
@@ -119,7 +119,7 @@ def test_what_a_store_has_and_nobody_brought_is_neither_cold_nor_evicted(cache: 
     backed(cache, 1)
     assert cache.explain(TENANT, prompt(1, 2), 2, is_in_store=True) == Miss(MissReason.NOT_FETCHED, 2)
     assert reason(1, num_used=2) is MissReason.PAGE_REMAINDER
-    begun = cache.begin_prefetch(TENANT, prompt(1, 2), 1)
+    begun = cache.store.begin_prefetch(TENANT, prompt(1, 2), 1)
     assert begun is not None and reason(1, 2, num_used=2) is MissReason.IN_FLIGHT
     cache.store_sync.end_prefetch(begun.op, 0)
 

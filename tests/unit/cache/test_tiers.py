@@ -607,7 +607,7 @@ def test_what_was_in_flight_before_a_flush_ends_in_nothing(cache: PrefixCache) -
     cache.release(receipt)
     cache.release(serve(cache, 5))
     (outward,) = cache.begin_offloads(99)
-    begun = cache.begin_prefetch(TENANT, prompt(8), 9)
+    begun = cache.store.begin_prefetch(TENANT, prompt(8), 9)
     cache.flush()
     assert not list(cache.tree.nodes())
     cache.release(serve(cache, 5))
@@ -655,7 +655,7 @@ def test_freed_host_pages_are_told_before_they_are_used_again(cache: PrefixCache
     cache = new_cache(num_host_pages=3)
     demoted(cache, 1, 2)
     assert cache.take_freed_host_pages().size == 0
-    begun = cache.begin_prefetch(TENANT, prompt(5), 9)
+    begun = cache.store.begin_prefetch(TENANT, prompt(5), 9)
     assert begun is not None and cache.take_freed_host_pages().tolist() == begun.run.pages.tolist()
     assert cache.take_freed_host_pages().size == 0
 
@@ -663,36 +663,36 @@ def test_freed_host_pages_are_told_before_they_are_used_again(cache: PrefixCache
 def test_a_prefetch_brings_the_pages_that_follow_and_tells_what_it_left_out() -> None:
     cache = new_cache(num_host_pages=5)
     demoted(cache, 1)
-    begun = cache.begin_prefetch(TENANT, prompt(1, 2, 3, 4, 5, 6), 4)
+    begun = cache.store.begin_prefetch(TENANT, prompt(1, 2, 3, 4, 5, 6), 4)
     assert begun is not None and begun.run.digests == digests(1, 2, 3, 4)[1:] and begun.run.parent == digests(1)[0]
-    assert cache.begin_prefetch(TENANT, prompt(1, 2), 4) is None
+    assert cache.store.begin_prefetch(TENANT, prompt(1, 2), 4) is None
     assert cache.store_sync.end_prefetch(begun.op, 2) == 2
     assert cached(cache, 1, 2, 3, 4) == (0, 3)
     store_sync = cache.store_sync
     assert store_sync.unfulfilled == {"host_full": 1, "in_flight": 1, "not_delivered": 1, "here_already": 0}
     assert store_sync.num_wanted == 5 and store_sync.num_prefetched == 2
-    assert cache.begin_prefetch(TENANT, prompt(1, 2), 4) is None, "there is nothing to fetch"
-    assert cache.begin_prefetch(TENANT, prompt(1, 2, 3, 4), 0) is None
+    assert cache.store.begin_prefetch(TENANT, prompt(1, 2), 4) is None, "there is nothing to fetch"
+    assert cache.store.begin_prefetch(TENANT, prompt(1, 2, 3, 4), 0) is None
 
 
 def test_a_prefetch_begins_only_after_what_is_on_the_host(cache: PrefixCache) -> None:
     cache.release(serve(cache, 1))
-    assert cache.begin_prefetch(TENANT, prompt(1, 2), 9) is None
+    assert cache.store.begin_prefetch(TENANT, prompt(1, 2), 9) is None
     (copy,) = cache.begin_offloads(99)
-    assert cache.begin_prefetch(TENANT, prompt(1, 2), 9) is None
+    assert cache.store.begin_prefetch(TENANT, prompt(1, 2), 9) is None
     cache.complete(copy.op, ok=True)
-    assert cache.begin_prefetch(TENANT, prompt(1, 2), 9) is not None
+    assert cache.store.begin_prefetch(TENANT, prompt(1, 2), 9) is not None
     assert cache.store_sync.unfulfilled["not_backed"] == 2
     full = new_cache(num_host_pages=2)
     backed(full, 1)
     held = lock(full, 1)
-    assert full.begin_prefetch(TENANT, prompt(8), 9) is None and len(full.tree.roots) == 1
-    assert full.begin_prefetch(b"nobody", prompt(8), 9) is None and len(full.tree.roots) == 1
+    assert full.store.begin_prefetch(TENANT, prompt(8), 9) is None and len(full.tree.roots) == 1
+    assert full.store.begin_prefetch(b"nobody", prompt(8), 9) is None and len(full.tree.roots) == 1
     full.release(held)
 
 
 def test_prefetched_pages_that_were_computed_meanwhile_are_given_back_or_used(cache: PrefixCache) -> None:
-    begun = cache.begin_prefetch(TENANT, prompt(1, 2, 3), 9)
+    begun = cache.store.begin_prefetch(TENANT, prompt(1, 2, 3), 9)
     assert begun is not None
     cache.release(serve(cache, 1))
     store(cache)
@@ -710,7 +710,7 @@ def test_a_place_just_prefetched_is_not_the_next_to_go() -> None:
     cache = new_cache(num_pages=4)
     backed(cache, 1)
     backed(cache, 2)
-    begun = cache.begin_prefetch(TENANT, prompt(1, 5), 9)
+    begun = cache.store.begin_prefetch(TENANT, prompt(1, 5), 9)
     assert begun is not None and cache.store_sync.end_prefetch(begun.op, 1) == 1
     cache.free(take(cache, 2))
     assert (cached(cache, 1), cached(cache, 2)) == ((1, 0), (0, 1))
@@ -720,9 +720,9 @@ def test_a_place_just_prefetched_is_not_the_next_to_go() -> None:
 
 def test_an_aborted_prefetch_lets_go_of_its_place_but_not_of_its_pages(cache: PrefixCache) -> None:
     demoted(cache, 1)
-    begun = cache.begin_prefetch(TENANT, prompt(1, 2), 9)
+    begun = cache.store.begin_prefetch(TENANT, prompt(1, 2), 9)
     assert begun is not None
-    cache.abort_prefetch(begun.op)
+    cache.store.abort_prefetch(begun.op)
     squeeze_host(cache)
     assert cached(cache, 1) == (0, 0)
     assert set(begun.run.pages.tolist()).isdisjoint(cache.host.pages.free_pages().tolist())
@@ -732,11 +732,11 @@ def test_an_aborted_prefetch_lets_go_of_its_place_but_not_of_its_pages(cache: Pr
 
 def test_what_is_on_its_way_to_a_place_that_is_gone_can_be_fetched_again(cache: PrefixCache) -> None:
     demoted(cache, 1)
-    begun = cache.begin_prefetch(TENANT, prompt(1, 2), 9)
-    assert begun is not None and cache.begin_prefetch(TENANT, prompt(1, 2), 9) is None, "it is on its way"
+    begun = cache.store.begin_prefetch(TENANT, prompt(1, 2), 9)
+    assert begun is not None and cache.store.begin_prefetch(TENANT, prompt(1, 2), 9) is None, "it is on its way"
     cache.flush()
-    again = cache.begin_prefetch(TENANT, prompt(2), 9)
-    other = cache.begin_prefetch(TENANT, prompt(1, 2), 9)
+    again = cache.store.begin_prefetch(TENANT, prompt(2), 9)
+    other = cache.store.begin_prefetch(TENANT, prompt(1, 2), 9)
     assert again is not None and other is not None
     for run in (begun, again, other):
         cache.store_sync.end_prefetch(run.op, run.run.pages.size)
@@ -745,11 +745,11 @@ def test_what_is_on_its_way_to_a_place_that_is_gone_can_be_fetched_again(cache: 
 
 
 def test_an_abandoned_place_is_no_place_for_what_arrives(cache: PrefixCache) -> None:
-    begun = cache.begin_prefetch(TENANT, prompt(1, 2), 9)
+    begun = cache.store.begin_prefetch(TENANT, prompt(1, 2), 9)
     assert begun is not None and cache.store_sync.is_arriving(begun.run.digests[1])
-    cache.abort_prefetch(begun.op)
+    cache.store.abort_prefetch(begun.op)
     assert not cache.store_sync.is_arriving(begun.run.digests[1])
-    again = cache.begin_prefetch(TENANT, prompt(1, 2), 9)
+    again = cache.store.begin_prefetch(TENANT, prompt(1, 2), 9)
     assert again is not None
     assert cache.store_sync.end_prefetch(begun.op, 2) == 0 and cache.store_sync.is_arriving(again.run.digests[0])
     assert cache.store_sync.end_prefetch(again.op, 2) == 2
@@ -759,26 +759,26 @@ def test_uploads_keep_their_pages_and_are_as_many_as_they_may() -> None:
     cache = new_cache(max_upload_pages=2)
     backed(cache, 1, 2)
     backed(cache, 3)
-    ((upload,), _) = cache.begin_uploads()
+    ((upload,), _) = cache.store.begin_uploads()
     assert upload.run.digests == digests(1, 2) and cache.uploads.num_waiting == 1
-    assert cache.begin_uploads() == ([], [])
+    assert cache.store.begin_uploads() == ([], [])
     assert not cache.uploads.has_uploads
     squeeze(cache)
     squeeze_host(cache)
     assert (cached(cache, 1, 2), cached(cache, 3)) == ((0, 2), (0, 0))
     assert (cache.uploads.num_waiting, cache.uploads.num_not_uploaded) == (0, 1)
     with pytest.raises(AssertionError, match="no prefetch"):
-        cache.abort_prefetch(upload.op)
+        cache.store.abort_prefetch(upload.op)
     cache.uploads.end_upload(upload.op)
     backed(cache, 4, 5)
-    assert len(cache.begin_uploads()[0]) == 1
+    assert len(cache.store.begin_uploads()[0]) == 1
 
 
 def test_a_host_page_that_is_being_uploaded_outlives_a_flush_and_its_request() -> None:
     cache = new_cache(max_upload_pages=9)
     receipt = serve(cache, 1, 2)
     store(cache)
-    ((upload,), _) = cache.begin_uploads()
+    ((upload,), _) = cache.store.begin_uploads()
     cache.flush()
     cache.release(receipt)
     squeeze(cache)

@@ -32,7 +32,7 @@ def end_all(cache: PrefixCache) -> list[Digests]:
     """Lets all that waits get to the store; returns what was written there, in its order."""
     written: list[Digests] = []
     while cache.uploads.has_uploads:
-        begun, stages = cache.begin_uploads()
+        begun, stages = cache.store.begin_uploads()
         for upload in begun:
             written += told([upload])
             cache.uploads.end_upload(upload.op)
@@ -56,14 +56,14 @@ def test_a_full_host_is_passed_by() -> None:
     full_of(cache, 100)
     serve(cache, *range(1, 8))
     assert store(cache) == []
-    begun, stages = cache.begin_uploads()
+    begun, stages = cache.store.begin_uploads()
     assert not begun and told(stages) == [digests(1, 2)]  # two pages are reserved
     (stage,) = stages
     assert stage.kind is CopyKind.OFFLOAD and set(stage.device_pages) < set(cache.locks.prefix_locks[-1].node.pages)
     assert cache.uploads.num_waiting == 5
     cache.uploads.end_stage(stage.op, ok=True)
     assert cache.uploads.num_waiting == 7, "what arrived on the host is not on its way to the store"
-    ((upload,), _) = cache.begin_uploads()
+    ((upload,), _) = cache.store.begin_uploads()
     assert upload.run is stage.run and cache.uploads.num_waiting == 5
     assert cached(cache, 1, 2) == (2, 0)
     cache.uploads.end_upload(upload.op)
@@ -81,7 +81,7 @@ def test_what_the_device_has_of_the_same_prefix_makes_room_for_what_passes() -> 
         cache.release(serve(cache, page))
     assert cache.begin_offloads(9, is_worth=lambda num_pages: False) == []
     assert sum(node.is_spare for node in cache.tree.nodes()) == 2 and not cache.tiers.has_idle_host_pages
-    ((), (stage,)) = cache.begin_uploads()
+    ((), (stage,)) = cache.store.begin_uploads()
     assert told([stage]) == [digests(1, 2, 3)[1:]] and cached(cache, 1, 2, 3) == (3, 0)
     cache.uploads.end_stage(stage.op, ok=True)
     end_all(cache)
@@ -92,7 +92,7 @@ def test_a_staged_page_that_leaves_the_device_meanwhile_is_uploaded_all_the_same
     cache = new_cache(num_pages=64, num_host_pages=17, max_upload_pages=9)
     full_of(cache, 100)
     cache.release(serve(cache, 1, 2))
-    (_, (stage,)) = cache.begin_uploads()
+    (_, (stage,)) = cache.store.begin_uploads()
     squeeze(cache)
     assert cached(cache, 1, 2) == (2, 0), "a copy reads these pages"
     cache.flush()
@@ -105,7 +105,7 @@ def test_a_page_that_both_a_store_and_a_stage_read_is_free_when_both_have_ended(
     cache = new_cache(num_pages=64, num_host_pages=17, max_upload_pages=9)
     full_of(cache, 100)
     cache.release(serve(cache, 1, 2))
-    (_, (stage,)) = cache.begin_uploads()
+    (_, (stage,)) = cache.store.begin_uploads()
     cache.flush(Tier.HOST)
     lock = serve(cache, 1, 2)
     cache.ensure_backed(lock)
@@ -122,12 +122,12 @@ def test_a_page_that_both_a_store_and_a_stage_read_is_free_when_both_have_ended(
 def test_what_the_host_is_about_to_get_is_not_staged() -> None:
     cache = new_cache(max_upload_pages=9)
     cache.release(serve(cache, 1, 2))
-    assert cache.begin_uploads() == ([], []) and not cache.uploads.has_uploads
+    assert cache.store.begin_uploads() == ([], []) and not cache.uploads.has_uploads
     (copy,) = cache.begin_offloads(9)
-    assert cache.begin_uploads() == ([], []) and not cache.uploads.has_uploads
+    assert cache.store.begin_uploads() == ([], []) and not cache.uploads.has_uploads
     cache.complete(copy.op, ok=True)
     assert cache.uploads.has_uploads, "nobody else tells an idle engine that there is work"
-    begun, stages = cache.begin_uploads()
+    begun, stages = cache.store.begin_uploads()
     assert told(begun) == [digests(1, 2)] and not stages
 
 
@@ -161,10 +161,10 @@ def test_every_page_is_written_once_and_after_the_page_before_it() -> None:
 def test_what_leaves_the_cache_before_it_was_read_is_counted_once() -> None:
     cache = new_cache(num_host_pages=9, max_upload_pages=1)
     backed(cache, 1)
-    ((upload,), _) = cache.begin_uploads()
+    ((upload,), _) = cache.store.begin_uploads()
     backed(cache, 2, 3)
     cache.release(serve(cache, 4))
-    assert cache.begin_uploads() == ([], [])  # a single page at a time
+    assert cache.store.begin_uploads() == ([], [])  # a single page at a time
     cache.flush()
     assert (cache.uploads.num_not_uploaded, cache.uploads.num_waiting) == (3, 0)
     cache.uploads.end_upload(upload.op)
@@ -177,7 +177,7 @@ def test_a_stage_that_fails_is_counted_and_gives_its_pages_back() -> None:
     full_of(cache, 100)
     free = cache.host.pages.num_free
     cache.release(serve(cache, 1))
-    (_, (stage,)) = cache.begin_uploads()
+    (_, (stage,)) = cache.store.begin_uploads()
     assert cache.host.pages.num_free == free - 1
     cache.uploads.end_stage(stage.op, ok=False)
     assert cache.host.pages.num_free == free
@@ -189,7 +189,7 @@ def test_stages_that_fail_take_nothing_of_what_later_ones_may_have() -> None:
     full_of(cache, 100)
     for page in range(5):
         cache.release(serve(cache, page))
-        ((), (stage,)) = cache.begin_uploads()
+        ((), (stage,)) = cache.store.begin_uploads()
         cache.uploads.end_stage(stage.op, ok=False)
     assert cache.uploads.num_not_uploaded == 5
 
@@ -207,7 +207,7 @@ def test_of_pages_chosen_by_use_only_those_on_the_host_are_uploaded() -> None:
 def test_what_waits_is_uploaded_though_what_follows_it_came_from_the_store() -> None:
     cache = new_cache(max_upload_pages=9)
     backed(cache, 1, 2)
-    begun = cache.begin_prefetch(TENANT, prompt(1, 2, 3), 1)
+    begun = cache.store.begin_prefetch(TENANT, prompt(1, 2, 3), 1)
     assert begun is not None and cache.store_sync.end_prefetch(begun.op, 1) == 1
     squeeze(cache)
     assert cached(cache, 1, 2, 3) == (0, 3), "three pages that nothing else tells apart"
@@ -217,16 +217,16 @@ def test_what_waits_is_uploaded_though_what_follows_it_came_from_the_store() -> 
 def test_without_a_store_nothing_waits() -> None:
     cache = new_cache()
     backed(cache, 1, 2)
-    assert cache.begin_uploads() == ([], []) and not cache.uploads.num_waiting and not cache.host.num_reserved
+    assert cache.store.begin_uploads() == ([], []) and not cache.uploads.num_waiting and not cache.host.num_reserved
 
 
 def test_the_queue_does_not_grow_while_a_store_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = new_cache(num_pages=16, num_host_pages=9, max_upload_pages=1)
     backed(cache, 1)
-    ((upload,), _) = cache.begin_uploads()
+    ((upload,), _) = cache.store.begin_uploads()
     for page in range(10, 3000):
         cache.release(serve(cache, page, page + 10_000))
-        cache.begin_uploads()
+        cache.store.begin_uploads()
     assert len(cache.uploads._queue) <= 1024 and cache.uploads.num_waiting <= 16
     cache.uploads.end_upload(upload.op)
 
@@ -237,9 +237,9 @@ def test_what_passes_the_host_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert cache.host.num_reserved == 3
     full_of(cache, 1000)
     cache.release(serve(cache, *range(1, 9)))
-    (_, stages) = cache.begin_uploads()
+    (_, stages) = cache.store.begin_uploads()
     assert [len(run) for run in told(stages)] == [3]
-    assert cache.begin_uploads() == ([], []) and not cache.uploads.has_uploads
+    assert cache.store.begin_uploads() == ([], []) and not cache.uploads.has_uploads
 
 
 def test_no_more_pages_are_staged_at_once_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,14 +249,14 @@ def test_no_more_pages_are_staged_at_once_than_may_be(monkeypatch: pytest.Monkey
     end_all(cache)
     num_lost = cache.uploads.num_not_uploaded
     cache.release(serve(cache, *range(1, 8)))
-    (_, (first,)) = cache.begin_uploads()
+    (_, (first,)) = cache.store.begin_uploads()
     assert told([first]) == [digests(1, 2, 3)]
-    assert cache.begin_uploads() == ([], [])
+    assert cache.store.begin_uploads() == ([], [])
     cache.uploads.end_stage(first.op, ok=True)
-    ((upload,), none) = cache.begin_uploads()
+    ((upload,), none) = cache.store.begin_uploads()
     assert not none, "what is on its way from the host counts still"
     cache.uploads.end_upload(upload.op)
-    (_, (second,)) = cache.begin_uploads()
+    (_, (second,)) = cache.store.begin_uploads()
     assert told([second]) == [digests(1, 2, 3, 4, 5, 6)[3:]]
     cache.uploads.end_stage(second.op, ok=False)
     assert end_all(cache) == [digests(*range(1, 8))[6:]]

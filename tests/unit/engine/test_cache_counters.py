@@ -93,7 +93,7 @@ class Traffic:
             self._begin(copy)
 
     def _upload(self) -> None:
-        uploads, stages = self.cache.begin_uploads()
+        uploads, stages = self.cache.store.begin_uploads()
         for run in uploads:
             self._begin_run(CopyKind.UPLOAD, run)
         for stage in stages:
@@ -101,7 +101,7 @@ class Traffic:
             self.stages.add(stage.op)
 
     def _prefetch(self) -> None:
-        self._begin_run(CopyKind.PREFETCH, self.cache.begin_prefetch(b"tenant", prompt(*self._prompt()), 4))
+        self._begin_run(CopyKind.PREFETCH, self.cache.store.begin_prefetch(b"tenant", prompt(*self._prompt()), 4))
 
     def _end(self) -> None:
         if not self.open:

@@ -147,7 +147,7 @@ def test_a_prompt_that_loses_its_row_goes_on_where_its_scores_end() -> None:
     steps.step()
     in_flight = steps.plan()
     assert in_flight.num_scored.tolist() == [6]
-    steps.planner._preempt(steps.row(1))
+    steps.planner._ends.preempt(steps.row(1))
     again = steps.plan()
     assert [each.num_computed for each in again.admit] == [PAGE]  # six scores were told; a page holds four tokens
     assert again.num_scored.tolist() == [6]
@@ -163,7 +163,7 @@ def test_a_prompt_that_loses_its_row_takes_no_more_from_the_cache_than_its_score
     steps.finish()
     sampling = steps.add(2, prompt(15), 2, prompt_logprobs=1)
     steps.step()
-    steps.planner._preempt(steps.row(2))
+    steps.planner._ends.preempt(steps.row(2))
     again = steps.plan()
     assert [each.num_computed for each in again.admit] == [PAGE]  # of twelve that are cached
     steps.finish()
@@ -188,7 +188,7 @@ def test_a_request_with_output_uses_the_cache_again_and_repeats_no_score() -> No
     steps = Steps(num_pages=30, budget=64)
     sampling = steps.add(1, prompt(18), 4, prompt_logprobs=0, logprobs=0)
     steps.step()
-    steps.planner._preempt(steps.row(1))
+    steps.planner._ends.preempt(steps.row(1))
     again = steps.plan()
     assert [each.num_computed for each in again.admit] == [16]
     assert again.num_scored.tolist() == [0]

@@ -88,7 +88,7 @@ def test_a_row_that_loses_its_place_has_its_pages_stored_at_once() -> None:
     for _ in range(4):
         engine.step()
     assert not cache.has_offloads  # nobody used them twice
-    planner._preempt(int(planner._rows.active[0]))
+    planner._ends.preempt(int(planner._rows.active[0]))
     assert cache.has_offloads
     said, _ = run(engine)
     assert oracle(prompt(9, seed=1), 18)[-len(said[1]) :] == said[1]
