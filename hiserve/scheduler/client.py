@@ -13,7 +13,7 @@ from hiserve.config.options import without_secrets
 from hiserve.config.settings import Settings
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import Retain, SamplingParams
-from hiserve.errors import EngineError, HiserveError, SlowReaderError, UnavailableError, to_error
+from hiserve.errors import EngineError, UnavailableError, to_error
 from hiserve.ipc.cache_stats import LOCAL_TIERS, TierName, TreeFacts
 from hiserve.ipc.child import ChildProcess, wait_for_event
 from hiserve.ipc.codec import Frames, MalformedError, MessageDecoder, Received, encode
@@ -40,78 +40,10 @@ from hiserve.ipc.messages import (
 )
 from hiserve.ipc.updates import RequestUpdates, TokenDelta
 from hiserve.ipc.watching import Subject, WorkerView
+from hiserve.scheduler.request_stream import RequestStream
 
 SCHEDULER_COMMAND = (sys.executable, "-m", "hiserve.scheduler.process")
 STOP_TIMEOUT_S = 10.0
-TOKEN_BYTES = 36  # an int, and its place in a list
-
-
-class RequestStream:
-    """Output of one request that its reader has not taken, merged to one delta.
-
-    Args:
-        tag: Name by which its request can be aborted.
-        max_unread_bytes: Limit of unread output; None is no limit.
-    """
-
-    def __init__(self, tag: str, max_unread_bytes: int | None = None) -> None:
-        self.tag = tag
-        self._max_unread_bytes = max_unread_bytes
-        self._num_unread_bytes = 0
-        self._has_begun = False
-        self._unread: TokenDelta | None = None
-        self._is_cache_reported = False
-        self._error: HiserveError | None = None
-        self._arrived = asyncio.Event()
-
-    def push(self, delta: TokenDelta) -> None:
-        """Adds output; ignored after an error."""
-        if self._error is not None:
-            return
-        if (
-            delta.tokens
-        ):  # scores of a prompt are not counted: all arrive by the first token, at any speed of the reader
-            self._num_unread_bytes += TOKEN_BYTES * len(delta.tokens) + (len(delta.scores) if self._has_begun else 0)
-            self._has_begun = True
-        if self._unread is None:
-            self._unread = delta
-        else:
-            self._unread.append(delta)
-        self._arrived.set()
-
-    @property
-    def is_too_long(self) -> bool:
-        """Whether the unread output of a running request exceeds its limit."""
-        if self._max_unread_bytes is None or self._error is not None or self._unread is None or self._unread.finish:
-            return False
-        return self._num_unread_bytes > self._max_unread_bytes
-
-    def fail(self, error: HiserveError) -> None:
-        """Ends the stream with an error, after the unread output."""
-        self._error = error
-        self._arrived.set()
-
-    def cut(self) -> None:
-        """Ends the stream of a reader that is too slow, and frees its unread output."""
-        unread = f"{self._num_unread_bytes} bytes of this stream were not read in time"
-        self._unread = None
-        self.fail(SlowReaderError(f"{unread}; the limit is {self._max_unread_bytes}. Read as fast as tokens come."))
-
-    async def take(self) -> TokenDelta:
-        """Waits for output; an error comes after the tokens and scores that preceded it."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        delta, self._unread = self._unread, None
-        if self._error is not None:
-            if delta is None or not (delta.tokens or delta.scores):
-                raise self._error
-            self._arrived.set()
-        assert delta is not None, "woken without output"
-        self._num_unread_bytes = 0
-        if self._is_cache_reported:
-            delta.cached = None
-        self._is_cache_reported = self._is_cache_reported or delta.cached is not None
-        return delta
 
 
 class EngineClient:

@@ -15,7 +15,8 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.core.usage import CacheUse
 from hiserve.errors import ContextLengthError, EngineError, HiserveError, RequestError, SlowReaderError
-from hiserve.scheduler.client import TOKEN_BYTES, EngineClient
+from hiserve.scheduler.client import EngineClient
+from hiserve.scheduler.request_stream import TOKEN_BYTES
 from tests.helpers.fake_engine import FAIL, reply
 from tests.helpers.process_engine import collect, engine, finish, order, private_folder, settled, tokens, until_running
 from tests.helpers.processes import resident_bytes, wait_resting

@@ -1,6 +1,6 @@
 """Requests, queues, callers, workers that die."""
 
-from hiserve.scheduler import client, crash_isolation, dispatcher, ledger, placement, queue, supervisor, worker_process
+from hiserve.scheduler import crash_isolation, dispatcher, ledger, placement, queue, request_stream, supervisor, worker_process
 from tests.unit.scheduler import (
     test_conservation,
     test_dispatcher,
@@ -85,7 +85,7 @@ with queue.Queue.has_room, test_dispatcher.test_a_full_queue_refuses_and_loses_n
     "INV 24: the queue has no limit"
     not self._waiting
     True
-with client.RequestStream.is_too_long, test_request_stream.test_more_than_a_reader_may_leave_unread_is_too_long:
+with request_stream.RequestStream.is_too_long, test_request_stream.test_more_than_a_reader_may_leave_unread_is_too_long:
     "INV 24: a reader may leave everything unread"
     self._num_unread_bytes > self._max_unread_bytes
     False

@@ -8,7 +8,7 @@ from hiserve.core.request import FinishReason
 from hiserve.core.usage import CacheUse, DraftUse
 from hiserve.errors import EngineError, SlowReaderError
 from hiserve.ipc.updates import TokenDelta
-from hiserve.scheduler.client import TOKEN_BYTES, RequestStream
+from hiserve.scheduler.request_stream import TOKEN_BYTES, RequestStream
 
 USE = CacheUse(device=16)
 DRAFTS = DraftUse(2, 6, (2, 1, 0))
