@@ -46,8 +46,6 @@ class Disk:
         return bool(self._rng.random() < self._wanted.get(how, 0))
 
     def open(self, path: Any, flags: int, *arguments: Any) -> int:
-        if Path(path).name == file_store.MARKER:
-            return os.open(path, flags, *arguments)
         time.sleep(self._wanted.get("stall_s", 0))
         is_read = flags & os.O_ACCMODE == os.O_RDONLY  # a write that fails would be the last for long
         if is_read and self._strikes("failing"):

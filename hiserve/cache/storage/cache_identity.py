@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from hiserve.cache.storage.file_store import secret_of
 from hiserve.cache.storage.segment import SHARED_MEMORY, PageLayout, segment_path
 from hiserve.cache.storage.store import read_secret
+from hiserve.cache.storage.store_directory import secret_of
 from hiserve.config.identity import CacheIdentity, FileStamp
 from hiserve.config.settings import Settings
 from hiserve.core.kv_groups import debug_groups

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -18,14 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 
-from hiserve.cache.storage.store import HEADER_BYTES, PageStore, is_intact, read_secret, seal
+from hiserve.cache.storage.store import HEADER_BYTES, PageStore, is_intact, seal
+from hiserve.cache.storage.store_directory import MARKER, claim, directory_of, share_marker
 from hiserve.config.caching import Cache
 from hiserve.core.machine import GIB
-from hiserve.errors import ConfigError
 from hiserve.ipc.cache_stats import StoreStats
 
-MARKER = "hiserve-store"
-MARKER_TEXT = "hiserve page store, version 1\n"
 PAUSE_S = 30.0  # without writes after one that failed
 
 _PAGE = re.compile(r"[0-9a-f]{64}")
@@ -67,8 +64,8 @@ class FileStore:
         clock: Callable[[], float] = time.monotonic,
         is_shared: bool = True,
     ) -> None:
-        _claim(directory)
-        marker_fd = _share(directory / MARKER) if is_shared else None
+        claim(directory)
+        marker_fd = share_marker(directory / MARKER) if is_shared else None
         self._close_marker = None if marker_fd is None else weakref.finalize(self, os.close, marker_fd)
         self._directory = directory
         self._cap_bytes = cap_bytes
@@ -331,67 +328,10 @@ def _write_file(path: str, header: bytes, page: memoryview) -> None:
         os.close(fd)
 
 
-def _share(marker: Path) -> int | None:
-    """Opens the marker with a shared lock, which prevents deletion; None if it cannot be opened.
-
-    Pages are valid without the lock, and a temporary disk error must not end a server.
-    """
-    try:
-        fd = os.open(marker, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        logger.warning("hiserve cache delete cannot see that this server uses the store %s: %s", marker.parent, error)
-        return None
-    with contextlib.suppress(OSError):  # a file system without locks, or a store that is being deleted
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    return fd
-
-
 def open_store(cache: Cache) -> PageStore | None:
     """Opens the store that ``--store`` names; None without one.
 
     Raises:
         ConfigError: It names none, or a directory that cannot be used.
     """
-    return None if cache.store is None else FileStore(_directory(cache.store), int(cache.store_gib * GIB))
-
-
-def secret_of(store: str) -> bytes:
-    """Returns the secret of the servers that share a store (``--store``).
-
-    Raises:
-        ConfigError: As ``open_store``, or the file in it cannot be used.
-    """
-    directory = _directory(store)
-    _claim(directory)
-    return read_secret(directory / f"{MARKER}.secret")
-
-
-def _directory(store: str) -> Path:
-    """Returns the DIR of ``file:DIR``; ``~`` is the user's home."""
-    scheme, _, directory = store.partition(":")
-    if scheme != "file" or not directory:
-        raise ConfigError(f"--store is {store!r}; the one kind is file:DIR.", param="store")
-    return Path(directory).expanduser().absolute()
-
-
-def _claim(directory: Path) -> None:
-    """Makes a directory a store, or checks that it is one; raises ``ConfigError`` as ``FileStore``."""
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        marker = directory / MARKER
-        names = [name for name in os.listdir(directory) if not name.startswith(f"{MARKER}.")]
-        if not names:
-            draft = directory / f"{MARKER}.{os.urandom(4).hex()}"
-            draft.write_text(MARKER_TEXT)
-            draft.rename(marker)
-        elif MARKER not in names:
-            raise _refusal(directory, "it holds files but is no store of hiserve")
-        if (text := marker.read_text()) != MARKER_TEXT:
-            raise _refusal(directory, f"its {MARKER} says {text[:80].strip()!r}, not {MARKER_TEXT.strip()!r}")
-        directory.chmod(0o700)
-    except (OSError, UnicodeDecodeError) as error:
-        raise _refusal(directory, str(error)) from None
-
-
-def _refusal(directory: Path, fact: str) -> ConfigError:
-    return ConfigError(f"--store file:{directory} cannot be used: {fact}. Give another directory.", param="store")
+    return None if cache.store is None else FileStore(directory_of(cache.store), int(cache.store_gib * GIB))

@@ -1,6 +1,6 @@
 """What outlives a process or comes from outside: segment, records, checksums, stores, identity of a cache."""
 
-from hiserve.cache.storage import file_store, host, prefault, records, segment, store_transfers, transfer
+from hiserve.cache.storage import file_store, host, prefault, records, segment, store_directory, store_transfers, transfer
 from hiserve.core import machine
 from hiserve.engine import build
 from hiserve.models import cache_digests
@@ -84,11 +84,11 @@ with (
     "INV 31: bytes that arrive after the deadline become valid"
     self._is_closing.is_set()
     False
-with file_store.secret_of, test_open_store.test_the_secret_of_a_directory_that_is_no_store_is_not_made:
+with store_directory.secret_of, test_open_store.test_the_secret_of_a_directory_that_is_no_store_is_not_made:
     "a secret is written into a directory of another user"
-    _claim(directory)
+    claim(directory)
     pass
-with file_store._share[1], test_file_store_damage.test_a_marker_that_cannot_be_opened_keeps_no_server_from_its_store:
+with store_directory.share_marker[1], test_file_store_damage.test_a_marker_that_cannot_be_opened_keeps_no_server_from_its_store:
     "INV 31: a marker that cannot be opened ends the start"
     OSError
     FileExistsError
