@@ -18,7 +18,8 @@ from hiserve.grammar.tools import ToolField
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.http.auth import caller_of, namespace_of
 from hiserve.server.http.streaming import cancel_on_disconnect
-from hiserve.server.reply.generation import Choices, RequestContext, generations
+from hiserve.server.reply.choices import Choices, generations
+from hiserve.server.reply.generation import RequestContext
 from hiserve.server.reply.logprobs import check_prompt_scores
 from hiserve.server.request.body import MAX_CHARS
 from hiserve.server.request.grammar_fields import Constraint, constrain, of_chat, with_budget

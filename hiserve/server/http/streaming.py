@@ -17,8 +17,9 @@ from hiserve.scheduler.client import EngineClient
 from hiserve.server.http.auth import caller_of
 from hiserve.server.http.errors import describe, error_body
 from hiserve.server.http.tracing import note_choices
+from hiserve.server.reply.choices import Choices
 from hiserve.server.reply.format import json_response
-from hiserve.server.reply.generation import Choices, OutputDelta
+from hiserve.server.reply.generation import OutputDelta
 from hiserve.text.helpers.fair_threads import FairThreads
 
 DONE = b"data: [DONE]\n\n"

@@ -21,7 +21,8 @@ from hiserve.errors import ConfigError, HiserveError
 from hiserve.ipc.child import JobProcess
 from hiserve.ipc.codec import Frames
 from hiserve.server.http.errors import CLIENT_CLOSED_REQUEST, describe
-from hiserve.server.reply.generation import Choices, Generation
+from hiserve.server.reply.choices import Choices
+from hiserve.server.reply.generation import Generation
 
 COMMAND = (sys.executable, "-m", "hiserve.server.http.tracing_process")
 PACKAGE = "opentelemetry.exporter.otlp.proto.http"

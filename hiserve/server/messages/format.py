@@ -37,8 +37,9 @@ from hiserve.server.messages.types import (
     ThinkingDelta,
     ToolUseContent,
 )
+from hiserve.server.reply.choices import Choices
 from hiserve.server.reply.format import ServedModel, cache_miss, prompt_use
-from hiserve.server.reply.generation import Choices, OutputDelta
+from hiserve.server.reply.generation import OutputDelta
 from hiserve.text.body.chat import HOUR_S
 from hiserve.text.reader.buffer import Event, Kind
 

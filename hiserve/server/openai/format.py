@@ -25,8 +25,9 @@ from hiserve.server.openai.types import (
     OpenAIFields,
     TextChoice,
 )
+from hiserve.server.reply.choices import Choices
 from hiserve.server.reply.format import Usage, usage
-from hiserve.server.reply.generation import Choices, Generation, OutputDelta, nothing
+from hiserve.server.reply.generation import Generation, OutputDelta, nothing
 from hiserve.server.reply.logprobs import ChatScores, Spell, TextLogprobs, TextScores, chat_logprobs, prompt_logprobs
 from hiserve.text.reader.buffer import Kind, called, thought
 from hiserve.text.tokens.detokenizer import TokenBytes

@@ -27,8 +27,9 @@ from hiserve.server.openai.types import (
     ModelList,
     OpenAIFields,
 )
+from hiserve.server.reply.choices import Choices, generations
 from hiserve.server.reply.format import envelope, json_response, warned
-from hiserve.server.reply.generation import Choices, Generation, OutputDelta, RequestContext, generations
+from hiserve.server.reply.generation import Generation, OutputDelta, RequestContext
 from hiserve.server.reply.logprobs import check_prompt_scores
 from hiserve.server.request.body import Body
 from hiserve.server.request.grammar_fields import constrain

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from hiserve.core.request import SamplingParams
 from hiserve.core.usage import CacheUse, DraftUse
-from hiserve.server.reply.generation import Choices
+from hiserve.server.reply.choices import Choices
 from hiserve.text.prompt.parts import PartName, Place
 
 WARNING_HEADER = "x-hiserve-warning"

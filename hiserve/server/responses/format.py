@@ -11,8 +11,9 @@ import msgspec
 from msgspec import UNSET
 
 from hiserve.core.request import FinishReason
+from hiserve.server.reply.choices import Choices
 from hiserve.server.reply.format import CachedTokensDetails, cache_miss, prompt_use, spec_details
-from hiserve.server.reply.generation import Choices, OutputDelta
+from hiserve.server.reply.generation import OutputDelta
 from hiserve.server.responses.items import (
     CustomCall,
     FunctionCall,

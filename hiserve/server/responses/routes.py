@@ -20,8 +20,9 @@ from hiserve.scheduler.client import EngineClient
 from hiserve.server.conversations import ChatRequest, begin_reply, count_tokens, without_oldest
 from hiserve.server.http.auth import caller_of
 from hiserve.server.http.streaming import answer
+from hiserve.server.reply.choices import Choices
 from hiserve.server.reply.format import json_response, warned
-from hiserve.server.reply.generation import Choices, OutputDelta
+from hiserve.server.reply.generation import OutputDelta
 from hiserve.server.request.body import Body
 from hiserve.server.request.sampling_fields import retention_s
 from hiserve.server.responses.format import ResponseWriter, response_usage

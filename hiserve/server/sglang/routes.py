@@ -18,8 +18,9 @@ from hiserve.core.request import FinishReason
 from hiserve.errors import RequestError
 from hiserve.server.http.auth import caller_of
 from hiserve.server.http.streaming import DONE, answer, cancel_on_disconnect, event
+from hiserve.server.reply.choices import Choices, generations
 from hiserve.server.reply.format import cache_miss, spec_details, warned
-from hiserve.server.reply.generation import Choices, Generation, OutputDelta, generations, nothing
+from hiserve.server.reply.generation import Generation, OutputDelta, nothing
 from hiserve.server.reply.logprobs import Scored, Spell, check_prompt_scores, scored_prompt, token_text, unpack
 from hiserve.server.request.body import Body
 from hiserve.server.request.grammar_fields import constrain

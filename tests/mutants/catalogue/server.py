@@ -9,7 +9,7 @@ from hiserve.server.messages import format as messages_format
 from hiserve.server.messages import request as messages_request
 from hiserve.server.metrics import registry as metrics
 from hiserve.server.openai import types as openai_types
-from hiserve.server.reply import generation, seals
+from hiserve.server.reply import choices, seals
 from hiserve.server.request import body as request_body
 from hiserve.server.request import known_fields, sampling_fields
 from hiserve.server.responses import format as responses_format
@@ -134,11 +134,11 @@ with streaming.cancel_on_disconnect, test_disconnects.test_a_closed_socket_abort
     "a request runs on after its client has gone"
     raise ClientDisconnect
     await asyncio.wait(tasks[:1])
-with generation.each_choice, test_logprobs.test_one_choice_of_a_prompt_scores_it_for_all:
+with choices.each_choice, test_logprobs.test_one_choice_of_a_prompt_scores_it_for_all:
     "n > 1 with prompt_logprobs scores the prompt n times"
     msgspec.structs.replace(first, prompt_logprobs=None)
     first
-with generation.Choices.cached, test_cache_usage.test_several_prompts_are_summed_and_the_miss_is_the_first_ones:
+with choices.Choices.cached, test_cache_usage.test_several_prompts_are_summed_and_the_miss_is_the_first_ones:
     "INV 12: usage of several prompts counts the first alone"
     sum((other.cached for other in others), first.cached)
     first.cached

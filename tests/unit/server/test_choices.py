@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hiserve.errors import EngineError, OverloadedError
-from hiserve.server.reply import merging
-from hiserve.server.reply.merging import merge
+from hiserve.server.reply import choices
+from hiserve.server.reply.choices import merge
 from tests.helpers.asgi import Call
 from tests.helpers.waiting import PATIENCE_S
 from tests.unit.server.conftest import NUM_STEPS, REPLY, TOKENIZER, Server, on_device, reply_script
@@ -182,7 +182,7 @@ async def test_a_reader_that_stands_still_holds_its_choices_up(server: Server) -
     await asyncio.wait_for(stands_still.wait(), 60)  # the prompt is rendered in another thread or process
     for _ in range(2000):
         await asyncio.sleep(0)
-    assert 4 <= num_steps <= merging.MAX_WAITING + 3 * 4
+    assert 4 <= num_steps <= choices.MAX_WAITING + 3 * 4
     call.disconnect()
     await call.end()
 
@@ -208,7 +208,7 @@ async def test_merged_streams_keep_their_own_order_and_lose_nothing() -> None:
 
 
 async def test_merging_opens_a_bounded_number_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merging, "MAX_AT_ONCE", 3)
+    monkeypatch.setattr(choices, "MAX_AT_ONCE", 3)
     state: dict[str, int] = {}
     items = [item async for item in merge([numbers(100 * i, 5, state) for i in range(10)])]
     assert len(items) == 50
