@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import aclosing
+from collections.abc import Callable
 
 import msgspec
 from msgspec import UNSET
 
-from hiserve.core.request import FinishReason
 from hiserve.server.http.errors import ErrorForm, printable
 from hiserve.server.messages.request import INVALID_JSON, NO_THREADS
 from hiserve.server.messages.types import (
@@ -37,11 +35,12 @@ from hiserve.server.messages.types import (
     ThinkingDelta,
     ToolUseContent,
 )
+from hiserve.server.reply.blocks import CONTENT, BlockWriter
 from hiserve.server.reply.choices import Choices
 from hiserve.server.reply.format import ServedModel, cache_miss, prompt_use
-from hiserve.server.reply.generation import OutputDelta
+from hiserve.server.reply.generation import Generation
 from hiserve.text.body.chat import HOUR_S
-from hiserve.text.reader.buffer import Event, Kind
+from hiserve.text.reader.buffer import Kind
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 KINDS: tuple[type[MessageEvent], ...] = (MessageStart, BlockStart, BlockDelta, BlockStop, MessageDelta, MessageStop)
@@ -59,10 +58,8 @@ NO_INPUT = msgspec.Raw(b"{}")
 ARGUMENTS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-class MessageWriter:
-    """Formats one message. Any partition of the reply into deltas gives the same blocks.
-
-    Content of white space alone is no block, unless it is the whole reply: clients may not send such a block back.
+class MessageWriter(BlockWriter[MessageEvent]):
+    """Formats one message.
 
     Args:
         model: The served model.
@@ -74,21 +71,18 @@ class MessageWriter:
     """
 
     def __init__(self, model: ServedModel, seal: Callable[[str], str], *, shows_thoughts: bool) -> None:
+        super().__init__(is_never_empty=False)
         self.name = f"msg_{secrets.token_hex(12)}"
         self._model = model
         self._seal = seal
         self._shows_thoughts = shows_thoughts
         self._content: list[Content] = []
-        self._kind: Kind | None = None  # of the open block
-        self._texts: list[str] = []  # of the open block
-        self._space = ""  # content that may be no block
-        self._made: list[MessageEvent] = []
 
     def whole(self, choices: Choices) -> AssistantMessage:
         """Returns the message that is not streamed."""
-        delta = choices.generations[0].whole()
-        self.push(delta)
-        end = end_of(delta)
+        (generation,) = choices.generations
+        self.push(generation.whole())
+        end = end_of(generation)
         return AssistantMessage(
             id=self.name,
             model=self._model.name,
@@ -98,97 +92,48 @@ class MessageWriter:
             usage=messages_usage(choices, self._model.page_size),
         )
 
-    async def events(self, pieces: AsyncGenerator[OutputDelta, None], choices: Choices) -> AsyncGenerator[bytes, None]:
-        """Yields the events of a message, those of one delta together. The first delta has the cached tokens of the prompt."""
-        end = MessageEnd(None, None)
-        is_begun = False
-        async with aclosing(pieces):
-            async for delta in pieces:
-                made = self.push(delta)
-                if not is_begun:
-                    is_begun = True
-                    made = [self._opening(choices), *made]
-                if delta.finish:
-                    end = end_of(delta)
-                if made:
-                    yield encoded(made)
-        yield encoded([MessageDelta(end, messages_usage(choices, self._model.page_size)), MessageStop()])
-
-    def push(self, delta: OutputDelta) -> list[MessageEvent]:
-        """Returns the events of a part of the reply."""
-        if delta.text and not delta.events:
-            self._write(Kind.CONTENT, delta.text)
-        for event in delta.events:
-            self._read(event)
-        if delta.finish:
-            if not self._content and (space := self._space):
-                self._open(Kind.CONTENT, TextContent(""))
-                self._add(space)
-            self._close()
-        made, self._made = self._made, []
-        return made
-
-    def _opening(self, choices: Choices) -> MessageStart:
+    def open(self, choices: Choices) -> None:
         usage = messages_usage(choices, self._model.page_size)
         usage.output_tokens, usage.output_tokens_details = 0, UNSET
-        return MessageStart(AssistantMessage(id=self.name, model=self._model.name, content=[], usage=usage))
+        message = AssistantMessage(id=self.name, model=self._model.name, content=[], usage=usage)
+        self._made.append(MessageStart(message))
 
-    def _read(self, event: Event) -> None:
-        if event.kind is Kind.CALL:
-            self._open(Kind.CALL, ToolUseContent(event.id, event.text, NO_INPUT))
-        elif event.kind is Kind.CALL_END:
-            self._close()
-        elif event.kind is Kind.ARGUMENTS:
-            self._add(event.text)
+    def begin(self, kind: Kind, name: str, call_id: str) -> None:
+        block: Content
+        if kind is Kind.CALL:
+            block = ToolUseContent(call_id, name, NO_INPUT)
         else:
-            self._write(event.kind, event.text)
-
-    def _write(self, kind: Kind, text: str) -> None:
-        """Adds to a text or a thought."""
-        if kind is not self._kind:
-            text = self._space + text if kind is Kind.CONTENT else text
-            if kind is Kind.CONTENT and not text.strip():
-                self._space = text
-                return
-            if not text:
-                return
-            self._open(kind, TextContent("") if kind is Kind.CONTENT else ThinkingContent("", ""))
-        self._add(text)
-
-    def _open(self, kind: Kind, block: Content) -> None:
-        self._close()
-        self._kind, self._texts, self._space = kind, [], ""
-        self._made.append(BlockStart(len(self._content), block))
+            block = TextContent("") if kind is CONTENT else ThinkingContent("", "")
+        self._made.append(BlockStart(self._index, block))
         self._content.append(msgspec.structs.replace(block))
 
-    def _add(self, text: str) -> None:
-        if not text:
-            return
-        self._texts.append(text)
-        if self._kind is Kind.CONTENT:
-            self._delta(TextDelta(text))
-        elif self._kind is Kind.CALL:
-            self._delta(InputDelta(text))
+    def add(self, kind: Kind, text: str) -> None:
+        if kind is CONTENT:
+            self._made.append(BlockDelta(self._index, TextDelta(text)))
+        elif kind is Kind.CALL:
+            self._made.append(BlockDelta(self._index, InputDelta(text)))
         elif self._shows_thoughts:
-            self._delta(ThinkingDelta(text))
+            self._made.append(BlockDelta(self._index, ThinkingDelta(text)))
 
-    def _delta(self, delta: TextDelta | ThinkingDelta | InputDelta | SignatureDelta) -> None:
-        self._made.append(BlockDelta(len(self._content) - 1, delta))
-
-    def _close(self) -> None:
-        """Ends the open block, if there is one."""
-        if self._kind is None:
-            return
-        text, block = "".join(self._texts), self._content[-1]
+    def end(self, kind: Kind, text: str, *, is_whole: bool) -> None:
+        """Completes the block, and makes the events of its end; Anthropic's form does not say that a block was cut."""
+        block = self._content[-1]
         if isinstance(block, TextContent):
             block.text = text
         elif isinstance(block, ToolUseContent):
             block.input = input_of(text)
         else:
             block.thinking, block.signature = text if self._shows_thoughts else "", self._seal(text)
-            self._delta(SignatureDelta(block.signature))
-        self._made.append(BlockStop(len(self._content) - 1))
-        self._kind = None
+            self._made.append(BlockDelta(self._index, SignatureDelta(block.signature)))
+        self._made.append(BlockStop(self._index))
+
+    def close(self, choices: Choices) -> None:
+        end = end_of(choices.generations[0])
+        self._made += [MessageDelta(end, messages_usage(choices, self._model.page_size)), MessageStop()]
+
+    def encoded(self, events: list[MessageEvent]) -> bytes:
+        """Returns events as they are sent: each has its type as its name, too."""
+        return b"".join([HEADS[type(event)] + msgspec.json.encode(event) + b"\n\n" for event in events])
 
 
 def input_of(arguments: str) -> msgspec.Raw:
@@ -202,11 +147,11 @@ def input_of(arguments: str) -> msgspec.Raw:
     return msgspec.Raw(arguments.encode())
 
 
-def end_of(delta: OutputDelta) -> MessageEnd:
+def end_of(generation: Generation) -> MessageEnd:
     """Returns why a message ends."""
-    if delta.finish is FinishReason.STOP and not delta.has_calls and isinstance(delta.stop, str):
-        return MessageEnd("stop_sequence", delta.stop)
-    reason = delta.reason
+    reason = generation.reason
+    if reason == "stop" and isinstance(generation.stop, str):
+        return MessageEnd("stop_sequence", generation.stop)
     return MessageEnd(REASONS.get(reason, reason) if reason else None, None)
 
 
@@ -220,8 +165,7 @@ def messages_usage(choices: Choices, page_size: int) -> MessagesUsage:
     use = prompt_use(choices, page_size)
     for_hour = max((num_tokens for num_tokens, ttl_s in choices.retain if ttl_s >= HOUR_S), default=0)
     num_hour = max(0, min(for_hour, use.cached + use.written) - use.cached)
-    events = choices.generations[0].events
-    num_thought = sum(event.stop - event.start for event in events if event.kind is Kind.THOUGHT)
+    num_thought = choices.generations[0].num_thought
     return MessagesUsage(
         input_tokens=use.rest,
         cache_creation_input_tokens=use.written,
@@ -231,11 +175,6 @@ def messages_usage(choices: Choices, page_size: int) -> MessagesUsage:
         output_tokens_details=OutputDetails(num_thought) if num_thought else UNSET,
         cache_miss=cache_miss(choices.cached),
     )
-
-
-def encoded(events: Iterable[MessageEvent]) -> bytes:
-    """Returns events as they are sent: each has its type as its name, too."""
-    return b"".join([HEADS[type(event)] + msgspec.json.encode(event) + b"\n\n" for event in events])
 
 
 def error_event(request_id: str, status: int, message: str, code: str, param: str | None) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
 from contextlib import suppress
 from functools import partial
 
@@ -17,7 +16,6 @@ from hiserve.server.messages.format import ERRORS, PING, MessageWriter, error_ev
 from hiserve.server.messages.request import MessagesPrompt, read_messages
 from hiserve.server.messages.types import AssistantMessage, CountedTokens, MessagesFields, MessagesOptions
 from hiserve.server.reply.format import json_response, warned
-from hiserve.server.reply.generation import OutputDelta
 from hiserve.server.request.body import Body
 from hiserve.server.request.grammar_fields import one_of
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
@@ -73,16 +71,13 @@ class MessagesRoutes:
         except ContextLengthError:
             raise await self._too_long(request, chat_request, fields.cache_salt, engine.max_model_len - 1) from None
 
-        def stream(pieces: AsyncGenerator[OutputDelta, None]) -> AsyncGenerator[bytes, None]:
-            return writer.events(pieces, choices)
-
         response = await answer(
             request,
             engine,
             choices,
             front.format_threads,
             whole=partial(writer.whole, choices),
-            events=stream if options.stream else None,
+            events=partial(writer.events, choices=choices) if options.stream else None,
             failure=partial(error_event, request.state.request_id),
             ping=PING,
         )

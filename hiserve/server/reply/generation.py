@@ -16,7 +16,7 @@ from hiserve.ipc.updates import RequestFacts, TokenDelta
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.metrics.registry import RequestTimer
 from hiserve.text.prompt.parts import Place
-from hiserve.text.reader.buffer import Event, EventLog
+from hiserve.text.reader.buffer import Event, EventLog, Kind
 from hiserve.text.reader.output import ReplyOutput
 
 # Formatting scores of this size, four to eight bytes for each token, takes a few milliseconds.
@@ -167,6 +167,11 @@ class Generation:
     def events(self) -> list[Event]:
         """The events of the reply so far; empty where it is text alone."""
         return self._events.events
+
+    @property
+    def num_thought(self) -> int:
+        """Tokens of thoughts so far."""
+        return sum(event.stop - event.start for event in self.events if event.kind is Kind.THOUGHT)
 
     @property
     def text(self) -> str:

@@ -6,8 +6,8 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,11 +22,10 @@ from hiserve.server.http.auth import caller_of
 from hiserve.server.http.streaming import answer
 from hiserve.server.reply.choices import Choices
 from hiserve.server.reply.format import json_response, warned
-from hiserve.server.reply.generation import OutputDelta
 from hiserve.server.request.body import Body
 from hiserve.server.request.sampling_fields import retention_s
-from hiserve.server.responses.format import ResponseWriter, response_usage
-from hiserve.server.responses.items import Deleted, InputTokens, ItemList, ResponseEvent, ResponseObject
+from hiserve.server.responses.format import ResponseWriter
+from hiserve.server.responses.items import Deleted, InputTokens, ItemList, ResponseObject
 from hiserve.server.responses.request import Tools, conversation_of, read_tools
 from hiserve.server.responses.store import MAX_CHAIN_ITEMS, ResponseStore, Stored, missing
 from hiserve.server.responses.types import InputFields, InputPart, Item, Reasoning, ResponseOptions, TextOptions
@@ -110,25 +109,24 @@ class ResponseRoutes:
         )
         response = self._response(options, fields, sampling, body.get("tools"))
         choices, warning = await self._begin(request, engine, chat_request, response, arrived)
-        writer = ResponseWriter(response, tools.names, front.seals.seal if options.seals else None)
-
-        def whole() -> ResponseObject:
-            writer.push(choices.generations[0].whole())
-            writer.closing(response_usage(choices, self._model.page_size))
-            return writer.response
-
-        def stream(pieces: AsyncGenerator[OutputDelta, None]) -> AsyncGenerator[bytes, None]:
-            return self._events(request, fields, pieces, choices, writer)
+        seal = front.seals.seal if options.seals else None
+        writer = ResponseWriter(response, self._model.page_size, tools.names, seal)
+        keep = partial(self._keep, request, fields.items, response)
 
         def failure(_: int, message: str, code: str, __: str | None) -> bytes:
-            return _encoded(writer.failed(code, message))
+            return writer.failed(code, message)
 
-        events = stream if options.stream else None
         reply = await answer(
-            request, engine, choices, front.format_threads, whole=whole, events=events, failure=failure
+            request,
+            engine,
+            choices,
+            front.format_threads,
+            whole=partial(writer.whole, choices),
+            events=partial(writer.events, choices=choices, keep=keep) if options.stream else None,
+            failure=failure,
         )
         if not options.stream:
-            await self._keep(request, fields.items, writer.response)
+            await keep()
         if tools.hosted:
             names = UNPRINTABLE.sub("?", ", ".join(sorted(set(tools.hosted)))[:MAX_NAMED_CHARS])
             warning = "; ".join(filter(None, (warning, f"this server runs no tools; these were left out: {names}")))
@@ -202,26 +200,6 @@ class ResponseRoutes:
             truncation=fields.truncation or "disabled",
             user=options.user,
         )
-
-    async def _events(
-        self,
-        request: Request,
-        fields: InputFields,
-        pieces: AsyncGenerator[OutputDelta, None],
-        choices: Choices,
-        writer: ResponseWriter,
-    ) -> AsyncGenerator[bytes, None]:
-        """Yields the events of a response, those of one piece together; the last one after the response was stored."""
-        before = writer.opening()
-        async with aclosing(pieces):
-            async for delta in pieces:
-                events = before + writer.push(delta)
-                before = []
-                if events:
-                    yield _encoded(events)
-        last = _encoded(writer.closing(response_usage(choices, self._model.page_size)))
-        await self._keep(request, fields.items, writer.response)
-        yield last
 
     async def _begin(
         self,
@@ -341,9 +319,3 @@ def page_of(items: list[Item], query: Mapping[str, str]) -> ItemList:
     page = ordered[: int(limit)]
     first, last = (page[0].id, page[-1].id) if page else (None, None)
     return ItemList(data=page, first_id=first, last_id=last, has_more=len(page) < len(ordered))
-
-
-def _encoded(events: Sequence[ResponseEvent]) -> bytes:
-    return b"".join(
-        [b"event: " + event.type.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n" for event in events]
-    )

@@ -166,11 +166,11 @@ with responses_request._turns, test_responses.test_the_next_step_of_an_agent_beg
     not _is_of_reply(item)
     True
 with (
-    responses_format.ResponseWriter._call,
+    responses_format.ResponseWriter._item_of,
     test_responses.test_calls_of_namespaces_and_custom_tools_come_as_the_client_knows_them_and_go_back,
 ):
     "a call of a namespace keeps the model's name"
-    self._names.get(event.text)
+    self._names.get(name)
     None
 with response_store.ResponseStore._expire, test_response_store.test_what_is_not_used_for_an_hour_is_forgotten:
     "INV 74: stored responses never expire"
@@ -192,7 +192,7 @@ with messages_request._system, test_messages.test_the_billing_header_of_a_sessio
     "the billing header of each session ends the sharing of prefixes"
     blocks[0].text.startswith(BILLING_HEADER)
     False
-with messages_format.MessageWriter._close, test_messages.test_any_partition_gives_the_same_blocks:
+with messages_format.MessageWriter.end, test_messages.test_any_partition_gives_the_same_blocks:
     "a thought that is not shown cannot come back"
     self._seal(text)
     self._seal(block.thinking)

@@ -1,0 +1,137 @@
+"""The blocks of a reply, from the events of its reader: texts, thoughts and calls, one after the other."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Generic, TypeVar
+
+from hiserve.core.request import FinishReason
+from hiserve.server.reply.choices import Choices
+from hiserve.server.reply.generation import OutputDelta
+from hiserve.text.reader.buffer import Kind
+
+CONTENT, CALL, ARGUMENTS = Kind.CONTENT, Kind.CALL, Kind.ARGUMENTS  # an attribute of an enum costs time for each token
+E = TypeVar("E")  # an event of a protocol
+
+
+class BlockWriter(ABC, Generic[E]):
+    """Writes the blocks of one reply as the events of a protocol, which a subclass defines.
+
+    Any partition of the reply into deltas gives the same blocks. Content of white space alone is no block, unless it is
+    the whole reply: clients may not send such a block back.
+
+    Args:
+        is_never_empty: A reply without text has an empty block of content.
+    """
+
+    def __init__(self, *, is_never_empty: bool) -> None:
+        self._is_never_empty = is_never_empty
+        self._made: list[E] = []  # not taken yet
+        self._index = -1  # of the latest block
+        self._kind: Kind | None = None  # of the open block; None where none is open
+        self._texts: list[str] = []  # of the open block
+        self._space = ""  # content that may be no block
+
+    @abstractmethod
+    def open(self, choices: Choices) -> None:
+        """Makes the events before the first block."""
+
+    @abstractmethod
+    def begin(self, kind: Kind, name: str, call_id: str) -> None:
+        """Makes the events of a block's start; a call has a name and perhaps an id."""
+
+    @abstractmethod
+    def add(self, kind: Kind, text: str) -> None:
+        """Makes the events of more text in the open block."""
+
+    @abstractmethod
+    def end(self, kind: Kind, text: str, *, is_whole: bool) -> None:
+        """Makes the events of a block's end; ``text`` is all of it, and a block that was cut is not whole."""
+
+    @abstractmethod
+    def close(self, choices: Choices) -> None:
+        """Makes the events after the last block."""
+
+    @abstractmethod
+    def encoded(self, events: list[E]) -> bytes:
+        """Returns events as they are sent."""
+
+    def push(self, delta: OutputDelta) -> list[E]:
+        """Returns the events of a part of the reply."""
+        if delta.text and not delta.events:
+            self._write(CONTENT, delta.text)
+        for kind, text, _, _, call_id in delta.events:
+            if kind is CALL:
+                self._begin(kind, text, call_id)
+            elif kind is ARGUMENTS and text:
+                self._texts.append(text)
+                self.add(CALL, text)
+            elif kind is Kind.CALL_END:
+                self._end(is_whole=True)
+            elif text:
+                self._write(kind, text)
+        if delta.finish:
+            if self._index < 0 and (self._space or self._is_never_empty):
+                space = self._space
+                self._begin(CONTENT)
+                if space:
+                    self._write(CONTENT, space)
+            self._end(is_whole=delta.finish is FinishReason.STOP and self._kind is not CALL)
+        return self._taken()
+
+    async def events(
+        self,
+        pieces: AsyncGenerator[OutputDelta, None],
+        choices: Choices,
+        keep: Callable[[], Awaitable[None]] | None = None,
+    ) -> AsyncGenerator[bytes, None]:
+        """Yields the events of the reply, those of one delta together.
+
+        Args:
+            pieces: Of the one choice; the first has the cached tokens of the prompt.
+            choices: The one choice.
+            keep: Called when the reply is complete, before its last events are sent.
+        """
+        is_begun = False
+        async with aclosing(pieces):
+            async for delta in pieces:
+                if not is_begun:
+                    is_begun = True
+                    self.open(choices)
+                if events := self.push(delta):
+                    yield self.encoded(events)
+        self.close(choices)
+        last = self.encoded(self._taken())
+        if keep is not None:
+            await keep()
+        yield last
+
+    def _write(self, kind: Kind, text: str) -> None:
+        """Adds to a text or a thought."""
+        if kind is not self._kind:
+            if kind is CONTENT:
+                text = self._space + text
+                if not text.strip():
+                    self._space = text
+                    return
+            self._begin(kind)
+        self._texts.append(text)
+        self.add(kind, text)
+
+    def _begin(self, kind: Kind, name: str = "", call_id: str = "") -> None:
+        self._end(is_whole=self._kind is not CALL)
+        self._index += 1
+        self._kind, self._texts, self._space = kind, [], ""
+        self.begin(kind, name, call_id)
+
+    def _end(self, *, is_whole: bool) -> None:
+        """Ends the open block, if there is one."""
+        if self._kind is not None:
+            self.end(self._kind, "".join(self._texts), is_whole=is_whole)
+            self._kind = None
+
+    def _taken(self) -> list[E]:
+        made, self._made = self._made, []
+        return made
