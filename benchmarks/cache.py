@@ -226,7 +226,7 @@ def measure_write_through(bench: Bench) -> dict[str, Any]:
     """Times decoding with a host tier, which stores every full page, and without, in turns; nothing is hit."""
     sizes = bench.sizes
     samples: dict[str, list[dict[str, float]]] = {"host": [], "device": []}
-    stored = bench.host.engine.stats().cache.stores.num_fulfilled
+    stored = bench.host.engine.stats().cache.offloads.num_fulfilled
     for _ in range(4):
         for name, drive in (("host", bench.host), ("device", bench.device)):
             rows = [drive.add(bench.prompt(sizes.row_prompt), sizes.row_output) for _ in range(2 * sizes.rows)]
@@ -239,7 +239,7 @@ def measure_write_through(bench: Bench) -> dict[str, Any]:
     mean_host_s, mean_device_s = (median(values[1:], "mean_s") for values in samples.values())
     return {
         "tpot_s": {"host": host_s, "device": device_s, "mean_host": mean_host_s, "mean_device": mean_device_s},
-        "stored_pages": bench.host.engine.stats().cache.stores.num_fulfilled - stored,
+        "stored_pages": bench.host.engine.stats().cache.offloads.num_fulfilled - stored,
         "ratios": {"write-through": host_s / device_s},
         "samples": samples,
     }
@@ -260,7 +260,7 @@ def measure_conversations(bench: Bench) -> dict[str, Any]:
             "input_tokens_per_s": input_rate(groups),
             "seconds_per_group": statistics.median(group["seconds"] for group in counted(groups)),
             **copied_pages(before, after),
-            "unfulfilled": {"loads": dict(after.loads.unfulfilled), "stores": dict(after.stores.unfulfilled)},
+            "unfulfilled": {"loads": dict(after.loads.unfulfilled), "offloads": dict(after.offloads.unfulfilled)},
             "groups": groups,
         }
     ratio = result["host"]["input_tokens_per_s"] / result["device"]["input_tokens_per_s"]

@@ -234,7 +234,7 @@ def copied_pages(before: Any, after: Any) -> dict[str, int]:
     """Returns the pages that were loaded and stored between two ``stats().cache``."""
     return {
         "loaded_pages": after.loads.num_fulfilled - before.loads.num_fulfilled,
-        "stored_pages": after.stores.num_fulfilled - before.stores.num_fulfilled,
+        "stored_pages": after.offloads.num_fulfilled - before.offloads.num_fulfilled,
     }
 
 

@@ -49,7 +49,7 @@ def run(drive: Drive, rows: int, num_prompt: int, num_output: int, rng: np.rando
     """Returns rates of rows that come at once, and what was stored meanwhile; the cache is empty before."""
     drive.settle()
     drive.engine.flush()
-    before = drive.engine.stats().cache.stores
+    before = drive.engine.stats().cache.offloads
     prompts = [rng.integers(0, VOCAB_SIZE, num_prompt).astype(np.int32) for _ in range(rows)]
     begin = time.perf_counter()
     seen = [drive.add(prompt, num_output) for prompt in prompts]
@@ -62,10 +62,10 @@ def run(drive: Drive, rows: int, num_prompt: int, num_output: int, rng: np.rando
         "prompts_s": first,
         "ms_per_token": (end - begin - first) / (num_output - 1) * 1e3,
         "host_pages": after.host.num_pages,
-        "stored_pages": after.stores.num_fulfilled - before.num_fulfilled,
-        "stores_s": after.stores.seconds - before.seconds,
+        "stored_pages": after.offloads.num_fulfilled - before.num_fulfilled,
+        "stores_s": after.offloads.seconds - before.seconds,
         "not_stored": {
-            reason: count - before.unfulfilled.get(reason, 0) for reason, count in after.stores.unfulfilled.items()
+            reason: count - before.unfulfilled.get(reason, 0) for reason, count in after.offloads.unfulfilled.items()
         },
     }
 

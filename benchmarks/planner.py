@@ -115,7 +115,7 @@ def measure(num_rows: int, num_steps: int, *, has_host: bool) -> dict[str, Any]:
     what = f"plan + commit of a step of {num_rows} decoding rows, page {PAGE_SIZE}, publication included, {tiers}"
     found = figures(
         what,
-        {"rows": num_rows, "steps": num_steps, "stored_pages": planner.stats().cache.stores.num_fulfilled},
+        {"rows": num_rows, "steps": num_steps, "stored_pages": planner.stats().cache.offloads.num_fulfilled},
         "plan_and_commit_us",
         {"plan_and_commit_us": plan_us + commit_us} | parts,
         BARS_US[num_rows],

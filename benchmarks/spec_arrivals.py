@@ -3,7 +3,7 @@
 Usage: ``python -m benchmarks.spec_arrivals OUT.json COMMIT [--tiny] [--requests N]``. hiserve-nano widened to 8B on a GPU, with
 its EAGLE-3 head; held-out prompts arrive by a Poisson process at shares of the rate that an engine without speculation
 takes when all come at once. Each rate is served by an engine without a head, with drafts chosen step by step, and with
-three. Told are tokens per second, times to the first token and per token, the gate's verdicts, and, of the steps with
+three. Told are tokens per second, times to the first token and per token, the gate's decisions, and, of the steps with
 drafts after them, how many replayed these and how many computed them eagerly, with and without a prompt in the step.
 ``--tiny`` runs all of it with a small shape on the CPU, as a test of this file.
 """

@@ -97,7 +97,7 @@ def simulate(scale: Scale, ratio: float, requests: list[tuple[Turn, np.ndarray]]
         wanted=sum(wanted[scale.warm_up :]),
         num_evicted=cache.device.num_evicted,
         num_lost=cache.tiers.num_unbacked,
-        num_stored=copies.stores.num_fulfilled,
+        num_stored=copies.offloads.num_fulfilled,
         num_loaded=copies.loads.num_fulfilled,
     )
 

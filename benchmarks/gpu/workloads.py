@@ -85,7 +85,9 @@ def measure_conversations(bench: Bench) -> Part:
     )
     stats = drive.engine.stats().cache
     assert sum(group["host_tokens"] for group in counted(groups)), "nothing came from the host"
-    return Part([figure], {"groups": groups, "loads": stats.loads.num_fulfilled, "stores": stats.stores.num_fulfilled})
+    return Part(
+        [figure], {"groups": groups, "loads": stats.loads.num_fulfilled, "offloads": stats.offloads.num_fulfilled}
+    )
 
 
 def measure_traffic(bench: Bench) -> Part:

@@ -17,7 +17,7 @@ HIDDEN = b"# What tells of requests is shown"  # the first words of our reply to
 Series = dict[str, float]
 # Names of the label that holds the tokens of a page: ours and SGLang's, vLLM's.
 PAGE_SIZE_LABELS = ("page_size", "block_size")
-KINDS = ("loads", "stores", "prefetches", "uploads")
+KINDS = ("loads", "offloads", "prefetches", "uploads")
 PATH = "/cache/stats"
 
 
@@ -89,7 +89,7 @@ class ReplicaCacheStats(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int = 0
     tiers: dict[str, dict[str, Any] | None] = {}
     loads: CopyStats = CopyStats()
-    stores: CopyStats = CopyStats()
+    offloads: CopyStats = CopyStats()
     prefetches: CopyStats = CopyStats()
     uploads: CopyStats = CopyStats()
     misses: dict[str, int] = {}

@@ -31,7 +31,7 @@ LEGEND = " ".join(
     f"[{colour}]{sign}[/{colour}] {name}"
     for (sign, colour), name in ((USED, "used"), (EVICTABLE, "evictable"), (FREE, "free"))
 )
-COPIES = {"load": "host → device", "store": "device → host", "prefetch": "store → host", "upload": "host → store"}
+COPIES = {"load": "host → device", "offload": "device → host", "prefetch": "store → host", "upload": "host → store"}
 STORE_RESULTS = {
     "hit": "delivered",
     "miss": "not delivered",
@@ -39,7 +39,7 @@ STORE_RESULTS = {
     "refused": "refused",
     "corrupt": "damaged",
 }
-VERDICTS = {"replay": "replayed as graphs", "eager": "eager", "defer": "deferred"}
+DECISIONS = {"replay": "replayed as graphs", "eager": "eager", "defer": "deferred"}
 GIB = 1 << 30
 MAX_MISSES = 8
 LEAST_WANTED = 100  # pages, before a tier is judged
@@ -170,14 +170,14 @@ def _requests(history: FrameHistory) -> RenderableType:
 
 def _graphs(frame: Frame) -> list[str]:
     """Returns a line about how steps were run, and why; none where no worker replays any."""
-    counts = frame.by("verdict", "graph_gate")
+    counts = frame.by("decision", "graph_gate")
     if not counts.get("replay"):
         return []
-    reasons = {verdict: frame.by("reason", "graph_gate", verdict=verdict) for verdict in counts}
+    reasons = {decision: frame.by("reason", "graph_gate", decision=decision) for decision in counts}
     shares = [
-        f"{counts[verdict] / sum(counts.values()):.1%} {word} ({_counts(reasons[verdict])})"
-        for verdict, word in VERDICTS.items()
-        if counts.get(verdict)
+        f"{counts[decision] / sum(counts.values()):.1%} {word} ({_counts(reasons[decision])})"
+        for decision, word in DECISIONS.items()
+        if counts.get(decision)
     ]
     return ["steps: " + ", ".join(shares)]
 

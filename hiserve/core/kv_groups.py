@@ -42,7 +42,7 @@ class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def page_hidden_group(size: int, page_size: int, dtype: str) -> CacheGroupSpec:
-    """Returns the group of the hidden state at the end of each page, a vector of ``size`` elements, and a mark."""
+    """Returns the group of the hidden state at the end of each page, a vector of ``size`` elements, and a flag."""
     head_dim = max(1, -(-size // page_size))
     return CacheGroupSpec(
         name="boundary", num_layers=1, num_kv_heads=1, head_dim=head_dim, dtype=dtype, codec="boundary"

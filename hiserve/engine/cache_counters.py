@@ -75,7 +75,7 @@ class CacheCounters:
             host=index.host,
             store=store,
             loads=self._copies(index, CopyKind.LOAD, MissReason.NOT_WORTH_LOADING, self._num_not_loaded),
-            stores=self._copies(index, CopyKind.OFFLOAD, HOST_FULL, index.num_without_room),
+            offloads=self._copies(index, CopyKind.OFFLOAD, HOST_FULL, index.num_without_room),
             prefetches=CopyStats(
                 num_wanted=index.num_prefetches_wanted + self._not_fetched.total(),
                 num_fulfilled=index.num_prefetched,

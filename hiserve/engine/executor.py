@@ -160,7 +160,7 @@ class Executor:
         loads = f" after loads {decision.loads}" if decision.loads else ""
         return step_id, f"{decision.action.value}{graph}: {decision.reason.value} {decision.sampling}{loads}".strip()
 
-    def verdict(self, step_id: int) -> tuple[str, str]:
+    def decision_of(self, step_id: int) -> tuple[str, str]:
         """Returns the gate's decision on one of the latest steps, and the reason; empty strings for any other."""
         passed = dict(tuple(self._passed))  # a copy, likewise
         decision = passed.get(step_id)

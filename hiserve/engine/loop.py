@@ -59,7 +59,7 @@ class PlanExecutor(Protocol):
     def gate_counts(self) -> GateCounts:
         """Returns the gate's decisions until now: decision -> reason -> steps."""
 
-    def verdict(self, step_id: int) -> tuple[str, str]:
+    def decision_of(self, step_id: int) -> tuple[str, str]:
         """Returns the gate's decision on a step in flight, or on the last that ended, and the reason; empty for others."""
 
     def last_decision(self) -> tuple[int, str]:
@@ -297,7 +297,7 @@ class Engine:
         if log.is_over(times_s[1]):
             self._log = None
         else:
-            log.add(plan, result, times_s, self._executor.verdict(plan.step_id), self._planner.grammars.mask_s)
+            log.add(plan, result, times_s, self._executor.decision_of(plan.step_id), self._planner.grammars.mask_s)
 
     def stats(self) -> WorkerStats:
         """Returns gauges and counters after the last step."""

@@ -176,8 +176,8 @@ def open_proposer(
     if draft is None or head is None:
         return NgramProposer(rows.state, ops) if settings.spec.spec == "ngram" else None
     (of_pages,) = pool.layers("boundary")
-    boundary, marks = (each.view(rows.num_pages, -1) for each in (of_pages.k, of_pages.v))
-    rows.is_drafted = marks[:, 0]
+    boundary, flags = (each.view(rows.num_pages, -1) for each in (of_pages.k, of_pages.v))
+    rows.is_drafted = flags[:, 0]
     return HeadProposer(
         head,
         DraftPool(

@@ -34,7 +34,12 @@ class StepLog:
         return now_s > self._end_s
 
     def add(
-        self, plan: BatchPlan, result: StepResult, times_s: tuple[float, float], verdict: tuple[str, str], mask_s: float
+        self,
+        plan: BatchPlan,
+        result: StepResult,
+        times_s: tuple[float, float],
+        decision: tuple[str, str],
+        mask_s: float,
     ) -> None:
         """Records a step.
 
@@ -42,7 +47,7 @@ class StepLog:
             plan: The step.
             result: Its result.
             times_s: Its begin and its end.
-            verdict: The gate's decision, and the reason.
+            decision: The gate's decision, and the reason.
             mask_s: As the argument of the class, after its masks and before those of the next step.
         """
         counts, drafted = result.counts, plan.num_draft[plan.samples] > 0
@@ -58,8 +63,8 @@ class StepLog:
             num_emitted=int(emitted.sum()),
             num_drafts=int(plan.num_draft.sum()),
             num_accepted=int(np.maximum(emitted[drafted] - 1, 0).sum()),
-            verdict=verdict[0],
-            reason=verdict[1],
+            decision=decision[0],
+            reason=decision[1],
             mask_s=mask_s - self._mask_s,
             num_copies=len(plan.copies),
             fault="" if result.fault is None else result.fault.kind,

@@ -42,8 +42,8 @@ class StepRecord(msgspec.Struct, frozen=True):
     num_emitted: int  # tokens drawn
     num_drafts: int  # verified
     num_accepted: int  # of them
-    verdict: str  # of the gate: replay, eager or defer; empty without rows
-    reason: str  # of the verdict
+    decision: str  # of the gate: replay, eager or defer; empty without rows
+    reason: str  # of the decision
     mask_s: float  # its draw waited for the masks of grammars
     num_copies: int  # between tiers, started with it
     fault: str  # kind of its failure; empty without one

@@ -103,8 +103,8 @@ def _note_drafted(  # type: ignore[no-untyped-def]
         entry = entry_block + tl.arange(0, BLOCK)
         is_before = entry < num_before
         page = tl.load(table + number * table_stride + entry, mask=is_before, other=SINK).to(tl.int64)
-        mark = tl.load(is_drafted + page * drafted_stride, mask=is_before, other=1)
-        is_missing = is_before & ((mark != 1) | (page == SINK))
+        flag = tl.load(is_drafted + page * drafted_stride, mask=is_before, other=1)
+        is_missing = is_before & ((flag != 1) | (page == SINK))
         behind_missing = tl.where(is_missing, entry + 1, behind_missing)
     start = tl.where(is_aligned, tl.max(behind_missing, 0).to(tl.int64), start)
     start = tl.where(start > first_page, tl.maximum(start, behind_step), start)

@@ -167,8 +167,8 @@ class DeviceRows:
         low, high = int(writes.pages.min()), int(writes.pages.max())
         assert PADDING_PAGE < low <= high < self.num_pages, f"pages {low} to {high} of a pool of {self.num_pages}"
         flat = writes.rows.astype(np.int64) * self.page_table.shape[1] + writes.indices
-        is_marked = self.is_drafted is not None
-        new = writes.pages[writes.are_new].astype(np.int64) if is_marked and writes.are_new.size else flat[:0]
+        has_flags = self.is_drafted is not None
+        new = writes.pages[writes.are_new].astype(np.int64) if has_flags and writes.are_new.size else flat[:0]
         entries, pages, owners, new_pages = upload((flat, writes.pages, writes.owners, new), self.device)
         if self.is_drafted is not None and new.size:
             self.is_drafted.index_fill_(0, new_pages, 0)

@@ -99,7 +99,7 @@ async def test_figures_are_those_of_the_endpoints(browser: Browser, tmp_path: Pa
         await readings(page, 4)  # one of four reads the tree
         now = Endpoints(live.url)
         gate = {(row[0], row[1]): number(row[-1]) for row in await table(page, "gate")}
-        assert gate == now.by("graph_gate_total", "verdict", "reason")
+        assert gate == now.by("graph_gate_total", "decision", "reason")
         misses = {(row[0],): number(row[-1]) for row in await table(page, "misses")}
         assert misses == now.by("cache_misses_total", "reason") and len(misses) >= 2
         parts = {(row[0], row[1]): (number(row[2]), number(row[3])) for row in await table(page, "parts")}

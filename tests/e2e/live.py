@@ -55,7 +55,7 @@ class Live:
             busy = info["num_inflight"] + info["num_queued"]
             for stats in (worker["stats"] for worker in info["workers"]):
                 busy += stats["running"] + stats["waiting"]
-                busy += sum(stats["cache"][kind]["num_in_flight"] for kind in ("loads", "stores"))
+                busy += sum(stats["cache"][kind]["num_in_flight"] for kind in ("loads", "offloads"))
             if not busy:
                 return info
             assert time.monotonic() < deadline, f"still busy: {info}"

@@ -77,7 +77,7 @@ class Client:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             (replica,) = self.get("/cache/stats")["replicas"]
-            if not sum(replica[kind]["num_in_flight"] for kind in ("loads", "stores", "prefetches", "uploads")):
+            if not sum(replica[kind]["num_in_flight"] for kind in ("loads", "offloads", "prefetches", "uploads")):
                 return dict(replica)
             assert time.monotonic() < deadline, replica
             time.sleep(0.02)
@@ -101,7 +101,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
 def check_identity(client: Client) -> None:
     """No copy is lost count of: in the counts, and in the metrics, which must be the same."""
     replica = client.rest()
-    for copy, kind in (("load", "loads"), ("store", "stores"), ("prefetch", "prefetches"), ("upload", "uploads")):
+    for copy, kind in (("load", "loads"), ("offload", "offloads"), ("prefetch", "prefetches"), ("upload", "uploads")):
         stats = replica[kind]
         assert stats["num_wanted"] == stats["num_fulfilled"] + sum(stats["unfulfilled"].values()), stats
         wanted, fulfilled, unfulfilled = (
@@ -270,8 +270,10 @@ def test_a_store_gives_back_what_device_and_host_lost_until_it_is_emptied(tmp_pa
 def test_steps_are_shown_while_somebody_asks_for_them(client: Client) -> None:
     def gate() -> Counter[tuple[str, str]]:
         (worker,) = client.get("/server_info")["workers"]
-        verdicts = worker["stats"]["graph_gate"].items()
-        return Counter({(verdict, reason): count for verdict, counts in verdicts for reason, count in counts.items()})
+        decisions = worker["stats"]["graph_gate"].items()
+        return Counter(
+            {(decision, reason): count for decision, counts in decisions for reason, count in counts.items()}
+        )
 
     since_s = client.get("/debug/steps")["until_s"]
     before = gate()
@@ -279,7 +281,7 @@ def test_steps_are_shown_while_somebody_asks_for_them(client: Client) -> None:
     client.rest()
     (replica,) = client.get(f"/debug/steps?since={since_s}")["replicas"]
     steps = [step for step in replica["steps"] if step["num_rows"]]
-    assert Counter((step["verdict"], step["reason"]) for step in steps) == gate() - before
+    assert Counter((step["decision"], step["reason"]) for step in steps) == gate() - before
     assert sum(step["num_prefill"] for step in steps) == 300
     assert sum(step["num_emitted"] for step in steps) >= 40
     assert all(before["end_s"] <= after["begin_s"] < after["end_s"] for before, after in pairwise(steps))

@@ -54,7 +54,7 @@ def engine_of(llm: LLM) -> Engine:
 def until_stored(llm: LLM, num_pages: int) -> None:
     """Steps until the host, whose memory is made ready meanwhile, has so many pages."""
     engine, end = engine_of(llm), time.monotonic() + PATIENCE_S
-    while engine.stats().cache.stores.num_fulfilled < num_pages:
+    while engine.stats().cache.offloads.num_fulfilled < num_pages:
         assert time.monotonic() < end
         engine.step()
     assert not engine.has_work

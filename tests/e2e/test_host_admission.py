@@ -33,5 +33,5 @@ def test_a_prefix_is_stored_when_it_is_published_or_when_it_is_used_again(
         stored = []
         for last in (8, 9):
             llm.generate([[*prompt, last]], GREEDY)
-            stored.append(llm._backend.engine.stats().cache.stores.num_fulfilled)  # type: ignore[attr-defined]
+            stored.append(llm._backend.engine.stats().cache.offloads.num_fulfilled)  # type: ignore[attr-defined]
     assert stored == [after_one, after_two]

@@ -67,7 +67,7 @@ def test_what_left_the_device_comes_back_with_the_same_tokens(llm: LLM, expected
     prompts, sampling = workload()
     assert tokens_of(llm, prompts, sampling) == expected
     stored = stats_of(llm)
-    assert stored.cache.stores.num_fulfilled > 0
+    assert stored.cache.offloads.num_fulfilled > 0
     for _ in range(2):
         results = llm.generate(prompts, sampling)
         assert [result.outputs[0].token_ids for result in results] == expected

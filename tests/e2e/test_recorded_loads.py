@@ -66,12 +66,12 @@ class Held:
     """Loads that begin when their step has waited for them, or is over.
 
     Attributes:
-        verdicts: The gate's, of the steps that ran, with the loads that were open then.
+        decisions: The gate's, of the steps that ran, with the loads that were open then.
     """
 
     def __init__(self, llm: LLM) -> None:
         executor: Any = engine_of(llm)._executor
-        self.verdicts: list[tuple[Decision, int]] = []
+        self.decisions: list[tuple[Decision, int]] = []
         self._go = threading.Event()
         self._runners, self._copier = executor._runners, executor._tier_transfers
         self._wait = self._copier.wait
@@ -91,7 +91,7 @@ class Held:
         self._wait(loads, layer)
 
     def run(self, plan: BatchPlan, decision: Decision, *rest: Any) -> Any:
-        self.verdicts.append((decision, len(self._copier.loads.open)))
+        self.decisions.append((decision, len(self._copier.loads.open)))
         ran = self._runners.run(plan, decision, *rest)
         if decision.loads:
             self._go.set()
@@ -139,7 +139,7 @@ def test_a_step_waits_for_the_loads_that_it_reads(
     allow_recording(monkeypatch)
     with stored(prompts, expected, overlap=depth, graphs=graphs) as (llm, held):
         assert tokens_of(llm, [prompts[which]]) == [expected[which]]
-        (first,) = [decision for decision, _ in held.verdicts if decision.loads]
+        (first,) = [decision for decision, _ in held.decisions if decision.loads]
         assert (first.action, first.reason) == (action, reason)
 
 
@@ -150,7 +150,7 @@ def test_a_strict_gate_waits_for_own_loads_and_replays_nothing_meanwhile(
     allow_recording(monkeypatch)
     with stored(prompts, expected, overlap=depth, graph_gate="strict") as (llm, held):
         assert tokens_of(llm, [prompts[1]]) == [expected[1]]
-        (first,) = [decision for decision, _ in held.verdicts if decision.loads]
+        (first,) = [decision for decision, _ in held.decisions if decision.loads]
         assert (first.action, first.reason) == (Action.EAGER, Reason.STRICT_LOAD)
 
 
@@ -176,7 +176,7 @@ def test_others_loads_keep_no_step_from_being_replayed_unless_the_gate_is_strict
         run_until(engine, told, lambda: len(told.get(1, ())) >= 2)
         send(engine, 2, prompts[1], GREEDY)
         run_until(engine, told, lambda: len(told[1]) >= 5)
-        meanwhile = {(decision.action, decision.reason) for decision, num_open in held.verdicts if num_open}
+        meanwhile = {(decision.action, decision.reason) for decision, num_open in held.decisions if num_open}
         assert meanwhile == {(action, reason)}
         held.release()
         run_until(engine, told, lambda: not engine.has_work)

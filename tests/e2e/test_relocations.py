@@ -203,14 +203,14 @@ def test_a_strict_gate_replays_nothing_while_a_page_moves(
         executor: Any = engine_of(llm)._executor
         run = executor._runners.run
 
-        def watch(plan: BatchPlan, verdict: Any, *rest: Any) -> Any:
-            versions.append((plan.relocation_version, verdict))
-            return run(plan, verdict, *rest)
+        def watch(plan: BatchPlan, decision: Any, *rest: Any) -> Any:
+            versions.append((plan.relocation_version, decision))
+            return run(plan, decision, *rest)
 
         executor._runners.run = watch
         assert tokens_of(llm, prompts) == expected
-    moved = [verdict for (before, _), (now, verdict) in pairwise(versions) if now > before]
-    calm = [verdict for (before, _), (now, verdict) in pairwise(versions) if now == before]
+    moved = [decision for (before, _), (now, decision) in pairwise(versions) if now > before]
+    calm = [decision for (before, _), (now, decision) in pairwise(versions) if now == before]
     assert len(moved) >= 3
     if gate == "strict":
         assert {(each.action, each.reason) for each in moved} == {(Action.EAGER, Reason.STRICT_RELOCATION)}

@@ -190,7 +190,7 @@ def check_paths(llm: LLM, users: Users) -> None:
     counts = counts_of(llm)
     print(f"{users.num_replies} replies, {users.num_aborts} aborts; {counts}")
     assert counts.device.num_evicted > 200 and counts.host.num_evicted > 50
-    assert counts.loads.num_fulfilled > 100 and counts.stores.num_fulfilled > 100
+    assert counts.loads.num_fulfilled > 100 and counts.offloads.num_fulfilled > 100
     assert users.num_replies > 40 and users.num_aborts > 5
 
 
@@ -254,7 +254,7 @@ def check_idle(live: Live) -> None:
     while True:
         (replica,) = httpx.get(f"{live.url}/cache/stats", timeout=PATIENCE_S).raise_for_status().json()["replicas"]
         device, host = replica["tiers"]["device"], replica["tiers"]["host"]
-        copies = [replica[kind] for kind in ("loads", "stores")]
+        copies = [replica[kind] for kind in ("loads", "offloads")]
         is_idle = not any(each["num_in_flight"] for each in copies)
         if is_idle and device["num_free"] + device["num_evictable"] == device["num_pages"]:
             break

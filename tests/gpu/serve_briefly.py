@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> None:
     assert bool(use.proposed) == (options["spec"] != "off"), use
     cache = stats.cache
     sys.stdout.write(
-        f"steps: {stats.graph_gate}\npages: {cache.stores.num_fulfilled} stored, {cache.loads.num_fulfilled} loaded\n"
+        f"steps: {stats.graph_gate}\npages: {cache.offloads.num_fulfilled} stored, {cache.loads.num_fulfilled} loaded\n"
         f"drafts: {use.shown()}\n"
     )
 

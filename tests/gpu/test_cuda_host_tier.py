@@ -93,7 +93,7 @@ def test_what_left_the_device_comes_back_with_the_cpu_s_tokens(
         assert mechanism == (page_size == 64)
         assert tokens_of(llm, prompts, sampling) == expected
         stored = engine_of(llm).stats()
-        assert stored.cache.stores.num_fulfilled > 0
+        assert stored.cache.offloads.num_fulfilled > 0
         for _ in range(2):
             results = llm.generate(prompts, sampling)
             assert [result.outputs[0].token_ids for result in results] == expected
@@ -133,7 +133,7 @@ def test_a_host_that_is_small_evicts_and_stays_right(expected: list[list[int]]) 
     with LLM(host_cache_gib=34 * page_bytes / 2**30, **settings(16)) as llm:
         for _ in range(3):
             assert tokens_of(llm, prompts, sampling) == expected
-        assert engine_of(llm).stats().cache.stores.num_fulfilled > 34
+        assert engine_of(llm).stats().cache.offloads.num_fulfilled > 34
         check_pages(llm)
 
 

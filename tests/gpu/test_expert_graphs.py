@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hiserve.layers import StackedExperts
-from tests.helpers.cuda import fill_freed_memory, generate, graph_engine, poison, prompts_of, verdicts
+from tests.helpers.cuda import decisions, fill_freed_memory, generate, graph_engine, poison, prompts_of
 from tests.helpers.models import save_family
 from tests.helpers.scripted import verify
 
@@ -37,7 +37,7 @@ def test_experts_in_graphs_compute_what_the_reference_does(tmp_path: Path, name:
         for _ in range(2):  # over rows that others had
             assert generate(subject, prompts, NUM_NEW) == expected, graphs
         assert verify(subject, prompts, expected, WIDTH) == expected, graphs
-        counts = verdicts(subject)
+        counts = decisions(subject)
         subject.executor.close()
         if graphs == "all":
             assert counts["replay/decode"] == 2 * (NUM_NEW - 1)

@@ -135,7 +135,7 @@ def test_an_illegal_memory_access_in_a_loaded_server_costs_no_stream_a_token(tmp
     with lives.serve(tmp_path, *flags, command=command, environment={"TMPDIR": str(tmp_path)}) as live:
         replies = asyncio.run(all_replies(live.url, prompts, sampling))
         info = live.wait_idle()
-        replayed = live.counter("hiserve:graph_gate_total", verdict="replay")
+        replayed = live.counter("hiserve:graph_gate_total", decision="replay")
     crash, recovery, replays = info["crash"], info["recovery"], info["replays"]
     host_share = replays["cached"]["host"] / replays["tokens"]
     weights_s = recovery["phases"]["load weights"]

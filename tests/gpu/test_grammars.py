@@ -19,7 +19,7 @@ from hiserve.kernels.step_ops import TokenMasks
 from hiserve.runners import graph
 from hiserve.runners.mask_buffers import MaskBuffers
 from tests.helpers.cache_paths import SETTINGS, pool
-from tests.helpers.cuda import news, verdicts
+from tests.helpers.cuda import decisions, news
 from tests.helpers.grammars import GRAMMARS, is_valid
 from tests.helpers.sampling import keys, random_logits, random_masks
 from tests.helpers.tiered import engine_of
@@ -137,10 +137,10 @@ def test_draws_under_grammars_are_replayed_and_wait_for_nothing(
     ]
     with LLM(**ON_CUDA | {"graphs": "all", "overlap": 1} | spec) as llm:
         for guard in (nullcontext, no_sync):  # the first time memory is pinned
-            before, masks = verdicts(engine_of(llm)._executor), engine_of(llm).stats().grammars.masks
+            before, masks = decisions(engine_of(llm)._executor), engine_of(llm).stats().grammars.masks
             with guard():
                 llm.generate(TEXTS[:1] * len(asked), asked)
-        ran = news(before, verdicts(engine_of(llm)._executor))
+        ran = news(before, decisions(engine_of(llm)._executor))
         assert engine_of(llm).stats().grammars.masks > masks + 50
     assert not eager
     assert ran["replay/decode" if spec["spec"] == "off" else "replay/verify"] > 15, ran

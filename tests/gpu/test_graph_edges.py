@@ -22,10 +22,10 @@ from tests.helpers.cuda import (
     NUM_PAGES,
     PAGE,
     TOKEN_BUCKETS,
+    decisions,
     generate,
     prompts_of,
     run_all,
-    verdicts,
 )
 from tests.helpers.models import Engine
 from tests.helpers.plans import HandPlanner
@@ -58,10 +58,10 @@ def test_replays_equal_eager_steps_around_the_edge_of_a_window(
     windowed: dict[str, Engine], eager: Engine, length: int
 ) -> None:
     prompts = prompts_of([length, length, 5], seed=length)
-    before = verdicts(windowed["all"])
+    before = decisions(windowed["all"])
     tokens = {name: generate(subject, prompts, 2 * WINDOW) for name, subject in windowed.items()}
     assert tokens["all"] == tokens["off"] == tokens["reference"]
-    assert cuda.news(before, verdicts(windowed["all"]))["replay/decode"] == 2 * WINDOW - 1
+    assert cuda.news(before, decisions(windowed["all"]))["replay/decode"] == 2 * WINDOW - 1
     assert tokens["all"] != generate(eager, prompts, 2 * WINDOW), "the window hides nothing"
 
 
@@ -82,7 +82,7 @@ def test_rows_longer_than_those_captured_go_on_eagerly(nano: Path, eager: Engine
     cuda.with_graphs(subject, (1, 2, 4), max_len=3 * PAGE)
     prompts = prompts_of([3 * PAGE - 6, 20, 3], seed=3)
     tokens = generate(subject, prompts, 30)
-    ran = verdicts(subject)
+    ran = decisions(subject)
     assert tokens == generate(eager, prompts, 30)
     assert ran.pop("replay/decode") == 6
     assert ran.pop("eager/context") == 23
@@ -93,11 +93,11 @@ def test_rows_longer_than_those_captured_go_on_eagerly(nano: Path, eager: Engine
 def test_a_batch_larger_than_the_largest_bucket_runs_eagerly(nano: Path, eager: Engine) -> None:
     subject = cuda.graph_engine(nano, "off")
     cuda.with_graphs(subject, (1, 2, 4))
-    for num_rows, verdict in ((4, "replay/decode"), (5, "eager/rows"), (3, "replay/decode")):
-        before = verdicts(subject)
+    for num_rows, decision in ((4, "replay/decode"), (5, "eager/rows"), (3, "replay/decode")):
+        before = decisions(subject)
         prompts = prompts_of([20] * num_rows, seed=num_rows)
         assert generate(subject, prompts, 5) == generate(eager, prompts, 5)
-        assert cuda.news(before, verdicts(subject))[verdict] == 4
+        assert cuda.news(before, decisions(subject))[decision] == 4
     subject.executor.close()
 
 
@@ -142,7 +142,7 @@ def test_batches_shrink_and_grow_across_all_buckets_amid_mixed_steps(nano: Path,
     }
     tokens = run_all(subject, plans)
     assert tokens == run_all(eager, plans)
-    ran = verdicts(subject)
+    ran = decisions(subject)
     assert ran.pop("replay/decode") >= 2 * MAX_ROWS
     assert ran.pop(f"replay/{kind}") > MAX_ROWS
     assert ran.keys() == {"eager/tokens"}
@@ -167,11 +167,11 @@ def test_a_capture_that_fails_is_told_once_and_its_steps_run_eagerly(
     torch.cuda.empty_cache()  # a capture that torch believes to be under way would be in the way
     cuda.fill_freed_memory(subject)
     for num_rows in (1, 2, 4, 5, 8, 9, 40, 3):
-        before = verdicts(subject)
+        before = decisions(subject)
         prompts = prompts_of([20] * num_rows, seed=num_rows)
         assert generate(subject, prompts, 5) == generate(eager, prompts, 5)
-        verdict = "eager/capture_failed" if num_rows in (5, 8) else "replay/decode"
-        assert cuda.news(before, verdicts(subject))[verdict] == 4
+        decision = "eager/capture_failed" if num_rows in (5, 8) else "replay/decode"
+        assert cuda.news(before, decisions(subject))[decision] == 4
     subject.executor.close()
 
 
@@ -184,11 +184,11 @@ def test_pieces_whose_capture_fails_leave_the_others_alone(
     (told,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert told.startswith("steps of up to 16 tokens run without graphs: ")
     assert runner.failed == {16}
-    for length, verdict in ((8, "replay/piecewise"), (12, "eager/capture_failed"), (17, "replay/piecewise")):
-        before = verdicts(subject)
+    for length, decision in ((8, "replay/piecewise"), (12, "eager/capture_failed"), (17, "replay/piecewise")):
+        before = decisions(subject)
         prompts = prompts_of([length], seed=length)
         assert generate(subject, prompts, 1) == generate(eager, prompts, 1)
-        assert cuda.news(before, verdicts(subject)) == {verdict: 1}
+        assert cuda.news(before, decisions(subject)) == {decision: 1}
     subject.executor.close()
 
 

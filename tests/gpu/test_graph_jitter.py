@@ -79,12 +79,12 @@ def test_no_token_differs_under_jitter_and_constant_traffic_with_the_host(load: 
             cuda.wait_for_stream()
         stats = engine_of(llm).stats()
         cache = stats.cache
-        print(f"{time.monotonic() - begin:.1f} s; {dict(delays.counts)}; {cache.loads} {cache.stores}")
+        print(f"{time.monotonic() - begin:.1f} s; {dict(delays.counts)}; {cache.loads} {cache.offloads}")
         # Constant traffic both ways. Pages are loaded as often as they are wanted again: more than one for each request. A
         # page is stored once, whoever asks for it later, and only pages that differ are stored: few of so many requests
         # that share forewords or come again. But more went out than twice all that the device holds at a time.
         assert cache.loads.num_fulfilled > load.num_requests
-        assert cache.stores.num_fulfilled > 2 * load.kv_pages
+        assert cache.offloads.num_fulfilled > 2 * load.kv_pages
         assert stats.evicted_pages > load.num_requests
         assert min(delays.counts[f"{when} {what}"] for when in ("before", "after") for what in WHAT) > 0
         assert share_of_replays(stats) >= MIN_REPLAYS

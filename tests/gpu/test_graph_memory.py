@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import cuda
-from tests.helpers.cuda import FREE, SAMPLED, TOKEN_BUCKETS, generate, news, prompts_of, verdicts
+from tests.helpers.cuda import FREE, SAMPLED, TOKEN_BUCKETS, decisions, generate, news, prompts_of
 from tests.helpers.models import Engine
 from tests.helpers.plans import GREEDY
 from tests.helpers.scripted import verify
@@ -45,9 +45,9 @@ def check_all(subject: Engine, eager: Engine) -> None:
 
 def test_unused_rows_and_old_outputs_hold_garbage_before_each_replay(poisoned: Engine, eager: Engine) -> None:
     """Also the sink, and every slot that nobody has written."""
-    before = verdicts(poisoned)
+    before = decisions(poisoned)
     check_all(poisoned, eager)
-    ran = news(before, verdicts(poisoned))
+    ran = news(before, decisions(poisoned))
     assert ran.keys() == {"replay/decode", "replay/verify", "replay/mixed", "replay/piecewise"}
 
 
@@ -72,7 +72,7 @@ def test_noise_in_freed_memory_between_replays(nano: Path, eager: Engine) -> Non
         check_all(subject, eager)
         cuda.fill_freed_memory(subject)
     check_all(subject, eager)
-    assert not [reason for reason in verdicts(subject) if reason.startswith("eager")]
+    assert not [reason for reason in decisions(subject) if reason.startswith("eager")]
     subject.executor.close()
 
 

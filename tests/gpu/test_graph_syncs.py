@@ -13,7 +13,7 @@ from hiserve import LLM, SamplingParams
 from hiserve.core.plan import BatchPlan
 from hiserve.engine.graph_check import no_sync
 from tests.helpers import cuda
-from tests.helpers.cuda import FREE, NUM_PAGES, PAGE, SAMPLED, prompts_of, run_all, verdicts
+from tests.helpers.cuda import FREE, NUM_PAGES, PAGE, SAMPLED, decisions, prompts_of, run_all
 from tests.helpers.gated import spoil_device
 from tests.helpers.plans import GREEDY, HandPlanner
 from tests.helpers.tiered import counts_of, engine_of
@@ -61,7 +61,7 @@ def test_no_step_waits_for_the_device(nano: Path, attention: str, graphs: str) -
                 tokens = run_all(subject, plans)
             assert {len(each) for each in tokens.values()} >= {18}
     lacks = {"replay/mixed"} if attention == "flashinfer" else set()  # what it launches depends on lengths
-    assert verdicts(subject).keys() == RAN[graphs] - lacks
+    assert decisions(subject).keys() == RAN[graphs] - lacks
     subject.executor.close()
 
 

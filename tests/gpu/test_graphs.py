@@ -17,11 +17,11 @@ from tests.helpers.cuda import (
     NUM_PAGES,
     PAGE,
     SAMPLED,
+    decisions,
     generate,
     graph_engine,
     news,
     prompts_of,
-    verdicts,
     wait_for_stream,
 )
 from tests.helpers.models import Engine
@@ -44,10 +44,10 @@ def replayed(nano: Path) -> Iterator[Engine]:
 @pytest.mark.parametrize("num_rows", AROUND_BUCKETS)
 def test_replays_equal_eager_steps_around_every_bucket(replayed: Engine, eager: Engine, num_rows: int) -> None:
     """In float32: a padded batch is another shape, whose roundings in bfloat16 may choose another token."""
-    before = verdicts(replayed).get("replay/decode", 0)
+    before = decisions(replayed).get("replay/decode", 0)
     prompts = prompts_of([17 + 3 * row % 60 for row in range(num_rows)], seed=num_rows)
     tokens = generate(replayed, prompts, 6)
-    assert verdicts(replayed)["replay/decode"] - before == 5
+    assert decisions(replayed)["replay/decode"] - before == 5
     assert tokens == generate(eager, prompts, 6)
 
 
@@ -66,10 +66,10 @@ def test_replays_of_full_buckets_equal_eager_steps_bit_by_bit_in_bfloat16(
 ) -> None:
     prompts = prompts_of([17 + 3 * row % 60 for row in range(num_rows)], seed=num_rows)
     sampling = SAMPLED if num_rows == 4 else GREEDY
-    before = verdicts(in_bfloat16[1])
+    before = decisions(in_bfloat16[1])
     tokens = [generate(subject, prompts, 20, sampling) for subject in in_bfloat16]
     assert tokens[0] == tokens[1]
-    assert news(before, verdicts(in_bfloat16[1]))["replay/decode"] == 19
+    assert news(before, decisions(in_bfloat16[1]))["replay/decode"] == 19
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, FREE, SAMPLED], ids=["greedy", "free", "filtered"])
@@ -112,10 +112,10 @@ def pieces(nano: Path) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("lengths", [[64], [32], [31, 33], [100, 28], [256], [8]])
 def test_pieces_of_full_buckets_equal_the_eager_prefill(pieces: Engine, eager: Engine, lengths: list[int]) -> None:
-    before = verdicts(pieces).get("replay/piecewise", 0)
+    before = decisions(pieces).get("replay/piecewise", 0)
     prompts = prompts_of(lengths, seed=sum(lengths))
     assert generate(pieces, prompts, 1, chunk=256) == generate(eager, prompts, 1, chunk=256)
-    assert verdicts(pieces)["replay/piecewise"] == before + 1
+    assert decisions(pieces)["replay/piecewise"] == before + 1
 
 
 def test_pieces_of_padded_buckets_and_mixed_steps_keep_float64_tokens(nano: Path) -> None:
@@ -124,7 +124,7 @@ def test_pieces_of_padded_buckets_and_mixed_steps_keep_float64_tokens(nano: Path
     for graphs in ("off", "all"):
         subject = graph_engine(nano, graphs, "float64", attention="reference", max_rows=8)
         tokens.append(generate(subject, prompts, 6, chunk=70))
-        counts = verdicts(subject)
+        counts = decisions(subject)
         subject.executor.close()
     assert tokens[0] == tokens[1]
     assert set(counts) == {"replay/piecewise"}  # the reference cannot be captured
@@ -137,6 +137,6 @@ def test_verify_steps_accept_the_drafts_that_plain_decoding_would_emit(
     """A proposer that knows the answer, and spoils every third draft."""
     prompts = prompts_of([20, 45, 33], seed=width)
     expected = generate(eager, prompts, 24)
-    before = verdicts(replayed)
+    before = decisions(replayed)
     assert verify(replayed, prompts, expected, width) == expected
-    assert news(before, verdicts(replayed))["replay/verify"] > 0
+    assert news(before, decisions(replayed))["replay/verify"] > 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.cuda import MAX_LEN, PAGE, prompts_of, run_all, verdicts
+from tests.helpers.cuda import MAX_LEN, PAGE, decisions, prompts_of, run_all
 from tests.helpers.models import Engine, save_llama
 from tests.helpers.plans import HandPlanner
 from tests.helpers.scripted import verify
@@ -58,7 +58,7 @@ def test_tokens_do_not_depend_on_how_far_apart_pages_lie(folder: Path, attention
         assert num_pages == SMALL or 0 < len(beyond) < len(pages)
         said.append(run_all(subject, plans))
         if graphs == "all":
-            assert verdicts(subject)["replay/decode"] == NUM_NEW - 1
+            assert decisions(subject)["replay/decode"] == NUM_NEW - 1
             # Here pages are handed out in ascending order: of the large pool's last ones, whose order is turned.
             drafted.append(verify(subject, prompts, said[0], WIDTH))
             # FlashInfer verifies by another kernel than it decodes by, whose ties in bfloat16 may fall otherwise.

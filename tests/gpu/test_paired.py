@@ -11,7 +11,7 @@ import torch
 
 from hiserve.attention.base import is_hopper
 from hiserve.attention.paired import PairedAttention
-from tests.helpers.cuda import NUM_PAGES, PAGE, generate, graph_engine, prompts_of, verdicts
+from tests.helpers.cuda import NUM_PAGES, PAGE, decisions, generate, graph_engine, prompts_of
 from tests.helpers.margin import EPSILON_FACTOR, shape_difference
 from tests.helpers.models import Engine, save_llama
 from tests.helpers.plans import HandPlanner
@@ -51,7 +51,7 @@ def test_graphs_decode_as_eager_steps_do(folder: Path) -> None:
     for graphs in ("off", "decode"):
         subject = engine(folder, graphs=graphs)
         tokens.append(generate(subject, prompts, 20))
-        counts = verdicts(subject)
+        counts = decisions(subject)
         subject.executor.close()
         assert graphs == "off" or counts["replay/decode"] == 19
     assert tokens[0] == tokens[1]
@@ -72,7 +72,7 @@ def test_prompts_change_their_backend_between_two_steps_and_graphs_go_on(folder:
     found = [generate(subject, prompts, 20)]
     paired._may_split = lambda: True
     found.append(generate(subject, prompts, 20))
-    counts = verdicts(subject)
+    counts = decisions(subject)
     subject.executor.close()
     assert paired._is_split
     assert counts["replay/decode"] == 38

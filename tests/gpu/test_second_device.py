@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hiserve.runners.capture import Capture
-from tests.helpers.cuda import MAX_LEN, MAX_ROWS, NUM_PAGES, generate, prompts_of, verdicts
+from tests.helpers.cuda import MAX_LEN, MAX_ROWS, NUM_PAGES, decisions, generate, prompts_of
 from tests.helpers.models import Engine
 from tests.helpers.scripted import verify
 
@@ -48,7 +48,7 @@ def test_steps_and_replays_on_the_second_device_give_the_tokens_of_the_first(nan
         assert generate(subject, prompts, 24) == expected
         if graphs == "all":
             assert verify(subject, prompts, expected, 4) == expected
-            counts = verdicts(subject)
+            counts = decisions(subject)
             assert counts["replay/decode"] == 23 and counts["replay/verify"] > 3
         assert torch.cuda.memory_allocated(0) == before, "steps took memory of the first device"
         subject.executor.close()

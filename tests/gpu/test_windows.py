@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.cuda import generate, graph_engine, prompts_of, verdicts
+from tests.helpers.cuda import decisions, generate, graph_engine, prompts_of
 from tests.helpers.models import save_family
 
 pytestmark = pytest.mark.gpu
@@ -28,6 +28,6 @@ def test_windows_move_in_graphs_as_in_the_reference(tmp_path: Path, name: str) -
     for graphs in ("off", "all"):
         subject = graph_engine(tmp_path, graphs, "float32")
         assert generate(subject, prompts, NUM_NEW) == expected, graphs
-        counts = verdicts(subject)
+        counts = decisions(subject)
         subject.executor.close()
         assert graphs == "off" or counts["replay/decode"] == NUM_NEW - 1

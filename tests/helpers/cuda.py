@@ -169,7 +169,7 @@ def run_all(subject: Engine, plans: Sequence[Any]) -> dict[int, list[int]]:
     return out
 
 
-def verdicts(subject: Any) -> dict[str, int]:
+def decisions(subject: Any) -> dict[str, int]:
     """Counts of an executor, or of an engine that has one."""
     executor = getattr(subject, "executor", subject)
     counts = executor.gate_counts()
@@ -177,8 +177,10 @@ def verdicts(subject: Any) -> dict[str, int]:
 
 
 def news(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
-    """Returns the verdicts that came since."""
-    return {verdict: count - before.get(verdict, 0) for verdict, count in now.items() if count > before.get(verdict, 0)}
+    """Returns the decisions that came since."""
+    return {
+        decision: count - before.get(decision, 0) for decision, count in now.items() if count > before.get(decision, 0)
+    }
 
 
 # --- garbage ----------------------------------------------------------------------------------------------

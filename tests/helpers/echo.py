@@ -157,7 +157,7 @@ class EchoExecutor:
     def num_ready_host_pages(self) -> int:
         return 0 if self.host is None else self.host.num_pages
 
-    def verdict(self, step_id: int) -> tuple[str, str]:
+    def decision_of(self, step_id: int) -> tuple[str, str]:
         return "eager", "graphs_off"
 
     def last_decision(self) -> tuple[int, str]:

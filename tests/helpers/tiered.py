@@ -96,7 +96,7 @@ def check_whole(llm: LLM) -> None:
     cache, counts = cache_of(llm), counts_of(llm)
     assert not cache.locks.prefix_locks
     assert counts.device.num_free + counts.device.num_evictable == counts.device.num_pages, counts.device
-    for copies in (counts.loads, counts.stores, counts.prefetches, counts.uploads):
+    for copies in (counts.loads, counts.offloads, counts.prefetches, counts.uploads):
         assert copies.num_in_flight == 0, copies
         assert copies.num_wanted == copies.num_fulfilled + sum(copies.unfulfilled.values()), copies
     squeeze(cache)

@@ -60,7 +60,7 @@ def test_copies_of_steps_given_up_end_like_any_others(depth: int, overlaps: bool
         assert host is not None
         assert not run.failed
         assert not stats.stale_rows
-        for copies in (stats.cache.loads, stats.cache.stores):
+        for copies in (stats.cache.loads, stats.cache.offloads):
             assert copies.num_in_flight == 0
             assert copies.num_wanted == copies.num_fulfilled + sum(copies.unfulfilled.values())
         with_copies = [plan for plan in run.executor.given_up if plan.copies]

@@ -57,7 +57,7 @@ def test_random_workloads_over_both_tiers_match_the_oracle(
         assert not stats.stale_rows  # whoever ran had its pages
         seen += Counter(
             loaded=stats.cache.loads.num_fulfilled,
-            stored=stats.cache.stores.num_fulfilled,
+            stored=stats.cache.offloads.num_fulfilled,
             left=stats.cache.loads.unfulfilled.get("not_worth_loading", 0),
         )
         seen += Counter(preempted=stats.preemptions, waited=host.num_waits)

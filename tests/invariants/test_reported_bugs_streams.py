@@ -148,7 +148,7 @@ def answer(llm: LLM, uid: int) -> list[int]:
 
 
 def test_tc_20_a_store_begins_when_the_forward_that_wrote_its_pages_is_done(llm: LLM, watch: Watch) -> None:
-    assert llm._backend.engine.stats().cache.stores.num_fulfilled > 20  # type: ignore[attr-defined]
+    assert llm._backend.engine.stats().cache.offloads.num_fulfilled > 20  # type: ignore[attr-defined]
     assert not [each for each in watch.wrong if each.startswith("STORE")]
 
 

@@ -97,7 +97,11 @@ KINDS = {CopyKind.LOAD: "load", CopyKind.OFFLOAD: "offload", CopyKind.PREFETCH: 
 ENDS = {FinishReason.RUNNING: "", FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
 
 # Texts of the recorded session that have changed: old text -> new text, applied to the recorded logs.
-REWORDED: dict[str, str] = {}
+REWORDED: dict[str, str] = {
+    '"stores": {': '"offloads": {',
+    "graph_gate_created{model_name,reason,verdict}": "graph_gate_created{decision,model_name,reason}",
+    "graph_gate_total{model_name,reason,verdict}": "graph_gate_total{decision,model_name,reason}",
+}
 
 
 def value(what: Any, table: Mapping[str, str], key: str) -> Any:

@@ -13,8 +13,7 @@ const LINES = [
   ["prompt, cached", "both", (it) => it.sum("prefix_cache_hits_total")],
 ];
 
-const NAMES = { store: "offload" }; // "store" is the metric's label of what is an offload everywhere else
-const WAYS = { load: "host → device", store: "device → host", prefetch: "store → host", upload: "host → store" };
+const WAYS = { load: "host → device", offload: "device → host", prefetch: "store → host", upload: "host → store" };
 
 const history = []; // {at_s, samples}, oldest first
 const points = []; // [at_s, ...rates]
@@ -59,7 +58,7 @@ export function start() {
   });
   const share = (name) => ({ head: "", wide: true, bar: (row) => [[[row.tone ?? name, row.value]], row.whole, percent(row.value, row.whole)] });
   tables.gate = new Table($("gate"), [
-    word("verdict", (row) => row.labels.verdict), word("reason", (row) => row.labels.reason), share("rest"),
+    word("decision", (row) => row.labels.decision), word("reason", (row) => row.labels.reason), share("rest"),
     num("share", (row) => percent(row.value, row.whole)), num("steps", (row) => count(row.value)),
   ]);
   tables.misses = new Table($("misses"), [
@@ -77,7 +76,7 @@ export function start() {
     num("free", (row) => row.free), num("evicted", (row) => count(row.num_evicted)),
   ]);
   tables.copies = new Table($("copies"), [
-    word("copy", (row) => NAMES[row.copy] ?? row.copy), word("", (row) => WAYS[row.copy] ?? ""), num("wanted", (row) => count(row.wanted)), num("arrived", (row) => count(row.fulfilled)),
+    word("copy", (row) => row.copy), word("", (row) => WAYS[row.copy] ?? ""), num("wanted", (row) => count(row.wanted)), num("arrived", (row) => count(row.fulfilled)),
     num("in flight", (row) => count(row.flight)), num("not", (row) => count(row.unfulfilled)),
     num("bytes", (row) => bytes(row.bytes)), num("rate", (row) => (row.seconds ? `${bytes(row.bytes / row.seconds)}/s` : "–")),
   ]);
@@ -143,7 +142,7 @@ function summary(it, before, seconds) {
 function shares(list, tones = {}, by = "value") {
   const kept = list.filter((each) => each[by]).sort((a, b) => b[by] - a[by]);
   const whole = kept.reduce((sum, each) => sum + each[by], 0);
-  return kept.map((each) => ({ ...each, whole, tone: tones[each.labels?.verdict] }));
+  return kept.map((each) => ({ ...each, whole, tone: tones[each.labels?.decision] }));
 }
 
 function drafts(it) {

@@ -1,4 +1,4 @@
-// The steps of the last seconds: one point each, its colour by the verdict of the graph gate.
+// The steps of the last seconds: one point each, its colour by the decision of the graph gate.
 
 import { ask, json } from "./api.js";
 import { Chart } from "./charts.js";
@@ -17,7 +17,7 @@ let chart;
 function words(step) {
   const parts = [`step ${step.step}`];
   if (step.of > 1) parts.unshift(`worker ${step.replica}`);
-  parts.push(`${ms(step.end_s - step.begin_s)} ms`, step.verdict ? `${step.verdict} ${step.reason}` : "copies only");
+  parts.push(`${ms(step.end_s - step.begin_s)} ms`, step.decision ? `${step.decision} ${step.reason}` : "copies only");
   parts.push(`${step.num_rows} rows`, `${count(step.num_tokens)} tokens`);
   if (step.num_prefill) parts.push(`${count(step.num_prefill)} of prompts`);
   parts.push(`${step.num_emitted} drawn`);
@@ -77,7 +77,7 @@ export async function read() {
 
 export function show() {
   const took = (step) => 1000 * (step.end_s - step.begin_s);
-  const of = (kind) => steps.map((step) => ((step.fault ? "defer" : step.verdict) === kind ? took(step) : null));
+  const of = (kind) => steps.map((step) => ((step.fault ? "defer" : step.decision) === kind ? took(step) : null));
   chart.show([
     steps.map((step) => step.end_s - now),
     steps.map((step) => step.num_tokens),

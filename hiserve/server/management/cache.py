@@ -46,7 +46,7 @@ class ReplicaCache(msgspec.Struct):
     incarnation: int
     tiers: Tiers
     loads: CopyStats
-    stores: CopyStats
+    offloads: CopyStats
     prefetches: CopyStats
     uploads: CopyStats
     cached_tokens: dict[str, int]
@@ -152,7 +152,7 @@ class CacheRoutes:
             incarnation=worker.incarnation,
             tiers=Tiers(cache.device, host, store),
             loads=cache.loads,
-            stores=cache.stores,
+            offloads=cache.offloads,
             prefetches=cache.prefetches,
             uploads=cache.uploads,
             cached_tokens=cache.cached_tokens,

@@ -15,7 +15,7 @@ from hiserve.server.routes import Endpoint
 FOLDER = Path(__file__).parents[1] / "dashboard"
 PAGE = "index.html"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-KEY_MARK = b"KEY_MODE"  # in the page
+KEY_PLACEHOLDER = b"KEY_MODE"  # in the page
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
@@ -39,7 +39,7 @@ class DashboardRoutes:
 
     def __init__(self, server: Server) -> None:
         contents = {path.name: path.read_bytes() for path in sorted(FOLDER.iterdir()) if path.suffix in TYPES}
-        contents[PAGE] = contents[PAGE].replace(KEY_MARK, _key_mode(server).encode())
+        contents[PAGE] = contents[PAGE].replace(KEY_PLACEHOLDER, _key_mode(server).encode())
         self._files = {
             name: (content, f'"{hashlib.sha256(content).hexdigest()[:32]}"') for name, content in contents.items()
         }

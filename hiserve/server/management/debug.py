@@ -123,7 +123,7 @@ def _trace(views: list[WorkerView]) -> Iterator[dict[str, Any]]:
             yield {
                 "ph": "X",
                 "cat": "step",
-                "name": f"{step.verdict} {step.reason}".strip() or "copies",
+                "name": f"{step.decision} {step.reason}".strip() or "copies",
                 "pid": view.replica,
                 "tid": 0,
                 "ts": begin_us,

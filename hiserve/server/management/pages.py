@@ -121,8 +121,8 @@ def _fields(title: str, fields: dict[str, Any], required: Any, schemas: dict[str
             is_open = " open" * (table is served)
             yield f"<details{is_open}><summary>{summary}</summary><table><tr><th>name</th><th>values</th></tr>"
             for name, schema in table.items():
-                mark = " (required)" if name in required else ""
-                yield f"<tr><td><code>{escape(name)}</code>{mark}</td><td>{escape(allowed_values(schema, schemas))}</td></tr>"
+                note = " (required)" if name in required else ""
+                yield f"<tr><td><code>{escape(name)}</code>{note}</td><td>{escape(allowed_values(schema, schemas))}</td></tr>"
             yield "</table></details>"
 
 

@@ -24,7 +24,7 @@ from hiserve.server.messages.types import (
     ToolUseBlock,
 )
 from hiserve.text.abilities import Thinking
-from hiserve.text.body.chat import CacheControl, check_marks, marked_texts, seconds_of
+from hiserve.text.body.chat import CacheControl, check_breakpoints, joined_texts, seconds_of
 from hiserve.text.body.json import check_json, check_text
 from hiserve.text.conversation import Call, Conversation, Result, Text, Thought, ToolChoice, Turn, function_tool
 
@@ -82,7 +82,7 @@ def read_messages(fields: MessagesFields, unseal: Unseal, *, keeps_volatile: boo
             param="thread",
         )
     ignored = Counter[str]()
-    check_marks(_marks(fields))
+    check_breakpoints(_breakpoints(fields))
     turns = _system(fields.system, ignored, keeps_volatile=keeps_volatile)
     for i, message in enumerate(fields.messages):
         turns += _turns(message, f"messages[{i}]", unseal, ignored)
@@ -140,7 +140,7 @@ def _turns(message: MessagesTurn, where: str, unseal: Unseal, ignored: Counter[s
 
 
 def _worded(role: Any, blocks: Sequence[TextBlock], param: str) -> Turn:
-    texts = marked_texts([(block.text, block.cache_control) for block in blocks]) or [Text("")]
+    texts = joined_texts([(block.text, block.cache_control) for block in blocks]) or [Text("")]
     turn = Turn(role, tuple(texts))
     check_text(turn.text, param)
     return turn
@@ -220,8 +220,8 @@ def _tool(tool: MessagesTool, where: str) -> dict[str, Any]:
     return function_tool(function)
 
 
-def _marks(fields: MessagesFields) -> Iterator[CacheControl | None]:
-    """Yields the mark of each block, or None."""
+def _breakpoints(fields: MessagesFields) -> Iterator[CacheControl | None]:
+    """Yields the breakpoint of each block, or None."""
     yield fields.cache_control
     contents = [message.content for message in fields.messages]
     for block in chain(fields.tools or (), *(each for each in (fields.system, *contents) if isinstance(each, list))):

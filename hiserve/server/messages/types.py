@@ -234,7 +234,7 @@ class OutputDetails(msgspec.Struct):
 
 
 class CacheCreation(msgspec.Struct):
-    """Newly cached tokens by the time of their marks; tokens without a mark count as five minutes."""
+    """Newly cached tokens by the time of their breakpoints; tokens without one count as five minutes."""
 
     ephemeral_5m_input_tokens: int
     ephemeral_1h_input_tokens: int

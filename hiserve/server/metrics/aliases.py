@@ -65,7 +65,7 @@ SHARED = (
 )
 DRAFTS = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
 # vLLM's offloading connector has two directions.
-DIRECTIONS = {"load": "CPU_to_GPU", "store": "GPU_to_CPU"}
+DIRECTIONS = {"load": "CPU_to_GPU", "offload": "GPU_to_CPU"}
 POOL = {"page_size": "block_size", "num_pages": "num_gpu_blocks"}
 ALIASES: dict[str, list[Alias]] = {
     "none": [],
@@ -88,9 +88,9 @@ ALIASES: dict[str, list[Alias]] = {
         Alias("sglang:evicted_tokens", "evicted_tokens", {"tier": "device"}),
         Alias("sglang:load_back_tokens", "cache_fulfilled_tokens", {"copy": "load"}),
         Alias("sglang:load_back_bytes", "kv_offload_total_bytes", {"copy": "load"}),
-        Alias("sglang:hicache_backup_tokens", "cache_fulfilled_tokens", {"copy": "store"}),
-        Alias("sglang:hicache_backup_bytes", "kv_offload_total_bytes", {"copy": "store"}),
-        Alias("sglang:hicache_dropped_tokens", "cache_unfulfilled_tokens", {"copy": "store"}),
+        Alias("sglang:hicache_backup_tokens", "cache_fulfilled_tokens", {"copy": "offload"}),
+        Alias("sglang:hicache_backup_bytes", "kv_offload_total_bytes", {"copy": "offload"}),
+        Alias("sglang:hicache_dropped_tokens", "cache_unfulfilled_tokens", {"copy": "offload"}),
         Alias("sglang:prefetched_tokens", "cache_fulfilled_tokens", {"copy": "prefetch"}),
         Alias("sglang:backuped_tokens", "cache_fulfilled_tokens", {"copy": "upload"}),
         Alias("sglang:storage_prefetch_hit_tokens", "cache_wanted_tokens", {"copy": "prefetch"}),

@@ -15,7 +15,7 @@ from hiserve.ipc.lifecycle import ReplayStats
 from hiserve.ipc.messages import Status, WorkerStats
 
 # Value of the ``copy`` label -> its field in ``CacheStats``.
-COPIES = {"load": "loads", "store": "stores", "prefetch": "prefetches", "upload": "uploads"}
+COPIES = {"load": "loads", "offload": "offloads", "prefetch": "prefetches", "upload": "uploads"}
 NO_STORE, NO_DRAFTS = StoreStats(), DraftUse()
 
 T = TypeVar("T")
@@ -104,7 +104,7 @@ def _store_results(it: WorkerStats) -> Mapping[str, float]:
 
 
 def _gate(it: WorkerStats) -> Mapping[Labels, float]:
-    return {(verdict, reason): count for verdict, counts in it.graph_gate.items() for reason, count in counts.items()}
+    return {(decision, reason): count for decision, counts in it.graph_gate.items() for reason, count in counts.items()}
 
 
 def _drafts(field: str) -> Callable[[WorkerStats], Mapping[str, float]]:
@@ -165,7 +165,7 @@ WORKER_COUNTERS: tuple[Row[WorkerStats], ...] = (
     Row("counter", "num_preemptions", (), lambda it: it.preemptions, "Requests preempted for lack of pages."),
     Row("counter", "dropped_event_batches", (), lambda it: it.dropped_event_batches,
         "Batches of KV events dropped: routers were too slow."),
-    Row("counter", "graph_gate", ("verdict", "reason"), _gate,
+    Row("counter", "graph_gate", ("decision", "reason"), _gate,
         "Steps that were replayed as a CUDA graph, run eagerly or deferred, and why."),
     Row("counter", "step_faults", ("kind",), lambda it: it.step_faults,
         "Steps given up because memory ran out, and requests whose load from the host failed: all tried again."),

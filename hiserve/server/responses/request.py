@@ -19,7 +19,7 @@ from hiserve.server.responses.types import (
     ToolName,
 )
 from hiserve.text.body.chat import MAX_TOOLS
-from hiserve.text.body.json import MAX_VALUES, check_json, check_text, num_marks
+from hiserve.text.body.json import MAX_VALUES, check_json, check_text, num_separators
 from hiserve.text.conversation import Call, Conversation, Result, Role, Text, Thought, ToolChoice, Turn, function_tool
 
 # The one argument of a function that represents a custom tool.
@@ -180,7 +180,7 @@ def _turns(items: Sequence[Item], num_earlier: int, unseal: Callable[[str], str 
     for i, item in enumerate(items, -num_earlier):
         where = f"input[{i}]"
         _check_texts(item, where)
-        num_values += num_marks(item.arguments or "")
+        num_values += num_separators(item.arguments or "")
         if num_values > MAX_VALUES:
             fault = f"the arguments of the calls up to {where} have more than {MAX_VALUES} values. Send fewer."
             raise RequestError(fault, param=f"{where}.arguments")

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from hiserve.errors import RequestError
-from hiserve.text.body.json import MAX_VALUES, check_json, check_text, decode, num_marks
+from hiserve.text.body.json import MAX_VALUES, check_json, check_text, decode, num_separators
 from hiserve.text.conversation import (
     Call,
     Conversation,
@@ -27,7 +27,7 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 16_384  # of the content of one message
 MAX_FIELDS = 64  # of one message
 MAX_TOOLS = 1024
-MAX_MARKS = 4  # of parts that the cache evicts last
+MAX_BREAKPOINTS = 4  # parts with ``cache_control``
 FIVE_MINUTES_S, HOUR_S, DAY_S = 300, 3600, 86_400
 NOT_SERVED = {
     "function_call": "use tool_calls",
@@ -162,7 +162,7 @@ def parse_chat(body: dict[str, Any]) -> Conversation:
             param="chat_template",
         )
     contents = (message.content for message in fields.messages)
-    check_marks(piece.cache_control for pieces in contents if isinstance(pieces, list) for piece in pieces)
+    check_breakpoints(piece.cache_control for pieces in contents if isinstance(pieces, list) for piece in pieces)
     choice, is_named = _choice(fields)
     for name in ("tools", "documents", "chat_template_kwargs"):
         check_json(body.get(name), name)
@@ -183,7 +183,7 @@ def _tools(given: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
 
 
 def join_parts(messages: list[Any]) -> None:
-    """Joins the text parts of each content, in place, up to each mark.
+    """Joins the text parts of each content, in place, up to each breakpoint.
 
     Raises:
         RequestError: A message is malformed.
@@ -205,7 +205,7 @@ def _turns(values: list[Message], messages: list[RequestMessage]) -> tuple[Turn,
     turns, num_values = [], 0
     for i, (value, message) in enumerate(zip(values, messages, strict=True)):
         calls = message.tool_calls or []
-        num_values += sum(num_marks(text) for call in calls if isinstance(text := call.function.arguments, str))
+        num_values += sum(num_separators(text) for call in calls if isinstance(text := call.function.arguments, str))
         if num_values > MAX_VALUES:
             raise RequestError(
                 f"the arguments of the tool calls up to messages[{i}] have more than {MAX_VALUES} values. Send fewer.",
@@ -241,7 +241,7 @@ def _turn(value: Message, message: RequestMessage, where: str) -> Turn:
         is_result = message.role == "tool"
         parts.append(Result(texts.pop("tool_call_id", None), text, retain_s=ttl_s) if is_result else Text(text, ttl_s))
     else:
-        parts += marked_texts([(piece.text, piece.cache_control) for piece in pieces]) if pieces else [Text(text)]
+        parts += joined_texts([(piece.text, piece.cache_control) for piece in pieces]) if pieces else [Text(text)]
     parts += [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls or ())]
     return Turn("system" if message.role == "developer" else message.role, tuple(parts), texts)
 
@@ -271,12 +271,12 @@ def _choice(fields: ChatFields) -> tuple[ToolChoice, bool]:
 
 
 def seconds_of(control: CacheControl | None) -> int:
-    """Returns how long the prompt up to a part is to be kept; 0 without a mark."""
+    """Returns how long the prompt up to a part is to be kept; 0 without a breakpoint."""
     return 0 if control is None else control.seconds
 
 
-def marked_texts(pieces: Sequence[tuple[str, CacheControl | None]]) -> list[Text]:
-    """Joins texts up to each mark, so that a part ends there."""
+def joined_texts(pieces: Sequence[tuple[str, CacheControl | None]]) -> list[Text]:
+    """Joins texts up to each breakpoint, so that a part ends there."""
     joined, words = list[Text](), list[str]()
     for i, (text, control) in enumerate(pieces):
         words.append(text)
@@ -286,22 +286,22 @@ def marked_texts(pieces: Sequence[tuple[str, CacheControl | None]]) -> list[Text
     return joined
 
 
-def check_marks(controls: Iterable[CacheControl | None]) -> None:
-    """Refuses more than ``MAX_MARKS`` marks, in the words that clients of Anthropic know.
+def check_breakpoints(controls: Iterable[CacheControl | None]) -> None:
+    """Refuses more than ``MAX_BREAKPOINTS`` breakpoints, in the words that clients of Anthropic know.
 
     Raises:
         RequestError: There are more.
     """
     number = sum(control is not None for control in controls)
-    if number > MAX_MARKS:
+    if number > MAX_BREAKPOINTS:
         raise RequestError(
-            f"A maximum of {MAX_MARKS} blocks with cache_control may be provided. Found {number}.",
+            f"A maximum of {MAX_BREAKPOINTS} blocks with cache_control may be provided. Found {number}.",
             param="cache_control",
         )
 
 
 def _merged(parts: list[TextPart]) -> str | list[dict[str, Any]]:
-    texts = marked_texts([(part.text, part.cache_control) for part in parts])
+    texts = joined_texts([(part.text, part.cache_control) for part in parts])
     if not any(text.retain_s for text in texts):
         return _joined(parts)
     controls = {HOUR_S: CacheControl("ephemeral", "1h"), FIVE_MINUTES_S: CacheControl("ephemeral")}

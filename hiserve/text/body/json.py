@@ -93,7 +93,7 @@ def bare(raw: bytes) -> bytes:
     return b"".join(plain.split(b'"')[::2])
 
 
-def num_marks(text: str) -> int:
+def num_separators(text: str) -> int:
     """Returns the number of commas and opening brackets outside of strings: at least the number of values less one."""
     raw = bare(text.encode("utf-8", "surrogatepass"))
     return raw.count(b",") + raw.count(b"[") + raw.count(b"{")

@@ -132,7 +132,7 @@ class PromptEncoder:
     async def retain(
         self, chat: Conversation, namespace: bytes, prompt: Int32Array, token_bytes: TokenBytes, caller: int
     ) -> Retain:
-        """Returns the prefixes of a prompt, int32 ``[n]``, that the cache is to evict last: those up to a marked part."""
+        """Returns the prefixes of a prompt, int32 ``[n]``, that the cache is to evict last: those up to a breakpoint."""
         if not chat.retains:
             return ()
         chat = with_thoughts(chat, self._reply_cache.recall(namespace, chat))

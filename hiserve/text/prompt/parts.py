@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple
 from hiserve.text.conversation import Call, Conversation, Text, Thought, Turn
 
 PartName = Literal["system", "tools", "thought", "text", "call"]
-# Characters of marks between two parts, at most, and characters by which a part is known that has begun.
-MARK_CHARS = 2048
+# Characters of the template between two parts, at most, and characters by which a part is known that has begun.
+BETWEEN_CHARS = 2048
 BEGIN_CHARS = 8
 # Characters of a part that is known by itself, although words before it are missing.
 SURE_CHARS = 24
@@ -66,9 +66,9 @@ def place_after(chat: Conversation, before: str) -> Place:
 
 
 def retained(chat: Conversation, prompt: str) -> list[tuple[int, int]]:
-    """Returns the characters of a prompt, and for how many seconds, that the cache is to evict last: one pair for each mark.
+    """Returns the characters of a prompt, and for how many seconds, that the cache is to evict last: a pair for each breakpoint.
 
-    They end where the part after the marked one begins, or the next that is found.
+    They end where the part after that of the breakpoint begins, or the next that is found.
 
     Args:
         chat: The conversation, with the thoughts that the template was given.
@@ -76,8 +76,10 @@ def retained(chat: Conversation, prompt: str) -> list[tuple[int, int]]:
     """
     parts = list(_parts(chat))
     found = list(_find(parts, prompt))
-    marks = [(index, part.retain_s) for index, part in enumerate(parts) if part.retain_s]
-    return [(next((each.begin for each in found if each.number > index), len(prompt)), ttl_s) for index, ttl_s in marks]
+    points = [(index, part.retain_s) for index, part in enumerate(parts) if part.retain_s]
+    return [
+        (next((each.begin for each in found if each.number > index), len(prompt)), ttl_s) for index, ttl_s in points
+    ]
 
 
 def _find(parts: Sequence[_Part], text: str) -> Iterator[_Found]:
@@ -86,7 +88,7 @@ def _find(parts: Sequence[_Part], text: str) -> Iterator[_Found]:
     for index, part in enumerate(parts):
         size = max(map(len, part.whole))
         is_head = part.turn == 0 or parts[first - 1].turn == 0  # tools may stand anywhere in it
-        most = len(text) if is_head else at + size + num_skipped + MARK_CHARS
+        most = len(text) if is_head else at + size + num_skipped + BETWEEN_CHARS
         begin = 0 if part.name == "tools" else at
         ends = [place + len(whole) for whole in part.whole if (place := text.find(whole, begin, most)) >= 0]
         if ends and (is_sure or size >= SURE_CHARS):

@@ -31,8 +31,8 @@ from hiserve.text.tokens.split_points import SplitPoints
 from hiserve.text.tokens.tokenizer import Tokenizer
 
 # Precedes a reply's first part, in private-use characters. A prompt that contains one is tokenized whole.
-_MARK = "\ue000{}\ue001"
-_MARK_PATTERN = re.compile("\ue000([0-9]{1,6})\ue001")
+_PLACEHOLDER = "\ue000{}\ue001"
+_PLACEHOLDER_PATTERN = re.compile("\ue000([0-9]{1,6})\ue001")
 PLAIN = frozenset({Kind.CONTENT, Kind.END})
 
 
@@ -196,9 +196,9 @@ def chat_steps(
 ) -> Steps:
     """Renders a conversation and encodes it; known replies keep their ids. Returns the prompt, int32 ``[n]``.
 
-    A thought that the client left out is put back before. The template is rendered a second time with a mark before the
-    first part of each known reply. If the text without the marks is exactly the true text, the marks are the places of the replies,
-    and only the rest is tokenized::
+    A thought that the client left out is put back before. The template is rendered a second time with a placeholder before
+    the first part of each known reply. If the text without the placeholders is exactly the true text, the placeholders are
+    the places of the replies, and only the rest is tokenized::
 
         <|user|>Hi<|end|><|assistant|>•Hello<|end|><|user|>Bye<|end|><|assistant|>
         └────────── encode ──────────┘ └ids┘└───────────── encode ──────────────┘
@@ -227,8 +227,8 @@ def chat_steps(
         count[Splice.TOKENIZER] += len(known)
         known = {}
     shown = {i: reply for i, reply in known.items() if reply.first[1].rstrip() in text}
-    marked: str = (yield Render(_marked(chat, shown), None)) if shown else text
-    places = _places(text, marked, shown)
+    spelled: str = (yield Render(_with_placeholders(chat, shown), None)) if shown else text
+    places = _places(text, spelled, shown)
     if places is None:
         count[Splice.INSPECTED] += len(shown)
         places = dict.fromkeys(shown, -1)
@@ -254,31 +254,32 @@ def with_thoughts(chat: Conversation, known: Mapping[int, KnownReply]) -> Conver
     return msgspec.structs.replace(chat, turns=turns)
 
 
-def _marked(chat: Conversation, known: Mapping[int, KnownReply]) -> Conversation:
-    """Returns the conversation with a mark before the first part of each known reply."""
+def _with_placeholders(chat: Conversation, known: Mapping[int, KnownReply]) -> Conversation:
+    """Returns the conversation with a placeholder before the first part of each known reply."""
     turns = tuple(
-        _with_mark(turn, known[i].first[0], _MARK.format(i)) if i in known else turn
+        _with_placeholder(turn, known[i].first[0], _PLACEHOLDER.format(i)) if i in known else turn
         for i, turn in enumerate(chat.turns)
     )
     return msgspec.structs.replace(chat, turns=turns)
 
 
-def _with_mark(turn: Turn, kind: Kind, mark: str) -> Turn:
-    marked: list[Text | Thought | Call | Result] = []
+def _with_placeholder(turn: Turn, kind: Kind, placeholder: str) -> Turn:
+    parts: list[Text | Thought | Call | Result] = []
     for part in turn.parts:
         kinds = {Thought: Kind.THOUGHT, Text: Kind.CONTENT, Call: Kind.CALL}
-        if mark and kinds.get(type(part)) is kind:
+        if placeholder and kinds.get(type(part)) is kind:
             name = "name" if isinstance(part, Call) else "text"
             text: str = getattr(part, name)
             bare = text.lstrip()
-            part, mark = msgspec.structs.replace(part, **{name: text.removesuffix(bare) + mark + bare}), ""
-        marked.append(part)
-    return msgspec.structs.replace(turn, parts=tuple(marked))
+            part = msgspec.structs.replace(part, **{name: text.removesuffix(bare) + placeholder + bare})
+            placeholder = ""
+        parts.append(part)
+    return msgspec.structs.replace(turn, parts=tuple(parts))
 
 
-def _places(text: str, marked: str, known: Collection[int]) -> dict[int, int] | None:
-    """Returns the places of the marks in the true text, in order; None if the template does more than show the parts."""
-    pieces = _MARK_PATTERN.split(marked)
+def _places(text: str, spelled: str, known: Collection[int]) -> dict[int, int] | None:
+    """Returns where the placeholders are in the true text, in order; None if the template does more than show the parts."""
+    pieces = _PLACEHOLDER_PATTERN.split(spelled)
     numbers = list(map(int, pieces[1::2]))
     if "".join(pieces[::2]) != text or len(set(numbers)) < len(numbers) or not set(numbers) <= set(known):
         return None

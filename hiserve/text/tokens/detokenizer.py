@@ -204,10 +204,10 @@ def _spell_byte_level(alphabet: dict[str, int]) -> Callable[[str], bytes]:
 
 
 def _spell_byte_fallback(replace: dict[str, Any]) -> Callable[[str], bytes]:
-    mark, space = replace["pattern"]["String"], replace["content"]
+    pattern, space = replace["pattern"]["String"], replace["content"]
 
     def spell(token: str) -> bytes:
-        return _byte_of(token) if _is_byte_token(token) else str(token.replace(mark, space)).encode()
+        return _byte_of(token) if _is_byte_token(token) else str(token.replace(pattern, space)).encode()
 
     return spell
 

@@ -32,7 +32,7 @@ ANCHOR = "x"
 # Most characters of a part without a cut: about a second of a thread.
 MAX_WHOLE_CHARS = 2**18
 _WINDOW = 4096
-_MOST_MARKS = 64
+_MOST_TOKENS = 64
 _LEFT = ("", "the 12", "I'", "\n…", "naïve")
 _RIGHT = ("", "the", " \n", "'s 12? 日")
 
@@ -71,11 +71,11 @@ class SplitPoints:
             return None
         contents, places = [token.content for token in added], []
         for letters, examples in SCRIPTS.items():
-            followers = [mark for mark in FOLLOWERS if self._is_cut(contents, letters, examples, mark)]
+            followers = [each for each in FOLLOWERS if self._is_cut(contents, letters, examples, each)]
             if followers:
                 places.append(f"(?<=[{letters}])[{''.join(followers)}]")
-        marks = [re.escape(mark) for mark in contents[:_MOST_MARKS] if self._is_mark(mark, contents)]
-        places += [f"(?={'|'.join(marks)})"] if marks else []
+        tokens = [re.escape(token) for token in contents[:_MOST_TOKENS] if self._is_cut_before(token, contents)]
+        places += [f"(?={'|'.join(tokens)})"] if tokens else []
         return re.compile("|".join(places)) if places else None
 
     def first(self, text: str, start: int, end: int) -> int | None:
@@ -92,24 +92,24 @@ class SplitPoints:
                 return found[-1]
         return None
 
-    def _is_cut(self, added: list[str], letters: str, examples: str, mark: str) -> bool:
-        """Whether a text may be cut between any of these letters and a mark."""
-        across = re.compile(f"[{letters}][{mark}{'▁' if mark == ' ' else ''}]")
+    def _is_cut(self, added: list[str], letters: str, examples: str, follower: str) -> bool:
+        """Whether a text may be cut between any of these letters and the follower."""
+        across = re.compile(f"[{letters}][{follower}{'▁' if follower == ' ' else ''}]")
         if any(map(across.search, added)):
             return False
-        texts = [(left + letter, mark + right) for left, letter, right in product(_LEFT, examples, _RIGHT)]
+        texts = [(left + letter, follower + right) for left, letter, right in product(_LEFT, examples, _RIGHT)]
         has_words = all(self._are_words_cut(left, right) for left, right in texts)
         if not has_words and any(map(across.search, self.tokenizer.vocab.values())):
             return False
         return all(self._are_tokens_cut(left, right) for left, right in texts)
 
-    def _is_mark(self, mark: str, added: list[str]) -> bool:
+    def _is_cut_before(self, token: str, added: list[str]) -> bool:
         """Whether a text may be cut before a token that is found before the text is split into words."""
         ends = {other[at:] for other in added for at in range(1, len(other))}
-        is_apart = not any(mark.startswith(end) for end in ends if end) and not any(
-            mark in other[1:] for other in added
+        is_apart = not any(token.startswith(end) for end in ends if end) and not any(
+            token in other[1:] for other in added
         )
-        return is_apart and all(self._are_tokens_cut(left, mark + right) for left, right in product(_LEFT, _RIGHT))
+        return is_apart and all(self._are_tokens_cut(left, token + right) for left, right in product(_LEFT, _RIGHT))
 
     def _are_words_cut(self, left: str, right: str) -> bool:
         words, before, after = map(self.tokenizer.words, (left + right, left, ANCHOR + right))

@@ -212,7 +212,7 @@ with helper_process.serve, test_big_bodies.test_a_process_that_takes_too_much_ti
     "a body takes a core for as long as it likes"
     signal.setitimer(signal.ITIMER_PROF, JOB_CPU_S)
     pass
-with chat_request.check_marks, test_retention.test_more_than_four_marks_are_refused_in_anthropics_words:
+with chat_request.check_breakpoints, test_retention.test_more_than_four_breakpoints_are_refused_in_anthropics_words:
     "INV 77: a request has any number of marks"
-    number > MAX_MARKS
+    number > MAX_BREAKPOINTS
     False

@@ -97,7 +97,7 @@ def test_what_was_copied_is_the_difference_over_all_replicas() -> None:
     assert found["loads"] == CopyCounts(
         num_pages=21, num_bytes=2100, seconds=0.5, bytes_per_s=4200.0, unfulfilled={"late": 3}
     )
-    assert found["stores"] == CopyCounts(num_pages=0, num_bytes=0, seconds=0.0, bytes_per_s=None, unfulfilled={})
+    assert found["offloads"] == CopyCounts(num_pages=0, num_bytes=0, seconds=0.0, bytes_per_s=None, unfulfilled={})
 
 
 def test_a_worker_that_began_again_counts_from_there() -> None:

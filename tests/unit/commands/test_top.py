@@ -134,7 +134,7 @@ async def test_a_terminal_of_80_columns_cuts_nothing(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("COLUMNS", "80")
     large = TierStats(num_pages=2_469_134, num_free=617_284, num_evictable=617_284, num_evicted=617_284)
     copies = msgspec.structs.replace(LOADS, num_wanted=6_172_839, num_fulfilled=6_172_839, num_in_flight=617)
-    cache = CacheStats(large, large, STORE, loads=copies, stores=copies, prefetches=copies, uploads=copies)
+    cache = CacheStats(large, large, STORE, loads=copies, offloads=copies, prefetches=copies, uploads=copies)
     stats = msgspec.structs.replace(
         STATS, free_pages=1_000_000, evictable_pages=1_000_000, running=512, waiting=1024, cache=cache
     )

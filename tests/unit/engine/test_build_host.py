@@ -220,13 +220,13 @@ def test_a_host_that_is_made_ready_late_takes_what_was_published_before(monkeypa
         engine = llm._backend.engine  # type: ignore[attr-defined]
         host = engine._executor._tier_transfers._host
         llm.generate(prompts[:1], greedy)
-        assert engine.stats().cache.stores.num_wanted == 0
+        assert engine.stats().cache.offloads.num_wanted == 0
         may_touch.set()
         assert host.prefault.wait(host.num_pages, 10)
         llm.generate(prompts[1:], greedy)
         while engine.has_work:
             engine.step()
-        assert engine.stats().cache.stores.num_fulfilled == 8
+        assert engine.stats().cache.offloads.num_fulfilled == 8
 
 
 @pytest.mark.parametrize("waits", [False, True])

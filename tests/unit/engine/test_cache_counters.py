@@ -16,7 +16,7 @@ from tests.helpers.engines import echo_engine
 from tests.helpers.tiers import backed, demoted, load, new_cache, prompt, serve, squeeze, take
 
 PAGE_BYTES = 100
-KINDS = ("loads", "stores", "prefetches", "uploads")
+KINDS = ("loads", "offloads", "prefetches", "uploads")
 
 
 def copies_of(stats: CacheStats) -> dict[str, CopyStats]:
@@ -150,7 +150,7 @@ def test_every_wanted_page_is_fulfilled_unfulfilled_or_in_flight() -> None:
             fulfilled[kind] += stats.num_fulfilled
     assert min(fulfilled.values()) > 50, fulfilled
     expected = {("loads", reason) for reason in ("not_worth_loading", "broken", "checksum", "place_lost")}
-    expected |= {("stores", reason) for reason in ("broken", "place_lost")}
+    expected |= {("offloads", reason) for reason in ("broken", "place_lost")}
     expected |= {("prefetches", reason) for reason in ("not_delivered", "not_backed", "in_flight")}
     expected |= {("uploads", reason) for reason in ("store_behind", "broken")}
     assert expected - reasons == set()
@@ -174,7 +174,7 @@ def test_a_cache_without_a_host_tier_has_no_host_pages() -> None:
     cache.release(serve(cache, 1, 2))
     stats = CacheCounters(cache).stats()
     assert stats.host == TierStats()
-    assert stats.stores == CopyStats()
+    assert stats.offloads == CopyStats()
 
 
 def test_the_store_is_told_as_the_executor_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def test_a_step_without_work_does_nothing() -> None:
     assert engine.step() is None
 
 
-def test_the_verdicts_over_steps_are_among_the_stats(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_decisions_over_steps_are_among_the_stats(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _, executor, _ = echo_engine(num_pages=30)
     counts = {"replay": {"decode": 2}, "eager": {"width": 1}}
     monkeypatch.setattr(executor, "gate_counts", lambda: counts)

@@ -64,7 +64,7 @@ def test_a_step_in_which_no_row_samples_has_an_empty_result(folder: Path) -> Non
     assert result.tokens.shape == (0, 1)
 
 
-def test_every_step_is_counted_with_its_verdict_and_a_plan_without_rows_is_no_step(folder: Path) -> None:
+def test_every_step_is_counted_with_its_decision_and_a_plan_without_rows_is_no_step(folder: Path) -> None:
     planner = admitted()
     executor = engine(folder).executor
     first, second = decode_plans(planner, 2)
@@ -74,7 +74,7 @@ def test_every_step_is_counted_with_its_verdict_and_a_plan_without_rows_is_no_st
     executor.submit(planner.step({})).result()
     assert executor.gate_counts() == {"eager": {"graphs_off": 2}}
     eager, nothing = ("eager", "graphs_off"), ("", "")
-    assert [executor.verdict(step_id) for step_id in (0, 1, 2, 3)] == [nothing, eager, eager, nothing]
+    assert [executor.decision_of(step_id) for step_id in (0, 1, 2, 3)] == [nothing, eager, eager, nothing]
 
 
 def test_plans_are_applied_in_the_order_in_which_they_were_made(folder: Path) -> None:

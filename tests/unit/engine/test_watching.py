@@ -56,7 +56,7 @@ def test_steps_are_recorded_from_the_first_question_on_each_once(depth: int, clo
     first = 5 - depth
     assert [step.step for step in seen] == list(range(first, first + len(seen)))
     assert [step.num_emitted for step in seen] == [1] * len(seen) and len(seen) > 20
-    assert {(step.num_rows, step.verdict, step.reason) for step in seen} == {(1, "eager", "graphs_off")}
+    assert {(step.num_rows, step.decision, step.reason) for step in seen} == {(1, "eager", "graphs_off")}
     assert all(before.end_s <= step.begin_s <= step.end_s for before, step in itertools.pairwise(seen))
     assert len({step.end_s for step in seen}) == len(seen)
     assert engine.watch("steps", 0.0)[2] == seen
@@ -134,7 +134,7 @@ def test_a_step_is_recorded_with_its_tokens_drafts_and_the_wait_for_its_masks() 
     first, second, third = log.since(0.0)
     assert (first.num_rows, first.num_tokens, first.num_prefill, first.num_emitted) == (4, 17, 9, 5)
     assert (first.num_drafts, first.num_accepted, first.mask_s) == (5, 2, 0.25)
-    assert (first.begin_s, first.end_s, first.verdict, first.reason, first.fault) == (1.0, 1.5, "replay", "verify", "")
+    assert (first.begin_s, first.end_s, first.decision, first.reason, first.fault) == (1.0, 1.5, "replay", "verify", "")
     assert (second.num_emitted, second.num_accepted, second.mask_s, second.num_prefill) == (0, 0, 0.0, 8)
     assert (third.num_rows, third.mask_s, third.fault) == (0, 0.75, "out_of_memory")
     assert log.since(1.5) == [second, third]

@@ -1,4 +1,4 @@
-"""The gate gives every step exactly one verdict."""
+"""The gate gives every step exactly one decision."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_step_that_may_not_be_replayed_runs_eagerly() -> None:
     assert decide(plan, loads=PendingLoads(open={1}, last_started=1)) == eager(Reason.STEP_FAILED, (1,))
 
 
-def test_a_plan_without_rows_gets_a_verdict_too() -> None:
+def test_a_plan_without_rows_gets_a_decision_too() -> None:
     for coverage in (Coverage(), COVERAGE, ONLY_FULL, ONLY_PIECEWISE):
         assert (
             decide(make_plan([]), coverage, PendingLoads(open={1}, failed={2}, last_started=2)).action is Action.EAGER

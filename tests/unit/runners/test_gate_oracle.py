@@ -61,7 +61,7 @@ def ask(world: World, rows: tuple[int, ...], coverage: Coverage) -> Decision:
 
 @cache
 def told(rows: tuple[int, ...], waits: tuple[int, ...], loads: PendingLoads, coverage: int) -> Decision:
-    """The same words get the same verdict."""
+    """The same words get the same decision."""
     plan = make_plan(list(rows), waits)
     return admit(plan, loads, COVERAGES[coverage], StepFacts.of(plan))
 

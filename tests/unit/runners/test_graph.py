@@ -20,10 +20,10 @@ from tests.helpers.breaking import Breaking
 from tests.helpers.cuda import (
     FREE,
     SAMPLED,
+    decisions,
     news,
     poison,
     prompts_of,
-    verdicts,
     with_graphs,
     with_mixed,
     with_pieces,
@@ -129,7 +129,7 @@ def test_results_stay_what_they_were_when_the_graph_is_replayed_again(subject: E
         results.append(subject.executor.submit(planner.step(dict.fromkeys(prompts, 1))).result())
         read.append(results[-1].tokens.tolist())
     assert [result.tokens.tolist() for result in results] == read
-    assert verdicts(subject)["replay/decode"] == 4 and len({str(tokens) for tokens in read}) > 1
+    assert decisions(subject)["replay/decode"] == 4 and len({str(tokens) for tokens in read}) > 1
 
 
 def test_draws_behind_a_graph_read_no_more_tokens_than_the_rows_have(
@@ -149,7 +149,7 @@ def test_draws_behind_a_graph_read_no_more_tokens_than_the_rows_have(
         read.append(widths)
     assert generate(subject, prompts, 6, penalised) == generate(eager, prompts, 6, penalised)
     assert read[0] == read[1]
-    assert verdicts(subject)["replay/decode"] == 5
+    assert decisions(subject)["replay/decode"] == 5
 
 
 def test_tokens_are_drawn_so_many_at_a_time(subject: Engine, eager: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_replays_verify_drafts(subject: Engine, eager: Engine, num_rows: int) ->
     prompts = prompts_for(num_rows)
     expected = generate(eager, prompts, 16)
     assert verify(subject, prompts, expected, 4) == expected
-    assert verdicts(subject)["replay/verify"] > 3
+    assert decisions(subject)["replay/verify"] > 3
 
 
 @SAMPLING
@@ -184,7 +184,7 @@ def test_pieces_over_garbage_give_the_tokens_of_eager_steps(
     for num_rows, chunk in ((1, 8), (3, 5), (4, 8), (2, 96)):
         prompts = prompts_for(num_rows)
         assert generate(subject, prompts, 4, sampling, chunk) == generate(eager, prompts, 4, sampling, chunk)
-    assert verdicts(subject).keys() == {"replay/piecewise"}
+    assert decisions(subject).keys() == {"replay/piecewise"}
 
 
 @SAMPLING
@@ -197,7 +197,7 @@ def test_mixed_steps_over_garbage_give_the_tokens_of_eager_steps(
     for turn in range(2):  # over places that others had
         expected = stagger(eager, prompts, sampling)
         assert stagger(subject, prompts, sampling) == expected, f"turn {turn}"
-    counts = verdicts(subject)
+    counts = decisions(subject)
     assert counts.pop("replay/mixed") > 20
     assert counts == {"eager/width": 2}  # three prompts at once, in each turn
 
@@ -208,7 +208,7 @@ def test_a_graph_of_mixed_steps_verifies_drafts_of_different_numbers(subject: En
     prompts = prompts_of([9, 20], vocab=VOCAB)
     expected = generate(eager, prompts, 16)
     assert verify(subject, prompts, expected, 4) == expected
-    assert verdicts(subject).keys() == {"replay/mixed"}
+    assert decisions(subject).keys() == {"replay/mixed"}
 
 
 def test_padding_rows_write_only_the_sink(subject: Engine) -> None:
@@ -231,7 +231,7 @@ def test_rows_that_outgrow_the_table_of_a_graph_go_on_eagerly(subject: Engine, e
     with_graphs(subject, (4,), max_len=2 * PAGE, capture=RecordedCapture())
     prompts = prompts_of([2 * PAGE - 3, 5], vocab=VOCAB)
     assert generate(subject, prompts, 8) == generate(eager, prompts, 8)
-    assert verdicts(subject) == {"replay/decode": 3, "eager/context": 4, "eager/width": 1}
+    assert decisions(subject) == {"replay/decode": 3, "eager/context": 4, "eager/width": 1}
 
 
 def test_a_capture_that_fails_is_told_once_and_its_steps_run_eagerly(
@@ -240,10 +240,10 @@ def test_a_capture_that_fails_is_told_once_and_its_steps_run_eagerly(
     with_graphs(subject, (1, 2, 4), model=Breaking(subject.model, 2), capture=RecordedCapture())
     (told,) = warnings_of(caplog.records)
     assert told.startswith("steps of 2 rows with 1 tokens each run without a graph: operation not permitted")
-    for num_rows, verdict in ((1, "replay/decode"), (2, "eager/capture_failed"), (3, "replay/decode")):
-        before, prompts = verdicts(subject), prompts_for(num_rows)
+    for num_rows, decision in ((1, "replay/decode"), (2, "eager/capture_failed"), (3, "replay/decode")):
+        before, prompts = decisions(subject), prompts_for(num_rows)
         assert generate(subject, prompts, 4) == generate(eager, prompts, 4)
-        assert news(before, verdicts(subject))[verdict] == 3
+        assert news(before, decisions(subject))[decision] == 3
 
 
 def test_pieces_that_cannot_be_captured_run_eagerly(
@@ -252,10 +252,10 @@ def test_pieces_that_cannot_be_captured_run_eagerly(
     with_pieces(subject, (8, 16, 32), model=Breaking(subject.model, 16), capture=RecordedCapture())
     (told,) = warnings_of(caplog.records)
     assert told.startswith("steps of up to 16 tokens run without graphs: operation not permitted")
-    for length, verdict in ((8, "replay/piecewise"), (12, "eager/capture_failed"), (17, "replay/piecewise")):
-        before, prompts = verdicts(subject), prompts_of([length], vocab=VOCAB)
+    for length, decision in ((8, "replay/piecewise"), (12, "eager/capture_failed"), (17, "replay/piecewise")):
+        before, prompts = decisions(subject), prompts_of([length], vocab=VOCAB)
         assert generate(subject, prompts, 1) == generate(eager, prompts, 1)
-        assert news(before, verdicts(subject)) == {verdict: 1}
+        assert news(before, decisions(subject)) == {decision: 1}
 
 
 def test_captures_draw_no_numbers_of_torch_s_own(subject: Engine) -> None:

@@ -27,7 +27,7 @@ CACHE = CacheStats(
         last_error="disk full",
     ),
     loads=CopyStats(10, 6, 1, {"checksum": 2, "place_lost": 1}, num_bytes=4096, seconds=0.5),
-    stores=CopyStats(8, 5, 0, {"link_behind": 3}, num_bytes=1024, seconds=0.25),
+    offloads=CopyStats(8, 5, 0, {"link_behind": 3}, num_bytes=1024, seconds=0.25),
     prefetches=CopyStats(9, 4, 0, {"host_full": 5}, num_bytes=512, seconds=2.0),
     uploads=CopyStats(3, 3, 0, {}, num_bytes=64, seconds=1.0),
     misses={"cold": 2, "evicted": 1},
@@ -46,7 +46,7 @@ async def test_pages_of_each_tier_are_free_evictable_or_held(server: Server) -> 
 
 async def test_copies_are_counted_by_kind_and_what_failed_by_reason(server: Server) -> None:
     server.engine.stats = WorkerStats(cache=CACHE)
-    kinds = {"load": CACHE.loads, "store": CACHE.stores, "prefetch": CACHE.prefetches, "upload": CACHE.uploads}
+    kinds = {"load": CACHE.loads, "offload": CACHE.offloads, "prefetch": CACHE.prefetches, "upload": CACHE.uploads}
     for copy, stats in kinds.items():
         assert await server.metric("hiserve:cache_wanted_tokens_total", copy=copy) == stats.num_wanted * PAGE
         assert await server.metric("hiserve:cache_fulfilled_tokens_total", copy=copy) == stats.num_fulfilled * PAGE

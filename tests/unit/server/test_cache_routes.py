@@ -20,7 +20,7 @@ CACHE = CacheStats(
     loads=CopyStats(
         num_wanted=9, num_fulfilled=5, num_in_flight=1, unfulfilled={"checksum": 3}, num_bytes=5, seconds=0.5
     ),
-    stores=CopyStats(num_wanted=20, num_fulfilled=18, unfulfilled={"link_behind": 2}),
+    offloads=CopyStats(num_wanted=20, num_fulfilled=18, unfulfilled={"link_behind": 2}),
     cached_tokens={"device": 64, "host": 80, "store": 0},
     misses={"cold": 3, "evicted": 1},
     num_unbacked=2,
@@ -36,7 +36,7 @@ async def test_stats_show_tiers_copies_and_misses_of_each_replica(server: Server
     assert replica["tiers"]["device"] == {"num_pages": 99, "num_free": 10, "num_evictable": 40, "num_evicted": 7}
     assert replica["tiers"]["host"]["num_free"] == 300
     assert replica["loads"]["unfulfilled"] == {"checksum": 3}
-    assert replica["stores"]["num_fulfilled"] == 18
+    assert replica["offloads"]["num_fulfilled"] == 18
     assert replica["cached_tokens"] == {"device": 64, "host": 80, "store": 0}
     assert replica["misses"] == {"cold": 3, "evicted": 1}
     assert replica["num_unbacked"] == 2

@@ -12,8 +12,10 @@ from tests.unit.server.conftest import Server
 ROW = RowFacts(1, 9, "decode", 20, 16, "host", 22, 3, 6, 2, 0, True, 4, 3)
 
 
-def step_of(number: int, end_s: float, verdict: str = "replay") -> StepRecord:
-    return StepRecord(number, end_s - 0.25, end_s, 2, 9, 7, 2, 1, 1, verdict, "decode" if verdict else "", 0.001, 1, "")
+def step_of(number: int, end_s: float, decision: str = "replay") -> StepRecord:
+    return StepRecord(
+        number, end_s - 0.25, end_s, 2, 9, 7, 2, 1, 1, decision, "decode" if decision else "", 0.001, 1, ""
+    )
 
 
 async def test_rows_are_shown_by_replica(server: Server) -> None:
@@ -33,7 +35,7 @@ async def test_steps_that_the_next_question_would_show_again_wait_for_it(server:
 
 
 async def test_a_trace_of_chrome_has_a_slice_for_each_step_and_a_process_for_each_worker(server: Server) -> None:
-    steps = [step_of(3, 4.5), step_of(4, 5.5, verdict="")]
+    steps = [step_of(3, 4.5), step_of(4, 5.5, decision="")]
     server.engine.views = [WorkerView(0, 1, 5.0, [], steps), WorkerView(1, 1, 5.0)]
     events = (await server.get("/debug/steps?format=chrome")).json["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]

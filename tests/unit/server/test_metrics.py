@@ -69,14 +69,14 @@ async def test_preemptions_never_fall_when_a_worker_restarts(server: Server) -> 
     assert [await after(1, 4), await after(1, 6), await after(2, 0), await after(2, 3)] == [4, 6, 6, 9]
 
 
-async def test_verdicts_of_the_gate_are_counted_by_reason_and_never_fall(server: Server) -> None:
+async def test_decisions_of_the_gate_are_counted_by_reason_and_never_fall(server: Server) -> None:
     async def after(incarnation: int, counts: dict[str, dict[str, int]]) -> list[float]:
         server.engine.incarnation = incarnation
         server.engine.stats = WorkerStats(graph_gate=counts)
         labels = (("replay", "decode"), ("eager", "rows"), ("eager", "width"))
         return [
-            await server.metric("hiserve:graph_gate_total", verdict=verdict, reason=reason)
-            for verdict, reason in labels
+            await server.metric("hiserve:graph_gate_total", decision=decision, reason=reason)
+            for decision, reason in labels
         ]
 
     assert await after(1, {"replay": {"decode": 5}, "eager": {"rows": 2, "width": 1}}) == [5, 2, 1]

@@ -40,7 +40,7 @@ def is_up_to(text: str, last: str, following: str) -> bool:
     return last.strip() in text and following not in text
 
 
-async def test_marks_of_messages_retain_the_prompt_up_to_their_blocks() -> None:
+async def test_breakpoints_of_messages_retain_the_prompt_up_to_their_blocks() -> None:
     call = {"type": "tool_use", "id": "1", "name": "look", "input": {"where": "north"}, "cache_control": MARK}
     found = {"type": "tool_result", "tool_use_id": "1", "content": "Nothing in the north.", "cache_control": HOUR_MARK}
     messages = [
@@ -71,7 +71,7 @@ async def test_marks_of_messages_retain_the_prompt_up_to_their_blocks() -> None:
         assert is_up_to(text, last, following), text[-80:]
 
 
-async def test_marks_within_a_result_and_of_words_before_a_call() -> None:
+async def test_breakpoints_within_a_result_and_of_words_before_a_call() -> None:
     call = {"type": "tool_use", "id": "1", "name": "look", "input": {"where": "north"}}
     found = {"type": "tool_result", "tool_use_id": "1", "content": [block("Nothing in the north.", HOUR_MARK)]}
     messages = [
@@ -89,7 +89,7 @@ async def test_marks_within_a_result_and_of_words_before_a_call() -> None:
         assert refused.status == 400 and "Found 5." in refused.text
 
 
-async def test_marks_of_tools_and_of_the_whole_prompt() -> None:
+async def test_breakpoints_of_tools_and_of_the_whole_prompt() -> None:
     async with serving("Yes.") as server:
         body = BASIC | {"system": FIRST, "tools": [LOOK | {"cache_control": MARK}], "cache_control": HOUR_MARK}
         assert (await server.post(MESSAGES, body)).status == 200
@@ -98,7 +98,7 @@ async def test_marks_of_tools_and_of_the_whole_prompt() -> None:
         assert ttl_s == 3600 and whole == TOKENIZER.decode(server.engine.seen[-1].prompt, skip_hidden=False)
 
 
-async def test_marks_in_contents_of_chats_mean_the_same() -> None:
+async def test_breakpoints_in_contents_of_chats_mean_the_same() -> None:
     messages = [
         {"role": "system", "content": [block(FIRST, HOUR_MARK), block(SECOND)]},
         {"role": "user", "content": [block("Hello to the ships.", MARK), block("Where are they?")]},
@@ -132,7 +132,7 @@ async def test_prompt_cache_retention_retains_the_whole_prompt(server: Server, a
         assert reply.status == 400 and "prompt_cache_retention" in reply.text
 
 
-async def test_more_than_four_marks_are_refused_in_anthropics_words() -> None:
+async def test_more_than_four_breakpoints_are_refused_in_anthropics_words() -> None:
     five = [block(f"part {number}", MARK) for number in range(5)]
     fault = "A maximum of 4 blocks with cache_control may be provided. Found 5."
     async with serving("Yes.") as server:
