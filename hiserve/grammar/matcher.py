@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ Body = dict[str, Any]  # a grammar in the library's form
 INVALID = "invalid_grammar"
 # Between two parts of JSON: without a bound a model may indent for ever.
 WHITESPACE = r"[ \n\r\t]{1,48}"
+_REMOTE = re.compile(r"Resource '([^']{0,200})[^']*' is not present in a registry and retrieving it failed:.*")
+# Where in rules that are made of tools: their author has not seen them.
+_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 _MARKS = {mark for row in FORMATS for mark in row.marks if len(mark.strip()) > 2}
 # Of the library. They bound its work in all but a few cases, for which ``grammar.vet`` has a process to lose.
 LIMITS = {
@@ -86,7 +90,8 @@ class Vocabulary:
         inner = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         matcher = Matcher(inner, has_budget=grammar.budget is not None)
         if matcher.error:
-            raise RequestError(matcher.error, code=INVALID)
+            is_own = grammar.kind in ("lark", "either", "either_lenient")
+            raise RequestError(_PLACE.sub("", matcher.error) if is_own else matcher.error, code=INVALID)
         return matcher
 
     def tokens(self, text: str) -> list[int]:
@@ -248,4 +253,5 @@ def _first_line(error: object) -> str:
     """Returns the first line of what the library says, and of a regex what is wrong with it."""
     lines = str(error).strip().splitlines() or [""]
     reason = next((line for line in lines[1:] if line.startswith("error: ")), "")
-    return (lines[0] + (" " + reason if reason else ""))[:400]
+    told = _REMOTE.sub(r"a $ref leads to \1, which is not in the schema. Copy it into $defs", lines[0])
+    return (told + (" " + reason if reason else ""))[:400]

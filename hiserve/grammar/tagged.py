@@ -86,6 +86,8 @@ class TaggedArguments:
         for name, each in declared.items():
             if each is False:
                 continue
+            if each is not True and not isinstance(each, dict):
+                raise ValueError(f"{name} is of the type {type(each).__name__}; it takes a schema, which is an object")
             is_required = name in required
             if not self._can_name(name):
                 if is_required:

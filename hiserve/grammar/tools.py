@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from hiserve.core.request import LENIENT, Grammar
+from hiserve.core.request import LENIENT, Grammar, GrammarKind
 from hiserve.errors import RequestError
 from hiserve.grammar.bounds import MAX_SCHEMA_BYTES
 from hiserve.grammar.lark import Rules, as_json, escaped
@@ -26,6 +26,13 @@ MAX_KEPT = 64  # grammars, of MAX_SCHEMA_BYTES each
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
+class ToolSchema(NamedTuple):
+    """The grammar of the arguments of one tool as JSON, and its field."""
+
+    grammar: Grammar
+    param: str
+
+
 class ToolGrammar(NamedTuple):
     """The grammar of the replies that tools allow.
 
@@ -34,12 +41,14 @@ class ToolGrammar(NamedTuple):
         param: The field that asks for it.
         mark: The text before a call, where a reply need not have one.
         not_held: Parts of the tools' schemas that the grammar does not hold.
+        schemas: Of each tool, to tell which one is at fault where the grammar is refused.
     """
 
     grammar: Grammar
     param: str
     mark: str
     not_held: list[str]
+    schemas: list[ToolSchema]
 
 
 class ToolField(NamedTuple):
@@ -87,9 +96,11 @@ class ToolGrammars:
             return None
         allowed, functions = chat.choice.names, [tool["function"] for tool in chat.tools or ()]
         parts = [
-            (each["name"], each.get("parameters")) for each in functions if allowed is None or each["name"] in allowed
+            (index, each["name"], each.get("parameters"))
+            for index, each in enumerate(functions)
+            if allowed is None or each["name"] in allowed
         ]
-        key = hashlib.sha256(msgspec.msgpack.encode((chat.choice, chat.is_single, is_free, parts))).digest()
+        key = hashlib.sha256(msgspec.msgpack.encode((chat.choice, chat.is_single, is_free, parts, fields))).digest()
         found = self._kept.pop(key, None) or _written(syntax, chat, fields, is_free=is_free)
         self._kept[key] = found
         if len(self._kept) > MAX_KEPT:
@@ -149,7 +160,8 @@ def _written(
     if (size := len(text.encode())) > MAX_SCHEMA_BYTES:
         raise RequestError(f"the schemas of tools have {size} bytes; the most is {MAX_SCHEMA_BYTES}.", param="tools")
     field = "tool_choice" if choice.is_required else "tools"
-    return ToolGrammar(Grammar.of("lark", text), field, "" if choice.is_required else made.mark, made.not_held)
+    mark = "" if choice.is_required else made.mark
+    return ToolGrammar(Grammar.of("lark", text), field, mark, made.not_held, made.schemas)
 
 
 def has_grammar(syntax: ReplySyntax) -> bool:
@@ -164,6 +176,7 @@ class _Calls:
     Attributes:
         mark: The text before calls.
         not_held: Where schemas have keywords that the grammar does not hold.
+        schemas: Those of the functions, each alone.
     """
 
     def __init__(self, syntax: ReplySyntax, strict: Collection[str]) -> None:
@@ -175,6 +188,7 @@ class _Calls:
         row = syntax.row
         self.mark = row.header[0] + FUNCTION if row.header[0] else row.section[0] or row.call[0]
         self.not_held: list[str] = []
+        self.schemas: list[ToolSchema] = []
 
     def add(self, function: Function, field: ToolField) -> None:
         """Adds the calls of a function.
@@ -196,6 +210,9 @@ class _Calls:
         schema = NO_PARAMETERS if schema is None else schema
         if schema.get("type", "object") != "object":
             raise RequestError(f"{param} must be the schema of an object.", param=param)
+        schema = {"type": "object", **schema}
+        kind: GrammarKind = "json" if is_strict else "json_lenient"
+        self.schemas.append(ToolSchema(Grammar.of(kind, json.dumps(schema)), param))
         if row.arguments == "tagged":
             tagged = TaggedArguments(syntax, rules, schema, is_strict=is_strict)
             try:
@@ -210,7 +227,7 @@ class _Calls:
                 )
             self.not_held += [f"{name}: {each}" for each in tagged.not_held]
         else:
-            arguments = as_json({"type": "object", **schema}, is_strict=is_strict)
+            arguments = as_json(schema, is_strict=is_strict)
         self._names.append(rules.rule(f"{self._head(name)} {arguments} {self._tail()}"))
 
     def _head(self, name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -83,14 +84,26 @@ async def test_under_auto_text_is_free_beside_strict_tools(client: openai.AsyncO
     assert free.choices[0].message.content == strict.choices[0].message.content != "", "no call was begun"
 
 
+def broken(parameters: Any, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters, **fields}}
+
+
+JSON = {"type": "json_object"}
+NOTHING = {"properties": {"n": {"type": "integer", "minimum": 2, "maximum": 1}}, "required": ["n"]}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"tools": []}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"extra_body": {"regex": "a"}}, "tool_choice"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}]}, "tool_choice"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"multipleOf": 1234567, "type": "integer"}}}}}]}, "tool_choice"),
+        ({"tools": [broken({"$ref": "#"})]}, "tools[0].function.parameters"),
+        ({"tools": [broken({"properties": {"n": {"multipleOf": 1234567, "type": "integer"}}})]}, "tools[0].function.parameters"),
+        ({"tools": [*TOOLS, broken({"properties": {"n": {"type": "strin"}}})]}, "tools[2].function.parameters"),
+        ({"tools": [*TOOLS, broken({"properties": {"n": {"$ref": "http://a.b"}}})]}, "tools[2].function.parameters"),
+        ({"tools": [*TOOLS, broken(NOTHING, strict=True)], "tool_choice": "auto"}, "tools[2].function.parameters"),
+        ({"tools": [*TOOLS, broken(NOTHING)], "tool_choice": "auto", "response_format": JSON}, "tools[2].function.parameters"),
     ],
 )  # fmt: skip
 async def test_calls_that_cannot_be_made_are_refused(client: openai.AsyncOpenAI, fields: Any, param: str) -> None:
@@ -98,6 +111,12 @@ async def test_calls_that_cannot_be_made_are_refused(client: openai.AsyncOpenAI,
     with pytest.raises(openai.BadRequestError) as caught:
         await client.chat.completions.create(**asked)
     assert caught.value.param == param
+    assert param in caught.value.message and not re.search(r"at \d+\(\d+\)", caught.value.message), "a place in rules"
+
+
+async def test_a_tool_that_nothing_forces_may_have_a_broken_schema(client: openai.AsyncOpenAI) -> None:
+    asked: Any = {"model": NANO, "messages": [USER], "tools": [*TOOLS, broken(NOTHING)], "max_tokens": 8}
+    assert (await client.chat.completions.create(**asked)).choices[0].finish_reason == "length"
 
 
 def test_offline_calls_are_made_and_grammars_that_kill_are_refused() -> None:

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from hiserve.core.request import Grammar, SamplingParams
 from hiserve.errors import RequestError
 from hiserve.grammar import bounds
-from hiserve.grammar.tools import ToolField, ToolGrammars
-from hiserve.grammar.vet import Vetting
+from hiserve.grammar.tools import ToolField, ToolGrammars, ToolSchema
+from hiserve.grammar.vet import TOO_COMPLEX, Vetting
 from hiserve.server.http.auth import caller_of
 from hiserve.server.http.streaming import cancel_on_disconnect
 from hiserve.server.request.sampling_fields import SamplingFields
@@ -44,6 +44,7 @@ class Constraint(NamedTuple):
         mark: A text to which any reply may come, and after which it is constrained.
         not_held: The constraints of the field that the grammar does not express.
         is_format: It applies to the content alone: a reply that must be calls has none.
+        schemas: Of the tools in the grammar.
     """
 
     grammar: Grammar
@@ -52,6 +53,7 @@ class Constraint(NamedTuple):
     mark: str = ""
     not_held: Sequence[str] = ()
     is_format: bool = False
+    schemas: Sequence[ToolSchema] = ()
 
 
 class NamedSchema(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,12 +180,12 @@ def of_chat(
     if made is None:
         return constraint
     if constraint is None:
-        return Constraint(made.grammar, made.param, mark=made.mark, not_held=made.not_held)
+        return Constraint(made.grammar, made.param, mark=made.mark, not_held=made.not_held, schemas=made.schemas)
     if is_required:
         raise RequestError(
             f"{constraint.param} and {made.param} are two grammars for one reply. Give one.", param=made.param
         )
-    return constraint._replace(grammar=made.grammar, mark=made.mark, not_held=made.not_held)
+    return constraint._replace(grammar=made.grammar, mark=made.mark, not_held=made.not_held, schemas=made.schemas)
 
 
 def with_budget(sampling: SamplingParams, thought: Marks, budget: int | None) -> SamplingParams:
@@ -199,6 +201,23 @@ def with_budget(sampling: SamplingParams, thought: Marks, budget: int | None) ->
         return sampling
     grammar = sampling.grammar or Grammar.of("any", "", after, opening)
     return msgspec.structs.replace(sampling, grammar=grammar.within(budget))
+
+
+async def _check_schemas(vetting: Vetting, request: Request, constraint: Constraint, refusal: RequestError) -> None:
+    """Checks the schemas of the tools in a refused grammar one by one.
+
+    Raises:
+        RequestError: One is at fault; the error names it.
+    """
+    schemas = constraint.schemas
+    if refusal.code != TOO_COMPLEX:
+        for grammar, param in schemas:
+            checking = vetting.check(grammar, param, caller=caller_of(request).number)
+            await cancel_on_disconnect(request.receive, checking)
+    elif len(schemas) == len(constraint.grammar.alternatives) == 1:  # to try several would end more processes
+        ((_, param),) = schemas
+        message = refusal.message.replace(constraint.param, param, 1)
+        raise RequestError(message, code=refusal.code, param=param) from None
 
 
 async def constrain(
@@ -240,7 +259,11 @@ async def constrain(
         mark=constraint.mark,
         caller=caller_of(request).number,
     )
-    grammar, warnings = await cancel_on_disconnect(request.receive, checking)
+    try:
+        grammar, warnings = await cancel_on_disconnect(request.receive, checking)
+    except RequestError as refusal:
+        await _check_schemas(vetting, request, constraint, refusal)
+        raise
     warnings = [*constraint.not_held, *warnings]
     # Of a header: ASCII, on one line, and of a length that proxies pass.
     text = " ".join("; ".join(warnings).split()).encode("ascii", "replace").decode()[:400]

@@ -132,8 +132,8 @@ with tagged.TaggedArguments._parts, test_tools.test_a_value_whose_mark_tells_its
     self._reader.types(part)
 with tools.ToolGrammars.of, test_tools.test_a_grammar_is_written_once_for_the_same_tools_and_anew_for_others:
     "a grammar of tools is that of others with the same names"
-    msgspec.msgpack.encode((chat.choice, chat.is_single, is_free, parts))
-    msgspec.msgpack.encode((chat.choice, chat.is_single, is_free, [name for name, _ in parts]))
+    msgspec.msgpack.encode((chat.choice, chat.is_single, is_free, parts, fields))
+    msgspec.msgpack.encode((chat.choice, chat.is_single, is_free, [name for _, name, _ in parts], fields))
 with tools.ToolGrammars.of, test_tools.test_a_reply_beside_a_format_is_a_text_of_it_or_calls["hermes-True"]:
     "INV 76: a format beside tools lets no call be"
     found if texts is None else found._replace(grammar=texts.either(found.grammar))
@@ -150,3 +150,7 @@ with tools._written, test_responses.test_a_tool_that_cannot_be_called_is_named_a
     "an error of a tool names the field of another protocol"
     fields[index] if fields else ToolField(f"tools[{index}].function")
     ToolField(f"tools[{index}].function")
+with grammar_fields.constrain, test_grammar_fields.test_a_tool_whose_schema_is_broken_is_named_whichever_field_forces_it:
+    "a broken schema of a tool is refused with a place in rules that the client never sees"
+    await _check_schemas(vetting, request, constraint, refusal)
+    pass

@@ -122,7 +122,7 @@ def test_an_end_token_ends_a_grammar_that_may_go_on() -> None:
         ("regex", r"(a)\1", "backreferences"),
         ("json", '{"type":"objekt"}', "Invalid type"),
         ("json", '{"type":"string","minLength":5,"maxLength":2}', "Unsatisfiable"),
-        ("json", '{"$ref":"http://example.org/x"}', "retriev"),
+        ("json", '{"$ref":"http://example.org/x"}', "leads to http://example.org/x, which is not in the schema"),
         ("json", '{"type":"string","format":"colour"}', "Unknown format"),
         ("json", '{"oneOf":[{"type":"integer"},{"type":"number"}]}', "oneOf"),
         ("lark", "start: other", "unknown name"),

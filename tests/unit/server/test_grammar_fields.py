@@ -89,12 +89,16 @@ class Vetted:
         self.trials: dict[str, int] = {}
 
     async def check(
-        self, grammar: Grammar, param: str, *, may_relax: bool, mark: str, caller: int
+        self, grammar: Grammar, param: str, *, may_relax: bool = False, mark: str = "", caller: int
     ) -> tuple[Grammar, list[str]]:
         self.seen.append((grammar, param, may_relax, caller))
         self.marks.append(mark)
         if "refuse" in grammar.text:
             raise RequestError(f"{param} cannot be used as a grammar: no.", code="grammar_too_complex", param=param)
+        if "broken" in grammar.text:
+            raise RequestError(
+                f"{param} cannot be used as a grammar: it is broken.", code="invalid_grammar", param=param
+            )
         return grammar, ["Unknown\nformat: é"] if "colour" in grammar.text else []
 
     async def close(self) -> None:
@@ -229,6 +233,38 @@ async def test_tools_are_a_grammar(choice: Any, names: str, param: str, mark: st
     assert re.findall(r'"name\\": \\"(\w+)', grammar.text) == names.split()
     assert server.vetting.seen[-1][:2] == (grammar, param)
     assert server.vetting.marks == [mark]
+
+
+def described(word: str, *, strict: bool = False) -> dict[str, Any]:
+    parameters = {"type": "object", "description": word}
+    return {"type": "function", "function": {"name": word, "parameters": parameters, "strict": strict}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "num_tried"),
+    [
+        ({"tool_choice": "required"}, "tools[2].function.parameters", 4),
+        ({"tool_choice": {"type": "function", "function": {"name": "broken"}}}, "tools[2].function.parameters", 2),
+        ({"tools": [*TOOLS, described("broken", strict=True)]}, "tools[2].function.parameters", 4),
+        ({"response_format": {"type": "json_object"}}, "tools[2].function.parameters", 4),
+        ({"tools": [*TOOLS, described("refuse")], "tool_choice": "required"}, "tool_choice", 1),
+        ({"tools": [described("refuse")], "tool_choice": "required"}, "tools[0].function.parameters", 1),
+    ],
+)
+async def test_a_tool_whose_schema_is_broken_is_named_whichever_field_forces_it(
+    fields: dict[str, Any], param: str, num_tried: int
+) -> None:
+    async with with_tools() as server:
+        call = await server.chat("hi", **{"tools": [*TOOLS, described("broken")]} | fields)
+        error = call.json["error"]
+        assert (call.status, error["param"]) == (400, param), error
+        assert error["message"].startswith(f"{param} cannot be used as a grammar: ")
+        assert len(server.vetting.seen) == num_tried and not server.engine.seen
+
+
+async def test_a_tool_that_nothing_forces_may_have_a_broken_schema() -> None:
+    async with with_tools() as server:
+        assert (await server.chat("hi", tools=[described("broken")])).status == 200
 
 
 @pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": TOOLS[1:]}, {"tools": []}])
