@@ -57,13 +57,13 @@ def make_parser(*named: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_settings(command: argparse.ArgumentParser) -> None:
-    """Adds the model, ``--config`` and a flag for every other setting."""
+def _add_settings(command: argparse.ArgumentParser, *, is_http: bool = True) -> None:
+    """Adds the model, ``--config`` and a flag for every other setting; ``is_http`` says whether the command runs a server."""
     command.add_argument("model", nargs="?", default=None, metavar="MODEL", help=flags()["model"].help)
     command.add_argument("--config", metavar="FILE", help="YAML file of settings by name; flags win over it.")
     groups: dict[str, argparse._ArgumentGroup] = {}
     for flag in by_group():
-        if flag.name != "model":
+        if flag.name != "model" and (is_http or not flag.is_http):
             group = groups.get(flag.group) or command.add_argument_group(flag.group)
             groups[flag.group] = group
             flag.add_to(group)
@@ -110,6 +110,8 @@ def _advice(argument: str) -> str:
     name = argument.lstrip("-").split("=")[0].replace("-", "_")
     if name == "model":
         return " Give the model without a flag: hiserve serve MODEL."
+    if name in flags():
+        return " It is a setting of servers: hiserve serve."
     return nearest(name, [setting for setting in flags() if setting != "model"])
 
 

@@ -46,8 +46,8 @@ class InputLine(NamedTuple):
     is_json: bool
 
 
-def add_arguments(parser: argparse.ArgumentParser, add_settings: Callable[[argparse.ArgumentParser], None]) -> None:
-    """Adds the command's own arguments, then the settings of the engine."""
+def add_arguments(parser: argparse.ArgumentParser, add_settings: Callable[..., None]) -> None:
+    """Adds the command's own arguments, then the settings of the engine, without those of a server that listens."""
     parser.add_argument(
         "--input",
         action="append",
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser, add_settings: Callable[[argpa
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=kind, metavar="N", help=f"{name} of lines that do not say.")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="Stop text of lines that do not say.")
-    add_settings(parser)
+    add_settings(parser, is_http=False)
 
 
 def run(

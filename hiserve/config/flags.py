@@ -30,10 +30,11 @@ def about(
     repeats: bool = False,
     is_secret: bool = False,
     is_debug: bool = False,
+    is_http: bool = False,
 ) -> Meta:
     """Describes an option; ``Flag`` says what the arguments mean."""
     limits = {"unit": unit, "least": least, "most": most, "above": above}
-    shown = {"repeats": repeats, "is_secret": is_secret, "is_debug": is_debug}
+    shown = {"repeats": repeats, "is_secret": is_secret, "is_debug": is_debug, "is_http": is_http}
     return Meta(description=text, extra_json_schema=limits | shown)
 
 
@@ -54,6 +55,7 @@ class Flag(msgspec.Struct, frozen=True, kw_only=True):
     repeats: bool  # a list is given by several flags of one value each
     is_secret: bool  # its value must not be shown
     is_debug: bool  # for measurements and tests; ``--help`` leaves it out
+    is_http: bool  # for a server that listens; commands without one do not take it
 
     @property
     def group(self) -> str:

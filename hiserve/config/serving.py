@@ -41,8 +41,8 @@ class Parallel(msgspec.Struct, frozen=True, kw_only=True):
 class Server(msgspec.Struct, frozen=True, kw_only=True):
     """The HTTP surface and logging."""
 
-    host: Annotated[str, about("Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, about("TCP port to listen on; 0 picks a free one.", least=0, most=65_535)] = 8000
+    host: Annotated[str, about("Address to listen on.", is_http=True)] = "127.0.0.1"
+    port: Annotated[int, about("TCP port to listen on; 0 picks a free one.", least=0, most=65_535, is_http=True)] = 8000
     served_model_name: Annotated[
         str | None, about("Name clients use for the model; the default is the folder's name.")
     ] = None
@@ -52,11 +52,16 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
             "Key that requests must carry; may be given several times, for as many tenants.",
             repeats=True,
             is_secret=True,
+            is_http=True,
         ),
     ] = ()
     admin_api_key: Annotated[
         str | None,
-        about("Key for operations on all tenants: flushing, aborting all, server information.", is_secret=True),
+        about(
+            "Key for operations on all tenants: flushing, aborting all, server information.",
+            is_secret=True,
+            is_http=True,
+        ),
     ] = None
     metrics_key: Annotated[
         str | None,
@@ -64,6 +69,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
             "Key for all of /metrics, as the admin key is; with API keys, other callers see only metrics that are not about "
             "requests.",
             is_secret=True,
+            is_http=True,
         ),
     ] = None
     seal_key: Annotated[
@@ -78,7 +84,8 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
         str,
         about(
             "Where responses are kept that clients continue by their id: memory, off, or sqlite:PATH, a file that outlives the "
-            "server. They take 64 MiB at most, and are forgotten an hour after their last use."
+            "server. They take 64 MiB at most, and are forgotten an hour after their last use.",
+            is_http=True,
         ),
     ] = "memory"
     keep_volatile: Annotated[
@@ -88,9 +95,9 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
             "which then share no prefix."
         ),
     ] = False
-    share_prefixes: Annotated[bool, about("All API keys share cached prefixes; otherwise each has its own cache.")] = (
-        False
-    )
+    share_prefixes: Annotated[
+        bool, about("All API keys share cached prefixes; otherwise each has its own cache.", is_http=True)
+    ] = False
     max_request_bytes: Annotated[
         int | Auto,
         about(
@@ -122,7 +129,10 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     metrics_compat: Annotated[
-        Literal["none", "vllm", "sglang"], about("Show metrics under another engine's names too.", is_debug=True)
+        Literal["none", "vllm", "sglang"],
+        about("Show metrics under another engine's names too.", is_debug=True, is_http=True),
     ] = "none"
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], about("Least severe messages to log.")] = "info"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], about("Least severe messages to log.", is_http=True)
+    ] = "info"
     debug: Annotated[bool, about("Show tracebacks for errors that are normally one line.")] = False

@@ -111,6 +111,7 @@ def test_flags_are_not_abbreviated(command: str) -> None:
         (["serve", "--kv-pages", "many"], ["--kv-pages", "'many'", "auto"]),
         (["serve", "--port", "99999"], ["--port", "65535"]),
         (["serve", "--dtype", "int3"], ["--dtype", "'int3'", "float32"]),
+        (["generate", "--port", "1"], ["--port", "hiserve serve"]),
         (["srve"], ["srve", "serve", "chat", "config"]),
         (["--port", "1", "serve"], ["--port", "before the command"]),
     ],
@@ -143,6 +144,18 @@ def test_help_shows_sentence_unit_and_default_of_every_flag_that_is_not_for_debu
         words += [f"(default: {setting.default})"] if setting.has_default else []
         assert re.sub(r"\s|-", "", f"{' '.join(words)}") in re.sub(r"\s|-", "", text), name
         assert flag_of(name) in text
+
+
+def test_a_command_without_a_server_takes_and_shows_no_settings_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(capsys, "generate")
+    shown = set(re.findall(r"--[a-z-]+", text))
+    assert not shown & {"--host", "--port", "--api-key", "--share-prefixes", "--log-level", "--responses-store"}
+    assert shown >= {"--kv-pages", "--store", "--spec", "--replicas", "--max-request-bytes", "--drain-timeout-s"}
+    assert all(
+        (flag_of(name) in shown) is not (flag.is_http or flag.is_debug)
+        for name, flag in FLAGS.items()
+        if name != "model"
+    )
 
 
 def test_help_of_the_whole_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
