@@ -192,10 +192,11 @@ class PageStreams:
         Args:
             copy: The order.
             fence: Event before the copy.
-            before_piece: Called before each piece is enqueued, with the event it waits for; small pages are one piece, of None.
+            before_piece: Called with None before the copy is prepared, and before each piece of staging memory is enqueued
+                with the event it waits for.
             by_layer: A forward will wait for each layer of the load. With small pages this load takes a third longer.
         """
-        before_piece(self._slots[0].crossed if self._slots else None)
+        before_piece(None)
         order = np.argsort(copy.host_pages, kind="stable")  # so that adjacent pages make runs
         ours, theirs = copy.device_pages[order], copy.host_pages[order]
         begin, end = _event(timed=True), _event(timed=True)
@@ -231,15 +232,19 @@ class PageStreams:
     def _stage(
         self, ours: Int32Array, theirs: Int32Array, before_piece: Callable[[torch.cuda.Event | None], None]
     ) -> None:
-        """Copies through staging memory, piece by piece."""
-        rows = np.arange(ours.size, dtype=np.int32) % self._pages_per_slot
-        indices = self._upload(ours, rows)
+        """Copies through staging memory, in pieces of equal size: while one crosses, the next is enqueued.
+
+        After a short piece, the link would be idle until the thread has prepared the next copy. All is prepared before the
+        first wait, for the same reason.
+        """
+        num_pieces = -(-ours.size // self._pages_per_slot)
+        size = -(-ours.size // num_pieces)
+        rows = np.arange(ours.size, dtype=np.int32) % size
+        indices, all_runs = self._upload(ours, rows), self._runs(rows, theirs)
         enqueue = self._load_piece if self._kind is CopyKind.LOAD else self._offload_piece
-        starts = range(0, ours.size, self._pages_per_slot)
-        for start, runs in zip(starts, self._runs(rows, theirs), strict=True):
-            if start:
-                before_piece(self._slots[0].crossed)
-            enqueue(indices[:, start : start + self._pages_per_slot], runs)
+        for start, runs in zip(range(0, ours.size, size), all_runs, strict=True):
+            before_piece(self._slots[0].crossed)
+            enqueue(indices[:, start : start + size], runs)
             self._slots.rotate()
 
     def _load_piece(self, indices: Tensor, runs: _Runs) -> None:

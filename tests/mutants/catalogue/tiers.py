@@ -117,6 +117,10 @@ with page_streams.PageStreams._yield_copy_engine, test_page_streams.test_every_b
     "INV 26: staging memory is filled again before it was emptied"
     self._kernels.wait_event(crossed)
     pass
+with page_streams.PageStreams._stage, test_page_streams.test_pieces_are_equal_and_nothing_is_left_to_prepare_while_one_crosses:
+    "a short piece crosses before the next copy is prepared"
+    -(-ours.size // num_pieces)
+    self._pages_per_slot
 with transfers.Transfers.complete, test_tiers.test_what_waited_for_the_first_pages_of_its_path_is_stored_after_them:
     "pages that waited for an offload are not among those that the device loses next"
     self._tiers.queue(_surviving(node))

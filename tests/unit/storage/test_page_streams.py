@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -123,11 +124,34 @@ def test_a_piece_costs_six_calls_and_each_is_announced(bench: TransferBench, mon
             streams.begin(PageCopy(1, kind, pages, pages, 0), None, rooms.append)
             calls.append(device.num_calls - before)
         assert (calls[1] - calls[0]) / 4 == len(bench.groups) + 1 + 4  # kernels, a crossing, events
-        assert len(rooms) == 1 + 5 and None not in rooms
+        assert [room is None for room in rooms] == [True, False] + [True] + 5 * [False]  # None: before all pieces
     rooms = []
     streams = make_streams(bench, CopyKind.OFFLOAD, direct=True)
     streams.begin(PageCopy(1, CopyKind.OFFLOAD, ints([1, 2]), ints([1, 2]), 0), None, rooms.append)
     assert rooms == [None]
+
+
+@pytest.mark.parametrize("kind", [CopyKind.OFFLOAD, CopyKind.LOAD])
+def test_pieces_are_equal_and_nothing_is_left_to_prepare_while_one_crosses(
+    bench: TransferBench, monkeypatch: pytest.MonkeyPatch, kind: CopyKind
+) -> None:
+    """Behind a short piece, or while an order is prepared, the link would be idle."""
+    device = FakeCuda()
+    install(monkeypatch, device)
+    monkeypatch.setattr(bench.host.prefault, "pages_per_piece", NUM_PAGES)
+    upload, begun = PageStreams._upload, []
+
+    def logged(streams: PageStreams, ours: np.ndarray, rows: np.ndarray) -> torch.Tensor:
+        begun.append("prepared")
+        return upload(streams, ours, rows)
+
+    streams = make_streams(bench, kind)
+    monkeypatch.setattr(PageStreams, "_upload", logged)
+    pages = ints(range(1, PAGES_PER_SLOT + 2))
+    wait = lambda room: begun.append("yielded" if room is None else f"{len(device.runs)} crossed")  # noqa: E731
+    streams.begin(PageCopy(1, kind, pages, pages, 0), None, wait)
+    assert begun == ["yielded", "prepared", "0 crossed", "1 crossed"]
+    assert [num_bytes / bench.page_bytes for _, _, num_bytes in device.runs] == [2, 2]
 
 
 def test_stores_give_way_before_each_piece_and_loads_never(
@@ -154,7 +178,7 @@ def test_stores_give_way_before_each_piece_and_loads_never(
     acks.append(engine.poll(30))
     engine.close()
     assert [(ack.op, ack.reason) for each in acks for ack in each] == [(1, ""), (2, "")]
-    assert gave_way == [1, 1, 1, 1]
+    assert gave_way == 5 * [1]  # before it is prepared, and before each of four pieces
 
 
 def test_the_engine_tells_its_queue_of_launches(bench: TransferBench, monkeypatch: pytest.MonkeyPatch) -> None:
