@@ -45,5 +45,5 @@ def test_the_folder_that_holds_the_clone_imports_the_package_and_not_the_clone(t
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
-    for cwd in (tmp_path, clone, built):  # without -S, this machine's own install would be found
-        assert run("-S", "-c", IMPORT, installed, cwd=cwd) == str(clone / "hiserve" / "__init__.py")
+    for cwd in (tmp_path, clone, built):  # without -S and -E, this machine's own install would be found
+        assert run("-S", "-E", "-c", IMPORT, installed, cwd=cwd) == str(clone / "hiserve" / "__init__.py")
