@@ -13,6 +13,7 @@ from torch import Tensor
 from hiserve.attention.base import Attention
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.kernels.ops import Ops, ops_for
+from hiserve.kernels.routing import ExpertGroups, route_in_groups
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,6 +187,8 @@ class MoE:
         router: ``[num_experts, hidden_size]``.
         num_per_token: Experts that compute a token.
         is_normalized: The shares of a token are scaled to sum to 1.
+        groups: For a choice among groups; None is the likeliest experts. Its router computes in its own type.
+        shared: Computes every token beside them; None without.
     """
 
     router: Linear
@@ -193,10 +196,18 @@ class MoE:
     num_per_token: int
     is_normalized: bool
     ops: Ops
+    groups: ExpertGroups | None = None
+    shared: GatedMLP | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Maps ``[T, hidden_size]`` to the same shape."""
-        return self.experts(x, *self.ops.route(self.router(x), self.num_per_token, self.is_normalized))
+        if self.groups is None:
+            routed = self.ops.route(self.router(x), self.num_per_token, self.is_normalized)
+        else:
+            logits = self.router(x.to(self.groups.bias.dtype))
+            routed = route_in_groups(logits, self.groups, self.num_per_token, self.is_normalized)
+        mixed = self.experts(x, *routed)
+        return mixed if self.shared is None else mixed + self.shared(x)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from hiserve.attention.base import Attention, AttentionShape, is_hopper
+from hiserve.attention.latent import open_with
 from hiserve.attention.paired import PairedAttention
 from hiserve.errors import ConfigError
 
@@ -39,6 +40,7 @@ class _Backend:
     has_sinks: bool = True  # supports ``AttentionShape.sinks``
     has_hidden_first: bool = True  # supports ``AttentionShape.hides_first``
     has_trees: bool = True  # supports ``ForwardInputs.tree_mask``
+    has_latents: bool = False  # supports ``AttentionShape.latent``: values that are a part of the keys
     has_device_lengths: bool = True  # needs no lengths from the host: the class has ``needs_host_lengths`` False
 
     def refusal(self, shape: AttentionShape, device: torch.device, has_trees: bool) -> str | None:
@@ -58,13 +60,14 @@ class _Backend:
             "attention sinks": (any(sink is not None for sink in shape.sinks), self.has_sinks),
             "hidden first positions": (shape.hides_first, self.has_hidden_first),
             "tree masks": (has_trees, self.has_trees),
+            "latent attention": (shape.latent is not None, self.has_latents),
         }
         lacks = [name for name, (is_needed, is_there) in features.items() if is_needed and not is_there]
         return f"has no {' and no '.join(lacks)}" if lacks else None
 
     def open(self, shape: AttentionShape) -> Attention:
         """Imports the module and creates the backend."""
-        return cast("Attention", self._class(shape))
+        return open_with(shape, self._class)
 
     def open_later(self, shape: AttentionShape) -> LaterAttention:
         """Like ``open``, without waiting for the compilers."""
@@ -103,8 +106,11 @@ _BACKENDS = {
         has_sinks=False,
         has_hidden_first=False,
         has_trees=False,
+        has_latents=True,
     ),
-    "reference": _Backend("hiserve.attention.reference_attention", "ReferenceAttention", devices=("cpu", "cuda")),
+    "reference": _Backend(
+        "hiserve.attention.reference_attention", "ReferenceAttention", devices=("cpu", "cuda"), has_latents=True
+    ),
 }
 
 

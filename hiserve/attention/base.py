@@ -11,6 +11,17 @@ from torch import Tensor
 from hiserve.core.forward import ForwardInputs, LayerKV
 
 
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Shape of latent attention (``core.forward.LatentKV``); the scores of a head are ``scale`` times query by key."""
+
+    rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    scale: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionShape:
     """Shape of a model's attention. Scores are scaled by ``head_dim ** -0.5``.
@@ -26,6 +37,8 @@ class AttentionShape:
         sinks: Of each layer: float32 ``[num_heads]``, a score that takes part in the softmax without a value. Empty is
             none anywhere.
         hides_first: No token sees position 0, whose slot may never have been written.
+        latent: Of latent attention: its heads share one KV head of ``head_dim`` elements, queries have
+            ``nope_dim + rope_dim`` and outputs ``value_dim``. None is grouped-query attention.
     """
 
     num_layers: int
@@ -37,6 +50,12 @@ class AttentionShape:
     windows: tuple[int | None, ...] = ()
     sinks: tuple[Tensor | None, ...] = ()
     hides_first: bool = False
+    latent: LatentShape | None = None
+
+    @property
+    def out_dim(self) -> int:
+        """Elements of a head's output."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
 
     @property
     def distinct_windows(self) -> tuple[int | None, ...]:
@@ -78,6 +97,8 @@ class Attention(Protocol):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
         """Attends: token t of a row sees the row's positions up to its own. Can be captured in a graph.
+
+        Shapes under latent attention: ``AttentionShape.latent``, ``LatentKV``.
 
         Args:
             q: ``[T, num_heads, head_dim]``. Head h reads KV head ``h // (num_heads / num_kv_heads)``.

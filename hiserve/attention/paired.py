@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -53,9 +52,9 @@ class PairedAttention:
             return
         self._has_prompts = num_decode < num_rows
         if num_decode:
-            self._decoding.plan(_cut(inputs, 0, num_decode) if self._has_prompts else inputs)
+            self._decoding.plan(inputs.cut(0, num_decode) if self._has_prompts else inputs)
         if self._has_prompts:
-            self._prompts.plan(_cut(inputs, num_decode, num_rows) if num_decode else inputs)
+            self._prompts.plan(inputs.cut(num_decode, num_rows) if num_decode else inputs)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
         """Attends part by part."""
@@ -68,25 +67,3 @@ class PairedAttention:
         self._decoding.forward(q[:cut], k[:cut], v[:cut], kv, layer, out[:cut])
         self._prompts.forward(q[cut:], k[cut:], v[cut:], kv, layer, out[cut:])
         return out
-
-
-def _cut(inputs: ForwardInputs, first: int, end: int) -> ForwardInputs:
-    """Returns some rows, all of which decode or none does, as a batch."""
-    start, stop = int(inputs.q_lens[:first].sum()), int(inputs.q_lens[:end].sum())
-    bounds = inputs.kv_bounds[first:end]
-    return replace(
-        inputs,
-        input_ids=inputs.input_ids[start:stop],
-        positions=inputs.positions[start:stop],
-        slots=inputs.slots[start:stop],
-        token_rows=inputs.token_rows[start:stop] - first,
-        qo_indptr=inputs.qo_indptr[first : end + 1] - start,
-        kv_lens=inputs.kv_lens[first:end],
-        page_table=inputs.page_table[first:end],
-        logits_rows=inputs.logits_rows[:0],
-        q_lens=inputs.q_lens[first:end],
-        kv_bounds=bounds,
-        num_decode=0 if first else end,
-        max_kv_len=int(bounds.max()),
-        tree_mask=None if inputs.tree_mask is None else inputs.tree_mask[start:stop],
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -18,11 +18,26 @@ class LayerKV:
 
     Attributes:
         k: ``[num_slots, num_kv_heads, head_dim]``, the group's dtype, on the device.
-        v: Like ``k``.
+        v: Like ``k``; where one row is both, a view of its first elements.
     """
 
     k: Tensor
     v: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentKV(LayerKV):
+    """A layer whose heads share one row per token: a latent, and a rotated key (DeepSeek-V2, arXiv:2405.04434).
+
+    ``k`` is ``[num_slots, 1, rank + rope_dim]``, ``v`` its first ``rank`` elements.
+
+    Attributes:
+        to_keys: ``[num_heads, nope_dim, rank]``. A head's key is its product with the latent, then the rotated key.
+        to_values: ``[num_heads, value_dim, rank]``, likewise of values.
+    """
+
+    to_keys: Tensor
+    to_values: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +89,27 @@ class ForwardInputs:
     def max_q_len(self) -> int:
         """Most tokens of one row."""
         return int(self.q_lens.max())
+
+    def cut(self, first: int, end: int) -> ForwardInputs:
+        """Returns some adjacent rows, at least one, as a batch without logits."""
+        start, stop = int(self.q_lens[:first].sum()), int(self.q_lens[:end].sum())
+        bounds = self.kv_bounds[first:end]
+        return replace(
+            self,
+            input_ids=self.input_ids[start:stop],
+            positions=self.positions[start:stop],
+            slots=self.slots[start:stop],
+            token_rows=self.token_rows[start:stop] - first,
+            qo_indptr=self.qo_indptr[first : end + 1] - start,
+            kv_lens=self.kv_lens[first:end],
+            page_table=self.page_table[first:end],
+            logits_rows=self.logits_rows[:0],
+            q_lens=self.q_lens[first:end],
+            kv_bounds=bounds,
+            num_decode=min(max(self.num_decode - first, 0), end - first),
+            max_kv_len=int(bounds.max()),
+            tree_mask=None if self.tree_mask is None else self.tree_mask[start:stop],
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -26,8 +26,15 @@ class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str  # element type name, a key of ``ELEMENT_BYTES``
     # Content of a slot. ``kv``: one key and one value vector per KV head. ``token_position``: the token id as key, the
     # position as value. ``boundary``: the keys of a page are one vector, the hidden state of its last token; the first of
-    # its values is 1 if the draft head has computed the page.
+    # its values is 1 if the draft head has computed the page. ``latent``: one row for all heads, whose first ``value_dim``
+    # elements are also the value.
     codec: str = "kv"
+    value_dim: int | None = None  # of ``latent``; None for the others, whose values are vectors of their own
+
+    @property
+    def num_planes(self) -> int:
+        """Vectors of a token in a layer: key and value, or the one row that is both."""
+        return 2 if self.value_dim is None else 1
 
     @property
     def element_bytes(self) -> int:
@@ -37,7 +44,7 @@ class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def slot_bytes(self) -> int:
         """Bytes one token occupies in this group, all layers together."""
-        elements = math.prod((2, self.num_layers, self.num_kv_heads, self.head_dim))
+        elements = math.prod((self.num_planes, self.num_layers, self.num_kv_heads, self.head_dim))
         return elements * self.element_bytes
 
 

@@ -20,6 +20,7 @@ DRAWN_SLICE, DRAWN_BYTES, COUNTED_BYTES = 256, 64, 20
 SCORED_SLICE, SCORED_BYTES = 128, 24
 # Attention: programs with partial results, query vectors per program, bytes of schedules and workspaces of libraries.
 MAX_PROGRAMS, PROGRAM_QUERIES, SCHEDULE_BYTES = 320, 128, 64 << 20
+EXPANDED_KEYS = 2048  # of a prefix, whose keys and values of all heads are in memory at once under latent attention
 # Graphs of all sizes: rows, or tokens, as a multiple of those of the largest; tokens of the largest piece; number of sizes;
 # bytes of the driver per graph.
 ROW_BUCKETS, TOKEN_BUCKETS, MAX_PIECE_TOKENS = 7, 7, 2048
@@ -49,6 +50,7 @@ class StepShape(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     mlp_elements: int  # most elements of a token in the MLP of a layer, or in its experts, at once
     vocab_size: int  # tokens in the vocabulary
+    latent_elements: int = 0  # elements of a token in one layer's latent attention; 0 without
 
     @property
     def qkv_elements(self) -> int:
@@ -111,6 +113,10 @@ def step_memory(
     """
     tables = max_rows * -(-max_len // page_size) * PAGE_BYTES
     attention_bytes = 4 * MAX_PROGRAMS * PROGRAM_QUERIES * (shape.head_dim + 1)
+    if shape.latent_elements:
+        attention_bytes += 2 * EXPANDED_KEYS * shape.latent_elements * dtype_bytes
+    else:
+        attention_bytes *= shape.num_heads // shape.num_kv_heads
     scored = min(MAX_SCORED_TOKENS, max_tokens)
     scores = scored * dtype_bytes + min(SCORED_SLICE, scored) * SCORED_BYTES
     num_drawn = max(max_rows, min(max_rows * max(widths), max_tokens))
@@ -121,7 +127,7 @@ def step_memory(
         "logits, drawing and scores": shape.vocab_size * (num_drawn * dtype_bytes + drawn * DRAWN_BYTES + scores)
         + drawn * max_len * COUNTED_BYTES,
         "masks of grammars": max_rows * max(widths) * (1 + -(-shape.vocab_size // MASK_BITS)) * MASK_BYTES,
-        "attention workspace": attention_bytes * (shape.num_heads // shape.num_kv_heads) + SCHEDULE_BYTES,
+        "attention workspace": attention_bytes + SCHEDULE_BYTES,
     }
     if draft is not None:
         kept = (max_tokens * draft.shown_elements + (max_rows + 1) * draft.feature_size) * dtype_bytes
@@ -141,7 +147,7 @@ def step_memory(
 
 def _token_bytes(shape: StepShape, dtype_bytes: int) -> int:
     """Most bytes of a token in a layer: four times the residual stream, and the parts of attention or of the MLP."""
-    attention = 2 * shape.qkv_elements + shape.num_heads * shape.head_dim
+    attention = shape.latent_elements or 2 * shape.qkv_elements + shape.num_heads * shape.head_dim
     elements = 4 * shape.hidden_size + max(attention, shape.mlp_elements)
     return elements * dtype_bytes + COLUMN_BYTES + ANGLE_BYTES * shape.head_dim
 

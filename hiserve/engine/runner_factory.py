@@ -154,16 +154,16 @@ def make_runners(
                 max_len=max_len,
                 head=head,
             )
-        pieces = token_buckets(max_batched_tokens)
-        piecewise = PiecewiseRunner(model, layers, attention, shape, capture, buckets=pieces, head=head)
+        if shape.latent is None:
+            pieces = token_buckets(max_batched_tokens)
+            piecewise = PiecewiseRunner(model, layers, attention, shape, capture, buckets=pieces, head=head)
     is_strict = runner.graph_gate == "strict"
     runners = Dispatch(rows, eager, full=full, mixed=mixed, piecewise=piecewise, is_strict=is_strict, proposer=proposer)
     if before_capture is not None:
         before_capture(runners)
     begin, before = time.perf_counter(), torch.cuda.memory_reserved(rows.device)
     runners.capture()
-    held = torch.cuda.memory_reserved(rows.device) - before
-    seconds = time.perf_counter() - begin
+    held, seconds = torch.cuda.memory_reserved(rows.device) - before, time.perf_counter() - begin
     logger.info("captured %d graph nodes in %.1f s; they hold %.2f GiB", runners.num_nodes, seconds, held / 2**30)
     return runners
 

@@ -20,7 +20,13 @@ Positive = Annotated[float, Meta(gt=0, le=1e30)]
 NotNegative = Annotated[float, Meta(ge=0, le=1e30)]
 
 # Spelling of older files -> spelling of transformers 5.
-_OLD_SPELLINGS = {"torch_dtype": "dtype", "rope_scaling": "rope_parameters", "num_local_experts": "num_experts"}
+_OLD_SPELLINGS = {
+    "torch_dtype": "dtype",
+    "rope_scaling": "rope_parameters",
+    "num_local_experts": "num_experts",
+    "n_routed_experts": "num_experts",
+    "num_mtp_layers": "num_nextn_predict_layers",
+}
 
 # Far above any model; beyond these, the shapes, names and tables of a model would themselves fill memory.
 _MOST = {
@@ -35,6 +41,14 @@ _MOST = {
     "num_experts_per_tok": 2**14,
     "moe_intermediate_size": 2**22,
     "num_nextn_predict_layers": 2**6,
+    "kv_lora_rank": 2**16,
+    "q_lora_rank": 2**16,
+    "qk_nope_head_dim": 2**16,
+    "qk_rope_head_dim": 2**16,
+    "v_head_dim": 2**16,
+    "n_shared_experts": 2**10,
+    "n_group": 2**14,
+    "first_k_dense_replace": 2**12,
 }
 MAX_EXPERT_MATRICES = 2**20  # of all layers together: each has a name, and a place in a checkpoint
 
@@ -97,6 +111,21 @@ class ConfigFields(msgspec.Struct):
     decoder_sparse_step: Size | None = None
     num_nextn_predict_layers: Count | None = None
     mlp_only_layers: tuple[int, ...] | None = None
+    mlp_layer_types: list[str] | None = None
+    first_k_dense_replace: Count | None = None
+    moe_layer_freq: Any = None
+    n_shared_experts: Count | None = None
+    n_group: Size | None = None
+    topk_group: Size | None = None
+    routed_scaling_factor: Positive | None = None
+    scoring_func: str | None = None
+    topk_method: str | None = None
+    kv_lora_rank: Size | None = None
+    q_lora_rank: Size | None = None
+    qk_nope_head_dim: Size | None = None
+    qk_rope_head_dim: Size | None = None
+    v_head_dim: Size | None = None
+    rope_interleave: bool | None = None
     hidden_act: str | None = None
     quantization_config: Any = None
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
 from hiserve.kernels.ops import Ops, ops_for
+from hiserve.kernels.routing import ExpertGroups
 from hiserve.layers import (
     Embedding,
     Experts,
@@ -24,8 +25,10 @@ from hiserve.layers import (
     SparseExperts,
     StackedExperts,
 )
+from hiserve.models.experts_config import ExpertsConfig
 from hiserve.models.frequencies import rotary_frequencies
-from hiserve.models.model_config import ExpertsConfig, ModelConfig
+from hiserve.models.latent_attention import LatentSelfAttention, latent_shape, make_latent_attention
+from hiserve.models.model_config import ModelConfig
 from hiserve.models.weights import load_parameters
 
 
@@ -34,7 +37,7 @@ class Layer:
     """One layer of a decoder; ``mlp`` is an MLP or experts."""
 
     input_norm: RMSNorm
-    attention: SelfAttention
+    attention: SelfAttention | LatentSelfAttention
     mlp_norm: RMSNorm
     mlp: GatedMLP | MoE
 
@@ -64,7 +67,7 @@ class Decoder:
     ) -> None:
         embedding = parameters.pop("embedding")
         self.embedding = Embedding(embedding)  # of tokens; shared with draft heads
-        frequencies = rotary_frequencies(config.rope, config.head_dim, max_len).to(embedding.device)
+        frequencies = rotary_frequencies(config.rope, config.rotary_dim, max_len).to(embedding.device)
         ops = ops_for(embedding.device)
         self._rotary = Rotary(frequencies, embedding.dtype, ops, config.rope.attention_factor)
         self._layers = [make_layer(config, parameters, index, ops) for index in range(config.num_layers)]
@@ -159,27 +162,32 @@ class Decoder:
 def make_layer(config: ModelConfig, parameters: dict[str, Tensor], index: int, ops: Ops) -> Layer:
     """Removes the parameters of one layer, counted from 0, from a decoder's, and makes the layer."""
     ours = f"layers.{index}."
-    qk_weight = None
-    if config.has_qk_norm:
-        query, key = parameters.pop(ours + "q_norm"), parameters.pop(ours + "k_norm")
-        qk_weight = torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))
+    make_attention = _grouped_attention if config.latent is None else make_latent_attention
     return Layer(
         input_norm=RMSNorm(parameters.pop(ours + "input_norm"), config.norm_eps, ops),
-        attention=SelfAttention(
-            layer=index,
-            qkv=_linear(parameters, ours + "qkv"),
-            out=_linear(parameters, ours + "out", is_after_attention=True),
-            qk_weight=qk_weight,
-            eps=config.norm_eps,
-            head_dim=config.head_dim,
-            ops=ops,
-        ),
+        attention=make_attention(config, parameters, index, ops),
         mlp_norm=RMSNorm(parameters.pop(ours + "mlp_norm"), config.norm_eps, ops),
         mlp=(
             _moe(config.experts, parameters, ours, ops)
             if config.experts is not None and config.experts.is_in(index)
             else GatedMLP(_linear(parameters, ours + "gate_up"), _linear(parameters, ours + "down"), ops)
         ),
+    )
+
+
+def _grouped_attention(config: ModelConfig, parameters: dict[str, Tensor], index: int, ops: Ops) -> SelfAttention:
+    ours, qk_weight = f"layers.{index}.", None
+    if config.has_qk_norm:
+        query, key = parameters.pop(ours + "q_norm"), parameters.pop(ours + "k_norm")
+        qk_weight = torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))
+    return SelfAttention(
+        layer=index,
+        qkv=_linear(parameters, ours + "qkv"),
+        out=_linear(parameters, ours + "out", is_after_attention=True),
+        qk_weight=qk_weight,
+        eps=config.norm_eps,
+        head_dim=config.head_dim,
+        ops=ops,
     )
 
 
@@ -199,12 +207,22 @@ def _moe(config: ExpertsConfig, parameters: dict[str, Tensor], ours: str, ops: O
         experts = SparseExperts(
             [GatedMLP(Linear(mine), Linear(its), ops) for mine, its in zip(gate_up, down, strict=True)]
         )
+    router, groups = parameters.pop(ours + "router"), None
+    if (routing := config.routing) is not None:
+        bias = parameters.pop(ours + "choice_bias")
+        groups = ExpertGroups(bias, routing.num_groups, routing.num_chosen, routing.scale)
+        router = router.to(bias.dtype)
+    shared = None
+    if config.shared_size:
+        shared = GatedMLP(_linear(parameters, ours + "shared_gate_up"), _linear(parameters, ours + "shared_down"), ops)
     return MoE(
-        router=Linear(parameters.pop(ours + "router")),
+        router=Linear(router),
         experts=experts,
         num_per_token=config.num_per_token,
         is_normalized=config.is_normalized,
         ops=ops,
+        groups=groups,
+        shared=shared,
     )
 
 
@@ -246,4 +264,5 @@ def attention_shape(config: ModelConfig, *, dtype: torch.dtype, page_size: int) 
         page_size=page_size,
         dtype=dtype,
         windows=config.windows,
+        latent=None if config.latent is None else latent_shape(config.latent),
     )

@@ -339,7 +339,7 @@ def model_facts(config: Options, folder: Path, model: ModelConfig) -> ModelFacts
     facts = DraftFacts(
         kind=draft.kind,
         num_params=draft.num_params,
-        slot_elements=2 * shape.num_layers * shape.num_kv_heads * shape.head_dim,
+        slot_elements=shape.slot_elements,
         step=draft.memory_shape(model.hidden_size),
     )
     return msgspec.structs.replace(model.facts(), draft=facts)

@@ -224,7 +224,7 @@ def _body(
     max_len: int,
 ) -> _Body:
     model, weight, ops = draft.model, target.embedding.weight, _ops(target)
-    frequencies = rotary_frequencies(model.rope, model.head_dim, max_len).to(weight.device)
+    frequencies = rotary_frequencies(model.rope, model.rotary_dim, max_len).to(weight.device)
     return _Body(
         layer=make_layer(model, parameters, 0, ops),
         rotary=Rotary(frequencies, weight.dtype, ops, model.rope.attention_factor),

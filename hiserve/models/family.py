@@ -12,6 +12,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
     has_qk_norm: bool = False  # RMSNorm on each query and key head
     has_qkv_bias: bool = False  # queries, keys and values have a bias, regardless of config.json
+    has_latents: bool = False  # latent attention, and experts with a biased choice among groups
     # Fields of config.json that transformers does not read for it, in its spelling.
     ignored: frozenset[str] = frozenset()
     defaults: dict[str, Any] = {}  # values of fields that config.json omits
@@ -42,6 +43,9 @@ _QWEN2 = Family(
     defaults=_QWEN_WINDOW | {"max_window_layers": 28, "num_key_value_heads": 32},
 )
 
+_NOT_LATENT = frozenset({"decoder_sparse_step", "mlp_only_layers", "mlp_bias", "head_dim", "num_key_value_heads"})
+_LATENT_EXPERTS: dict[str, Any] = {"n_shared_experts": 1, "norm_topk_prob": True}
+
 FAMILIES = {
     "LlamaForCausalLM": Family(ignored=_WINDOW | _EXPERTS),
     "MistralForCausalLM": Family(
@@ -64,6 +68,20 @@ FAMILIES = {
         has_qk_norm=True,
         ignored=_EXPERTS | {"mlp_bias"},
         defaults=_QWEN_WINDOW | {"max_window_layers": 28, "num_key_value_heads": 32, "head_dim": 128},
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        has_latents=True,
+        ignored=_WINDOW | _NOT_LATENT | {"mlp_layer_types"},
+        defaults={"q_lora_rank": 1536, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4}
+        | _LATENT_EXPERTS
+        | {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "routed_scaling_factor": 2.5},
+    ),
+    "Glm4MoeLiteForCausalLM": Family(
+        has_latents=True,
+        ignored=_WINDOW | _NOT_LATENT,
+        defaults={"q_lora_rank": 768, "first_k_dense_replace": 1}
+        | _LATENT_EXPERTS
+        | {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "routed_scaling_factor": 1.8},
     ),
     "Qwen3MoeForCausalLM": Family(
         has_qk_norm=True,

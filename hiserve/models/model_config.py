@@ -21,31 +21,13 @@ from hiserve.models.config_fields import (
     refuse_oversize,
     respell,
 )
+from hiserve.models.experts_config import ExpertsConfig, read_experts
 from hiserve.models.family import FAMILIES
 from hiserve.models.generation_config import GenerationConfig, SamplingDefaults, as_ids, read_generation
+from hiserve.models.latent_config import LatentConfig, read_latent
 from hiserve.models.rope import RopeConfig, read_rope, stretched_context
 
 NANO = "hiserve-nano"
-
-
-class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A mixture of experts in place of the MLP."""
-
-    num_experts: int  # experts of a layer
-    num_per_token: int  # experts that compute a token
-    intermediate_size: int  # width of each
-    is_normalized: bool  # the shares of a token's experts are scaled to sum to 1
-    step: int  # every ``step``-th layer has experts, counted from 1
-    dense_layers: frozenset[int]  # layers, counted from 0, that have an MLP regardless of ``step``
-
-    def is_in(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has experts."""
-        return (layer + 1) % self.step == 0 and layer not in self.dense_layers
-
-    def num_layers(self, total: int) -> int:
-        """Returns how many of ``total`` layers have experts."""
-        dense = [layer for layer in self.dense_layers if 0 <= layer < total and (layer + 1) % self.step == 0]
-        return total // self.step - len(dense)
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,8 +38,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int  # width of the residual stream
     num_layers: int
     num_heads: int
-    num_kv_heads: int  # key and value heads; divides ``num_heads``
-    head_dim: int  # elements per head
+    num_kv_heads: int  # key and value heads; divides ``num_heads``. One for latent attention, whose heads share a row
+    head_dim: int  # elements per head; of latent attention those of a row
     intermediate_size: int  # width of the MLP
     norm_eps: float  # epsilon of every RMSNorm
     rope: RopeConfig  # rotary scaling
@@ -71,6 +53,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_mlp_bias: bool  # the three projections of the MLP have biases
     experts: ExpertsConfig | None  # replaces the MLP in some or all layers; None without
     num_mtp_layers: int  # draft heads in the checkpoint's own files
+    latent: LatentConfig | None = None  # latent attention in place of grouped-query attention
     dtype: DType  # type name of the stored weights
     eos_token_ids: tuple[int, ...]  # tokens that end a reply
     bos_token_id: int | None  # token that starts a text, or None
@@ -84,15 +67,28 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         layer += 2 * self.head_dim if self.has_qk_norm else 0
         layer += queries + 2 * keys if self.has_qkv_bias else 0
         layer += self.hidden_size if self.has_out_bias else 0
+        if self.latent is not None:
+            layer = self.latent.num_params(self.hidden_size, self.num_heads) + 2 * self.hidden_size
         mlp = 3 * self.hidden_size * self.intermediate_size
         mlp += 2 * self.intermediate_size + self.hidden_size if self.has_mlp_bias else 0
         total = self.num_layers * layer + self.hidden_size
         total += self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         if self.experts is None:
             return total + self.num_layers * mlp
-        expert = 3 * self.hidden_size * self.experts.intermediate_size + self.hidden_size  # with its row of the router
         num_sparse = self.experts.num_layers(self.num_layers)
-        return total + (self.num_layers - num_sparse) * mlp + num_sparse * self.experts.num_experts * expert
+        sparse = num_sparse * self.experts.num_params(self.hidden_size)
+        return total + (self.num_layers - num_sparse) * mlp + sparse
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that are rotated."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def slot_elements(self) -> int:
+        """Elements that a token stores, all layers together."""
+        num_planes = 2 if self.latent is None else 1
+        return num_planes * self.num_layers * self.num_kv_heads * self.head_dim
 
     def facts(self) -> ModelFacts:
         """Returns the facts that ``core.resolve`` needs."""
@@ -100,7 +96,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             context_length=self.context_length,
             checkpoint_dtype=self.dtype,
             num_params=self.num_params,
-            slot_elements=2 * self.num_layers * self.num_kv_heads * self.head_dim,
+            slot_elements=self.slot_elements,
             step=StepShape(
                 num_layers=self.num_layers,
                 hidden_size=self.hidden_size,
@@ -109,6 +105,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 head_dim=self.head_dim,
                 mlp_elements=self._mlp_elements(),
                 vocab_size=self.vocab_size,
+                latent_elements=0 if self.latent is None else self.latent.step_elements(self.num_heads),
             ),
         )
 
@@ -117,8 +114,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         experts = self.experts
         if experts is None:
             return 3 * self.intermediate_size
-        mixed = experts.num_per_token * (experts.intermediate_size + self.hidden_size) + 4 * experts.num_experts
-        return max(3 * self.intermediate_size, mixed)
+        return max(3 * self.intermediate_size, experts.step_elements(self.hidden_size))
 
     def kv_groups(self, dtype: str) -> tuple[CacheGroupSpec, ...]:
         """Returns the KV groups of its layers, stored as ``dtype``: one."""
@@ -128,6 +124,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             dtype=dtype,
+            codec="kv" if self.latent is None else "latent",
+            value_dim=None if self.latent is None else self.latent.rank,
         )
         return (kv,)
 
@@ -185,11 +183,14 @@ def parse_config(raw: dict[str, Any], path: Path, generation: GenerationConfig) 
     refuse_oversize(fields, path)
     _refuse_unsupported(fields, architecture)
     heads = fields.num_attention_heads
+    latent = read_latent(fields) if family.has_latents else None
     kv_heads = fields.num_key_value_heads or heads
     head_dim = fields.head_dim or fields.hidden_size // heads
+    if latent is not None:
+        kv_heads, head_dim = 1, latent.width
     dtype = fields.dtype or "float32"
     _refuse_nonsense(fields, path.parent, kv_heads, head_dim, dtype)
-    rope = read_rope(fields, head_dim)
+    rope = read_rope(fields, head_dim if latent is None else latent.rope_dim)
     context_length = stretched_context(fields, rope)
     ends = as_ids(fields.eos_token_id) if generation.eos_token_ids is None else generation.eos_token_ids
     return ModelConfig(
@@ -210,7 +211,8 @@ def parse_config(raw: dict[str, Any], path: Path, generation: GenerationConfig) 
         has_qkv_bias=family.has_qkv_bias or bool(fields.attention_bias),
         has_out_bias=bool(fields.attention_bias),
         has_mlp_bias=bool(fields.mlp_bias),
-        experts=_experts(fields),
+        experts=read_experts(fields, has_groups=family.has_latents),
+        latent=latent,
         num_mtp_layers=fields.num_nextn_predict_layers or 0,
         dtype=cast(DType, dtype),
         eos_token_ids=ends or (),
@@ -229,26 +231,12 @@ def _architecture(given: Any) -> str:
     return name
 
 
-def _experts(fields: ConfigFields) -> ExpertsConfig | None:
-    if not fields.num_experts or fields.num_experts_per_tok is None:
-        return None
-    experts = ExpertsConfig(
-        num_experts=fields.num_experts,
-        num_per_token=fields.num_experts_per_tok,
-        intermediate_size=fields.moe_intermediate_size or fields.intermediate_size,
-        is_normalized=bool(fields.norm_topk_prob),
-        step=fields.decoder_sparse_step or 1,
-        dense_layers=frozenset(fields.mlp_only_layers or ()),
-    )
-    return experts if experts.num_layers(fields.num_hidden_layers) else None
-
-
 def _refuse_nonsense(fields: ConfigFields, folder: Path, kv_heads: int, head_dim: int, dtype: str) -> None:
     heads, experts = fields.num_attention_heads, fields.num_experts or 0
     nonsense = {
         f"{heads} attention heads are not a multiple of {kv_heads} key-value heads": heads % kv_heads,
         f"hidden_size {fields.hidden_size} is not a multiple of its {heads} attention heads, and head_dim is not given": (
-            fields.head_dim is None and fields.hidden_size % heads
+            fields.head_dim is None and fields.kv_lora_rank is None and fields.hidden_size % heads
         ),
         f"head_dim {head_dim} is odd, but RoPE turns pairs": head_dim % 2,
         f"dtype {dtype!r} is none of {', '.join(DTYPE_BYTES)}": dtype not in DTYPE_BYTES,

@@ -7,7 +7,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
-from hiserve.models.model_config import ExpertsConfig, ModelConfig
+from hiserve.models.experts_config import ExpertsConfig
+from hiserve.models.latent_config import LatentConfig
+from hiserve.models.model_config import ModelConfig
 
 Part = tuple[str, tuple[int, ...]]
 
@@ -74,7 +76,10 @@ def layer_table(
     """
     hidden, ours = config.hidden_size, f"layers.{layer}."
     table = {ours + "input_norm": stack((theirs + "input_layernorm.weight", (hidden,)))}
-    table |= _attention(config, ours, theirs + "self_attn.", width or hidden)
+    if config.latent is None:
+        table |= _attention(config, ours, theirs + "self_attn.", width or hidden)
+    else:
+        table |= _latent_attention(config.latent, config.num_heads, hidden, ours, theirs + "self_attn.")
     table[ours + "mlp_norm"] = stack((theirs + "post_attention_layernorm.weight", (hidden,)))
     if config.experts is not None and config.experts.is_in(layer):
         return table | _experts(config.experts, hidden, ours, theirs, naming)
@@ -91,6 +96,26 @@ def _attention(config: ModelConfig, ours: str, theirs: str, width: int) -> dict[
         table[ours + "q_norm"] = stack((theirs + "q_norm.weight", (config.head_dim,)))
         table[ours + "k_norm"] = stack((theirs + "k_norm.weight", (config.head_dim,)))
     return table
+
+
+def _latent_attention(
+    latent: LatentConfig, num_heads: int, hidden: int, ours: str, theirs: str
+) -> dict[str, tuple[TensorSource, ...]]:
+    queries, row = num_heads * latent.key_dim, (theirs + "kv_a_proj_with_mqa.weight", (latent.width, hidden))
+    table = {
+        ours + "latent_norm": stack((theirs + "kv_a_layernorm.weight", (latent.rank,))),
+        ours + "latent_up": stack(
+            (theirs + "kv_b_proj.weight", (num_heads * (latent.nope_dim + latent.value_dim), latent.rank))
+        ),
+        ours + "out": stack((theirs + "o_proj.weight", (hidden, num_heads * latent.value_dim))),
+    }
+    if latent.query_rank is None:
+        return table | {ours + "latents": stack((theirs + "q_proj.weight", (queries, hidden)), row)}
+    return table | {
+        ours + "latents": stack((theirs + "q_a_proj.weight", (latent.query_rank, hidden)), row),
+        ours + "query_latent_norm": stack((theirs + "q_a_layernorm.weight", (latent.query_rank,))),
+        ours + "query_up": stack((theirs + "q_b_proj.weight", (queries, latent.query_rank))),
+    }
 
 
 def _mlp(config: ModelConfig, ours: str, theirs: str) -> dict[str, tuple[TensorSource, ...]]:
@@ -127,11 +152,19 @@ def _experts(
     if naming is ExpertNaming.FUSED:
         gate_up_parts = [(theirs + "experts.gate_up_proj", (count, 2 * inner, hidden))]
         down_parts = [(theirs + "experts.down_proj", (count, hidden, inner))]
-    return {
+    table = {
         ours + "router": stack((theirs + "gate.weight", (count, hidden))),
         ours + "experts_gate_up": stack(*gate_up_parts),
         ours + "experts_down": stack(*down_parts),
     }
+    if experts.routing is not None:
+        table[ours + "choice_bias"] = stack((theirs + "gate.e_score_correction_bias", (count,)))
+    if size := experts.shared_size:
+        theirs += "shared_experts."
+        gate_up = {"gate_proj": size, "up_proj": size}
+        table |= _projection(ours + "shared_gate_up", theirs, gate_up, hidden, False)
+        table |= _projection(ours + "shared_down", theirs, {"down_proj": hidden}, size, False)
+    return table
 
 
 def stack(*parts: Part) -> tuple[TensorSource, ...]:

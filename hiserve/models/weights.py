@@ -21,6 +21,7 @@ from hiserve.models.reading import TORCH_DTYPES, plan_chunks, read_chunks
 _DUMMY_SEED = 0
 _DUMMY_STD = 0.02
 _MAX_NAMES = 5
+_WIDE = "choice_bias"  # ends the names of parameters that are float32 whatever the model's type is
 
 
 def load_parameters(
@@ -118,7 +119,9 @@ def _allocate(
     for name, pieces in table.items():
         rows, first = sum(piece.num_rows for piece in pieces), pieces[0].shape
         shape = (rows,) if len(first) == 1 else (rows, first[-1])
-        parameters[name] = torch.empty(shape, dtype=dtype, device=device)
+        is_wide = name.endswith(_WIDE)
+        kept = torch.promote_types(dtype, torch.float32) if is_wide else dtype
+        parameters[name] = torch.empty(shape, dtype=kept, device=device)
     return parameters
 
 

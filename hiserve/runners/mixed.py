@@ -164,7 +164,7 @@ class MixedRunner:
         self._static = StaticInputs(buckets[-1], self._coverage.max_decode, MAX_PROMPTS, table_width, rows.device)
         # Noise shows whether the replay wrote the output. It has its own generator: torch's cannot be used outside graphs
         # once a capture has failed.
-        self._out = torch.empty((buckets[-1], shape.num_heads, shape.head_dim), dtype=shape.dtype, device=rows.device)
+        self._out = torch.empty((buckets[-1], shape.num_heads, shape.out_dim), dtype=shape.dtype, device=rows.device)
         self._out.normal_(generator=torch.Generator(rows.device))
         self._attention = _FixedOutput(attention, self._out)
         self._captured: dict[int, _CapturedMixed] = {}

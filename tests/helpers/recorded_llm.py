@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hiserve.attention.base import Attention, AttentionShape
+from hiserve.attention.latent import open_with
 from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.config.settings import Settings
 from hiserve.core import resolve
@@ -48,10 +49,10 @@ def allow_recording(
         return stacked[-1]
 
     def open_recordable(name: str, shape: AttentionShape, device: torch.device, **_: Any) -> Attention:
-        return attention(ReferenceAttention(shape))
+        return open_with(shape, lambda shape: attention(ReferenceAttention(shape)))
 
     def open_draft(name: str, shape: AttentionShape, device: torch.device) -> Attention:
-        return RecordableAttention(ReferenceAttention(shape))
+        return open_with(shape, lambda shape: RecordableAttention(ReferenceAttention(shape)))
 
     def graphs_of(config: Settings, *, on_cpu: bool) -> Any:
         return "off" if config.runner.graphs == "auto" else config.runner.graphs

@@ -12,17 +12,17 @@ from hiserve.core.kv_groups import CacheGroupSpec
 
 
 def storage_shape(group: CacheGroupSpec, num_pages: int, page_size: int) -> tuple[int, ...]:
-    """Returns ``(num_layers, 2, num_slots, num_kv_heads, head_dim)``: layer-major, keys then values.
+    """Returns ``(num_layers, num_planes, num_slots, num_kv_heads, head_dim)``: layer-major, keys then values.
 
     Layer-major makes the slots of adjacent pages adjacent within a layer, so that a row whose
     pages are adjacent is one contiguous view there: CPU attention reads it without a gather.
     """
-    return (group.num_layers, 2, num_pages * page_size, group.num_kv_heads, group.head_dim)
+    return (group.num_layers, group.num_planes, num_pages * page_size, group.num_kv_heads, group.head_dim)
 
 
-def layer_views(storage: Tensor) -> tuple[LayerKV, ...]:
-    """Returns the keys and values of each layer of a group, as views of its storage."""
-    return tuple(LayerKV(k=planes[0], v=planes[1]) for planes in storage)
+def layer_views(storage: Tensor, value_dim: int | None = None) -> tuple[LayerKV, ...]:
+    """Returns the keys and values of each layer of a group, as views of its storage; ``value_dim`` is the group's."""
+    return tuple(LayerKV(k=planes[0], v=planes[-1][..., :value_dim]) for planes in storage)
 
 
 class DevicePool:
@@ -44,7 +44,7 @@ class DevicePool:
             # Not cleared: unallocated pages may hold any bytes, and touching them all would take seconds.
             storage = torch.empty(shape, dtype=getattr(torch, group.dtype), device=device)
             self._storages[group.name] = storage
-            self._layers[group.name] = layer_views(storage)
+            self._layers[group.name] = layer_views(storage, group.value_dim)
 
     @property
     def num_bytes(self) -> int:

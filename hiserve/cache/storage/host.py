@@ -159,5 +159,9 @@ class HostPool:
         strides = (typed.stride(0), group.num_kv_heads * group.head_dim, group.head_dim, 1)
         offsets = (self.layout.offsets[group.name] // typed.element_size()).tolist()
         return tuple(
-            LayerKV(k=typed.as_strided(shape, strides, k), v=typed.as_strided(shape, strides, v)) for k, v in offsets
+            LayerKV(
+                k=typed.as_strided(shape, strides, planes[0]),
+                v=typed.as_strided(shape, strides, planes[-1])[..., : group.value_dim],
+            )
+            for planes in offsets
         )

@@ -304,7 +304,8 @@ class PageStreams:
 
     def _layer_bytes(self) -> int:
         """Returns the bytes of a page in one layer of the first group, the model's own."""
-        return 2 * self._host.layout.piece_bytes(self._host.layout.groups[0])
+        own = self._host.layout.groups[0]
+        return own.num_planes * self._host.layout.piece_bytes(own)
 
     def _move_by_layer(self, pages: Tensor, ours: Int32Array, theirs: Int32Array) -> tuple[torch.cuda.Event, ...]:
         """Scatters host pages: other groups first, then each layer of the first group with an event."""
@@ -323,13 +324,14 @@ class PageStreams:
     def _views(self, pages: Tensor, group: CacheGroupSpec, layers: range) -> tuple[Tensor, Tensor]:
         """Returns the planes of adjacent layers of a group, and their columns of ``[n, page_bytes]``."""
         layout = self._host.layout
-        piece_bytes = layout.piece_bytes(group)
+        piece_bytes, per_layer = layout.piece_bytes(group), group.num_planes
         words = word_type(piece_bytes)
         start = int(layout.offsets[group.name][layers.start, 0])
-        planes = self._device.storage(group.name).view(2 * group.num_layers, -1).view(words)
+        planes = self._device.storage(group.name).view(per_layer * group.num_layers, -1).view(words)
+        pieces = planes.view(per_layer * group.num_layers, -1, piece_bytes // words.itemsize)
         return (
-            planes.view(2 * group.num_layers, -1, piece_bytes // words.itemsize)[2 * layers.start : 2 * layers.stop],
-            pages[:, start : start + 2 * len(layers) * piece_bytes].view(words),
+            pieces[per_layer * layers.start : per_layer * layers.stop],
+            pages[:, start : start + per_layer * len(layers) * piece_bytes].view(words),
         )
 
 

@@ -33,7 +33,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class PageLayout:
-    """Offsets within a page. A piece is the keys, or the values, of one layer.
+    """Offsets within a page. A piece is the keys, or the values, of one layer; or its rows that are both.
 
         page    group | group | ...
         group   layer 0: keys, values | layer 1: keys, values | ...
@@ -41,7 +41,7 @@ class PageLayout:
 
     Attributes:
         page_bytes: Bytes from one page to the next; a multiple of ``ALIGNMENT``.
-        offsets: By group: int64 ``[num_layers, 2]``, bytes from the start of a page to its keys and values.
+        offsets: By group: int64 ``[num_layers, num_planes]``, bytes from the start of a page to its keys and values.
     """
 
     def __init__(self, groups: Sequence[CacheGroupSpec], page_size: int) -> None:
@@ -51,7 +51,7 @@ class PageLayout:
         end = 0
         for group in groups:
             assert group.name not in self.offsets, f"two KV groups are named {group.name!r}"
-            planes = np.arange(2 * group.num_layers, dtype=np.int64).reshape(-1, 2)
+            planes = np.arange(group.num_planes * group.num_layers, dtype=np.int64).reshape(-1, group.num_planes)
             self.offsets[group.name] = end + planes * self.piece_bytes(group)
             end += -(-page_size * group.slot_bytes // ALIGNMENT) * ALIGNMENT
         self.page_bytes = end

@@ -281,7 +281,9 @@ class ThreadTransfers(TransferQueue):
         theirs = torch.from_numpy(copy.host_pages).long()
         for group in self._host.layout.groups:
             for device, host in zip(self._device.layers(group.name), self._host.layers(group.name), strict=True):
-                for slots, pages in ((device.k, host.k), (device.v, host.v)):
+                planes = [(device.k, host.k)]
+                planes += [(device.v, host.v)] if group.value_dim is None else []
+                for slots, pages in planes:
                     pieces = slots.view(-1, *pages.shape[1:])
                     if is_load:
                         pieces.index_copy_(0, ours, pages.index_select(0, theirs))

@@ -1,10 +1,14 @@
 """Models, their configurations and weights."""
 
-from hiserve.models import config_fields, decoder, model_config, weights
-from tests.e2e import test_transformers_oracle
-from tests.unit.models import test_model_config, test_weights
+from hiserve.attention import latent
+from hiserve.kernels import routing
+from hiserve.models import config_fields, decoder, latent_attention, latent_config, model_config, weights
+from tests.e2e import test_latent_oracle, test_transformers_oracle
+from tests.unit.attention import test_latent
+from tests.unit.kernels import test_routing
+from tests.unit.models import test_latent_config, test_model_config, test_weights
 
-with decoder.make_layer, test_transformers_oracle.test_float32_logits_of_every_position_agree:
+with decoder._grouped_attention, test_transformers_oracle.test_float32_logits_of_every_position_agree:
     "INV 18: queries and keys are not normed"
     qk_weight
     None
@@ -20,3 +24,23 @@ with config_fields.read_windows, test_model_config.test_windows_are_those_that_a
     "INV 67: all layers have a window although some attend to everything"
     tuple(window if each else None for each in slides)
     (window,) * len(slides)
+with latent_config.read_latent, test_latent_config.test_scores_take_the_square_of_yarns_factor:
+    "scores of latent attention take YaRN's factor once"
+    _mscale(fields) ** 2
+    _mscale(fields)
+with latent_attention.make_latent_attention, test_latent_oracle.test_logits_are_those_of_transformers["deepseek"]:
+    "neighbours that are rotated together are taken for halves"
+    latent.is_interleaved
+    False
+with routing.route_in_groups, test_routing.test_a_bias_changes_the_choice_and_never_a_share:
+    "the bias of an expert is part of its share"
+    likelihood.gather(-1, experts)
+    merit.flatten(1).gather(-1, experts)
+with latent.LatentAttention._expand_and_attend, test_latent.test_every_token_sees_its_row_absorbed_and_expanded:
+    "parts of a prefix are joined without their sums"
+    merge(out, lse, *self._attend(q, self._gather(kv.k, row.pages, begin, end), kv, is_causal=False))
+    out + self._attend(q, self._gather(kv.k, row.pages, begin, end), kv, is_causal=False)[0], lse
+with latent.LatentAttention.plan, test_latent.test_a_row_that_decodes_is_not_expanded_because_its_length_is_only_bounded:
+    "a row is expanded although the host has only a bound of its length"
+    first = inputs.num_decode + int(is_long.argmax()) if is_long.any() else num_rows
+    first = 0

@@ -19,6 +19,16 @@ def test_keys_and_values_of_a_layer_follow_each_other() -> None:
     assert layout.page_bytes == 4 * group("kv").slot_bytes
 
 
+def test_a_row_that_is_key_and_value_lies_there_once() -> None:
+    latent = CacheGroupSpec(
+        name="kv", num_layers=3, num_kv_heads=1, head_dim=10, dtype="float32", codec="latent", value_dim=6
+    )
+    layout = PageLayout([latent], page_size=4)
+    assert layout.offsets["kv"].tolist() == [[0], [160], [320]]
+    assert latent.slot_bytes == 3 * 10 * 4
+    assert layout.page_bytes == 512  # 480, aligned
+
+
 def test_groups_begin_aligned_and_do_not_overlap() -> None:
     odd = group("odd", layers=1, heads=1, dim=3, dtype="float16")
     tail = group("tail", layers=1, heads=1, dim=5, dtype="float64")

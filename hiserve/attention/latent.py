@@ -1,0 +1,184 @@
+"""Latent attention: heads that share one row per token, absorbed or expanded (DeepSeek-V2, arXiv:2405.04434).
+
+Absorbed, a query is multiplied by its head's key projection and attends over the rows themselves: one KV head of
+``rank + rope_dim`` elements. Expanded, keys and values of every head are computed from the rows: more work for each
+key, less for each pair of query and key, so that it pays for many queries of one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hiserve.attention.base import Attention, AttentionShape
+from hiserve.core.forward import ForwardInputs, LatentKV, LayerKV
+from hiserve.core.step_memory import EXPANDED_KEYS
+from hiserve.kernels.reference import merge
+
+MIN_EXPANDED = 128
+"""Least new tokens of a row that is expanded."""
+
+_NUM_SCORES = 1 << 24  # in memory at once, where no fused kernel computes them
+_FUSED_DTYPES = (torch.bfloat16, torch.float16)
+_MAX_FUSED_DIM = 256
+
+
+def open_with(shape: AttentionShape, make: Callable[[AttentionShape], Attention]) -> Attention:
+    """Returns a backend of a shape; ``make`` gives one of grouped-query attention, which computes absorbed queries."""
+    return make(shape) if shape.latent is None else LatentAttention(shape, make(replace(shape, latent=None)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _LongRow:
+    """A row to expand."""
+
+    start: int  # first of its tokens
+    num_new: int  # its tokens
+    num_cached: int  # its tokens before this step
+    pages: Tensor  # int64 ``[n]``, those of ``num_cached`` tokens
+
+
+class LatentAttention:
+    """Expands the keys of rows with many new tokens; ``absorbed`` computes the rows before the first of them.
+
+    Args:
+        shape: With ``latent``.
+        absorbed: A backend for one KV head of ``head_dim`` elements, of which the first ``rank`` are the value, and
+            scores scaled by ``head_dim ** -0.5``.
+        min_expanded: Least new tokens of a row to expand; None expands none.
+    """
+
+    def __init__(self, shape: AttentionShape, absorbed: Attention, min_expanded: int | None = MIN_EXPANDED) -> None:
+        assert shape.latent is not None and not shape.windows and not shape.sinks, shape
+        self.needs_host_lengths = absorbed.needs_host_lengths
+        self._shape, self._latent = shape, shape.latent
+        self._absorbed = absorbed
+        self._min_expanded = min_expanded
+        self._long: list[_LongRow] = []
+        self._num_absorbed = 0  # tokens of the rows before them
+
+    def captured(self, num_rows: int, width: int) -> Attention | None:
+        """Returns one that expands nothing: a graph depends on no lengths of the host."""
+        return self._fixed(self._absorbed.captured(num_rows, width))
+
+    def ragged(self) -> Attention | None:
+        """Likewise."""
+        return self._fixed(self._absorbed.ragged())
+
+    def _fixed(self, absorbed: Attention | None) -> Attention | None:
+        return None if absorbed is None else LatentAttention(self._shape, absorbed, min_expanded=None)
+
+    def plan(self, inputs: ForwardInputs) -> None:
+        """Finds the first row to expand. The host knows exact lengths of rows that do not decode."""
+        num_rows = first = len(inputs.q_lens)
+        if self._min_expanded is not None:
+            is_long = inputs.q_lens[inputs.num_decode :] >= self._min_expanded
+            first = inputs.num_decode + int(is_long.argmax()) if is_long.any() else num_rows
+        self._num_absorbed = int(inputs.q_lens[:first].sum())
+        self._long = []
+        start = self._num_absorbed
+        for row in range(first, num_rows):
+            num_new = int(inputs.q_lens[row])
+            num_cached = int(inputs.kv_bounds[row]) - num_new
+            pages = inputs.page_table[row, : -(-num_cached // self._shape.page_size)].long()
+            self._long.append(_LongRow(start, num_new, num_cached, pages))
+            start += num_new
+        if first:
+            self._absorbed.plan(inputs.cut(0, first) if self._long else inputs)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
+        """Attends; ``kv`` is a ``LatentKV``."""
+        assert isinstance(kv, LatentKV), type(kv)
+        cut = self._num_absorbed
+        out = q.new_empty((*q.shape[:2], self._latent.value_dim)) if out is None else out
+        if cut:
+            latents = self._absorbed.forward(self._absorb(q[:cut], kv.to_keys), k[:cut], v[:cut], kv, layer)
+            out[:cut] = torch.einsum("thr,hvr->thv", latents, kv.to_values)
+        for row in self._long:
+            mine = slice(row.start, row.start + row.num_new)
+            out[mine] = self._expand_and_attend(row, q[mine], k[mine, 0], kv)
+        return out
+
+    def _absorb(self, q: Tensor, to_keys: Tensor) -> Tensor:
+        """Returns queries of rows, ``[T, num_heads, rank + rope_dim]``, scaled for ``absorbed``."""
+        latent = self._latent
+        absorbed = torch.einsum("thn,hnr->thr", q[..., : latent.nope_dim], to_keys)
+        factor = latent.scale * self._shape.head_dim**0.5
+        return torch.cat((absorbed, q[..., latent.nope_dim :]), -1).mul_(factor)
+
+    def _expand_and_attend(self, row: _LongRow, q: Tensor, new: Tensor, kv: LatentKV) -> Tensor:
+        """Attends over the new keys, then over the cached ones, some at a time.
+
+        ``q`` is ``[n, num_heads, nope_dim + rope_dim]``, ``new`` the rows of the same tokens, ``[n, width]``.
+        """
+        hidden = int(self._shape.hides_first)  # keys that nobody sees, at the start of the row
+        if row.num_cached + row.num_new <= hidden:
+            return q.new_zeros((*q.shape[:2], self._latent.value_dim))
+        if not row.num_cached:
+            seen, _ = self._attend(q[hidden:], new[hidden:], kv, is_causal=True)
+            return torch.cat((seen.new_zeros((hidden, *seen.shape[1:])), seen)).to(q.dtype)
+        out, lse = self._attend(q, new, kv, is_causal=True)
+        for begin in range(hidden, row.num_cached, EXPANDED_KEYS):
+            end = min(begin + EXPANDED_KEYS, row.num_cached)
+            out, lse = merge(out, lse, *self._attend(q, self._gather(kv.k, row.pages, begin, end), kv, is_causal=False))
+        return out.to(q.dtype)
+
+    def _gather(self, pool: Tensor, pages: Tensor, begin: int, end: int) -> Tensor:
+        """Returns the rows of the positions ``begin`` to ``end``, ``[end - begin, width]``."""
+        page_size = self._shape.page_size
+        first = begin // page_size
+        found = pool.view(-1, page_size, pool.shape[-1]).index_select(0, pages[first : -(-end // page_size)])
+        return found.flatten(0, 1)[begin - first * page_size : end - first * page_size]
+
+    def _attend(self, q: Tensor, rows: Tensor, kv: LatentKV, *, is_causal: bool) -> tuple[Tensor, Tensor]:
+        """Expands rows ``[m, width]`` and attends; as ``attend_dense``."""
+        latents, rotated = rows.split_with_sizes((self._latent.rank, self._latent.rope_dim), -1)
+        keys = torch.einsum("mr,hnr->hmn", latents, kv.to_keys)
+        keys = torch.cat((keys, rotated.expand(keys.shape[0], -1, -1)), -1)
+        values = torch.einsum("mr,hvr->hmv", latents, kv.to_values)
+        return attend_dense(q, keys, values, self._latent.scale, is_causal=is_causal)
+
+
+def attend_dense(q: Tensor, keys: Tensor, values: Tensor, scale: float, *, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Attends over keys that all queries see, or over their own and those before.
+
+    Args:
+        q: ``[n, num_heads, d]``.
+        keys: ``[num_heads, m, d]``.
+        values: ``[num_heads, m, v]``.
+        scale: Factor of the scores.
+        is_causal: Query i sees the keys up to i, and m is n.
+
+    Returns:
+        ``[n, num_heads, v]`` and the natural logarithm of the sum of exponentials, ``[n, num_heads]``; both float32, or
+        float64 for float64.
+    """
+    if q.device.type == "cuda" and q.dtype in _FUSED_DTYPES and q.shape[2] <= _MAX_FUSED_DIM:
+        return _attend_fused(q, keys, values, scale, is_causal=is_causal)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    keys, values = keys.to(wide), values.to(wide)
+    step = max(1, _NUM_SCORES // (keys.shape[0] * keys.shape[1]))
+    outs, sums = [], []
+    for first, part in zip(range(0, q.shape[0], step), torch.split(q, step), strict=True):
+        scores = torch.einsum("nhd,hmd->hnm", part.to(wide), keys).mul_(scale)
+        if is_causal:
+            hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu_(first + 1)
+            scores.masked_fill_(hidden, -torch.inf)
+        lse = scores.logsumexp(-1)
+        outs.append(torch.einsum("hnm,hmv->nhv", scores.sub_(lse[..., None]).exp_(), values))
+        sums.append(lse.transpose(0, 1))
+    return torch.cat(outs), torch.cat(sums)
+
+
+def _attend_fused(q: Tensor, keys: Tensor, values: Tensor, scale: float, *, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """As ``attend_dense``, by the kernel of torch that returns the sums; it takes values as wide as keys."""
+    num_values, spare = values.shape[2], keys.shape[2] - values.shape[2]
+    assert spare >= 0, f"keys of {keys.shape[2]} elements, values of {num_values}"
+    values = torch.nn.functional.pad(values, (0, spare))
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        q.transpose(0, 1)[None], keys[None], values[None], 0.0, is_causal, False, scale=scale
+    )
+    return out[0, :, :, :num_values].transpose(0, 1).float(), lse[0, :, : q.shape[0]].transpose(0, 1)

@@ -1,0 +1,54 @@
+"""Choice of experts among groups, in plain torch: of fixed shape, without a host sync."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_SPARE = 1e-20  # of a sum of shares, which may be 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertGroups:
+    """Groups of as many adjacent experts, two at least.
+
+    Attributes:
+        bias: float32 or float64 ``[num_experts]``. Added to the likelihood of an expert for the choice alone.
+        num_groups: All groups.
+        num_chosen: Groups of a token.
+        scale: Factor of the shares.
+    """
+
+    bias: Tensor
+    num_groups: int
+    num_chosen: int
+    scale: float
+
+
+def route_in_groups(
+    logits: Tensor, groups: ExpertGroups, num_per_token: int, is_normalized: bool
+) -> tuple[Tensor, Tensor]:
+    """Chooses the best experts of the best groups of each token (DeepSeek-V3, arXiv:2412.19437).
+
+    Args:
+        logits: ``[T, num_experts]``, of the type of the bias; the likelihood of an expert is their sigmoid. A group counts
+            as much as the sum of its two best.
+        groups: Their sizes, bias and scale.
+        num_per_token: Experts to choose.
+        is_normalized: Scale the shares of the chosen ones to sum to 1, before ``groups.scale``.
+
+    Returns:
+        Shares ``[T, num_per_token]``, and experts, int64 of the same shape.
+    """
+    likelihood = logits.sigmoid()
+    sizes = (logits.shape[0], groups.num_groups, logits.shape[1] // groups.num_groups)
+    merit = (likelihood + groups.bias).view(sizes)
+    best = merit.topk(2, -1).values.sum(-1).topk(groups.num_chosen, -1).indices
+    is_out = torch.ones_like(merit[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+    experts = merit.masked_fill(is_out[..., None], -torch.inf).flatten(1).topk(num_per_token, -1).indices
+    shares = likelihood.gather(-1, experts)
+    if is_normalized:
+        shares = shares / (shares.sum(-1, keepdim=True) + _SPARE)
+    return shares * groups.scale, experts

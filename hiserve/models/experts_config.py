@@ -1,0 +1,124 @@
+"""Reads the shape of a mixture of experts, without torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from hiserve.errors import ModelError
+from hiserve.models.config_fields import ConfigFields
+
+_SPARSE, _DENSE = "sparse", "dense"
+
+
+class GroupRouting(msgspec.Struct, frozen=True, kw_only=True):
+    """Likelihoods of experts are sigmoids; a learned bias takes part in the choice alone (DeepSeek-V3, arXiv:2412.19437).
+
+    A group counts as much as its two best experts; only experts of the best groups can be chosen.
+    """
+
+    num_groups: int  # groups of as many adjacent experts
+    num_chosen: int  # groups of a token
+    scale: float  # factor of the shares
+
+
+class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A mixture of experts in place of the MLP."""
+
+    num_experts: int  # experts of a layer
+    num_per_token: int  # experts that compute a token
+    intermediate_size: int  # width of each
+    is_normalized: bool  # the shares of a token's experts are scaled to sum to 1
+    step: int  # every ``step``-th layer has experts, counted from 1
+    dense_layers: frozenset[int]  # layers, counted from 0, that have an MLP regardless of ``step``
+    routing: GroupRouting | None = None  # None: likelihoods are a softmax
+    shared_size: int = 0  # width of the shared expert, an MLP that computes every token; 0 without
+
+    def is_in(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts."""
+        return (layer + 1) % self.step == 0 and layer not in self.dense_layers
+
+    def num_layers(self, total: int) -> int:
+        """Returns how many of ``total`` layers have experts."""
+        dense = [layer for layer in self.dense_layers if 0 <= layer < total and (layer + 1) % self.step == 0]
+        return total // self.step - len(dense)
+
+    def num_params(self, hidden_size: int) -> int:
+        """Returns the parameters of a layer's experts and their router."""
+        expert = 3 * hidden_size * self.intermediate_size + hidden_size  # with its row of the router
+        biases = 0 if self.routing is None else self.num_experts
+        return self.num_experts * expert + biases + 3 * hidden_size * self.shared_size
+
+    def step_elements(self, hidden_size: int) -> int:
+        """Returns elements of a token in the experts of a layer, outputs included."""
+        mixed = self.num_per_token * (self.intermediate_size + hidden_size) + 4 * self.num_experts
+        return mixed + (3 * self.shared_size + hidden_size if self.shared_size else 0)
+
+
+def read_experts(fields: ConfigFields, *, has_groups: bool) -> ExpertsConfig | None:
+    """Returns the experts that ``config.json`` describes, or None; ``has_groups`` is the family's.
+
+    Raises:
+        ModelError: They are of a kind that is not supported, or contradict themselves.
+    """
+    if not fields.num_experts or fields.num_experts_per_tok is None:
+        return None
+    inner = fields.moe_intermediate_size or fields.intermediate_size
+    experts = ExpertsConfig(
+        num_experts=fields.num_experts,
+        num_per_token=fields.num_experts_per_tok,
+        intermediate_size=inner,
+        is_normalized=bool(fields.norm_topk_prob),
+        step=fields.decoder_sparse_step or 1,
+        dense_layers=_dense_layers(fields),
+        routing=_read_routing(fields) if has_groups else None,
+        shared_size=inner * (fields.n_shared_experts or 0),
+    )
+    return experts if experts.num_layers(fields.num_hidden_layers) else None
+
+
+def _dense_layers(fields: ConfigFields) -> frozenset[int]:
+    types = fields.mlp_layer_types
+    if types is None:
+        return frozenset({*(fields.mlp_only_layers or ()), *range(fields.first_k_dense_replace or 0)})
+    if unknown := sorted(set(types) - {_SPARSE, _DENSE}):
+        raise ModelError(
+            f"mlp_layer_types names {', '.join(unknown)}; only {_SPARSE} and {_DENSE} are supported.", param="model"
+        )
+    if len(types) != fields.num_hidden_layers:
+        raise ModelError(
+            f"config.json makes no sense: mlp_layer_types names {len(types)} layers, and num_hidden_layers is "
+            f"{fields.num_hidden_layers}.",
+            param="model",
+        )
+    return frozenset(layer for layer, kind in enumerate(types) if kind == _DENSE)
+
+
+def _read_routing(fields: ConfigFields) -> GroupRouting:
+    routing = GroupRouting(
+        num_groups=fields.n_group or 1,
+        num_chosen=fields.topk_group or 1,
+        scale=1.0 if fields.routed_scaling_factor is None else fields.routed_scaling_factor,
+    )
+    refused = {
+        f"scoring_func {fields.scoring_func}": fields.scoring_func not in (None, "sigmoid"),
+        f"topk_method {fields.topk_method}": fields.topk_method not in (None, "noaux_tc"),
+        f"moe_layer_freq {fields.moe_layer_freq}": fields.moe_layer_freq not in (None, 1),
+    }
+    if named := [name for name, is_so in refused.items() if is_so]:
+        raise ModelError(
+            f"experts with {', '.join(named)} are not supported; scoring_func sigmoid, topk_method noaux_tc and "
+            "moe_layer_freq 1 are.",
+            param="model",
+        )
+    count, groups, chosen = fields.num_experts or 0, routing.num_groups, routing.num_chosen
+    nonsense = {
+        f"{count} experts do not divide into {groups} groups of two or more": count % groups or count < 2 * groups,
+        f"topk_group {chosen} is more than n_group {groups}": chosen > groups,
+        f"{fields.num_experts_per_tok} experts per token are more than {chosen} of {groups} groups have": (
+            (fields.num_experts_per_tok or 0) > chosen * (count // groups)
+        ),
+    }
+    for fact, is_so in nonsense.items():
+        if is_so:
+            raise ModelError(f"config.json makes no sense: {fact}.", param="model")
+    return routing

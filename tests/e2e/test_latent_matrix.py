@@ -1,0 +1,87 @@
+"""Latent attention: the same tokens whoever drafts, whatever became of a prompt's pages, with graphs too.
+
+Exact: float64 on the CPU, where graphs are recorded, against an engine without graphs that guesses and reuses nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hiserve import SamplingParams
+from hiserve.models.model_config import NANO, find_model
+from tests.helpers.cache_paths import (
+    Case,
+    Work,
+    answer,
+    device_hits,
+    host_hits,
+    pairwise,
+    preemption,
+    store_hits,
+)
+from tests.helpers.latent_models import FAMILIES, save_latent
+from tests.helpers.recorded_llm import allow_recording
+
+SEED, NUM_NEW, VOCAB = 61, 16, 4096  # tokens of hiserve-nano's tokenizer
+PATHS: tuple[Callable[..., None], ...] = (preemption, device_hits, host_hits, store_hits)
+ALL: list[Case] = list(product(FAMILIES, PATHS, ("off", "ngram"), ("greedy", "drawn"), (8, 16), (0, 1), ("off", "all")))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    torch.set_num_threads(1)
+    folders = {family: tmp_path_factory.mktemp("model") for family in FAMILIES}
+    for family, folder in folders.items():
+        save_latent(family, folder, vocab_size=VOCAB)
+        shutil.copy(find_model(NANO) / "tokenizer.json", folder)
+    return folders
+
+
+@lru_cache
+def work_of(folder: Path, how: str) -> Work:
+    """Prompts that repeat themselves, and share their beginnings in pairs."""
+    print(f"seed {SEED}")
+    rng = np.random.default_rng([SEED, how == "drawn"])
+    shared = rng.integers(7, VOCAB, 18).tolist()
+    prompts = [shared * 2 + rng.integers(7, VOCAB, 4 + 11 * index).tolist() + shared[:9] for index in range(4)]
+    options = {"temperature": 0.0} if how == "greedy" else {"temperature": 0.9, "top_p": 0.95}
+    sampling = [SamplingParams(seed=i, max_tokens=NUM_NEW, ignore_eos=True, **options) for i in range(4)]
+    return answer(prompts, sampling, model=str(folder))
+
+
+def named(case: Case) -> str:
+    family, path, *rest = case
+    return "-".join(map(str, (family, path.__name__, *rest)))
+
+
+def run(case: Case, folders: dict[str, Path], folder: Path, patch: pytest.MonkeyPatch) -> None:
+    family, path, proposer, how, page_size, depth, graphs = case
+    work = work_of(folders[family], how)
+    executors = allow_recording(patch)
+    options = {"spec": proposer, "spec_steps": 2, "overlap": depth, "graphs": graphs, "kv_canary": False}
+    path(work, folder, page_size, model=str(folders[family]), **options)
+    replays = [sum(executor.gate_counts().get("replay", {}).values()) for executor in executors]
+    assert all((num_replays > 10) == (graphs == "all") for num_replays in replays), replays
+
+
+@pytest.mark.parametrize("case", list(pairwise(ALL)), ids=named)
+def test_rows_of_latents_change_nothing(
+    case: Case, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(case, folders, tmp_path, monkeypatch)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ALL, ids=named)
+def test_the_whole_product_changes_nothing(
+    case: Case, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(case, folders, tmp_path, monkeypatch)

@@ -1,0 +1,72 @@
+"""Tiny random models with latent attention, made by transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "routed_scaling_factor": 1.7,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+}
+# What makes each family itself, beyond SHAPE; the key is transformers' ``model_type``.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "rope_parameters": YARN},
+    "glm4_moe_lite": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+}
+
+
+def save_latent(family: str, folder: Path, *, save: dict[str, Any] | None = None, **overrides: Any) -> Path:
+    """Saves a random model of a family, with uneven norms, and biases that change the choice of experts.
+
+    Args:
+        family: A key of ``FAMILIES``.
+        folder: Where.
+        save: Arguments of ``save_pretrained``.
+        **overrides: As in transformers' config.
+    """
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | FAMILIES[family] | overrides))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("mlp.gate.weight"):
+                parameter.normal_(0.0, 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3)
+    model.save_pretrained(folder, **save or {})
+    return folder

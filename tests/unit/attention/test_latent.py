@@ -1,0 +1,173 @@
+"""Latent attention against one dense softmax a token in float64, absorbed and expanded, over pages full of NaN."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hiserve.attention import latent
+from hiserve.attention.backends import open_attention
+from hiserve.attention.base import AttentionShape, LatentShape
+from hiserve.attention.latent import LatentAttention, attend_dense
+from hiserve.attention.reference_attention import ReferenceAttention
+from hiserve.core.forward import ForwardInputs, LatentKV
+from hiserve.errors import ConfigError
+from hiserve.kernels.reference import merge
+
+HEADS, PAGE = 3, 4
+LATENT = LatentShape(rank=10, rope_dim=4, nope_dim=6, value_dim=5, scale=0.37)
+SHAPE = AttentionShape(1, HEADS, 1, LATENT.rank + LATENT.rope_dim, PAGE, torch.float64, latent=LATENT)
+# (tokens cached, tokens new), rows that decode first.
+ROWS = ((5, 1), (0, 1), (16, 3), (0, 9), (7, 8), (21, 2), (0, 1), (1, 12))
+NUM_DECODE = 3
+
+
+class Subject:
+    """A batch, and the output that each token must have."""
+
+    def __init__(self, rows: tuple[tuple[int, int], ...] = ROWS, *, hides_first: bool = False) -> None:
+        torch.manual_seed(11)
+        lengths = [cached + new for cached, new in rows]
+        num_pages = [-(-length // PAGE) for length in lengths]
+        order = torch.randperm(sum(num_pages)).add_(1).split(num_pages)
+        table = torch.full((len(rows), max(num_pages)), 2**31 - 1, dtype=torch.int32)
+        pool = torch.full(((sum(num_pages) + 1) * PAGE, 1, SHAPE.head_dim), torch.nan, dtype=torch.float64)
+        width = LATENT.nope_dim + LATENT.rope_dim
+        to_keys = torch.randn(HEADS, LATENT.nope_dim, LATENT.rank, dtype=torch.float64)
+        to_values = torch.randn(HEADS, LATENT.value_dim, LATENT.rank, dtype=torch.float64)
+        queries, slots, expected, fresh = [], [], [], []
+        for row, ((cached, new), pages) in enumerate(zip(rows, order, strict=True)):
+            table[row, : len(pages)] = pages
+            positions = torch.arange(cached + new)
+            places = pages[positions // PAGE] * PAGE + positions % PAGE
+            pool[places] = torch.randn(cached + new, 1, SHAPE.head_dim, dtype=torch.float64)
+            first = int(hides_first)
+            q = torch.randn(new, HEADS, width, dtype=torch.float64)
+            for token in range(new):
+                seen = pool[places[first : cached + token + 1], 0]
+                keys = torch.cat(
+                    (
+                        torch.einsum("mr,hnr->hmn", seen[:, : LATENT.rank], to_keys),
+                        seen[:, LATENT.rank :].expand(HEADS, -1, -1),
+                    ),
+                    -1,
+                )
+                values = torch.einsum("mr,hvr->hmv", seen[:, : LATENT.rank], to_values)
+                shares = (torch.einsum("hd,hmd->hm", q[token], keys) * LATENT.scale).softmax(-1)
+                expected.append(torch.einsum("hm,hmv->hv", shares, values))
+            if hides_first:
+                pool[places[0]] = torch.nan
+            queries.append(q)
+            slots.append(places[cached:])
+            fresh.append(pool[places[cached:]])
+        self.q, self.expected, self.k = torch.cat(queries), torch.stack(expected), torch.cat(fresh)
+        self.kv = LatentKV(k=pool, v=pool[..., : LATENT.rank], to_keys=to_keys, to_values=to_values)
+        q_lens = np.array([new for _, new in rows], dtype=np.int32)
+        self.inputs = ForwardInputs(
+            input_ids=torch.zeros(int(q_lens.sum()), dtype=torch.int32),
+            positions=torch.cat([torch.arange(cached, cached + new) for cached, new in rows]),
+            slots=torch.cat(slots),
+            token_rows=torch.repeat_interleave(torch.arange(len(rows)), torch.from_numpy(q_lens).long()),
+            qo_indptr=torch.from_numpy(np.concatenate(([0], q_lens.cumsum())).astype(np.int32)),
+            kv_lens=torch.tensor(lengths),
+            page_table=table,
+            logits_rows=torch.zeros(0, dtype=torch.int64),
+            q_lens=q_lens,
+            kv_bounds=np.array(lengths, dtype=np.int32),
+            max_kv_len=max(lengths),
+            num_decode=min(NUM_DECODE, len(rows)),
+        )
+
+    def check(self, attention: Any) -> None:
+        attention.plan(self.inputs)
+        out = attention.forward(self.q, self.k, self.k[..., : LATENT.rank], self.kv, 0)
+        torch.testing.assert_close(out, self.expected, rtol=1e-12, atol=1e-12)
+        given = torch.full_like(out, torch.nan)
+        assert attention.forward(self.q, self.k, self.k[..., : LATENT.rank], self.kv, 0, given) is given
+        assert torch.equal(given, out)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("min_expanded", [None, 1, 8, 9, 12])
+@pytest.mark.parametrize("num_keys", [3, 4, 2048])
+def test_every_token_sees_its_row_absorbed_and_expanded(
+    monkeypatch: pytest.MonkeyPatch, backend: str, min_expanded: int | None, num_keys: int
+) -> None:
+    monkeypatch.setattr(latent, "EXPANDED_KEYS", num_keys)
+    monkeypatch.setattr(latent, "_NUM_SCORES", 60)  # few queries at a time
+    opened = open_attention(backend, SHAPE, torch.device("cpu"))
+    assert isinstance(opened, LatentAttention)
+    Subject().check(LatentAttention(SHAPE, opened._absorbed, min_expanded))
+
+
+@pytest.mark.parametrize("min_expanded", [None, 1, 8])
+@pytest.mark.parametrize("num_keys", [3, 2048])
+def test_a_hidden_first_row_is_read_by_nobody(
+    monkeypatch: pytest.MonkeyPatch, min_expanded: int | None, num_keys: int
+) -> None:
+    """What sees nothing is zero: in rows of one token, and where a prompt begins."""
+    monkeypatch.setattr(latent, "EXPANDED_KEYS", num_keys)
+    shape = dataclasses.replace(SHAPE, hides_first=True)
+    subject = Subject(hides_first=True)
+    alone = subject.expected[subject.inputs.positions == 0]
+    assert torch.equal(alone, torch.zeros_like(alone))
+    absorbed = ReferenceAttention(dataclasses.replace(shape, latent=None))
+    subject.check(LatentAttention(shape, absorbed, min_expanded))
+
+
+def test_rows_are_expanded_from_the_first_long_one_on_and_never_in_a_graph() -> None:
+    subject, planned = Subject(), []
+
+    class Absorbed(ReferenceAttention):
+        def plan(self, inputs: ForwardInputs) -> None:
+            planned.append(inputs.q_lens.tolist())
+            super().plan(inputs)
+
+        def ragged(self) -> Any:
+            return self
+
+        def captured(self, num_rows: int, width: int) -> Any:
+            return self
+
+    attention = LatentAttention(SHAPE, Absorbed(dataclasses.replace(SHAPE, latent=None)), min_expanded=8)
+    for fixed in (attention, attention.ragged(), attention.captured(8, 1)):
+        assert fixed is not None
+        subject.check(fixed)
+    assert planned == [[1, 1, 3], [1, 1, 3, 9, 8, 2, 1, 12], [1, 1, 3, 9, 8, 2, 1, 12]]
+    assert LatentAttention(SHAPE, ReferenceAttention(SHAPE)).ragged() is None
+    assert LatentAttention(SHAPE, ReferenceAttention(SHAPE)).captured(8, 1) is None
+
+
+def test_a_row_that_decodes_is_not_expanded_because_its_length_is_only_bounded() -> None:
+    subject = Subject(((0, 9), (3, 10), (0, 2)))
+    subject.inputs = dataclasses.replace(subject.inputs, num_decode=2)
+    attention = LatentAttention(SHAPE, ReferenceAttention(dataclasses.replace(SHAPE, latent=None)), min_expanded=2)
+    subject.check(attention)
+    assert attention._num_absorbed == 19
+
+
+def test_parts_are_joined_by_their_sums_in_float32() -> None:
+    """Large scores in one part, small ones in the other: shares come from the sums, whatever the inputs' type."""
+    torch.manual_seed(4)
+    q, keys = torch.randn(5, HEADS, 6), torch.randn(HEADS, 11, 6) * 4
+    values = torch.randn(HEADS, 11, 5)
+    whole, lse = attend_dense(q, keys, values, 0.8, is_causal=False)
+    parts = [attend_dense(q, keys[:, part], values[:, part], 0.8, is_causal=False) for part in (slice(4), slice(4, 11))]
+    joined, sums = merge(*parts[0], *parts[1])
+    torch.testing.assert_close(joined, whole, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(sums, lse, rtol=1e-6, atol=1e-6)
+    narrow: list[Tensor] = [each.bfloat16() for each in (q, keys, values)]
+    assert {each.dtype for each in attend_dense(narrow[0], narrow[1], narrow[2], 0.8, is_causal=False)} == {
+        torch.float32
+    }
+
+
+def test_backends_without_latents_say_so() -> None:
+    shape = dataclasses.replace(SHAPE, dtype=torch.bfloat16, head_dim=64)
+    with pytest.raises(ConfigError, match="flashinfer"):
+        open_attention("flashinfer", shape, torch.device("cuda"))
