@@ -71,18 +71,32 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str  # as the kind says
     digest: bytes  # of all
     after: str = ""  # the mark that ends the thought in which the reply begins; the language is that of the rest
-    opening: str = ""  # the mark that opens this thought, if the reply may begin with one; it must then be a token
-    budget: int | None = None  # most tokens of this thought, which must then end with a token
+    # The mark that opens this thought, if the reply may begin with one. It begins with a token, but for ``any``.
+    opening: str = ""
+    budget: int | None = None  # most tokens of the thoughts
+    header: str = ""  # the marks between thought and text, where replies are messages; calls (``lark``) have their own
 
     @classmethod
-    def of(cls, kind: GrammarKind, text: str, after: str = "", opening: str = "", budget: int | None = None) -> Grammar:
+    def of(
+        cls,
+        kind: GrammarKind,
+        text: str,
+        after: str = "",
+        opening: str = "",
+        budget: int | None = None,
+        header: str = "",
+    ) -> Grammar:
         """Returns the grammar with its digest."""
-        more = () if budget is None else (str(budget),)
-        return cls(kind, text, namespace_digest(kind, text, after, opening, *more), after, opening, budget)
+        more = [] if budget is None else [str(budget)]
+        more += ["header", header] if header else []
+        digest = namespace_digest(kind, text, after, opening, *more)
+        return cls(kind, text, digest, after, opening, budget, header)
 
     def as_kind(self, kind: GrammarKind) -> Grammar:
         """Returns the grammar with its text read as another kind."""
-        return self if kind == self.kind else Grammar.of(kind, self.text, self.after, self.opening, self.budget)
+        if kind == self.kind:
+            return self
+        return Grammar.of(kind, self.text, self.after, self.opening, self.budget, self.header)
 
     def either(self, other: Grammar) -> Grammar:
         """Returns the grammar of the replies of this one and of another; both are of a whole reply."""
@@ -99,8 +113,8 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [Grammar.of(LENIENT.get(kind, kind) if is_lenient else kind, text) for kind, text in parts]
 
     def within(self, budget: int) -> Grammar:
-        """Returns the grammar with at most so many tokens of its thought."""
-        return Grammar.of(self.kind, self.text, self.after, self.opening, budget)
+        """Returns the grammar with at most so many tokens of thoughts."""
+        return Grammar.of(self.kind, self.text, self.after, self.opening, budget, self.header)
 
 
 # Prefixes of a prompt, of so many tokens each, that the cache evicts last for so many seconds after their last use.

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from hiserve.core.plan import Int32Array
+from hiserve.core.plan import MASK_BITS, Int32Array
 from hiserve.core.request import Grammar, GrammarKind
 from hiserve.errors import RequestError
+from hiserve.grammar.thoughts import SPECIAL, ThoughtBudget
 from hiserve.text.reader.formats import FORMATS
 from hiserve.text.tokens.tokenizer import Tokenizer
 
@@ -55,9 +56,14 @@ class Vocabulary:
     """
 
     def __init__(self, description: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        marked = _with_marks(description)
+        self._ids: dict[str, int] = {
+            token["content"]: token["id"] for token in marked.get("added_tokens", ()) if token["special"]
+        }
+        self._special = re.compile(f"({'|'.join(map(re.escape, sorted(self._ids, key=len, reverse=True))) or '(?!)'})")
         try:
             self._tokenizer = LLTokenizer(
-                _with_marks(description), n_vocab=vocab_size, eos_token=list(eos_token_ids), slices=SLICES
+                json.dumps(marked), n_vocab=vocab_size, eos_token=list(eos_token_ids), slices=SLICES
             )
         except ValueError as error:
             raise RequestError(f"no grammar can be used with this model's tokenizer: {_first_line(error)}") from None
@@ -80,15 +86,15 @@ class Vocabulary:
             RequestError: There is no such grammar, or it is beyond the library's limits.
         """
         try:
-            opening = grammar.opening and self._spell(grammar.opening)
-            bodies = [_any(opening)] if grammar.kind == "any" and opening else _bodies(grammar)
-            if grammar.after:
-                bodies = _after_thought(opening, self._spell(grammar.after), bodies, grammar.budget)
+            opening, after, header = map(self._rule, (grammar.opening, grammar.after, grammar.header))
+            bodies = _bodies(grammar, header)
+            if after and grammar.kind != "any":
+                bodies = _after_thought(opening, after, bodies, has_header=bool(header))
         except ValueError as error:
             raise RequestError(_first_line(error), code=INVALID) from None
         source = json.dumps({"grammars": bodies})
         inner = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
-        matcher = Matcher(inner, has_budget=grammar.budget is not None)
+        matcher = Matcher(inner, self._budget(grammar))
         if matcher.error:
             is_own = grammar.kind in ("lark", "either", "either_lenient")
             raise RequestError(_PLACE.sub("", matcher.error) if is_own else matcher.error, code=INVALID)
@@ -98,50 +104,77 @@ class Vocabulary:
         """Returns the tokens of a text, in which special tokens are spelled out."""
         return self._tokenizer.tokenize_str(text, parse_special=True)
 
-    def _spell(self, mark: str) -> str:
+    def _parts(self, mark: str) -> list[int | str]:
+        """Returns the special tokens and the texts of a mark."""
+        return [self._ids.get(part, part) for part in self._special.split(mark) if part]
+
+    def _rule(self, mark: str) -> str:
         """Returns a mark as rules name it: a special token by its id, which no text can spell, or a text."""
-        ids = self.tokens(mark)
-        is_special = len(ids) == 1 and self._tokenizer.is_special_token(ids[0])
-        return f"<[{ids[0]}]>" if is_special else json.dumps(mark)
+        return " ".join(f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in self._parts(mark))
+
+    def _spelled(self, mark: str) -> bytes:
+        """Returns a mark as a budget looks for it."""
+        parts = self._parts(mark)
+        return b"".join(part.encode() if isinstance(part, str) else self._spell(part) for part in parts)
+
+    def _spell(self, token: int) -> bytes:
+        if self._tokenizer.is_special_token(token):
+            return SPECIAL + b"%d;" % token
+        return self._tokenizer.decode_bytes([token])
+
+    def _first_token(self, spelled: bytes) -> int:
+        if spelled.startswith(SPECIAL):
+            return int(spelled[1 : spelled.index(b";")])
+        text = spelled.partition(SPECIAL)[0]
+        tokens = self._tokenizer.tokenize_bytes(text)
+        if self._tokenizer.decode_bytes(tokens) != text:  # some tokenizers put a space before any text
+            tokens = self._tokenizer.greedy_tokenize(text.decode())
+        return tokens[0]
+
+    def _budget(self, grammar: Grammar) -> ThoughtBudget | None:
+        """Returns the budget of the thoughts of a grammar's replies, if they have one."""
+        if grammar.budget is None:
+            return None
+        opening, mark = self._spelled(grammar.opening), self._spelled(grammar.after)
+        return ThoughtBudget(opening, mark, grammar.budget, self._spell, self._first_token)
 
 
-def _with_marks(description: str) -> str:
+def _with_marks(description: str) -> Body:
     """Returns a tokenizer in which marks of replies that are added tokens are special ones: no text of a grammar has them."""
-    made = json.loads(description)
+    made: Body = json.loads(description)
     for token in made.get("added_tokens", ()):
         token["special"] = token["special"] or token["content"] in _MARKS
-    return json.dumps(made)
+    return made
 
 
-def _any(opening: str) -> Body:
-    """Returns the grammar of any tokens, of which the first is not a mark's."""
-    return {"lark_grammar": f"start: (<[^{opening.strip('<[]>')}]> <[*]>*)?" if opening else "start: <[*]>*"}
+def _after_thought(opening: str, mark: str, bodies: list[Body], *, has_header: bool) -> list[Body]:
+    """Returns the grammar of any text, a mark, up to two line breaks without a header, and a text of another grammar.
 
-
-def _after_thought(opening: str, mark: str, bodies: list[Body], budget: int | None) -> list[Body]:
-    """Returns the grammar of any text, a mark, up to two line breaks, and a text of another grammar.
-
-    All up to the other text may be missing where the thought has an opening mark. The text before the mark has as many tokens
-    as the budget allows, where the mark is a token.
+    All up to the other text may be missing where the thought has an opening mark.
     """
     if mark.startswith("<["):
-        limit = "" if budget is None else f"[max_tokens={budget}]"
-        head = f"{mark}\n" if budget == 0 else f"thought {mark}\nthought{limit}: /(.|\\n)*/"
+        first, rest = f"thought {mark}", "thought: /(.|\\n)*/"
     else:
-        head = f"thought\nthought[suffix={mark}]: /(.|\\n)*/"
-    first, _, rest = head.partition("\n")
-    first = f"({opening} {first} BREAKS?)?" if opening else f"{first} BREAKS?"
+        first, rest = "thought", f"thought[suffix={mark}]: /(.|\\n)*/"
+    first += "" if has_header else " BREAKS?"
+    first = f"({opening} {first})?" if opening else first
     rules = f"start: {first} @body\n{rest}\nBREAKS: /\\n{{1,2}}/"
     return [{"lark_grammar": rules}, {**bodies[0], "name": "body"}, *bodies[1:]]
 
 
-def _bodies(grammar: Grammar) -> list[Body]:
-    """Returns a grammar in the library's form: the first body may name the others."""
-    parts = [_body(each.kind, each.text) for each in grammar.alternatives]
-    if len(parts) == 1:
-        return parts
-    start = "start: " + " | ".join(f"@part{index}" for index in range(len(parts)))
-    return [{"lark_grammar": start}, *({**part, "name": f"part{index}"} for index, part in enumerate(parts))]
+def _bodies(grammar: Grammar, header: str) -> list[Body]:
+    """Returns a grammar in the library's form: the first body may name the others.
+
+    Args:
+        grammar: The grammar.
+        header: The rule before texts; calls have their own.
+    """
+    parts = [(each.kind, _body(each.kind, each.text)) for each in grammar.alternatives]
+    if len(parts) == 1 and not header:
+        return [parts[0][1]]
+    each = [f"{'' if kind == 'lark' else header} @part{index}" for index, (kind, _) in enumerate(parts)]
+    start = f"start: {' | '.join(each)}"
+    return [{"lark_grammar": start}, *({**part, "name": f"part{index}"} for index, (_, part) in enumerate(parts))]
 
 
 def _body(kind: GrammarKind, text: str) -> Body:
@@ -154,7 +187,7 @@ def _body(kind: GrammarKind, text: str) -> Body:
             schema, overrides={"whitespace_pattern": WHITESPACE, "lenient": is_lenient, "coerce_one_of": is_lenient}
         )
     elif kind == "any":
-        return _any("")
+        return {"lark_grammar": "start: <[*]>*"}
     else:
         text = grammar_from(kind, text)  # type: ignore[arg-type]
     try:
@@ -167,19 +200,18 @@ def _body(kind: GrammarKind, text: str) -> Body:
 class Matcher:
     """A place in a grammar. A matcher that has failed allows nothing, and stays failed."""
 
-    __slots__ = ("_has_budget", "_inner")
+    __slots__ = ("_budget", "_inner", "_place")
 
-    def __init__(self, inner: LLMatcher, *, has_budget: bool = False) -> None:
+    def __init__(self, inner: LLMatcher, budget: ThoughtBudget | None = None) -> None:
         self._inner = inner
-        self._has_budget = has_budget
+        self._budget = budget
+        self._place = None if budget is None else budget.start
 
     def copy(self) -> Matcher:
         """Returns another one at the same place."""
-        return Matcher(self._inner.deep_copy(), has_budget=self._has_budget)
-
-    def ahead(self) -> LLMatcher:
-        """Returns what may go on by drafts and back: the library cannot take tokens of a budget back, but a copy is dropped."""
-        return self._inner.deep_copy() if self._has_budget else self._inner
+        made = Matcher(self._inner.deep_copy(), self._budget)
+        made._place = self._place
+        return made
 
     def advance(self, tokens: Iterable[int]) -> int | None:
         """Goes on by tokens, up to the one after which the grammar allows no other.
@@ -191,17 +223,40 @@ class Matcher:
         for index, token in enumerate(tokens):
             if not inner.consume_token(token):
                 return None
+            if self._budget is not None:
+                self._place = self._budget.after(self._place, token)
             if inner.is_stopped():
                 return None if inner.is_error() else index
         return None
 
     def allowed(self, tokens: list[int]) -> list[int]:
         """Returns the leading ones of some tokens that the grammar allows one after the other; stays where it is."""
-        return tokens[: self._inner.validate_tokens(tokens)]
+        tokens = tokens[: self._inner.validate_tokens(tokens)]
+        wrong = (index for index, token in self.forced(tokens) if index < len(tokens) and tokens[index] != token)
+        return tokens[: next(wrong, len(tokens))]
+
+    def forced(self, tokens: list[int]) -> Iterator[tuple[int, int]]:
+        """Yields the places where a budget allows one token alone, and the token: of this place, and after each of some tokens."""
+        budget, place = self._budget, self._place
+        if budget is None:
+            return
+        for index in range(len(tokens) + 1):
+            token = budget.forced(place)
+            if token is not None:
+                yield index, token
+            if index < len(tokens):
+                place = budget.after(place, tokens[index])
 
     def mask(self, words: Int32Array) -> None:
         """Writes the mask of this place into ``words``, int32 ``[ceil(vocab_size / MASK_BITS)]``, in this thread."""
         self._inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self.force([], words[None])
+
+    def force(self, tokens: list[int], masks: Int32Array) -> None:
+        """Allows one token alone where a budget does: in ``masks``, int32 ``[1 + len(tokens), …]``, of the places of ``forced``."""
+        for index, token in self.forced(tokens):
+            masks[index] = 0
+            masks[index].view(np.uint32)[token // MASK_BITS] = 1 << token % MASK_BITS
 
     @property
     def has_no_text(self) -> bool:
@@ -241,12 +296,14 @@ class MaskFiller:
         """
         assert masks.flags.c_contiguous and masks.dtype == np.int32, f"masks {masks.dtype} {masks.strides}"
         where = masks.ctypes.data, masks.shape[1] * masks.itemsize, masks.shape[0]
-        alone = [(matcher._inner, first) for matcher, first, drafts in matchers if not drafts or matcher._has_budget]
-        drafted = [(matcher.ahead(), first, drafts) for matcher, first, drafts in matchers if drafts]
+        alone = [(matcher._inner, first) for matcher, first, drafts in matchers if not drafts]
+        drafted = [(matcher._inner, first, drafts) for matcher, first, drafts in matchers if drafts]
         if drafted:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
         if alone:
             self._executor.unsafe_compute_mask_ptr(alone, *where)
+        for matcher, first, drafts in matchers:
+            matcher.force(drafts, masks[first:])
 
 
 def _first_line(error: object) -> str:

@@ -19,7 +19,7 @@ from hiserve.text.abilities import Abilities
 from hiserve.text.conversation import Conversation
 from hiserve.text.reader.calls import NAME
 from hiserve.text.reader.marks import ReplySyntax
-from hiserve.text.reader.messages import FUNCTION, THOUGHTS
+from hiserve.text.reader.messages import ASSISTANT, FUNCTION
 
 Function = Mapping[str, Any]
 MAX_KEPT = 64  # grammars, of MAX_SCHEMA_BYTES each
@@ -278,13 +278,13 @@ class _Calls:
             return syntax.call[0], f'" "? "[" {name} {others} "]"'
         return syntax.call[0], f"{name} {'' if is_single else f'(/; ?/ {name})*'}" if row.is_bare else call
 
-    def _messages(self, channels: str) -> tuple[str, str, str]:
-        """Returns the expressions of a message on some channels, of what is between two messages, and of the one call."""
+    def _messages(self) -> tuple[str, str, str]:
+        """Returns the expressions of a message, of the text between two messages, and of the one call."""
         row, rules = self._row, self._rules
         channel, message, end = map(self._syntax.spell, (*row.header, row.message_ends[0]))
         start = self._syntax.spell(row.header_starts[0])
-        said = rules.rule(f"{rules.literal(channel)} /{channels}/ {rules.literal(message)} /(?s:.+)/?")
-        return said, rules.literal(f"{end}{start}assistant"), rules.rule(" | ".join(self._names))
+        said = rules.rule(f"{rules.literal(channel)} /[a-z]+( json)?/ {rules.literal(message)} /(?s:.+)/?")
+        return said, rules.literal(f"{end}{start}{ASSISTANT}"), rules.rule(" | ".join(self._names))
 
     def calls(self, *, is_single: bool, has_mark: bool = False) -> str:
         """Returns the grammar of replies that are calls and nothing else.
@@ -294,8 +294,7 @@ class _Calls:
             has_mark: They begin with their mark, also where the family may leave it out.
         """
         if self._row.header[0]:
-            thought, following, call = self._messages(THOUGHTS)
-            return self._rules.text(f"({thought} {following})? {call}")
+            return self._rules.text(self._rules.rule(" | ".join(self._names)))
         mark, group = self._groups(is_single=is_single)
         is_bare, num_lines = self._row.is_bare, self._row.call_lines
         opening = self._rules.literal(mark)
@@ -307,7 +306,7 @@ class _Calls:
     def among_text(self, *, is_single: bool) -> str:
         """Returns the grammar of replies of any text and calls."""
         if self._row.header[0]:
-            said, following, call = self._messages(r"[a-z]+( json)?")
+            said, following, call = self._messages()
             text = self._rules.terminal("/(?s:.+)/")
             return self._rules.text(f"{call} | ({said} | {text})? ({following} {said})* ({following} {call})?")
         mark, group = self._groups(is_single=is_single)

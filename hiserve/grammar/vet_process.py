@@ -49,10 +49,12 @@ def try_out(vocabulary: Vocabulary, num_words: int, trial: Trial) -> Verdict:
             return Verdict(lenient.code, lenient.message)
     warnings = matcher.warnings if relaxed or grammar.kind in ("lark", "either") else []
     seed = int.from_bytes(grammar.digest[:8], "little")
-    marks = [mark for mark in (grammar.opening + grammar.after, trial.mark) if mark]
-    for mark in ["", *marks]:  # to these a walk would hardly come
-        matcher.advance(vocabulary.tokens(mark))
-        if refusal := _walk(matcher, num_words, seed):
+    thought = grammar.opening + grammar.after
+    marks = [thought, thought + grammar.header, thought + trial.mark]
+    for mark in dict.fromkeys(["", *marks]):  # to these a walk would hardly come
+        place = matcher.copy()
+        place.advance(vocabulary.tokens(mark))
+        if refusal := _walk(place, num_words, seed):
             return refusal
     first = grammar.alternatives[0]  # the others would hide that nothing satisfies it
     if first is not grammar and (refusal := _walk(vocabulary.compile(first), num_words, seed)):

@@ -269,8 +269,8 @@ class LLM:
         grammar = grammar if made is None else made.grammar
         if grammar is None:
             return sampling
-        opening, after = self._frontend.abilities.thought(chat, prompt)
-        grammar = Grammar.of(grammar.kind, grammar.text, after, opening)
+        opening, after, header = self._frontend.abilities.marks(chat, prompt)
+        grammar = Grammar.of(grammar.kind, grammar.text, after, opening, header=header)
         param, mark, not_held = (made.param, made.mark, made.not_held) if made else ("grammar", "", [])
         if missing := [*not_held, *self._vetting.check(grammar, param, mark)]:
             logger.warning("%s is not held in full: %s", param, "; ".join(missing)[:400])

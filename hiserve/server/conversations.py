@@ -87,13 +87,12 @@ async def begin_reply(
         truncate=chat_request.truncate,
         field=chat_request.limits.prompt_field,
     )
-    thought = front.abilities.thought(chat, prompt)
-    sampling, warning = await constrain(front.vetting, request, sampling, constraint, sampling.n, thought)
+    marks = front.abilities.marks(chat, prompt, is_free=constraint is None)
+    sampling, warning = await constrain(front.vetting, request, sampling, constraint, sampling.n, marks)
     if sampling.prompt_logprobs is not None:
         check_prompt_scores(len(prompt) * (1 + sampling.prompt_logprobs), "prompt_logprobs")
     sampling = fit_context(sampling, chat_request.limits, len(prompt), engine.max_model_len)
-    if front.abilities.holds_budget:
-        sampling = with_budget(sampling, thought, chat_request.thinking.budget)
+    sampling = with_budget(sampling, marks, chat_request.thinking.budget)
     retain = await front.encoder.retain(chat, context.namespace, prompt, front.token_bytes, context.caller)
     retain += ((len(prompt), chat_request.retain_s),) if chat_request.retain_s else ()
     choices = generations(

@@ -15,6 +15,7 @@ from hiserve.errors import ConfigError
 from hiserve.text.conversation import Conversation
 from hiserve.text.reader.formats import BY_NAME, NOTHING, Marks, find_format
 from hiserve.text.reader.marks import ReplySyntax
+from hiserve.text.reader.messages import ASSISTANT, FINAL
 from hiserve.text.reader.output import ReplyOutput, TextOutput
 from hiserve.text.reader.reader import Reader, ReplyStart
 from hiserve.text.template.chat_template import ChatTemplate
@@ -40,6 +41,23 @@ class Thinking(NamedTuple):
     effort: str | None = None
     keeps: bool | None = None
     budget: int | None = None
+
+
+class ReplyMarks(NamedTuple):
+    """The marks before the text of a reply.
+
+    Attributes:
+        opening: Of the thought with which it may begin; empty where it begins within one, or has none.
+        after: That end the thought; empty where there is none.
+        header: Of the message that has the text, where replies are messages.
+    """
+
+    opening: str = ""
+    after: str = ""
+    header: str = ""
+
+
+NO_MARKS = ReplyMarks()
 
 
 class Abilities:
@@ -114,22 +132,30 @@ class Abilities:
         )
         return Reader(syntax, self._token_bytes, sampling, start)
 
-    def thought(self, chat: Conversation, prompt: Int32Array) -> Marks:
-        """Returns the marks around the thought with which the reply to a prompt (int32 ``[n]``) may begin.
+    def marks(self, chat: Conversation, prompt: Int32Array, *, is_free: bool = False) -> ReplyMarks:
+        """Returns the marks before the text of the reply to a prompt.
 
-        The first is empty where the prompt ends within the thought, both where there is none.
+        Args:
+            chat: The conversation.
+            prompt: int32 ``[n]``.
+            is_free: The reply is any text: a thought may begin with a mark of text too.
         """
+        syntax, (opening, closing) = self.syntax, self._thought
+        if syntax is None or not opening:
+            return NO_MARKS
+        row, header = syntax.row, ""
+        after = closing
+        if row.header[0]:
+            after += row.header_starts[0] + ASSISTANT
+            header = f"{row.header[0]}{FINAL}{row.header[1]}"
+        is_known = syntax.is_token(syntax.thought[0][:1])
         if self._is_thinking(chat, prompt):
-            return "", self._thought[1]
-        may_think = self.syntax is not None and self.syntax.is_token(self.syntax.thought[0])
-        if not may_think or chat.continue_final_message or self._tail(prompt).endswith(self._thought[1]):
-            return NOTHING
-        return self._thought
-
-    @property
-    def holds_budget(self) -> bool:
-        """Whether thoughts can be limited in tokens: they end with a token of their own, or the model has none."""
-        return self.syntax is None or not self.syntax.thought[1] or self.syntax.is_token(self.syntax.thought[1])
+            return ReplyMarks("", after, header)
+        tail = self._tail(prompt)
+        is_begun = tail.endswith(closing) or (header and not tail.endswith(row.header_starts[0] + ASSISTANT))
+        if chat.continue_final_message or is_begun or not (is_known or is_free):
+            return NO_MARKS
+        return ReplyMarks(opening, after, header)
 
     @property
     def _thought(self) -> Marks:

@@ -216,18 +216,20 @@ def test_scores_are_the_models_own() -> None:
     assert min(told) < -3, "the mask forced nothing"
 
 
+@pytest.mark.parametrize("end", ["<|system|>", "</think>"], ids=["token", "text"])
 @pytest.mark.parametrize("name", ["drafts", "ahead", "few pages"])
-def test_a_budget_ends_the_thought_and_changes_nothing_else(name: str) -> None:
-    budget, (mark,) = 7, nano_tokenizer().encode("<|system|>", add_special_tokens=False).tolist()
+def test_a_budget_ends_the_thought_and_changes_nothing_else(name: str, end: str) -> None:
+    budget, mark = 7, nano_tokenizer().encode(end, add_special_tokens=False).tolist()
     asked = [params for about, params in ASKED.items() if about != "penalties"]
     with LLM(**(SETTINGS | VARIANTS[name])) as llm:
         for params in asked:
-            limited = msgspec.structs.replace(params, grammar=Grammar.of("any", "", "<|system|>").within(budget))
+            limited = msgspec.structs.replace(params, grammar=Grammar.of("any", "", end).within(budget))
             free, held = (replies(llm, [TEXTS[0]], [each])[0] for each in (params, limited))
             said = held.outputs[0].token_ids
             assert said[:budget] == free.outputs[0].token_ids[:budget], "within the budget"
-            assert said[budget] == mark
-            prompt = [*held.prompt_token_ids, *said[: budget + 1]]
+            thought = budget + len(mark)
+            assert said[budget:thought] == mark
+            prompt = [*held.prompt_token_ids, *said[:thought]]
             if not params.temperature:
-                rest = msgspec.structs.replace(params, max_tokens=NUM_NEW - budget - 1)
-                assert said[budget + 1 :] == llm.generate([prompt], [rest])[0].outputs[0].token_ids
+                rest = msgspec.structs.replace(params, max_tokens=NUM_NEW - thought)
+                assert said[thought:] == llm.generate([prompt], [rest])[0].outputs[0].token_ids

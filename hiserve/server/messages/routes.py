@@ -95,7 +95,6 @@ class MessagesRoutes:
         front = self._front
         read = read_messages(fields, front.seals.open, keeps_volatile=self._keeps_volatile)
         ignored, thinking = read.ignored, read.thinking
-        ignored["thinking_budget"] += thinking.budget is not None and not front.abilities.holds_budget
         ignored["effort"] += bool(thinking.effort) and not front.abilities.template.effort_switch
         for name, number in ignored.items():
             front.metrics.ignored[name].inc(number)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
-from hiserve.errors import NotFoundError, RequestError
+from hiserve.errors import NotFoundError
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.conversations import ChatRequest, begin_reply
 from hiserve.server.http.auth import caller_of
@@ -69,11 +69,6 @@ class OpenAIRoutes:
         body = await front.bodies.read(request, CHAT)
         fields = decode(body, ChatOptions)
         sampling, chat = fields.sampling(self._model), parse_chat(body)
-        if fields.thoughts.budget is not None and not front.abilities.holds_budget:
-            raise RequestError(
-                "the thoughts of this model do not end with a token of their own: no budget can be held. Leave it out.",
-                param="thinking_token_budget",
-            )
         engine = front.handle.require()
         chat_request = ChatRequest(
             chat,

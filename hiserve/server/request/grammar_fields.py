@@ -17,8 +17,8 @@ from hiserve.grammar.vet import TOO_COMPLEX, Vetting
 from hiserve.server.http.auth import caller_of
 from hiserve.server.http.streaming import cancel_on_disconnect
 from hiserve.server.request.sampling_fields import SamplingFields
+from hiserve.text.abilities import NO_MARKS, ReplyMarks
 from hiserve.text.conversation import Conversation
-from hiserve.text.reader.formats import NOTHING, Marks
 
 MAKERS: dict[str, Callable[[Any, str], Grammar]] = {
     "json": bounds.json_schema,
@@ -188,18 +188,17 @@ def of_chat(
     return constraint._replace(grammar=made.grammar, mark=made.mark, not_held=made.not_held, schemas=made.schemas)
 
 
-def with_budget(sampling: SamplingParams, thought: Marks, budget: int | None) -> SamplingParams:
-    """Returns the sampling parameters with a limit of the tokens of the thought; unchanged where nothing exceeds it.
+def with_budget(sampling: SamplingParams, marks: ReplyMarks, budget: int | None) -> SamplingParams:
+    """Returns the sampling parameters with a limit of the tokens of thoughts; unchanged where nothing exceeds it.
 
     Args:
         sampling: Fitted to the context.
-        thought: As of ``Abilities.thought``.
+        marks: As of ``Abilities.marks``, of any text where ``sampling`` has no grammar.
         budget: Most tokens; None is no limit.
     """
-    opening, after = thought
-    if budget is None or not after or budget >= (sampling.max_tokens or budget + 1):
+    if budget is None or not marks.after or budget >= (sampling.max_tokens or budget + 1):
         return sampling
-    grammar = sampling.grammar or Grammar.of("any", "", after, opening)
+    grammar = sampling.grammar or Grammar.of("any", "", marks.after, marks.opening)
     return msgspec.structs.replace(sampling, grammar=grammar.within(budget))
 
 
@@ -226,7 +225,7 @@ async def constrain(
     sampling: SamplingParams,
     constraint: Constraint | None,
     num_choices: int,
-    thought: Marks = NOTHING,
+    marks: ReplyMarks = NO_MARKS,
 ) -> tuple[SamplingParams, str]:
     """Returns the sampling parameters with the vetted grammar, and a warning of constraints that it does not express; empty for none.
 
@@ -236,7 +235,7 @@ async def constrain(
         sampling: Without a grammar.
         constraint: The requested one, or None.
         num_choices: Of the whole request; each sends the grammar to its worker.
-        thought: As of ``Abilities.thought``; the grammar applies after it.
+        marks: As of ``Abilities.marks``; the grammar applies after them.
 
     Raises:
         RequestError: The grammar cannot be used, or is too large for this number of choices.
@@ -244,7 +243,7 @@ async def constrain(
     """
     if constraint is None:
         return sampling, ""
-    given, (opening, after) = constraint.grammar, thought
+    given = constraint.grammar
     size = len(given.text) * num_choices
     if size > MAX_COPIED_CHARS:
         raise RequestError(
@@ -253,7 +252,7 @@ async def constrain(
             param=constraint.param,
         )
     checking = vetting.check(
-        Grammar.of(given.kind, given.text, after, opening),
+        Grammar.of(given.kind, given.text, marks.after, marks.opening, header=marks.header),
         constraint.param,
         may_relax=constraint.may_relax,
         mark=constraint.mark,

@@ -9,7 +9,9 @@ from hiserve.text.reader.buffer import Kind, Reading, ReplyBuffer
 from hiserve.text.reader.calls import MAX_HEAD, NAME
 from hiserve.text.reader.marks import MarkSearch, ReplySyntax
 
+ASSISTANT = "assistant"  # the author in the header of each message of a reply
 THOUGHTS = "analysis"
+FINAL = "final"  # the channel of a text that is no thought
 FUNCTIONS = "functions."
 FUNCTION = f"commentary to={FUNCTIONS}"  # and its name, in the header of a call as models write it
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")

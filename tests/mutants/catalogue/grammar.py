@@ -1,7 +1,7 @@
 """Grammars: masks, matchers, vetting."""
 
 from hiserve.engine import executor, grammars, loop, planner
-from hiserve.grammar import matcher, tagged, tools, vet, vet_process
+from hiserve.grammar import matcher, tagged, thoughts, tools, vet, vet_process
 from hiserve.kernels import draw, sampling
 from hiserve.runners import graph, mask_buffers
 from hiserve.sampling import params
@@ -10,7 +10,7 @@ from hiserve.text.reader import output
 from tests.e2e import test_grammar_halves as halves
 from tests.e2e import test_grammars as replies
 from tests.unit.engine import test_grammars
-from tests.unit.grammar import test_matcher, test_tools, test_vet
+from tests.unit.grammar import test_matcher, test_thoughts, test_tools, test_vet
 from tests.unit.kernels import test_draw
 from tests.unit.runners import test_mask_buffers
 from tests.unit.sampling import test_changes
@@ -90,10 +90,22 @@ with vet.Vetting._check_caller, test_vet.test_a_caller_who_ended_two_processes_w
     "INV 73: a caller may end any number of processes"
     wait_s > 0
     False
-with matcher.Matcher.ahead, replies.test_a_budget_ends_the_thought_and_changes_nothing_else["drafts"]:
+with matcher.MaskFiller.fill, test_thoughts.test_masks_after_drafts_are_those_after_the_same_tokens:
     "INV 72: a budget of thoughts fails with drafts"
-    self._inner.deep_copy() if self._has_budget else self._inner
-    self._inner
+    matcher.force(drafts, masks[first:])
+    matcher.force([], masks[first:])
+with matcher.Matcher.allowed, test_thoughts.test_masks_after_drafts_are_those_after_the_same_tokens:
+    "INV 72: a draft may stand where a budget forces another token"
+    tokens[: next(wrong, len(tokens))]
+    tokens
+with thoughts.ThoughtBudget.forced, test_thoughts.test_a_thought_has_no_more_tokens_than_its_budget_and_then_its_mark:
+    "a thought is ended within a character"
+    _is_cut(place.tail)
+    False
+with matcher._bodies, test_thoughts.test_a_format_is_the_text_of_the_final_message:
+    "the text of a format is in a message without a header"
+    "" if kind == "lark" else header
+    ""
 with vet_process.try_out, test_vet.test_a_grammar_after_a_thought_is_tried_with_it["text"]:
     "INV 73: a grammar after a thought is walked in the thought alone"
     ["", *marks]

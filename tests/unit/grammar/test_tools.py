@@ -55,7 +55,10 @@ def made_of(
 def takes(name: str, made: ToolGrammar, text: str, *, by_token: bool = True) -> bool:
     """Whether a text is a whole reply."""
     tokenizer, vocabulary = tokenizer_of(name, by_token=by_token), vocabulary_of(name, by_token=by_token)
-    matcher, said = vocabulary.compile(made.grammar), tokenizer.encode(text, add_special_tokens=False).tolist()
+    grammar, said = made.grammar, tokenizer.encode(text, add_special_tokens=False).tolist()
+    if BY_NAME[name].header[0]:
+        grammar = Grammar.of(grammar.kind, grammar.text, "<|end|><|start|>assistant", "<|channel|>analysis<|message|>")
+    matcher = vocabulary.compile(grammar)
     for index, token in enumerate(said):
         if token not in allowed_by(matcher, len(tokenizer.vocab)):
             return False

@@ -594,7 +594,7 @@ async def test_what_is_ignored_is_counted(monkeypatch: pytest.MonkeyPatch) -> No
             thinking={"type": "enabled", "budget_tokens": 2000},
             context_management={"edits": [{"type": "clear_tool_uses_20250919"}]},
         )
-        for part in ("billing_header", "hosted_tool", "deferred_tool", "thinking_budget", "context_edit"):
+        for part in ("billing_header", "hosted_tool", "deferred_tool", "context_edit"):
             assert await parts(part) == 1, part
         assert await parts("effort") == await parts("thought") == 0
 
