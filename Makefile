@@ -95,7 +95,7 @@ mutants-pure: $(VENV)/.installed-dev  ## what no unit test of the planning half 
 	$(BIN)/mutmut results | grep -v "not checked" || true
 	$(BIN)/mutmut export-cicd-stats && cat mutants/mutmut-cicd-stats.json
 
-bench: $(VENV)/.installed-dev  ## records the CPU figures anew; some 15 minutes on a quiet machine
+bench: $(VENV)/.installed-dev  ## records the CPU figures anew; some 25 minutes on a quiet machine
 	$(BIN)/python -m benchmarks
 
 bench-gpu: $(VENV)/.installed-dev  ## the benchmarks of a GPU, into OUT (COMMIT=... ARGS="--only ..."; ARGS=--list says how long each takes)

@@ -1,6 +1,6 @@
 """Records the CPU figures anew: ``python -m benchmarks``, on a machine that does nothing else.
 
-Each benchmark runs, also after one that failed; then ``docs/figures.md`` is written. Takes some 15 minutes on 2 cores.
+Each benchmark runs, also after one that failed; then ``docs/figures.md`` is written. Takes some 25 minutes on 2 cores.
 What is not among these takes longer, or a GPU, or data that is not in the repository.
 """
 
@@ -21,6 +21,10 @@ SUITES: tuple[tuple[str, ...], ...] = (
     ("-m", "benchmarks.serving"),
     ("-m", "benchmarks.dashboard"),
     ("-m", "benchmarks.nano_spec"),
+    ("-m", "benchmarks.vetting"),
+    ("-m", "benchmarks.accept_constrained"),
+    ("-m", "benchmarks.first_constrained", f"{RESULTS}/first_constrained.json", "COMMIT", "--cpu"),
+    ("-m", "benchmarks.api_process", f"{RESULTS}/api_process.json", "COMMIT", "--cpu"),
     ("-m", "benchmarks.recovery", f"{RESULTS}/recovery.json", "COMMIT", "--cpu"),
 )
 

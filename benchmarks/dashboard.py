@@ -14,13 +14,13 @@ import statistics
 import sys
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import httpx
 import uvicorn
 import uvloop
 
 from benchmarks.record import RESULTS, Record, judge, spread
+from benchmarks.served import thread_cpu_s
 from hiserve.ipc.cache_stats import NodeFacts
 from hiserve.ipc.codec import MessageDecoder, encode
 from hiserve.ipc.messages import ToClient, Watched
@@ -87,24 +87,18 @@ def start(pipe: Connection) -> None:
     uvloop.run(run(pipe))
 
 
-def cpu_s(pid: int) -> float:
-    """Returns the CPU time of a process so far, in seconds."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
-
-
 def round_of(http: httpx.Client, pid: int) -> float:
     """Returns the CPU seconds of a reading, those of an idle process in the same time taken off."""
-    begin_s, begin = time.monotonic(), cpu_s(pid)
+    begin_s, begin = time.monotonic(), thread_cpu_s(pid)
     for reading in range(READINGS):
         paths = ["metrics", "cache/stats", "debug/rows", "debug/steps?since=0.000000"]
         paths += ["cache/tree?depth=4"] * (reading % 3 == 0) + ["server_info"] * (reading == 0)
         for path in paths:
             http.get(path).raise_for_status()
-    took_s, used = time.monotonic() - begin_s, cpu_s(pid) - begin
-    begin = cpu_s(pid)
+    took_s, used = time.monotonic() - begin_s, thread_cpu_s(pid) - begin
+    begin = thread_cpu_s(pid)
     time.sleep(took_s)
-    return (used - (cpu_s(pid) - begin)) / READINGS
+    return (used - (thread_cpu_s(pid) - begin)) / READINGS
 
 
 def main() -> int:

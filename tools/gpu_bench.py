@@ -85,6 +85,8 @@ JOBS = (
     ),
     Job("spec_arrivals", _bench("spec_arrivals", "--requests", "128"), 290, ("--tiny", "--requests", "8")),
     Job("grammars", _bench("grammars"), 270),
+    Job("api_process_gpu", _bench("api_process"), 180),
+    Job("first_constrained_gpu", _bench("first_constrained"), 120),
     Job("gpu_spec", _bench("gpu", "--parts", "spec"), 400),
     Job("gpu_parts", _bench("gpu", "--parts", "decode", "small-decode", "traffic"), 90),
     Job("gpu_2", _bench("gpu", "--parts", "prefill", "peers", "chats", "conversations", "graphs", "overlap"), 150),
