@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from benchmarks.bars import against, at_least, at_most, below, planned
 from benchmarks.gpu.figures import Figure, replays
 from benchmarks.gpu.sizes import PEER, PEER_DATE
 from benchmarks.record import RESULTS, ROOT, is_current, spread_text
+from benchmarks.surface import surface
 
 Found = dict[str, Any]
 Entry = tuple[str, str, Found]  # a name, its figures with their bars, and the result file
@@ -139,59 +141,6 @@ def heads() -> Iterator[Entry]:
         " and ".join(speedups),
         speed,
     )
-
-
-def grammars() -> Iterator[Entry]:
-    """Yields the entries of constrained replies: before the first token, masks, drafts."""
-    vetting, accepted = result("vetting"), result("accept_constrained")
-    found, bars = vetting["found"], vetting["bars"]
-    p50, p99, memory, mask = (
-        f"{found[name]:.{digits}f} {unit} {at_most(found[name], bars[name])}"
-        for name, digits, unit in (
-            ("verdict_ms_p50", 1, "ms"),
-            ("verdict_ms_p99", 0, "ms"),
-            ("schemas_mib", 0, "MiB"),
-            ("mask_us_mean", 0, "µs"),
-        )
-    )
-    yield (
-        f"{vetting['schemas']['tried']:,} drawn schemas, 131,072 tokens, CPU time: verdict on an unseen one, p50 and p99; memory of "
-        f"{vetting['schemas']['followed']} in a worker; a mask, mean",
-        f"{p50}, {p99}; {memory}; {mask}",
-        vetting,
-    )
-    ratios = ", ".join(f"{kind} {ratio:.3f}" for kind, ratio in accepted["ratios"].items())
-    yield (
-        "hiserve-nano, accept length of three drafts under a grammar / without, of the same replies",
-        f"{ratios} {at_least(min(accepted['ratios'].values()), accepted['bar'])}",
-        accepted,
-    )
-    for path in sorted(RESULTS.glob("first_constrained*.json")):
-        run = result(path.stem)
-        figures, clock = run[run["judged"]], "CPU time of the server" if run["judged"] == "cpu_ms" else "time"
-        known, unseen = run["bars"]
-        yield (
-            f"first token of a prompt of {run['prompt_tokens']} tokens, {clock}: known grammar / none; p99 under an unseen one less the median "
-            "without",
-            f"{figures[known]:.3f} {at_most(figures[known], run['bars'][known])}; "
-            f"{figures[unseen]:.0f} ms {at_most(figures[unseen], run['bars'][unseen])}",
-            run,
-        )
-
-
-def api_process() -> Iterator[Entry]:
-    """Yields the entries of the API process: reader, protocols, traces."""
-    for path in sorted(RESULTS.glob("api_process*.json")):
-        run = result(path.stem)
-        told = [
-            f"{name}: {spread_text(run['ratios_of_rounds'][name], '.3f')} {at_least(run['ratios'][name], bar)}"
-            for name, bar in run["bars"].items()
-        ]
-        yield (
-            f"CPU time of the API process for a token of {run['streams']} streams, ratios of without to with",
-            "; ".join(told),
-            run,
-        )
 
 
 def recovery() -> Iterator[Entry]:
@@ -330,7 +279,7 @@ def peer_rows() -> list[str]:
 
 
 def rows() -> list[Entry]:
-    return [each for part in (cpu, heads, grammars, api_process, recovery, soak, tiers, gpu) for each in part()]
+    return [each for part in (cpu, heads, partial(surface, result), recovery, soak, tiers, gpu) for each in part()]
 
 
 def figures_page() -> str:
