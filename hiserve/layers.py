@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hiserve.attention.base import Attention
+from hiserve.core.activation import SILU, Activation
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.kernels.ops import Ops, ops_for
 from hiserve.kernels.routing import ExpertGroups, route_in_groups
@@ -18,13 +19,18 @@ from hiserve.kernels.routing import ExpertGroups, route_in_groups
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embedding:
-    """Looks up one vector per token in ``weight``, ``[vocab_size, hidden_size]``."""
+    """Looks up one vector per token in ``weight``, ``[vocab_size, hidden_size]``, and multiplies it by ``scale``.
+
+    The output head may share ``weight``, which is therefore not scaled itself.
+    """
 
     weight: Tensor
+    scale: Tensor | None = None  # ``[]``, of the weight's dtype; None is 1
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Returns ``[T, hidden_size]`` for int32 ``[T]``."""
-        return F.embedding(input_ids, self.weight)
+        found = F.embedding(input_ids, self.weight)
+        return found if self.scale is None else found.mul_(self.scale)
 
 
 class Linear:
@@ -71,7 +77,7 @@ class RMSNorm:
     """Scales the last dimension to a root mean square of 1, then by a weight.
 
     Attributes:
-        weight: ``[n]``.
+        weight: ``[n]``, of the type of the states, or float32 to round only the product.
         eps: Added to the mean square.
     """
 
@@ -159,7 +165,7 @@ class SelfAttention:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatedMLP:
-    """``down(silu(gate(x)) * up(x))``.
+    """``down(activation(gate(x), up(x)))``.
 
     Attributes:
         gate_up: Gate rows, then up rows: ``[2 * intermediate_size, hidden_size]``.
@@ -169,10 +175,11 @@ class GatedMLP:
     gate_up: Linear
     down: Linear
     ops: Ops
+    activation: Activation = SILU
 
     def __call__(self, x: Tensor) -> Tensor:
         """Maps ``[T, hidden_size]`` to the same shape."""
-        return self.down(self.ops.silu_mul(self.gate_up(x)))
+        return self.down(self.ops.act_mul(self.gate_up(x), self.activation))
 
 
 # Maps x ``[T, hidden_size]``, shares ``[T, k]`` and their experts, int64 ``[T, k]``, to ``[T, hidden_size]``.
@@ -217,14 +224,21 @@ class StackedExperts:
     Attributes:
         gate_up: ``[num_experts, 2 * intermediate_size, hidden_size]``.
         down: ``[num_experts, hidden_size, intermediate_size]``.
+        gate_up_bias: ``[num_experts, 2 * intermediate_size]``, or None.
+        down_bias: ``[num_experts, hidden_size]``, or None.
     """
 
     gate_up: Tensor
     down: Tensor
     ops: Ops
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    activation: Activation = SILU
 
     def __call__(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
-        return self.ops.mix_experts(x, shares, chosen, self.gate_up, self.down)
+        return self.ops.mix_experts(
+            x, shares, chosen, self.gate_up, self.down, self.gate_up_bias, self.down_bias, self.activation
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -103,7 +103,6 @@ _BACKENDS = {
         "hiserve.attention.cpu",
         "CpuAttention",
         devices=("cpu",),
-        has_sinks=False,
         has_hidden_first=False,
         has_trees=False,
         has_latents=True,

@@ -24,7 +24,7 @@ class LatentShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionShape:
-    """Shape of a model's attention. Scores are scaled by ``head_dim ** -0.5``.
+    """Shape of a model's attention.
 
     Attributes:
         num_layers: Layers.
@@ -34,11 +34,12 @@ class AttentionShape:
         page_size: Tokens per page.
         dtype: Of queries, keys and values.
         windows: Of each layer: a token at position p sees positions above p - window. Empty is none anywhere.
-        sinks: Of each layer: float32 ``[num_heads]``, a score that takes part in the softmax without a value. Empty is
+        sinks: Of each layer: ``[num_heads]``, float32, or float64 for float64; a score that takes part in the softmax without a value. Empty is
             none anywhere.
         hides_first: No token sees position 0, whose slot may never have been written.
         latent: Of latent attention: its heads share one KV head of ``head_dim`` elements, queries have
             ``nope_dim + rope_dim`` and outputs ``value_dim``. None is grouped-query attention.
+        score_scalar: Scores are scaled by its inverse square root; None is ``head_dim``.
     """
 
     num_layers: int
@@ -51,6 +52,12 @@ class AttentionShape:
     sinks: tuple[Tensor | None, ...] = ()
     hides_first: bool = False
     latent: LatentShape | None = None
+    score_scalar: float | None = None
+
+    @property
+    def scale(self) -> float:
+        """Factor of the scores."""
+        return float((self.score_scalar or self.head_dim) ** -0.5)
 
     @property
     def out_dim(self) -> int:

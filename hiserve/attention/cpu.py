@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +38,7 @@ class _CpuRow:
 
 
 class CpuAttention:
-    """Reads the pool in place where pages are adjacent. Does not support sinks, hidden positions and tree masks.
+    """Reads the pool in place where pages are adjacent. Does not support hidden positions and tree masks.
 
     At 500 to 1,000 tokens of context a decode row over adjacent pages costs about half of a gather of
     its pages. A gather by runs of adjacent pages was measured no faster than by pages, so there is none.
@@ -90,6 +92,7 @@ class CpuAttention:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
         """Attends row by row; a row without a prefix reads ``k`` and ``v`` instead of the pool."""
         window = self._shape.window(layer)
+        sinks = self._shape.sinks[layer] if self._shape.sinks else None
         queries = _heads_first(q)
         new_keys, new_values = _heads_first(k), _heads_first(v)
         pool_keys, pool_values = _heads_first(kv.k), _heads_first(kv.v)
@@ -106,12 +109,14 @@ class CpuAttention:
             else:
                 keys = self._gather(kv.k, row.pages, first, num_keys)
                 values = self._gather(kv.v, row.pages, first, num_keys)
-            attended = F.scaled_dot_product_attention(
+            attend = F.scaled_dot_product_attention if sinks is None else partial(_attend_with_sinks, sinks)
+            attended = attend(
                 queries.narrow(2, row.start, row.num_new),
                 keys,
                 values,
                 attn_mask=seen.mask,
                 is_causal=seen.mask is None and row.num_new == row.kv_len,
+                scale=self._shape.scale,
                 enable_gqa=True,
             )
             outputs.append(attended[0].transpose(0, 1))
@@ -122,6 +127,14 @@ class CpuAttention:
         skipped, offset = divmod(first, self._page_size)
         found = pool.view(-1, self._page_size, *pool.shape[1:]).index_select(0, pages[skipped:]).flatten(0, 1)
         return _heads_first(found.narrow(0, offset, num_keys))
+
+
+def _attend_with_sinks(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, **options: Any) -> Tensor:
+    """Like torch's function for CPUs, by the operator that it calls, which also gives the log of each softmax's sum."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **options)
+    share = torch.sigmoid(lse - sinks[:, None])  # of the keys, the sink included
+    attended: Tensor = (out * share[..., None]).to(q.dtype)
+    return attended
 
 
 def _heads_first(x: Tensor) -> Tensor:

@@ -236,7 +236,7 @@ def _of_model(shape: AttentionShape, window: int | None) -> dict[str, Any]:
         "window_left": -1 if window is None else window - 1,
         "q_data_type": shape.dtype,
         "kv_data_type": shape.dtype,
-        "sm_scale": shape.head_dim**-0.5,
+        "sm_scale": shape.scale,
     }
 
 

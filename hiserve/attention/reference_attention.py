@@ -65,7 +65,7 @@ class ReferenceAttention:
         grouped = self._pad(q.to(wide)).view(*self._padded, kv_heads, -1, q.shape[2])
         # Hidden slots may hold NaN, and 0 * NaN is NaN: their scores are overwritten, their values zeroed.
         values = kv.v[self._slots].to(wide).masked_fill_(hidden.all(1)[:, :, None, None], 0)
-        scores = torch.einsum("bqhgd,bnhd->bhgqn", grouped, kv.k[self._slots].to(wide)) * self._shape.head_dim**-0.5
+        scores = torch.einsum("bqhgd,bnhd->bhgqn", grouped, kv.k[self._slots].to(wide)) * self._shape.scale
         scores.masked_fill_(hidden[:, None, None], -torch.inf)
         lse = scores.logsumexp(-1)
         if self._shape.sinks and (sinks := self._shape.sinks[layer]) is not None:

@@ -146,7 +146,7 @@ class CheckedEngine:
             loaded.model,
             self._layers,
             self._rows,
-            attention_shape(loaded.shape, dtype=getattr(torch, dtype), page_size=page_size),
+            attention_shape(loaded.shape, dtype=getattr(torch, dtype), page_size=page_size, sinks=loaded.model.sinks),
             max_batched_tokens=len(ROWS) * PROMPT_LEN,
             widths=(1, WIDTH),
             proposer=open_proposer(settings, loaded.draft, loaded.head, pool, self._rows),

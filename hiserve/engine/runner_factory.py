@@ -64,7 +64,9 @@ def prepare_runners(
         model,
         pool.layers("kv"),
         rows,
-        attention_shape(model_config, dtype=getattr(torch, dtype), page_size=settings.cache.page_size),
+        attention_shape(
+            model_config, dtype=getattr(torch, dtype), page_size=settings.cache.page_size, sinks=model.sinks
+        ),
         max_batched_tokens=max_tokens,
         widths=settings.spec.widths,
         canary=Canary(rows, pool.layers(CANARY.name)[0]) if settings.cache.kv_canary else None,
@@ -187,7 +189,7 @@ def open_proposer(
             taken_len=rows.taken_len,
             page_size=settings.cache.page_size,
         ),
-        _draft_attention(settings, draft, rows),
+        _draft_attention(settings, draft, head.sinks, rows),
         rows.state,
         rows.sampling,
         rows.ops,
@@ -195,7 +197,9 @@ def open_proposer(
     )
 
 
-def _draft_attention(settings: Settings, draft: DraftConfig, rows: DeviceRows) -> Attention:
+def _draft_attention(
+    settings: Settings, draft: DraftConfig, sinks: tuple[torch.Tensor | None, ...], rows: DeviceRows
+) -> Attention:
     dtype = getattr(torch, settings.model.dtype)
-    shape = draft_attention_shape(draft, dtype=dtype, page_size=settings.cache.page_size)
+    shape = draft_attention_shape(draft, dtype=dtype, page_size=settings.cache.page_size, sinks=sinks)
     return open_draft_attention(settings.runner.attention_backend, shape, rows.device)

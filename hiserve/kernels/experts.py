@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hiserve.core.activation import SILU, Activation
 from hiserve.kernels import reference
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 
@@ -101,11 +102,40 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     tl.store(chosen + target, number.to(tl.int64), mask=place < NUM_CHOSEN)
 
 
-def mix_experts(x: Tensor, shares: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+@triton.jit  # type: ignore[untyped-decorator]
+def activate(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """``core.activation`` of values in float32 or wider; the gate's part is rounded to ``dtype``."""
+    if ACTIVATION.limit is not None:
+        keep: tl.constexpr = tl.PropagateNan.ALL
+        gate = tl.minimum(gate, ACTIVATION.limit, propagate_nan=keep)
+        up = tl.minimum(up, ACTIVATION.limit, propagate_nan=keep)
+        up = tl.maximum(up, -ACTIVATION.limit, propagate_nan=keep)
+    inner = gate
+    if ACTIVATION.cubic != 0.0:
+        inner = gate * (1.0 + ACTIVATION.cubic * gate * gate)
+    if ACTIVATION.slope != 1.0:
+        inner = inner * ACTIVATION.slope
+    gate = (gate / (1.0 + tl.exp(-inner))).to(dtype).to(gate.dtype)
+    if ACTIVATION.shift != 0.0:
+        up = up + ACTIVATION.shift
+    return gate * up
+
+
+def mix_experts(
+    x: Tensor,
+    shares: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: Activation = SILU,
+) -> Tensor:
     """Like ``reference.mix_experts``, but only its own experts compute a token. float64 uses the reference."""
     if x.dtype == torch.float64:
-        return reference.mix_experts(x, shares, chosen, gate_up, down)
+        return reference.mix_experts(x, shares, chosen, gate_up, down, gate_up_bias, down_bias, activation)
     assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous(), (x.stride(), gate_up.stride())
+    assert all(bias is None or bias.is_contiguous() for bias in (gate_up_bias, down_bias))
     num_tokens, hidden = x.shape
     num_experts, inner = gate_up.shape[0], gate_up.shape[1] // 2
     num_pairs = chosen.numel()
@@ -114,10 +144,15 @@ def mix_experts(x: Tensor, shares: Tensor, chosen: Tensor, gate_up: Tensor, down
     # Every block has a pair, and only an expert's last block may be partly filled.
     max_blocks = min(num_pairs, num_pairs // tile.rows + num_experts)
     activated, made = (x.new_empty((num_pairs, width)) for width in (inner, hidden))
-    for source, weight, out, is_gated in ((x, gate_up, activated, True), (activated, down, made, False)):
+    products = (
+        (x, gate_up, gate_up_bias, activated, activation),
+        (activated, down, down_bias, made, None),
+    )
+    for source, weight, bias, out, gate in products:
         _product_kernel[(max_blocks * triton.cdiv(out.shape[1], tile.columns),)](
             source,
             weight,
+            bias,
             order,
             ends,
             out,
@@ -126,7 +161,7 @@ def mix_experts(x: Tensor, shares: Tensor, chosen: Tensor, gate_up: Tensor, down
             source.shape[1],
             chosen.shape[1],
             EXPERTS=triton.next_power_of_2(num_experts),
-            IS_GATED=is_gated,
+            ACTIVATION=gate,
             ROWS=tile.rows,
             COLUMNS=tile.columns,
             DEPTH=tile.depth,
@@ -202,6 +237,7 @@ def _group_kernel(  # type: ignore[no-untyped-def]
 def _product_kernel(  # type: ignore[no-untyped-def]
     source,
     weight,
+    bias,
     order,
     ends,
     out,
@@ -210,16 +246,17 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     depth,
     num_per_token,
     EXPERTS: tl.constexpr,  # noqa: N803
-    IS_GATED: tl.constexpr,  # noqa: N803
+    ACTIVATION: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
     DEPTH: tl.constexpr,  # noqa: N803
 ):
     """Each program multiplies a block of an expert's rows with a block of its weights.
 
-    Gated: rows are those of the pairs' tokens, weights are those of gate and up, and results are in the order of
-    experts. Otherwise rows are in the order of experts and results in the order of pairs.
+    With an activation rows are those of the pairs' tokens, weights are those of gate and up, and results are in the
+    order of experts. Without, rows are in the order of experts and results in the order of pairs.
     """
+    IS_GATED: tl.constexpr = ACTIVATION is not None  # noqa: N806
     block = tl.program_id(0) // tl.cdiv(num_columns, COLUMNS)
     expert_of = tl.arange(0, EXPERTS)
     is_expert = expert_of < num_experts
@@ -254,12 +291,19 @@ def _product_kernel(  # type: ignore[no-untyped-def]
             up = tl.load(columns + num_columns.to(tl.int64) * depth + first, mask=mask, other=0.0)
             total_up = tl.dot(values, up, total_up, input_precision="ieee")
     dtype: tl.constexpr = out.dtype.element_ty
+    if bias is not None:
+        biases = bias + expert.to(tl.int64) * matrix_rows + column
+        total += _row(biases, is_column)
+        total_up += _row(biases + num_columns, is_column & IS_GATED)
     if IS_GATED:
-        gate = total.to(dtype).to(tl.float32)
-        total = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * total_up.to(dtype).to(tl.float32)
-    written = row if IS_GATED else pair
-    target = out + written.to(tl.int64)[:, None] * num_columns + column[None, :]
+        total = activate(total.to(dtype).to(tl.float32), total_up.to(dtype).to(tl.float32), dtype, ACTIVATION)
+    target = out + (row if IS_GATED else pair).to(tl.int64)[:, None] * num_columns + column[None, :]
     tl.store(target, total.to(dtype), mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit
+def _row(values, mask):  # type: ignore[no-untyped-def]
+    return tl.load(values, mask=mask, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -10,17 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hiserve.core.activation import SILU, Activation
 from hiserve.core.forward import LayerKV
-from hiserve.kernels.experts import mix_experts, route
+from hiserve.kernels.experts import activate, mix_experts, route
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 from hiserve.kernels.skinny_linear import linear
 
-__all__ = ["add_rms_norm", "linear", "mix_experts", "rms_norm", "rotate_and_store", "rotations", "route", "silu_mul"]
+__all__ = ["act_mul", "add_rms_norm", "linear", "mix_experts", "rms_norm", "rotate_and_store", "rotations", "route"]
 
 _MAX_WARPS = 8
 _ELEMENTS_PER_WARP = 512
 _MAX_BLOCK_HEADS = 8
-_SILU_BLOCK = 1024
+_ACT_BLOCK = 1024
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -81,7 +82,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
         tl.store(x + row, narrow, mask=mask)
         value = narrow.to(wide)
     scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
-    tl.store(out + row, ((value * scale).to(dtype).to(wide) * weights).to(dtype), mask=mask)
+    tl.store(out + row, ((value * scale).to(weight.dtype.element_ty).to(wide) * weights).to(dtype), mask=mask)
 
 
 def rotations(
@@ -211,9 +212,9 @@ def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
         if qk_weight is not None:
             scale = tl.rsqrt((tl.sum(one * one, 1) + tl.sum(other * other, 1)) / (2 * HALF) + eps)[:, None]
             weights = qk_weight + place * (2 * HALF) + pair
-            one = (one * scale).to(dtype).to(wide) * tl.load(weights, mask=mask, other=0.0).to(wide)
-            other = (other * scale).to(dtype).to(wide) * tl.load(weights + HALF, mask=mask, other=0.0).to(wide)
-            one, other = one.to(dtype).to(wide), other.to(dtype).to(wide)
+            near, far = tl.load(weights, mask=mask, other=0.0), tl.load(weights + HALF, mask=mask, other=0.0)
+            one = ((one * scale).to(qk_weight.dtype.element_ty).to(wide) * near).to(dtype).to(wide)
+            other = ((other * scale).to(qk_weight.dtype.element_ty).to(wide) * far).to(dtype).to(wide)
         angle = token * (2 * HALF) + HALF + pair  # the second half, whose sines have their own sign
         is_pair = pair < HALF
         cosine, sine = tl.load(cos + angle, mask=is_pair, other=0.0), tl.load(sin + angle, mask=is_pair, other=0.0)
@@ -229,17 +230,18 @@ def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
             tl.store(pool_k + slot + HALF, partner, mask=mask)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Like ``reference.silu_mul``, for contiguous ``[T, 2 n]``."""
+def act_mul(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
+    """Like ``reference.act_mul``, for contiguous ``[T, 2 n]``."""
     assert gate_up.is_contiguous(), f"rows {gate_up.stride()} apart"
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
-    block = min(_SILU_BLOCK, triton.next_power_of_2(size))
-    _silu_mul_kernel[(num_rows * triton.cdiv(size, block),)](
+    block = min(_ACT_BLOCK, triton.next_power_of_2(size))
+    _act_mul_kernel[(num_rows * triton.cdiv(size, block),)](
         gate_up,
         out,
         SIZE=size,
         BLOCK=block,
+        ACTIVATION=activation,
         IS_WIDE=out.dtype == torch.float64,
         num_warps=_num_warps(block),
         **early_launch(gate_up.device),
@@ -248,11 +250,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _silu_mul_kernel(  # type: ignore[no-untyped-def]
+def _act_mul_kernel(  # type: ignore[no-untyped-def]
     gate_up,
     out,
     SIZE: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
+    ACTIVATION: tl.constexpr,  # noqa: N803
     IS_WIDE: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
@@ -266,8 +269,7 @@ def _silu_mul_kernel(  # type: ignore[no-untyped-def]
     await_previous(IS_EARLY)
     gate = tl.load(gate_up + 2 * row + column, mask=mask, other=0.0).to(wide)
     up = tl.load(gate_up + 2 * row + SIZE + column, mask=mask, other=0.0).to(wide)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(wide)
-    tl.store(out + row + column, (silu * up).to(dtype), mask=mask)
+    tl.store(out + row + column, activate(gate, up, dtype, ACTIVATION).to(dtype), mask=mask)
 
 
 def _num_warps(num_elements: int) -> int:

@@ -8,6 +8,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from hiserve.core.activation import SILU, Activation
 from hiserve.core.forward import LayerKV
 
 # Imported by name: triton, which CUDA kernels need, is not installed everywhere.
@@ -47,13 +48,23 @@ class Ops(Protocol):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention: bool) -> Tensor:
         """Projects ``[T, n]``. After an attention a device may launch it without overlap, which the attention needs."""
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Returns ``silu(gate) * up``."""
+    def act_mul(self, gate_up: Tensor, activation: Activation = SILU) -> Tensor:
+        """Returns the activation of gate and up."""
 
     def route(self, logits: Tensor, num_per_token: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
         """Returns shares and numbers of the likeliest experts."""
 
-    def mix_experts(self, x: Tensor, shares: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def mix_experts(
+        self,
+        x: Tensor,
+        shares: Tensor,
+        chosen: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        activation: Activation = SILU,
+    ) -> Tensor:
         """Returns each token's sum of its chosen experts' outputs, weighted by shares."""
 
 

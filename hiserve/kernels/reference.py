@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hiserve.core.activation import GELU_TANH, SILU, Activation
 from hiserve.core.forward import LayerKV
 
 _MASK32 = 0xFFFFFFFF
@@ -21,11 +22,12 @@ PADDING_PAGE = 0
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm of the last dimension of ``[..., n]``; 16-bit inputs are reduced in float32.
 
-    ``weight`` broadcasts to ``x`` and has its dtype; ``eps`` is added to the mean square.
+    ``weight`` broadcasts to ``x`` and has its dtype, or float32, which then is the type of the product; ``eps`` is added
+    to the mean square.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
-    return (wide * scale).to(x.dtype) * weight
+    return ((wide * scale).to(weight.dtype) * weight).to(x.dtype)
 
 
 def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -130,10 +132,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention
     return F.linear(x, weight, bias)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of ``[T, 2 n]``, gate first; returns ``[T, n]``."""
+def act_mul(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
+    """The activation of ``[T, 2 n]``, gate first; returns ``[T, n]``."""
     gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate).mul_(up)
+    if activation == SILU:
+        return F.silu(gate).mul_(up)
+    if activation == GELU_TANH:
+        return F.gelu(gate, approximate="tanh").mul_(up)
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
+    inner = wide.square().mul_(activation.cubic).add_(1).mul_(wide).mul_(activation.slope)
+    return ((wide * inner.sigmoid_()).to(gate.dtype).to(wide.dtype) * (up.to(wide.dtype) + activation.shift)).to(
+        gate.dtype
+    )
 
 
 def route(logits: Tensor, num_per_token: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
@@ -152,7 +164,16 @@ def route(logits: Tensor, num_per_token: int, is_normalized: bool) -> tuple[Tens
     return (shares / shares.sum(-1, keepdim=True) if is_normalized else shares), experts
 
 
-def mix_experts(x: Tensor, shares: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def mix_experts(
+    x: Tensor,
+    shares: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: Activation = SILU,
+) -> Tensor:
     """Returns each token's sum of its chosen experts' outputs, weighted by shares, in the dtype of the shares.
 
     Every expert computes every token, so that shapes are fixed. Outputs of experts that were not chosen are dropped,
@@ -164,6 +185,9 @@ def mix_experts(x: Tensor, shares: Tensor, chosen: Tensor, gate_up: Tensor, down
         chosen: int64 ``[T, k]``, the experts the shares belong to.
         gate_up: ``[num_experts, 2 m, n]``.
         down: ``[num_experts, n, m]``.
+        gate_up_bias: ``[num_experts, 2 m]``, or None.
+        down_bias: ``[num_experts, n]``, or None.
+        activation: Between both products.
 
     Returns:
         ``[T, n]``, in the dtype of ``x``.
@@ -172,7 +196,9 @@ def mix_experts(x: Tensor, shares: Tensor, chosen: Tensor, gate_up: Tensor, down
     is_chosen = torch.zeros_like(share, dtype=torch.bool).scatter_(1, chosen, True)
     out = shares.new_zeros(x.shape)
     for expert in range(gate_up.shape[0]):
-        made = F.linear(silu_mul(F.linear(x, gate_up[expert])), down[expert]) * share[:, expert, None]
+        biases = [None if bias is None else bias[expert] for bias in (gate_up_bias, down_bias)]
+        inner = act_mul(F.linear(x, gate_up[expert], biases[0]), activation)
+        made = F.linear(inner, down[expert], biases[1]) * share[:, expert, None]
         out += torch.where(is_chosen[:, expert, None], made, 0.0)
     return out.to(x.dtype)
 

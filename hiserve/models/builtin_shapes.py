@@ -23,7 +23,8 @@ _QWEN3: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 
-# The fields that are read of the public config.json of Llama-3.1-8B, Qwen3-0.6B and Qwen3-8B.
+# The fields that are read of the public config.json of Llama-3.1-8B, Qwen3-0.6B, Qwen3-8B, gpt-oss-20b and Gemma-3-27B; what
+# the families fill in is left out.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {
         "architectures": ["LlamaForCausalLM"],
@@ -62,6 +63,27 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 36,
         "num_attention_heads": 32,
         "tie_word_embeddings": False,
+    },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "num_hidden_layers": 24,
+        "num_experts": 32,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    },
+    "gemma-3-27b": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "hidden_size": 5376,
+        "intermediate_size": 21_504,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "query_pre_attn_scalar": 168,
+        "sliding_window": 1024,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "dtype": "bfloat16",
     },
 }
 

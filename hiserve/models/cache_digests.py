@@ -118,6 +118,7 @@ def _shape(model: ModelConfig, max_len: int) -> ModelConfig:
     return msgspec.structs.replace(
         model,
         rope=model.rope.fixed(max_len),
+        local_rope=None if model.local_rope is None else model.local_rope.fixed(max_len),
         eos_token_ids=(),
         bos_token_id=None,
         sampling_defaults=SamplingDefaults(),

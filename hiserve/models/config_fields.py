@@ -74,8 +74,9 @@ class RopeFields(msgspec.Struct):
     truncate: bool | None = None
     short_factor: tuple[Positive, ...] | None = None
     long_factor: tuple[Positive, ...] | None = None
-    full_attention: Any = None
-    sliding_attention: Any = None
+    # Of the layers of each type; the fields above are then not given.
+    full_attention: RopeFields | None = None
+    sliding_attention: RopeFields | None = None
 
 
 class ConfigFields(msgspec.Struct):
@@ -127,6 +128,15 @@ class ConfigFields(msgspec.Struct):
     v_head_dim: Size | None = None
     rope_interleave: bool | None = None
     hidden_act: str | None = None
+    hidden_activation: str | None = None
+    rope_local_base_freq: Positive | None = None
+    query_pre_attn_scalar: Positive | None = None
+    final_logit_softcapping: Positive | None = None
+    attn_logit_softcapping: Positive | None = None
+    use_bidirectional_attention: bool | str | None = None
+    sliding_window_pattern: Size | None = None
+    swiglu_alpha: Positive | None = None
+    swiglu_limit: Positive | None = None
     quantization_config: Any = None
 
 
@@ -185,7 +195,7 @@ def respell(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     Raises:
         ModelError: The old and the new spelling of a field differ.
     """
-    spelled = dict(raw)
+    spelled = _text_fields(raw, path)
     for old, new in _OLD_SPELLINGS.items():
         if old in spelled and not spelled.get(new):
             spelled[new] = spelled[old]
@@ -195,6 +205,18 @@ def respell(raw: dict[str, Any], path: Path) -> dict[str, Any]:
                 param="model",
             )
     return spelled
+
+
+def _text_fields(raw: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Returns the fields of a multimodal model's text model, those outside ``text_config`` first; or all of another's."""
+    text = raw.get("text_config")
+    if text is None:
+        return dict(raw)
+    if not isinstance(text, dict):
+        raise ModelError(
+            f"{path.name} in {str(path.parent)!r} makes no sense: text_config is not an object.", param="model"
+        )
+    return text | {name: value for name, value in raw.items() if value is not None}
 
 
 _SLIDING = "sliding_attention"
@@ -210,19 +232,33 @@ def read_windows(fields: ConfigFields, context_length: int) -> tuple[int | None,
     Raises:
         ModelError: Types of layers that are not supported, or that contradict the other fields.
     """
-    window = None if fields.use_sliding_window is False else fields.sliding_window
-    slides = _which_slide(fields, window)
+    window, slides = _window(fields), which_slide(fields)
     if window is None or window >= context_length or not any(slides):
         return ()
     return tuple(window if each else None for each in slides)
 
 
-def _which_slide(fields: ConfigFields, window: int | None) -> list[bool]:
-    num_layers, types = fields.num_hidden_layers, fields.layer_types
+def _window(fields: ConfigFields) -> int | None:
+    return None if fields.use_sliding_window is False else fields.sliding_window
+
+
+def which_slide(fields: ConfigFields) -> list[bool]:
+    """Returns of each layer whether it is of the type that slides, if there is a window.
+
+    Raises:
+        ModelError: As ``read_windows``.
+    """
+    window, num_layers, types = _window(fields), fields.num_hidden_layers, fields.layer_types
+    if types is None and fields.sliding_window_pattern is not None:
+        return [(layer + 1) % fields.sliding_window_pattern > 0 for layer in range(num_layers)]
     if types is None:
         return [layer >= (fields.max_window_layers or 0) for layer in range(num_layers)]
     if unknown := sorted(set(types) - _LAYER_TYPES):
-        raise ModelError(f"layers of the type {', '.join(unknown)} are not supported yet.", param="model")
+        raise ModelError(
+            f"layer_types of config.json has {', '.join(unknown)}, which is not supported yet. Supported: "
+            f"{', '.join(sorted(_LAYER_TYPES))}.",
+            param="model",
+        )
     nonsense = None
     if len(types) != num_layers:
         nonsense = f"layer_types names {len(types)} layers, and num_hidden_layers is {num_layers}"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hiserve.attention.base import Attention, AttentionShape
+from hiserve.core.activation import Activation
 from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
 from hiserve.kernels.ops import Ops, ops_for
 from hiserve.kernels.routing import ExpertGroups
@@ -29,6 +30,7 @@ from hiserve.models.experts_config import ExpertsConfig
 from hiserve.models.frequencies import rotary_frequencies
 from hiserve.models.latent_attention import LatentSelfAttention, latent_shape, make_latent_attention
 from hiserve.models.model_config import ModelConfig
+from hiserve.models.rope import RopeConfig
 from hiserve.models.weights import load_parameters
 
 
@@ -40,6 +42,9 @@ class Layer:
     attention: SelfAttention | LatentSelfAttention
     mlp_norm: RMSNorm
     mlp: GatedMLP | MoE
+    # Norms of the outputs of attention and of the MLP; None without.
+    attn_out_norm: RMSNorm | None = None
+    mlp_out_norm: RMSNorm | None = None
 
     def finish(self, attn_out: Tensor, residual: Tensor) -> Tensor:
         """Computes the layer after attention; returns the MLP's output, not yet added to the residual stream.
@@ -47,7 +52,11 @@ class Layer:
         ``attn_out`` is attention's output, ``[T, num_heads * head_dim]``; ``residual``, ``[T, hidden_size]``, is updated in
         place.
         """
-        return self.mlp(self.mlp_norm.add(self.attention.out(attn_out), residual))
+        delta = self.attention.out(attn_out)
+        if self.attn_out_norm is not None:
+            delta = self.attn_out_norm(delta)
+        out = self.mlp(self.mlp_norm.add(delta, residual))
+        return out if self.mlp_out_norm is None else self.mlp_out_norm(out)
 
 
 class Decoder:
@@ -66,10 +75,15 @@ class Decoder:
         self, config: ModelConfig, parameters: dict[str, Tensor], max_len: int, aux_layers: tuple[int, ...] = ()
     ) -> None:
         embedding = parameters.pop("embedding")
-        self.embedding = Embedding(embedding)  # of tokens; shared with draft heads
-        frequencies = rotary_frequencies(config.rope, config.rotary_dim, max_len).to(embedding.device)
+        scale = None if config.embedding_scale == 1.0 else embedding.new_full((), config.embedding_scale)
+        self.embedding = Embedding(embedding, scale)  # of tokens; shared with draft heads
         ops = ops_for(embedding.device)
-        self._rotary = Rotary(frequencies, embedding.dtype, ops, config.rope.attention_factor)
+        ropes = (config.rope,) if config.local_rope is None else (config.rope, config.local_rope)
+        self._rotaries = [make_rotary(rope, config.rotary_dim, max_len, embedding, ops) for rope in ropes]
+        self._local_layers = config.local_layers
+        self._logit_cap = config.logit_cap
+        sinks = [parameters.pop(f"layers.{index}.sinks", None) for index in range(config.num_layers)]
+        self.sinks = tuple(sinks) if config.has_sinks else ()  # of each layer, as for ``AttentionShape``
         self._layers = [make_layer(config, parameters, index, ops) for index in range(config.num_layers)]
         self._norm = RMSNorm(parameters.pop("norm"), config.norm_eps, ops)
         self.head = Linear(parameters.pop("head", embedding))  # states to logits; shared with draft heads
@@ -116,13 +130,13 @@ class Decoder:
             ``[T, num_heads * head_dim]``, the last attention's output, and ``[T, hidden_size]``, the residual stream
             before it.
         """
-        rotation = self._rotary(inputs.positions)
+        rotations = [rotary(inputs.positions) for rotary in self._rotaries]
         residual = self.embedding(inputs.input_ids)
         x = self._layers[0].input_norm(residual)
         for index, (layer, kv) in enumerate(zip(self._layers, layers, strict=True)):
             if inputs.before_layer is not None:
                 inputs.before_layer(index)
-            attn_out = layer.attention(x, inputs, rotation, kv, attention)
+            attn_out = layer.attention(x, inputs, rotations[index in self._local_layers], kv, attention)
             if index + 1 < len(self._layers):
                 x = self._layers[index + 1].input_norm.add(layer.finish(attn_out, residual), residual)
                 self._keep_aux(index, residual, hidden_states)
@@ -143,12 +157,16 @@ class Decoder:
         """
         if hidden_states is None or not self._has_last_aux:
             residual = residual.index_select(0, logits_rows)
-            return self.head(self._finish(attn_out.index_select(0, logits_rows), residual))
+            return self._to_logits(self._finish(attn_out.index_select(0, logits_rows), residual))
         residual = residual[: attn_out.shape[0]].clone()
         states = self._finish(attn_out, residual)
         self._keep_aux(len(self._layers) - 1, residual, hidden_states)
         self._keep_aux(len(self._layers), states, hidden_states)
-        return self.head(states.index_select(0, logits_rows))
+        return self._to_logits(states.index_select(0, logits_rows))
+
+    def _to_logits(self, states: Tensor) -> Tensor:
+        logits = self.head(states)
+        return logits if self._logit_cap is None else logits.div_(self._logit_cap).tanh_().mul_(self._logit_cap)
 
     def _finish(self, attn_out: Tensor, residual: Tensor) -> Tensor:
         """Computes everything after the last attention; leaves the last layer's output in ``residual``."""
@@ -159,18 +177,30 @@ class Decoder:
             hidden_states[:, self._columns[layer]] = states
 
 
+def make_rotary(rope: RopeConfig, head_dim: int, max_len: int, like: Tensor, ops: Ops) -> Rotary:
+    """Makes the rotation of a model with weights of the type and on the device of ``like``."""
+    frequencies = rotary_frequencies(rope, head_dim, max_len).to(like.device)
+    return Rotary(frequencies, like.dtype, ops, rope.attention_factor)
+
+
 def make_layer(config: ModelConfig, parameters: dict[str, Tensor], index: int, ops: Ops) -> Layer:
     """Removes the parameters of one layer, counted from 0, from a decoder's, and makes the layer."""
     ours = f"layers.{index}."
+    norms = {
+        name: RMSNorm(parameters.pop(ours + name), config.norm_eps, ops)
+        for name in ("input_norm", "mlp_norm", "attn_out_norm", "mlp_out_norm")
+        if config.has_out_norms or "out" not in name
+    }
     make_attention = _grouped_attention if config.latent is None else make_latent_attention
     return Layer(
-        input_norm=RMSNorm(parameters.pop(ours + "input_norm"), config.norm_eps, ops),
+        **norms,
         attention=make_attention(config, parameters, index, ops),
-        mlp_norm=RMSNorm(parameters.pop(ours + "mlp_norm"), config.norm_eps, ops),
         mlp=(
-            _moe(config.experts, parameters, ours, ops)
+            _moe(config.experts, config.activation, parameters, ours, ops)
             if config.experts is not None and config.experts.is_in(index)
-            else GatedMLP(_linear(parameters, ours + "gate_up"), _linear(parameters, ours + "down"), ops)
+            else GatedMLP(
+                _linear(parameters, ours + "gate_up"), _linear(parameters, ours + "down"), ops, config.activation
+            )
         ),
     )
 
@@ -196,16 +226,22 @@ def _linear(parameters: dict[str, Tensor], name: str, *, is_after_attention: boo
     return Linear(weight, bias, is_after_attention=is_after_attention)
 
 
-def _moe(config: ExpertsConfig, parameters: dict[str, Tensor], ours: str, ops: Ops) -> MoE:
+def _moe(config: ExpertsConfig, activation: Activation, parameters: dict[str, Tensor], ours: str, ops: Ops) -> MoE:
     """Makes stacked experts ``[num_experts, rows, columns]``; on the CPU one packed MLP per expert."""
     gate_up, down = (
         matrices.view(config.num_experts, -1, matrices.shape[1])
         for matrices in (parameters.pop(ours + "experts_gate_up"), parameters.pop(ours + "experts_down"))
     )
-    experts: Experts = StackedExperts(gate_up, down, ops)
+    gate_up_bias, down_bias = (
+        parameters.pop(ours + name, None) for name in ("experts_gate_up_bias", "experts_down_bias")
+    )
+    experts: Experts = StackedExperts(gate_up, down, ops, gate_up_bias, down_bias, activation)
     if gate_up.device.type == "cpu":
+        none = [None] * config.num_experts
+        biases = (none if bias is None else bias for bias in (gate_up_bias, down_bias))
+        each = zip(gate_up, down, *biases, strict=True)
         experts = SparseExperts(
-            [GatedMLP(Linear(mine), Linear(its), ops) for mine, its in zip(gate_up, down, strict=True)]
+            [GatedMLP(Linear(mine, one), Linear(its, other), ops, activation) for mine, its, one, other in each]
         )
     router, groups = parameters.pop(ours + "router"), None
     if (routing := config.routing) is not None:
@@ -216,7 +252,7 @@ def _moe(config: ExpertsConfig, parameters: dict[str, Tensor], ours: str, ops: O
     if config.shared_size:
         shared = GatedMLP(_linear(parameters, ours + "shared_gate_up"), _linear(parameters, ours + "shared_down"), ops)
     return MoE(
-        router=Linear(router),
+        router=Linear(router, parameters.pop(ours + "router_bias", None)),
         experts=experts,
         num_per_token=config.num_per_token,
         is_normalized=config.is_normalized,
@@ -254,8 +290,14 @@ def load_decoder(
     return Decoder(config, parameters, config.context_length if max_len is None else max_len, aux_layers)
 
 
-def attention_shape(config: ModelConfig, *, dtype: torch.dtype, page_size: int) -> AttentionShape:
-    """Returns the shape of the attention in every layer; ``dtype`` is that of queries, keys and values."""
+def attention_shape(
+    config: ModelConfig, *, dtype: torch.dtype, page_size: int, sinks: tuple[Tensor | None, ...] = ()
+) -> AttentionShape:
+    """Returns the shape of the attention in every layer.
+
+    ``dtype`` is that of queries, keys and values; ``sinks`` are the decoder's.
+    """
+    assert bool(sinks) == config.has_sinks, f"{len(sinks)} layers with sinks"
     return AttentionShape(
         num_layers=config.num_layers,
         num_heads=config.num_heads,
@@ -265,4 +307,6 @@ def attention_shape(config: ModelConfig, *, dtype: torch.dtype, page_size: int) 
         dtype=dtype,
         windows=config.windows,
         latent=None if config.latent is None else latent_shape(config.latent),
+        sinks=sinks,
+        score_scalar=config.score_scalar,
     )

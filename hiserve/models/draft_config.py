@@ -221,7 +221,16 @@ def _read_mtp(base: str, raw: dict[str, Any], path: Path, target: ModelConfig) -
 
 
 def _one_layer(model: ModelConfig) -> ModelConfig:
-    return msgspec.structs.replace(model, num_layers=1, windows=(), experts=None, num_mtp_layers=0)
+    return msgspec.structs.replace(
+        model,
+        num_layers=1,
+        windows=(),
+        has_sinks=False,
+        local_rope=None,
+        local_layers=frozenset(),
+        experts=None,
+        num_mtp_layers=0,
+    )
 
 
 def _refuse_misfit(draft: DraftConfig, target: ModelConfig) -> None:

@@ -15,10 +15,9 @@ from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.errors import ModelError
 from hiserve.kernels.ops import Ops, ops_for
 from hiserve.layers import Embedding, Linear, RMSNorm, Rotary
-from hiserve.models.decoder import Decoder, Layer, attention_shape, load_decoder, make_layer
+from hiserve.models.decoder import Decoder, Layer, attention_shape, load_decoder, make_layer, make_rotary
 from hiserve.models.draft_config import DraftConfig
 from hiserve.models.draft_formats import Head
-from hiserve.models.frequencies import rotary_frequencies
 from hiserve.models.weights import load_head_parameters
 
 
@@ -28,6 +27,7 @@ class DraftHead(Protocol):
     feature_size: int  # elements that it takes of the token before each, and carries from draft to draft; 0 is none
     shift: int  # the rotary position of token j is ``j - shift``
     aux_layers: tuple[int, ...]  # layers of the model that it takes, as for ``Decoder``
+    sinks: tuple[Tensor | None, ...]  # of its layers, as for ``AttentionShape``
 
     def groups(self, dtype: str) -> tuple[CacheGroupSpec, ...]:
         """Returns the KV groups of its layers, stored as ``dtype``."""
@@ -97,6 +97,7 @@ class Eagle3Head:
     """
 
     shift = 1
+    sinks: tuple[Tensor | None, ...] = ()
 
     def __init__(
         self, draft: DraftConfig, parameters: dict[str, Tensor], tokens: Tensor | None, target: Decoder, max_len: int
@@ -134,6 +135,7 @@ class MTPHead:
     """
 
     shift = 1
+    sinks: tuple[Tensor | None, ...] = ()
 
     def __init__(self, draft: DraftConfig, parameters: dict[str, Tensor], target: Decoder, max_len: int) -> None:
         head, ops, eps = _head(draft), _ops(target), draft.model.norm_eps
@@ -172,6 +174,7 @@ class DraftModel:
 
     def __init__(self, draft: DraftConfig, decoder: Decoder) -> None:
         self.groups = draft.kv_groups
+        self.sinks = decoder.sinks
         self._decoder = decoder
 
     def fuse(self, aux_states: Tensor) -> Tensor:
@@ -224,10 +227,9 @@ def _body(
     max_len: int,
 ) -> _Body:
     model, weight, ops = draft.model, target.embedding.weight, _ops(target)
-    frequencies = rotary_frequencies(model.rope, model.rotary_dim, max_len).to(weight.device)
     return _Body(
         layer=make_layer(model, parameters, 0, ops),
-        rotary=Rotary(frequencies, weight.dtype, ops, model.rope.attention_factor),
+        rotary=make_rotary(model.rope, model.rotary_dim, max_len, weight, ops),
         norm=RMSNorm(parameters.pop("norm"), model.norm_eps, ops),
         output=output,
         tokens=tokens,
@@ -245,6 +247,9 @@ def _ops(target: Decoder) -> Ops:
     return ops_for(target.embedding.weight.device)
 
 
-def draft_attention_shape(draft: DraftConfig, *, dtype: torch.dtype, page_size: int) -> AttentionShape:
+def draft_attention_shape(
+    draft: DraftConfig, *, dtype: torch.dtype, page_size: int, sinks: tuple[Tensor | None, ...] = ()
+) -> AttentionShape:
     """Like ``attention_shape``, of a draft head or model. A head hides position 0: its token has no state before it."""
-    return replace(attention_shape(draft.model, dtype=dtype, page_size=page_size), hides_first=draft.head is not None)
+    shape = attention_shape(draft.model, dtype=dtype, page_size=page_size, sinks=sinks)
+    return replace(shape, hides_first=draft.head is not None)

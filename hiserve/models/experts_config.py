@@ -31,6 +31,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     step: int  # every ``step``-th layer has experts, counted from 1
     dense_layers: frozenset[int]  # layers, counted from 0, that have an MLP regardless of ``step``
     routing: GroupRouting | None = None  # None: likelihoods are a softmax
+    has_bias: bool = False  # the router and both products of an expert have biases
     shared_size: int = 0  # width of the shared expert, an MLP that computes every token; 0 without
 
     def is_in(self, layer: int) -> bool:
@@ -45,6 +46,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     def num_params(self, hidden_size: int) -> int:
         """Returns the parameters of a layer's experts and their router."""
         expert = 3 * hidden_size * self.intermediate_size + hidden_size  # with its row of the router
+        expert += 2 * self.intermediate_size + hidden_size + 1 if self.has_bias else 0
         biases = 0 if self.routing is None else self.num_experts
         return self.num_experts * expert + biases + 3 * hidden_size * self.shared_size
 
@@ -54,8 +56,8 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
         return mixed + (3 * self.shared_size + hidden_size if self.shared_size else 0)
 
 
-def read_experts(fields: ConfigFields, *, has_groups: bool) -> ExpertsConfig | None:
-    """Returns the experts that ``config.json`` describes, or None; ``has_groups`` is the family's.
+def read_experts(fields: ConfigFields, *, has_groups: bool, has_bias: bool) -> ExpertsConfig | None:
+    """Returns the experts that ``config.json`` describes, or None; ``has_groups`` and ``has_bias`` are the family's.
 
     Raises:
         ModelError: They are of a kind that is not supported, or contradict themselves.
@@ -71,6 +73,7 @@ def read_experts(fields: ConfigFields, *, has_groups: bool) -> ExpertsConfig | N
         step=fields.decoder_sparse_step or 1,
         dense_layers=_dense_layers(fields),
         routing=_read_routing(fields) if has_groups else None,
+        has_bias=has_bias,
         shared_size=inner * (fields.n_shared_experts or 0),
     )
     return experts if experts.num_layers(fields.num_hidden_layers) else None

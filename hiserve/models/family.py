@@ -13,14 +13,41 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     has_qk_norm: bool = False  # RMSNorm on each query and key head
     has_qkv_bias: bool = False  # queries, keys and values have a bias, regardless of config.json
     has_latents: bool = False  # latent attention, and experts with a biased choice among groups
+    has_out_norms: bool = False  # RMSNorm on the outputs of attention and MLP, before they are added
+    has_wide_norms: bool = False  # norms have float32 weights
+    norm_offset: float = 0.0  # added to the stored weights of norms
+    scales_embedding: bool = False  # embeddings are multiplied by the root of their size
+    has_sinks: bool = False  # each head has a score that takes part in the softmax without a value
+    has_expert_bias: bool = False  # the router and both products of experts have biases
+    quantizations: frozenset[str] = frozenset()  # ``quant_method`` of checkpoints that are unpacked when they are read
     # Fields of config.json that transformers does not read for it, in its spelling.
     ignored: frozenset[str] = frozenset()
+    # Fields of ``_SPECIAL`` that it has.
+    reads: frozenset[str] = frozenset()
     defaults: dict[str, Any] = {}  # values of fields that config.json omits
+    # Names of a multimodal checkpoint's tensors that are not of its text model start with one of these.
+    ignored_tensors: tuple[str, ...] = ()
 
     def complete(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Returns config.json without ignored fields and with defaults."""
-        return self.defaults | {name: value for name, value in raw.items() if name not in self.ignored}
+        ignored = self.ignored | _SPECIAL - self.reads
+        return self.defaults | {name: value for name, value in raw.items() if name not in ignored}
 
+
+# Fields that few architectures have; the others do not read them.
+_GEMMA = frozenset(
+    {
+        "hidden_activation",
+        "rope_local_base_freq",
+        "query_pre_attn_scalar",
+        "final_logit_softcapping",
+        "attn_logit_softcapping",
+        "use_bidirectional_attention",
+        "sliding_window_pattern",
+    }
+)
+_GPT_OSS = frozenset({"swiglu_alpha", "swiglu_limit"})
+_SPECIAL = _GEMMA | _GPT_OSS
 
 _WINDOW = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
 _WINDOW_SWITCHES = _WINDOW - {"sliding_window"}
@@ -36,6 +63,36 @@ _EXPERTS = frozenset(
 )
 _BIAS = frozenset({"attention_bias", "mlp_bias"})
 _EXPERT_SWITCHES = _EXPERTS - {"num_experts", "num_experts_per_tok"}
+_GEMMA3 = Family(
+    has_qk_norm=True,
+    has_out_norms=True,
+    has_wide_norms=True,
+    norm_offset=1.0,
+    scales_embedding=True,
+    ignored=_EXPERTS | {"mlp_bias", "hidden_act", "use_sliding_window", "max_window_layers"},
+    reads=_GEMMA,
+    defaults={
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 131_072,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+    },
+    ignored_tensors=("vision_tower.", "multi_modal_projector."),
+)
 _QWEN_WINDOW: dict[str, Any] = {"use_sliding_window": False, "sliding_window": 4096}
 _QWEN2 = Family(
     has_qkv_bias=True,
@@ -60,6 +117,43 @@ FAMILIES = {
             "num_experts": 8,
             "num_experts_per_tok": 2,
             "norm_topk_prob": True,
+        },
+    ),
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": _GEMMA3,
+    "GptOssForCausalLM": Family(
+        has_wide_norms=True,
+        has_sinks=True,
+        has_expert_bias=True,
+        quantizations=frozenset({"mxfp4"}),
+        ignored=_EXPERT_SWITCHES | {"mlp_bias", "hidden_act", "use_sliding_window", "max_window_layers"},
+        reads=_GPT_OSS,
+        defaults={
+            "vocab_size": 201_088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131_072,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+            "num_experts": 128,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "rope_theta": 150_000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "dtype": "bfloat16",
         },
     ),
     "Qwen2ForCausalLM": _QWEN2,

@@ -9,6 +9,7 @@ import msgspec
 
 from hiserve.config.options import DTYPE_BYTES
 from hiserve.config.settings import DType
+from hiserve.core.activation import GELU_TANH, SILU, Activation
 from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.step_memory import ModelFacts, StepShape
 from hiserve.errors import ModelError
@@ -20,12 +21,13 @@ from hiserve.models.config_fields import (
     read_windows,
     refuse_oversize,
     respell,
+    which_slide,
 )
 from hiserve.models.experts_config import ExpertsConfig, read_experts
 from hiserve.models.family import FAMILIES
 from hiserve.models.generation_config import GenerationConfig, SamplingDefaults, as_ids, read_generation
 from hiserve.models.latent_config import LatentConfig, read_latent
-from hiserve.models.rope import RopeConfig, read_rope, stretched_context
+from hiserve.models.rope import RopeConfig, read_local_rope, read_rope, stretched_context
 
 NANO = "hiserve-nano"
 
@@ -43,10 +45,20 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     intermediate_size: int  # width of the MLP
     norm_eps: float  # epsilon of every RMSNorm
     rope: RopeConfig  # rotary scaling
+    local_rope: RopeConfig | None  # that of ``local_layers``; None if no layer has its own
+    local_layers: frozenset[int]  # layers, counted from 0, with ``local_rope``
     # Of each layer: a token at position p sees positions above p - window; empty is none anywhere.
     windows: tuple[int | None, ...]
     context_length: int  # most tokens of a request
     tie_embeddings: bool  # the output head is the embedding
+    embedding_scale: float  # factor of the embeddings, before it is rounded to their type
+    logit_cap: float | None  # logits become ``cap * tanh(logits / cap)``
+    score_scalar: float | None  # scores are scaled by its inverse square root; None is ``head_dim``
+    activation: Activation  # of the MLP
+    has_sinks: bool  # each head has a score that takes part in the softmax without a value (gpt-oss)
+    has_out_norms: bool  # RMSNorm on the outputs of attention and MLP, before they are added (Gemma)
+    has_wide_norms: bool  # norms have float32 weights, whatever the type of the others
+    norm_offset: float  # added to the stored weights of norms
     has_qk_norm: bool  # RMSNorm on each query and key head before RoPE (Qwen3)
     has_qkv_bias: bool  # queries, keys and values have a bias (Qwen2)
     has_out_bias: bool  # the projection after attention has a bias
@@ -64,9 +76,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Parameters, all experts counted and the tied output head once."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         layer = 2 * self.hidden_size * (queries + keys + 1)
+        layer += 2 * self.hidden_size if self.has_out_norms else 0
         layer += 2 * self.head_dim if self.has_qk_norm else 0
         layer += queries + 2 * keys if self.has_qkv_bias else 0
         layer += self.hidden_size if self.has_out_bias else 0
+        layer += self.num_heads if self.has_sinks else 0
         if self.latent is not None:
             layer = self.latent.num_params(self.hidden_size, self.num_heads) + 2 * self.hidden_size
         mlp = 3 * self.hidden_size * self.intermediate_size
@@ -182,6 +196,7 @@ def parse_config(raw: dict[str, Any], path: Path, generation: GenerationConfig) 
     fields = convert(family.complete(respell(raw, path)), ConfigFields, path)
     refuse_oversize(fields, path)
     _refuse_unsupported(fields, architecture)
+    _refuse_quantization(fields, architecture)
     heads = fields.num_attention_heads
     latent = read_latent(fields) if family.has_latents else None
     kv_heads = fields.num_key_value_heads or heads
@@ -190,7 +205,11 @@ def parse_config(raw: dict[str, Any], path: Path, generation: GenerationConfig) 
         kv_heads, head_dim = 1, latent.width
     dtype = fields.dtype or "float32"
     _refuse_nonsense(fields, path.parent, kv_heads, head_dim, dtype)
-    rope = read_rope(fields, head_dim if latent is None else latent.rope_dim)
+    rotary_dim = head_dim if latent is None else latent.rope_dim
+    rope, local_rope = read_rope(fields, rotary_dim), read_local_rope(fields, rotary_dim)
+    if local_rope == rope:
+        local_rope = None
+    local_layers = [] if local_rope is None else [layer for layer, slides in enumerate(which_slide(fields)) if slides]
     context_length = stretched_context(fields, rope)
     ends = as_ids(fields.eos_token_id) if generation.eos_token_ids is None else generation.eos_token_ids
     return ModelConfig(
@@ -204,14 +223,24 @@ def parse_config(raw: dict[str, Any], path: Path, generation: GenerationConfig) 
         intermediate_size=fields.intermediate_size,
         norm_eps=fields.rms_norm_eps,
         rope=rope,
+        local_rope=local_rope if local_layers else None,
+        local_layers=frozenset(local_layers),
         windows=read_windows(fields, context_length),
         context_length=context_length,
         tie_embeddings=bool(fields.tie_word_embeddings),
+        embedding_scale=fields.hidden_size**0.5 if family.scales_embedding else 1.0,
+        logit_cap=fields.final_logit_softcapping,
+        score_scalar=fields.query_pre_attn_scalar,
+        activation=_ACTIVATIONS[_activation(fields)]._replace(**_limits(fields)),
+        has_sinks=family.has_sinks,
+        has_out_norms=family.has_out_norms,
+        has_wide_norms=family.has_wide_norms,
+        norm_offset=family.norm_offset,
         has_qk_norm=family.has_qk_norm,
         has_qkv_bias=family.has_qkv_bias or bool(fields.attention_bias),
         has_out_bias=bool(fields.attention_bias),
         has_mlp_bias=bool(fields.mlp_bias),
-        experts=read_experts(fields, has_groups=family.has_latents),
+        experts=read_experts(fields, has_groups=family.has_latents, has_bias=family.has_expert_bias),
         latent=latent,
         num_mtp_layers=fields.num_nextn_predict_layers or 0,
         dtype=cast(DType, dtype),
@@ -229,6 +258,21 @@ def _architecture(given: Any) -> str:
             f"architecture {name} is not supported. Supported: {', '.join(sorted(FAMILIES))}.", param="model"
         )
     return name
+
+
+_ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH}
+
+
+def _activation(fields: ConfigFields) -> str:
+    """Returns the activation of the MLP by its name in transformers."""
+    return fields.hidden_activation or fields.hidden_act or "silu"
+
+
+def _limits(fields: ConfigFields) -> dict[str, Any]:
+    """Returns the constants of an activation that has a limit."""
+    if fields.swiglu_limit is None:
+        return {}
+    return {"slope": fields.swiglu_alpha, "shift": 1.0, "limit": fields.swiglu_limit}
 
 
 def _refuse_nonsense(fields: ConfigFields, folder: Path, kv_heads: int, head_dim: int, dtype: str) -> None:
@@ -252,10 +296,26 @@ def _refuse_nonsense(fields: ConfigFields, folder: Path, kv_heads: int, head_dim
 def _refuse_unsupported(fields: ConfigFields, architecture: str) -> None:
     in_rope = fields.rope_parameters.partial_rotary_factor if fields.rope_parameters else None
     refused = {
-        f"hidden_act {fields.hidden_act}": fields.hidden_act not in (None, "silu"),
+        f"{'hidden_activation' if fields.hidden_activation else 'hidden_act'} {_activation(fields)}": (
+            _activation(fields) not in _ACTIVATIONS
+        ),
+        "attn_logit_softcapping": fields.attn_logit_softcapping,
+        "use_bidirectional_attention": fields.use_bidirectional_attention,
         "partial_rotary_factor": {fields.partial_rotary_factor, in_rope} - {None, 1.0},
-        "quantization_config": fields.quantization_config,
     }
     named = [name for name, is_set in refused.items() if is_set]
     if named:
         raise ModelError(f"{architecture} with {', '.join(named)} is not supported yet.", param="model")
+
+
+def _refuse_quantization(fields: ConfigFields, architecture: str) -> None:
+    given = fields.quantization_config
+    method = given.get("quant_method") if isinstance(given, dict) else given
+    if not given or (isinstance(method, str) and method in FAMILIES[architecture].quantizations):
+        return
+    known = [f"{each} ({name})" for name, family in FAMILIES.items() for each in sorted(family.quantizations)]
+    raise ModelError(
+        f"{architecture} with quantization_config of the quant_method {method} is not supported yet. Supported: "
+        f"{', '.join(known)}, and weights that are not quantized.",
+        param="model",
+    )

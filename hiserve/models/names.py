@@ -13,20 +13,40 @@ from hiserve.models.model_config import ModelConfig
 
 Part = tuple[str, tuple[int, ...]]
 
+MXFP4_GROUP = 32  # values of a row with one scale
+
 
 class ExpertNaming(Enum):
-    """Spelling of experts in a checkpoint: one tensor per expert, Mixtral's own names, or all experts in one tensor."""
+    """Spelling of experts in a checkpoint: one tensor per expert, Mixtral's own names, or all experts in one tensor.
+
+    gpt-oss has all experts in one tensor of transposed matrices, or packed.
+    """
 
     EACH = "mlp.experts.0.gate_proj"
     MIXTRAL = "block_sparse_moe.experts.0.w1"
     FUSED = "mlp.experts.gate_up_proj"
+    TRANSPOSED = "mlp.experts.gate_up_proj_bias"
+    MXFP4 = "mlp.experts.gate_up_proj_blocks"
 
     @classmethod
     def of(cls, sources: Collection[str]) -> ExpertNaming:
         """Returns the spelling of a checkpoint with these tensors."""
         if any(".block_sparse_moe." in source for source in sources):
             return cls.MIXTRAL
-        return cls.FUSED if any(source.endswith("mlp.experts.gate_up_proj") for source in sources) else cls.EACH
+        found = {
+            each for each in (cls.MXFP4, cls.TRANSPOSED, cls.FUSED) for source in sources if source.endswith(each.value)
+        }
+        return next((each for each in (cls.MXFP4, cls.TRANSPOSED, cls.FUSED) if each in found), cls.EACH)
+
+
+class Form(Enum):
+    """Layout of a tensor's elements in a checkpoint."""
+
+    PLAIN = "rows of the parameter"
+    TRANSPOSED = "matrices ``[n, columns, rows]``"
+    # Two tensors: ``[n, rows, groups, 16]`` bytes, two 4-bit values of a row each, the lower first; and ``[n, rows,
+    # groups]`` exponents (OCP Microscaling Formats, 2023).
+    MXFP4 = "blocks and scales"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +57,18 @@ class TensorSource:
     shape: tuple[int, ...]
     # First row of the parameter that it fills; tensors of three dimensions count as their matrices stacked.
     start: int = 0
+    form: Form = Form.PLAIN
+    is_interleaved: bool = False  # gate and up rows alternate; the parameter has all gate rows first
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether its elements cannot be read in place."""
+        return self.form is not Form.PLAIN or self.is_interleaved
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
 
     @property
     def num_rows(self) -> int:
@@ -60,6 +92,24 @@ def parameter_table(
     return table
 
 
+def text_name(source: str) -> str:
+    """Returns the name that a tensor of a multimodal checkpoint has in one of its text model alone."""
+    for prefix, replacement in _NESTED.items():
+        if source.startswith(prefix):
+            return replacement + source.removeprefix(prefix)
+    return source
+
+
+# Prefixes of multimodal checkpoints, as released and as transformers 5 names its modules; the longest first.
+_NESTED = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "model.vision_tower.": "vision_tower.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+}
+
+
 def bundled_prefixes(config: ModelConfig) -> tuple[str, ...]:
     """Returns name prefixes of draft heads' tensors in the model's own files, which are not layers of the model."""
     extra = range(config.num_layers, config.num_layers + config.num_mtp_layers)
@@ -80,7 +130,7 @@ def layer_table(
         table |= _attention(config, ours, theirs + "self_attn.", width or hidden)
     else:
         table |= _latent_attention(config.latent, config.num_heads, hidden, ours, theirs + "self_attn.")
-    table[ours + "mlp_norm"] = stack((theirs + "post_attention_layernorm.weight", (hidden,)))
+    table |= _mlp_norms(config, ours, theirs)
     if config.experts is not None and config.experts.is_in(layer):
         return table | _experts(config.experts, hidden, ours, theirs, naming)
     return table | _mlp(config, ours, theirs + "mlp.")
@@ -92,6 +142,8 @@ def _attention(config: ModelConfig, ours: str, theirs: str, width: int) -> dict[
         ours + "qkv", theirs, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, width, config.has_qkv_bias
     )
     table |= _projection(ours + "out", theirs, {"o_proj": config.hidden_size}, queries, config.has_out_bias)
+    if config.has_sinks:
+        table[ours + "sinks"] = stack((theirs + "sinks", (config.num_heads,)))
     if config.has_qk_norm:
         table[ours + "q_norm"] = stack((theirs + "q_norm.weight", (config.head_dim,)))
         table[ours + "k_norm"] = stack((theirs + "k_norm.weight", (config.head_dim,)))
@@ -116,6 +168,18 @@ def _latent_attention(
         ours + "query_latent_norm": stack((theirs + "q_a_layernorm.weight", (latent.query_rank,))),
         ours + "query_up": stack((theirs + "q_b_proj.weight", (queries, latent.query_rank))),
     }
+
+
+def _mlp_norms(config: ModelConfig, ours: str, theirs: str) -> dict[str, tuple[TensorSource, ...]]:
+    """Returns the norm before the MLP; with norms on outputs it has another name, because theirs comes after attention."""
+    names = {"mlp_norm": "post_attention_layernorm"}
+    if config.has_out_norms:
+        names = {
+            "attn_out_norm": "post_attention_layernorm",
+            "mlp_norm": "pre_feedforward_layernorm",
+            "mlp_out_norm": "post_feedforward_layernorm",
+        }
+    return {ours + name: stack((f"{theirs}{its}.weight", (config.hidden_size,))) for name, its in names.items()}
 
 
 def _mlp(config: ModelConfig, ours: str, theirs: str) -> dict[str, tuple[TensorSource, ...]]:
@@ -152,19 +216,61 @@ def _experts(
     if naming is ExpertNaming.FUSED:
         gate_up_parts = [(theirs + "experts.gate_up_proj", (count, 2 * inner, hidden))]
         down_parts = [(theirs + "experts.down_proj", (count, hidden, inner))]
-    table = {
-        ours + "router": stack((theirs + "gate.weight", (count, hidden))),
-        ours + "experts_gate_up": stack(*gate_up_parts),
-        ours + "experts_down": stack(*down_parts),
-    }
+    router = theirs + ("router" if experts.has_bias else "gate")
+    table = {ours + "router": stack((router + ".weight", (count, hidden)))}
+    if experts.has_bias:
+        table |= {ours + "router_bias": stack((router + ".bias", (count,)))}
+        table |= _expert_biases(experts, hidden, ours, theirs)
     if experts.routing is not None:
         table[ours + "choice_bias"] = stack((theirs + "gate.e_score_correction_bias", (count,)))
     if size := experts.shared_size:
-        theirs += "shared_experts."
-        gate_up = {"gate_proj": size, "up_proj": size}
-        table |= _projection(ours + "shared_gate_up", theirs, gate_up, hidden, False)
-        table |= _projection(ours + "shared_down", theirs, {"down_proj": hidden}, size, False)
-    return table
+        shared = {"gate_proj": size, "up_proj": size}
+        table |= _projection(ours + "shared_gate_up", theirs + "shared_experts.", shared, hidden, False)
+        table |= _projection(ours + "shared_down", theirs + "shared_experts.", {"down_proj": hidden}, size, False)
+    if naming in (ExpertNaming.TRANSPOSED, ExpertNaming.MXFP4):
+        gate_up = _converted(theirs + "experts.gate_up_proj", (count, 2 * inner, hidden), naming, is_interleaved=True)
+        return table | {
+            ours + "experts_gate_up": gate_up,
+            ours + "experts_down": _converted(theirs + "experts.down_proj", (count, hidden, inner), naming),
+        }
+    return table | {ours + "experts_gate_up": stack(*gate_up_parts), ours + "experts_down": stack(*down_parts)}
+
+
+def _expert_biases(experts: ExpertsConfig, hidden: int, ours: str, theirs: str) -> dict[str, tuple[TensorSource, ...]]:
+    gate_up = (experts.num_experts, 2 * experts.intermediate_size)
+    return {
+        ours + "experts_gate_up_bias": (
+            TensorSource(theirs + "experts.gate_up_proj_bias", gate_up, is_interleaved=True),
+        ),
+        ours + "experts_down_bias": stack((theirs + "experts.down_proj_bias", (experts.num_experts, hidden))),
+    }
+
+
+def _converted(
+    source: str, shape: tuple[int, int, int], naming: ExpertNaming, *, is_interleaved: bool = False
+) -> tuple[TensorSource, ...]:
+    """Returns the tensors of matrices ``shape``, ``(experts, rows, columns)``."""
+    count, rows, columns = shape
+    if naming is ExpertNaming.TRANSPOSED:
+        return (TensorSource(source, (count, columns, rows), form=Form.TRANSPOSED, is_interleaved=is_interleaved),)
+    groups = (count, rows, columns // MXFP4_GROUP)
+    return (
+        TensorSource(source + "_blocks", (*groups, MXFP4_GROUP // 2), form=Form.MXFP4, is_interleaved=is_interleaved),
+        TensorSource(source + "_scales", groups, form=Form.MXFP4, is_interleaved=is_interleaved),
+    )
+
+
+def parameter_shape(pieces: tuple[TensorSource, ...]) -> tuple[int, ...]:
+    """Returns the shape of a parameter: a vector or a matrix."""
+    first = pieces[0]
+    if first.form is Form.MXFP4:
+        count, rows, groups, _ = first.shape
+        return (count * rows, groups * MXFP4_GROUP)
+    if first.form is Form.TRANSPOSED:
+        count, columns, rows = first.shape
+        return (count * rows, columns)
+    rows = sum(piece.num_rows for piece in pieces)
+    return (rows,) if len(first.shape) == 1 else (rows, first.shape[-1])
 
 
 def stack(*parts: Part) -> tuple[TensorSource, ...]:

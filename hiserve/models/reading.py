@@ -39,7 +39,7 @@ class TensorSpan:
     Attributes:
         begin: Bytes from the start of the chunk.
         stored: Type in the file.
-        target: Contiguous, ``[n]``: destination, on any device and of any floating-point type.
+        target: Contiguous, ``[n]``: destination, on any device; of any floating-point type, or of the stored one.
     """
 
     begin: int
@@ -92,8 +92,14 @@ def plan_chunks(wanted: Sequence[tuple[StoredTensor, Tensor]], piece_bytes: int 
     return pieces
 
 
-# Types of stored weights, in the spelling of the format.
-TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Types of stored weights, in the spelling of the format; bytes are of packed ones.
+TORCH_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U8": torch.uint8,
+}
 
 
 def read_chunks(pieces: Sequence[FileChunk], device: torch.device) -> None:

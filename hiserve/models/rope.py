@@ -53,14 +53,38 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_rope(fields: ConfigFields, head_dim: int) -> RopeConfig:
-    """Returns the scaling of ``rope_parameters`` or of the older ``rope_scaling``.
+    """Returns the scaling of ``rope_parameters`` or of the older ``rope_scaling``; that of full layers if types differ.
 
     Raises:
         ModelError: An unknown kind, or one whose numbers are missing or invalid.
     """
     given = fields.rope_parameters or RopeFields()
+    if _has_types(given):
+        given = given.full_attention or RopeFields()
+    return _read(fields, given, given.rope_theta or fields.rope_theta or 10_000.0, head_dim)
+
+
+def read_local_rope(fields: ConfigFields, head_dim: int) -> RopeConfig | None:
+    """Returns the scaling of sliding layers, or None if they have that of all.
+
+    Raises:
+        ModelError: As ``read_rope``.
+    """
+    given = fields.rope_parameters or RopeFields()
+    if fields.rope_local_base_freq is None:
+        if _has_types(given):
+            raise ModelError("rope_parameters of several layer types are not supported for this model.", param="model")
+        return None
+    local = given.sliding_attention or RopeFields()
+    return _read(fields, local, local.rope_theta or fields.rope_local_base_freq, head_dim)
+
+
+def _has_types(given: RopeFields) -> bool:
+    return given.full_attention is not None or given.sliding_attention is not None
+
+
+def _read(fields: ConfigFields, given: RopeFields, theta: float, head_dim: int) -> RopeConfig:
     kind = given.rope_type or given.type or "default"
-    theta = given.rope_theta or fields.rope_theta or 10_000.0
     _refuse(fields, given, kind, head_dim, theta)
     if kind in ("default", "dynamic"):
         return RopeConfig(theta=theta)
@@ -121,8 +145,6 @@ def _refuse(fields: ConfigFields, given: RopeFields, kind: str, head_dim: int, t
     """Raises ModelError for values that cannot be computed."""
     if kind not in _NEEDS:
         raise ModelError(f"RoPE scaling {kind!r} is not supported yet. Supported: {', '.join(_NEEDS)}.", param="model")
-    if given.full_attention is not None or given.sliding_attention is not None:
-        raise ModelError("rope_parameters of several layer types are not supported yet.", param="model")
     missing = [name for name in _NEEDS[kind] if getattr(given, name) is None]
     if missing:
         raise ModelError(f"config.json makes no sense: RoPE scaling {kind} lacks {', '.join(missing)}.", param="model")

@@ -13,15 +13,25 @@ from torch import Tensor
 
 from hiserve.errors import ModelError
 from hiserve.models.checkpoint import StoredTensor, stored_tensors, weight_files
+from hiserve.models.conversion import read_converted
 from hiserve.models.draft_config import DraftConfig
+from hiserve.models.family import FAMILIES
 from hiserve.models.model_config import ModelConfig
-from hiserve.models.names import ExpertNaming, TensorSource, bundled_prefixes, parameter_table
+from hiserve.models.names import (
+    ExpertNaming,
+    Form,
+    TensorSource,
+    bundled_prefixes,
+    parameter_shape,
+    parameter_table,
+    text_name,
+)
 from hiserve.models.reading import TORCH_DTYPES, plan_chunks, read_chunks
 
 _DUMMY_SEED = 0
 _DUMMY_STD = 0.02
 _MAX_NAMES = 5
-_WIDE = "choice_bias"  # ends the names of parameters that are float32 whatever the model's type is
+_WIDE = ("choice_bias", "sinks")  # ends the names of parameters that are float32 whatever the model's type is
 
 
 def load_parameters(
@@ -35,9 +45,10 @@ def load_parameters(
     Raises:
         ModelError: A file is missing or damaged; a tensor is missing, unexpected or of the wrong shape or type.
     """
+    norm_dtype = torch.promote_types(dtype, torch.float32) if config.has_wide_norms else dtype
     if load_format == "dummy":
-        return draw_parameters(parameter_table(config), dtype, device)
-    held = held_tensors(folder, param="model")
+        return draw_parameters(parameter_table(config), dtype, device, norm_dtype)
+    held = {text_name(source): tensor for source, tensor in held_tensors(folder, param="model").items()}
     sources = set(held)
     table = parameter_table(config, ExpertNaming.of(sources))
     ignored = {source for source in sources if _is_ignored(source, config)}
@@ -45,14 +56,22 @@ def load_parameters(
     compare(
         folder, title, {piece.source for pieces in table.values() for piece in pieces}, sources - ignored, param="model"
     )
-    return read_parameters(held, table, dtype, device, param="model")
+    parameters = read_parameters(held, table, dtype, device, param="model", norm_dtype=norm_dtype)
+    if config.norm_offset:
+        for name, parameter in parameters.items():
+            if name.endswith("norm"):
+                parameter += config.norm_offset
+    return parameters
 
 
 def draw_parameters(
-    table: dict[str, tuple[TensorSource, ...]], dtype: torch.dtype, device: torch.device
+    table: dict[str, tuple[TensorSource, ...]],
+    dtype: torch.dtype,
+    device: torch.device,
+    norm_dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Draws every parameter of a table from a fixed seed; norms are 1."""
-    parameters = _allocate(table, dtype, device)
+    """Draws every parameter of a table from a fixed seed; norms are 1. ``norm_dtype`` as for ``read_parameters``."""
+    parameters = _allocate(table, dtype, device, norm_dtype)
     _draw(parameters, device)
     return parameters
 
@@ -64,10 +83,11 @@ def read_parameters(
     device: torch.device,
     *,
     param: str,
+    norm_dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
     """Reads every parameter of a table, in the order of the files; ``held_tensors`` gave ``held``, which has all.
 
-    ``param`` is the setting that names the checkpoint.
+    ``param`` is the setting that names the checkpoint; ``norm_dtype`` the type of norms, None that of the others.
 
     Raises:
         ModelError: A file is damaged, or a tensor has the wrong shape or type.
@@ -75,14 +95,16 @@ def read_parameters(
     for pieces in table.values():
         for piece in pieces:
             _check(held[piece.source], piece, param)
-    parameters = _allocate(table, dtype, device)
+    parameters = _allocate(table, dtype, device, norm_dtype)
     wanted = [
         (held[piece.source], parameters[name][piece.start : piece.start + piece.num_rows])
         for name, pieces in table.items()
         for piece in pieces
+        if not piece.is_converted
     ]
     try:
         read_chunks(plan_chunks(wanted), device)
+        read_converted(held, table, parameters, device)
     except (OSError, EOFError) as error:
         raise ModelError(
             f"the weights cannot be read: {error}. Fetch them again, and do not change them while they are read.",
@@ -112,16 +134,18 @@ def held_tensors(folder: Path, *, param: str) -> dict[str, StoredTensor]:
 
 
 def _allocate(
-    table: dict[str, tuple[TensorSource, ...]], dtype: torch.dtype, device: torch.device
+    table: dict[str, tuple[TensorSource, ...]],
+    dtype: torch.dtype,
+    device: torch.device,
+    norm_dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
     """Returns an empty vector or matrix for every parameter."""
     parameters = {}
     for name, pieces in table.items():
-        rows, first = sum(piece.num_rows for piece in pieces), pieces[0].shape
-        shape = (rows,) if len(first) == 1 else (rows, first[-1])
-        is_wide = name.endswith(_WIDE)
-        kept = torch.promote_types(dtype, torch.float32) if is_wide else dtype
-        parameters[name] = torch.empty(shape, dtype=kept, device=device)
+        kept = torch.promote_types(dtype, torch.float32) if name.endswith(_WIDE) else dtype
+        if norm_dtype is not None and name.endswith("norm"):
+            kept = norm_dtype
+        parameters[name] = torch.empty(parameter_shape(pieces), dtype=kept, device=device)
     return parameters
 
 
@@ -158,9 +182,10 @@ def compare(folder: Path, title: str, wanted: set[str], held: set[str], *, param
 
 
 def _is_ignored(source: str, config: ModelConfig) -> bool:
-    """Whether a tensor is not needed: a tied head, rotary frequencies, or part of a bundled draft head."""
+    """Whether a tensor is not needed: a tied head, rotary frequencies, part of a bundled draft head or of no text model."""
     is_copy = source.endswith("rotary_emb.inv_freq") or (source == "lm_head.weight" and config.tie_embeddings)
-    return is_copy or source.startswith(bundled_prefixes(config))
+    others = FAMILIES[config.architecture].ignored_tensors
+    return is_copy or source.startswith((*bundled_prefixes(config), *others))
 
 
 def _check(tensor: StoredTensor, piece: TensorSource, param: str) -> None:
@@ -171,10 +196,13 @@ def _check(tensor: StoredTensor, piece: TensorSource, param: str) -> None:
             f"files in {str(folder)!r} from one checkpoint.",
             param=param,
         )
-    if tensor.dtype not in TORCH_DTYPES:
+    stored = TORCH_DTYPES.get(tensor.dtype)
+    is_packed = piece.form is Form.MXFP4
+    if stored is None or stored.is_floating_point == is_packed:
+        needed = "bytes (U8)" if is_packed else "floating-point numbers"
         raise ModelError(
-            f"tensor {piece.source} holds {tensor.dtype}; quantized checkpoints are not supported. Give one of "
-            f"floating-point numbers instead of {str(folder)!r}.",
+            f"tensor {piece.source} holds {tensor.dtype}, and {needed} are supported there. Give another checkpoint than "
+            f"{str(folder)!r}.",
             param=param,
         )
 

@@ -181,6 +181,29 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, turns=tuple(turns))
 
     @property
+    def has_bare_tools(self) -> bool:
+        """Whether a tool has no description."""
+        return any("description" not in tool["function"] for tool in self.tools or ())
+
+    def with_descriptions(self) -> Conversation:
+        """Returns the conversation with an empty description of each tool that has none."""
+        tools = [tool | {"function": {"description": "", **tool["function"]}} for tool in self.tools or ()]
+        return msgspec.structs.replace(self, tools=tools)
+
+    @property
+    def has_spoken_calls(self) -> bool:
+        """Whether a turn has a thought, a text and a call."""
+        return any(_is_spoken_call(turn) for turn in self.turns)
+
+    def with_texts_as_thoughts(self) -> Conversation:
+        """Returns the conversation with the text between a thought and a call as the end of the thought."""
+        turns = [
+            msgspec.structs.replace(turn, parts=_text_as_thought(turn)) if _is_spoken_call(turn) else turn
+            for turn in self.turns
+        ]
+        return msgspec.structs.replace(self, turns=tuple(turns))
+
+    @property
     def messages(self) -> list[Message]:
         """The turns in the form that chat templates take."""
         return [turn.message for turn in self.turns]
@@ -206,3 +229,15 @@ def function_tool(function: Mapping[str, Any]) -> dict[str, Any]:
     names = [*SHOWN_FIRST, *(name for name in function if name not in SHOWN_FIRST and name not in NOT_SHOWN)]
     shown = {name: function[name] for name in names if function.get(name) is not None}
     return {"type": "function", "function": shown}
+
+
+def _is_spoken_call(turn: Turn) -> bool:
+    kinds = {type(part) for part in turn.parts if not isinstance(part, Text) or part.text}
+    return {Thought, Text, Call} <= kinds
+
+
+def _text_as_thought(turn: Turn) -> tuple[Text | Thought | Call | Result, ...]:
+    """Returns one thought of the thoughts and texts, in their order, and the other parts."""
+    words = [part.text for part in turn.parts if isinstance(part, Thought | Text) and part.text]
+    others = [part for part in turn.parts if not isinstance(part, Thought | Text)]
+    return (Thought("\n\n".join(words)), Text(""), *others)

@@ -51,12 +51,14 @@ def _on_cpu(name: str, dtype: str = "float32") -> Any:
 if os.environ.get("TRITON_INTERPRET") == "1":
     FULL = [_on_cpu("triton")]
     PLAIN = FULL
+    WITH_SINKS = FULL
     OTHER_TYPES = []
 else:
     FULL = [_on_cpu("reference"), _on_cpu("reference", "float64")]
     FULL += [_on_gpu("triton", "bfloat16")]
     OTHER_TYPES = [_on_gpu("triton", dtype) for dtype in ("float16", "float32")]  # float32 has tiles of its own
     PLAIN = [*FULL, _on_gpu("flashinfer", "bfloat16"), _on_gpu("paired", "bfloat16")]
+    WITH_SINKS = [*FULL, *(_on_cpu("cpu", dtype) for dtype in ("float32", "float64", "bfloat16")), _on_cpu("paired")]
     PLAIN += [_on_cpu("cpu"), _on_cpu("cpu", "float64"), _on_cpu("cpu", "bfloat16"), _on_cpu("paired")]
 
 
@@ -109,10 +111,24 @@ def test_a_window_hides_what_is_behind_it_in_its_layers_only(subject: Subject, w
         torch.testing.assert_close(case.run(attention, layer).cpu().double(), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("subject", FULL)
+@pytest.mark.parametrize("subject", PLAIN)
+def test_scores_are_scaled_by_the_scalar_of_the_model(subject: Subject) -> None:
+    subject.check(subject.case(((16, 1), (0, 33), (40, 7)), score_scalar=168.0))
+
+
+@pytest.mark.parametrize("subject", WITH_SINKS)
 @pytest.mark.parametrize("lengths", [RAGGED, CHAINS], ids=["ragged", "chains"])
-def test_sinks_take_their_share_and_give_nothing(subject: Subject, lengths: tuple[tuple[int, int], ...]) -> None:
-    subject.check(subject.case(lengths, sinks=True))
+@pytest.mark.parametrize("window", [None, 12])
+def test_sinks_take_their_share_and_give_nothing(
+    subject: Subject, lengths: tuple[tuple[int, int], ...], window: int | None
+) -> None:
+    """The second layer has none."""
+    case = subject.case((*lengths, (300, 1)), sinks=True, window=window, group=4)
+    out = subject.check(case)
+    plain = dataclasses.replace(case.shape, sinks=())
+    assert (case.run(subject.open(plain)) - out).abs().max() > 0.05
+    if window is not None:  # a layer of another window can be computed alone
+        subject.check(case, layer=1)
 
 
 @pytest.mark.parametrize("subject", FULL)

@@ -15,13 +15,7 @@ import torch
 from hiserve.layers import MoE
 from hiserve.models.model_config import read_model_config
 from tests.helpers.models import FAMILIES, Engine, load_transformers, save_family, spell_as_before
-from tests.helpers.oracle import NUM_NEW, Subject, continuation, engine_of, generate, prompts_of
-from tests.helpers.plans import HandPlanner
-
-MIN_DISTINCT = 20
-MAX_LOGIT_DIFFERENCE = 1e-4
-NUM_PAGES = 160
-PAGE_SIZE = 4
+from tests.helpers.oracle import NUM_PAGES, Subject, check_logits, check_tokens, continuation, prompts_of
 
 ROPE: dict[str, dict[str, Any]] = {
     "default": {},
@@ -142,30 +136,6 @@ def test_a_model_gives_the_logits_and_tokens_of_transformers(
     oracle = oracle.double()
     greedy = {row: continuation(oracle, prompt) for row, prompt in prompts.items()}
     check_tokens(Subject(tmp_path, prompts, greedy, sampled={}), chunk, depth)
-
-
-def check_logits(oracle: Any, engine: Engine, prompts: dict[int, list[int]]) -> None:
-    """Ragged chunks of all prompts at once, in scattered pages."""
-    logits = engine.logits(HandPlanner(16, NUM_PAGES, shuffle_seed=5), prompts, chunk=9)
-    for row, prompt in prompts.items():
-        with torch.inference_mode():
-            expected = oracle(torch.tensor([prompt])).logits[0]
-        assert logits[row].shape == expected.shape
-        assert (logits[row] - expected).abs().max().item() <= MAX_LOGIT_DIFFERENCE
-
-
-def check_tokens(subject: Subject, chunk: int, depth: int) -> None:
-    """Continuous batches in chunks, and once more over what the first pass left in the cache."""
-    assert len({token for tokens in subject.greedy.values() for token in tokens}) >= MIN_DISTINCT
-    engine = engine_of(subject, chunk=chunk, depth=depth, page_size=PAGE_SIZE)
-    assert generate(engine, subject.prompts) == subject.greedy
-    total = sum(len(prompt) + NUM_NEW - 1 for prompt in subject.prompts.values())
-    assert engine.stats().steps >= -(-total // chunk)
-    assert engine.stats().cached_tokens == 0
-    assert generate(engine, subject.prompts) == subject.greedy
-    cached = sum((len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE for prompt in subject.prompts.values())
-    assert engine.stats().cached_tokens == cached > 0
-    engine.close()
 
 
 WINDOW = 16

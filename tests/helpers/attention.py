@@ -26,6 +26,7 @@ class Case:
         window: Of the first of two layers; the other has none.
         sinks: The first layer has sinks.
         hides_first: Nobody sees position 0, and its slot holds NaN.
+        score_scalar: As of ``AttentionShape``.
         trees: New tokens are the nodes of random trees, of any number in a row.
     """
 
@@ -43,6 +44,7 @@ class Case:
         window: int | None = None,
         sinks: bool = False,
         hides_first: bool = False,
+        score_scalar: float | None = None,
         trees: bool = False,
     ) -> None:
         self.lengths, self._device = lengths, torch.device(device)
@@ -60,6 +62,7 @@ class Case:
             windows=() if window is None else (window, None),
             sinks=(self._draw(self.num_heads).to(self._device), None) if sinks else (),
             hides_first=hides_first,
+            score_scalar=score_scalar,
         )
         tokens = [(row, place) for row, (cached, new) in enumerate(lengths) for place in range(cached, cached + new)]
         self.masks = [self._mask(new, trees) for _, new in lengths]
@@ -165,7 +168,9 @@ class Case:
                 seen = self.visible(row, token, layer)
                 keys = self.keys[row][seen].double().repeat_interleave(group, 1)
                 values = self.values[row][seen].double().repeat_interleave(group, 1)
-                scores = torch.einsum("nhd,hd->nh", keys, next(queries)) / math.sqrt(self.shape.head_dim)
+                scores = torch.einsum("nhd,hd->nh", keys, next(queries)) / math.sqrt(
+                    self.shape.score_scalar or self.shape.head_dim
+                )
                 with_sinks = scores if sinks is None else torch.cat((scores, sinks.cpu().double()[None]))
                 shares = torch.softmax(with_sinks, 0)[: len(keys)]
                 outs.append(torch.einsum("nh,nhd->hd", shares, values))

@@ -75,22 +75,40 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+# Families of which some layers have a window.
+WINDOW_FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "sliding_window": 12,
+        "query_pre_attn_scalar": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "pad_token_id": 0,
+    },
+    "gpt_oss": {
+        "sliding_window": 12,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 1.5,
+    },
+}
+
+
 def save_family(family: str, folder: Path, *, save: dict[str, Any] | None = None, **overrides: Any) -> Path:
     """Saves a random model of a family, with uneven norms and biases.
 
     Args:
-        family: A key of ``FAMILIES``.
+        family: A key of ``FAMILIES`` or of ``WINDOW_FAMILIES``.
         folder: Where.
         save: Arguments of ``save_pretrained``.
         **overrides: As in transformers' config.
     """
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | FAMILIES[family] | overrides))
+    own = (FAMILIES | WINDOW_FAMILIES)[family]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | own | overrides))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "sinks")):
                 parameter.normal_(0.0, 0.2)
     model.save_pretrained(folder, **save or {})
     return folder
@@ -160,7 +178,7 @@ class Engine:
             vocab_size=config.vocab_size,
             max_draft=max(*widths, 8) - 1,  # some tests add graphs of more tokens a row
         )
-        shape = attention_shape(config, dtype=getattr(torch, dtype), page_size=page_size)
+        shape = attention_shape(config, dtype=getattr(torch, dtype), page_size=page_size, sinks=self.model.sinks)
         if windows:
             shape = dataclasses.replace(shape, windows=windows)
         self.shape = shape

@@ -21,12 +21,16 @@ from hiserve.ipc.messages import Admit
 from hiserve.models.model_config import NANO, find_model
 from hiserve.sampling.params import SamplingRows
 from hiserve.sampling.sampler import sample
+from tests.helpers import models
 from tests.helpers.models import load_transformers, save_llama, save_qwen3
-from tests.helpers.plans import GREEDY
+from tests.helpers.plans import GREEDY, HandPlanner
 from tests.helpers.settings import identified
 
 MODELS = ("llama", "qwen3", "nano")
 NUM_NEW = 24
+NUM_PAGES = 160
+MIN_DISTINCT = 20
+MAX_LOGIT_DIFFERENCE = 1e-4
 SAMPLED = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=21)
 TEXTS = (
     "def area(width, height):\n    return",
@@ -95,7 +99,14 @@ def make_subject(name: str, folder: Path) -> Subject:
 
 
 def engine_of(
-    subject: Subject, *, chunk: int = 64, depth: int = 0, page_size: int = 4, kv_pages: int = 200, device: str = "cpu"
+    subject: Subject,
+    *,
+    chunk: int = 64,
+    depth: int = 0,
+    page_size: int = 4,
+    kv_pages: int = 200,
+    device: str = "cpu",
+    spec: str = "off",
 ) -> Engine:
     """The engine as ``hiserve serve`` builds it, in float64; its pages may be fewer than the longest request has."""
     max_len = 160
@@ -112,7 +123,7 @@ def engine_of(
             overlap=depth,
             graphs="off" if device == "cpu" else "all",
             cpu_threads=1,
-            spec="off",
+            spec=spec,
         )
     )
     return build_engine(replace(settings, cache=replace(settings.cache, kv_pages=kv_pages)))
@@ -140,3 +151,27 @@ def generate(engine: Engine, prompts: dict[int, list[int]], sampling: SamplingPa
     assert ends == dict.fromkeys(prompts, FinishReason.LENGTH)
     assert engine.stats().stale_rows == 0
     return out
+
+
+def check_logits(oracle: Any, engine: models.Engine, prompts: dict[int, list[int]]) -> None:
+    """Ragged chunks of all prompts at once, in scattered pages of 16 tokens; the engine has ``NUM_PAGES``."""
+    logits = engine.logits(HandPlanner(16, NUM_PAGES, shuffle_seed=5), prompts, chunk=9)
+    for row, prompt in prompts.items():
+        with torch.inference_mode():
+            expected = oracle(torch.tensor([prompt])).logits[0]
+        assert logits[row].shape == expected.shape
+        assert (logits[row] - expected).abs().max().item() <= MAX_LOGIT_DIFFERENCE
+
+
+def check_tokens(subject: Subject, chunk: int, depth: int, *, page_size: int = 4, spec: str = "off") -> None:
+    """Continuous batches in chunks, and once more over what the first pass left in the cache."""
+    assert len({token for tokens in subject.greedy.values() for token in tokens}) >= MIN_DISTINCT
+    engine = engine_of(subject, chunk=chunk, depth=depth, page_size=page_size, spec=spec)
+    assert generate(engine, subject.prompts) == subject.greedy
+    total = sum(len(prompt) + NUM_NEW - 1 for prompt in subject.prompts.values())
+    assert spec != "off" or engine.stats().steps >= -(-total // chunk)
+    assert engine.stats().cached_tokens == 0
+    assert generate(engine, subject.prompts) == subject.greedy
+    cached = sum((len(prompt) - 1) // page_size * page_size for prompt in subject.prompts.values())
+    assert engine.stats().cached_tokens == cached > 0
+    engine.close()

@@ -57,7 +57,7 @@ class TokenwiseAttention:
         for token, slots in enumerate(self._slots):
             if len(slots):
                 grouped = q[token].view(kv.k.shape[1], -1, q.shape[2])
-                scores = torch.einsum("hgd,nhd->hgn", grouped, kv.k[slots]) * self._shape.head_dim**-0.5
+                scores = torch.einsum("hgd,nhd->hgn", grouped, kv.k[slots]) * self._shape.scale
                 out[token] = torch.einsum("hgn,nhd->hgd", scores.softmax(-1), kv.v[slots]).flatten(0, 1)
         return out
 

@@ -40,6 +40,7 @@ ALLOWED = (
     Allowed("kernels/sampling.py", "argmax", "*", _ON_CPU),
     Allowed("layers.py", "SparseExperts.__call__", ".tolist()", _ON_CPU),
     Allowed("layers.py", "SparseExperts.__call__", "bincount", _ON_CPU),
+    Allowed("models/conversion.py", "mxfp4_pairs", "tensor of values", "on the CPU, before weights are converted"),
     Allowed("models/decoder.py", "_moe", "iteration", _MADE),
     Allowed("models/draft_heads.py", "Eagle3Head.__init__", "torch.equal", _LOADING),
     Allowed("models/weights.py", "load_head_parameters", "*", _LOADING),

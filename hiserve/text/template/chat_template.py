@@ -34,7 +34,7 @@ TOO_SLOW = "template_too_slow"
 # Marks the end of a message that is to be continued: a private-use character, removed again.
 _END = "\ue002"
 _PROBE = "hiserve_probe"
-_TOOL = {"type": "function", "function": {"name": _PROBE, "description": _PROBE, "parameters": {}}}
+_TOOL: dict[str, Any] = {"type": "function", "function": {"name": _PROBE, "description": _PROBE, "parameters": {}}}
 # Names that families have for the thought of a message.
 THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
@@ -136,6 +136,10 @@ class ChatTemplate:
             chat = chat.with_reminders()
         if chat.has_errors and not self.shows_errors:
             chat = chat.with_errors_as_text()
+        if chat.has_spoken_calls and not self.takes_spoken_calls:
+            chat = chat.with_texts_as_thoughts()
+        if chat.has_bare_tools and not self.takes_bare_tools:
+            chat = chat.with_descriptions()
         text = self._text(chat, max_chars, RenderBudget(max_s, max_work))
         if chat.continue_final_message:
             text, end, _ = text.rpartition(_END)
@@ -204,6 +208,31 @@ class ChatTemplate:
             return text(is_error=True) != text(is_error=False)
         except RequestError:
             return False
+
+    @cached_property
+    def takes_spoken_calls(self) -> bool:
+        """Whether a message may have a thought, a text and a call; True where the template refuses a call without text."""
+
+        def turns(text: str) -> tuple[Turn, ...]:
+            said = Turn("assistant", (Thought(_PROBE), Text(text), Call("123456789", "look", "{}")))
+            return Turn("user", (Text("Hi"),)), said, Turn("tool", (Result("123456789", "found"),))
+
+        return self._takes(turns("Yes"), _TOOL) or not self._takes(turns(""), _TOOL)
+
+    @cached_property
+    def takes_bare_tools(self) -> bool:
+        """Whether a tool may have no description; True where the template refuses tools with one."""
+        bare = {"type": "function", "function": {"name": _PROBE, "parameters": {}}}
+        turns = (Turn("user", (Text("Hi"),)),)
+        return self._takes(turns, bare) or not self._takes(turns, _TOOL)
+
+    def _takes(self, turns: tuple[Turn, ...], tool: dict[str, Any]) -> bool:
+        """Whether the template renders a conversation."""
+        try:
+            self._text(Conversation(turns=turns, tools=[tool]), None, RenderBudget(RENDER_S))
+        except RequestError:
+            return False
+        return True
 
     @cached_property
     def shows_later_system(self) -> bool:

@@ -58,3 +58,11 @@ with fused._norm_kernel, test_launch.test_a_kernel_that_begins_early_awaits_the_
     "a norm reads its input before the kernel that writes it has ended"
     await_previous(IS_EARLY)
     pass
+with attention_decode._attend, test_attention_decode.test_equals_the_oracle_and_reads_nothing_that_a_row_does_not_own["windows"]:
+    "INV 37: a score without a value takes part in each part of a row"
+    _close(mixed, top, total, None)
+    _close(mixed, top, total, 0.0)
+with reference.act_mul, test_reference.test_a_limited_activation_cuts_the_gate_above_and_up_on_both_sides:
+    "the limit of an activation cuts the gate alone"
+    up.clamp(-activation.limit, activation.limit)
+    up

@@ -2,11 +2,11 @@
 
 from hiserve.attention import latent
 from hiserve.kernels import routing
-from hiserve.models import config_fields, decoder, latent_attention, latent_config, model_config, weights
-from tests.e2e import test_latent_oracle, test_transformers_oracle
+from hiserve.models import config_fields, conversion, decoder, latent_attention, latent_config, model_config, weights
+from tests.e2e import test_latent_oracle, test_transformers_oracle, test_window_families_oracle
 from tests.unit.attention import test_latent
 from tests.unit.kernels import test_routing
-from tests.unit.models import test_latent_config, test_model_config, test_weights
+from tests.unit.models import test_conversion, test_latent_config, test_model_config, test_weights, test_window_families
 
 with decoder._grouped_attention, test_transformers_oracle.test_float32_logits_of_every_position_agree:
     "INV 18: queries and keys are not normed"
@@ -44,3 +44,18 @@ with latent.LatentAttention.plan, test_latent.test_a_row_that_decodes_is_not_exp
     "a row is expanded although the host has only a bound of its length"
     first = inputs.num_decode + int(is_long.argmax()) if is_long.any() else num_rows
     first = 0
+with weights.load_parameters, test_window_families.test_norms_of_a_16_bit_model_are_one_more_than_stored_and_not_rounded:
+    "INV 18: norms that are stored less 1 are taken as they are"
+    parameter += config.norm_offset
+    pass
+with (
+    decoder.Decoder.trunk,
+    test_window_families_oracle.test_gemma3_gives_the_logits_and_tokens_of_transformers["no window reached-64-1-4-off"],
+):
+    "INV 18: layers with a window rotate as the others"
+    rotations[index in self._local_layers]
+    rotations[0]
+with conversion.mxfp4_pairs, test_conversion.test_every_byte_under_every_scale_is_exact:
+    "INV 18: the upper half of a packed byte comes first"
+    (codes & 15, codes >> 4)
+    (codes >> 4, codes & 15)

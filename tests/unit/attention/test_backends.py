@@ -63,7 +63,6 @@ def test_a_refusal_names_the_fact_and_the_backend_that_would_do(
 @pytest.mark.parametrize(
     ("name", "changes", "trees", "fact"),
     [
-        ("cpu", {"sinks": SINKS}, False, "has no attention sinks"),
         ("cpu", {"hides_first": True}, False, "has no hidden first positions"),
         ("cpu", {}, True, "has no tree masks"),
         ("triton", {}, False, "does not run on cpu"),
@@ -238,5 +237,5 @@ def test_the_table_says_which_backends_need_lengths_from_the_host() -> None:
 
 def test_auto_is_the_first_that_fits_on_a_cpu() -> None:
     assert isinstance(open_attention("auto", SHAPE, CPU), CpuAttention)
-    assert isinstance(open_attention("auto", dataclasses.replace(SHAPE, sinks=SINKS), CPU), ReferenceAttention)
+    assert isinstance(open_attention("auto", dataclasses.replace(SHAPE, sinks=SINKS), CPU), CpuAttention)
     assert isinstance(open_attention("auto", SHAPE, CPU, has_trees=True), ReferenceAttention)

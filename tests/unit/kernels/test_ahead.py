@@ -110,8 +110,8 @@ def test_kernels_are_compiled_by_other_threads_and_not_launched(toolchain: Toolc
     with ahead.compiled_side_by_side(2):
         made = norm()
         norm()
-        fused.silu_mul(torch.ones(4, 64))
-    assert sorted(name for name, _ in toolchain.compiled) == ["_norm_kernel", "_silu_mul_kernel"]
+        fused.act_mul(torch.ones(4, 64))
+    assert sorted(name for name, _ in toolchain.compiled) == ["_act_mul_kernel", "_norm_kernel"]
     assert threading.get_ident() not in toolchain.threads
     assert not toolchain.launched and not made.any()  # what nobody wrote is an index that every table has
     norm()
@@ -132,8 +132,8 @@ def test_who_listens_to_the_compiler_still_hears_of_all_and_alone_afterwards(
     assert compiled == heard == ["_norm_kernel"] and knobs.compilation.listener is listen
     toolchain.is_warm = True
     with ahead.compiled_side_by_side(2) as compiled:
-        fused.silu_mul(torch.ones(4, 64))
-    assert heard == ["_norm_kernel", "_silu_mul_kernel"] and not compiled
+        fused.act_mul(torch.ones(4, 64))
+    assert heard == ["_norm_kernel", "_act_mul_kernel"] and not compiled
 
 
 @pytest.mark.parametrize("is_warm", [False, True])
@@ -173,10 +173,10 @@ def test_what_cannot_be_compiled_fails_when_it_is_launched_and_not_before(toolch
     toolchain.failing = {"_norm_kernel"}
     with ahead.compiled_side_by_side(2):
         norm()
-        fused.silu_mul(torch.ones(4, 64))
+        fused.act_mul(torch.ones(4, 64))
         norm()
-    fused.silu_mul(torch.ones(4, 64))
-    assert toolchain.launched == {"_silu_mul_kernel": 1}
+    fused.act_mul(torch.ones(4, 64))
+    assert toolchain.launched == {"_act_mul_kernel": 1}
     with pytest.raises(RuntimeError, match="_norm_kernel cannot be compiled"):
         norm()
     toolchain.failing = set()

@@ -7,6 +7,7 @@ from tests.helpers.interpreted import run_interpreted
 HEADER = """
 import torch
 from torch.testing import assert_close
+from hiserve.core.activation import Activation
 from hiserve.kernels import experts, reference
 
 torch.set_num_threads(1)
@@ -57,6 +58,22 @@ for tokens, num_experts, count, hidden, inner in (
         assert got.dtype == dtype and got.shape == x.shape
         assert_close(got, expected, atol=tolerance, rtol=tolerance)
 """
+BIASES = """
+LIMITED = Activation(slope=1.702, shift=1.0, limit=2.0)
+for dtype, tolerance in TOLERANCE.items():
+    for tokens, inner in ((9, 40), (70, 33)):
+        x = randn(tokens, 48, dtype=dtype)
+        gate_up, down = randn(4, 2 * inner, 48, dtype=dtype, scale=0.3), randn(4, 48, inner, dtype=dtype, scale=0.2)
+        weights = gate_up, down, randn(4, 2 * inner, dtype=dtype), randn(4, 48, dtype=dtype)
+        shares, chosen = reference.route(randn(tokens, 4, dtype=dtype), 2, True)
+        got = experts.mix_experts(x, shares, chosen, *weights, LIMITED)
+        assert_close(got, reference.mix_experts(x, shares, chosen, *weights, LIMITED), atol=2 * tolerance, rtol=tolerance)
+        assert (got - experts.mix_experts(x, shares, chosen, gate_up, down, activation=LIMITED)).abs().max() > 0.1
+x = torch.full((1, 16), torch.nan)
+broken = experts.mix_experts(x, torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64), randn(1, 16, 16), randn(1, 16, 8),
+                             activation=LIMITED)
+assert broken.isnan().all(), "a limit hides NaN"
+"""
 OTHERS = """
 x, gate_up, down = randn(4, 24), randn(6, 32, 24), randn(6, 24, 16)
 gate_up[2] = torch.nan
@@ -67,4 +84,4 @@ assert out.isfinite().all(1).tolist() == [True, True, False, True]
 
 
 def test_kernels_of_experts_compute_what_their_twins_do() -> None:
-    run_interpreted(HEADER + ROUTES + GROUPS + MIXES + OTHERS)
+    run_interpreted(HEADER + ROUTES + GROUPS + MIXES + BIASES + OTHERS)

@@ -7,8 +7,10 @@ import itertools
 import pytest
 import torch
 
+from hiserve.core.activation import GELU_TANH, Activation
 from hiserve.core.forward import LayerKV
 from hiserve.kernels.reference import (
+    act_mul,
     add_rms_norm,
     is_last_loc_legal,
     is_table_owned,
@@ -16,7 +18,6 @@ from hiserve.kernels.reference import (
     rms_norm,
     rope,
     rotate_and_store,
-    silu_mul,
     store_kv,
 )
 
@@ -76,10 +77,33 @@ def test_queries_and_keys_are_normed_then_rotated_and_values_are_neither(has_nor
     assert torch.equal(kv.v[slots], v)
 
 
-def test_silu_mul_takes_the_gate_first() -> None:
+def test_an_activation_takes_the_gate_first() -> None:
     gate_up = randn(7, 20)
     gate, up = gate_up[:, :10], gate_up[:, 10:]
-    torch.testing.assert_close(silu_mul(gate_up.clone()), gate * gate.sigmoid() * up)
+    torch.testing.assert_close(act_mul(gate_up.clone()), gate * gate.sigmoid() * up)
+
+
+def test_gelu_by_tanh_is_one_of_the_activations() -> None:
+    gate_up = randn(7, 20, dtype=torch.float64) * 4
+    expected = torch.nn.functional.gelu(gate_up[:, :10], approximate="tanh") * gate_up[:, 10:]
+    torch.testing.assert_close(act_mul(gate_up, GELU_TANH), expected, atol=1e-14, rtol=1e-14)
+    general = GELU_TANH._replace(limit=1e9)  # by the formula that has no case of its own
+    torch.testing.assert_close(act_mul(gate_up, general), expected, atol=1e-14, rtol=1e-14)
+
+
+def test_a_limited_activation_cuts_the_gate_above_and_up_on_both_sides() -> None:
+    gate, up = torch.tensor([-9.0, 9.0, 1.0, 2.0, -1.0]), torch.tensor([1.0, 9.0, -9.0, 0.5, 0.0])
+    cut_gate, cut_up = torch.tensor([-9.0, 7.0, 1.0, 2.0, -1.0]), torch.tensor([1.0, 7.0, -7.0, 0.5, 0.0])
+    got = act_mul(torch.cat((gate, up))[None], Activation(slope=1.702, shift=1.0, limit=7.0))[0]
+    torch.testing.assert_close(got, (cut_up + 1) * cut_gate * torch.sigmoid(1.702 * cut_gate))
+
+
+def test_a_wider_norm_weight_is_multiplied_before_the_one_rounding() -> None:
+    x, weight = randn(64, 256, dtype=torch.bfloat16) * 3, 1 + randn(256) / 300
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    assert torch.equal(rms_norm(x, weight, 1e-6), (normed * weight).bfloat16())
+    assert not torch.equal(normed.bfloat16() * weight.bfloat16(), (normed * weight).bfloat16())
 
 
 def test_store_kv_writes_its_slots_and_no_other() -> None:

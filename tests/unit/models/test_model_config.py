@@ -87,6 +87,9 @@ def test_biases_of_each_family(tmp_path: Path) -> None:
         "MiMoForCausalLM": (True, False, False),
         "Qwen3ForCausalLM": (True, True, False),
         "Qwen3MoeForCausalLM": (True, True, False),
+        "Gemma3ForCausalLM": (True, True, False),
+        "Gemma3ForConditionalGeneration": (True, True, False),
+        "GptOssForCausalLM": (True, True, False),
     }
     assert set(expected) == {name for name, family in FAMILIES.items() if not family.has_latents}
     for architecture, biases in expected.items():
@@ -186,7 +189,7 @@ def test_windows_are_those_that_a_request_could_outgrow(
         ({"layer_types": SLIDES[1:]}, "names 2 layers, and num_hidden_layers is 3"),
         ({"layer_types": SLIDES, "use_sliding_window": False}, "there is no sliding_window"),
         ({"layer_types": SLIDES, "sliding_window": None}, "there is no sliding_window"),
-        ({"layer_types": ["linear_attention", *SLIDES[1:]]}, "linear_attention are not supported yet"),
+        ({"layer_types": ["linear_attention", *SLIDES[1:]]}, "linear_attention, which is not supported yet"),
     ],
 )
 def test_types_of_layers_that_make_no_sense_are_refused(tmp_path: Path, changes: dict[str, Any], fact: str) -> None:
@@ -261,11 +264,11 @@ def test_an_unsupported_architecture_is_named_whatever_else_its_file_says(tmp_pa
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"hidden_act": "gelu"}, "gelu"),
+        ({"hidden_act": "gelu"}, "hidden_act gelu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "mrope", "factor": 4.0}}, "mrope"),
         ({"rope_parameters": None, "rope_scaling": {"type": "proportional"}}, "proportional"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "linear"}}}, "layer types"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "layer types"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     ],
