@@ -72,7 +72,7 @@ JOBS = (
     Job("suite_gpu_compiling", _suite(*_FILES["compiling"]), 185, None),
     Job("first_seconds", _bench("first_seconds"), 150),
     Job("copy", _bench("kernels.copy"), 90, None),
-    Job("bare_start", _bench("bare_start"), 220),
+    Job("bare_start", _bench("bare_start"), 280),
     Job("weights_gpu", _bench("weights", "--gib", "8", "--device", "cuda", "--rounds", "3"), 120, None),
     Job(
         "spec_cold_gpu",
