@@ -1,6 +1,6 @@
 """Compares the costs of two commits, in one run and in turns: ``python -m tools.interleave OLD NEW [--rounds 7] [--only NAME ...]``.
 
-Both trees are unpacked by ``git archive``; every round runs each benchmark of ``BASELINES`` in both, the one that comes first
+Commits are unpacked by ``git archive``; OLD and NEW may be folders that hold such trees, where there is no git. Every round runs each benchmark of ``BASELINES`` in both, the one that comes first
 being second in the next round. Printed are the medians, and the median of the rounds' ratios with its 10th and 90th percentile.
 The same commit twice shows the noise of the machine: 1.00 ± 2 % on a quiet one.
 """
@@ -37,6 +37,14 @@ assert BASELINES.keys() == PROBES.keys()
 Samples = dict[str, tuple[list[float], list[float]]]  # figure -> of the old tree, of the new one
 
 
+def tree_of(given: str, folder: Path) -> Path:
+    """Returns the folder that is given, or this one with the files of the commit that is given."""
+    if Path(given).is_dir():
+        return Path(given).resolve()
+    unpack(given, folder)
+    return folder
+
+
 def unpack(commit: str, folder: Path) -> None:
     """Writes the files of a commit into a folder."""
     packed = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
@@ -50,7 +58,8 @@ def measure(name: str, tree: Path) -> Figures:
     Raises:
         CalledProcessError: It failed.
     """
-    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": ""}
+    path = os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))  # packages may be found by it
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": ""}
     command = [sys.executable, str(PROBE), name]
     done = subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     figures: Figures = json.loads(done.stdout.splitlines()[-1])
@@ -86,15 +95,13 @@ def table(samples: Samples) -> tuple[list[str], int]:
 def main() -> int:
     """Returns 1 if something costs more than the bar allows."""
     parser = argparse.ArgumentParser(prog="python -m tools.interleave", description=__doc__)
-    parser.add_argument("old")
-    parser.add_argument("new")
+    parser.add_argument("old", help="a commit, or a folder")
+    parser.add_argument("new", help="likewise")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", nargs="+", choices=PROBES, default=list(PROBES))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="interleave-") as folder:
-        trees = Path(folder) / "old", Path(folder) / "new"
-        for commit, tree in zip((options.old, options.new), trees, strict=True):
-            unpack(commit, tree)
+        trees = tree_of(options.old, Path(folder) / "old"), tree_of(options.new, Path(folder) / "new")
         lines, num_slower = table(take_turns(options.only, trees, options.rounds))
     print("\n".join(lines))
     print(

@@ -39,6 +39,15 @@ def test_what_costs_more_than_the_bar_is_counted_by_the_median_of_the_rounds(
     assert f"{ratio:.3f} [{ratio:.3f} – {ratio:.3f}]" in lines[1]
 
 
+def test_a_folder_is_a_tree_and_a_commit_becomes_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unpacked: list[tuple[str, Path]] = []
+    monkeypatch.setattr(interleave, "unpack", lambda commit, folder: unpacked.append((commit, folder)))
+    assert interleave.tree_of(str(tmp_path), tmp_path / "old") == tmp_path.resolve()
+    assert not unpacked
+    assert interleave.tree_of("abc1234", tmp_path / "old") == tmp_path / "old"
+    assert unpacked == [("abc1234", tmp_path / "old")]
+
+
 def test_a_tree_is_unpacked_and_measured_with_its_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = tmp_path / "tree"
     (tree / "benchmarks").mkdir(parents=True)
