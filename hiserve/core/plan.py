@@ -50,6 +50,10 @@ def _empty() -> Int32Array:
     return np.empty(0, dtype=np.int32)
 
 
+def _no_times() -> Int64Array:
+    return np.empty(0, dtype=np.int64)
+
+
 def _none() -> BoolArray:
     return np.empty(0, dtype=np.bool_)
 
@@ -100,6 +104,8 @@ class BatchPlan:
         num_propose: Drafts to propose, once the step is done, for each row that samples.
         is_cold: The proposer does not run after the step, and lacks its tokens; ``num_propose`` is 0.
         host_release: int32 ``[H]``. Host pages freed before the copies.
+        host_retained: int32 ``[K]``. Host pages whose retention is recorded after the copies were started.
+        host_retained_until_s: int64 ``[K]``. Until when each is retained.
         copies: Copies between tiers to start. The step reads none of their targets, except those of ``waits``.
         waits: Loads, of this plan or an earlier one, whose pages the step reads: its forward waits for them on the device.
         lookups: Lookups in the store.
@@ -122,6 +128,8 @@ class BatchPlan:
     admit: tuple[RowAdmit, ...] = ()
     table: TableWrites = field(default_factory=TableWrites)
     host_release: Int32Array = field(default_factory=_empty)
+    host_retained: Int32Array = field(default_factory=_empty)
+    host_retained_until_s: Int64Array = field(default_factory=_no_times)
     copies: tuple[PageCopy, ...] = ()
     waits: tuple[int, ...] = ()
     lookups: tuple[StoreLookup, ...] = ()

@@ -38,6 +38,7 @@ class PageRun:
         digests: One chain digest per page (see ``core.digest.chain``).
         key: Packed int32 tokens of all pages.
         draft_revision: Revision of the draft head that wrote the draft part, 0 to 2**64 - 1; 0 where it is not valid.
+        retained_until_s: Of recovered pages: the time until which their process retained them; 0 where it did not.
     """
 
     pages: NDArray[np.int32]
@@ -46,6 +47,7 @@ class PageRun:
     digests: list[bytes]
     key: bytes
     draft_revision: int = 0
+    retained_until_s: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

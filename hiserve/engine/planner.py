@@ -141,8 +141,8 @@ class Planner:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs, a copy is in flight, or an update was not taken."""
-        has_requests = len(self._waiting) or self._rows.active.size or self._in_flight
+        """Whether a request waits or runs, a copy is in flight, or an update or a time of the host was not taken."""
+        has_requests = len(self._waiting) or self._rows.active.size or self._in_flight or self._cache.has_host_times
         has_copies = self._host_loads.has_copies or self._prefetcher.has_work
         return bool(has_requests or has_copies or not self._updates.is_empty)
 
@@ -223,7 +223,8 @@ class Planner:
         num_tokens = int(allocation.num_new.sum())
         copies = self._host_loads.take(num_tokens)
         lookups, exchanged = self._prefetcher.take()
-        if not (rows.size or copies or lookups or exchanged):
+        retained, retained_until_s = self._cache.take_host_times()
+        if not (rows.size or copies or lookups or exchanged or retained.size):
             return None
         self._step_id += 1
         state = self._rows
@@ -245,6 +246,8 @@ class Planner:
             waits=waits,
             lookups=lookups,
             host_release=self._cache.take_freed_host_pages(),
+            host_retained=retained,
+            host_retained_until_s=retained_until_s,
             table=state.tables.take_writes(),
             relocation_version=self._cache.relocation_version,
             may_replay=self._backoff.may_replay,

@@ -15,21 +15,20 @@ class Retainer:
 
     Args:
         cache: Evicts them last.
-        clock: Monotonic seconds.
+        clock: Monotonic seconds, alike in all processes since the machine's start: those that the next process finds in the
+            records of the host are its own times.
     """
 
     def __init__(self, cache: PrefixCache, clock: Callable[[], float] = time.monotonic) -> None:
         self._cache = cache
         self._clock = clock
-        self._is_used = False
 
     def retain(self, lock: PrefixLock, retain: Retain) -> None:
         """Retains prefixes of a locked one."""
         for num_tokens, ttl_s in retain:
-            self._is_used = True
             self._cache.retain(lock, num_tokens, math.ceil(self._clock() + ttl_s))
 
     def expire(self) -> None:
         """Ends what is retained until now."""
-        if self._is_used:
+        if self._cache.is_retaining:
             self._cache.expire(int(self._clock()))

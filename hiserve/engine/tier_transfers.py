@@ -131,6 +131,8 @@ class TierTransfers:
             else:
                 assert self._store is not None, f"copy {copy.op} without a store"
                 self._store.start(copy)
+        if plan.host_retained.size:  # a copy that begins forgets the retention of its pages
+            self._host.retain(plan.host_retained, plan.host_retained_until_s)
         for lookup in plan.lookups:
             assert self._store is not None, f"lookup of request {lookup.uid} without a store"
             self._store.look_up(lookup)

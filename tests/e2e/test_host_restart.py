@@ -21,7 +21,7 @@ from hiserve.cache.storage.segment import SHARED_MEMORY, Segment, segment_path, 
 from hiserve.config.options import make_options
 from hiserve.config.settings import Settings
 from hiserve.core.machine import probe
-from hiserve.core.request import SamplingParams
+from hiserve.core.request import Retain, SamplingParams
 from hiserve.core.resolve import resolve
 from hiserve.core.usage import CacheUse, DraftUse
 from hiserve.errors import ConfigError, EngineError, HiserveError, ResourceError
@@ -195,11 +195,12 @@ def test_a_cache_of_another_version_is_refused_and_left_alone(name: str) -> None
 Answers = tuple[list[list[int]], list[CacheUse], list[DraftUse | None]]
 
 
-async def ask(client: EngineClient) -> Answers:
+async def ask(client: EngineClient, retain: Retain = ()) -> Answers:
     """Sends every prompt, one after the other; returns the tokens of each, what came from where, and its drafts."""
     tokens, cached, drafts = [], [], []
     for prompt, sampling in zip(PROMPTS, SAMPLING, strict=True):
-        deltas = [delta async for delta in client.generate(np.array(prompt, dtype=np.int32), sampling)]
+        replies = client.generate(np.array(prompt, dtype=np.int32), sampling, retain=retain)
+        deltas = [delta async for delta in replies]
         tokens.append([token for delta in deltas for token in delta.tokens])
         assert deltas[0].cached is not None
         cached.append(deltas[0].cached)
@@ -207,12 +208,13 @@ async def ask(client: EngineClient) -> Answers:
     return tokens, cached, drafts
 
 
-async def until_sealed(client: EngineClient) -> None:
-    """Waits until what the prompts left is on the host, with its checksums."""
+async def until_sealed(client: EngineClient, num_retained: int) -> None:
+    """Waits until what the prompts left is on the host, with its checksums and the times of retained pages."""
     folder = Path(f"/proc/{client.started.scheduler_pid}/fd")
     path = next(path for path in folder.iterdir() if "hiserve-host-cache" in os.readlink(path))
     segment = Segment.attach(os.open(path, os.O_RDWR | os.O_CLOEXEC))
     await until(lambda: np.count_nonzero(segment.records["checksum"] != NO_CHECKSUM) >= sum(FULL) // PAGE)
+    await until(lambda: np.count_nonzero(segment.records["retained_until_s"]) == num_retained)
     segment.close()
 
 
@@ -228,9 +230,9 @@ async def ask_again(client: EngineClient) -> Answers:
 async def test_a_killed_worker_leaves_its_host_cache_to_its_successor(expected: list[list[int]]) -> None:
     client = await EngineClient.start(resolved())
     try:
-        first, _, drafts = await ask(client)
+        first, _, drafts = await ask(client, retain=((3 * PAGE, 3600),))
         assert first == expected
-        await until_sealed(client)
+        await until_sealed(client, num_retained=3 * len(PROMPTS))
         os.kill(client.started.workers[0].pid, signal.SIGKILL)
         tokens, cached, drafts_again = await ask_again(client)
         assert tokens == expected
@@ -240,6 +242,7 @@ async def test_a_killed_worker_leaves_its_host_cache_to_its_successor(expected: 
         [worker] = (await client.status()).workers
         assert worker.incarnation == 2
         assert worker.stats.cache.loads.num_fulfilled == sum(FULL) // PAGE
+        assert worker.stats.cache.num_retained == 3 * len(PROMPTS)
         assert "adopt host cache" in worker.startup_s
     finally:
         await client.stop()

@@ -266,9 +266,15 @@ def seal(world: World, random: Random) -> None:
     world.shelf.seal({page for page in sorted(world.shelf.unsealed) if random.random() < 0.8})
 
 
+def record(world: World, random: Random) -> None:
+    world.record()
+
+
 def restart(world: World, random: Random) -> None:
-    """The process dies; the next one adopts what the host holds with a checksum, parents first."""
+    """The process dies; the next one adopts what the host holds with a checksum, parents first, and retains what was recorded."""
     old, shelf = world.model, world.shelf
+    if is_recorded := random.random() < 0.5:
+        world.record()
     content = {page: place for page, place in world.content.items() if page.tier == "host"}
     found = {content[Page("host", page)] for page in shelf.sealed}
     kept = {place for place in found if place and found >= set(parts(place))}
@@ -287,6 +293,12 @@ def restart(world: World, random: Random) -> None:
         contents = [content[Page("host", page)] for page in pages]
         world.model.take_host(pages)
         world.model.insert_host(above(contents[0]), tuple(place[1][-1] for place in contents if place), pages)
+    world.cache.expire(world.now_s)
+    until_s = {place: node.retained_until_s for place, node, _ in tier_checks.pages_in_tree(world.cache)}
+    world.model.until = {place: each for place, each in until_s.items() if each}
+    if is_recorded:
+        assert world.model.until == {place: each for place, each in old.until.items() if place in kept}
+        world.ran["retained again"] += bool(world.model.until)
     world.ran["adopted"] += len(kept)
     world.ran["adopted less than found"] += len(kept) < len(found)
 

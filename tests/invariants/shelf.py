@@ -9,7 +9,7 @@ import numpy as np
 from hiserve.cache.storage.records import Records, page_checksum
 from hiserve.cache.storage.segment import Segment, SegmentLayout, segment_path
 from hiserve.core.digest import namespace_digest
-from hiserve.core.plan import Int32Array
+from hiserve.core.plan import Int32Array, Int64Array
 from hiserve.core.transfers import PageRun
 
 NAME = "machine"
@@ -71,6 +71,10 @@ class Shelf:
         assert set(sealed.tolist()) == pages
         self.unsealed -= pages
         self.sealed |= pages
+
+    def retain(self, pages: Int32Array, until_s: Int64Array) -> None:
+        """The index retains them."""
+        self._records.retain(pages, until_s)
 
     def free(self, pages: Int32Array) -> None:
         """The index gave them back."""

@@ -71,7 +71,7 @@ MUST_HAPPEN = (
         "copies forgotten",
     ),
     *("prefetched", "failed prefetches", "aborts", "prefetches without a place"),
-    *("retained", "beyond the quota", "no longer retained", "retained evicted"),
+    *("retained", "beyond the quota", "no longer retained", "retained evicted", "retained again"),
     *("flushes", "flushes in flight", "adopted", "adopted less than found", "events", "ordered accesses"),
     *(f"miss: {reason}" for reason in MissReason),
 )
@@ -113,6 +113,7 @@ RULES = [
     Rule(copy_rules.flush, 1),
     Rule(copy_rules.grow, 1, lambda world: world.model.num_ready < world.model.num_host_pages),
     Rule(copy_rules.seal, 6, lambda world: world.shelf.unsealed),
+    Rule(copy_rules.record, 4),
     Rule(copy_rules.restart, 2, lambda world: world.shelf.sealed),
     Rule(copy_rules.take_events, 6),
 ]

@@ -264,6 +264,11 @@ class World:
         self.shelf.free(self.cache.take_freed_host_pages())
         self.shelf.begin(run)
 
+    def record(self) -> None:
+        """A plan without copies tells the pool what was given back, and until when pages are retained."""
+        self.shelf.free(self.cache.take_freed_host_pages())
+        self.shelf.retain(*self.cache.take_host_times())
+
     def end(self) -> None:
         """INV-13: with no copies and no rows left, nothing is held; INV-37: a flush leaves nothing at all."""
         assert not (self.copies or self.fetches or self.uploads or self.rows or self.in_flight)

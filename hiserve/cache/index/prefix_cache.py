@@ -20,7 +20,7 @@ from hiserve.cache.index.transfer_ops import SubtreeRemoval, TransferOps
 from hiserve.cache.index.transfers import MANY_COPIES, Transfers
 from hiserve.config.caching import EvictionOrder
 from hiserve.core.digest import Chain, chain
-from hiserve.core.plan import Int32Array
+from hiserve.core.plan import Int32Array, Int64Array
 from hiserve.core.transfers import DEVICE_KINDS, CopyKind, PageCopy, PageRun
 from hiserve.ipc.cache_stats import NodeFacts
 
@@ -52,7 +52,7 @@ class PrefixCache:
         host        begin_load, begin_offloads, complete
         store       ``store`` (``StorePrefixes``), complete
         lifecycle   recover, grow_host, begin_after, expire, flush
-        reports     stats, outline, take_events, take_freed_host_pages
+        reports     stats, outline, take_events, take_freed_host_pages, take_host_times
 
     Args:
         num_pages: Pages in the device pool, the padding page included.
@@ -300,6 +300,11 @@ class PrefixCache:
         """Records that a step was planned: its forward may still touch every page in use now."""
         self.tiers.clock = max(self.tiers.clock, step_id << STEP_SHIFT)
 
+    @property
+    def is_retaining(self) -> bool:
+        """Whether anything may be retained, so that ``expire`` is to be called."""
+        return self.tiers.retention.has_ends
+
     def expire(self, now_s: int) -> None:
         """Ends what is retained until ``now_s`` or earlier, by any clock that ``retain`` has its times from."""
         self.tiers.retention.expire(now_s)
@@ -347,3 +352,15 @@ class PrefixCache:
         """Returns the host pages freed since the last call; the pool must free them before it starts later copies."""
         freed, self.tiers.freed_host = self.tiers.freed_host, []
         return np.concatenate(freed) if freed else np.empty(0, dtype=np.int32)
+
+    @property
+    def has_host_times(self) -> bool:
+        """Whether ``take_host_times`` has anything to return."""
+        return not self.tiers.retention.host_times.is_empty
+
+    def take_host_times(self) -> tuple[Int32Array, Int64Array]:
+        """Returns the host pages retained since the last call, int32 ``[K]``, and until when each is, int64 ``[K]``.
+
+        Take them after the orders of the same plan: the pool records them once it has begun its copies.
+        """
+        return self.tiers.retention.host_times.take()

@@ -139,6 +139,7 @@ class StoreSync:
             node, _, num_pages = tiers.tree.find(parent, run.key)
             if num_pages == len(run.digests):
                 ends[run.digests[-1]] = node
+                tiers.retention.restore(node, run.retained_until_s)
         return num_recovered
 
     def insert(self, node: Node, key: bytes, digests: list[bytes], pages: Int32Array) -> int:

@@ -12,7 +12,7 @@ from hiserve.cache.index.eviction import MAX_ACCOUNTS, Eviction, EvictionReserve
 from hiserve.cache.index.miss_reasons import LostPages
 from hiserve.cache.index.radix import MAX_NODE_PAGES, NO_PAGES, STEP_SHIFT, Node, RadixTree
 from hiserve.cache.index.reports import PrefixEvents, Tier, TierListener
-from hiserve.cache.index.retention import Retention
+from hiserve.cache.index.retention import HostTimes, Retention
 from hiserve.core.plan import Int32Array
 from hiserve.ipc.cache_stats import TierStats
 
@@ -125,7 +125,9 @@ class CacheTiers:
         self.reserve = EvictionReserve(
             device.pages, host.pages, device.eviction, device.shares, is_kept=has_host, on_change=self.queue_copy
         )
-        self.retention = Retention(tree, (host if has_host else device).pages, self.queue)
+        self.retention = Retention(
+            tree, (host if has_host else device).pages, self.queue, HostTimes(host.pages.num_pages)
+        )
         self.copies = LeafHeap(lambda node: (node.is_spare, -node.last_used), attrgetter("is_copy"))
         self.tree_epoch = 1
         self.relocation_version = 1
@@ -190,6 +192,7 @@ class CacheTiers:
         """Frees host pages; no transfer may read or write them."""
         self.host.free(pages, 0)
         self.freed_host.append(pages)
+        self.retention.host_times.drop(pages)
 
     def evict(self, count: int) -> None:
         """Frees ``count`` device pages in the order of ``TenantShares`` and the eviction, last page of a leaf first."""
@@ -255,6 +258,8 @@ class CacheTiers:
             self.host.num_evictable += pages.size
         if not ready_op:
             self.host.insert(node)
+        if node.retained_until_s:
+            self.retention.host_times.add(pages, node.retained_until_s)
 
     def take_off_host(self, node: Node) -> Int32Array:
         """Removes and returns the host pages of a node that stays on the device."""

@@ -15,7 +15,7 @@ from hiserve.config.caching import CacheVerify
 from hiserve.core.digest import Chain, chain
 from hiserve.core.forward import LayerKV
 from hiserve.core.kv_groups import CacheGroupSpec
-from hiserve.core.plan import Int32Array
+from hiserve.core.plan import Int32Array, Int64Array
 from hiserve.core.transfers import PageRun
 
 
@@ -104,6 +104,10 @@ class HostPool:
         """Declares that all bytes of these pages have arrived; their checksums follow in the background."""
         self.records.finish(pages)
         self._checksums.add(pages)
+
+    def retain(self, pages: Int32Array, until_s: Int64Array) -> None:
+        """Records until when each of these pages is retained, int64 ``[n]``, for the process that recovers them."""
+        self.records.retain(pages, until_s)
 
     def free(self, pages: Int32Array) -> None:
         """Frees pages, if they were begun; no copy from or to them may be running."""

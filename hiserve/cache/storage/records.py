@@ -15,7 +15,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from hiserve.core.digest import DIGEST_BYTES, Chain, chain, pack_tokens
-from hiserve.core.plan import Int32Array
+from hiserve.core.plan import Int32Array, Int64Array
 from hiserve.core.transfers import PageRun
 
 NO_CHECKSUM = 0
@@ -40,6 +40,7 @@ def record_type(page_size: int) -> np.dtype[np.void]:
             ("state", "<u8"),
             ("checksum", "<u8"),
             ("draft_revision", "<u8"),
+            ("retained_until_s", "<i8"),
             ("namespace", *digest),
             ("parent", *digest),
             ("digest", *digest),
@@ -61,8 +62,8 @@ class Records:
     """The records of a segment. One process writes at a time; its threads may share this object.
 
     Crash safety: a record stops being VALID before any other field of its page changes, and becomes VALID
-    after all others are written; its checksum is written last. A process dies between two instructions, so the next
-    one sees the writes in this order.
+    after all others are written; its checksum is written last. The time until which it is retained changes in any state. A
+    process dies between two instructions, so the next one sees the writes in this order.
 
     Args:
         table: ``[num_pages]`` of ``record_type(page_size)``; usually a view of a segment.
@@ -96,6 +97,7 @@ class Records:
             self._write("state", pages, PageState.WRITING)
             self._write("checksum", pages, NO_CHECKSUM)
             self._write("draft_revision", pages, run.draft_revision)
+            self._write("retained_until_s", pages, run.retained_until_s)
             self._write("namespace", pages, _rows([run.namespace]))
             self._write("parent", pages, _rows([run.parent, *run.digests[:-1]]))
             self._write("digest", pages, _rows(run.digests))
@@ -106,6 +108,11 @@ class Records:
         with self._lock:
             self._expect(pages, self._fields["state"][pages] == PageState.WRITING, "WRITING")
             self._write("state", pages, PageState.VALID)
+
+    def retain(self, pages: Int32Array, until_s: Int64Array) -> None:
+        """Records until when each of these pages is retained, int64 ``[n]``; ``begin`` forgets it."""
+        with self._lock:
+            self._write("retained_until_s", pages, until_s)
 
     def free(self, pages: Int32Array) -> None:
         """WRITING or VALID to FREE: these pages may be allocated again."""
@@ -288,6 +295,12 @@ class _Record:
     digest: bytes
     key: bytes
     draft_revision: int
+    retained_until_s: int
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """The numbers that all pages of a run share."""
+        return self.draft_revision, self.retained_until_s
 
 
 def _valid_records(table: RecordArray, page_size: int, link: Chain) -> Iterator[_Record]:
@@ -297,11 +310,12 @@ def _valid_records(table: RecordArray, page_size: int, link: Chain) -> Iterator[
     columns = [rows[name].tobytes() for name in ("namespace", "parent", "digest")]
     keys = pack_tokens(rows["tokens"][:, :page_size])
     stride = 4 * page_size
-    for index, (page, revision) in enumerate(zip(found.tolist(), rows["draft_revision"].tolist(), strict=True)):
+    numbers = zip(found.tolist(), rows["draft_revision"].tolist(), rows["retained_until_s"].tolist(), strict=True)
+    for index, (page, revision, until_s) in enumerate(numbers):
         namespace, parent, digest = (column[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)] for column in columns)
         key = keys[stride * index : stride * (index + 1)]
         if page and link(parent, key, page_size) == [digest]:
-            yield _Record(page, namespace, parent, digest, key, revision)
+            yield _Record(page, namespace, parent, digest, key, revision, until_s)
 
 
 def _rows(digests: list[bytes]) -> NDArray[np.uint8]:
@@ -310,7 +324,7 @@ def _rows(digests: list[bytes]) -> NDArray[np.uint8]:
 
 
 def _runs(records: Iterable[_Record]) -> Iterator[PageRun]:
-    """Yields runs from the namespaces down; a run ends where the prefix branches, ends or changes its draft revision."""
+    """Yields runs from the namespaces down; a run ends where the prefix branches or ends, or a number of its pages changes."""
     below: dict[tuple[bytes, bytes], dict[bytes, _Record]] = {}
     for record in records:
         below.setdefault((record.namespace, record.parent), {}).setdefault(record.digest, record)
@@ -321,7 +335,7 @@ def _runs(records: Iterable[_Record]) -> Iterator[PageRun]:
             end = run[-1]
             # Popped, so that digests that form a ring, as in a forged segment, end.
             children = list(below.pop((end.namespace, end.digest), {}).values())
-            if len(children) != 1 or children[0].draft_revision != end.draft_revision:
+            if len(children) != 1 or children[0].numbers != end.numbers:
                 break
             run += children
         starts += children
@@ -332,4 +346,5 @@ def _runs(records: Iterable[_Record]) -> Iterator[PageRun]:
             digests=[record.digest for record in run],
             key=b"".join(record.key for record in run),
             draft_revision=run[0].draft_revision,
+            retained_until_s=run[0].retained_until_s,
         )

@@ -22,7 +22,7 @@ from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.errors import ConfigError, ResourceError
 
 SHARED_MEMORY = Path("/dev/shm")
-VERSION = 1  # of header, records and their order; the namespace covers the layout within a page
+VERSION = 2  # of header, records and their order; the namespace covers the layout within a page
 GIB = 1 << 30
 ALIGNMENT = 64  # bytes: of every group within a page, so that kernels may read whole vectors
 

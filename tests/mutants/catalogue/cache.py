@@ -5,6 +5,7 @@ from hiserve.cache.storage import cache_identity
 from hiserve.core import digest
 from tests.invariants import test_index_machine
 from tests.unit.cache import test_allocator, test_eviction, test_miss_reasons, test_prefix_cache, test_radix, test_tenant_shares, test_tiers
+from tests.unit.cache import test_retention as test_retained_pages
 from tests.unit.core import test_digest
 from tests.unit.engine import test_retention
 from tests.unit.storage import test_host_segment
@@ -105,6 +106,18 @@ with retention.Retention.expire, test_retention.test_a_retained_prefix_outlives_
     "INV 77: retention has no end"
     0 < step.retained_until_s <= now_s
     False
+with retention.Retention.restore, test_retained_pages.test_recovered_pages_are_retained_until_the_time_that_was_recorded:
+    "INV 77: recovered pages are evicted like all others"
+    until_s > 0
+    False
+with retention.Retention.restore, test_retained_pages.test_recovered_pages_are_retained_no_longer_than_those_above_them:
+    "INV 77: recovered pages are retained longer than those above them"
+    min(until_s, parent.retained_until_s)
+    until_s
+with tiers.CacheTiers.free_host, test_retained_pages.test_a_page_that_was_freed_has_no_time_and_its_next_use_has_its_own:
+    "INV 77: a page that was freed is recorded as retained"
+    self.retention.host_times.drop(pages)
+    pass
 with radix.RadixTree.split, test_index_machine.test_retained_pages_go_last_until_their_time:
     "INV 77: the upper part of a node that is split is not retained"
     upper.retained_until_s = node.retained_until_s

@@ -13,6 +13,7 @@ from tests.unit.engine import (
     test_planner,
     test_planner_pages,
     test_planner_scores,
+    test_retention,
     test_rows,
     test_store_prefetch,
     test_watching,
@@ -63,6 +64,10 @@ with planner.Planner.commit, test_planner_scores.test_scores_behind_a_stop_token
     "INV 20: scores after a stop token are reported"
     pick_scores(plan, result, ok, counts, state)
     pick_scores(plan, result, ok, result.counts, state)
+with planner.Planner.plan, test_retention.test_an_idle_engine_tells_the_host_until_when_its_pages_are_retained:
+    "INV 77: the host learns of retained pages with the next step of a row"
+    rows.size or copies or lookups or exchanged or retained.size
+    rows.size or copies or lookups or exchanged
 with planner.Planner.plan, worker_test_planner_tiers.test_a_row_that_waits_for_its_load_stays_out_of_the_step_of_others:
     "INV 28: a row starts beside others before its load has ended"
     not rows.size and self._overlaps_loads

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from hiserve.cache.index import tiers
 from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.cache.index.retention import MIN_SWEEP
-from tests.helpers.tiers import PAGE_SIZE, TENANT, cached, new_cache, prompt, serve, squeeze, take
+from hiserve.core.digest import namespace_digest
+from hiserve.core.transfers import PageRun
+from tests.helpers.tiers import (
+    NAMESPACE,
+    PAGE_SIZE,
+    TENANT,
+    backed,
+    cached,
+    key,
+    new_cache,
+    prompt,
+    serve,
+    squeeze,
+    store,
+    take,
+)
 
 
 def retained(cache: PrefixCache, *pages: int, until_s: int) -> None:
@@ -71,3 +87,82 @@ def test_pages_that_become_those_of_an_account_count_as_its_own(monkeypatch: pyt
     assert cache.tiers.retention.held == {b"caller": 4}
     cache.expire(10)
     assert cache.tiers.retention.held == {}
+
+
+def times(cache: PrefixCache) -> dict[int, int]:
+    """Takes the times for the records of host pages."""
+    pages, until_s = cache.take_host_times()
+    return dict(zip(pages.tolist(), until_s.tolist(), strict=True))
+
+
+def host_pages(cache: PrefixCache) -> list[int]:
+    return [page for node in cache.tree.nodes() for page in node.host_pages.tolist()]
+
+
+def test_the_records_get_the_time_of_every_retained_page_whichever_comes_first() -> None:
+    cache = new_cache()
+    backed(cache, 1, 2, 3)
+    assert times(cache) == {} and not cache.has_host_times
+    retained(cache, 1, 2, until_s=10)
+    assert cache.has_host_times
+    assert times(cache) == dict.fromkeys(sorted(host_pages(cache))[:2], 10)
+    assert times(cache) == {} and not cache.has_host_times
+    retained(cache, 7, 8, until_s=20)
+    assert times(cache) == {}, "the host has no copy"
+    store(cache)
+    assert sorted(times(cache).values()) == [20, 20]
+    retained(cache, 1, 2, 3, until_s=30)
+    assert sorted(times(cache).values()) == [30, 30, 30]
+
+
+def test_a_page_that_was_freed_has_no_time_and_its_next_use_has_its_own() -> None:
+    cache = new_cache(num_host_pages=5)
+    backed(cache, 1, 2)
+    retained(cache, 1, until_s=10)
+    cache.flush()
+    assert times(cache) == {}
+    backed(cache, 1, 2, 3, 4)
+    retained(cache, 1, until_s=10)
+    (page,) = times(cache)
+    retained(cache, 1, until_s=20)
+    cache.flush()
+    held = serve(cache, 5, 6, 7, 8)
+    cache.retain(held, PAGE_SIZE, 30)
+    store(cache)
+    assert page in host_pages(cache)
+    assert list(times(cache).values()) == [30]
+
+
+def run_of(cache: PrefixCache, pages: list[int], until_s: int, above: PageRun | None = None) -> PageRun:
+    """A recovered run of one page of the prompt for each host page."""
+    root = namespace_digest(NAMESPACE, TENANT)
+    parent = root if above is None else above.digests[-1]
+    words = key(*pages)
+    return PageRun(np.array(pages, dtype=np.int32), root, parent, cache.tree.chain(parent, words), words, 0, until_s)
+
+
+def test_recovered_pages_are_retained_until_the_time_that_was_recorded() -> None:
+    cache = new_cache(num_pages=12, num_host_pages=12)
+    kept = run_of(cache, [1, 2, 3, 4], until_s=10)
+    rest = run_of(cache, [5], until_s=0, above=kept)
+    assert cache.recover([kept, rest]) == 5
+    assert cache.is_retaining and cache.stats().num_retained == 4, (
+        "above the quota of 2 pages, as other accounts have it"
+    )
+    assert not cache.has_host_times, "the records have them"
+    other = run_of(cache, [6, 7], until_s=0)
+    assert cache.recover([other]) == 2
+    for room, left in ((5, 4), (7, 4), (8, 3)):
+        cache.tiers.make_host_room(room)
+        assert cached(cache, 1, 2, 3, 4, 5) == (0, left)
+    cache.expire(10)
+    assert cache.tiers.retention.held == {} and not cache.is_retaining
+
+
+def test_recovered_pages_are_retained_no_longer_than_those_above_them() -> None:
+    cache = new_cache()
+    first = run_of(cache, [1], until_s=10)
+    second = run_of(cache, [2], until_s=99, above=first)
+    third = run_of(cache, [3], until_s=-7, above=second)
+    cache.recover([first, second, third])
+    assert [node.retained_until_s for node in cache.tree.nodes()] == [10, 10, 0]

@@ -9,7 +9,7 @@ from hiserve.core.request import Retain, SamplingParams
 from hiserve.engine.loop import Engine
 from hiserve.ipc.messages import Admit
 from tests.helpers.clock import Clock
-from tests.helpers.copying import run
+from tests.helpers.copying import copying_engine, run
 from tests.helpers.engines import echo_engine
 
 PAGE = 4
@@ -112,3 +112,15 @@ def test_a_time_is_never_shorter_than_asked() -> None:
     clock.now_s += TTL_S - 0.125
     flood(engine)
     assert engine.stats().cache.num_retained == 4
+
+
+def test_an_idle_engine_tells_the_host_until_when_its_pages_are_retained() -> None:
+    engine, executor, cache = copying_engine(num_pages=33, num_host_pages=41)
+    tokens = prompt(LENGTH, seed=1)
+    serve(engine, 1, tokens)
+    num_plans = len(executor.plans)
+    serve(engine, 2, tokens, ((LENGTH, TTL_S),))
+    last = executor.plans[-1]
+    assert len(executor.plans) > num_plans + 1 and not last.rows.size and not last.copies
+    assert last.host_retained.size == 4 and np.ptp(last.host_retained_until_s) == 0
+    assert not engine.has_work and not cache.has_host_times

@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hiserve.cache.storage.store_transfers import StoreTransfers
@@ -70,6 +71,17 @@ def test_loads_are_open_from_their_start_until_their_end_is_taken(
         assert time.monotonic() < deadline, acks
         acks += copier.take_acks(0.01)
     assert (copier.loads.open, list(copier.loads.failed), copier.loads.last_started) == (set(), [BROKEN], BROKEN)
+
+
+def test_a_plan_frees_pages_then_begins_its_copies_then_records_until_when_pages_are_retained(
+    copier: TierTransfers, bench: TransferBench
+) -> None:
+    start(copier, 4, kind=CopyKind.OFFLOAD)
+    again = PageCopy(5, CopyKind.OFFLOAD, ints([2]), ints([1]), 0, make_run([1], [102]))
+    plan = replace(make_plan([]), host_release=ints([1]), copies=(again,))
+    copier.start(replace(plan, host_retained=ints([1]), host_retained_until_s=np.array([60])))
+    assert bench.host.records.digest(1) == make_run([1], [102]).digests[0]
+    assert bench.segment.records["retained_until_s"][1] == 60
 
 
 def test_each_step_tells_pinning_to_leave_the_device_to_it(copier: TierTransfers, bench: TransferBench) -> None:

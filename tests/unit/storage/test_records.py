@@ -24,7 +24,7 @@ def pages() -> np.ndarray:
 def test_counters_of_a_record_are_aligned(page_size: int) -> None:
     kind = record_type(page_size)
     assert kind.itemsize % 8 == 0
-    assert [kind.fields[name][1] % 8 for name in ("state", "checksum", "draft_revision")] == [0, 0, 0]
+    assert [kind.fields[name][1] % 8 for name in ("state", "checksum", "retained_until_s")] == [0, 0, 0]
 
 
 def test_a_page_is_free_then_writing_then_valid_then_free(table: np.ndarray) -> None:
@@ -128,6 +128,20 @@ def test_a_run_ends_where_the_draft_revision_changes(table: np.ndarray, pages: n
     first = store(records, pages, make_run([1], [1], draft_revision=1))
     second = store(records, pages, make_run([2], [2], parent=first.digests[0], draft_revision=2))
     assert told(Records(table, PAGE_SIZE).recover()) == told([first, second])
+
+
+def test_a_restart_gets_back_until_when_pages_are_retained(table: np.ndarray, pages: np.ndarray) -> None:
+    records = Records(table, PAGE_SIZE)
+    store(records, pages, make_run([9, 2, 4], [1, 2, 3]))
+    records.retain(np.array([9, 2], dtype=np.int32), np.array([50, 50]))
+    assert [(run.pages.tolist(), run.retained_until_s) for run in Records(table.copy(), PAGE_SIZE).recover()] == [
+        ([9, 2], 50),
+        ([4], 0),
+    ]
+    records.free(np.array([9, 2, 4], dtype=np.int32))
+    store(records, pages, make_run([9], [5]))
+    (run,) = Records(table, PAGE_SIZE).recover()
+    assert run.retained_until_s == 0, "the page holds another prefix"
 
 
 def test_a_restart_drops_what_has_no_checksum_and_what_hangs_below_it(table: np.ndarray, pages: np.ndarray) -> None:
