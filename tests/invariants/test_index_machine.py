@@ -43,15 +43,19 @@ class RetentionMachine(IndexMachine):
         pages=symbols,
         num_pages=st.integers(1, 6),
         ttl_s=st.integers(1, 6),
-        spared=st.none() | st.integers(0, 4),
+        spared=st.integers(0, 6),
+        seconds=st.integers(0, 3),
     )
-    def serve_and_retain(self, tenant: bytes, pages: list[int], num_pages: int, ttl_s: int, spared: int | None) -> None:
+    def serve_and_retain(
+        self, tenant: bytes, pages: list[int], num_pages: int, ttl_s: int, spared: int, seconds: int
+    ) -> None:
+        """A whole life, so that every path is taken many times."""
         self.serve(tenant, pages, 1, True)
         last = len(self.receipts) - 1
         self.retain(last, num_pages, ttl_s)
         self.release(last)
-        if spared is not None:
-            self.squeeze(spared)
+        self.squeeze(spared)
+        self.wait(seconds)
 
     def squeeze(self, spared: int) -> None:
         """Takes almost all pages that can be had, and gives them back."""
