@@ -33,7 +33,8 @@ from hiserve.server.reply.generation import Generation, OutputDelta, RequestCont
 from hiserve.server.reply.logprobs import check_prompt_scores
 from hiserve.server.request.body import Body
 from hiserve.server.request.grammar_fields import constrain
-from hiserve.server.request.sampling_fields import fit_context, retention_s
+from hiserve.server.request.retention_fields import retention_s
+from hiserve.server.request.sampling_fields import fit_context
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
 from hiserve.text.body.chat import ChatFields, parse_chat
 from hiserve.text.body.json import decode
@@ -78,7 +79,7 @@ class OpenAIRoutes:
             fields.constraint,
             fields.truncate_prompt_tokens,
             fields.thoughts,
-            retention_s(fields.prompt_cache_retention),
+            retention_s(fields.prompt_cache_retention, fields.prompt_cache_options),
         )
         head = envelope(self._model, "chatcmpl")
         choices, warning = await begin_reply(front, request, engine, chat_request, head["id"], arrived)
@@ -164,7 +165,7 @@ class OpenAIRoutes:
         if num_top is not None:
             param = "logprobs" if fields.prompt_logprobs is None else "prompt_logprobs"
             check_prompt_scores(sampling.n * sum(map(len, prompts)) * (1 + num_top), param)
-        made, retain_s = list[Generation](), retention_s(fields.prompt_cache_retention)
+        made, retain_s = list[Generation](), retention_s(fields.prompt_cache_retention, fields.prompt_cache_options)
         for prompt in prompts:
             retain = ((len(prompt), retain_s),) if retain_s else ()
             made += generations(

@@ -15,7 +15,8 @@ from hiserve.errors import RequestError
 from hiserve.server.reply.format import ServedModel, Usage
 from hiserve.server.reply.logprobs import ChatScores, PromptScores, TextScores
 from hiserve.server.request.grammar_fields import OpenAIGrammarFields
-from hiserve.server.request.sampling_fields import Limits, Name, Priority, Retention, TokenId, range_of
+from hiserve.server.request.retention_fields import PromptCacheOptions, Retention
+from hiserve.server.request.sampling_fields import Limits, Name, Priority, TokenId, range_of
 from hiserve.text.abilities import Thinking
 from hiserve.text.body.json import union
 from hiserve.text.body.parser import MAX_PROMPTS, parse_prompt
@@ -65,6 +66,7 @@ class OpenAIFields(OpenAIGrammarFields, frozen=True, kw_only=True):
     return_token_ids: bool | None = None
     prompt_cache_key: Name | None = None
     prompt_cache_retention: Retention | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
 
     def __post_init__(self) -> None:
         """Refuses values that exclude each other.

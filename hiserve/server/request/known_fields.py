@@ -15,7 +15,6 @@ IGNORED = frozenset(
         "cache_control",
         "metadata",
         "prediction",
-        "prompt_cache_options",
         "request_id",
         "return_cached_tokens_details",
         "return_spec_tokens_details",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -12,7 +12,6 @@ from hiserve.config.serving import MAX_INT32
 from hiserve.core.request import LENGTHS, MAX_STOP_CHARS, NOT_ZERO, RANGES, SamplingParams, SpecParams
 from hiserve.errors import ContextLengthError, RequestError
 from hiserve.server.reply.format import ServedModel
-from hiserve.text.body.chat import DAY_S, FIVE_MINUTES_S
 from hiserve.text.body.json import check_text
 
 MAX_NAME_CHARS = 1024
@@ -27,7 +26,6 @@ def range_of(name: str) -> Meta:
 
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 Priority = Annotated[int, Meta(ge=-MAX_INT32, le=MAX_INT32)]
-Retention = Literal["in_memory", "in-memory", "24h"]
 # The model has the range: ``SamplingParams.check_vocabulary`` and ``openapi.py`` apply it.
 TokenId = Annotated[int, Meta(title=TOKEN_ID)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -135,11 +133,6 @@ class Limits(NamedTuple):
     min_field: str
     prompt_field: str
     is_cut: bool = False
-
-
-def retention_s(asked: Retention | None) -> int:
-    """Returns how long the cache is to evict a prompt last, by ``prompt_cache_retention``."""
-    return 0 if asked is None else DAY_S if asked == "24h" else FIVE_MINUTES_S
 
 
 def fit_context(sampling: SamplingParams, limits: Limits, num_prompt: int, max_model_len: int) -> SamplingParams:

@@ -23,7 +23,7 @@ from hiserve.server.http.streaming import answer
 from hiserve.server.reply.choices import Choices
 from hiserve.server.reply.format import json_response, warned
 from hiserve.server.request.body import Body
-from hiserve.server.request.sampling_fields import retention_s
+from hiserve.server.request.retention_fields import retention_s
 from hiserve.server.responses.format import ResponseWriter
 from hiserve.server.responses.items import Deleted, InputTokens, ItemList, ResponseObject
 from hiserve.server.responses.request import Tools, conversation_of, read_tools
@@ -104,7 +104,7 @@ class ResponseRoutes:
             context,
             fields.constraint,
             thinking=fields.thinking,
-            retain_s=retention_s(options.prompt_cache_retention),
+            retain_s=retention_s(options.prompt_cache_retention, options.prompt_cache_options),
             tool_fields=tools.fields,
         )
         response = self._response(options, fields, sampling, body.get("tools"))

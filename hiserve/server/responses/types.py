@@ -12,7 +12,8 @@ from hiserve.errors import RequestError
 from hiserve.grammar import bounds
 from hiserve.server.reply.format import ServedModel
 from hiserve.server.request.grammar_fields import Constraint, JsonSchema
-from hiserve.server.request.sampling_fields import Limits, Name, Priority, Retention, SamplingFields, range_of
+from hiserve.server.request.retention_fields import PromptCacheOptions, Retention
+from hiserve.server.request.sampling_fields import Limits, Name, Priority, SamplingFields, range_of
 from hiserve.text.abilities import Thinking
 from hiserve.text.body.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from hiserve.text.body.json import check_text
@@ -199,6 +200,7 @@ class ResponseOptions(SamplingFields, frozen=True, kw_only=True):
     ] | None = None  # fmt: skip
     prompt_cache_key: Name | None = None
     prompt_cache_retention: Retention | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
     user: Name | None = None
     cache_salt: Name | None = None
     rid: Name | None = None

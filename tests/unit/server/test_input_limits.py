@@ -28,6 +28,7 @@ TOO_MUCH: dict[str, Any] = {
     "cache_control": {"type": "ephemeral", "ttl": "1d"},
     "prompt_cache_key": "x" * (MAX_NAME_CHARS + 1),
     "prompt_cache_retention": "48h",
+    "prompt_cache_options": {"mode": "implicit", "ttl": "48h"},
     "cache_salt": "x" * (MAX_NAME_CHARS + 1),
     "chat_template_kwargs": {"a": [0] * MAX_VALUES},
     "continue_final_message": LONG,

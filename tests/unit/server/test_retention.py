@@ -18,6 +18,11 @@ CHAT, MESSAGES, RESPONSES, TEXT = "/v1/chat/completions", "/v1/messages", "/v1/r
 MARK, HOUR_MARK = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
 LOOK: Any = {"name": "look", "input_schema": {"type": "object", "properties": {"where": {"type": "string"}}}}
 BASIC: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 100}
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "Hi"}]},
+    RESPONSES: {"input": "Hi"},
+    TEXT: {"prompt": "Hi"},
+}
 FIRST, SECOND = "You look after ships. " * 4, "Answer in French. " * 4
 
 
@@ -119,17 +124,41 @@ async def test_breakpoints_in_contents_of_chats_mean_the_same() -> None:
 
 @pytest.mark.parametrize(("asked", "seconds"), [("in_memory", 300), ("24h", 86_400)])
 async def test_prompt_cache_retention_retains_the_whole_prompt(server: Server, asked: str, seconds: int) -> None:
-    bodies = {
-        CHAT: {"messages": [{"role": "user", "content": "Hi"}]},
-        RESPONSES: {"input": "Hi"},
-        TEXT: {"prompt": "Hi"},
-    }
-    for path, body in bodies.items():
+    for path, body in BODIES.items():
         assert (await server.post(path, body | {"prompt_cache_retention": asked})).status == 200
         seen = server.engine.seen[-1]
         assert seen.retain == ((len(seen.prompt), seconds),)
         reply = await server.post(path, body | {"prompt_cache_retention": "forever"})
         assert reply.status == 400 and "prompt_cache_retention" in reply.text
+
+
+@pytest.mark.parametrize(
+    ("asked", "seconds"),
+    [
+        ({"prompt_cache_options": {"mode": "implicit", "ttl": "30m"}}, 1800),
+        ({"prompt_cache_options": {"ttl": "12h", "comparison_response_id": None}}, 43_200),
+        ({"prompt_cache_options": {}}, 1800),
+        ({"prompt_cache_options": {"ttl": "12h"}, "prompt_cache_retention": "24h"}, 86_400),
+        ({"prompt_cache_options": {"ttl": "30m", "prewarm": False}, "prompt_cache_retention": "in_memory"}, 1800),
+        ({"prompt_cache_options": {"mode": "explicit", "ttl": "12h"}}, 0),
+        ({"prompt_cache_options": {"mode": "explicit"}, "prompt_cache_retention": "in_memory"}, 300),
+        ({"prompt_cache_options": None}, 0),
+    ],
+)
+async def test_prompt_cache_options_retain_the_whole_prompt(
+    server: Server, asked: dict[str, Any], seconds: int
+) -> None:
+    for path, body in BODIES.items():
+        assert (await server.post(path, body | asked)).status == 200
+        seen = server.engine.seen[-1]
+        assert seen.retain == (((len(seen.prompt), seconds),) if seconds else ())
+
+
+@pytest.mark.parametrize("options", [{"ttl": "5m"}, {"mode": "off"}, {"prewarm": True}, {"prewarm": 1}, "30m"])
+async def test_prompt_cache_options_that_cannot_be_honoured_are_refused(server: Server, options: Any) -> None:
+    for path, body in BODIES.items():
+        reply = await server.post(path, body | {"prompt_cache_options": options})
+        assert reply.status == 400 and "prompt_cache_options" in reply.text
 
 
 async def test_more_than_four_breakpoints_are_refused_in_anthropics_words() -> None:
