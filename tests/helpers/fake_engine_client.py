@@ -215,6 +215,7 @@ class FakeEngineClient:
 
     async def stop(self, drain_s: float = 0.0, copy_s: float = 0.0) -> None:
         self.stopped += 1
+        self.copy_s = copy_s
         self.is_ready = False
 
     def _worker(self) -> WorkerFacts:

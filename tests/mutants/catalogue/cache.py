@@ -94,6 +94,14 @@ with miss_reasons.explain, test_miss_reasons.test_a_namespace_without_pages_is_t
     return Miss(MissReason.NAMESPACE if tree.roots.keys() - {root.digests[0]} else MissReason.COLD, 0)
     others = any(rest[:page_bytes] in other.children for other in tree.roots.values())
     return Miss(MissReason.NAMESPACE if others else MissReason.COLD, 0)
+with eviction.LeafHeap.add, test_eviction.test_the_heap_stays_bounded_under_endless_use:
+    "the order of eviction keeps every entry that is out of date"
+    len(self._heap) >= self._sweep_at
+    False
+with eviction.LeafHeap.sweep, test_eviction.test_a_sweep_keeps_what_nobody_used_since:
+    "a sweep of the order of eviction loses leaves"
+    self._counts(entry)
+    entry[0] == self._heap[0][0]
 with eviction.Eviction.__init__, test_retention.test_a_retained_prefix_outlives_a_flood_until_its_time:
     "INV 77: retained pages are evicted in the order of their use"
     ("retained_until_s", "priority") if order == "priority" else ("retained_until_s",)

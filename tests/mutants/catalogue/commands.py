@@ -23,6 +23,26 @@ with batch.answer_all, test_batch.test_a_second_run_answers_the_lines_without_a_
     "a batch that is continued answers all lines again"
     results.has(custom_id)
     False
+with batch_files._read_done, test_batch.test_a_reply_that_was_cut_by_a_kill_is_made_again:
+    "a line that was cut stays in the output of a batch"
+    os.truncate(output, end)
+    pass
+with batch_files._read_done, test_batch.test_a_reply_that_was_cut_by_a_kill_is_made_again:
+    "a batch that is continued loses replies before a line that was cut"
+    end += len(line)
+    pass
+with batch._Window.leave, test_batch.test_room_of_bodies_that_are_answered_is_given_back:
+    "the room of bodies that were answered is lost"
+    self._num_bytes -= num_bytes
+    pass
+with batch._serve, test_batch.test_a_batch_gives_the_copies_of_the_cache_the_time_of_a_server_that_ends:
+    "a batch ends without the copies of its cache"
+    handle.close(settings.server.drain_timeout_s)
+    handle.close()
+with batch._serve, test_batch.test_a_body_may_be_as_large_as_for_the_server_in_a_line_that_is_longer:
+    "a line of a batch is refused for the length of its custom_id"
+    settings.server.max_request_bytes + ENVELOPE_BYTES
+    settings.server.max_request_bytes
 with batch_files.Results.__init__, test_batch.test_a_file_of_something_else_is_left_as_it_is:
     "a batch writes its replies after notes"
     self._done = _read_done(output)

@@ -21,6 +21,14 @@ with dispatcher.Dispatcher.worker_lost, test_conservation:
     "INV 10: the requests of a dead worker are dropped"
     self.ledger.running_on(replica)
     self.ledger.running_on(replica)[1:]
+with placement.Placement.place, test_placement.test_a_session_has_no_home_where_another_worker_has_more_of_the_prompt:
+    "a session draws its request to a busy worker that has less of the prompt than another"
+    replica == home and cached[replica] == max(cached.values())
+    replica == home
+with dispatcher.Dispatcher.dispatch, test_dispatcher.test_cold_requests_of_a_session_stay_together_until_their_worker_dies:
+    "the session of a request chooses no worker"
+    entry.session
+    b""
 with ledger.Ledger.rows, test_dispatcher.test_a_report_on_what_the_worker_does_not_hold_changes_nothing:
     "a worker reports on the request of another"
     entry is None or entry.replica != replica

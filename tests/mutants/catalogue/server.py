@@ -204,6 +204,10 @@ with tracing.Traces.end, test_tracing.test_a_process_that_never_answers_holds_a_
     "INV 80: requests wait for a collector without a limit"
     len(self._waiting) >= MAX_WAITING
     False
+with tracing.Traces._send, test_tracing.test_requests_that_wait_at_the_end_are_sent_in_batches:
+    "traces that wait at the end are lost"
+    not self._waiting
+    not self._waiting or self._closing.is_set()
 with tracing._error, test_tracing.test_a_client_that_goes_away_is_named:
     "a request whose client went away looks like one that ended"
     status in (0, CLIENT_CLOSED_REQUEST) or any(not each.finish for each in generations)

@@ -388,18 +388,51 @@ def test_a_wrong_command_line_is_one_line(
     assert not Path("out").exists() and Path("in").read_text() == "x"
 
 
+def assembled(monkeypatch: pytest.MonkeyPatch, **server: Any) -> list[tuple[Options, FakeEngineClient]]:
+    """Gives the command a server around a fake engine; returns the options and the engine of each run."""
+    made: list[tuple[Options, FakeEngineClient]] = []
+
+    def assemble(options: Options) -> tuple[Any, EngineHandle, Settings]:
+        engine = FakeEngineClient(script=lambda prompt: reply_script())
+        made.append((options, engine))
+        settings = {"api_key": options.server.api_key, **server}
+        built = make_server(engine, **settings)
+        return built.app, built.handle, resolved(**settings).settings
+
+    monkeypatch.setattr(batch, "assemble", assemble)
+    return made
+
+
+def test_a_batch_gives_the_copies_of_the_cache_the_time_of_a_server_that_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = assembled(monkeypatch, drain_timeout_s=17.0)
+    (tmp_path / "in.jsonl").write_text(line("a"))
+    assert cli.main(["generate", "--batch", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]) == 0
+    ((_, engine),) = made
+    assert (engine.stopped, engine.copy_s) == (1, 17.0)
+
+
+def test_a_body_may_be_as_large_as_for_the_server_in_a_line_that_is_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 2000
+    assembled(monkeypatch, max_request_bytes=most)
+    size = len(json.dumps({"prompt": "token", "user": ""}))
+    bodies = [{"prompt": "token", "user": "x" * (most - size + more)} for more in (0, 1)]
+    lines = [line(f"{more}" + "i" * 500, **body) for more, body in enumerate(bodies)]
+    (tmp_path / "in.jsonl").write_text("\n".join([*lines, line("rest")]))
+    assert cli.main(["generate", "--batch", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]) == 1
+    assert sorted(each["custom_id"][0] for each in found(tmp_path / "out.jsonl")) == ["0", "r"]
+    (refused,) = found(tmp_path / "out.errors.jsonl")
+    assert refused["custom_id"][0] == "1" and refused["response"]["status_code"] == 413
+
+
 def test_the_command_asks_for_no_keys_stores_nothing_and_says_how_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``tests/test_readme.py`` runs it with the embedded model."""
-    made: list[Options] = []
-
-    def assemble(options: Options) -> tuple[Any, EngineHandle, Settings]:
-        made.append(options)
-        server = make_server(FakeEngineClient(script=lambda prompt: reply_script()), api_key=options.server.api_key)
-        return server.app, server.handle, resolved().settings
-
-    monkeypatch.setattr(batch, "assemble", assemble)
+    made = assembled(monkeypatch)
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     file.write_text("\n".join([line("a"), line("b", prompt=7), line("c", CHAT, messages=MESSAGES)]))
     argv = ["generate", "--batch", str(file), "--output", str(out), "--api-key", "secret", "--admin-api-key", "more"]
@@ -407,7 +440,7 @@ def test_the_command_asks_for_no_keys_stores_nothing_and_says_how_many(
     errors = tmp_path / "out.errors.jsonl"
     assert capsys.readouterr().err == f"2 replies added to {out}, 1 errors written to {errors}\n"
     assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.errors.jsonl", "out.jsonl"]
-    (server,) = (options.server for options in made)
+    (server,) = (options.server for options, _ in made)
     assert (server.api_key, server.admin_api_key, server.responses_store) == ((), None, "off")
     file.write_text(line("a"))
     assert cli.main(argv) == 0

@@ -131,3 +131,12 @@ def test_a_session_leaves_a_worker_that_is_dead_full_or_far_busier_and_comes_bac
 
 def test_without_a_session_load_decides() -> None:
     assert admission(1, 0).place(100, no_match, b"") == 1
+
+
+def test_a_session_has_no_home_where_another_worker_has_more_of_the_prompt() -> None:
+    first = homes(admission(0, 0, 0))
+    built = admission(2, 5, 0)  # the known prefix is where it is too busy, and the home is busier than the third
+    for session, home in first.items():
+        if home == 0:
+            assert built.place(100, no_match, session) == 0
+            assert built.place(100, lambda replica: 16 if replica == 1 else 0, session) == 2

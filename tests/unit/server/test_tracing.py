@@ -167,7 +167,8 @@ async def test_the_queue_lasts_as_long_as_the_engine_says(traced: Traced) -> Non
 
     traced.server.engine.step, traced.server.engine.queue_s = step, 0.003
     call = traced.server.call("POST", "/v1/chat/completions", CHAT)
-    await asyncio.sleep(0.01)
+    await until(lambda: traced.server.engine.num_inflight == 1)
+    await asyncio.sleep(0.01)  # longer than it says
     gate.set()
     _, queue, *_ = await traced.spans(call)
     assert queue.end_time and queue.start_time
@@ -540,3 +541,25 @@ def test_what_is_no_url_of_a_collector_is_refused(given: str) -> None:
     with pytest.raises(ConfigError, match="http://localhost:4318") as caught:
         collector_url(given)
     assert caught.value.param == "otel_endpoint"
+
+
+async def test_requests_that_wait_at_the_end_are_sent_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    class Slow(InMemory):
+        async def do(self, frames: Any) -> Any:
+            await asyncio.sleep(0)
+            sizes.append(len(msgspec.msgpack.decode(frames[0])))
+            return [b"taken"]
+
+    monkeypatch.setattr(tracing, "JobProcess", Slow)
+    monkeypatch.setattr(tracing.Traces.__init__, "__kwdefaults__", {"batch_s": 1e9, "pause_s": 0.0})
+    monkeypatch.setattr(tracing, "CLOSE_S", 1e9)
+    monkeypatch.setattr(tracing, "MAX_BATCH", 4)
+    async with serving("http://collector") as server:
+        traces = server.app.user_middleware[0].kwargs["traces"]
+        for _ in range(3):
+            await server.chat("Hi")
+        assert traces.counts["exported"] == 0
+        monkeypatch.setattr(tracing, "MAX_BATCH", 2)
+    assert traces.counts == {"exported": 3, "dropped": 0, "failed": 0} and sizes == [2, 1]
