@@ -435,13 +435,15 @@ def test_the_command_asks_for_no_keys_stores_nothing_and_says_how_many(
     made = assembled(monkeypatch)
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     file.write_text("\n".join([line("a"), line("b", prompt=7), line("c", CHAT, messages=MESSAGES)]))
-    argv = ["generate", "--batch", str(file), "--output", str(out), "--api-key", "secret", "--admin-api-key", "more"]
+    config = tmp_path / "config.yaml"  # of a server
+    config.write_text("api_key: [secret]\nadmin_api_key: more\n")
+    argv = ["generate", "--batch", str(file), "--output", str(out), "--config", str(config)]
     assert cli.main(argv) == 1
     errors = tmp_path / "out.errors.jsonl"
     assert capsys.readouterr().err == f"2 replies added to {out}, 1 errors written to {errors}\n"
-    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.errors.jsonl", "out.jsonl"]
+    assert sorted(os.listdir(tmp_path)) == ["config.yaml", "in.jsonl", "out.errors.jsonl", "out.jsonl"]
     (server,) = (options.server for options, _ in made)
     assert (server.api_key, server.admin_api_key, server.responses_store) == ((), None, "off")
     file.write_text(line("a"))
     assert cli.main(argv) == 0
-    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.jsonl"]
+    assert sorted(os.listdir(tmp_path)) == ["config.yaml", "in.jsonl", "out.jsonl"]
