@@ -11,6 +11,7 @@ from hiserve.core.request import Grammar
 from hiserve.errors import RequestError
 from hiserve.text.body.json import check_json, check_text
 
+INVALID = "invalid_grammar"  # code of the refusal of a grammar that is none, or that nothing satisfies
 MAX_SCHEMA_BYTES = 256 * 2**10
 MAX_VALUES = 100_000
 MAX_REGEX_BYTES = 8 * 2**10

@@ -14,12 +14,12 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, gramm
 from hiserve.core.plan import MASK_BITS, Int32Array
 from hiserve.core.request import Grammar, GrammarKind
 from hiserve.errors import RequestError
+from hiserve.grammar.bounds import INVALID
 from hiserve.grammar.thoughts import SPECIAL, ThoughtBudget
 from hiserve.text.reader.formats import FORMATS
 from hiserve.text.tokens.tokenizer import Tokenizer
 
 Body = dict[str, Any]  # a grammar in the library's form
-INVALID = "invalid_grammar"
 # Between two parts of JSON: without a bound a model may indent for ever.
 WHITESPACE = r"[ \n\r\t]{1,48}"
 _REMOTE = re.compile(r"Resource '([^']{0,200})[^']*' is not present in a registry and retrieving it failed:.*")

@@ -20,7 +20,8 @@ import numpy as np
 from hiserve.core.plan import MASK_BITS
 from hiserve.core.request import LENIENT
 from hiserve.errors import HiserveError, RequestError
-from hiserve.grammar.matcher import INVALID, Matcher, Vocabulary
+from hiserve.grammar.bounds import INVALID
+from hiserve.grammar.matcher import Matcher, Vocabulary
 from hiserve.grammar.vet import TOO_COMPLEX, Setup, Trial, Verdict
 from hiserve.ipc.child import connect_to_parent, serve_jobs
 from hiserve.ipc.codec import Frames

@@ -138,13 +138,19 @@ async def test_the_next_step_of_an_agent_computes_what_is_new_and_two_pages_at_m
             items += [spelled, {"type": "function_call_output", "call_id": call.call_id, "output": f"table {step}"}]
 
 
+MOVE = r"(up|down) [1-9]( \"\w{2}\")?"
+RULES = 'start: ("up" | "down") " " /[1-9]/ [more]\nmore: " \\"" LETTER ~ 2 "\\""\nLETTER: /\\w/'
+
+
 @pytest.mark.parametrize("choice", [{"type": "custom", "name": "move"}, "required"])
-async def test_the_input_of_a_custom_tool_is_held_to_its_regex(client: openai.AsyncOpenAI, choice: Any) -> None:
-    regex = r"(up|down) [1-9]( \"\w{2}\")?"
+@pytest.mark.parametrize(("syntax", "definition"), [("regex", MOVE), ("lark", RULES)])
+async def test_the_input_of_a_custom_tool_is_held_to_its_grammar(
+    client: openai.AsyncOpenAI, choice: Any, syntax: str, definition: str
+) -> None:
     tool: Any = {
         "type": "custom",
         "name": "move",
-        "format": {"type": "grammar", "syntax": "regex", "definition": regex},
+        "format": {"type": "grammar", "syntax": syntax, "definition": definition},
     }
     for seed in range(3):
         reply = await client.responses.create(
@@ -158,7 +164,7 @@ async def test_the_input_of_a_custom_tool_is_held_to_its_regex(client: openai.As
         )
         (call,) = reply.output
         assert call.type == "custom_tool_call"
-        assert re.fullmatch(regex, call.input), call.input
+        assert re.fullmatch(MOVE, call.input), call.input
 
 
 async def test_a_reply_is_parsed(client: openai.AsyncOpenAI) -> None:

@@ -40,7 +40,7 @@ HIDDEN = b"# What tells of requests is shown to the metrics key and the admin ke
 TIERS = ("device", "host", "store")
 # Parts of requests that change no reply, or that this server cannot serve and a client does without.
 IGNORED = (
-    "thought", "hosted_tool", "deferred_tool", "billing_header", "effort", "context_edit",
+    "thought", "hosted_tool", "tool_grammar", "deferred_tool", "billing_header", "effort", "context_edit",
 )  # fmt: skip
 REASONS = ("stop", "length", "abort", "error")
 RESPONSES = "hiserve:http_responses"

@@ -209,11 +209,13 @@ async def _check_schemas(vetting: Vetting, request: Request, constraint: Constra
         RequestError: One is at fault; the error names it.
     """
     schemas = constraint.schemas
-    if refusal.code != TOO_COMPLEX:
+    if refusal.code == bounds.INVALID:
         for grammar, param in schemas:
             checking = vetting.check(grammar, param, caller=caller_of(request).number)
             await cancel_on_disconnect(request.receive, checking)
-    elif len(schemas) == len(constraint.grammar.alternatives) == 1:  # to try several would end more processes
+    elif (
+        refusal.code == TOO_COMPLEX and len(schemas) == len(constraint.grammar.alternatives) == 1
+    ):  # to try several would end more processes
         ((_, param),) = schemas
         message = refusal.message.replace(constraint.param, param, 1)
         raise RequestError(message, code=refusal.code, param=param) from None

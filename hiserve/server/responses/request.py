@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from hiserve.errors import RequestError
+from hiserve.grammar.regular import regular
 from hiserve.grammar.tools import ToolField
 from hiserve.server.responses.types import (
     ChosenTool,
@@ -53,12 +54,14 @@ class Tools(NamedTuple):
         names: By the name that the model calls.
         hosted: Types of the tools that OpenAI would run; they are left out.
         fields: Of those that are shown.
+        not_held: Names of the custom tools whose input is of a grammar that the model sees, and that is not held.
     """
 
     shown: list[dict[str, Any]]
     names: dict[str, ClientTool]
     hosted: list[str]
     fields: list[ToolField]
+    not_held: list[str]
 
 
 def read_tools(given: Sequence[ResponseTool]) -> Tools:
@@ -67,7 +70,7 @@ def read_tools(given: Sequence[ResponseTool]) -> Tools:
     Raises:
         RequestError: A tool has no name, or they are too many.
     """
-    tools = Tools([], {}, [], [])
+    tools = Tools([], {}, [], [], [])
     for i, tool in enumerate(given):
         if tool.type == "namespace":
             if tool.tools is None or tool.name is None:
@@ -118,6 +121,8 @@ def _add_tool(tools: Tools, tool: ToolFields, namespace: str | None, where: str)
     function, is_strict = {"description": tool.description, "parameters": tool.parameters}, bool(tool.strict)
     if tool.type == "custom":
         function, is_strict = _custom(tool)
+        if not is_strict and tool.format is not None and tool.format.definition:
+            tools.not_held.append(name)
     if len(tools.shown) == MAX_TOOLS:
         raise RequestError(f"tools has more than {MAX_TOOLS} tools, those of namespaces included.", param="tools")
     tools.shown.append(function_tool({"name": name, **function}))
@@ -129,14 +134,17 @@ def _add_tool(tools: Tools, tool: ToolFields, namespace: str | None, where: str)
 def _custom(tool: ToolFields) -> tuple[dict[str, Any], bool]:
     """Returns the function that represents a custom tool, without its name, and whether its calls are held to it.
 
-    A call holds its input as a string of JSON: a regular expression can be held, other rules are shown to the model.
+    A call holds its input as a string of JSON: a regular expression can be held, and rules that are one. Others are shown to
+    the model.
     """
     form = tool.format or CustomFormat()
     shown = [tool.description, form.definition and f"The input is a text of this grammar:\n{form.definition}"]
-    is_held = form.syntax == "regex" and bool(form.definition)
-    text = {"type": "string"} | ({"pattern": f"^(?:{form.definition})$"} if is_held else {})
+    pattern = form.definition
+    if pattern and form.syntax != "regex":
+        pattern = regular(pattern) if form.syntax == "lark" else None
+    text = {"type": "string"} | ({"pattern": f"^(?:{pattern})$"} if pattern else {})
     parameters = {"type": "object", "properties": {CUSTOM: text}, "required": [CUSTOM], "additionalProperties": False}
-    return {"description": "\n\n".join(filter(None, shown)) or None, "parameters": parameters}, is_held
+    return {"description": "\n\n".join(filter(None, shown)) or None, "parameters": parameters}, bool(pattern)
 
 
 def flat_name(name: str, namespace: str | None) -> str:

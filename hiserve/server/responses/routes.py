@@ -127,9 +127,13 @@ class ResponseRoutes:
         )
         if not options.stream:
             await keep()
-        if tools.hosted:
-            names = UNPRINTABLE.sub("?", ", ".join(sorted(set(tools.hosted)))[:MAX_NAMED_CHARS])
-            warning = "; ".join(filter(None, (warning, f"this server runs no tools; these were left out: {names}")))
+        for names, told in (
+            (tools.hosted, "this server runs no tools; these were left out"),
+            (tools.not_held, "the model sees the grammars of these tools, but they are not held"),
+        ):
+            if names:
+                named = UNPRINTABLE.sub("?", ", ".join(sorted(set(names)))[:MAX_NAMED_CHARS])
+                warning = "; ".join(filter(None, (warning, f"{told}: {named}")))
         return warned(reply, warning)
 
     async def count(self, request: Request) -> Response:
@@ -166,6 +170,7 @@ class ResponseRoutes:
         tools = read_tools(fields.tools or ())
         ignored, has_effort = self._front.metrics.ignored, bool(self._front.abilities.template.effort_switch)
         ignored["hosted_tool"].inc(len(tools.hosted))
+        ignored["tool_grammar"].inc(len(tools.not_held))
         ignored["effort"].inc(bool(fields.thinking.effort) and not has_effort)
         return tools
 

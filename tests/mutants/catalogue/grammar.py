@@ -6,6 +6,7 @@ from hiserve.kernels import draw, sampling
 from hiserve.runners import graph, mask_buffers
 from hiserve.sampling import params
 from hiserve.server.request import grammar_fields
+from hiserve.server.responses import request as responses_request
 from hiserve.text.reader import output
 from tests.e2e import test_grammar_halves as halves
 from tests.e2e import test_grammars as replies
@@ -166,3 +167,7 @@ with grammar_fields.constrain, test_grammar_fields.test_a_tool_whose_schema_is_b
     "a broken schema of a tool is refused with a place in rules that the client never sees"
     await _check_schemas(vetting, request, constraint, refusal)
     pass
+with responses_request._custom, test_responses.test_the_rules_of_a_custom_tool_are_held_where_they_are_regular_and_counted_where_not:
+    "INV 76: the rules of a custom tool are shown alone"
+    regular(pattern) if form.syntax == "lark" else None
+    None

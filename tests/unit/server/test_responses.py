@@ -35,7 +35,7 @@ from tests.unit.server.tool_replies import (
 )
 
 LOOK = {"type": "function", **TOOL["function"]}
-PATCH = {"type": "custom", "name": "patch", "description": "Edits.", "format": {"type": "grammar", "syntax": "lark", "definition": "start: /x+/"}}  # fmt: skip
+PATCH = {"type": "custom", "name": "patch", "description": "Edits.", "format": {"type": "grammar", "syntax": "lark", "definition": "start: /x+/ start?"}}  # fmt: skip
 SPACE = {"type": "namespace", "name": "files", "description": "d", "tools": [{"type": "function", "name": "read"}]}
 SEALED = ["reasoning.encrypted_content"]
 SIZES = [1, 2, 3, 7, 1000]
@@ -191,6 +191,23 @@ async def test_a_choice_of_tools_is_a_grammar_of_their_calls(choice: Any, names:
     assert param == "tool_choice"
     assert [name for name in ("look", "patch", "files__read") if name in grammar.text] == names
     assert len([item for item in call.json["output"] if item["type"] == "function_call"]) == (1 if is_single else 2)
+
+
+async def test_the_rules_of_a_custom_tool_are_held_where_they_are_regular_and_counted_where_not() -> None:
+    vetting = Trusting()
+    held = {**PATCH, "name": "move", "format": PATCH["format"] | {"definition": 'start: "up" | "down" /[1-9]/'}}
+    async with serving(TWO, vetting=vetting, template=SOURCE) as server:
+        first = await server.post("/v1/responses", {"input": "Hi", "tools": [held]})
+        second = await server.post("/v1/responses", {"input": "Hi", "tools": [held, PATCH]})
+        counted = await server.metric("hiserve:ignored_request_parts_total", part="tool_grammar")
+    assert "x-hiserve-warning" not in first.headers
+    assert (
+        second.headers["x-hiserve-warning"]
+        == "the model sees the grammars of these tools, but they are not held: patch"
+    )
+    assert counted == 1
+    assert [param for _, param in vetting.asked] == ["tools", "tools"], "under auto too"
+    assert "(?:up)" in vetting.asked[0][0].text
 
 
 async def test_a_format_beside_a_call_that_must_be_made_is_echoed_and_constrains_nothing() -> None:
@@ -395,7 +412,7 @@ async def test_calls_of_namespaces_and_custom_tools_come_as_the_client_knows_the
     warning = call.headers["x-hiserve-warning"]
     assert "web_search" in warning
     assert "x??y: ??zzz" in warning
-    assert len(warning) < 300
+    assert len(warning) < 400
 
 
 CHAT = [

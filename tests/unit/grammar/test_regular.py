@@ -1,0 +1,66 @@
+"""Rules in Lark's form that are one regular expression."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hiserve.grammar.bounds import MAX_REGEX_BYTES
+from hiserve.grammar.regular import MAX_CHARS, regular
+
+PATCH = r"""
+start: begin hunk+ end
+begin: "*** Begin" LF
+?hunk: add
+    // two kinds
+    | update -> second
+add: "*** Add: " name LF ("+" /(.*)/ LF -> line)+
+update: "*** Update: " name LF (("@@" | "@@ " /(.+)/) LF | ("+" | "-") /(.*)/ LF)*
+name: /(.+)/  # of a file
+end: "*** End" LF?
+%import common.LF
+"""
+# Rules, texts of them, others.
+CASES: list[tuple[str, list[str], list[str]]] = [
+    (PATCH, ["*** Begin\n*** Add: a\n+x\n*** End", "*** Begin\n*** Update: a/b\n@@\n-x\n*** End\n"], ["", "*** Begin\n*** End"]),
+    ('start: "a.b" | "C"i', ["a.b", "c", "C"], ["axb", "A.B"]),
+    (r'start: "\"\n\\" /x\/[/y]|z/'.replace("[/y]", "y"), ['"\n\\x/y', '"\n\\z'], ['"\n\\x']),
+    ('start: "a".."c" ~ 2..3 [D] E\nD: "d"\n!E: /e/i', ["abE", "cccde"], ["ae", "abcae", "abdde"]),
+    ('start: N{2} M{1,} ("x"?)y\ny: "y"\n%import common.DIGIT -> N\n%import common (LETTER, LF)\nM: LETTER', ["12aby", "12axy"], ["1ay"]),
+]  # fmt: skip
+NONE = [
+    "",
+    'x: "a"',
+    'start: "a" start?',
+    'start: x\nx: "(" y ")"\ny: x | "a"',
+    'start: "a"\n%ignore " "',
+    "start: %json {}",
+    "start: <[1]>",
+    "start: (",
+    'start: "a" )',
+    "start: @other",
+    'start{a}: "b"',
+    "%import python.NAME\nstart: NAME",
+    'start: "a"\nstart: "b"',
+    "start: " + "(" * 100 + '"a"' + ")" * 100,
+    "start: r0\n" + "\n".join(f"r{index}: r{index + 1}" for index in range(2000)) + '\nr2000: "a"',
+    "start: r0\n" + "\n".join(f"r{index}: r{index + 1} r{index + 1}" for index in range(40)) + '\nr40: "a"',
+    f'start: "{"a" * MAX_REGEX_BYTES}"',
+    f'start: "a"\n//{"-" * MAX_CHARS}',
+]
+
+
+@pytest.mark.parametrize(("rules", "good", "bad"), CASES, ids=[case[0][:20] for case in CASES])
+def test_rules_that_lead_forward_alone_are_a_regular_expression(rules: str, good: list[str], bad: list[str]) -> None:
+    found = regular(rules)
+    assert found is not None
+    for text in good:
+        assert re.fullmatch(found, text), text
+    for text in bad:
+        assert not re.fullmatch(found, text), text
+
+
+@pytest.mark.parametrize("rules", NONE, ids=[case[:20] for case in NONE])
+def test_other_rules_are_none_within_bounds(rules: str) -> None:
+    assert regular(rules) is None
