@@ -1,20 +1,19 @@
 """CPU time of the API process for a streamed token: replies read by their format, other protocols, traces, each against without.
 
-Usage: ``python -m benchmarks.api_process OUT.json COMMIT [--cpu | --tiny] [--rounds N]``. 32 streams at once over HTTP, in turns, so that
-other load on the machine counts for all; no drafts, so that each token is an event of its own. Three servers run side by side:
-``--reply-format none``, ``hermes``, and ``hermes`` with ``--otel-endpoint``. ``--cpu`` takes hiserve-nano, otherwise it is a shape of random
-weights on a CUDA device. A ratio is the CPU time without over that with, so that a server whose API process is the limit has as much of its
-throughput; the output tokens per second of each round are told too. ``--tiny`` is a test of this file.
+Usage: ``python -m benchmarks.api_process OUT.json COMMIT [--cpu | --tiny] [--rounds N]``. Each way of streaming has a server of its own with 32 streams
+over HTTP, all at the same time, so that other load on the machine, and on its caches, counts for all; no drafts, so that each token is an event
+of its own. The ways are chat with ``--reply-format none``, with ``hermes``, also with ``--otel-endpoint``, and the other protocols. ``--cpu``
+takes hiserve-nano, otherwise it is a shape of random weights on a CUDA device. A ratio is the CPU time without over that with, so that a
+server whose API process is the limit has as much of its throughput. ``--tiny`` is a test of this file.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import statistics
-import time
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks.record import SERVER, Record, gpu_parser, judge, medians
@@ -43,20 +42,8 @@ BARS = {
 }
 
 
-class Way(NamedTuple):
-    """A server, and the requests to it."""
-
-    server: str
-    path: str
-
-
-WAYS = {
-    "text": Way("text", "/v1/chat/completions"),
-    "chat": Way("read", "/v1/chat/completions"),
-    "messages": Way("read", "/v1/messages"),
-    "responses": Way("read", "/v1/responses"),
-    "traced": Way("traced", "/v1/chat/completions"),
-}
+CHAT = "/v1/chat/completions"
+PATHS = {"text": CHAT, "chat": CHAT, "messages": "/v1/messages", "responses": "/v1/responses", "traced": CHAT}
 
 
 def body_of(path: str, number: int, num_tokens: int, end_token: int) -> dict[str, Any]:
@@ -94,37 +81,37 @@ async def ask(url: str, path: str, body: bytes) -> int:
     return generated(reply)
 
 
-async def round_of(server: Server, path: str, num_streams: int, num_tokens: int, end_token: int) -> dict[str, float]:
-    """Returns microseconds of CPU of the API process for a token of all streams, and tokens per second."""
-    bodies = [json.dumps(body_of(path, n, num_tokens, end_token)).encode() for n in range(num_streams)]
-    begin, used_s = time.perf_counter(), thread_cpu_s(server.process.pid)
+async def used_by(server: Server, path: str, bodies: Sequence[bytes], num_tokens: int) -> float:
+    """Returns microseconds of CPU of the API process for a token of all streams."""
+    used_s = thread_cpu_s(server.process.pid)
     counts = await asyncio.gather(*[ask(server.url, path, body) for body in bodies])
-    assert counts == [num_tokens] * num_streams, counts
-    used_s, took_s = thread_cpu_s(server.process.pid) - used_s, time.perf_counter() - begin
-    return {"us_of_a_token": 1e6 * used_s / sum(counts), "tokens_per_s": sum(counts) / took_s}
+    assert counts == [num_tokens] * len(bodies), counts
+    return 1e6 * (thread_cpu_s(server.process.pid) - used_s) / sum(counts)
+
+
+async def round_of(servers: dict[str, Server], num_streams: int, num_tokens: int, end_token: int) -> dict[str, float]:
+    """Returns the figure of each way; they run at the same time."""
+    bodies = {
+        way: [json.dumps(body_of(path, number, num_tokens, end_token)).encode() for number in range(num_streams)]
+        for way, path in PATHS.items()
+    }
+    used = await asyncio.gather(*[used_by(servers[way], PATHS[way], bodies[way], num_tokens) for way in PATHS])
+    return {way: round(each, 2) for way, each in zip(PATHS, used, strict=True)}
 
 
 def measure(
     settings: dict[str, Any], vocab_size: int, num_streams: int, num_tokens: int, num_rounds: int
-) -> dict[str, dict[str, list[float]]]:
-    """Returns the figures of each way, round by round; a first one, which warms the servers up, does not count."""
-    end_token = json.loads((find_model(NANO) / "config.json").read_text())["eos_token_id"]
-    found = {way: {"us_of_a_token": list[float](), "tokens_per_s": list[float]()} for way in WAYS}
+) -> list[dict[str, float]]:
+    """Returns the rounds; a first one, which warms the servers up, does not count."""
+    end_token, rounds = json.loads((find_model(NANO) / "config.json").read_text())["eos_token_id"], []
     with ExitStack() as stack:
-        formats = {"text": {"reply_format": "none"}, "read": {"reply_format": "hermes"}}
-        formats["traced"] = formats["read"] | {"otel_endpoint": stack.enter_context(sink()).url}
-        servers = {
-            name: stack.enter_context(serving_shape(settings | given, vocab_size)) for name, given in formats.items()
-        }
-        for index in range(1 + num_rounds):
-            for name in list(WAYS)[:: 1 if index % 2 else -1]:  # no way is always after the same one
-                way = WAYS[name]
-                one = asyncio.run(round_of(servers[way.server], way.path, num_streams, num_tokens, end_token))
-                for figure, value in one.items() if index else ():
-                    found[name][figure].append(round(value, 2))
-            if index:
-                print({name: each["us_of_a_token"][-1] for name, each in found.items()}, flush=True)
-    return found
+        own = {way: {"reply_format": "none" if way == "text" else "hermes"} for way in PATHS}
+        own["traced"]["otel_endpoint"] = stack.enter_context(sink()).url
+        servers = {way: stack.enter_context(serving_shape(settings | given, vocab_size)) for way, given in own.items()}
+        for _ in range(1 + num_rounds):
+            rounds.append(asyncio.run(round_of(servers, num_streams, num_tokens, end_token)))
+            print(rounds[-1], flush=True)
+    return rounds[1:]
 
 
 def main() -> int:
@@ -134,14 +121,10 @@ def main() -> int:
     given = parser.parse_args()
     is_small = given.cpu or given.tiny
     settings = SETTINGS | (ON_CPU if is_small else ON_GPU)
-    num_streams, num_tokens = (2, 8) if given.tiny else (32, 192)
+    num_streams, num_tokens = (2, 8) if given.tiny else (32, 128)
     vocab_size = SHAPES[SHAPE]["vocab_size"]
-    found = measure(settings, vocab_size, num_streams, num_tokens, 1 if given.tiny else given.rounds)
-    used = {way: each["us_of_a_token"] for way, each in found.items()}
-    ratios = {
-        name: [off / on for off, on in zip(used[without], used[with_], strict=True)]
-        for name, (without, with_, _) in BARS.items()
-    }
+    rounds = measure(settings, vocab_size, num_streams, num_tokens, 1 if given.tiny else given.rounds)
+    ratios = {name: [each[without] / each[with_] for each in rounds] for name, (without, with_, _) in BARS.items()}
     median, least = medians(ratios, 4), {name: bar for name, (_, _, bar) in BARS.items()}
     command = f"python -m benchmarks.api_process OUT.json COMMIT{' --cpu' if is_small else ''}"
     record = Record(
@@ -149,7 +132,7 @@ def main() -> int:
     )
     record |= {"streams": num_streams, "tokens": num_tokens, "bars": least, "ratios": median}
     record |= {"ratios_of_rounds": {name: [round(each, 4) for each in values] for name, values in ratios.items()}}
-    record |= {"samples": found, "median_us": {way: statistics.median(values) for way, values in used.items()}}
+    record |= {"us_of_a_token": medians({way: [each[way] for each in rounds] for way in PATHS}, 1), "rounds": rounds}
     record.save()
     return int(bool(judge(median, least=least)) and not given.tiny)
 

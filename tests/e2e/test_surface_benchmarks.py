@@ -22,8 +22,8 @@ def test_each_way_of_streaming_is_one_measured_beside_the_others(tmp_path: Path)
     out = tmp_path / "out.json"
     run("api_process", str(out), "test")
     found = json.loads(out.read_text())
-    assert found["samples"].keys() == {"text", "chat", "messages", "responses", "traced"}
-    assert all(len(each["us_of_a_token"]) == 1 for each in found["samples"].values())
+    (measured,) = found["rounds"]
+    assert measured.keys() == {"text", "chat", "messages", "responses", "traced"} and all(measured.values())
     assert found["ratios"].keys() == found["bars"].keys()
 
 
