@@ -45,8 +45,8 @@ SEED, NUM_NEW, WINDOW, PAGE = 53, 16, 21, 16
 VOCAB = 4096  # of the tokenizer of hiserve-nano
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "window": ("mistral", {"sliding_window": WINDOW}),
-    "windows in some layers": ("qwen2", {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1}),
-    "experts": ("mixtral", {}),
+    "windows in some layers": ("gemma3_text", {"sliding_window": WINDOW}),  # and two rotations
+    "experts": ("gpt_oss", {"sliding_window": WINDOW}),  # windows in some layers and sinks, too
     "experts in some layers": ("qwen3_moe", {}),
 }
 SAMPLING: dict[str, dict[str, Any]] = {

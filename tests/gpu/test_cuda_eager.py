@@ -29,6 +29,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "llama": save_llama(tmp_path_factory.mktemp("llama")),
         "qwen3": save_qwen3(tmp_path_factory.mktemp("qwen3")),
         "qwen3_moe": save_family("qwen3_moe", tmp_path_factory.mktemp("qwen3_moe")),
+        "gemma3_text": save_family("gemma3_text", tmp_path_factory.mktemp("gemma3_text")),
+        "gpt_oss": save_family("gpt_oss", tmp_path_factory.mktemp("gpt_oss")),
         "nano": find_model(NANO),
     }
 
@@ -57,6 +59,8 @@ def generate(
         ("llama", "float32"),
         ("qwen3", "float32"),
         ("qwen3_moe", "float32"),
+        ("gemma3_text", "float32"),
+        ("gpt_oss", "float32"),
         ("nano", "float32"),
         ("nano", "bfloat16"),
     ],
