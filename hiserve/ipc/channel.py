@@ -147,15 +147,22 @@ class Link:
         """Removes the directory of the endpoint; an existing connection stays."""
         remove(self.endpoint)
 
+    def connect_again(self) -> Link:
+        """Closes a child's end that could not connect, and returns another; the endpoint stays."""
+        self._close()
+        return self.connect(self.endpoint)
+
     def close(self, linger_ms: int = 0) -> None:
-        """Closes; sent messages get ``linger_ms`` milliseconds for delivery."""
-        if self._socket.closed:
-            return
+        """Closes, and removes the endpoint; sent messages get ``linger_ms`` milliseconds for delivery."""
+        if not self._socket.closed:
+            self._close(linger_ms)
+            self.remove_endpoint()
+
+    def _close(self, linger_ms: int = 0) -> None:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=linger_ms)
         self._context.term()
-        self.remove_endpoint()
 
 
 class PollingChannel:

@@ -8,10 +8,11 @@ import ctypes
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from hiserve.config.settings import Settings
-from hiserve.core.endpoints import new_endpoint, remove, wait_for_listener
+from hiserve.core.endpoints import new_endpoint, path_of, remove, wait_for_listener
 from hiserve.errors import ResourceError
 from hiserve.ipc.channel import AsyncChannel, Link, PeerGoneError, PollingChannel
 from hiserve.ipc.codec import Frames
@@ -169,6 +170,7 @@ async def wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:
 
 
 CONNECT_S = 10.0
+RETRY_S = 0.02
 _PR_SET_PDEATHSIG = 1
 
 
@@ -184,17 +186,20 @@ def connect_to_parent(endpoint: str, death_signal: signal.Signals) -> tuple[Link
             the end of the link is the only sign).
 
     Raises:
-        SystemExit: The parent died before its first message.
+        SystemExit: The parent died before its first message, or nobody listens for ``CONNECT_S``.
     """
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
-    parent = os.getppid()
+    parent, late_s = os.getppid(), time.monotonic() + CONNECT_S
     wait_for_listener(endpoint, CONNECT_S, lambda: os.getppid() == parent)
     link = Link.connect(endpoint)
     while (frames := link.try_receive()) is None:
         if link.is_gone:
-            link.close()
-            raise SystemExit(f"No parent listens at {endpoint}; this process is started by hiserve, not by hand.")
+            if os.getppid() != parent or not path_of(endpoint).exists() or time.monotonic() >= late_s:
+                link.close()
+                raise SystemExit(f"No parent listens at {endpoint}; this process is started by hiserve, not by hand.")
+            time.sleep(RETRY_S)  # others may have filled the queue of connections, which refuses more
+            link = link.connect_again()
         link.wait()
     link.remove_endpoint()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)

@@ -102,6 +102,10 @@ with eviction.LeafHeap.sweep, test_eviction.test_a_sweep_keeps_what_nobody_used_
     "a sweep of the order of eviction loses leaves"
     self._counts(entry)
     entry[0] == self._heap[0][0]
+with transfers.Transfers.sweep, test_tiers.test_a_flush_leaves_the_offload_of_a_locked_prefix_waiting:
+    "a flush forgets the pages that wait for their offload"
+    self._queue, deque()
+    deque(), deque()
 with eviction.Eviction.__init__, test_retention.test_a_retained_prefix_outlives_a_flood_until_its_time:
     "INV 77: retained pages are evicted in the order of their use"
     ("retained_until_s", "priority") if order == "priority" else ("retained_until_s",)

@@ -19,6 +19,10 @@ with child.ChildProcess.start, test_strangers.test_strangers_at_the_socket_of_a_
     "INV 62: a stranger at the socket is taken for the child"
     Link.bind(endpoint, process.pid)
     Link.bind(endpoint)
+with child.connect_to_parent, test_strangers.test_a_child_connects_although_strangers_fill_the_queue_of_connections:
+    "strangers that fill the queue of connections keep a child from its parent"
+    os.getppid() != parent or not path_of(endpoint).exists() or time.monotonic() >= late_s
+    True
 with child.connect_to_parent, test_strangers.test_a_child_whose_parent_never_listens_ends:
     "INV 17: a child waits without end for a dead parent"
     wait_for_listener(endpoint, CONNECT_S, lambda: os.getppid() == parent)

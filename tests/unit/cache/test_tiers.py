@@ -871,3 +871,13 @@ def test_device_pages_that_a_pointless_store_reads_are_not_handed_out(cache: Pre
     assert set(copy.host_pages.tolist()).isdisjoint(cache.host.pages.free_pages().tolist())
     cache.complete(copy.op, ok=True)
     assert is_whole(cache)
+
+
+def test_a_flush_leaves_the_offload_of_a_locked_prefix_waiting() -> None:
+    cache = new_cache()
+    held = serve(cache, 1, 2)
+    cache.flush()
+    store(cache)
+    cache.release(held)
+    squeeze(cache)
+    assert cached(cache, 1, 2) == (0, 2)

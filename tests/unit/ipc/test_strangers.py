@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from hiserve.core.endpoints import path_of, remove
+from hiserve.core.endpoints import new_endpoint, path_of, remove
 from hiserve.engine.kv_event_sender import Publisher
 from hiserve.ipc import child as child_module
 from hiserve.ipc.channel import Link, PublishChannel
@@ -66,6 +66,17 @@ def wait(endpoint, timeout_s, goes_on):
     found(endpoint, 3600, goes_on)
 found, child.wait_for_listener = child.wait_for_listener, wait
 child.connect_to_parent(sys.argv[1], 9)
+"""
+
+# A child that says so whenever it tries to connect, and says its parent's first word.
+TRIES = """
+import sys
+from hiserve.ipc import child
+def connect(endpoint):
+    print("tries", flush=True)
+    return found(endpoint)
+found, child.Link.connect = child.Link.connect, staticmethod(connect)
+print(child.connect_to_parent(sys.argv[1], 9)[1][0].decode(), flush=True)
 """
 
 
@@ -133,6 +144,29 @@ async def test_strangers_at_the_socket_of_a_child_are_not_heard_and_do_not_keep_
         child.send([b"end"])
         assert await child.wait() == "exit code 0"
     assert heard == [*([b"echo", str(number).encode()] for number in range(20)), [b"last words"]]
+
+
+def test_a_child_connects_although_strangers_fill_the_queue_of_connections() -> None:
+    endpoint = new_endpoint()
+    command = [sys.executable, "-c", TRIES, endpoint]
+    with contextlib.ExitStack() as crowd, subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        full = crowd.enter_context(socket.socket(socket.AF_UNIX))
+        full.bind(str(path_of(endpoint).with_name("b")))
+        full.listen(1)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                stranger = crowd.enter_context(socket.socket(socket.AF_UNIX))
+                stranger.setblocking(False)
+                stranger.connect(full.getsockname())
+        path_of(endpoint).with_name("b").rename(path_of(endpoint))
+        assert child.stdout is not None
+        assert [child.stdout.readline() for _ in range(2)] == [b"tries\n"] * 2
+        link = Link.bind(endpoint, child.pid)  # which takes the place of the full one
+        while not link.try_send([b"welcome"]):
+            link.wait(until_writable=True)
+        assert child.stdout.read().splitlines()[-1] == b"welcome"
+        link.close()
+    assert child.returncode == 0
 
 
 @pytest.mark.parametrize("noise", RAW)
