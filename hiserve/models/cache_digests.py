@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from hiserve.config.identity import FileStamp
+from hiserve.config.settings import FileStamp
 from hiserve.core.digest import namespace_digest
 from hiserve.errors import ModelError
 from hiserve.models.checkpoint import read_header, weight_files

@@ -9,9 +9,8 @@ from msgspec.structs import replace
 
 from hiserve.cache.storage.cache_identity import identify
 from hiserve.cache.storage.segment import SHARED_MEMORY
-from hiserve.config.identity import CacheIdentity
 from hiserve.config.options import Options, flags, flat, make_options
-from hiserve.config.settings import Settings
+from hiserve.config.settings import CacheIdentity, Settings
 from hiserve.core.machine import GIB, Machine
 from hiserve.core.resolve import resolve
 from hiserve.core.step_memory import ModelFacts

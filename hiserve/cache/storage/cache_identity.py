@@ -9,8 +9,7 @@ import msgspec
 from hiserve.cache.storage.segment import SHARED_MEMORY, PageLayout, segment_path
 from hiserve.cache.storage.store import read_secret
 from hiserve.cache.storage.store_directory import secret_of
-from hiserve.config.identity import CacheIdentity, FileStamp
-from hiserve.config.settings import Settings
+from hiserve.config.settings import CacheIdentity, FileStamp, Settings
 from hiserve.core.kv_groups import debug_groups
 from hiserve.errors import ConfigError
 from hiserve.models.cache_digests import cache_namespace, shape_digest, stamps, weight_digests
