@@ -27,6 +27,7 @@ from hiserve.models.experts_config import ExpertsConfig, read_experts
 from hiserve.models.family import FAMILIES
 from hiserve.models.generation_config import GenerationConfig, SamplingDefaults, as_ids, read_generation
 from hiserve.models.latent_config import LatentConfig, read_latent
+from hiserve.models.quantization import refuse_quantization
 from hiserve.models.rope import RopeConfig, read_local_rope, read_rope, stretched_context
 
 NANO = "hiserve-nano"
@@ -196,7 +197,7 @@ def parse_config(raw: dict[str, Any], path: Path, generation: GenerationConfig) 
     fields = convert(family.complete(respell(raw, path)), ConfigFields, path)
     refuse_oversize(fields, path)
     _refuse_unsupported(fields, architecture)
-    _refuse_quantization(fields, architecture)
+    refuse_quantization(fields.quantization_config, architecture)
     heads = fields.num_attention_heads
     latent = read_latent(fields) if family.has_latents else None
     kv_heads = fields.num_key_value_heads or heads
@@ -306,16 +307,3 @@ def _refuse_unsupported(fields: ConfigFields, architecture: str) -> None:
     named = [name for name, is_set in refused.items() if is_set]
     if named:
         raise ModelError(f"{architecture} with {', '.join(named)} is not supported yet.", param="model")
-
-
-def _refuse_quantization(fields: ConfigFields, architecture: str) -> None:
-    given = fields.quantization_config
-    method = given.get("quant_method") if isinstance(given, dict) else given
-    if not given or (isinstance(method, str) and method in FAMILIES[architecture].quantizations):
-        return
-    known = [f"{each} ({name})" for name, family in FAMILIES.items() for each in sorted(family.quantizations)]
-    raise ModelError(
-        f"{architecture} with quantization_config of the quant_method {method} is not supported yet. Supported: "
-        f"{', '.join(known)}, and weights that are not quantized.",
-        param="model",
-    )

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hiserve.errors import ModelError
+from hiserve.models.block_scales import FP8, check_scale, multiply, scale_names, scaled_weights
 from hiserve.models.checkpoint import StoredTensor, stored_tensors, weight_files
 from hiserve.models.conversion import read_converted
 from hiserve.models.draft_config import DraftConfig
@@ -49,7 +50,7 @@ def load_parameters(
     if load_format == "dummy":
         return draw_parameters(parameter_table(config), dtype, device, norm_dtype)
     held = {text_name(source): tensor for source, tensor in held_tensors(folder, param="model").items()}
-    sources = set(held)
+    sources = set(held) - scale_names(held)
     table = parameter_table(config, ExpertNaming.of(sources))
     ignored = {source for source in sources if _is_ignored(source, config)}
     title = f"{config.architecture} as described by config.json"
@@ -94,16 +95,19 @@ def read_parameters(
     """
     for pieces in table.values():
         for piece in pieces:
-            _check(held[piece.source], piece, param)
+            _check(held, piece, param)
     parameters = _allocate(table, dtype, device, norm_dtype)
     wanted = [
-        (held[piece.source], parameters[name][piece.start : piece.start + piece.num_rows])
+        (piece.source, parameters[name][piece.start : piece.start + piece.num_rows])
         for name, pieces in table.items()
         for piece in pieces
         if not piece.is_converted
     ]
+    scaled = scaled_weights(held, wanted, device)
+    targets = [(held[source], part) for source, part in wanted] + [(scale, memory) for scale, memory, _ in scaled]
     try:
-        read_chunks(plan_chunks(wanted), device)
+        read_chunks(plan_chunks(targets), device)
+        multiply(scaled)
         read_converted(held, table, parameters, device)
     except (OSError, EOFError) as error:
         raise ModelError(
@@ -188,7 +192,8 @@ def _is_ignored(source: str, config: ModelConfig) -> bool:
     return is_copy or source.startswith((*bundled_prefixes(config), *others))
 
 
-def _check(tensor: StoredTensor, piece: TensorSource, param: str) -> None:
+def _check(held: dict[str, StoredTensor], piece: TensorSource, param: str) -> None:
+    tensor = held[piece.source]
     folder = tensor.path.parent
     if tensor.shape != piece.shape:
         raise ModelError(
@@ -198,8 +203,10 @@ def _check(tensor: StoredTensor, piece: TensorSource, param: str) -> None:
         )
     stored = TORCH_DTYPES.get(tensor.dtype)
     is_packed = piece.form is Form.MXFP4
-    if stored is None or stored.is_floating_point == is_packed:
-        needed = "bytes (U8)" if is_packed else "floating-point numbers"
+    if tensor.dtype == FP8 and piece.form is Form.PLAIN:
+        check_scale(held, piece, param)
+    elif stored is None or tensor.dtype.startswith("F8") or stored.is_floating_point == is_packed:
+        needed = "bytes (U8)" if is_packed else f"floating-point numbers, or {FP8} with scales of blocks,"
         raise ModelError(
             f"tensor {piece.source} holds {tensor.dtype}, and {needed} are supported there. Give another checkpoint than "
             f"{str(folder)!r}.",
@@ -251,7 +258,7 @@ def load_head_parameters(
         tokens = torch.arange(head.vocab_size, device=device) if is_reduced else None
         return draw_parameters(table, dtype, device), tokens
     held = held_tensors(draft.folder, param="spec")
-    sources = set(held) - head.ignored
+    sources = set(held) - scale_names(held) - head.ignored
     if head.is_in_model:
         sources = {source for source in sources if source.startswith(head.named(head.format.layer))}
     wanted = {piece.source for pieces in table.values() for piece in pieces}

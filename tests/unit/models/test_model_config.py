@@ -20,6 +20,7 @@ from tests.helpers.checkpoint_folder import LLAMA, folder
 from tests.helpers.models import FAMILIES as SAVED
 from tests.helpers.models import load_transformers, save_family
 
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 REQUIRED = [
     "vocab_size",
     "hidden_size",
@@ -265,7 +266,15 @@ def test_an_unsupported_architecture_is_named_whatever_else_its_file_says(tmp_pa
     ("changes", "named"),
     [
         ({"hidden_act": "gelu"}, "hidden_act gelu"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config of the quant_method gptq"),
+        ({"quantization_config": {"quant_method": ["fp8"]}}, "quantization_config of the quant_method ['fp8']"),
+        ({"quantization_config": "fp8"}, "weight_block_size None"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "weight_block_size None is not supported yet; [128, 128] is",
+        ),
+        ({"quantization_config": FP8 | {"weight_block_size": [64, 128]}}, "weight_block_size [64, 128]"),
+        ({"quantization_config": FP8 | {"fmt": "e5m2"}}, "fmt e5m2"),
         ({"rope_parameters": {"rope_type": "mrope", "factor": 4.0}}, "mrope"),
         ({"rope_parameters": None, "rope_scaling": {"type": "proportional"}}, "proportional"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "layer types"),
