@@ -23,8 +23,18 @@ _QWEN3: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 
-# The fields that are read of the public config.json of Llama-3.1-8B, Qwen3-0.6B, Qwen3-8B, gpt-oss-20b and Gemma-3-27B; what
-# the families fill in is left out.
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+# The fields that are read of the public config.json of Llama-3.1-8B, Qwen3-0.6B, Qwen3-8B, gpt-oss-20b, Gemma-3-27B and
+# GLM-4.7-Flash, and of DeepSeek-V3 in full width, cut to 6 layers, of which 5 have 32 experts; what the families fill in
+# is left out.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {
         "architectures": ["LlamaForCausalLM"],
@@ -84,6 +94,59 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sliding_window": 1024,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         "dtype": "bfloat16",
+    },
+    "glm-4.7-flash": _LATENT
+    | {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "vocab_size": 154_880,
+        "hidden_size": 2048,
+        "intermediate_size": 10_240,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 47,
+        "num_attention_heads": 20,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.8,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 202_752,
+        "rope_theta": 1e6,
+    },
+    "v3-like": _LATENT
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "vocab_size": 129_280,
+        "hidden_size": 7168,
+        "intermediate_size": 18_432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 128,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "n_routed_experts": 32,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 163_840,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 40.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
     },
 }
 

@@ -17,6 +17,7 @@ from hiserve.models.draft_formats import EAGLE3_FORMATS, MTP_SUFFIX, DraftFormat
 from hiserve.models.family import FAMILIES
 from hiserve.models.generation_config import GenerationConfig
 from hiserve.models.model_config import ModelConfig, find_model, parse_config, read_model_config
+from hiserve.models.names import bundled_prefixes
 
 DraftKind = Literal["eagle3", "mtp", "draft_model"]
 
@@ -204,7 +205,7 @@ def _read_mtp(base: str, raw: dict[str, Any], path: Path, target: ModelConfig) -
     model = parse_config(raw | {"architectures": [base]}, path, GenerationConfig())
     refused = {
         f"{model.num_mtp_layers} heads, one for each draft": model.num_mtp_layers != 1,
-        "experts": model.experts is not None and model.experts.is_in(model.num_layers),
+        "experts": model.latent is None and _has_experts_behind(model),
     }
     if named := [name for name, is_so in refused.items() if is_so]:
         raise _unsupported(form, path.parent, ", ".join(named))
@@ -220,7 +221,15 @@ def _read_mtp(base: str, raw: dict[str, Any], path: Path, target: ModelConfig) -
     return DraftConfig(kind="mtp", folder=path.parent, model=_one_layer(model), aux_layers=aux_layers, head=head)
 
 
+def _has_experts_behind(model: ModelConfig) -> bool:
+    """Whether the layer behind the last, which MTP is, has experts."""
+    return model.experts is not None and model.experts.is_in(model.num_layers)
+
+
 def _one_layer(model: ModelConfig) -> ModelConfig:
+    experts = model.experts if model.latent is not None and _has_experts_behind(model) else None
+    if experts is not None:
+        experts = msgspec.structs.replace(experts, step=1, dense_layers=frozenset())
     return msgspec.structs.replace(
         model,
         num_layers=1,
@@ -228,7 +237,7 @@ def _one_layer(model: ModelConfig) -> ModelConfig:
         has_sinks=False,
         local_rope=None,
         local_layers=frozenset(),
-        experts=None,
+        experts=experts,
         num_mtp_layers=0,
     )
 
@@ -315,7 +324,7 @@ def read_draft(config: Options, folder: Path, model: ModelConfig) -> DraftConfig
     if spec == "auto":
         if config.model.load_format == "dummy":
             return None  # a head cannot predict dummy weights
-        bundled: DraftKind | None = "mtp" if model.num_mtp_layers else None
+        bundled: DraftKind | None = "mtp" if _has_bundled_mtp(folder, model) else None
         if (folder / "eagle3" / "config.json").is_file():
             bundled = "eagle3"
         return None if bundled is None else find_draft(bundled, None, folder, model)
@@ -325,6 +334,12 @@ def read_draft(config: Options, folder: Path, model: ModelConfig) -> DraftConfig
             param="spec",
         )
     return find_draft(_KINDS[name], source or None, folder, model)
+
+
+def _has_bundled_mtp(folder: Path, model: ModelConfig) -> bool:
+    """Whether the model's files have the heads that config.json tells of; a copy that was saved again may lack them."""
+    prefixes = bundled_prefixes(model)
+    return model.num_mtp_layers > 0 and any(name.startswith(prefixes) for name in tensor_names(folder))
 
 
 def page_groups(config: Options, model: ModelConfig, draft: DraftConfig | None) -> tuple[CacheGroupSpec, ...]:

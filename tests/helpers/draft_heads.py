@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hiserve.attention.base import AttentionShape
+from hiserve.attention.latent import open_with
 from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.cache.storage.device import DevicePool
 from hiserve.core.forward import ForwardInputs
@@ -108,7 +109,7 @@ class Paged:
     def __init__(self, groups: Sequence[CacheGroupSpec], shape: AttentionShape) -> None:
         torch.set_num_threads(1)
         self.page_size = shape.page_size
-        self.attention = ReferenceAttention(shape)
+        self.attention = open_with(shape, ReferenceAttention)
         pool = DevicePool(groups, NUM_PAGES, self.page_size, "cpu")
         pool.storage(groups[0].name).fill_(torch.nan)
         self.layers = pool.layers(groups[0].name)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SHAPE: dict[str, Any] = {
@@ -69,4 +71,38 @@ def save_latent(family: str, folder: Path, *, save: dict[str, Any] | None = None
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.3)
     model.save_pretrained(folder, **save or {})
+    return folder
+
+
+def save_with_mtp(family: str, folder: Path, *, is_right: bool = False, **overrides: Any) -> Path:
+    """Saves a random model whose last layer is its draft head, in the names of DeepSeek's checkpoints.
+
+    Args:
+        family: A key of ``FAMILIES``.
+        folder: Where.
+        is_right: The next token depends on the token alone, by embedding and output head, and the head knows it.
+        **overrides: As in transformers' config, of the model with one layer more.
+    """
+    num_layers = SHAPE["num_hidden_layers"]
+    save_latent(family, folder, num_hidden_layers=num_layers + 1, **overrides)
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | {"num_hidden_layers": num_layers, "num_nextn_predict_layers": 1}
+    config.pop("mlp_layer_types", None)
+    path.write_text(json.dumps(config | {"first_k_dense_replace": 1}))
+    torch.manual_seed(8)
+    head, hidden = f"model.layers.{num_layers}.", SHAPE["hidden_size"]
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{head}{name}.weight"] = torch.rand(hidden) + 0.5
+    tensors[head + "eh_proj.weight"] = torch.randn(hidden, 2 * hidden) * 0.2
+    tensors[head + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[head + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    if is_right:
+        for name in [name for name in tensors if name.endswith(("o_proj.weight", "down_proj.weight"))]:
+            tensors[name].zero_()
+        for name in ("enorm", "shared_head.norm"):
+            tensors[f"{head}{name}.weight"] = torch.ones(hidden)
+        tensors["model.norm.weight"] = torch.ones(hidden)
+        tensors[head + "eh_proj.weight"] = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), 1)
+    save_file(tensors, folder / "model.safetensors")
     return folder
