@@ -2,11 +2,29 @@
 
 from hiserve.attention import latent
 from hiserve.kernels import routing
-from hiserve.models import config_fields, conversion, decoder, latent_attention, latent_config, model_config, weights
+from hiserve.models import (
+    block_scales,
+    config_fields,
+    conversion,
+    decoder,
+    draft_config,
+    latent_attention,
+    latent_config,
+    model_config,
+    weights,
+)
 from tests.e2e import test_latent_oracle, test_transformers_oracle, test_window_families_oracle
 from tests.unit.attention import test_latent
 from tests.unit.kernels import test_routing
-from tests.unit.models import test_conversion, test_latent_config, test_model_config, test_weights, test_window_families
+from tests.unit.models import (
+    test_block_scales,
+    test_conversion,
+    test_latent_config,
+    test_latent_heads,
+    test_model_config,
+    test_weights,
+    test_window_families,
+)
 
 with decoder._grouped_attention, test_transformers_oracle.test_float32_logits_of_every_position_agree:
     "INV 18: queries and keys are not normed"
@@ -59,3 +77,15 @@ with conversion.mxfp4_pairs, test_conversion.test_every_byte_under_every_scale_i
     "INV 18: the upper half of a packed byte comes first"
     (codes & 15, codes >> 4)
     (codes >> 4, codes & 15)
+with block_scales.multiply, test_block_scales.test_long_matrices_are_multiplied_stripe_by_stripe:
+    "rows of an FP8 weight take the scales of the first rows"
+    scales[first // BLOCK : (first + _STRIPE) // BLOCK]
+    scales[: _STRIPE // BLOCK]
+with block_scales.check_scale, test_block_scales.test_what_cannot_be_multiplied_is_refused_by_name["blocks"]:
+    "an FP8 weight may have scales of other blocks"
+    scale.shape != wanted
+    False
+with draft_config._one_layer, test_latent_heads.test_a_head_gives_the_logits_of_a_layer_of_transformers:
+    "the draft head of a model of experts has an MLP"
+    model.latent is not None and _has_experts_behind(model)
+    False
