@@ -78,14 +78,20 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 def bench_serve(url: str, **options: float) -> dict[str, Any]:
     """Returns the summary of one run of ``hiserve bench serve`` with these options, none of whose requests failed."""
+    summary: dict[str, Any] = bench("serve", url, **options)["summary"]
+    return summary
+
+
+def bench(kind: str, url: str, **options: float) -> dict[str, Any]:
+    """Returns the file that a kind of ``hiserve bench`` writes with these options, none of whose requests failed."""
     flags = [word for name, value in options.items() for word in (flag_of(name), str(value))]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run.json"
-        command = (*HISERVE, "bench", "serve", "--url", url, *flags, "--output", str(out))
+        command = (*HISERVE, "bench", kind, "--url", url, *flags, "--output", str(out))
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        summary: dict[str, Any] = json.loads(out.read_text())["summary"]
-    assert not summary["errors"], summary["errors"]
-    return summary
+        found: dict[str, Any] = json.loads(out.read_text())
+    assert not found["summary"]["errors"], found["summary"]["errors"]
+    return found
 
 
 def cpu_s(pid: int) -> float:
