@@ -41,6 +41,7 @@ ENDS: dict[FinishReason, tuple[str, str | None]] = {
 # Starts of the types of events.
 ITEM, PART = "response.output_item", "response.content_part"
 TEXT, THOUGHT = "response.output_text", "response.reasoning_text"
+TEXT_DELTA = f"{TEXT}.delta"
 ARGUMENTS, INPUT = "response.function_call_arguments", "response.custom_tool_call_input"
 
 
@@ -93,8 +94,18 @@ class ResponseWriter(BlockWriter[ResponseEvent]):
 
     def add(self, kind: Kind, text: str) -> None:
         """Makes the event of a text, a thought or arguments; the input of a custom tool comes whole, at its end."""
-        if kind is CONTENT:
-            self._add_of_item(f"{TEXT}.delta", content_index=0, delta=text, logprobs=[])
+        if kind is CONTENT:  # most events: passing their fields on would cost as much as encoding them
+            event = ResponseEvent(
+                type=TEXT_DELTA,
+                sequence_number=self._num_events,
+                item_id=self._item.id,
+                output_index=self._index,
+                content_index=0,
+                delta=text,
+                logprobs=[],
+            )
+            self._made.append(event)
+            self._num_events += 1
         elif kind is Kind.THOUGHT:
             self._add_of_item(f"{THOUGHT}.delta", content_index=0, delta=text)
         elif isinstance(self._item, FunctionCall):
