@@ -99,7 +99,7 @@ with matcher.Matcher.allowed, test_thoughts.test_masks_after_drafts_are_those_af
     "INV 72: a draft may stand where a budget forces another token"
     tokens[: next(wrong, len(tokens))]
     tokens
-with thoughts.ThoughtBudget.forced, test_thoughts.test_a_thought_has_no_more_tokens_than_its_budget_and_then_its_mark:
+with thoughts.ThoughtBudget.forced, test_thoughts.test_a_thought_does_not_end_within_a_character:
     "a thought is ended within a character"
     _is_cut(place.tail)
     False

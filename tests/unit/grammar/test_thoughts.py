@@ -104,6 +104,17 @@ def test_a_mark_that_is_half_spelled_at_the_budget_is_spelled_to_its_end() -> No
     assert tokenizer_of("hermes", by_token=False).decode(rest, skip_hidden=False) == "hink>"
 
 
+@pytest.mark.parametrize(("name", "by_token", "marks"), [each for each in MARKS if not each[2].opening])
+def test_a_thought_does_not_end_within_a_character(name: str, by_token: bool, marks: ReplyMarks) -> None:
+    size, said = len(tokenizer_of(name, by_token=by_token).vocab), ids(name, "🦜", by_token=by_token)
+    assert len(said) > 2
+    matcher = matcher_of(name, "json", marks, 1, by_token=by_token)
+    for token in said:
+        assert token in allowed_by(matcher, size)
+        matcher.advance([token])
+    assert len(allowed_by(matcher, size)) == 1 and not matcher.error
+
+
 def test_all_thoughts_of_a_reply_share_its_budget() -> None:
     matcher = matcher_of("harmony", "any", HARMONY, 3, by_token=True)
     size, thought = len(tokenizer_of("harmony", by_token=True).vocab), f"{HARMONY.opening}ab{HARMONY.after}"
