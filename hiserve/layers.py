@@ -140,6 +140,7 @@ class SelfAttention:
         qk_weight: ``[num_heads + num_kv_heads, head_dim]``, of the norm of each query and key head before the
             rotation; None without one.
         eps: Of that norm.
+        has_window: Whether tokens see a window of positions only.
     """
 
     layer: int
@@ -149,6 +150,7 @@ class SelfAttention:
     eps: float
     head_dim: int
     ops: Ops
+    has_window: bool = False
 
     def __call__(
         self, x: Tensor, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV, attention: Attention
@@ -160,7 +162,10 @@ class SelfAttention:
     def store(self, x: Tensor, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV) -> tuple[Tensor, Tensor, Tensor]:
         """Stores keys and values, and returns queries, keys and values, each ``[T, heads, head_dim]``."""
         qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        return self.ops.rotate_and_store(qkv, self.qk_weight, self.eps, rotation.cos, rotation.sin, kv, inputs.slots)
+        slots = inputs.slots
+        if self.has_window and inputs.window_slots is not None:
+            slots = inputs.window_slots
+        return self.ops.rotate_and_store(qkv, self.qk_weight, self.eps, rotation.cos, rotation.sin, kv, slots)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

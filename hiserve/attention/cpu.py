@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hiserve.attention.base import AttentionShape
 from hiserve.core.forward import ForwardInputs, LayerKV
+from hiserve.core.plan import Int32Array, Int64Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,14 +27,22 @@ class _Seen:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """The slots of a row's keys in layers of one window."""
+
+    start: int  # position of the first key in ``pages``
+    first_slot: int  # of position 0, if the pages are adjacent
+    pages: Tensor | None  # int64 ``[n]``, its pages in order, if they are not adjacent; else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _CpuRow:
     """One row of the step."""
 
     start: int  # first of its tokens
     num_new: int  # its tokens
     kv_len: int  # tokens it attends over
-    first_slot: int  # first slot of its keys, if its pages are adjacent
-    pages: Tensor | None  # int64 ``[n]``, its pages in order, if they are not adjacent; else None
+    places: dict[int | None, _Place]  # by window
     seen: Mapping[int | None, _Seen]  # by window
 
 
@@ -60,25 +69,42 @@ class CpuAttention:
     def plan(self, inputs: ForwardInputs) -> None:
         """Decides for each row whether its keys are adjacent in the pool."""
         assert inputs.tree_mask is None, "the CPU backend has no tree masks"
-        table = inputs.page_table.numpy()
-        num_pages = -(-inputs.kv_lens.numpy() // self._page_size)
-        after_first = np.arange(1, table.shape[1])
-        adjacent = ((np.diff(table) == 1) | (after_first >= num_pages[:, None])).all(1)
-        starts, kv_lens = inputs.qo_indptr.tolist(), inputs.kv_lens.tolist()
+        table, kv_lens = inputs.page_table.numpy(), inputs.kv_lens.numpy()
+        stretches = self._stretches(table, kv_lens, None)
+        starts, lengths = inputs.qo_indptr.tolist(), kv_lens.tolist()
         windows = self._shape.distinct_windows
         self._rows = []
-        for row, (count, one_stretch) in enumerate(zip(num_pages.tolist(), adjacent.tolist(), strict=True)):
-            num_new, kv_len = starts[row + 1] - starts[row], kv_lens[row]
-            self._rows.append(
-                _CpuRow(
-                    start=starts[row],
-                    num_new=num_new,
-                    kv_len=kv_len,
-                    first_slot=int(table[row, 0]) * self._page_size,
-                    pages=None if one_stretch else torch.from_numpy(table[row, :count].astype(np.int64)),
-                    seen={window: self._seen(num_new, kv_len, window) for window in windows},
-                )
-            )
+        for row, (stretch, kv_len) in enumerate(zip(stretches, lengths, strict=True)):
+            num_new = starts[row + 1] - starts[row]
+            seen = {window: self._seen(num_new, kv_len, window) for window in windows}
+            places = dict.fromkeys(windows, stretch)
+            self._rows.append(_CpuRow(start=starts[row], num_new=num_new, kv_len=kv_len, places=places, seen=seen))
+        if inputs.window_table is not None:
+            self._place_windows(inputs.window_table.numpy(), kv_lens)
+
+    def _place_windows(self, table: Int32Array, kv_lens: Int64Array) -> None:
+        """Takes the keys of layers with a window from pages of their own, whose entries below the window may be anything."""
+        for window in self._shape.distinct_windows:
+            if window is not None:
+                first = np.array([row.seen[window].first for row in self._rows]) // self._page_size
+                for row, stretch in zip(self._rows, self._stretches(table, kv_lens, first), strict=True):
+                    row.places[window] = stretch
+
+    def _stretches(self, table: Int32Array, kv_lens: Int64Array, first: Int64Array | None) -> list[_Place]:
+        """Returns the place of each row's keys, from entry ``first`` (int64 ``[B]``; None is 0) of its table on."""
+        num_pages = -(-kv_lens // self._page_size)
+        after_first = np.arange(1, table.shape[1])
+        adjacent = (np.diff(table) == 1) | (after_first >= num_pages[:, None])
+        if first is not None:
+            adjacent |= after_first <= first[:, None]
+        begins = [0] * num_pages.size if first is None else first.tolist()
+        places = []
+        for row, (count, one_stretch) in enumerate(zip(num_pages.tolist(), adjacent.all(1).tolist(), strict=True)):
+            begin = begins[row]
+            first_slot = (int(table[row, begin]) - begin) * self._page_size
+            pages = None if one_stretch else torch.from_numpy(table[row, begin:count].astype(np.int64))
+            places.append(_Place(begin * self._page_size, first_slot, pages))
+        return places
 
     def _seen(self, num_new: int, kv_len: int, window: int | None) -> _Seen:
         reach = kv_len if window is None else min(window, kv_len)  # most keys that a token sees
@@ -98,17 +124,17 @@ class CpuAttention:
         pool_keys, pool_values = _heads_first(kv.k), _heads_first(kv.v)
         outputs = []
         for row in self._rows:
-            seen = row.seen[window]
+            seen, place = row.seen[window], row.places[window]
             first, num_keys = seen.first, row.kv_len - seen.first
             if row.num_new == row.kv_len:
                 keys = new_keys.narrow(2, row.start + first, num_keys)
                 values = new_values.narrow(2, row.start + first, num_keys)
-            elif row.pages is None:
-                keys = pool_keys.narrow(2, row.first_slot + first, num_keys)
-                values = pool_values.narrow(2, row.first_slot + first, num_keys)
+            elif place.pages is None:
+                keys = pool_keys.narrow(2, place.first_slot + first, num_keys)
+                values = pool_values.narrow(2, place.first_slot + first, num_keys)
             else:
-                keys = self._gather(kv.k, row.pages, first, num_keys)
-                values = self._gather(kv.v, row.pages, first, num_keys)
+                keys = self._gather(kv.k, place.pages, first - place.start, num_keys)
+                values = self._gather(kv.v, place.pages, first - place.start, num_keys)
             attend = F.scaled_dot_product_attention if sinks is None else partial(_attend_with_sinks, sinks)
             attended = attend(
                 queries.narrow(2, row.start, row.num_new),

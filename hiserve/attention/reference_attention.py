@@ -32,11 +32,17 @@ class ReferenceAttention:
         self._places = (inputs.token_rows, tokens - starts[inputs.token_rows])
         self._keys = torch.arange(inputs.max_kv_len, device=device)
         page_size = self._shape.page_size
-        pages = inputs.page_table[:, self._keys // page_size].long()
-        unread = self._keys >= inputs.kv_lens[:, None]
-        self._slots = (pages * page_size + self._keys % page_size).masked_fill_(unread, 0)
-        self._positions = self._pad(inputs.positions)
         first = (inputs.kv_lens - starts.diff())[:, None]  # of a row's new tokens
+        unread = self._keys >= inputs.kv_lens[:, None]
+        self._slots = {}
+        for window in self._shape.distinct_windows:
+            table, unseen = inputs.page_table, unread
+            if window is not None and inputs.window_table is not None:
+                # Entries below the window may be anything, no pages even.
+                table, unseen = inputs.window_table, unread | (self._keys <= first - window)
+            pages = table[:, self._keys // page_size].long()
+            self._slots[window] = (pages * page_size + self._keys % page_size).masked_fill_(unseen, 0)
+        self._positions = self._pad(inputs.positions)
         new = (self._keys - first)[:, None]
         if inputs.tree_mask is None:
             hidden = new > torch.arange(inputs.max_q_len, device=device)[:, None]
@@ -64,8 +70,9 @@ class ReferenceAttention:
         hidden = self._hidden_from(layer)
         grouped = self._pad(q.to(wide)).view(*self._padded, kv_heads, -1, q.shape[2])
         # Hidden slots may hold NaN, and 0 * NaN is NaN: their scores are overwritten, their values zeroed.
-        values = kv.v[self._slots].to(wide).masked_fill_(hidden.all(1)[:, :, None, None], 0)
-        scores = torch.einsum("bqhgd,bnhd->bhgqn", grouped, kv.k[self._slots].to(wide)) * self._shape.scale
+        slots = self._slots[self._shape.window(layer)]
+        values = kv.v[slots].to(wide).masked_fill_(hidden.all(1)[:, :, None, None], 0)
+        scores = torch.einsum("bqhgd,bnhd->bhgqn", grouped, kv.k[slots].to(wide)) * self._shape.scale
         scores.masked_fill_(hidden[:, None, None], -torch.inf)
         lse = scores.logsumexp(-1)
         if self._shape.sinks and (sinks := self._shape.sinks[layer]) is not None:

@@ -26,6 +26,17 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
             most=MAX_INT32,
         ),
     ] = "auto"
+    window_pages: Annotated[
+        int | Auto,
+        about(
+            "Size of the device pool of layers with a window, in a model that has others too; 0 keeps their pages as long as "
+            "the others'. auto is 0 on CUDA, with a host cache and with --kv-canary, else a share of --kv-pages.",
+            unit="pages",
+            least=0,
+            most=MAX_INT32,
+            is_debug=True,
+        ),
+    ] = "auto"
     page_size: Annotated[
         int, about("Tokens per page; prefixes are shared in whole pages.", unit="tokens", least=1, most=MAX_INT32)
     ] = 16

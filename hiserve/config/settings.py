@@ -53,7 +53,13 @@ class CacheSettings(Cache, frozen=True, kw_only=True):
     """The prefix cache and the sizes of its tiers."""
 
     kv_pages: int
+    window_pages: int
     host_cache_gib: float
+
+    @property
+    def frees_windows(self) -> bool:
+        """Whether layers with a window have pages of their own."""
+        return self.window_pages > 0
 
 
 class SchedulerSettings(Scheduler, frozen=True, kw_only=True):

@@ -55,6 +55,9 @@ class ForwardInputs:
         qo_indptr: int32 ``[B + 1]``. Row b has tokens ``qo_indptr[b]`` to ``qo_indptr[b + 1]``.
         kv_lens: int64 ``[B]``. Tokens a row attends over, this step's included; at least 1.
         page_table: int32 ``[B, W]``. Pages of each row; those past ``kv_lens`` mean nothing and may be no pages at all.
+        window_slots: int64 ``[T]``. Where the keys and values of layers with a window are stored; None where ``slots`` are.
+        window_table: int32 ``[B, W]``. The pages of these layers, by the same entries; those below a row's window, too, mean
+            nothing. None where ``page_table`` lists them.
         logits_rows: int64 ``[N]``. Tokens, as indices into T, whose logits are wanted: first the last known token of
             each row that samples and its drafts, as many of each row, the last repeated; then the tokens whose next
             token is scored; both in the order of rows.
@@ -84,6 +87,8 @@ class ForwardInputs:
     tree_mask: Tensor | None = None
     before_layer: Callable[[int], None] | None = None
     wants_hidden_states: bool = True
+    window_slots: Tensor | None = None
+    window_table: Tensor | None = None
 
     @property
     def max_q_len(self) -> int:
@@ -103,6 +108,8 @@ class ForwardInputs:
             qo_indptr=self.qo_indptr[first : end + 1] - start,
             kv_lens=self.kv_lens[first:end],
             page_table=self.page_table[first:end],
+            window_slots=None if self.window_slots is None else self.window_slots[start:stop],
+            window_table=None if self.window_table is None else self.window_table[first:end],
             logits_rows=self.logits_rows[:0],
             q_lens=self.q_lens[first:end],
             kv_bounds=bounds,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from enum import StrEnum
 
 import msgspec
 
@@ -10,6 +11,13 @@ from hiserve.config.caching import Cache
 from hiserve.config.options import DTYPE_BYTES
 
 ELEMENT_BYTES = DTYPE_BYTES | {"int32": 4}
+
+
+class Space(StrEnum):
+    """The pages that a group's rows lie in."""
+
+    HISTORY = "history"  # pages of the whole prefix, freed by eviction
+    WINDOW = "window"  # pages of what later tokens can still see, freed while the row runs
 
 
 class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +37,7 @@ class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     # its values is 1 if the draft head has computed the page. ``latent``: one row for all heads, whose first ``value_dim``
     # elements are also the value.
     codec: str = "kv"
+    space: Space = Space.HISTORY
     value_dim: int | None = None  # of ``latent``; None for the others, whose values are vectors of their own
 
     @property
@@ -46,6 +55,18 @@ class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes one token occupies in this group, all layers together."""
         elements = math.prod((self.num_planes, self.num_layers, self.num_kv_heads, self.head_dim))
         return elements * self.element_bytes
+
+
+class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The groups of a model, and the place of each of its layers in them."""
+
+    groups: tuple[CacheGroupSpec, ...]
+    layers: tuple[tuple[str, int], ...]  # of each layer: name of its group, and index within it
+    window: int = 0  # of the widest layer in ``WINDOW``; 0 without one
+
+    def slot_bytes(self, space: Space) -> int:
+        """Returns the bytes of a token in the groups of a space."""
+        return sum(group.slot_bytes for group in self.groups if group.space is space)
 
 
 def page_hidden_group(size: int, page_size: int, dtype: str) -> CacheGroupSpec:

@@ -12,6 +12,8 @@ from hiserve.core.kv_groups import debug_groups, page_hidden_group
 from hiserve.core.machine import GIB, Machine
 from hiserve.core.step_memory import CONTEXT_BYTES, SPARE_SHARE, ModelFacts, step_memory
 from hiserve.core.transfers import STAGING_BYTES
+from hiserve.core.window_pool import NO_WINDOW_POOL, WindowPool, plan_windows
+from hiserve.core.windows import WindowLimits
 from hiserve.errors import ConfigError, ResourceError
 
 # Of ``auto`` on cpu, where host and device pages share one memory: enough to survive a worker, and quickly made resident.
@@ -41,6 +43,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The memory of one worker. On cpu its host cache is one of ``parts``."""
 
     kv_pages: int  # pages of the device pool, the padding page included
+    window_pages: int  # pages of layers with a window, the padding page included; 0 where all layers share pages
     page_bytes: int  # bytes of a page, drafts and debugging included
     max_model_len: int  # longest request, in tokens
     host_cache_gib: float  # size of the host cache; 0 for none
@@ -108,6 +111,7 @@ def plan_memory(chosen: Chosen, model: ModelFacts, machine: Machine) -> MemoryPl
     worker = _Worker(chosen, model, machine)
     worker.check_weights()
     pages, length, reasons = worker.size_pool()
+    window_pages, reasons["window_pages"] = worker.size_windows(pages)
     parts = worker.parts(pages, length)
     room = worker.check_parts(parts, pages, length)
     host_gib, why = worker.size_host(pages, room)
@@ -121,6 +125,7 @@ def plan_memory(chosen: Chosen, model: ModelFacts, machine: Machine) -> MemoryPl
     spec, why_spec = choose_spec(chosen.given, model, length)
     return MemoryPlan(
         kv_pages=pages,
+        window_pages=window_pages,
         page_bytes=worker.page_bytes,
         max_model_len=length,
         host_cache_gib=host_gib,
@@ -157,6 +162,7 @@ class _Worker:
         element = DTYPE_BYTES[chosen.model.dtype]
         params = {"weights": model.num_params} | ({"draft weights": model.draft.num_params} if model.draft else {})
         self._weights = {item: num_params * element for item, num_params in params.items()}
+        self._windows = self._plan_windows(element)
         self._page = self._page_items(element)
         self.page_bytes = sum(self._page.values())
         if chosen.on_cpu:
@@ -168,13 +174,37 @@ class _Worker:
     def _page_items(self, element: int) -> dict[str, int]:
         """Returns the bytes of a page, by the item that they are part of."""
         page_size, draft = self._cache.page_size, self._model.draft
-        slot_bytes = self._model.slot_elements * element
+        slot_bytes = (self._model.slot_elements - self._windows.slot_elements) * element
         slot_bytes += sum(group.slot_bytes for group in debug_groups(self._cache))
         items = {"KV pool": page_size * slot_bytes}
         if draft is not None:
             hidden = page_hidden_group(draft.step.feature_size, page_size, self._chosen.model.dtype)
             items["KV pool of drafts"] = page_size * (draft.slot_elements * element + hidden.slot_bytes)
         return items
+
+    def _plan_windows(self, element: int) -> WindowPool:
+        chosen, model = self._chosen, self._model
+        obstacles = {
+            "the model has not both layers with a window and layers without": not model.window,
+            "they are on cpu only": not chosen.on_cpu,
+            "their prefixes do not go to the host: give --host-cache-gib 0": self._cache.host_cache_gib != 0,
+            "they have no canary: leave out --kv-canary": self._cache.kv_canary,
+        }
+        if not plan_windows(self._cache.window_pages, [fact for fact, is_so in obstacles.items() if is_so]):
+            return NO_WINDOW_POOL
+        limits = WindowLimits(
+            window=model.window,
+            page_size=self._cache.page_size,
+            num_draft=choose_spec(chosen.given, model, chosen.model.max_model_len)[0].tiers[-1],
+            depth=chosen.runner.overlap,
+            max_batched_tokens=chosen.scheduler.max_batched_tokens,
+        )
+        return WindowPool(limits=limits, slot_elements=model.window_elements, element_bytes=element)
+
+    def size_windows(self, pages: int) -> tuple[int, str]:
+        """Returns the pages of the window layers' pool beside so many others, and the reason; see ``WindowPool.size``."""
+        rows = self._chosen.scheduler.max_running_requests
+        return self._windows.size(self._cache.window_pages, pages, pages * self.page_bytes, rows)
 
     def check_weights(self) -> None:
         """Raises ``ResourceError`` if not even the weights fit."""
@@ -238,7 +268,7 @@ class _Worker:
             share = max(0, self._room - sum(self._beside_pool(length).values()))
             why = "all memory beside weights, tables and steps"
         pages, why = min(
-            (share // self.page_bytes, why),
+            (int(share // (self.page_bytes + self._windows.bytes_per_page(self.page_bytes))), why),
             (1 + rows * -(-length // page_size), f"as many as {rows} requests of {length:,} tokens fill"),
             (MAX_INT32, "page numbers have 32 bits"),
         )
@@ -255,7 +285,7 @@ class _Worker:
         chosen, page_size = self._chosen, self._cache.page_size
         rows = chosen.scheduler.max_running_requests
         tables = (rows + 1) * (length * TOKEN_ENTRY_BYTES + -(-length // page_size) * PAGE_ENTRY_BYTES)
-        items = {"token and page tables": tables}
+        items = {"token and page tables": tables * (2 if self._windows.page_bytes else 1)}
         if chosen.on_cpu:
             return items
         if self._cache.host_cache_gib != 0:  # large pages pass through: two each way at least
@@ -276,6 +306,8 @@ class _Worker:
     def parts(self, pages: int, length: int) -> dict[str, int]:
         """Returns the bytes where the model runs, by item, the host cache not included."""
         pool = {item: pages * num_bytes for item, num_bytes in self._page.items()}
+        if self._windows.page_bytes:
+            pool["KV pool of windows"] = self.size_windows(pages)[0] * self._windows.page_bytes
         return self._weights | pool | self._beside_pool(length)
 
     def check_parts(self, parts: dict[str, int], pages: int, length: int) -> int:

@@ -92,6 +92,7 @@ class BatchPlan:
         release: int32 ``[R]``. Rows released first.
         admit: Requests that take a row.
         table: Page-table entries to write.
+        window_table: Entries of window tables to write; pages and owners are those of the window layers' pool.
         rows: int32 ``[B]``. Rows of this step; each appears once. Those that compute one token, and their drafts,
             come before those with more of a prompt.
         num_new: int32 ``[B]``. Tokens to compute, drafts included; at least 1.
@@ -127,6 +128,7 @@ class BatchPlan:
     release: Int32Array = field(default_factory=_empty)
     admit: tuple[RowAdmit, ...] = ()
     table: TableWrites = field(default_factory=TableWrites)
+    window_table: TableWrites = field(default_factory=TableWrites)
     host_release: Int32Array = field(default_factory=_empty)
     host_retained: Int32Array = field(default_factory=_empty)
     host_retained_until_s: Int64Array = field(default_factory=_no_times)

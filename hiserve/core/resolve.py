@@ -107,7 +107,13 @@ def _settings(chosen: Chosen, memory: MemoryPlan) -> Settings:
     body_bytes = min(MAX_INT32, max(LEAST_BODY_BYTES, BODY_BYTES_PER_TOKEN * length))
     return Settings(
         model=msgspec.structs.replace(chosen.model, max_model_len=length),
-        cache=_filled(CacheSettings, options.cache, kv_pages=memory.kv_pages, host_cache_gib=memory.host_cache_gib),
+        cache=_filled(
+            CacheSettings,
+            options.cache,
+            kv_pages=memory.kv_pages,
+            window_pages=memory.window_pages,
+            host_cache_gib=memory.host_cache_gib,
+        ),
         scheduler=chosen.scheduler,
         runner=chosen.runner,
         spec=memory.spec,

@@ -80,6 +80,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     context_length: int  # longest context, in tokens
     checkpoint_dtype: DType  # type name of the stored weights
+    window: int = 0  # the widest, of a model that has layers with and without one; else 0
+    window_elements: int = 0  # of ``slot_elements``, those of layers with a window
     num_params: int
     slot_elements: int  # KV elements per token, all layers together
     step: StepShape  # of a step

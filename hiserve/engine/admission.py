@@ -101,6 +101,9 @@ class Admission:
         request.in_flight_prefix = find_in_flight_prefix(request, num_cached, self._rows, cache.page_size)
         if request.in_flight_prefix is not None or (num_host and not self._host_loads.has_room):
             return None
+        windows = self._rows.windows
+        if windows is not None and not windows.has_room(self._rows.limit_of(request)):
+            return None
         with cache.lock(match, num_host, request.priority, request.account) as lock:
             need = int(self._rows.num_pages_for(np.array(request.tokens.size))) - lock.pages.size
             if need > cache.num_available - self._rows.num_promised_pages():
@@ -112,7 +115,7 @@ class Admission:
                 self._costs.skip_load()
             if not request.was_admitted:
                 self._note_use(request, match.num_tokens, num_host)
-            return self._rows.admit(request, lock.detach())
+            return self._rows.admit(request, lock.detach(), match)
 
     def _num_to_load(self, match: Match) -> int:
         """Returns how many of a match's host tokens to load: all, or none where computing them is faster."""
@@ -149,6 +152,10 @@ def find_in_flight_prefix(request: Request, num_matched: int, state: RowState, p
         shared = int(differs.argmax()) if differs.any() else length
         num_pages = shared // page_size
         if num_pages * page_size > num_matched and state.settled[row] >= num_matched:
+            if state.windows is not None:
+                if num_pages <= state.num_published[row]:  # it has passed the boundary, where it has left no tail
+                    continue
+                state.windows.want(row, num_pages * page_size)
             return InFlightPrefix(row, int(state.generation[row]), num_pages)
     return None
 

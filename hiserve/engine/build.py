@@ -22,9 +22,10 @@ from hiserve.cache.storage.segment import Segment
 from hiserve.cache.storage.store_transfers import StoreTransfers
 from hiserve.config.settings import Settings
 from hiserve.core.digest import chain_of
-from hiserve.core.kv_groups import CacheGroupSpec
+from hiserve.core.kv_groups import CacheGroupSpec, Space
 from hiserve.core.machine import free_cuda_bytes
 from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
+from hiserve.core.windows import WindowLimits, tail_interval
 from hiserve.engine.draft_costs import DraftTimer
 from hiserve.engine.executor import Executor
 from hiserve.engine.grammars import GrammarRows
@@ -104,11 +105,11 @@ def _compose(
     max_rows = settings.scheduler.max_running_requests
     num_pages, page_size = settings.cache.kv_pages, settings.cache.page_size
     draft = read_draft(settings, folder, model_config)
-    groups = page_groups(settings, model_config, draft)
+    groups = page_groups(settings, model_config, draft, frees_windows=settings.cache.frees_windows)
     with _phase(startup_s, "load weights"):
         model, head = _load(settings, folder, model_config, draft)
     with _phase(startup_s, "allocate pool"), _memory_error_as_advice(num_pages):
-        pool = DevicePool(groups, num_pages, page_size, settings.model.device)
+        pool = DevicePool(groups, num_pages, page_size, settings.model.device, settings.cache.window_pages)
         rows = _device_rows(settings, model_config)
     check_unchanged(settings, folder, model_config, draft)
     namespace = settings.cache_identity.namespace
@@ -154,7 +155,25 @@ def _device_rows(settings: Settings, model_config: ModelConfig) -> DeviceRows:
         eos_token_ids=[token for token in model_config.eos_token_ids if token < model_config.vocab_size],
         vocab_size=model_config.vocab_size,
         max_draft=settings.spec.tiers[-1],
+        window=model_config.tail_window,
+        num_window_pages=settings.cache.window_pages,
     )
+
+
+def _window_limits(settings: Settings, model: ModelConfig) -> WindowLimits | None:
+    """Returns the limits of window pages; None where all layers share their pages."""
+    plan = model.cache_plan(settings.model.dtype, frees_windows=settings.cache.frees_windows)
+    if not plan.window:
+        return None
+    limits = WindowLimits(
+        window=plan.window,
+        page_size=settings.cache.page_size,
+        num_draft=settings.spec.tiers[-1],
+        depth=settings.runner.overlap,
+        max_batched_tokens=settings.scheduler.max_batched_tokens,
+    )
+    tail_bytes = limits.tail_pages * limits.page_size * plan.slot_bytes(Space.WINDOW)
+    return replace(limits, tail_every=tail_interval(tail_bytes, plan.slot_bytes(Space.HISTORY), limits.page_size))
 
 
 def _load(
@@ -218,6 +237,7 @@ def _planner(
         grammars=GrammarRows(
             lambda: Vocabulary.load(folder, model.vocab_size, ends), num_threads=settings.runner.grammar_threads
         ),
+        windows=_window_limits(settings, model),
     )
 
 
@@ -232,6 +252,7 @@ def _cache(
         eviction=settings.cache.eviction,
         num_host_pages=num_host_pages,
         num_ready_host_pages=None if segment is None else 1,
+        num_window_pages=settings.cache.window_pages,
         max_upload_pages=0 if settings.cache.store is None else max(1, num_host_pages // UPLOAD_SHARE),
         host_admission=HostAdmission(settings.cache.host_admission),
         listener=kv_events,

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 from numpy.typing import NDArray
 
-from hiserve.cache.index.prefix_cache import PADDING_PAGE, PrefixCache
+from hiserve.cache.index.prefix_cache import PADDING_PAGE
 from hiserve.core.plan import BoolArray, Int32Array, Int64Array, TableWrites
+
+
+class PagePool(Protocol):
+    """The pages that tables list: those of the prefix cache, or of its window layers."""
+
+    page_size: int
+    page_owner: Int32Array
+
+    def allocate(self, wanted: Int32Array) -> Int32Array | None:
+        """Takes one page per entry of ``wanted``, the preferred ones; None if there are too few."""
 
 
 class PageTables:
@@ -16,29 +28,30 @@ class PageTables:
     generation of its row.
 
     Args:
+        pool: Of the pages.
         generation: int64 ``[R]``. Number of the request in each row; ``RowState`` writes it.
         max_len: Longest row, in tokens.
 
     Attributes:
         pages: int32 ``[R, max_pages]``.
-        num_pages: int32 ``[R]``. Valid entries of each row.
+        num_pages: int32 ``[R]``. Entries of each row; those of window pages that were given back mean nothing.
     """
 
-    def __init__(self, cache: PrefixCache, generation: Int64Array, max_len: int) -> None:
-        self._cache = cache
+    def __init__(self, pool: PagePool, generation: Int64Array, max_len: int) -> None:
+        self._pool = pool
         self._generation = generation
         self._writes: list[tuple[Int64Array, Int64Array, NDArray[np.integer], Int32Array, BoolArray]] = []
-        self.pages = np.zeros((generation.size, -(-max_len // cache.page_size)), dtype=np.int32)
+        self.pages = np.zeros((generation.size, -(-max_len // pool.page_size)), dtype=np.int32)
         self.num_pages = np.zeros(generation.size, dtype=np.int32)
 
-    def bind(self, row: int, prefix: Int32Array) -> None:
-        """Starts the table of a new request with the pages of its cached prefix."""
-        self.num_pages[row] = prefix.size
-        self.replace(np.full(prefix.size, row), np.arange(prefix.size), prefix)
+    def bind(self, row: int, prefix: Int32Array, first: int = 0) -> None:
+        """Starts the table of a new request with the pages of its cached prefix, from entry ``first`` on."""
+        self.num_pages[row] = first + prefix.size
+        self.replace(np.full(prefix.size, row), np.arange(first, first + prefix.size), prefix)
 
     def grow(self, rows: Int64Array, end: Int32Array) -> bool:
         """Gives rows (int64 ``[n]``) pages for so many tokens (int32 ``[n]``); False, and nothing, when there are too few."""
-        page_size = self._cache.page_size
+        page_size = self._pool.page_size
         held = self.num_pages[rows]
         growing = (end > held * page_size).nonzero()[0]
         if not growing.size:
@@ -51,7 +64,7 @@ class PageTables:
             within = np.arange(ends[-1], dtype=np.int32) - np.repeat(ends - extra, extra)
             rows, held, before = np.repeat(rows, extra), np.repeat(held, extra) + within, np.repeat(before, extra)
             before = np.where(before, before + within, PADDING_PAGE)
-        pages = self._cache.allocate(np.where(before, before + 1, PADDING_PAGE))
+        pages = self._pool.allocate(np.where(before, before + 1, PADDING_PAGE))
         if pages is None:
             return False
         self.num_pages[rows] = held + 1  # of a row's entries the last one counts
@@ -81,6 +94,6 @@ class PageTables:
             rows=rows[live].astype(np.int32),
             indices=indices[live].astype(np.int32),
             pages=pages,
-            owners=self._cache.page_owner[pages],
+            owners=self._pool.page_owner[pages],
             are_new=are_new[live],
         )

@@ -9,9 +9,10 @@ import numpy as np
 
 from hiserve.cache.index.prefix_cache import PrefixCache, Tier
 from hiserve.config.caching import StorePrefetch
-from hiserve.core.plan import MAX_SCORED_TOKENS, BatchPlan, Int64Array, RowAdmit, StepResult
+from hiserve.core.plan import MAX_SCORED_TOKENS, BatchPlan, Int64Array, RowAdmit, StepResult, TableWrites
 from hiserve.core.request import FinishReason
 from hiserve.core.transfers import CopyAck
+from hiserve.core.windows import WindowLimits
 from hiserve.engine.admission import Admission
 from hiserve.engine.budget import Allocation, allocate_tokens, decode_first
 from hiserve.engine.cache_counters import CacheCounters
@@ -55,6 +56,7 @@ class Planner:
         store_timeout_s: Longest, where that is ``timeout``.
         grammars: Compiles and follows grammars; without them, a request with one fails.
         retainer: Has the clock of retained prefixes; None has the monotonic one.
+        windows: Limits of the window pages; None where every page has all layers.
     """
 
     def __init__(
@@ -73,10 +75,11 @@ class Planner:
         store_timeout_s: float = 0.0,
         grammars: GrammarRows | None = None,
         retainer: Retainer | None = None,
+        windows: WindowLimits | None = None,
     ) -> None:
         self._cache = cache
         self._retainer = retainer or Retainer(cache)
-        self._rows = RowState(cache, max_rows, max_len, num_draft, eos_token_ids)
+        self._rows = RowState(cache, max_rows, max_len, num_draft, eos_token_ids, windows)
         self._costs = costs or LoadCostModel(max_batched_tokens)
         self._cache_counters = CacheCounters(cache)
         self._host_loads = HostLoads(cache, self._rows, self._costs, self._cache_counters)
@@ -249,6 +252,7 @@ class Planner:
             host_retained=retained,
             host_retained_until_s=retained_until_s,
             table=state.tables.take_writes(),
+            window_table=TableWrites() if state.windows is None else state.windows.tables.take_writes(),
             relocation_version=self._cache.relocation_version,
             may_replay=self._backoff.may_replay,
             awaits_masks=self.grammars.is_used and self.grammars.constrain_any(rows[allocation.samples]),

@@ -7,14 +7,15 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
-from hiserve.cache.index.prefix_cache import PrefixCache, PrefixLock
+from hiserve.cache.index.prefix_cache import Match, PrefixCache, PrefixLock
 from hiserve.core.plan import BoolArray, Int32Array, Int64Array
-from hiserve.core.request import MAX_STOP_TOKENS, FinishReason, SamplingParams
+from hiserve.core.request import FinishReason
 from hiserve.core.usage import SOURCES, CacheUse
+from hiserve.core.windows import WindowLimits
 from hiserve.engine.page_tables import PageTables
 from hiserve.engine.queue import Request
-
-NO_TOKEN = -1
+from hiserve.engine.row_windows import RowWindows
+from hiserve.engine.stop_tokens import StopTokens
 
 # The lengths of a row, in tokens. ``RowState.check`` asserts their order.
 #
@@ -40,6 +41,7 @@ class RowState:
         max_len: Longest row, in tokens.
         num_ahead: Drafts that a step may write after the last token of a row.
         eos_token_ids: Tokens that end every reply, unless its request ignores them.
+        limits: Of the window pages; None where every page has all layers.
 
     Attributes:
         tokens: int32 ``[R, max_len]``. Known tokens.
@@ -59,6 +61,7 @@ class RowState:
         num_top: int32 ``[R]``. Likeliest tokens reported with each generated one; -1 when no score is wanted.
         active: int64 ``[n]``. Rows in use, earliest admission first.
         tables: Page tables.
+        windows: The rows' window pages; None where every page has all layers.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class RowState:
         max_len: int,
         num_ahead: int = 0,
         eos_token_ids: tuple[int, ...] = (),
+        limits: WindowLimits | None = None,
     ) -> None:
         count = max_rows + 1
         self._cache = cache
@@ -90,6 +94,9 @@ class RowState:
         self.num_top = np.full(count, -1, dtype=np.int32)
         self.active = np.empty(0, dtype=np.int64)
         self.tables = PageTables(cache, self.generation, max_len)
+        self.windows: RowWindows | None = None
+        if limits is not None and cache.windows is not None:
+            self.windows = RowWindows(cache, cache.windows, limits, self.generation, max_len)
         self._requests: list[Request | None] = [None] * count
         self._locks: list[PrefixLock | None] = [None] * count  # on the published prefix
         self._free = list(range(1, count))
@@ -99,20 +106,17 @@ class RowState:
         self._has_new_draft_use = np.zeros(count, dtype=np.bool_)
         self._score_end = np.zeros(count, dtype=np.int32)  # a wanted prompt score follows each position below it
         self._num_scoring = 0  # rows with a ``_score_end``
-        self._eos = eos_token_ids
-        self._ignores_eos = np.zeros(count, dtype=np.bool_)
-        self._stops = np.full((count, MAX_STOP_TOKENS), NO_TOKEN, dtype=np.int32)
-        self._num_stops = np.zeros(count, dtype=np.int32)
-        self._max_stops = 0  # of any row
+        self._stops = StopTokens(count, eos_token_ids)
 
     # --- a request comes and goes -----------------------------------------------------------
 
-    def admit(self, request: Request, lock: PrefixLock) -> int:
+    def admit(self, request: Request, lock: PrefixLock, match: Match) -> int:
         """Gives a request the lowest free row, with its cached prefix.
 
         Args:
             request: Its prompt is shorter than ``max_len``.
             lock: On its cached prefix; ``release`` returns it.
+            match: That was locked.
 
         Returns:
             The row.
@@ -127,7 +131,7 @@ class RowState:
         self.pending[row] = 0
         self.computed[row] = self.settled[row] = num_prefix * self._page_size
         self.num_published[row] = num_prefix
-        self.limit[row] = min(request.num_prompt + (request.sampling.max_tokens or self._max_len), self._max_len)
+        self.limit[row] = self.limit_of(request)
         self.drafted[row] = 0
         self.max_draft[row] = request.sampling.most_drafts(self._num_ahead)
         self.draft_use[row] = 0 if request.draft_use is None else request.draft_use
@@ -138,13 +142,15 @@ class RowState:
         last = request.num_prompt - 1
         self._score_end[row] = last if request.num_scored < last else 0
         self._num_scoring += bool(self._score_end[row])
-        self._set_stops(row, request.sampling)
+        self._stops.set(row, request.sampling)
         if request.cached is not None:
             self._cached[row] = request.cached
         self._requests[row] = request
         self._locks[row] = lock
         self.active = np.append(self.active, row)
         self.tables.bind(row, lock.pages)
+        if self.windows is not None:
+            self.windows.admit(row, int(self.known[row]), int(self.limit[row]), match)
         return row
 
     def release(self, row: int) -> Request:
@@ -158,9 +164,11 @@ class RowState:
         request.lose_row(self.tokens[row, : self.known[row]].copy())
         request.draft_use = self.draft_use[row].copy()
         request.cached = self._cached.pop(row, None)
+        if self.windows is not None:
+            self.windows.release(row, int(self.num_published[row]), lock)
         self.generation[row] = 0
         self._num_scoring -= bool(self._score_end[row])
-        self._forget_stops(row)
+        self._stops.forget(row)
         self._requests[row] = None
         self._locks[row] = None
         self.active = self.active[self.active != row]
@@ -171,20 +179,6 @@ class RowState:
         self._cache.release(lock)
         return request
 
-    def _set_stops(self, row: int, sampling: SamplingParams) -> None:
-        """Sets the tokens that end the reply; ``min_tokens`` is the sampler's part, which draws none of them before."""
-        stops = sampling.stop_token_ids
-        self._ignores_eos[row] = sampling.ignore_eos and sampling.grammar is None
-        self._stops[row] = NO_TOKEN
-        self._stops[row, : len(stops)] = stops
-        self._num_stops[row] = len(stops)
-        self._max_stops = int(self._num_stops.max())
-
-    def _forget_stops(self, row: int) -> None:
-        if self._num_stops[row]:
-            self._num_stops[row] = 0
-            self._max_stops = int(self._num_stops.max())
-
     # --- a step is planned --------------------------------------------------------------------
 
     def grow(self, rows: Int64Array, num_new: Int32Array) -> bool:
@@ -193,7 +187,10 @@ class RowState:
         if self._num_ahead:
             ahead = np.where(num_new > 0, np.int32(self._num_ahead), np.int32(0))
             end = np.minimum(end + ahead, np.int32(self._max_len))
-        return self.tables.grow(rows, end)
+        has_grown = self.tables.grow(rows, end)
+        if self.windows is not None and has_grown:
+            self.windows.grow(rows, end)
+        return has_grown
 
     def plan(self, rows: Int64Array, num_new: Int32Array, num_draft: Int32Array, samples: BoolArray) -> Int32Array:
         """Counts a step's tokens as computed; returns the bounds of the rows' lengths after it, int32 ``[B]``.
@@ -261,7 +258,7 @@ class RowState:
         if grammar_ends is not None:
             is_complete = (grammar_ends >= 0) & (grammar_ends < counts)
             counts = np.where(is_complete, grammar_ends + 1, counts).astype(np.int32)
-        counts, stops = self._cut(rows, counts, tokens)
+        counts, stops = self._stops.cut(rows, counts, tokens)
         width = np.arange(tokens.shape[1])
         is_new = width < counts[:, None]
         places = (rows * self.tokens.shape[1] + known)[:, None] + width
@@ -273,21 +270,6 @@ class RowState:
             finishes[is_complete] = int(FinishReason.COMPLETE)
         finishes[stops] = int(FinishReason.STOP)
         return counts, finishes, tokens
-
-    def _cut(self, rows: Int64Array, counts: Int32Array, tokens: Int32Array) -> tuple[Int32Array, BoolArray]:
-        """Returns how many new tokens of each row to keep, int32 ``[S]``, and which rows end with a stop, bool ``[S]``."""
-        is_end = np.zeros(tokens.shape, dtype=np.bool_)
-        for token in self._eos:
-            is_end |= tokens == token
-        is_end &= ~self._ignores_eos[rows][:, None]
-        if self._max_stops:
-            is_end |= (tokens[:, :, None] == self._stops[rows, : self._max_stops][:, None, :]).any(axis=2)
-        is_end &= np.arange(tokens.shape[1]) < counts[:, None]
-        ends: BoolArray = np.any(is_end, axis=1)
-        if ends.any():
-            counts = counts.copy()
-            counts[ends] = is_end[ends].argmax(axis=1) + 1
-        return counts, ends
 
     def publish(self, rows: Int64Array, step_id: int) -> None:
         """Inserts the pages that a step filled into the index; dedup may move a row to pages that were there before."""
@@ -304,6 +286,8 @@ class RowState:
                 moved = np.flatnonzero(canonical != pages[: canonical.size])
                 self.tables.replace(np.full_like(moved, row), start + moved, canonical[moved])
             self.num_published[row] = start + canonical.size
+            if self.windows is not None:
+                self.windows.publish(row, start + canonical.size, self.lock(row))
 
     def add_draft_use(self, rows: Int64Array, use: Int32Array) -> None:
         """Adds to ``draft_use`` of rows (int64 ``[n]``, each once): int32 ``[n, 2 + num_ahead]``."""
@@ -328,6 +312,10 @@ class RowState:
         lock = self._locks[row]
         assert lock is not None, f"row {row} holds no lock"
         return lock
+
+    def limit_of(self, request: Request) -> int:
+        """Returns the longest that a request may get, in tokens."""
+        return min(request.num_prompt + (request.sampling.max_tokens or self._max_len), self._max_len)
 
     def num_to_score(self, rows: Int64Array) -> Int32Array:
         """Returns how many of the tokens that each row (int64 ``[n]``) computes next are scored: int32 ``[n]``."""
@@ -385,3 +373,5 @@ class RowState:
             assert known <= limit <= self._max_len and known + pending <= min(most[row], self._max_len), facts
             assert pending >= 0 and computed <= held and self.lock(row).is_open, facts
             assert 0 <= self.drafted[row] <= min(self.max_draft[row], self._num_ahead), f"{facts} {self.drafted[row]=}"
+        if self.windows is not None:
+            self.windows.check(live)

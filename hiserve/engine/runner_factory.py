@@ -59,10 +59,11 @@ def prepare_runners(
         max_batched_tokens=max_tokens,
         num_draft=num_draft,
     )
+    plan = model_config.cache_plan(dtype, frees_windows=settings.cache.frees_windows)
     runners = make_runners(
         settings.runner,
         model,
-        pool.layers("kv"),
+        pool.model_layers(plan),
         rows,
         attention_shape(
             model_config, dtype=getattr(torch, dtype), page_size=settings.cache.page_size, sinks=model.sinks
@@ -143,22 +144,13 @@ def make_runners(
     if runner.graphs == "all":
         head = LogitsHead(model, tuple(sorted({num_rows * width for num_rows in buckets for width in widths})))
         if (ragged := attention.ragged()) is not None:
-            sizes, most = mixed_buckets(max_batched_tokens), max(widths)
-            mixed = MixedRunner(
-                model,
-                layers,
-                ragged,
-                shape,
-                rows,
-                capture,
-                buckets=sizes,
-                max_width=most,
-                max_len=max_len,
-                head=head,
-            )
+            sizes = mixed_buckets(max_batched_tokens)
+            limits = {"max_width": max(widths), "max_len": max_len}
+            mixed = MixedRunner(model, layers, ragged, shape, rows, capture, buckets=sizes, head=head, **limits)
         if shape.latent is None:
-            pieces = token_buckets(max_batched_tokens)
-            piecewise = PiecewiseRunner(model, layers, attention, shape, capture, buckets=pieces, head=head)
+            pieces, has_windows = token_buckets(max_batched_tokens), rows.windows is not None
+            of_model = (model, layers, attention, shape, capture)
+            piecewise = PiecewiseRunner(*of_model, buckets=pieces, head=head, has_windows=has_windows)
     is_strict = runner.graph_gate == "strict"
     runners = Dispatch(rows, eager, full=full, mixed=mixed, piecewise=piecewise, is_strict=is_strict, proposer=proposer)
     if before_capture is not None:

@@ -312,7 +312,12 @@ def is_last_loc_legal(location: Tensor, computed_len: Tensor, page_size: int, nu
 
 
 def is_table_owned(
-    page_table: Tensor, entry_owner: Tensor, page_owner: Tensor, kv_lens: Tensor, page_size: int
+    page_table: Tensor,
+    entry_owner: Tensor,
+    page_owner: Tensor,
+    kv_lens: Tensor,
+    page_size: int,
+    first: Tensor | None = None,
 ) -> Tensor:
     """Whether every entry a row reads or writes still refers to the allocation it was written for: bool ``[B]``.
 
@@ -322,9 +327,12 @@ def is_table_owned(
         page_owner: int32 ``[num_pages]``. The allocation each page belongs to now.
         kv_lens: int64 ``[B]``. Entries up to here are in use.
         page_size: Tokens per page.
+        first: int64 ``[B]``. Entries below this are not in use; None is 0.
     """
     entries = torch.arange(page_table.shape[1], device=page_table.device)
     unused = entries * page_size >= kv_lens[:, None]
+    if first is not None:
+        unused |= entries < first[:, None]
     last_page = page_owner.shape[0] - 1
     is_page = (page_table >= 0) & (page_table <= last_page)
     is_own = is_page & (page_owner[page_table.clamp(0, last_page).long()] == entry_owner)

@@ -15,6 +15,23 @@ _MODULES = {"cpu": "hiserve.kernels.step_reference", "cuda": "hiserve.kernels.st
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class WindowTensors:
+    """The window tables of the rows, by the entries of the page tables; fields as in ``RowTensors``.
+
+    Attributes:
+        table: int32 ``[R, P]``.
+        entry_owner: int32 ``[R, P]``.
+        page_owner: int32 ``[num_window_pages]``.
+        size: A token at position p sees positions above p - ``size``, at most.
+    """
+
+    table: Tensor
+    entry_owner: Tensor
+    page_owner: Tensor
+    size: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RowTensors:
     """The device state of R permanent rows of L tokens and P pages; fields as in ``DeviceRows``.
 
@@ -25,6 +42,7 @@ class RowTensors:
         page_table: int32 ``[R, P]``.
         entry_owner: int32 ``[R, P]``. The allocation each entry was written for.
         page_owner: int32 ``[num_pages]``. The allocation each page belongs to.
+        windows: The same of the layers with a window; None where their pages are those of the other layers.
     """
 
     tokens: Tensor
@@ -33,6 +51,7 @@ class RowTensors:
     page_table: Tensor
     entry_owner: Tensor
     page_owner: Tensor
+    windows: WindowTensors | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +111,7 @@ class StepOps(Protocol):
         """Checks the rows, and gathers the step's tokens, positions, slots and page tables.
 
         A row is legal if the slot of its last computed token agrees with its length, if every page it reads or writes
-        still belongs to it, if it stays within ``max_len``, and if its tokens are known: a row that samples ends
+        still belongs to it (in layers with a window, from the first one seen on), if it stays within ``max_len``, and if its tokens are known: a row that samples ends
         exactly at its last known token, drafts aside, and has capacity for all tokens that it may emit.
 
         ``max_len`` is at most the capacity of the page table; entries past a row's last page are not written. ``state``

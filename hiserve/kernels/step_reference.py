@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hiserve.kernels.reference import PADDING_PAGE, gumbel, is_last_loc_legal, is_table_owned, last_loc
 from hiserve.kernels.sampling import argmax, masked
-from hiserve.kernels.step_ops import RowTensors, StepInputs, TokenMasks
+from hiserve.kernels.step_ops import RowTensors, StepInputs, TokenMasks, WindowTensors
 
 SAMPLE_STREAM = 0
 
@@ -33,6 +33,12 @@ def fill_inputs(inputs: StepInputs, state: RowTensors, *, page_size: int) -> Non
     forward.input_ids.copy_(state.tokens.view(-1).index_select(0, flat))
     forward.positions.copy_(positions)
     forward.slots.copy_(pages * page_size + positions % page_size)
+    if forward.window_table is not None and forward.window_slots is not None and state.windows is not None:
+        table = state.windows.table.index_select(0, inputs.rows).narrow(1, 0, width)
+        table = torch.where(legal[:, None], table, PADDING_PAGE)
+        pages = table[forward.token_rows, positions // page_size].long()
+        forward.window_table.copy_(torch.where(is_used, table, forward.window_table))
+        forward.window_slots.copy_(pages * page_size + positions % page_size)
 
 
 def _check(inputs: StepInputs, state: RowTensors, table: Tensor, computed_len: Tensor, page_size: int) -> Tensor:
@@ -47,13 +53,25 @@ def _check(inputs: StepInputs, state: RowTensors, table: Tensor, computed_len: T
         (end - inputs.num_draft == known_len) & (end < state.tokens.shape[1]),
         end <= known_len,
     )
-    return (
+    legal = (
         is_last_loc_legal(location, computed_len, page_size, state.page_owner.shape[0] * page_size)
         & (computed_len >= 0)
         & is_table_owned(table, owners, state.page_owner, end, page_size)
         & (end <= inputs.max_len)
         & is_known
     )
+    return legal if state.windows is None else legal & _owns_window(inputs, state.windows, computed_len, page_size)
+
+
+def _owns_window(inputs: StepInputs, windows: WindowTensors, computed_len: Tensor, page_size: int) -> Tensor:
+    """Whether each row owns the window pages that it reads or writes; those below its window may be anything."""
+    width = inputs.forward.page_table.shape[1]
+    table, owners = (
+        each.index_select(0, inputs.rows).narrow(1, 0, width) for each in (windows.table, windows.entry_owner)
+    )
+    first = (computed_len - windows.size + 1).clamp_(min=0) // page_size
+    end = computed_len + inputs.num_new
+    return is_table_owned(table, owners, windows.page_owner, end, page_size, first)
 
 
 def accept(drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowTensors) -> Tensor:

@@ -218,6 +218,7 @@ def _grouped_attention(config: ModelConfig, parameters: dict[str, Tensor], index
         eps=config.norm_eps,
         head_dim=config.head_dim,
         ops=ops,
+        has_window=bool(config.windows) and config.windows[index] is not None,
     )
 
 

@@ -342,12 +342,15 @@ def _has_bundled_mtp(folder: Path, model: ModelConfig) -> bool:
     return model.num_mtp_layers > 0 and any(name.startswith(prefixes) for name in tensor_names(folder))
 
 
-def page_groups(config: Options, model: ModelConfig, draft: DraftConfig | None) -> tuple[CacheGroupSpec, ...]:
-    """Returns the groups of a page: the model's, those of drafts, and those for debugging."""
+def page_groups(
+    config: Options, model: ModelConfig, draft: DraftConfig | None, *, frees_windows: bool = False
+) -> tuple[CacheGroupSpec, ...]:
+    """Returns the groups of all pages: the model's, those of drafts, and those for debugging."""
     dtype, drafts = config.model.dtype, tuple[CacheGroupSpec, ...]()
     if draft is not None:
         drafts = (*draft.kv_groups(dtype), page_hidden_group(draft.feature_size, config.cache.page_size, dtype))
-    return (*model.kv_groups(dtype), *drafts, *debug_groups(config.cache))
+    plan = model.cache_plan(dtype, frees_windows=frees_windows)
+    return (*plan.groups, *drafts, *debug_groups(config.cache))
 
 
 def model_facts(config: Options, folder: Path, model: ModelConfig) -> ModelFacts:

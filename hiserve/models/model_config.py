@@ -10,7 +10,7 @@ import msgspec
 from hiserve.config.options import DTYPE_BYTES
 from hiserve.config.settings import DType
 from hiserve.core.activation import GELU_TANH, SILU, Activation
-from hiserve.core.kv_groups import CacheGroupSpec
+from hiserve.core.kv_groups import CacheGroupSpec, CachePlan, Space
 from hiserve.core.step_memory import ModelFacts, StepShape
 from hiserve.errors import ModelError
 from hiserve.models.checkpoint import Download, fetch, is_hub_name
@@ -107,11 +107,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def facts(self) -> ModelFacts:
         """Returns the facts that ``core.resolve`` needs."""
+        num_windows = sum(window is not None for window in self.windows) if self.tail_window else 0
         return ModelFacts(
             context_length=self.context_length,
             checkpoint_dtype=self.dtype,
             num_params=self.num_params,
             slot_elements=self.slot_elements,
+            window=self.tail_window,
+            window_elements=2 * num_windows * self.num_kv_heads * self.head_dim,
             step=StepShape(
                 num_layers=self.num_layers,
                 hidden_size=self.hidden_size,
@@ -143,6 +146,28 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             value_dim=None if self.latent is None else self.latent.rank,
         )
         return (kv,)
+
+    @property
+    def tail_window(self) -> int:
+        """The widest window, if other layers have none: these need pages of their own; else 0."""
+        widths = [window for window in self.windows if window is not None]
+        return max(widths) if self.latent is None and 0 < len(widths) < len(self.windows) else 0
+
+    def cache_plan(self, dtype: str, *, frees_windows: bool) -> CachePlan:
+        """Returns the groups of its layers, stored as ``dtype``: one, or two where the pages of windows are freed."""
+        (kv,) = self.kv_groups(dtype)
+        if not (frees_windows and self.tail_window):
+            return CachePlan(groups=(kv,), layers=tuple((kv.name, index) for index in range(self.num_layers)))
+        layers, counts = list[tuple[str, int]](), {"kv": 0, "swa": 0}
+        for window in self.windows:
+            name = "kv" if window is None else "swa"
+            layers.append((name, counts[name]))
+            counts[name] += 1
+        groups = (
+            msgspec.structs.replace(kv, num_layers=counts["kv"]),
+            msgspec.structs.replace(kv, name="swa", num_layers=counts["swa"], space=Space.WINDOW),
+        )
+        return CachePlan(groups=groups, layers=tuple(layers), window=self.tail_window)
 
 
 def find_model(name: str, revision: str | None = None, *, download: Download | None = None) -> Path:

@@ -11,7 +11,7 @@ from torch import Tensor
 from hiserve.core.plan import BatchPlan, Int32Array, RowAdmit, TableWrites
 from hiserve.core.upload import upload
 from hiserve.kernels.reference import NO_OWNER, PADDING_PAGE
-from hiserve.kernels.step_ops import RowTensors, step_ops_for
+from hiserve.kernels.step_ops import RowTensors, WindowTensors, step_ops_for
 from hiserve.runners.mask_buffers import MaskBuffers
 from hiserve.sampling.params import SamplingRows
 
@@ -32,7 +32,8 @@ class DeviceRows:
         page_table: int32 ``[R, max_pages]``.
         entry_owner: int32 ``[R, max_pages]``. The allocation that each entry was written for.
         page_owner: int32 ``[num_pages]``. The allocation that each page belongs to.
-        state: These six tensors, as the step kernels take them.
+        windows: Window tables, their owners and those of window pages; None where all layers share their pages.
+        state: These tensors, as the step kernels take them.
         relocation_version: Of the latest plan that was applied; 0 before the first.
         has_moved: A page of a live row had moved between the planning of the step before and that of this one.
         sampling: Sampling parameters.
@@ -46,6 +47,8 @@ class DeviceRows:
         max_rows: Requests at a time.
         eos_token_ids: Tokens that end a reply; below the vocabulary's size.
         vocab_size: Entries of a row of logits; 0 where nothing is drawn.
+        window: The widest, where layers with one have pages of their own; else 0.
+        num_window_pages: Of these pages, the padding page included.
     """
 
     def __init__(
@@ -59,6 +62,8 @@ class DeviceRows:
         *,
         vocab_size: int = 0,
         max_draft: int = 0,
+        window: int = 0,
+        num_window_pages: int = 0,
     ) -> None:
         self.device = torch.empty(0, device=device).device  # with its index
         self.ops = step_ops_for(self.device)
@@ -73,6 +78,14 @@ class DeviceRows:
         self.page_table = torch.full((num_rows, max_pages), PADDING_PAGE, dtype=torch.int32, device=self.device)
         self.entry_owner = torch.full((num_rows, max_pages), NO_OWNER, dtype=torch.int32, device=self.device)
         self.page_owner = torch.full((num_pages,), NO_OWNER, dtype=torch.int32, device=self.device)
+        self.windows: WindowTensors | None = None
+        if num_window_pages:
+            self.windows = WindowTensors(
+                table=torch.empty_like(self.page_table),
+                entry_owner=torch.empty_like(self.entry_owner),
+                page_owner=torch.empty(num_window_pages, dtype=torch.int32, device=self.device),
+                size=window,
+            )
         self.state = RowTensors(
             tokens=self.tokens,
             computed_len=self.computed_len,
@@ -80,6 +93,7 @@ class DeviceRows:
             page_table=self.page_table,
             entry_owner=self.entry_owner,
             page_owner=self.page_owner,
+            windows=self.windows,
         )
         self.forget()
         self.relocation_version = 0
@@ -107,6 +121,8 @@ class DeviceRows:
             self._admit(plan.admit)
         if plan.table.rows.size:
             self._write_table(plan.table)
+        if plan.window_table.rows.size:
+            self._write_window_table(plan.window_table)
         self.relocation_version = plan.relocation_version
 
     def copy_drafts(self, host: Tensor) -> None:
@@ -121,22 +137,33 @@ class DeviceRows:
         pads a batch may: the padding page has no more slots than any page.
         """
         num_pages = min(-(-num_tokens // self.page_size), self.num_pages - 1, self.page_table.shape[1])
+        if self.windows is not None:
+            num_pages = min(num_pages, self.windows.page_owner.shape[0] - 1)
         pages = slice(PADDING_PAGE + 1, PADDING_PAGE + 1 + num_pages)
         self.tokens[1:, :num_tokens].zero_()
         self.computed_len[1:].zero_()
         self.known_len[1:].fill_(1)
-        self.page_table[1:, :num_pages] = torch.arange(pages.start, pages.stop, device=self.device)
-        self.entry_owner[1:, :num_pages].zero_()
-        self.page_owner[pages].zero_()
+        for table, entry_owner, page_owner in self._tables():
+            table[1:, :num_pages] = torch.arange(pages.start, pages.stop, device=self.device)
+            entry_owner[1:, :num_pages].zero_()
+            page_owner[pages].zero_()
 
     def forget(self) -> None:
         """Resets all rows and pages."""
         for lengths in (self.tokens, self.computed_len, self.known_len, self.taken_len):
             lengths.zero_()
-        self.page_table.fill_(PADDING_PAGE)
-        for owners in (self.entry_owner, self.page_owner):
-            owners.fill_(NO_OWNER)
-        self.page_owner[PADDING_PAGE] = 0  # not NO_OWNER: an entry never written is not owned
+        for table, entry_owner, page_owner in self._tables():
+            table.fill_(PADDING_PAGE)
+            entry_owner.fill_(NO_OWNER)
+            page_owner.fill_(NO_OWNER)
+            page_owner[PADDING_PAGE] = 0  # not NO_OWNER: an entry never written is not owned
+
+    def _tables(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Returns the tables of each space, with the owners of their entries and of the pages."""
+        tables = [(self.page_table, self.entry_owner, self.page_owner)]
+        if self.windows is not None:
+            tables.append((self.windows.table, self.windows.entry_owner, self.windows.page_owner))
+        return tables
 
     def _clear(self, release: Int32Array, admit: Sequence[RowAdmit]) -> None:
         """Resets rows, so that no entry of their last request is valid for the next."""
@@ -145,8 +172,9 @@ class DeviceRows:
         self.computed_len.index_fill_(0, rows, 0)
         self.known_len.index_fill_(0, rows, 0)
         self.taken_len.index_fill_(0, rows, 0)
-        self.page_table.index_fill_(0, rows, PADDING_PAGE)
-        self.entry_owner.index_fill_(0, rows, NO_OWNER)
+        for table, entry_owner, _ in self._tables():
+            table.index_fill_(0, rows, PADDING_PAGE)
+            entry_owner.index_fill_(0, rows, NO_OWNER)
 
     def _admit(self, admit: Sequence[RowAdmit]) -> None:
         host_rows = np.array([each.row for each in admit], dtype=np.int64)
@@ -175,3 +203,12 @@ class DeviceRows:
         self.page_table.view(-1).index_copy_(0, entries, pages)
         self.entry_owner.view(-1).index_copy_(0, entries, owners)
         self.page_owner.index_copy_(0, pages.long(), owners)
+
+    def _write_window_table(self, writes: TableWrites) -> None:
+        windows = self.windows
+        assert windows is not None, "a plan for layers with pages of their own"
+        flat = writes.rows.astype(np.int64) * windows.table.shape[1] + writes.indices
+        entries, pages, owners = upload((flat, writes.pages, writes.owners), self.device)
+        windows.table.view(-1).index_copy_(0, entries, pages)
+        windows.entry_owner.view(-1).index_copy_(0, entries, owners)
+        windows.page_owner.index_copy_(0, pages.long(), owners)

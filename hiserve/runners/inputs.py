@@ -79,6 +79,9 @@ def put_tokens(inputs: ForwardInputs, static: ForwardInputs, size: int) -> None:
     static.positions[:num_tokens].copy_(inputs.positions)
     static.slots[:num_tokens].copy_(inputs.slots)
     static.slots[num_tokens:size].zero_()
+    if static.window_slots is not None and inputs.window_slots is not None:
+        static.window_slots[:num_tokens].copy_(inputs.window_slots)
+        static.window_slots[num_tokens:size].zero_()
 
 
 def _upload(plan: BatchPlan, rows: DeviceRows) -> StepInputs:
@@ -150,9 +153,13 @@ def _unfilled(
     """Returns inputs with the host's columns; the others are allocated, page tables filled with the padding page."""
     num_rows, num_tokens, device = qo_indptr.shape[0] - 1, token_rows.shape[0], rows.device
     table_width = -(-max_kv_len // rows.page_size)
+    has_windows = rows.windows is not None
+    table = torch.full((num_rows, table_width), PADDING_PAGE, dtype=torch.int32, device=device)
     return ForwardInputs(
         kv_lens=torch.empty(num_rows, dtype=torch.int64, device=device),
-        page_table=torch.full((num_rows, table_width), PADDING_PAGE, dtype=torch.int32, device=device),
+        page_table=table,
+        window_table=table.clone() if has_windows else None,
+        window_slots=torch.empty(num_tokens, dtype=torch.int64, device=device) if has_windows else None,
         input_ids=torch.empty(num_tokens, dtype=torch.int32, device=device),
         positions=torch.empty(num_tokens, dtype=torch.int64, device=device),
         slots=torch.empty(num_tokens, dtype=torch.int64, device=device),

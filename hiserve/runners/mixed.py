@@ -34,16 +34,25 @@ class StaticInputs:
         max_decode: D. Rows up to the last that decodes.
         max_prompts: Rows after them.
         table_width: Entries of a row's page table.
+        has_windows: Whether layers with a window have pages of their own.
 
     Attributes:
         inputs: The tensors, ``[D + max_prompts]`` and ``[T]``.
     """
 
     def __init__(
-        self, num_tokens: int, max_decode: int, max_prompts: int, table_width: int, device: torch.device
+        self,
+        num_tokens: int,
+        max_decode: int,
+        max_prompts: int,
+        table_width: int,
+        device: torch.device,
+        *,
+        has_windows: bool = False,
     ) -> None:
         num_rows = max_decode + max_prompts
         zeros, lengths = torch.zeros(num_tokens, dtype=torch.int64, device=device), np.zeros(num_rows, dtype=np.int32)
+        table = torch.zeros((num_rows, table_width), dtype=torch.int32, device=device)
         self.inputs = ForwardInputs(
             input_ids=zeros.to(torch.int32),
             positions=zeros.clone(),
@@ -51,7 +60,9 @@ class StaticInputs:
             token_rows=zeros,
             qo_indptr=torch.zeros(num_rows + 1, dtype=torch.int32, device=device),
             kv_lens=torch.ones(num_rows, dtype=torch.int64, device=device),
-            page_table=torch.zeros((num_rows, table_width), dtype=torch.int32, device=device),
+            page_table=table,
+            window_slots=zeros.clone() if has_windows else None,
+            window_table=table.clone() if has_windows else None,
             logits_rows=zeros[:0],
             q_lens=lengths,
             kv_bounds=lengths,
@@ -70,6 +81,7 @@ class StaticInputs:
             input_ids=static.input_ids[:num_tokens],
             positions=static.positions[:num_tokens],
             slots=static.slots[:num_tokens],
+            window_slots=None if static.window_slots is None else static.window_slots[:num_tokens],
             token_rows=static.token_rows[:num_tokens],
             q_lens=q_lens,
             kv_bounds=np.full_like(q_lens, max_len),
@@ -85,10 +97,13 @@ class StaticInputs:
         static.qo_indptr.copy_(uploaded)
         static.kv_lens.fill_(1)
         num_rows, width = inputs.page_table.shape
+        tables = ((static.page_table, inputs.page_table), (static.window_table, inputs.window_table))
         for begin, end, place in ((0, num_decode, 0), (num_decode, num_rows, static.num_decode)):
             if begin < end:
                 static.kv_lens[place : place + end - begin].copy_(inputs.kv_lens[begin:end])
-                static.page_table[place : place + end - begin, :width].copy_(inputs.page_table[begin:end])
+                for table, rows in tables:
+                    if table is not None and rows is not None:
+                        table[place : place + end - begin, :width].copy_(rows[begin:end])
 
 
 class _FixedOutput:
@@ -161,7 +176,14 @@ class MixedRunner:
         self._capture = capture
         self._coverage = MixedGraphs(buckets, min(MAX_DECODE, max_rows - 1), max_width, MAX_PROMPTS, max_len)
         self._max_len = max_len
-        self._static = StaticInputs(buckets[-1], self._coverage.max_decode, MAX_PROMPTS, table_width, rows.device)
+        self._static = StaticInputs(
+            buckets[-1],
+            self._coverage.max_decode,
+            MAX_PROMPTS,
+            table_width,
+            rows.device,
+            has_windows=rows.windows is not None,
+        )
         # Noise shows whether the replay wrote the output. It has its own generator: torch's cannot be used outside graphs
         # once a capture has failed.
         self._out = torch.empty((buckets[-1], shape.num_heads, shape.out_dim), dtype=shape.dtype, device=rows.device)

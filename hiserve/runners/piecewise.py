@@ -86,6 +86,7 @@ class PiecewiseRunner:
     Args:
         buckets: Tokens of each set of pieces, ascending.
         head: Computes the part after the last attention.
+        has_windows: Whether layers with a window have pages of their own.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class PiecewiseRunner:
         *,
         buckets: tuple[int, ...],
         head: LogitsHead,
+        has_windows: bool = False,
     ) -> None:
         self._model = model
         self._head = head
@@ -105,6 +107,7 @@ class PiecewiseRunner:
         self._attention = attention
         self._capture = capture
         self._buckets = buckets
+        self._has_windows = has_windows
         self._split = _AttentionSplit(capture, shape, buckets[-1], layers[0].k.device)
         # Its own: torch's cannot be used outside graphs once a capture has failed.
         self._noise = torch.Generator(layers[0].k.device)
@@ -133,7 +136,7 @@ class PiecewiseRunner:
         self.failed = set(self._buckets) - self._captured.keys()
 
     def _capture_bucket(self, num_tokens: int) -> _CapturedPieces:
-        inputs = _padding(num_tokens, self._split.q.device)
+        inputs = _padding(num_tokens, self._split.q.device, has_windows=self._has_windows)
         split = self._split
         split.out.normal_(generator=self._noise)
         hidden_states = self._model.new_hidden_states(num_tokens)
@@ -173,7 +176,7 @@ class PiecewiseRunner:
         return self._head.finish(out.flatten(1), captured.residual, inputs, captured.hidden_states)
 
 
-def _padding(num_tokens: int, device: torch.device) -> ForwardInputs:
+def _padding(num_tokens: int, device: torch.device, *, has_windows: bool) -> ForwardInputs:
     """Returns padding tokens, each of which overwrites the first slot of the padding page."""
     zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     lengths = np.ones(num_tokens, dtype=np.int32)
@@ -181,6 +184,7 @@ def _padding(num_tokens: int, device: torch.device) -> ForwardInputs:
         input_ids=zeros.to(torch.int32),
         positions=zeros.clone(),
         slots=zeros.clone(),
+        window_slots=zeros.clone() if has_windows else None,
         token_rows=zeros,
         qo_indptr=torch.arange(num_tokens + 1, dtype=torch.int32, device=device),
         kv_lens=zeros + 1,

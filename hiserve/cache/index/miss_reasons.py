@@ -17,6 +17,7 @@ class MissReason(StrEnum):
     """The reason why a match ended; of several, the first in this order."""
 
     NOT_WORTH_LOADING = "not_worth_loading"  # the host has more, and loading it would take longer than computing it
+    NO_TAIL = "no_tail"  # more pages are cached, but the window layers' part of none of them
     PAGE_REMAINDER = "page_remainder"  # the rest is less than a page, or the last token
     IN_FLIGHT = "in_flight"  # the next page is being fetched from the store
     NOT_FETCHED = "not_fetched"  # a store has the next page, or did not answer in time
@@ -74,6 +75,7 @@ def explain(
     key: bytes,
     *,
     num_used: int,
+    needs_tails: bool,
     lost: LostPages,
     is_arriving: Callable[[bytes], bool],
     is_in_store: bool,
@@ -85,6 +87,7 @@ def explain(
         root: Root of the prompt's namespace.
         key: The whole pages of the prompt that a match may use.
         num_used: Tokens of them that were taken from the cache.
+        needs_tails: Only boundaries with a tail can be resumed at; there is no host.
         lost: Pages that left the cache.
         is_arriving: Whether a page is being fetched from the store.
         is_in_store: Whether a store has, or may have, the next page.
@@ -93,7 +96,7 @@ def explain(
     node, used, num_pages = tree.find(root, key)
     num_tokens = num_pages * tree.page_size
     if num_used < num_tokens:
-        return Miss(MissReason.NOT_WORTH_LOADING, num_used)
+        return Miss(MissReason.NO_TAIL if needs_tails else MissReason.NOT_WORTH_LOADING, num_used)
     rest = key[num_pages * page_bytes :]
     if not rest:
         return Miss(MissReason.PAGE_REMAINDER, num_tokens)

@@ -15,9 +15,11 @@ from hiserve.cache.index.radix import NO_PAGES, STEP_SHIFT, RadixTree
 from hiserve.cache.index.reports import PrefixCacheStats, Tier, TierListener, outline
 from hiserve.cache.index.store_prefixes import StorePrefixes
 from hiserve.cache.index.store_sync import RunOp, StoreSync, Uploads
+from hiserve.cache.index.tails import Tail
 from hiserve.cache.index.tiers import CacheTiers, TierPages
 from hiserve.cache.index.transfer_ops import SubtreeRemoval, TransferOps
 from hiserve.cache.index.transfers import MANY_COPIES, Transfers
+from hiserve.cache.index.window_pages import WindowPages
 from hiserve.config.caching import EvictionOrder
 from hiserve.core.digest import Chain, chain
 from hiserve.core.plan import Int32Array, Int64Array
@@ -36,8 +38,10 @@ __all__ = [
     "PrefixCacheStats",
     "PrefixLock",
     "RunOp",
+    "Tail",
     "Tier",
     "TierListener",
+    "WindowPages",
 ]
 
 
@@ -47,8 +51,8 @@ class PrefixCache:
     It copies nothing: ``begin_*`` returns orders, ``complete`` ends them. A returned digest, page number or count is valid
     until the next operation that changes the index, unless the docstring says otherwise.
 
-        prefixes    match, lock, insert, release, retain, ensure_backed, explain
-        pages       allocate, free
+        prefixes    match, lock, insert, keep_tail, release, retain, ensure_backed, explain
+        pages       allocate, free; ``windows`` (``WindowPages``)
         host        begin_load, begin_offloads, complete
         store       ``store`` (``StorePrefixes``), complete
         lifecycle   recover, grow_host, begin_after, expire, flush
@@ -62,6 +66,8 @@ class PrefixCache:
         num_host_pages: Pages in the host pool, page 0 included; 0 without a host tier.
         num_ready_host_pages: Usable pages are below this; default: all. See ``grow_host``.
         host_admission: Which pages are offloaded.
+        num_window_pages: Pages in the pool of window layers, the padding page included: only boundaries with a tail can be
+            resumed at, and there is no host tier. 0 where every page has all layers.
         max_upload_pages: Most host pages locked by uploads to a store; 0 without a store.
         listener: Called with every change of the readable pages of each tier.
         link: Computes the digests of pages (``core.digest.chain_of``).
@@ -69,6 +75,7 @@ class PrefixCache:
     Attributes:
         page_owner: int32 ``[num_pages]``, live. Number of each page's last allocation; see ``PageAllocator.owner``.
         store: The operations that concern a store.
+        windows: The pages of window layers; None without them.
         num_arrived: By kind, LOAD and OFFLOAD, live: pages made findable by ended copies.
 
     The parts (``tree`` to ``uploads``) are for tests: no other package reads them (``tests/test_architecture.py``).
@@ -84,6 +91,7 @@ class PrefixCache:
         num_host_pages: int = 0,
         num_ready_host_pages: int | None = None,
         host_admission: HostAdmission = HostAdmission.WRITE_THROUGH,
+        num_window_pages: int = 0,
         max_upload_pages: int = 0,
         listener: TierListener | None = None,
         link: Chain = chain,
@@ -106,14 +114,18 @@ class PrefixCache:
         offloaded, inserted = (uploads, None) if host_admission is HostAdmission.SELECTIVE else (None, uploads)
         self.transfers = Transfers(self.tiers, self.locks, self.ops, self._removal, offloaded)
         admits = host_admission if self._has_host else None
-        self._prefixes = Prefixes(namespace, self.tiers, self.locks, self.ops, self.transfers, inserted, admits)
+        assert not (num_window_pages and self._has_host), "tails do not go to the host"
+        self.windows = WindowPages(num_window_pages, page_size) if num_window_pages else None
+        self._prefixes = Prefixes(
+            namespace, self.tiers, self.locks, self.ops, self.transfers, inserted, admits, self.windows
+        )
         self.store = StorePrefixes(self._prefixes, self.host, self.store_sync, self.uploads)
         self.page_owner, self.num_arrived = self.device.pages.owner, self.transfers.num_arrived
 
     # --- prefixes -------------------------------------------------------------------------
 
     def match(self, tenant: bytes, key: bytes) -> Match:
-        """Finds the longest cached prefix of a prompt, leaving at least its last token to compute.
+        """Finds the longest cached prefix that a prompt can be resumed behind, leaving at least its last token to compute.
 
         Changes nothing. The result is valid until the tree changes in a way that matters (``Match.tree_epoch``).
 
@@ -172,6 +184,19 @@ class PrefixCache:
         """
         return self._prefixes.insert(lock, key, pages, step)
 
+    def keep_tail(self, lock: PrefixLock, num_behind: int, pages: Int32Array) -> Tail:
+        """Makes a boundary of a locked prefix a resume point, until the pages are needed or the history before it leaves.
+
+        Args:
+            lock: Its prefix includes the boundary.
+            num_behind: Pages of the prefix behind it.
+            pages: int32 ``[n]``. The window pages before it, held by the caller; immutable, and the tail holds them too.
+
+        Returns:
+            The tail; the one that the boundary had, if any, which counts as used.
+        """
+        return self._prefixes.keep_tail(lock, num_behind, pages)
+
     def explain(self, tenant: bytes, key: bytes, num_used: int, *, is_in_store: bool = False) -> Miss:
         """Returns the reason why only ``num_used`` tokens of a prompt were taken from the cache. Changes nothing.
 
@@ -186,6 +211,7 @@ class PrefixCache:
             self._prefixes.root(tenant),
             self._prefixes.usable(key),
             num_used=num_used,
+            needs_tails=self.windows is not None,
             lost=self.tiers.lost,
             is_arriving=self.store_sync.is_arriving,
             is_in_store=is_in_store,

@@ -10,9 +10,11 @@ import numpy as np
 from hiserve.cache.index.locks import Locks, PrefixLock, path
 from hiserve.cache.index.radix import Node
 from hiserve.cache.index.store_sync import Uploads
+from hiserve.cache.index.tails import Tail
 from hiserve.cache.index.tiers import CacheTiers
 from hiserve.cache.index.transfer_ops import TransferOps
 from hiserve.cache.index.transfers import Transfers
+from hiserve.cache.index.window_pages import WindowPages
 from hiserve.core.digest import namespace_digest
 from hiserve.core.plan import Int32Array
 
@@ -26,10 +28,12 @@ class HostAdmission(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Match:
-    """The longest cached prefix of a prompt. Valid while ``tree_epoch`` stands."""
+    """The longest cached prefix of a prompt that a request can be resumed behind. Valid while ``tree_epoch`` stands."""
 
     num_tokens: int  # on the device, or being loaded: a whole number of pages
     num_host_tokens: int  # after those, on the host alone: a whole number of pages
+    num_history_tokens: int  # cached on either tier, resumable or not: a whole number of pages
+    tail: Tail | None  # at the end of the prefix; None where nothing but pages is needed
     tree_epoch: int  # of the tree when it was matched
     _node: Node
     _num_beyond: int  # pages of the node after the match: a split leaves a node's end where it is
@@ -41,6 +45,7 @@ class Prefixes:
     Args:
         uploads: Is offered every inserted page; None without a store, or where it is offered offloaded pages.
         host_admission: Which pages are offloaded; None without a host tier.
+        windows: The window pages; None where each boundary is a resume point.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class Prefixes:
         transfers: Transfers,
         uploads: Uploads | None,
         host_admission: HostAdmission | None,
+        windows: WindowPages | None,
     ) -> None:
         self._namespace = namespace
         self._tiers = tiers
@@ -65,11 +71,15 @@ class Prefixes:
         self._uploads = uploads
         self._writes_through = host_admission is HostAdmission.WRITE_THROUGH
         self._offloads_hits = host_admission is HostAdmission.SELECTIVE
+        self._windows = windows
 
     def match(self, tenant: bytes, key: bytes) -> Match:
         """See ``PrefixCache``."""
         node, node_pages, num_pages = self._tree.find(self.root(tenant), self.usable(key))
         num_beyond = node.num_pages - node_pages
+        num_history_tokens = num_pages * self._page_size
+        tail, num_less = (None, 0) if self._windows is None else deepest_tail(node, node_pages)
+        num_pages, num_beyond = num_pages - num_less, num_beyond + num_less
         num_host_pages = -num_beyond
         step: Node | None = node
         while step is not None and step.is_on_host_only:
@@ -79,6 +89,8 @@ class Prefixes:
         return Match(
             num_tokens=(num_pages - num_host_pages) * self._page_size,
             num_host_tokens=num_host_pages * self._page_size,
+            num_history_tokens=num_history_tokens,
+            tail=tail,
             tree_epoch=self._tiers.tree_epoch,
             _node=node,
             _num_beyond=num_beyond,
@@ -94,6 +106,8 @@ class Prefixes:
         self._device.shares.see(root.account)
         self._tiers.host.shares.see(root.account)
         lock = self._locks.issue(node, self.release, priority)
+        if self._windows is not None and match.tail is not None:
+            self._windows.touch(match.tail, self._tiers.clock)
         if self._ops.num_loads:
             for number in {step.device_ready_op for step in path(node)} - {0}:
                 self._transfers.wait(lock, self._ops[number])
@@ -142,6 +156,24 @@ class Prefixes:
             self._tiers.free(np.concatenate(moved))
             self._tiers.relocation_version += 1
         return canonical
+
+    def keep_tail(self, lock: PrefixLock, num_behind: int, pages: Int32Array) -> Tail:
+        """See ``PrefixCache``."""
+        assert self._windows is not None and lock.is_open
+        node, num_left = lock.node, num_behind
+        while num_left >= node.num_pages:
+            num_left -= node.num_pages
+            assert node.parent is not None and node.parent.num_pages, f"no page ends {num_behind} pages before the end"
+            node = node.parent
+        node.tails = {} if node.tails is None else node.tails
+        tail = node.tails.get(node.num_pages - num_left)
+        self._tiers.clock += 1
+        if tail is not None and tail.is_open:
+            self._windows.touch(tail, self._tiers.clock)
+            return tail
+        tail = node.tails[node.num_pages - num_left] = self._windows.keep(pages, self._tiers.clock)
+        self._tiers.tree_epoch += 1
+        return tail
 
     def missing(self, tenant: bytes, key: bytes) -> tuple[int, list[bytes]]:
         """See ``PrefixCache``."""
@@ -197,3 +229,20 @@ class Prefixes:
             self._transfers.enqueue(end)
             if self._uploads is not None:
                 self._uploads.offer(end, end.digests[-count:])
+
+
+def deepest_tail(node: Node, num_pages: int) -> tuple[Tail | None, int]:
+    """Returns the last tail on the path to the first ``num_pages`` of a node, and how many pages are behind it.
+
+    Without a tail all pages of the path are: it can be resumed at its start only.
+    """
+    num_behind = 0
+    while node.parent is not None:
+        if node.tails:
+            ends = [at for at, tail in node.tails.items() if at <= num_pages and tail.is_open]
+            if ends:
+                return node.tails[max(ends)], num_behind + num_pages - max(ends)
+        num_behind += num_pages
+        node = node.parent
+        num_pages = node.num_pages
+    return None, num_behind

@@ -11,6 +11,7 @@ from enum import Enum
 
 import numpy as np
 
+from hiserve.cache.index.tails import Tails, close_tails, join_tails, split_tails
 from hiserve.core.digest import Chain, chain
 from hiserve.core.plan import Int32Array
 
@@ -62,6 +63,7 @@ class Node:
         is_spare: Whether the device may evict it without loss (see ``EvictionReserve``).
         account: Charged for its pages on each tier (see ``TenantShares``); one for a whole tree.
         written_step: The last step whose forward wrote its pages on the device; 0 after a load.
+        tails: What requests read that are resumed at boundaries in this node; closed ones may be among them.
     """
 
     __slots__ = (
@@ -85,6 +87,7 @@ class Node:
         "parent",
         "priority",
         "retained_until_s",
+        "tails",
         "written_step",
     )
 
@@ -117,6 +120,7 @@ class Node:
         self.is_spare = False
         self.account: bytes = parent.account if parent is not None else b""
         self.written_step = 0
+        self.tails: Tails | None = None
 
     @property
     def is_root(self) -> bool:
@@ -280,6 +284,8 @@ class RadixTree:
         node.key = node.key[cut:]
         node.digests = node.digests[num_pages:]
         node.num_pages -= num_pages
+        if node.tails:
+            upper.tails, node.tails = split_tails(node.tails, num_pages)
         if node.pages.size:
             upper.pages, node.pages = node.pages[:num_pages].copy(), node.pages[num_pages:].copy()
             upper.num_device_children = 1
@@ -302,6 +308,8 @@ class RadixTree:
         node.digests = parent.digests + node.digests
         node.pages = np.concatenate((parent.pages, node.pages))
         node.host_pages = np.concatenate((parent.host_pages, node.host_pages))
+        if parent.tails or node.tails:
+            node.tails, parent.tails = join_tails(parent.tails or {}, node.tails or {}, parent.num_pages), None
         node.num_pages += parent.num_pages
         node.written_step = max(parent.written_step, node.written_step)
         node.parent = parent.parent
@@ -354,6 +362,7 @@ class RadixTree:
         leaf.host_pages = leaf.host_pages[:keep].copy()
         leaf.digests = leaf.digests[:keep]
         leaf.num_pages = keep
+        leaf.tails = close_tails(leaf.tails, keep) if leaf.tails else None
         return removed
 
     def unlink(self, node: Node) -> None:
@@ -383,3 +392,4 @@ def clear(node: Node) -> None:
     node.is_spare = False
     node.retained_until_s = 0
     node.children = {}
+    node.tails = close_tails(node.tails) if node.tails else None

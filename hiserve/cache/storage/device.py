@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hiserve.core.forward import LayerKV
-from hiserve.core.kv_groups import CacheGroupSpec
+from hiserve.core.kv_groups import CacheGroupSpec, CachePlan, Space
 
 
 def storage_shape(group: CacheGroupSpec, num_pages: int, page_size: int) -> tuple[int, ...]:
@@ -33,14 +33,23 @@ class DevicePool:
         num_pages: Pages, the padding page included.
         page_size: Tokens per page.
         device: ``cpu`` or ``cuda``.
+        num_window_pages: Pages of the groups in ``Space.WINDOW``, their padding page included.
     """
 
-    def __init__(self, groups: Sequence[CacheGroupSpec], num_pages: int, page_size: int, device: str) -> None:
+    def __init__(
+        self,
+        groups: Sequence[CacheGroupSpec],
+        num_pages: int,
+        page_size: int,
+        device: str,
+        num_window_pages: int = 0,
+    ) -> None:
         self._storages: dict[str, Tensor] = {}
         self._layers: dict[str, tuple[LayerKV, ...]] = {}
         for group in groups:
             assert group.name not in self._layers, f"two KV groups are named {group.name!r}"
-            shape = storage_shape(group, num_pages, page_size)
+            count = num_window_pages if group.space is Space.WINDOW else num_pages
+            shape = storage_shape(group, count, page_size)
             # Not cleared: unallocated pages may hold any bytes, and touching them all would take seconds.
             storage = torch.empty(shape, dtype=getattr(torch, group.dtype), device=device)
             self._storages[group.name] = storage
@@ -54,6 +63,10 @@ class DevicePool:
     def layers(self, group: str) -> tuple[LayerKV, ...]:
         """Returns the views of a group's layers, in order."""
         return self._layers[group]
+
+    def model_layers(self, plan: CachePlan) -> tuple[LayerKV, ...]:
+        """Returns the views of a model's layers, in order."""
+        return tuple(self._layers[group][index] for group, index in plan.layers)
 
     def storage(self, group: str) -> Tensor:
         """Returns all memory of a group; see ``storage_shape``."""

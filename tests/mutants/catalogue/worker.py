@@ -2,7 +2,20 @@
 
 from hiserve.cache.index import store_sync
 from hiserve.core import step_faults
-from hiserve.engine import admission, budget, executor, in_flight, loop, page_tables, planner, rows, service, store_prefetch, watching
+from hiserve.engine import (
+    admission,
+    budget,
+    executor,
+    in_flight,
+    loop,
+    page_tables,
+    planner,
+    rows,
+    service,
+    stop_tokens,
+    store_prefetch,
+    watching,
+)
 from tests.invariants import test_planner_tiers as invariants_test_planner_tiers
 from tests.invariants import test_reported_bugs_life
 from tests.unit.core import test_step_faults
@@ -44,7 +57,7 @@ with rows.RowState.append, test_rows.test_lengths_are_in_order_from_admission_to
     "INV 71: rejected drafts stay settled"
     self.settled[rows] -= rejected
     self.settled[rows] -= 0
-with rows.RowState._cut, test_planner.test_a_stop_token_inside_an_accepted_run_cuts_the_rest:
+with stop_tokens.StopTokens.cut, test_planner.test_a_stop_token_inside_an_accepted_run_cuts_the_rest:
     "INV 1: tokens after a stop token are kept"
     counts[ends] = is_end[ends].argmax(axis=1) + 1
     pass

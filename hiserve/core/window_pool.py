@@ -1,0 +1,87 @@
+"""The size of the pool of layers with a window, beside that of the other layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from hiserve.config.serving import Auto
+from hiserve.core.windows import WindowLimits
+from hiserve.errors import ConfigError
+
+# Of the memory of both pools: the share of window pages, within bounds, by the tokens of history for each tail.
+TAIL_TOKENS, LEAST_SHARE, MOST_SHARE = 1500, 1 / 8, 2 / 3
+
+
+def plan_windows(given: int | Auto, obstacles: Sequence[str]) -> bool:
+    """Returns whether layers with a window have pages of their own.
+
+    Args:
+        given: ``--window-pages``.
+        obstacles: Reasons why they cannot.
+
+    Raises:
+        ConfigError: They are asked for, and cannot.
+    """
+    if obstacles and given not in ("auto", 0):
+        raise ConfigError(
+            f"--window-pages is {given}, for layers with pages of their own, but {obstacles[0]}. Leave it out.",
+            param="window_pages",
+        )
+    return not obstacles and given != 0
+
+
+class WindowPool(msgspec.Struct, frozen=True, kw_only=True):
+    """The pool of layers with a window."""
+
+    limits: WindowLimits | None  # None without such a pool
+    slot_elements: int  # elements of a token in these layers
+    element_bytes: int
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page; 0 without a pool."""
+        return 0 if self.limits is None else self.limits.page_size * self.slot_elements * self.element_bytes
+
+    def bytes_per_page(self, page_bytes: int) -> float:
+        """Returns the bytes of window pages under ``auto`` for each page of the other layers, of ``page_bytes``.
+
+        Of the memory of both, t / (t + 1500 h) is for windows: t bytes of a tail, h of the history of a token. This was
+        the best share in simulated traffic of chats and agents.
+        """
+        if self.limits is None:
+            return 0.0
+        tail = self.limits.tail_pages * self.page_bytes
+        history = page_bytes / self.limits.page_size
+        share = min(MOST_SHARE, max(LEAST_SHARE, tail / (tail + TAIL_TOKENS * history)))
+        return page_bytes * share / (1 - share)
+
+    def size(self, given: int | Auto, pages: int, num_bytes: int, rows: int) -> tuple[int, str]:
+        """Returns the pages of the pool, and the reason; empty if they were given.
+
+        Args:
+            given: ``--window-pages``.
+            pages: Of the other layers.
+            num_bytes: All of them.
+            rows: Requests that run at once.
+
+        Raises:
+            ConfigError: The given pages do not hold one row and a step.
+        """
+        limits = self.limits
+        if limits is None:
+            return 0, "" if given == 0 else "all layers share their pages"
+        if given == "auto":
+            share = int(self.bytes_per_page(num_bytes // pages) * pages / self.page_bytes)
+            return max(limits.least_pages, min(share, pages + limits.most_pages(rows))), f"beside {pages} KV pages"
+        if given < limits.least_pages:
+            raise ConfigError(
+                f"--window-pages is {given} but a row and the tokens of a step take {limits.least_pages}. Raise it, lower "
+                "--max-batched-tokens, or give 0.",
+                param="window_pages",
+            )
+        return given, ""
+
+
+NO_WINDOW_POOL = WindowPool(limits=None, slot_elements=0, element_bytes=0)

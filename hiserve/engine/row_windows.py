@@ -1,0 +1,126 @@
+"""The window pages of the rows: given for a step, freed while the row runs, kept in tails at wanted boundaries."""
+
+from __future__ import annotations
+
+from bisect import insort
+
+import numpy as np
+
+from hiserve.cache.index.prefix_cache import Match, PrefixCache, PrefixLock, Tail, WindowPages
+from hiserve.core.plan import Int32Array, Int64Array
+from hiserve.core.windows import WindowLimits
+from hiserve.engine.page_tables import PageTables
+
+
+class RowWindows:
+    """The part of the rows' state that concerns window layers. Pages below a row's window are given back as it goes on.
+
+    A page is given back once no step in flight or later one reads it: every position that they compute is settled, or
+    follows a settled one. The tail at the last published boundary is therefore always whole.
+
+    Args:
+        generation: int64 ``[R]``. Number of the request in each row; ``RowState`` writes it.
+        max_len: Longest row, in tokens.
+
+    Attributes:
+        tables: Window tables, by the entries of the page tables; those below ``first`` mean nothing.
+        first: int32 ``[R]``. First entry that the row holds.
+        promised: int32 ``[R]``. Pages promised to the row, those of its prompt tokens in flight not counted.
+    """
+
+    def __init__(
+        self, cache: PrefixCache, windows: WindowPages, limits: WindowLimits, generation: Int64Array, max_len: int
+    ) -> None:
+        least = limits.least_pages
+        assert windows.num_pages >= least, f"{windows.num_pages} window pages; a row and its step take {least}"
+        self._cache = cache
+        self._pool = windows
+        self._limits = limits
+        self._page_size = cache.page_size
+        self.tables = PageTables(windows, generation, max_len)
+        self.first = np.zeros(generation.size, dtype=np.int32)
+        self.promised = np.zeros(generation.size, dtype=np.int32)
+        self._wanted: dict[int, list[int]] = {}  # of each row: boundaries in tokens, ascending, that get a tail
+        self._prompt_end: dict[int, int] = {}  # of each row: the last boundary in its prompt
+        self._prompt_tail: dict[int, tuple[Tail, int]] = {}  # the tail there, and the time of its use
+
+    def has_room(self, limit: int) -> bool:
+        """Whether another row of at most ``limit`` tokens can run beside the others, without a page of theirs."""
+        left = self._pool.num_pages - 1 - self._limits.step_pages - int(self.promised.sum())
+        return self._limits.promised_pages(limit) <= left
+
+    def admit(self, row: int, num_known: int, limit: int, match: Match) -> None:
+        """Starts a row behind its cached prefix, and chooses the boundaries of its prompt that get a tail.
+
+        Args:
+            row: Was free.
+            num_known: Tokens of the request.
+            limit: Longest that it may get.
+            match: Of its cached prefix.
+        """
+        start, tail = match.num_tokens, match.tail
+        page_size, every = self._page_size, self._limits.tail_every
+        self.promised[row] = self._limits.promised_pages(limit)
+        pages = np.empty(0, dtype=np.int32) if tail is None else tail.pages
+        if tail is not None:
+            self._pool.hold(pages)
+        self.first[row] = start // page_size - pages.size
+        self.tables.bind(row, pages, int(self.first[row]))
+        prompt_end = (num_known - 1) // page_size * page_size
+        wanted = {prompt_end, match.num_history_tokens, *(range(every, prompt_end, every) if every else ())}
+        self._wanted[row] = sorted(boundary for boundary in wanted if boundary > start)
+        self._prompt_end[row] = prompt_end
+
+    def want(self, row: int, num_tokens: int) -> None:
+        """Asks a row for a tail at a boundary that it has not published."""
+        if num_tokens not in self._wanted[row]:
+            insort(self._wanted[row], num_tokens)
+
+    def grow(self, rows: Int64Array, end: Int32Array) -> None:
+        """Gives rows (int64 ``[n]``) window pages for so many tokens (int32 ``[n]``)."""
+        has_all = self.tables.grow(rows, end)
+        assert has_all, "window pages are promised to rows"
+
+    def publish(self, row: int, num_pages: int, lock: PrefixLock) -> None:
+        """Keeps tails at the wanted boundaries that a row has published, and gives back the pages behind its window.
+
+        Args:
+            row: The row.
+            num_pages: Its published pages.
+            lock: On them.
+        """
+        wanted = self._wanted[row]
+        while wanted and wanted[0] <= num_pages * self._page_size:
+            boundary = wanted.pop(0)
+            tail = self._keep(row, boundary, num_pages, lock)
+            if boundary == self._prompt_end[row]:
+                self._prompt_tail[row] = tail, tail.last_used
+        first = min(self._first_of(num_pages * self._page_size), int(self.tables.num_pages[row]))
+        if first > self.first[row]:
+            self._pool.drop(self.tables.pages[row, self.first[row] : first])
+            self.first[row] = first
+
+    def release(self, row: int, num_pages: int, lock: PrefixLock) -> None:
+        """Keeps a tail at the end of what a row has published, and gives back all its pages."""
+        if num_pages:
+            self._keep(row, num_pages * self._page_size, num_pages, lock)
+        tail, last_used = self._prompt_tail.pop(row, (None, 0))
+        if tail is not None and tail.is_open and tail.last_used == last_used:
+            self._pool.touch(tail, 0)  # a repeated prompt is rarer than a next turn
+        self._pool.drop(self.tables.pages[row, self.first[row] : self.tables.num_pages[row]])
+        self.promised[row] = self.first[row] = self.tables.num_pages[row] = 0
+        del self._wanted[row], self._prompt_end[row]
+
+    def _keep(self, row: int, num_tokens: int, num_published: int, lock: PrefixLock) -> Tail:
+        first, end = self._first_of(num_tokens), num_tokens // self._page_size
+        assert first >= self.first[row], f"row {row} holds pages from {self.first[row]} on, its tail starts at {first}"
+        return self._cache.keep_tail(lock, num_published - end, self.tables.pages[row, first:end])
+
+    def _first_of(self, num_tokens: int) -> int:
+        """Returns the first entry that a token at position ``num_tokens`` sees."""
+        return max(0, num_tokens - self._limits.window + 1) // self._page_size
+
+    def check(self, rows: Int64Array) -> None:
+        """Asserts that rows (int64 ``[n]``) hold no more than their bounds (for tests)."""
+        held = self.tables.num_pages[rows] - self.first[rows]
+        assert int(held.sum()) <= int(self.promised[rows].sum()) + self._limits.step_pages, f"{rows} hold {held} pages"
