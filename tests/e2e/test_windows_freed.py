@@ -1,0 +1,198 @@
+"""Layers with a window have pages of their own: freed while rows run, and the same tokens as if all were kept.
+
+Exact, in float64, against an engine that keeps all pages; pages that nobody holds are NaN (``WindowPool``).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hiserve import LLM, SamplingParams
+from hiserve.engine.loop import Engine
+from hiserve.errors import ConfigError
+from hiserve.llm.outputs import RequestOutput
+from tests.helpers.recorded_llm import allow_recording
+from tests.helpers.tiered import engine_of
+from tests.helpers.window_models import SETTINGS, VOCAB, WINDOW, WindowPool, save_windows
+
+NUM_NEW = 20
+PAGE = int(SETTINGS["page_size"])
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
+DRAWN = SamplingParams(temperature=0.9, seed=5, max_tokens=NUM_NEW, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return save_windows(tmp_path_factory.mktemp("windows"))
+
+
+def prompts_of(seed: int = 0) -> list[list[int]]:
+    """Prompts that share beginnings of any length and repeat themselves."""
+    rng = np.random.default_rng(seed)
+    base = rng.integers(7, VOCAB, 60).tolist()
+    return [
+        base[: int(rng.integers(0, 60))] + rng.integers(7, VOCAB, int(rng.integers(1, 9))).tolist() * 3
+        for _ in range(8)
+    ]
+
+
+def told(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def converse(llm: LLM, sampling: SamplingParams) -> tuple[list[list[int]], list[RequestOutput]]:
+    """First turns; then each again, and its next turn. Returns all tokens, and the later outputs."""
+    prompts = prompts_of()
+    first = llm.generate(prompts, sampling)
+    again = llm.generate(prompts, sampling)
+    turns = [[*prompt, *reply, 8, 9] for prompt, reply in zip(prompts, told(first), strict=True)]
+    later = [*again, *llm.generate(turns, sampling)]
+    return told(first) + told(later), later
+
+
+@lru_cache
+def expected(folder: Path, sampling: SamplingParams) -> list[list[int]]:
+    """Of an engine that keeps all pages, and reuses none."""
+    kept = {"window_pages": 0, "disable_prefix_cache": True}
+    with LLM(model=str(folder), **SETTINGS | kept) as llm:
+        assert engine_of(llm)._planner._cache.windows is None
+        return converse(llm, sampling)[0]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "pages of one token": {"page_size": 1, "kv_pages": 600, "window_pages": 300},
+    "pages longer than the window": {"page_size": 16},
+    "chunks of a few tokens": {"max_batched_tokens": 5},
+    "few tails": {"window_pages": 44},
+    "reference attention": {"attention_backend": "reference"},
+    "preemption": {"kv_pages": 45, "max_model_len": 128},
+    "overlap": {"overlap": 1},
+    "drafts": {"spec": "ngram", "spec_steps": 3},
+    "drafts, overlap, preemption, few tails": {
+        "spec": "ngram",
+        "spec_steps": 3,
+        "overlap": 1,
+        "kv_pages": 45,
+        "max_model_len": 128,
+        "window_pages": 48,
+    },
+    "graphs": {"graphs": "all"},
+    "graphs, drafts, overlap": {"graphs": "all", "spec": "ngram", "spec_steps": 2, "overlap": 1},
+}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_depend_neither_on_freed_pages_nor_on_hits(
+    case: str, sampling: SamplingParams, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """H1, H2, H5, H12 and, with graphs, H13: a graph crosses windows and pages and equals the eager engine."""
+    options, pools = SETTINGS | CASES[case], WindowPool(monkeypatch)
+    executors = allow_recording(monkeypatch) if "graphs" in options else []
+    with LLM(model=str(folder), **options) as llm:
+        engine = pools.watch(llm)
+        tokens, later = converse(llm, sampling)
+        assert tokens == expected(folder, sampling)
+        stats, windows = engine.stats(), engine._planner._cache.windows
+        assert stats.stale_rows == 0 and (stats.preemptions > 0) == ("preemption" in case)
+        assert windows is not None and sum(output.cached.num_tokens for output in later) > 0
+        for executor in executors:
+            assert sum(executor.gate_counts().get("replay", {}).values()) > 10
+        engine.flush()
+        assert windows.num_tails == 0 and windows.num_free == windows.num_pages - 1
+
+
+@pytest.mark.parametrize("options", [{}, {"spec": "ngram", "spec_steps": 3, "overlap": 1}], ids=["plain", "drafts"])
+def test_drafts_shorten_no_hit(options: dict[str, Any], folder: Path) -> None:
+    """H9: a repeated prompt of L tokens has floor_P(L - 1), a next turn floor_P(settled)."""
+    rng = np.random.default_rng(1)
+    with LLM(model=str(folder), **SETTINGS | {"window_pages": 400} | options) as llm:
+        for length in range(1, 3 * PAGE + WINDOW):
+            prompt = rng.integers(7, VOCAB, length).tolist()
+            (first,) = llm.generate([prompt], GREEDY)
+            (again,) = llm.generate([prompt], GREEDY)
+            assert again.cached.num_tokens == (length - 1) // PAGE * PAGE
+            settled = length + NUM_NEW - 1  # of the last token nothing was computed
+            (turn,) = llm.generate([[*prompt, *told([first])[0], 8, 9]], GREEDY)
+            assert turn.cached.num_tokens == settled // PAGE * PAGE, length
+
+
+def poison_below(engine: Engine, pools: WindowPool, prompt: list[int], position: int) -> None:
+    """Makes the window layers' keys and values of a cached prompt NaN up to a position."""
+    cache, storage = engine._planner._cache, pools.made[-1].storage("swa")
+    match = cache.match(b"", np.array(prompt, dtype=np.int32).tobytes())
+    assert match.tail is not None
+    first = match.num_tokens // PAGE - match.tail.pages.size
+    for index, page in enumerate(match.tail.pages.tolist(), start=first):
+        count = max(0, min(PAGE, position + 1 - index * PAGE))
+        storage[:, :, page * PAGE : page * PAGE + count] = torch.nan
+
+
+@pytest.mark.parametrize("length", range(WINDOW + 2, WINDOW + 2 + 2 * PAGE))
+def test_a_tail_suffices_and_one_row_less_does_not(length: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """H4: [B - w + 1, B) of the window layers, and nothing below."""
+    pools = WindowPool(monkeypatch)
+    prompt = np.random.default_rng(length).integers(7, VOCAB, length).tolist()
+    with LLM(model=str(folder), **SETTINGS) as llm:
+        engine = engine_of(llm)
+        expected_tokens = told(llm.generate([prompt], GREEDY))
+        boundary = (length - 1) // PAGE * PAGE
+        poison_below(engine, pools, prompt, boundary - WINDOW)
+        (again,) = llm.generate([prompt], GREEDY)
+        assert again.cached.num_tokens == boundary and told([again]) == expected_tokens
+        poison_below(engine, pools, prompt, boundary - WINDOW + 1)
+        assert told(llm.generate([prompt], GREEDY)) != expected_tokens
+
+
+def test_a_branch_gets_a_tail_when_it_is_missed(folder: Path) -> None:
+    """The first prompt that leaves another one midway computes the rest; the next has the shared part from the cache."""
+    rng = np.random.default_rng(2)
+    shared = rng.integers(7, VOCAB, 40).tolist()
+    asked = [shared + rng.integers(7, VOCAB, 30).tolist() for _ in range(3)]
+    with LLM(model=str(folder), **SETTINGS | {"window_pages": 400}) as llm:
+        cached = [llm.generate([prompt], GREEDY)[0].cached for prompt in asked]
+    assert [each.num_tokens for each in cached] == [0, 0, 40]
+    assert (cached[1].miss, cached[1].miss_at) == ("no_tail", 0)
+
+
+def test_a_prompt_waits_for_the_tail_of_the_row_ahead(folder: Path) -> None:
+    rng = np.random.default_rng(3)
+    shared = rng.integers(7, VOCAB, 60).tolist()
+    asked = [shared + rng.integers(7, VOCAB, 30).tolist() for _ in range(4)]
+    with LLM(model=str(folder), **SETTINGS | {"window_pages": 400}) as llm:
+        cached = [output.cached.num_tokens for output in llm.generate(asked, GREEDY)]
+    assert cached == [0, 60, 60, 60]
+
+
+REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"host_cache_gib": 0.01}, "do not go to the host: give --host-cache-gib 0"),
+    ({"kv_canary": True}, "they have no canary"),
+    ({"window_pages": 9}, "a row and the tokens of a step take 12"),
+)
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_what_window_pages_cannot_do_is_refused(options: dict[str, Any], message: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        LLM(model=str(folder), **SETTINGS | options)
+    assert caught.value.param == "window_pages"
+
+
+def test_a_model_with_one_kind_of_layer_has_no_window_pages() -> None:
+    with pytest.raises(ConfigError, match="the model has not both layers with a window and layers without"):
+        LLM(model="hiserve-nano", **SETTINGS)
+
+
+@pytest.mark.parametrize("host_gib", [0, 0.05])
+def test_auto_frees_windows_where_there_is_no_host_cache(host_gib: float, folder: Path) -> None:
+    with LLM(model=str(folder), **SETTINGS | {"window_pages": "auto", "host_cache_gib": host_gib}) as llm:
+        assert (engine_of(llm)._planner._cache.windows is None) == bool(host_gib)
+        assert len(told(llm.generate(prompts_of(), GREEDY))) == 8

@@ -1,0 +1,78 @@
+"""A small random model with windows in some layers, engines around it, and memory that nobody may read."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hiserve.engine.build as build
+from hiserve import LLM
+from hiserve.cache.storage.device import DevicePool
+from hiserve.engine.loop import Engine
+from hiserve.models.model_config import NANO, find_model
+from tests.helpers.models import save_family
+from tests.helpers.tiered import engine_of
+
+WINDOW, VOCAB = 12, 4096
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float64",
+    "max_model_len": 160,
+    "page_size": 4,
+    "kv_pages": 200,
+    "window_pages": 120,
+    "max_running_requests": 4,
+    "max_batched_tokens": 24,
+    "cpu_threads": 1,
+    "host_cache_gib": 0,
+    "spec": "off",
+    "in_process": True,
+}
+
+
+def save_windows(folder: Path) -> Path:
+    """Saves a Qwen2 of three layers, of which the last two have a window."""
+    save_family("qwen2", folder, vocab_size=VOCAB, sliding_window=WINDOW, use_sliding_window=True, max_window_layers=1)
+    shutil.copy(find_model(NANO) / "tokenizer.json", folder)
+    return folder
+
+
+class WindowPool:
+    """The pools that engines make while a test runs; after each step, window pages without a holder become NaN."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.made: list[DevicePool] = []
+        make = DevicePool
+
+        def kept(*args: Any) -> DevicePool:
+            self.made.append(make(*args))
+            return self.made[-1]
+
+        patch.setattr(build, "DevicePool", kept)
+
+    def watch(self, llm: LLM, then: Callable[[Engine], None] = lambda engine: None) -> Engine:
+        """Checks an engine after each of its steps, all of whose results must be in, and poisons free pages."""
+        engine, storage = engine_of(llm), self.made[-1].storage("swa")
+        step = engine.step
+
+        def watched() -> Any:
+            updates = step()
+            windows = engine._planner._cache.windows
+            assert windows is not None
+            windows.check()
+            engine._planner._rows.check()
+            if not engine._in_flight:
+                free = torch.from_numpy(np.flatnonzero(windows.num_refs == 0)[1:])
+                pages = storage.view(*storage.shape[:2], -1, windows.page_size, *storage.shape[3:])
+                pages[:, :, free] = torch.nan
+            then(engine)
+            return updates
+
+        engine.step = watched  # type: ignore[method-assign]
+        return engine

@@ -1,0 +1,58 @@
+"""Layers with a window: their pages, tails and resume points."""
+
+from hiserve.attention import reference_attention
+from hiserve.cache.index import prefixes, radix, tails, window_pages
+from hiserve.core import windows
+from hiserve.engine import row_windows
+from hiserve.runners import inputs
+from tests.e2e import test_windows_freed
+from tests.invariants import test_tails
+from tests.unit.cache import test_window_pages
+
+with window_pages.WindowPages.drop, test_window_pages.test_free_and_held_pages_partition_the_pool_whatever_rows_and_tails_do:
+    "INV H1: a window page is free while a tail holds it"
+    self._pages.free(pages[left == 0])
+    self._pages.free(pages)
+with window_pages.WindowPages.touch, test_window_pages.test_the_least_recently_used_tails_go_first_and_only_when_pages_are_short:
+    "tails: a use does not move a tail to the end of the order"
+    self._add(tail)
+    pass
+with (
+    reference_attention.ReferenceAttention.plan,
+    test_windows_freed.test_tokens_depend_neither_on_freed_pages_nor_on_hits["reference attention-greedy"],
+):
+    "INV H5: layers with a window read the pages of the others"
+    inputs.window_table, unread | (self._keys <= first - window)
+    inputs.page_table, unread | (self._keys <= first - window)
+with row_windows.RowWindows.publish, test_windows_freed.test_tokens_depend_neither_on_freed_pages_nor_on_hits["plain-greedy"]:
+    "INV H2: a page is given back that the next token sees"
+    self._first_of(num_pages * self._page_size)
+    self._first_of(num_pages * self._page_size) + 1
+with prefixes.deepest_tail, test_tails.test_match_is_the_deepest_resume_point_whatever_came_and_went[7]:
+    "INV H3: a tail behind the match is taken"
+    at <= num_pages and tail.is_open
+    tail.is_open
+with radix.RadixTree.trim, test_tails.test_match_is_the_deepest_resume_point_whatever_came_and_went[7]:
+    "INV H3: a tail outlives the pages before it"
+    close_tails(leaf.tails, keep) if leaf.tails else None
+    leaf.tails
+with tails.split_tails, test_tails.test_match_is_the_deepest_resume_point_whatever_came_and_went[7]:
+    "INV H3: the tails of the lower part of a node keep their places when it is cut"
+    at - num_pages
+    at
+with row_windows.RowWindows._first_of, test_windows_freed.test_a_tail_suffices_and_one_row_less_does_not[18]:
+    "INV H4: a tail lacks its first position"
+    num_tokens - self._limits.window + 1
+    num_tokens - self._limits.window + 5
+with row_windows.RowWindows.release, test_windows_freed.test_drafts_shorten_no_hit["drafts"]:
+    "INV H9: the end of a request gets no tail"
+    self._keep(row, num_pages * self._page_size, num_pages, lock)
+    pass
+with windows.WindowLimits.row_pages, test_window_pages.test_the_bound_of_a_row_is_attained_and_not_exceeded[4]:
+    "INV H12: the bound of a row leaves out its drafts"
+    (self.depth + 1) * (self.num_draft + 1) + self.num_draft
+    self.depth + 1
+with inputs.put_tokens, test_windows_freed.test_tokens_depend_neither_on_freed_pages_nor_on_hits["graphs-greedy"]:
+    "INV H13: a replay writes the window pages of another step"
+    static.window_slots[:num_tokens].copy_(inputs.window_slots)
+    pass

@@ -1,0 +1,99 @@
+"""Window pages: free ones and held ones partition the pool, and tails go least recently used first."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from hiserve.cache.index.tails import Tail
+from hiserve.cache.index.window_pages import WindowPages
+from hiserve.core.windows import WindowLimits, tail_interval
+
+ANY = 0
+
+
+def wish(count: int) -> np.ndarray:
+    return np.full(count, ANY, dtype=np.int32)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_free_and_held_pages_partition_the_pool_whatever_rows_and_tails_do(seed: int) -> None:
+    """H1, against lists of every holder."""
+    rng = np.random.default_rng(seed)
+    pool = WindowPages(40, page_size=4)
+    rows: list[np.ndarray] = []
+    tails: list[tuple[Tail, list[int]]] = []
+    for _ in range(600):
+        match int(rng.integers(5)):
+            case 0:
+                if sum(row.size for row in rows) <= 28:
+                    rows.append(pool.allocate(wish(int(rng.integers(1, 10)))))
+            case 1 if rows:
+                pool.drop(rows.pop(int(rng.integers(len(rows)))))
+            case 2 if rows:
+                row = rows[int(rng.integers(len(rows)))]
+                tails.append((pool.keep(row[-3:], int(rng.integers(1, 90))), row[-3:].tolist()))
+            case 3 if tails:
+                tail, pages = tails[int(rng.integers(len(tails)))]
+                if tail.is_open:
+                    pool.hold(tail.pages)
+                    rows.append(np.array(pages, dtype=np.int32))
+            case 4 if tails:
+                tails[int(rng.integers(len(tails)))][0].close()
+        held = Counter(page for row in rows for page in row.tolist())
+        held.update(page for tail, pages in tails if tail.is_open for page in pages)
+        assert {page: int(pool.num_refs[page]) for page in np.flatnonzero(pool.num_refs)} == dict(held)
+        assert pool.num_free == 39 - len(held) and pool.num_tails == sum(tail.is_open for tail, _ in tails)
+        pool.check()
+
+
+def test_the_least_recently_used_tails_go_first_and_only_when_pages_are_short() -> None:
+    pool = WindowPages(10, page_size=4)
+    tails = []
+    for last_used in (3, 1, 2):
+        row = pool.allocate(wish(3))
+        tails.append(pool.keep(row, last_used))
+        pool.drop(row)
+    assert pool.num_free == 0
+    pool.touch(tails[1], 4)
+    pool.allocate(wish(2))
+    assert [tail.is_open for tail in tails] == [True, True, False] and pool.num_free == 1
+    pool.touch(tails[1], 0)  # the cold end
+    pool.allocate(wish(2))
+    assert [tail.is_open for tail in tails] == [True, False, False]
+
+
+def test_a_pool_that_rows_exceed_says_so() -> None:
+    pool = WindowPages(6, page_size=4)
+    pool.allocate(wish(4))
+    with pytest.raises(AssertionError, match="2 window pages wanted, 1 free beside those of rows"):
+        pool.allocate(wish(2))
+    with pytest.raises(AssertionError, match="have no holder"):
+        pool.hold(np.array([5], dtype=np.int32))
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 4, 16])
+def test_the_bound_of_a_row_is_attained_and_not_exceeded(page_size: int) -> None:
+    """H12, by every length of a row that decodes: from the first page that its next token sees to its last draft."""
+    for num_draft in range(6):
+        for depth in (0, 1):
+            left = []
+            for window in range(1, 5 * page_size + 4):
+                limits = WindowLimits(
+                    window=window, page_size=page_size, num_draft=num_draft, depth=depth, max_batched_tokens=1
+                )
+                held = []
+                for settled in range(8 * page_size + 2 * window, 10 * page_size + 2 * window):
+                    first = (settled // page_size * page_size - window + 1) // page_size
+                    last = settled + (depth + 1) * (num_draft + 1) + num_draft - 1
+                    held.append(last // page_size - first + 1)
+                left.append(limits.row_pages - max(held))
+            ahead = (depth + 1) * (num_draft + 1) + num_draft
+            assert min(left) == max(left) == (ahead % page_size == 1 % page_size), (num_draft, depth)
+
+
+def test_tails_of_a_prompt_are_as_far_apart_as_their_bytes_ask_for() -> None:
+    assert tail_interval(3 * 2**20, 24_576, 16) == 1024
+    assert tail_interval(1, 10**6, 16) == 16
