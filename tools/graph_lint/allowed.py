@@ -18,7 +18,8 @@ _COPIED = "until an earlier step's schedule was copied, which lies before the fo
 ALLOWED = (
     Allowed("attention/cpu.py", "CpuAttention.plan", ".numpy()", _ON_CPU),
     Allowed("attention/cpu.py", "CpuAttention.plan", ".tolist()", _ON_CPU),
-    Allowed("attention/cpu.py", "CpuAttention.plan", "tensor of values", _ON_CPU),
+    Allowed("attention/cpu.py", "CpuAttention._stretches", ".tolist()", _ON_CPU),
+    Allowed("attention/cpu.py", "CpuAttention._stretches", "tensor of values", _ON_CPU),
     Allowed("attention/flashinfer.py", "_BatchSchedule.plan", "synchronize", _COPIED),
     Allowed("attention/flashinfer_calls.py", "pin", "tensor of values", _PINNED),
     Allowed("attention/flashinfer.py", "_GraphAttention.plan", "synchronize", _COPIED),
