@@ -136,7 +136,7 @@ def test_when_the_last_request_with_stop_tokens_has_left_steps_compare_with_none
     found = []
     while steps.planner.has_work:
         steps.step()
-        found.append(steps.rows._max_stops)
+        found.append(steps.rows._stops._max_stops)
     assert sorted(set(found), reverse=True) == [3, 1, 0]
 
 
