@@ -167,7 +167,7 @@ def test_a_prompt_waits_for_the_tail_of_the_row_ahead(folder: Path) -> None:
     rng = np.random.default_rng(3)
     shared = rng.integers(7, VOCAB, 60).tolist()
     asked = [shared + rng.integers(7, VOCAB, 30).tolist() for _ in range(4)]
-    with LLM(model=str(folder), **SETTINGS | {"window_pages": 400}) as llm:
+    with LLM(model=str(folder), **SETTINGS | {"window_pages": 400, "max_batched_tokens": 128}) as llm:
         cached = [output.cached.num_tokens for output in llm.generate(asked, GREEDY)]
     assert cached == [0, 60, 60, 60]
 

@@ -32,11 +32,11 @@ with prefixes.deepest_tail, test_tails.test_match_is_the_deepest_resume_point_wh
     "INV H3: a tail behind the match is taken"
     at <= num_pages and tail.is_open
     tail.is_open
-with radix.RadixTree.trim, test_tails.test_match_is_the_deepest_resume_point_whatever_came_and_went[7]:
+with radix.RadixTree.trim, test_tails.test_match_is_the_deepest_resume_point_whatever_came_and_went[19]:
     "INV H3: a tail outlives the pages before it"
     close_tails(leaf.tails, keep) if leaf.tails else None
     leaf.tails
-with tails.split_tails, test_tails.test_match_is_the_deepest_resume_point_whatever_came_and_went[7]:
+with tails.split_tails, test_tails.test_match_is_the_deepest_resume_point_whatever_came_and_went[19]:
     "INV H3: the tails of the lower part of a node keep their places when it is cut"
     at - num_pages
     at
