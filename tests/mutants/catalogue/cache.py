@@ -118,6 +118,10 @@ with retention.Retention.expire, test_retention.test_a_retained_prefix_outlives_
     "INV 77: retention has no end"
     0 < step.retained_until_s <= now_s
     False
+with retention.Retention._add, test_retained_pages.test_a_prefix_that_is_used_for_ever_has_a_bounded_record:
+    "INV 77: a sweep of the ends of retention loses nodes, which are then retained for ever"
+    [node for node in self._tree.nodes() if node.retained_until_s]
+    [node]
 with retention.Retention.restore, test_retained_pages.test_recovered_pages_are_retained_until_the_time_that_was_recorded:
     "INV 77: recovered pages are evicted like all others"
     until_s > 0
