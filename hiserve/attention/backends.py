@@ -40,7 +40,9 @@ class _Backend:
     has_sinks: bool = True  # supports ``AttentionShape.sinks``
     has_hidden_first: bool = True  # supports ``AttentionShape.hides_first``
     has_trees: bool = True  # supports ``ForwardInputs.tree_mask``
-    has_latents: bool = False  # supports ``AttentionShape.latent``: values that are a part of the keys
+    # Module and class that compute absorbed queries of ``AttentionShape.latent``; None has no latent attention.
+    absorbed: tuple[str, str] | None = None
+    min_latent: int = 1  # least elements of latents and rotated keys, which are powers of 2 if it is more
     has_device_lengths: bool = True  # needs no lengths from the host: the class has ``needs_host_lengths`` False
 
     def refusal(self, shape: AttentionShape, device: torch.device, has_trees: bool) -> str | None:
@@ -60,14 +62,25 @@ class _Backend:
             "attention sinks": (any(sink is not None for sink in shape.sinks), self.has_sinks),
             "hidden first positions": (shape.hides_first, self.has_hidden_first),
             "tree masks": (has_trees, self.has_trees),
-            "latent attention": (shape.latent is not None, self.has_latents),
+            "latent attention": (shape.latent is not None, self.absorbed is not None),
+            f"latents or rotated keys but of powers of 2 from {self.min_latent} on": (
+                self._has_odd_sizes(shape),
+                False,
+            ),
         }
         lacks = [name for name, (is_needed, is_there) in features.items() if is_needed and not is_there]
         return f"has no {' and no '.join(lacks)}" if lacks else None
 
     def open(self, shape: AttentionShape) -> Attention:
         """Imports the module and creates the backend."""
-        return open_with(shape, self._class)
+        if shape.latent is None or self.absorbed is None:
+            return cast("Attention", self._class(shape))
+        module, name = self.absorbed
+        return open_with(shape, getattr(importlib.import_module(module), name))
+
+    def _has_odd_sizes(self, shape: AttentionShape) -> bool:
+        sizes = () if shape.latent is None else (shape.latent.rank, shape.latent.rope_dim)
+        return self.min_latent > 1 and any(size < self.min_latent or size & (size - 1) for size in sizes)
 
     def open_later(self, shape: AttentionShape) -> LaterAttention:
         """Like ``open``, without waiting for the compilers."""
@@ -86,6 +99,8 @@ _BACKENDS = {
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         package="triton",
         max_group=128,
+        absorbed=("hiserve.attention.latent_triton", "TritonLatentAttention"),
+        min_latent=16,
     ),
     "flashinfer": _Backend(
         "hiserve.attention.flashinfer",
@@ -105,10 +120,13 @@ _BACKENDS = {
         devices=("cpu",),
         has_hidden_first=False,
         has_trees=False,
-        has_latents=True,
+        absorbed=("hiserve.attention.cpu", "CpuAttention"),
     ),
     "reference": _Backend(
-        "hiserve.attention.reference_attention", "ReferenceAttention", devices=("cpu", "cuda"), has_latents=True
+        "hiserve.attention.reference_attention",
+        "ReferenceAttention",
+        devices=("cpu", "cuda"),
+        absorbed=("hiserve.attention.reference_attention", "ReferenceAttention"),
     ),
 }
 

@@ -1,6 +1,16 @@
 """Triton kernels and their torch twins."""
 
-from hiserve.kernels import attention_blocks, attention_decode, draft_reference, draw, fused, reference, step_reference, step_triton
+from hiserve.kernels import (
+    attention_blocks,
+    attention_decode,
+    draft_reference,
+    draw,
+    fused,
+    latent_decode,
+    reference,
+    step_reference,
+    step_triton,
+)
 from tests.unit.kernels import (
     test_attention_decode,
     test_attention_extend,
@@ -8,6 +18,7 @@ from tests.unit.kernels import (
     test_draft_window,
     test_draw,
     test_large_pools,
+    test_latent_decode,
     test_launch,
     test_random,
     test_reference,
@@ -66,3 +77,11 @@ with reference.act_mul, test_reference.test_a_limited_activation_cuts_the_gate_a
     "the limit of an activation cuts the gate alone"
     up.clamp(-activation.limit, activation.limit)
     up
+with latent_decode._join, test_latent_decode.test_parts_of_rows_are_joined_by_their_sums_whatever_the_lengths:
+    "parts of a row of latents count alike"
+    tl.exp2((logs - base) * _LOG2_E)
+    tl.where(logs > -float("inf"), 1.0, 0.0)
+with latent_decode._attend, test_latent_decode.test_ragged_rows_see_what_the_reference_sees:
+    "a draft sees the drafts after it"
+    is_key[None, :] & (key[None, :] <= last[:, None])
+    is_key[None, :]

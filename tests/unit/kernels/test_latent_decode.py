@@ -1,0 +1,134 @@
+"""The kernel of absorbed queries against the reference backend, run by Triton's interpreter."""
+
+from __future__ import annotations
+
+from tests.helpers.interpreted import run_interpreted
+
+HEADER = """
+import dataclasses
+import numpy as np
+import torch
+from torch.testing import assert_close
+from hiserve.attention.base import AttentionShape
+from hiserve.attention.latent_triton import TritonLatentAttention
+from hiserve.attention.reference_attention import ReferenceAttention
+from hiserve.core.forward import ForwardInputs, LayerKV
+from hiserve.kernels import latent_decode
+
+torch.set_num_threads(1)
+RANK, ROPE = 32, 16
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
+
+def batch(rows, num_decode, page_size, heads, dtype, hides_first=False):
+    torch.manual_seed(len(rows) + heads + page_size)
+    lengths = [cached + new for cached, new in rows]
+    pages = [-(-length // page_size) for length in lengths]
+    order = torch.randperm(sum(pages)).add_(1).split(pages)
+    table = torch.full((len(rows), max(pages)), 2**31 - 1, dtype=torch.int32)
+    pool = torch.full(((sum(pages) + 1) * page_size, 1, RANK + ROPE), torch.nan, dtype=dtype)
+    for row, mine in enumerate(order):
+        table[row, : len(mine)] = mine
+        positions = torch.arange(lengths[row])
+        places = mine[positions // page_size] * page_size + positions % page_size
+        pool[places] = torch.randn(len(places), 1, RANK + ROPE).to(dtype)
+        if hides_first:
+            pool[places[0]] = torch.nan
+    q_lens = np.array([new for _, new in rows], dtype=np.int32)
+    inputs = ForwardInputs(
+        input_ids=torch.zeros(int(q_lens.sum()), dtype=torch.int32),
+        positions=torch.cat([torch.arange(cached, cached + new) for cached, new in rows]),
+        slots=torch.zeros(int(q_lens.sum()), dtype=torch.int64),
+        token_rows=torch.repeat_interleave(torch.arange(len(rows)), torch.from_numpy(q_lens).long()),
+        qo_indptr=torch.from_numpy(np.concatenate(([0], q_lens.cumsum())).astype(np.int32)),
+        kv_lens=torch.tensor(lengths), page_table=table, logits_rows=torch.zeros(0, dtype=torch.int64),
+        q_lens=q_lens, kv_bounds=np.array(lengths, dtype=np.int32), max_kv_len=max(lengths), num_decode=num_decode)
+    q = torch.randn(int(q_lens.sum()), heads, RANK + ROPE).to(dtype)
+    shape = AttentionShape(1, heads, 1, RANK + ROPE, page_size, dtype, hides_first=hides_first)
+    return shape, inputs, q, LayerKV(k=pool, v=pool[..., :RANK])
+
+def attend(attention, inputs, q, kv):
+    attention.plan(inputs)
+    return attention.forward(q, q[:, :1], q[:, :1, :RANK], kv, 0)
+
+def check(shape, inputs, q, kv):
+    expected = attend(ReferenceAttention(shape), inputs, q, kv)
+    found = attend(TritonLatentAttention(shape), inputs, q, kv)
+    assert found.dtype == q.dtype
+    assert_close(found, expected, atol=TOLERANCE[q.dtype], rtol=TOLERANCE[q.dtype])
+    return found
+"""
+RAGGED = """
+ROWS = ((5, 1), (0, 1), (33, 1), (40, 3), (0, 9), (17, 5))
+for dtype in TOLERANCE:
+    for page_size, heads, num_decode in ((16, 4, 4), (4, 20, 3), (16, 3, 0), (1, 5, 6)):
+        check(*batch(ROWS, num_decode, page_size, heads, dtype))
+"""
+SPLIT = """
+# Parts are of at least 256 keys, so these rows have some; one is shorter than a part, one ends with a part.
+rows = ((700, 1), (3, 1), (511, 1))
+chosen = []
+choose = latent_decode.choose_num_parts
+for least in (16, 256):
+    latent_decode._MIN_PART_KEYS = least
+    for dtype in TOLERANCE:
+        shape, inputs, q, kv = batch(rows, 3, 16, 2, dtype)
+        attention = TritonLatentAttention(shape)
+        attention.plan(inputs)
+        chosen.append([part.num_parts for part in attention._parts])
+        check(shape, inputs, q, kv)
+assert all(parts[0] > 1 for parts in chosen), chosen
+latent_decode._NUM_JOINED = 2  # as many parts at a time
+check(*batch(rows, 3, 16, 2, torch.float32))
+# The same launch serves other lengths, as a graph does: parts follow the lengths on the device.
+shape, inputs, q, kv = batch(rows, 3, 16, 2, torch.float32)
+attention = TritonLatentAttention(shape)
+attention.plan(inputs)
+for lengths in ([701, 4, 512], [1, 1, 1], [16, 2, 257], [640, 3, 256]):
+    inputs.kv_lens.copy_(torch.tensor(lengths))
+    found = attention.forward(q, q[:, :1], q[:, :1, :RANK], kv, 0)
+    exact = dataclasses.replace(inputs, kv_bounds=np.array(lengths, dtype=np.int32))
+    assert_close(found, attend(ReferenceAttention(shape), exact, q, kv), atol=2e-5, rtol=2e-5)
+"""
+HIDDEN = """
+rows = ((0, 1), (40, 2), (0, 6), (300, 1))
+for least in (16, 256):
+    latent_decode._MIN_PART_KEYS = least
+    shape, inputs, q, kv = batch(rows, 2, 4, 3, torch.float32, hides_first=True)
+    found = check(shape, inputs, q, kv)
+    assert (found[inputs.positions == 0] == 0).all() and not found.isnan().any()
+"""
+PADDING = """
+# A row without tokens, and tokens of no row: as in a graph for more of both.
+shape, inputs, q, kv = batch(((5, 1), (20, 2)), 2, 16, 3, torch.float32)
+expected = attend(ReferenceAttention(shape), inputs, q, kv)
+more = dataclasses.replace(
+    inputs,
+    qo_indptr=torch.tensor([0, 1, 1, 3], dtype=torch.int32),
+    kv_lens=torch.tensor([6, 1, 22]),
+    page_table=torch.stack((inputs.page_table[0], torch.zeros_like(inputs.page_table[0]), inputs.page_table[1])),
+    q_lens=np.array([1, 1, 2], dtype=np.int32), num_decode=3)
+found = attend(TritonLatentAttention(shape), more, torch.cat((q, q)), kv)
+assert_close(found[:3], expected, atol=2e-5, rtol=2e-5)
+assert (found[3:] == 0).all()
+assert latent_decode.choose_num_parts(1, 1, 128, 8192, num_sms=132, room=40960) == 32
+assert latent_decode.choose_num_parts(32, 1, 128, 8192, num_sms=132, room=40960) == 4
+assert latent_decode.choose_num_parts(1, 1, 20, 100, num_sms=132, room=40960) == 1
+assert latent_decode.choose_num_parts(1, 1, 20, 1 << 20, num_sms=132, room=40960) == 64
+assert latent_decode.choose_num_parts(2, 500, 128, 1 << 20, num_sms=132, room=40960) == 1
+"""
+
+
+def test_ragged_rows_see_what_the_reference_sees() -> None:
+    run_interpreted(HEADER + RAGGED)
+
+
+def test_parts_of_rows_are_joined_by_their_sums_whatever_the_lengths() -> None:
+    run_interpreted(HEADER + SPLIT)
+
+
+def test_a_hidden_first_row_is_read_by_nobody() -> None:
+    run_interpreted(HEADER + HIDDEN)
+
+
+def test_rows_without_tokens_and_tokens_without_rows_change_nothing() -> None:
+    run_interpreted(HEADER + PADDING)
