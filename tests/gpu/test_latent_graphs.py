@@ -1,0 +1,59 @@
+"""Latent attention on CUDA: graphs over absorbed queries, expanded prompts, and the fused kernel of expanded ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hiserve.attention.latent import attend_dense
+from tests.helpers.cuda import decisions, fill_freed_memory, generate, graph_engine, poison, prompts_of
+from tests.helpers.latent_models import FAMILIES, save_latent
+from tests.helpers.scripted import verify
+
+pytestmark = pytest.mark.gpu
+
+NUM_NEW, WIDTH = 40, 4
+LENGTHS = [39, 3, 41, 200, 80, 17, 64]
+SIZES: dict[str, Any] = {"qk_rope_head_dim": 16}  # of a matrix product on the device
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphs_compute_what_the_reference_does(tmp_path: Path, family: str) -> None:
+    """Decode, verify and mixed steps over garbage; tokens of float64 on the device, without graphs."""
+    save_latent(family, tmp_path, **SIZES)
+    prompts = prompts_of(LENGTHS, seed=8, vocab=320)
+    reference = graph_engine(tmp_path, "off", "float64", attention="reference")
+    expected = generate(reference, prompts, NUM_NEW)
+    reference.executor.close()
+    for graphs in ("off", "all"):
+        subject = graph_engine(tmp_path, graphs, "float32", widths=(1, WIDTH) if graphs == "all" else (1,))
+        if graphs == "all":
+            fill_freed_memory(subject)
+            poison(subject)
+        for _ in range(2):  # over rows that others had
+            assert generate(subject, prompts, NUM_NEW) == expected, graphs
+        assert verify(subject, prompts, expected, WIDTH) == expected, graphs
+        counts = decisions(subject)
+        subject.executor.close()
+        if graphs == "all":
+            assert counts["replay/decode"] == 2 * (NUM_NEW - 1)
+            assert counts["replay/verify"] >= NUM_NEW // WIDTH
+            assert "eager/capture_failed" not in counts
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 128), (256, 256)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_fused_kernel_gives_outputs_and_sums(key_dim: int, value_dim: int, is_causal: bool) -> None:
+    """The heads of DeepSeek-V3 and of GLM-4.7-Flash; sums are natural logarithms."""
+    torch.manual_seed(3)
+    q = torch.randn(300, 4, key_dim, device="cuda", dtype=torch.bfloat16)
+    keys = torch.randn(4, 300, key_dim, device="cuda", dtype=torch.bfloat16)
+    values = torch.randn(4, 300, value_dim, device="cuda", dtype=torch.bfloat16)
+    out, lse = attend_dense(q, keys, values, key_dim**-0.5, is_causal=is_causal)
+    exact = attend_dense(q.double(), keys.double(), values.double(), key_dim**-0.5, is_causal=is_causal)
+    assert out.dtype == lse.dtype == torch.float32
+    torch.testing.assert_close(out.double(), exact[0], atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse.double(), exact[1], atol=1e-3, rtol=1e-3)
