@@ -23,13 +23,13 @@ from hiserve.errors import HiserveError, RequestError
 from hiserve.grammar.bounds import INVALID
 from hiserve.grammar.matcher import Matcher, Vocabulary
 from hiserve.grammar.vet import TOO_COMPLEX, Setup, Trial, Verdict
-from hiserve.ipc.child import connect_to_parent, serve_jobs
+from hiserve.ipc.child import bound_memory, connect_to_parent, serve_jobs
 from hiserve.ipc.codec import Frames
 
 JOB_CPU_S = 2.0  # of a grammar, until the kernel ends the process
 JOB_S = 60.0  # likewise, of one that waits for something; a busy machine gives a process of this niceness little CPU
 STACK_BYTES = 2**20
-MAX_MEMORY_BYTES = 2**30
+MAX_MEMORY_BYTES = 2**30  # beyond what it has at its start
 NUM_TOKENS = 48  # of the walk
 MAX_MASK_S = 0.025
 NICENESS = 10  # the engine and the event loop have priority
@@ -112,7 +112,7 @@ def serve(endpoint: str) -> int:
         try:
             if vocabulary is None:
                 vocabulary = Vocabulary.load(Path(setup.folder), setup.vocab_size, setup.eos_token_ids)
-                resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+                bound_memory(MAX_MEMORY_BYTES)
             signal.setitimer(signal.ITIMER_PROF, JOB_CPU_S)  # the signals' default is to end the process
             signal.setitimer(signal.ITIMER_REAL, JOB_S)
             trial = msgspec.msgpack.decode(job[0], type=Trial)

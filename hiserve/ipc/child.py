@@ -7,9 +7,11 @@ import contextlib
 import ctypes
 import logging
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from hiserve.config.settings import Settings
 from hiserve.core.endpoints import new_endpoint, path_of, remove, wait_for_listener
@@ -204,6 +206,16 @@ def connect_to_parent(endpoint: str, death_signal: signal.Signals) -> tuple[Link
     link.remove_endpoint()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
     return link, frames
+
+
+def bound_memory(num_bytes: int) -> None:
+    """Lets this process allocate ``num_bytes`` more than it has; allocations beyond fail.
+
+    What it has grows with the machine: threads of libraries, one a core, hold stacks and buffers.
+    """
+    num_pages = int(Path("/proc/self/statm").read_text().split()[5])
+    limit = num_pages * resource.getpagesize() + num_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def serve_jobs(link: Link, do: Callable[[Frames], Frames]) -> int:

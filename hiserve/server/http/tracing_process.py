@@ -22,12 +22,12 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from hiserve.ipc.child import connect_to_parent, serve_jobs
+from hiserve.ipc.child import bound_memory, connect_to_parent, serve_jobs
 from hiserve.ipc.codec import Frames
 from hiserve.server.http.tracing import ChoiceTrace, Reply, RequestTrace, Setup
 
 JOB_S = 30.0  # the exporter's own limit is of each read
-MAX_MEMORY_BYTES = 256 * 2**20
+MAX_MEMORY_BYTES = 256 * 2**20  # beyond what it has at its start
 NICENESS = 10  # the engine and the event loop have priority
 _BATCH = msgspec.msgpack.Decoder(list[RequestTrace])
 
@@ -147,7 +147,7 @@ def serve(endpoint: str) -> int:
     link, frames = connect_to_parent(endpoint, signal.SIGKILL)
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    bound_memory(MAX_MEMORY_BYTES)
     # It would log each header that a client spelled wrongly, and each try; ``http.tracing`` says when sending fails.
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL + 1)
     setup = msgspec.msgpack.decode(frames[0], type=Setup)

@@ -15,14 +15,14 @@ from pathlib import Path
 import msgspec
 
 from hiserve.errors import ContextLengthError, RequestError
-from hiserve.ipc.child import connect_to_parent, serve_jobs
+from hiserve.ipc.child import bound_memory, connect_to_parent, serve_jobs
 from hiserve.ipc.codec import Frames
 from hiserve.text.body.parser import slim
 from hiserve.text.helpers.pool import Done, Job, Refused, Rendering, Setup, Slim
 from hiserve.text.template.chat_template import ChatTemplate
 
 JOB_CPU_S = 10.0
-MAX_MEMORY_BYTES = 4 * 2**30
+MAX_MEMORY_BYTES = 4 * 2**30  # beyond what it has at its start
 KEPT_MEMORY_BYTES = 256 * 2**20
 # The engine and the event loop have priority.
 NICENESS = 10
@@ -72,7 +72,7 @@ def serve(endpoint: str) -> int:
     """Serves jobs until the parent ends; returns the exit code."""
     link, frames = connect_to_parent(endpoint, signal.SIGKILL)
     os.nice(NICENESS)
-    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    bound_memory(MAX_MEMORY_BYTES)
     helper = Helper(msgspec.msgpack.decode(frames[0], type=Setup))
 
     def do(job: Frames) -> Frames:

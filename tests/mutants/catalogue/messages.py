@@ -1,7 +1,7 @@
 """Messages between processes and to routers."""
 
 from hiserve.ipc import channel, child, codec, updates
-from tests.unit.ipc import test_channel, test_codec, test_strangers, test_updates
+from tests.unit.ipc import test_channel, test_child, test_codec, test_strangers, test_updates
 
 with updates.RequestUpdates.check, test_codec.test_columns_that_contradict_each_other_are_malformed:
     "INV 62: columns of different lengths are accepted"
@@ -35,3 +35,7 @@ with channel.AsyncChannel._has_more, test_channel.test_no_event_is_missed_betwee
     "a message that comes between two looks at the socket is not announced again"
     is_newly_gone or is_readable or (self._is_full and is_writable)
     is_newly_gone or is_readable or (self._is_full and self._link.is_writable)
+with child.bound_memory, test_child.test_memory_is_bounded_beyond_what_a_process_has:
+    "the bound of a helper's memory counts what the threads of its libraries hold"
+    num_pages * resource.getpagesize() + num_bytes
+    num_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +26,20 @@ for number in range(200):
     assert link.try_send([str(number).encode()])
 link.close(linger_ms=5000)
 sys.exit(int(frames[0]))
+"""
+
+# Stacks of threads count, touched or not: on a machine of 32 cores libraries' threads have more than a gigabyte.
+GREEDY = """
+import mmap
+from hiserve.ipc.child import bound_memory
+MIB = 2**20
+threads = mmap.mmap(-1, 2048 * MIB, flags=mmap.MAP_PRIVATE)
+bound_memory(512 * MIB)
+mmap.mmap(-1, 128 * MIB, flags=mmap.MAP_PRIVATE)
+try:
+    mmap.mmap(-1, 1024 * MIB, flags=mmap.MAP_PRIVATE)
+except OSError:
+    print("bounded")
 """
 
 
@@ -69,3 +84,8 @@ async def test_a_killed_child_is_told_from_one_that_ended_itself() -> None:
 async def test_a_command_that_does_not_exist_leaves_nothing() -> None:
     with pytest.raises(ResourceError, match=r"/does/not/exist cannot be started.*No such file"):
         await ChildProcess.start(["/does/not/exist"], lambda _: None)
+
+
+def test_memory_is_bounded_beyond_what_a_process_has() -> None:
+    done = subprocess.run([sys.executable, "-c", GREEDY], capture_output=True, text=True, check=False)
+    assert done.stdout == "bounded\n", done.stderr

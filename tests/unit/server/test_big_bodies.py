@@ -262,7 +262,9 @@ async def test_a_process_gives_way_to_the_event_loop_and_may_not_take_all_memory
     (pid,) = set(children(os.getpid())) - before
     least = 19  # no process is nicer
     assert os.getpriority(os.PRIO_PROCESS, pid) == min(least, os.nice(0) + helper_process.NICENESS)
-    assert resource.prlimit(pid, resource.RLIMIT_DATA) == (helper_process.MAX_MEMORY_BYTES,) * 2
+    limit, hard_limit = resource.prlimit(pid, resource.RLIMIT_DATA)
+    had = limit - helper_process.MAX_MEMORY_BYTES  # by its threads, one a core and more
+    assert limit == hard_limit and had > 0
 
 
 ENDLESS = """
