@@ -130,9 +130,14 @@ def spell_as_before(folder: Path, kind: str = "rope_type") -> None:
 
 def load_transformers(folder: Path, dtype: torch.dtype) -> Any:
     """Loads the oracle, in its plainest form."""
-    return AutoModelForCausalLM.from_pretrained(
+    oracle = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     ).eval()
+    if oracle.config.model_type == "gpt_oss":  # in transformers 5.17 constants, whatever config.json says
+        for layer in oracle.model.layers:
+            layer.mlp.experts.alpha = getattr(oracle.config, "swiglu_alpha", 1.702)
+            layer.mlp.experts.limit = getattr(oracle.config, "swiglu_limit", 7.0)
+    return oracle
 
 
 class Engine:

@@ -97,7 +97,7 @@ def test_what_a_gpt_oss_file_leaves_out_is_what_transformers_fills_in(tmp_path: 
     assert (found.vocab_size, found.hidden_size, found.num_layers) == (201_088, 2880, 36)
     assert (found.num_heads, found.num_kv_heads, found.head_dim) == (64, 8, 64)
     assert found.windows == tuple(128 if each == "sliding_attention" else None for each in theirs.layer_types)
-    assert found.activation == Activation(slope=theirs.swiglu_alpha, shift=1.0, limit=theirs.swiglu_limit)
+    assert found.activation == Activation(slope=1.702, shift=1.0, limit=7.0)
     assert found.experts is not None and found.has_sinks and found.has_qkv_bias and found.has_out_bias
     assert (found.experts.num_experts, found.experts.num_per_token, found.experts.has_bias) == (128, 4, True)
     assert (found.rope.kind, found.rope.theta, found.rope.factor) == ("yarn", 150_000.0, 32.0)
