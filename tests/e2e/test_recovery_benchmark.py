@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.recovery import TINY, pause_s
+from tests.helpers.processes import output_of, wait_dead
 from tests.helpers.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +23,15 @@ def test_the_silence_after_a_kill_is_the_longest_that_ends_behind_it() -> None:
     assert pause_s(chunk_s, 0.5) == (4.0, 4.5)
 
 
+def test_at_the_limit_of_a_command_the_processes_that_it_started_end_too() -> None:
+    for limit_s in (0.5, 10, PATIENCE_S):  # on a busy machine the shell may need longer to start one
+        with pytest.raises(subprocess.TimeoutExpired) as stopped:
+            output_of(["sh", "-c", f"sleep {3 * PATIENCE_S} & echo $!; wait"], limit_s, ROOT)
+        if stopped.value.stdout:
+            break
+    wait_dead([int(stopped.value.stdout)], timeout_s=PATIENCE_S)
+
+
 def test_a_worker_that_is_killed_under_load_is_replaced_in_time_and_finds_its_prefixes_on_the_host(
     tmp_path: Path,
 ) -> None:
@@ -29,14 +39,13 @@ def test_a_worker_that_is_killed_under_load_is_replaced_in_time_and_finds_its_pr
     command = [sys.executable, "-m", "benchmarks.recovery", str(out), "test", "--tiny"]
     for is_last in (False, False, True):  # on a busy machine all may be said before the worker is killed
         try:
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=2 * PATIENCE_S)
+            print(output_of(command, 2 * PATIENCE_S, ROOT))
         except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
-            print(error.stdout, error.stderr)
+            print(error.stdout)
             if is_last:
                 raise
         else:
             break
-    print(done.stdout)
     result = json.loads(out.read_text())
     (found,) = result["rounds"]
     phases = found["phases"]

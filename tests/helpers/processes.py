@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hiserve.scheduler.worker_process import usage_of
@@ -25,6 +28,25 @@ def children(pid: int) -> list[int]:
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         found += [int(child) for child in task.read_text().split()]
     return found
+
+
+def output_of(command: Sequence[str], limit_s: float, cwd: Path) -> str:
+    """Returns what a command and the processes it starts print; at the limit all of them are killed.
+
+    Raises:
+        subprocess.TimeoutExpired: One of them had not ended after ``limit_s``.
+        subprocess.CalledProcessError: The command failed.
+    """
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=cwd, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True) as child:
+        try:
+            printed = child.communicate(timeout=limit_s)[0].decode()
+        finally:
+            if child.returncode is None:  # not reaped, so the number of its group is still its own
+                os.killpg(child.pid, signal.SIGKILL)
+    if child.returncode:
+        raise subprocess.CalledProcessError(child.returncode, command, printed)
+    return printed
 
 
 def wait_dead(pids: Iterable[int], timeout_s: float = 60.0) -> None:
