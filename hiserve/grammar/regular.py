@@ -9,7 +9,7 @@ from typing import NamedTuple
 from hiserve.grammar.bounds import MAX_REGEX_BYTES
 from hiserve.grammar.lark import escaped
 
-MAX_CHARS = 64 * 2**10  # of the rules
+MAX_CHARS = 16 * 2**10  # of the rules
 MAX_DEPTH = 64  # of rules and groups in one another
 COMMON = {
     "CNAME": "[_a-zA-Z][_a-zA-Z0-9]*",
@@ -86,7 +86,7 @@ class _Rules:
             if line[0].text == "%":
                 self._import(line)
                 continue
-            while line[0].text in ("?", "!"):  # for trees alone
+            while line and line[0].text in ("?", "!"):  # for trees alone
                 line = line[1:]
             name, colon, *body = line
             if name.kind != "name" or colon.text != ":" or name.text in self._bodies:
@@ -132,22 +132,19 @@ class _Body:
         self._rules.depth += 1
         if self._rules.depth > MAX_DEPTH:
             raise ValueError("a rule leads back to itself, or too many are in one another")
-        each = [self._sequence()]
+        found = self._sequence()
         while self._skip("|"):
-            each.append(self._sequence())
+            found = _bounded(f"{found}|{self._sequence()}")
         self._rules.depth -= 1
-        found = f"(?:{'|'.join(each)})"
-        if len(found) > MAX_REGEX_BYTES:
-            raise ValueError("too long")
-        return found
+        return f"(?:{found})"
 
     def _sequence(self) -> str:
-        parts = []
+        found = ""
         while self.following != END and self.following.text not in ("|", ")", "]", "->"):
-            parts.append(self._repeated(self._atom()))
+            found = _bounded(found + self._repeated(self._atom()))
         if self._skip("->"):
             self._take("name")
-        return "".join(parts)
+        return found
 
     def _repeated(self, atom: str) -> str:
         if self.following.text in _REPEATS:
@@ -181,6 +178,8 @@ class _Body:
         text, has_case = _unquoted(self._take("text"))
         if self._skip(".."):
             last, _ = _unquoted(self._take("text"))
+            if len(text) != 1 or len(last) != 1:
+                raise ValueError(f"{text}..{last} is no range of characters")
             return f"[{escaped(text)}-{escaped(last)}]"
         return f"(?:{escaped(text)})" if has_case else f"(?i:{escaped(text)})"
 
@@ -201,9 +200,18 @@ class _Body:
             raise ValueError(f"{self.following.text} is not {sign}")
 
 
+def _bounded(expression: str) -> str:
+    """Returns an expression, which is checked at each part: a rule of many parts could fill memory before its end."""
+    if len(expression) > MAX_REGEX_BYTES:
+        raise ValueError("too long")
+    return expression
+
+
 def _unquoted(text: str) -> tuple[str, bool]:
-    """Returns a text without its quotes, and whether its case matters."""
-    return json.loads(text.removesuffix("i"), strict=False), text.endswith('"')
+    """Returns a text without its quotes, and whether its case matters; raises ValueError for a lone surrogate too."""
+    found: str = json.loads(text.removesuffix("i"), strict=False)
+    found.encode()
+    return found, text.endswith('"')
 
 
 def _lines(text: str) -> list[list[Token]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from hiserve.errors import RequestError
-from hiserve.grammar.regular import regular
+from hiserve.grammar.regular import MAX_CHARS, regular
 from hiserve.grammar.tools import ToolField
 from hiserve.server.responses.types import (
     ChosenTool,
@@ -55,6 +55,7 @@ class Tools(NamedTuple):
         hosted: Types of the tools that OpenAI would run; they are left out.
         fields: Of those that are shown.
         not_held: Names of the custom tools whose input is of a grammar that the model sees, and that is not held.
+        rules: In Lark's form, that were read for regular expressions.
     """
 
     shown: list[dict[str, Any]]
@@ -62,6 +63,7 @@ class Tools(NamedTuple):
     hosted: list[str]
     fields: list[ToolField]
     not_held: list[str]
+    rules: list[str]
 
 
 def read_tools(given: Sequence[ResponseTool]) -> Tools:
@@ -70,7 +72,7 @@ def read_tools(given: Sequence[ResponseTool]) -> Tools:
     Raises:
         RequestError: A tool has no name, or they are too many.
     """
-    tools = Tools([], {}, [], [], [])
+    tools = Tools([], {}, [], [], [], [])
     for i, tool in enumerate(given):
         if tool.type == "namespace":
             if tool.tools is None or tool.name is None:
@@ -120,7 +122,7 @@ def _add_tool(tools: Tools, tool: ToolFields, namespace: str | None, where: str)
     name = flat_name(tool.name, namespace)
     function, is_strict = {"description": tool.description, "parameters": tool.parameters}, bool(tool.strict)
     if tool.type == "custom":
-        function, is_strict = _custom(tool)
+        function, is_strict = _custom(tool, tools.rules)
         if not is_strict and tool.format is not None and tool.format.definition:
             tools.not_held.append(name)
     if len(tools.shown) == MAX_TOOLS:
@@ -131,20 +133,36 @@ def _add_tool(tools: Tools, tool: ToolFields, namespace: str | None, where: str)
     tools.names[name] = ClientTool(tool.name, namespace, kind, is_strict)
 
 
-def _custom(tool: ToolFields) -> tuple[dict[str, Any], bool]:
+def _custom(tool: ToolFields, read: list[str]) -> tuple[dict[str, Any], bool]:
     """Returns the function that represents a custom tool, without its name, and whether its calls are held to it.
 
     A call holds its input as a string of JSON: a regular expression can be held, and rules that are one. Others are shown to
     the model.
+
+    Args:
+        tool: The tool.
+        read: Rules of the tools before it, as for ``_pattern``.
     """
     form = tool.format or CustomFormat()
     shown = [tool.description, form.definition and f"The input is a text of this grammar:\n{form.definition}"]
-    pattern = form.definition
-    if pattern and form.syntax != "regex":
-        pattern = regular(pattern) if form.syntax == "lark" else None
+    pattern = _pattern(form, read)
     text = {"type": "string"} | ({"pattern": f"^(?:{pattern})$"} if pattern else {})
     parameters = {"type": "object", "properties": {CUSTOM: text}, "required": [CUSTOM], "additionalProperties": False}
     return {"description": "\n\n".join(filter(None, shown)) or None, "parameters": parameters}, bool(pattern)
+
+
+def _pattern(form: CustomFormat, read: list[str]) -> str | None:
+    """Returns the regular expression of a tool's input, if it can be held.
+
+    Rules are added to those that were ``read``: the limit is of all of a request, because the event loop waits for them.
+    """
+    rules = form.definition
+    if not rules or form.syntax == "regex":
+        return rules
+    if form.syntax != "lark" or len(rules) + sum(map(len, read)) > MAX_CHARS:
+        return None
+    read.append(rules)
+    return regular(rules)
 
 
 def flat_name(name: str, namespace: str | None) -> str:

@@ -1,7 +1,7 @@
 """Grammars: masks, matchers, vetting."""
 
 from hiserve.engine import executor, grammars, loop, planner
-from hiserve.grammar import matcher, tagged, thoughts, tools, vet, vet_process
+from hiserve.grammar import matcher, regular, tagged, thoughts, tools, vet, vet_process
 from hiserve.kernels import draw, sampling
 from hiserve.runners import graph, mask_buffers
 from hiserve.sampling import params
@@ -11,7 +11,7 @@ from hiserve.text.reader import output
 from tests.e2e import test_grammar_halves as halves
 from tests.e2e import test_grammars as replies
 from tests.unit.engine import test_grammars
-from tests.unit.grammar import test_matcher, test_thoughts, test_tools, test_vet
+from tests.unit.grammar import test_matcher, test_regular, test_thoughts, test_tools, test_vet
 from tests.unit.kernels import test_draw
 from tests.unit.runners import test_mask_buffers
 from tests.unit.sampling import test_changes
@@ -167,7 +167,15 @@ with grammar_fields.constrain, test_grammar_fields.test_a_tool_whose_schema_is_b
     "a broken schema of a tool is refused with a place in rules that the client never sees"
     await _check_schemas(vetting, request, constraint, refusal)
     pass
-with responses_request._custom, test_responses.test_the_rules_of_a_custom_tool_are_held_where_they_are_regular_and_counted_where_not:
+with responses_request._pattern, test_responses.test_the_rules_of_a_custom_tool_are_held_where_they_are_regular_and_counted_where_not:
     "INV 76: the rules of a custom tool are shown alone"
-    regular(pattern) if form.syntax == "lark" else None
+    regular(rules)
     None
+with responses_request._pattern, test_responses.test_the_rules_that_are_read_have_one_limit_for_all_tools_of_a_request:
+    "the event loop waits while the rules of 128 tools are read"
+    sum(map(len, read))
+    0
+with regular._Body._sequence, test_regular.test_rules_of_many_long_parts_are_none_before_the_parts_fill_memory["sequence"]:
+    "the parts of a rule are joined before their length is checked"
+    _bounded(found + self._repeated(self._atom()))
+    found + self._repeated(self._atom())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 
 import pytest
 
@@ -48,6 +49,10 @@ NONE = [
     "start: r0\n" + "\n".join(f"r{index}: r{index + 1} r{index + 1}" for index in range(40)) + '\nr40: "a"',
     f'start: "{"a" * MAX_REGEX_BYTES}"',
     f'start: "a"\n//{"-" * MAX_CHARS}',
+    "?",
+    '!!!\nstart: "a"',
+    r'start: "\ud800"',
+    'start: "ab".."cd"',
 ]
 
 
@@ -64,3 +69,16 @@ def test_rules_that_lead_forward_alone_are_a_regular_expression(rules: str, good
 @pytest.mark.parametrize("rules", NONE, ids=[case[:20] for case in NONE])
 def test_other_rules_are_none_within_bounds(rules: str) -> None:
     assert regular(rules) is None
+
+
+@pytest.mark.parametrize("separator", [" ", "|"], ids=["sequence", "alternatives"])
+def test_rules_of_many_long_parts_are_none_before_the_parts_fill_memory(separator: str) -> None:
+    rules = f'start: {separator.join(["a"] * 4000)}\na: "{"y" * (MAX_REGEX_BYTES - 100)}"'
+    assert len(rules) <= MAX_CHARS, "rules that are read"
+    tracemalloc.start()
+    try:
+        assert regular(rules) is None
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 8 * 2**20

@@ -15,6 +15,7 @@ import pytest
 from hiserve.core.request import FinishReason
 from hiserve.errors import EngineError
 from hiserve.server import conversations
+from hiserve.server.responses import request
 from hiserve.server.responses import routes as responses
 from hiserve.server.responses.request import conversation_of, read_tools
 from hiserve.server.responses.store import ResponseStore, Stored
@@ -208,6 +209,20 @@ async def test_the_rules_of_a_custom_tool_are_held_where_they_are_regular_and_co
     assert counted == 1
     assert [param for _, param in vetting.asked] == ["tools", "tools"], "under auto too"
     assert "(?:up)" in vetting.asked[0][0].text
+
+
+async def test_the_rules_that_are_read_have_one_limit_for_all_tools_of_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    form = PATCH["format"] | {"definition": 'start: "up" | "down"'}
+    monkeypatch.setattr(request, "MAX_CHARS", 2 * len(form["definition"]) - 1)
+    tools = [{**PATCH, "name": name, "format": form} for name in ("first", "second")]
+    async with serving(TWO, vetting=Trusting(), template=SOURCE) as server:
+        one = await server.post("/v1/responses", {"input": "Hi", "tools": tools[:1]})
+        two = await server.post("/v1/responses", {"input": "Hi", "tools": tools})
+    assert {one.status, two.status} == {200}, two.text
+    assert "x-hiserve-warning" not in one.headers
+    assert two.headers["x-hiserve-warning"].endswith("not held: second")
 
 
 async def test_a_format_beside_a_call_that_must_be_made_is_echoed_and_constrains_nothing() -> None:
