@@ -72,6 +72,8 @@ def read_latent(fields: ConfigFields) -> LatentConfig:
         raise ModelError(
             f"config.json makes no sense: qk_rope_head_dim {rope_dim} is odd, but RoPE turns pairs.", param="model"
         )
+    if rank % 2:
+        raise ModelError(f"kv_lora_rank {rank} is odd, which is not supported; even ranks are.", param="model")
     return LatentConfig(
         rank=rank,
         rope_dim=rope_dim,

@@ -76,6 +76,7 @@ def test_queries_may_have_no_latent_and_heads_need_not_divide_the_width(tmp_path
         ({"qk_nope_head_dim": ..., "v_head_dim": None}, "lacks qk_nope_head_dim, v_head_dim"),
         ({"attention_bias": True}, "attention_bias is not supported yet; without biases it is"),
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim 7 is odd"),
+        ({"kv_lora_rank": 31}, "kv_lora_rank 31 is odd"),
         ({"scoring_func": "softmax"}, "scoring_func softmax"),
         ({"topk_method": "greedy"}, "topk_method greedy"),
         ({"moe_layer_freq": 2}, "moe_layer_freq 2"),
