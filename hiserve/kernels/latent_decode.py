@@ -165,8 +165,8 @@ def _attend(  # type: ignore[no-untyped-def]
         plain = tl.load(mine + column[None, :], mask=is_query[:, None], other=0.0)
         rotated = tl.load(mine + turned[None, :], mask=is_query[:, None], other=0.0)
         best = tl.full((SHAPE.num_queries,), -float("inf"), tl.float32)
-        total = tl.zeros((SHAPE.num_queries,), tl.float32)
-        summed = tl.zeros((SHAPE.num_queries, SHAPE.rank), tl.float32)
+        total = tl.full((SHAPE.num_queries,), 0.0, tl.float32)  # Triton 3.6 has no tl.zeros of such a shape
+        summed = tl.full((SHAPE.num_queries, SHAPE.rank), 0.0, tl.float32)
         for first in range(low, high, SHAPE.num_keys):
             key = first + tl.arange(0, SHAPE.num_keys)
             is_key = key < high

@@ -1,0 +1,83 @@
+"""Compiles kernels for a GPU that is not there, as the oldest supported Triton does."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import triton.language as tl
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler.code_generator import CodeGenerator
+from triton.runtime import JITFunction, driver
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = 227 * 1024  # of one program on Hopper
+
+
+class _LoweredError(Exception):
+    """Ends a compilation before the assembler, the longest part."""
+
+
+class _Field(tl.constexpr):  # type: ignore[misc]
+    """A number that was read from a named tuple of constants.
+
+    To Triton 3.6 it is a plain number, of which no tuple may be passed to a function that is itself compiled, such as
+    ``tl.zeros``; later versions allow that. A name that is annotated as a constant has none.
+    """
+
+
+class Compiled:
+    """Kernels that are called, which are compiled up to their machine's intermediate code and never launched.
+
+    Attributes:
+        shared_bytes: Shared memory of each variant of a kernel, by name.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.shared_bytes: dict[str, list[int]] = defaultdict(list)
+        gpu = SimpleNamespace(
+            get_current_target=lambda: HOPPER, get_current_device=lambda: 0, get_current_stream=lambda device: 0
+        )
+        launch, call = JITFunction.run, CodeGenerator.call_JitFunction
+        read, look_up = CodeGenerator.get_Attribute, CodeGenerator.visit_Name
+
+        def stop(backend: Any, module: Any, metadata: dict[str, Any], *_: Any) -> None:
+            raise _LoweredError(metadata["shared"])
+
+        def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **settings: Any) -> None:
+            kernel.device_caches.clear()
+            with pytest.raises(_LoweredError) as stopped:
+                launch(kernel, *args, grid=grid, warmup=True, **settings)
+            self.shared_bytes[kernel.__name__].append(stopped.value.args[0])
+
+        def portable_read(generator: Any, owner: Any, name: str) -> Any:
+            value = read(generator, owner, name)
+            is_field = isinstance(owner, tl.tuple) and isinstance(value, tl.constexpr)
+            return _Field(value.value) if is_field else value
+
+        def portable_name(generator: Any, node: Any) -> Any:
+            value = look_up(generator, node)
+            return tl.constexpr(value.value) if isinstance(value, _Field) else value
+
+        def portable_call(generator: Any, function: Any, args: Any, kwargs: Any, caller_context: Any = None) -> Any:
+            for arg in (*args, *kwargs.values()):
+                _refuse_numbers(arg, function)
+            return call(generator, function, args, kwargs, caller_context)
+
+        patch.setattr(driver, "_active", gpu)
+        patch.setattr(knobs.compilation, "always_compile", True)
+        patch.setattr(CUDABackend, "make_ptx", stop)
+        patch.setattr(CodeGenerator, "call_JitFunction", portable_call)
+        patch.setattr(CodeGenerator, "get_Attribute", portable_read)
+        patch.setattr(CodeGenerator, "visit_Name", portable_name)
+        patch.setattr(JITFunction, "run", compile_only)
+
+
+def _refuse_numbers(arg: Any, function: Any) -> None:
+    for element in arg if isinstance(arg, tl.tuple) else ():
+        assert not isinstance(element, _Field | int | float), f"a tuple of plain numbers for {function}"
+        _refuse_numbers(element, function)
