@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from tests.helpers.cache_paths import SETTINGS, check, pool
 from tests.helpers.cold_heads import Scripted, counted, script
 from tests.helpers.draft_cases import DraftCase, draft_case
 from tests.helpers.drafted import Drafted, save_heads
-from tests.helpers.step_cases import copied
+from tests.helpers.step_cases import changed
 from tests.helpers.tiered import counts_of, engine_of, leave_device
 
 pytestmark = pytest.mark.gpu
@@ -46,11 +45,8 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def on_device(case: DraftCase) -> DraftCase:
-    moved = {each.name: getattr(case, each.name) for each in fields(case)}
-    moved = {name: value.cuda() if isinstance(value, Tensor) else value for name, value in moved.items()}
-    for name, tensors in (("state", copied(case.state)), ("progress", case.progress)):
-        moved[name] = replace(tensors, **{each.name: getattr(tensors, each.name).cuda() for each in fields(tensors)})
-    return DraftCase(**moved)
+    moved: DraftCase = changed(case, Tensor.cuda)
+    return moved
 
 
 def test_the_draft_kernels_give_what_their_twins_give() -> None:

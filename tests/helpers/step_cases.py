@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +54,22 @@ def filled(inputs: StepInputs) -> dict[str, Tensor]:
 
 
 def copied(state: RowTensors) -> RowTensors:
-    return replace(state, **{each.name: getattr(state, each.name).clone() for each in fields(state)})
+    made: RowTensors = changed(state, torch.clone)
+    return made
+
+
+def changed(tensors: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Returns a dataclass with each tensor changed, those of a part too; other values, None among them, stay."""
+    values = {each.name: getattr(tensors, each.name) for each in fields(tensors)}
+    new = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
+    parts = {name: changed(value, change) for name, value in values.items() if is_dataclass(value)}
+    return replace(tensors, **new, **parts)
+
+
+def tensors_of(state: RowTensors) -> dict[str, Tensor]:
+    """The rows' own tensors, by name."""
+    values = {each.name: getattr(state, each.name) for each in fields(state)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def random_case(generator: torch.Generator) -> StepCase:

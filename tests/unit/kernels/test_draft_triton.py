@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import fields
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from hiserve.kernels.draft_ops import StepHiddenStates, draft_ops_for
 from hiserve.kernels.step_ops import RowTensors
 from tests.helpers.draft_cases import DraftCase, draft_case, own_pages
 from tests.helpers.interpreted import run_interpreted
-from tests.helpers.step_cases import copied
+from tests.helpers.step_cases import copied, tensors_of
 
 NUM_CASES = 100
 PROGRAM = """
@@ -122,7 +121,8 @@ def test_a_step_keeps_what_the_model_showed_of_the_last_token_computed_and_of_en
                     seen["page"] += 1
         assert torch.equal(arguments.last, last)
         assert torch.equal(arguments.page_hidden, page_hidden)
-        assert all(torch.equal(getattr(case.state, each.name), getattr(before, each.name)) for each in fields(before))
+        found = tensors_of(case.state)
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors_of(before).items())
     print(seen)
     assert min(seen["refused"], seen["page"]) > 20
 

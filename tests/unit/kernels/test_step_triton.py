@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import fields
 
 import pytest
 import torch
@@ -11,14 +10,13 @@ import torch
 from hiserve.kernels import step_reference as twins
 from hiserve.kernels.step_ops import StepInputs, step_ops_for
 from tests.helpers.interpreted import run_interpreted
-from tests.helpers.step_cases import STALE, StepCase, copied, filled, is_legal, num_emitted, random_case
+from tests.helpers.step_cases import STALE, StepCase, copied, filled, is_legal, num_emitted, random_case, tensors_of
 
 NUM_CASES = 150
 PROGRAM = """
 import torch
-from dataclasses import fields
 from hiserve.kernels import step_triton, step_reference
-from tests.helpers.step_cases import copied, filled, random_case
+from tests.helpers.step_cases import copied, filled, random_case, tensors_of
 
 torch.set_num_threads(1)
 
@@ -31,7 +29,7 @@ def run(ops, case, is_stale):
     ops.fill_inputs(made, state, page_size=case.page_size)
     counts = ops.accept(case.drawn, case.sampling_rows, case.sampling_drafts, state)
     words = ops.advance(made, case.drawn, counts, state)
-    return filled(made), counts, words, {each.name: getattr(state, each.name) for each in fields(state)}
+    return filled(made), counts, words, tensors_of(state)
 
 generator = torch.Generator().manual_seed(SEED)
 step_triton._TABLE_BLOCK, step_triton._SAMPLING_BLOCK, step_triton._TOKEN_BLOCK = 2, 2, 32
@@ -125,8 +123,9 @@ def test_rows_advance_by_what_was_emitted_and_faulted_ones_forget() -> None:
                 wanted.computed_len[row] = known + count - 1
                 wanted.known_len[row] = known + count
                 wanted.tokens[row, known : known + count] = case.drawn[which, :count]
-        for each in fields(wanted):
-            assert torch.equal(getattr(case.state, each.name), getattr(wanted, each.name)), each.name
+        found = tensors_of(case.state)
+        for name, tensor in tensors_of(wanted).items():
+            assert torch.equal(found[name], tensor), name
         assert words.tolist() == [*made.legal.int().tolist(), *word_counts, *case.drawn.view(-1).tolist()]
         assert case.state.known_len[0] == case.state.computed_len[0] == 0
 
