@@ -15,7 +15,7 @@ from hiserve.cache.storage.segment import PageLayout
 from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.models.model_config import NANO, find_model, read_model_config
 from tests.helpers import cuda
-from tests.helpers.gated import hold_loads, run_until, send
+from tests.helpers.gated import hold_loads, loads_open, run_until, send
 from tests.helpers.tiered import engine_of, transfers_of
 from tests.helpers.tiers import squeeze
 from tests.helpers.transfers import hold_copies
@@ -197,11 +197,13 @@ def test_a_load_stays_open_for_many_steps_while_others_decode(llm: LLM, expected
     send(engine, 1, other, lengthy)
     run_until(engine, tokens, lambda: len(tokens.get(1, ())) >= 3)
     squeeze(engine._planner._cache)
-    send(engine, 2, prompts[0], sampling[0])
     before, loaded = len(tokens[1]), engine.stats().cache.loads.num_fulfilled
+    with loads_open(llm):
+        send(engine, 2, prompts[0], sampling[0])
+        run_until(engine, tokens, lambda: len(tokens[1]) >= before + 20)
+        assert 2 not in tokens
     run_until(engine, tokens, lambda: 2 in tokens)
     assert engine.stats().cache.loads.num_fulfilled == loaded + (LENGTHS[0] - 1) // 16
-    assert len(tokens[1]) >= before + 20
     run_until(engine, tokens, lambda: not engine.has_work)
     assert tokens[2] == expected[0]
     again = llm.generate([other], [msgspec.structs.replace(lengthy, max_tokens=len(tokens[1]))])

@@ -12,12 +12,13 @@ import pytest
 
 from hiserve import LLM, SamplingParams
 from hiserve.core.plan import BatchPlan
-from hiserve.runners.gate import Action, Reason
+from hiserve.runners.gate import Action, Decision, Reason
 from tests.helpers import cuda
 from tests.helpers.gated import (
     Between,
     Seen,
     hold_loads,
+    loads_open,
     rows_alone,
     run_until,
     send,
@@ -104,14 +105,21 @@ def stored(expected: list[list[int]], **options: Any) -> Iterator[LLM]:
 # --- loads of others --------------------------------------------------------------------------------------
 
 
+def beside(steps: list[Seen]) -> list[Decision]:
+    """Returns what was decided of steps that ran while loads of others were open."""
+    return [seen.decision for seen in steps if seen.num_open and not seen.decision.loads]
+
+
 def decode_beside_a_load(llm: LLM) -> tuple[list[Seen], dict[int, list[int]]]:
-    """One row decodes while another's load takes its time; returns the steps until that has its first token."""
+    """One row decodes while another's load is open, in 10 steps; returns the steps until that has its first token."""
     engine, tokens = engine_of(llm), dict[int, list[int]]()
     hold_loads(llm, LOAD_S)
     send(engine, 1, OTHER, LENGTHY)
     run_until(engine, tokens, lambda: len(tokens.get(1, ())) >= 3)
     seen = watch(llm)
-    send(engine, 2, PROMPTS[1], SAMPLING[1])
+    with loads_open(llm):
+        send(engine, 2, PROMPTS[1], SAMPLING[1])
+        run_until(engine, tokens, lambda: len(beside(seen)) >= 10)
     run_until(engine, tokens, lambda: 2 in tokens)
     steps = list(seen)
     run_until(engine, tokens, lambda: not engine.has_work)
@@ -128,9 +136,7 @@ def test_others_loads_keep_no_step_from_being_replayed_unless_the_gate_is_strict
     expected, other = plain
     with stored(expected, overlap=depth, graph_gate=gate) as llm:
         steps, tokens = decode_beside_a_load(llm)
-        meanwhile = [seen.decision for seen in steps if seen.num_open and not seen.decision.loads]
-        assert len(meanwhile) >= 10
-        assert {(decision.action, decision.reason) for decision in meanwhile} == {(action, reason)}
+        assert {(decision.action, decision.reason) for decision in beside(steps)} == {(action, reason)}
         assert (tokens[1], tokens[2]) == (other, expected[1])
 
 

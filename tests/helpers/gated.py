@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -119,6 +121,25 @@ def hold_loads(llm: LLM, seconds: float, reason: str = "") -> None:
         return reason if copy.kind is CopyKind.LOAD else ""
 
     hold_copies(transfers, hold)
+
+
+@contextmanager
+def loads_open(llm: LLM) -> Iterator[None]:
+    """Within, the engine hears of no load's end, however long its steps take; afterwards of all."""
+    transfers, is_over = transfers_of(llm), threading.Event()
+    tell = transfers.end
+
+    def tell_later(copy: PageCopy, *how: Any) -> None:
+        if copy.kind is CopyKind.LOAD:
+            is_over.wait()
+        tell(copy, *how)
+
+    transfers.end = tell_later
+    try:
+        yield
+    finally:
+        is_over.set()
+        del transfers.end
 
 
 def send(engine: Engine, uid: int, tokens: list[int], sampling: SamplingParams) -> None:
