@@ -101,6 +101,26 @@ def test_match_is_the_deepest_resume_point_whatever_came_and_went(seed: int) -> 
     assert runs.windows.num_tails == 0 and runs.windows.num_free == runs.windows.num_pages - 1
 
 
+@pytest.mark.parametrize("use", ["a match", "a row that ends there"])
+def test_a_boundary_that_is_used_keeps_its_tail_longer(use: str) -> None:
+    cache, windows = make_cache(num_window_pages=5)
+    locks, prompts = [], [np.full(5, token, dtype=np.int32) for token in (1, 2)]
+    for tokens in prompts:
+        locks.append(cache.lock(cache.match(b"", tokens.tobytes())).detach())
+        pages = cache.allocate(np.zeros(2, dtype=np.int32))
+        assert pages is not None
+        cache.insert(locks[-1], tokens[:4].tobytes(), pages)
+        held = windows.allocate(np.zeros(2, dtype=np.int32))
+        cache.keep_tail(locks[-1], 0, held)
+        windows.drop(held)
+    if use == "a match":
+        locks.append(cache.lock(cache.match(b"", prompts[0].tobytes())).detach())
+    else:
+        cache.keep_tail(locks[0], 0, np.empty(0, dtype=np.int32))
+    windows.allocate(np.zeros(2, dtype=np.int32))
+    assert [cache.match(b"", tokens.tobytes()).num_tokens for tokens in prompts] == [4, 0]
+
+
 def test_a_boundary_keeps_the_tail_that_it_has() -> None:
     cache, windows = make_cache()
     tokens = np.arange(9, dtype=np.int32)

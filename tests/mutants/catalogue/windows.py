@@ -17,6 +17,14 @@ with window_pages.WindowPages.touch, test_window_pages.test_the_least_recently_u
     "tails: a use does not move a tail to the end of the order"
     self._add(tail)
     pass
+with window_pages.WindowPages._add, test_window_pages.test_sweeps_keep_the_order_and_lose_no_tail:
+    "tails: a sweep keeps a former use of a tail, and not the latest"
+    each[2].is_open and each[2].last_used == each[0]
+    each[2].is_open
+with prefixes.Prefixes.lock, test_tails.test_a_boundary_that_is_used_keeps_its_tail_longer["a match"]:
+    "tails: a match does not count as a use"
+    self._windows.touch(match.tail, self._tiers.clock)
+    pass
 with (
     reference_attention.ReferenceAttention.plan,
     test_windows_freed.test_tokens_depend_neither_on_freed_pages_nor_on_hits["reference attention-greedy"],
@@ -52,6 +60,10 @@ with windows.WindowLimits.row_pages, test_window_pages.test_the_bound_of_a_row_i
     "INV H12: the bound of a row leaves out its drafts"
     (self.depth + 1) * (self.num_draft + 1) + self.num_draft
     self.depth + 1
+with windows.WindowLimits.step_pages, test_window_pages.test_two_rows_that_share_the_prompt_tokens_in_flight_keep_within_their_bounds:
+    "INV H12: the bound of a step leaves out the prompt tokens of steps planned ahead"
+    self.depth + 1
+    1
 with inputs.put_tokens, test_windows_freed.test_tokens_depend_neither_on_freed_pages_nor_on_hits["graphs-greedy"]:
     "INV H13: a replay writes the window pages of another step"
     static.window_slots[:num_tokens].copy_(inputs.window_slots)

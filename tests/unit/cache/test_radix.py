@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hiserve.cache.index.radix import MAX_NODE_PAGES, Node, RadixTree
+from hiserve.cache.index.tails import Tail
 from hiserve.core.digest import chain, pack_tokens
 
 PAGE_SIZE = 2
@@ -163,6 +164,14 @@ def test_a_trim_takes_the_tail_and_unlinks_what_is_empty(tree: RadixTree, root: 
     assert root.children == {key(11): leaf}
     pages, _, lost = tree.trim(leaf, 1)
     assert (pages.tolist(), lost, root.children) == ([1], digests[:1], {})
+
+
+def test_a_trim_closes_the_tails_behind_it_alone(tree: RadixTree, root: Node) -> None:
+    leaf, closed = grown(tree, root, 11, 12, 13), list[Tail]()
+    made = {at: Tail(np.array([at], dtype=np.int32), last_used=at, close=closed.append) for at in (1, 2, 3)}
+    leaf.tails = dict(made)
+    tree.trim(leaf, 1)
+    assert closed == [made[3]] and leaf.tails == {1: made[1], 2: made[2]}
 
 
 def test_trimming_more_than_there_is_or_an_inner_node_is_our_own_fault(tree: RadixTree, root: Node) -> None:

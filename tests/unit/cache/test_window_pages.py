@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hiserve.cache.index.tails import Tail
-from hiserve.cache.index.window_pages import WindowPages
+from hiserve.cache.index.window_pages import MIN_SWEEP, WindowPages
 from hiserve.core.windows import WindowLimits, tail_interval
 
 ANY = 0
@@ -65,6 +65,20 @@ def test_the_least_recently_used_tails_go_first_and_only_when_pages_are_short() 
     assert [tail.is_open for tail in tails] == [True, False, False]
 
 
+def test_sweeps_keep_the_order_and_lose_no_tail() -> None:
+    pool = WindowPages(10, page_size=4)
+    tails = []
+    for last_used in range(3):
+        row = pool.allocate(wish(3))
+        tails.append(pool.keep(row, last_used))
+        pool.drop(row)
+    for last_used in range(MIN_SWEEP, 3, -1):  # falling: entries out of date are last; the last use sweeps them
+        pool.touch(tails[last_used % 3], last_used)
+    for num_closed, coldest in enumerate((1, 2, 0), 1):
+        pool.allocate(wish(3))
+        assert not tails[coldest].is_open and pool.num_tails == 3 - num_closed
+
+
 def test_a_pool_that_rows_exceed_says_so() -> None:
     pool = WindowPages(6, page_size=4)
     pool.allocate(wish(4))
@@ -92,6 +106,31 @@ def test_the_bound_of_a_row_is_attained_and_not_exceeded(page_size: int) -> None
                 left.append(limits.row_pages - max(held))
             ahead = (depth + 1) * (num_draft + 1) + num_draft
             assert min(left) == max(left) == (ahead % page_size == 1 % page_size), (num_draft, depth)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("num_draft", [0, 3])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_two_rows_that_share_the_prompt_tokens_in_flight_keep_within_their_bounds(
+    page_size: int, num_draft: int, depth: int
+) -> None:
+    """H12, by every start of both and every split of the tokens between them."""
+    for window in (1, 5, 9):
+        for batched in (4, 7, 16):
+            limits = WindowLimits(
+                window=window, page_size=page_size, num_draft=num_draft, depth=depth, max_batched_tokens=batched
+            )
+            total = (depth + 1) * batched
+            most = [
+                max(
+                    -(-(start + count + num_draft) // page_size)
+                    - (start // page_size * page_size - window + 1) // page_size
+                    for start in range(4 * (window + page_size), 4 * (window + page_size) + page_size)
+                )
+                for count in range(1, total)
+            ]
+            promised = 2 * limits.promised_pages(10**6) + limits.step_pages
+            assert max(map(sum, zip(most, reversed(most), strict=True))) <= promised, (window, batched)
 
 
 def test_tails_of_a_prompt_are_as_far_apart_as_their_bytes_ask_for() -> None:
