@@ -81,6 +81,9 @@ class TableWrites:
     are_new: BoolArray = field(default_factory=_none)
 
 
+NO_WRITES = TableWrites()  # of every plan without any: a plan makes no arrays for what it lacks
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchPlan:
     """One step, as the planner wants it. Applied in this order: release, admit, table, copies, step.
@@ -127,8 +130,8 @@ class BatchPlan:
     is_cold: bool = False
     release: Int32Array = field(default_factory=_empty)
     admit: tuple[RowAdmit, ...] = ()
-    table: TableWrites = field(default_factory=TableWrites)
-    window_table: TableWrites = field(default_factory=TableWrites)
+    table: TableWrites = NO_WRITES
+    window_table: TableWrites = NO_WRITES
     host_release: Int32Array = field(default_factory=_empty)
     host_retained: Int32Array = field(default_factory=_empty)
     host_retained_until_s: Int64Array = field(default_factory=_no_times)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hiserve.cache.index.prefix_cache import PADDING_PAGE
-from hiserve.core.plan import BoolArray, Int32Array, Int64Array, TableWrites
+from hiserve.core.plan import NO_WRITES, BoolArray, Int32Array, Int64Array, TableWrites
 
 
 class PagePool(Protocol):
@@ -81,7 +81,7 @@ class PageTables:
     def take_writes(self) -> TableWrites:
         """Returns the entries that changed since the last call, of the rows' present requests."""
         if not self._writes:
-            return TableWrites()
+            return NO_WRITES
         rows, generations, indices, pages, are_new = self._writes[0]
         if len(self._writes) > 1:
             rows, generations, indices, pages, are_new = (

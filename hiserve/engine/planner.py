@@ -9,7 +9,7 @@ import numpy as np
 
 from hiserve.cache.index.prefix_cache import PrefixCache, Tier
 from hiserve.config.caching import StorePrefetch
-from hiserve.core.plan import MAX_SCORED_TOKENS, BatchPlan, Int64Array, RowAdmit, StepResult, TableWrites
+from hiserve.core.plan import MAX_SCORED_TOKENS, NO_WRITES, BatchPlan, Int64Array, RowAdmit, StepResult
 from hiserve.core.request import FinishReason
 from hiserve.core.transfers import CopyAck
 from hiserve.core.windows import WindowLimits
@@ -145,7 +145,9 @@ class Planner:
     @property
     def has_work(self) -> bool:
         """Whether a request waits or runs, a copy is in flight, or an update or a time of the host was not taken."""
-        has_requests = len(self._waiting) or self._rows.active.size or self._in_flight or self._cache.has_host_times
+        has_requests = (
+            len(self._waiting) or self._rows.active.size or self._in_flight or not self._cache.host_times.is_empty
+        )
         has_copies = self._host_loads.has_copies or self._prefetcher.has_work
         return bool(has_requests or has_copies or not self._updates.is_empty)
 
@@ -165,7 +167,7 @@ class Planner:
         lost = self._host_loads.complete(acks) if acks else []
         if lost:
             self._oom_recovery.lost_loads(len(lost))
-        self._ends.requeue(lost)
+            self._ends.requeue(lost)
 
     def grow_host(self, num_pages: int) -> None:
         """Makes host pages below ``num_pages`` usable."""
@@ -226,7 +228,7 @@ class Planner:
         num_tokens = int(allocation.num_new.sum())
         copies = self._host_loads.take(num_tokens)
         lookups, exchanged = self._prefetcher.take()
-        retained, retained_until_s = self._cache.take_host_times()
+        retained, retained_until_s = self._cache.host_times.take()
         if not (rows.size or copies or lookups or exchanged or retained.size):
             return None
         self._step_id += 1
@@ -252,7 +254,7 @@ class Planner:
             host_retained=retained,
             host_retained_until_s=retained_until_s,
             table=state.tables.take_writes(),
-            window_table=TableWrites() if state.windows is None else state.windows.tables.take_writes(),
+            window_table=NO_WRITES if state.windows is None else state.windows.tables.take_writes(),
             relocation_version=self._cache.relocation_version,
             may_replay=self._backoff.may_replay,
             awaits_masks=self.grammars.is_used and self.grammars.constrain_any(rows[allocation.samples]),

@@ -267,7 +267,7 @@ class World:
     def record(self) -> None:
         """A plan without copies tells the pool what was given back, and until when pages are retained."""
         self.shelf.free(self.cache.take_freed_host_pages())
-        self.shelf.retain(*self.cache.take_host_times())
+        self.shelf.retain(*self.cache.host_times.take())
 
     def end(self) -> None:
         """INV-13: with no copies and no rows left, nothing is held; INV-37: a flush leaves nothing at all."""

@@ -22,7 +22,7 @@ from hiserve.cache.index.transfers import MANY_COPIES, Transfers
 from hiserve.cache.index.window_pages import WindowPages
 from hiserve.config.caching import EvictionOrder
 from hiserve.core.digest import Chain, chain
-from hiserve.core.plan import Int32Array, Int64Array
+from hiserve.core.plan import Int32Array
 from hiserve.core.transfers import DEVICE_KINDS, CopyKind, PageCopy, PageRun
 from hiserve.ipc.cache_stats import NodeFacts
 
@@ -56,7 +56,7 @@ class PrefixCache:
         host        begin_load, begin_offloads, complete
         store       ``store`` (``StorePrefixes``), complete
         lifecycle   recover, grow_host, begin_after, expire, flush
-        reports     stats, outline, take_events, take_freed_host_pages, take_host_times
+        reports     stats, outline, take_events, take_freed_host_pages; ``host_times`` (``HostTimes``)
 
     Args:
         num_pages: Pages in the device pool, the padding page included.
@@ -76,6 +76,8 @@ class PrefixCache:
         page_owner: int32 ``[num_pages]``, live. Number of each page's last allocation; see ``PageAllocator.owner``.
         store: The operations that concern a store.
         windows: The pages of window layers; None without them.
+        host_times: The host pages retained since they were taken. Take them after the orders of the same plan: the pool
+            records them once it has begun its copies.
         num_arrived: By kind, LOAD and OFFLOAD, live: pages made findable by ended copies.
 
     The parts (``tree`` to ``uploads``) are for tests: no other package reads them (``tests/test_architecture.py``).
@@ -121,6 +123,7 @@ class PrefixCache:
         )
         self.store = StorePrefixes(self._prefixes, self.host, self.store_sync, self.uploads)
         self.page_owner, self.num_arrived = self.device.pages.owner, self.transfers.num_arrived
+        self.host_times = self.tiers.retention.host_times
 
     # --- prefixes -------------------------------------------------------------------------
 
@@ -378,15 +381,3 @@ class PrefixCache:
         """Returns the host pages freed since the last call; the pool must free them before it starts later copies."""
         freed, self.tiers.freed_host = self.tiers.freed_host, []
         return np.concatenate(freed) if freed else np.empty(0, dtype=np.int32)
-
-    @property
-    def has_host_times(self) -> bool:
-        """Whether ``take_host_times`` has anything to return."""
-        return not self.tiers.retention.host_times.is_empty
-
-    def take_host_times(self) -> tuple[Int32Array, Int64Array]:
-        """Returns the host pages retained since the last call, int32 ``[K]``, and until when each is, int64 ``[K]``.
-
-        Take them after the orders of the same plan: the pool records them once it has begun its copies.
-        """
-        return self.tiers.retention.host_times.take()

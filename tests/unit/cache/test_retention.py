@@ -91,7 +91,7 @@ def test_pages_that_become_those_of_an_account_count_as_its_own(monkeypatch: pyt
 
 def times(cache: PrefixCache) -> dict[int, int]:
     """Takes the times for the records of host pages."""
-    pages, until_s = cache.take_host_times()
+    pages, until_s = cache.host_times.take()
     return dict(zip(pages.tolist(), until_s.tolist(), strict=True))
 
 
@@ -102,11 +102,11 @@ def host_pages(cache: PrefixCache) -> list[int]:
 def test_the_records_get_the_time_of_every_retained_page_whichever_comes_first() -> None:
     cache = new_cache()
     backed(cache, 1, 2, 3)
-    assert times(cache) == {} and not cache.has_host_times
+    assert times(cache) == {} and cache.host_times.is_empty
     retained(cache, 1, 2, until_s=10)
-    assert cache.has_host_times
+    assert not cache.host_times.is_empty
     assert times(cache) == dict.fromkeys(sorted(host_pages(cache))[:2], 10)
-    assert times(cache) == {} and not cache.has_host_times
+    assert times(cache) == {} and cache.host_times.is_empty
     retained(cache, 7, 8, until_s=20)
     assert times(cache) == {}, "the host has no copy"
     store(cache)
@@ -149,7 +149,7 @@ def test_recovered_pages_are_retained_until_the_time_that_was_recorded() -> None
     assert cache.is_retaining and cache.stats().num_retained == 4, (
         "above the quota of 2 pages, as other accounts have it"
     )
-    assert not cache.has_host_times, "the records have them"
+    assert cache.host_times.is_empty, "the records have them"
     other = run_of(cache, [6, 7], until_s=0)
     assert cache.recover([other]) == 2
     for room, left in ((5, 4), (7, 4), (8, 3)):

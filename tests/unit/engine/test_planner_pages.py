@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hiserve.core.digest import pack_tokens
-from hiserve.core.plan import BatchPlan
+from hiserve.core.plan import NO_WRITES, BatchPlan
 from hiserve.core.request import FinishReason
 from tests.helpers.echo import oracle
 from tests.helpers.steps import Steps
@@ -293,3 +293,12 @@ def test_flush_empties_the_cache_but_for_pages_in_use() -> None:
     assert num_findable(steps, prompt(13, seed=2)) == 12
     steps.finish()
     assert steps.said[2] == oracle(prompt(13, seed=2), 6)
+
+
+def test_a_plan_makes_no_arrays_for_tables_that_do_not_change() -> None:
+    steps = Steps(num_pages=30)
+    steps.add(1, prompt(3), max_tokens=8)
+    first, second, third = (steps.step() for _ in range(3))
+    assert writes(first) and writes(third), "the prompt takes a page, and so does the fifth token"
+    assert second.table is NO_WRITES
+    assert all(plan.window_table is NO_WRITES for plan in (first, second, third)), "its pages have all layers"

@@ -123,4 +123,4 @@ def test_an_idle_engine_tells_the_host_until_when_its_pages_are_retained() -> No
     last = executor.plans[-1]
     assert len(executor.plans) > num_plans + 1 and not last.rows.size and not last.copies
     assert last.host_retained.size == 4 and np.ptp(last.host_retained_until_s) == 0
-    assert not engine.has_work and not cache.has_host_times
+    assert not engine.has_work and cache.host_times.is_empty
