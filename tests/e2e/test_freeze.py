@@ -21,6 +21,7 @@ def check(*arguments: str, seed: str, program: tuple[str, ...] = ("tools.freeze"
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     remedy = "if this change is wanted: python -m tools.freeze record"
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{remedy}"
+    assert "Exception ignored" not in done.stderr, done.stderr
     return done.stdout
 
 
