@@ -12,7 +12,9 @@ METER_S = (
 
 
 class VirtualClock:
-    """Seconds for one thread; all others read the real clock, since they wait for real events.
+    """Seconds for one thread; for all others real time goes on from the same begin, since they wait for real events.
+
+    A time of the driver's thread is never later than theirs: the clock of a machine that has just started is.
 
     Attributes:
         now_s: The time of the driver's thread.
@@ -34,8 +36,10 @@ class VirtualClock:
         """Replaces the monotonic clocks and the CPU clock of the thread in the module ``time``."""
         monotonic, thread_time = time.monotonic, time.thread_time
 
+        begin_s = monotonic()
+
         def now() -> float:
-            return self.now_s if threading.get_ident() == self._thread else monotonic()
+            return self.now_s if threading.get_ident() == self._thread else BEGIN_S + monotonic() - begin_s
 
         def cpu() -> float:
             if threading.get_ident() != self._thread:
