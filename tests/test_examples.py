@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.live import Live, serve
+from tools.import_path import import_path
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -41,7 +42,7 @@ def run(name: str, folder: Path, *arguments: str) -> str:
         capture_output=True,
         text=True,
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": import_path(ROOT)},
         timeout=LIMIT_S,
         check=False,
     )

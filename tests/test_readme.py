@@ -19,6 +19,7 @@ import pytest
 from tests.e2e.live import COMMAND, Live, serve
 from tests.helpers.snippets import ROOT, snippets
 from tools import settings as settings_page
+from tools.import_path import import_path
 
 # Commands that are not executed here, and why.
 NOT_RUN = {
@@ -112,7 +113,7 @@ def test_what_is_not_run_is_still_there() -> None:
 
 @pytest.mark.parametrize("snippet", [each for each in SNIPPETS if each.language == "python"])
 def test_a_program_runs(snippet: Snippet, tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": import_path(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", snippet.text],
         capture_output=True,
@@ -173,7 +174,7 @@ def test_a_server_that_drafts_starts_and_says_what_was_accepted(tmp_path: Path) 
 def test_a_batch_is_answered(tmp_path: Path) -> None:
     (snippet,) = of("is_batch")
     command = f'hiserve() {{ {shlex.join(COMMAND)} "$@"; }}\n{snippet.text}'
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": import_path(ROOT)}
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=tmp_path,

@@ -18,6 +18,7 @@ from io import BytesIO
 from pathlib import Path
 
 from benchmarks.record import spread
+from tools.import_path import import_path
 from tools.interleave_probe import PROBES, WALL, Figures
 
 ROOT = Path(__file__).parents[1]
@@ -58,8 +59,7 @@ def measure(name: str, tree: Path) -> Figures:
     Raises:
         CalledProcessError: It failed.
     """
-    path = os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))  # packages may be found by it
-    environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": ""}
+    environment = os.environ | {"PYTHONPATH": import_path(tree), "PYTHONDONTWRITEBYTECODE": ""}
     command = [sys.executable, str(PROBE), name]
     done = subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     figures: Figures = json.loads(done.stdout.splitlines()[-1])

@@ -23,6 +23,8 @@ from pathlib import Path
 
 import httpx
 
+from tools.import_path import import_path
+
 RECORDER = """
 import pathlib, sys, threading, time
 HOME, TREE = pathlib.Path({home!r}), {tree!r}
@@ -88,7 +90,7 @@ def serve(tree: Path, *flags: str) -> Iterator[Server]:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         (home / "sitecustomize.py").write_text(RECORDER.format(home=str(home), tree=str(tree / "hiserve")))
-        environment = os.environ | {"PYTHONPATH": f"{home}:{tree}"}
+        environment = os.environ | {"PYTHONPATH": import_path(home, tree)}
         flags = ("--port", str(PORT), "--device", "cpu", "--cpu-threads", "1", "--log-level", "error", *flags)
         command = [sys.executable, "-c", "import sys; from hiserve.cli import main; sys.exit(main())", "serve", *flags]
         process = subprocess.Popen(command, env=environment, cwd=home)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.clients.forcing import TEMPLATE
 from tests.e2e.live import Live, serve
+from tools.import_path import import_path
 
 ROOT = Path(__file__).parents[2]
 CALLS = {"look": {"where": "Oslo"}, "final_answer": {"answer": "It is done."}}
@@ -28,6 +29,6 @@ def forced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("forced")
     command = (sys.executable, "-m", "tests.clients.forcing", json.dumps(CALLS), str(folder / "record.jsonl"))
     with serve(
-        folder, "--cpu-threads", "1", *TEMPLATE, command=command, environment={"PYTHONPATH": str(ROOT)}
+        folder, "--cpu-threads", "1", *TEMPLATE, command=command, environment={"PYTHONPATH": import_path(ROOT)}
     ) as running:
         yield running

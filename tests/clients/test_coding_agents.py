@@ -23,6 +23,7 @@ from tests.clients.forcing import LAST, TEMPLATE, Counts, check_step, counts, lo
 from tests.e2e.live import Live, serve
 from tests.helpers.coding_agents import SEAL_KEY, head_of
 from tests.helpers.waiting import PATIENCE_S
+from tools.import_path import import_path
 
 pytestmark = pytest.mark.clients
 ROOT = Path(__file__).parents[2]
@@ -125,7 +126,7 @@ def running(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Running]
     record, (tool, arguments) = tmp_path / "record.jsonl", agent.tool
     command = (sys.executable, "-m", "tests.clients.forcing", json.dumps({tool: arguments}), str(record))
     flags = (*long_model(tmp_path / "model"), *TEMPLATE, "--cpu-threads", "1", "--seal-key", SEAL_KEY)
-    with serve(tmp_path, *flags, command=command, environment={"PYTHONPATH": str(ROOT)}) as live:
+    with serve(tmp_path, *flags, command=command, environment={"PYTHONPATH": import_path(ROOT)}) as live:
         yield Running(live, agent, tmp_path)
     kept = ROOT / "build" / "clients"
     kept.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ import pytest
 import hiserve
 from tests.e2e.live import COMMAND, Live, serve
 from tests.helpers.waiting import PATIENCE_S
+from tools.import_path import import_path
 
 PACKAGE = Path(hiserve.__file__).parent
 FORBIDDEN = re.compile(
@@ -63,7 +64,7 @@ def watching(folder: Path, *command: str) -> tuple[tuple[str, ...], Path]:
     """Returns the command with its processes watched, and the file where they are written down."""
     log = folder / "pickle.log"
     (folder / "sitecustomize.py").write_text(WATCH.format(log=str(log)))
-    return ("env", f"PYTHONPATH={folder}:{PACKAGE.parent}", *command), log
+    return ("env", f"PYTHONPATH={import_path(folder, PACKAGE.parent)}", *command), log
 
 
 def test_no_source_of_the_package_names_what_unpickles() -> None:
