@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-EVERY = (
-    8  # tails of a prompt are this many times as far apart as the tokens whose history takes as many bytes as a tail
-)
+# Tails of a prompt are this many times as far apart as the tokens whose history takes as many bytes as a tail.
+EVERY = 8
 
 
 class WindowLimits(msgspec.Struct, frozen=True, kw_only=True):
