@@ -69,7 +69,7 @@ def allocate_tokens(
     left = limit - ahead
     lacking = np.where(left > 0, ahead - computed, 0)
     # A row drafts once it has caught up: until then it has no last token to draft from.
-    draft = np.zeros_like(lacking)
+    draft = np.zeros(lacking.size, dtype=np.int32)
     if drafted is not None:
         draft = np.where(lacking == 1, np.minimum(drafted, max_len - 1 - ahead), 0)
     need = lacking + draft

@@ -88,7 +88,7 @@ class Drafting:
             num_draft: int32 ``[S]``. Drafts that each verified; those of 0 do not count.
             counts: int32 ``[S]``. Tokens that were appended to each, at least 1.
         """
-        did = np.flatnonzero(num_draft)
+        did = num_draft.nonzero()[0]
         if not did.size:
             return
         state, rows = self._rows, rows[did]

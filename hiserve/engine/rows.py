@@ -332,7 +332,7 @@ class RowState:
 
     def take_changed_drafts(self, rows: Int64Array) -> Int64Array:
         """Returns the indices into ``rows`` (int64 ``[n]``) whose ``draft_use`` changed since the last call."""
-        fresh = np.flatnonzero(self._has_new_draft_use[rows])
+        fresh: Int64Array = self._has_new_draft_use[rows].nonzero()[0]
         if fresh.size:
             self._has_new_draft_use[rows[fresh]] = False
         return fresh

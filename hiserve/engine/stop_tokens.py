@@ -55,7 +55,7 @@ class StopTokens:
         if self._max_stops:
             is_end |= (tokens[:, :, None] == self._stops[rows, : self._max_stops][:, None, :]).any(axis=2)
         is_end &= np.arange(tokens.shape[1]) < counts[:, None]
-        ends: BoolArray = np.any(is_end, axis=1)
+        ends: BoolArray = np.logical_or.reduce(is_end, axis=1)
         if ends.any():
             counts = counts.copy()
             counts[ends] = is_end[ends].argmax(axis=1) + 1
