@@ -98,9 +98,9 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return self
         return Grammar.of(kind, self.text, self.after, self.opening, self.budget, self.header)
 
-    def either(self, other: Grammar) -> Grammar:
-        """Returns the grammar of the replies of this one and of another; both are of a whole reply."""
-        parts = [(each.kind, each.text) for each in (self, other)]
+    def either(self, *others: Grammar) -> Grammar:
+        """Returns the grammar of the replies of this one and of others; each is of a whole reply."""
+        parts = [(each.kind, each.text) for each in (self, *others)]
         return Grammar.of("either", msgspec.json.encode(parts).decode())
 
     @property

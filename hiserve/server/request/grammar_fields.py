@@ -203,22 +203,35 @@ def with_budget(sampling: SamplingParams, marks: ReplyMarks, budget: int | None)
 
 
 async def _check_schemas(vetting: Vetting, request: Request, constraint: Constraint, refusal: RequestError) -> None:
-    """Checks the schemas of the tools in a refused grammar one by one.
+    """Looks in a refused grammar for the tool whose schema is broken, by halves: a tool takes some 20 ms of CPU alone.
 
     Raises:
         RequestError: One is at fault; the error names it.
     """
-    schemas = constraint.schemas
-    if refusal.code == bounds.INVALID:
-        for grammar, param in schemas:
-            checking = vetting.check(grammar, param, caller=caller_of(request).number)
-            await cancel_on_disconnect(request.receive, checking)
+    schemas, caller = constraint.schemas, caller_of(request).number
+    if refusal.code == bounds.INVALID and schemas:
+        while len(schemas) > 1:
+            half = len(schemas) // 2
+            try:
+                checking = vetting.check(_any_of(schemas[:half]), constraint.param, caller=caller)
+                await cancel_on_disconnect(request.receive, checking)
+                schemas = schemas[half:]
+            except RequestError:
+                schemas = schemas[:half]
+        ((grammar, param),) = schemas
+        await cancel_on_disconnect(request.receive, vetting.check(grammar, param, caller=caller))
     elif (
         refusal.code == TOO_COMPLEX and len(schemas) == len(constraint.grammar.alternatives) == 1
     ):  # to try several would end more processes
         ((_, param),) = schemas
         message = refusal.message.replace(constraint.param, param, 1)
         raise RequestError(message, code=refusal.code, param=param) from None
+
+
+def _any_of(schemas: Sequence[ToolSchema]) -> Grammar:
+    """Returns the grammar of the arguments of some tools."""
+    first, *others = [schema.grammar for schema in schemas]
+    return first.either(*others) if others else first
 
 
 async def constrain(

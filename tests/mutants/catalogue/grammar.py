@@ -167,6 +167,10 @@ with grammar_fields.constrain, test_grammar_fields.test_a_tool_whose_schema_is_b
     "a broken schema of a tool is refused with a place in rules that the client never sees"
     await _check_schemas(vetting, request, constraint, refusal)
     pass
+with grammar_fields._check_schemas, test_grammar_fields.test_the_broken_one_of_many_tools_is_found_by_halves:
+    "each of 128 tools is tried to name the broken one, which takes 15 s"
+    half = len(schemas) // 2
+    half = 1
 with responses_request._pattern, test_responses.test_the_rules_of_a_custom_tool_are_held_where_they_are_regular_and_counted_where_not:
     "INV 76: the rules of a custom tool are shown alone"
     regular(rules)

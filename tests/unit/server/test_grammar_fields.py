@@ -262,6 +262,15 @@ async def test_a_tool_whose_schema_is_broken_is_named_whichever_field_forces_it(
         assert len(server.vetting.seen) == num_tried and not server.engine.seen
 
 
+@pytest.mark.parametrize("place", [0, 15, 16, 31])
+async def test_the_broken_one_of_many_tools_is_found_by_halves(place: int) -> None:
+    tools = [described("broken" if index == place else f"sound{index}") for index in range(32)]
+    async with with_tools() as server:
+        call = await server.chat("hi", tools=tools, tool_choice="required")
+        assert call.json["error"]["param"] == f"tools[{place}].function.parameters", call.text
+        assert len(server.vetting.seen) == 1 + 5 + 1  # all, log2(32) halves, the one that is left
+
+
 async def test_a_tool_that_nothing_forces_may_have_a_broken_schema() -> None:
     async with with_tools() as server:
         assert (await server.chat("hi", tools=[described("broken")])).status == 200
