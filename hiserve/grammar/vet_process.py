@@ -6,12 +6,14 @@ process where CPU time, stack or memory run out.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -32,7 +34,12 @@ STACK_BYTES = 2**20
 MAX_MEMORY_BYTES = 2**30  # beyond what it has at its start
 NUM_TOKENS = 48  # of the walk
 MAX_MASK_S = 0.025
-NICENESS = 10  # the engine and the event loop have priority
+# Added to that of a trial beyond its credit: the engine and the event loop have priority.
+NICENESS, MAX_NICENESS = 10, 19
+# CPU time that trials take at the priority of the engine: this much at once, and this share of the time in the long run.
+# A sound grammar takes some 10 ms; where it yields to processes that keep all cores busy, its verdict takes 0.2 s.
+MAX_CREDIT_S, CREDIT_SHARE = 0.25, 0.1
+LOOK_S = 0.01
 
 
 def try_out(vocabulary: Vocabulary, num_words: int, trial: Trial) -> Verdict:
@@ -90,22 +97,54 @@ def _walk(start: Matcher, num_words: int, seed: int) -> Verdict | None:
     return None
 
 
-def _on_small_stack(vocabulary: Vocabulary, num_words: int, trial: Trial) -> Verdict:
+class Credit:
+    """CPU time that trials may take before they yield to all other processes.
+
+    Args:
+        clock: Monotonic seconds.
+        cpu_clock: Seconds of CPU time of this process.
+
+    Attributes:
+        left_s: Seconds; below zero after a trial that took more.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, cpu_clock: Callable[[], float] = time.process_time
+    ) -> None:
+        self._clock, self._cpu_clock = clock, cpu_clock
+        self._last_s = clock()
+        self.left_s = MAX_CREDIT_S
+
+    def run(self, thread: threading.Thread) -> None:
+        """Runs a thread to its end; it yields to all other processes from where the credit ends."""
+        now_s, begin_s = self._clock(), self._cpu_clock()
+        self.left_s = min(MAX_CREDIT_S, self.left_s + CREDIT_SHARE * (now_s - self._last_s))
+        self._last_s = now_s
+        thread.start()
+        while thread.is_alive() and self._cpu_clock() - begin_s < self.left_s:
+            thread.join(LOOK_S)
+        if thread.is_alive() and thread.native_id is not None:
+            niceness = min(MAX_NICENESS, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.setpriority(os.PRIO_PROCESS, thread.native_id, niceness)  # of this thread alone (Linux)
+        thread.join()
+        self.left_s -= self._cpu_clock() - begin_s
+
+
+def _on_small_stack(vocabulary: Vocabulary, num_words: int, trial: Trial, credit: Credit) -> Verdict:
     verdicts: list[Verdict] = []
     threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=lambda: verdicts.append(try_out(vocabulary, num_words, trial)))
-    thread.start()
-    thread.join()
+    credit.run(threading.Thread(target=lambda: verdicts.append(try_out(vocabulary, num_words, trial))))
     return verdicts[0] if verdicts else Verdict(TOO_COMPLEX, "it takes too much memory")
 
 
 def serve(endpoint: str) -> int:
     """Serves trials until the parent ends; returns the exit code."""
     link, frames = connect_to_parent(endpoint, signal.SIGKILL)
-    os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     setup = msgspec.msgpack.decode(frames[0], type=Setup)
     vocabulary: Vocabulary | None = None
+    credit = Credit()
 
     def do(job: Frames) -> Frames:
         nonlocal vocabulary
@@ -116,7 +155,7 @@ def serve(endpoint: str) -> int:
             signal.setitimer(signal.ITIMER_PROF, JOB_CPU_S)  # the signals' default is to end the process
             signal.setitimer(signal.ITIMER_REAL, JOB_S)
             trial = msgspec.msgpack.decode(job[0], type=Trial)
-            verdict = _on_small_stack(vocabulary, -(-setup.vocab_size // MASK_BITS), trial)
+            verdict = _on_small_stack(vocabulary, -(-setup.vocab_size // MASK_BITS), trial, credit)
         except HiserveError as error:
             verdict = Verdict(error.code, error.message)
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -183,3 +183,7 @@ with regular._Body._sequence, test_regular.test_rules_of_many_long_parts_are_non
     "the parts of a rule are joined before their length is checked"
     _bounded(found + self._repeated(self._atom()))
     found + self._repeated(self._atom())
+with vet_process.Credit.run, test_vet.test_a_trial_yields_to_other_processes_beyond_its_credit_alone:
+    "a grammar that takes long has the priority of the engine"
+    os.setpriority(os.PRIO_PROCESS, thread.native_id, niceness)
+    pass

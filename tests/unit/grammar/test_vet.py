@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -20,6 +22,7 @@ from hiserve.grammar.vet import Trial, Vetting
 from hiserve.grammar.vet_process import try_out
 from tests.helpers.clock import Clock
 from tests.helpers.grammars import GRAMMARS, nano_folder, nano_vocabulary
+from tests.helpers.waiting import wait_until
 
 SLOW = Grammar.of("json", '{"type":"integer","multipleOf":1234567}')
 DEEP = Grammar.of(
@@ -98,6 +101,41 @@ sys.exit(vet_process.serve(sys.argv[1]))
     assert await made.check(GRAMMARS["regex"], "regex") == (GRAMMARS["regex"], [])
     assert made.trials["killed"] == 0
     await made.close()
+
+
+class OwnNiceness(threading.Thread):
+    """Notes its niceness at its end, which it is told or comes when its niceness changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on, self.niceness = threading.Event(), -1
+
+    def run(self) -> None:
+        begin = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        wait_until(lambda: self.go_on.is_set() or os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) != begin)
+        self.niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def test_a_trial_yields_to_other_processes_beyond_its_credit_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, cpu, own = Clock(), Clock(0.0), os.getpriority(os.PRIO_PROCESS, 0)
+    least = vet_process.MAX_NICENESS  # no process is nicer
+    credit, long, short, next_one = vet_process.Credit(clock, cpu), OwnNiceness(), OwnNiceness(), OwnNiceness()
+    look = iter([0.0, 0.2, 0.3, 0.3])
+    monkeypatch.setattr(credit, "_cpu_clock", lambda: next(look))
+    if own == least:
+        long.go_on.set()
+    credit.run(long)
+    assert long.niceness == min(least, own + vet_process.NICENESS)
+    assert credit.left_s == pytest.approx(-0.05)
+    clock.now_s += 2.0
+    monkeypatch.setattr(credit, "_cpu_clock", lambda: (short.go_on.set(), 0.3)[1])
+    credit.run(short)
+    assert short.niceness == own and credit.left_s == pytest.approx(0.15)
+    clock.now_s += 3600.0
+    next_one.go_on.set()
+    monkeypatch.setattr(credit, "_cpu_clock", lambda: 0.3)
+    credit.run(next_one)
+    assert credit.left_s == vet_process.MAX_CREDIT_S
 
 
 async def test_a_caller_who_ended_two_processes_waits_before_a_new_grammar(
