@@ -15,7 +15,7 @@ class ExpertGroups:
     """Groups of as many adjacent experts, two at least.
 
     Attributes:
-        bias: float32 or float64 ``[num_experts]``. Added to the likelihood of an expert for the choice alone.
+        bias: float32 or float64 ``[num_experts]``, on the logits' device. Added to the score of an expert for the choice alone.
         num_groups: All groups.
         num_chosen: Groups of a token.
         scale: Factor of the shares.
@@ -33,22 +33,22 @@ def route_in_groups(
     """Chooses the best experts of the best groups of each token (DeepSeek-V3, arXiv:2412.19437).
 
     Args:
-        logits: ``[T, num_experts]``, of the type of the bias; the likelihood of an expert is their sigmoid. A group counts
-            as much as the sum of its two best.
+        logits: ``[T, num_experts]``, float32 or float64 as the bias. The score of an expert is their sigmoid; that of a group
+            is the sum of its two best, biases included.
         groups: Their sizes, bias and scale.
-        num_per_token: Experts to choose.
+        num_per_token: Experts to choose, at most those of the chosen groups.
         is_normalized: Scale the shares of the chosen ones to sum to 1, before ``groups.scale``.
 
     Returns:
-        Shares ``[T, num_per_token]``, and experts, int64 of the same shape.
+        Shares ``[T, num_per_token]``, of the type of the logits, and experts, int64 of the same shape.
     """
-    likelihood = logits.sigmoid()
+    scores = logits.sigmoid()
     sizes = (logits.shape[0], groups.num_groups, logits.shape[1] // groups.num_groups)
-    merit = (likelihood + groups.bias).view(sizes)
-    best = merit.topk(2, -1).values.sum(-1).topk(groups.num_chosen, -1).indices
-    is_out = torch.ones_like(merit[..., 0], dtype=torch.bool).scatter_(-1, best, False)
-    experts = merit.masked_fill(is_out[..., None], -torch.inf).flatten(1).topk(num_per_token, -1).indices
-    shares = likelihood.gather(-1, experts)
+    biased = (scores + groups.bias).view(sizes)
+    best = biased.topk(2, -1).values.sum(-1).topk(groups.num_chosen, -1).indices
+    is_out = torch.ones_like(biased[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+    experts = biased.masked_fill(is_out[..., None], -torch.inf).flatten(1).topk(num_per_token, -1).indices
+    shares = scores.gather(-1, experts)
     if is_normalized:
         shares = shares / (shares.sum(-1, keepdim=True) + _SPARE)
     return shares * groups.scale, experts

@@ -67,7 +67,11 @@ def scaled_weights(
 ) -> Scaled:
     """Returns for each FP8 weight the tensor of its scales, memory for them, and the part of a parameter that it fills.
 
-    ``wanted`` are names of tensors with their parts of parameters.
+    Args:
+        held: The tensors of the checkpoint, by name. That of the scales of a weight ``[n, m]`` is
+            ``[ceil(n / BLOCK), ceil(m / BLOCK)]``, of one of ``_SCALE_DTYPES``.
+        wanted: Names of tensors with their parts of parameters, each of the tensor's shape and of any floating type.
+        device: Of the memory for scales, which is float32 and not yet written.
     """
     found = []
     for source, weight in wanted:

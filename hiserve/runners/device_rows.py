@@ -45,6 +45,8 @@ class DeviceRows:
 
     Args:
         max_rows: Requests at a time.
+        max_len, page_size, num_pages, max_draft: As above.
+        device: Of all tensors.
         eos_token_ids: Tokens that end a reply; below the vocabulary's size.
         vocab_size: Entries of a row of logits; 0 where nothing is drawn.
         window: The widest, where layers with one have pages of their own; else 0.

@@ -9,39 +9,19 @@ import pytest
 import torch
 
 from hiserve.attention.latent import attend_dense
-from tests.helpers.cuda import decisions, fill_freed_memory, generate, graph_engine, poison, prompts_of
 from tests.helpers.latent_models import FAMILIES, save_latent
-from tests.helpers.scripted import verify
+from tests.helpers.scripted import check_graphs
 
 pytestmark = pytest.mark.gpu
 
-NUM_NEW, WIDTH = 40, 4
-LENGTHS = [39, 3, 41, 200, 80, 17, 64]
 SIZES: dict[str, Any] = {"qk_rope_head_dim": 16}  # of a matrix product on the device
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_graphs_compute_what_the_reference_does(tmp_path: Path, family: str) -> None:
-    """Decode, verify and mixed steps over garbage; tokens of float64 on the device, without graphs."""
+    """Decode, verify and mixed steps."""
     save_latent(family, tmp_path, **SIZES)
-    prompts = prompts_of(LENGTHS, seed=8, vocab=320)
-    reference = graph_engine(tmp_path, "off", "float64", attention="reference")
-    expected = generate(reference, prompts, NUM_NEW)
-    reference.executor.close()
-    for graphs in ("off", "all"):
-        subject = graph_engine(tmp_path, graphs, "float32", widths=(1, WIDTH) if graphs == "all" else (1,))
-        if graphs == "all":
-            fill_freed_memory(subject)
-            poison(subject)
-        for _ in range(2):  # over rows that others had
-            assert generate(subject, prompts, NUM_NEW) == expected, graphs
-        assert verify(subject, prompts, expected, WIDTH) == expected, graphs
-        counts = decisions(subject)
-        subject.executor.close()
-        if graphs == "all":
-            assert counts["replay/decode"] == 2 * (NUM_NEW - 1)
-            assert counts["replay/verify"] >= NUM_NEW // WIDTH
-            assert "eager/capture_failed" not in counts
+    check_graphs(tmp_path)
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 128), (256, 256)])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
+import pkgutil
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +17,9 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler.code_generator import CodeGenerator
 from triton.runtime import JITFunction, driver
+
+from hiserve import kernels
+from hiserve.kernels.launch import EarlyLaunch
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024  # of one program on Hopper
@@ -34,7 +41,7 @@ class Compiled:
     """Kernels that are called, which are compiled up to their machine's intermediate code and never launched.
 
     Attributes:
-        shared_bytes: Shared memory of each variant of a kernel, by name.
+        shared_bytes: Shared memory of each variant of a kernel, by module and name.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -52,7 +59,8 @@ class Compiled:
             kernel.device_caches.clear()
             with pytest.raises(_LoweredError) as stopped:
                 launch(kernel, *args, grid=grid, warmup=True, **settings)
-            self.shared_bytes[kernel.__name__].append(stopped.value.args[0])
+            module = kernel.fn.__module__.removeprefix(f"{kernels.__name__}.")
+            self.shared_bytes[f"{module}.{kernel.__name__}"].append(stopped.value.args[0])
 
         def portable_read(generator: Any, owner: Any, name: str) -> Any:
             value = read(generator, owner, name)
@@ -68,6 +76,10 @@ class Compiled:
                 _refuse_numbers(arg, function)
             return call(generator, function, args, kwargs, caller_context)
 
+        for each in pkgutil.iter_modules(kernels.__path__):
+            module = importlib.import_module(f"{kernels.__name__}.{each.name}")
+            if hasattr(module, "early_launch"):
+                patch.setattr(module, "early_launch", lambda *_: EarlyLaunch(IS_EARLY=True, launch_pdl=True))
         patch.setattr(driver, "_active", gpu)
         patch.setattr(knobs.compilation, "always_compile", True)
         patch.setattr(CUDABackend, "make_ptx", stop)
@@ -75,6 +87,25 @@ class Compiled:
         patch.setattr(CodeGenerator, "get_Attribute", portable_read)
         patch.setattr(CodeGenerator, "visit_Name", portable_name)
         patch.setattr(JITFunction, "run", compile_only)
+
+    def names(self) -> set[str]:
+        """Returns the kernels that were compiled, each of which fits one program's shared memory."""
+        for name, sizes in self.shared_bytes.items():
+            assert max(sizes) <= SHARED_BYTES, f"{name} takes {max(sizes)} bytes of {SHARED_BYTES}"
+        return set(self.shared_bytes)
+
+
+def launched_kernels() -> set[str]:
+    """Returns the kernels that a module of ``hiserve.kernels`` launches, by module and name."""
+    found = set()
+    for each in pkgutil.iter_modules(kernels.__path__):
+        module = importlib.import_module(f"{kernels.__name__}.{each.name}")
+        calls = (node.func for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.Call))
+        names = {
+            call.value.id for call in calls if isinstance(call, ast.Subscript) and isinstance(call.value, ast.Name)
+        }
+        found |= {f"{each.name}.{name}" for name in names if isinstance(getattr(module, name, None), JITFunction)}
+    return found
 
 
 def _refuse_numbers(arg: Any, function: Any) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from hiserve.core.request import SamplingParams
-from tests.helpers.cuda import wait_for_stream
+from tests.helpers.cuda import decisions, fill_freed_memory, generate, graph_engine, poison, prompts_of, wait_for_stream
 from tests.helpers.models import Engine
 from tests.helpers.plans import GREEDY, HandPlanner
 
 VOCAB = 300  # spoiled drafts lie below
+LENGTHS = [39, 3, 41, 200, 80, 17, 64]  # of prompts
+NUM_NEW, WIDTH = 40, 4
 
 
 def verify(
@@ -58,3 +62,30 @@ def decode(
     plans += [planner.step(dict.fromkeys(prompts, 1)) for _ in range(num_new - 1)]
     steps = [subject.executor.submit(plan).result().tokens[:, 0].tolist() for plan in plans]
     return {row: [step[index] for step in steps] for index, row in enumerate(prompts)}
+
+
+def check_graphs(folder: Path) -> dict[str, int]:
+    """Decodes and verifies over garbage, without graphs and with all of them; returns the gate's decisions with graphs.
+
+    Tokens are those of float64 on the device, without graphs. The model has 320 tokens.
+    """
+    prompts = prompts_of(LENGTHS, seed=8, vocab=320)
+    reference = graph_engine(folder, "off", "float64", attention="reference")
+    expected = generate(reference, prompts, NUM_NEW)
+    reference.executor.close()
+    counts: dict[str, int] = {}
+    for graphs in ("off", "all"):
+        subject = graph_engine(folder, graphs, "float32", widths=(1, WIDTH) if graphs == "all" else (1,))
+        if graphs == "all":
+            fill_freed_memory(subject)
+            poison(subject)
+        for _ in range(2):  # over rows that others had
+            assert generate(subject, prompts, NUM_NEW) == expected, graphs
+        assert verify(subject, prompts, expected, WIDTH) == expected, graphs
+        counts = decisions(subject)
+        subject.executor.close()
+    assert len({token for tokens in expected.values() for token in tokens}) >= 20
+    assert counts["replay/decode"] == 2 * (NUM_NEW - 1)
+    assert counts["replay/verify"] >= NUM_NEW // WIDTH
+    assert "eager/capture_failed" not in counts
+    return counts

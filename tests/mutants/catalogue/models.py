@@ -52,8 +52,8 @@ with latent_attention.make_latent_attention, test_latent_oracle.test_logits_are_
     False
 with routing.route_in_groups, test_routing.test_a_bias_changes_the_choice_and_never_a_share:
     "the bias of an expert is part of its share"
-    likelihood.gather(-1, experts)
-    merit.flatten(1).gather(-1, experts)
+    scores.gather(-1, experts)
+    biased.flatten(1).gather(-1, experts)
 with latent.LatentAttention._expand_and_attend, test_latent.test_every_token_sees_its_row_absorbed_and_expanded:
     "parts of a prefix are joined without their sums"
     merge(out, lse, *self._attend(q, self._gather(kv.k, row.pages, begin, end), kv, is_causal=False))

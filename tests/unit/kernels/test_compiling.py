@@ -1,32 +1,34 @@
-"""Attention kernels are compiled for Hopper, without a device: what the interpreter runs, a compiler may refuse."""
+"""All kernels are compiled for Hopper, without a device: what the interpreter runs, a compiler may refuse."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from hiserve.attention.triton import TritonAttention
+from hiserve.core.activation import GELU_TANH, Activation
+from hiserve.core.forward import LayerKV
+from hiserve.kernels import draft_triton, draw, fused, page_copy, page_lists, step_triton
 from hiserve.kernels.latent_decode import LatentRows, decode
+from hiserve.kernels.step_ops import TokenMasks
 from hiserve.models.builtin_shapes import SHAPES
 from tests.helpers.attention import Case
-from tests.helpers.compiled import SHARED_BYTES, Compiled
+from tests.helpers.compiled import Compiled, launched_kernels
+from tests.helpers.draft_cases import draft_case
+from tests.helpers.step_cases import copied, random_case
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # told by Triton on the CPU
 
-DECODES, EXTENDS = ((700, 1), (3, 1)), ((0, 200), (70, 300))
+BF16 = torch.bfloat16
+ABSORBED = {"latent_decode._attend", "latent_decode._join"}
 
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
     return Compiled(monkeypatch)
-
-
-def names_of(compiled: Compiled) -> set[str]:
-    for name, sizes in compiled.shared_bytes.items():
-        assert max(sizes) <= SHARED_BYTES, name
-    return set(compiled.shared_bytes)
 
 
 def attend_latents(num_heads: int, rank: int, rope_dim: int, *, num_parts: int, dtype: torch.dtype) -> None:
@@ -49,24 +51,119 @@ def attend_latents(num_heads: int, rank: int, rope_dim: int, *, num_parts: int, 
 def test_absorbed_queries_of_large_models(compiled: Compiled, name: str) -> None:
     shape: dict[str, Any] = SHAPES[name]
     heads, rank, rope_dim = (shape[each] for each in ("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim"))
-    attend_latents(heads, rank, rope_dim, num_parts=3, dtype=torch.bfloat16)
-    assert names_of(compiled) == {"_attend", "_join"}
+    attend_latents(heads, rank, rope_dim, num_parts=3, dtype=BF16)
+    assert compiled.names() == ABSORBED
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_absorbed_queries_of_a_small_model(compiled: Compiled, dtype: torch.dtype) -> None:
     attend_latents(4, 32, 16, num_parts=1, dtype=dtype)
-    assert names_of(compiled) == {"_attend"}
+    assert compiled.names() == {"latent_decode._attend"}
 
 
-@pytest.mark.parametrize(
-    ("lengths", "names"),
-    [(DECODES, {"_schedule", "_attend"}), (EXTENDS, {"_extend"})],
-    ids=["decode", "extend"],
-)
-def test_heads_in_groups_with_sinks_and_a_window(
-    compiled: Compiled, lengths: tuple[tuple[int, int], ...], names: set[str]
-) -> None:
-    case = Case(lengths, group=8, head_dim=64, window=128, sinks=True, dtype=torch.bfloat16)
-    case.run(TritonAttention(case.shape))
-    assert names_of(compiled) == names
+def attend(*lengths: tuple[int, int]) -> None:
+    """Heads in groups, with sinks and a window in the first of two layers."""
+    case = Case(lengths, group=8, head_dim=64, window=128, sinks=True, dtype=BF16)
+    for layer in (0, 1):
+        case.run(TritonAttention(case.shape), layer)
+
+
+def store() -> None:
+    """Norms, rotates and stores the keys and values of two tokens, two query heads and one KV head of 64 elements."""
+    weight, angles = torch.ones(64, dtype=BF16), torch.zeros(2, 1, 64)
+    fused.add_rms_norm(weight.repeat(2, 1), weight.repeat(2, 1), weight, 1e-6)
+    fused.rotations(torch.zeros(2, dtype=torch.int64), torch.ones(32), 1.0, torch.float32)
+    kv = LayerKV(*torch.zeros(2, 16, 1, 64, dtype=BF16))
+    qkv, norms = torch.zeros(2, 4, 64, dtype=BF16), torch.ones(3, 64, dtype=BF16)
+    fused.rotate_and_store(qkv, norms, 1e-6, angles, angles, kv, torch.zeros(2, dtype=torch.int64))
+    fused.act_mul(torch.zeros(2, 128, dtype=BF16), GELU_TANH)
+
+
+def mix() -> None:
+    """Few and many pairs of tokens and experts."""
+    gate_up, down = torch.zeros(4, 128, 64, dtype=BF16), torch.zeros(4, 64, 64, dtype=BF16)
+    for num_tokens in (1, 400):
+        x = torch.zeros(num_tokens, 64, dtype=BF16)
+        shares, _ = fused.route(torch.zeros(num_tokens, 4, dtype=BF16), 2, True)
+        chosen = torch.zeros(num_tokens, 2, dtype=torch.int64)
+        biases = torch.zeros(4, 128, dtype=BF16), torch.zeros(4, 64, dtype=BF16)
+        fused.mix_experts(
+            x, shares, chosen, gate_up, down, *biases, activation=Activation(slope=1.702, shift=1.0, limit=7.0)
+        )
+
+
+def project() -> None:
+    """One row, and few rows of a deep weight, whose product is split."""
+    fused.linear(torch.zeros(1, 96, dtype=BF16), torch.zeros(64, 96, dtype=BF16), None, is_after_attention=False)
+    deep = torch.zeros(64, 2048, dtype=BF16)
+    fused.linear(torch.zeros(4, 2048, dtype=BF16), deep, torch.zeros(64, dtype=BF16), is_after_attention=False)
+
+
+def draw_tokens() -> None:
+    """With masks of tokens and without."""
+    logits, number = torch.zeros(2, 5000, dtype=BF16), torch.zeros(2, dtype=torch.int64)
+    masks = TokenMasks(torch.zeros(2, dtype=torch.int32), torch.zeros(1, 157, dtype=torch.int32))
+    for given in (None, masks):
+        draw.greedy(logits, given)
+        draw.draw_free(logits, torch.ones(2, dtype=torch.float64), number, number, number, None, given)
+
+
+def step() -> None:
+    case = random_case(torch.Generator().manual_seed(1))
+    state, made = copied(case.state), case.unfilled()
+    step_triton.fill_inputs(made, state, page_size=case.page_size)
+    counts = step_triton.accept(case.drawn, case.sampling_rows, case.sampling_drafts, state)
+    step_triton.advance(made, case.drawn, counts, state)
+
+
+def draft() -> None:
+    case = draft_case(torch.Generator().manual_seed(1))
+    case.outputs(draft_triton)
+    lengths = {"num_draft": 3, "min_ngram": 1, "max_ngram": 3, "max_known": 9}
+    draft_triton.draft_ngrams(case.rows, case.state, **lengths)
+
+
+def pages() -> None:
+    """Their lists, and copies in both directions."""
+    number, table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int32)
+    page_lists.list_pages(table, number, number, torch.zeros(3, dtype=torch.int32), 16, table.flatten())
+    planes, held = torch.zeros(2, 4, 8, dtype=torch.int64), torch.zeros(4, 16, dtype=torch.int64)
+    for to_planes in (True, False):
+        page_copy.copy_pages(planes, held, table[:, :2], to_planes=to_planes, max_programs=2)
+
+
+DECODED = {"attention_schedule._schedule", "attention_decode._attend"}
+EXTENDED = {"attention_extend._extend", "attention_extend._join"}
+# What is run, and the kernels that it launches.
+RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
+    "decode": (lambda: attend((700, 1), (3, 1)), DECODED),
+    "extend": (lambda: attend((2000, 17), (5, 2)), EXTENDED),
+    "store": (
+        store,
+        {f"fused.{name}_kernel" for name in ("_norm", "_rotations", "_rotate_and_store", "_act_mul")},
+    ),
+    "experts": (mix, {f"experts.{name}_kernel" for name in ("_route", "_group", "_product", "_sum")}),
+    "products": (project, {f"skinny_linear.{name}_kernel" for name in ("_row", "_tile", "_sum")}),
+    "draw": (draw_tokens, {f"draw.{name}" for name in ("_find_best", "_find_drawn", "_join_parts")}),
+    "step": (
+        step,
+        {f"step_triton.{name}" for name in ("_check_rows", "_place_tokens", "_count_accepted", "_advance_rows")},
+    ),
+    "draft": (
+        draft,
+        {f"draft_triton.{name}" for name in ("_draft_inputs", "_draft_hidden_states", "_keep_hidden_states")}
+        | {"draft_window._note_drafted", "draft_window._draft_window", "ngram_search._draft_ngrams"},
+    ),
+    "pages": (pages, {"page_lists._list_pages", "page_copy._copy_pages"}),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_kernels_of_a_kind_compile(compiled: Compiled, name: str) -> None:
+    run, kernels = RUNS[name]
+    run()
+    assert compiled.names() == kernels
+
+
+def test_every_kernel_is_among_them() -> None:
+    assert set.union(ABSORBED, *(kernels for _, kernels in RUNS.values())) == launched_kernels()
