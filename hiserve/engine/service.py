@@ -24,19 +24,19 @@ from hiserve.ipc.child import connect_to_parent, log_to_stderr
 from hiserve.ipc.codec import Frames, MalformedError, MessageDecoder, Received, encode
 from hiserve.ipc.lifecycle import CrashSnapshot
 from hiserve.ipc.messages import (
+    Abort,
     Admit,
     CacheFlushed,
     CacheInspected,
     Configure,
-    Drop,
     EngineWatched,
-    FlushCache,
-    InspectCache,
+    Flush,
+    Inspect,
     Ready,
     StepReport,
     Stop,
     ToWorker,
-    WatchEngine,
+    Watch,
     WorkerFailed,
     WorkerStats,
 )
@@ -175,15 +175,15 @@ class WorkerService:
         match received.message:
             case Admit() as admit:
                 self._engine.add(admit, received.tokens)
-            case Drop(uids):
+            case Abort(uids):
                 self._engine.abort(uids)
-            case FlushCache(ticket, tiers):
+            case Flush(ticket, tiers):
                 pages = self._engine.flush(tiers)
                 self._sender.answer(CacheFlushed(incarnation=self._incarnation, ticket=ticket, pages=pages))
-            case InspectCache(ticket, depth):
+            case Inspect(ticket, depth):
                 nodes = self._engine.inspect(depth)
                 self._sender.answer(CacheInspected(incarnation=self._incarnation, ticket=ticket, nodes=nodes))
-            case WatchEngine(ticket, subject, since_s):
+            case Watch(ticket, subject, since_s):
                 until_s, rows, steps = self._engine.watch(subject, since_s)
                 self._sender.answer(EngineWatched(self._incarnation, ticket, until_s, rows, steps))
             case Stop(copy_s):

@@ -2,9 +2,9 @@
 
 Directions: client -> scheduler ``Generate Abort Flush Inspect Watch Query Stop``; scheduler -> client
 ``Started StartFailed RequestUpdates Failed WorkerLost WorkerBack Halted Flushed Inspected Watched Status``; scheduler -> worker
-``Configure Admit Drop FlushCache InspectCache WatchEngine Stop``; worker -> scheduler ``Ready WorkerFailed StepReport
-CacheFlushed CacheInspected EngineWatched``. The tokens of ``Generate`` and ``Admit`` travel in a second frame; output travels as
-``ipc.updates.RequestUpdates``.
+``Configure Admit Abort Flush Inspect Watch Stop``; worker -> scheduler ``Ready WorkerFailed StepReport CacheFlushed CacheInspected
+EngineWatched``. The scheduler passes ``Flush Inspect Watch`` on to the ready workers, and joins their answers. The tokens of ``Generate``
+and ``Admit`` travel in a second frame; output travels as ``ipc.updates.RequestUpdates``.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Stop these requests; each still ends with one terminal message (finish ``abort``)."""
+    """Stop these requests; each still ends once, with finish ``abort``."""
 
     uids: list[int]
 
 
 class Flush(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Empty these tiers of every prefix cache. Answered by ``Flushed``."""
+    """Empty these tiers of the prefix cache. Answered by ``CacheFlushed`` of each worker, then by ``Flushed``."""
 
     ticket: int
     tiers: tuple[TierName, ...]
 
 
 class Inspect(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Return the upper levels of every radix tree, ``depth`` below the roots. Answered by ``Inspected``."""
+    """Return the upper levels of the radix tree, ``depth`` below the roots. Answered by ``CacheInspected``, then ``Inspected``."""
 
     ticket: int
     depth: int
 
 
 class Watch(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Return the rows of all workers, or their steps; they then record steps for ``LEASE_S``. Answered by ``Watched``."""
+    """Return the rows, or the steps; workers then record steps for ``LEASE_S``. Answered by ``EngineWatched``, then ``Watched``."""
 
     ticket: int
     subject: Subject
@@ -217,34 +217,6 @@ class Admit(msgspec.Struct, frozen=True, array_like=True, tag=True):
     retain: Retain = ()
 
 
-class Drop(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Abort these requests; each is answered once in a ``StepReport``."""
-
-    uids: list[int]
-
-
-class FlushCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Empty these tiers of this worker's prefix cache."""
-
-    ticket: int
-    tiers: tuple[TierName, ...]
-
-
-class InspectCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Return the upper levels of this worker's radix tree, ``depth`` below the roots."""
-
-    ticket: int
-    depth: int
-
-
-class WatchEngine(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Return this worker's rows, or its steps after ``since_s``, and record steps for ``LEASE_S``."""
-
-    ticket: int
-    subject: Subject
-    since_s: float = 0.0
-
-
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Exit with status 0. Also from the client to the scheduler. A second ``Stop`` ends the grace period of the first."""
 
@@ -288,7 +260,7 @@ class StepReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class CacheFlushed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Answer to ``FlushCache``."""
+    """Answer to ``Flush``."""
 
     incarnation: int
     ticket: int
@@ -296,7 +268,7 @@ class CacheFlushed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class CacheInspected(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Answer to ``InspectCache``: nodes as ``TreeFacts`` has them."""
+    """Answer to ``Inspect``: nodes as ``TreeFacts`` has them."""
 
     incarnation: int
     ticket: int
@@ -304,7 +276,7 @@ class CacheInspected(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class EngineWatched(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Answer to ``WatchEngine``: as ``WorkerView`` has them."""
+    """Answer to ``Watch``: as ``WorkerView`` has them."""
 
     incarnation: int
     ticket: int
@@ -327,5 +299,5 @@ ToClient = (
     | Watched
     | Status
 )
-ToWorker = Configure | Admit | Drop | FlushCache | InspectCache | WatchEngine | Stop
+ToWorker = Configure | Admit | Abort | Flush | Inspect | Watch | Stop
 FromWorker = Ready | WorkerFailed | StepReport | CacheFlushed | CacheInspected | EngineWatched

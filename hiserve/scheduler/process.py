@@ -28,17 +28,14 @@ from hiserve.ipc.messages import (
     Admit,
     CacheFlushed,
     CacheInspected,
-    Drop,
     EngineWatched,
     Failed,
     Flush,
-    FlushCache,
     Flushed,
     FromWorker,
     Generate,
     Halted,
     Inspect,
-    InspectCache,
     Inspected,
     Query,
     Ready,
@@ -50,7 +47,6 @@ from hiserve.ipc.messages import (
     ToScheduler,
     Watch,
     Watched,
-    WatchEngine,
     WorkerBack,
     WorkerLost,
 )
@@ -66,7 +62,7 @@ logger = logging.getLogger(__name__)
 LINGER_MS = 1000
 PARENT_DIED = signal.SIGHUP
 
-Question = FlushCache | InspectCache | WatchEngine
+Question = Flush | Inspect | Watch
 Answer = CacheFlushed | CacheInspected | EngineWatched
 
 
@@ -79,9 +75,9 @@ class _OpenQuestion:
     def conclusion(self) -> Flushed | Inspected | Watched:
         """Returns the answer for the client."""
         ticket, answers = self.question.ticket, sorted(self.answers.items())
-        if isinstance(self.question, FlushCache):
+        if isinstance(self.question, Flush):
             return Flushed(ticket, sum(answer.pages for _, answer in answers if isinstance(answer, CacheFlushed)))
-        if isinstance(self.question, WatchEngine):
+        if isinstance(self.question, Watch):
             views = [
                 WorkerView(replica, answer.incarnation, answer.until_s, answer.rows, answer.steps)
                 for replica, answer in answers
@@ -201,12 +197,8 @@ class SchedulerService:
                 self._dispatcher.submit(message, received.tokens)
             case Abort(uids):
                 self._dispatcher.abort(uids)
-            case Flush(ticket, tiers):
-                self._broadcast.ask(FlushCache(ticket, tiers), self._supervisor.ready_replicas())
-            case Inspect(ticket, depth):
-                self._broadcast.ask(InspectCache(ticket, depth), self._supervisor.ready_replicas())
-            case Watch(ticket, subject, since_s):
-                self._broadcast.ask(WatchEngine(ticket, subject, since_s), self._supervisor.ready_replicas())
+            case Flush() | Inspect() | Watch() as question:
+                self._broadcast.ask(question, self._supervisor.ready_replicas())
             case Query(ticket):
                 self._client.send(encode(self._status(ticket)))
             case Stop(copy_s):
@@ -264,7 +256,7 @@ class SchedulerService:
 
     def drop(self, replica: int, uids: list[int]) -> None:
         """Asks a worker to abort requests."""
-        self._supervisor.send(replica, encode(Drop(uids)))
+        self._supervisor.send(replica, encode(Abort(uids)))
 
     def _send_late(self) -> None:
         if self._late:

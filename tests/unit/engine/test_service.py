@@ -20,19 +20,19 @@ from hiserve.ipc.cache_stats import LOCAL_TIERS
 from hiserve.ipc.channel import Link, PeerGoneError, PollingChannel
 from hiserve.ipc.codec import MalformedError, MessageDecoder, Received, encode
 from hiserve.ipc.messages import (
+    Abort,
     Admit,
     CacheFlushed,
     CacheInspected,
     Configure,
-    Drop,
     EngineWatched,
-    FlushCache,
+    Flush,
     FromWorker,
-    InspectCache,
+    Inspect,
     Ready,
     StepReport,
     Stop,
-    WatchEngine,
+    Watch,
     WorkerStats,
 )
 from hiserve.ipc.updates import RequestUpdates
@@ -141,17 +141,17 @@ def test_a_request_is_run_and_reported(harness: Harness) -> None:
 def test_an_abort_is_reported_once(harness: Harness) -> None:
     harness.admit(5, max_tokens=90_000)
     harness.until(bool)
-    harness.send(*encode(Drop([5, 77])))
+    harness.send(*encode(Abort([5, 77])))
     reports, _ = harness.until(is_over)
     assert reports[-1].updates.finishes[-1] == FinishReason.ABORT
-    harness.send(*encode(FlushCache(9, LOCAL_TIERS)))
+    harness.send(*encode(Flush(9, LOCAL_TIERS)))
     assert isinstance(harness.receive().message, CacheFlushed), "the aborted request was reported again"
 
 
 def test_a_flush_of_an_idle_worker_also_reports_the_removed_pages(harness: Harness) -> None:
     harness.admit(5)
     harness.until(is_over)
-    harness.send(*encode(FlushCache(1, LOCAL_TIERS)))
+    harness.send(*encode(Flush(1, LOCAL_TIERS)))
     assert isinstance(harness.receive().message, CacheFlushed)
     report = harness.receive().message
     assert isinstance(report, StepReport)
@@ -160,16 +160,16 @@ def test_a_flush_of_an_idle_worker_also_reports_the_removed_pages(harness: Harne
 
 def test_stats_that_changed_without_news_of_a_request_are_told_once_the_worker_rests(harness: Harness) -> None:
     harness.engine.extra_stats = {"preemptions": 1}
-    harness.send(*encode(Drop([77])))
+    harness.send(*encode(Abort([77])))
     report = harness.receive().message
     assert isinstance(report, StepReport)
     assert (report.updates.uids, report.stats.preemptions) == ([], 1)
     before, deadline = harness.engine.num_step_calls, time.monotonic() + 60
-    harness.send(*encode(Drop([77])))
+    harness.send(*encode(Abort([77])))
     while harness.engine.num_step_calls == before:  # else one turn may take both messages
         assert time.monotonic() < deadline, "nothing was done about it"
         time.sleep(0.001)
-    harness.send(*encode(InspectCache(3, 5)))
+    harness.send(*encode(Inspect(3, 5)))
     answer = harness.receive().message
     assert isinstance(answer, CacheInspected), "stats that had not changed were told again"
     assert (answer.incarnation, answer.ticket, [node.depth for node in answer.nodes]) == (2, 3, [5])
@@ -179,7 +179,7 @@ def test_rows_and_steps_are_shown_to_whom_asks(harness: Harness) -> None:
     harness.admit(5)
     harness.until(is_over)
     for ticket, subject in enumerate(("rows", "steps")):
-        harness.send(*encode(WatchEngine(ticket, subject)))  # type: ignore[arg-type]
+        harness.send(*encode(Watch(ticket, subject)))  # type: ignore[arg-type]
         answer = harness.receive().message
         assert isinstance(answer, EngineWatched)
         assert (answer.incarnation, answer.ticket, len(answer.rows), len(answer.steps)) == (2, ticket, 0, ticket)
@@ -191,7 +191,7 @@ def test_a_flush_empties_the_tiers_it_names(harness: Harness) -> None:
     harness.until(is_over)
     pages = []
     for ticket, tiers in enumerate((("host",), ("device",))):
-        harness.send(*encode(FlushCache(ticket, tiers)))  # type: ignore[arg-type]
+        harness.send(*encode(Flush(ticket, tiers)))  # type: ignore[arg-type]
         answer = harness.receive().message
         assert isinstance(answer, CacheFlushed)
         pages.append(answer.pages)

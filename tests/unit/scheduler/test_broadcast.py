@@ -8,14 +8,14 @@ from hiserve.ipc.messages import (
     CacheFlushed,
     CacheInspected,
     EngineWatched,
-    FlushCache,
+    Flush,
     Flushed,
-    InspectCache,
+    Inspect,
     Inspected,
     ToClient,
     ToWorker,
+    Watch,
     Watched,
-    WatchEngine,
 )
 from hiserve.ipc.watching import StepRecord, WorkerView
 from hiserve.scheduler.process import Broadcast
@@ -41,8 +41,8 @@ class Asked:
 
 def test_the_client_is_answered_when_the_last_worker_has_answered() -> None:
     asked = Asked()
-    asked.broadcast.ask(FlushCache(4, ("host",)), [0, 1])
-    assert asked.sent == [(0, FlushCache(4, ("host",))), (1, FlushCache(4, ("host",)))]
+    asked.broadcast.ask(Flush(4, ("host",)), [0, 1])
+    assert asked.sent == [(0, Flush(4, ("host",))), (1, Flush(4, ("host",)))]
     asked.broadcast.answered(1, CacheFlushed(1, 4, 5))
     assert asked.told == []
     asked.broadcast.answered(0, CacheFlushed(1, 4, 7))
@@ -51,7 +51,7 @@ def test_the_client_is_answered_when_the_last_worker_has_answered() -> None:
 
 def test_a_worker_that_dies_is_waited_for_no_more_and_what_it_said_counts() -> None:
     asked = Asked()
-    asked.broadcast.ask(InspectCache(5, 3), [0, 1, 2])
+    asked.broadcast.ask(Inspect(5, 3), [0, 1, 2])
     asked.broadcast.answered(2, CacheInspected(7, 5, NODES))
     asked.broadcast.answered(0, CacheInspected(1, 5, []))
     asked.broadcast.lost(2)
@@ -61,8 +61,8 @@ def test_a_worker_that_dies_is_waited_for_no_more_and_what_it_said_counts() -> N
 
 def test_each_worker_answers_what_is_asked_of_its_steps() -> None:
     asked = Asked()
-    asked.broadcast.ask(WatchEngine(3, "steps", 1.5), [0, 1])
-    assert asked.sent == [(0, WatchEngine(3, "steps", 1.5)), (1, WatchEngine(3, "steps", 1.5))]
+    asked.broadcast.ask(Watch(3, "steps", 1.5), [0, 1])
+    assert asked.sent == [(0, Watch(3, "steps", 1.5)), (1, Watch(3, "steps", 1.5))]
     asked.broadcast.answered(1, EngineWatched(4, 3, 2.5, [], [STEP]))
     asked.broadcast.answered(0, EngineWatched(1, 3, 2.0, [], []))
     assert asked.told == [Watched(3, [WorkerView(0, 1, 2.0), WorkerView(1, 4, 2.5, [], [STEP])])]
@@ -70,8 +70,8 @@ def test_each_worker_answers_what_is_asked_of_its_steps() -> None:
 
 def test_questions_do_not_wait_for_each_other() -> None:
     asked = Asked()
-    asked.broadcast.ask(FlushCache(1, ("device",)), [0])
-    asked.broadcast.ask(InspectCache(2, 3), [0])
+    asked.broadcast.ask(Flush(1, ("device",)), [0])
+    asked.broadcast.ask(Inspect(2, 3), [0])
     asked.broadcast.answered(0, CacheInspected(1, 2, []))
     assert asked.told == [Inspected(2, [TreeFacts(0, 1, [])])]
     asked.broadcast.answered(0, CacheFlushed(1, 1, 0))
@@ -80,15 +80,15 @@ def test_questions_do_not_wait_for_each_other() -> None:
 
 def test_without_workers_the_answer_is_empty_and_immediate() -> None:
     asked = Asked()
-    asked.broadcast.ask(FlushCache(1, ("device",)), [])
-    asked.broadcast.ask(InspectCache(2, 1), [])
+    asked.broadcast.ask(Flush(1, ("device",)), [])
+    asked.broadcast.ask(Inspect(2, 1), [])
     assert asked.told == [Flushed(1, 0), Inspected(2, [])]
 
 
 def test_an_answer_that_nobody_waits_for_is_ignored() -> None:
     asked = Asked()
     asked.broadcast.answered(0, CacheFlushed(1, 9, 3))
-    asked.broadcast.ask(FlushCache(9, ("device",)), [0])
+    asked.broadcast.ask(Flush(9, ("device",)), [0])
     asked.broadcast.answered(0, CacheFlushed(1, 9, 3))
     asked.broadcast.answered(0, CacheFlushed(1, 9, 3))
     assert asked.told == [Flushed(9, 3)]
