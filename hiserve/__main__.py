@@ -10,7 +10,7 @@ def main() -> int:
     """Runs the command line; returns the exit code."""
     try:
         code: int = importlib.import_module("hiserve.cli").main()
-    except KeyboardInterrupt:  # during the imports; ``cli.main`` hears it later
+    except KeyboardInterrupt:  # during the imports; later ``cli.main`` handles it
         return INTERRUPTED
     return code
 

@@ -1,4 +1,4 @@
-"""What every way to run a model begins with: the model's files are read, and options become settings on this machine."""
+"""The first step of every way to run a model: reads the model's files, and turns options into settings for this machine."""
 
 from __future__ import annotations
 

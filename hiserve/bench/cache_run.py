@@ -168,7 +168,7 @@ async def measure(
 
 
 def _copied(before: CacheStatsReply | str, after: CacheStatsReply | str, notes: list[str]) -> dict[str, CopyCounts]:
-    """Returns what was copied, or notes why that is not known."""
+    """Returns the copies between two readings; without one of them, none, and a note with the reason."""
     if isinstance(before, CacheStatsReply) and isinstance(after, CacheStatsReply):
         return copied(before, after)
     notes.append(after if isinstance(after, str) else str(before))
@@ -194,7 +194,7 @@ class _Sender:
         return self._sent[sample.session, sample.turn]
 
     def visit(self, sample: Sample) -> Visit:
-        """Returns what a cache sees of a request; one that failed never ended."""
+        """Returns a request as a cache sees it; one that failed never ended."""
         return Visit(
             prompt=self.sent(sample),
             output=np.array(sample.output_ids, dtype=np.int32),

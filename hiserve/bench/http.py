@@ -145,7 +145,7 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # What the event loop calls.
+    # Callbacks of the event loop.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
@@ -182,7 +182,7 @@ class _Connection(asyncio.Protocol):
         else:
             self._end(ConnectionResetError("the connection was closed before the response had ended"))
 
-    # What the parser calls.
+    # Callbacks of the parser.
 
     def on_header(self, name: bytes, _: bytes) -> None:
         self._is_framed = self._is_framed or name.lower() in (b"content-length", b"transfer-encoding")

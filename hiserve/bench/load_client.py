@@ -49,7 +49,7 @@ class ServerBackend(Protocol):
         """Returns the body of a streaming request."""
 
     def reader(self, sample: Sample) -> Reader:
-        """Returns what writes the events of one reply into ``sample``.
+        """Returns the function that writes the events of one reply into ``sample``.
 
         The reader raises ``msgspec.DecodeError`` for an event it cannot read.
         """

@@ -29,7 +29,7 @@ from hiserve.bench.workload import Run, Workload, mirrored
 from hiserve.errors import ConfigError
 
 WARM_UP_TOKENS = 8
-# What a chat template puts around one message.
+# Tokens that a chat template puts around one message, at most.
 TEMPLATE_TOKENS = 64
 
 

@@ -45,7 +45,7 @@ def hardware(num_used: int | None = None) -> str:
 
 
 def used_of(gpus: list[str], num_used: int) -> list[str]:
-    """Returns what is said of the GPUs of a machine of which the first ``num_used`` were used.
+    """Returns the names of the GPUs of a machine, with a note if only the first ``num_used`` were used.
 
     Raises AssertionError.
     """

@@ -139,7 +139,7 @@ async def read_caches(pool: Pool) -> CacheStatsReply | str:
 
 
 def copied(before: CacheStatsReply, after: CacheStatsReply) -> dict[str, CopyCounts]:
-    """Returns what was copied between two readings; of a worker that began again, since it did."""
+    """Returns the copies between two readings; of a worker that was started between them, those since its start."""
     begun = {(each.replica, each.incarnation): each for each in before.replicas}
     found = {}
     for kind in KINDS:

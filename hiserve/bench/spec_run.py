@@ -199,7 +199,7 @@ def check_sweep(config: Options, sweep: SweepOptions) -> None:
 
 
 def engine_settings(config: Options, sweep: SweepOptions) -> dict[str, Any]:
-    """Returns what all engines are made with: as large as the sweep needs, where the user did not say."""
+    """Returns the settings of all engines; sizes that the user left open are those that the sweep needs."""
     settings, rows = flat(config), max(sweep.batches)
     length = sweep.prompt_length + sweep.output_length + SLACK
     pages = rows * -(-length // config.cache.page_size) + 1

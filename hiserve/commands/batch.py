@@ -78,7 +78,7 @@ def _paths(batch: str, output: str | None, errors: str | None) -> tuple[Path, Pa
 
 
 def _identity(path: Path) -> object:
-    """Returns what all names of a file have in common, those of hard links too."""
+    """Returns the identity of a file: the same for all its names, hard links included."""
     try:
         found = path.stat()
     except OSError:  # opening it says what is wrong

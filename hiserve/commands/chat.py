@@ -55,10 +55,10 @@ def run(config: Options, url: str | None) -> int:
             with console.status("loading the model") if console.is_terminal else contextlib.nullcontext():
                 url = stack.enter_context(own_server(config))
         client = stack.enter_context(httpx.Client(base_url=url, timeout=httpx.Timeout(10.0, read=None)))
-        return Conversation(console, client).talk()
+        return ChatSession(console, client).talk()
 
 
-class Conversation:
+class ChatSession:
     """The messages so far, and the commands.
 
     Args:

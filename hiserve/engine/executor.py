@@ -31,7 +31,7 @@ MAX_IN_FLIGHT = 4  # more steps than are ever between their submission and the c
 T = TypeVar("T")
 # A step that passed the gate: launched whole, or up to its draw; or its outcome, where nothing was launched.
 _Begun = LaunchedStep | Draw | DeviceOutput
-# What a step has launched: on CUDA its outcome, where it is copied to, and when it has arrived.
+# The work of a launched step on CUDA: its outcome, the host memory that gets a copy, and the event after the copy.
 _Launched = tuple[DeviceOutput, Tensor, torch.cuda.Event]
 
 

@@ -23,8 +23,7 @@ from hiserve.engine.in_flight import InFlight
 from hiserve.engine.oom_recovery import OomRecovery
 from hiserve.engine.output import pick_scores, report
 from hiserve.engine.queue import Request, WaitingQueue
-from hiserve.engine.retainer import Retainer
-from hiserve.engine.row_ends import RowEnds
+from hiserve.engine.row_ends import Retainer, RowEnds
 from hiserve.engine.rows import RowState
 from hiserve.engine.store_prefetch import StorePrefetcher
 from hiserve.engine.watching import row_facts

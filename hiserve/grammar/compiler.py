@@ -28,9 +28,9 @@ class Compiler:
         self._thread: ThreadPoolExecutor | None = None
 
     def compile(self, grammar: Grammar) -> Future[Matcher]:
-        """Returns what will be a matcher before its first token, which others get too: ``copy`` it.
+        """Returns the future matcher of a grammar, before its first token. Requests share it: each needs a ``copy``.
 
-        The caller keeps it: a grammar that is asked for again after ``MAX_GRAMMARS`` others is compiled again. It fails with a
+        The caller keeps the future: after ``MAX_GRAMMARS`` others a grammar is compiled again. The future fails with a
         HiserveError if the grammar cannot be compiled, or there is no tokenizer.
         """
         compiling = self._compiled.get(grammar.digest)

@@ -11,7 +11,7 @@ SPECIAL = b"\xff"  # begins the spelling of a special token; no text has this by
 _MAX_CHAR_BYTES = 4
 
 
-class Place(NamedTuple):
+class ThoughtPlace(NamedTuple):
     """A place in a reply.
 
     Attributes:
@@ -54,11 +54,11 @@ class ThoughtBudget:
         self._num_kept = max(len(opening), len(mark), _MAX_CHAR_BYTES) - 1
 
     @property
-    def start(self) -> Place:
+    def start(self) -> ThoughtPlace:
         """The place before the reply."""
-        return Place(not self._opening, 0, b"")
+        return ThoughtPlace(not self._opening, 0, b"")
 
-    def after(self, place: Place | None, token: int) -> Place | None:
+    def after(self, place: ThoughtPlace | None, token: int) -> ThoughtPlace | None:
         """Returns the place after a token; None where no thought can follow."""
         if place is None:
             return None
@@ -68,24 +68,28 @@ class ThoughtBudget:
         _, found, rest = text.partition(self._mark)
         if found:
             return self._outside(rest, place.num_tokens) if self._is_anywhere else None
-        return Place(True, place.num_tokens + 1, text[-self._num_kept :])
+        return ThoughtPlace(True, place.num_tokens + 1, text[-self._num_kept :])
 
-    def forced(self, place: Place | None) -> int | None:
+    def forced(self, place: ThoughtPlace | None) -> int | None:
         """Returns the token that must follow a place: the next one of the mark, as far as it is not spelled yet; None for any."""
         if place is None or not place.is_inside or place.num_tokens < self._budget or _is_cut(place.tail):
             return None
         spelled = next(size for size in range(len(self._mark) - 1, -1, -1) if place.tail.endswith(self._mark[:size]))
         return self._first_token(self._mark[spelled:])
 
-    def _outside(self, text: bytes, num_tokens: int) -> Place | None:
+    def _outside(self, text: bytes, num_tokens: int) -> ThoughtPlace | None:
         opening = self._opening
         if self._is_anywhere:
             _, found, rest = text.partition(opening)
-            return Place(True, num_tokens, rest) if found else Place(False, num_tokens, text[-self._num_kept :])
+            return (
+                ThoughtPlace(True, num_tokens, rest)
+                if found
+                else ThoughtPlace(False, num_tokens, text[-self._num_kept :])
+            )
         text = text.lstrip()
         if text.startswith(opening):
-            return Place(True, 0, text[len(opening) :])
-        return Place(False, 0, text) if opening.startswith(text) else None
+            return ThoughtPlace(True, 0, text[len(opening) :])
+        return ThoughtPlace(False, 0, text) if opening.startswith(text) else None
 
 
 def _is_cut(text: bytes) -> bool:

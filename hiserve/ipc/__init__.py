@@ -1,1 +1,1 @@
-"""What processes say to each other, how it is encoded, and the sockets it travels on."""
+"""Messages between processes, their encoding, and the sockets that carry them."""

@@ -1,4 +1,4 @@
-"""Grammars of offline calls are tried out before an engine sees them, as those of a server are."""
+"""Tries out the grammars of offline calls before an engine gets them, as the server does."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class BlockingVetting:
         self._vetting = Vetting(folder, vocab_size, eos_token_ids)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._callers = count()  # nobody pays for the grammars before
+        self._callers = count()  # each call is a caller of its own: none waits for the grammars of another
 
     def check(self, grammar: Grammar, param: str, mark: str = "") -> list[str]:
-        """Returns what the grammar does not hold.
+        """Returns a warning for each constraint that the grammar does not express.
 
         Args:
             grammar: The grammar.

@@ -153,9 +153,8 @@ class SchedulerService:
         self._abandoned: set[int] = set()
         self._timer: asyncio.TimerHandle | None = None
         timeouts = settings.scheduler.queue_timeout_s, settings.scheduler.request_timeout_s
-        self._soonest_s = min(
-            filter(None, timeouts), default=math.inf
-        )  # shortest time to the deadline of a new request
+        # The shortest time to the deadline of a new request.
+        self._soonest_s = min(filter(None, timeouts), default=math.inf)
         self._replicas = settings.parallel.replicas
         self._copy_s = 0.0
         index = PrefixIndex(self._page_size, chain_of(is_strong=settings.cache.store is not None))

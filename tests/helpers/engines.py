@@ -10,7 +10,7 @@ from hiserve.engine.host_loads import LoadCostModel
 from hiserve.engine.kv_event_sender import KvEventSender
 from hiserve.engine.loop import Engine, EngineFacts, StepTimer
 from hiserve.engine.planner import Planner
-from hiserve.engine.retainer import Retainer
+from hiserve.engine.row_ends import Retainer
 from hiserve.spec.adaptive import DraftController
 from tests.helpers.echo import EchoExecutor
 from tests.helpers.echo_host import EchoHost

@@ -46,7 +46,7 @@ class StreamOracle:
         self._is_exact = is_exact
 
     def judge(self, asked: SentQuestion, windows: Sequence[Window]) -> StreamVerdict:
-        """Returns what became of a request that has ended, and whether it may be so beside these faults."""
+        """Returns the verdict on a request that has ended: its outcome, and whether these faults allow it."""
         sample, reference = asked.sample, self._references[asked.question]
         is_same = sample.output_ids == reference.ids[: len(sample.output_ids)]
         if not is_same and self._is_exact:

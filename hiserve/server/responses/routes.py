@@ -27,7 +27,7 @@ from hiserve.server.request.retention_fields import retention_s
 from hiserve.server.responses.format import ResponseWriter
 from hiserve.server.responses.items import Deleted, InputTokens, ItemList, ResponseObject
 from hiserve.server.responses.request import Tools, conversation_of, read_tools
-from hiserve.server.responses.store import MAX_CHAIN_ITEMS, ResponseStore, Stored, missing
+from hiserve.server.responses.store import MAX_CHAIN_ITEMS, ResponseStore, StoredResponse, missing
 from hiserve.server.responses.types import InputFields, InputPart, Item, Reasoning, ResponseOptions, TextOptions
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
 from hiserve.text.body.json import check_json, check_text, decode
@@ -157,7 +157,7 @@ class ResponseRoutes:
     async def input_items(self, request: Request) -> Response:
         """Lists the input items of a stored response, those of earlier responses included."""
 
-        def work(store: ResponseStore, caller: bytes, name: str) -> list[Stored]:
+        def work(store: ResponseStore, caller: bytes, name: str) -> list[StoredResponse]:
             store.get(caller, name)
             return store.chain(caller, name)
 
@@ -267,7 +267,7 @@ class ResponseRoutes:
             items = [_with_id(item) for item in own]
             number = len(items) + len(response.output)
             encode = msgspec.json.encode
-            stored = Stored(response.id, response.previous_response_id, encode(items), encode(response), number)
+            stored = StoredResponse(response.id, response.previous_response_id, encode(items), encode(response), number)
             return store.put(caller.key, stored)
 
         try:
@@ -277,17 +277,17 @@ class ResponseRoutes:
             logger.warning("%s is not kept: %s", response.id, error)
 
 
-def all_items(chain: Sequence[Stored]) -> list[Item]:
+def all_items(chain: Sequence[StoredResponse]) -> list[Item]:
     """Returns the items of stored responses, their outputs included, in order."""
     return [item for stored in chain for item in (*own_items(stored), *_output(stored))]
 
 
-def own_items(stored: Stored) -> list[Item]:
+def own_items(stored: StoredResponse) -> list[Item]:
     """Returns the input items of a stored response, after those of earlier responses."""
     return msgspec.json.decode(stored.items, type=list[Item])
 
 
-def _output(stored: Stored) -> list[Item]:
+def _output(stored: StoredResponse) -> list[Item]:
     return msgspec.json.decode(stored.reply, type=_Output).output
 
 

@@ -40,7 +40,7 @@ WITH RECURSIVE chain (depth, id, previous) AS (
 _STEP_S = 1e-6  # a response counts as used by this time later than its continuation, so that it is evicted later
 
 
-class Stored(NamedTuple):
+class StoredResponse(NamedTuple):
     """A response.
 
     Attributes:
@@ -103,7 +103,7 @@ class ResponseStore:
         if not version:
             self._db.executescript(f"BEGIN; {_TABLE} PRAGMA user_version = {VERSION}; COMMIT;")
 
-    def put(self, caller: bytes, stored: Stored) -> bool:
+    def put(self, caller: bytes, stored: StoredResponse) -> bool:
         """Keeps a response, and uses those before it; returns False where it does not fit.
 
         Raises:
@@ -120,7 +120,7 @@ class ResponseStore:
             )
         return True
 
-    def get(self, caller: bytes, response_id: str) -> Stored:
+    def get(self, caller: bytes, response_id: str) -> StoredResponse:
         """Returns a response.
 
         Raises:
@@ -135,9 +135,9 @@ class ResponseStore:
             ).fetchone()
         if row is None:
             raise missing(response_id)
-        return Stored(*row)
+        return StoredResponse(*row)
 
-    def chain(self, caller: bytes, response_id: str) -> list[Stored]:
+    def chain(self, caller: bytes, response_id: str) -> list[StoredResponse]:
         """Returns a response and those that it continues, the first one first.
 
         Raises:
@@ -167,7 +167,7 @@ class ResponseStore:
                 "ORDER BY depth DESC",
                 wanted,
             ).fetchall()
-        return [Stored(*row) for row in rows]
+        return [StoredResponse(*row) for row in rows]
 
     def delete(self, caller: bytes, response_id: str) -> None:
         """Forgets a response.

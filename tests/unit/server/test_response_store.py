@@ -12,15 +12,15 @@ import pytest
 
 from hiserve.errors import ConfigError, NotFoundError, RequestError, UnavailableError
 from hiserve.server.responses import store as response_store
-from hiserve.server.responses.store import KEPT_S, ROW_BYTES, ResponseStore, Stored, open_responses
+from hiserve.server.responses.store import KEPT_S, ROW_BYTES, ResponseStore, StoredResponse, open_responses
 from tests.helpers.clock import Clock
 
 MAX_BYTES = 20 * (ROW_BYTES + 1000)
 SEED = 7
 
 
-def stored(name: str, previous: str | None = None, size: int = 1000, num_items: int = 2) -> Stored:
-    return Stored(name, previous, b"i" * (size // 2), b"r" * (size - size // 2), num_items)
+def stored(name: str, previous: str | None = None, size: int = 1000, num_items: int = 2) -> StoredResponse:
+    return StoredResponse(name, previous, b"i" * (size // 2), b"r" * (size - size // 2), num_items)
 
 
 @pytest.fixture(params=["memory", "file"])

@@ -18,7 +18,7 @@ from hiserve.server import conversations
 from hiserve.server.responses import request
 from hiserve.server.responses import routes as responses
 from hiserve.server.responses.request import conversation_of, read_tools
-from hiserve.server.responses.store import ResponseStore, Stored
+from hiserve.server.responses.store import ResponseStore, StoredResponse
 from hiserve.server.responses.types import InputFields
 from hiserve.text.body.json import decode
 from hiserve.text.conversation import Call, Text, Thought
@@ -664,7 +664,7 @@ async def test_the_last_event_follows_the_store(monkeypatch: pytest.MonkeyPatch)
     async with serving("Yes.") as server:
         call = server.call("POST", "/v1/responses", {"input": "Hi", "stream": True})
 
-        def put(store: ResponseStore, caller: bytes, stored: Stored) -> bool:
+        def put(store: ResponseStore, caller: bytes, stored: StoredResponse) -> bool:
             shown.append(call.text)
             return real(store, caller, stored)
 
