@@ -203,8 +203,8 @@ class _Worker:
 
     def size_windows(self, pages: int) -> tuple[int, str]:
         """Returns the pages of the window layers' pool beside so many others, and the reason; see ``WindowPool.size``."""
-        rows = self._chosen.scheduler.max_running_requests
-        return self._windows.size(self._cache.window_pages, pages, pages * self.page_bytes, rows)
+        rows, num_bytes = self._chosen.scheduler.max_running_requests, pages * self.page_bytes
+        return self._windows.size(self._cache.window_pages, pages, num_bytes, rows, self._room - num_bytes)
 
     def check_weights(self) -> None:
         """Raises ``ResourceError`` if not even the weights fit."""

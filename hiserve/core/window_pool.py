@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import msgspec
 
 from hiserve.config.serving import Auto
+from hiserve.core.machine import GIB
 from hiserve.core.windows import WindowLimits
-from hiserve.errors import ConfigError
+from hiserve.errors import ConfigError, ResourceError
 
 # Of the memory of both pools: the share of window pages, within bounds, by the tokens of history for each tail.
 TAIL_TOKENS, LEAST_SHARE, MOST_SHARE = 1500, 1 / 8, 2 / 3
@@ -57,7 +58,7 @@ class WindowPool(msgspec.Struct, frozen=True, kw_only=True):
         share = min(MOST_SHARE, max(LEAST_SHARE, tail / (tail + TAIL_TOKENS * history)))
         return page_bytes * share / (1 - share)
 
-    def size(self, given: int | Auto, pages: int, num_bytes: int, rows: int) -> tuple[int, str]:
+    def size(self, given: int | Auto, pages: int, num_bytes: int, rows: int, room: int) -> tuple[int, str]:
         """Returns the pages of the pool, and the reason; empty if they were given.
 
         Args:
@@ -65,9 +66,11 @@ class WindowPool(msgspec.Struct, frozen=True, kw_only=True):
             pages: Of the other layers.
             num_bytes: All of them.
             rows: Requests that run at once.
+            room: Bytes beside weights and the other layers' pages.
 
         Raises:
             ConfigError: The given pages do not hold one row and a step.
+            ResourceError: The given pages do not fit.
         """
         limits = self.limits
         if limits is None:
@@ -79,6 +82,12 @@ class WindowPool(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"--window-pages is {given} but a row and the tokens of a step take {limits.least_pages}. Raise it, lower "
                 "--max-batched-tokens, or give 0.",
+                param="window_pages",
+            )
+        if given * self.page_bytes > room:
+            raise ResourceError(
+                f"{given} window pages need {given * self.page_bytes / GIB:.2f} GiB but {max(0, room) / GIB:.2f} GiB are free "
+                "beside weights and KV pages. Lower --window-pages or --kv-pages, or leave --window-pages out.",
                 param="window_pages",
             )
         return given, ""

@@ -15,9 +15,12 @@ from hiserve.errors import ModelError
 Count = Annotated[int, Meta(ge=0, le=MAX_INT32)]
 Size = Annotated[int, Meta(ge=1, le=MAX_INT32)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
-# A finite bound also refuses NaN and Infinity, which Python's JSON reader accepts.
-Positive = Annotated[float, Meta(gt=0, le=1e30)]
-NotNegative = Annotated[float, Meta(ge=0, le=1e30)]
+# Far beyond any model; within these, no product of a forward leaves the range of its type. Bounds also refuse NaN and
+# Infinity, which Python's JSON reader accepts.
+Factor = Annotated[float, Meta(ge=1e-6, le=1e6)]
+Turns = Annotated[float, Meta(ge=0, le=1e6)]
+Epsilon = Annotated[float, Meta(ge=1e-30, le=1)]
+Base = Annotated[float, Meta(ge=1, le=1e12)]
 
 # Spelling of older files -> spelling of transformers 5.
 _OLD_SPELLINGS = {
@@ -60,20 +63,20 @@ class RopeFields(msgspec.Struct):
 
     rope_type: str | None = None
     type: str | None = None
-    rope_theta: Positive | None = None
+    rope_theta: Base | None = None
     partial_rotary_factor: float | None = None
-    factor: Positive | None = None
+    factor: Factor | None = None
     original_max_position_embeddings: Size | None = None
-    attention_factor: Positive | None = None
-    low_freq_factor: Positive | None = None
-    high_freq_factor: Positive | None = None
-    beta_fast: NotNegative | None = None
-    beta_slow: NotNegative | None = None
-    mscale: NotNegative | None = None
-    mscale_all_dim: NotNegative | None = None
+    attention_factor: Factor | None = None
+    low_freq_factor: Factor | None = None
+    high_freq_factor: Factor | None = None
+    beta_fast: Turns | None = None
+    beta_slow: Turns | None = None
+    mscale: Turns | None = None
+    mscale_all_dim: Turns | None = None
     truncate: bool | None = None
-    short_factor: tuple[Positive, ...] | None = None
-    long_factor: tuple[Positive, ...] | None = None
+    short_factor: tuple[Factor, ...] | None = None
+    long_factor: tuple[Factor, ...] | None = None
     # Of the layers of each type; the fields above are then not given.
     full_attention: RopeFields | None = None
     sliding_attention: RopeFields | None = None
@@ -87,12 +90,12 @@ class ConfigFields(msgspec.Struct):
     num_hidden_layers: Size
     num_attention_heads: Size
     intermediate_size: Size
-    rms_norm_eps: Positive
+    rms_norm_eps: Epsilon
     max_position_embeddings: Size
     num_key_value_heads: Size | None = None
     head_dim: Size | None = None
     rope_parameters: RopeFields | None = None
-    rope_theta: Positive | None = None
+    rope_theta: Base | None = None
     original_max_position_embeddings: Size | None = None
     partial_rotary_factor: float | None = None
     dtype: str | None = None
@@ -118,7 +121,7 @@ class ConfigFields(msgspec.Struct):
     n_shared_experts: Count | None = None
     n_group: Size | None = None
     topk_group: Size | None = None
-    routed_scaling_factor: Positive | None = None
+    routed_scaling_factor: Factor | None = None
     scoring_func: str | None = None
     topk_method: str | None = None
     kv_lora_rank: Size | None = None
@@ -129,14 +132,14 @@ class ConfigFields(msgspec.Struct):
     rope_interleave: bool | None = None
     hidden_act: str | None = None
     hidden_activation: str | None = None
-    rope_local_base_freq: Positive | None = None
-    query_pre_attn_scalar: Positive | None = None
-    final_logit_softcapping: Positive | None = None
-    attn_logit_softcapping: Positive | None = None
+    rope_local_base_freq: Base | None = None
+    query_pre_attn_scalar: Factor | None = None
+    final_logit_softcapping: Factor | None = None
+    attn_logit_softcapping: Factor | None = None
     use_bidirectional_attention: bool | str | None = None
     sliding_window_pattern: Size | None = None
-    swiglu_alpha: Positive | None = None
-    swiglu_limit: Positive | None = None
+    swiglu_alpha: Factor | None = None
+    swiglu_limit: Factor | None = None
     quantization_config: Any = None
 
 
@@ -187,6 +190,26 @@ def refuse_oversize(fields: ConfigFields, path: Path) -> None:
                 f"{path.name} in {str(path.parent)!r} makes no sense: {fact}. Correct it, or fetch the file again.",
                 param="model",
             )
+
+
+# Parts of models that are not read, by a field that a model with such a part has, or its beginning: what they are.
+_FOREIGN = {
+    "dspark_": "drafts of DSpark; heads that draft one token after another are supported",
+    "compress_ratios": "layers with compressed rows; ratios of 1 are supported",
+    "index_topk": "attention to chosen tokens; attention to all tokens is supported",
+}
+
+
+def refuse_foreign(raw: dict[str, Any], architecture: str) -> None:
+    """Checks that a configuration has no field of a part that would be left out.
+
+    Raises:
+        ModelError: It has one, and the model would compute something else.
+    """
+    for name, value in raw.items():
+        for start, part in _FOREIGN.items():
+            if value and name.startswith(start):
+                raise ModelError(f"{architecture} with {name} is not supported yet: {part}.", param="model")
 
 
 def respell(raw: dict[str, Any], path: Path) -> dict[str, Any]:

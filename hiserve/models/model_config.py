@@ -19,12 +19,13 @@ from hiserve.models.config_fields import (
     convert,
     read_json,
     read_windows,
+    refuse_foreign,
     refuse_oversize,
     respell,
     which_slide,
 )
 from hiserve.models.experts_config import ExpertsConfig, read_experts
-from hiserve.models.family import FAMILIES
+from hiserve.models.family import FAMILIES, Family
 from hiserve.models.generation_config import GenerationConfig, SamplingDefaults, as_ids, read_generation
 from hiserve.models.latent_config import LatentConfig, read_latent
 from hiserve.models.quantization import refuse_quantization
@@ -219,7 +220,9 @@ def parse_config(raw: dict[str, Any], path: Path, generation: GenerationConfig) 
     """
     architecture = _architecture(raw.get("architectures"))
     family = FAMILIES[architecture]
-    fields = convert(family.complete(respell(raw, path)), ConfigFields, path)
+    spelled = respell(raw, path)
+    refuse_foreign(spelled, architecture)
+    fields = convert(family.complete(spelled), ConfigFields, path)
     refuse_oversize(fields, path)
     _refuse_unsupported(fields, architecture)
     refuse_quantization(fields.quantization_config, architecture)
@@ -257,7 +260,7 @@ def parse_config(raw: dict[str, Any], path: Path, generation: GenerationConfig) 
         embedding_scale=fields.hidden_size**0.5 if family.scales_embedding else 1.0,
         logit_cap=fields.final_logit_softcapping,
         score_scalar=fields.query_pre_attn_scalar,
-        activation=_ACTIVATIONS[_activation(fields)]._replace(**_limits(fields)),
+        activation=_ACTIVATIONS[_activation(fields)]._replace(**_limits(fields, family)),
         has_sinks=family.has_sinks,
         has_out_norms=family.has_out_norms,
         has_wide_norms=family.has_wide_norms,
@@ -294,10 +297,16 @@ def _activation(fields: ConfigFields) -> str:
     return fields.hidden_activation or fields.hidden_act or "silu"
 
 
-def _limits(fields: ConfigFields) -> dict[str, Any]:
+def _limits(fields: ConfigFields, family: Family) -> dict[str, Any]:
     """Returns the constants of an activation that has a limit."""
-    if fields.swiglu_limit is None:
+    if "swiglu_limit" not in family.reads:
         return {}
+    for name in ("swiglu_alpha", "swiglu_limit"):
+        if getattr(fields, name) is None:
+            raise ModelError(
+                f"config.json makes no sense: {name} is null, but the experts need it. Give a number, or leave it out.",
+                param="model",
+            )
     return {"slope": fields.swiglu_alpha, "shift": 1.0, "limit": fields.swiglu_limit}
 
 

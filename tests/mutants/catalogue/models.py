@@ -22,6 +22,7 @@ from tests.unit.models import (
     test_latent_config,
     test_latent_heads,
     test_model_config,
+    test_rope,
     test_weights,
     test_window_families,
 )
@@ -89,3 +90,15 @@ with draft_config._one_layer, test_latent_heads.test_a_head_gives_the_logits_of_
     "the draft head of a model of experts has an MLP"
     model.latent is not None and _has_experts_behind(model)
     False
+with model_config._limits, test_window_families.test_a_constant_that_experts_of_gpt_oss_need_is_a_number["None-swiglu_alpha"]:
+    "a constant of the experts may be null: the first step fails"
+    getattr(fields, name) is None
+    False
+with model_config.parse_config, test_window_families.test_a_part_that_would_be_left_out_is_named_with_what_is_supported:
+    "a part of a model that is not supported is left out"
+    refuse_foreign(spelled, architecture)
+    pass
+with config_fields, test_rope.test_numbers_that_make_no_sense_are_named:
+    "a factor may be so large that a forward overflows"
+    Meta(ge=1e-6, le=1e6)
+    Meta(ge=1e-30, le=1e30)

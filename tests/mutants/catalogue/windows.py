@@ -2,12 +2,13 @@
 
 from hiserve.attention import reference_attention
 from hiserve.cache.index import prefixes, radix, tails, window_pages
-from hiserve.core import windows
+from hiserve.core import window_pool, windows
 from hiserve.engine import row_windows
 from hiserve.runners import inputs
 from tests.e2e import test_windows_freed
 from tests.invariants import test_tails
-from tests.unit.cache import test_window_pages
+from tests.unit.cache import test_radix, test_window_pages
+from tests.unit.core import test_window_pool
 
 with window_pages.WindowPages.drop, test_window_pages.test_free_and_held_pages_partition_the_pool_whatever_rows_and_tails_do:
     "INV H1: a window page is free while a tail holds it"
@@ -68,3 +69,11 @@ with inputs.put_tokens, test_windows_freed.test_tokens_depend_neither_on_freed_p
     "INV H13: a replay writes the window pages of another step"
     static.window_slots[:num_tokens].copy_(inputs.window_slots)
     pass
+with tails.join_tails, test_radix.test_tails_keep_their_boundaries_when_a_node_is_split_and_joined[2]:
+    "tails: those of the lower part keep their places when it absorbs the upper one"
+    at + num_pages
+    at
+with window_pool.WindowPool.size, test_window_pool.test_given_pages_that_do_not_fit_name_what_to_lower:
+    "windows: more pages than memory are promised"
+    given * self.page_bytes > room
+    False

@@ -188,3 +188,16 @@ def test_nodes_walks_everything_but_roots(tree: RadixTree, root: Node) -> None:
     expected = [upper, grown(tree, upper, 12), grown(tree, upper, 13)]
     other = grown(tree, tree.add_root(tree.root(b"other")), 11)
     assert {id(node) for node in tree.nodes()} == {id(node) for node in [*expected, other]}
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_tails_keep_their_boundaries_when_a_node_is_split_and_joined(tree: RadixTree, root: Node, cut: int) -> None:
+    leaf = grown(tree, root, 11, 12, 13, 14)
+    tails = {at: Tail(np.array([at], dtype=np.int32), at, lambda tail: None) for at in (1, 2, 4)}
+    leaf.tails = dict(tails)
+    upper = tree.split(leaf, cut)
+    assert upper.tails == {at: tail for at, tail in tails.items() if at <= cut}
+    assert leaf.tails == {at - cut: tail for at, tail in tails.items() if at > cut}
+    tree.join(leaf)
+    assert leaf.tails == tails and all(tail.is_open for tail in tails.values())
+    assert not upper.tails

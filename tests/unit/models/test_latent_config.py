@@ -85,6 +85,9 @@ def test_queries_may_have_no_latent_and_heads_need_not_divide_the_width(tmp_path
         ({"topk_group": 5}, "topk_group 5 is more than n_group 4"),
         ({"topk_group": 1}, "3 experts per token are more than 1 of 4 groups have"),
         ({"n_routed_experts": 8, "num_experts": 4}, "n_routed_experts and num_experts differ"),
+        ({"routed_scaling_factor": 1e30}, "routed_scaling_factor"),
+        ({"routed_scaling_factor": float("nan")}, "routed_scaling_factor"),
+        ({"rope_scaling": YARN | {"mscale_all_dim": float("inf")}}, "rope_parameters.mscale_all_dim"),
         ({"kv_lora_rank": 2**20}, "kv_lora_rank is 1048576, and the most is 65536"),
         ({"architectures": ["Glm4MoeLiteForCausalLM"], "mlp_layer_types": ["dense"]}, "names 1 layers"),
         (

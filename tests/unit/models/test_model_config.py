@@ -318,8 +318,6 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", [*REQUIRED, "num_key_value_heads", "head_dim"])
 @pytest.mark.parametrize("value", [0, -1, "64", 2**40, float("nan"), float("inf"), [1], True, {}])
 def test_a_size_that_makes_no_sense_is_named(tmp_path: Path, name: str, value: Any) -> None:
-    if name == "rms_norm_eps" and value == 2**40:
-        return
     assert name in refusal(folder(tmp_path, **{name: value}))
 
 

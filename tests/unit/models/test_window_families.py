@@ -69,10 +69,40 @@ def test_one_rotation_for_all_layers_is_no_local_one(tmp_path: Path) -> None:
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
         ({"final_logit_softcapping": -1.0}, "final_logit_softcapping"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"rope_local_base_freq": 1e30}, "rope_local_base_freq"),
+        ({"query_pre_attn_scalar": float("inf")}, "query_pre_attn_scalar"),
+        ({"final_logit_softcapping": 1e30}, "final_logit_softcapping"),
+        ({"rms_norm_eps": 1e-320}, "rms_norm_eps"),
+        ({"rms_norm_eps": 1e30}, "rms_norm_eps"),
     ],
 )
 def test_a_field_that_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
     assert named in refusal(folder(tmp_path, **GEMMA | changes))
+
+
+@pytest.mark.parametrize("name", ["swiglu_alpha", "swiglu_limit"])
+@pytest.mark.parametrize("value", [None, 0, -7.0, 1e30, float("inf"), float("nan"), "7"])
+def test_a_constant_that_experts_of_gpt_oss_need_is_a_number(tmp_path: Path, name: str, value: Any) -> None:
+    assert name in refusal(folder(tmp_path, architectures=["GptOssForCausalLM"], **{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "supported"),
+    [
+        ("dspark_block_size", 5, "heads that draft one token after another are supported"),
+        ("compress_ratios", [0, 4, 128], "ratios of 1 are supported"),
+        ("index_topk", 2048, "attention to all tokens is supported"),
+    ],
+)
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "DeepseekV3ForCausalLM", "Gemma3ForCausalLM"])
+def test_a_part_that_would_be_left_out_is_named_with_what_is_supported(
+    tmp_path: Path, family: str, field: str, value: Any, supported: str
+) -> None:
+    message = refusal(folder(tmp_path, architectures=[family], **{field: value}))
+    assert f"{family} with {field} is not supported yet" in message and supported in message
+    nested = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {field: value}}
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    assert field in refusal(tmp_path)
 
 
 def test_fields_of_gemma_mean_nothing_elsewhere(tmp_path: Path) -> None:

@@ -1,0 +1,77 @@
+"""The size of the pool of layers with a window: its share of memory, and sizes that are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from hiserve.core.window_pool import LEAST_SHARE, MOST_SHARE, NO_WINDOW_POOL, TAIL_TOKENS, WindowPool, plan_windows
+from hiserve.core.windows import WindowLimits
+from hiserve.errors import ConfigError, ResourceError
+
+LIMITS = WindowLimits(window=128, page_size=16, num_draft=3, depth=1, max_batched_tokens=512)
+POOL = WindowPool(limits=LIMITS, slot_elements=12_288, element_bytes=2)  # of gpt-oss-20b
+PAGE_BYTES = 16 * 12_288 * 2  # of its other layers
+ROOM = 2**40
+
+
+@pytest.mark.parametrize("given", ["auto", 0])
+def test_obstacles_turn_auto_off(given: int | str) -> None:
+    assert not plan_windows(given, ["they are on cpu only"])  # type: ignore[arg-type]
+    assert plan_windows(given, []) == (given == "auto")  # type: ignore[arg-type]
+
+
+def test_obstacles_refuse_what_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match="they are on cpu only") as caught:
+        plan_windows(100, ["they are on cpu only", "they have no canary"])
+    assert caught.value.param == "window_pages" and "canary" not in caught.value.message
+    assert plan_windows(100, [])
+
+
+def test_no_pool_takes_nothing() -> None:
+    assert NO_WINDOW_POOL.page_bytes == NO_WINDOW_POOL.bytes_per_page(PAGE_BYTES) == 0
+    assert NO_WINDOW_POOL.size("auto", 100, 100 * PAGE_BYTES, 8, ROOM) == (0, "all layers share their pages")
+    assert NO_WINDOW_POOL.size(0, 100, 100 * PAGE_BYTES, 8, ROOM) == (0, "")
+
+
+@pytest.mark.parametrize("window", [2, 128, 100_000])
+def test_windows_get_their_share_of_the_memory_of_both(window: int) -> None:
+    """t / (t + 1500 h), with bounds: a window of 128 tokens is the one between them."""
+    limits = WindowLimits(window=window, page_size=16, num_draft=0, depth=0, max_batched_tokens=64)
+    pool = WindowPool(limits=limits, slot_elements=12_288, element_bytes=2)
+    beside = pool.bytes_per_page(PAGE_BYTES)
+    tail, history = limits.tail_pages * pool.page_bytes, PAGE_BYTES / 16
+    asked = tail / (tail + TAIL_TOKENS * history)
+    share = {2: LEAST_SHARE, 128: LEAST_SHARE, 100_000: MOST_SHARE}[window]
+    assert beside / (beside + PAGE_BYTES) == pytest.approx(share)
+    assert (asked < LEAST_SHARE, asked > MOST_SHARE) == (share == LEAST_SHARE, share == MOST_SHARE)
+
+
+def test_between_the_bounds_the_share_is_that_of_a_tail() -> None:
+    limits = WindowLimits(window=1024, page_size=16, num_draft=0, depth=0, max_batched_tokens=64)
+    pool = WindowPool(limits=limits, slot_elements=12_288, element_bytes=2)
+    beside = pool.bytes_per_page(PAGE_BYTES)
+    assert beside / (beside + PAGE_BYTES) == pytest.approx(1024 / (1024 + TAIL_TOKENS))
+
+
+def test_auto_holds_a_row_and_a_step_at_least_and_no_more_than_all_could_hold() -> None:
+    few = POOL.size("auto", 10, 10 * PAGE_BYTES, 8, ROOM)
+    assert few == (LIMITS.least_pages, "beside 10 KV pages")
+    many, _ = POOL.size("auto", 10_000, 10_000 * PAGE_BYTES, 8, ROOM)
+    assert LIMITS.least_pages < many == int(POOL.bytes_per_page(PAGE_BYTES) * 10_000 / POOL.page_bytes)
+    tiny = WindowPool(limits=LIMITS, slot_elements=1, element_bytes=2)  # its share would be more pages than there are
+    assert tiny.size("auto", 100, 100 * PAGE_BYTES, 8, ROOM)[0] == 100 + LIMITS.most_pages(8)
+
+
+def test_given_pages_stay_from_the_least_on() -> None:
+    assert POOL.size(LIMITS.least_pages, 10, 10 * PAGE_BYTES, 8, ROOM) == (LIMITS.least_pages, "")
+    with pytest.raises(ConfigError, match=f"take {LIMITS.least_pages}. Raise it, lower --max-batched-tokens") as caught:
+        POOL.size(LIMITS.least_pages - 1, 10, 10 * PAGE_BYTES, 8, ROOM)
+    assert caught.value.param == "window_pages"
+
+
+def test_given_pages_that_do_not_fit_name_what_to_lower() -> None:
+    assert POOL.size(1000, 10, 10 * PAGE_BYTES, 8, 1000 * POOL.page_bytes) == (1000, "")
+    for pages, room in ((1001, 1000 * POOL.page_bytes), (10**9, ROOM), (1000, -5)):
+        with pytest.raises(ResourceError, match=rf"^{pages} window pages need .* Lower --window-pages") as caught:
+            POOL.size(pages, 10, 10 * PAGE_BYTES, 8, room)
+        assert caught.value.param == "window_pages" and "-" not in caught.value.message.split("Lower")[0]
