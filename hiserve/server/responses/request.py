@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from hiserve.errors import RequestError
+from hiserve.grammar import bounds
 from hiserve.grammar.regular import MAX_CHARS, regular
-from hiserve.grammar.tools import ToolField
+from hiserve.grammar.tools import ToolField, ToolSchema
 from hiserve.server.responses.types import (
     ChosenTool,
     CustomFormat,
@@ -54,7 +55,7 @@ class Tools(NamedTuple):
         names: By the name that the model calls.
         hosted: Types of the tools that OpenAI would run; they are left out.
         fields: Of those that are shown.
-        not_held: Names of the custom tools whose input is of a grammar that the model sees, and that is not held.
+        not_held: By name, the grammars of the custom tools whose input is not held to them; the model sees them.
         rules: In Lark's form, that were read for regular expressions.
     """
 
@@ -62,7 +63,7 @@ class Tools(NamedTuple):
     names: dict[str, ClientTool]
     hosted: list[str]
     fields: list[ToolField]
-    not_held: list[str]
+    not_held: dict[str, ToolSchema]
     rules: list[str]
 
 
@@ -72,7 +73,7 @@ def read_tools(given: Sequence[ResponseTool]) -> Tools:
     Raises:
         RequestError: A tool has no name, or they are too many.
     """
-    tools = Tools([], {}, [], [], [], [])
+    tools = Tools([], {}, [], [], {}, [])
     for i, tool in enumerate(given):
         if tool.type == "namespace":
             if tool.tools is None or tool.name is None:
@@ -124,7 +125,8 @@ def _add_tool(tools: Tools, tool: ToolFields, namespace: str | None, where: str)
     if tool.type == "custom":
         function, is_strict = _custom(tool, tools.rules)
         if not is_strict and tool.format is not None and tool.format.definition:
-            tools.not_held.append(name)
+            param = f"{where}.format.definition"
+            tools.not_held[name] = ToolSchema(bounds.rules(tool.format.definition, param).as_kind("lark"), param)
     if len(tools.shown) == MAX_TOOLS:
         raise RequestError(f"tools has more than {MAX_TOOLS} tools, those of namespaces included.", param="tools")
     tools.shown.append(function_tool({"name": name, **function}))

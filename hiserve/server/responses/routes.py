@@ -16,10 +16,11 @@ from starlette.responses import Response
 
 from hiserve.core.request import SamplingParams
 from hiserve.errors import ContextLengthError, RequestError, UnavailableError
+from hiserve.grammar.bounds import INVALID
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.conversations import ChatRequest, begin_reply, count_tokens, without_oldest
 from hiserve.server.http.auth import caller_of
-from hiserve.server.http.streaming import answer
+from hiserve.server.http.streaming import answer, cancel_on_disconnect
 from hiserve.server.reply.choices import Choices
 from hiserve.server.reply.format import json_response, warned
 from hiserve.server.request.body import Body
@@ -95,6 +96,7 @@ class ResponseRoutes:
             check_json(body.get(name), name)
         sampling, tools = options.sampling(self._model), self._tools(fields)
         chat = conversation_of(fields, await self._earlier(request, fields), tools, self._unseal)
+        await self._check_shown(request, tools)
         engine = front.handle.require()
         context = context_of(request, options.cache_salt, options.priority, options.rid, options.prompt_cache_key)
         chat_request = ChatRequest(
@@ -173,6 +175,22 @@ class ResponseRoutes:
         ignored["tool_grammar"].inc(len(tools.not_held))
         ignored["effort"].inc(bool(fields.thinking.effort) and not has_effort)
         return tools
+
+    async def _check_shown(self, request: Request, tools: Tools) -> None:
+        """Checks the grammars that the model only sees; one that takes too long to hold is sound.
+
+        Raises:
+            RequestError: One is no grammar.
+            OverloadedError: As ``Vetting.check``.
+            ClientDisconnect: The client went away.
+        """
+        for grammar, param in tools.not_held.values():
+            checking = self._front.vetting.check(grammar, param, caller=caller_of(request).number)
+            try:
+                await cancel_on_disconnect(request.receive, checking)
+            except RequestError as refusal:
+                if refusal.code == INVALID:
+                    raise
 
     def _unseal(self, seal: str) -> str | None:
         thought = self._front.seals.open(seal)

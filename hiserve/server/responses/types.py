@@ -65,7 +65,7 @@ class CustomFormat(msgspec.Struct, frozen=True, kw_only=True):
     """The form of a custom tool's input; the prompt shows the definition."""
 
     type: Literal["text", "grammar"] = "text"
-    syntax: str | None = None
+    syntax: Literal["lark", "regex"] | None = None
     definition: str | None = None
 
 

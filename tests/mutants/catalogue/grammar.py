@@ -7,6 +7,7 @@ from hiserve.runners import graph, mask_buffers
 from hiserve.sampling import params
 from hiserve.server.request import grammar_fields
 from hiserve.server.responses import request as responses_request
+from hiserve.server.responses import routes as responses_routes
 from hiserve.text.reader import output
 from tests.e2e import test_grammar_halves as halves
 from tests.e2e import test_grammars as replies
@@ -187,3 +188,7 @@ with vet_process.Credit.run, test_vet.test_a_trial_yields_to_other_processes_bey
     "a grammar that takes long has the priority of the engine"
     os.setpriority(os.PRIO_PROCESS, thread.native_id, niceness)
     pass
+with responses_routes.ResponseRoutes._check_shown, test_responses.test_rules_that_are_only_shown_are_refused_where_they_are_no_grammar:
+    "rules of a custom tool that are no grammar are shown to the model"
+    refusal.code == INVALID
+    False

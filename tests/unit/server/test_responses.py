@@ -12,8 +12,8 @@ from typing import Any
 import pydantic
 import pytest
 
-from hiserve.core.request import FinishReason
-from hiserve.errors import EngineError
+from hiserve.core.request import FinishReason, Grammar
+from hiserve.errors import EngineError, RequestError
 from hiserve.server import conversations
 from hiserve.server.responses import request
 from hiserve.server.responses import routes as responses
@@ -188,7 +188,7 @@ async def test_a_choice_of_tools_is_a_grammar_of_their_calls(choice: Any, names:
         auto = await server.post("/v1/responses", {"input": "Hi", "tools": [LOOK, PATCH, SPACE]})
     assert {call.status, auto.status} == {200}, call.text
     assert call.json["tool_choice"] == choice
-    ((grammar, param),) = vetting.asked
+    ((grammar, param),) = (asked for asked in vetting.asked if asked[1] != "tools[1].format.definition")
     assert param == "tool_choice"
     assert [name for name in ("look", "patch", "files__read") if name in grammar.text] == names
     assert len([item for item in call.json["output"] if item["type"] == "function_call"]) == (1 if is_single else 2)
@@ -207,8 +207,35 @@ async def test_the_rules_of_a_custom_tool_are_held_where_they_are_regular_and_co
         == "the model sees the grammars of these tools, but they are not held: patch"
     )
     assert counted == 1
-    assert [param for _, param in vetting.asked] == ["tools", "tools"], "under auto too"
+    assert [param for _, param in vetting.asked] == ["tools", "tools[1].format.definition", "tools"], "under auto too"
     assert "(?:up)" in vetting.asked[0][0].text
+
+
+class Judging(Trusting):
+    """Vetting that refuses some grammars."""
+
+    async def check(self, grammar: Grammar, param: str, **_: Any) -> tuple[Grammar, list[str]]:
+        self.asked.append((grammar, param))
+        for word, code in (("broken", "invalid_grammar"), ("slow", "grammar_too_complex")):
+            if word in grammar.text:
+                raise RequestError(f"{param} cannot be used as a grammar: {word}.", code=code, param=param)
+        return grammar, []
+
+
+@pytest.mark.parametrize(("word", "status"), [("broken", 400), ("slow", 200), ("sound", 200)])
+async def test_rules_that_are_only_shown_are_refused_where_they_are_no_grammar(word: str, status: int) -> None:
+    rules = f"start: {word} start?"
+    shown = {**PATCH, "format": PATCH["format"] | {"definition": rules}}
+    vetting = Judging()
+    async with serving(TWO, vetting=vetting, template=SOURCE) as server:
+        call = await server.post("/v1/responses", {"input": "Hi", "tools": [LOOK, shown]})
+        assert (call.status, bool(server.engine.seen)) == (status, status == 200), call.text
+    param = "tools[1].format.definition"
+    assert vetting.asked == [(Grammar.of("lark", rules), param)]
+    if status == 400:
+        assert (call.json["error"]["param"], call.json["error"]["code"]) == (param, "invalid_grammar")
+    else:
+        assert "patch" in call.headers["x-hiserve-warning"]
 
 
 async def test_the_rules_that_are_read_have_one_limit_for_all_tools_of_a_request(
