@@ -119,6 +119,7 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 # Prefixes of a prompt, of so many tokens each, that the cache evicts last for so many seconds after their last use.
 Retain = tuple[tuple[int, int], ...]
+MAX_RETAIN_S = 86_400  # no request can ask for more
 
 
 class SpecParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -17,6 +20,7 @@ from hiserve.cache.storage.prefault import CudaRegistrar, Registrar
 from hiserve.cache.storage.store_transfers import StoreTransfers
 from hiserve.cache.storage.transfer import TransferEngine
 from hiserve.core.plan import BatchPlan
+from hiserve.core.request import MAX_RETAIN_S
 from hiserve.core.transfers import DEVICE_KINDS, CopyAck, CopyKind
 from hiserve.ipc.cache_stats import StoreStats
 from hiserve.runners.gate import PendingLoads
@@ -69,12 +73,13 @@ def _max_queued_bytes(device: str, pool: DevicePool) -> int:
     return max(_LEAST_QUEUED_STORE_BYTES[device], min(_MAX_QUEUED_STORE_BYTES[device], share))
 
 
-def recover_host_pages(host: HostPool, cache: PrefixCache) -> int:
+def recover_host_pages(host: HostPool, cache: PrefixCache, clock: Callable[[], float] = time.monotonic) -> int:
     """Inserts the valid pages of the segment into the index, once their memory is ready; other pages may follow later.
 
     Args:
         host: Just made; its records must not have been used.
         cache: Just made, with no host page ready.
+        clock: Of ``Retainer``. Pages that a record retains longer than any request can ask are retained so long.
 
     Returns:
         Recovered pages; none where their memory cannot be had any more.
@@ -84,7 +89,8 @@ def recover_host_pages(host: HostPool, cache: PrefixCache) -> int:
         host.clear()
         runs = []
     cache.grow_host(max(1, host.num_ready_pages))
-    num_pages = cache.recover(runs)
+    latest_s = math.ceil(clock() + MAX_RETAIN_S)
+    num_pages = cache.recover(replace(run, retained_until_s=min(run.retained_until_s, latest_s)) for run in runs)
     logger.info("adopted %d of %d pages of the host cache", num_pages, host.num_pages - 1)
     return num_pages
 

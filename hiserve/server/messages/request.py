@@ -140,7 +140,7 @@ def _turns(message: MessagesTurn, where: str, unseal: Unseal, ignored: Counter[s
 
 
 def _worded(role: Any, blocks: Sequence[TextBlock], param: str) -> Turn:
-    texts = joined_texts([(block.text, block.cache_control) for block in blocks]) or [Text("")]
+    texts = joined_texts([(block.text, seconds_of(block.cache_control)) for block in blocks]) or [Text("")]
     turn = Turn(role, tuple(texts))
     check_text(turn.text, param)
     return turn

@@ -7,10 +7,10 @@ from typing import Literal
 import msgspec
 
 from hiserve.errors import RequestError
-from hiserve.text.body.chat import DAY_S, FIVE_MINUTES_S, HOUR_S
+from hiserve.text.body.chat import DAY_S, FIVE_MINUTES_S, HALF_HOUR_S
 
 Retention = Literal["in_memory", "in-memory", "24h"]
-OPTION_TTL_S = {"30m": HOUR_S // 2, "12h": DAY_S // 2}
+OPTION_TTL_S = {"30m": HALF_HOUR_S, "12h": DAY_S // 2}
 
 
 class PromptCacheOptions(msgspec.Struct, frozen=True):

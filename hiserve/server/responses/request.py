@@ -20,7 +20,7 @@ from hiserve.server.responses.types import (
     ToolFields,
     ToolName,
 )
-from hiserve.text.body.chat import MAX_TOOLS
+from hiserve.text.body.chat import MAX_TOOLS, explicit_s, joined_texts
 from hiserve.text.body.json import MAX_VALUES, check_json, check_text, num_separators
 from hiserve.text.conversation import Call, Conversation, Result, Role, Text, Thought, ToolChoice, Turn, function_tool
 
@@ -256,8 +256,10 @@ def _turn(item: Item, where: str) -> Turn:
         if item.role is None:
             raise RequestError(f"{where}.role is missing.", param=f"{where}.role")
         role: Role = "system" if item.role == "developer" else item.role
-        return Turn(role, (Text(_text(item.content, f"{where}.content")),))
-    return Turn("tool", (Result(_needed(item.call_id, f"{where}.call_id"), _text(item.output, f"{where}.output")),))
+        return Turn(role, tuple(_texts(item.content, f"{where}.content")))
+    call_id, texts = _needed(item.call_id, f"{where}.call_id"), _texts(item.output, f"{where}.output")
+    whole = "".join(text.text for text in texts)
+    return Turn("tool", (Result(call_id, whole, retain_s=max(text.retain_s for text in texts)),))
 
 
 def _thought(item: Item, where: str, unseal: Callable[[str], str | None]) -> str:
@@ -282,6 +284,13 @@ def _needed(text: str | None, where: str) -> str:
     if not text:
         raise RequestError(f"{where} is missing.", param=where)
     return text
+
+
+def _texts(content: str | Parts | None, where: str) -> list[Text]:
+    """Returns the texts of a content up to each breakpoint; one at least."""
+    if not isinstance(content, list) or not content:
+        return [Text(_text(content, where))]
+    return joined_texts([(part.text, explicit_s(part.prompt_cache_breakpoint)) for part in content])
 
 
 def _text(content: str | Parts | None, where: str) -> str:

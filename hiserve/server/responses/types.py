@@ -15,7 +15,7 @@ from hiserve.server.request.grammar_fields import Constraint, JsonSchema
 from hiserve.server.request.retention_fields import PromptCacheOptions, Retention
 from hiserve.server.request.sampling_fields import Limits, Name, Priority, SamplingFields, range_of
 from hiserve.text.abilities import Thinking
-from hiserve.text.body.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from hiserve.text.body.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, CacheBreakpoint
 from hiserve.text.body.json import check_text
 
 MAX_INCLUDE = 32
@@ -25,11 +25,12 @@ NOT_INCLUDED = ("message.output_text.logprobs",)
 NonEmpty = Annotated[str, Meta(min_length=1)]
 
 
-class InputPart(msgspec.Struct, frozen=True):
-    """A part of a content."""
+class InputPart(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A part of a content. A breakpoint asks to keep the prompt up to there; in a reply it is ignored."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
 
 
 Parts = Annotated[list[InputPart], Meta(max_length=MAX_PARTS)]

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from hiserve.core.request import MAX_RETAIN_S
 from hiserve.errors import RequestError
 from hiserve.text.body.json import MAX_VALUES, check_json, check_text, decode, num_separators
 from hiserve.text.conversation import (
@@ -28,7 +29,7 @@ MAX_PARTS = 16_384  # of the content of one message
 MAX_FIELDS = 64  # of one message
 MAX_TOOLS = 1024
 MAX_BREAKPOINTS = 4  # parts with ``cache_control``
-FIVE_MINUTES_S, HOUR_S, DAY_S = 300, 3600, 86_400
+FIVE_MINUTES_S, HALF_HOUR_S, HOUR_S, DAY_S = 300, 1800, 3600, MAX_RETAIN_S
 NOT_SERVED = {
     "function_call": "use tool_calls",
     "audio": "use text",
@@ -49,12 +50,24 @@ class CacheControl(msgspec.Struct, frozen=True):
         return HOUR_S if self.ttl == "1h" else FIVE_MINUTES_S
 
 
+class CacheBreakpoint(msgspec.Struct, frozen=True):
+    """``prompt_cache_breakpoint``: OpenAI's spelling of the same hint, for 30 minutes."""
+
+    mode: Literal["explicit"]
+
+
 class TextPart(msgspec.Struct, frozen=True):
     """A part of a content."""
 
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
+
+    @property
+    def retain_s(self) -> int:
+        """How long the prompt up to here is to be kept; 0 without a breakpoint."""
+        return max(seconds_of(self.cache_control), explicit_s(self.prompt_cache_breakpoint))
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
@@ -237,11 +250,11 @@ def _turn(value: Message, message: RequestMessage, where: str) -> Turn:
         parts.append(Thought(thought))
     pieces = content if isinstance(content, list) else []
     if message.role in ("tool", "assistant"):
-        ttl_s = max((seconds_of(piece.cache_control) for piece in pieces), default=0)
+        ttl_s = max((piece.retain_s for piece in pieces), default=0)
         is_result = message.role == "tool"
         parts.append(Result(texts.pop("tool_call_id", None), text, retain_s=ttl_s) if is_result else Text(text, ttl_s))
     else:
-        parts += joined_texts([(piece.text, piece.cache_control) for piece in pieces]) if pieces else [Text(text)]
+        parts += joined_texts([(piece.text, piece.retain_s) for piece in pieces]) if pieces else [Text(text)]
     parts += [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls or ())]
     return Turn("system" if message.role == "developer" else message.role, tuple(parts), texts)
 
@@ -275,13 +288,22 @@ def seconds_of(control: CacheControl | None) -> int:
     return 0 if control is None else control.seconds
 
 
-def joined_texts(pieces: Sequence[tuple[str, CacheControl | None]]) -> list[Text]:
-    """Joins texts up to each breakpoint, so that a part ends there."""
+def explicit_s(breakpoint_: CacheBreakpoint | None) -> int:
+    """As ``seconds_of``."""
+    return 0 if breakpoint_ is None else HALF_HOUR_S
+
+
+def joined_texts(pieces: Sequence[tuple[str, int]]) -> list[Text]:
+    """Joins texts up to each breakpoint, so that a part ends there.
+
+    Args:
+        pieces: Each text, with how long the prompt up to its end is to be kept; 0 is no breakpoint.
+    """
     joined, words = list[Text](), list[str]()
-    for i, (text, control) in enumerate(pieces):
+    for i, (text, retain_s) in enumerate(pieces):
         words.append(text)
-        if control is not None or i == len(pieces) - 1:
-            joined.append(Text("".join(words), seconds_of(control)))
+        if retain_s or i == len(pieces) - 1:
+            joined.append(Text("".join(words), retain_s))
             words = []
     return joined
 
@@ -301,11 +323,12 @@ def check_breakpoints(controls: Iterable[CacheControl | None]) -> None:
 
 
 def _merged(parts: list[TextPart]) -> str | list[dict[str, Any]]:
-    texts = joined_texts([(part.text, part.cache_control) for part in parts])
+    texts = joined_texts([(part.text, part.retain_s) for part in parts])
     if not any(text.retain_s for text in texts):
         return _joined(parts)
     controls = {HOUR_S: CacheControl("ephemeral", "1h"), FIVE_MINUTES_S: CacheControl("ephemeral")}
-    merged = [TextPart("text", text.text, controls.get(text.retain_s)) for text in texts]
+    points = {HALF_HOUR_S: CacheBreakpoint("explicit")}
+    merged = [TextPart("text", text.text, controls.get(text.retain_s), points.get(text.retain_s)) for text in texts]
     return [msgspec.to_builtins(part) for part in merged]
 
 

@@ -12,6 +12,7 @@ PartName = Literal["system", "tools", "thought", "text", "call"]
 # Characters of the template between two parts, at most, and characters by which a part is known that has begun.
 BETWEEN_CHARS = 2048
 BEGIN_CHARS = 8
+MAX_RETAINED = 4  # breakpoints that count: the last ones
 # Characters of a part that is known by itself, although words before it are missing.
 SURE_CHARS = 24
 
@@ -76,7 +77,7 @@ def retained(chat: Conversation, prompt: str) -> list[tuple[int, int]]:
     """
     parts = list(_parts(chat))
     found = list(_find(parts, prompt))
-    points = [(index, part.retain_s) for index, part in enumerate(parts) if part.retain_s]
+    points = [(index, part.retain_s) for index, part in enumerate(parts) if part.retain_s][-MAX_RETAINED:]
     return [
         (next((each.begin for each in found if each.number > index), len(prompt)), ttl_s) for index, ttl_s in points
     ]

@@ -26,6 +26,7 @@ from hiserve.cache.storage.inventory import delete_named_cache, store_in
 from hiserve.cache.storage.prefault import Populate
 from hiserve.cache.storage.segment import Segment, SegmentLayout
 from hiserve.config.options import make_options
+from hiserve.core.request import MAX_RETAIN_S
 from hiserve.core.startup_measurements import NO_MEASUREMENTS
 from hiserve.core.transfers import CopyAck, PageCopy
 from hiserve.engine import runner_factory, worker
@@ -109,6 +110,18 @@ def test_what_a_process_left_is_findable(segment: Segment) -> None:
     assert recover_host_pages(host, cache) == 2
     assert cache.host.pages.num_ready == NUM_PAGES
     assert cache.host.pages.num_free == NUM_PAGES - 3
+    host.close()
+
+
+@pytest.mark.parametrize(("recorded_s", "until_s"), [(900, 900), (1000 + MAX_RETAIN_S + 5, 1000 + MAX_RETAIN_S), (2**62, 1000 + MAX_RETAIN_S)])  # fmt: skip
+def test_no_record_retains_pages_longer_than_a_request_can_ask(segment: Segment, recorded_s: int, until_s: int) -> None:
+    leave(segment, [3, 5])
+    segment.records["retained_until_s"][[3, 5]] = recorded_s
+    host, cache = HostPool(segment, GROUPS), new_cache()
+    assert recover_host_pages(host, cache, lambda: 1000.0) == 2
+    assert {node.retained_until_s for node in cache.tree.nodes()} == {until_s}
+    cache.expire(until_s)
+    assert not cache.is_retaining
     host.close()
 
 

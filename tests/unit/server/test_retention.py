@@ -122,6 +122,39 @@ async def test_breakpoints_in_contents_of_chats_mean_the_same() -> None:
     assert parse_chat({"messages": messages}) == parsed and isinstance(messages[0]["content"], list)
 
 
+POINT = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+
+
+@pytest.mark.parametrize(("path", "kind"), [(CHAT, "text"), (RESPONSES, "input_text")])
+async def test_explicit_breakpoints_retain_the_prompt_up_to_their_parts(path: str, kind: str) -> None:
+    def part(text: str, **more: Any) -> dict[str, Any]:
+        return {"type": kind, "text": text, **more}
+
+    field = {CHAT: "messages", RESPONSES: "input"}[path]
+    marked = [
+        {"role": "system", "content": [part(FIRST, **POINT), part(SECOND)]},
+        {"role": "user", "content": [part("Hello to the ships.", **POINT), part("Where are they?")]},
+    ]
+    plain = [{"role": each["role"], "content": "".join(one["text"] for one in each["content"])} for each in marked]
+    many = [{"role": "user", "content": [part(f"The ship {index} of them. ", **POINT) for index in range(9)]}]
+    async with serving("Yes.") as server:
+        for said in (marked, plain, many):
+            reply = await server.post(path, {field: said})
+            assert reply.status == 200, reply.text
+        first, second, third = server.engine.seen
+        assert (first.prompt == second.prompt).all() and second.retain == ()
+        texts = [(TOKENIZER.decode(first.prompt[:count], skip_hidden=False), ttl_s) for count, ttl_s in first.retain]
+        assert [ttl_s for _, ttl_s in texts] == [1800, 1800]
+        assert is_up_to(texts[0][0], FIRST, "Answer") and is_up_to(texts[1][0], "the ships.", "Where")
+        assert len(third.retain) == 4 and third.retain[-1][0] > third.retain[0][0]
+        refused = await server.post(path, {field: [{"role": "user", "content": [part("a", prompt_cache_breakpoint={"mode": "x"})]}]})  # fmt: skip
+        assert refused.status == 400 and "prompt_cache_breakpoint" in refused.text
+    if path == CHAT:
+        parsed = parse_chat({"messages": marked})
+        join_parts(marked)  # as of large bodies
+        assert parse_chat({"messages": marked}) == parsed
+
+
 @pytest.mark.parametrize(("asked", "seconds"), [("in_memory", 300), ("24h", 86_400)])
 async def test_prompt_cache_retention_retains_the_whole_prompt(server: Server, asked: str, seconds: int) -> None:
     for path, body in BODIES.items():
