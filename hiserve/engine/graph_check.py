@@ -171,9 +171,8 @@ class CheckedEngine:
         except RuntimeError as error:
             problems.append(f"does not run: {_location(error)}")
             result = self._run(parts)
-        allocations = float(
-            _num_driver_allocations(self._rows.device) - num_before
-        )  # before the comparison, which takes some too
+        # Counted before the comparison, which allocates too.
+        allocations = float(_num_driver_allocations(self._rows.device) - num_before)
         ran = _decisions_since(before, self.executor.gate_counts())
         graphs = GRAPHS[kind]
         if graphs == "mixed" and self.runners.coverage.mixed is None:  # the backend has nothing for them

@@ -204,9 +204,8 @@ class _Buffer:
         for part in chunk.parts:
             held = self._memory[part.begin : part.begin + part.num_bytes].view(part.stored)
             if self._device is not None and part.stored != part.target.dtype:
-                held = held.to(
-                    self._device, non_blocking=True
-                )  # a copy would convert on the host, outside pinned memory
+                # The copy below would convert on the host, outside pinned memory.
+                held = held.to(self._device, non_blocking=True)
             part.target.copy_(held, non_blocking=True)
         if self._copied is not None:
             self._copied.record()

@@ -28,7 +28,7 @@ from hiserve.scheduler.ledger import Entry, Ledger, ReplayCounter, RequestState
 from hiserve.scheduler.placement import Placement, PrefixIndex
 from hiserve.scheduler.queue import DrainRate, Policy, Queue, QueuedRequest
 
-_GUILTY = "the worker died {} times with this request, at last with no other. It was given up; do not send it again."
+_GIVEN_UP = "the worker died {} times with this request, at last with no other. It was given up; do not send it again."
 
 
 class DispatcherEvents(Protocol):
@@ -182,13 +182,13 @@ class Dispatcher:
         for entry in aborted:
             self._end(entry)
         self._report_aborted(aborted)
-        free, guilty = self.isolation.isolate(replica, held)
+        free, culprits = self.isolation.isolate(replica, held)
         if replica in self.isolation:
             self.placement.reserve(replica)
         self.queue.requeue([self._queued(entry) for entry in free])
-        for entry in guilty:
+        for entry in culprits:
             self._end(entry)
-            self._events.failed(entry.uid, EngineError(_GUILTY.format(entry.num_crashes)))
+            self._events.failed(entry.uid, EngineError(_GIVEN_UP.format(entry.num_crashes)))
         return [entry.uid for entry in held]
 
     def worker_abandoned(self, replica: int) -> None:

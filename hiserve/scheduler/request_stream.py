@@ -24,7 +24,6 @@ class RequestStream:
         self._num_unread_bytes = 0
         self._has_begun = False
         self._unread: TokenDelta | None = None
-        self._is_cache_reported = False
         self._error: HiserveError | None = None
         self._arrived = asyncio.Event()
 
@@ -32,9 +31,7 @@ class RequestStream:
         """Adds output; ignored after an error."""
         if self._error is not None:
             return
-        if (
-            delta.tokens
-        ):  # scores of a prompt are not counted: all arrive by the first token, at any speed of the reader
+        if delta.tokens:  # scores of a prompt do not count: all arrive by the first token, at any speed of the reader
             self._num_unread_bytes += TOKEN_BYTES * len(delta.tokens) + (len(delta.scores) if self._has_begun else 0)
             self._has_begun = True
         if self._unread is None:
@@ -72,7 +69,4 @@ class RequestStream:
             self._arrived.set()
         assert delta is not None, "woken without output"
         self._num_unread_bytes = 0
-        if self._is_cache_reported:
-            delta.cached = None
-        self._is_cache_reported = self._is_cache_reported or delta.cached is not None
         return delta

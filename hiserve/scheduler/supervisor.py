@@ -312,9 +312,8 @@ class Supervisor:
         elif isinstance(message, WorkerFailed):
             failure = to_error(message.code, message.message, message.trace)
             worker.mark_failed(failure, fault_s=message.fault_s, snapshot=message.snapshot)
-            asyncio.get_running_loop().call_later(
-                EXIT_GRACE_S, worker.process.kill
-            )  # unless it exits by itself: its exit code is part of the report
+            # Time to exit by itself: its exit code is part of the report.
+            asyncio.get_running_loop().call_later(EXIT_GRACE_S, worker.process.kill)
         elif isinstance(message, Ready):
             self._mark_ready(worker, message)
         elif worker.ready is None:

@@ -67,9 +67,8 @@ class HeadProposer:
         self._sampling = sampling
         self._step_ops = step_ops
         self._ops = draft_ops
-        self._max_kv_len = (
-            state.page_table.shape[1] * pool.page_size
-        )  # drafts past a row's end attend to its last pages
+        # Drafts past a row's end attend to its last pages.
+        self._max_kv_len = state.page_table.shape[1] * pool.page_size
         # The hidden state of the last computed token of each row.
         num_rows = state.tokens.shape[0]
         self._last = pool.page_hidden.new_zeros((num_rows, head.feature_size))

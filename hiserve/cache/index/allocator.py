@@ -58,9 +58,7 @@ class PageAllocator:
         pages = np.where(wanted < self.num_pages, wanted, PADDING_PAGE)
         granted = self._is_free[pages]
         preferred = pages[granted]
-        if (
-            len(set(preferred.tolist())) < preferred.size
-        ):  # two rows may share their last page: the first gets the next one
+        if len(set(preferred.tolist())) < preferred.size:  # rows share their last page: the first gets the next one
             first = np.zeros(pages.size, dtype=np.bool_)
             first[np.unique(pages, return_index=True)[1]] = True
             granted &= first

@@ -220,9 +220,8 @@ async def _check_schemas(vetting: Vetting, request: Request, constraint: Constra
                 schemas = schemas[:half]
         ((grammar, param),) = schemas
         await cancel_on_disconnect(request.receive, vetting.check(grammar, param, caller=caller))
-    elif (
-        refusal.code == TOO_COMPLEX and len(schemas) == len(constraint.grammar.alternatives) == 1
-    ):  # to try several would end more processes
+    elif refusal.code == TOO_COMPLEX and len(schemas) == len(constraint.grammar.alternatives) == 1:
+        # Several are not tried: each could end another process.
         ((_, param),) = schemas
         message = refusal.message.replace(constraint.param, param, 1)
         raise RequestError(message, code=refusal.code, param=param) from None

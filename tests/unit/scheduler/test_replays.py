@@ -81,13 +81,14 @@ def test_they_may_go_to_another_worker_at_once_and_take_what_it_has_cached_into_
 def test_what_of_the_prompt_was_cached_and_the_time_in_the_queue_are_told_once() -> None:
     desk = Desk()
     desk.submit(1, *PROMPT)
+    tell(desk, 1, [6])
     tell(desk, 1, [7], cached=CacheUse(device=4))
     desk.now_s += 5
     restart(desk)
     tell(desk, 1, [8], cached=CacheUse(host=4, device=1))
-    assert [news.cached for news in desk.events.news] == [[CacheUse(device=4)], [None]]
-    assert [news.queue_s for news in desk.events.news] == [[0.0], [-1]]
-    assert desk.dispatcher.replays.stats() == ReplayStats(1, 6, {"device": 1, "host": 4, "store": 0})
+    assert [news.cached for news in desk.events.news] == [[None], [CacheUse(device=4)], [None]]
+    assert [news.queue_s for news in desk.events.news] == [[0.0], [-1], [-1]]
+    assert desk.dispatcher.replays.stats() == ReplayStats(1, 7, {"device": 1, "host": 4, "store": 0})
 
 
 def test_the_time_in_the_queue_is_until_the_first_worker_even_if_it_never_spoke() -> None:

@@ -29,15 +29,6 @@ async def test_of_a_request_that_no_worker_looked_up_nothing_is_said_of_the_cach
     assert await stream.take() == TokenDelta(finish=FinishReason.ABORT)
 
 
-async def test_what_came_from_the_cache_is_told_once_even_if_it_comes_late() -> None:
-    stream = RequestStream(tag="")
-    told = []
-    for use in (None, USE, USE):
-        stream.push(TokenDelta([5], cached=use))
-        told.append((await stream.take()).cached)
-    assert told == [None, USE, None]
-
-
 async def test_of_drafts_the_latest_news_is_told_and_once() -> None:
     stream, later = RequestStream(tag=""), DRAFTS + DRAFTS
     for drafts in (DRAFTS, later, None):
