@@ -38,10 +38,6 @@ class CrashIsolation:
         """Iterates over a copy of the workers that have suspects."""
         return iter(tuple(self._suspects))
 
-    def waiting(self) -> list[Entry]:
-        """Returns the suspects without a worker."""
-        return [entry for isolated in self._suspects.values() for group in isolated.groups for entry in group]
-
     def isolate(self, replica: int, held: Sequence[Entry]) -> tuple[list[Entry], list[Entry]]:
         """Keeps the suspects of a dead worker.
 

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -19,7 +18,6 @@ from starlette.types import Scope
 
 from hiserve.errors import ConfigError, HiserveError
 from hiserve.ipc.child import JobProcess
-from hiserve.ipc.codec import Frames
 from hiserve.server.http.errors import CLIENT_CLOSED_REQUEST, describe
 from hiserve.server.reply.choices import Choices
 from hiserve.server.reply.generation import Generation
@@ -38,7 +36,7 @@ OPERATIONS = {
 GONE = "client_disconnected"
 MAX_WAITING = 2048
 MAX_BATCH = 128
-BATCH_S = 1.0
+BATCH_S = 1.0  # a batch is collected for this time
 PAUSE_S = 5.0  # after a batch that the collector did not take
 CLOSE_S = 3.0
 MAX_CHOICES = 16  # with spans of their own
@@ -140,32 +138,18 @@ class OpenTrace:
         self.streams = False
 
 
-class Process(Protocol):
-    """Sends batches; a ``JobProcess``."""
-
-    async def do(self, frames: Frames) -> Frames | None:
-        """Sends one batch; the answer is empty if the collector did not take it, None if the process ended."""
-
-    async def end(self) -> None:
-        """Ends it."""
-
-
 class Traces:
     """Records requests that ended, and sends them in batches. Used in one event loop, which it never blocks.
 
     Args:
-        process: Sends the batches.
-        batch_s: Seconds in which a batch is collected.
-        pause_s: Seconds between a batch that failed and the next.
+        process: Sends a batch a job; the answer is empty if the collector did not take it, None if the process ended.
 
     Attributes:
         counts: Requests by outcome: exported; dropped, when too many waited; failed, when the collector did not take them.
     """
 
-    def __init__(self, process: Process, *, batch_s: float = BATCH_S, pause_s: float = PAUSE_S) -> None:
+    def __init__(self, process: JobProcess) -> None:
         self._process = process
-        self._batch_s = batch_s
-        self._pause_s = pause_s
         self._waiting: deque[RequestTrace] = deque()
         self._news = asyncio.Event()
         self._closing = asyncio.Event()
@@ -235,10 +219,10 @@ class Traces:
                 self._news.clear()
                 await self._news.wait()
             if len(self._waiting) < MAX_BATCH:
-                await self._rest(self._batch_s)
+                await self._rest(BATCH_S)
             batch = [self._waiting.popleft() for _ in range(min(MAX_BATCH, len(self._waiting)))]
             if not await self._try(batch):
-                await self._rest(self._pause_s)
+                await self._rest(PAUSE_S)
 
     async def _try(self, batch: Sequence[RequestTrace]) -> bool:
         """Sends a batch and counts it; returns whether the collector took it."""

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from hiserve.config.options import Scheduler
 from hiserve.scheduler.dispatcher import Dispatcher
-from hiserve.scheduler.ledger import RequestState
+from hiserve.scheduler.ledger import Entry, RequestState
 from hiserve.scheduler.placement import PrefixIndex
 from hiserve.scheduler.queue import POLICIES
 from tests.helpers.dispatch import PAGE_SIZE, RecordedEvents, generate, ready, step_updates
@@ -53,9 +53,13 @@ class Conservation(RuleBasedStateMachine):
             if entry is not None and entry.replica == replica
         ]
 
+    def isolated(self) -> list[Entry]:
+        groups = [group for each in self.dispatcher.isolation._suspects.values() for group in each.groups]
+        return [entry for group in groups for entry in group]
+
     def queued(self) -> set[int]:
         queue = [waiting.entry.uid for waiting in self.dispatcher.queue]
-        suspects = [entry.uid for entry in self.dispatcher.isolation.waiting()]
+        suspects = [entry.uid for entry in self.isolated()]
         assert len({*queue, *suspects}) == len(queue) + len(suspects)
         return {*queue, *suspects}
 
@@ -136,7 +140,7 @@ class Conservation(RuleBasedStateMachine):
         ledger, queue = self.dispatcher.ledger, self.dispatcher.queue
         assert ledger.num_accepted == len(self.accepted) == ledger.num_ended + len(ledger)
         queued = self.queued()
-        assert len(queued) == len(queue) + len(self.dispatcher.isolation.waiting())
+        assert len(queued) == len(queue) + len(self.isolated())
         assert all(ledger.get(uid) is not None for uid in queued)
         for uid in self.accepted:
             entry = ledger.get(uid)

@@ -88,7 +88,8 @@ async def traced(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Traced]:
         return collectors[-1]
 
     monkeypatch.setattr(tracing, "JobProcess", start)
-    monkeypatch.setattr(tracing.Traces.__init__, "__kwdefaults__", {"batch_s": 0.0, "pause_s": 0.0})
+    monkeypatch.setattr(tracing, "BATCH_S", 0.0)
+    monkeypatch.setattr(tracing, "PAUSE_S", 0.0)
     async with serving("http://collector:4318") as server:
         yield Traced(server, collectors[0])
 
@@ -418,7 +419,8 @@ COLLECTORS = {
 async def test_no_collector_delays_a_request_or_the_end(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Each is asked, by the process, and takes nothing; requests go on meanwhile, and after it. Most of them are dropped."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.3")
-    monkeypatch.setattr(tracing.Traces.__init__, "__kwdefaults__", {"batch_s": 0.0, "pause_s": 1e9})
+    monkeypatch.setattr(tracing, "BATCH_S", 0.0)
+    monkeypatch.setattr(tracing, "PAUSE_S", 1e9)
     monkeypatch.setattr(tracing, "MAX_WAITING", 4)
     monkeypatch.setattr(tracing, "CLOSE_S", 0.1)
     with broken(COLLECTORS.get(kind, say_nothing)) as url:
@@ -442,7 +444,7 @@ async def test_a_process_that_never_answers_holds_a_bounded_number_of_requests(m
 
     monkeypatch.setattr(tracing, "JobProcess", Stuck)
     monkeypatch.setattr(tracing, "BATCH_S", 0.0)
-    monkeypatch.setattr(tracing.Traces.__init__, "__kwdefaults__", {"batch_s": 0.0, "pause_s": 0.0})
+    monkeypatch.setattr(tracing, "PAUSE_S", 0.0)
     monkeypatch.setattr(tracing, "MAX_WAITING", 3)
     monkeypatch.setattr(tracing, "CLOSE_S", 0.0)
     async with serving("http://collector") as server:
@@ -468,7 +470,8 @@ async def test_a_collector_that_comes_back_is_told_of_once_and_what_a_process_ke
             return [answers.pop(0)]
 
     monkeypatch.setattr(tracing, "JobProcess", Moody)
-    monkeypatch.setattr(tracing.Traces.__init__, "__kwdefaults__", {"batch_s": 0.0, "pause_s": 0.0})
+    monkeypatch.setattr(tracing, "BATCH_S", 0.0)
+    monkeypatch.setattr(tracing, "PAUSE_S", 0.0)
     monkeypatch.setattr(tracing, "CLOSE_S", 0.0)
     async with serving("http://collector") as server:
         traces = server.app.user_middleware[0].kwargs["traces"]
@@ -496,7 +499,8 @@ if not os.path.exists({str(mark)!r}):
 os.execv(sys.executable, [sys.executable, "-m", *{tracing.COMMAND[2:]!r}, sys.argv[1]])
 """
     monkeypatch.setattr(tracing, "COMMAND", (sys.executable, "-c", program))
-    monkeypatch.setattr(tracing.Traces.__init__, "__kwdefaults__", {"batch_s": 0.0, "pause_s": 0.0})
+    monkeypatch.setattr(tracing, "BATCH_S", 0.0)
+    monkeypatch.setattr(tracing, "PAUSE_S", 0.0)
     with sink() as collector:
         async with serving(collector.url) as server:
             traces = server.app.user_middleware[0].kwargs["traces"]
@@ -553,7 +557,8 @@ async def test_requests_that_wait_at_the_end_are_sent_in_batches(monkeypatch: py
             return [b"taken"]
 
     monkeypatch.setattr(tracing, "JobProcess", Slow)
-    monkeypatch.setattr(tracing.Traces.__init__, "__kwdefaults__", {"batch_s": 1e9, "pause_s": 0.0})
+    monkeypatch.setattr(tracing, "BATCH_S", 1e9)
+    monkeypatch.setattr(tracing, "PAUSE_S", 0.0)
     monkeypatch.setattr(tracing, "CLOSE_S", 1e9)
     monkeypatch.setattr(tracing, "MAX_BATCH", 4)
     async with serving("http://collector") as server:
