@@ -25,7 +25,7 @@ from tests.helpers.recorded_llm import allow_recording
 from tests.helpers.tiered import engine_of
 
 TEXT = "I would like a large latte with oat milk, and"
-MAX_TOKENS = 64  # of the reply that is cut: 22 steps or more with two drafts, whatever the model accepts
+MAX_TOKENS = 45  # of the reply that is cut: 15 steps or more with two drafts, whatever the model accepts
 GREEDY = SamplingParams(temperature=0.0, seed=1, max_tokens=MAX_TOKENS)
 DRAWN = SamplingParams(temperature=1.0, seed=3, max_tokens=MAX_TOKENS)
 NAMES = ("json", "regex", "object", None)
@@ -36,6 +36,8 @@ ASKED = {
 CHOSEN = 3  # a request under a regex, greedy
 AT = (1, 5, 11)  # of the steps in halves: after its forward, and before its masks
 HIT = dict(zip(AT, (CHOSEN, 1, 2), strict=True))  # by step, a request that runs longer; the others are under a schema
+# The steps in which memory runs out or a worker dies: of prompts alone, and of rows that decode. Later ones are alike.
+FATAL = pytest.mark.parametrize("at", [*AT[:2], pytest.param(AT[2], marks=pytest.mark.long)])
 AHEAD: dict[str, Any] = {"overlap": 1, "spec": "off"}
 DRAFTS: dict[str, Any] = {"overlap": 1, "spec": "eagle3", "spec_steps": 2}
 HOW = pytest.mark.parametrize("how", [AHEAD, DRAFTS], ids=["ahead", "drafts"])
@@ -147,7 +149,7 @@ def test_a_forward_is_launched_before_the_step_before_it_is_known_and_its_draw_a
         num_early += ("commit", step - 1) in events[submitted:drawn]
         num_hidden += events[drawn - 1] == ("plan", 0)  # the next one, while masks are computed
     # The first has no step before it; the last ones wait for lengths that drafts leave open.
-    assert num_early > 0.75 * len(halves) > 15
+    assert num_early > 0.75 * len(halves) > 10
     assert num_hidden == len(halves)
 
 
@@ -211,7 +213,7 @@ FAULTS: dict[str, tuple[type, str]] = {
 
 @HOW
 @pytest.mark.parametrize("half", FAULTS)
-@pytest.mark.parametrize("at", AT)
+@FATAL
 def test_memory_that_runs_out_in_either_half_changes_no_reply(
     alone: Replies, how: dict[str, Any], half: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,7 +236,7 @@ def test_memory_that_runs_out_in_either_half_changes_no_reply(
 
 
 @HOW
-@pytest.mark.parametrize("at", AT)
+@FATAL
 def test_a_worker_killed_between_the_halves_is_followed_by_one_that_goes_on(
     alone: Replies, how: dict[str, Any], at: int
 ) -> None:
@@ -269,8 +271,8 @@ def test_draws_under_grammars_are_replayed(
         masks = run.engine.stats().grammars.masks
     (executor,) = executors
     replays = executor.gate_counts()["replay"]
-    assert not eager and len(sent) > 20 and masks > 100
-    assert replays["verify" if how["spec"] != "off" else "decode"] > 15, replays
+    assert not eager and len(sent) > 12 and masks > 100
+    assert replays["verify" if how["spec"] != "off" else "decode"] > 10, replays
 
 
 def test_nothing_is_submitted_between_the_halves() -> None:
