@@ -1,6 +1,6 @@
 """Runs everything that CI runs and ends with one verdict: ``python -m tools.suite``.
 
-Checks come first, then the tests, two at a time, also if a check failed. The last line counts tests, and each
+Checks come first, then the tests, three at a time, also if a check failed. The last line counts tests, and each
 check that failed as a failed test.
 """
 
@@ -15,8 +15,9 @@ from pathlib import Path
 from tools.pytest_run import ROOT, run_pytest, verdict
 
 IN_CI = "not gpu and not long and not clients and not browser"
-# In the order of the folders: engines and servers come first, short files last, so that both processes end together.
-TESTS = ("-m", IN_CI, "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+# In the order of the folders: engines and servers come first, short files last, so that all processes end together.
+# Three of them for two cores: a test that waits for a server of its own uses 0.6 of a core.
+TESTS = ("-m", IN_CI, "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
 CHECKS = {
     "format": ("ruff", "format", "--check", "."),
     "lint": ("ruff", "check", "."),
