@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -33,7 +34,15 @@ COMMANDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Answers a wrong argument with our error, which ``main`` prints as one line."""
+    """Answers a wrong argument with our error, which ``main`` prints as one line, and suggests a flag of the same command."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse's, but refuses unknown arguments."""
+        arguments, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            own = re.findall(r"--([a-z][a-z-]*)", self.format_usage())
+            raise ConfigError(f"unknown argument {unknown[0]!r}.{_advice(unknown[0], own)}")
+        return arguments, []
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise ConfigError(f"{message}. See hiserve --help.")
@@ -77,9 +86,7 @@ def parse(argv: Sequence[str]) -> tuple[str | None, Options, dict[str, Any]]:
     """
     if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help", "--version"):
         raise ConfigError(f"{argv[0]} stands before the command. Put it after: hiserve serve {argv[0]} ...")
-    arguments, unknown = make_parser(*argv[:1]).parse_known_args(argv)
-    if unknown:
-        raise ConfigError(f"unknown argument {unknown[0]!r}.{_advice(unknown[0])}")
+    arguments = make_parser(*argv[:1]).parse_args(argv)
     given = {name: value for name, value in vars(arguments).items() if name != "command"}
     file = given.pop("config", None)
     extra = {name: given.pop(name) for name in tuple(given) if name not in flags()}
@@ -106,13 +113,14 @@ def _read_settings(file: str | None) -> dict[str, Any]:
     return {name.replace("-", "_"): value for name, value in found.items()}
 
 
-def _advice(argument: str) -> str:
+def _advice(argument: str, own: list[str]) -> str:
+    """Returns a sentence of advice after an unknown argument; ``own`` are the names of the command's flags."""
     name = argument.lstrip("-").split("=")[0].replace("-", "_")
     if name == "model":
         return " Give the model without a flag: hiserve serve MODEL."
     if name in flags():
         return " It is a setting of servers: hiserve serve."
-    return nearest(name, [setting for setting in flags() if setting != "model"])
+    return nearest(name, [flag.replace("-", "_") for flag in own])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import queue
 import signal
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 import httpx
 from rich.console import Console, Group, RenderableType
@@ -17,7 +20,7 @@ from rich.text import Text
 
 from hiserve.commands.top_frames import Frame, FrameHistory, read_frame
 from hiserve.config.options import Options
-from hiserve.errors import UnavailableError
+from hiserve.errors import HiserveError, UnavailableError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 10.0
@@ -79,32 +82,71 @@ def run(_: Options, url: str, key: str | None, interval_s: float, once: bool) ->
         if once:
             console.print(draw(history, url, console.width))
             return 0
-        with _masked(signal.SIG_BLOCK), Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        live = Live(console=console, screen=console.is_terminal, auto_refresh=False)
+        with _blocked(), _Reader(client, interval_s) as reader, live:
             live.update(draw(history, url, console.width), refresh=True)
-            with suppress(KeyboardInterrupt):
-                while signal.sigtimedwait({signal.SIGINT}, interval_s) is None:
-                    with _masked(signal.SIG_UNBLOCK):  # a server may be slow to answer
-                        frame = _next(client)
+            while signal.sigtimedwait({signal.SIGINT}, interval_s) is None:
+                for frame in reader.take():
                     history.add(frame)
-                    live.update(draw(history, url, console.width), refresh=True)
+                live.update(draw(history, url, console.width), refresh=True)
     return 0
 
 
 @contextmanager
-def _masked(how: int) -> Iterator[None]:
-    """Within, Ctrl-C is blocked (``SIG_BLOCK``), so that it interrupts no drawing, or not."""
-    before = signal.pthread_sigmask(how, {signal.SIGINT})
+def _blocked() -> Iterator[None]:
+    """Within, Ctrl-C interrupts nothing, and is waited for: a KeyboardInterrupt is lost where a finalizer runs."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _next(client: httpx.Client) -> Frame:
-    try:
-        return read_frame(client)
-    except UnavailableError as error:
-        raise UnavailableError(f"the server has gone away: {error.message}") from None
+class _Reader(threading.Thread):
+    """Reads frames aside: a server may be slow to answer. The process does not wait for its end.
+
+    Args:
+        client: Of the server.
+        interval_s: Between frames, seconds.
+    """
+
+    def __init__(self, client: httpx.Client, interval_s: float) -> None:
+        super().__init__(name="hiserve-top", daemon=True)
+        self._client = client
+        self._interval_s = interval_s
+        self._read = queue.SimpleQueue[Frame | HiserveError]()
+        self._is_over = threading.Event()
+
+    def __enter__(self) -> Self:
+        """Starts it."""
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Asks it to end."""
+        self._is_over.set()
+
+    def run(self) -> None:
+        """Reads until it is asked to end, or fails."""
+        try:
+            while not self._is_over.wait(self._interval_s):
+                self._read.put(read_frame(self._client))
+        except HiserveError as error:
+            self._read.put(error)
+
+    def take(self) -> Iterator[Frame]:
+        """Yields the frames that came since the last call.
+
+        Raises:
+            UnavailableError: The server has gone away.
+        """
+        has_ended = not self.is_alive()
+        while not self._read.empty():
+            found = self._read.get()
+            if isinstance(found, HiserveError):
+                raise UnavailableError(f"the server has gone away: {found.message}") from None
+            yield found
+        assert not has_ended, "the thread that reads frames has ended without an error"
 
 
 def _key(path: str) -> str:

@@ -95,8 +95,25 @@ def test_only_chat_takes_an_address() -> None:
     "command", [*(name for name in cli.COMMANDS if name not in ("bench", "cache", "completion")), "bench offline"]
 )
 def test_flags_are_not_abbreviated(command: str) -> None:
-    with pytest.raises(ConfigError, match=r"unknown argument '--max-model'\. Did you mean --max-model-len"):
+    with pytest.raises(ConfigError, match=r"unknown argument '--max-model'\."):
         cli.parse([*command.split(), "--max-model", "9"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "advice"),
+    [
+        ("serve --prt", " Did you mean --port?"),
+        ("generate --prompt", ""),
+        ("generate --max-token", " Did you mean --max-tokens?"),
+        ("generate --port", " It is a setting of servers: hiserve serve."),
+        ("top --api-key-fil", " Did you mean --api-key-file?"),
+        ("top --kv-page", ""),
+    ],
+)
+def test_advice_names_flags_of_the_same_command_alone(argument: str, advice: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        cli.parse([*argument.split(), "9"])
+    assert caught.value.message == f"unknown argument {argument.split()[1]!r}.{advice}"
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 from hiserve import __main__ as entry
 from hiserve.cache.storage import inventory
-from hiserve.commands import batch, batch_files
+from hiserve.commands import batch, batch_files, top
 from tests.unit import test_graph_planted, test_main
-from tests.unit.commands import test_batch, test_cache_command
+from tests.unit.commands import test_batch, test_cache_command, test_top
 from tools.graph_lint import values as graph_values
 
 with graph_values.collect, test_graph_planted.test_what_is_planted_is_found:
@@ -51,3 +51,7 @@ with entry.main, test_main.test_ctrl_c_in_an_import_ends_the_command_without_a_w
     "Ctrl-C during the imports shows a traceback"
     return INTERRUPTED
     raise
+with top.run, test_top.test_ctrl_c_ends_the_board_within_a_finalizer_too:
+    "Ctrl-C is lost within a finalizer, and the board does not end"
+    history.add(frame)
+    history.add(read_frame(client))

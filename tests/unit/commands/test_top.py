@@ -26,7 +26,7 @@ from hiserve.server.metrics.registry import Metrics
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.fake_server import Asked, FakeServer, Handler, Out
 from tests.helpers.running import Running
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import PATIENCE_S, until
 from tests.unit.server.conftest import make_server, reply_script
 
 TIER = TierStats(num_pages=160, num_free=40, num_evictable=80, num_evicted=7)
@@ -253,6 +253,43 @@ async def test_ctrl_c_ends_the_board_without_a_word_of_error() -> None:
             out, err = await asyncio.to_thread(process.communicate, timeout=PATIENCE_S)
     assert (process.returncode, err) == (0, "")
     assert "hiserve 9.9" in out
+
+
+DEAF = """
+import os, sys, time
+from hiserve import cli
+from hiserve.commands import top
+
+read_frame, marker = top.read_frame, sys.argv.pop(1)
+
+class Deaf:
+    def __del__(self):
+        open(marker, "w").close()
+        time.sleep(3600)
+
+def read(client):
+    if os.path.exists(marker):
+        os._exit(3)  # Ctrl-C ended the finalizer, and nothing else
+    frame = read_frame(client)
+    Deaf() if read.num_frames > 2 else None
+    read.num_frames += 1
+    return frame
+
+read.num_frames = 0
+top.read_frame = read
+sys.exit(cli.main())
+"""
+
+
+async def test_ctrl_c_ends_the_board_within_a_finalizer_too(tmp_path: Path) -> None:
+    async with serving() as server:
+        marker = tmp_path / "deaf"
+        command = [sys.executable, "-c", DEAF, str(marker), "top", "--url", server.url, "--interval-s", "0.05"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            await until(lambda: marker.exists() or process.poll() is not None)
+            process.send_signal(signal.SIGINT)
+            _, err = await asyncio.to_thread(process.communicate, timeout=PATIENCE_S)
+    assert (process.returncode, err) == (0, "")
 
 
 async def test_ctrl_c_does_not_wait_for_a_server_that_hangs() -> None:
