@@ -7,7 +7,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
@@ -43,6 +43,8 @@ class _Backend:
     # Module and class that compute absorbed queries of ``AttentionShape.latent``; None has no latent attention.
     absorbed: tuple[str, str] | None = None
     min_latent: int = 1  # least elements of latents and rotated keys, which are powers of 2 if it is more
+    latent_dims: tuple[int, int] | None = None  # the elements of latents and rotated keys that it supports; None is any
+    latent_heads: int = 0  # query heads of latent attention divide it; 0 is any number
     has_device_lengths: bool = True  # needs no lengths from the host: the class has ``needs_host_lengths`` False
 
     def refusal(self, shape: AttentionShape, device: torch.device, has_trees: bool) -> str | None:
@@ -51,44 +53,48 @@ class _Backend:
             return f"does not run on {device.type}"
         if self.package is not None and importlib.util.find_spec(self.package) is None:
             return f"needs the package {self.package}, which is not installed"
-        if self.head_dims is not None and shape.head_dim not in self.head_dims:
-            return f"has no heads of {shape.head_dim} elements, only of {', '.join(map(str, self.head_dims))}"
         if self.dtypes is not None and shape.dtype not in self.dtypes:
             return f"does not compute in {_name(shape.dtype)}, only in {' and '.join(map(_name, self.dtypes))}"
-        group = shape.num_heads // shape.num_kv_heads
-        if self.max_group is not None and group > self.max_group:
-            return f"has at most {self.max_group} query heads for each KV head; the model has {group}"
+        if (misfit := self._misfit(shape) if shape.latent is None else self._latent_misfit(shape)) is not None:
+            return misfit
         features = {
             "attention sinks": (any(sink is not None for sink in shape.sinks), self.has_sinks),
             "hidden first positions": (shape.hides_first, self.has_hidden_first),
             "tree masks": (has_trees, self.has_trees),
             "latent attention": (shape.latent is not None, self.absorbed is not None),
-            f"latents or rotated keys but of powers of 2 from {self.min_latent} on": (
-                self._has_odd_sizes(shape),
-                False,
-            ),
         }
         lacks = [name for name, (is_needed, is_there) in features.items() if is_needed and not is_there]
         return f"has no {' and no '.join(lacks)}" if lacks else None
 
+    def _misfit(self, shape: AttentionShape) -> str | None:
+        if self.head_dims is not None and shape.head_dim not in self.head_dims:
+            return f"has no heads of {shape.head_dim} elements, only of {', '.join(map(str, self.head_dims))}"
+        group = shape.num_heads // shape.num_kv_heads
+        if self.max_group is not None and group > self.max_group:
+            return f"has at most {self.max_group} query heads for each KV head; the model has {group}"
+        return None
+
+    def _latent_misfit(self, shape: AttentionShape) -> str | None:
+        assert shape.latent is not None
+        sizes = (shape.latent.rank, shape.latent.rope_dim)
+        if self.min_latent > 1 and any(size < self.min_latent or size & (size - 1) for size in sizes):
+            return f"has no latents or rotated keys but of powers of 2 from {self.min_latent} on"
+        if self.latent_dims not in (None, sizes):
+            return f"has latents and rotated keys of {self.latent_dims} elements, not of {sizes}"
+        if self.latent_heads % shape.num_heads:
+            return (
+                f"has latent attention for numbers of heads that divide {self.latent_heads}, not for {shape.num_heads}"
+            )
+        return None
+
+    def class_for(self, shape: AttentionShape) -> Any:
+        """Imports the class that computes heads in groups, or absorbed queries."""
+        module, name = self.absorbed if shape.latent and self.absorbed else (self.module, self.name)
+        return getattr(importlib.import_module(module), name)
+
     def open(self, shape: AttentionShape) -> Attention:
         """Imports the module and creates the backend."""
-        if shape.latent is None or self.absorbed is None:
-            return cast("Attention", self._class(shape))
-        module, name = self.absorbed
-        return open_with(shape, getattr(importlib.import_module(module), name))
-
-    def _has_odd_sizes(self, shape: AttentionShape) -> bool:
-        sizes = () if shape.latent is None else (shape.latent.rank, shape.latent.rope_dim)
-        return self.min_latent > 1 and any(size < self.min_latent or size & (size - 1) for size in sizes)
-
-    def open_later(self, shape: AttentionShape) -> LaterAttention:
-        """Like ``open``, without waiting for the compilers."""
-        return cast("LaterAttention", self._class(shape, waits=False))
-
-    @property
-    def _class(self) -> Any:
-        return getattr(importlib.import_module(self.module), self.name)
+        return open_with(shape, self.class_for(shape))
 
 
 # In order of preference: the error of one backend names the first other one that supports the arguments.
@@ -113,6 +119,9 @@ _BACKENDS = {
         has_hidden_first=False,
         has_trees=False,
         has_device_lengths=False,
+        absorbed=("hiserve.attention.flashinfer_latent", "FlashInferLatentAttention"),
+        latent_dims=(512, 64),
+        latent_heads=128,
     ),
     "cpu": _Backend(
         "hiserve.attention.cpu",
@@ -198,18 +207,26 @@ def _open_fastest(
     the shapes measured.
     """
     fits = fitting_backends(shape, device, has_trees=has_trees)
-    fastest = _BACKENDS[fits[0]].open(shape)
     if "flashinfer" not in fits[1:] or not is_hopper(device):
-        return fastest
+        return _BACKENDS[fits[0]].open(shape)
+    return open_with(shape, lambda kind: _open_pair(shape, kind, fits[0], is_serving))
+
+
+def _open_pair(
+    shape: AttentionShape, kind: AttentionShape, decoding: str, is_serving: Callable[[], bool] | None
+) -> Attention:
+    """Opens ``decoding`` and, if it can be compiled, FlashInfer beside it. ``kind`` is what they compute of ``shape``."""
+    fastest: Attention = _BACKENDS[decoding].class_for(shape)(kind)
     try:
+        flashinfer = _BACKENDS["flashinfer"].class_for(shape)
         if is_serving is None:
-            return PairedAttention(decoding=fastest, prompts=_BACKENDS["flashinfer"].open(shape))
-        prompts = _BACKENDS["flashinfer"].open_later(shape)
+            return PairedAttention(decoding=fastest, prompts=flashinfer(kind))
+        prompts: LaterAttention = flashinfer(kind, waits=False)  # without waiting for the compilers
         if prompts.is_ready():
             return PairedAttention(decoding=fastest, prompts=prompts)
         return PairedAttention(fastest, prompts, lambda: is_serving() and prompts.is_ready())
     except (ConfigError, ImportError) as error:
-        logger.warning("prompts are computed by %s, which is slower: %s", fits[0], error)
+        logger.warning("prompts are computed by %s, which is slower: %s", decoding, error)
         return fastest
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hiserve.attention.base import Attention, AttentionShape, is_hopper
-from hiserve.attention.compiling import Building
 from hiserve.attention.flashinfer_calls import (
     ChunkRows,
     DecodeRows,
@@ -25,14 +21,12 @@ from hiserve.attention.flashinfer_calls import (
     builds,
     pin,
 )
+from hiserve.attention.flashinfer_libraries import Libraries
 from hiserve.attention.flashinfer_memory import Workspace, graph_tiles
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.core.plan import Int32Array
 from hiserve.core.upload import upload
-from hiserve.errors import ConfigError
 from hiserve.kernels.page_lists import list_pages
-
-logger = logging.getLogger(__name__)
 
 _MAX_TILE = 128  # query vectors of one program
 _NUM_TURNS = 2  # schedules whose upload may be in flight
@@ -65,35 +59,16 @@ class FlashInferAttention:
         self._num_plans = 0
         self._parts: list[_Part] = []
         self._unlisted: ForwardInputs | None = None  # None once the pages of its rows are listed
-        self._begin_s = time.perf_counter()
-        self._is_loaded = self._is_broken = False
-        with _advice():
-            building = builds(shape, _prefill(self._workspace.device))
-        if building:
-            logger.info(
-                "flashinfer compiles %d libraries that this machine never had, for a minute or so", len(building)
-            )
-        self._building = Building(building)
-        if waits or not building:
-            self._load()
+        prefill = _prefill(self._workspace.device)
+        self._libraries = Libraries(lambda: builds(shape, prefill), self._load, waits=waits)
 
     def is_ready(self) -> bool:
         """Whether it may plan. The first call after the compilers have ended loads the kernels, in about a second."""
-        if not self._is_loaded and not self._is_broken and self._building.is_done:
-            try:
-                self._load()
-            except ConfigError as error:
-                self._is_broken = True
-                logger.warning("prompts stay with the backend that decodes, which is slower: %s", error)
-        return self._is_loaded
+        return self._libraries.is_ready()
 
     def _load(self) -> None:
-        with _advice():
-            self._building.wait()
-            for turn in self._turns:
-                turn.load()
-        self._is_loaded = True
-        logger.info("flashinfer's kernels were there after %.0f s", time.perf_counter() - self._begin_s)
+        for turn in self._turns:
+            turn.load()
 
     def captured(self, num_rows: int, width: int) -> Attention:
         """Returns a backend with its own buffers."""
@@ -205,19 +180,6 @@ class _GraphAttention:
             self._rows = {
                 window: ChunkRows(shape, window, partials, "fa2", buffers) for window in shape.distinct_windows
             }
-
-
-@contextmanager
-def _advice() -> Iterator[None]:
-    """Converts errors of compilers to a ConfigError with a remedy."""
-    try:
-        yield
-    except (RuntimeError, OSError) as error:
-        raise ConfigError(
-            f"flashinfer cannot compile its kernels: {(str(error).splitlines() or [''])[0]}. "
-            "Install nvcc and ninja, or use triton: --attention-backend triton.",
-            param="attention_backend",
-        ) from error
 
 
 def _prefill(device: torch.device) -> str:

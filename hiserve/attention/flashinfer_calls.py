@@ -15,17 +15,19 @@ import numpy as np
 import torch
 from flashinfer import (
     BatchDecodeWithPagedKVCacheWrapper,
+    BatchMLAPagedAttentionWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
     fast_decode_plan,
 )
-from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
+from flashinfer.jit import gen_batch_decode_module, gen_batch_mla_module, gen_batch_prefill_module
 from torch import Tensor
 
 from hiserve.attention.base import AttentionShape
 from hiserve.core.plan import Int32Array
 
 _MIN_TENSOR_CORE_GROUP = 4  # query heads of one KV head from which decoding is faster on tensor cores
+_LATENT_RANK, _LATENT_ROPE_DIM = 512, 64  # sizes of its kernel of absorbed queries
 _GRAPH_SCHEDULE_BYTES = 1 << 20  # many times the need of a graph's rows; FlashInfer's default is 8 MiB
 
 
@@ -198,6 +200,48 @@ class ChunkRows:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pool: tuple[Tensor, Tensor], out: Tensor) -> None:
         """Attends over the pool."""
         self._wrapper.run(q, pool, out=out)
+
+
+class AbsorbedRows:
+    """Rows of absorbed queries over rows that all heads share; ``partials`` as of ``DecodeRows``.
+
+    In its causal mode a program reads too few keys where its 64 or 128 queries end inside a token: the heads of a token
+    must divide 128.
+    """
+
+    def __init__(self, shape: AttentionShape, partials: Tensor) -> None:
+        assert 128 % shape.num_heads == 0 and shape.head_dim == _LATENT_RANK + _LATENT_ROPE_DIM, shape
+        self._shape = shape
+        self._wrapper = BatchMLAPagedAttentionWrapper(partials, backend="fa3")
+
+    def schedule(self, lengths: RowLengths, indices: Tensor) -> None:
+        """As of ``RowGroup``."""
+        shape = self._shape
+        self._wrapper.plan(
+            pin(lengths.qo_indptr),
+            pin(lengths.page_indptr),
+            indices,
+            pin(lengths.kv_lens),
+            shape.num_heads,
+            _LATENT_RANK,
+            _LATENT_ROPE_DIM,
+            shape.page_size,
+            True,  # causal
+            shape.scale,
+            shape.dtype,
+            shape.dtype,
+        )
+
+    def attend(self, q: Tensor, pool: Tensor, out: Tensor) -> None:
+        """Writes ``out``, ``[T, num_heads, 512]``; ``q`` is ``[T, num_heads, 576]``, ``pool`` ``[num_pages, page_size, 576]``."""
+        rank = _LATENT_RANK
+        self._wrapper.run(q[..., :rank], q[..., rank:], pool[..., :rank], pool[..., rank:], out=out)
+
+
+def absorbed_builds(shape: AttentionShape) -> list[Callable[[], None]]:
+    """As ``builds``, of the library of absorbed queries."""
+    spec = gen_batch_mla_module("fa3", *[shape.dtype] * 3, torch.int32, _LATENT_RANK, _LATENT_ROPE_DIM, False)
+    return [] if spec.is_compiled else [partial(spec.build, verbose=False)]
 
 
 def builds(shape: AttentionShape, prefill: str) -> list[Callable[[], None]]:

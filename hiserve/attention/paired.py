@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from hiserve.attention.base import Attention
@@ -63,7 +62,7 @@ class PairedAttention:
             return self._decoding.forward(q, k, v, kv, layer, out)
         if not cut:
             return self._prompts.forward(q, k, v, kv, layer, out)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+        out = q.new_empty((*q.shape[:2], v.shape[2])) if out is None else out  # values of latents are narrower
         self._decoding.forward(q[:cut], k[:cut], v[:cut], kv, layer, out[:cut])
         self._prompts.forward(q[cut:], k[cut:], v[cut:], kv, layer, out[cut:])
         return out

@@ -1,6 +1,6 @@
 """Models, their configurations and weights."""
 
-from hiserve.attention import latent
+from hiserve.attention import backends, latent
 from hiserve.kernels import routing
 from hiserve.models import (
     block_scales,
@@ -14,7 +14,7 @@ from hiserve.models import (
     weights,
 )
 from tests.e2e import test_latent_oracle, test_transformers_oracle, test_window_families_oracle
-from tests.unit.attention import test_latent
+from tests.unit.attention import test_backends, test_latent
 from tests.unit.kernels import test_routing
 from tests.unit.models import (
     test_block_scales,
@@ -59,6 +59,10 @@ with latent.LatentAttention._expand_and_attend, test_latent.test_every_token_see
     "parts of a prefix are joined without their sums"
     merge(out, lse, *self._attend(q, self._gather(kv.k, row.pages, begin, end), kv, is_causal=False))
     out + self._attend(q, self._gather(kv.k, row.pages, begin, end), kv, is_causal=False)[0], lse
+with backends._Backend._latent_misfit, test_backends.test_flashinfer_computes_latents_of_its_sizes_alone:
+    "FlashInfer computes latents of any number of heads, and loses keys"
+    self.latent_heads % shape.num_heads
+    0
 with latent.LatentAttention.plan, test_latent.test_a_row_that_decodes_is_not_expanded_because_its_length_is_only_bounded:
     "a row is expanded although the host has only a bound of its length"
     first = inputs.num_decode + int(is_long.argmax()) if is_long.any() else num_rows

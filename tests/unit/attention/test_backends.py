@@ -11,14 +11,19 @@ import pytest
 import torch
 
 from hiserve.attention.backends import _BACKENDS, fitting_backends, open_attention, open_draft_attention
-from hiserve.attention.base import AttentionShape
+from hiserve.attention.base import AttentionShape, LatentShape
 from hiserve.attention.cpu import CpuAttention
+from hiserve.attention.latent import LatentAttention
 from hiserve.attention.paired import PairedAttention
 from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.errors import ConfigError
 
 SHAPE = AttentionShape(num_layers=2, num_heads=8, num_kv_heads=2, head_dim=128, page_size=16, dtype=torch.bfloat16)
 SINKS = (torch.zeros(8), None)
+# Of DeepSeek-V3.
+LATENTS = dataclasses.replace(
+    SHAPE, num_heads=128, num_kv_heads=1, head_dim=576, latent=LatentShape(512, 64, 128, 128, scale=0.1)
+)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -86,6 +91,35 @@ def test_more_query_heads_than_a_program_holds_are_for_the_reference() -> None:
     assert fitting_backends(shape, CUDA) == ("triton", "reference")
     with pytest.raises(ConfigError, match="at most 128 query heads for each KV head; the model has 129"):
         open_attention("triton", dataclasses.replace(SHAPE, num_heads=129, num_kv_heads=1), CUDA)
+
+
+@pytest.mark.usefixtures("all_installed")
+@pytest.mark.parametrize(
+    ("changes", "fact"),
+    [
+        ({"num_heads": 20}, "numbers of heads that divide 128, not for 20"),
+        ({"latent": LatentShape(256, 64, 128, 128, scale=0.1)}, r"of \(512, 64\) elements, not of \(256, 64\)"),
+        ({"hides_first": True}, "has no hidden first positions"),
+        ({"dtype": torch.float32}, "float32, only in bfloat16 and float16"),
+    ],
+)
+def test_flashinfer_computes_latents_of_its_sizes_alone(changes: dict[str, Any], fact: str) -> None:
+    """Its kernel loses a key where a program ends inside a token, as with 20 heads."""
+    assert fitting_backends(LATENTS, CUDA) == ("triton", "flashinfer", "reference")
+    with pytest.raises(ConfigError, match=fact):
+        open_attention("flashinfer", dataclasses.replace(LATENTS, **changes), CUDA)
+
+
+def test_absorbed_queries_that_do_not_decode_are_flashinfers_on_hopper(hopper: dict[str, Any]) -> None:
+    hopper.update(TritonLatentAttention=Fake, FlashInferLatentAttention=type("Prompts", (Fake,), {}))
+    attention = open_attention("auto", LATENTS, CUDA)
+    assert isinstance(attention, LatentAttention)
+    pair = attention._absorbed
+    assert isinstance(pair, PairedAttention)
+    for each, kind in ((pair._decoding, Fake), (pair._prompts, hopper["FlashInferLatentAttention"])):
+        assert type(each) is kind and (each.shape.latent, each.shape.head_dim) == (None, 576)
+    alone = open_attention("auto", dataclasses.replace(LATENTS, num_heads=20), CUDA)
+    assert isinstance(alone, LatentAttention) and isinstance(alone._absorbed, Fake)
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,11 +73,12 @@ BUILT: list[tuple[Any, ...]] = []
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The calls of FlashInfer, without it."""
     library, jit = ModuleType("flashinfer"), ModuleType("flashinfer.jit")
-    for name in ("Decode", "Prefill"):
-        setattr(library, f"Batch{name}WithPagedKVCacheWrapper", None)
+    for name in ("DecodeWithPagedKVCache", "PrefillWithPagedKVCache", "MLAPagedAttention"):
+        setattr(library, f"Batch{name}Wrapper", None)
     library.BatchPrefillWithRaggedKVCacheWrapper = library.fast_decode_plan = None  # type: ignore[attr-defined]
     jit.gen_batch_prefill_module = Spec  # type: ignore[attr-defined]
     jit.gen_batch_decode_module = lambda *arguments: Spec("decode", *arguments)  # type: ignore[attr-defined]
+    jit.gen_batch_mla_module = lambda *arguments: Spec("mla", *arguments)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", library)
     monkeypatch.setitem(sys.modules, "flashinfer.jit", jit)
     name = "hiserve.attention.flashinfer_calls"
@@ -108,3 +109,8 @@ def test_each_library_that_is_not_there_is_built_once(
     assert len(set(BUILT)) == len(BUILT), "two builds write the same files"
     for _, *arguments in BUILT:
         assert arguments[:7] == [*[torch.bfloat16] * 3, torch.int32, 128, 128, 0]
+
+
+def test_the_library_of_absorbed_queries_is_built_for_their_sizes(calls: Any) -> None:
+    Building(calls.absorbed_builds(dataclasses.replace(SHAPE, num_kv_heads=1, head_dim=576))).wait()
+    assert [("mla", "fa3", *[torch.bfloat16] * 3, torch.int32, 512, 64, False)] == BUILT

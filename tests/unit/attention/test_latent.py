@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,81 +14,28 @@ from hiserve.attention.backends import open_attention
 from hiserve.attention.base import AttentionShape, LatentShape
 from hiserve.attention.latent import LatentAttention, attend_dense
 from hiserve.attention.reference_attention import ReferenceAttention
-from hiserve.core.forward import ForwardInputs, LatentKV
+from hiserve.core.forward import ForwardInputs
 from hiserve.errors import ConfigError
 from hiserve.kernels.reference import merge
+from tests.helpers.latent_case import LatentCase
 
 HEADS, PAGE = 3, 4
 LATENT = LatentShape(rank=10, rope_dim=4, nope_dim=6, value_dim=5, scale=0.37)
 SHAPE = AttentionShape(1, HEADS, 1, LATENT.rank + LATENT.rope_dim, PAGE, torch.float64, latent=LATENT)
 # (tokens cached, tokens new), rows that decode first.
 ROWS = ((5, 1), (0, 1), (16, 3), (0, 9), (7, 8), (21, 2), (0, 1), (1, 12))
-NUM_DECODE = 3
 
 
-class Subject:
-    """A batch, and the output that each token must have."""
+def case(rows: tuple[tuple[int, int], ...] = ROWS, *, hides_first: bool = False) -> LatentCase:
+    return LatentCase(dataclasses.replace(SHAPE, hides_first=hides_first), rows, num_decode=3)
 
-    def __init__(self, rows: tuple[tuple[int, int], ...] = ROWS, *, hides_first: bool = False) -> None:
-        torch.manual_seed(11)
-        lengths = [cached + new for cached, new in rows]
-        num_pages = [-(-length // PAGE) for length in lengths]
-        order = torch.randperm(sum(num_pages)).add_(1).split(num_pages)
-        table = torch.full((len(rows), max(num_pages)), 2**31 - 1, dtype=torch.int32)
-        pool = torch.full(((sum(num_pages) + 1) * PAGE, 1, SHAPE.head_dim), torch.nan, dtype=torch.float64)
-        width = LATENT.nope_dim + LATENT.rope_dim
-        to_keys = torch.randn(HEADS, LATENT.nope_dim, LATENT.rank, dtype=torch.float64)
-        to_values = torch.randn(HEADS, LATENT.value_dim, LATENT.rank, dtype=torch.float64)
-        queries, slots, expected, fresh = [], [], [], []
-        for row, ((cached, new), pages) in enumerate(zip(rows, order, strict=True)):
-            table[row, : len(pages)] = pages
-            positions = torch.arange(cached + new)
-            places = pages[positions // PAGE] * PAGE + positions % PAGE
-            pool[places] = torch.randn(cached + new, 1, SHAPE.head_dim, dtype=torch.float64)
-            first = int(hides_first)
-            q = torch.randn(new, HEADS, width, dtype=torch.float64)
-            for token in range(new):
-                seen = pool[places[first : cached + token + 1], 0]
-                keys = torch.cat(
-                    (
-                        torch.einsum("mr,hnr->hmn", seen[:, : LATENT.rank], to_keys),
-                        seen[:, LATENT.rank :].expand(HEADS, -1, -1),
-                    ),
-                    -1,
-                )
-                values = torch.einsum("mr,hvr->hmv", seen[:, : LATENT.rank], to_values)
-                shares = (torch.einsum("hd,hmd->hm", q[token], keys) * LATENT.scale).softmax(-1)
-                expected.append(torch.einsum("hm,hmv->hv", shares, values))
-            if hides_first:
-                pool[places[0]] = torch.nan
-            queries.append(q)
-            slots.append(places[cached:])
-            fresh.append(pool[places[cached:]])
-        self.q, self.expected, self.k = torch.cat(queries), torch.stack(expected), torch.cat(fresh)
-        self.kv = LatentKV(k=pool, v=pool[..., : LATENT.rank], to_keys=to_keys, to_values=to_values)
-        q_lens = np.array([new for _, new in rows], dtype=np.int32)
-        self.inputs = ForwardInputs(
-            input_ids=torch.zeros(int(q_lens.sum()), dtype=torch.int32),
-            positions=torch.cat([torch.arange(cached, cached + new) for cached, new in rows]),
-            slots=torch.cat(slots),
-            token_rows=torch.repeat_interleave(torch.arange(len(rows)), torch.from_numpy(q_lens).long()),
-            qo_indptr=torch.from_numpy(np.concatenate(([0], q_lens.cumsum())).astype(np.int32)),
-            kv_lens=torch.tensor(lengths),
-            page_table=table,
-            logits_rows=torch.zeros(0, dtype=torch.int64),
-            q_lens=q_lens,
-            kv_bounds=np.array(lengths, dtype=np.int32),
-            max_kv_len=max(lengths),
-            num_decode=min(NUM_DECODE, len(rows)),
-        )
 
-    def check(self, attention: Any) -> None:
-        attention.plan(self.inputs)
-        out = attention.forward(self.q, self.k, self.k[..., : LATENT.rank], self.kv, 0)
-        torch.testing.assert_close(out, self.expected, rtol=1e-12, atol=1e-12)
-        given = torch.full_like(out, torch.nan)
-        assert attention.forward(self.q, self.k, self.k[..., : LATENT.rank], self.kv, 0, given) is given
-        assert torch.equal(given, out)
+def check(subject: LatentCase, attention: Any) -> None:
+    out = subject.run(attention)
+    torch.testing.assert_close(out, subject.expected, rtol=1e-12, atol=1e-12)
+    given = torch.full_like(out, torch.nan)
+    assert subject.attend(attention, given) is given
+    assert torch.equal(given, out)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -102,7 +48,7 @@ def test_every_token_sees_its_row_absorbed_and_expanded(
     monkeypatch.setattr(latent, "_NUM_SCORES", 60)  # few queries at a time
     opened = open_attention(backend, SHAPE, torch.device("cpu"))
     assert isinstance(opened, LatentAttention)
-    Subject().check(LatentAttention(SHAPE, opened._absorbed, min_expanded))
+    check(case(), LatentAttention(SHAPE, opened._absorbed, min_expanded))
 
 
 @pytest.mark.parametrize("min_expanded", [None, 1, 8])
@@ -113,15 +59,15 @@ def test_a_hidden_first_row_is_read_by_nobody(
     """What sees nothing is zero: in rows of one token, and where a prompt begins."""
     monkeypatch.setattr(latent, "EXPANDED_KEYS", num_keys)
     shape = dataclasses.replace(SHAPE, hides_first=True)
-    subject = Subject(hides_first=True)
+    subject = case(hides_first=True)
     alone = subject.expected[subject.inputs.positions == 0]
     assert torch.equal(alone, torch.zeros_like(alone))
     absorbed = ReferenceAttention(dataclasses.replace(shape, latent=None))
-    subject.check(LatentAttention(shape, absorbed, min_expanded))
+    check(subject, LatentAttention(shape, absorbed, min_expanded))
 
 
 def test_rows_are_expanded_from_the_first_long_one_on_and_never_in_a_graph() -> None:
-    subject, planned = Subject(), []
+    subject, planned = case(), []
 
     class Absorbed(ReferenceAttention):
         def plan(self, inputs: ForwardInputs) -> None:
@@ -137,17 +83,17 @@ def test_rows_are_expanded_from_the_first_long_one_on_and_never_in_a_graph() -> 
     attention = LatentAttention(SHAPE, Absorbed(dataclasses.replace(SHAPE, latent=None)), min_expanded=8)
     for fixed in (attention, attention.ragged(), attention.captured(8, 1)):
         assert fixed is not None
-        subject.check(fixed)
+        check(subject, fixed)
     assert planned == [[1, 1, 3], [1, 1, 3, 9, 8, 2, 1, 12], [1, 1, 3, 9, 8, 2, 1, 12]]
     assert LatentAttention(SHAPE, ReferenceAttention(SHAPE)).ragged() is None
     assert LatentAttention(SHAPE, ReferenceAttention(SHAPE)).captured(8, 1) is None
 
 
 def test_a_row_that_decodes_is_not_expanded_because_its_length_is_only_bounded() -> None:
-    subject = Subject(((0, 9), (3, 10), (0, 2)))
+    subject = case(((0, 9), (3, 10), (0, 2)))
     subject.inputs = dataclasses.replace(subject.inputs, num_decode=2)
     attention = LatentAttention(SHAPE, ReferenceAttention(dataclasses.replace(SHAPE, latent=None)), min_expanded=2)
-    subject.check(attention)
+    check(subject, attention)
     assert attention._num_absorbed == 19
 
 

@@ -1,0 +1,119 @@
+"""Absorbed queries of latent attention by FlashInfer's kernel for Hopper: rows of several tokens that do not decode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hiserve.attention.base import AttentionShape
+from hiserve.attention.flashinfer_calls import AbsorbedRows, RowLengths, absorbed_builds
+from hiserve.attention.flashinfer_libraries import Libraries
+from hiserve.attention.flashinfer_memory import Workspace
+from hiserve.core.forward import ForwardInputs, LayerKV
+from hiserve.core.plan import Int32Array
+from hiserve.core.upload import upload
+from hiserve.kernels.page_lists import list_pages
+
+_NUM_TURNS = 2  # schedules whose upload may be in flight
+_TILE = 64  # query vectors of one program
+_MAX_TOKENS = 8192  # of a schedule, but for its last row: FlashInfer has room for 16,384 tiles
+
+
+class FlashInferLatentAttention:
+    """Attends over pages, by schedules that the host makes from host lengths.
+
+    Plans alternate between two sets of schedules, and each waits until the upload of the set's previous ones has ended.
+    ``shape`` is that of absorbed queries: one KV head of 512 + 64 elements. ``waits`` is that of ``FlashInferAttention``.
+
+    Raises:
+        ConfigError: The kernel cannot be compiled on this machine.
+    """
+
+    needs_host_lengths = True
+
+    def __init__(self, shape: AttentionShape, *, waits: bool = True) -> None:
+        assert shape.num_kv_heads == 1 and not shape.hides_first, shape
+        self._shape = shape
+        self._workspace = Workspace(shape, torch.device("cuda", torch.cuda.current_device()))
+        self._turns = [_Turn(shape, self._workspace) for _ in range(_NUM_TURNS)]
+        self._num_plans = 0
+        self._parts: list[_Part] = []
+        self._unlisted: ForwardInputs | None = None  # None once the pages of its rows are listed
+        self._libraries = Libraries(lambda: absorbed_builds(shape), self._load, waits=waits)
+
+    def is_ready(self) -> bool:
+        """As of ``FlashInferAttention``."""
+        return self._libraries.is_ready()
+
+    def _load(self) -> None:
+        for turn in self._turns:
+            turn.plan(np.array([2], dtype=np.int32), np.array([3], dtype=np.int32))
+
+    def captured(self, num_rows: int, width: int) -> None:
+        """Returns None: its schedules depend on the lengths."""
+
+    def ragged(self) -> None:
+        """Likewise."""
+
+    def plan(self, inputs: ForwardInputs) -> None:
+        """Schedules the rows."""
+        assert inputs.tree_mask is None, "latent attention has no tree masks"
+        turn = self._turns[self._num_plans % _NUM_TURNS]
+        self._num_plans += 1
+        self._unlisted = inputs
+        self._parts = turn.plan(inputs.q_lens, np.maximum(inputs.kv_bounds, inputs.q_lens))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
+        """Attends; the first call after a plan lists the pages for all layers."""
+        page_size = self._shape.page_size
+        if (inputs := self._unlisted) is not None:
+            for part in self._parts:
+                list_pages(inputs.page_table, inputs.kv_lens, part.numbers, part.indptr, page_size, part.indices)
+            self._unlisted = None
+        out = q.new_empty((*q.shape[:2], v.shape[2])) if out is None else out
+        pool = kv.k.view(-1, page_size, kv.k.shape[2])
+        for part in self._parts:
+            part.rows.attend(q[part.tokens], pool, out[part.tokens])
+        return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """Adjacent rows, scheduled; tensors on the device."""
+
+    rows: AbsorbedRows
+    tokens: slice
+    numbers: Tensor  # int64 ``[n]``, of the rows
+    indptr: Tensor  # int32 ``[n + 1]``: where the pages of each row start
+    indices: Tensor  # int32: their pages
+
+
+class _Turn:
+    """Schedules for one batch, and the event after which their pinned buffers may be rewritten."""
+
+    def __init__(self, shape: AttentionShape, workspace: Workspace) -> None:
+        self._shape, self._device = shape, workspace.device
+        self._partials = workspace.partials(workspace.num_programs, _TILE)
+        self._schedules: list[AbsorbedRows] = []
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def plan(self, q_lens: Int32Array, kv_lens: Int32Array) -> list[_Part]:
+        """Schedules a batch: ``q_lens`` ``[B]`` are tokens of each row, ``kv_lens`` ``[B]`` tokens it attends over."""
+        self._copied.synchronize()
+        ends = np.cumsum(q_lens)
+        edges = np.flatnonzero(np.diff((ends - 1) // _MAX_TOKENS)) + 1
+        parts = []
+        for number, ours in enumerate(np.split(np.arange(q_lens.size), edges)):
+            if number == len(self._schedules):
+                self._schedules.append(AbsorbedRows(self._shape, self._partials))
+            lengths = RowLengths(q_lens[ours], kv_lens[ours], self._shape.page_size)
+            numbers, indptr = upload((ours, lengths.page_indptr), self._device)
+            indices = torch.empty(int(lengths.page_indptr[-1]), dtype=torch.int32, device=self._device)
+            self._schedules[number].schedule(lengths, indices)
+            tokens = slice(int(ends[ours[0]] - q_lens[ours[0]]), int(ends[ours[-1]]))
+            parts.append(_Part(self._schedules[number], tokens, numbers, indptr, indices))
+        self._copied.record()
+        return parts
