@@ -28,7 +28,13 @@ _MAX_FUSED_DIM = 256
 
 def open_with(shape: AttentionShape, make: Callable[[AttentionShape], Attention]) -> Attention:
     """Returns a backend of a shape; ``make`` gives one of grouped-query attention, which computes absorbed queries."""
-    return make(shape) if shape.latent is None else LatentAttention(shape, make(replace(shape, latent=None)))
+    return make(shape) if shape.latent is None else LatentAttention(shape, make(absorbed_shape(shape)))
+
+
+def absorbed_shape(shape: AttentionShape) -> AttentionShape:
+    """Returns the shape of absorbed queries: grouped-query attention with the scores of the latent one."""
+    assert shape.latent is not None, shape
+    return replace(shape, latent=None, score_scalar=shape.latent.scale**-2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +53,7 @@ class LatentAttention:
     Args:
         shape: With ``latent``.
         absorbed: A backend for one KV head of ``head_dim`` elements, of which the first ``rank`` are the value, and
-            scores scaled by ``head_dim ** -0.5``.
+            scores scaled by ``shape.latent.scale``.
         min_expanded: Least new tokens of a row to expand; None expands none.
     """
 
@@ -96,18 +102,19 @@ class LatentAttention:
         out = q.new_empty((*q.shape[:2], self._latent.value_dim)) if out is None else out
         if cut:
             latents = self._absorbed.forward(self._absorb(q[:cut], kv.to_keys), k[:cut], v[:cut], kv, layer)
-            out[:cut] = torch.einsum("thr,hvr->thv", latents, kv.to_values)
+            torch.bmm(latents.transpose(0, 1), kv.to_values.transpose(1, 2), out=out[:cut].transpose(0, 1))
         for row in self._long:
             mine = slice(row.start, row.start + row.num_new)
             out[mine] = self._expand_and_attend(row, q[mine], k[mine, 0], kv)
         return out
 
     def _absorb(self, q: Tensor, to_keys: Tensor) -> Tensor:
-        """Returns queries of rows, ``[T, num_heads, rank + rope_dim]``, scaled for ``absorbed``."""
-        latent = self._latent
-        absorbed = torch.einsum("thn,hnr->thr", q[..., : latent.nope_dim], to_keys)
-        factor = latent.scale * self._shape.head_dim**0.5
-        return torch.cat((absorbed, q[..., latent.nope_dim :]), -1).mul_(factor)
+        """Returns queries of rows, ``[T, num_heads, rank + rope_dim]``."""
+        plain, turned = q.split_with_sizes((self._latent.nope_dim, self._latent.rope_dim), -1)
+        absorbed = q.new_empty((*q.shape[:2], self._shape.head_dim))
+        torch.bmm(plain.transpose(0, 1), to_keys, out=absorbed[..., : self._latent.rank].transpose(0, 1))
+        absorbed[..., self._latent.rank :] = turned
+        return absorbed
 
     def _expand_and_attend(self, row: _LongRow, q: Tensor, new: Tensor, kv: LatentKV) -> Tensor:
         """Attends over the new keys, then over the cached ones, some at a time.

@@ -55,9 +55,9 @@ class TritonLatentAttention:
         device, max_q_len = inputs.kv_lens.device, max(1, int(inputs.q_lens[first:end].max()))
         num_parts = choose_num_parts(
             end - first,
-            max_q_len,
-            self._shape.num_heads,
+            max_q_len * self._shape.num_heads,
             inputs.max_kv_len,
+            self._shape.dtype,
             num_sms=num_processors(device),
             room=MAX_PROGRAMS * PROGRAM_QUERIES,
         )
@@ -77,7 +77,7 @@ class TritonLatentAttention:
                 max_q_len=part.max_q_len,
                 num_parts=part.num_parts,
                 page_size=self._shape.page_size,
-                scale=self._shape.head_dim**-0.5,
+                scale=self._shape.scale,
                 hides_first=self._shape.hides_first,
                 out=out,
             )

@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hiserve.kernels.launch import await_previous, early_launch, start_next
+
 MAX_PARTS = 64
 """Most parts of a row."""
 
-_MAX_QUERIES = 64
 _MIN_PART_KEYS = 256  # a shorter part costs more to join than it saves
 _NUM_JOINED = 16  # parts that are in registers at once
 _LOG2_E = tl.constexpr(math.log2(math.e))
@@ -39,6 +40,15 @@ class LatentRows(NamedTuple):
     page_table: Tensor
 
 
+class Tile(NamedTuple):
+    """What a program holds at once."""
+
+    num_queries: int  # heads times tokens; a power of 2, 16 at least
+    num_keys: int  # likewise
+    num_warps: int
+    num_stages: int  # loads of keys in flight
+
+
 class _Shape(NamedTuple):
     """Compile-time constants besides types."""
 
@@ -48,13 +58,29 @@ class _Shape(NamedTuple):
     page_size: int
     num_queries: int
     num_keys: int
+    min_part_keys: int
     hides_first: bool
 
 
-def choose_num_parts(num_rows: int, max_q_len: int, num_heads: int, max_kv_len: int, *, num_sms: int, room: int) -> int:
-    """Returns how many parts fill the device: of at least 256 keys, and of no more than ``room`` queries in all rows."""
-    queries = max_q_len * num_heads
-    wanted = 2 * num_sms // max(1, num_rows * -(-queries // _block_queries(queries)))
+_WIDE_TILE = Tile(16, 16, 4, 2)  # of float32, whose products take no tensor cores
+_TILES = (Tile(16, 32, 4, 2), Tile(32, 32, 8, 2), Tile(64, 32, 8, 2))  # ascending queries
+
+
+def tile_for(num_queries: int, dtype: torch.dtype) -> Tile:
+    """Returns the least tile that holds the queries of a row, or the largest."""
+    if dtype == torch.float32:
+        return _WIDE_TILE
+    return next((tile for tile in _TILES if num_queries <= tile.num_queries), _TILES[-1])
+
+
+def choose_num_parts(
+    num_rows: int, queries: int, max_kv_len: int, dtype: torch.dtype, *, num_sms: int, room: int
+) -> int:
+    """Returns how many parts fill the device: of at least 256 keys, and of no more than ``room`` queries in all rows.
+
+    ``queries`` are those of the longest row: its tokens times all heads.
+    """
+    wanted = 2 * num_sms // max(1, num_rows * -(-queries // tile_for(queries, dtype).num_queries))
     return max(1, min(wanted, MAX_PARTS, -(-max_kv_len // _MIN_PART_KEYS), room // (num_rows * queries)))
 
 
@@ -79,7 +105,7 @@ def decode(
         rank: A power of 2, as is ``rope_dim``; 16 at least.
         rows: The rows; ``T`` may have tokens of others.
         max_q_len: Most tokens of one of them.
-        num_parts: Into which the keys of each row are split.
+        num_parts: Most parts into which the keys of a row are split; the device takes fewer for a short row.
         page_size: Tokens per page.
         scale: Factor of the scores.
         hides_first: No token sees position 0, whose slot may hold anything.
@@ -88,17 +114,9 @@ def decode(
     num_tokens, num_heads, width = q.shape
     assert q.is_contiguous() and out.is_contiguous(), (q.stride(), out.stride())
     assert pool.stride(2) == 1 and rows.page_table.stride(1) == 1, (pool.stride(), rows.page_table.stride())
-    num_queries = _block_queries(max_q_len * num_heads)
-    is_wide = q.dtype == torch.float32
-    shape = _Shape(
-        num_heads=num_heads,
-        rank=rank,
-        rope_dim=width - rank,
-        page_size=page_size,
-        num_queries=16 if is_wide else num_queries,
-        num_keys=16 if is_wide else 32,
-        hides_first=hides_first,
-    )
+    tile, early = tile_for(max_q_len * num_heads, q.dtype), early_launch(q.device)
+    sizes = (tile.num_queries, tile.num_keys, _MIN_PART_KEYS)
+    shape = _Shape(num_heads, rank, width - rank, page_size, *sizes, hides_first=hides_first)
     num_rows = rows.kv_lens.shape[0]
     part_out, part_lse = out, None
     if num_parts > 1:
@@ -108,9 +126,7 @@ def decode(
     _attend[grid](
         q,
         pool,
-        rows.qo_indptr,
-        rows.kv_lens,
-        rows.page_table,
+        rows,
         part_out,
         part_lse,
         num_tokens,
@@ -118,26 +134,36 @@ def decode(
         rows.page_table.stride(0),
         scale * math.log2(math.e),
         shape,
-        num_warps=4 if shape.num_queries == 16 else 8,
-        num_stages=2,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **early,
     )
     if part_lse is not None:
         _join[(max_q_len * num_heads, num_rows)](
-            part_out, part_lse, rows.qo_indptr, out, num_tokens, num_parts, num_heads, RANK=rank, PARTS=_NUM_JOINED
+            part_out,
+            part_lse,
+            rows,
+            out,
+            num_tokens,
+            num_parts,
+            shape,
+            PARTS=_NUM_JOINED,
+            **early,
         )
 
 
-def _block_queries(num_queries: int) -> int:
-    return max(16, min(_MAX_QUERIES, 1 << (num_queries - 1).bit_length()))
+@triton.jit  # type: ignore[untyped-decorator]
+def _part_keys(kv_len, num_parts, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Returns the keys of each part of a row but its last: whole tiles, of no more parts than pay."""
+    parts = tl.minimum(num_parts, tl.maximum(kv_len // SHAPE.min_part_keys, 1))
+    return tl.cdiv(tl.cdiv(kv_len, parts), SHAPE.num_keys) * SHAPE.num_keys
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     q,
     pool,
-    qo_indptr,
-    kv_lens,
-    page_table,
+    rows,
     out,
     lse,
     num_tokens,
@@ -145,17 +171,21 @@ def _attend(  # type: ignore[no-untyped-def]
     table_stride,
     scale,
     SHAPE: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program computes some queries of a row over one part of its keys; ``scale`` is for powers of 2."""
+    """Each program computes some queries of a row over one part of its keys. A part without keys writes nothing, but the first."""
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
     row, part, num_parts = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
-    start = tl.load(qo_indptr + row)
-    q_len = tl.load(qo_indptr + row + 1) - start
+    start = tl.load(rows.qo_indptr + row)
+    q_len = tl.load(rows.qo_indptr + row + 1) - start
     query = tl.program_id(0) * SHAPE.num_queries + tl.arange(0, SHAPE.num_queries)
     token = query // SHAPE.num_heads
-    if tl.program_id(0) * SHAPE.num_queries < q_len * SHAPE.num_heads:
-        kv_len = tl.load(kv_lens + row).to(tl.int32)
+    kv_len = tl.load(rows.kv_lens + row).to(tl.int32)
+    share = _part_keys(kv_len, num_parts, SHAPE)
+    has_queries = tl.program_id(0) * SHAPE.num_queries < q_len * SHAPE.num_heads
+    if has_queries & ((part == 0) | (part * share < kv_len)):
         last = kv_len - q_len + token  # position of each query, the last that it sees
-        share = tl.cdiv(tl.cdiv(kv_len, num_parts), SHAPE.num_keys) * SHAPE.num_keys
         low, is_query = part * share, token < q_len
         block_end = tl.minimum((tl.program_id(0) + 1) * SHAPE.num_queries - 1, q_len * SHAPE.num_heads - 1)
         high = tl.minimum(low + share, kv_len - q_len + block_end // SHAPE.num_heads + 1)
@@ -172,7 +202,8 @@ def _attend(  # type: ignore[no-untyped-def]
             is_key = key < high
             if SHAPE.hides_first:
                 is_key = is_key & (key > 0)
-            page = tl.load(page_table + row.to(tl.int64) * table_stride + key // SHAPE.page_size, mask=is_key, other=0)
+            entry = rows.page_table + row.to(tl.int64) * table_stride + key // SHAPE.page_size
+            page = tl.load(entry, mask=is_key, other=0)
             slot = pool + (page.to(tl.int64) * SHAPE.page_size + key % SHAPE.page_size)[:, None] * slot_stride
             latents = tl.load(slot + column[None, :], mask=is_key[:, None], other=0.0)
             turns = tl.load(slot + turned[None, :], mask=is_key[:, None], other=0.0)
@@ -185,48 +216,60 @@ def _attend(  # type: ignore[no-untyped-def]
             total = total * kept + tl.sum(shares, 1)
             summed = tl.dot(shares.to(latents.dtype), latents, summed * kept[:, None], input_precision="ieee")
             best = better
-        sees = total > 0.0
-        summed = summed / tl.where(sees, total, 1.0)[:, None]
         target = part.to(tl.int64) * num_tokens * SHAPE.num_heads + cell
-        values = out + target[:, None] * SHAPE.rank + column[None, :]
-        tl.store(values, summed.to(out.dtype.element_ty), mask=is_query[:, None])
-        if lse is not None:
-            logs = tl.where(sees, best * _LN_2 + tl.log(tl.where(sees, total, 1.0)), -float("inf"))
-            tl.store(lse + target, logs, mask=is_query)
+        _store_part(out, lse, target, best, total, summed, is_query, SHAPE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_part(out, lse, target, best, total, summed, is_query, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Stores values and, if there is memory for them, logarithms; zeros and -inf where a query saw no key."""
+    sees = total > 0.0
+    summed = summed / tl.where(sees, total, 1.0)[:, None]
+    values = out + target[:, None] * SHAPE.rank + tl.arange(0, SHAPE.rank)[None, :]
+    tl.store(values, summed.to(out.dtype.element_ty), mask=is_query[:, None])
+    if lse is not None:
+        logs = tl.where(sees, best * _LN_2 + tl.log(tl.where(sees, total, 1.0)), -float("inf"))
+        tl.store(lse + target, logs, mask=is_query)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _join(  # type: ignore[no-untyped-def]
     part_out,
     part_lse,
-    qo_indptr,
+    rows,
     out,
     num_tokens,
     num_parts,
-    num_heads,
-    RANK: tl.constexpr,  # noqa: N803
+    SHAPE: tl.constexpr,  # noqa: N803
     PARTS: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
 ):
     """Each program joins the parts of one query, ``PARTS`` at a time; parts that saw no key have the logarithm -inf."""
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
     row, number = tl.program_id(1), tl.program_id(0)
-    start = tl.load(qo_indptr + row)
-    if number < (tl.load(qo_indptr + row + 1) - start) * num_heads:
-        cell = start.to(tl.int64) * num_heads + number
-        column = tl.arange(0, RANK)
+    start = tl.load(rows.qo_indptr + row)
+    if number < (tl.load(rows.qo_indptr + row + 1) - start) * SHAPE.num_heads:
+        kv_len = tl.load(rows.kv_lens + row).to(tl.int32)
+        num_written = tl.maximum(tl.cdiv(kv_len, _part_keys(kv_len, num_parts, SHAPE)), 1)
+        cell = start.to(tl.int64) * SHAPE.num_heads + number
+        column = tl.arange(0, SHAPE.rank)
         best = tl.full((), -float("inf"), tl.float32)
-        total = tl.zeros((), tl.float32)
-        summed = tl.zeros((RANK,), tl.float32)
-        for first in range(0, num_parts, PARTS):
+        total = tl.full((), 0.0, tl.float32)
+        summed = tl.full((SHAPE.rank,), 0.0, tl.float32)
+        for first in range(0, num_written, PARTS):
             part = first + tl.arange(0, PARTS)
-            is_part = part < num_parts
-            source = part.to(tl.int64) * num_tokens * num_heads + cell
+            is_part = part < num_written
+            source = part.to(tl.int64) * num_tokens * SHAPE.num_heads + cell
             logs = tl.load(part_lse + source, mask=is_part, other=-float("inf"))
             better = tl.maximum(best, tl.max(logs, 0))
             base = tl.where(better == -float("inf"), 0.0, better)
             shares, kept = tl.exp2((logs - base) * _LOG2_E), tl.exp2((best - base) * _LOG2_E)
-            values = tl.load(part_out + source[:, None] * RANK + column[None, :], mask=is_part[:, None], other=0.0)
+            values = tl.load(
+                part_out + source[:, None] * SHAPE.rank + column[None, :], mask=is_part[:, None], other=0.0
+            )
             total = total * kept + tl.sum(shares, 0)
             summed = summed * kept + tl.sum(values * shares[:, None], 0)
             best = better
         joined = summed / tl.where(total > 0.0, total, 1.0)
-        tl.store(out + cell * RANK + column, joined.to(out.dtype.element_ty))
+        tl.store(out + cell * SHAPE.rank + column, joined.to(out.dtype.element_ty))

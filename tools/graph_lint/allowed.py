@@ -23,6 +23,7 @@ ALLOWED = (
     Allowed("attention/flashinfer.py", "_BatchSchedule.plan", "synchronize", _COPIED),
     Allowed("attention/flashinfer_calls.py", "pin", "tensor of values", _PINNED),
     Allowed("attention/flashinfer.py", "_GraphAttention.plan", "synchronize", _COPIED),
+    Allowed("attention/flashinfer_latent.py", "_Turn.plan", "synchronize", _COPIED),
     Allowed("cache/storage/host.py", "HostPool.__init__", "tensor of values", _MADE),
     Allowed("cache/storage/device.py", "layer_views", "iteration", _MADE),
     Allowed("cache/storage/page_streams.py", "PageStreams.compile", "allocation", _AT_START),

@@ -12,7 +12,7 @@ from torch import Tensor
 from hiserve.attention import latent
 from hiserve.attention.backends import open_attention
 from hiserve.attention.base import AttentionShape, LatentShape
-from hiserve.attention.latent import LatentAttention, attend_dense
+from hiserve.attention.latent import LatentAttention, absorbed_shape, attend_dense
 from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.core.forward import ForwardInputs
 from hiserve.errors import ConfigError
@@ -62,7 +62,7 @@ def test_a_hidden_first_row_is_read_by_nobody(
     subject = case(hides_first=True)
     alone = subject.expected[subject.inputs.positions == 0]
     assert torch.equal(alone, torch.zeros_like(alone))
-    absorbed = ReferenceAttention(dataclasses.replace(shape, latent=None))
+    absorbed = ReferenceAttention(absorbed_shape(shape))
     check(subject, LatentAttention(shape, absorbed, min_expanded))
 
 
@@ -80,19 +80,19 @@ def test_rows_are_expanded_from_the_first_long_one_on_and_never_in_a_graph() -> 
         def captured(self, num_rows: int, width: int) -> Any:
             return self
 
-    attention = LatentAttention(SHAPE, Absorbed(dataclasses.replace(SHAPE, latent=None)), min_expanded=8)
+    attention = LatentAttention(SHAPE, Absorbed(absorbed_shape(SHAPE)), min_expanded=8)
     for fixed in (attention, attention.ragged(), attention.captured(8, 1)):
         assert fixed is not None
         check(subject, fixed)
     assert planned == [[1, 1, 3], [1, 1, 3, 9, 8, 2, 1, 12], [1, 1, 3, 9, 8, 2, 1, 12]]
-    assert LatentAttention(SHAPE, ReferenceAttention(SHAPE)).ragged() is None
-    assert LatentAttention(SHAPE, ReferenceAttention(SHAPE)).captured(8, 1) is None
+    assert LatentAttention(SHAPE, ReferenceAttention(absorbed_shape(SHAPE))).ragged() is None
+    assert LatentAttention(SHAPE, ReferenceAttention(absorbed_shape(SHAPE))).captured(8, 1) is None
 
 
 def test_a_row_that_decodes_is_not_expanded_because_its_length_is_only_bounded() -> None:
     subject = case(((0, 9), (3, 10), (0, 2)))
     subject.inputs = dataclasses.replace(subject.inputs, num_decode=2)
-    attention = LatentAttention(SHAPE, ReferenceAttention(dataclasses.replace(SHAPE, latent=None)), min_expanded=2)
+    attention = LatentAttention(SHAPE, ReferenceAttention(absorbed_shape(SHAPE)), min_expanded=2)
     check(subject, attention)
     assert attention._num_absorbed == 19
 

@@ -77,7 +77,7 @@ for least in (16, 256):
         chosen.append([part.num_parts for part in attention._parts])
         check(shape, inputs, q, kv)
 assert all(parts[0] > 1 for parts in chosen), chosen
-latent_decode._NUM_JOINED = 2  # as many parts at a time
+latent_decode._MIN_PART_KEYS, latent_decode._NUM_JOINED = 16, 2  # as many parts at a time
 check(*batch(rows, 3, 16, 2, torch.float32))
 # The same launch serves other lengths, as a graph does: parts follow the lengths on the device.
 shape, inputs, q, kv = batch(rows, 3, 16, 2, torch.float32)
@@ -88,6 +88,11 @@ for lengths in ([701, 4, 512], [1, 1, 1], [16, 2, 257], [640, 3, 256]):
     found = attention.forward(q, q[:, :1], q[:, :1, :RANK], kv, 0)
     exact = dataclasses.replace(inputs, kv_bounds=np.array(lengths, dtype=np.int32))
     assert_close(found, attend(ReferenceAttention(shape), exact, q, kv), atol=2e-5, rtol=2e-5)
+# A short row has fewer parts than its launch: what the others would write is not there, and is not read.
+empty = torch.empty
+torch.empty = lambda size, **how: torch.full(size, torch.nan, **how)
+check(*batch(((700, 1), (3, 1), (40, 1)), 3, 16, 2, torch.float32))
+torch.empty = empty
 """
 HIDDEN = """
 rows = ((0, 1), (40, 2), (0, 6), (300, 1))
@@ -110,11 +115,14 @@ more = dataclasses.replace(
 found = attend(TritonLatentAttention(shape), more, torch.cat((q, q)), kv)
 assert_close(found[:3], expected, atol=2e-5, rtol=2e-5)
 assert (found[3:] == 0).all()
-assert latent_decode.choose_num_parts(1, 1, 128, 8192, num_sms=132, room=40960) == 32
-assert latent_decode.choose_num_parts(32, 1, 128, 8192, num_sms=132, room=40960) == 4
-assert latent_decode.choose_num_parts(1, 1, 20, 100, num_sms=132, room=40960) == 1
-assert latent_decode.choose_num_parts(1, 1, 20, 1 << 20, num_sms=132, room=40960) == 64
-assert latent_decode.choose_num_parts(2, 500, 128, 1 << 20, num_sms=132, room=40960) == 1
+def num_parts(num_rows, queries, max_kv_len):
+    return latent_decode.choose_num_parts(num_rows, queries, max_kv_len, torch.bfloat16, num_sms=132, room=40960)
+
+assert num_parts(1, 128, 8192) == 32
+assert num_parts(32, 128, 8192) == 4
+assert num_parts(1, 20, 100) == 1
+assert num_parts(1, 20, 1 << 20) == 64
+assert num_parts(2, 500 * 128, 1 << 20) == 1
 """
 
 
