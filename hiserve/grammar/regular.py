@@ -174,7 +174,7 @@ class _Body:
             return self._rules.expression(self._take("name"))
         if kind == "regex":
             body, _, flags = self._take("regex")[1:].rpartition("/")
-            return f"(?{''.join(sorted(set(flags) - {'u'}))}:{body})"
+            return f"(?{''.join(sorted(set(flags)))}:{body})"
         text, has_case = _unquoted(self._take("text"))
         if self._skip(".."):
             last, _ = _unquoted(self._take("text"))

@@ -121,6 +121,20 @@ def test_a_boundary_that_is_used_keeps_its_tail_longer(use: str) -> None:
     assert [cache.match(b"", tokens.tobytes()).num_tokens for tokens in prompts] == [4, 0]
 
 
+def test_a_match_from_before_a_tail_is_matched_again() -> None:
+    cache, windows = make_cache()
+    tokens = np.arange(5, dtype=np.int32)
+    lock = cache.lock(cache.match(b"", tokens.tobytes())).detach()
+    pages = cache.allocate(np.zeros(2, dtype=np.int32))
+    assert pages is not None
+    cache.insert(lock, tokens[:4].tobytes(), pages)
+    before = cache.match(b"", tokens.tobytes())
+    cache.keep_tail(lock, 0, windows.allocate(np.zeros(2, dtype=np.int32)))
+    assert (before.num_tokens, cache.match(b"", tokens.tobytes()).num_tokens) == (0, 4)
+    with pytest.raises(AssertionError, match="the tree changed since the match"):
+        cache.lock(before)
+
+
 def test_a_boundary_keeps_the_tail_that_it_has() -> None:
     cache, windows = make_cache()
     tokens = np.arange(9, dtype=np.int32)

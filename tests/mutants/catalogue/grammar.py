@@ -104,6 +104,10 @@ with thoughts.ThoughtBudget.forced, test_thoughts.test_a_thought_does_not_end_wi
     "a thought is ended within a character"
     _is_cut(place.tail)
     False
+with thoughts.ThoughtBudget.__init__, test_thoughts.test_an_opening_longer_than_the_mark_is_found_behind_other_text:
+    "a long opening of several tokens begins no thought"
+    max(len(opening), len(mark), _MAX_CHAR_BYTES)
+    max(len(mark), _MAX_CHAR_BYTES)
 with matcher._bodies, test_thoughts.test_a_format_is_the_text_of_the_final_message:
     "the text of a format is in a message without a header"
     "" if kind == "lark" else header
@@ -180,6 +184,10 @@ with responses_request._pattern, test_responses.test_the_rules_that_are_read_hav
     "the event loop waits while the rules of 128 tools are read"
     sum(map(len, read))
     0
+with regular._Body.alternatives, test_regular.test_rules_that_lead_forward_alone_are_a_regular_expression:
+    "groups that stand one after another count as groups in one another"
+    self._rules.depth -= 1
+    pass
 with regular._Body._sequence, test_regular.test_rules_of_many_long_parts_are_none_before_the_parts_fill_memory["sequence"]:
     "the parts of a rule are joined before their length is checked"
     _bounded(found + self._repeated(self._atom()))

@@ -14,6 +14,10 @@ with device_rows.DeviceRows.apply, test_device_rows.test_release_comes_before_ad
     self._write_table(plan.table)
     self._write_table(plan.table)
     self._clear(plan.release, plan.admit)
+with device_rows.DeviceRows._clear, test_device_rows.test_a_new_tenant_inherits_no_entry_of_the_last:
+    "INV 9: a row keeps the owners of the entries of the request before it"
+    entry_owner.index_fill_(0, rows, NO_OWNER)
+    pass
 with device_rows.DeviceRows.apply, test_executor.test_plans_are_applied_in_the_order_in_which_they_were_made:
     "INV 8: an older plan is applied after a newer one"
     plan.relocation_version >= before

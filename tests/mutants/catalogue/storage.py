@@ -8,7 +8,15 @@ from tests.e2e import test_cache_identity, test_canary, test_equality_matrix
 from tests.invariants import test_reported_bugs_namespaces
 from tests.unit.engine import test_build_host
 from tests.unit.models import test_cache_digests
-from tests.unit.storage import test_file_store_damage, test_host_pool, test_open_store, test_prefault, test_records, test_store_transfers
+from tests.unit.storage import (
+    test_file_store,
+    test_file_store_damage,
+    test_host_pool,
+    test_open_store,
+    test_prefault,
+    test_records,
+    test_store_transfers,
+)
 
 with build._tier_transfers, test_build_host.test_a_start_that_fails_leaves_no_thread_and_no_lock:
     "a failed start keeps threads and the lock of the host cache"
@@ -88,6 +96,14 @@ with store_directory.secret_of, test_open_store.test_the_secret_of_a_directory_t
     "a secret is written into a directory of another user"
     claim(directory)
     pass
+with store_directory.claim, test_file_store.test_a_marker_that_a_killed_process_had_begun_keeps_no_directory_from_becoming_a_store:
+    "INV 31: a marker that was not finished makes its directory foreign"
+    not name.startswith(f"{MARKER}.")
+    True
+with store_directory.share_marker, test_file_store.test_a_store_that_is_being_deleted_is_opened_without_its_lock:
+    "INV 31: a store that is being deleted ends the start"
+    contextlib.suppress(OSError)
+    contextlib.suppress()
 with store_directory.share_marker[1], test_file_store_damage.test_a_marker_that_cannot_be_opened_keeps_no_server_from_its_store:
     "INV 31: a marker that cannot be opened ends the start"
     OSError

@@ -117,6 +117,10 @@ with page_streams.PageStreams._yield_copy_engine, test_page_streams.test_every_b
     "INV 26: staging memory is filled again before it was emptied"
     self._kernels.wait_event(crossed)
     pass
+with page_streams.PageStreams.begin, test_page_streams.test_an_offload_reads_what_was_computed_before_its_fence:
+    "INV 26: an offload does not wait for the step that computes its pages"
+    self._first.wait_event(fence)
+    pass
 with page_streams.PageStreams._stage, test_page_streams.test_pieces_are_equal_and_nothing_is_left_to_prepare_while_one_crosses:
     "a short piece crosses before the next copy is prepared"
     -(-ours.size // num_pieces)

@@ -4,11 +4,12 @@ from hiserve.attention import reference_attention
 from hiserve.cache.index import prefixes, radix, tails, window_pages
 from hiserve.core import window_pool, windows
 from hiserve.engine import row_windows
-from hiserve.runners import inputs
+from hiserve.runners import device_rows, inputs
 from tests.e2e import test_windows_freed
 from tests.invariants import test_tails
 from tests.unit.cache import test_radix, test_window_pages
 from tests.unit.core import test_window_pool
+from tests.unit.runners import test_device_rows
 
 with window_pages.WindowPages.drop, test_window_pages.test_free_and_held_pages_partition_the_pool_whatever_rows_and_tails_do:
     "INV H1: a window page is free while a tail holds it"
@@ -73,6 +74,21 @@ with tails.join_tails, test_radix.test_tails_keep_their_boundaries_when_a_node_i
     "tails: those of the lower part keep their places when it absorbs the upper one"
     at + num_pages
     at
+with prefixes.Prefixes.keep_tail, test_tails.test_a_match_from_before_a_tail_is_matched_again:
+    "INV H3: a match from before a tail is taken for the deepest resume point"
+    self._tiers.tree_epoch += 1
+    pass
+with (
+    windows.WindowLimits.promised_pages,
+    test_window_pages.test_rows_whose_prompt_tokens_start_and_end_within_pages_keep_within_their_bounds,
+):
+    "INV H12: the promise to a row leaves out the page in which its prompt tokens begin"
+    self.row_pages + 1
+    self.row_pages
+with device_rows.DeviceRows._clear, test_device_rows.test_a_new_tenant_inherits_no_window_entry_of_the_last:
+    "INV H1: a row inherits the window pages of the request before it"
+    self._tables()
+    self._tables()[:1]
 with window_pool.WindowPool.size, test_window_pool.test_given_pages_that_do_not_fit_name_what_to_lower:
     "windows: more pages than memory are promised"
     given * self.page_bytes > room

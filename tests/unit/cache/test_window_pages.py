@@ -133,6 +133,17 @@ def test_two_rows_that_share_the_prompt_tokens_in_flight_keep_within_their_bound
             assert max(map(sum, zip(most, reversed(most), strict=True))) <= promised, (window, batched)
 
 
+def test_rows_whose_prompt_tokens_start_and_end_within_pages_keep_within_their_bounds() -> None:
+    """H12: four rows share the tokens of a step evenly; each begins in the last place of a page, and drafts behind its part."""
+    window, page_size, num_draft, count, num_rows = 5, 16, 7, 11, 4
+    limits = WindowLimits(
+        window=window, page_size=page_size, num_draft=num_draft, depth=0, max_batched_tokens=num_rows * count
+    )
+    held = -(-(page_size - 1 + count + num_draft) // page_size) - (1 - window) // page_size
+    assert num_rows * held <= num_rows * limits.promised_pages(10**6) + limits.step_pages
+    assert num_rows * held > num_rows * limits.row_pages + limits.step_pages  # what a row that decodes holds is too few
+
+
 def test_tails_of_a_prompt_are_as_far_apart_as_their_bytes_ask_for() -> None:
     assert tail_interval(3 * 2**20, 24_576, 16) == 1024
     assert tail_interval(1, 10**6, 16) == 16

@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 
 from hiserve.grammar.bounds import MAX_REGEX_BYTES
-from hiserve.grammar.regular import MAX_CHARS, regular
+from hiserve.grammar.regular import MAX_CHARS, MAX_DEPTH, regular
 
 PATCH = r"""
 start: begin hunk+ end
@@ -29,6 +29,7 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     (r'start: "\"\n\\" /x\/[/y]|z/'.replace("[/y]", "y"), ['"\n\\x/y', '"\n\\z'], ['"\n\\x']),
     ('start: "a".."c" ~ 2..3 [D] E\nD: "d"\n!E: /e/i', ["abE", "cccde"], ["ae", "abcae", "abdde"]),
     ('start: N{2} M{1,} ("x"?)y\ny: "y"\n%import common.DIGIT -> N\n%import common (LETTER, LF)\nM: LETTER', ["12aby", "12axy"], ["1ay"]),
+    ("start: " + '("a") ' * 2 * MAX_DEPTH + "/b/u", ["a" * 2 * MAX_DEPTH + "b"], ["b"]),  # one after another, none in another
 ]  # fmt: skip
 NONE = [
     "",

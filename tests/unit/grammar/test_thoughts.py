@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, Grammar, SamplingParams
 from hiserve.grammar.matcher import MaskFiller, Matcher
+from hiserve.grammar.thoughts import SPECIAL, ThoughtBudget, ThoughtPlace
 from hiserve.text.abilities import NO_MARKS, ReplyMarks
 from hiserve.text.reader.buffer import Kind
 from hiserve.text.reader.reader import Reader, ReplyStart
@@ -102,6 +103,16 @@ def test_a_mark_that_is_half_spelled_at_the_budget_is_spelled_to_its_end() -> No
         rest += allowed
         matcher.advance(allowed)
     assert tokenizer_of("hermes", by_token=False).decode(rest, skip_hidden=False) == "hink>"
+
+
+def test_an_opening_longer_than_the_mark_is_found_behind_other_text() -> None:
+    opening = [SPECIAL + b"<|channel|>", b"analysis", SPECIAL + b"<|message|>"]
+    spelled = [*opening, SPECIAL + b"<|end|>", b"a"]
+    budget = ThoughtBudget(b"".join(opening), spelled[3], 1, spelled.__getitem__, spelled.index)
+    place: ThoughtPlace | None = budget.start
+    for token in (4, 0, 1, 2, 4):
+        place = budget.after(place, token)
+    assert budget.forced(place) == 3
 
 
 @pytest.mark.parametrize(("name", "by_token", "marks"), [each for each in MARKS if not each[2].opening])

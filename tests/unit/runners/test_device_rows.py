@@ -87,6 +87,17 @@ def test_a_new_tenant_inherits_no_entry_of_the_last(rows: DeviceRows) -> None:
     assert rows.entry_owner[2].tolist() == [1, -1, -1]
 
 
+def test_a_new_tenant_inherits_no_window_entry_of_the_last() -> None:
+    rows = DeviceRows(max_rows=3, max_len=12, page_size=PAGE, num_pages=8, device="cpu", window=5, num_window_pages=6)
+    assert rows.windows is not None
+    writes = TableWrites(*np.array([(1, 0, 5, 7), (1, 1, 2, 8), (2, 0, 3, 9)], dtype=np.int32).T)
+    rows.apply(replace(plan(), window_table=writes))
+    assert rows.windows.page_owner.tolist() == [0, -1, 8, 9, -1, 7]
+    rows.apply(plan(admit=[admit(1, [7, 8])]))
+    assert rows.windows.table[:3].tolist() == [[0, 0, 0], [0, 0, 0], [3, 0, 0]]
+    assert rows.windows.entry_owner[1:3].tolist() == [[-1, -1, -1], [9, -1, -1]]
+
+
 def test_a_shared_page_keeps_its_owner_in_every_row(rows: DeviceRows) -> None:
     rows.apply(plan(writes=[(1, 0, 5, 4), (2, 0, 5, 4)]))
     assert rows.page_owner[5].item() == 4

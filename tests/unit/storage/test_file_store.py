@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import stat
@@ -287,6 +288,21 @@ def test_an_empty_directory_becomes_a_store(tmp_path: Path) -> None:
     assert (tmp_path / MARKER).read_text() == MARKER_TEXT
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
     assert [path.name for path in tmp_path.iterdir()] == [MARKER]
+
+
+def test_a_marker_that_a_killed_process_had_begun_keeps_no_directory_from_becoming_a_store(tmp_path: Path) -> None:
+    (tmp_path / f"{MARKER}.0123abcd").write_text(MARKER_TEXT[:5])
+    assert FileStore(tmp_path, PLENTY).put(KEYS, pages(KEYS)) == len(KEYS)
+    assert (tmp_path / MARKER).read_text() == MARKER_TEXT
+
+
+def test_a_store_that_is_being_deleted_is_opened_without_its_lock(tmp_path: Path) -> None:
+    FileStore(tmp_path, PLENTY).put(KEYS, pages(KEYS))
+    with (tmp_path / MARKER).open() as marker:
+        fcntl.flock(marker, fcntl.LOCK_EX)
+        store = FileStore(tmp_path, PLENTY)
+        assert store.get(KEYS, blanks(len(KEYS))) == len(KEYS)
+        store.close()
 
 
 FOREIGN = {

@@ -77,6 +77,25 @@ def test_every_byte_arrives_whichever_stream_runs_first(
             assert torch.equal(bench.page(page), before[page]), page
 
 
+@pytest.mark.parametrize("direct", [False, True])
+def test_an_offload_reads_what_was_computed_before_its_fence(
+    bench: TransferBench, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    print(f"seed {SEED}")
+    pages = ints(range(1, 9))
+    for seed in range(SEED, SEED + 20):
+        device = FakeCuda(seed)
+        install(monkeypatch, device)
+        streams, fence = make_streams(bench, CopyKind.OFFLOAD, direct=direct), device.cuda.Event()
+        device.run()
+        fence.record(device.default)
+        streams.begin(PageCopy(1, CopyKind.OFFLOAD, pages, pages, 0), fence, lambda room: None)
+        num_done = len(device.log)
+        device.run()
+        done = device.log[num_done:]
+        assert done.index((device.default.cuda_stream, "record")) < [what for _, what in done].index("kernel"), done
+
+
 @pytest.mark.parametrize("kind", [CopyKind.OFFLOAD, CopyKind.LOAD])
 def test_adjacent_pages_cross_at_once_unless_they_were_pinned_apart(
     bench: TransferBench, monkeypatch: pytest.MonkeyPatch, kind: CopyKind
