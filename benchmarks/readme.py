@@ -241,6 +241,12 @@ def gpu() -> Iterator[Entry]:
         barred = [figure for figure in run["figures"] if figure["bar"] is not None]
         said = "attention with the heads of Llama-8B: time of FlashInfer / time of the Triton kernels"
         yield said, "; ".join(map(figure_of, barred)), run
+    for path in RESULTS.glob("hybrid.json"):
+        run = result(path.stem)
+        for name, part in run["parts"].items():
+            barred = [figure for figure in part["figures"] if figure["bar"] is not None]
+            said = f"{name}: time at this run's copy rate, or rate of a matrix product, / time"
+            yield said, "; ".join(map(figure_of, barred)), run
 
 
 def figures_of(name: str, part: Found) -> list[Found]:

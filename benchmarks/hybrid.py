@@ -1,0 +1,169 @@
+"""Models with windows or latents on one GPU: the kernel of absorbed queries, decode steps and prompts, against the machine.
+
+Usage: ``python -m benchmarks.hybrid OUT.json COMMIT [--parts NAME ...] [--set NAME=VALUE ...]``: random weights of built-in
+shapes in bfloat16. A step is compared with the bytes that it must read at the rate of a copy, of experts those that random
+routing chooses; prompts with their products at the rate of a matrix product. ``--set`` gives every engine a setting.
+``--tiny`` runs all parts with hiserve-nano on the CPU, as a test of this file; its ratios mean nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+from benchmarks.gpu import ceilings
+from benchmarks.gpu.__main__ import rows, setting
+from benchmarks.gpu.driving import Bench, Part, decode, run
+from benchmarks.gpu.figures import Figure, table
+from benchmarks.gpu.sizes import FULL, SEED, TINY
+from benchmarks.kernels.latent import measure_absorbed
+from benchmarks.record import ENGINE, Record, gpu_parser
+from hiserve.config.options import DTYPE_BYTES
+from hiserve.models.model_config import NANO, ModelConfig
+
+SHAPES = {"glm-4.7-flash": 0.60, "v3-like": 0.60, "gpt-oss-20b": 0.70, "gemma-3-27b": 0.70}  # with the bar of prompts
+DECODE_BAR = 0.65
+PAGE_SIZE = 16
+REPEATS = 2  # of prompts
+
+
+class Least:
+    """The least that a step of a model must read or multiply; all weights and rows are of one type.
+
+    Args:
+        model: Its shape.
+        dtype: Type name.
+    """
+
+    def __init__(self, model: ModelConfig, dtype: str) -> None:
+        self._model, self._element = model, DTYPE_BYTES[dtype]
+        self._table = model.vocab_size * model.hidden_size
+        self._layers = model.num_params - self._table * (1 if model.tie_embeddings else 2)
+        self._windows = model.windows or (None,) * model.num_layers
+
+    def decode_bytes(self, num_rows: int, context: float) -> float:
+        """Bytes that rows read which attend over so many tokens each: weights, the output head, keys and values."""
+        model = self._model
+        weights = self._layers + self._table
+        if model.experts is not None:
+            share = model.experts.num_per_token / model.experts.num_experts
+            weights -= self._expert_params * (1 - share) ** num_rows  # those that no row chooses
+        seen = sum(context if window is None else min(context, window) for window in self._windows)
+        return self._element * (weights + num_rows * seen * model.slot_elements / model.num_layers)
+
+    def prompt_flop(self, length: int) -> float:
+        """Operations of a prompt: products of the layers with a token's own experts, and causal attention."""
+        model, params = self._model, float(self._layers)
+        if model.experts is not None:
+            params -= self._expert_params * (1 - model.experts.num_per_token / model.experts.num_experts)
+        latent = model.latent
+        width = 2 * model.head_dim if latent is None else latent.key_dim + latent.value_dim
+        pairs = sum(_num_pairs(length, window) for window in self._windows)
+        return 2 * params * length + 2 * model.num_heads * width * pairs
+
+    @property
+    def _expert_params(self) -> int:
+        """Parameters of all experts that compute some tokens only."""
+        model, experts = self._model, self._model.experts
+        assert experts is not None
+        one = 3 * model.hidden_size * experts.intermediate_size
+        return experts.num_layers(model.num_layers) * experts.num_experts * one
+
+
+def _num_pairs(length: int, window: int | None) -> int:
+    """Returns the pairs of a query and a key that it sees."""
+    near = length if window is None else min(length, window)
+    return near * (near + 1) // 2 + (length - near) * near
+
+
+def measure_shape(bench: Bench, shape: str) -> Part:
+    """Times steady decode steps, short rows first, whose prefixes longer ones find; then prompts that come at once."""
+    part, drive = Part(), bench.engine(shape)
+    dtype, is_tiny = drive.settings.model.dtype, bench.sizes.settings["device"] == "cpu"
+    least = Least(drive.model, dtype)
+    for context in (64, 256) if is_tiny else (1024, 8192):
+        for num_rows in (4, 1) if is_tiny else (32, 8, 1):
+            name = f"{shape} decode, {num_rows} x {context}"
+            num_pages = num_rows * -(-(context + PAGE_SIZE) // PAGE_SIZE)
+            if num_pages >= drive.settings.cache.kv_pages:
+                part.notes.append(f"{name}: left out, {num_pages} of {drive.settings.cache.kv_pages} pages")
+                continue
+            pace = decode(bench, drive, num_rows, context)
+            limit_s = least.decode_bytes(num_rows, pace.mean_context) / bench.ceilings["copy_bytes_per_s"]
+            ratio = limit_s / pace.median_s
+            part.figures.append(Figure(name, pace.median_s * 1e3, "ms", ratio, DECODE_BAR, "bandwidth limit"))
+            part.samples[name] = pace.told() | {"limit_s": limit_s}
+    num_prompts, length = bench.sizes.prefill
+    batches = []
+    for _ in range(1 + REPEATS):
+        drive.engine.flush()
+        batches.append(run(drive, [bench.prompt(drive, length) for _ in range(num_prompts)], 1))
+    seconds = statistics.median(batch.seconds for batch in batches[1:])
+    name = f"{shape} prompts, {num_prompts} x {length}"
+    share = num_prompts * least.prompt_flop(length) / seconds / bench.ceilings["matmul_flop_per_s"]
+    rate = num_prompts * length / seconds
+    part.figures.append(Figure(name, rate, "tokens/s", share, SHAPES[shape], "matrix product"))
+    part.samples[name] = {"batches": [batch.told() for batch in batches]}
+    return part
+
+
+def measure_kernel(bench: Bench) -> Part:
+    """Times the kernel of absorbed queries alone."""
+    bench.close()
+    return measure_absorbed(bench.sizes.settings["device"], bench.ceilings)
+
+
+PARTS: dict[str, Callable[[Bench], Part]] = {
+    "latent_decode": measure_kernel,
+    **{shape: partial(measure_shape, shape=shape) for shape in SHAPES},
+}
+
+
+def timed(bench: Bench, name: str) -> dict[str, Any]:
+    """Runs a part and prints its figures."""
+    begin, part, error = time.perf_counter(), Part(), ""
+    try:
+        part = PARTS[name](bench)
+    except Exception:  # noqa: BLE001 - the other parts are worth having
+        error = traceback.format_exc()
+        print(f"{name} failed: {error[-900:]}", flush=True)
+    bench.close()
+    wall_s = time.perf_counter() - begin
+    print("\n".join([f"{name} took {wall_s:.1f} s", *part.notes, *rows(part.figures)]), flush=True)
+    figures = [asdict(figure) for figure in part.figures]
+    return {"wall_s": wall_s, "error": error, "notes": part.notes, "figures": figures, "samples": part.samples}
+
+
+def main() -> int:
+    """Writes the result file after each part; returns 1 if one failed."""
+    parser = gpu_parser(__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--set", type=setting, action="append", default=[], metavar="NAME=VALUE")
+    given = parser.parse_args()
+    flags = "".join(f" --set {name}={value}" for name, value in given.set) + " --tiny" * given.tiny
+    flags += f" --parts {' '.join(given.parts)}" if given.parts != list(PARTS) else ""
+    device, settings = ("cpu", {"model": NANO}) if given.tiny else ("cuda", {"max_running_requests": 32})
+    sizes = TINY if given.tiny else FULL
+    shapes: dict[str, dict[str, Any]] = {
+        shape: settings
+        | ({"max_model_len": 512, "kv_pages": 400} if given.tiny else {"shape": shape, "max_model_len": 9216})
+        for shape in SHAPES
+    }
+    result = Record.of(given, f"python -m benchmarks.hybrid OUT.json COMMIT{flags}", *ENGINE)
+    result |= {"seed": SEED, "ceilings": ceilings.measure(device), "engines": [], "parts": {}}
+    bench = Bench(replace(sizes, shapes=shapes), result["ceilings"], dict(given.set))
+    for name in given.parts:
+        result["parts"][name] = timed(bench, name)
+        result["engines"] = bench.built
+        result.save()
+    print(table(figure for part in result["parts"].values() for figure in part["figures"]))
+    return int(any(part["error"] for part in result["parts"].values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
