@@ -13,10 +13,21 @@ from torch import Tensor
 from hiserve.core.activation import SILU, Activation
 from hiserve.core.forward import LayerKV
 from hiserve.kernels.experts import activate, mix_experts, route
+from hiserve.kernels.latent_store import store_latents
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 from hiserve.kernels.skinny_linear import linear
 
-__all__ = ["act_mul", "add_rms_norm", "linear", "mix_experts", "rms_norm", "rotate_and_store", "rotations", "route"]
+__all__ = [
+    "act_mul",
+    "add_rms_norm",
+    "linear",
+    "mix_experts",
+    "rms_norm",
+    "rotate_and_store",
+    "rotations",
+    "route",
+    "store_latents",
+]
 
 _MAX_WARPS = 8
 _ELEMENTS_PER_WARP = 512

@@ -45,6 +45,19 @@ class Ops(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Norms and rotates queries and keys, and writes keys and values into their slots."""
 
+    def store_latents(
+        self,
+        q: Tensor,
+        row: Tensor,
+        weight: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        kv: LayerKV,
+        slots: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Rotates the queries of latent attention, norms and rotates rows, and writes these into their slots."""
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention: bool) -> Tensor:
         """Projects ``[T, n]``. After an attention a device may launch it without overlap, which the attention needs."""
 

@@ -108,6 +108,32 @@ def rotate_and_store(
     return q, k, v
 
 
+def store_latents(
+    q: Tensor, row: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, kv: LayerKV, slots: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rotates the queries of latent attention, norms and rotates rows, and writes these into their slots.
+
+    Args:
+        q: ``[T, num_heads, nope_dim + rope_dim]``, the last ``rope_dim`` to be rotated. May be overwritten.
+        row: ``[T, rank + rope_dim]``: latents, and keys before the rotation.
+        weight: ``[rank]``, of the latents' norm.
+        eps: Of that norm.
+        cos: From ``rotations``, of ``rope_dim``.
+        sin: Likewise.
+        kv: The layer's pool, whose rows are in ``k``.
+        slots: int64 ``[T]``.
+
+    Returns:
+        Queries, as ``q``, and rows, ``[T, 1, rank + rope_dim]``.
+    """
+    rank, rope_dim = weight.shape[0], cos.shape[2]
+    latent, key = row.unsqueeze(1).split_with_sizes((rank, rope_dim), -1)
+    rows = torch.cat((rms_norm(latent, weight, eps), rope(key, cos, sin)), -1)
+    kv.k.index_copy_(0, slots, rows)
+    plain, turned = q.split_with_sizes((q.shape[2] - rope_dim, rope_dim), -1)
+    return torch.cat((plain, rope(turned, cos, sin)), -1), rows
+
+
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Joins attention over two parts of the keys; a sink belongs to one of the parts.
 

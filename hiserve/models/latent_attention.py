@@ -10,7 +10,6 @@ from torch import Tensor
 from hiserve.attention.base import Attention, LatentShape
 from hiserve.core.forward import ForwardInputs, LatentKV, LayerKV
 from hiserve.kernels.ops import Ops
-from hiserve.kernels.reference import rope
 from hiserve.layers import Linear, RMSNorm, Rotation
 from hiserve.models.latent_config import LatentConfig
 from hiserve.models.model_config import ModelConfig
@@ -27,22 +26,24 @@ class LatentSelfAttention:
         into: From the layer's input: queries or their latent, then the latent of keys and values, then the rotated key.
         query_norm: Of the queries' latent; None where ``into`` gives queries.
         query_up: From that latent to queries, likewise.
-        row_norm: Of the latent of keys and values.
+        row_weight: ``[rank]``, of the norm of the latent of keys and values.
         to_keys: As in ``LatentKV``.
         to_values: Likewise.
         out: ``[hidden_size, num_heads * value_dim]``.
         config: Its shape.
+        ops: Of its device.
     """
 
     layer: int
     into: Linear
     query_norm: RMSNorm | None
     query_up: Linear | None
-    row_norm: RMSNorm
+    row_weight: Tensor
     to_keys: Tensor
     to_values: Tensor
     out: Linear
     config: LatentConfig
+    ops: Ops
 
     def __call__(
         self, x: Tensor, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV, attention: Attention
@@ -58,21 +59,13 @@ class LatentSelfAttention:
         Queries are ``[T, num_heads, nope_dim + rope_dim]``, rows ``[T, 1, rank + rope_dim]``.
         """
         config = self.config
-        q, latent, key = self._split(self.into(x))
+        projected = self.into(x)
+        q, row = projected.split_with_sizes((projected.shape[1] - config.width, config.width), -1)
         if self.query_norm is not None and self.query_up is not None:
             q = self.query_up(self.query_norm(q.contiguous()))
         q = q.view(x.shape[0], -1, config.key_dim)
-        plain, turned = q.split_with_sizes((config.nope_dim, config.rope_dim), -1)
-        q = torch.cat((plain, rope(turned, rotation.cos, rotation.sin)), -1)
-        key = rope(key.unsqueeze(1), rotation.cos, rotation.sin)
-        rows = torch.cat((self.row_norm(latent.contiguous()).unsqueeze(1), key), -1)
-        kv.k.index_copy_(0, inputs.slots, rows)
+        q, rows = self.ops.store_latents(q, row, self.row_weight, _EPS, rotation.cos, rotation.sin, kv, inputs.slots)
         return q, rows, rows[..., : config.rank]
-
-    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        rank, rope_dim = self.config.rank, self.config.rope_dim
-        q, latent, key = projected.split_with_sizes((projected.shape[1] - rank - rope_dim, rank, rope_dim), -1)
-        return q, latent, key
 
 
 def make_latent_attention(
@@ -95,11 +88,12 @@ def make_latent_attention(
         into=Linear(into),
         query_norm=None if query_up is None else RMSNorm(parameters.pop(ours + "query_latent_norm"), _EPS, ops),
         query_up=None if query_up is None else Linear(query_up),
-        row_norm=RMSNorm(parameters.pop(ours + "latent_norm"), _EPS, ops),
+        row_weight=parameters.pop(ours + "latent_norm"),
         to_keys=to_keys,
         to_values=to_values,
         out=Linear(parameters.pop(ours + "out"), is_after_attention=True),
         config=latent,
+        ops=ops,
     )
 
 

@@ -7,6 +7,7 @@ from hiserve.kernels import (
     draw,
     fused,
     latent_decode,
+    latent_store,
     reference,
     step_reference,
     step_triton,
@@ -18,6 +19,7 @@ from tests.unit.kernels import (
     test_draft_triton,
     test_draft_window,
     test_draw,
+    test_fused,
     test_large_pools,
     test_latent_decode,
     test_launch,
@@ -78,6 +80,10 @@ with reference.act_mul, test_reference.test_a_limited_activation_cuts_the_gate_a
     "the limit of an activation cuts the gate alone"
     up.clamp(-activation.limit, activation.limit)
     up
+with latent_store._store_latents, test_fused.test_fused_kernels_compute_what_their_twins_do:
+    "queries of latents are rotated the other way"
+    ones * cosine[None, :] - others * sine[None, :]
+    ones * cosine[None, :] + others * sine[None, :]
 with latent_decode._join, test_latent_decode.test_parts_of_rows_are_joined_by_their_sums_whatever_the_lengths:
     "parts of a row of latents count alike"
     tl.exp2((logs - base) * _LOG2_E)

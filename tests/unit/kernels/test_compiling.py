@@ -69,7 +69,7 @@ def attend(*lengths: tuple[int, int]) -> None:
 
 
 def store() -> None:
-    """Norms, rotates and stores the keys and values of two tokens, two query heads and one KV head of 64 elements."""
+    """Norms, rotates and stores keys and values of two tokens, two query heads and one KV head of 64 elements; latents."""
     weight, angles = torch.ones(64, dtype=BF16), torch.zeros(2, 1, 64)
     fused.add_rms_norm(weight.repeat(2, 1), weight.repeat(2, 1), weight, 1e-6)
     fused.rotations(torch.zeros(2, dtype=torch.int64), torch.ones(32), 1.0, torch.float32)
@@ -77,6 +77,9 @@ def store() -> None:
     qkv, norms = torch.zeros(2, 4, 64, dtype=BF16), torch.ones(3, 64, dtype=BF16)
     fused.rotate_and_store(qkv, norms, 1e-6, angles, angles, kv, torch.zeros(2, dtype=torch.int64))
     fused.act_mul(torch.zeros(2, 128, dtype=BF16), GELU_TANH)
+    rows = LayerKV(*torch.zeros(2, 16, 1, 576, dtype=BF16))
+    q, projected, norm = torch.zeros(2, 20, 256, dtype=BF16), torch.zeros(2, 576, dtype=BF16), torch.ones(512)
+    fused.store_latents(q, projected, norm, 1e-6, angles, angles, rows, torch.zeros(2, dtype=torch.int64))
 
 
 def mix() -> None:
@@ -140,7 +143,8 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
     "extend": (lambda: attend((2000, 17), (5, 2)), EXTENDED),
     "store": (
         store,
-        {f"fused.{name}_kernel" for name in ("_norm", "_rotations", "_rotate_and_store", "_act_mul")},
+        {f"fused.{name}_kernel" for name in ("_norm", "_rotations", "_rotate_and_store", "_act_mul")}
+        | {"latent_store._store_latents"},
     ),
     "experts": (mix, {f"experts.{name}_kernel" for name in ("_route", "_group", "_product", "_sum")}),
     "products": (project, {f"skinny_linear.{name}_kernel" for name in ("_row", "_tile", "_sum")}),

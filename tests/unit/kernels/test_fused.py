@@ -104,10 +104,32 @@ for dtype in DTYPES:
                 assert torch.equal(ours.k[slots], got[1]) and torch.equal(ours.v[slots], got[2])
                 assert torch.equal(our_planes.isnan(), their_planes.isnan()), "other slots were written"
 """
+LATENTS = """
+# (heads, elements of a query that stay, rank, rotated elements): whole blocks of heads, parts of one, uneven ranks
+for dtype in DTYPES:
+    for heads, plain, rank, rope_dim in ((8, 16, 32, 8), (3, 12, 40, 12), (20, 8, 16, 4)):
+        for tokens in (1, 6):
+            _, cos, sin, slots = batch(1, 1, rope_dim, tokens, dtype)
+            # views, as of one projection; slots of one layer lie further apart than their elements
+            both = randn(tokens, heads * (plain + rope_dim) + rank + rope_dim, dtype=dtype)
+            weight = randn(rank, dtype=dtype)
+            made = []
+            for ops in (fused, reference):
+                planes = torch.full((NUM_SLOTS, 2, rank + rope_dim), torch.nan, dtype=dtype)
+                q, row = both.clone().split((heads * (plain + rope_dim), rank + rope_dim), 1)
+                kv = LayerKV(k=planes[:, :1], v=planes[:, :1, :rank])
+                q = q.view(tokens, heads, plain + rope_dim)
+                q, rows = ops.store_latents(q, row, weight, EPS, cos, sin, kv, slots)
+                assert torch.equal(kv.k[slots], rows)
+                made.append((q, rows, planes))
+            for ours_is, theirs_is in zip(made[0][:2], made[1][:2]):
+                close(ours_is, theirs_is, dtype)
+            assert torch.equal(made[0][2].isnan(), made[1][2].isnan()), "other slots were written"
+"""
 
 
 def test_fused_kernels_compute_what_their_twins_do() -> None:
-    run_interpreted(HEADER + NORMS + ACTIVATIONS + ROTATIONS + HEADS)
+    run_interpreted(HEADER + NORMS + ACTIVATIONS + ROTATIONS + HEADS + LATENTS)
 
 
 @pytest.mark.parametrize("name", [name for name in vars(Ops) if not name.startswith("_")])

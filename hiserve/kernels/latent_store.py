@@ -1,0 +1,113 @@
+"""The rows that latent attention stores, and the rotation of its queries, in one launch of Triton."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hiserve.core.forward import LayerKV
+from hiserve.kernels.launch import await_previous, early_launch, start_next
+
+_BLOCK_HEADS = 8
+_ELEMENTS_PER_WARP = 128
+_MAX_WARPS = 4
+
+
+def store_latents(
+    q: Tensor, row: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, kv: LayerKV, slots: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Like ``reference.store_latents``: queries are rotated in place."""
+    (num_tokens, num_heads, _), (rank, rope_dim) = q.shape, (weight.shape[0], cos.shape[2])
+    assert q.stride(2) == row.stride(1) == kv.k.stride(2) == 1, (q.stride(), row.stride(), kv.k.stride())
+    assert row.shape[1] == kv.k.shape[2] == rank + rope_dim, f"{row.shape} and {kv.k.shape}"
+    rows = torch.empty((num_tokens, 1, rank + rope_dim), dtype=row.dtype, device=row.device)
+    num_blocks = 1 + triton.cdiv(num_heads, _BLOCK_HEADS)  # of a token: its row, then its queries
+    _store_latents[(num_tokens * num_blocks,)](
+        q,
+        row,
+        weight,
+        cos,
+        sin,
+        slots,
+        rows,
+        kv.k,
+        eps,
+        q.stride(0),
+        q.stride(1),
+        row.stride(0),
+        kv.k.stride(0),
+        NUM_HEADS=num_heads,
+        PLAIN=q.shape[2] - rope_dim,
+        RANK=rank,
+        HALF=rope_dim // 2,
+        BLOCK_HEADS=_BLOCK_HEADS,
+        BLOCK_RANK=triton.next_power_of_2(rank),
+        BLOCK_PAIRS=triton.next_power_of_2(rope_dim // 2),
+        num_warps=min(_MAX_WARPS, max(1, rank // _ELEMENTS_PER_WARP)),
+        **early_launch(q.device),
+    )
+    return q, rows
+
+
+@triton.jit(do_not_specialize=["eps"])  # type: ignore[untyped-decorator]
+def _store_latents(  # type: ignore[no-untyped-def]
+    q,
+    row,
+    weight,
+    cos,
+    sin,
+    slots,
+    rows,
+    pool,
+    eps,
+    token_stride,
+    head_stride,
+    row_stride,
+    slot_stride,
+    NUM_HEADS: tl.constexpr,  # noqa: N803
+    PLAIN: tl.constexpr,  # noqa: N803
+    RANK: tl.constexpr,  # noqa: N803
+    HALF: tl.constexpr,  # noqa: N803
+    BLOCK_HEADS: tl.constexpr,  # noqa: N803
+    BLOCK_RANK: tl.constexpr,  # noqa: N803
+    BLOCK_PAIRS: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
+):
+    """Each program handles one token: its row, or some of its query heads."""
+    wide: tl.constexpr = cos.dtype.element_ty
+    dtype: tl.constexpr = rows.dtype.element_ty
+    num_blocks: tl.constexpr = 1 + (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    block, token = tl.program_id(0) % num_blocks, (tl.program_id(0) // num_blocks).to(tl.int64)
+    pair = tl.arange(0, BLOCK_PAIRS)
+    angle = token * (2 * HALF) + HALF + pair  # the second half, whose sines have their own sign
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
+    cosine = tl.load(cos + angle, mask=pair < HALF, other=0.0)
+    sine = tl.load(sin + angle, mask=pair < HALF, other=0.0)
+    if block == 0:
+        column = tl.arange(0, BLOCK_RANK)
+        source, stored = row + token * row_stride, pool + tl.load(slots + token) * slot_stride
+        target = rows + token * (RANK + 2 * HALF)
+        latent = tl.load(source + column, mask=column < RANK, other=0.0).to(wide)
+        scale = tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps)
+        weights = tl.load(weight + column, mask=column < RANK, other=0.0).to(wide)
+        normed = ((latent * scale).to(weight.dtype.element_ty).to(wide) * weights).to(dtype)
+        tl.store(target + column, normed, mask=column < RANK)
+        tl.store(stored + column, normed, mask=column < RANK)
+        one = tl.load(source + RANK + pair, mask=pair < HALF, other=0.0).to(wide)
+        other = tl.load(source + RANK + HALF + pair, mask=pair < HALF, other=0.0).to(wide)
+        turned, partner = (one * cosine - other * sine).to(dtype), (other * cosine + one * sine).to(dtype)
+        tl.store(target + RANK + pair, turned, mask=pair < HALF)
+        tl.store(target + RANK + HALF + pair, partner, mask=pair < HALF)
+        tl.store(stored + RANK + pair, turned, mask=pair < HALF)
+        tl.store(stored + RANK + HALF + pair, partner, mask=pair < HALF)
+    else:
+        head = (block - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+        mask = (head < NUM_HEADS)[:, None] & (pair < HALF)[None, :]
+        place = q + token * token_stride + head[:, None] * head_stride + PLAIN + pair[None, :]
+        ones = tl.load(place, mask=mask, other=0.0).to(wide)
+        others = tl.load(place + HALF, mask=mask, other=0.0).to(wide)
+        tl.store(place, (ones * cosine[None, :] - others * sine[None, :]).to(dtype), mask=mask)
+        tl.store(place + HALF, (others * cosine[None, :] + ones * sine[None, :]).to(dtype), mask=mask)
