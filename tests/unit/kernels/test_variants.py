@@ -13,6 +13,8 @@ import pytest
         ("attention_schedule", "_schedule", ("qo_indptr", "kv_lens")),
         ("attention_extend", "_extend", ("qo_indptr", "kv_lens", "page_table", "tree_mask")),
         ("attention_extend", "_join", ("qo_indptr",)),
+        ("latent_decode", "_attend", ("qo_indptr", "kv_lens", "page_table", "num_tokens")),
+        ("latent_decode", "_join", ("qo_indptr", "kv_lens", "num_tokens", "num_parts")),
         ("page_lists", "_list_pages", ("page_table", "kv_lens", "rows", "indptr")),
         ("page_copy", "_copy_pages", ("indices",)),
         ("step_triton", "_check_rows", ("rows", "num_new", "num_draft", "samples", "max_len")),
