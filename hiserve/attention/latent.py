@@ -47,6 +47,14 @@ class _LongRow:
     pages: Tensor  # int64 ``[n]``, those of ``num_cached`` tokens
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prompts:
+    """All rows to expand, none of which has a prefix: one launch computes them."""
+
+    starts: Tensor  # int32 ``[n + 1]``: where the tokens of each row start, from the first of them
+    max_new: int  # tokens of the longest
+
+
 class LatentAttention:
     """Expands the keys of rows with many new tokens; ``absorbed`` computes the rows before the first of them.
 
@@ -64,6 +72,7 @@ class LatentAttention:
         self._absorbed = absorbed
         self._min_expanded = min_expanded
         self._long: list[_LongRow] = []
+        self._prompts: _Prompts | None = None  # the same rows, if one launch computes them
         self._num_absorbed = 0  # tokens of the rows before them
 
     def captured(self, num_rows: int, width: int) -> Attention | None:
@@ -92,8 +101,20 @@ class LatentAttention:
             pages = inputs.page_table[row, : -(-num_cached // self._shape.page_size)].long()
             self._long.append(_LongRow(start, num_new, num_cached, pages))
             start += num_new
+        self._prompts = None
+        if self._long and self._has_launch(inputs.kv_lens.device) and not any(row.num_cached for row in self._long):
+            starts = inputs.qo_indptr[first:] - self._num_absorbed
+            self._prompts = _Prompts(starts, max(row.num_new for row in self._long))
         if first:
             self._absorbed.plan(inputs.cut(0, first) if self._long else inputs)
+
+    def _has_launch(self, device: torch.device) -> bool:
+        """Whether one launch may compute several prompts; it sees the first key of each."""
+        return _is_fused(device, self._shape.dtype, self._key_dim) and not self._shape.hides_first
+
+    @property
+    def _key_dim(self) -> int:
+        return self._latent.nope_dim + self._latent.rope_dim
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
         """Attends; ``kv`` is a ``LatentKV``."""
@@ -103,6 +124,11 @@ class LatentAttention:
         if cut:
             latents = self._absorbed.forward(self._absorb(q[:cut], kv.to_keys), k[:cut], v[:cut], kv, layer)
             torch.bmm(latents.transpose(0, 1), kv.to_values.transpose(1, 2), out=out[:cut].transpose(0, 1))
+        if self._prompts is not None:
+            keys, values = self._expand(k[cut:, 0], kv)
+            starts, max_new = self._prompts.starts, self._prompts.max_new
+            out[cut:] = attend_prompts(q[cut:], keys, values, starts, max_new, self._latent.scale)
+            return out
         for row in self._long:
             mine = slice(row.start, row.start + row.num_new)
             out[mine] = self._expand_and_attend(row, q[mine], k[mine, 0], kv)
@@ -142,11 +168,18 @@ class LatentAttention:
 
     def _attend(self, q: Tensor, rows: Tensor, kv: LatentKV, *, is_causal: bool) -> tuple[Tensor, Tensor]:
         """Expands rows ``[m, width]`` and attends; as ``attend_dense``."""
-        latents, rotated = rows.split_with_sizes((self._latent.rank, self._latent.rope_dim), -1)
-        keys = torch.einsum("mr,hnr->hmn", latents, kv.to_keys)
-        keys = torch.cat((keys, rotated.expand(keys.shape[0], -1, -1)), -1)
-        values = torch.einsum("mr,hvr->hmv", latents, kv.to_values)
+        keys, values = (each.transpose(0, 1) for each in self._expand(rows, kv))
         return attend_dense(q, keys, values, self._latent.scale, is_causal=is_causal)
+
+    def _expand(self, rows: Tensor, kv: LatentKV) -> tuple[Tensor, Tensor]:
+        """Returns keys and values of rows ``[m, width]``, ``[m, num_heads, ...]``."""
+        latents, rotated = rows.split_with_sizes((self._latent.rank, self._latent.rope_dim), -1)
+        size, each_head = (rows.shape[0], self._shape.num_heads), latents.expand(self._shape.num_heads, -1, -1)
+        keys, values = rows.new_empty((*size, self._key_dim)), rows.new_empty((*size, self._latent.value_dim))
+        torch.bmm(each_head, kv.to_keys.transpose(1, 2), out=keys[..., : self._latent.nope_dim].transpose(0, 1))
+        torch.bmm(each_head, kv.to_values.transpose(1, 2), out=values.transpose(0, 1))
+        keys[..., self._latent.nope_dim :] = rotated[:, None]
+        return keys, values
 
 
 def attend_dense(q: Tensor, keys: Tensor, values: Tensor, scale: float, *, is_causal: bool) -> tuple[Tensor, Tensor]:
@@ -163,7 +196,7 @@ def attend_dense(q: Tensor, keys: Tensor, values: Tensor, scale: float, *, is_ca
         ``[n, num_heads, v]`` and the natural logarithm of the sum of exponentials, ``[n, num_heads]``; both float32, or
         float64 for float64.
     """
-    if q.device.type == "cuda" and q.dtype in _FUSED_DTYPES and q.shape[2] <= _MAX_FUSED_DIM:
+    if _is_fused(q.device, q.dtype, q.shape[2]):
         return _attend_fused(q, keys, values, scale, is_causal=is_causal)
     wide = torch.promote_types(q.dtype, torch.float32)
     keys, values = keys.to(wide), values.to(wide)
@@ -180,12 +213,42 @@ def attend_dense(q: Tensor, keys: Tensor, values: Tensor, scale: float, *, is_ca
     return torch.cat(outs), torch.cat(sums)
 
 
+def attend_prompts(q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, max_new: int, scale: float) -> Tensor:
+    """Attends in one launch over several prompts: token i of each sees its own keys up to i. On CUDA, 16 bits.
+
+    Args:
+        q: ``[T, num_heads, d]``, ``d`` at most 256.
+        keys: Like ``q``.
+        values: ``[T, num_heads, v]``, ``v`` at most ``d``.
+        starts: int32 ``[n + 1]``, of the tokens of each prompt.
+        max_new: Tokens of the longest.
+        scale: Factor of the scores.
+
+    Returns:
+        ``[T, num_heads, v]``, of the type of ``q``.
+    """
+    out: Tensor = torch.ops.aten._flash_attention_forward(
+        q, keys, _widened(values, keys), starts, starts, max_new, max_new, 0.0, True, False, scale=scale
+    )[0]
+    return out[..., : values.shape[2]]
+
+
+def _is_fused(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
+    """Whether torch has a fused kernel for heads of ``dim`` elements."""
+    return device.type == "cuda" and dtype in _FUSED_DTYPES and dim <= _MAX_FUSED_DIM
+
+
+def _widened(values: Tensor, keys: Tensor) -> Tensor:
+    """Returns values as wide as keys, as the fused kernel takes them."""
+    spare = keys.shape[2] - values.shape[2]
+    assert spare >= 0, f"keys of {keys.shape[2]} elements, values of {values.shape[2]}"
+    return torch.nn.functional.pad(values, (0, spare)) if spare else values
+
+
 def _attend_fused(q: Tensor, keys: Tensor, values: Tensor, scale: float, *, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """As ``attend_dense``, by the kernel of torch that returns the sums; it takes values as wide as keys."""
-    num_values, spare = values.shape[2], keys.shape[2] - values.shape[2]
-    assert spare >= 0, f"keys of {keys.shape[2]} elements, values of {num_values}"
-    values = torch.nn.functional.pad(values, (0, spare))
+    """As ``attend_dense``, by the kernel of torch that returns the sums."""
+    num_values = values.shape[2]
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        q.transpose(0, 1)[None], keys[None], values[None], 0.0, is_causal, False, scale=scale
+        q.transpose(0, 1)[None], keys[None], _widened(values, keys)[None], 0.0, is_causal, False, scale=scale
     )
     return out[0, :, :, :num_values].transpose(0, 1).float(), lse[0, :, : q.shape[0]].transpose(0, 1)

@@ -70,6 +70,13 @@ def test_rows_see_what_is_theirs(name: str, device: str, dtype: torch.dtype, hea
     check(LatentCase(shape, ROWS, num_decode=NUM_DECODE, device=device), attention, dtype)
 
 
+def test_prompts_that_begin_see_no_other_prompt(name: str, device: str, dtype: torch.dtype, heads: int) -> None:
+    """One launch computes them on a GPU."""
+    shape, attention = opened(name, device, dtype, heads)
+    rows = ((40, 1), (5, 7), (0, 130), (0, 200), (0, 3), (0, 128))
+    check(LatentCase(shape, rows, num_decode=1, device=device), attention, dtype)
+
+
 def test_each_plan_stands_until_the_next(name: str, device: str, dtype: torch.dtype, heads: int) -> None:
     """Steps follow each other without anybody waiting for the device."""
     shape, attention = opened(name, device, dtype, heads)

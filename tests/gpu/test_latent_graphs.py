@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hiserve.attention.latent import attend_dense
+from hiserve.attention.latent import attend_dense, attend_prompts
 from tests.helpers.latent_models import FAMILIES, save_latent
 from tests.helpers.scripted import check_graphs
 
@@ -37,3 +37,18 @@ def test_the_fused_kernel_gives_outputs_and_sums(key_dim: int, value_dim: int, i
     assert out.dtype == lse.dtype == torch.float32
     torch.testing.assert_close(out.double(), exact[0], atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(lse.double(), exact[1], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 128), (256, 256)])
+def test_one_launch_attends_over_several_prompts(key_dim: int, value_dim: int) -> None:
+    torch.manual_seed(4)
+    lengths = (300, 1, 129)
+    q, keys = torch.randn(2, sum(lengths), 4, key_dim, device="cuda", dtype=torch.bfloat16)
+    values = torch.randn(sum(lengths), 4, value_dim, device="cuda", dtype=torch.bfloat16)
+    starts = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    out = attend_prompts(q, keys, values, starts, max(lengths), key_dim**-0.5)
+    assert out.dtype == torch.bfloat16
+    for ours, *own in zip(*(each.split(lengths) for each in (out, q, keys, values)), strict=True):
+        one, *other = (each.double() for each in own)
+        exact = attend_dense(one, *(each.transpose(0, 1) for each in other), key_dim**-0.5, is_causal=True)
+        torch.testing.assert_close(ours.double(), exact[0], atol=2e-2, rtol=2e-2)
