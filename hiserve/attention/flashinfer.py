@@ -83,14 +83,15 @@ class FlashInferAttention:
         turn = self._turns[self._num_plans % _NUM_TURNS]
         self._num_plans += 1
         self._unlisted = inputs
-        self._parts = turn.plan(inputs.q_lens, np.maximum(inputs.kv_bounds, inputs.q_lens))
+        lengths = inputs.q_lens, np.maximum(inputs.kv_bounds, inputs.q_lens)
+        self._parts = turn.plan(*lengths, frees_windows=inputs.window_table is not None)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
         """Attends part by part; the first call after a plan lists the pages for all layers."""
         if self._unlisted is not None:
             for part in self._parts:
-                if part.pages is not None:
-                    part.pages.fill(self._unlisted)
+                for pages in part.pages:
+                    pages.fill(self._unlisted)
             self._unlisted = None
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         window, pool = self._shape.window(layer), _as_pages(kv, self._shape)
@@ -116,21 +117,15 @@ class _GraphAttention:
     def __init__(self, shape: AttentionShape, workspace: Workspace, num_rows: int, width: int) -> None:
         self._shape = shape
         self._workspace = workspace
-        self._width = width
-        self._pages = _PageList(
-            rows=torch.arange(num_rows, device=workspace.device),
-            indptr=torch.zeros(num_rows + 1, dtype=torch.int32, device=workspace.device),
-            indices=torch.empty(0, dtype=torch.int32, device=workspace.device),
-            page_size=shape.page_size,
-        )
-        self._last_page_len = torch.ones(num_rows, dtype=torch.int32, device=workspace.device)
-        self._rows: Mapping[int | None, RowGroup] = {}
+        self._num_rows, self._width = num_rows, width
+        self._lists: dict[int | None, _GraphPages] = {}  # of the pages that layers of a window read; None is all others
+        self._rows: dict[int | None, RowGroup] = {}
         self._inputs: ForwardInputs | None = None
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def captured(self, num_rows: int, width: int) -> Attention:
         """Returns itself."""
-        assert (num_rows, width) == (self._pages.rows.shape[0], self._width), f"{num_rows} rows of {width} tokens"
+        assert (num_rows, width) == (self._num_rows, self._width), f"{num_rows} rows of {width} tokens"
         return self
 
     def ragged(self) -> None:
@@ -141,45 +136,43 @@ class _GraphAttention:
         assert inputs.tree_mask is None, "FlashInfer's kernels for Hopper have no tree masks"
         self._inputs = inputs
         if not self._rows:
-            self._make(inputs.page_table.shape[1])
+            self._make(inputs)
         lengths = RowLengths(inputs.q_lens, np.maximum(inputs.kv_bounds, inputs.q_lens), self._shape.page_size)
-        indptr = lengths.page_indptr
-        for buffer, ours in ((self._pages.indptr, indptr), (self._last_page_len, lengths.last_page_len)):
-            buffer.copy_(pin(ours), non_blocking=True)
+        seen = {window: each.upload(lengths) for window, each in self._lists.items()}
         self._copied.synchronize()
-        for rows in self._rows.values():
-            rows.schedule(lengths, self._pages.indices[: int(indptr[-1])])
+        for window, rows in self._rows.items():
+            read = window if window in seen else None
+            rows.schedule(seen[read], self._lists[read].pages.indices[: int(seen[read].page_indptr[-1])])
         self._copied.record()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
         """Attends; the first layer lists the pages for all layers."""
         assert self._inputs is not None, "forward before plan"
         if layer == 0:
-            self._pages.fill(self._inputs)
+            for each in self._lists.values():
+                each.pages.fill(self._inputs)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         self._rows[self._shape.window(layer)].attend(q, k, v, _as_pages(kv, self._shape), out)
         return out
 
-    def _make(self, table_width: int) -> None:
-        shape, workspace, num_rows = self._shape, self._workspace, self._pages.rows.shape[0]
+    def _make(self, inputs: ForwardInputs) -> None:
+        shape, workspace, num_rows = self._shape, self._workspace, self._num_rows
         group = shape.num_heads // shape.num_kv_heads
         num_tiles, tile = graph_tiles(num_rows, self._width, group, shape.num_kv_heads, workspace.num_programs)
         partials = workspace.partials(num_tiles * shape.num_heads, tile)
-        self._pages = _PageList(
-            self._pages.rows, self._pages.indptr, workspace.indices(num_rows * table_width), shape.page_size
-        )
-        buffers = GraphBuffers(
-            qo_indptr=self._width * torch.arange(num_rows + 1, dtype=torch.int32, device=workspace.device),
-            page_indptr=self._pages.indptr,
-            last_page_len=self._last_page_len,
-            indices=self._pages.indices,
-        )
-        if self._width == 1:
-            self._rows = {window: DecodeRows(shape, window, partials, buffers) for window in shape.distinct_windows}
-        else:
-            self._rows = {
-                window: ChunkRows(shape, window, partials, "fa2", buffers) for window in shape.distinct_windows
-            }
+        qo_indptr = self._width * torch.arange(num_rows + 1, dtype=torch.int32, device=workspace.device)
+        read = _lists_of(shape, frees_windows=inputs.window_table is not None)
+        room = workspace.indices(len(read) * inputs.page_table.numel()).view(len(read), -1)
+        for window, indices in zip(read, room.unbind(), strict=True):
+            self._lists[window] = _GraphPages(num_rows, window, indices, shape.page_size)
+        self._rows = {}
+        for window in shape.distinct_windows:
+            buffers = self._lists[window if window in read else None].buffers(qo_indptr)
+            self._rows[window] = (
+                DecodeRows(shape, window, partials, buffers)
+                if self._width == 1
+                else ChunkRows(shape, window, partials, "fa2", buffers)
+            )
 
 
 def _prefill(device: torch.device) -> str:
@@ -192,7 +185,7 @@ class _Part:
 
     rows: Mapping[int | None, RowGroup]  # their kernels, by window
     tokens: slice | Tensor  # their tokens: a slice, or int64 on the device if they are not adjacent
-    pages: _PageList | None  # the list of their pages, if they read pages
+    pages: tuple[_PageList, ...]  # the lists of their pages, if they read pages
 
 
 class _BatchSchedule:
@@ -216,8 +209,14 @@ class _BatchSchedule:
         q_lens = np.array([1, 2, 2, _MAX_SHORT + 1], dtype=np.int32)
         self.plan(q_lens, q_lens + np.array([0, 0, 1, 1], dtype=np.int32))
 
-    def plan(self, q_lens: Int32Array, kv_lens: Int32Array) -> list[_Part]:
-        """Schedules a batch: ``q_lens`` ``[B]`` are tokens of each row, ``kv_lens`` ``[B]`` tokens it attends over."""
+    def plan(self, q_lens: Int32Array, kv_lens: Int32Array, *, frees_windows: bool = False) -> list[_Part]:
+        """Schedules a batch.
+
+        Args:
+            q_lens: ``[B]``. Tokens of each row.
+            kv_lens: ``[B]``. Tokens it attends over.
+            frees_windows: Layers with a window have pages of their own, of which those below it may be anything.
+        """
         self._copied.synchronize()
         is_one, is_prompt = q_lens == 1, q_lens == kv_lens
         is_chunk, is_short = ~is_prompt & ~is_one, q_lens <= _MAX_SHORT
@@ -227,21 +226,37 @@ class _BatchSchedule:
             (is_chunk & is_short, self._short_chunks),
             (is_chunk & ~is_short, self._chunks),
         )
-        parts = [self._schedule(np.flatnonzero(ours), rows, q_lens, kv_lens) for ours, rows in kinds if ours.any()]
+        read = _lists_of(self._shape, frees_windows=frees_windows)
+        parts = [
+            self._schedule(np.flatnonzero(ours), rows, q_lens, kv_lens, read) for ours, rows in kinds if ours.any()
+        ]
         self._copied.record()
         return parts
 
     def _schedule(
-        self, ours: NDArray[np.int64], rows: Mapping[int | None, RowGroup], q_lens: Int32Array, kv_lens: Int32Array
+        self,
+        ours: NDArray[np.int64],
+        rows: Mapping[int | None, RowGroup],
+        q_lens: Int32Array,
+        kv_lens: Int32Array,
+        read: tuple[int | None, ...],
     ) -> _Part:
-        page_size = self._shape.page_size
-        lengths = RowLengths(q_lens[ours], kv_lens[ours], page_size)
-        row_numbers, indptr = upload((ours, lengths.page_indptr), self._device)
-        indices = torch.empty(int(lengths.page_indptr[-1]), dtype=torch.int32, device=self._device)
-        for each in rows.values():
-            each.schedule(lengths, indices)
-        pages = None if rows is self._prompts else _PageList(row_numbers, indptr, indices, page_size)
-        return _Part(rows, self._tokens(ours, np.cumsum(q_lens) - q_lens, q_lens), pages)
+        lengths, is_prompts = RowLengths(q_lens[ours], kv_lens[ours], self._shape.page_size), rows is self._prompts
+        made = {window: self._list(ours, lengths, window) for window in ((None,) if is_prompts else read)}
+        for window, each in rows.items():
+            seen, pages = made[window if window in made else None]
+            each.schedule(seen, pages.indices)
+        lists = () if is_prompts else tuple(pages for _, pages in made.values())
+        return _Part(rows, self._tokens(ours, np.cumsum(q_lens) - q_lens, q_lens), lists)
+
+    def _list(self, ours: NDArray[np.int64], lengths: RowLengths, window: int | None) -> tuple[RowLengths, _PageList]:
+        """Returns the lengths that layers of a window see, and the unfilled list of their pages; None is all pages."""
+        first = None if window is None else lengths.first_pages(window)
+        seen = lengths if first is None else lengths.behind(first)
+        columns = (ours, seen.page_indptr) if first is None else (ours, seen.page_indptr, first)
+        numbers, indptr, *starts = upload(columns, self._device)
+        indices = torch.empty(int(seen.page_indptr[-1]), dtype=torch.int32, device=self._device)
+        return seen, _PageList(numbers, indptr, indices, lengths.page_size, starts[0] if starts else None)
 
     def _tokens(self, ours: NDArray[np.int64], starts: NDArray[np.int64], q_lens: Int32Array) -> slice | Tensor:
         first, last = ours[0], ours[-1]
@@ -259,10 +274,50 @@ class _PageList:
     indptr: Tensor  # int32 ``[n + 1]``: start of each row's pages
     indices: Tensor  # int32, at least ``indptr[n]`` long
     page_size: int
+    first: Tensor | None  # int32 ``[n]``: first entry of each row in its window table; None lists the page table
 
     def fill(self, inputs: ForwardInputs) -> None:
         """Lists the pages that the table holds now."""
-        list_pages(inputs.page_table, inputs.kv_lens, self.rows, self.indptr, self.page_size, self.indices)
+        table = inputs.page_table if self.first is None else inputs.window_table
+        assert table is not None, "planned for layers with pages of their own"
+        list_pages(table, inputs.kv_lens, self.rows, self.indptr, self.page_size, self.indices, self.first)
+
+
+class _GraphPages:
+    """A list of pages at fixed addresses, for the rows of a graph in layers of one window; None is all others."""
+
+    def __init__(self, num_rows: int, window: int | None, indices: Tensor, page_size: int) -> None:
+        self._window = window
+        zeros = torch.zeros(num_rows, dtype=torch.int32, device=indices.device)
+        self._last_page_len = zeros + 1
+        self.pages = _PageList(
+            rows=torch.arange(num_rows, device=indices.device),
+            indptr=torch.zeros(num_rows + 1, dtype=torch.int32, device=indices.device),
+            indices=indices,
+            page_size=page_size,
+            first=None if window is None else zeros,
+        )
+
+    def buffers(self, qo_indptr: Tensor) -> GraphBuffers:
+        """Returns the tensors that a graph reads."""
+        return GraphBuffers(qo_indptr, self.pages.indptr, self._last_page_len, self.pages.indices)
+
+    def upload(self, lengths: RowLengths) -> RowLengths:
+        """Copies the lengths that these layers see to the device, without a wait; returns them."""
+        columns = []
+        if self._window is not None and self.pages.first is not None:
+            first = lengths.first_pages(self._window)
+            lengths = lengths.behind(first)
+            columns.append((self.pages.first, first))
+        columns += [(self.pages.indptr, lengths.page_indptr), (self._last_page_len, lengths.last_page_len)]
+        for buffer, ours in columns:
+            buffer.copy_(pin(ours), non_blocking=True)
+        return lengths
+
+
+def _lists_of(shape: AttentionShape, *, frees_windows: bool) -> tuple[int | None, ...]:
+    """Returns the windows whose layers read a list of pages of their own; None is the list of all pages of a row."""
+    return shape.distinct_windows if frees_windows else (None,)
 
 
 def _as_pages(kv: LayerKV, shape: AttentionShape) -> tuple[Tensor, Tensor]:

@@ -45,6 +45,15 @@ class RowLengths:
     kv_lens: Int32Array
     page_size: int
 
+    def first_pages(self, window: int) -> Int32Array:
+        """int32 ``[n]``: the page of each row with the first key that a token sees in layers of a window."""
+        first_keys: Int32Array = np.maximum(self.kv_lens - self.q_lens - window + 1, 0)
+        return first_keys // np.int32(self.page_size)
+
+    def behind(self, first_pages: Int32Array) -> RowLengths:
+        """Returns the rows without the pages before these: a window sees as many tokens, wherever positions start."""
+        return RowLengths(self.q_lens, self.kv_lens - first_pages * np.int32(self.page_size), self.page_size)
+
     @property
     def qo_indptr(self) -> Int32Array:
         """int32 ``[n + 1]``: where the tokens of each row start."""

@@ -24,10 +24,22 @@ from hiserve.kernels.launch import num_processors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """Adjacent rows of a step, with their page tables and, if layers with a window have pages of their own, with those."""
+
+    all_seen: ScheduledRows
+    windows: ScheduledRows
+
+    def of(self, window: int | None) -> ScheduledRows:
+        """Returns the rows as layers of a window read them."""
+        return self.all_seen if window is None else self.windows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Others:
     """Rows after those of few tokens."""
 
-    rows: ScheduledRows  # views of the step's; ``qo_indptr`` counts from the first token of the step
+    rows: _Rows  # views of the step's; ``qo_indptr`` counts from the first token of the step
     has_fresh: bool  # there are rows without a prefix
     has_prefixed: bool  # there may be rows with a prefix
     num_parts: int  # parts the keys of each row are split into, in layers without a window
@@ -47,7 +59,7 @@ class TritonAttention:
         self._tile = tile_for(shape.head_dim, shape.dtype)
         self._splits_at = {shape.windows.index(window) for window in shape.windows} or {0}
         self._tree_mask: Tensor | None = None
-        self._short: ScheduledRows | None = None
+        self._short: _Rows | None = None
         self._others: _Others | None = None
         self._num_short = 0
         self._num_extra = 1
@@ -72,7 +84,7 @@ class TritonAttention:
         heads, num_sms = (shape.num_heads, shape.num_kv_heads), num_processors(inputs.kv_lens.device)
         if num_short:
             self._short, self._num_short = _cut(inputs, 0, num_short), int(q_lens[:num_short].sum())
-            self._num_extra = choose_num_extra(self._short, heads, num_sms, self._tile.num_keys)
+            self._num_extra = choose_num_extra(self._short.all_seen, heads, num_sms, self._tile.num_keys)
         if num_short < len(q_lens):
             new, bounds = q_lens[num_short:], inputs.kv_bounds[num_short:]
             self._others = _Others(
@@ -99,11 +111,12 @@ class TritonAttention:
         window = shape.window(layer)
         sinks = shape.sinks[layer] if shape.sinks else None
         if self._short is not None:
+            short = self._short.of(window)
             decode(
                 q[: self._num_short],
                 kv,
-                self._short,
-                self._schedule(self._short, window, layer),
+                short,
+                self._schedule(short, window, layer),
                 page_size=shape.page_size,
                 scale=shape.scale,
                 out=out[: self._num_short],
@@ -111,15 +124,16 @@ class TritonAttention:
                 tree_mask=self._tree_mask,
             )
         if (others := self._others) is not None:
+            rows = others.rows.of(window)
             extend(
                 q,
                 k,
                 v,
                 kv,
-                others.rows.qo_indptr,
-                others.rows.kv_lens,
-                others.rows.page_table,
-                max_q_len=others.rows.max_q_len,
+                rows.qo_indptr,
+                rows.kv_lens,
+                rows.page_table,
+                max_q_len=rows.max_q_len,
                 page_size=shape.page_size,
                 scale=shape.scale,
                 out=out,
@@ -142,11 +156,13 @@ class TritonAttention:
         return self._schedules[window]
 
 
-def _cut(inputs: ForwardInputs, first: int, end: int) -> ScheduledRows:
-    return ScheduledRows(
+def _cut(inputs: ForwardInputs, first: int, end: int) -> _Rows:
+    rows = ScheduledRows(
         qo_indptr=inputs.qo_indptr[first : end + 1],
         kv_lens=inputs.kv_lens[first:end],
         page_table=inputs.page_table[first:end],
         max_q_len=int(inputs.q_lens[first:end].max()),
         max_kv_len=inputs.max_kv_len,
     )
+    table = inputs.window_table
+    return _Rows(rows, rows if table is None else rows._replace(page_table=table[first:end]))

@@ -186,7 +186,6 @@ class _Worker:
         chosen, model = self._chosen, self._model
         obstacles = {
             "the model has not both layers with a window and layers without": not model.window,
-            "they are on cpu only": not chosen.on_cpu,
             "their prefixes do not go to the host: give --host-cache-gib 0": self._cache.host_cache_gib != 0,
             "they have no canary: leave out --kv-canary": self._cache.kv_canary,
         }
@@ -268,7 +267,7 @@ class _Worker:
             share = max(0, self._room - sum(self._beside_pool(length).values()))
             why = "all memory beside weights, tables and steps"
         pages, why = min(
-            (int(share // (self.page_bytes + self._windows.bytes_per_page(self.page_bytes))), why),
+            (self._windows.pages_beside(self._cache.window_pages, share, self.page_bytes), why),
             (1 + rows * -(-length // page_size), f"as many as {rows} requests of {length:,} tokens fill"),
             (MAX_INT32, "page numbers have 32 bits"),
         )

@@ -58,6 +58,21 @@ class WindowPool(msgspec.Struct, frozen=True, kw_only=True):
         share = min(MOST_SHARE, max(LEAST_SHARE, tail / (tail + TAIL_TOKENS * history)))
         return page_bytes * share / (1 - share)
 
+    def pages_beside(self, given: int | Auto, num_bytes: int, page_bytes: int) -> int:
+        """Returns how many pages of the other layers fit into memory beside the window pages.
+
+        Args:
+            given: ``--window-pages``.
+            num_bytes: Of both pools.
+            page_bytes: Of a page of the other layers.
+        """
+        if self.limits is None:
+            return num_bytes // page_bytes
+        pages = int(num_bytes // (page_bytes + self.bytes_per_page(page_bytes)))
+        least = self.limits.least_pages if given == "auto" else given
+        beside = max(0, num_bytes - least * self.page_bytes) // page_bytes
+        return min(pages, beside) if given == "auto" else beside
+
     def size(self, given: int | Auto, pages: int, num_bytes: int, rows: int, room: int) -> tuple[int, str]:
         """Returns the pages of the pool, and the reason; empty if they were given.
 

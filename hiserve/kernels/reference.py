@@ -298,8 +298,16 @@ def _gumbel(words: Tensor) -> Tensor:
     return uniform.log_().neg_().log_().neg_()
 
 
-def list_pages(page_table: Tensor, kv_lens: Tensor, rows: Tensor, indptr: Tensor, page_size: int, out: Tensor) -> None:
-    """Concatenates the first pages of some rows: those of ``rows[i]`` at ``indptr[i]`` to ``indptr[i + 1]``.
+def list_pages(
+    page_table: Tensor,
+    kv_lens: Tensor,
+    rows: Tensor,
+    indptr: Tensor,
+    page_size: int,
+    out: Tensor,
+    first: Tensor | None = None,
+) -> None:
+    """Concatenates pages of some rows: those of ``rows[i]`` at ``indptr[i]`` to ``indptr[i + 1]``.
 
     The host gives their number. Where the device's length is shorter, as for a row that failed the check, the row's
     table is arbitrary there, and the padding page is listed instead.
@@ -308,13 +316,15 @@ def list_pages(page_table: Tensor, kv_lens: Tensor, rows: Tensor, indptr: Tensor
         page_table: int32 ``[B, W]``.
         kv_lens: int64 ``[B]``.
         rows: int64 ``[n]``.
-        indptr: int32 ``[n + 1]``, its steps at most W.
+        indptr: int32 ``[n + 1]``, its steps at most W, less ``first``.
         page_size: Tokens per page.
         out: int32, at least ``indptr[n]`` long; undefined after that.
+        first: int32 ``[n]``. The entry at which the list of each row starts; None is 0.
     """
     places = torch.arange(out.shape[0], device=out.device)
     item = torch.searchsorted(indptr[1:], places, right=True).clamp_(max=rows.shape[0] - 1)
-    entry = (places - indptr[item]).clamp_(max=page_table.shape[1] - 1)
+    entry = places - indptr[item] if first is None else places - indptr[item] + first[item]
+    entry.clamp_(max=page_table.shape[1] - 1)
     row = rows[item]
     out.copy_(page_table[row, entry].masked_fill_(entry * page_size >= kv_lens[row], PADDING_PAGE))
 

@@ -111,11 +111,12 @@ class StepOps(Protocol):
         """Checks the rows, and gathers the step's tokens, positions, slots and page tables.
 
         A row is legal if the slot of its last computed token agrees with its length, if every page it reads or writes
-        still belongs to it (in layers with a window, from the first one seen on), if it stays within ``max_len``, and if its tokens are known: a row that samples ends
-        exactly at its last known token, drafts aside, and has capacity for all tokens that it may emit.
+        still belongs to it (in layers with a window, from the first one seen on), if it stays within ``max_len``, and if
+        its tokens are known: a row that samples ends exactly at its last known token, drafts aside, and has capacity for
+        all tokens that it may emit.
 
-        ``max_len`` is at most the capacity of the page table; entries past a row's last page are not written. ``state``
-        is unchanged.
+        ``max_len`` is at most the capacity of the page table; entries past a row's last page are not written, nor those of
+        its window table below the first page seen. ``state`` is unchanged.
         """
 
     def accept(self, drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowTensors) -> Tensor:

@@ -37,7 +37,9 @@ def fill_inputs(inputs: StepInputs, state: RowTensors, *, page_size: int) -> Non
         table = state.windows.table.index_select(0, inputs.rows).narrow(1, 0, width)
         table = torch.where(legal[:, None], table, PADDING_PAGE)
         pages = table[forward.token_rows, positions // page_size].long()
-        forward.window_table.copy_(torch.where(is_used, table, forward.window_table))
+        first = (computed_len - state.windows.size + 1).clamp_(min=0) // page_size
+        is_seen = is_used & (torch.arange(width, device=table.device) >= first[:, None])
+        forward.window_table.copy_(torch.where(is_seen, table, forward.window_table))
         forward.window_slots.copy_(pages * page_size + positions % page_size)
 
 

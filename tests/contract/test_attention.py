@@ -101,9 +101,14 @@ def test_equals_the_oracle_whatever_the_rows_are(
 
 
 @pytest.mark.parametrize("subject", PLAIN)
+@pytest.mark.parametrize("frees_windows", [False, True], ids=["kept", "freed"])
 @pytest.mark.parametrize("window", [1, 7, 33])
-def test_a_window_hides_what_is_behind_it_in_its_layers_only(subject: Subject, window: int) -> None:
-    case = subject.case((*RAGGED, (200, 1)), window=window)
+def test_a_window_hides_what_is_behind_it_in_its_layers_only(
+    subject: Subject, window: int, frees_windows: bool
+) -> None:
+    """With pages of their own, entries below the window are no pages: nobody reads them."""
+    lengths = (*RAGGED, (200, 1), (190, 4), (150, 40))
+    case = subject.case(lengths, window=window, frees_windows=frees_windows, adjacent=not frees_windows)
     attention = subject.open(case.shape)
     for layer in (0, 1):
         tolerance = TOLERANCE[subject.dtype]
@@ -248,14 +253,19 @@ def test_parts_of_the_keys_merge_to_the_whole() -> None:
 
 
 @pytest.mark.parametrize("subject", [_on_gpu(name, "bfloat16") for name in ("triton", "flashinfer", "paired")])
-def test_decode_rows_are_replayed_with_other_lengths_and_pages(subject: Subject) -> None:
-    """A graph of four rows: each replay reads what its tensors hold then; the last row pads."""
+@pytest.mark.parametrize("window", [None, 33])
+def test_decode_rows_are_replayed_with_other_lengths_and_pages(subject: Subject, window: int | None) -> None:
+    """A graph of four rows: each replay reads what its tensors hold then; the last row pads.
+
+    Layers with a window have pages of their own, and the others' table is of the padding page.
+    """
     steps = [
         ((5, 1), (300, 1), (31, 1), (0, 1)),
         ((6, 1), (301, 1), (0, 1), (0, 1)),
         ((511, 1), (3, 1), (15, 1), (0, 1)),
     ]
-    cases = [subject.case(lengths, group=4, adjacent=False) for lengths in steps]
+    options = {"group": 4, "adjacent": False, "window": window, "frees_windows": window is not None}
+    cases = [subject.case(lengths, **options) for lengths in steps]
     width = max(case.inputs.page_table.shape[1] for case in cases)
     num_slots = max(len(case.kv.k) for case in cases)
     kv = LayerKV(
@@ -263,9 +273,11 @@ def test_decode_rows_are_replayed_with_other_lengths_and_pages(subject: Subject)
     )
     attention = subject.open(cases[0].shape).captured(4, 1)
     assert attention is not None
+    table = torch.zeros((4, width), dtype=torch.int32, device="cuda")
     inputs = dataclasses.replace(
         cases[0].inputs,
-        page_table=torch.zeros((4, width), dtype=torch.int32, device="cuda"),
+        page_table=table if window is None else torch.zeros_like(table),
+        window_table=None if window is None else table,
         kv_lens=torch.ones_like(cases[0].inputs.kv_lens),
         positions=torch.zeros_like(cases[0].inputs.positions),
         kv_bounds=torch.ones(4, dtype=torch.int32).numpy(),
@@ -281,7 +293,9 @@ def test_decode_rows_are_replayed_with_other_lengths_and_pages(subject: Subject)
         for case in (*cases, *cases):
             for ours, its in zip((*qkv, kv.k[: len(case.kv.k)], kv.v[: len(case.kv.v)]), _tensors(case), strict=True):
                 ours.copy_(its)
-            inputs.page_table.fill_(NO_PAGE)[:, : case.inputs.page_table.shape[1]] = case.inputs.page_table
+            its = case.inputs_of(0)
+            own = its.page_table if its.window_table is None else its.window_table
+            table.fill_(NO_PAGE)[:, : own.shape[1]] = own
             inputs.kv_lens.copy_(case.inputs.kv_lens)
             inputs.positions.copy_(case.inputs.positions)
             if attention.needs_host_lengths:

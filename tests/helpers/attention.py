@@ -24,6 +24,7 @@ class Case:
         lengths: Tokens cached and new, of each row.
         adjacent: The pages of a row are.
         window: Of the first of two layers; the other has none.
+        frees_windows: The first layer has pages of its own, by a table whose entries below the window are no pages.
         sinks: The first layer has sinks.
         hides_first: Nobody sees position 0, and its slot holds NaN.
         score_scalar: As of ``AttentionShape``.
@@ -42,6 +43,7 @@ class Case:
         device: str = "cpu",
         num_kv_heads: int = 2,
         window: int | None = None,
+        frees_windows: bool = False,
         sinks: bool = False,
         hides_first: bool = False,
         score_scalar: float | None = None,
@@ -67,6 +69,7 @@ class Case:
         tokens = [(row, place) for row, (cached, new) in enumerate(lengths) for place in range(cached, cached + new)]
         self.masks = [self._mask(new, trees) for _, new in lengths]
         self._fill()
+        self._frees_windows = frees_windows
         self.inputs = self._inputs(tokens, trees)
 
     def _pages(self, page_size: int, adjacent: bool) -> list[Tensor]:
@@ -141,9 +144,22 @@ class Case:
         moved = {name: value.to(self._device) for name, value in values.items() if isinstance(value, Tensor)}
         return dataclasses.replace(inputs, **moved)
 
+    def inputs_of(self, layer: int) -> ForwardInputs:
+        """Returns the inputs for one layer: if both have pages of their own, the other's are the padding page, of NaN."""
+        inputs, window = self.inputs, self.shape.window(layer)
+        if not self._frees_windows:
+            return inputs
+        others = torch.zeros_like(inputs.page_table)
+        if window is None:
+            return dataclasses.replace(inputs, window_table=others)
+        table = inputs.page_table.clone()
+        for row, (cached, _) in enumerate(self.lengths):
+            table[row, : max(0, cached - window + 1) // self.shape.page_size] = NO_PAGE
+        return dataclasses.replace(inputs, page_table=others, window_table=table)
+
     def run(self, backend: Attention, layer: int = 0) -> Tensor:
         with torch.inference_mode():
-            backend.plan(self.inputs)
+            backend.plan(self.inputs_of(layer))
             return backend.forward(self.q, self.k, self.v, self.kv, layer)
 
     def visible(self, row: int, token: int, layer: int = 0) -> Tensor:

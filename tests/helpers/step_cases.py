@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hiserve.core.forward import ForwardInputs
-from hiserve.kernels.step_ops import RowTensors, StepInputs
+from hiserve.kernels.step_ops import RowTensors, StepInputs, WindowTensors
 
 NUM_ROWS, STALE = 7, -7
 
@@ -36,21 +36,20 @@ class StepCase:
     def unfilled(self, *, is_stale: bool = False) -> StepInputs:
         """Room for the inputs: new, or a graph's with what an earlier step left in it."""
         forward, value = self.inputs.forward, STALE if is_stale else 0
-        rooms = {
-            name: torch.full_like(getattr(forward, name), value)
-            for name in ("kv_lens", "input_ids", "positions", "slots")
-        }
-        table = torch.full_like(forward.page_table, value)
+        rooms = {name: torch.full_like(room, value) for name, room in _written(forward).items()}
         legal = torch.ones_like(self.inputs.legal)
-        return replace(self.inputs, legal=legal, forward=replace(forward, page_table=table, **rooms))
+        return replace(self.inputs, legal=legal, forward=replace(forward, **rooms))
 
 
 def filled(inputs: StepInputs) -> dict[str, Tensor]:
     """What ``fill_inputs`` writes."""
-    forward = inputs.forward
-    return {"legal": inputs.legal} | {
-        name: getattr(forward, name) for name in ("kv_lens", "page_table", "input_ids", "positions", "slots")
-    }
+    return {"legal": inputs.legal} | _written(inputs.forward)
+
+
+def _written(forward: ForwardInputs) -> dict[str, Tensor]:
+    names = ("kv_lens", "page_table", "input_ids", "positions", "slots", "window_table", "window_slots")
+    values = {name: getattr(forward, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def copied(state: RowTensors) -> RowTensors:
@@ -73,7 +72,7 @@ def tensors_of(state: RowTensors) -> dict[str, Tensor]:
 
 
 def random_case(generator: torch.Generator) -> StepCase:
-    """Rows 1 to 6 hold requests, some at their last token; one fault in about every third."""
+    """Rows 1 to 6 hold requests, some at their last token; one fault in about every third. Half of the cases have windows."""
 
     def pick(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=generator))
@@ -111,6 +110,8 @@ def random_case(generator: torch.Generator) -> StepCase:
         columns.append((row, num_new, num_draft, samples, max_len))
     for _ in range(pick(0, 3)):
         columns.append((0, pick(1, 2), 0, bool(pick(0, 1)), 2))
+    if pick(0, 1):
+        state = replace(state, windows=_random_windows(generator, state, pick(1, 2 * page_size + 1), page_size))
     return _case(generator, state, columns, page_size)
 
 
@@ -146,6 +147,27 @@ def _random_state(generator: torch.Generator, capacity: int, num_entries: int) -
     return state
 
 
+def _random_windows(generator: torch.Generator, state: RowTensors, size: int, page_size: int) -> WindowTensors:
+    """Tables whose entries below the windows are no pages, and a fault in every eighth row."""
+    its = _random_state(generator, *state.page_table.shape)
+    windows = WindowTensors(its.page_table, its.entry_owner, its.page_owner, size)
+    num_entries = windows.table.shape[1]
+    for row in range(1, NUM_ROWS):
+        fault, entry = (
+            torch.randint(0, 24, (), generator=generator),
+            torch.randint(num_entries, (), generator=generator),
+        )
+        if fault == 0:
+            windows.page_owner[windows.table[row, entry]] += 1
+        elif fault == 1:
+            windows.entry_owner[row, entry] += 1
+        elif fault == 2:
+            windows.table[row, entry] = 1_000_000
+        seen = max(0, int(state.computed_len[row]) - size + 1)
+        windows.table[row, : seen // page_size] = 1_000_000
+    return windows
+
+
 def _case(
     generator: torch.Generator, state: RowTensors, columns: list[tuple[int, int, int, bool, int]], page_size: int
 ) -> StepCase:
@@ -171,6 +193,8 @@ def _case(
         kv_bounds=torch.tensor(max_len).int().numpy(),
         max_kv_len=max(max_len),
     )
+    if state.windows is not None:
+        forward = replace(forward, window_table=forward.page_table.clone(), window_slots=none.clone())
     return StepCase(
         inputs=StepInputs(
             rows=torch.tensor(rows),
@@ -206,6 +230,11 @@ def is_legal(case: StepCase, number: int) -> bool:
             return False
     if computed and pages[(computed - 1) // case.page_size] == 0:
         return False
+    if (windows := state.windows) is not None:
+        for position in range(max(0, computed - windows.size + 1), end):
+            page, owner = (int(each[row, position // case.page_size]) for each in (windows.table, windows.entry_owner))
+            if not 0 <= page < len(windows.page_owner) or windows.page_owner[page] != owner:
+                return False
     if columns.samples[number]:
         return end - int(columns.num_draft[number]) == known and end < state.tokens.shape[1]
     return end <= known

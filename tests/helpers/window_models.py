@@ -16,6 +16,7 @@ from hiserve import LLM
 from hiserve.cache.storage.device import DevicePool
 from hiserve.engine.loop import Engine
 from hiserve.models.model_config import NANO, find_model
+from tests.helpers.cuda import wait_for_stream
 from tests.helpers.models import save_family
 from tests.helpers.tiered import engine_of
 
@@ -71,6 +72,7 @@ class WindowPool:
                 free = torch.from_numpy(np.flatnonzero(windows.num_refs == 0)[1:])
                 pages = storage.view(*storage.shape[:2], -1, windows.page_size, *storage.shape[3:])
                 pages[:, :, free] = torch.nan
+                wait_for_stream()
             then(engine)
             return updates
 

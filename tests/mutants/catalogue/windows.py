@@ -4,11 +4,13 @@ from hiserve.attention import reference_attention
 from hiserve.cache.index import prefixes, radix, tails, window_pages
 from hiserve.core import window_pool, windows
 from hiserve.engine import row_windows
+from hiserve.kernels import step_triton
 from hiserve.runners import device_rows, inputs
 from tests.e2e import test_windows_freed
 from tests.invariants import test_tails
 from tests.unit.cache import test_radix, test_window_pages
 from tests.unit.core import test_window_pool
+from tests.unit.kernels import test_step_triton
 from tests.unit.runners import test_device_rows
 
 with window_pages.WindowPages.drop, test_window_pages.test_free_and_held_pages_partition_the_pool_whatever_rows_and_tails_do:
@@ -93,3 +95,15 @@ with window_pool.WindowPool.size, test_window_pool.test_given_pages_that_do_not_
     "windows: more pages than memory are promised"
     given * self.page_bytes > room
     False
+with window_pool.WindowPool.pages_beside, test_window_pool.test_both_pools_fit_into_their_memory_and_leave_less_than_a_page[3]:
+    "windows: pages of the other layers take the memory of the smallest pool of windows"
+    min(pages, beside)
+    pages
+with step_triton._check_rows, test_step_triton.test_triton_does_what_the_twins_do:
+    "INV H2: kernel: a freed page below the window is a fault"
+    tl.maximum(computed - window + 1, 0) // PAGE_SIZE
+    computed * 0
+with step_triton._place_tokens, test_step_triton.test_triton_does_what_the_twins_do:
+    "INV H5: kernel: layers with a window store where the others do"
+    tl.load(windows.table + row * num_entries + position // PAGE_SIZE, mask=mask & is_legal, other=SINK)
+    page

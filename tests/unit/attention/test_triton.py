@@ -30,6 +30,6 @@ def test_leading_rows_of_few_tokens_are_computed_together_and_all_behind_a_longe
     attention.plan(case.inputs)
     others = attention._others
     assert attention._num_short == sum(q_lens[:num_short])
-    assert (0 if others is None else len(others.rows.kv_lens)) == len(q_lens) - num_short
+    assert (0 if others is None else len(others.rows.all_seen.kv_lens)) == len(q_lens) - num_short
     if others is not None:
-        assert others.rows.max_q_len > 32  # all that this kernel is compiled for
+        assert others.rows.all_seen.max_q_len > 32  # all that this kernel is compiled for

@@ -16,14 +16,14 @@ ROOM = 2**40
 
 @pytest.mark.parametrize("given", ["auto", 0])
 def test_obstacles_turn_auto_off(given: int | str) -> None:
-    assert not plan_windows(given, ["they are on cpu only"])  # type: ignore[arg-type]
+    assert not plan_windows(given, ["they have no canary"])  # type: ignore[arg-type]
     assert plan_windows(given, []) == (given == "auto")  # type: ignore[arg-type]
 
 
 def test_obstacles_refuse_what_is_asked_for() -> None:
-    with pytest.raises(ConfigError, match="they are on cpu only") as caught:
-        plan_windows(100, ["they are on cpu only", "they have no canary"])
-    assert caught.value.param == "window_pages" and "canary" not in caught.value.message
+    with pytest.raises(ConfigError, match="they have no canary") as caught:
+        plan_windows(100, ["they have no canary", "they do not go to the host"])
+    assert caught.value.param == "window_pages" and "host" not in caught.value.message
     assert plan_windows(100, [])
 
 
@@ -60,6 +60,19 @@ def test_auto_holds_a_row_and_a_step_at_least_and_no_more_than_all_could_hold() 
     assert LIMITS.least_pages < many == int(POOL.bytes_per_page(PAGE_BYTES) * 10_000 / POOL.page_bytes)
     tiny = WindowPool(limits=LIMITS, slot_elements=1, element_bytes=2)  # its share would be more pages than there are
     assert tiny.size("auto", 100, 100 * PAGE_BYTES, 8, ROOM)[0] == 100 + LIMITS.most_pages(8)
+
+
+@pytest.mark.parametrize("num_pages", [3, 100, 10_000])
+def test_both_pools_fit_into_their_memory_and_leave_less_than_a_page(num_pages: int) -> None:
+    """In little memory the smallest pool of windows, which a row and its step take, comes before other pages."""
+    num_bytes = num_pages * PAGE_BYTES + LIMITS.least_pages * POOL.page_bytes
+    pages = POOL.pages_beside("auto", num_bytes, PAGE_BYTES)
+    windows, _ = POOL.size("auto", pages, pages * PAGE_BYTES, 8, ROOM)
+    left = num_bytes - pages * PAGE_BYTES - windows * POOL.page_bytes
+    assert pages >= 3 and 0 <= left < 2 * (PAGE_BYTES + POOL.page_bytes)
+    assert POOL.pages_beside(LIMITS.least_pages, num_bytes, PAGE_BYTES) == num_pages
+    assert POOL.pages_beside(10 * num_pages + 10_000, num_bytes, PAGE_BYTES) == 0
+    assert NO_WINDOW_POOL.pages_beside("auto", num_bytes, PAGE_BYTES) == num_bytes // PAGE_BYTES
 
 
 def test_given_pages_stay_from_the_least_on() -> None:

@@ -112,9 +112,12 @@ def draw_tokens() -> None:
 
 
 def step() -> None:
-    case = random_case(torch.Generator().manual_seed(1))
-    state, made = copied(case.state), case.unfilled()
-    step_triton.fill_inputs(made, state, page_size=case.page_size)
+    """Without pages of layers with a window, and with them."""
+    generator = torch.Generator().manual_seed(1)
+    cases = {case.state.windows is not None: case for case in (random_case(generator) for _ in range(20))}
+    for case in (cases[False], cases[True]):
+        state, made = copied(case.state), case.unfilled()
+        step_triton.fill_inputs(made, state, page_size=case.page_size)
     counts = step_triton.accept(case.drawn, case.sampling_rows, case.sampling_drafts, state)
     step_triton.advance(made, case.drawn, counts, state)
 
@@ -129,7 +132,8 @@ def draft() -> None:
 def pages() -> None:
     """Their lists, and copies in both directions."""
     number, table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int32)
-    page_lists.list_pages(table, number, number, torch.zeros(3, dtype=torch.int32), 16, table.flatten())
+    for first in (None, torch.zeros(2, dtype=torch.int32)):
+        page_lists.list_pages(table, number, number, torch.zeros(3, dtype=torch.int32), 16, table.flatten(), first)
     planes, held = torch.zeros(2, 4, 8, dtype=torch.int64), torch.zeros(4, 16, dtype=torch.int64)
     for to_planes in (True, False):
         page_copy.copy_pages(planes, held, table[:, :2], to_planes=to_planes, max_programs=2)

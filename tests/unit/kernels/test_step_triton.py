@@ -72,16 +72,25 @@ def test_rows_are_legal_by_the_rules_and_the_others_work_in_the_sink() -> None:
             assert made.legal[number] == legal
             assert forward.kv_lens[number] == end
             assert forward.page_table[number].tolist() == pages[:num_used] + [0] * (case.width - num_used)
+            window_pages = pages
+            if (windows := case.state.windows) is not None and forward.window_table is not None:
+                window_pages = windows.table[row].tolist() if legal else [0] * case.width
+                first = max(0, start - windows.size + 1) // case.page_size
+                seen["freed"] += bool(first)
+                wanted = [0] * first + window_pages[first:num_used] + [0] * (case.width - num_used)
+                assert forward.window_table[number].tolist() == wanted
             for position in range(start, end):
-                place = pages[position // case.page_size] * case.page_size + position % case.page_size
+                entry, offset = position // case.page_size, position % case.page_size
                 assert forward.positions[token] == position
-                assert forward.slots[token] == place
+                assert forward.slots[token] == pages[entry] * case.page_size + offset
+                if forward.window_slots is not None:
+                    assert forward.window_slots[token] == window_pages[entry] * case.page_size + offset
                 assert forward.input_ids[token] == case.state.tokens[row, position]
                 token += 1
         assert token == forward.slots.shape[0]
     print(seen)
     assert min(seen[True], seen[False], seen["drafts"]) > 50
-    assert seen["full"] > 10
+    assert min(seen["full"], seen["freed"]) > 10
 
 
 def test_buffers_of_a_graph_get_the_same_but_past_the_last_page_keep_theirs() -> None:
@@ -89,6 +98,10 @@ def test_buffers_of_a_graph_get_the_same_but_past_the_last_page_keep_theirs() ->
         fresh, out = filled(inputs(case)), filled(inputs(case, is_stale=True))
         is_used = torch.arange(case.width) * case.page_size < fresh["kv_lens"][:, None]
         fresh["page_table"] = torch.where(is_used, fresh["page_table"], STALE)
+        if case.state.windows is not None:
+            first = (fresh["kv_lens"] - case.inputs.num_new - case.state.windows.size + 1).clamp(0) // case.page_size
+            is_used &= torch.arange(case.width) >= first[:, None]
+            fresh["window_table"] = torch.where(is_used, fresh["window_table"], STALE)
         for name, expected in fresh.items():
             assert torch.equal(out[name], expected), name
 
