@@ -17,6 +17,7 @@ from hiserve.grammar.compiler import Compiler
 from hiserve.grammar.matcher import MaskFiller, Matcher, Vocabulary
 
 NO_END = -1
+Job = tuple[Matcher, int, list[int]]  # with the index of its first mask, and its drafts
 Masks = tuple[MaskPlan | None, dict[int, HiserveError]]
 
 
@@ -129,9 +130,10 @@ class GrammarRows:
         """
         rows, num_draft = plan.rows[plan.samples].tolist(), plan.num_draft[plan.samples].tolist()
         of_rows: Int32Array | None = None
-        jobs: list[tuple[Matcher, int, list[int]]] = []
-        places: list[tuple[int, int]] = []  # of each job: among the rows that sample, and the row
-        num_masks = 0
+        jobs: list[Job] = []
+        places: list[tuple[int, int]] = []  # of each job: its first entry, and the row
+        width = 1 + int(plan.num_draft.max(initial=0))
+        masked: list[int] = []  # entries that have the masks 0, 1, …
         for index, (row, count) in enumerate(zip(rows, num_draft, strict=True)):
             matcher = self._matchers.get(row)
             if matcher is None:
@@ -141,41 +143,34 @@ class GrammarRows:
                 of_rows = drafts() if of_rows is None else of_rows
                 ahead = matcher.allowed(of_rows[row, :count].tolist())
                 self._num_refused += count - len(ahead)
-            jobs.append((matcher, num_masks, ahead))
-            places.append((index, row))
-            num_masks += 1 + len(ahead)
+            jobs.append((matcher, len(masked), ahead))
+            places.append((index * width, row))
+            masked.extend(range(index * width, index * width + 1 + len(ahead)))  # after a refused draft no draw counts
         if not jobs:
             return lambda: (None, {})
-        width = 1 + int(plan.num_draft.max())
-        entries, masks = lend(len(rows) * width, num_masks)
-        for (index, _), (_, first, ahead) in zip(places, jobs, strict=True):
-            # After a refused draft no draw counts.
-            entries[index * width : index * width + 1 + len(ahead)] = np.arange(first, first + 1 + len(ahead))
+        entries, masks = lend(len(rows) * width, len(masked))
+        entries[masked] = np.arange(len(masked), dtype=np.int32)
+        for _, first, ahead in jobs:
             if ahead:
                 masks[first + len(ahead)] = -1  # it stays as it is where the drafts end the grammar
-        self._num_masks += num_masks
-        self._filler = self._filler or MaskFiller(self._num_threads)
+        self._num_masks += len(masked)
         has_begun = threading.Event()
-        filling = self._thread.submit(self._fill, has_begun, jobs, masks)
+        self._filler = self._filler or MaskFiller(self._num_threads)
+        filling = self._thread.submit(_fill, self._filler, has_begun, jobs, masks)
         has_begun.wait()  # else the caller would hold the GIL, which the thread needs until the library computes
 
         def wait() -> Masks:
             filling.result()
             failed: dict[int, HiserveError] = {}
-            for (index, row), (matcher, _, _) in zip(places, jobs, strict=True):
+            for (begin, row), (matcher, _, _) in zip(places, jobs, strict=True):
                 if matcher.error:
-                    entries[index * width : (index + 1) * width] = NO_MASK
+                    entries[begin : begin + width] = NO_MASK
                     if self._matchers.get(row) is matcher:  # else its request has left the row
                         message = f"the grammar cannot be followed any further: {matcher.error}. Simplify it."
                         failed[row] = GrammarLimitError(message)
             return MaskPlan(plan.step_id, entries, masks), failed
 
         return wait
-
-    def _fill(self, has_begun: threading.Event, jobs: list[tuple[Matcher, int, list[int]]], masks: Int32Array) -> None:
-        assert self._filler is not None, "masks are computed before there is a pool of threads"
-        has_begun.set()
-        self._filler.fill(jobs, masks)
 
     def stats(self) -> GrammarStats:
         """Returns the counts until now."""
@@ -185,6 +180,11 @@ class GrammarRows:
         """Ends the threads."""
         self._thread.shutdown()
         self._compiler.close()
+
+
+def _fill(filler: MaskFiller, has_begun: threading.Event, jobs: list[Job], masks: Int32Array) -> None:
+    has_begun.set()
+    filler.fill(jobs, masks)
 
 
 def no_vocabulary() -> Vocabulary:

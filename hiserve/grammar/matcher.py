@@ -247,6 +247,11 @@ class Matcher:
             if index < len(tokens):
                 place = budget.after(place, tokens[index])
 
+    @property
+    def has_budget(self) -> bool:
+        """Whether a budget may allow one token alone."""
+        return self._budget is not None
+
     def mask(self, words: Int32Array) -> None:
         """Writes the mask of this place into ``words``, int32 ``[ceil(vocab_size / MASK_BITS)]``, in this thread."""
         self._inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
@@ -303,7 +308,8 @@ class MaskFiller:
         if alone:
             self._executor.unsafe_compute_mask_ptr(alone, *where)
         for matcher, first, drafts in matchers:
-            matcher.force(drafts, masks[first:])
+            if matcher.has_budget:
+                matcher.force(drafts, masks[first:])
 
 
 def _first_line(error: object) -> str:

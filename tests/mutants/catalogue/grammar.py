@@ -29,8 +29,8 @@ with grammars.GrammarRows.advance, test_grammars.test_matchers_see_accepted_toke
     matcher.advance(emitted)
 with grammars.GrammarRows.masks, test_grammars.test_each_place_of_a_row_has_the_mask_after_the_drafts_before_it_and_other_rows_are_free:
     "INV 72: the token after the last draft has no mask"
-    entries[index * width : index * width + 1 + len(ahead)] = np.arange(first, first + 1 + len(ahead))
-    entries[index * width : index * width + len(ahead)] = np.arange(first, first + len(ahead))
+    range(index * width, index * width + 1 + len(ahead))
+    range(index * width, index * width + len(ahead))
 with grammars.GrammarRows.admit, replies.test_replies_do_not_depend_on_drafts_overlap_or_other_requests["few pages"]:
     "INV 72: a preempted row starts its grammar anew"
     matcher.advance(request.tokens[request.num_prompt :].tolist())
