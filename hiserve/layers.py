@@ -14,7 +14,7 @@ from hiserve.attention.base import Attention
 from hiserve.core.activation import SILU, Activation
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.kernels.ops import Ops, ops_for
-from hiserve.kernels.routing import ExpertGroups, route_in_groups
+from hiserve.kernels.routing import ExpertGroups
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,7 +217,7 @@ class MoE:
             routed = self.ops.route(self.router(x), self.num_per_token, self.is_normalized)
         else:
             logits = self.router(x.to(self.groups.bias.dtype))
-            routed = route_in_groups(logits, self.groups, self.num_per_token, self.is_normalized)
+            routed = self.ops.route_in_groups(logits, self.groups, self.num_per_token, self.is_normalized)
         mixed = self.experts(x, *routed)
         return mixed if self.shared is None else mixed + self.shared(x)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from hiserve.core.activation import SILU, Activation
 from hiserve.core.forward import LayerKV
 from hiserve.kernels.experts import activate, mix_experts, route
+from hiserve.kernels.group_route import route_in_groups
 from hiserve.kernels.latent_store import store_latents
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 from hiserve.kernels.skinny_linear import linear
@@ -26,6 +27,7 @@ __all__ = [
     "rotate_and_store",
     "rotations",
     "route",
+    "route_in_groups",
     "store_latents",
 ]
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hiserve.core.activation import SILU, Activation
 from hiserve.core.forward import LayerKV
+from hiserve.kernels.routing import ExpertGroups
 
 # Imported by name: triton, which CUDA kernels need, is not installed everywhere.
 _MODULES = {"cpu": "hiserve.kernels.reference", "cuda": "hiserve.kernels.fused"}
@@ -66,6 +67,11 @@ class Ops(Protocol):
 
     def route(self, logits: Tensor, num_per_token: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
         """Returns shares and numbers of the likeliest experts."""
+
+    def route_in_groups(
+        self, logits: Tensor, groups: ExpertGroups, num_per_token: int, is_normalized: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Returns shares and numbers of the best experts of the best groups."""
 
     def mix_experts(
         self,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_SPARE = 1e-20  # of a sum of shares, which may be 0
+SPARE = 1e-20  # of a sum of shares, which may be 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,5 +50,5 @@ def route_in_groups(
     experts = biased.masked_fill(is_out[..., None], -torch.inf).flatten(1).topk(num_per_token, -1).indices
     shares = scores.gather(-1, experts)
     if is_normalized:
-        shares = shares / (shares.sum(-1, keepdim=True) + _SPARE)
+        shares = shares / (shares.sum(-1, keepdim=True) + SPARE)
     return shares * groups.scale, experts

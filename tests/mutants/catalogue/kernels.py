@@ -6,6 +6,7 @@ from hiserve.kernels import (
     draft_reference,
     draw,
     fused,
+    group_route,
     latent_decode,
     latent_store,
     reference,
@@ -25,6 +26,7 @@ from tests.unit.kernels import (
     test_launch,
     test_random,
     test_reference,
+    test_routing,
     test_step_triton,
 )
 
@@ -80,6 +82,10 @@ with reference.act_mul, test_reference.test_a_limited_activation_cuts_the_gate_a
     "the limit of an activation cuts the gate alone"
     up.clamp(-activation.limit, activation.limit)
     up
+with group_route._route_in_groups, test_routing.test_triton_chooses_what_its_twin_chooses:
+    "kernel: the bias of an expert is part of its share"
+    tl.where(is_best, score, 0.0)
+    tl.where(is_best, left, 0.0)
 with latent_store._store_latents, test_fused.test_fused_kernels_compute_what_their_twins_do:
     "queries of latents are rotated the other way"
     ones * cosine[None, :] - others * sine[None, :]

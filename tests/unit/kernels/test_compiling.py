@@ -13,6 +13,7 @@ from hiserve.core.activation import GELU_TANH, Activation
 from hiserve.core.forward import LayerKV
 from hiserve.kernels import draft_triton, draw, fused, page_copy, page_lists, step_triton
 from hiserve.kernels.latent_decode import LatentRows, decode
+from hiserve.kernels.routing import ExpertGroups
 from hiserve.kernels.step_ops import TokenMasks
 from hiserve.models.builtin_shapes import SHAPES
 from tests.helpers.attention import Case
@@ -88,6 +89,7 @@ def mix() -> None:
     for num_tokens in (1, 400):
         x = torch.zeros(num_tokens, 64, dtype=BF16)
         shares, _ = fused.route(torch.zeros(num_tokens, 4, dtype=BF16), 2, True)
+        fused.route_in_groups(torch.zeros(num_tokens, 32), ExpertGroups(torch.zeros(32), 8, 4, 1.0), 8, True)
         chosen = torch.zeros(num_tokens, 2, dtype=torch.int64)
         biases = torch.zeros(4, 128, dtype=BF16), torch.zeros(4, 64, dtype=BF16)
         fused.mix_experts(
@@ -150,7 +152,11 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
         {f"fused.{name}_kernel" for name in ("_norm", "_rotations", "_rotate_and_store", "_act_mul")}
         | {"latent_store._store_latents"},
     ),
-    "experts": (mix, {f"experts.{name}_kernel" for name in ("_route", "_group", "_product", "_sum")}),
+    "experts": (
+        mix,
+        {f"experts.{name}_kernel" for name in ("_route", "_group", "_product", "_sum")}
+        | {"group_route._route_in_groups"},
+    ),
     "products": (project, {f"skinny_linear.{name}_kernel" for name in ("_row", "_tile", "_sum")}),
     "draw": (draw_tokens, {f"draw.{name}" for name in ("_find_best", "_find_drawn", "_join_parts")}),
     "step": (

@@ -1,0 +1,106 @@
+"""Choice of experts among groups in one launch of Triton; ``kernels.routing`` is its twin."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hiserve.kernels import routing
+from hiserve.kernels.launch import await_previous, early_launch, start_next
+from hiserve.kernels.routing import ExpertGroups
+
+_SPARE = tl.constexpr(routing.SPARE)
+
+
+def route_in_groups(
+    logits: Tensor, groups: ExpertGroups, num_per_token: int, is_normalized: bool
+) -> tuple[Tensor, Tensor]:
+    """Like ``routing.route_in_groups``; of equal scores the first. float64 and odd numbers of experts use the twin."""
+    num_tokens, num_experts = logits.shape
+    is_odd = any(number & (number - 1) for number in (num_experts, groups.num_groups))
+    if is_odd or logits.dtype != torch.float32:
+        return routing.route_in_groups(logits, groups, num_per_token, is_normalized)
+    assert logits.is_contiguous(), f"rows {logits.stride()} apart"
+    shares = torch.empty((num_tokens, num_per_token), dtype=torch.float32, device=logits.device)
+    chosen = torch.empty((num_tokens, num_per_token), dtype=torch.int64, device=logits.device)
+    _route_in_groups[(num_tokens,)](
+        logits,
+        groups.bias,
+        shares,
+        chosen,
+        groups.scale,
+        NUM_EXPERTS=num_experts,
+        NUM_GROUPS=groups.num_groups,
+        NUM_CHOSEN_GROUPS=groups.num_chosen,
+        NUM_CHOSEN=num_per_token,
+        BLOCK_CHOSEN=triton.next_power_of_2(num_per_token),
+        IS_NORMALIZED=is_normalized,
+        num_warps=1,
+        **early_launch(logits.device),
+    )
+    return shares, chosen
+
+
+@triton.jit(do_not_specialize=["scale"])  # type: ignore[untyped-decorator]
+def _route_in_groups(  # type: ignore[no-untyped-def]
+    logits,
+    bias,
+    shares,
+    chosen,
+    scale,
+    NUM_EXPERTS: tl.constexpr,  # noqa: N803
+    NUM_GROUPS: tl.constexpr,  # noqa: N803
+    NUM_CHOSEN_GROUPS: tl.constexpr,  # noqa: N803
+    NUM_CHOSEN: tl.constexpr,  # noqa: N803
+    BLOCK_CHOSEN: tl.constexpr,  # noqa: N803
+    IS_NORMALIZED: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
+):
+    """Each program routes one token. For any logits, NaN included, experts are in range and differ."""
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, NUM_EXPERTS)
+    start_next(IS_EARLY)
+    biases = tl.load(bias + expert)
+    await_previous(IS_EARLY)
+    score = 1.0 / (1.0 + tl.exp(-tl.load(logits + token * NUM_EXPERTS + expert)))
+    score = tl.where(score == score, score, 0.0)  # NaN compares with nothing
+    left = score + biases
+    if NUM_CHOSEN_GROUPS < NUM_GROUPS:
+        left = _best_groups(left, NUM_GROUPS, NUM_EXPERTS // NUM_GROUPS, NUM_CHOSEN_GROUPS)
+    place = tl.arange(0, BLOCK_CHOSEN)
+    share = tl.full([BLOCK_CHOSEN], 0.0, tl.float32)
+    number = tl.full([BLOCK_CHOSEN], 0, tl.int32)
+    for turn in range(NUM_CHOSEN):
+        best = tl.argmax(left, 0)
+        is_best = expert == best
+        share = tl.where(place == turn, tl.sum(tl.where(is_best, score, 0.0), 0), share)
+        number = tl.where(place == turn, best, number)
+        left = tl.where(is_best, -float("inf"), left)
+    if IS_NORMALIZED:
+        share = share / (tl.sum(share, 0) + _SPARE)
+    target = token * NUM_CHOSEN + place
+    tl.store(shares + target, share * scale, mask=place < NUM_CHOSEN)
+    tl.store(chosen + target, number.to(tl.int64), mask=place < NUM_CHOSEN)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _best_groups(  # type: ignore[no-untyped-def]
+    scores,
+    GROUPS: tl.constexpr,  # noqa: N803
+    SIZE: tl.constexpr,  # noqa: N803
+    NUM_CHOSEN: tl.constexpr,  # noqa: N803
+):
+    """Returns the scores, -inf outside of the groups whose two best have the largest sums."""
+    by_group = tl.reshape(scores, [GROUPS, SIZE])
+    first = tl.argmax(by_group, 1)
+    second = tl.where(tl.arange(0, SIZE)[None, :] == first[:, None], -float("inf"), by_group)
+    left = tl.max(by_group, 1) + tl.max(second, 1)
+    group = tl.arange(0, GROUPS)
+    is_in = group < 0
+    for _ in range(NUM_CHOSEN):
+        is_best = group == tl.argmax(left, 0)
+        is_in = is_in | is_best
+        left = tl.where(is_best, -float("inf"), left)
+    return tl.reshape(tl.where(is_in[:, None], by_group, -float("inf")), [GROUPS * SIZE])
