@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -18,3 +19,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Keeps what collecting has made, which stays to the end, out of garbage collections: a full one takes 0.3 s of CPU with it."""
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Lets it go: libraries report at the end what is left of them."""
+    gc.unfreeze()
