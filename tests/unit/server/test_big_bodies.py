@@ -10,7 +10,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,46 +59,46 @@ def said(*blocks: Any) -> dict[str, Any]:
 
 # Of the thread of the event loop, for one body of up to 8 MB: copies of its bytes, and no work in Python on its values.
 LOOP_S = 0.08
-ATTACKS: dict[str, tuple[str, Any, str | None]] = {
-    "biases": (TEXT, {"prompt": "Hi", "logit_bias": {str(token): 1.5 for token in range(400_000)}}, "logit_bias"),
-    "ids": (TEXT, {"prompt": [5] * 2_000_000}, "prompt"),
-    "ids to truncate": (TEXT, {"prompt": [5] * 2_000_000, "truncate_prompt_tokens": 20}, None),
-    "many prompts": (NATIVE, {"input_ids": [[5] * 2000] * 1000}, "input_ids"),
-    "nested lists": (TEXT, {"prompt": [[]] * 2_000_000}, "prompt"),
-    "deep lists": (TEXT, b'{"prompt": ' + 4_000_000 * b"[", None),
-    "parts": (CHAT, {"messages": [{"role": "user", "content": [PART] * 240_000}]}, "messages[0].content"),
-    "parts that fit": (CHAT, {"messages": [{"role": "user", "content": [PART] * 200}] * 40, "truncate_prompt_tokens": 9}, None),
-    "messages": (CHAT, {"messages": [HI] * 180_000}, "messages"),
-    "documents": (CHAT, {"messages": [HI], "documents": [{"a": [1] * 10}] * 100_000}, "documents"),
-    "arguments": (CHAT, {"messages": [calling('{"a": [' + "{}," * 2_000_000 + "1]}")]}, "messages[0].tool_calls"),
-    "many arguments": (CHAT, {"messages": [calling(json.dumps({"a": [0] * 30_000}))] * 40}, "messages[1].tool_calls"),
-    "arguments of code": (CHAT, {"messages": [calling(json.dumps({"a": "f(a, [b])\n" * 50_000}))] * 5, "truncate_prompt_tokens": 9}, None),
-    "large numbers": (CHAT, {"messages": [calling('{"a": ' + "9" * 4000 + "}")] * 1500}, "messages[0].tool_calls[0]"),
-    "unknown": (TEXT, {"prompt": "Hi", "metadata": {str(i): [i] for i in range(300_000)}}, "metadata"),
-    "strings": (TEXT, {"prompt": "Hi", "stop": ["ab"] * 1_000_000}, "stop"),
-    "cut text": (TEXT, {"prompt": "many words of a text\n" * 350_000, "truncate_prompt_tokens": 7}, None),
-    "items": (RESPONSES, {"input": [HI] * 180_000}, "input"),
-    "items that fit": (RESPONSES, {"input": [HI] * 4096}, "input"),
-    "items of calls": (RESPONSES, {"input": [*[ITEM] * 4000, LONG]}, "input"),
-    "custom calls": (RESPONSES, {"input": [*[{**ITEM, "type": "custom_tool_call", "input": CODE * 2}] * 2000, LONG]}, "input"),
-    "sealed thoughts": (RESPONSES, {"input": [{"type": "reasoning", "encrypted_content": "A" * 1900}] * 4096}, "input"),
-    "exchanges to leave out": (RESPONSES, {"input": [{"role": "user", "content": "words of a text " * 100}] * 4000, "truncation": "auto"}, "input"),
-    "messages of a block": (MESSAGES, {"messages": [HI] * 180_000, "max_tokens": 5}, "the body has more"),
-    "blocks that fit": (MESSAGES, {"messages": [said(*[BLOCK] * 4000), *[HI] * 4000], "max_tokens": 5}, TOO_LONG),
-    "blocks to count": (f"{MESSAGES}/count_tokens", {"messages": [said(*[BLOCK] * 10_000), HI]}, "messages must be"),
-    "signed thoughts": (MESSAGES, {"messages": [said(*[SIGNED] * 4000), LONG], "max_tokens": 5}, TOO_LONG),
-    "one signed thought": (
+ATTACKS: dict[str, Callable[[], tuple[str, Any, str | None]]] = {  # made when they are sent: 200 MB
+    "biases": lambda: (TEXT, {"prompt": "Hi", "logit_bias": {str(token): 1.5 for token in range(400_000)}}, "logit_bias"),
+    "ids": lambda: (TEXT, {"prompt": [5] * 2_000_000}, "prompt"),
+    "ids to truncate": lambda: (TEXT, {"prompt": [5] * 2_000_000, "truncate_prompt_tokens": 20}, None),
+    "many prompts": lambda: (NATIVE, {"input_ids": [[5] * 2000] * 1000}, "input_ids"),
+    "nested lists": lambda: (TEXT, {"prompt": [[]] * 2_000_000}, "prompt"),
+    "deep lists": lambda: (TEXT, b'{"prompt": ' + 4_000_000 * b"[", None),
+    "parts": lambda: (CHAT, {"messages": [{"role": "user", "content": [PART] * 240_000}]}, "messages[0].content"),
+    "parts that fit": lambda: (CHAT, {"messages": [{"role": "user", "content": [PART] * 200}] * 40, "truncate_prompt_tokens": 9}, None),
+    "messages": lambda: (CHAT, {"messages": [HI] * 180_000}, "messages"),
+    "documents": lambda: (CHAT, {"messages": [HI], "documents": [{"a": [1] * 10}] * 100_000}, "documents"),
+    "arguments": lambda: (CHAT, {"messages": [calling('{"a": [' + "{}," * 2_000_000 + "1]}")]}, "messages[0].tool_calls"),
+    "many arguments": lambda: (CHAT, {"messages": [calling(json.dumps({"a": [0] * 30_000}))] * 40}, "messages[1].tool_calls"),
+    "arguments of code": lambda: (CHAT, {"messages": [calling(json.dumps({"a": "f(a, [b])\n" * 50_000}))] * 5, "truncate_prompt_tokens": 9}, None),
+    "large numbers": lambda: (CHAT, {"messages": [calling('{"a": ' + "9" * 4000 + "}")] * 1500}, "messages[0].tool_calls[0]"),
+    "unknown": lambda: (TEXT, {"prompt": "Hi", "metadata": {str(i): [i] for i in range(300_000)}}, "metadata"),
+    "strings": lambda: (TEXT, {"prompt": "Hi", "stop": ["ab"] * 1_000_000}, "stop"),
+    "cut text": lambda: (TEXT, {"prompt": "many words of a text\n" * 350_000, "truncate_prompt_tokens": 7}, None),
+    "items": lambda: (RESPONSES, {"input": [HI] * 180_000}, "input"),
+    "items that fit": lambda: (RESPONSES, {"input": [HI] * 4096}, "input"),
+    "items of calls": lambda: (RESPONSES, {"input": [*[ITEM] * 4000, LONG]}, "input"),
+    "custom calls": lambda: (RESPONSES, {"input": [*[{**ITEM, "type": "custom_tool_call", "input": CODE * 2}] * 2000, LONG]}, "input"),
+    "sealed thoughts": lambda: (RESPONSES, {"input": [{"type": "reasoning", "encrypted_content": "A" * 1900}] * 4096}, "input"),
+    "exchanges to leave out": lambda: (RESPONSES, {"input": [{"role": "user", "content": "words of a text " * 100}] * 4000, "truncation": "auto"}, "input"),
+    "messages of a block": lambda: (MESSAGES, {"messages": [HI] * 180_000, "max_tokens": 5}, "the body has more"),
+    "blocks that fit": lambda: (MESSAGES, {"messages": [said(*[BLOCK] * 4000), *[HI] * 4000], "max_tokens": 5}, TOO_LONG),
+    "blocks to count": lambda: (f"{MESSAGES}/count_tokens", {"messages": [said(*[BLOCK] * 10_000), HI]}, "messages must be"),
+    "signed thoughts": lambda: (MESSAGES, {"messages": [said(*[SIGNED] * 4000), LONG], "max_tokens": 5}, TOO_LONG),
+    "one signed thought": lambda: (
         MESSAGES,
         {"messages": [said({"type": "thinking", "signature": Seals("k").seal("a thought " * 580_000)}), LONG], "max_tokens": 5},
         TOO_LONG,
     ),
-    "uses of tools": (MESSAGES, {"messages": [said(*[USED] * 4000), LONG], "max_tokens": 5}, TOO_LONG),
-    "results of tools": (
+    "uses of tools": lambda: (MESSAGES, {"messages": [said(*[USED] * 4000), LONG], "max_tokens": 5}, TOO_LONG),
+    "results of tools": lambda: (
         MESSAGES,
         {"messages": [{"role": "user", "content": [RETURNED] * 4000}, LONG], "max_tokens": 5},
         TOO_LONG,
     ),
-    "long text": (TEXT, {"prompt": "many words of a text\n" * 350_000}, "prompt"),
+    "long text": lambda: (TEXT, {"prompt": "many words of a text\n" * 350_000}, "prompt"),
 }  # fmt: skip
 
 
@@ -112,7 +112,7 @@ async def big() -> AsyncIterator[Server]:
 
 @pytest.mark.parametrize("name", ATTACKS)
 async def test_no_large_body_takes_the_event_loop(big: Server, name: str) -> None:
-    path, body, param = ATTACKS[name]
+    path, body, param = ATTACKS[name]()
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     await big.post(TEXT, {"prompt": "warm " * 20_000, "truncate_prompt_tokens": 3})
     spent_s = []
