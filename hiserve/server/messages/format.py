@@ -39,7 +39,7 @@ from hiserve.server.reply.blocks import CONTENT, BlockWriter
 from hiserve.server.reply.choices import Choices
 from hiserve.server.reply.format import ServedModel, cache_miss, prompt_use
 from hiserve.server.reply.generation import Generation
-from hiserve.text.body.chat import HOUR_S
+from hiserve.text.body.retention import HOUR_S
 from hiserve.text.reader.buffer import Kind
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

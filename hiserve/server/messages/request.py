@@ -24,8 +24,8 @@ from hiserve.server.messages.types import (
     ToolUseBlock,
 )
 from hiserve.text.abilities import Thinking
-from hiserve.text.body.chat import CacheControl, check_breakpoints, joined_texts, seconds_of
 from hiserve.text.body.json import check_json, check_text
+from hiserve.text.body.retention import CacheControl, check_breakpoints, joined_texts, seconds_of
 from hiserve.text.conversation import Call, Conversation, Result, Text, Thought, ToolChoice, Turn, function_tool
 
 # The first system block of Claude Code. It differs between sessions, so that they would share no prefix.

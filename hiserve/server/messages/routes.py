@@ -19,8 +19,8 @@ from hiserve.server.reply.format import json_response, warned
 from hiserve.server.request.body import Body
 from hiserve.server.request.grammar_fields import one_of
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
-from hiserve.text.body.chat import seconds_of
 from hiserve.text.body.json import decode
+from hiserve.text.body.retention import seconds_of
 
 MESSAGES = Body("MessagesRequest", (MessagesOptions, MessagesFields))
 COUNT = Body("CountTokensRequest", (MessagesFields,))

@@ -14,8 +14,9 @@ from hiserve.grammar import bounds
 from hiserve.server.reply.format import CacheMiss, ServedModel
 from hiserve.server.request.grammar_fields import Constraint, GrammarFields
 from hiserve.server.request.sampling_fields import Limits, Name, Priority, StopText
-from hiserve.text.body.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, CacheControl
+from hiserve.text.body.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from hiserve.text.body.json import check_text
+from hiserve.text.body.retention import CacheControl
 
 Key = Annotated[str, Meta(min_length=1)]
 

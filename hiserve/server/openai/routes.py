@@ -33,11 +33,11 @@ from hiserve.server.reply.generation import Generation, OutputDelta, RequestCont
 from hiserve.server.reply.logprobs import check_prompt_scores
 from hiserve.server.request.body import Body
 from hiserve.server.request.grammar_fields import constrain
-from hiserve.server.request.retention_fields import retention_s
 from hiserve.server.request.sampling_fields import fit_context
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
 from hiserve.text.body.chat import ChatFields, parse_chat
 from hiserve.text.body.json import decode
+from hiserve.text.body.retention import retention_s
 from hiserve.text.prompt.encoder import truncated
 
 CHAT = Body("ChatCompletionRequest", (ChatOptions, ChatFields))

@@ -15,11 +15,11 @@ from hiserve.errors import RequestError
 from hiserve.server.reply.format import ServedModel, Usage
 from hiserve.server.reply.logprobs import ChatScores, PromptScores, TextScores
 from hiserve.server.request.grammar_fields import OpenAIGrammarFields
-from hiserve.server.request.retention_fields import PromptCacheOptions, Retention
 from hiserve.server.request.sampling_fields import Limits, Name, Priority, TokenId, range_of
 from hiserve.text.abilities import Thinking
 from hiserve.text.body.json import union
 from hiserve.text.body.parser import MAX_PROMPTS, parse_prompt
+from hiserve.text.body.retention import PromptCacheOptions, Retention
 
 MAX_CHOICES = 4096
 DEFAULT_COMPLETION_TOKENS = 16

@@ -20,8 +20,9 @@ from hiserve.server.responses.types import (
     ToolFields,
     ToolName,
 )
-from hiserve.text.body.chat import MAX_TOOLS, explicit_s, joined_texts
+from hiserve.text.body.chat import MAX_TOOLS
 from hiserve.text.body.json import MAX_VALUES, check_json, check_text, num_separators
+from hiserve.text.body.retention import joined_texts, seconds_of
 from hiserve.text.conversation import Call, Conversation, Result, Role, Text, Thought, ToolChoice, Turn, function_tool
 
 # The one argument of a function that represents a custom tool.
@@ -290,7 +291,7 @@ def _texts(content: str | Parts | None, where: str) -> list[Text]:
     """Returns the texts of a content up to each breakpoint; one at least."""
     if not isinstance(content, list) or not content:
         return [Text(_text(content, where))]
-    return joined_texts([(part.text, explicit_s(part.prompt_cache_breakpoint)) for part in content])
+    return joined_texts([(part.text, seconds_of(part.prompt_cache_breakpoint)) for part in content])
 
 
 def _text(content: str | Parts | None, where: str) -> str:

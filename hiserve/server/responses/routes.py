@@ -24,7 +24,6 @@ from hiserve.server.http.streaming import answer, cancel_on_disconnect
 from hiserve.server.reply.choices import Choices
 from hiserve.server.reply.format import json_response, warned
 from hiserve.server.request.body import Body
-from hiserve.server.request.retention_fields import retention_s
 from hiserve.server.responses.format import ResponseWriter
 from hiserve.server.responses.items import Deleted, InputTokens, ItemList, ResponseObject
 from hiserve.server.responses.request import Tools, conversation_of, read_tools
@@ -32,6 +31,7 @@ from hiserve.server.responses.store import MAX_CHAIN_ITEMS, ResponseStore, Store
 from hiserve.server.responses.types import InputFields, InputPart, Item, Reasoning, ResponseOptions, TextOptions
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
 from hiserve.text.body.json import check_json, check_text, decode
+from hiserve.text.body.retention import retention_s
 from hiserve.text.helpers.fair_threads import FairThreads
 
 RESPONSES = Body("ResponsesRequest", (ResponseOptions, InputFields))

@@ -12,11 +12,11 @@ from hiserve.errors import RequestError
 from hiserve.grammar import bounds
 from hiserve.server.reply.format import ServedModel
 from hiserve.server.request.grammar_fields import Constraint, JsonSchema
-from hiserve.server.request.retention_fields import PromptCacheOptions, Retention
 from hiserve.server.request.sampling_fields import Limits, Name, Priority, SamplingFields, range_of
 from hiserve.text.abilities import Thinking
-from hiserve.text.body.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, CacheBreakpoint
+from hiserve.text.body.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from hiserve.text.body.json import check_text
+from hiserve.text.body.retention import CacheBreakpoint, PromptCacheOptions, Retention
 
 MAX_INCLUDE = 32
 SEALED = "reasoning.encrypted_content"

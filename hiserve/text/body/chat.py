@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from hiserve.core.request import MAX_RETAIN_S
 from hiserve.errors import RequestError
 from hiserve.text.body.json import MAX_VALUES, check_json, check_text, decode, num_separators
+from hiserve.text.body.retention import (
+    FIVE_MINUTES_S,
+    HALF_HOUR_S,
+    HOUR_S,
+    CacheBreakpoint,
+    CacheControl,
+    check_breakpoints,
+    joined_texts,
+    seconds_of,
+)
 from hiserve.text.conversation import (
     Call,
     Conversation,
@@ -28,32 +36,12 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 16_384  # of the content of one message
 MAX_FIELDS = 64  # of one message
 MAX_TOOLS = 1024
-MAX_BREAKPOINTS = 4  # parts with ``cache_control``
-FIVE_MINUTES_S, HALF_HOUR_S, HOUR_S, DAY_S = 300, 1800, 3600, MAX_RETAIN_S
 NOT_SERVED = {
     "function_call": "use tool_calls",
     "audio": "use text",
     "refusal": "put it in the content",
 }
 Name = Annotated[str, Meta(min_length=1)]
-
-
-class CacheControl(msgspec.Struct, frozen=True):
-    """A hint that the prompt up to here comes again within the time: the cache evicts it last."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-    @property
-    def seconds(self) -> int:
-        """The time, from the last use of the prompt."""
-        return HOUR_S if self.ttl == "1h" else FIVE_MINUTES_S
-
-
-class CacheBreakpoint(msgspec.Struct, frozen=True):
-    """``prompt_cache_breakpoint``: OpenAI's spelling of the same hint, for 30 minutes."""
-
-    mode: Literal["explicit"]
 
 
 class TextPart(msgspec.Struct, frozen=True):
@@ -67,7 +55,7 @@ class TextPart(msgspec.Struct, frozen=True):
     @property
     def retain_s(self) -> int:
         """How long the prompt up to here is to be kept; 0 without a breakpoint."""
-        return max(seconds_of(self.cache_control), explicit_s(self.prompt_cache_breakpoint))
+        return max(seconds_of(self.cache_control), seconds_of(self.prompt_cache_breakpoint))
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
@@ -281,45 +269,6 @@ def _choice(fields: ChatFields) -> tuple[ToolChoice, bool]:
     else:
         choice, is_named = ToolChoice(chosen == "required", None, strict), False
     return choice, is_named
-
-
-def seconds_of(control: CacheControl | None) -> int:
-    """Returns how long the prompt up to a part is to be kept; 0 without a breakpoint."""
-    return 0 if control is None else control.seconds
-
-
-def explicit_s(breakpoint_: CacheBreakpoint | None) -> int:
-    """As ``seconds_of``."""
-    return 0 if breakpoint_ is None else HALF_HOUR_S
-
-
-def joined_texts(pieces: Sequence[tuple[str, int]]) -> list[Text]:
-    """Joins texts up to each breakpoint, so that a part ends there.
-
-    Args:
-        pieces: Each text, with how long the prompt up to its end is to be kept; 0 is no breakpoint.
-    """
-    joined, words = list[Text](), list[str]()
-    for i, (text, retain_s) in enumerate(pieces):
-        words.append(text)
-        if retain_s or i == len(pieces) - 1:
-            joined.append(Text("".join(words), retain_s))
-            words = []
-    return joined
-
-
-def check_breakpoints(controls: Iterable[CacheControl | None]) -> None:
-    """Refuses more than ``MAX_BREAKPOINTS`` breakpoints, in the words that clients of Anthropic know.
-
-    Raises:
-        RequestError: There are more.
-    """
-    number = sum(control is not None for control in controls)
-    if number > MAX_BREAKPOINTS:
-        raise RequestError(
-            f"A maximum of {MAX_BREAKPOINTS} blocks with cache_control may be provided. Found {number}.",
-            param="cache_control",
-        )
 
 
 def _merged(parts: list[TextPart]) -> str | list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from hiserve.server.responses import store as response_store
 from hiserve.text.body import chat as chat_request
 from hiserve.text.body import json as request_json
 from hiserve.text.body import parser as text_bodies
+from hiserve.text.body import retention
 from hiserve.text.helpers import process as helper_process
 from tests.unit.commands import test_serve
 from tests.unit.core import test_request
@@ -216,7 +217,7 @@ with helper_process.serve, test_big_bodies.test_a_process_that_takes_too_much_ti
     "a body takes a core for as long as it likes"
     signal.setitimer(signal.ITIMER_PROF, JOB_CPU_S)
     pass
-with chat_request.check_breakpoints, test_retention.test_more_than_four_breakpoints_are_refused_in_anthropics_words:
+with retention.check_breakpoints, test_retention.test_more_than_four_breakpoints_are_refused_in_anthropics_words:
     "INV 77: a request has any number of marks"
     number > MAX_BREAKPOINTS
     False
