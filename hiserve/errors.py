@@ -29,7 +29,7 @@ class HiserveError(Exception):
         message: Fact, limit and remedy, in one or two sentences.
         code: Stable machine-readable name, as OpenAI's ``error.code``.
         param: The request field or flag at fault, if one is.
-        retry_after_s: Seconds after which it is worth trying again, where somebody knows.
+        retry_after_s: Seconds until a retry can succeed; None if that is unknown.
     """
 
     status = 500
@@ -74,6 +74,21 @@ class ContextLengthError(RequestError):
     """The prompt does not fit the model's context."""
 
     code = "context_length_exceeded"
+
+    @classmethod
+    def of(cls, size: str, max_tokens: int, param: str) -> ContextLengthError:
+        """Returns the error in the words by which clients know it.
+
+        Args:
+            size: Of the prompt, with its unit.
+            max_tokens: Context length.
+            param: The field that has the prompt.
+        """
+        return cls(
+            f"the prompt is too long: it has {size}; this model's maximum context length is {max_tokens} tokens, reply "
+            "included. Shorten the prompt.",
+            param=param,
+        )
 
 
 class NotFoundError(RequestError):

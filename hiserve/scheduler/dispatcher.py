@@ -280,11 +280,7 @@ class Dispatcher:
         if not len(prompt) or prompt.min() < 0:
             return RequestError("the prompt must have at least one token, and no negative token ids.", param="prompt")
         if len(prompt) >= self._max_len:
-            return ContextLengthError(
-                f"the prompt is too long: it has {len(prompt)} tokens; this model's maximum context length is "
-                f"{self._max_len} tokens, reply included. Shorten the prompt.",
-                param="prompt",
-            )
+            return ContextLengthError.of(f"{len(prompt)} tokens", self._max_len, "prompt")
         return None if self._make_room(caller, len(prompt)) else self._overload()
 
     def _make_room(self, caller: int, num_tokens: int) -> bool:

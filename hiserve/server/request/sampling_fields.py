@@ -149,11 +149,7 @@ def fit_context(sampling: SamplingParams, limits: Limits, num_prompt: int, max_m
     """
     room = max_model_len - num_prompt
     if room < 1:
-        raise ContextLengthError(
-            f"the prompt is too long: it has {num_prompt} tokens; this model's maximum context length is {max_model_len} "
-            "tokens, reply included. Shorten the prompt.",
-            param=limits.prompt_field,
-        )
+        raise ContextLengthError.of(f"{num_prompt} tokens", max_model_len, limits.prompt_field)
     if limits.is_cut and limits.max_tokens is not None:
         return msgspec.structs.replace(sampling, max_tokens=min(limits.max_tokens, room))
     for field, wanted in ((limits.max_field, limits.max_tokens or 0), (limits.min_field, sampling.min_tokens)):

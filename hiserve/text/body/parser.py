@@ -139,11 +139,7 @@ def _packed(value: list[Any], sizes: Sizes, name: str, *, may_be_long: bool) -> 
     if isinstance(value[0], str):
         return value
     if len(value) > sizes.max_model_len and not may_be_long and name != "tokens":
-        raise ContextLengthError(
-            f"the prompt is too long: it has {len(value)} tokens; this model's maximum context length is "
-            f"{sizes.max_model_len} tokens, reply included. Shorten the prompt.",
-            param=name,
-        )
+        raise ContextLengthError.of(f"{len(value)} tokens", sizes.max_model_len, name)
     ids = parse_prompt(value, vocab_size=sizes.vocab_size, param=name)
     assert isinstance(ids, np.ndarray), "ids of a list"
     return msgspec.msgpack.Ext(_IDS, ids.tobytes())

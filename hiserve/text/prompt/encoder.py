@@ -191,12 +191,7 @@ class PromptEncoder:
     def _check_length(self, num_chars: int, max_tokens: int, truncate: int | None, *, param: str) -> None:
         least = num_chars // self._tokenizer.max_token_chars
         if least > max_tokens and truncate is None:
-            raise ContextLengthError(
-                f"the prompt is too long: it has {num_chars} characters, at least {least} tokens; this model's maximum "
-                f"context length is {max_tokens} tokens. "
-                "Shorten it.",
-                param=param,
-            )
+            raise ContextLengthError.of(f"{num_chars} characters, at least {least} tokens", max_tokens, param)
 
 
 def _retained_tokens(chat: Conversation, prompt: Int32Array, tokenizer: Tokenizer, token_bytes: TokenBytes) -> Retain:

@@ -104,11 +104,7 @@ def join_steps(parts: Sequence[str | Int32Array], split_points: SplitPoints, lim
             if limit.from_end and num_found >= limit.most:
                 return np.concatenate(found[::-1])[-limit.most :]
             if num_found > limit.most:
-                raise ContextLengthError(
-                    f"the prompt is too long: it has at least {num_found} tokens; this model's maximum context length is "
-                    f"{limit.most} tokens, reply included. Shorten the prompt.",
-                    param=limit.param,
-                )
+                raise ContextLengthError.of(f"at least {num_found} tokens", limit.most, limit.param)
     return np.concatenate(found[::-1] if limit.from_end else found) if found else np.empty(0, dtype=np.int32)
 
 
