@@ -25,9 +25,11 @@ from hiserve.config.options import Options
 from hiserve.config.serving import Server
 from hiserve.config.settings import Settings
 from hiserve.core.digest import namespace_digest
+from hiserve.core.endpoints import MAX_PORT
 from hiserve.core.resolve import Resolved
 from hiserve.errors import ResourceError
 from hiserve.grammar.vet import Vetting
+from hiserve.ipc.child import LOG_FORMAT
 from hiserve.launch import prepare
 from hiserve.models.config_fields import read_json
 from hiserve.models.model_config import ModelConfig
@@ -48,7 +50,6 @@ PEER_TIMEOUT_S = 60
 KEEP_IDLE_S = 30
 # Of one stream: some thirty thousand tokens, fewer with scores.
 MAX_UNREAD_BYTES = 2**20
-MAX_PORT = 65_535
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +68,7 @@ def run(options: Options) -> int:
     Raises:
         HiserveError: The model, the configuration, the port or the engine's start.
     """
-    logging.basicConfig(
-        level=options.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logging.basicConfig(level=options.server.log_level.upper(), format=LOG_FORMAT)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     with bind(options.server.host, options.server.port) as listener:
         warn_if_open(listener, options.server)

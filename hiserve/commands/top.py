@@ -20,6 +20,7 @@ from rich.text import Text
 
 from hiserve.commands.top_frames import Frame, FrameHistory, read_frame
 from hiserve.config.options import Options
+from hiserve.core.machine import GIB
 from hiserve.errors import HiserveError, UnavailableError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -43,7 +44,6 @@ STORE_RESULTS = {
     "corrupt": "damaged",
 }
 DECISIONS = {"replay": "replayed as graphs", "eager": "eager", "defer": "deferred"}
-GIB = 1 << 30
 MAX_MISSES = 8
 LEAST_WANTED = 100  # pages, before a tier is judged
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hiserve.core.machine import GIB
 from hiserve.core.plan import BatchPlan, Int32Array, RowAdmit
 from hiserve.core.request import SamplingParams
 from hiserve.errors import ResourceError
@@ -21,7 +22,6 @@ from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.gate import Action, Decision, Reason
 from hiserve.sampling.params import Drawing
 
-GIB = 1 << 30
 ENOUGH = 0.99  # of the memory that was free before the first worker
 MAX_WAIT_S = 30.0
 SETTLED_S = 2.0  # without more free memory: another process owns the difference

@@ -19,6 +19,7 @@ from hiserve.errors import ResourceError
 from hiserve.ipc.channel import AsyncChannel, Link, PeerGoneError, PollingChannel
 from hiserve.ipc.codec import Frames
 
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 DRAIN_S = 0.5  # to receive the last messages of an ended child
 
 
@@ -234,6 +235,4 @@ def serve_jobs(link: Link, do: Callable[[Frames], Frames]) -> int:
 
 def log_to_stderr(settings: Settings) -> None:
     """Sets up logging of a child process as the configuration asks."""
-    logging.basicConfig(
-        level=settings.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
+    logging.basicConfig(level=settings.server.log_level.upper(), format=LOG_FORMAT, force=True)

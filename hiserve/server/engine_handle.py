@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from hiserve.errors import HiserveError, UnavailableError
 from hiserve.ipc.lifecycle import Crash
@@ -14,9 +15,11 @@ from hiserve.scheduler.client import EngineClient
 
 RESTART_DELAYS_S = (0.0, 1.0, 2.0, 5.0)
 MAX_FAILURES = 8
+ANSWER_TIMEOUT_S = 10.0
 SETTLED_S = 60.0  # an engine that runs for this time resets the count of failed starts
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class EngineHandle:
@@ -111,6 +114,18 @@ class EngineHandle:
             raise UnavailableError(f"the engine did not answer within {timeout_s:g} s.") from None
         self.last_status_s = time.monotonic()
         return self.last_status
+
+    async def ask(self, question: Callable[[EngineClient], Awaitable[T]]) -> T:
+        """Returns the answer of all workers to a question.
+
+        Raises:
+            UnavailableError: The engine is starting, draining or has ended, or a worker did not answer in time.
+        """
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return await question(self.require())
+        except TimeoutError:
+            raise UnavailableError(f"a worker did not answer within {ANSWER_TIMEOUT_S:g} s.") from None
 
     def open(self) -> None:
         """Starts the engine; does not wait for it."""

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from hiserve.cache.storage.segment import GIB, Segment, no_memory
+from hiserve.cache.storage.segment import Segment, no_memory
+from hiserve.core.machine import GIB
 from hiserve.errors import ResourceError
 
 logger = logging.getLogger(__name__)

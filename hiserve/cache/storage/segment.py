@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 from hiserve.cache.storage.records import RecordArray, record_type
 from hiserve.core.kv_groups import CacheGroupSpec
+from hiserve.core.machine import GIB
 from hiserve.errors import ConfigError, ResourceError
 
 SHARED_MEMORY = Path("/dev/shm")
 VERSION = 2  # of header, records and their order; the namespace covers the layout within a page
-GIB = 1 << 30
 ALIGNMENT = 64  # bytes: of every group within a page, so that kernels may read whole vectors
 
 _MAGIC = b"hiserve\0"

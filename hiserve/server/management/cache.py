@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 
 import msgspec
@@ -11,15 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hiserve.config.caching import Cache
-from hiserve.errors import RequestError, UnavailableError
+from hiserve.errors import RequestError
 from hiserve.ipc.cache_stats import LOCAL_TIERS, CopyStats, StoreStats, TierName, TierStats, TreeFacts
 from hiserve.ipc.messages import WorkerFacts
-from hiserve.server.engine_handle import EngineHandle
+from hiserve.server.engine_handle import ANSWER_TIMEOUT_S, EngineHandle
 from hiserve.server.http.auth import Auth
 from hiserve.server.reply.format import json_response
 from hiserve.server.routes import Endpoint
 
-ANSWER_TIMEOUT_S = 10.0
 DEFAULT_DEPTH, MAX_DEPTH = 3, 32
 # Value of ``tier`` -> the tiers that are emptied. Without it a store keeps its pages: other servers may share them.
 FLUSHED: dict[str, tuple[TierName, ...]] = {
@@ -117,11 +115,7 @@ class CacheRoutes:
         """Returns the radix tree of each worker down to ``depth``, without tokens. Needs the admin key."""
         self._auth.require_admin(request)
         depth = _depth(request)
-        try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                trees = await self._handle.require().inspect(depth)
-        except TimeoutError:
-            raise UnavailableError(f"a worker did not answer within {ANSWER_TIMEOUT_S:g} s.") from None
+        trees = await self._handle.ask(lambda engine: engine.inspect(depth))
         return json_response(Trees(self._page_size, trees))
 
     async def flush(self, request: Request) -> Response:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -11,14 +10,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hiserve.errors import RequestError, UnavailableError
+from hiserve.errors import RequestError
 from hiserve.ipc.watching import RowFacts, StepRecord, Subject, WorkerView
 from hiserve.server.engine_handle import EngineHandle
 from hiserve.server.http.auth import Auth
 from hiserve.server.reply.format import json_response
 from hiserve.server.routes import Endpoint
 
-ANSWER_TIMEOUT_S = 10.0
 FORMATS = ("json", "chrome")
 _SECONDS = re.compile(r"[0-9]{1,12}(\.[0-9]{1,17})?")
 
@@ -100,11 +98,7 @@ class DebugRoutes:
         return json_response(Steps(until_s, replicas))
 
     async def _watch(self, subject: Subject, since_s: float = 0.0) -> list[WorkerView]:
-        try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                return await self._handle.require().watch(subject, since_s)
-        except TimeoutError:
-            raise UnavailableError(f"a worker did not answer within {ANSWER_TIMEOUT_S:g} s.") from None
+        return await self._handle.ask(lambda engine: engine.watch(subject, since_s))
 
 
 def _since(request: Request) -> float:

@@ -33,8 +33,9 @@ TEMPLATE_FAILURES = (
 TOO_SLOW = "template_too_slow"
 # Marks the end of a message that is to be continued: a private-use character, removed again.
 _END = "\ue002"
-_PROBE = "hiserve_probe"
-_TOOL: dict[str, Any] = {"type": "function", "function": {"name": _PROBE, "description": _PROBE, "parameters": {}}}
+PROBE = "hiserve_probe"
+PROBE_ID = "123456789"  # nine characters, which one family demands
+_TOOL: dict[str, Any] = {"type": "function", "function": {"name": PROBE, "description": PROBE, "parameters": {}}}
 # Names that families have for the thought of a message.
 THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
@@ -176,20 +177,20 @@ class ChatTemplate:
         """Whether tools of a request reach the prompt; True where the template refuses a plain conversation."""
         chat = Conversation(turns=(Turn("user", (Text("Hi"),)),), tools=[_TOOL])
         try:
-            return _PROBE in self.render(chat)
+            return PROBE in self.render(chat)
         except RequestError:
             return True
 
     @cached_property
     def _thought_field(self) -> str:
         """The field of a message in which the template looks for its thought."""
-        user, saying = Turn("user", (Text("Hi"),)), Turn("assistant", (Thought(_PROBE), Text("Yes")))
-        calling = Turn("assistant", (Thought(_PROBE), Text(""), Call("123456789", "look", "{}")))
+        user, saying = Turn("user", (Text("Hi"),)), Turn("assistant", (Thought(PROBE), Text("Yes")))
+        calling = Turn("assistant", (Thought(PROBE), Text(""), Call(PROBE_ID, "look", "{}")))
         result = Turn("tool", (Result("123456789", "found"),))
         for field in THOUGHT_FIELDS:
             for turns in ((user, saying), (user, calling, result)):
                 try:
-                    if _PROBE in self._text(Conversation(turns=turns), None, RenderBudget(RENDER_S), field):
+                    if PROBE in self._text(Conversation(turns=turns), None, RenderBudget(RENDER_S), field):
                         return field
                 except RequestError:
                     continue
@@ -198,7 +199,7 @@ class ChatTemplate:
     @cached_property
     def shows_errors(self) -> bool:
         """Whether the result of a failed call differs from another with its text."""
-        turns = Turn("user", (Text("Hi"),)), Turn("assistant", (Text(""), Call("123456789", "look", "{}")))
+        turns = Turn("user", (Text("Hi"),)), Turn("assistant", (Text(""), Call(PROBE_ID, "look", "{}")))
 
         def text(*, is_error: bool) -> str:
             result = Turn("tool", (Result("123456789", "found", is_error),))
@@ -214,7 +215,7 @@ class ChatTemplate:
         """Whether a message may have a thought, a text and a call; True where the template refuses a call without text."""
 
         def turns(text: str) -> tuple[Turn, ...]:
-            said = Turn("assistant", (Thought(_PROBE), Text(text), Call("123456789", "look", "{}")))
+            said = Turn("assistant", (Thought(PROBE), Text(text), Call(PROBE_ID, "look", "{}")))
             return Turn("user", (Text("Hi"),)), said, Turn("tool", (Result("123456789", "found"),))
 
         return self._takes(turns("Yes"), _TOOL) or not self._takes(turns(""), _TOOL)
@@ -222,7 +223,7 @@ class ChatTemplate:
     @cached_property
     def takes_bare_tools(self) -> bool:
         """Whether a tool may have no description; True where the template refuses tools with one."""
-        bare = {"type": "function", "function": {"name": _PROBE, "parameters": {}}}
+        bare = {"type": "function", "function": {"name": PROBE, "parameters": {}}}
         turns = (Turn("user", (Text("Hi"),)),)
         return self._takes(turns, bare) or not self._takes(turns, _TOOL)
 
@@ -237,12 +238,12 @@ class ChatTemplate:
     @cached_property
     def shows_later_system(self) -> bool:
         """Whether a system turn after another turn is shown, and at its place."""
-        turns = tuple(Turn(role, (Text(_PROBE + role),)) for role in ("user", "system"))
+        turns = tuple(Turn(role, (Text(PROBE + role),)) for role in ("user", "system"))
         try:
             text = self._text(Conversation(turns=turns), None, RenderBudget(RENDER_S))
         except RequestError:
             return False
-        return -1 < text.find(_PROBE + "user") < text.find(_PROBE + "system")
+        return -1 < text.find(PROBE + "user") < text.find(PROBE + "system")
 
     def _compiled(self, source: str) -> jinja2.Template:
         try:

@@ -9,14 +9,12 @@ import msgspec
 
 from hiserve.errors import RequestError
 from hiserve.text.conversation import Call, Conversation, Result, Text, Thought, Turn
-from hiserve.text.template.chat_template import ChatTemplate
+from hiserve.text.template.chat_template import PROBE, PROBE_ID, ChatTemplate
 
-_PROBE = "hiserve_probe"
-_ID = "123456789"  # nine characters, which one family demands
 USER = Turn("user", (Text("Hi"),))
-THOUGHT = Turn("assistant", (Thought(_PROBE), Text("Yes")))
-CALL = Turn("assistant", (Thought(_PROBE), Text(""), Call(_ID, "look", '{"where": "here"}')))
-RESULT = Turn("tool", (Result(_ID, "found"),))
+THOUGHT = Turn("assistant", (Thought(PROBE), Text("Yes")))
+CALL = Turn("assistant", (Thought(PROBE), Text(""), Call(PROBE_ID, "look", '{"where": "here"}')))
+RESULT = Turn("tool", (Result(PROBE_ID, "found"),))
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}]
 # Variables by which families switch thoughts, each with the value that keeps those of earlier turns.
 KEEP_SWITCHES: dict[str, bool] = {"preserve_thinking": True, "clear_thinking": False}
@@ -75,11 +73,11 @@ def probe(template: ChatTemplate) -> TemplateAbilities:
         except RequestError:
             return ""
 
-    keep_switch = _keep_switch(lambda **variables: _PROBE in text(USER, THOUGHT, USER, **variables))
-    is_kept = _PROBE in text(USER, THOUGHT, USER)
-    is_shown = is_kept or _PROBE in text(USER, THOUGHT) or _PROBE in text(USER, CALL, RESULT)
-    said = Turn("assistant", (Text(_PROBE),))
-    _, shown, turn_end = text(USER, said, add_generation_prompt=False).rpartition(_PROBE)
+    keep_switch = _keep_switch(lambda **variables: PROBE in text(USER, THOUGHT, USER, **variables))
+    is_kept = PROBE in text(USER, THOUGHT, USER)
+    is_shown = is_kept or PROBE in text(USER, THOUGHT) or PROBE in text(USER, CALL, RESULT)
+    said = Turn("assistant", (Text(PROBE),))
+    _, shown, turn_end = text(USER, said, add_generation_prompt=False).rpartition(PROBE)
     return TemplateAbilities(
         tools=template.shows_tools,
         later_system=template.shows_later_system,

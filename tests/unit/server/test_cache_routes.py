@@ -72,7 +72,7 @@ async def test_a_depth_that_is_none_is_refused_with_the_limits(server: Server, d
 
 
 async def test_a_worker_that_does_not_answer_is_a_503(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hiserve.server.management.cache.ANSWER_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("hiserve.server.engine_handle.ANSWER_TIMEOUT_S", 0.01)
     server.engine.hangs = True
     for path in ("/cache/tree", "/cache/stats"):
         call = await server.get(path)

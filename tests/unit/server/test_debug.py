@@ -68,7 +68,7 @@ async def test_a_format_that_is_none_is_refused_with_those_that_are(server: Serv
 
 
 async def test_a_worker_that_does_not_answer_is_a_503(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(debug, "ANSWER_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("hiserve.server.engine_handle.ANSWER_TIMEOUT_S", 0.01)
     server.engine.hangs = True
     for path in ("/debug/rows", "/debug/steps"):
         assert (await server.get(path)).status == 503
