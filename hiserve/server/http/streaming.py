@@ -160,7 +160,7 @@ async def answer(
         choices: All of them.
         format_threads: Format large replies.
         whole: Returns the reply after the end of the choices.
-        events: Formats the parts of the choices as events; None sends the whole reply.
+        events: Formats the deltas of the choices as events; None sends the whole reply.
         failure: As for ``EventStream``.
         ping: As for ``EventStream``.
 
@@ -169,16 +169,16 @@ async def answer(
         ClientDisconnect: The client went away; all choices are aborted.
     """
     note_choices(request, choices, streams=events is not None)
-    pieces = choices.run(engine)
+    deltas = choices.run(engine)
     if events is not None:
-        return EventStream(events(pieces), failure, ping)
-    await cancel_on_disconnect(request.receive, _exhaust(pieces))
+        return EventStream(events(deltas), failure, ping)
+    await cancel_on_disconnect(request.receive, _exhaust(deltas))
     if choices.is_large:
         return await format_threads.do(lambda: json_response(whole()), caller_of(request).number)
     return json_response(whole())
 
 
-async def _exhaust(pieces: AsyncGenerator[OutputDelta, None]) -> None:
-    async with aclosing(pieces):
-        async for _ in pieces:
+async def _exhaust(deltas: AsyncGenerator[OutputDelta, None]) -> None:
+    async with aclosing(deltas):
+        async for _ in deltas:
             pass

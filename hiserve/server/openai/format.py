@@ -49,10 +49,10 @@ class ReplyFormatter(Protocol):
         """Returns the reply that is not streamed."""
 
     def opening(self, generation: Generation) -> Chunk | None:
-        """Returns the chunk before a choice's first piece, or None when there is none."""
+        """Returns the chunk before a choice's first delta, or None when there is none."""
 
-    def piece(self, output_delta: OutputDelta) -> Chunk | None:
-        """Returns the chunk for one piece, or None when the piece has nothing to show."""
+    def chunk(self, output_delta: OutputDelta) -> Chunk | None:
+        """Returns the chunk for one delta, or None when the delta has nothing to show."""
 
 
 class ChatFormatter:
@@ -93,12 +93,12 @@ class ChatFormatter:
         return ChatCompletion(**self._head, **self._prompt(choices.generations[0]), choices=shown, usage=usage(choices))
 
     def opening(self, generation: Generation) -> Chunk:
-        """Returns the chunk with the role, before a choice's first piece."""
+        """Returns the chunk with the role, before a choice's first delta."""
         choice = self._delta(nothing(generation.choice), ChatDelta("assistant", ""))
         return Chunk([choice], **(self._prompt(generation) if generation.choice == 0 else {}))
 
-    def piece(self, output_delta: OutputDelta) -> Chunk | None:
-        """Returns the chunk for one piece, or None when the piece has nothing to show."""
+    def chunk(self, output_delta: OutputDelta) -> Chunk | None:
+        """Returns the chunk for one delta, or None when the delta has nothing to show."""
         shown = ChatDelta(content=output_delta.text or UNSET)
         events = output_delta.events
         if events and (len(events) > 1 or events[0].kind is not CONTENT):
@@ -197,12 +197,12 @@ class CompletionFormatter:
         return Completion(**self._head, choices=shown, usage=usage(choices))
 
     def opening(self, generation: Generation) -> Chunk | None:
-        """Returns the chunk before a choice's first piece, or None when there is none."""
+        """Returns the chunk before a choice's first delta, or None when there is none."""
         opening = self._open(generation)
         return Chunk([opening]) if self._has_opening else None
 
-    def piece(self, output_delta: OutputDelta) -> Chunk | None:
-        """Returns the chunk for one piece, or None when the piece has nothing to show."""
+    def chunk(self, output_delta: OutputDelta) -> Chunk | None:
+        """Returns the chunk for one delta, or None when the delta has nothing to show."""
         shows_tokens = self._request.return_token_ids or self._num_top is not None
         return Chunk([self._choice(output_delta)]) if output_delta.text or output_delta.finish or shows_tokens else None
 
@@ -211,7 +211,7 @@ class CompletionFormatter:
         return TextChoice(
             index,
             output_delta.text,
-            self._logprobs[index].of_piece(output_delta) if is_scored else None,
+            self._logprobs[index].of_delta(output_delta) if is_scored else None,
             output_delta.finish.text,
             token_ids=output_delta.tokens if self._request.return_token_ids else UNSET,
             stop_reason=output_delta.stop if output_delta.finish else UNSET,
@@ -245,7 +245,7 @@ class CompletionFormatter:
 
 
 async def events(
-    pieces: AsyncGenerator[OutputDelta, None],
+    deltas: AsyncGenerator[OutputDelta, None],
     choices: Choices,
     formatter: ReplyFormatter,
     request: OpenAIFields,
@@ -255,11 +255,11 @@ async def events(
     unopened = {generation.choice: generation for generation in choices.generations}
     head = EventHead(formatter.chunk_head)
     so_far: Usage | UnsetType | None = None if request.has_usage else UNSET
-    async with aclosing(pieces):
-        async for output_delta in pieces:
+    async with aclosing(deltas):
+        async for output_delta in deltas:
             generation = unopened.pop(output_delta.choice, None)
             chunks = [await _opening(formatter, generation, word)] if generation else []
-            chunks.append(formatter.piece(output_delta))
+            chunks.append(formatter.chunk(output_delta))
             if request.has_running_usage:
                 so_far = usage(choices)
             shown = [chunk for chunk in chunks if chunk is not None]

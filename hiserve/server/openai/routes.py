@@ -191,8 +191,8 @@ class OpenAIRoutes:
     ) -> Response:
         threads = self._front.format_threads
 
-        def stream(pieces: AsyncGenerator[OutputDelta, None]) -> AsyncGenerator[bytes, None]:
-            return events(pieces, choices, formatter, fields, partial(threads.do, caller=caller_of(request).number))
+        def stream(deltas: AsyncGenerator[OutputDelta, None]) -> AsyncGenerator[bytes, None]:
+            return events(deltas, choices, formatter, fields, partial(threads.do, caller=caller_of(request).number))
 
         whole = partial(formatter.whole, choices)
         return await answer(request, engine, choices, threads, whole=whole, events=stream if fields.stream else None)

@@ -1,1 +1,1 @@
-"""The choices of a reply, from the engine's tokens to the parts that several protocols share."""
+"""The choices of a reply, from the engine's tokens to the forms that several protocols share."""

@@ -59,7 +59,7 @@ class BlockWriter(ABC, Generic[E]):
         """Returns events as they are sent."""
 
     def push(self, delta: OutputDelta) -> list[E]:
-        """Returns the events of a part of the reply."""
+        """Returns the events of a delta."""
         if delta.text and not delta.events:
             self._write(CONTENT, delta.text)
         for kind, text, _, _, call_id in delta.events:
@@ -83,20 +83,20 @@ class BlockWriter(ABC, Generic[E]):
 
     async def events(
         self,
-        pieces: AsyncGenerator[OutputDelta, None],
+        deltas: AsyncGenerator[OutputDelta, None],
         choices: Choices,
         keep: Callable[[], Awaitable[None]] | None = None,
     ) -> AsyncGenerator[bytes, None]:
         """Yields the events of the reply, those of one delta together.
 
         Args:
-            pieces: Of the one choice; the first has the cached tokens of the prompt.
+            deltas: Of the one choice; the first has the cached tokens of the prompt.
             choices: The one choice.
             keep: Called when the reply is complete, before its last events are sent.
         """
         is_begun = False
-        async with aclosing(pieces):
-            async for delta in pieces:
+        async with aclosing(deltas):
+            async for delta in deltas:
                 if not is_begun:
                     is_begun = True
                     self.open(choices)

@@ -1,4 +1,4 @@
-"""The choices of one reply, their sampling parameters and their parts in one stream."""
+"""The choices of one reply, their sampling parameters and their deltas in one stream."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hiserve.text.reader.output import ReplyOutput, TextOutput
 from hiserve.text.tokens.detokenizer import TokenBytes
 
 QUICK_CHOICES = 64
-# Choices of one reply in the engine at once; parts that wait for a slow reader.
+# Choices of one reply in the engine at once; deltas that wait for a slow reader.
 MAX_AT_ONCE = 256
 MAX_WAITING = 16
 _T = TypeVar("_T")
@@ -149,7 +149,7 @@ class Choices:
         return len(self.generations) > QUICK_CHOICES or num_bytes > QUICK_SCORE_BYTES
 
     def run(self, engine: EngineClient) -> AsyncGenerator[OutputDelta, None]:
-        """Yields parts of all choices as they arrive. Closing the generator aborts all choices.
+        """Yields the deltas of all choices as they arrive. Closing the generator aborts all choices.
 
         Raises:
             HiserveError: The engine refused or failed one of them; the others are aborted.

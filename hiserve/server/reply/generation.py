@@ -48,14 +48,14 @@ class RequestContext(NamedTuple):
 
 
 class OutputDelta(NamedTuple):
-    """The next part of a choice.
+    """The next output of a choice.
 
     Attributes:
         choice: Index in the reply.
         text: Decoded characters that later tokens cannot change; may be empty.
         tokens: Token ids of the delta, without those after a stop text.
         scores: Of these tokens, packed; empty if not requested.
-        finish: RUNNING until the last part.
+        finish: RUNNING until the last delta.
         stop: The text or token that ended the choice; None for another end.
         events: Thoughts, contents and calls, where the reply is read by its format; the text is that of the contents. Empty
             for content alone.
@@ -78,7 +78,7 @@ class OutputDelta(NamedTuple):
 
 
 def nothing(choice: int) -> OutputDelta:
-    """Returns an empty part of a choice."""
+    """Returns an empty delta of a choice."""
     return OutputDelta(choice, "", [], b"", FinishReason.RUNNING, None)
 
 
@@ -97,7 +97,7 @@ class Generation:
         scorer: The choice that scores the same prompt; None: this one.
         keeps_tokens: False drops generated tokens, for requests of a prompt's scores alone.
         locate: Returns the part of the conversation at which the cached prefix ends.
-        remember: Called with text, token ids and events of a reply that was not aborted, before its last part is yielded: the
+        remember: Called with text, token ids and events of a reply that was not aborted, before its last delta is yielded: the
             client may send its next request at once.
 
     Attributes:
@@ -108,7 +108,7 @@ class Generation:
         miss_place: Where in the conversation the cached prefix ends; None where it has all of it.
         facts: The engine's facts about the request, so far.
         scorer: The choice that holds the ``prompt_scores``.
-        prompt_scores: Of the prompt's tokens but the first, packed; those of the scorer are complete at the first part
+        prompt_scores: Of the prompt's tokens but the first, packed; those of the scorer are complete at the first delta
             of each choice of the prompt.
         tokens: All token ids so far.
         scores: Of all tokens so far, packed.
@@ -198,7 +198,7 @@ class Generation:
         return self._events.has_calls
 
     async def run(self, engine: EngineClient) -> AsyncGenerator[OutputDelta, None]:
-        """Yields parts until the choice ends. Closing the generator aborts the request.
+        """Yields deltas until the choice ends. Closing the generator aborts the request.
 
         Raises:
             HiserveError: The engine refused or failed the request.

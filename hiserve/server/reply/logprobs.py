@@ -147,7 +147,7 @@ def chat_logprobs(output_delta: OutputDelta, num_top: int, spell: Spell) -> Chat
 
 
 class TextLogprobs:
-    """Formats the ``logprobs`` of one text completion, part by part.
+    """Formats the ``logprobs`` of one text completion, delta by delta.
 
     Args:
         num_top: Likeliest tokens shown for each.
@@ -167,7 +167,7 @@ class TextLogprobs:
         tokens, scored = scored_prompt(generation)
         return self._lists(tokens, [None, *scored])
 
-    def of_piece(self, output_delta: OutputDelta) -> TextScores:
+    def of_delta(self, output_delta: OutputDelta) -> TextScores:
         """Returns the scores of the next tokens."""
         return self._lists(output_delta.tokens, unpack(output_delta.tokens, output_delta.scores, self._num_top))
 

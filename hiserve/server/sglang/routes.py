@@ -84,9 +84,9 @@ class NativeRoutes:
             replies = [formatter.reply() for formatter in formatters]
             return replies if is_list else replies[0]
 
-        def stream(parts: AsyncGenerator[OutputDelta, None]) -> AsyncGenerator[bytes, None]:
+        def stream(deltas: AsyncGenerator[OutputDelta, None]) -> AsyncGenerator[bytes, None]:
             in_thread = partial(front.format_threads.do, caller=caller_of(request).number)
-            return _events(parts, formatters, in_thread, has_index=is_list)
+            return _events(deltas, formatters, in_thread, has_index=is_list)
 
         threads = front.format_threads
         response = await answer(
@@ -160,11 +160,15 @@ class NativeRoutes:
 
 
 async def _events(
-    parts: AsyncGenerator[OutputDelta, None], formatters: list[NativeFormatter], in_thread: InThread, *, has_index: bool
+    deltas: AsyncGenerator[OutputDelta, None],
+    formatters: list[NativeFormatter],
+    in_thread: InThread,
+    *,
+    has_index: bool,
 ) -> AsyncGenerator[bytes, None]:
-    """Yields an event for each part, with its choice so far."""
-    async with aclosing(parts):
-        async for output_delta in parts:
+    """Yields an event for each delta, with its choice so far."""
+    async with aclosing(deltas):
+        async for output_delta in deltas:
             formatter = formatters[output_delta.choice]
             formatter.take(output_delta)
             reply = await in_thread(formatter.reply) if formatter.is_large else formatter.reply()
@@ -215,7 +219,7 @@ class NativeFormatter:
         return self._first_scored is not None and not self._input and self._generation.scorer.has_many_prompt_scores
 
     def take(self, output_delta: OutputDelta) -> None:
-        """Adds a part."""
+        """Adds a delta."""
         self._last = output_delta
         self._text += output_delta.text
         self._tokens += output_delta.tokens
