@@ -149,7 +149,7 @@ class _Run:
             asked=self._users.asked,
             nonsense=self._users.nonsense,
             struck=self._striker.struck if self._striker is not None else [],
-            lives=list(self._watch.lives.values()),
+            histories=list(self._watch.histories.values()),
             left=left,
             counters=counters,
             judge=StreamOracle(self._references, is_exact=self._is_exact),

@@ -24,7 +24,7 @@ REFUSALS = {
 }
 MIB = 2**20
 SAMPLE_S = 1.0
-WARM_UP = 0.3  # of a life
+WARM_UP = 0.3  # of a history
 MAX_WARM_UP_S = 300.0
 JUDGED_S = 600.0  # after the warm-up; a shorter run is reported and not judged
 MIN_SAMPLES = 5
@@ -111,11 +111,11 @@ class Growth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessMonitor:
-    """Samples the processes that a function returns with their roles, again and again; ``lives`` holds them by process."""
+    """Samples the processes that a function returns with their roles, again and again; ``histories`` holds them by process."""
 
     def __init__(self, processes: Callable[[], dict[int, str]]) -> None:
         self._processes = processes
-        self.lives: dict[int, ProcessHistory] = {}
+        self.histories: dict[int, ProcessHistory] = {}
 
     def look(self) -> None:
         for pid, role in self._processes().items():
@@ -126,34 +126,34 @@ class ProcessMonitor:
                 continue  # it has just died
             if not int(resident):
                 continue  # a zombie
-            life = self.lives.setdefault(pid, ProcessHistory(role=role, pid=pid))
-            life.times_s.append(time.perf_counter())
-            life.memory_bytes.append((int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE"))
-            life.num_files.append(num_files)
+            history = self.histories.setdefault(pid, ProcessHistory(role=role, pid=pid))
+            history.times_s.append(time.perf_counter())
+            history.memory_bytes.append((int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE"))
+            history.num_files.append(num_files)
 
     def open_files(self) -> dict[str, int]:
         """Returns how many descriptors each role has open now, all its processes together."""
         self.look()
         found: dict[str, int] = {}
         for pid, role in self._processes().items():
-            if pid in self.lives:
-                found[role] = found.get(role, 0) + self.lives[pid].num_files[-1]
+            if pid in self.histories:
+                found[role] = found.get(role, 0) + self.histories[pid].num_files[-1]
         return found
 
 
-def growth(life: ProcessHistory) -> Growth | None:
+def growth(history: ProcessHistory) -> Growth | None:
     """Returns how a process grew; None where it was seen too seldom."""
-    seconds = np.array(life.times_s) - life.times_s[0]
+    seconds = np.array(history.times_s) - history.times_s[0]
     begin_s = min(WARM_UP * float(seconds[-1]), MAX_WARM_UP_S)
     is_later = seconds >= begin_s
     if int(is_later.sum()) < MIN_SAMPLES:
         return None
-    mib = np.array(life.memory_bytes)[is_later] / MIB
+    mib = np.array(history.memory_bytes)[is_later] / MIB
     seconds = seconds[is_later]
     span_s = float(seconds[-1] - seconds[0])
     return Growth(
-        role=life.role,
-        pid=life.pid,
+        role=history.role,
+        pid=history.pid,
         seconds=span_s,
         last_mib=float(mib[-1]),
         mib_per_min=60 * float(np.polyfit(seconds, mib, 1)[0]),
@@ -201,7 +201,7 @@ def figures(
     asked: Sequence[SentQuestion],
     nonsense: Sequence[Sample],
     struck: Sequence[FaultRecovery],
-    lives: Sequence[ProcessHistory],
+    histories: Sequence[ProcessHistory],
     left: Sequence[str],
     counters: dict[str, float],
     judge: StreamOracle,
@@ -218,7 +218,7 @@ def figures(
         for sample, verdict in zip(samples, verdicts, strict=True)
         if verdict.violation
     ]
-    grown = [found for life in lives if (found := growth(life)) is not None]
+    grown = [found for history in histories if (found := growth(history)) is not None]
     violations += [f"{each.what}: no token within {soak.recovery_limit:g} s" for each in struck if each.is_lost]
     violations += [
         f"{each.role} {each.pid} grew by {each.mib_per_min:.2f} MiB a minute over {each.seconds:.0f} s"
@@ -241,7 +241,7 @@ def figures(
         faults=[_told(each, begin_s) for each in struck],
         calm=_latencies(sample for sample in answered if id(sample) not in known),
         beside_faults=_latencies(beside),
-        num_processes=dict(Counter(life.role for life in lives)),
+        num_processes=dict(Counter(history.role for history in histories)),
         growth=grown,
         counters=counters,
         violations=violations[:MAX_VIOLATIONS],

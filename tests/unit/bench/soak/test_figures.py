@@ -37,7 +37,7 @@ def told(**given: Any) -> SoakFigures:
         "asked": [answered(100, 0.5, 101)],
         "nonsense": [],
         "struck": [],
-        "lives": [],
+        "histories": [],
         "left": [],
         "counters": {},
         "judge": StreamOracle([Reference([1, 2], "length")], is_exact=True),
@@ -76,9 +76,9 @@ def life(role: str, minutes: float, mib_per_min: float) -> ProcessHistory:
 
 
 def test_memory_that_grows_is_a_violation_where_it_was_seen_for_long() -> None:
-    assert told(lives=[life("worker", 20, 0.5)]).num_violations == 0
-    assert told(lives=[life("worker", 20, 1.5)]).num_violations == 1
-    found = told(lives=[life("worker", 5, 1.5), life("api", 5, 0)])
+    assert told(histories=[life("worker", 20, 0.5)]).num_violations == 0
+    assert told(histories=[life("worker", 20, 1.5)]).num_violations == 1
+    found = told(histories=[life("worker", 5, 1.5), life("api", 5, 0)])
     assert found.num_violations == 0
     assert found.num_processes == {"worker": 1, "api": 1}
     assert [round(each.mib_per_min, 2) for each in found.growth] == [1.5, 0]
@@ -114,4 +114,4 @@ def test_a_watch_sees_memory_and_open_files_of_living_processes() -> None:
     before = watch.open_files()["api"]
     with open(os.devnull), open(os.devnull):
         assert watch.open_files() == {"api": before + 2}
-    assert watch.lives[os.getpid()].memory_bytes[0] > 10 * MIB
+    assert watch.histories[os.getpid()].memory_bytes[0] > 10 * MIB
