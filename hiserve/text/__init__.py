@@ -1,1 +1,1 @@
-"""Strings to token ids and back: tokenizer, chat template, incremental detokenizer."""
+"""Text to tokens and back: request bodies, chat templates, prompts, tokenizers, and the reader of replies."""

@@ -17,7 +17,6 @@ from hiserve.server.request.body import Body
 from hiserve.server.request.known_fields import IGNORED, REFUSED
 from hiserve.server.request.sampling_fields import TOKEN_ID
 from hiserve.server.routes import Endpoint
-from hiserve.server.sglang.types import NativeSampling
 from hiserve.text.body.json import REF, Schema, components
 
 PATH_PARAMETER = re.compile(r"\{(\w+)(:\w+)?\}")
@@ -149,8 +148,8 @@ def _body_schemas(bodies: Iterable[Body], model: ServedModel, *, is_strict: bool
             given = {"required": [field], "properties": {field: {"not": {"type": "null"}}}}
             schema.setdefault("oneOf", []).append(given)
         schemas[body.name] = schema
-    sampling = NativeSampling.__name__
-    schemas[sampling] = _joined([schemas[sampling]], is_strict=is_strict)
+        for kind in body.inner:
+            schemas[kind.__name__] = _joined([schemas[kind.__name__]], is_strict=is_strict)
     bounded: dict[str, Schema] = _bounded(schemas, model.vocab_size)
     spec = bounded["SpecParams"]["properties"]
     spec["num_steps"] = {"anyOf": [{"type": "integer", "minimum": 0, "maximum": model.spec_steps}, {"type": "null"}]}

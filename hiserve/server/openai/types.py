@@ -15,17 +15,22 @@ from hiserve.errors import RequestError
 from hiserve.server.reply.format import ServedModel, Usage
 from hiserve.server.reply.logprobs import ChatScores, PromptScores, TextScores
 from hiserve.server.request.grammar_fields import OpenAIGrammarFields
-from hiserve.server.request.sampling_fields import Limits, Name, Priority, TokenId, range_of
+from hiserve.server.request.sampling_fields import (
+    MAX_CHOICES,
+    Limits,
+    Name,
+    NonEmpty,
+    Priority,
+    TokenIds,
+    range_of,
+)
 from hiserve.text.abilities import Thinking
 from hiserve.text.body.json import union
-from hiserve.text.body.parser import MAX_PROMPTS, parse_prompt
+from hiserve.text.body.parser import MAX_PROMPTS, check_num_prompts, parse_prompt
 from hiserve.text.body.retention import PromptCacheOptions, Retention
 
-MAX_CHOICES = 4096
 DEFAULT_COMPLETION_TOKENS = 16
 
-NonEmpty = Annotated[str, Meta(min_length=1)]
-TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 # Read by ``parse_prompt``, which also takes arrays: msgspec has no type for lists of several types.
 Prompts = Annotated[
     Any,
@@ -220,23 +225,13 @@ class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
         given = self.prompt
         is_list = isinstance(given, list) and given and isinstance(given[0], str | list | np.ndarray)
         prompts = given if is_list else [given]
-        check_number(len(prompts), "prompt")
+        check_num_prompts(len(prompts), "prompt")
         if len(prompts) * self.num_choices > MAX_CHOICES:
             raise RequestError(
                 f"{len(prompts)} prompts with {self.num_choices} choices each are too many; the most is {MAX_CHOICES} in all.",
                 param="n",
             )
         return [parse_prompt(prompt, vocab_size=vocab_size) for prompt in prompts]
-
-
-def check_number(num_prompts: int, param: str) -> None:
-    """Refuses too many prompts.
-
-    Raises:
-        RequestError: There are more than ``MAX_PROMPTS``.
-    """
-    if num_prompts > MAX_PROMPTS:
-        raise RequestError(f"{param} has {num_prompts} prompts; the most is {MAX_PROMPTS}.", param=param)
 
 
 class MessageFunction(msgspec.Struct):

@@ -26,12 +26,14 @@ class Body(NamedTuple):
     Attributes:
         name: Name of its schema.
         types: Types with its fields; each reads its own.
+        inner: Types of objects in it whose other fields are refused like its own.
         either: Fields of which exactly one must be given.
         ignores_others: Ignore the fields that no type has; otherwise those that would change the answer are refused.
     """
 
     name: str
     types: tuple[type[msgspec.Struct], ...]
+    inner: tuple[type[msgspec.Struct], ...] = ()
     either: tuple[str, ...] = ()
     ignores_others: bool = False
 

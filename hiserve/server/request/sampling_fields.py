@@ -1,4 +1,4 @@
-"""Request fields of sampling; the model's defaults replace omitted ones."""
+"""Request fields of prompts and sampling that several protocols share; the model's defaults replace omitted ones."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hiserve.errors import ContextLengthError, RequestError
 from hiserve.server.reply.format import ServedModel
 from hiserve.text.body.json import check_text
 
+MAX_CHOICES = 4096  # of all prompts of a request
 MAX_NAME_CHARS = 1024
 TOKEN_ID = "a token id"
 
@@ -24,10 +25,12 @@ def range_of(name: str) -> Meta:
     return Meta(gt=least, le=most, description=NOT_ZERO[name]) if name in NOT_ZERO else Meta(ge=least, le=most)
 
 
+NonEmpty = Annotated[str, Meta(min_length=1)]
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 Priority = Annotated[int, Meta(ge=-MAX_INT32, le=MAX_INT32)]
 # The model has the range: ``SamplingParams.check_vocabulary`` and ``openapi.py`` apply it.
 TokenId = Annotated[int, Meta(title=TOKEN_ID)]
+TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 # Not a pattern of the names: msgspec 0.22 frees memory twice for some types with a pattern.

@@ -12,7 +12,7 @@ from hiserve.errors import RequestError
 from hiserve.grammar import bounds
 from hiserve.server.reply.format import ServedModel
 from hiserve.server.request.grammar_fields import Constraint, JsonSchema
-from hiserve.server.request.sampling_fields import Limits, Name, Priority, SamplingFields, range_of
+from hiserve.server.request.sampling_fields import Limits, Name, NonEmpty, Priority, SamplingFields, range_of
 from hiserve.text.abilities import Thinking
 from hiserve.text.body.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from hiserve.text.body.json import check_text
@@ -22,7 +22,6 @@ MAX_INCLUDE = 32
 SEALED = "reasoning.encrypted_content"
 # Of the tools that this server calls itself, it has none: replies can include nothing of them.
 NOT_INCLUDED = ("message.output_text.logprobs",)
-NonEmpty = Annotated[str, Meta(min_length=1)]
 
 
 class InputPart(msgspec.Struct, frozen=True, omit_defaults=True):

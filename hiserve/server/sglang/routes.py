@@ -39,7 +39,7 @@ from hiserve.server.sglang.types import (
 )
 from hiserve.text.body.json import decode
 
-GENERATE = Body("GenerateRequest", (GenerateRequest,), either=("text", "input_ids"))
+GENERATE = Body("GenerateRequest", (GenerateRequest,), inner=(NativeSampling,), either=("text", "input_ids"))
 InThread = Callable[[Callable[[], Generated]], Awaitable[Generated]]
 
 

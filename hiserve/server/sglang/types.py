@@ -12,12 +12,19 @@ from hiserve.config.serving import MAX_INT32
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import MAX_LOGPROBS, SamplingParams
 from hiserve.errors import RequestError
-from hiserve.server.openai.types import MAX_CHOICES, NonEmpty, TokenIds, check_number
 from hiserve.server.reply.format import CacheMiss, ServedModel, SpecTokensDetails
 from hiserve.server.request.grammar_fields import Constraint, GrammarFields, JsonSchema, constraints_of
-from hiserve.server.request.sampling_fields import Limits, Name, Priority, range_of
+from hiserve.server.request.sampling_fields import (
+    MAX_CHOICES,
+    Limits,
+    Name,
+    NonEmpty,
+    Priority,
+    TokenIds,
+    range_of,
+)
 from hiserve.text.body.json import check_text, union
-from hiserve.text.body.parser import MAX_PROMPTS, parse_prompt
+from hiserve.text.body.parser import MAX_PROMPTS, check_num_prompts, parse_prompt
 
 DEFAULT_NEW_TOKENS = 128
 MOST_PROMPTS = Meta(min_length=1, max_length=MAX_PROMPTS)
@@ -109,7 +116,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         name = "input_ids" if self.text is None else "text"
         given: Any = getattr(self, name)
         values: list[Any] = given if self.is_batch else [given]
-        check_number(len(values), name)
+        check_num_prompts(len(values), name)
         if isinstance(values[0], str) != (name == "text") or not isinstance(values[0], str | list | np.ndarray):
             wanted = (
                 "a string or a list of strings" if name == "text" else "a list of token ids, or a list of such lists"

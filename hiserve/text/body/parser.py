@@ -73,6 +73,16 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
+def check_num_prompts(num_prompts: int, param: str) -> None:
+    """Refuses too many prompts.
+
+    Raises:
+        RequestError: There are more than ``MAX_PROMPTS``.
+    """
+    if num_prompts > MAX_PROMPTS:
+        raise RequestError(f"{param} has {num_prompts} prompts; the most is {MAX_PROMPTS}.", param=param)
+
+
 def parse_prompt(prompt: Any, *, vocab_size: int, param: str = "prompt") -> str | Int32Array:
     """Returns one prompt: a non-empty text, or token ids, int32 ``[n]`` with n > 0.
 
@@ -132,8 +142,7 @@ def unpack_slim(packed: bytes) -> dict[str, Any]:
 def _packed(value: list[Any], sizes: Sizes, name: str, *, may_be_long: bool) -> Any:
     """Packs token ids, or each list of them; other values are returned unchanged."""
     if isinstance(value[0], list):
-        if len(value) > MAX_PROMPTS:
-            raise RequestError(f"{name} has {len(value)} prompts; the most is {MAX_PROMPTS}.", param=name)
+        check_num_prompts(len(value), name)
         return [_packed(each, sizes, name, may_be_long=may_be_long) if isinstance(each, list) and each else each
                 for each in value]  # fmt: skip
     if isinstance(value[0], str):
