@@ -364,7 +364,7 @@ shapes = st.builds(
     mlp_elements=magnitudes(2**17),
     vocab_size=st.integers(1, 200_000),
 )
-models = st.builds(
+without_windows = st.builds(
     ModelFacts,
     context_length=magnitudes(2**31 - 1).map(lambda length: length + 1),
     checkpoint_dtype=st.sampled_from(list(DTYPE_BYTES)),
@@ -380,11 +380,23 @@ models = st.builds(
         step=st.builds(DraftShape, step=shapes, shown_elements=magnitudes(2**15), feature_size=magnitudes(2**14)),
     ),
 )
+
+
+def with_windows(model: ModelFacts, window: int, share: int) -> ModelFacts:
+    """Gives some of the layers a window."""
+    elements = model.slot_elements // share // 2 * 2 if window else 0
+    return msgspec.structs.replace(model, window=window if elements else 0, window_elements=elements)
+
+
+models = st.builds(
+    with_windows, without_windows, window=st.just(0) | magnitudes(10**5, 2), share=st.sampled_from([2, 3, 20])
+)
 givens = st.fixed_dictionaries(
     {"page_size": st.sampled_from([1, 7, 16, 256]), "replicas": st.integers(1, 4)},
     optional={
         "devices": st.sampled_from(["0", "1", "1,0", "2,0,1", "0,0", "", "9999", "x"]),
         "kv_pages": magnitudes(10**6).map(lambda pages: pages + 1),
+        "window_pages": st.just(0) | magnitudes(10**6),
         "max_model_len": magnitudes(10**6).map(lambda length: length + 1),
         "max_running_requests": magnitudes(10**5),
         "dtype": st.sampled_from(list(DTYPE_BYTES)),
@@ -439,9 +451,8 @@ def test_whatever_the_machine_all_of_it_fits_or_a_typed_error_names_a_setting(
     assert host_bytes == int(found["host_cache_gib"] * GIB)
     if found["host_cache_name"]:
         assert host_bytes * found["replicas"] <= machine.shm_bytes
-    group = CacheGroupSpec(
-        name="kv", num_layers=1, num_kv_heads=1, head_dim=model.slot_elements // 2, dtype=found["dtype"]
-    )
+    elements = model.slot_elements - (model.window_elements if found["window_pages"] else 0)
+    group = CacheGroupSpec(name="kv", num_layers=1, num_kv_heads=1, head_dim=elements // 2, dtype=found["dtype"])
     assert resolved.memory.parts["weights"] == model.num_params * DTYPE_BYTES[found["dtype"]]
     assert resolved.memory.parts["KV pool"] == found["kv_pages"] * found["page_size"] * group.slot_bytes
     pool_tokens = (resolved.settings.cache.kv_pages - 1) * found["page_size"]
@@ -475,6 +486,19 @@ def test_on_cuda_the_pool_takes_what_a_step_leaves() -> None:
     per_token = (large["activations of the largest step"] - small["activations of the largest step"]) / 14_336
     assert 2 * (3 * 14_336 + 4096) < per_token < 2 * 80_000
     assert small["KV pool"] > large["KV pool"]
+
+
+@pytest.mark.parametrize("memory_gib", [30, 80, 141])
+def test_on_cuda_windows_have_a_pool_of_their_own_and_their_model_holds_more_tokens(memory_gib: int) -> None:
+    """Half of the layers have a window, of 128 tokens."""
+    machine = msgspec.structs.replace(SERVER, cuda_memory_bytes=(memory_gib * GIB,))
+    model = msgspec.structs.replace(LARGE, window=128, window_elements=LARGE.slot_elements // 2)
+    given = {"host_cache_gib": 0, "max_batched_tokens": 2048}
+    freed, kept = (resolve(make_options(**given, **of), model, machine) for of in ({}, {"window_pages": 0}))
+    assert freed.settings.cache.frees_windows and not kept.settings.cache.frees_windows
+    assert sum(freed.memory.parts.values()) <= memory_gib * GIB
+    assert freed.settings.cache.kv_pages >= 1.5 * kept.settings.cache.kv_pages
+    assert not resolve(make_options(max_batched_tokens=2048), model, machine).settings.cache.frees_windows
 
 
 def test_graphs_are_paid_for_only_where_they_are_captured() -> None:
