@@ -14,8 +14,8 @@ from hiserve.kernels.draft_window import draft_window, note_drafted
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 from hiserve.kernels.ngram_search import draft_ngrams
 from hiserve.kernels.reference import PADDING_PAGE
+from hiserve.kernels.step_inputs import put_tokens
 from hiserve.kernels.step_ops import RowTensors
-from hiserve.kernels.step_triton import put_tokens
 
 __all__ = ["draft_hidden_states", "draft_inputs", "draft_ngrams", "draft_window", "keep_hidden_states", "note_drafted"]
 

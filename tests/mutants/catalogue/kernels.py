@@ -10,8 +10,8 @@ from hiserve.kernels import (
     latent_decode,
     latent_store,
     reference,
+    step_inputs,
     step_reference,
-    step_triton,
 )
 from tests.unit.kernels import (
     test_attention_decode,
@@ -46,7 +46,7 @@ with reference.is_last_loc_legal, test_reference.test_legal_last_locs_are_none_o
     "INV 9: last_loc may disagree with the length of its row"
     in_range & agrees
     in_range
-with step_triton._check_rows, test_step_triton.test_triton_does_what_the_twins_do:
+with step_inputs._check_rows, test_step_triton.test_triton_does_what_the_twins_do:
     "INV 9: kernel: a stale page is no fault"
     num_stale == 0
     num_stale >= 0

@@ -4,7 +4,7 @@ from hiserve.attention import reference_attention
 from hiserve.cache.index import prefixes, radix, tails, window_pages
 from hiserve.core import window_pool, windows
 from hiserve.engine import row_windows
-from hiserve.kernels import step_triton
+from hiserve.kernels import step_inputs
 from hiserve.runners import device_rows, inputs
 from tests.e2e import test_windows_freed
 from tests.invariants import test_tails
@@ -99,11 +99,11 @@ with window_pool.WindowPool.pages_beside, test_window_pool.test_both_pools_fit_i
     "windows: pages of the other layers take the memory of the smallest pool of windows"
     min(pages, beside)
     pages
-with step_triton._check_rows, test_step_triton.test_triton_does_what_the_twins_do:
+with step_inputs._check_rows, test_step_triton.test_triton_does_what_the_twins_do:
     "INV H2: kernel: a freed page below the window is a fault"
     tl.maximum(computed - window + 1, 0) // PAGE_SIZE
     computed * 0
-with step_triton._place_tokens, test_step_triton.test_triton_does_what_the_twins_do:
+with step_inputs._place_tokens, test_step_triton.test_triton_does_what_the_twins_do:
     "INV H5: kernel: layers with a window store where the others do"
     tl.load(windows.table + row * num_entries + position // PAGE_SIZE, mask=mask & is_legal, other=SINK)
     page

@@ -161,7 +161,8 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
     "draw": (draw_tokens, {f"draw.{name}" for name in ("_find_best", "_find_drawn", "_join_parts")}),
     "step": (
         step,
-        {f"step_triton.{name}" for name in ("_check_rows", "_place_tokens", "_count_accepted", "_advance_rows")},
+        {f"step_inputs.{name}" for name in ("_check_rows", "_place_tokens")}
+        | {f"step_triton.{name}" for name in ("_count_accepted", "_advance_rows")},
     ),
     "draft": (
         draft,

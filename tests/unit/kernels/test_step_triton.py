@@ -15,7 +15,7 @@ from tests.helpers.step_cases import STALE, StepCase, copied, filled, is_legal, 
 NUM_CASES = 150
 PROGRAM = """
 import torch
-from hiserve.kernels import step_triton, step_reference
+from hiserve.kernels import step_inputs, step_triton, step_reference
 from tests.helpers.step_cases import copied, filled, random_case, tensors_of
 
 torch.set_num_threads(1)
@@ -32,7 +32,7 @@ def run(ops, case, is_stale):
     return filled(made), counts, words, tensors_of(state)
 
 generator = torch.Generator().manual_seed(SEED)
-step_triton._TABLE_BLOCK, step_triton._SAMPLING_BLOCK, step_triton._TOKEN_BLOCK = 2, 2, 32
+step_inputs._TABLE_BLOCK, step_triton._SAMPLING_BLOCK, step_inputs._TOKEN_BLOCK = 2, 2, 32
 for number in range(NUM_CASES):
     case = random_case(generator)
     made, counts, words, state = run(step_triton, case, number % 2 == 1)

@@ -17,8 +17,8 @@ import pytest
         ("latent_decode", "_join", ("qo_indptr", "kv_lens", "num_tokens", "num_parts")),
         ("page_lists", "_list_pages", ("page_table", "kv_lens", "rows", "indptr")),
         ("page_copy", "_copy_pages", ("indices",)),
-        ("step_triton", "_check_rows", ("rows", "num_new", "num_draft", "samples", "max_len")),
-        ("step_triton", "_place_tokens", ("token_rows", "offsets", "rows", "num_new")),
+        ("step_inputs", "_check_rows", ("rows", "num_new", "num_draft", "samples", "max_len")),
+        ("step_inputs", "_place_tokens", ("token_rows", "offsets", "rows", "num_new")),
         ("step_triton", "_count_accepted", ("sampling_rows", "num_draft")),
         ("step_triton", "_advance_rows", ("rows", "num_draft", "sampling")),
         (
