@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +21,38 @@ Job = tuple[Matcher, int, list[int]]  # with the index of its first mask, and it
 Masks = tuple[MaskPlan | None, dict[int, HiserveError]]
 
 
+class _Sources:
+    """The matchers of one grammar that rows have copies of: copies of one compute their masks one after another.
+
+    Args:
+        first: Of them.
+    """
+
+    def __init__(self, first: Future[Matcher]) -> None:
+        self.compiling = [first]
+        self.num_rows = [0]
+
+    def take(self) -> int:
+        """Counts a row with a copy of the one that fewest have, of those that are compiled, and returns its number."""
+        ready = [number for number, each in enumerate(self.compiling) if each.done() and not each.exception()]
+        number = min(ready, key=self.num_rows.__getitem__)
+        self.num_rows[number] += 1
+        return number
+
+    def add(self, another: Future[Matcher]) -> None:
+        """Adds one, which may still be compiled."""
+        self.compiling.append(another)
+        self.num_rows.append(0)
+
+
 class GrammarRows:
     """Matchers of the rows whose requests have a grammar.
 
     A matcher has seen the tokens that its request knows, and no draft: a row that starts over, here or in another worker,
     gets one made from these tokens.
+
+    A grammar of several rows is compiled up to once for each of them, and for each thread, behind the requests, of which none
+    waits for it: rows that are admitted later get copies of those that fewest have.
 
     Args:
         open_vocabulary: Reads the tokenizer; called in a thread, with the first grammar.
@@ -41,6 +68,8 @@ class GrammarRows:
         self._filler: MaskFiller | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hiserve-masks")  # starts with the first masks
         self._matchers: dict[int, Matcher] = {}
+        self._sources: dict[bytes, _Sources] = {}  # by digest, of the grammars of rows
+        self._source_of: dict[int, tuple[bytes, int]] = {}  # by row
         self._errors: list[tuple[Request, HiserveError]] = []
         self._num_masks = self._num_refused = 0
         self.mask_s = 0.0
@@ -73,13 +102,29 @@ class GrammarRows:
 
     def admit(self, row: int, request: Request) -> None:
         """Gives a row the matcher of its request, which must not be awaited; it has seen the tokens after the prompt."""
-        if request.matcher is not None:
-            matcher = self._matchers[row] = request.matcher.result().copy()
-            matcher.advance(request.tokens[request.num_prompt :].tolist())
+        grammar = request.sampling.grammar
+        if request.matcher is None or grammar is None:
+            return
+        sources = self._sources.get(grammar.digest)
+        if sources is None:
+            sources = self._sources[grammar.digest] = _Sources(request.matcher)
+        number = sources.take()
+        self._source_of[row] = grammar.digest, number
+        matcher = self._matchers[row] = sources.compiling[number].result().copy()
+        if len(sources.compiling) < min(self._num_threads, sum(sources.num_rows)):
+            another = self._compiler.compile_again(matcher, grammar, len(sources.compiling))
+            if another is not None:
+                sources.add(another)
+        matcher.advance(request.tokens[request.num_prompt :].tolist())
 
     def release(self, row: int) -> None:
         """Forgets the matcher of a row, if it has one."""
-        self._matchers.pop(row, None)
+        if self._matchers.pop(row, None) is not None:
+            digest, number = self._source_of.pop(row)
+            sources = self._sources[digest]
+            sources.num_rows[number] -= 1
+            if not any(sources.num_rows):
+                del self._sources[digest]
 
     def advance(self, rows: NDArray[np.int64], counts: Int32Array, tokens: Int32Array) -> Int32Array | None:
         """Shows matchers the tokens of their rows.

@@ -11,6 +11,7 @@ from hiserve.core.request import Grammar
 from hiserve.grammar.matcher import Matcher, Vocabulary
 
 MAX_GRAMMARS = 256
+MAX_AGAIN_S = 0.02  # CPU time of a grammar that may be compiled again while no request waits for it
 STACK_BYTES = 8 * 2**20  # eight times that of ``grammar.vet_process``, whose verdict is for less
 
 
@@ -24,22 +25,38 @@ class Compiler:
     def __init__(self, open_vocabulary: Callable[[], Vocabulary]) -> None:
         self._open = open_vocabulary
         self._vocabulary: Vocabulary | None = None
-        self._compiled: OrderedDict[bytes, Future[Matcher]] = OrderedDict()
+        self._compiled: OrderedDict[tuple[bytes, int], Future[Matcher]] = OrderedDict()
         self._thread: ThreadPoolExecutor | None = None
 
-    def compile(self, grammar: Grammar) -> Future[Matcher]:
+    def compile(self, grammar: Grammar, number: int = 0) -> Future[Matcher]:
         """Returns the future matcher of a grammar, before its first token. Requests share it: each needs a ``copy``.
 
         The caller keeps the future: after ``MAX_GRAMMARS`` others a grammar is compiled again. The future fails with a
         HiserveError if the grammar cannot be compiled, or there is no tokenizer.
+
+        Args:
+            grammar: The grammar.
+            number: Tells several matchers of one grammar apart, of which none is a copy of another.
         """
-        compiling = self._compiled.get(grammar.digest)
+        key = grammar.digest, number
+        compiling = self._compiled.get(key)
         if compiling is None:
-            compiling = self._compiled[grammar.digest] = self._start().submit(self._compile, grammar)
+            compiling = self._compiled[key] = self._start().submit(self._compile, grammar)
             if len(self._compiled) > MAX_GRAMMARS:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar.digest)
+        self._compiled.move_to_end(key)
         return compiling
+
+    def compile_again(self, matcher: Matcher, grammar: Grammar, number: int) -> Future[Matcher] | None:
+        """As ``compile``, of a grammar that has a matcher; None where this could hold up a grammar that has none.
+
+        Args:
+            matcher: Of the grammar.
+            grammar: The grammar.
+            number: Above 0.
+        """
+        is_idle = all(each.done() for each in self._compiled.values())
+        return self.compile(grammar, number) if is_idle and matcher.source.compile_s <= MAX_AGAIN_S else None
 
     def close(self) -> None:
         """Ends the thread; a grammar that is being compiled is finished first."""

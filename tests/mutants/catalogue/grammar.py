@@ -1,7 +1,7 @@
 """Grammars: masks, matchers, vetting."""
 
 from hiserve.engine import executor, grammars, loop, planner
-from hiserve.grammar import matcher, regular, tagged, thoughts, tools, vet, vet_process
+from hiserve.grammar import compiler, matcher, regular, tagged, thoughts, tools, vet, vet_process
 from hiserve.kernels import draw, sampling
 from hiserve.runners import graph, mask_buffers
 from hiserve.sampling import params
@@ -200,3 +200,11 @@ with responses_routes.ResponseRoutes._check_shown, test_responses.test_rules_tha
     "rules of a custom tool that are no grammar are shown to the model"
     refusal.code == INVALID
     False
+with grammars.GrammarRows.admit, test_grammars.test_rows_of_one_grammar_have_copies_of_several_compiled_ones:
+    "the masks of rows with one grammar are computed one after another"
+    sources.add(another)
+    pass
+with compiler.Compiler.compile_again, test_grammars.test_a_grammar_that_takes_long_is_compiled_once:
+    "a grammar that takes seconds is compiled once a thread, and holds up those of other requests"
+    matcher.source.compile_s <= MAX_AGAIN_S
+    True

@@ -22,6 +22,7 @@ from hiserve.llm.vetting import BlockingVetting
 from tests.helpers.cache_paths import SETTINGS
 from tests.helpers.grammars import GRAMMARS, nano_tokenizer, nano_vocabulary
 from tests.helpers.tiered import engine_of
+from tests.helpers.waiting import wait_until
 
 VOCAB_SIZE = 4096
 
@@ -102,6 +103,40 @@ def test_each_place_of_a_row_has_the_mask_after_the_drafts_before_it_and_other_r
     assert text[1] in bits(masks.masks[1])
     assert bits(masks.masks[2]) == {ids(", and")[0], ids(".")[0]}
     assert rows.stats() == GrammarStats(masks=3, refused_drafts=1)
+
+
+def test_rows_of_one_grammar_have_copies_of_several_compiled_ones() -> None:
+    """Masks of copies of one are computed one after another."""
+    rows, grammar = GrammarRows(nano_vocabulary, num_threads=2), GRAMMARS["json"]
+
+    def source_of(row: int) -> int:
+        return rows._matchers[row].source.number
+
+    for row in (1, 2):
+        admitted(rows, row, grammar)
+    assert source_of(1) == source_of(2), "no request waits for another one"
+    sources = rows._sources[grammar.digest]
+    wait_until(lambda: all(each.done() for each in sources.compiling))
+    for row in (3, 4, 5):
+        admitted(rows, row, grammar)
+    assert source_of(3) == source_of(4) != source_of(1), "those that fewest rows have"
+    assert len(sources.compiling) == 2, "one for each thread"
+    masks, failed = masks_of(rows, plan_of([1, 2, 3, 4, 5], [0] * 5))
+    assert masks is not None and not failed
+    assert all(bits(each) == bits(masks.masks[0]) for each in masks.masks)
+    for row in (1, 2, 3, 4, 5):
+        rows.release(row)
+    assert not rows._sources and not rows._source_of
+    rows.close()
+
+
+def test_a_grammar_that_takes_long_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "MAX_AGAIN_S", -1.0)
+    rows = GrammarRows(nano_vocabulary, num_threads=2)
+    for row in (1, 2, 3):
+        admitted(rows, row, GRAMMARS["json"])
+    assert len(rows._sources[GRAMMARS["json"].digest].compiling) == 1
+    rows.close()
 
 
 def test_a_plan_in_which_no_row_with_a_grammar_samples_needs_no_masks(rows: GrammarRows) -> None:
