@@ -299,6 +299,7 @@ class _Worker:
             graphs=chosen.runner.graphs,
             widths=choose_spec(chosen.given, self._model, length)[0].widths,
             draft=None if self._model.draft is None else self._model.draft.step,
+            frees_windows=self._windows.page_bytes > 0,
         )
         return items | {"driver, libraries and spare": CONTEXT_BYTES + self.free // SPARE_SHARE}
 

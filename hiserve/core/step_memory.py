@@ -99,6 +99,7 @@ def step_memory(
     graphs: Graphs,
     widths: Sequence[int] = (1,),
     draft: DraftShape | None = None,
+    frees_windows: bool = False,
 ) -> dict[str, int]:
     """Returns bytes by item; their sum bounds the memory of any step.
 
@@ -112,8 +113,10 @@ def step_memory(
         graphs: Captured steps.
         widths: Tokens per row of steps that sample from all of them: 1, and those of verifying steps.
         draft: Of the draft head or model; None without one.
+        frees_windows: Layers with a window have page tables of their own; drafts do not read these.
     """
-    tables = max_rows * -(-max_len // page_size) * PAGE_BYTES
+    table = max_rows * -(-max_len // page_size) * PAGE_BYTES
+    tables = (1 + frees_windows) * table
     attention_bytes = 4 * MAX_PROGRAMS * PROGRAM_QUERIES * (shape.head_dim + 1)
     if shape.latent_elements:
         attention_bytes += 2 * EXPANDED_KEYS * shape.latent_elements * dtype_bytes
@@ -141,7 +144,7 @@ def step_memory(
         captured = _graph_bytes(shape, dtype_bytes, max_rows, max_tokens, graphs, widths)
         items["captured graphs"] = captured + len(widths) * ROW_BUCKETS * tables
         if draft is not None:
-            items["captured graphs of drafts"] = tables + _draft_graph_bytes(
+            items["captured graphs of drafts"] = table + _draft_graph_bytes(
                 draft, dtype_bytes, max_rows, max_tokens, graphs, widths
             )
     return items

@@ -88,6 +88,7 @@ def prepare_runners(
             graphs="off",
             widths=settings.spec.widths,
             draft=None if draft is None else draft.memory_shape(model_config.hidden_size),
+            frees_windows=settings.cache.frees_windows,
         )
         profile_steps(
             runners,

@@ -521,6 +521,15 @@ def test_graphs_of_every_size_keep_their_page_tables() -> None:
     assert in_graphs >= sum(row_buckets(64)) * entries * 4
 
 
+def test_steps_and_graphs_have_a_table_of_window_pages_too() -> None:
+    model = msgspec.structs.replace(LARGE, window=128, window_elements=LARGE.slot_elements // 2)
+    given = {"host_cache_gib": 0, "max_running_requests": 64, "max_model_len": 65_536}
+    kept, freed = (resolve(make_options(**given, **of), model, SERVER).memory.parts for of in ({"window_pages": 0}, {}))
+    table = 64 * 65_536 // 16 * 4
+    assert freed["activations of the largest step"] - kept["activations of the largest step"] == table
+    assert freed["captured graphs"] - kept["captured graphs"] > 2 * table
+
+
 def with_drafts(graphs: str = "all", **given: Any) -> dict[str, int]:
     model = msgspec.structs.replace(LARGE, draft=LARGE_HEAD)
     return resolve(make_options(spec="auto", graphs=graphs, **given), model, SERVER).memory.parts
