@@ -34,6 +34,7 @@ MANY = 32
 LONG = 2 * WIDTHS[-1]
 """Tokens of a row that is never short, in which drafts are not either."""
 
+_MANY_LONG = (4, 8, 16)  # rows of a step of many tokens
 _NUM_FIRST = 2  # shapes of steps, after which it is known whether any kernel has to be compiled
 
 _DRAWINGS = {
@@ -149,6 +150,11 @@ def _steps(max_len: int, num_draft: int) -> Iterator[tuple[list[_WarmupRow], int
     for bound in (LONG + 1, max_len):
         yield [_WarmupRow(LONG, 0, bound)], num_draft
         yield [_WarmupRow(LONG), _WarmupRow(LONG, 0, bound)], num_draft
+    # Rows that decode or are short behind a long prefix, and many tokens: kernels of latents and experts take other sizes.
+    for width in (1, 2, LONG - 1):
+        yield [_WarmupRow(width, 0, max_len)], 0
+    for count in _MANY_LONG:
+        yield [_WarmupRow(LONG)] * count, 0
 
 
 def plan_without_pages(

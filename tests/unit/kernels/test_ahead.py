@@ -13,18 +13,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from hiserve import LLM, kernels
+from hiserve import LLM, SamplingParams, kernels
 from hiserve.attention import backends
 from hiserve.core import resolve
 from hiserve.engine import runner_factory
-from hiserve.engine.startup import compile_steps, profile_steps, warm_up_steps
+from hiserve.engine.startup import compile_steps, plan_without_pages, profile_steps, warm_up_steps
 from hiserve.kernels import ahead, draft_ops, fused, ops, step_ops
+from hiserve.layers import GatedMLP, StackedExperts
+from hiserve.models import decoder
+from hiserve.models.builtin_shapes import SHAPES
+from hiserve.runners.gate import Action, Decision, Reason
+from hiserve.sampling.params import Drawing
 from tests.helpers.cache_paths import SETTINGS
 from tests.helpers.drafted import save_heads
 from tests.helpers.recorded import RecordedCapture
@@ -216,13 +222,11 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("spec", ["off", "ngram", "eagle3"])
-def test_what_graphs_and_steps_launch_was_compiled_before(
-    spec: str, tmp_path: Path, toolchain: Toolchain, recording: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def num_compiled(toolchain: Toolchain, recording: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each engine that is made: the kernels that its compiling pass has compiled."""
     torch.set_num_threads(1)
-    heads = save_heads(tmp_path, SEED)
-    num_compiled, make = [], runner_factory.make_runners
+    found, make = [], runner_factory.make_runners
 
     def make_runners(*given: Any, **settings: Any) -> Any:
         work: Callable[..., None] = partial(
@@ -235,20 +239,33 @@ def test_what_graphs_and_steps_launch_was_compiled_before(
 
         def compiling(made: Any) -> None:
             work(made)
-            num_compiled.append(len(toolchain.compiled))
+            found.append(len(toolchain.compiled))
             assert not toolchain.launched
 
         return make(*given, **settings | {"before_capture": compiling})
 
     monkeypatch.setattr(runner_factory, "make_runners", make_runners)
-    settings: dict[str, Any] = {"dtype": "bfloat16", "attention_backend": "triton", "graphs": "all"} | {
-        "max_model_len": 512,
-        "max_running_requests": 9,
-        "max_batched_tokens": 256,
-        "kv_pages": 64,
-        "host_cache_gib": 0,
-        "spec": f"{spec}:{heads[spec]}" if spec in heads else spec,
-    }
+    return found
+
+
+SIZES: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "attention_backend": "triton",
+    "graphs": "all",
+    "max_model_len": 512,
+    "max_running_requests": 9,
+    "max_batched_tokens": 256,
+    "kv_pages": 64,
+    "host_cache_gib": 0,
+}
+
+
+@pytest.mark.parametrize("spec", ["off", "ngram", "eagle3"])
+def test_what_graphs_and_steps_launch_was_compiled_before(
+    spec: str, tmp_path: Path, toolchain: Toolchain, num_compiled: list[int]
+) -> None:
+    heads = save_heads(tmp_path, SEED)
+    settings = SIZES | {"spec": f"{spec}:{heads[spec]}" if spec in heads else spec}
     if spec != "off":
         settings["spec_steps"] = 3
     with LLM(**SETTINGS | settings) as llm:
@@ -264,3 +281,44 @@ def test_what_graphs_and_steps_launch_was_compiled_before(
     assert toolchain.launched.total() > before > 20
     assert not [name for name, _ in toolchain.compiled[before:]], "compiled when it was launched"
     assert len(set(toolchain.compiled)) == len(toolchain.compiled)
+
+
+def test_steps_of_any_size_find_kernels_of_latents_and_experts_compiled(
+    toolchain: Toolchain, num_compiled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts have tiles for few, some and many tokens; absorbed queries, for rows whose keys are split and not."""
+
+    def stack(each: list[GatedMLP]) -> StackedExperts:
+        """Experts as on a GPU."""
+        gate_up, down = (torch.stack([getattr(mlp, name)._weight for mlp in each]) for name in ("gate_up", "down"))
+        return StackedExperts(gate_up, down, each[0].ops)
+
+    monkeypatch.setattr(decoder, "SparseExperts", stack)
+    shape = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 3}
+    shape |= {"n_routed_experts": 32, "num_experts_per_tok": 4, "q_lora_rank": 64, "num_attention_heads": 4}
+    shape |= {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32, "vocab_size": 8192}
+    monkeypatch.setitem(SHAPES, "glm-4.7-flash", SHAPES["glm-4.7-flash"] | shape)
+    settings = {
+        "shape": "glm-4.7-flash",
+        "load_format": "dummy",
+        "max_batched_tokens": 2048,
+        "max_running_requests": 16,
+    }
+    with LLM(**SETTINGS | SIZES | settings) as llm:
+        executor: Any = engine_of(llm)._executor
+        for sizes, bound in (
+            ((40,), 40),
+            ((3,), 500),
+            ((100, 70), 500),
+            ((300,), 300),
+            ((400,) * 2, 400),
+            ((300,) * 4, 500),
+        ):
+            known, bounds = np.array(sizes, dtype=np.int32), np.full(len(sizes), bound, dtype=np.int32)
+            plan = plan_without_pages(known, np.zeros_like(known), bounds, 0, SamplingParams(seed=0, temperature=0.0))
+            with torch.inference_mode():
+                executor._rows.apply(plan)
+                executor._runners.run(plan, Decision(Action.EAGER, Reason.GRAPHS_OFF, sampling=Drawing.GREEDY.value))
+    assert {"_route_in_groups", "_product_kernel", "_store_latents"} <= set(toolchain.launched)
+    (before,) = num_compiled
+    assert not [name for name, _ in toolchain.compiled[before:]], "compiled when it was launched"
