@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
@@ -50,18 +50,39 @@ class PageRun:
     retained_until_s: int = 0
 
 
+def _no_pages() -> NDArray[np.int32]:
+    return np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TailImage:
+    """A tail on the host: the images of its window pages, and the boundary that they belong to.
+
+    Attributes:
+        frames: int32 ``[n]``. Host pages, first to last: as many for each window page as hold its bytes.
+        namespace: 16 bytes. Digest of the root of the prefix.
+        digest: 16 bytes. Of the page before the boundary.
+    """
+
+    frames: NDArray[np.int32]
+    namespace: bytes
+    digest: bytes
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PageCopy:
-    """An order to copy pages. Every order is answered by one ``CopyAck``.
+    """An order to copy pages, a tail, or pages and the tail at their end. Every order is answered by one ``CopyAck``.
 
     Attributes:
         op: Number of the order, monotone from 1.
         kind: Direction.
-        device_pages: int32 ``[n]``; empty for a copy between host and store.
+        device_pages: int32 ``[n]``; empty for a copy between host and store, and of a tail alone.
         host_pages: int32 ``[n]``. The partner of each device page.
         after_step: The copy may begin when the forward of this step is done: the last one that may touch the device
             pages before a LOAD, the one that wrote them before an OFFLOAD. 0 is at once.
-        run: Content of the host pages; None of a LOAD.
+        run: Content of the host pages; None of a LOAD, and of a tail alone.
+        window_pages: int32 ``[w]``. Window pages of the tail; empty without one.
+        image: The tail's partner on the host; None without one.
     """
 
     op: int
@@ -70,6 +91,18 @@ class PageCopy:
     host_pages: NDArray[np.int32]
     after_step: int
     run: PageRun | None = None
+    window_pages: NDArray[np.int32] = field(default_factory=_no_pages)
+    image: TailImage | None = None
+
+    @property
+    def num_host_pages(self) -> int:
+        """Host pages that it reads or writes, frames included."""
+        return self.host_pages.size + (0 if self.image is None else self.image.frames.size)
+
+    @property
+    def all_host_pages(self) -> NDArray[np.int32]:
+        """They themselves, int32 ``[num_host_pages]``."""
+        return self.host_pages if self.image is None else np.concatenate((self.host_pages, self.image.frames))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

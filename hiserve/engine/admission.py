@@ -94,24 +94,23 @@ class Admission:
         Returns:
             The row; None if it waits for pages, for other loads, or (``in_flight_prefix`` is set) for another row.
         """
-        cache = self._cache
+        cache, windows, limit = self._cache, self._rows.windows, self._rows.limit_of(request)
         match = cache.match(request.tenant, request.prefix_key)
-        num_host = self._num_to_load(match)
+        num_host = self._num_to_load(match) if windows is None or windows.can_load(limit) else 0
         num_cached = match.num_tokens + num_host
         request.in_flight_prefix = find_in_flight_prefix(request, num_cached, self._rows, cache.page_size)
         if request.in_flight_prefix is not None or (num_host and not self._host_loads.has_room):
             return None
-        windows = self._rows.windows
-        if windows is not None and not windows.has_room(self._rows.limit_of(request)):
+        if windows is not None and not windows.has_room(limit, loads_tail=num_host > 0):
             return None
         with cache.lock(match, num_host, request.priority, request.account) as lock:
             need = int(self._rows.num_pages_for(np.array(request.tokens.size))) - lock.pages.size
             if need > cache.num_available - self._rows.num_promised_pages():
                 return None
-            if lock.host_pages.size:
+            if num_host:
                 self._host_loads.load(lock)
             if num_host < match.num_host_tokens:
-                self._cache_counters.not_loaded((match.num_host_tokens - num_host) // cache.page_size)
+                self._cache_counters.not_loaded(match.num_to_load)
                 self._costs.skip_load()
             if not request.was_admitted:
                 self._note_use(request, match.num_tokens, num_host)
@@ -119,8 +118,9 @@ class Admission:
 
     def _num_to_load(self, match: Match) -> int:
         """Returns how many of a match's host tokens to load: all, or none where computing them is faster."""
-        num_before = self._host_loads.num_pages_to_load * self._cache.page_size
-        is_worth = self._costs.is_worth_loading(match.num_host_tokens, num_before)
+        page_size = self._cache.page_size
+        num_before = self._host_loads.num_pages_to_load * page_size
+        is_worth = self._costs.is_worth_loading(match.num_host_tokens, num_before, match.num_to_load * page_size)
         return match.num_host_tokens if is_worth else 0
 
     def _note_use(self, request: Request, num_device: int, num_host: int) -> None:

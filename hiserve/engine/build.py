@@ -113,8 +113,8 @@ def _compose(
         rows = _device_rows(settings, model_config)
     check_unchanged(settings, folder, model_config, draft)
     namespace = settings.cache_identity.namespace
-    cache = _cache(settings, namespace, segment, kv_events)
     host = None if segment is None else _host_pool(settings, segment, groups, namespace)
+    cache = _cache(settings, namespace, host, kv_events)
     tier_transfers = None if host is None else _tier_transfers(settings, host, cache, pool, startup_s, undo)
     with _phase(startup_s, "prepare runners"):
         proposer = open_proposer(settings, draft, head, pool, rows)
@@ -241,18 +241,17 @@ def _planner(
     )
 
 
-def _cache(
-    settings: Settings, namespace: bytes, segment: Segment | None, kv_events: KvEventSender | None
-) -> PrefixCache:
-    num_host_pages = 0 if segment is None else segment.layout.num_pages
+def _cache(settings: Settings, namespace: bytes, host: HostPool | None, kv_events: KvEventSender | None) -> PrefixCache:
+    num_host_pages = 0 if host is None else host.num_pages
     return PrefixCache(
         num_pages=settings.cache.kv_pages,
         page_size=settings.cache.page_size,
         namespace=namespace,
         eviction=settings.cache.eviction,
         num_host_pages=num_host_pages,
-        num_ready_host_pages=None if segment is None else 1,
+        num_ready_host_pages=None if host is None else 1,
         num_window_pages=settings.cache.window_pages,
+        frames_per_page=0 if host is None else host.frames_per_page,
         max_upload_pages=0 if settings.cache.store is None else max(1, num_host_pages // UPLOAD_SHARE),
         host_admission=HostAdmission(settings.cache.host_admission),
         listener=kv_events,

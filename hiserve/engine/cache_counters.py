@@ -57,11 +57,11 @@ class CacheCounters:
         if copy.kind in DEVICE_KINDS:
             num_arrived = self._cache.num_arrived[copy.kind] - ended.num_pages
         elif copy.kind is CopyKind.UPLOAD and ack.is_ok:
-            num_arrived = copy.host_pages.size
+            num_arrived = copy.num_host_pages
         ended.num_pages += num_arrived
         ended.num_bytes += ack.num_bytes
         ended.seconds += ack.seconds
-        num_lost = copy.host_pages.size - num_arrived
+        num_lost = copy.num_host_pages - num_arrived
         if num_lost:
             ended.unfulfilled[ack.reason or PLACE_LOST] += num_lost
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hiserve.cache.index.prefix_cache import PrefixCache, PrefixLock
+from hiserve.cache.index.prefix_cache import NO_PAGES, PrefixCache, PrefixLock
 from hiserve.core.plan import Int32Array
 from hiserve.core.transfers import STORE_LANES, CopyAck, CopyKind, PageCopy
 from hiserve.engine.cache_counters import CacheCounters
@@ -132,18 +132,21 @@ class LoadCostModel:
         """Records a request that computes pages of the store."""
         self._fetches.skip()
 
-    def is_worth_loading(self, num_tokens: int, num_before: int) -> bool:
+    def is_worth_loading(self, num_tokens: int, num_before: int, num_copied: int | None = None) -> bool:
         """Whether loading these tokens is faster than computing them.
 
         Args:
             num_tokens: Tokens that the host has.
             num_before: Tokens of loads that are under way and come first.
+            num_copied: Tokens whose pages take as many bytes as the load: more with a tail, fewer where the device has
+                history. None is ``num_tokens``.
         """
+        num_copied = num_tokens if num_copied is None else num_copied
         fit = self._loads.fit()
         if fit is None:
             return True
         fixed, per_token = fit
-        return fixed + (num_before + num_tokens) * per_token < self._prefill_s(num_tokens)
+        return fixed + (num_before + num_copied) * per_token < self._prefill_s(num_tokens)
 
     def num_in_time(self, num_tokens: int, num_before: int, wait_s: float) -> int:
         """Returns how many of these tokens a store can bring within ``wait_s`` seconds; the leading ones.
@@ -204,12 +207,15 @@ class HostLoads:
         return self._num_loads < MAX_LOADS
 
     def load(self, lock: PrefixLock) -> None:
-        """Begins to load the host pages of a lock. The caller has checked that the device has room for them."""
+        """Begins to load the host pages of a lock, and its tail. The caller has checked that the device has room for them."""
         pages = self._cache.allocate(_after(lock.pages, lock.host_pages.size))
         assert pages is not None, f"no room for {lock.host_pages.size} pages that were promised"
-        self._loads.append(self._cache.begin_load(lock, pages))
+        windows, tails, window_pages = self._cache.windows, self._cache.tails, NO_PAGES
+        if windows is not None and tails is not None:
+            window_pages = windows.allocate(np.zeros(tails.num_to_load(lock.tail), dtype=np.int32))
+        self._loads.append(self._cache.begin_load(lock, pages, window_pages))
         self._num_loads += 1
-        self.num_pages_to_load += pages.size
+        self.num_pages_to_load += self._loads[-1].num_host_pages
 
     def track(self, row: int) -> bool:
         """Keeps a new row out of steps while its prefix is loading; returns whether it is."""
@@ -270,9 +276,9 @@ class HostLoads:
             copy = self._open.pop(ack.op)
             if copy.kind is CopyKind.LOAD:
                 self._num_loads -= 1
-                self.num_pages_to_load -= copy.device_pages.size
+                self.num_pages_to_load -= copy.num_host_pages
                 if ack.is_ok:
-                    self._costs.end_load(copy.device_pages.size * self._cache.page_size, ack.seconds)
+                    self._costs.end_load(copy.num_host_pages * self._cache.page_size, ack.seconds)
             lost += self._cache.complete(ack.op, ok=ack.is_ok)
             self._cache_counters.ended(copy, ack)
         arrived = [row for row in self._waiting if not self._rows.lock(row).ops]

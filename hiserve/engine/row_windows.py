@@ -6,7 +6,7 @@ from bisect import insort
 
 import numpy as np
 
-from hiserve.cache.index.prefix_cache import Match, PrefixCache, PrefixLock, Tail, WindowPages
+from hiserve.cache.index.prefix_cache import NO_PAGES, PrefixCache, PrefixLock, Tail, WindowPages
 from hiserve.core.plan import Int32Array, Int64Array
 from hiserve.core.windows import WindowLimits
 from hiserve.engine.page_tables import PageTables
@@ -40,34 +40,45 @@ class RowWindows:
         self.tables = PageTables(windows, generation, max_len)
         self.first = np.zeros(generation.size, dtype=np.int32)
         self.promised = np.zeros(generation.size, dtype=np.int32)
+        windows.num_promised = limits.step_pages
         self._wanted: dict[int, list[int]] = {}  # of each row: boundaries in tokens, ascending, that get a tail
         self._prompt_end: dict[int, int] = {}  # of each row: the last boundary in its prompt
         self._prompt_tail: dict[int, tuple[Tail, int]] = {}  # the tail there, and the time of its use
 
-    def has_room(self, limit: int) -> bool:
-        """Whether another row of at most ``limit`` tokens can run beside the others, without a page of theirs."""
-        left = self._pool.num_pages - 1 - self._limits.step_pages - int(self.promised.sum())
-        return self._limits.promised_pages(limit) <= left
+    def can_load(self, limit: int) -> bool:
+        """Whether a row of at most ``limit`` tokens can ever start with a tail from the host."""
+        most = self._pool.num_pages - 1 - self._limits.step_pages
+        return self._limits.promised_pages(limit) + self._limits.tail_pages <= most
 
-    def admit(self, row: int, num_known: int, limit: int, match: Match) -> None:
+    def has_room(self, limit: int, *, loads_tail: bool = False) -> bool:
+        """Whether another row of at most ``limit`` tokens can run beside the others, without a page of theirs.
+
+        With ``loads_tail``, a load that holds its tail may outlive it.
+        """
+        num_loaded = self._limits.tail_pages if loads_tail else 0
+        return self._limits.promised_pages(limit) + num_loaded <= self._pool.num_spare
+
+    def admit(self, row: int, num_known: int, limit: int, lock: PrefixLock, num_history_tokens: int) -> None:
         """Starts a row behind its cached prefix, and chooses the boundaries of its prompt that get a tail.
 
         Args:
             row: Was free.
             num_known: Tokens of the request.
             limit: Longest that it may get.
-            match: Of its cached prefix.
+            lock: On its cached prefix, whose tail is on the device or being loaded.
+            num_history_tokens: Its cached tokens, resumable or not.
         """
-        start, tail = match.num_tokens, match.tail
-        page_size, every = self._page_size, self._limits.tail_every
+        tail, page_size, every = lock.tail, self._page_size, self._limits.tail_every
+        start = lock.pages.size * page_size
         self.promised[row] = self._limits.promised_pages(limit)
-        pages = np.empty(0, dtype=np.int32) if tail is None else tail.pages
-        if tail is not None:
-            self._pool.hold(pages)
+        self._pool.num_promised += int(self.promised[row])
+        pages = NO_PAGES if tail is None else tail.pages
+        assert pages is not None, f"row {row} starts at {start} without a tail"
+        self._pool.hold(pages)
         self.first[row] = start // page_size - pages.size
         self.tables.bind(row, pages, int(self.first[row]))
         prompt_end = (num_known - 1) // page_size * page_size
-        wanted = {prompt_end, match.num_history_tokens, *(range(every, prompt_end, every) if every else ())}
+        wanted = {prompt_end, num_history_tokens, *(range(every, prompt_end, every) if every else ())}
         self._wanted[row] = sorted(boundary for boundary in wanted if boundary > start)
         self._prompt_end[row] = prompt_end
 
@@ -101,13 +112,15 @@ class RowWindows:
             self.first[row] = first
 
     def release(self, row: int, num_pages: int, lock: PrefixLock) -> None:
-        """Keeps a tail at the end of what a row has published, and gives back all its pages."""
-        if num_pages:
+        """Keeps a tail at the end of what a row has published and read, and gives back all its pages."""
+        if num_pages and lock.is_whole:
             self._keep(row, num_pages * self._page_size, num_pages, lock)
         tail, last_used = self._prompt_tail.pop(row, (None, 0))
-        if tail is not None and tail.is_open and tail.last_used == last_used:
-            self._pool.touch(tail, 0)  # a repeated prompt is rarer than a next turn
+        tails = self._cache.tails
+        if tails is not None and tail is not None and tail.is_open and tail.last_used == last_used:
+            tails.touch(tail, 0)  # a repeated prompt is rarer than a next turn
         self._pool.drop(self.tables.pages[row, self.first[row] : self.tables.num_pages[row]])
+        self._pool.num_promised -= int(self.promised[row])
         self.promised[row] = self.first[row] = self.tables.num_pages[row] = 0
         del self._wanted[row], self._prompt_end[row]
 

@@ -150,7 +150,7 @@ class RowState:
         self.active = np.append(self.active, row)
         self.tables.bind(row, lock.pages)
         if self.windows is not None:
-            self.windows.admit(row, int(self.known[row]), int(self.limit[row]), match)
+            self.windows.admit(row, int(self.known[row]), int(self.limit[row]), lock, match.num_history_tokens)
         return row
 
     def release(self, row: int) -> Request:

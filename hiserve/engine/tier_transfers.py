@@ -85,12 +85,18 @@ def recover_host_pages(host: HostPool, cache: PrefixCache, clock: Callable[[], f
         Recovered pages; none where their memory cannot be had any more.
     """
     runs = host.recover()
-    if runs and not host.prefault.wait(1 + max(int(run.pages.max()) for run in runs), TOUCH_TIMEOUT_S):
+    tails = host.tails()
+    last = max(
+        (int(pages.max()) for pages in (*(run.pages for run in runs), *(tail.frames for tail in tails))), default=0
+    )
+    if runs and not host.prefault.wait(1 + last, TOUCH_TIMEOUT_S):
         host.clear()
-        runs = []
+        runs, tails = [], []
     cache.grow_host(max(1, host.num_ready_pages))
     latest_s = math.ceil(clock() + MAX_RETAIN_S)
     num_pages = cache.recover(replace(run, retained_until_s=min(run.retained_until_s, latest_s)) for run in runs)
+    if cache.tails is not None:
+        num_pages += cache.tails.recover(tails)
     logger.info("adopted %d of %d pages of the host cache", num_pages, host.num_pages - 1)
     return num_pages
 

@@ -31,7 +31,7 @@ def cache_namespace(
     *,
     dtype: str,
     page_size: int,
-    debug_groups: Sequence[str] = (),
+    extra_groups: Sequence[str] = (),
     secret: bytes = b"",
 ) -> bytes:
     """Returns the 16-byte digest that separates caches, but for tenants.
@@ -43,10 +43,10 @@ def cache_namespace(
         weights: From ``weight_digests``, or a substitute for dummy weights.
         dtype: Element type name of the KV cache.
         page_size: Tokens per page.
-        debug_groups: Names of a page's groups that exist for debugging.
+        extra_groups: Names of the groups that exist for debugging, or have pages of their own.
         secret: The server's, for a cache that outlives it: without it a digest does not reveal what it stands for.
     """
-    shard, layout = "1/1", "+".join((LAYOUT_VERSION, *debug_groups))
+    shard, layout = "1/1", "+".join((LAYOUT_VERSION, *extra_groups))
     return namespace_digest(secret, shape, str(len(weights)), *weights, dtype, layout, str(page_size), shard)
 
 

@@ -174,7 +174,7 @@ def test_a_prompt_waits_for_the_tail_of_the_row_ahead(folder: Path) -> None:
 
 
 REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"host_cache_gib": 0.01}, "do not go to the host: give --host-cache-gib 0"),
+    ({"host_cache_gib": 0.01, "store": "file:nowhere"}, "their prefixes do not go to a store: leave out --store"),
     ({"kv_canary": True}, "they have no canary"),
     ({"window_pages": 9}, "a row and the tokens of a step take 13"),
 )
@@ -192,8 +192,9 @@ def test_a_model_with_one_kind_of_layer_has_no_window_pages() -> None:
         LLM(model="hiserve-nano", **SETTINGS)
 
 
-@pytest.mark.parametrize("host_gib", [0, 0.05])
-def test_auto_frees_windows_where_there_is_no_host_cache(host_gib: float, folder: Path) -> None:
-    with LLM(model=str(folder), **SETTINGS | {"window_pages": "auto", "host_cache_gib": host_gib}) as llm:
-        assert (engine_of(llm)._planner._cache.windows is None) == bool(host_gib)
+@pytest.mark.parametrize("has_store", [False, True])
+def test_auto_frees_windows_where_there_is_no_store(has_store: bool, folder: Path, tmp_path: Path) -> None:
+    store = {"store": f"file:{tmp_path / 'store'}"} if has_store else {}
+    with LLM(model=str(folder), **SETTINGS | {"window_pages": "auto", "host_cache_gib": 0.05} | store) as llm:
+        assert (engine_of(llm)._planner._cache.windows is None) == has_store
         assert len(told(llm.generate(prompts_of(), GREEDY))) == 8

@@ -117,6 +117,7 @@ def engine_of(
             device=device,
             max_model_len=max_len,
             kv_pages=max(kv_pages, 1 + max_len // page_size),
+            window_pages=0,  # every page is kept, so that hits can be counted
             page_size=page_size,
             max_running_requests=8,
             max_batched_tokens=chunk,

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from hiserve import LLM
+from hiserve.cache.index.nodes import Node
 from hiserve.cache.index.prefix_cache import PrefixCache
-from hiserve.cache.index.radix import Node
 from hiserve.cache.storage.host import HostPool
 from hiserve.core.forward import LayerKV
 from hiserve.engine.loop import Engine

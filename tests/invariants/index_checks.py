@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 
 from hiserve.cache.index.locks import path
+from hiserve.cache.index.nodes import Node
 from hiserve.cache.index.prefix_cache import PrefixCache
-from hiserve.cache.index.radix import Node
 from hiserve.core.transfers import CopyKind
 
 

@@ -20,8 +20,8 @@ from hypothesis.stateful import (
     rule,
 )
 
+from hiserve.cache.index.nodes import Node
 from hiserve.cache.index.prefix_cache import Match, PrefixCache, PrefixLock
-from hiserve.cache.index.radix import Node
 from tests.invariants import kv_checks
 from tests.invariants.index_checks import check_structure
 from tests.invariants.index_model import IndexModel, Place, Prefix, page_tokens, prefixes

@@ -22,7 +22,7 @@ class Fickle(LoadCostModel):
         super().__init__(16)
         self._asked = 0
 
-    def is_worth_loading(self, num_tokens: int, num_before: int) -> bool:
+    def is_worth_loading(self, num_tokens: int, num_before: int, num_copied: int | None = None) -> bool:
         self._asked += 1
         return self._asked % 3 > 0
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from hiserve.cache.index.eviction import ON_DEVICE, Eviction
+from hiserve.cache.index.nodes import Node
 from hiserve.cache.index.prefix_cache import PrefixCache
-from hiserve.cache.index.radix import Node
 from hiserve.config.caching import EvictionOrder
 from hiserve.core.transfers import CopyKind, PageCopy
 from tests.helpers.copying import add, copying_engine, run

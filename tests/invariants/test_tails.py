@@ -5,40 +5,80 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hiserve.cache.index.prefix_cache import MissReason, PrefixCache, PrefixLock, WindowPages
+from hiserve.cache.index.prefix_cache import MissReason, PrefixCache, PrefixLock, Tier, WindowPages
+from hiserve.core.transfers import PageCopy
 from tests.helpers.tail_model import TailModel
 
-PAGE, NAMESPACE = 2, b"n" * 16
+PAGE, NAMESPACE, FRAMES = 2, b"n" * 16, 2
 
 
-def make_cache(num_pages: int = 60, num_window_pages: int = 30) -> tuple[PrefixCache, WindowPages]:
-    cache = PrefixCache(num_pages=num_pages, page_size=PAGE, namespace=NAMESPACE, num_window_pages=num_window_pages)
+def make_cache(
+    num_pages: int = 60, num_window_pages: int = 30, num_host_pages: int = 0
+) -> tuple[PrefixCache, WindowPages]:
+    cache = PrefixCache(
+        num_pages=num_pages,
+        page_size=PAGE,
+        namespace=NAMESPACE,
+        num_window_pages=num_window_pages,
+        num_host_pages=num_host_pages,
+        frames_per_page=FRAMES,
+    )
     assert cache.windows is not None
     return cache, cache.windows
 
 
 class Runs:
-    """Random rows: resumed at a match, published page by page, with tails at random boundaries."""
+    """Random rows: resumed at a match, published page by page, with tails at random boundaries; copies that end or fail."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, num_host_pages: int = 0) -> None:
         self.rng = np.random.default_rng(seed)
-        self.cache, self.windows = make_cache()
+        self.cache, self.windows = make_cache(num_host_pages=num_host_pages)
+        self.has_host = num_host_pages > 0
         self.model = TailModel(NAMESPACE, PAGE)
         self.rows: list[tuple[np.ndarray, int, PrefixLock]] = []  # tokens, published pages, lock
+        self.copies: list[PageCopy] = []
+        self.num_loads = 0
 
     def prompt(self) -> np.ndarray:
+        if self.has_host:  # prompts that come back
+            return np.full(int(self.rng.integers(8, 24)), self.rng.integers(3), dtype=np.int32)
         return self.rng.integers(0, 2, int(self.rng.integers(1, 24))).astype(np.int32)
 
     def start(self) -> None:
         tokens = self.prompt()
         found = self.cache.match(b"", tokens.tobytes())
-        pages, num_cached = self.model.match(tokens.tobytes())
-        assert (found.num_tokens, found.num_history_tokens) == (pages * PAGE, num_cached * PAGE)
-        assert (found.tail is None) == (pages == 0)
-        miss = self.cache.explain(b"", tokens.tobytes(), found.num_tokens)
-        assert (miss.reason is MissReason.NO_TAIL) == (pages < num_cached)
-        if len(self.rows) < 4:
-            self.rows.append((tokens, pages, self.cache.lock(found).detach()))
+        pages, num_resumable, num_cached = self.model.match(tokens.tobytes())
+        told = (found.num_tokens, found.num_host_tokens, found.num_history_tokens)
+        assert told == (pages * PAGE, (num_resumable - pages) * PAGE, num_cached * PAGE)
+        assert (found.tail is None) == (pages == 0) and (found.host_tail is None) == (num_resumable == pages)
+        miss = self.cache.explain(b"", tokens.tobytes(), num_resumable * PAGE)
+        assert (miss.reason is MissReason.NO_TAIL) == (num_resumable < num_cached)
+        if pages < num_resumable:
+            assert self.cache.explain(b"", tokens.tobytes(), pages * PAGE).reason is MissReason.NOT_WORTH_LOADING
+        if len(self.rows) < (2 if self.has_host else 4):
+            loads = bool(found.num_host_tokens and self.rng.integers(4))
+            lock = self.cache.lock(found, found.num_host_tokens if loads else 0).detach()
+            assert lock.tail is None or lock.tail.device_ready_op in {0, *lock.ops}, "nothing waits for the tail"
+            if loads and not self.load(lock, self.model.names(tokens.tobytes())):
+                self.cache.release(lock)
+            else:
+                self.rows.append((tokens, lock.pages.size, lock))
+
+    def load(self, lock: PrefixLock, names: list[bytes]) -> bool:
+        """Begins a load, unless there is no room."""
+        tails, num_pages = self.cache.tails, lock.host_pages.size
+        assert tails is not None and lock.tail is not None and lock.tail.frames is not None
+        pages = self.cache.allocate(np.zeros(num_pages, dtype=np.int32))
+        if pages is None:
+            return False
+        window_pages = self.windows.allocate(np.zeros(tails.num_to_load(lock.tail), dtype=np.int32))
+        copy = self.cache.begin_load(lock, pages, window_pages)
+        self.copies.append(copy)
+        assert copy.image is not None and copy.image.digest == names[lock.pages.size - 1], "a tail of another boundary"
+        assert copy.image.frames.size == FRAMES * window_pages.size > 0 and copy.host_pages.size == num_pages
+        self.model.loading[copy.op] = names[lock.pages.size - num_pages : lock.pages.size]
+        self.num_loads += 1
+        return True
 
     def publish(self) -> None:
         index = int(self.rng.integers(len(self.rows)))
@@ -46,48 +86,76 @@ class Runs:
         end = (
             int(self.rng.integers(num_pages, tokens.size // PAGE + 1)) if tokens.size // PAGE > num_pages else num_pages
         )
-        if end > num_pages:
+        if end > num_pages and lock.is_whole:
             pages = self.cache.allocate(np.zeros(end - num_pages, dtype=np.int32))
             if pages is None:
                 return
-            self.cache.insert(lock, tokens[num_pages * PAGE : end * PAGE].tobytes(), pages)
-            self.rows[index] = tokens, end, lock
+            kept = self.cache.insert(lock, tokens[num_pages * PAGE : end * PAGE].tobytes(), pages)
+            self.cache.free(pages[kept.size :]) if kept.size < pages.size else None
+            self.rows[index] = tokens, num_pages + kept.size, lock
 
     def keep(self) -> None:
         tokens, num_pages, lock = self.rows[int(self.rng.integers(len(self.rows)))]
-        if num_pages:
+        if num_pages and lock.is_whole:
             boundary = int(self.rng.integers(1, num_pages + 1))
             pages = self.windows.allocate(np.zeros(min(boundary, 2), dtype=np.int32))
-            self.model.tails[self.model.names(tokens.tobytes())[boundary - 1]] = self.cache.keep_tail(
-                lock, num_pages - boundary, pages
-            )
+            tails = self.model.tails.setdefault(self.model.names(tokens.tobytes())[boundary - 1], [])
+            tail = self.cache.keep_tail(lock, num_pages - boundary, pages)
+            if tail not in tails:
+                tails.append(tail)
             self.windows.drop(pages)
 
     def end(self) -> None:
         self.cache.release(self.rows.pop(int(self.rng.integers(len(self.rows))))[2])
 
     def squeeze(self) -> None:
-        pages = self.cache.allocate(np.zeros(int(self.rng.integers(1, 40)), dtype=np.int32))
+        count = self.cache.num_available - int(self.rng.integers(4)) if self.has_host else int(self.rng.integers(1, 40))
+        pages = self.cache.allocate(np.zeros(max(0, count), dtype=np.int32))
         if pages is not None:
             self.cache.free(pages)
 
+    def end_copy(self) -> None:
+        copy = self.copies.pop(int(self.rng.integers(len(self.copies))))
+        self.model.loading.pop(copy.op, None)
+        lost = self.cache.complete(copy.op, ok=bool(self.rng.integers(6)))
+        for lock in lost:
+            assert not lock.is_whole
+            self.cache.release(lock)
+        self.rows = [row for row in self.rows if row[2].is_open]
+
     def step(self) -> None:
-        chosen = int(self.rng.integers(12))
+        chosen = int(self.rng.integers(16))
         if chosen < 4 or not self.rows:
             self.start()
         elif chosen < 7:
             self.publish()
         elif chosen < 9:
             self.keep()
-        elif chosen < 10:
+        elif chosen < 10 or (self.has_host and chosen == 15):
             self.end()
         elif chosen < 11:
             self.squeeze()
-        elif self.rng.integers(12) == 0:
-            self.cache.flush()
-        self.model.apply(*self.cache.take_events())
+        elif chosen < 13:
+            self.copies += self.cache.begin_offloads(8)
+        elif chosen < 15 and self.copies:
+            self.end_copy()
+        if self.rng.integers(160) == 0:
+            self.cache.flush([None, Tier.DEVICE, Tier.HOST][int(self.rng.integers(3))])
+        for tier in Tier:
+            self.model.apply(tier, *self.cache.take_events(tier))
         self.model.check()
         self.windows.check()
+
+    def close(self) -> None:
+        while self.copies:
+            self.end_copy()
+        for _, _, lock in self.rows:
+            self.cache.release(lock)
+        self.cache.flush()
+        assert self.windows.num_tails == self.windows.num_pinned == 0
+        assert self.windows.num_free == self.windows.num_pages - 1
+        host = self.cache.host
+        assert host.pages.num_free == host.pages.num_ready - 1 and host.num_evictable == 0
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -95,10 +163,20 @@ def test_match_is_the_deepest_resume_point_whatever_came_and_went(seed: int) -> 
     runs = Runs(seed)
     for _ in range(150):
         runs.step()
-    for _, _, lock in runs.rows:
-        runs.cache.release(lock)
-    runs.cache.flush()
-    assert runs.windows.num_tails == 0 and runs.windows.num_free == runs.windows.num_pages - 1
+    runs.close()
+
+
+@pytest.mark.parametrize("num_host_pages", [24, 70, 300])
+def test_match_knows_the_deepest_resume_point_of_each_tier(num_host_pages: int) -> None:
+    """H1, H3 and H10: a load has the whole tail of its boundary, or is not begun."""
+    num_loads = 0
+    for seed in range(30):
+        runs = Runs(seed, num_host_pages)
+        for _ in range(200):
+            runs.step()
+        runs.close()
+        num_loads += runs.num_loads
+    assert num_loads > 30, num_loads
 
 
 @pytest.mark.parametrize("use", ["a match", "a row that ends there"])
@@ -146,5 +224,5 @@ def test_a_boundary_keeps_the_tail_that_it_has() -> None:
     second = cache.keep_tail(lock, 1, windows.allocate(np.zeros(2, dtype=np.int32)))
     assert first is second and windows.num_tails == 1
     with pytest.raises(AssertionError, match="no page ends 4 pages before the end"):
-        cache.keep_tail(lock, 4, first.pages)
+        cache.keep_tail(lock, 4, np.zeros(2, dtype=np.int32))
     cache.release(lock)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import xxhash
 
 from hiserve.cache.index.locks import PrefixLock, path
+from hiserve.cache.index.nodes import Node, NodeState
 from hiserve.cache.index.prefix_cache import PrefixCache, Tier
-from hiserve.cache.index.radix import Node, NodeState
 from tests.invariants.index_model import IndexModel, Place, Prefix
 from tests.invariants.tier_model import TierModel, parts
 

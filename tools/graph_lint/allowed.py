@@ -25,6 +25,8 @@ ALLOWED = (
     Allowed("attention/flashinfer.py", "_GraphAttention.plan", "synchronize", _COPIED),
     Allowed("attention/flashinfer_latent.py", "_Turn.plan", "synchronize", _COPIED),
     Allowed("cache/storage/host.py", "HostPool.__init__", "tensor of values", _MADE),
+    Allowed("cache/storage/host.py", "HostPool.images", "tensor of values", _ON_CPU),
+    Allowed("cache/storage/host.py", "HostPool.put_images", "tensor of values", _ON_CPU),
     Allowed("cache/storage/device.py", "layer_views", "iteration", _MADE),
     Allowed("cache/storage/page_streams.py", "PageStreams.compile", "allocation", _AT_START),
     Allowed(
@@ -33,7 +35,8 @@ ALLOWED = (
     Allowed("cache/storage/page_streams.py", "PageStreams._upload", "*", _PINNED),
     Allowed("cache/storage/cuda_transfer.py", "CudaTransfers._wait_for_room", "synchronize", _OTHER_THREAD),
     Allowed("cache/storage/cuda_transfer.py", "CudaTransfers._settle", "synchronize", _OTHER_THREAD),
-    Allowed("cache/storage/transfer.py", "ThreadTransfers._execute", "tensor of values", _ON_CPU),
+    Allowed("cache/storage/transfer.py", "ThreadTransfers._execute", "allocation", _ON_CPU),
+    Allowed("cache/storage/transfer.py", "ThreadTransfers._move", "tensor of values", _ON_CPU),
     Allowed("core/drafts.py", "DraftLayout.uniform", "allocation", _CACHED),
     Allowed("core/upload.py", "mapped", "tensor of values", "a view of pinned memory, read by a kernel"),
     Allowed("core/upload.py", "upload", ".numpy()", _PINNED),

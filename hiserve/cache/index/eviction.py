@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from hiserve.cache.index.allocator import PageAllocator
-from hiserve.cache.index.radix import Node
+from hiserve.cache.index.nodes import Node
 from hiserve.config.caching import EvictionOrder
 
 ON_DEVICE: Callable[[Node], bool] = attrgetter("is_evictable")

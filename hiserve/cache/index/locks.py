@@ -7,7 +7,7 @@ from types import TracebackType
 
 import numpy as np
 
-from hiserve.cache.index.radix import NO_PAGES, Node
+from hiserve.cache.index.nodes import NO_PAGES, Node, Tail
 from hiserve.cache.index.tiers import CacheTiers
 from hiserve.core.plan import Int32Array
 
@@ -41,10 +41,11 @@ class PrefixLock:
         pages: int32 ``[p]``. The prefix on the device, pages loaded since the lock included; shorter after a failed load.
         host_pages: int32 ``[h]``. The rest, on the host alone; must be loaded before an insert.
         ops: Loads in flight that fill some of ``pages``. A forward that reads these must wait for the loads.
+        tail: At the end of the prefix as it was locked; None where nothing but pages is needed.
         is_open: Whether it was not released yet.
     """
 
-    __slots__ = ("_is_detached", "_release", "host_pages", "is_open", "ops", "pages", "path_lock")
+    __slots__ = ("_is_detached", "_release", "host_pages", "is_open", "ops", "pages", "path_lock", "tail")
 
     def __init__(
         self, path_lock: PathLock, pages: Int32Array, host_pages: Int32Array, release: Callable[[PrefixLock], None]
@@ -54,6 +55,7 @@ class PrefixLock:
         self.pages = pages
         self.host_pages = host_pages
         self.ops: set[int] = set()
+        self.tail: Tail | None = None
         self.is_open = True
         self._is_detached = False
 
@@ -61,6 +63,11 @@ class PrefixLock:
     def node(self) -> Node:
         """The last node of the locked prefix; ``insert`` moves it on."""
         return self.path_lock.node
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the prefix can be read: no load of it is in flight, and none has failed."""
+        return not (self.ops or self.path_lock.is_lost)
 
     def detach(self) -> PrefixLock:
         """Returns the lock to a caller that must release it."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
 
-from hiserve.cache.index.radix import Node, RadixTree
+from hiserve.cache.index.nodes import Node
+from hiserve.cache.index.radix import RadixTree
 
 MAX_LOST = 65_536  # digests remembered: about 10 MiB
 MAX_SIBLINGS = 32  # compared with a prompt that continues none of them
@@ -75,7 +76,7 @@ def explain(
     key: bytes,
     *,
     num_used: int,
-    needs_tails: bool,
+    num_resumable: int | None,
     lost: LostPages,
     is_arriving: Callable[[bytes], bool],
     is_in_store: bool,
@@ -87,7 +88,7 @@ def explain(
         root: Root of the prompt's namespace.
         key: The whole pages of the prompt that a match may use.
         num_used: Tokens of them that were taken from the cache.
-        needs_tails: Only boundaries with a tail can be resumed at; there is no host.
+        num_resumable: Tokens before the deepest boundary with a tail; None where each boundary can be resumed at.
         lost: Pages that left the cache.
         is_arriving: Whether a page is being fetched from the store.
         is_in_store: Whether a store has, or may have, the next page.
@@ -96,7 +97,8 @@ def explain(
     node, used, num_pages = tree.find(root, key)
     num_tokens = num_pages * tree.page_size
     if num_used < num_tokens:
-        return Miss(MissReason.NO_TAIL if needs_tails else MissReason.NOT_WORTH_LOADING, num_used)
+        has_tail = num_resumable is None or num_used < num_resumable
+        return Miss(MissReason.NOT_WORTH_LOADING if has_tail else MissReason.NO_TAIL, num_used)
     rest = key[num_pages * page_bytes :]
     if not rest:
         return Miss(MissReason.PAGE_REMAINDER, num_tokens)

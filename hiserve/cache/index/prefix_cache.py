@@ -10,13 +10,15 @@ from hiserve.cache.index.allocator import PADDING_PAGE
 from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, Eviction
 from hiserve.cache.index.locks import Locks, PrefixLock
 from hiserve.cache.index.miss_reasons import Miss, MissReason, explain
+from hiserve.cache.index.nodes import NO_PAGES, STEP_SHIFT, Tail
 from hiserve.cache.index.prefixes import HostAdmission, Match, Prefixes
-from hiserve.cache.index.radix import NO_PAGES, STEP_SHIFT, RadixTree
+from hiserve.cache.index.radix import RadixTree
 from hiserve.cache.index.reports import PrefixCacheStats, Tier, TierListener, outline
 from hiserve.cache.index.store_prefixes import StorePrefixes
 from hiserve.cache.index.store_sync import RunOp, StoreSync, Uploads
-from hiserve.cache.index.tails import Tail
-from hiserve.cache.index.tiers import CacheTiers, TierPages
+from hiserve.cache.index.tails import TailTiers
+from hiserve.cache.index.tier_pages import TierPages
+from hiserve.cache.index.tiers import CacheTiers
 from hiserve.cache.index.transfer_ops import SubtreeRemoval, TransferOps
 from hiserve.cache.index.transfers import MANY_COPIES, Transfers
 from hiserve.cache.index.window_pages import WindowPages
@@ -52,7 +54,7 @@ class PrefixCache:
     until the next operation that changes the index, unless the docstring says otherwise.
 
         prefixes    match, lock, insert, keep_tail, release, retain, ensure_backed, explain
-        pages       allocate, free; ``windows`` (``WindowPages``)
+        pages       allocate, free; ``windows`` (``WindowPages``), ``tails`` (``TailTiers``)
         host        begin_load, begin_offloads, complete
         store       ``store`` (``StorePrefixes``), complete
         lifecycle   recover, grow_host, begin_after, expire, flush
@@ -67,7 +69,8 @@ class PrefixCache:
         num_ready_host_pages: Usable pages are below this; default: all. See ``grow_host``.
         host_admission: Which pages are offloaded.
         num_window_pages: Pages in the pool of window layers, the padding page included: only boundaries with a tail can be
-            resumed at, and there is no host tier. 0 where every page has all layers.
+            resumed at. 0 where every page has all layers.
+        frames_per_page: Host pages that the image of a window page takes.
         max_upload_pages: Most host pages locked by uploads to a store; 0 without a store.
         listener: Called with every change of the readable pages of each tier.
         link: Computes the digests of pages (``core.digest.chain_of``).
@@ -76,6 +79,7 @@ class PrefixCache:
         page_owner: int32 ``[num_pages]``, live. Number of each page's last allocation; see ``PageAllocator.owner``.
         store: The operations that concern a store.
         windows: The pages of window layers; None without them.
+        tails: Those of both tiers; None without them.
         host_times: The host pages retained since they were taken. Take them after the orders of the same plan: the pool
             records them once it has begun its copies.
         num_arrived: By kind, LOAD and OFFLOAD, live: pages made findable by ended copies.
@@ -94,6 +98,7 @@ class PrefixCache:
         num_ready_host_pages: int | None = None,
         host_admission: HostAdmission = HostAdmission.WRITE_THROUGH,
         num_window_pages: int = 0,
+        frames_per_page: int = 1,
         max_upload_pages: int = 0,
         listener: TierListener | None = None,
         link: Chain = chain,
@@ -114,12 +119,14 @@ class PrefixCache:
         self.uploads = Uploads(self.tiers, self.locks, self.ops, max_upload_pages)
         uploads = self.uploads if max_upload_pages else None
         offloaded, inserted = (uploads, None) if host_admission is HostAdmission.SELECTIVE else (None, uploads)
-        self.transfers = Transfers(self.tiers, self.locks, self.ops, self._removal, offloaded)
         admits = host_admission if self._has_host else None
-        assert not (num_window_pages and self._has_host), "tails do not go to the host"
-        self.windows = WindowPages(num_window_pages, page_size) if num_window_pages else None
+        assert not (num_window_pages and max_upload_pages), "tails do not go to a store"
+        num_frames = frames_per_page if self._has_host else 0
+        self.windows = windows = WindowPages(num_window_pages, page_size) if num_window_pages else None
+        self.tails = None if windows is None else TailTiers(self.tiers, self.locks, self.ops, windows, num_frames)
+        self.transfers = Transfers(self.tiers, self.locks, self.ops, self._removal, offloaded, self.tails)
         self._prefixes = Prefixes(
-            namespace, self.tiers, self.locks, self.ops, self.transfers, inserted, admits, self.windows
+            namespace, self.tiers, self.locks, self.ops, self.transfers, inserted, admits, self.tails
         )
         self.store = StorePrefixes(self._prefixes, self.host, self.store_sync, self.uploads)
         self.page_owner, self.num_arrived = self.device.pages.owner, self.transfers.num_arrived
@@ -214,7 +221,7 @@ class PrefixCache:
             self._prefixes.root(tenant),
             self._prefixes.usable(key),
             num_used=num_used,
-            needs_tails=self.windows is not None,
+            num_resumable=None if self.windows is None else self._prefixes.num_resumable(tenant, key),
             lost=self.tiers.lost,
             is_arriving=self.store_sync.is_arriving,
             is_in_store=is_in_store,
@@ -247,14 +254,15 @@ class PrefixCache:
 
     # --- device and host ------------------------------------------------------------------
 
-    def begin_load(self, lock: PrefixLock, pages: Int32Array) -> PageCopy:
-        """Begins to load the host part of a lock; later matches find it on the device.
+    def begin_load(self, lock: PrefixLock, pages: Int32Array, window_pages: Int32Array = NO_PAGES) -> PageCopy:
+        """Begins to load the host part of a lock, its tail included; later matches find it on the device.
 
         Args:
             lock: With a host part; waits for the load (``lock.ops``) until ``complete``.
             pages: int32 ``[h]``. One for each of ``lock.host_pages``, allocated by the caller; owned by the cache after this.
+            window_pages: int32 ``[tails.num_to_load(lock.tail)]``, each held once by the caller; likewise.
         """
-        return self.transfers.begin_load(lock, pages)
+        return self.transfers.begin_load(lock, pages, window_pages)
 
     @property
     def has_offloads(self) -> bool:
@@ -328,6 +336,8 @@ class PrefixCache:
     def begin_after(self, step_id: int) -> None:
         """Records that a step was planned: its forward may still touch every page in use now."""
         self.tiers.clock = max(self.tiers.clock, step_id << STEP_SHIFT)
+        if self.windows is not None:
+            self.windows.step = step_id
 
     @property
     def is_retaining(self) -> bool:
@@ -362,7 +372,7 @@ class PrefixCache:
             num_unbacked=self.tiers.num_unbacked,
             num_retained=sum(self.tiers.retention.held.values()),
             num_not_retained=self.tiers.retention.num_ignored,
-            num_without_room=self.transfers.num_without_room,
+            num_without_room=self.transfers.num_without_room + (self.tails.num_without_room if self.tails else 0),
             num_not_uploaded=self.uploads.num_not_uploaded,
             num_prefetches_wanted=self.store_sync.num_wanted,
             num_prefetched=self.store_sync.num_prefetched,

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import attrgetter
 
 import numpy as np
 
 from hiserve.cache.index.locks import Locks, PrefixLock, path
-from hiserve.cache.index.radix import Node
+from hiserve.cache.index.nodes import Node, Tail
 from hiserve.cache.index.store_sync import Uploads
-from hiserve.cache.index.tails import Tail
+from hiserve.cache.index.tails import TailTiers
 from hiserve.cache.index.tiers import CacheTiers
 from hiserve.cache.index.transfer_ops import TransferOps
 from hiserve.cache.index.transfers import Transfers
-from hiserve.cache.index.window_pages import WindowPages
 from hiserve.core.digest import namespace_digest
 from hiserve.core.plan import Int32Array
 
@@ -31,9 +32,13 @@ class Match:
     """The longest cached prefix of a prompt that a request can be resumed behind. Valid while ``tree_epoch`` stands."""
 
     num_tokens: int  # on the device, or being loaded: a whole number of pages
-    num_host_tokens: int  # after those, on the host alone: a whole number of pages
+    num_host_tokens: int  # after those, usable when ``num_to_load`` pages were loaded: a whole number of pages
+    num_to_load: int  # host pages, the frames of a tail included
     num_history_tokens: int  # cached on either tier, resumable or not: a whole number of pages
-    tail: Tail | None  # at the end of the prefix; None where nothing but pages is needed
+    tail: Tail | None  # at the end of the prefix on the device; None where nothing but pages is needed
+    host_tail: (
+        Tail | None
+    )  # at the end of the whole prefix, to be loaded with it; None as above, and if there is no more
     tree_epoch: int  # of the tree when it was matched
     _node: Node
     _num_beyond: int  # pages of the node after the match: a split leaves a node's end where it is
@@ -45,7 +50,7 @@ class Prefixes:
     Args:
         uploads: Is offered every inserted page; None without a store, or where it is offered offloaded pages.
         host_admission: Which pages are offloaded; None without a host tier.
-        windows: The window pages; None where each boundary is a resume point.
+        tails: None where each boundary is a resume point.
     """
 
     def __init__(
@@ -57,7 +62,7 @@ class Prefixes:
         transfers: Transfers,
         uploads: Uploads | None,
         host_admission: HostAdmission | None,
-        windows: WindowPages | None,
+        tails: TailTiers | None,
     ) -> None:
         self._namespace = namespace
         self._tiers = tiers
@@ -71,45 +76,64 @@ class Prefixes:
         self._uploads = uploads
         self._writes_through = host_admission is HostAdmission.WRITE_THROUGH
         self._offloads_hits = host_admission is HostAdmission.SELECTIVE
-        self._windows = windows
+        self._tails = tails
 
     def match(self, tenant: bytes, key: bytes) -> Match:
         """See ``PrefixCache``."""
         node, node_pages, num_pages = self._tree.find(self.root(tenant), self.usable(key))
         num_beyond = node.num_pages - node_pages
         num_history_tokens = num_pages * self._page_size
-        tail, num_less = (None, 0) if self._windows is None else deepest_tail(node, node_pages)
-        num_pages, num_beyond = num_pages - num_less, num_beyond + num_less
+        tail, num_less, host_tail, num_more = None, 0, None, 0
+        if self._tails is not None:
+            tail, num_less = deepest_tail(node, node_pages, attrgetter("is_on_device"))
+            host_tail, num_less_on_host = deepest_tail(node, node_pages, attrgetter("is_on_host_only"))
+            num_more = max(0, num_less - num_less_on_host)
+            host_tail = host_tail if num_more else None
+        num_pages, num_beyond = num_pages - num_less + num_more, num_beyond + num_less - num_more
         num_host_pages = -num_beyond
         step: Node | None = node
         while step is not None and step.is_on_host_only:
             num_host_pages += step.num_pages
             step = step.parent
-        num_host_pages = max(0, num_host_pages)
+        num_to_load = num_host_pages = max(0, num_host_pages)
+        if self._tails is not None:
+            num_host_pages = num_more
+            num_to_load = 0 if host_tail is None or host_tail.frames is None else num_to_load + host_tail.frames.size
         return Match(
             num_tokens=(num_pages - num_host_pages) * self._page_size,
             num_host_tokens=num_host_pages * self._page_size,
+            num_to_load=num_to_load,
             num_history_tokens=num_history_tokens,
             tail=tail,
+            host_tail=host_tail,
             tree_epoch=self._tiers.tree_epoch,
             _node=node,
             _num_beyond=num_beyond,
         )
 
+    def num_resumable(self, tenant: bytes, key: bytes) -> int:
+        """Returns the tokens of a prompt before its deepest resume point on any tier."""
+        match = self.match(tenant, key)
+        return match.num_tokens + match.num_host_tokens
+
     def lock(self, match: Match, num_host_tokens: int, priority: int, account: bytes | None) -> PrefixLock:
         """See ``PrefixCache``."""
         assert match.tree_epoch == self._tiers.tree_epoch, "the tree changed since the match; match again"
         assert 0 <= num_host_tokens <= match.num_host_tokens and num_host_tokens % self._page_size == 0
+        assert self._tails is None or num_host_tokens in (0, match.num_host_tokens), "between two resume points"
         node = self._end_of(match, (match.num_host_tokens - num_host_tokens) // self._page_size)
         *_, root = path(node)
         self._tiers.assign_account(root, root.digests[0] if account is None else account)
         self._device.shares.see(root.account)
         self._tiers.host.shares.see(root.account)
         lock = self._locks.issue(node, self.release, priority)
-        if self._windows is not None and match.tail is not None:
-            self._windows.touch(match.tail, self._tiers.clock)
+        lock.tail = match.host_tail if num_host_tokens else match.tail
+        if self._tails is not None and lock.tail is not None:
+            self._tails.touch(lock.tail, self._tiers.clock)
         if self._ops.num_loads:
-            for number in {step.device_ready_op for step in path(node)} - {0}:
+            loading = {step.device_ready_op for step in path(node)}
+            loading.add(0 if lock.tail is None else lock.tail.device_ready_op)
+            for number in loading - {0}:
                 self._transfers.wait(lock, self._ops[number])
         if self._offloads_hits:
             self._transfers.enqueue(node)
@@ -159,21 +183,14 @@ class Prefixes:
 
     def keep_tail(self, lock: PrefixLock, num_behind: int, pages: Int32Array) -> Tail:
         """See ``PrefixCache``."""
-        assert self._windows is not None and lock.is_open
+        assert self._tails is not None and lock.is_open
         node, num_left = lock.node, num_behind
         while num_left >= node.num_pages:
             num_left -= node.num_pages
             assert node.parent is not None and node.parent.num_pages, f"no page ends {num_behind} pages before the end"
             node = node.parent
-        node.tails = {} if node.tails is None else node.tails
-        tail = node.tails.get(node.num_pages - num_left)
         self._tiers.clock += 1
-        if tail is not None and tail.is_open:
-            self._windows.touch(tail, self._tiers.clock)
-            return tail
-        tail = node.tails[node.num_pages - num_left] = self._windows.keep(pages, self._tiers.clock)
-        self._tiers.tree_epoch += 1
-        return tail
+        return self._tails.keep(node, node.num_pages - num_left, pages)
 
     def missing(self, tenant: bytes, key: bytes) -> tuple[int, list[bytes]]:
         """See ``PrefixCache``."""
@@ -231,15 +248,15 @@ class Prefixes:
                 self._uploads.offer(end, end.digests[-count:])
 
 
-def deepest_tail(node: Node, num_pages: int) -> tuple[Tail | None, int]:
-    """Returns the last tail on the path to the first ``num_pages`` of a node, and how many pages are behind it.
+def deepest_tail(node: Node, num_pages: int, has: Callable[[Tail], bool]) -> tuple[Tail | None, int]:
+    """Returns the last tail of a kind on the path to the first ``num_pages`` of a node, and how many pages are behind it.
 
-    Without a tail all pages of the path are: it can be resumed at its start only.
+    Without such a tail all pages of the path are: it can be resumed at its start only.
     """
     num_behind = 0
     while node.parent is not None:
         if node.tails:
-            ends = [at for at, tail in node.tails.items() if at <= num_pages and tail.is_open]
+            ends = [at for at, tail in node.tails.items() if at <= num_pages and has(tail)]
             if ends:
                 return node.tails[max(ends)], num_behind + num_pages - max(ends)
         num_behind += num_pages

@@ -1,4 +1,4 @@
-"""The radix tree over page-aligned token keys: its nodes, and find, split, join, extend, trim.
+"""The radix tree over page-aligned token keys: find, split, join, extend, trim.
 
 Keys are packed int32 bytes, so that comparing a run of tokens is one ``startswith``
 (a memcmp); children are found by the bytes of their first page.
@@ -7,186 +7,14 @@ Keys are packed int32 bytes, so that comparing a run of tokens is one ``startswi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from enum import Enum
 
 import numpy as np
 
-from hiserve.cache.index.tails import Tails, close_tails, join_tails, split_tails
+from hiserve.cache.index.nodes import NO_PAGES, Node, clear, close_tails, join_tails, make_root, split_tails
 from hiserve.core.digest import Chain, chain
 from hiserve.core.plan import Int32Array
 
-STEP_SHIFT = 32  # of a node's logical time: the upper half is the step, the lower half counts within
 MAX_NODE_PAGES = 128  # a leaf grows in place up to here: bounds the bytes that each insert of a growing row copies
-NO_PAGES: Int32Array = np.empty(0, dtype=np.int32)
-NO_PAGES.setflags(write=False)
-
-
-class NodeState(Enum):
-    """Where a node's bytes are: D device, H host; W being offloaded, L being loaded.
-
-    D → DW → DH → H → HL → DH; eviction removes D and H. A failed offload makes DW D again. L is an HL whose host copy was
-    flushed; it becomes D.
-    """
-
-    D = "device"
-    DW = "device, on the way to the host"
-    DH = "device and host"
-    H = "host"
-    HL = "host, on the way to the device"
-    L = "on the way to the device"
-
-
-class Node:
-    """A run of whole pages below a common prefix. A tier has all of its pages, or none.
-
-    A tier that has a node also has its parent: each tier has a prefix of every cached sequence.
-
-    Attributes:
-        key: Packed int32 tokens of the run; a whole number of pages, empty for a root.
-        num_pages: Length of the run; 0 for a root and for a node that was removed.
-        pages: int32 ``[num_pages]`` on the device, or empty.
-        host_pages: int32 ``[num_pages]`` on the host, or empty.
-        device_ready_op: The load that fills ``pages``; 0 when they are filled.
-        host_ready_op: The offload that fills ``host_pages``; 0 when they are filled.
-        digests: One chain digest per page. A root has one: its namespace's.
-        parent: None for a root.
-        children: By the packed tokens of their first page.
-        num_device_children: Of them, how many have pages on the device.
-        num_host_children: Of them, how many have pages on the host.
-        num_locks: Locks on this node or one below it: it stays on every tier it is on.
-        num_host_locks: Locks on its host copy, or on one below it.
-        last_used: Logical time of the last lock or release through this node (see ``CacheTiers.clock``).
-        priority: Largest priority of the requests that used it.
-        retained_until_s: Evicted after all others until then (see ``Retention``); 0 is not retained.
-        is_queued: Whether it waits for its offload.
-        is_wanted: Whether it is to be offloaded, at the latest before the device evicts it.
-        is_spare: Whether the device may evict it without loss (see ``EvictionReserve``).
-        account: Charged for its pages on each tier (see ``TenantShares``); one for a whole tree.
-        written_step: The last step whose forward wrote its pages on the device; 0 after a load.
-        tails: What requests read that are resumed at boundaries in this node; closed ones may be among them.
-    """
-
-    __slots__ = (
-        "account",
-        "children",
-        "device_ready_op",
-        "digests",
-        "host_pages",
-        "host_ready_op",
-        "is_queued",
-        "is_spare",
-        "is_wanted",
-        "key",
-        "last_used",
-        "num_device_children",
-        "num_host_children",
-        "num_host_locks",
-        "num_locks",
-        "num_pages",
-        "pages",
-        "parent",
-        "priority",
-        "retained_until_s",
-        "tails",
-        "written_step",
-    )
-
-    def __init__(
-        self,
-        key: bytes,
-        pages: Int32Array,
-        digests: list[bytes],
-        parent: Node | None,
-        host_pages: Int32Array = NO_PAGES,
-    ) -> None:
-        self.key = key
-        self.num_pages = len(digests) if parent is not None else 0
-        self.pages = pages
-        self.host_pages = host_pages
-        self.device_ready_op = 0
-        self.host_ready_op = 0
-        self.digests = digests
-        self.parent = parent
-        self.children: dict[bytes, Node] = {}
-        self.num_device_children = 0
-        self.num_host_children = 0
-        self.num_locks = 0
-        self.num_host_locks = 0
-        self.last_used = 0
-        self.priority = 0
-        self.retained_until_s = 0
-        self.is_queued = False
-        self.is_wanted = False
-        self.is_spare = False
-        self.account: bytes = parent.account if parent is not None else b""
-        self.written_step = 0
-        self.tails: Tails | None = None
-
-    @property
-    def is_root(self) -> bool:
-        """Whether this is the root of a namespace."""
-        return self.parent is None
-
-    @property
-    def is_on_host_only(self) -> bool:
-        """Whether its only copy is on the host."""
-        return not self.pages.size and self.num_pages > 0
-
-    @property
-    def is_evictable(self) -> bool:
-        """Whether the device may evict its last pages: it has no lock, and no child there."""
-        return self.num_locks == 0 and self.num_device_children == 0 and self.pages.size > 0
-
-    @property
-    def is_unbacked(self) -> bool:
-        """Whether it is to be offloaded, and the host has no copy."""
-        return self.is_wanted and not self.host_pages.size
-
-    @property
-    def eviction_cost(self) -> int:
-        """What evicting it from the device costs: 0 spare, 1 nothing, 2 the last copy of wanted pages."""
-        return 0 if self.is_spare else 2 if self.is_wanted and not self.host_pages.size else 1
-
-    @property
-    def is_candidate(self) -> bool:
-        """Whether it may become spare."""
-        return not self.is_spare and self.is_evictable
-
-    @property
-    def is_copy(self) -> bool:
-        """Whether the host may free its copy: the device has the pages, and no transfer uses them."""
-        return (
-            self.host_pages.size > 0
-            and self.pages.size > 0
-            and self.num_host_children == self.num_host_locks == 0
-            and not (self.device_ready_op or self.host_ready_op)
-        )
-
-    @property
-    def is_host_evictable(self) -> bool:
-        """Whether the host may evict its last pages, the last copy: an unlocked leaf on no other tier."""
-        return self.is_on_host_only and not self.children and self.num_locks == 0 and self.num_host_locks == 0
-
-    @property
-    def pending_op(self) -> int:
-        """The transfer that reads or writes its pages now, or 0; never more than one."""
-        return self.device_ready_op or self.host_ready_op
-
-    @property
-    def state(self) -> NodeState:
-        """Where its bytes are; not of a root."""
-        if not self.pages.size:
-            return NodeState.H
-        if not self.host_pages.size:
-            return NodeState.L if self.device_ready_op else NodeState.D
-        if self.device_ready_op:
-            return NodeState.HL
-        return NodeState.DW if self.host_ready_op else NodeState.DH
-
-
-def make_root(namespace: bytes) -> Node:
-    """Returns the root of a namespace; its only digest starts the chain."""
-    return Node(b"", NO_PAGES, [namespace], None)
 
 
 class RadixTree:
@@ -285,7 +113,7 @@ class RadixTree:
         node.digests = node.digests[num_pages:]
         node.num_pages -= num_pages
         if node.tails:
-            upper.tails, node.tails = split_tails(node.tails, num_pages)
+            split_tails(upper, node)
         if node.pages.size:
             upper.pages, node.pages = node.pages[:num_pages].copy(), node.pages[num_pages:].copy()
             upper.num_device_children = 1
@@ -309,7 +137,7 @@ class RadixTree:
         node.pages = np.concatenate((parent.pages, node.pages))
         node.host_pages = np.concatenate((parent.host_pages, node.host_pages))
         if parent.tails or node.tails:
-            node.tails, parent.tails = join_tails(parent.tails or {}, node.tails or {}, parent.num_pages), None
+            join_tails(parent, node)
         node.num_pages += parent.num_pages
         node.written_step = max(parent.written_step, node.written_step)
         node.parent = parent.parent
@@ -362,7 +190,8 @@ class RadixTree:
         leaf.host_pages = leaf.host_pages[:keep].copy()
         leaf.digests = leaf.digests[:keep]
         leaf.num_pages = keep
-        leaf.tails = close_tails(leaf.tails, keep) if leaf.tails else None
+        if leaf.tails:
+            close_tails(leaf, keep)
         return removed
 
     def unlink(self, node: Node) -> None:
@@ -382,14 +211,3 @@ class RadixTree:
             if not node.is_root:
                 yield node
             stack.extend(node.children.values())
-
-
-def clear(node: Node) -> None:
-    """Empties a node that left the tree, so that queues skip it."""
-    node.key, node.digests, node.num_pages = b"", [], 0
-    node.pages = node.host_pages = NO_PAGES
-    node.device_ready_op = node.host_ready_op = node.num_device_children = node.num_host_children = 0
-    node.is_spare = False
-    node.retained_until_s = 0
-    node.children = {}
-    node.tails = close_tails(node.tails) if node.tails else None

@@ -9,7 +9,8 @@ from heapq import nlargest
 from operator import attrgetter
 from typing import Protocol
 
-from hiserve.cache.index.radix import STEP_SHIFT, Node, RadixTree
+from hiserve.cache.index.nodes import STEP_SHIFT, Node
+from hiserve.cache.index.radix import RadixTree
 from hiserve.core.transfers import CopyKind
 from hiserve.ipc.cache_stats import NodeFacts, TierStats
 

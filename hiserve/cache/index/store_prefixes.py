@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hiserve.cache.index.prefixes import Prefixes
 from hiserve.cache.index.store_sync import RunOp, StoreSync, Uploads
-from hiserve.cache.index.tiers import TierPages
+from hiserve.cache.index.tier_pages import TierPages
 from hiserve.core.transfers import PageCopy
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hiserve.cache.index.locks import Locks, path, raise_priority
-from hiserve.cache.index.radix import NO_PAGES, Node
+from hiserve.cache.index.nodes import NO_PAGES, Node
 from hiserve.cache.index.tiers import CacheTiers
 from hiserve.cache.index.transfer_ops import TransferOps
 from hiserve.core.plan import Int32Array

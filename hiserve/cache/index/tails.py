@@ -1,53 +1,230 @@
-"""Tails: the window pages that a request reads when it is resumed at a boundary. A node keeps those of its boundaries."""
+"""The tails on both tiers: kept by rows, written through behind their history, loaded and recovered whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Iterable
 
+from hiserve.cache.index.locks import Locks, path
+from hiserve.cache.index.nodes import NO_PAGES, Node, Tail
+from hiserve.cache.index.store_sync import is_ready_on_host
+from hiserve.cache.index.tiers import CacheTiers
+from hiserve.cache.index.transfer_ops import TransferOp, TransferOps
+from hiserve.cache.index.window_pages import WindowPages
 from hiserve.core.plan import Int32Array
+from hiserve.core.transfers import CopyKind, PageCopy, TailImage
 
 
-class Tail:
-    """The window pages before a boundary.
+class TailTiers:
+    """Keeps tails on the device, and copies of them on the host.
+
+    A tier has a tail only with the history before it. The host gets a tail once its history has arrived there.
+
+    Args:
+        windows: The window pages on the device.
+        frames_per_page: Host pages that the image of a window page takes; 0 without a host tier.
 
     Attributes:
-        pages: int32 ``[n]``. First to last; the last one ends at the boundary.
-        last_used: Logical time of its last use.
-        is_open: Whether it still holds its pages.
+        num_without_room: Frames of tails that were not offloaded because no host page could be freed.
     """
 
-    __slots__ = ("_close", "is_open", "last_used", "pages")
+    def __init__(
+        self, tiers: CacheTiers, locks: Locks, ops: TransferOps, windows: WindowPages, frames_per_page: int
+    ) -> None:
+        self._tiers = tiers
+        self._locks = locks
+        self._ops = ops
+        self._windows = windows
+        self._frames_per_page = frames_per_page
+        self._queue: OrderedDict[Tail, None] = OrderedDict()  # to be offloaded; the history of each was on the host
+        self.num_without_room = 0
 
-    def __init__(self, pages: Int32Array, last_used: int, close: Callable[[Tail], None]) -> None:
-        self.pages = pages
-        self.last_used = last_used
-        self.is_open = True
-        self._close = close
+    # --- on the device ----------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Gives the pages back; nothing if they were."""
-        if self.is_open:
-            self.is_open = False
-            self._close(self)
+    def keep(self, node: Node, at: int, pages: Int32Array) -> Tail:
+        """Gives a boundary of a node a tail of window pages that have a holder, unless it has one; counts as its use."""
+        node.tails = {} if node.tails is None else node.tails
+        tail = node.tails.get(at)
+        if tail is None or not tail.is_open:
+            tail = node.tails[at] = Tail(node, at, 0, self)
+        if tail.pages is None:
+            self._windows.keep(tail, pages)
+            self._tiers.tree_epoch += 1
+            self._tiers.queue_copy(node)
+        self.touch(tail, self._tiers.clock)
+        self.enqueue(tail)
+        return tail
+
+    def touch(self, tail: Tail, last_used: int) -> None:
+        """Sets the time of the last use of an open tail; 0 makes it the next to go."""
+        assert tail.is_open, "a tail that was closed is used"
+        if tail.last_used != last_used:
+            tail.last_used = last_used
+            self._windows.reorder(tail)
+            if tail.frames is not None:
+                self._tiers.host_tails.add(tail)
+
+    def leave_device(self, tail: Tail) -> None:
+        """See ``TailPools``; a transfer of the pages holds them until its end."""
+        self._windows.forget(tail)
+        self._tiers.tree_epoch += 1
+
+    def leave_host(self, tail: Tail) -> None:
+        """See ``TailPools``; frames that a transfer uses are freed at its end."""
+        frames, tail.frames = tail.frames, None
+        tail.host_ready_op = 0
+        assert frames is not None, "a tail without frames leaves the host"
+        self._tiers.tree_epoch += 1
+        op = self._op_of(tail)
+        if op is not None:
+            op.deferred_host_frees.append(frames)
+        else:
+            self._tiers.host.num_evictable -= frames.size
+            self._tiers.free_host(frames)
+        self._tiers.queue_copy(tail.node)
+
+    # --- to the host --------------------------------------------------------------------------
+
+    @property
+    def has_offloads(self) -> bool:
+        """Whether ``begin_offloads`` has anything to do."""
+        tail = next(iter(self._queue), None)
+        return tail is not None and (not self._is_due(tail) or self._may_begin(tail))
+
+    def enqueue(self, tail: Tail) -> None:
+        """Queues a tail for its offload, if its history is on the host, which lacks the tail."""
+        if self._frames_per_page and self._is_due(tail):
+            self._queue[tail] = None
+
+    def enqueue_all(self, node: Node) -> None:
+        """Queues the tails of a node whose history has arrived on the host."""
+        for tail in (node.tails or {}).values():
+            self.enqueue(tail)
+
+    def begin_offloads(self, max_copies: int) -> list[PageCopy]:
+        """Begins offloads of queued tails, an order each, while window pages may be held that no row was promised."""
+        copies: list[PageCopy] = []
+        while self._queue and len(copies) < max_copies:
+            tail = next(iter(self._queue))
+            if self._is_due(tail):
+                if not self._may_begin(tail):
+                    break
+                copies += self._offload(tail)
+            del self._queue[tail]
+        return copies
+
+    def _may_begin(self, tail: Tail) -> bool:
+        """Whether its window pages may be held, and the host does not get more room by itself."""
+        assert tail.pages is not None
+        host, num_pages = self._tiers.host.pages, tail.pages.size
+        has_room = host.num_ready == host.num_pages or host.num_free > num_pages * self._frames_per_page
+        return has_room and num_pages <= self._windows.num_spare
+
+    def _is_due(self, tail: Tail) -> bool:
+        is_here = tail.pages is not None and tail.pages.size > 0 and not tail.device_ready_op
+        has_history = tail.node.num_pages > 0 and is_ready_on_host(tail.node)
+        return is_here and tail.frames is None and has_history and self._op_of(tail) is None
+
+    def _offload(self, tail: Tail) -> list[PageCopy]:
+        """Begins an offload; returns its order, or nothing if the host has no room."""
+        pages = tail.pages
+        assert pages is not None
+        count = pages.size * self._frames_per_page
+        lock = self._locks.lock_host(tail.node)
+        if self._tiers.make_host_room(count) < count:
+            self.num_without_room += count
+            self._locks.drop(lock)
+            return []
+        frames = self._tiers.allocate_host(count)
+        op = self._ops.begin(CopyKind.OFFLOAD, lock, NO_PAGES, num_frames=count)
+        op.tail, op.window_pages = tail, pages
+        self._windows.pin(pages)
+        tail.frames, tail.host_ready_op = frames, op.number
+        return [PageCopy(op.number, op.kind, NO_PAGES, NO_PAGES, 0, None, pages, _image(tail, frames))]
+
+    # --- to the device --------------------------------------------------------------------------
+
+    def num_to_load(self, tail: Tail | None) -> int:
+        """Returns the window pages that a tail needs before its use."""
+        if tail is None or tail.frames is None or tail.pages is not None:
+            return 0
+        return tail.frames.size // self._frames_per_page
+
+    def begin_load(self, tail: Tail, op: TransferOp, pages: Int32Array) -> TailImage:
+        """Lets a load fill window pages, each held once, by the op; the tail has them from now on."""
+        assert tail.frames is not None and pages.size * self._frames_per_page == tail.frames.size
+        op.tail, op.window_pages = tail, pages
+        self._windows.num_pinned += pages.size
+        self._windows.keep(tail, pages)
+        tail.device_ready_op = op.number
+        self._tiers.host.num_evictable -= tail.frames.size
+        self._tiers.tree_epoch += 1
+        return _image(tail, tail.frames)
+
+    def last_step(self, pages: Int32Array) -> int:
+        """Returns the last step whose forward may touch pages that were free."""
+        return int(self._windows.last_step[pages].max())
+
+    # --- the end of a transfer ------------------------------------------------------------------
+
+    def end(self, op: TransferOp, *, ok: bool) -> int:
+        """Ends the part that a tail had in a transfer, which has left ``TransferOps``; returns the frames that arrived."""
+        tail = op.tail
+        assert tail is not None
+        self._windows.unpin(op.window_pages)
+        is_here = op.number in (tail.device_ready_op, tail.host_ready_op)
+        num_arrived = op.window_pages.size * self._frames_per_page if ok and is_here else 0
+        if tail.frames is not None and (op.kind is CopyKind.LOAD or is_here):
+            self._tiers.host.num_evictable += tail.frames.size
+        if is_here:
+            tail.device_ready_op = tail.host_ready_op = 0
+            self._tiers.tree_epoch += 1
+        if not ok and op.kind is CopyKind.LOAD:  # its images may be damaged
+            if is_here:
+                tail.close()
+            else:
+                tail.leave_host()
+        elif not ok and is_here:
+            tail.leave_host()
+        self._windows.reorder(tail)
+        if tail.frames is not None:
+            self._tiers.host_tails.add(tail)
+        return num_arrived
+
+    def recover(self, images: Iterable[TailImage]) -> int:
+        """Inserts the tails of a former process, each whole, behind the history that was recovered; returns their frames.
+
+        Args:
+            images: Their frames are ready and free; those without history are freed.
+        """
+        tiers, num_recovered = self._tiers, 0
+        places = {
+            digest: (node, at)
+            for node in tiers.tree.nodes()
+            if is_ready_on_host(node)
+            for at, digest in enumerate(node.digests, start=1)
+        }
+        for image in images:
+            taken = tiers.host.pages.allocate(image.frames)
+            assert taken is not None and (taken == image.frames).all(), f"host pages {image.frames} are not all free"
+            node, at = places.get(image.digest, (None, 0))
+            is_taken = node is not None and node.tails is not None and at in node.tails
+            if node is None or is_taken or image.frames.size % self._frames_per_page:
+                tiers.free_host(image.frames)
+                continue
+            tail = Tail(node, at, node.last_used, self)
+            tail.frames = image.frames
+            node.tails = {at: tail} if node.tails is None else node.tails | {at: tail}
+            tiers.host.num_evictable += image.frames.size
+            tiers.host_tails.add(tail)
+            tiers.tree_epoch += 1
+            num_recovered += image.frames.size
+        return num_recovered
+
+    def _op_of(self, tail: Tail) -> TransferOp | None:
+        return next((op for op in self._ops if op.tail is tail), None)
 
 
-Tails = dict[int, Tail]  # of a node: by pages from its start to the boundary, 1 to ``num_pages``
-
-
-def split_tails(tails: Tails, num_pages: int) -> tuple[Tails, Tails]:
-    """Returns the tails of both parts of a node that is cut after ``num_pages``."""
-    upper = {at: tail for at, tail in tails.items() if at <= num_pages}
-    return upper, {at - num_pages: tail for at, tail in tails.items() if at > num_pages}
-
-
-def join_tails(upper: Tails, lower: Tails, num_pages: int) -> Tails:
-    """Returns the tails of a node that absorbs its parent of ``num_pages``."""
-    return upper | {at + num_pages: tail for at, tail in lower.items()}
-
-
-def close_tails(tails: Tails, num_pages: int = 0) -> Tails:
-    """Closes the tails behind the first ``num_pages`` of a node; returns the others that are open."""
-    for at, tail in tails.items():
-        if at > num_pages:
-            tail.close()
-    return {at: tail for at, tail in tails.items() if tail.is_open}
+def _image(tail: Tail, frames: Int32Array) -> TailImage:
+    *_, root = path(tail.node)
+    return TailImage(frames=frames, namespace=root.digests[0], digest=tail.digest)

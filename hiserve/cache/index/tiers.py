@@ -5,97 +5,15 @@ from __future__ import annotations
 from operator import attrgetter
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hiserve.cache.index.allocator import PageAllocator
-from hiserve.cache.index.eviction import MAX_ACCOUNTS, Eviction, EvictionReserve, LeafHeap, TenantShares
+from hiserve.cache.index.eviction import MAX_ACCOUNTS, EvictionReserve, LeafHeap
 from hiserve.cache.index.miss_reasons import LostPages
-from hiserve.cache.index.radix import MAX_NODE_PAGES, NO_PAGES, STEP_SHIFT, Node, RadixTree
-from hiserve.cache.index.reports import PrefixEvents, Tier, TierListener
+from hiserve.cache.index.nodes import NO_PAGES, STEP_SHIFT, Node, Tail
+from hiserve.cache.index.radix import MAX_NODE_PAGES, RadixTree
 from hiserve.cache.index.retention import HostTimes, Retention
+from hiserve.cache.index.tier_pages import TierPages
+from hiserve.cache.index.window_pages import TailOrder
 from hiserve.core.plan import Int32Array
-from hiserve.ipc.cache_stats import TierStats
-
-
-class TierPages:
-    """The pages of one tier.
-
-    Args:
-        num_pages: Pages in the pool, page 0 included, which is never allocated.
-        eviction: The nodes of the tier whose last pages may be evicted.
-        num_ready: Usable pages are below this; default: all.
-        listener: Called with every change, with the tokens.
-
-    Attributes:
-        pages: The free pages.
-        shares: Pages of each account.
-        events: Pages that became readable, or unreadable, since the last report.
-        num_evictable: Pages that eviction can free.
-        num_evicted: Pages that eviction has freed.
-        num_reserved: Free and evictable pages left for staged uploads (see ``Uploads``).
-        last_step: int64 ``[num_pages]``. Of a free page, the last step whose forward may touch it.
-    """
-
-    def __init__(
-        self,
-        tier: Tier,
-        num_pages: int,
-        eviction: Eviction,
-        num_ready: int | None = None,
-        listener: TierListener | None = None,
-    ) -> None:
-        self._tier = tier
-        self._listener = listener
-        self.pages = PageAllocator(num_pages, num_ready)
-        self.eviction = eviction
-        self.shares = TenantShares(self.pages)
-        self.events = PrefixEvents()
-        self.num_evictable = 0
-        self.num_evicted = 0
-        self.num_reserved = 0
-        self.last_step: NDArray[np.int64] = np.zeros(num_pages, dtype=np.int64)
-
-    @property
-    def num_available(self) -> int:
-        """Pages that may be taken to cache something."""
-        return max(0, self.pages.num_free + self.num_evictable - self.num_reserved)
-
-    @property
-    def num_unused(self) -> int:
-        """Of them, those that are free."""
-        return max(0, self.pages.num_free - self.num_reserved)
-
-    def stats(self) -> TierStats:
-        """Returns the counts; page 0 is not counted."""
-        pages = self.pages
-        return TierStats(pages.num_ready - 1, pages.num_free, self.num_evictable, self.num_evicted)
-
-    def insert(self, node: Node, start: int = 0) -> None:
-        """Records that the pages of a node, from the one at ``start`` on, are readable here."""
-        digests = node.digests[start:] if start else node.digests
-        self.events.publish(digests)
-        if self._listener is not None:
-            self.notify(node, start)
-
-    def notify(self, node: Node, start: int = 0) -> None:
-        """Reports the pages of a node, from the one at ``start`` on, to the listener alone."""
-        assert self._listener is not None and node.parent is not None
-        parent = None if node.parent.is_root else node.parent.digests[-1]
-        if start:
-            parent = node.digests[start - 1]
-        key = node.key[start * len(node.key) // node.num_pages :]
-        self._listener.stored(self._tier, parent, node.digests[start:], key)
-
-    def remove(self, digests: list[bytes]) -> None:
-        """Records that pages are no longer readable here."""
-        self.events.remove(digests)
-        if self._listener is not None:
-            self._listener.removed(self._tier, digests)
-
-    def free(self, pages: Int32Array, last_step: NDArray[np.int64] | int) -> None:
-        """Returns pages; forwards up to ``last_step`` may still touch them."""
-        self.last_step[pages] = last_step
-        self.pages.free(pages)
 
 
 class CacheTiers:
@@ -107,6 +25,7 @@ class CacheTiers:
         reserve: The leaves that the device can evict without loss; empty without a host tier.
         retention: The nodes that are evicted after all others.
         copies: Nodes whose host copy may be freed because the device has them too: the latest used first, spare ones last.
+        host_tails: The tails on the host; one order with its leaves decides which goes first.
         tree_epoch: Grows when the result of a match could change (insert, load, demote, evict, flush): a match of
             another epoch is invalid.
         relocation_version: Grows when a page of a live request moves: another request's page replaced it, or its load
@@ -129,6 +48,7 @@ class CacheTiers:
             tree, (host if has_host else device).pages, self.queue, HostTimes(host.pages.num_pages)
         )
         self.copies = LeafHeap(lambda node: (node.is_spare, -node.last_used), attrgetter("is_copy"))
+        self.host_tails = TailOrder(lambda tail: tail.frames is not None and not tail.pending_op)
         self.tree_epoch = 1
         self.relocation_version = 1
         self.clock = 0
@@ -212,8 +132,13 @@ class CacheTiers:
         self.device.free(np.concatenate(freed), np.repeat(steps, [pages.size for pages in freed]))
 
     def _evict_host(self, count: int) -> int:
-        """Frees up to ``count`` pages of the next leaf that is on the host alone; returns how many."""
+        """Frees up to ``count`` pages of the next leaf that is on the host alone, or the next tail; returns how many."""
         leaf, most = next(self.host.shares.next(self.host.eviction), (None, 0))
+        tail = self.host_tails.head()
+        if tail is not None and (leaf is None or tail.last_used < leaf.last_used or leaf.retained_until_s):
+            if leaf is not None:
+                self.host.eviction.add(leaf)
+            return self._evict_tail(tail)
         if leaf is None:
             return 0
         self.tree_epoch += 1
@@ -230,6 +155,13 @@ class CacheTiers:
         self.free_host(pages)
         self.queue(leaf if leaf.num_pages else parent)
         return int(pages.size)
+
+    def _evict_tail(self, tail: Tail) -> int:
+        assert tail.frames is not None
+        num_frames = tail.frames.size
+        self.host.num_evicted += num_frames
+        tail.leave_host()
+        return num_frames
 
     def _free_copies(self, count: int, *, and_spare: bool = False) -> int:
         """Frees up to ``count`` host pages that the device has too; returns how many."""
@@ -268,6 +200,8 @@ class CacheTiers:
         if not node.host_ready_op:
             self.host.remove(node.digests)
         node.host_ready_op = 0
+        for tail in list((node.tails or {}).values()):
+            tail.leave_host()
         node.parent.num_host_children -= 1
         self.host.shares.charge(node.account, -pages.size)
         if not node.num_locks and not node.num_host_locks:
@@ -385,6 +319,8 @@ class CacheTiers:
         self.device.remove(leaf.digests)
         self.device.shares.charge(leaf.account, -count)
         leaf.pages = NO_PAGES
+        for tail in list((leaf.tails or {}).values()):
+            tail.leave_device()
         parent.num_device_children -= 1
         self.queue(leaf)
         self.queue(parent)

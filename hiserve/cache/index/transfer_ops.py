@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hiserve.cache.index.locks import Locks, PathLock, PrefixLock, path
-from hiserve.cache.index.radix import NO_PAGES, Node, clear
+from hiserve.cache.index.nodes import NO_PAGES, Node, Tail, clear
 from hiserve.cache.index.reports import Tier
 from hiserve.cache.index.tiers import CacheTiers
 from hiserve.core.plan import Int32Array
@@ -28,6 +28,9 @@ class TransferOp:
         blocked: Nodes whose offload waits for its end.
         deferred_frees: Device pages that left the tree while it read or wrote them; freed at its end.
         deferred_host_frees: Likewise on the host.
+        tail: Moved with its pages, or alone; None without one.
+        window_pages: int32 ``[w]``. Of the tail; the op holds them.
+        num_pages: Host pages, frames of the tail included.
     """
 
     number: int
@@ -39,6 +42,9 @@ class TransferOp:
     blocked: list[Node] = field(default_factory=list)
     deferred_frees: list[Int32Array] = field(default_factory=list)
     deferred_host_frees: list[Int32Array] = field(default_factory=list)
+    tail: Tail | None = None
+    window_pages: Int32Array = field(default_factory=lambda: NO_PAGES)
+    num_pages: int = 0
 
 
 class TransferOps:
@@ -81,15 +87,21 @@ class TransferOps:
         return self._last - len(self._ops)
 
     def begin(
-        self, kind: CopyKind, path_lock: PathLock, host_pages: Int32Array, read_pages: Int32Array = NO_PAGES
+        self,
+        kind: CopyKind,
+        path_lock: PathLock,
+        host_pages: Int32Array,
+        read_pages: Int32Array = NO_PAGES,
+        num_frames: int = 0,
     ) -> TransferOp:
-        """Numbers a new op."""
+        """Numbers a new op; ``num_frames`` are those of its tail."""
         self._last += 1
-        op = TransferOp(self._last, kind, path_lock, host_pages, read_pages)
+        num_pages = host_pages.size + num_frames
+        op = TransferOp(self._last, kind, path_lock, host_pages, read_pages, num_pages=num_pages)
         self._ops[op.number] = op
         self.num_loads += kind is CopyKind.LOAD
-        self.num_begun[kind] += host_pages.size
-        self.num_in_flight[kind] += host_pages.size
+        self.num_begun[kind] += num_pages
+        self.num_in_flight[kind] += num_pages
         return op
 
     def end(self, number: int) -> TransferOp:
@@ -97,7 +109,7 @@ class TransferOps:
         op = self._ops.pop(number, None)
         assert op is not None, f"op {number} is not in flight; {self._last} were begun"
         self.num_loads -= op.kind is CopyKind.LOAD
-        self.num_in_flight[op.kind] -= op.host_pages.size
+        self.num_in_flight[op.kind] -= op.num_pages
         for pages in op.deferred_frees:
             self._free_device(pages)
         for pages in op.deferred_host_frees:

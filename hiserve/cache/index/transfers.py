@@ -8,8 +8,9 @@ from collections.abc import Callable
 import numpy as np
 
 from hiserve.cache.index.locks import Locks, PrefixLock, path
-from hiserve.cache.index.radix import NO_PAGES, Node
+from hiserve.cache.index.nodes import NO_PAGES, Node
 from hiserve.cache.index.store_sync import Uploads
+from hiserve.cache.index.tails import TailTiers
 from hiserve.cache.index.tiers import CacheTiers
 from hiserve.cache.index.transfer_ops import SubtreeRemoval, TransferOp, TransferOps, nodes_in
 from hiserve.core.plan import Int32Array
@@ -27,6 +28,7 @@ class Transfers:
     Args:
         removal: Removes nodes whose load failed.
         uploads: Is offered offloaded pages; None without a store, or where it is offered inserted pages.
+        tails: Those of the pages; None where each boundary is a resume point.
 
     Attributes:
         num_arrived: By kind, LOAD and OFFLOAD: pages made findable by ended copies.
@@ -35,13 +37,20 @@ class Transfers:
     """
 
     def __init__(
-        self, tiers: CacheTiers, locks: Locks, ops: TransferOps, removal: SubtreeRemoval, uploads: Uploads | None
+        self,
+        tiers: CacheTiers,
+        locks: Locks,
+        ops: TransferOps,
+        removal: SubtreeRemoval,
+        uploads: Uploads | None,
+        tails: TailTiers | None,
     ) -> None:
         self._tiers = tiers
         self._locks = locks
         self._ops = ops
         self._removal = removal
         self._uploads = uploads
+        self._tails = tails
         self._queue: deque[Node] = deque()
         self._sweep_at = MIN_SWEEP
         self._saves: dict[int, int] = {}
@@ -56,7 +65,8 @@ class Transfers:
         tiers = self._tiers
         has_room = self._is_urgent or (tiers.has_idle_host_pages and not self._is_stuck)
         is_saving = self.num_to_save and has_room and tiers.reserve.has_candidates
-        return bool(is_saving) or (bool(self._queue) and tiers.host.num_unused > 0)
+        has_tails = self._tails is not None and self._tails.has_offloads
+        return bool(is_saving) or has_tails or (bool(self._queue) and tiers.host.num_unused > 0)
 
     @property
     def num_to_offload(self) -> int:
@@ -98,23 +108,29 @@ class Transfers:
                 self.enqueue(node)
         self._sweep_at = max(MIN_SWEEP, 2 * len(self._queue))
 
-    def begin_load(self, lock: PrefixLock, pages: Int32Array) -> PageCopy:
+    def begin_load(self, lock: PrefixLock, pages: Int32Array, window_pages: Int32Array = NO_PAGES) -> PageCopy:
         """See ``PrefixCache``."""
-        tiers, host_pages = self._tiers, lock.host_pages
-        assert lock.is_open and pages.size == host_pages.size > 0, f"{pages.size} pages for {host_pages.size}"
+        tiers, host_pages, tail = self._tiers, lock.host_pages, lock.tail
+        assert lock.is_open and pages.size == host_pages.size, f"{pages.size} pages for {host_pages.size}"
+        assert pages.size or window_pages.size, "a load of nothing"
         nodes = [node for node in path(lock.node) if node.is_on_host_only]
         assert sum(node.num_pages for node in nodes) == pages.size, "the prefix came to the device; match again"
         pages = pages.copy()
-        op = self._ops.begin(CopyKind.LOAD, self._locks.lock(lock.node), host_pages)
-        end = pages.size
+        num_frames = 0 if tail is None or tail.frames is None or not window_pages.size else tail.frames.size
+        op = self._ops.begin(CopyKind.LOAD, self._locks.lock(lock.node), host_pages, num_frames=num_frames)
+        end, image = pages.size, None
         for node in nodes:
             tiers.put_on_device(node, pages[end - node.num_pages : end].copy(), ready_op=op.number)
             end -= node.num_pages
         lock.pages = np.concatenate((lock.pages, pages))
         lock.host_pages = NO_PAGES
         self.wait(lock, op)
-        after_step = int(tiers.device.last_step[pages].max())
-        return PageCopy(op.number, CopyKind.LOAD, pages, host_pages, after_step)
+        after_step = int(tiers.device.last_step[pages].max(initial=0))
+        if num_frames:
+            assert self._tails is not None and tail is not None
+            image = self._tails.begin_load(tail, op, window_pages)
+            after_step = max(after_step, self._tails.last_step(window_pages))
+        return PageCopy(op.number, CopyKind.LOAD, pages, host_pages, after_step, None, window_pages, image)
 
     def wait(self, lock: PrefixLock, op: TransferOp) -> None:
         """Lets a lock wait for a load."""
@@ -142,6 +158,8 @@ class Transfers:
             elif chain:
                 copies.append(self._offload(chain, min(max_pages, host.num_unused)))
                 max_pages -= copies[-1].host_pages.size
+        if self._tails is not None:
+            copies += self._tails.begin_offloads(max_copies - len(copies))
         return copies
 
     def _save(self, max_pages: int, max_copies: int, is_worth: Callable[[int], bool] | None) -> list[PageCopy]:
@@ -193,6 +211,11 @@ class Transfers:
         self._is_stuck = False
         nodes = nodes_in(op)
         lost: list[PrefixLock] = []
+        if op.tail is not None:
+            assert self._tails is not None
+            num_frames = op.num_pages - op.host_pages.size
+            self.num_failed[op.kind] += 0 if ok else num_frames
+            self.num_arrived[op.kind] += self._tails.end(op, ok=ok)
         if op.kind is CopyKind.LOAD:
             for lock in op.readers:
                 lock.ops.discard(number)
@@ -200,6 +223,8 @@ class Transfers:
                 self._end_load(nodes)
             elif nodes:
                 lost = self._fail_load(nodes)
+            else:
+                lost = self._lose_tail(op)
         else:
             self._saves.pop(number, None)
             self._end_offload(nodes, ok=ok)
@@ -279,12 +304,22 @@ class Transfers:
         self._tiers.relocation_version += bool(lost)
         return lost
 
+    def _lose_tail(self, op: TransferOp) -> list[PrefixLock]:
+        """Returns the locks that need a tail whose load failed; their pages are whole."""
+        lost = [lock for lock in op.readers if lock.is_open and op.tail is not None and lock.tail is op.tail]
+        for lock in lost:
+            lock.path_lock.is_lost = True
+        self._tiers.relocation_version += bool(lost)
+        return lost
+
     def _end_offload(self, nodes: list[Node], *, ok: bool) -> None:
         for node in nodes:
             if ok:
                 node.host_ready_op = 0
                 self._tiers.host.insert(node)
                 self.num_arrived[CopyKind.OFFLOAD] += node.num_pages
+                if self._tails is not None:
+                    self._tails.enqueue_all(node)
             else:
                 self._tiers.free_host(self._tiers.take_off_host(node))
                 node.is_wanted = False

@@ -10,7 +10,7 @@ from hiserve.cache.storage.segment import SHARED_MEMORY, PageLayout, segment_pat
 from hiserve.cache.storage.store import read_secret
 from hiserve.cache.storage.store_directory import secret_of
 from hiserve.config.settings import CacheIdentity, FileStamp, Settings
-from hiserve.core.kv_groups import debug_groups
+from hiserve.core.kv_groups import Space, debug_groups
 from hiserve.errors import ConfigError
 from hiserve.models.cache_digests import cache_namespace, shape_digest, stamps, weight_digests
 from hiserve.models.draft_config import DraftConfig, page_groups, read_draft
@@ -35,14 +35,19 @@ def identify(settings: Settings, folder: Path, model: ModelConfig, directory: Pa
     draft = read_draft(settings, folder, model)
     files = _files(settings, folder, draft)
     shape = shape_digest(model, draft, settings.model.max_model_len)
-    page_bytes = PageLayout(page_groups(settings, model, draft), settings.cache.page_size).page_bytes
+    groups = page_groups(settings, model, draft, frees_windows=settings.cache.frees_windows)
+    history = [group for group in groups if group.space is Space.HISTORY]
+    page_bytes = PageLayout(history, settings.cache.page_size).page_bytes
     identity = CacheIdentity(
         namespace=cache_namespace(
             shape,
             weight_digests(files) if files else [b"drawn on " + settings.model.device.encode()],
             dtype=settings.model.dtype,
             page_size=settings.cache.page_size,
-            debug_groups=[group.name for group in debug_groups(settings.cache)],
+            extra_groups=[
+                *(group.name for group in debug_groups(settings.cache)),
+                *(group.name for group in groups if group.space is not Space.HISTORY),
+            ],
             secret=server_secret(settings, directory),
         ),
         page_bytes=page_bytes,

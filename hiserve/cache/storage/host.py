@@ -14,9 +14,9 @@ from hiserve.cache.storage.segment import PageLayout, Segment
 from hiserve.config.caching import CacheVerify
 from hiserve.core.digest import Chain, chain
 from hiserve.core.forward import LayerKV
-from hiserve.core.kv_groups import CacheGroupSpec
+from hiserve.core.kv_groups import CacheGroupSpec, Space
 from hiserve.core.plan import Int32Array, Int64Array
-from hiserve.core.transfers import PageRun
+from hiserve.core.transfers import PageRun, TailImage
 
 
 class HostPool:
@@ -35,6 +35,7 @@ class HostPool:
 
     Attributes:
         layout: Offsets within a page.
+        window_layout: Offsets within the image of a window page, which lies in frames: host pages, anywhere in the pool.
         prefault: Prepares pages. If the memory is pinned, no copy may span two of its pieces.
         records: State of each page.
     """
@@ -50,7 +51,9 @@ class HostPool:
         verify: CacheVerify = "store",
         link: Chain = chain,
     ) -> None:
-        self.layout = PageLayout(groups, segment.layout.page_size)
+        page_size = segment.layout.page_size
+        self.layout = PageLayout([each for each in groups if each.space is Space.HISTORY], page_size)
+        self.window_layout = PageLayout([each for each in groups if each.space is Space.WINDOW], page_size)
         expected, found = self.layout.page_bytes, segment.layout.page_bytes
         assert expected == found, f"pages of {expected} bytes, the segment's have {found}"
         self._pages = segment.pages
@@ -61,7 +64,7 @@ class HostPool:
             segment, num_threads=num_threads, registrar=registrar, num_used=lambda: records.num_used
         )
         self._checksums = Checksums(self.records, segment.pages, max_bytes_per_s=max_checksum_bytes_per_s)
-        self._layers = {group.name: self._views(group) for group in groups}
+        self._layers = {group.name: page_views(self._bytes, self.layout, group) for group in self.layout.groups}
         self._verify = verify
         self._is_foreign = np.zeros(self.num_pages, dtype=np.bool_)  # written by a former process, and not verified yet
 
@@ -95,10 +98,28 @@ class HostPool:
         """
         return self._layers[group]
 
+    @property
+    def frames_per_page(self) -> int:
+        """Host pages that the image of a window page takes."""
+        return self.window_layout.frames_of(self.layout.page_bytes)
+
+    def images(self, frames: Int32Array) -> Tensor:
+        """Returns copies of the images in frames, uint8 ``[n, frames_per_page * page_bytes]``."""
+        return self._bytes[torch.from_numpy(frames).long()].view(-1, self.frames_per_page * self.layout.page_bytes)
+
+    def put_images(self, frames: Int32Array, images: Tensor) -> None:
+        """Writes images into frames; see ``images``."""
+        self._bytes.index_copy_(0, torch.from_numpy(frames).long(), images.view(-1, self.layout.page_bytes))
+
     def begin(self, run: PageRun) -> None:
         """Declares a copy into pages that are FREE."""
         self.records.begin(run)
         self._is_foreign[run.pages] = False
+
+    def begin_tail(self, image: TailImage) -> None:
+        """Declares a copy of a tail into frames that are FREE."""
+        self.records.begin_tail(image)
+        self._is_foreign[image.frames] = False
 
     def finish(self, pages: Int32Array) -> None:
         """Declares that all bytes of these pages have arrived; their checksums follow in the background."""
@@ -116,9 +137,13 @@ class HostPool:
     def recover(self) -> list[PageRun]:
         """Recovers the pages of a former process; see ``Records.recover``. Call ``is_intact`` before each use."""
         runs = self.records.recover()
-        for run in runs:
-            self._is_foreign[run.pages] = True
+        for pages in (*(run.pages for run in runs), *(tail.frames for tail in self.tails())):
+            self._is_foreign[pages] = True
         return runs
+
+    def tails(self) -> list[TailImage]:
+        """Returns the tails that ``recover`` has found."""
+        return self.records.tails()
 
     def clear(self) -> None:
         """Frees every page."""
@@ -157,15 +182,17 @@ class HostPool:
         self._checksums.close()
         self.prefault.close()
 
-    def _views(self, group: CacheGroupSpec) -> tuple[LayerKV, ...]:
-        typed = self._bytes.view(getattr(torch, group.dtype))
-        shape = (self.num_pages, self.layout.page_size, group.num_kv_heads, group.head_dim)
-        strides = (typed.stride(0), group.num_kv_heads * group.head_dim, group.head_dim, 1)
-        offsets = (self.layout.offsets[group.name] // typed.element_size()).tolist()
-        return tuple(
-            LayerKV(
-                k=typed.as_strided(shape, strides, planes[0]),
-                v=typed.as_strided(shape, strides, planes[-1])[..., : group.value_dim],
-            )
-            for planes in offsets
+
+def page_views(pages: Tensor, layout: PageLayout, group: CacheGroupSpec) -> tuple[LayerKV, ...]:
+    """Returns the views of a group's layers in pages, uint8 ``[n, num_bytes]`` of one layout; see ``HostPool.layers``."""
+    typed = pages.view(getattr(torch, group.dtype))
+    shape = (pages.shape[0], layout.page_size, group.num_kv_heads, group.head_dim)
+    strides = (typed.stride(0), group.num_kv_heads * group.head_dim, group.head_dim, 1)
+    offsets = (layout.offsets[group.name] // typed.element_size()).tolist()
+    return tuple(
+        LayerKV(
+            k=typed.as_strided(shape, strides, planes[0]),
+            v=typed.as_strided(shape, strides, planes[-1])[..., : group.value_dim],
         )
+        for planes in offsets
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hiserve.core.digest import DIGEST_BYTES, Chain, chain, pack_tokens
 from hiserve.core.plan import Int32Array, Int64Array
-from hiserve.core.transfers import PageRun
+from hiserve.core.transfers import PageRun, TailImage
 
 NO_CHECKSUM = 0
 BATCH_S = 0.005  # seconds of reading, at the permitted rate, of the pages of a batch
@@ -41,6 +41,8 @@ def record_type(page_size: int) -> np.dtype[np.void]:
             ("checksum", "<u8"),
             ("draft_revision", "<u8"),
             ("retained_until_s", "<i8"),
+            ("part", "<u4"),  # of a frame: its place in its tail
+            ("num_parts", "<u4"),  # of a frame: those of its tail, at least 1; 0 of a page of history
             ("namespace", *digest),
             ("parent", *digest),
             ("digest", *digest),
@@ -82,6 +84,7 @@ class Records:
         self._page_size = page_size
         self._link = link
         self.num_used = 0
+        self._tails: list[TailImage] = []
         self._generations = np.zeros(table.size, dtype=np.int64)  # times that this process began or freed a page
         self._lock = threading.Lock()
 
@@ -98,10 +101,27 @@ class Records:
             self._write("checksum", pages, NO_CHECKSUM)
             self._write("draft_revision", pages, run.draft_revision)
             self._write("retained_until_s", pages, run.retained_until_s)
+            self._write("part", pages, 0)
+            self._write("num_parts", pages, 0)
             self._write("namespace", pages, _rows([run.namespace]))
             self._write("parent", pages, _rows([run.parent, *run.digests[:-1]]))
             self._write("digest", pages, _rows(run.digests))
             self._write("tokens", pages, tokens)
+
+    def begin_tail(self, image: TailImage) -> None:
+        """FREE to WRITING: these frames of a tail may now be written. Each has the digest of the page before its boundary."""
+        frames = image.frames
+        with self._lock:
+            self._expect(frames, self._fields["state"][frames] == PageState.FREE, "FREE")
+            self.num_used += frames.size
+            self._generations[frames] += 1
+            self._write("state", frames, PageState.WRITING)
+            self._write("checksum", frames, NO_CHECKSUM)
+            self._write("retained_until_s", frames, 0)
+            self._write("part", frames, np.arange(frames.size))
+            self._write("num_parts", frames, frames.size)
+            self._write("namespace", frames, _rows([image.namespace]))
+            self._write("digest", frames, _rows([image.digest]))
 
     def finish(self, pages: Int32Array) -> None:
         """WRITING to VALID: all bytes have arrived. Without a checksum, a restart does not recover these pages."""
@@ -174,7 +194,8 @@ class Records:
 
         All others are freed: torn and unfinished records, records whose digest does not follow from
         their parent and tokens, second copies, and pages whose parents are missing. The bytes of a
-        recovered page are not read; they must be verified before the first use.
+        recovered page are not read; they must be verified before the first use. Tails whose frames are all there, and
+        whose history is, are recovered too: see ``tails``.
 
         Returns:
             Unbranched runs; the parent of each is a namespace or is in an earlier run.
@@ -183,10 +204,17 @@ class Records:
         kept = np.zeros(self._table.size, dtype=np.bool_)
         for run in runs:
             kept[run.pages] = True
+        self._tails = whole_tails(self._table, {digest for run in runs for digest in run.digests})
+        for tail in self._tails:
+            kept[tail.frames] = True
         with self._lock:
             self.num_used = int(np.count_nonzero(kept))
             self._write("state", np.flatnonzero(~kept).astype(np.int32), PageState.FREE)
         return runs
+
+    def tails(self) -> list[TailImage]:
+        """Returns the tails that ``recover`` has found."""
+        return self._tails
 
     def _expect(self, pages: Int32Array, is_right: NDArray[np.bool_], state: str) -> None:
         assert is_right.all(), f"pages {pages[~is_right]} are not {state}"
@@ -305,7 +333,7 @@ class _Record:
 
 def _valid_records(table: RecordArray, page_size: int, link: Chain) -> Iterator[_Record]:
     """Yields the VALID records with a checksum whose digest follows from their parent and tokens."""
-    found = np.flatnonzero((table["state"] == PageState.VALID) & (table["checksum"] != NO_CHECKSUM))
+    found = _sealed(table, of_tails=False)
     rows = table[found]
     columns = [rows[name].tobytes() for name in ("namespace", "parent", "digest")]
     keys = pack_tokens(rows["tokens"][:, :page_size])
@@ -316,6 +344,27 @@ def _valid_records(table: RecordArray, page_size: int, link: Chain) -> Iterator[
         key = keys[stride * index : stride * (index + 1)]
         if page and link(parent, key, page_size) == [digest]:
             yield _Record(page, namespace, parent, digest, key, revision, until_s)
+
+
+def _sealed(table: RecordArray, *, of_tails: bool) -> NDArray[np.intp]:
+    """Returns the VALID pages with a checksum, of history or of tails."""
+    is_sealed = (table["state"] == PageState.VALID) & (table["checksum"] != NO_CHECKSUM)
+    return np.flatnonzero(is_sealed & ((table["num_parts"] > 0) == of_tails))
+
+
+def whole_tails(table: RecordArray, history: Set[bytes]) -> list[TailImage]:
+    """Returns the tails of which every frame is VALID with a checksum, behind pages with these digests."""
+    found: dict[tuple[bytes, bytes, int], dict[int, int]] = {}
+    for page in _sealed(table, of_tails=True).tolist():
+        record = table[page]
+        name = bytes(record["namespace"]), bytes(record["digest"]), int(record["num_parts"])
+        if page and name[1] in history:
+            found.setdefault(name, {}).setdefault(int(record["part"]), page)
+    return [
+        TailImage(np.array([parts[part] for part in range(num_parts)], dtype=np.int32), namespace, digest)
+        for (namespace, digest, num_parts), parts in found.items()
+        if parts.keys() == set(range(num_parts))
+    ]
 
 
 def _rows(digests: list[bytes]) -> NDArray[np.uint8]:

@@ -23,7 +23,7 @@ from hiserve.core.machine import GIB
 from hiserve.errors import ConfigError, ResourceError
 
 SHARED_MEMORY = Path("/dev/shm")
-VERSION = 2  # of header, records and their order; the namespace covers the layout within a page
+VERSION = 3  # of header, records and their order; the namespace covers the layout within a page
 ALIGNMENT = 64  # bytes: of every group within a page, so that kernels may read whole vectors
 
 _MAGIC = b"hiserve\0"
@@ -55,6 +55,10 @@ class PageLayout:
             self.offsets[group.name] = end + planes * self.piece_bytes(group)
             end += -(-page_size * group.slot_bytes // ALIGNMENT) * ALIGNMENT
         self.page_bytes = end
+
+    def frames_of(self, frame_bytes: int) -> int:
+        """Returns how many frames of so many bytes hold a page of this layout."""
+        return -(-self.page_bytes // frame_bytes)
 
     def piece_bytes(self, group: CacheGroupSpec) -> int:
         """Returns the bytes of one piece of a group."""

@@ -9,10 +9,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from hiserve.cache.storage.device import DevicePool
-from hiserve.cache.storage.host import HostPool
+from hiserve.cache.storage.host import HostPool, page_views
+from hiserve.core.forward import LayerKV
+from hiserve.core.kv_groups import CacheGroupSpec
+from hiserve.core.plan import Int32Array
 from hiserve.core.step_faults import attempt
 from hiserve.core.transfers import DEVICE_KINDS, CopyAck, CopyKind, PageCopy
 from hiserve.errors import InvariantError
@@ -100,16 +104,19 @@ class TransferQueue:
     def start(self, copy: PageCopy, *, by_layer: bool = False) -> None:
         """Queues an order, or acknowledges it as failed; see ``TransferEngine``."""
         is_offload = copy.kind is CopyKind.OFFLOAD
-        num_pages = copy.device_pages.size
-        is_ready = int(copy.host_pages.max()) < self._host.num_ready_pages
+        num_pages = copy.num_host_pages
+        is_ready = int(copy.all_host_pages.max()) < self._host.num_ready_pages
         with self._changed:
             if not is_ready or (is_offload and self._num_offload_pages + num_pages > self._max_offload_pages):
                 self._ended.append(CopyAck(copy.op, DROPPED if is_ready else NOT_READY))
                 self._changed.notify_all()
                 return
             if is_offload:
-                assert copy.run is not None, f"offload {copy.op} has no run"
-                self._host.begin(copy.run)
+                assert copy.run is not None or copy.image is not None, f"offload {copy.op} has no run"
+                if copy.run is not None:
+                    self._host.begin(copy.run)
+                if copy.image is not None:
+                    self._host.begin_tail(copy.image)
                 self._num_offload_pages += num_pages
             else:
                 self._awaited.add(copy.op)
@@ -156,7 +163,7 @@ class TransferQueue:
         A load of pages that fail their check is answered here and not executed.
         """
         while (copy := self._pop()) is not None:
-            if copy.kind is not CopyKind.LOAD or self._host.is_intact(copy.host_pages):
+            if copy.kind is not CopyKind.LOAD or self._host.is_intact(copy.all_host_pages):
                 return copy
             self.end(copy, 0.0, GARBLED)
             self.release(copy)
@@ -171,7 +178,7 @@ class TransferQueue:
                 if self._may_begin(CopyKind.OFFLOAD):
                     if self._offload_free_at <= now:
                         copy = self._queues[CopyKind.OFFLOAD].popleft()
-                        self._offload_free_at = now + copy.device_pages.size * self._offload_s_per_page
+                        self._offload_free_at = now + copy.num_host_pages * self._offload_s_per_page
                         return copy
                     until = self._offload_free_at
                 self._changed.wait(None if until is None else until - now)
@@ -185,9 +192,9 @@ class TransferQueue:
 
     def end(self, copy: PageCopy, seconds: float, reason: str = "") -> None:
         """Records that all bytes have arrived, or the reason why they will not."""
-        num_pages = copy.device_pages.size
+        num_pages = copy.num_host_pages
         if copy.kind is CopyKind.OFFLOAD and not reason:
-            self._host.finish(copy.host_pages)
+            self._host.finish(copy.all_host_pages)
         with self._changed:
             if copy.kind is CopyKind.OFFLOAD:
                 self._num_offload_pages -= num_pages
@@ -275,18 +282,38 @@ class ThreadTransfers(TransferQueue):
 
     @torch.inference_mode()
     def _execute(self, copy: PageCopy) -> str:
-        """Copies all pages, one layer's keys or values at a time; returns the reason of a failure, empty without one."""
-        is_load = copy.kind is CopyKind.LOAD
-        ours = torch.from_numpy(copy.device_pages).long()
-        theirs = torch.from_numpy(copy.host_pages).long()
-        for group in self._host.layout.groups:
-            for device, host in zip(self._device.layers(group.name), self._host.layers(group.name), strict=True):
-                planes = [(device.k, host.k)]
-                planes += [(device.v, host.v)] if group.value_dim is None else []
-                for slots, pages in planes:
-                    pieces = slots.view(-1, *pages.shape[1:])
-                    if is_load:
-                        pieces.index_copy_(0, ours, pages.index_select(0, theirs))
-                    else:
-                        pages.index_copy_(0, theirs, pieces.index_select(0, ours))
+        """Copies all pages, then the tail; returns the reason of a failure, empty without one."""
+        is_load, host = copy.kind is CopyKind.LOAD, self._host
+        for group in host.layout.groups if copy.device_pages.size else ():
+            self._move(group, copy.device_pages, host.layers(group.name), copy.host_pages, is_load=is_load)
+        if copy.image is not None:
+            frames, count = copy.image.frames, copy.window_pages.size
+            num_bytes = host.frames_per_page * host.layout.page_bytes
+            images = host.images(frames) if is_load else torch.zeros((count, num_bytes), dtype=torch.uint8)
+            for group in host.window_layout.groups:
+                layers = page_views(images, host.window_layout, group)
+                self._move(group, copy.window_pages, layers, np.arange(count, dtype=np.int32), is_load=is_load)
+            if not is_load:
+                host.put_images(frames, images)
         return ""
+
+    def _move(
+        self,
+        group: CacheGroupSpec,
+        device_pages: Int32Array,
+        host_layers: tuple[LayerKV, ...],
+        host_pages: Int32Array,
+        *,
+        is_load: bool,
+    ) -> None:
+        """Copies pages of a group, one layer's keys or values at a time."""
+        ours, theirs = torch.from_numpy(device_pages).long(), torch.from_numpy(host_pages).long()
+        for device, host in zip(self._device.layers(group.name), host_layers, strict=True):
+            planes = [(device.k, host.k)]
+            planes += [(device.v, host.v)] if group.value_dim is None else []
+            for slots, pages in planes:
+                pieces = slots.view(-1, *pages.shape[1:])
+                if is_load:
+                    pieces.index_copy_(0, ours, pages.index_select(0, theirs))
+                else:
+                    pages.index_copy_(0, theirs, pieces.index_select(0, ours))

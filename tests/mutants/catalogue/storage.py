@@ -26,7 +26,7 @@ with prefault.Prefault.__init__, test_prefault.test_every_page_lies_in_one_pinne
     "TC-60: a page lies across two pinned pieces"
     max(1, piece_bytes // stride) * stride // layout.page_bytes
     max(1, piece_bytes // layout.page_bytes)
-with records._valid_records, test_records.test_a_restart_drops_what_has_no_checksum_and_what_hangs_below_it:
+with records._sealed, test_records.test_a_restart_drops_what_has_no_checksum_and_what_hangs_below_it:
     "INV 32: a restart adopts pages without a checksum"
     table["checksum"] != NO_CHECKSUM
     table["checksum"] == table["checksum"]
@@ -40,7 +40,7 @@ with records.Records.begin, test_records.test_a_page_begun_again_has_no_checksum
     pass
 with host.HostPool.recover, test_host_pool.test_pages_of_a_former_process_are_read_before_their_first_use:
     "INV 32: adopted pages are not verified before use"
-    self._is_foreign[run.pages] = True
+    self._is_foreign[pages] = True
     pass
 with (
     host.HostPool.is_intact,
@@ -108,7 +108,7 @@ with store_directory.share_marker[1], test_file_store_damage.test_a_marker_that_
     "INV 31: a marker that cannot be opened ends the start"
     OSError
     FileExistsError
-with transfer.ThreadTransfers._execute, test_canary.test_a_page_of_each_tier_passes:
+with transfer.ThreadTransfers._move, test_canary.test_a_page_of_each_tier_passes:
     "INV 34: a copy mixes up the order of its pages"
-    torch.from_numpy(copy.host_pages).long()
-    torch.from_numpy(copy.host_pages).long().roll(int(is_load))
+    torch.from_numpy(host_pages).long()
+    torch.from_numpy(host_pages).long().roll(int(is_load))

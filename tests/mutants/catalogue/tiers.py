@@ -18,7 +18,7 @@ with rows.RowState.publish, test_reported_bugs_streams.test_tc_20_a_store_begins
     self.computed
 with transfers.Transfers.begin_load, test_tiers.test_a_load_of_several_pages_waits_for_the_last_forward_of_all:
     "INV 26: a load waits for the first of the forwards that may touch its pages"
-    tiers.device.last_step[pages].max()
+    tiers.device.last_step[pages].max(initial=0)
     tiers.device.last_step[pages].min()
 with transfer.TransferQueue._may_begin, test_reported_bugs_streams.test_tc_21_a_load_waits_for_the_forwards_that_may_touch_its_pages:
     "TC-21: a copy does not wait for its step"
@@ -88,7 +88,7 @@ with eviction.LeafHeap.pop, test_reported_bugs_costs.test_tc_84_eviction_looks_a
     heapq.heappop(self.sweep() or self._heap)
 with transfers.Transfers.begin_load, test_tiers.test_a_load_waits_for_the_last_forward_that_could_touch_its_pages:
     "INV 26: a load does not wait for the forwards that read its pages"
-    int(tiers.device.last_step[pages].max())
+    int(tiers.device.last_step[pages].max(initial=0))
     0
 with prefixes.Prefixes.lock, test_reported_bugs_index.test_tc_26_pages_of_a_load_that_fails_are_freed_once_and_found_by_nobody:
     "INV 26: a hit on a page being loaded does not wait for the load"

@@ -1,33 +1,39 @@
 """Layers with a window: their pages, tails and resume points."""
 
 from hiserve.attention import reference_attention
-from hiserve.cache.index import prefixes, radix, tails, window_pages
+from hiserve.cache.index import nodes, prefixes, radix, tails, tiers, transfers, window_pages
+from hiserve.cache.storage import records
 from hiserve.core import window_pool, windows
 from hiserve.engine import row_windows
 from hiserve.kernels import step_inputs
 from hiserve.runners import device_rows, inputs
-from tests.e2e import test_windows_freed
+from tests.e2e import test_host_tails, test_windows_freed
 from tests.invariants import test_tails
 from tests.unit.cache import test_radix, test_window_pages
 from tests.unit.core import test_window_pool
 from tests.unit.kernels import test_step_triton
 from tests.unit.runners import test_device_rows
+from tests.unit.storage import test_tail_records
 
 with window_pages.WindowPages.drop, test_window_pages.test_free_and_held_pages_partition_the_pool_whatever_rows_and_tails_do:
     "INV H1: a window page is free while a tail holds it"
-    self._pages.free(pages[left == 0])
-    self._pages.free(pages)
-with window_pages.WindowPages.touch, test_window_pages.test_the_least_recently_used_tails_go_first_and_only_when_pages_are_short:
+    pages[left == 0]
+    pages
+with tails.TailTiers.begin_load, test_tails.test_match_knows_the_deepest_resume_point_of_each_tier:
+    "INV H1: a load does not hold the window pages that it fills"
+    self._windows.num_pinned += pages.size
+    self._windows.drop(pages)
+with window_pages.WindowPages.reorder, test_window_pages.test_the_least_recently_used_tails_go_first_and_only_when_pages_are_short:
     "tails: a use does not move a tail to the end of the order"
-    self._add(tail)
+    self._order.add(tail)
     pass
-with window_pages.WindowPages._add, test_window_pages.test_sweeps_keep_the_order_and_lose_no_tail:
+with window_pages.TailOrder._is_current, test_window_pages.test_sweeps_keep_the_order_and_lose_no_tail:
     "tails: a sweep keeps a former use of a tail, and not the latest"
-    each[2].is_open and each[2].last_used == each[0]
-    each[2].is_open
+    tail.last_used == last_used and self._may_go(tail)
+    self._may_go(tail)
 with prefixes.Prefixes.lock, test_tails.test_a_boundary_that_is_used_keeps_its_tail_longer["a match"]:
     "tails: a match does not count as a use"
-    self._windows.touch(match.tail, self._tiers.clock)
+    self._tails.touch(lock.tail, self._tiers.clock)
     pass
 with (
     reference_attention.ReferenceAttention.plan,
@@ -42,16 +48,28 @@ with row_windows.RowWindows.publish, test_windows_freed.test_tokens_depend_neith
     self._first_of(num_pages * self._page_size) + 1
 with prefixes.deepest_tail, test_tails.test_match_is_the_deepest_resume_point_whatever_came_and_went[7]:
     "INV H3: a tail behind the match is taken"
-    at <= num_pages and tail.is_open
-    tail.is_open
-with radix.RadixTree.trim, test_tails.test_match_is_the_deepest_resume_point_whatever_came_and_went[19]:
+    at <= num_pages and has(tail)
+    has(tail)
+with nodes.Tail.is_on_host_only, test_tails.test_match_knows_the_deepest_resume_point_of_each_tier:
+    "INV H3: a tail is matched on the host before it has arrived there"
+    not self.host_ready_op
+    True
+with tiers.CacheTiers._demote, test_tails.test_match_knows_the_deepest_resume_point_of_each_tier:
+    "INV H3: a tail on the device outlives its history there"
+    tail.leave_device()
+    pass
+with tiers.CacheTiers.take_off_host, test_tails.test_match_knows_the_deepest_resume_point_of_each_tier:
+    "INV H3: a tail on the host outlives its history there"
+    tail.leave_host()
+    pass
+with radix.RadixTree.trim, test_radix.test_a_trim_closes_the_tails_behind_it_alone:
     "INV H3: a tail outlives the pages before it"
-    close_tails(leaf.tails, keep) if leaf.tails else None
-    leaf.tails
-with tails.split_tails, test_tails.test_match_is_the_deepest_resume_point_whatever_came_and_went[19]:
+    close_tails(leaf, keep)
+    pass
+with nodes.split_tails, test_tails.test_match_is_the_deepest_resume_point_whatever_came_and_went[19]:
     "INV H3: the tails of the lower part of a node keep their places when it is cut"
-    at - num_pages
-    at
+    tail.at - upper.num_pages
+    tail.at
 with row_windows.RowWindows._first_of, test_windows_freed.test_a_tail_suffices_and_one_row_less_does_not[18]:
     "INV H4: a tail lacks its first position"
     num_tokens - self._limits.window + 1
@@ -60,6 +78,22 @@ with row_windows.RowWindows.release, test_windows_freed.test_drafts_shorten_no_h
     "INV H9: the end of a request gets no tail"
     self._keep(row, num_pages * self._page_size, num_pages, lock)
     pass
+with prefixes.Prefixes.lock, test_tails.test_match_knows_the_deepest_resume_point_of_each_tier:
+    "INV H10: a row does not wait for a tail that another row loads"
+    0 if lock.tail is None else lock.tail.device_ready_op
+    0
+with transfers.Transfers._lose_tail, test_host_tails.test_a_load_that_fails_is_computed_again["history"]:
+    "INV H10: a row goes on without the tail that did not arrive"
+    lock.is_open and op.tail is not None and lock.tail is op.tail
+    False
+with records.whole_tails, test_tail_records.test_a_tail_is_recovered_whole_and_behind_its_history:
+    "INV H10: a tail is adopted that lacks a frame"
+    parts.keys() == set(range(num_parts))
+    True
+with row_windows.RowWindows.release, test_host_tails.test_a_load_that_fails_is_computed_again["history"]:
+    "INV H5: a row whose load failed leaves a tail of what it has not read"
+    num_pages and lock.is_whole
+    num_pages
 with windows.WindowLimits.row_pages, test_window_pages.test_the_bound_of_a_row_is_attained_and_not_exceeded[4]:
     "INV H12: the bound of a row leaves out its drafts"
     (self.depth + 1) * (self.num_draft + 1) + self.num_draft
@@ -72,11 +106,11 @@ with inputs.put_tokens, test_windows_freed.test_tokens_depend_neither_on_freed_p
     "INV H13: a replay writes the window pages of another step"
     static.window_slots[:num_tokens].copy_(inputs.window_slots)
     pass
-with tails.join_tails, test_radix.test_tails_keep_their_boundaries_when_a_node_is_split_and_joined[2]:
+with nodes.join_tails, test_radix.test_tails_keep_their_boundaries_when_a_node_is_split_and_joined[2]:
     "tails: those of the lower part keep their places when it absorbs the upper one"
-    at + num_pages
-    at
-with prefixes.Prefixes.keep_tail, test_tails.test_a_match_from_before_a_tail_is_matched_again:
+    parent.num_pages + tail.at
+    tail.at
+with tails.TailTiers.keep, test_tails.test_a_match_from_before_a_tail_is_matched_again:
     "INV H3: a match from before a tail is taken for the deepest resume point"
     self._tiers.tree_epoch += 1
     pass

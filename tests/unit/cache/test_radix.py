@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hiserve.cache.index.radix import MAX_NODE_PAGES, Node, RadixTree
-from hiserve.cache.index.tails import Tail
+from hiserve.cache.index.nodes import Node, Tail
+from hiserve.cache.index.radix import MAX_NODE_PAGES, RadixTree
 from hiserve.core.digest import chain, pack_tokens
 
 PAGE_SIZE = 2
@@ -166,12 +166,28 @@ def test_a_trim_takes_the_tail_and_unlinks_what_is_empty(tree: RadixTree, root: 
     assert (pages.tolist(), lost, root.children) == ([1], digests[:1], {})
 
 
+class Pools:
+    """Notes which tails leave the device."""
+
+    def __init__(self) -> None:
+        self.left: list[Tail] = []
+
+    def leave_device(self, tail: Tail) -> None:
+        tail.pages = None
+        self.left.append(tail)
+
+    def leave_host(self, tail: Tail) -> None:
+        raise AssertionError("no tail is on the host")
+
+
 def test_a_trim_closes_the_tails_behind_it_alone(tree: RadixTree, root: Node) -> None:
-    leaf, closed = grown(tree, root, 11, 12, 13), list[Tail]()
-    made = {at: Tail(np.array([at], dtype=np.int32), last_used=at, close=closed.append) for at in (1, 2, 3)}
+    leaf, pools = grown(tree, root, 11, 12, 13), Pools()
+    made = {at: Tail(leaf, at, at, pools) for at in (1, 2, 3)}
+    for at, tail in made.items():
+        tail.pages = np.array([at], dtype=np.int32)
     leaf.tails = dict(made)
     tree.trim(leaf, 1)
-    assert closed == [made[3]] and leaf.tails == {1: made[1], 2: made[2]}
+    assert pools.left == [made[3]] and leaf.tails == {1: made[1], 2: made[2]}
 
 
 def test_trimming_more_than_there_is_or_an_inner_node_is_our_own_fault(tree: RadixTree, root: Node) -> None:
@@ -193,11 +209,13 @@ def test_nodes_walks_everything_but_roots(tree: RadixTree, root: Node) -> None:
 @pytest.mark.parametrize("cut", [1, 2, 3])
 def test_tails_keep_their_boundaries_when_a_node_is_split_and_joined(tree: RadixTree, root: Node, cut: int) -> None:
     leaf = grown(tree, root, 11, 12, 13, 14)
-    tails = {at: Tail(np.array([at], dtype=np.int32), at, lambda tail: None) for at in (1, 2, 4)}
+    tails = {at: Tail(leaf, at, at, Pools()) for at in (1, 2, 4)}
+    for at, tail in tails.items():
+        tail.pages = np.array([at], dtype=np.int32)
     leaf.tails = dict(tails)
     upper = tree.split(leaf, cut)
     assert upper.tails == {at: tail for at, tail in tails.items() if at <= cut}
     assert leaf.tails == {at - cut: tail for at, tail in tails.items() if at > cut}
     tree.join(leaf)
     assert leaf.tails == tails and all(tail.is_open for tail in tails.values())
-    assert not upper.tails
+    assert not upper.tails and [(tail.node, tail.at) for tail in tails.values()] == [(leaf, at) for at in tails]

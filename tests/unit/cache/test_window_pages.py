@@ -7,11 +7,35 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from hiserve.cache.index.tails import Tail
+from hiserve.cache.index.nodes import Tail, make_root
 from hiserve.cache.index.window_pages import MIN_SWEEP, WindowPages
 from hiserve.core.windows import WindowLimits, tail_interval
 
 ANY = 0
+
+
+class Pools:
+    """The device part of tails alone."""
+
+    def __init__(self, pool: WindowPages) -> None:
+        self.pool = pool
+
+    def leave_device(self, tail: Tail) -> None:
+        self.pool.forget(tail)
+
+    def leave_host(self, tail: Tail) -> None:
+        raise AssertionError("no tail is on the host")
+
+
+def keep(pool: WindowPages, pages: np.ndarray, last_used: int) -> Tail:
+    tail = Tail(make_root(b""), 1, last_used, Pools(pool))
+    pool.keep(tail, pages)
+    return tail
+
+
+def touch(pool: WindowPages, tail: Tail, last_used: int) -> None:
+    tail.last_used = last_used
+    pool.reorder(tail)
 
 
 def wish(count: int) -> np.ndarray:
@@ -34,10 +58,10 @@ def test_free_and_held_pages_partition_the_pool_whatever_rows_and_tails_do(seed:
                 pool.drop(rows.pop(int(rng.integers(len(rows)))))
             case 2 if rows:
                 row = rows[int(rng.integers(len(rows)))]
-                tails.append((pool.keep(row[-3:], int(rng.integers(1, 90))), row[-3:].tolist()))
+                tails.append((keep(pool, row[-3:], int(rng.integers(1, 90))), row[-3:].tolist()))
             case 3 if tails:
                 tail, pages = tails[int(rng.integers(len(tails)))]
-                if tail.is_open:
+                if tail.pages is not None:
                     pool.hold(tail.pages)
                     rows.append(np.array(pages, dtype=np.int32))
             case 4 if tails:
@@ -54,13 +78,13 @@ def test_the_least_recently_used_tails_go_first_and_only_when_pages_are_short() 
     tails = []
     for last_used in (3, 1, 2):
         row = pool.allocate(wish(3))
-        tails.append(pool.keep(row, last_used))
+        tails.append(keep(pool, row, last_used))
         pool.drop(row)
     assert pool.num_free == 0
-    pool.touch(tails[1], 4)
+    touch(pool, tails[1], 4)
     pool.allocate(wish(2))
     assert [tail.is_open for tail in tails] == [True, True, False] and pool.num_free == 1
-    pool.touch(tails[1], 0)  # the cold end
+    touch(pool, tails[1], 0)  # the cold end
     pool.allocate(wish(2))
     assert [tail.is_open for tail in tails] == [True, False, False]
 
@@ -70,10 +94,10 @@ def test_sweeps_keep_the_order_and_lose_no_tail() -> None:
     tails = []
     for last_used in range(3):
         row = pool.allocate(wish(3))
-        tails.append(pool.keep(row, last_used))
+        tails.append(keep(pool, row, last_used))
         pool.drop(row)
     for last_used in range(MIN_SWEEP, 3, -1):  # falling: entries out of date are last; the last use sweeps them
-        pool.touch(tails[last_used % 3], last_used)
+        touch(pool, tails[last_used % 3], last_used)
     for num_closed, coldest in enumerate((1, 2, 0), 1):
         pool.allocate(wish(3))
         assert not tails[coldest].is_open and pool.num_tails == 3 - num_closed

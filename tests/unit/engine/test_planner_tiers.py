@@ -29,7 +29,7 @@ class NeverWorth(LoadCostModel):
     def skip_load(self) -> None:
         self.num_skipped += 1
 
-    def is_worth_loading(self, num_tokens: int, num_before: int) -> bool:
+    def is_worth_loading(self, num_tokens: int, num_before: int, num_copied: int | None = None) -> bool:
         return not num_tokens
 
 

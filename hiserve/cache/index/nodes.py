@@ -1,0 +1,309 @@
+"""The nodes of the radix tree, where their bytes are, and the tails at their boundaries."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+
+from hiserve.core.plan import Int32Array
+
+STEP_SHIFT = 32  # of a node's logical time: the upper half is the step, the lower half counts within
+NO_PAGES: Int32Array = np.empty(0, dtype=np.int32)
+NO_PAGES.setflags(write=False)
+
+
+class TailPools(Protocol):
+    """The memory of tails on both tiers."""
+
+    def leave_device(self, tail: Tail) -> None:
+        """Gives back the window pages of a tail that has some."""
+
+    def leave_host(self, tail: Tail) -> None:
+        """Gives back the frames of a tail that has some."""
+
+
+class Tail:
+    """What a request reads that is resumed at a boundary, beside the history before it: window pages, or their images.
+
+    Attributes:
+        node: Has the boundary; a tail that is on no tier may be forgotten by it.
+        at: Pages from the start of the node to the boundary, 1 to ``num_pages``.
+        pages: int32 ``[n]``. Window pages on the device, first to last; None if the device lacks them.
+        frames: int32 ``[n * frames per page]``. Host pages with their images; None if the host lacks them.
+        device_ready_op: The load that fills ``pages``; 0 when they are filled.
+        host_ready_op: The offload that fills ``frames``; 0 when they are filled.
+        last_used: Logical time of its last use.
+    """
+
+    __slots__ = ("_pools", "at", "device_ready_op", "frames", "host_ready_op", "last_used", "node", "pages")
+
+    def __init__(self, node: Node, at: int, last_used: int, pools: TailPools) -> None:
+        self.node = node
+        self.at = at
+        self.pages: Int32Array | None = None
+        self.frames: Int32Array | None = None
+        self.device_ready_op = 0
+        self.host_ready_op = 0
+        self.last_used = last_used
+        self._pools = pools
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is on a tier."""
+        return self.pages is not None or self.frames is not None
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the device has it, or is being given it."""
+        return self.pages is not None
+
+    @property
+    def is_on_host_only(self) -> bool:
+        """Whether it must be loaded before its use, and can be."""
+        return self.pages is None and self.frames is not None and not self.host_ready_op
+
+    @property
+    def pending_op(self) -> int:
+        """The transfer that reads or writes it now, or 0."""
+        return self.device_ready_op or self.host_ready_op
+
+    @property
+    def digest(self) -> bytes:
+        """The name of the page before its boundary."""
+        return self.node.digests[self.at - 1]
+
+    def leave_device(self) -> None:
+        """Gives its window pages back, if it has any."""
+        if self.pages is not None:
+            self._pools.leave_device(self)
+
+    def leave_host(self) -> None:
+        """Gives its frames back, if it has any."""
+        if self.frames is not None:
+            self._pools.leave_host(self)
+
+    def close(self) -> None:
+        """Leaves both tiers."""
+        self.leave_device()
+        self.leave_host()
+
+
+Tails = dict[int, Tail]  # of a node: by ``Tail.at``
+
+
+class NodeState(Enum):
+    """Where a node's bytes are: D device, H host; W being offloaded, L being loaded.
+
+    D → DW → DH → H → HL → DH; eviction removes D and H. A failed offload makes DW D again. L is an HL whose host copy was
+    flushed; it becomes D.
+    """
+
+    D = "device"
+    DW = "device, on the way to the host"
+    DH = "device and host"
+    H = "host"
+    HL = "host, on the way to the device"
+    L = "on the way to the device"
+
+
+class Node:
+    """A run of whole pages below a common prefix. A tier has all of its pages, or none.
+
+    A tier that has a node also has its parent: each tier has a prefix of every cached sequence.
+
+    Attributes:
+        key: Packed int32 tokens of the run; a whole number of pages, empty for a root.
+        num_pages: Length of the run; 0 for a root and for a node that was removed.
+        pages: int32 ``[num_pages]`` on the device, or empty.
+        host_pages: int32 ``[num_pages]`` on the host, or empty.
+        device_ready_op: The load that fills ``pages``; 0 when they are filled.
+        host_ready_op: The offload that fills ``host_pages``; 0 when they are filled.
+        digests: One chain digest per page. A root has one: its namespace's.
+        parent: None for a root.
+        children: By the packed tokens of their first page.
+        num_device_children: Of them, how many have pages on the device.
+        num_host_children: Of them, how many have pages on the host.
+        num_locks: Locks on this node or one below it: it stays on every tier it is on.
+        num_host_locks: Locks on its host copy, or on one below it.
+        last_used: Logical time of the last lock or release through this node (see ``CacheTiers.clock``).
+        priority: Largest priority of the requests that used it.
+        retained_until_s: Evicted after all others until then (see ``Retention``); 0 is not retained.
+        is_queued: Whether it waits for its offload.
+        is_wanted: Whether it is to be offloaded, at the latest before the device evicts it.
+        is_spare: Whether the device may evict it without loss (see ``EvictionReserve``).
+        account: Charged for its pages on each tier (see ``TenantShares``); one for a whole tree.
+        written_step: The last step whose forward wrote its pages on the device; 0 after a load.
+        tails: What requests read that are resumed at boundaries in this node; closed ones may be among them.
+    """
+
+    __slots__ = (
+        "account",
+        "children",
+        "device_ready_op",
+        "digests",
+        "host_pages",
+        "host_ready_op",
+        "is_queued",
+        "is_spare",
+        "is_wanted",
+        "key",
+        "last_used",
+        "num_device_children",
+        "num_host_children",
+        "num_host_locks",
+        "num_locks",
+        "num_pages",
+        "pages",
+        "parent",
+        "priority",
+        "retained_until_s",
+        "tails",
+        "written_step",
+    )
+
+    def __init__(
+        self,
+        key: bytes,
+        pages: Int32Array,
+        digests: list[bytes],
+        parent: Node | None,
+        host_pages: Int32Array = NO_PAGES,
+    ) -> None:
+        self.key = key
+        self.num_pages = len(digests) if parent is not None else 0
+        self.pages = pages
+        self.host_pages = host_pages
+        self.device_ready_op = 0
+        self.host_ready_op = 0
+        self.digests = digests
+        self.parent = parent
+        self.children: dict[bytes, Node] = {}
+        self.num_device_children = 0
+        self.num_host_children = 0
+        self.num_locks = 0
+        self.num_host_locks = 0
+        self.last_used = 0
+        self.priority = 0
+        self.retained_until_s = 0
+        self.is_queued = False
+        self.is_wanted = False
+        self.is_spare = False
+        self.account: bytes = parent.account if parent is not None else b""
+        self.written_step = 0
+        self.tails: Tails | None = None
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this is the root of a namespace."""
+        return self.parent is None
+
+    @property
+    def is_on_host_only(self) -> bool:
+        """Whether its only copy is on the host."""
+        return not self.pages.size and self.num_pages > 0
+
+    @property
+    def is_evictable(self) -> bool:
+        """Whether the device may evict its last pages: it has no lock, and no child there."""
+        return self.num_locks == 0 and self.num_device_children == 0 and self.pages.size > 0
+
+    @property
+    def is_unbacked(self) -> bool:
+        """Whether it is to be offloaded, and the host has no copy."""
+        return self.is_wanted and not self.host_pages.size
+
+    @property
+    def eviction_cost(self) -> int:
+        """What evicting it from the device costs: 0 spare, 1 nothing, 2 the last copy of wanted pages."""
+        return 0 if self.is_spare else 2 if self.is_wanted and not self.host_pages.size else 1
+
+    @property
+    def is_candidate(self) -> bool:
+        """Whether it may become spare."""
+        return not self.is_spare and self.is_evictable
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the host may free its copy: the device has the pages and every tail, and no transfer uses them."""
+        return (
+            self.host_pages.size > 0
+            and self.pages.size > 0
+            and self.num_host_children == self.num_host_locks == 0
+            and not (self.device_ready_op or self.host_ready_op)
+            and not (self.tails and any(tail.pages is None and tail.frames is not None for tail in self.tails.values()))
+        )
+
+    @property
+    def is_host_evictable(self) -> bool:
+        """Whether the host may evict its last pages, the last copy: an unlocked leaf on no other tier."""
+        return self.is_on_host_only and not self.children and self.num_locks == 0 and self.num_host_locks == 0
+
+    @property
+    def pending_op(self) -> int:
+        """The transfer that reads or writes its pages now, or 0; never more than one."""
+        return self.device_ready_op or self.host_ready_op
+
+    @property
+    def state(self) -> NodeState:
+        """Where its bytes are; not of a root."""
+        if not self.pages.size:
+            return NodeState.H
+        if not self.host_pages.size:
+            return NodeState.L if self.device_ready_op else NodeState.D
+        if self.device_ready_op:
+            return NodeState.HL
+        return NodeState.DW if self.host_ready_op else NodeState.DH
+
+
+def make_root(namespace: bytes) -> Node:
+    """Returns the root of a namespace; its only digest starts the chain."""
+    return Node(b"", NO_PAGES, [namespace], None)
+
+
+def clear(node: Node) -> None:
+    """Empties a node that left the tree, so that queues skip it."""
+    node.key, node.digests, node.num_pages = b"", [], 0
+    node.pages = node.host_pages = NO_PAGES
+    node.device_ready_op = node.host_ready_op = node.num_device_children = node.num_host_children = 0
+    node.is_spare = False
+    node.retained_until_s = 0
+    node.children = {}
+    if node.tails:
+        close_tails(node)
+
+
+def split_tails(upper: Node, lower: Node) -> None:
+    """Gives the upper part of a node that was cut the tails that end there."""
+    tails, lower.tails = lower.tails or {}, None
+    for tail in tails.values():
+        if tail.at <= upper.num_pages:
+            _place(tail, upper, tail.at)
+        else:
+            _place(tail, lower, tail.at - upper.num_pages)
+
+
+def join_tails(parent: Node, node: Node) -> None:
+    """Gives a node the tails of the parent that it is about to absorb."""
+    tails, node.tails = node.tails or {}, None
+    for tail in (parent.tails or {}).values():
+        _place(tail, node, tail.at)
+    for tail in tails.values():
+        _place(tail, node, parent.num_pages + tail.at)
+    parent.tails = None
+
+
+def close_tails(node: Node, num_pages: int = 0) -> None:
+    """Closes the tails behind the first ``num_pages`` of a node, and forgets those that are closed."""
+    for tail in list((node.tails or {}).values()):
+        if tail.at > num_pages:
+            tail.close()
+    node.tails = {at: tail for at, tail in (node.tails or {}).items() if tail.is_open} or None
+
+
+def _place(tail: Tail, node: Node, at: int) -> None:
+    if tail.is_open:
+        tail.node, tail.at = node, at
+        node.tails = {} if node.tails is None else node.tails
+        node.tails[at] = tail
