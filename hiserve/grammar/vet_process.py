@@ -157,7 +157,7 @@ def serve(endpoint: str) -> int:
             trial = msgspec.msgpack.decode(job[0], type=Trial)
             verdict = _on_small_stack(vocabulary, -(-setup.vocab_size // MASK_BITS), trial, credit)
         except HiserveError as error:
-            verdict = Verdict(error.code, error.message)
+            verdict = Verdict(error.code, error.message.removesuffix("."))  # the reason ends a sentence
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         return [msgspec.msgpack.encode(verdict)]

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -195,6 +196,13 @@ async def test_requests_that_wait_for_verdicts_are_bounded_and_one_caller_has_ha
     ends = await asyncio.gather(*first, return_exceptions=True)
     assert [isinstance(end, BaseException) for end in ends] == [True, True, *[False] * 5]
     assert not vetting._waiting and not vetting._trials
+
+
+async def test_the_fault_of_a_model_without_a_tokenizer_is_one_sentence(tmp_path: Path) -> None:
+    made = Vetting(tmp_path, 4096, (1,))
+    message = (await refused(made, GRAMMARS["regex"])).message
+    assert message.endswith("no other tokenizer.") and not message.endswith("..")
+    await made.close()
 
 
 async def test_verdicts_are_bounded_in_number(vetting: Vetting, monkeypatch: pytest.MonkeyPatch) -> None:
