@@ -58,7 +58,7 @@ class WindowPool:
         patch.setattr(build, "DevicePool", kept)
 
     def watch(self, llm: LLM, then: Callable[[Engine], None] = lambda engine: None) -> Engine:
-        """Checks an engine after each of its steps, all of whose results must be in, and poisons free pages."""
+        """Checks an engine after each of its steps, and poisons free pages: steps in flight do not read these either."""
         engine, storage = engine_of(llm), self.made[-1].storage("swa")
         step = engine.step
 
@@ -68,11 +68,10 @@ class WindowPool:
             assert windows is not None
             windows.check()
             engine._planner._rows.check()
-            if not engine._in_flight:
-                free = torch.from_numpy(np.flatnonzero(windows.num_refs == 0)[1:])
-                pages = storage.view(*storage.shape[:2], -1, windows.page_size, *storage.shape[3:])
-                pages[:, :, free] = torch.nan
-                wait_for_stream()
+            free = torch.from_numpy(np.flatnonzero(windows.num_refs == 0)[1:])
+            pages = storage.view(*storage.shape[:2], -1, windows.page_size, *storage.shape[3:])
+            pages[:, :, free] = torch.nan
+            wait_for_stream()
             then(engine)
             return updates
 
