@@ -20,7 +20,7 @@ from hiserve.kernels.launch import await_previous, early_launch, start_next
 MAX_PARTS = 64
 """Most parts of a row."""
 
-_MIN_PART_KEYS = 256  # a shorter part costs more to join than it saves
+_MIN_PART_KEYS = 64  # one tile: with few rows a launch takes as long as its longest part, some 4 us a tile
 _NUM_JOINED = 16  # parts that are in registers at once
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _LN_2 = tl.constexpr(math.log(2))
@@ -79,7 +79,7 @@ def tile_for(num_queries: int, dtype: torch.dtype) -> Tile:
 def choose_num_parts(
     num_rows: int, queries: int, max_kv_len: int, dtype: torch.dtype, *, num_sms: int, room: int
 ) -> int:
-    """Returns how many parts fill the device: of at least 256 keys, and of no more than ``room`` queries in all rows.
+    """Returns how many parts fill the device: of at least 64 keys, and of no more than ``room`` queries in all rows.
 
     ``queries`` are those of the longest row: its tokens times all heads.
     """

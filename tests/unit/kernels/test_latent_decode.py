@@ -64,7 +64,7 @@ for dtype in TOLERANCE:
         check(*batch(ROWS, num_decode, page_size, heads, dtype))
 """
 SPLIT = """
-# Parts are of at least 256 keys, so these rows have some; one is shorter than a part, one ends with a part.
+# One row is shorter than a part, one ends with a part.
 rows = ((700, 1), (3, 1), (511, 1))
 chosen = []
 choose = latent_decode.choose_num_parts
@@ -118,9 +118,9 @@ assert (found[3:] == 0).all()
 def num_parts(num_rows, queries, max_kv_len):
     return latent_decode.choose_num_parts(num_rows, queries, max_kv_len, torch.bfloat16, num_sms=132, room=40960)
 
-assert num_parts(1, 128, 8192) == 32
+assert num_parts(1, 128, 8192) == 64
 assert num_parts(32, 128, 8192) == 4
-assert num_parts(1, 20, 100) == 1
+assert num_parts(1, 20, 100) == 2
 assert num_parts(1, 20, 1 << 20) == 64
 assert num_parts(2, 500 * 128, 1 << 20) == 1
 """
