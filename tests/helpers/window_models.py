@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import hiserve.engine.build as build
 from hiserve import LLM
@@ -41,6 +43,25 @@ def save_windows(folder: Path) -> Path:
     """Saves a Qwen2 of three layers, of which the last two have a window."""
     save_family("qwen2", folder, vocab_size=VOCAB, sliding_window=WINDOW, use_sliding_window=True, max_window_layers=1)
     shutil.copy(find_model(NANO) / "tokenizer.json", folder)
+    return folder
+
+
+def add_mtp(folder: Path) -> Path:
+    """Gives a model of ``save_windows`` a draft head behind its last layer, in DeepSeek's names, that is hardly ever right."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    tensors = load_file(folder / "model.safetensors")
+    last, head = (f"model.layers.{config['num_hidden_layers'] - less}." for less in (1, 0))
+    tensors |= {
+        head + name.removeprefix(last): tensors[name].clone() for name in list(tensors) if name.startswith(last)
+    }
+    torch.manual_seed(8)
+    hidden = config["hidden_size"]
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{head}{name}.weight"] = torch.rand(hidden) + 0.5
+    tensors[head + "eh_proj.weight"] = torch.randn(hidden, 2 * hidden) * 0.2
+    save_file(tensors, folder / "model.safetensors")
+    path.write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     return folder
 
 
