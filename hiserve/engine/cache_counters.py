@@ -90,6 +90,7 @@ class CacheCounters:
             num_unbacked=index.num_unbacked,
             num_retained=index.num_retained,
             num_not_retained=index.num_not_retained,
+            windows=index.windows,
         )
 
     def _copies(self, index: PrefixCacheStats, kind: CopyKind, refusal: str, num_refused: int) -> CopyStats:

@@ -8,6 +8,7 @@ import numpy as np
 
 from hiserve.cache.index.prefix_cache import NO_PAGES, PrefixCache, PrefixLock, Tail, WindowPages
 from hiserve.core.plan import Int32Array, Int64Array
+from hiserve.core.request import Retain
 from hiserve.core.windows import WindowLimits
 from hiserve.engine.page_tables import PageTables
 
@@ -82,6 +83,13 @@ class RowWindows:
         self._wanted[row] = sorted(boundary for boundary in wanted if boundary > start)
         self._prompt_end[row] = prompt_end
 
+    def want_retained(self, row: int, retain: Retain) -> None:
+        """Asks a row for tails at the ends of the prefixes that its request retains."""
+        for num_tokens, _ in retain:
+            boundary = num_tokens // self._page_size * self._page_size
+            if self.tables.num_pages[row] * self._page_size < boundary <= self._prompt_end[row]:
+                self.want(row, boundary)
+
     def want(self, row: int, num_tokens: int) -> None:
         """Asks a row for a tail at a boundary that it has not published."""
         if num_tokens not in self._wanted[row]:
@@ -132,6 +140,10 @@ class RowWindows:
     def _first_of(self, num_tokens: int) -> int:
         """Returns the first entry that a token at position ``num_tokens`` sees."""
         return max(0, num_tokens - self._limits.window + 1) // self._page_size
+
+    def num_held(self, row: int) -> int:
+        """Returns the window pages of a row."""
+        return int(self.tables.num_pages[row] - self.first[row])
 
     def check(self, rows: Int64Array) -> None:
         """Asserts that rows (int64 ``[n]``) hold no more than their bounds (for tests)."""

@@ -151,6 +151,7 @@ class RowState:
         self.tables.bind(row, lock.pages)
         if self.windows is not None:
             self.windows.admit(row, int(self.known[row]), int(self.limit[row]), lock, match.num_history_tokens)
+            self.windows.want_retained(row, request.retain)
         return row
 
     def release(self, row: int) -> Request:

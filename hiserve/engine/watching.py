@@ -97,6 +97,7 @@ def _facts(rows: RowState, row: int, *, is_loading: bool) -> RowFacts:
         num_generated=known - request.num_prompt,
         num_left=int(rows.limit[row]) - known,
         num_pages=int(rows.tables.num_pages[row]),
+        num_window_pages=0 if rows.windows is None else rows.windows.num_held(row),
         priority=request.priority,
         has_grammar=request.sampling.grammar is not None,
         num_drafts=int(rows.draft_use[row, 1]),

@@ -19,6 +19,13 @@ class TierStats(msgspec.Struct, frozen=True):
     num_evicted: int = 0  # freed by eviction so far
 
 
+class WindowStats(TierStats, frozen=True):
+    """The pages of layers with a window: evictable ones are held by tails alone."""
+
+    num_tails: int = 0  # boundaries that keep their window pages
+    num_evicted_tails: int = 0  # tails that gave their pages to requests
+
+
 class CopyStats(msgspec.Struct, frozen=True):
     """Copies of one kind, in pages. Always ``num_wanted == num_fulfilled + sum(unfulfilled) + num_in_flight``."""
 
@@ -60,6 +67,7 @@ class CacheStats(msgspec.Struct, frozen=True):
     num_unbacked: int = 0  # pages evicted from the device that were on no other tier
     num_retained: int = 0  # gauge: pages that are evicted after all others, as their requests asked
     num_not_retained: int = 0  # pages that were not, because their caller had its quota
+    windows: WindowStats = WindowStats()  # all 0 where layers with a window share the pages of the others
 
 
 class NodeFacts(msgspec.Struct, frozen=True):

@@ -24,6 +24,7 @@ class RowFacts(msgspec.Struct, frozen=True):
     num_generated: int  # tokens
     num_left: int  # tokens that it may still generate
     num_pages: int  # of the device
+    num_window_pages: int  # of layers with a window, beside those; 0 where they share them
     priority: int
     has_grammar: bool
     num_drafts: int  # verified

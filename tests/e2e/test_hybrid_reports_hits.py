@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hiserve import LLM, SamplingParams
-from hiserve.cache.index.prefix_cache import WindowPages
+from hiserve.cache.index.prefix_cache import PrefixLock, WindowPages
 from hiserve.engine.loop import Engine
 from hiserve.engine.planner import Planner
 from hiserve.models.model_config import NANO, find_model
@@ -169,9 +169,9 @@ def test_hb_20_a_warm_prefix_gives_the_tokens_of_a_cold_one_at_every_boundary_th
         pools.watch(llm)
         admit = windows.admit
 
-        def keep_all(row: int, num_known: int, limit: int, match: Any) -> None:
-            admit(row, num_known, limit, match)
-            for boundary in range(match.num_tokens + PAGE, num_known, PAGE):
+        def keep_all(row: int, num_known: int, limit: int, lock: PrefixLock, num_history_tokens: int) -> None:
+            admit(row, num_known, limit, lock, num_history_tokens)
+            for boundary in range(lock.pages.size * PAGE + PAGE, num_known, PAGE):
                 windows.want(row, boundary)
 
         monkeypatch.setattr(windows, "admit", keep_all)

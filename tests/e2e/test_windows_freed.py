@@ -198,3 +198,42 @@ def test_auto_frees_windows_where_there_is_no_store(has_store: bool, folder: Pat
     with LLM(model=str(folder), **SETTINGS | {"window_pages": "auto", "host_cache_gib": 0.05} | store) as llm:
         assert (engine_of(llm)._planner._cache.windows is None) == has_store
         assert len(told(llm.generate(prompts_of(), GREEDY))) == 8
+
+
+def test_what_windows_hold_is_counted_and_shown(folder: Path) -> None:
+    """Pages of rows and of tails, tails that made room, misses for lack of one, and each row's pages."""
+    with LLM(model=str(folder), **SETTINGS | CASES["few tails"]) as llm:
+        engine = engine_of(llm)
+        shown: list[int] = []
+        step = engine.step
+
+        def watched() -> Any:
+            updates = step()
+            windows, (_, rows, _) = engine._planner._cache.windows, engine.watch("rows", 0.0)
+            assert windows is not None
+            counts = engine.stats().cache.windows
+            shown.extend(row.num_window_pages for row in rows)
+            held = counts.num_pages - counts.num_free - counts.num_evictable
+            assert held == sum(row.num_window_pages for row in rows) - len(shared_by_rows(engine))
+            return updates
+
+        engine.step = watched  # type: ignore[method-assign]
+        converse(llm, GREEDY)
+        counts = engine.stats().cache
+    windows = counts.windows
+    assert max(shown) > WINDOW // PAGE and windows.num_pages == 43
+    assert windows.num_free + windows.num_evictable == windows.num_pages, "no row runs"
+    assert windows.num_tails > 0 and windows.num_evicted_tails > 0 and windows.num_evicted > 0
+    assert counts.misses["no_tail"] > 0
+
+
+def shared_by_rows(engine: Engine) -> list[int]:
+    """Window pages that several rows hold, once for each row beyond the first."""
+    rows = engine._planner._rows
+    assert rows.windows is not None
+    pages = [
+        rows.windows.tables.pages[row, rows.windows.first[row] : rows.windows.tables.num_pages[row]].tolist()
+        for row in rows.active.tolist()
+    ]
+    held = [page for row in pages for page in row]
+    return held[len(set(held)) :]

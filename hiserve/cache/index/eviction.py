@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 from operator import attrgetter
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from hiserve.cache.index.allocator import PageAllocator
 from hiserve.cache.index.nodes import Node
@@ -24,8 +24,23 @@ LEAST_KEPT, MOST_KEPT = 1 - 1 / 2, 1 - 1 / 512
 DEVICE_SHARE, HOST_SHARE = 4, 2  # of the pages of each tier, one in so many may be spare
 
 
-class LeafHeap:
-    """Leaves by rank, lowest first.
+class Evictable(Protocol):
+    """A leaf of the tree, or a tail."""
+
+    @property
+    def account(self) -> bytes:
+        """Charged for its pages."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that its eviction frees, at most."""
+
+
+T = TypeVar("T", bound=Evictable)
+
+
+class LeafHeap(Generic[T]):
+    """Leaves, or tails, by rank, lowest first.
 
     A heap with lazy deletion: an entry is current while its node is a victim of the rank that it was added with. Entries
     out of date are removed when they reach the top, and all at once when they outnumber the others, so the heap stays
@@ -36,10 +51,10 @@ class LeafHeap:
         is_victim: Whether a node belongs to the heap.
     """
 
-    def __init__(self, rank: Callable[[Node], Any], is_victim: Callable[[Node], bool]) -> None:
+    def __init__(self, rank: Callable[[T], Any], is_victim: Callable[[T], bool]) -> None:
         self._rank = rank
         self._is_victim = is_victim
-        self._heap: list[tuple[Any, int, Node]] = []
+        self._heap: list[tuple[Any, int, T]] = []
         self._serial = 0
         self._sweep_at = 1024
 
@@ -47,11 +62,11 @@ class LeafHeap:
         """Returns the number of entries, those out of date included."""
         return len(self._heap)
 
-    def __iter__(self) -> Iterator[Node]:
+    def __iter__(self) -> Iterator[T]:
         """Walks the nodes of current entries (for tests)."""
         return (entry[2] for entry in self._heap if self._counts(entry))
 
-    def add(self, node: Node) -> None:
+    def add(self, node: T) -> None:
         """Adds a node that became a victim, or changed its rank. O(log n)."""
         self._serial += 1
         heapq.heappush(self._heap, (self._rank(node), self._serial, node))
@@ -66,7 +81,7 @@ class LeafHeap:
             heapq.heappop(self._heap)
         return None
 
-    def pop(self) -> Node | None:
+    def pop(self) -> T | None:
         """Removes and returns the leaf of the lowest rank; of equals, the first added. O(log n) amortised."""
         while self._heap:
             entry = heapq.heappop(self._heap)
@@ -74,7 +89,7 @@ class LeafHeap:
                 return entry[2]
         return None
 
-    def _counts(self, entry: tuple[Any, int, Node]) -> bool:
+    def _counts(self, entry: tuple[Any, int, T]) -> bool:
         rank, _, node = entry
         is_current: bool = self._rank(node) == rank
         return is_current and self._is_victim(node)
@@ -86,23 +101,23 @@ class LeafHeap:
         self._sweep_at = max(1024, 2 * len(self._heap))
 
 
-class AccountHeaps:
-    """Leaves by rank, a heap for each account; arguments as of ``LeafHeap``."""
+class AccountHeaps(Generic[T]):
+    """Leaves, or tails, by rank, a heap for each account; arguments as of ``LeafHeap``."""
 
-    def __init__(self, rank: Callable[[Node], Any], is_victim: Callable[[Node], bool]) -> None:
+    def __init__(self, rank: Callable[[T], Any], is_victim: Callable[[T], bool]) -> None:
         self._rank = rank
         self._is_victim = is_victim
-        self._heaps: dict[bytes, LeafHeap] = {}
+        self._heaps: dict[bytes, LeafHeap[T]] = {}
 
     def __len__(self) -> int:
         """Returns the number of entries, those out of date included."""
         return sum(len(heap) for heap in self._heaps.values())
 
-    def __iter__(self) -> Iterator[Node]:
+    def __iter__(self) -> Iterator[T]:
         """Walks the nodes of current entries (for tests)."""
         return (node for heap in self._heaps.values() for node in heap)
 
-    def add(self, node: Node) -> None:
+    def add(self, node: T) -> None:
         """Adds a node that became a victim, or changed its rank. O(log n)."""
         heap = self._heaps.get(node.account)
         if heap is None:
@@ -126,7 +141,7 @@ class AccountHeaps:
             del self._heaps[account]
         return head
 
-    def pop(self, account: bytes | None = None) -> Node | None:
+    def pop(self, account: bytes | None = None) -> T | None:
         """Removes and returns the first leaf of an account, or of all."""
         if account is None and len(self._heaps) == 1:
             (account,) = self._heaps
@@ -137,7 +152,7 @@ class AccountHeaps:
         return None if heap is None else heap.pop()
 
 
-class Eviction(AccountHeaps):
+class Eviction(AccountHeaps[Node]):
     """The leaves that one tier may evict, by account.
 
     ``lru`` evicts the least recently used leaf first, by the tree's logical clock; ``priority`` orders first by the highest
@@ -196,7 +211,7 @@ class TenantShares:
         if len(self._seen) > 4 * MAX_ACCOUNTS:
             self._seen = {each: seen for each, seen in self._seen.items() if each in self._held or each == account}
 
-    def next(self, leaves: AccountHeaps) -> Iterator[tuple[Node, int]]:
+    def next(self, leaves: AccountHeaps[T]) -> Iterator[tuple[T, int]]:
         """Removes leaves in the order of eviction.
 
         The caller charges the evicted pages before it takes the next leaf. With one account, this is the order of its leaves.

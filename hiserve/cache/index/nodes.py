@@ -35,9 +35,22 @@ class Tail:
         device_ready_op: The load that fills ``pages``; 0 when they are filled.
         host_ready_op: The offload that fills ``frames``; 0 when they are filled.
         last_used: Logical time of its last use.
+        account: Charged for its window pages.
+        retained_until_s: Window pages of others go first until then (see ``Retention``); 0 is not retained.
     """
 
-    __slots__ = ("_pools", "at", "device_ready_op", "frames", "host_ready_op", "last_used", "node", "pages")
+    __slots__ = (
+        "_pools",
+        "account",
+        "at",
+        "device_ready_op",
+        "frames",
+        "host_ready_op",
+        "last_used",
+        "node",
+        "pages",
+        "retained_until_s",
+    )
 
     def __init__(self, node: Node, at: int, last_used: int, pools: TailPools) -> None:
         self.node = node
@@ -47,12 +60,19 @@ class Tail:
         self.device_ready_op = 0
         self.host_ready_op = 0
         self.last_used = last_used
+        self.account = node.account
+        self.retained_until_s = 0
         self._pools = pools
 
     @property
     def is_open(self) -> bool:
         """Whether it is on a tier."""
         return self.pages is not None or self.frames is not None
+
+    @property
+    def num_pages(self) -> int:
+        """Its window pages on the device."""
+        return 0 if self.pages is None else self.pages.size
 
     @property
     def is_on_device(self) -> bool:

@@ -26,7 +26,7 @@ from hiserve.config.caching import EvictionOrder
 from hiserve.core.digest import Chain, chain
 from hiserve.core.plan import Int32Array
 from hiserve.core.transfers import DEVICE_KINDS, CopyKind, PageCopy, PageRun
-from hiserve.ipc.cache_stats import NodeFacts
+from hiserve.ipc.cache_stats import NodeFacts, WindowStats
 
 # All that the rest of the package may name of the index.
 __all__ = [
@@ -167,9 +167,10 @@ class PrefixCache:
     def retain(self, lock: PrefixLock, num_tokens: int, until_s: int) -> None:
         """Lets the whole pages of the first tokens of a locked prefix be evicted after all others, until ``expire``.
 
-        An account may retain a quarter of the host, or of the device without a host; more is counted and not retained.
+        An account may retain a quarter of the host, or of the device without a host; more is counted and not retained. The
+        last tail among them is retained too.
         """
-        self.tiers.retention.retain(lock.node, num_tokens // self.page_size, until_s)
+        self._prefixes.retain(lock, num_tokens, until_s)
 
     def ensure_backed(self, lock: PrefixLock) -> None:
         """Queues a locked prefix for offload under any host admission, before the device evicts it."""
@@ -347,6 +348,8 @@ class PrefixCache:
     def expire(self, now_s: int) -> None:
         """Ends what is retained until ``now_s`` or earlier, by any clock that ``retain`` has its times from."""
         self.tiers.retention.expire(now_s)
+        if self.tails is not None:
+            self.tails.expire(now_s)
 
     def flush(self, tier: Tier | None = None) -> int:
         """Empties a tier, or both, except locked pages; returns how many pages became free at once.
@@ -367,6 +370,7 @@ class PrefixCache:
         return PrefixCacheStats(
             device=self.device.stats(),
             host=self.host.stats(),
+            windows=WindowStats() if self.windows is None else self.windows.stats(),
             num_begun=self.ops.num_begun,
             num_in_flight=self.ops.num_in_flight,
             num_unbacked=self.tiers.num_unbacked,

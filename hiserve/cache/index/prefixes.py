@@ -126,6 +126,8 @@ class Prefixes:
         self._tiers.assign_account(root, root.digests[0] if account is None else account)
         self._device.shares.see(root.account)
         self._tiers.host.shares.see(root.account)
+        if self._tails is not None:
+            self._tails.see(root.account)
         lock = self._locks.issue(node, self.release, priority)
         lock.tail = match.host_tail if num_host_tokens else match.tail
         if self._tails is not None and lock.tail is not None:
@@ -180,6 +182,18 @@ class Prefixes:
             self._tiers.free(np.concatenate(moved))
             self._tiers.relocation_version += 1
         return canonical
+
+    def retain(self, lock: PrefixLock, num_tokens: int, until_s: int) -> None:
+        """See ``PrefixCache``."""
+        self._tiers.retention.retain(lock.node, num_tokens // self._page_size, until_s)
+        if self._tails is None:
+            return
+        node = lock.node
+        while node.parent is not None and node.retained_until_s < until_s:
+            node = node.parent
+        tail, _ = deepest_tail(node, node.num_pages, attrgetter("is_on_device"))
+        if tail is not None:
+            self._tails.retain(tail, until_s)
 
     def keep_tail(self, lock: PrefixLock, num_behind: int, pages: Int32Array) -> Tail:
         """See ``PrefixCache``."""

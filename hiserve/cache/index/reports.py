@@ -12,7 +12,7 @@ from typing import Protocol
 from hiserve.cache.index.nodes import STEP_SHIFT, Node
 from hiserve.cache.index.radix import RadixTree
 from hiserve.core.transfers import CopyKind
-from hiserve.ipc.cache_stats import NodeFacts, TierStats
+from hiserve.ipc.cache_stats import NodeFacts, TierStats, WindowStats
 
 MAX_NODES = 64  # of a level
 SHOWN_DIGEST_BYTES = 8
@@ -86,6 +86,7 @@ class PrefixCacheStats:
 
     device: TierStats  # pages of the device tier, page 0 not counted
     host: TierStats  # pages of the host tier; all 0 without one
+    windows: WindowStats  # pages of layers with a window; all 0 where they share those of the others
     num_begun: Mapping[CopyKind, int]  # counter: pages of all transfers, by kind
     num_in_flight: Mapping[CopyKind, int]  # gauge: of them, those in flight
     num_unbacked: int  # pages evicted from the device that were on no other tier

@@ -64,6 +64,18 @@ class TailTiers:
             if tail.frames is not None:
                 self._tiers.host_tails.add(tail)
 
+    def see(self, account: bytes) -> None:
+        """Records a request of an account."""
+        self._windows.shares.see(account)
+
+    def retain(self, tail: Tail, until_s: int) -> None:
+        """Lets others go before a tail on the device (see ``WindowPages``)."""
+        self._windows.retain(tail, until_s)
+
+    def expire(self, now_s: int) -> None:
+        """Ends the retention of tails."""
+        self._windows.expire(now_s)
+
     def leave_device(self, tail: Tail) -> None:
         """See ``TailPools``; a transfer of the pages holds them until its end."""
         self._windows.forget(tail)

@@ -12,7 +12,6 @@ from hiserve.cache.index.nodes import NO_PAGES, STEP_SHIFT, Node, Tail
 from hiserve.cache.index.radix import MAX_NODE_PAGES, RadixTree
 from hiserve.cache.index.retention import HostTimes, Retention
 from hiserve.cache.index.tier_pages import TierPages
-from hiserve.cache.index.window_pages import TailOrder
 from hiserve.core.plan import Int32Array
 
 
@@ -48,7 +47,9 @@ class CacheTiers:
             tree, (host if has_host else device).pages, self.queue, HostTimes(host.pages.num_pages)
         )
         self.copies = LeafHeap(lambda node: (node.is_spare, -node.last_used), attrgetter("is_copy"))
-        self.host_tails = TailOrder(lambda tail: tail.frames is not None and not tail.pending_op)
+        self.host_tails = LeafHeap[Tail](
+            attrgetter("last_used"), lambda tail: tail.frames is not None and not tail.pending_op
+        )
         self.tree_epoch = 1
         self.relocation_version = 1
         self.clock = 0
@@ -134,11 +135,13 @@ class CacheTiers:
     def _evict_host(self, count: int) -> int:
         """Frees up to ``count`` pages of the next leaf that is on the host alone, or the next tail; returns how many."""
         leaf, most = next(self.host.shares.next(self.host.eviction), (None, 0))
-        tail = self.host_tails.head()
+        tail = self.host_tails.pop()
         if tail is not None and (leaf is None or tail.last_used < leaf.last_used or leaf.retained_until_s):
             if leaf is not None:
                 self.host.eviction.add(leaf)
             return self._evict_tail(tail)
+        if tail is not None:
+            self.host_tails.add(tail)
         if leaf is None:
             return 0
         self.tree_epoch += 1

@@ -3,52 +3,23 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from operator import attrgetter
 
 import numpy as np
 
 from hiserve.cache.index.allocator import PageAllocator
+from hiserve.cache.index.eviction import AccountHeaps, TenantShares
 from hiserve.cache.index.nodes import Tail
 from hiserve.core.plan import Int32Array, Int64Array
+from hiserve.ipc.cache_stats import WindowStats
 
-MIN_SWEEP = 1024
-
-
-class TailOrder:
-    """The tails of one tier, least recently used first; an entry of another time is out of date.
-
-    Args:
-        may_go: Whether a tail is on the tier, and no transfer uses it.
-    """
-
-    def __init__(self, may_go: Callable[[Tail], bool]) -> None:
-        self._may_go = may_go
-        self._heap: list[tuple[int, int, Tail]] = []
-        self._num_added = 0
-        self._sweep_at = MIN_SWEEP
-
-    def add(self, tail: Tail) -> None:
-        """Adds a tail that came to the tier, was used, or whose transfer has ended."""
-        self._num_added += 1
-        heapq.heappush(self._heap, (tail.last_used, self._num_added, tail))
-        if len(self._heap) >= self._sweep_at:
-            current = {id(each[2]): each for each in self._heap if self._is_current(each)}
-            self._heap = sorted(current.values(), key=lambda each: each[:2])
-            self._sweep_at = max(MIN_SWEEP, 2 * len(self._heap))
-
-    def head(self) -> Tail | None:
-        """Returns the tail to go next."""
-        while self._heap and not self._is_current(self._heap[0]):
-            heapq.heappop(self._heap)
-        return self._heap[0][2] if self._heap else None
-
-    def _is_current(self, entry: tuple[int, int, Tail]) -> bool:
-        last_used, _, tail = entry
-        return tail.last_used == last_used and self._may_go(tail)
+_ORDER = attrgetter("retained_until_s", "last_used")
 
 
 class WindowPages:
-    """A pool of pages with counts of their holders. Rows have what they ask for: tails go first, least recently used first.
+    """A pool of pages with counts of their holders. Rows have what they ask for: tails go first.
+
+    Of these first those of accounts above their share (``TenantShares``), retained ones last, least recently used first.
 
     Args:
         num_pages: Pages in the pool, the padding page included.
@@ -58,6 +29,8 @@ class WindowPages:
         page_owner: int32 ``[num_pages]``, live. Number of each page's last allocation; see ``PageAllocator.owner``.
         num_refs: int32 ``[num_pages]``. Rows, tails and transfers that hold each page; 0 of a free page.
         num_tails: Tails on the device.
+        shares: Pages that the tails of each account hold.
+        num_evicted_tails: Tails that left the device because rows needed pages.
         num_promised: Pages promised to rows and steps; who admits rows writes it.
         num_pinned: Pages that transfers hold, each as often as it is held.
         step: The last step that was planned.
@@ -69,12 +42,18 @@ class WindowPages:
         self._pages = PageAllocator(num_pages)
         self.page_owner = self._pages.owner
         self.num_refs: Int32Array = np.zeros(num_pages, dtype=np.int32)
+        self._num_tail_refs: Int32Array = np.zeros(num_pages, dtype=np.int32)
         self.num_tails = 0
+        self.num_evicted_tails = 0
+        self._num_evicted = 0
         self.num_promised = 0
         self.num_pinned = 0
         self.step = 0
         self.last_step: Int64Array = np.zeros(num_pages, dtype=np.int64)
-        self._order = TailOrder(lambda tail: tail.pages is not None and not tail.pending_op)
+        self.shares = TenantShares(self._pages)
+        self._order = AccountHeaps[Tail](_ORDER, lambda tail: tail.pages is not None and not tail.pending_op)
+        self._due: list[tuple[int, int, Tail]] = []  # retained tails: until when, a serial number
+        self._num_due = 0
 
     @property
     def num_free(self) -> int:
@@ -99,14 +78,23 @@ class WindowPages:
         Returns:
             int32 ``[n]`` pages, each held once.
         """
-        while self._pages.num_free < wanted.size:
-            tail = self._order.head()
-            assert tail is not None, f"{wanted.size} window pages wanted, {self.num_free} free beside those of rows"
-            tail.leave_device()
+        if self._pages.num_free < wanted.size:
+            self._evict(wanted.size)
         pages = self._pages.allocate(wanted)
         assert pages is not None, f"{wanted.size} window pages wanted, {self.num_free} free"
         self.num_refs[pages] = 1
         return pages
+
+    def _evict(self, count: int) -> None:
+        """Takes tails from the device until so many pages are free."""
+        for tail, _ in self.shares.next(self._order):
+            num_free = self.num_free
+            tail.leave_device()
+            self.num_evicted_tails += 1
+            self._num_evicted += self.num_free - num_free
+            if self.num_free >= count:
+                return
+        raise AssertionError(f"{count} window pages wanted, {self.num_free} free beside those of rows")
 
     def hold(self, pages: Int32Array) -> None:
         """Adds a holder to pages that have one."""
@@ -137,8 +125,10 @@ class WindowPages:
         """Gives pages that have a holder to a tail that is not on the device."""
         assert tail.pages is None, "a tail has pages already"
         self.hold(pages)
+        self._num_tail_refs[pages] += 1
         self.num_tails += 1
         tail.pages = pages.copy()
+        self.shares.charge(tail.account, pages.size)
         self._order.add(tail)
 
     def forget(self, tail: Tail) -> None:
@@ -147,12 +137,42 @@ class WindowPages:
         assert pages is not None, "a tail without pages leaves the device"
         tail.device_ready_op = 0
         self.num_tails -= 1
+        self._num_tail_refs[pages] -= 1
+        self.shares.charge(tail.account, -pages.size)
         self.drop(pages)
 
     def reorder(self, tail: Tail) -> None:
         """Records that a tail was used, or that its transfer has ended."""
         if tail.pages is not None:
             self._order.add(tail)
+
+    def retain(self, tail: Tail, until_s: int) -> None:
+        """Lets other tails of its account go before one on the device, until ``expire``."""
+        if until_s > tail.retained_until_s:
+            tail.retained_until_s = until_s
+            self._num_due += 1
+            heapq.heappush(self._due, (until_s, self._num_due, tail))
+            self.reorder(tail)
+
+    def expire(self, now_s: int) -> None:
+        """Ends the retention of tails that were retained until now or earlier."""
+        while self._due and self._due[0][0] <= now_s:
+            tail = heapq.heappop(self._due)[2]
+            if 0 < tail.retained_until_s <= now_s:
+                tail.retained_until_s = 0
+                self.reorder(tail)
+
+    def stats(self) -> WindowStats:
+        """Returns the counts; the padding page is not counted."""
+        num_evictable = int(np.count_nonzero((self.num_refs > 0) & (self.num_refs == self._num_tail_refs)))
+        return WindowStats(
+            num_pages=self.num_pages - 1,
+            num_free=self.num_free,
+            num_evictable=num_evictable,
+            num_evicted=self._num_evicted,
+            num_tails=self.num_tails,
+            num_evicted_tails=self.num_evicted_tails,
+        )
 
     def check(self) -> None:
         """Asserts that every page is free or held (for tests)."""

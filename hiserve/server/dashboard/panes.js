@@ -94,7 +94,7 @@ export function start() {
     num("prompt", (row) => count(row.num_prompt)), num("cached", (row) => (row.num_cached == null ? "–" : count(row.num_cached))), word("from", (row) => row.source),
     num("computed", (row) => count(row.num_computed)),
     { head: "generated", bar: (row) => [[["good", row.num_generated]], row.num_generated + row.num_left, `${row.num_generated} of at most ${row.num_generated + row.num_left} tokens`] },
-    num("", (row) => count(row.num_generated)), num("left", (row) => count(row.num_left)), num("pages", (row) => count(row.num_pages)),
+    num("", (row) => count(row.num_generated)), num("left", (row) => count(row.num_left)), num("pages", (row) => count(row.num_pages)), num("window", (row) => count(row.num_window_pages)),
     num("drafts", (row) => (row.num_drafts ? percent(row.num_accepted, row.num_drafts) : "–")),
     word("grammar", (row) => (row.has_grammar ? "yes" : "")),
   ], "no row runs");
@@ -198,7 +198,7 @@ export function metrics(samples) {
 
 export function tiers(stats) {
   const rows = [];
-  for (const tier of ["device", "host"]) {
+  for (const tier of ["device", "windows", "host"]) {
     const each = add(...stats.replicas.map((replica) => replica.tiers[tier]).filter(Boolean));
     if (!("num_pages" in each)) continue;
     const held = each.num_pages - each.num_free - each.num_evictable;

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from hiserve.config.caching import Cache
 from hiserve.errors import RequestError
-from hiserve.ipc.cache_stats import LOCAL_TIERS, CopyStats, StoreStats, TierName, TierStats, TreeFacts
+from hiserve.ipc.cache_stats import LOCAL_TIERS, CopyStats, StoreStats, TierName, TierStats, TreeFacts, WindowStats
 from hiserve.ipc.messages import WorkerFacts
 from hiserve.server.engine_handle import ANSWER_TIMEOUT_S, EngineHandle
 from hiserve.server.http.auth import Auth
@@ -30,9 +30,13 @@ _WHOLE_NUMBER = re.compile("[0-9]{1,9}")
 
 
 class Tiers(msgspec.Struct):
-    """The tiers of one worker, without those that it does not have. Workers may share a store."""
+    """The tiers of one worker, without those that it does not have. Workers may share a store.
+
+    ``windows`` are on the device too: the pages of layers with a window, where they have pages of their own.
+    """
 
     device: TierStats
+    windows: WindowStats | UnsetType = UNSET
     host: TierStats | UnsetType = UNSET
     store: StoreStats | UnsetType = UNSET
 
@@ -144,7 +148,7 @@ class CacheRoutes:
         return ReplicaCache(
             replica=worker.replica,
             incarnation=worker.incarnation,
-            tiers=Tiers(cache.device, host, store),
+            tiers=Tiers(cache.device, cache.windows if cache.windows.num_pages else UNSET, host, store),
             loads=cache.loads,
             offloads=cache.offloads,
             prefetches=cache.prefetches,

@@ -78,6 +78,12 @@ def _pages(it: WorkerStats) -> Mapping[Labels, float]:
     return found
 
 
+def _window_pages(it: WorkerStats) -> Mapping[str, float]:
+    pages = it.cache.windows
+    held = pages.num_pages - pages.num_free - pages.num_evictable
+    return {"free": pages.num_free, "evictable": pages.num_evictable, "held": held}
+
+
 def _evicted(it: WorkerStats) -> Mapping[str, float]:
     store = it.cache.store or NO_STORE
     return {"device": it.cache.device.num_evicted, "host": it.cache.host.num_evicted, "store": store.num_evicted}
@@ -151,6 +157,10 @@ WORKER_GAUGES: tuple[Row[WorkerStats], ...] = (
     Row("gauge", "num_requests_running", (), lambda it: it.running,
         "Requests in the workers' batches.", is_public=True),
     Row("gauge", "cache_pages", ("tier", "state"), _pages, "Pages of a tier: free, evictable or held."),
+    Row("gauge", "cache_window_pages", ("state",), _window_pages,
+        "Pages of layers with a window: free, evictable (of tails alone) or held by requests."),
+    Row("gauge", "cache_tails", (), lambda it: it.cache.windows.num_tails,
+        "Ends of prefixes whose window pages are kept: requests can be resumed there."),
     Row("gauge", "hicache_host_used_tokens", (), lambda it: it.cache.host.num_pages - it.cache.host.num_free,
         "Tokens in the host tier.", in_pages=True),
     Row("gauge", "hicache_host_total_tokens", (), lambda it: it.cache.host.num_pages,
@@ -170,6 +180,8 @@ WORKER_COUNTERS: tuple[Row[WorkerStats], ...] = (
     Row("counter", "step_faults", ("kind",), lambda it: it.step_faults,
         "Steps given up because memory ran out, and requests whose load from the host failed: all tried again."),
     Row("counter", "evicted_tokens", ("tier",), _evicted, "Tokens evicted, by the tier they left.", in_pages=True),
+    Row("counter", "evicted_tails", (), lambda it: it.cache.windows.num_evicted_tails,
+        "Tails that gave their window pages to requests; misses by no_tail follow."),
     Row("counter", "cache_unbacked_tokens", (), lambda it: it.cache.num_unbacked,
         "Tokens evicted from the device that were nowhere else.", in_pages=True),
     Row("counter", "cache_not_retained_tokens", (), lambda it: it.cache.num_not_retained,

@@ -1,15 +1,16 @@
 """Layers with a window: their pages, tails and resume points."""
 
 from hiserve.attention import reference_attention
-from hiserve.cache.index import nodes, prefixes, radix, tails, tiers, transfers, window_pages
+from hiserve.cache.index import eviction, nodes, prefixes, radix, tails, tiers, transfers, window_pages
 from hiserve.cache.storage import records
 from hiserve.core import window_pool, windows
 from hiserve.engine import row_windows
 from hiserve.kernels import step_inputs
 from hiserve.runners import device_rows, inputs
+from tests.contract import test_attention
 from tests.e2e import test_host_tails, test_windows_freed
 from tests.invariants import test_tails
-from tests.unit.cache import test_radix, test_window_pages
+from tests.unit.cache import test_radix, test_tail_shares, test_window_pages
 from tests.unit.core import test_window_pool
 from tests.unit.kernels import test_step_triton
 from tests.unit.runners import test_device_rows
@@ -27,10 +28,10 @@ with window_pages.WindowPages.reorder, test_window_pages.test_the_least_recently
     "tails: a use does not move a tail to the end of the order"
     self._order.add(tail)
     pass
-with window_pages.TailOrder._is_current, test_window_pages.test_sweeps_keep_the_order_and_lose_no_tail:
+with eviction.LeafHeap._counts, test_window_pages.test_sweeps_keep_the_order_and_lose_no_tail:
     "tails: a sweep keeps a former use of a tail, and not the latest"
-    tail.last_used == last_used and self._may_go(tail)
-    self._may_go(tail)
+    is_current and self._is_victim(node)
+    self._is_victim(node)
 with prefixes.Prefixes.lock, test_tails.test_a_boundary_that_is_used_keeps_its_tail_longer["a match"]:
     "tails: a match does not count as a use"
     self._tails.touch(lock.tail, self._tiers.clock)
@@ -46,6 +47,19 @@ with row_windows.RowWindows.publish, test_windows_freed.test_tokens_depend_neith
     "INV H2: a page is given back that the next token sees"
     self._first_of(num_pages * self._page_size)
     self._first_of(num_pages * self._page_size) + 1
+with prefixes.Prefixes.retain, test_tail_shares.test_a_retained_prefix_keeps_its_tail_until_its_time:
+    "INV 77: the tail of a retained prefix goes as any other"
+    self._tails.retain(tail, until_s)
+    pass
+with row_windows.RowWindows.want_retained, test_tail_shares.test_a_prompt_gets_a_tail_where_its_request_retains_it[26]:
+    "INV 77: a retained prefix gets no tail at its end"
+    self.want(row, boundary)
+    pass
+with window_pages.WindowPages.keep, test_tail_shares.test_a_flood_leaves_others_their_share_of_window_pages:
+    "INV 70: all tails count as those of one account"
+    self.shares.charge(tail.account, pages.size)
+    tail.account = b""
+    self.shares.charge(tail.account, pages.size)
 with prefixes.deepest_tail, test_tails.test_match_is_the_deepest_resume_point_whatever_came_and_went[7]:
     "INV H3: a tail behind the match is taken"
     at <= num_pages and has(tail)
@@ -74,6 +88,10 @@ with row_windows.RowWindows._first_of, test_windows_freed.test_a_tail_suffices_a
     "INV H4: a tail lacks its first position"
     num_tokens - self._limits.window + 1
     num_tokens - self._limits.window + 5
+with reference_attention.ReferenceAttention.plan, test_attention.test_equals_the_oracle_on_ragged_batches:
+    "INV H8: a token sees the row of the token after it"
+    new > torch.arange(inputs.max_q_len, device=device)[:, None]
+    new > torch.arange(inputs.max_q_len, device=device)[:, None] + 1
 with row_windows.RowWindows.release, test_windows_freed.test_drafts_shorten_no_hit["drafts"]:
     "INV H9: the end of a request gets no tail"
     self._keep(row, num_pages * self._page_size, num_pages, lock)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hiserve.cache.index.nodes import Tail, make_root
-from hiserve.cache.index.window_pages import MIN_SWEEP, WindowPages
+from hiserve.cache.index.window_pages import WindowPages
 from hiserve.core.windows import WindowLimits, tail_interval
 
 ANY = 0
@@ -69,6 +69,11 @@ def test_free_and_held_pages_partition_the_pool_whatever_rows_and_tails_do(seed:
         held = Counter(page for row in rows for page in row.tolist())
         held.update(page for tail, pages in tails if tail.is_open for page in pages)
         assert {page: int(pool.num_refs[page]) for page in np.flatnonzero(pool.num_refs)} == dict(held)
+        of_tails = {page for tail, pages in tails if tail.is_open for page in pages}
+        of_rows = {page for row in rows for page in row.tolist()}
+        stats = pool.stats()
+        assert (stats.num_pages, stats.num_free, stats.num_evictable) == (39, pool.num_free, len(of_tails - of_rows))
+        assert (stats.num_tails, stats.num_evicted_tails > 0) == (pool.num_tails, stats.num_evicted > 0)
         assert pool.num_free == 39 - len(held) and pool.num_tails == sum(tail.is_open for tail, _ in tails)
         pool.check()
 
@@ -87,6 +92,9 @@ def test_the_least_recently_used_tails_go_first_and_only_when_pages_are_short() 
     touch(pool, tails[1], 0)  # the cold end
     pool.allocate(wish(2))
     assert [tail.is_open for tail in tails] == [True, False, False]
+    assert (pool.stats().num_evicted_tails, pool.stats().num_evicted) == (2, 6)
+    tails[0].close()
+    assert (pool.stats().num_evicted_tails, pool.stats().num_tails) == (2, 0), "closed, and for no row"
 
 
 def test_sweeps_keep_the_order_and_lose_no_tail() -> None:
@@ -96,7 +104,7 @@ def test_sweeps_keep_the_order_and_lose_no_tail() -> None:
         row = pool.allocate(wish(3))
         tails.append(keep(pool, row, last_used))
         pool.drop(row)
-    for last_used in range(MIN_SWEEP, 3, -1):  # falling: entries out of date are last; the last use sweeps them
+    for last_used in range(1024, 3, -1):  # falling: entries out of date are last; the last use sweeps them
         touch(pool, tails[last_used % 3], last_used)
     for num_closed, coldest in enumerate((1, 2, 0), 1):
         pool.allocate(wish(3))

@@ -20,7 +20,7 @@ from hiserve.commands import serve
 from hiserve.commands.top import draw
 from hiserve.commands.top_frames import WINDOW_S, Frame, FrameHistory, TopServer, read_series
 from hiserve.core.usage import DraftStats, DraftUse
-from hiserve.ipc.cache_stats import CacheStats, CopyStats, StoreStats, TierStats
+from hiserve.ipc.cache_stats import CacheStats, CopyStats, StoreStats, TierStats, WindowStats
 from hiserve.ipc.messages import Status, WorkerFacts, WorkerStats
 from hiserve.server.metrics.registry import Metrics
 from tests.helpers.fake_engine_client import FakeEngineClient
@@ -147,6 +147,18 @@ async def test_a_terminal_of_80_columns_cuts_nothing(monkeypatch: pytest.MonkeyP
     for text in ("evicted: device 1,234,568, host 1,234,568, store 8", "1,234,568 1,234,568", "12,345,678 1,234 4.00"):
         assert text in said, (text, out)
     assert "512 1,024 – – 1,000,000 of 4,000,000" in said, out
+
+
+async def test_window_pages_have_a_row_where_there_are_some(capsys: Any) -> None:
+    windows = WindowStats(60, 10, 30, 12, num_tails=1_200, num_evicted_tails=7)
+    stats = msgspec.structs.replace(STATS, cache=msgspec.structs.replace(CACHE, windows=windows))
+    async with serving(**showing(stats)) as server:
+        assert await top("--url", server.url, "--once") == 0
+    out = words(capsys)
+    assert "40 60 20 14 tails" in out and "tails of windows: 2,400" in out, out
+    async with serving() as server:
+        assert await top("--url", server.url, "--once") == 0
+    assert "tails" not in words(capsys)
 
 
 async def test_what_a_server_does_not_show_is_said_and_the_rest_is_shown(capsys: Any) -> None:

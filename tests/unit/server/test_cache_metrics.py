@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from hiserve.ipc.cache_stats import CacheStats, CopyStats, StoreStats, TierStats
+from hiserve.ipc.cache_stats import CacheStats, CopyStats, StoreStats, TierStats, WindowStats
 from hiserve.ipc.messages import Status, WorkerFacts, WorkerStats
 from hiserve.server.metrics.registry import Metrics
 from tests.unit.server.conftest import Server
@@ -30,8 +30,9 @@ CACHE = CacheStats(
     offloads=CopyStats(8, 5, 0, {"link_behind": 3}, num_bytes=1024, seconds=0.25),
     prefetches=CopyStats(9, 4, 0, {"host_full": 5}, num_bytes=512, seconds=2.0),
     uploads=CopyStats(3, 3, 0, {}, num_bytes=64, seconds=1.0),
-    misses={"cold": 2, "evicted": 1},
+    misses={"cold": 2, "evicted": 1, "no_tail": 6},
     num_unbacked=4,
+    windows=WindowStats(50, 9, 30, 12, num_tails=11, num_evicted_tails=5),
 )
 
 
@@ -42,6 +43,15 @@ async def test_pages_of_each_tier_are_free_evictable_or_held(server: Server) -> 
             assert await server.metric("hiserve:cache_pages", tier=tier, state=state) == count
     assert await server.metric("hiserve:hicache_host_used_tokens") == 300 * PAGE
     assert await server.metric("hiserve:hicache_host_total_tokens") == 400 * PAGE
+
+
+async def test_window_pages_and_tails_are_shown(server: Server) -> None:
+    server.engine.stats = WorkerStats(cache=CACHE)
+    for state, count in {"free": 9, "evictable": 30, "held": 11}.items():
+        assert await server.metric("hiserve:cache_window_pages", state=state) == count
+    assert await server.metric("hiserve:cache_tails") == 11
+    assert await server.metric("hiserve:evicted_tails_total") == 5
+    assert await server.metric("hiserve:cache_misses_total", reason="no_tail") == 6
 
 
 async def test_copies_are_counted_by_kind_and_what_failed_by_reason(server: Server) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from hiserve.ipc.cache_stats import CacheStats, CopyStats, NodeFacts, StoreStats, TierStats
+from hiserve.ipc.cache_stats import CacheStats, CopyStats, NodeFacts, StoreStats, TierStats, WindowStats
 from hiserve.ipc.messages import WorkerStats
 from hiserve.server.management import cache as replies
 from tests.helpers.fake_engine_client import FakeEngineClient
@@ -49,6 +49,10 @@ async def test_a_server_without_a_host_tier_shows_none() -> None:
     async with made.app.router.lifespan_context(made.app):
         await made.handle.wait_open()
         assert list((await made.get("/cache/stats")).json["replicas"][0]["tiers"]) == ["device"]
+        windows = WindowStats(20, 4, 6, 2, num_tails=3, num_evicted_tails=1)
+        made.engine.stats = WorkerStats(cache=msgspec.structs.replace(CACHE, windows=windows))
+        tiers = (await made.get("/cache/stats")).json["replicas"][0]["tiers"]
+        assert tiers["windows"] == msgspec.to_builtins(windows)
 
 
 async def test_the_tree_is_asked_for_to_a_depth_and_shown_as_it_is(server: Server) -> None:

@@ -1,0 +1,117 @@
+"""Tails of tenants and of retained prefixes: whose window pages go first."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hiserve import LLM, SamplingParams
+from hiserve.cache.index.prefix_cache import PrefixCache
+from hiserve.ipc.messages import Admit
+from tests.helpers.tiered import engine_of
+from tests.helpers.window_models import SETTINGS, VOCAB, save_windows
+
+PAGE, TAIL = 2, 2  # tokens of a page, pages of a tail
+NUM_TAILS = 10  # that the pool holds
+
+
+def make_cache() -> PrefixCache:
+    return PrefixCache(num_pages=400, page_size=PAGE, namespace=b"n" * 16, num_window_pages=1 + TAIL * NUM_TAILS)
+
+
+def serve(cache: PrefixCache, seed: int, tenant: bytes, until_s: int = 0) -> None:
+    """Computes a prompt of two pages, keeps a tail behind it, and retains it on demand."""
+    tokens = np.array([seed, 1, 2, 3, 4], dtype=np.int32)
+    lock = cache.lock(cache.match(tenant, tokens.tobytes())).detach()
+    assert cache.windows is not None
+    if lock.pages.size == 0:
+        pages = cache.allocate(np.zeros(2, dtype=np.int32))
+        assert pages is not None
+        cache.insert(lock, tokens[:4].tobytes(), pages)
+    held = cache.windows.allocate(np.zeros(TAIL, dtype=np.int32))
+    cache.keep_tail(lock, 0, held)
+    cache.windows.drop(held)
+    if until_s:
+        cache.retain(lock, 4, until_s)
+    cache.release(lock)
+    cache.windows.check()
+
+
+def num_resumable(cache: PrefixCache, seeds: range, tenant: bytes) -> int:
+    """Prompts of a tenant that can be resumed behind their two pages."""
+    prompts = [np.array([seed, 1, 2, 3, 4], dtype=np.int32).tobytes() for seed in seeds]
+    return sum(cache.match(tenant, prompt).num_tokens == 4 for prompt in prompts)
+
+
+def test_a_flood_leaves_others_their_share_of_window_pages() -> None:
+    cache = make_cache()
+    for seed in range(4):
+        serve(cache, seed, b"calm")
+    for seed in range(100, 160):
+        serve(cache, seed, b"flood")
+    assert num_resumable(cache, range(4), b"calm") == 4
+    assert num_resumable(cache, range(100, 160), b"flood") == NUM_TAILS - 4, "an unused share is lent"
+
+
+def test_what_is_more_than_the_share_goes_oldest_first() -> None:
+    cache = make_cache()
+    for seed in range(9):
+        serve(cache, seed, b"calm")
+    for seed in range(100, 160):
+        serve(cache, seed, b"flood")
+    kept = [seed for seed in range(9) if num_resumable(cache, range(seed, seed + 1), b"calm")]
+    assert kept == list(range(9))[-len(kept) :] and len(kept) in (4, 5)
+
+
+def test_a_retained_prefix_keeps_its_tail_until_its_time() -> None:
+    cache = make_cache()
+    serve(cache, 1, b"one", until_s=10)
+    for seed in range(100, 140):
+        serve(cache, seed, b"one")
+    cache.expire(9)
+    for seed in range(200, 240):
+        serve(cache, seed, b"one")
+    assert num_resumable(cache, range(1, 2), b"one") == 1
+    cache.expire(10)
+    for seed in range(300, 340):
+        serve(cache, seed, b"one")
+    assert num_resumable(cache, range(1, 2), b"one") == 0
+    assert cache.windows is not None and cache.windows.num_tails == NUM_TAILS
+
+
+def test_retained_tails_keep_no_request_from_its_pages() -> None:
+    cache = make_cache()
+    for seed in range(30):
+        serve(cache, seed, b"one", until_s=100 + seed)
+    assert num_resumable(cache, range(30), b"one") == NUM_TAILS
+    assert num_resumable(cache, range(30 - NUM_TAILS, 30), b"one") == NUM_TAILS, (
+        "of these the one first that ends first"
+    )
+
+
+def test_each_use_of_a_tail_frees_its_account_of_its_pages() -> None:
+    cache = make_cache()
+    for seed in range(50):
+        serve(cache, seed % 17, b"%d" % (seed % 3))
+    windows = cache.windows
+    assert windows is not None and sum(windows.shares.held.values()) == TAIL * windows.num_tails
+    cache.flush()
+    assert windows.shares.held == {} and windows.num_tails == 0
+
+
+@pytest.mark.parametrize("retained", [0, 26])
+def test_a_prompt_gets_a_tail_where_its_request_retains_it(
+    retained: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Otherwise a retained beginning of a prompt could not be resumed behind."""
+    folder, page = save_windows(tmp_path_factory.mktemp("windows")), int(SETTINGS["page_size"])
+    tokens = np.random.default_rng(4).integers(7, VOCAB, 70).astype(np.int32)
+    with LLM(model=str(folder), **SETTINGS | {"window_pages": 400}) as llm:
+        engine = engine_of(llm)
+        sampling = SamplingParams(seed=1, temperature=0.0, max_tokens=2, ignore_eos=True)
+        retain = ((retained, 300),) if retained else ()
+        engine.add(Admit(1, tokens.size, sampling, b"", 0, retain=retain), tokens)
+        while engine.has_work:
+            engine.step()
+        other = np.concatenate((tokens[:30], tokens[:9]))
+        assert engine._planner._cache.match(b"", other.tobytes()).num_tokens == retained // page * page
