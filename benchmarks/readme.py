@@ -241,11 +241,12 @@ def gpu() -> Iterator[Entry]:
         barred = [figure for figure in run["figures"] if figure["bar"] is not None]
         said = "attention with the heads of Llama-8B: time of FlashInfer / time of the Triton kernels"
         yield said, "; ".join(map(figure_of, barred)), run
-    for path in RESULTS.glob("hybrid.json"):
+    for path in sorted(RESULTS.glob("hybrid*.json")):  # a part a file, or more
         run = result(path.stem)
         for name, part in run["parts"].items():
             barred = [figure for figure in part["figures"] if figure["bar"] is not None]
-            said = f"{name}: time at this run's copy rate, or rate of a matrix product, / time"
+            what = "kernel of absorbed queries" if name == "latent_decode" else f"{name} shape"
+            said = f"{what}: time at this run's copy rate, or rate of a matrix product, / time"
             yield said, "; ".join(map(figure_of, barred)), run
 
 
