@@ -37,6 +37,28 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
             is_debug=True,
         ),
     ] = "auto"
+    tail_share: Annotated[
+        float | Auto,
+        about(
+            "Share of layers with a window in the memory of the device pools; auto goes by the bytes of a tail, what a request "
+            "needs of them to resume at a boundary, beside those of the history of 1,500 tokens.",
+            unit="share",
+            least=0.01,
+            most=0.99,
+            is_debug=True,
+        ),
+    ] = "auto"
+    tail_every: Annotated[
+        int | Auto,
+        about(
+            "Distance of the boundaries within a prompt at which a later request can resume, rounded up to whole pages; 0 keeps "
+            "its end and branches alone. auto is 8 times the tokens whose history takes as many bytes as a tail.",
+            unit="tokens",
+            least=0,
+            most=MAX_INT32,
+            is_debug=True,
+        ),
+    ] = "auto"
     page_size: Annotated[
         int, about("Tokens per page; prefixes are shared in whole pages.", unit="tokens", least=1, most=MAX_INT32)
     ] = 16

@@ -54,6 +54,8 @@ class CacheSettings(Cache, frozen=True, kw_only=True):
 
     kv_pages: int
     window_pages: int
+    tail_share: float
+    tail_every: int
     host_cache_gib: float
 
     @property

@@ -44,6 +44,8 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     kv_pages: int  # pages of the device pool, the padding page included
     window_pages: int  # pages of layers with a window, the padding page included; 0 where all layers share pages
+    tail_share: float  # of window pages in the memory of both pools; 0 without them
+    tail_every: int  # tokens between two tails of a prompt; 0 for none between
     page_bytes: int  # bytes of a page, drafts and debugging included
     max_model_len: int  # longest request, in tokens
     host_cache_gib: float  # size of the host cache; 0 for none
@@ -126,6 +128,8 @@ def plan_memory(chosen: Chosen, model: ModelFacts, machine: Machine) -> MemoryPl
     return MemoryPlan(
         kv_pages=pages,
         window_pages=window_pages,
+        tail_share=worker.windows.tail_share(worker.page_bytes),
+        tail_every=worker.windows.tail_every(chosen.given.cache.tail_every, worker.page_bytes),
         page_bytes=worker.page_bytes,
         max_model_len=length,
         host_cache_gib=host_gib,
@@ -162,7 +166,7 @@ class _Worker:
         element = DTYPE_BYTES[chosen.model.dtype]
         params = {"weights": model.num_params} | ({"draft weights": model.draft.num_params} if model.draft else {})
         self._weights = {item: num_params * element for item, num_params in params.items()}
-        self._windows = self._plan_windows(element)
+        self.windows = self._plan_windows(element)
         self._page = self._page_items(element)
         self.page_bytes = sum(self._page.values())
         if chosen.on_cpu:
@@ -174,7 +178,7 @@ class _Worker:
     def _page_items(self, element: int) -> dict[str, int]:
         """Returns the bytes of a page, by the item that they are part of."""
         page_size, draft = self._cache.page_size, self._model.draft
-        slot_bytes = (self._model.slot_elements - self._windows.slot_elements) * element
+        slot_bytes = (self._model.slot_elements - self.windows.slot_elements) * element
         slot_bytes += sum(group.slot_bytes for group in debug_groups(self._cache))
         items = {"KV pool": page_size * slot_bytes}
         if draft is not None:
@@ -200,12 +204,14 @@ class _Worker:
             depth=chosen.runner.overlap,
             max_batched_tokens=chosen.scheduler.max_batched_tokens,
         )
-        return WindowPool(limits=limits, slot_elements=model.window_elements, element_bytes=element)
+        return WindowPool(
+            limits=limits, slot_elements=model.window_elements, element_bytes=element, share=self._cache.tail_share
+        )
 
     def size_windows(self, pages: int) -> tuple[int, str]:
         """Returns the pages of the window layers' pool beside so many others, and the reason; see ``WindowPool.size``."""
         rows, num_bytes = self._chosen.scheduler.max_running_requests, pages * self.page_bytes
-        return self._windows.size(self._cache.window_pages, pages, num_bytes, rows, self._room - num_bytes)
+        return self.windows.size(self._cache.window_pages, pages, num_bytes, rows, self._room - num_bytes)
 
     def check_weights(self) -> None:
         """Raises ``ResourceError`` if not even the weights fit."""
@@ -269,7 +275,7 @@ class _Worker:
             share = max(0, self._room - sum(self._beside_pool(length).values()))
             why = "all memory beside weights, tables and steps"
         pages, why = min(
-            (self._windows.pages_beside(self._cache.window_pages, share, self.page_bytes), why),
+            (self.windows.pages_beside(self._cache.window_pages, share, self.page_bytes), why),
             (1 + rows * -(-length // page_size), f"as many as {rows} requests of {length:,} tokens fill"),
             (MAX_INT32, "page numbers have 32 bits"),
         )
@@ -286,7 +292,7 @@ class _Worker:
         chosen, page_size = self._chosen, self._cache.page_size
         rows = chosen.scheduler.max_running_requests
         tables = (rows + 1) * (length * TOKEN_ENTRY_BYTES + -(-length // page_size) * PAGE_ENTRY_BYTES)
-        items = {"token and page tables": tables * (2 if self._windows.page_bytes else 1)}
+        items = {"token and page tables": tables * (2 if self.windows.page_bytes else 1)}
         if chosen.on_cpu:
             return items
         if self._cache.host_cache_gib != 0:  # large pages pass through: two each way at least
@@ -301,15 +307,15 @@ class _Worker:
             graphs=chosen.runner.graphs,
             widths=choose_spec(chosen.given, self._model, length)[0].widths,
             draft=None if self._model.draft is None else self._model.draft.step,
-            frees_windows=self._windows.page_bytes > 0,
+            frees_windows=self.windows.page_bytes > 0,
         )
         return items | {"driver, libraries and spare": CONTEXT_BYTES + self.free // SPARE_SHARE}
 
     def parts(self, pages: int, length: int) -> dict[str, int]:
         """Returns the bytes where the model runs, by item, the host cache not included."""
         pool = {item: pages * num_bytes for item, num_bytes in self._page.items()}
-        if self._windows.page_bytes:
-            pool["KV pool of windows"] = self.size_windows(pages)[0] * self._windows.page_bytes
+        if self.windows.page_bytes:
+            pool["KV pool of windows"] = self.size_windows(pages)[0] * self.windows.page_bytes
         return self._weights | pool | self._beside_pool(length)
 
     def check_parts(self, parts: dict[str, int], pages: int, length: int) -> int:

@@ -112,6 +112,8 @@ def _settings(chosen: Chosen, memory: MemoryPlan) -> Settings:
             options.cache,
             kv_pages=memory.kv_pages,
             window_pages=memory.window_pages,
+            tail_share=memory.tail_share,
+            tail_every=memory.tail_every,
             host_cache_gib=memory.host_cache_gib,
         ),
         scheduler=chosen.scheduler,

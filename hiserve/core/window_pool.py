@@ -8,7 +8,7 @@ import msgspec
 
 from hiserve.config.serving import Auto
 from hiserve.core.machine import GIB
-from hiserve.core.windows import WindowLimits
+from hiserve.core.windows import WindowLimits, tail_interval
 from hiserve.errors import ConfigError, ResourceError
 
 # Of the memory of both pools: the share of window pages, within bounds, by the tokens of history for each tail.
@@ -39,23 +39,47 @@ class WindowPool(msgspec.Struct, frozen=True, kw_only=True):
     limits: WindowLimits | None  # None without such a pool
     slot_elements: int  # elements of a token in these layers
     element_bytes: int
+    share: float | Auto = "auto"  # ``--tail-share``
 
     @property
     def page_bytes(self) -> int:
         """Bytes of a page; 0 without a pool."""
         return 0 if self.limits is None else self.limits.page_size * self.slot_elements * self.element_bytes
 
-    def bytes_per_page(self, page_bytes: int) -> float:
-        """Returns the bytes of window pages under ``auto`` for each page of the other layers, of ``page_bytes``.
+    def tail_share(self, page_bytes: int) -> float:
+        """Returns the share of window pages in the memory of both pools; 0 without them.
 
-        Of the memory of both, t / (t + 1500 h) is for windows: t bytes of a tail, h of the history of a token. This was
-        the best share in simulated traffic of chats and agents.
+        Under ``auto`` it is t / (t + 1500 h): t bytes of a tail, h of the history of a token. This was the best share in
+        simulated traffic of chats and agents.
+
+        Args:
+            page_bytes: Of a page of the other layers.
         """
         if self.limits is None:
             return 0.0
+        if self.share != "auto":
+            return self.share
         tail = self.limits.tail_pages * self.page_bytes
         history = page_bytes / self.limits.page_size
-        share = min(MOST_SHARE, max(LEAST_SHARE, tail / (tail + TAIL_TOKENS * history)))
+        return min(MOST_SHARE, max(LEAST_SHARE, tail / (tail + TAIL_TOKENS * history)))
+
+    def tail_every(self, given: int | Auto, page_bytes: int) -> int:
+        """Returns the tokens between two tails of a prompt, whole pages; 0 is none between, or no window pages.
+
+        Args:
+            given: ``--tail-every``.
+            page_bytes: As in ``tail_share``.
+        """
+        if self.limits is None:
+            return 0
+        page_size = self.limits.page_size
+        if given != "auto":
+            return -(-given // page_size) * page_size
+        return tail_interval(self.limits.tail_pages * self.page_bytes, page_bytes // page_size, page_size)
+
+    def bytes_per_page(self, page_bytes: int) -> float:
+        """Returns the bytes of window pages under ``auto`` for each page of the other layers, of ``page_bytes``."""
+        share = self.tail_share(page_bytes)
         return page_bytes * share / (1 - share)
 
     def pages_beside(self, given: int | Auto, num_bytes: int, page_bytes: int) -> int:

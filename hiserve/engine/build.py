@@ -22,10 +22,10 @@ from hiserve.cache.storage.segment import Segment
 from hiserve.cache.storage.store_transfers import StoreTransfers
 from hiserve.config.settings import Settings
 from hiserve.core.digest import chain_of
-from hiserve.core.kv_groups import CacheGroupSpec, Space
+from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.machine import free_cuda_bytes
 from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
-from hiserve.core.windows import WindowLimits, tail_interval
+from hiserve.core.windows import WindowLimits
 from hiserve.engine.draft_costs import DraftTimer
 from hiserve.engine.executor import Executor
 from hiserve.engine.grammars import GrammarRows
@@ -165,15 +165,14 @@ def _window_limits(settings: Settings, model: ModelConfig) -> WindowLimits | Non
     plan = model.cache_plan(settings.model.dtype, frees_windows=settings.cache.frees_windows)
     if not plan.window:
         return None
-    limits = WindowLimits(
+    return WindowLimits(
         window=plan.window,
         page_size=settings.cache.page_size,
         num_draft=settings.spec.tiers[-1],
         depth=settings.runner.overlap,
         max_batched_tokens=settings.scheduler.max_batched_tokens,
+        tail_every=settings.cache.tail_every,
     )
-    tail_bytes = limits.tail_pages * limits.page_size * plan.slot_bytes(Space.WINDOW)
-    return replace(limits, tail_every=tail_interval(tail_bytes, plan.slot_bytes(Space.HISTORY), limits.page_size))
 
 
 def _load(

@@ -30,7 +30,7 @@ with rows.RowState.publish, test_hybrid_reports_drafts.test_hb_04_a_head_takes_n
     full = np.minimum(self.settled[rows], self.known[rows]) // page_size - min(1, self._num_ahead)
 with memory_plan._Worker._page_items, test_hybrid_reports_sizes.test_hb_05_pages_stay_as_long_as_they_are_whatever_other_layers_store[16]:
     "HB-05: pages of history have room for the layers with a window"
-    self._model.slot_elements - self._windows.slot_elements
+    self._model.slot_elements - self.windows.slot_elements
     self._model.slot_elements
 with row_windows.RowWindows.admit, test_hybrid_reports_hits.test_hb_06_a_chat_keeps_the_boundaries_that_can_come_back_and_no_others:
     "HB-06: every page of a prompt gets a tail"
@@ -97,7 +97,7 @@ with (
     "HB-21: a row keeps all its window pages while it runs"
     self._first_of(num_pages * self._page_size)
     0
-with window_pool.WindowPool.bytes_per_page, test_hybrid_reports_sizes.test_hb_22_the_share_of_windows_follows_the_model:
+with window_pool.WindowPool.tail_share, test_hybrid_reports_sizes.test_hb_22_the_share_of_windows_follows_the_model:
     "HB-22: half of the memory is for windows"
     min(MOST_SHARE, max(LEAST_SHARE, tail / (tail + TAIL_TOKENS * history)))
     1 / 2

@@ -38,6 +38,8 @@ def test_defaults_on_cpu() -> None:
         "max_model_len": 8192,
         "kv_pages": 2 * GIB // (16 * 2048 * 4),
         "window_pages": 0,
+        "tail_share": 0.0,
+        "tail_every": 0,
         "max_running_requests": 32,
         "max_batched_tokens": 512,
         "overlap": 0,
@@ -79,8 +81,8 @@ def test_what_was_given_stays() -> None:
         "max_request_bytes": 1 * MIB,
     }
     resolved = resolve(make_options(**chosen), NANO, SERVER)
-    assert values(resolved.settings) == values(make_options(**chosen))
-    assert resolved.decisions == ()
+    assert values(resolved.settings) == values(make_options(**chosen)) | {"tail_share": 0.0, "tail_every": 0}
+    assert all("tail" in line for line in resolved.decisions)  # of a model without window pages
 
 
 @pytest.mark.parametrize(("length", "num_bytes"), [(10_000, 8 * MIB), (1_000_000, 32_000_000), (70_000_000, 2**31 - 1)])

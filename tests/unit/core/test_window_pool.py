@@ -88,3 +88,11 @@ def test_given_pages_that_do_not_fit_name_what_to_lower() -> None:
         with pytest.raises(ResourceError, match=rf"^{pages} window pages need .* Lower --window-pages") as caught:
             POOL.size(pages, 10, 10 * PAGE_BYTES, 8, room)
         assert caught.value.param == "window_pages" and "-" not in caught.value.message.split("Lower")[0]
+
+
+def test_a_given_share_and_distance_replace_those_of_auto() -> None:
+    half = WindowPool(limits=LIMITS, slot_elements=12_288, element_bytes=2, share=0.5)
+    assert half.tail_share(PAGE_BYTES) == 0.5 and half.bytes_per_page(PAGE_BYTES) == PAGE_BYTES
+    assert POOL.tail_every("auto", PAGE_BYTES) == 8 * 128
+    assert [POOL.tail_every(given, PAGE_BYTES) for given in (0, 1, 16, 100)] == [0, 16, 16, 112]
+    assert NO_WINDOW_POOL.tail_every(100, PAGE_BYTES) == NO_WINDOW_POOL.tail_share(PAGE_BYTES) == 0
