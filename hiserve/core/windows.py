@@ -43,8 +43,8 @@ class WindowLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def least_pages(self) -> int:
-        """Pages of the smallest pool: for one row and its step, and the padding page."""
-        return 1 + self.row_pages + 1 + self.step_pages
+        """Pages of the smallest pool: for one row and its step, a tail that is being copied, and the padding page."""
+        return 1 + self.row_pages + 1 + self.step_pages + self.tail_pages
 
     def most_pages(self, num_rows: int) -> int:
         """Returns the pages that so many rows and their steps hold at most, and the padding page."""
