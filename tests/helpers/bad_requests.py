@@ -204,7 +204,8 @@ CALLED = {"type": "function_call", "call_id": "c", "name": "f"}
 ITEMS: list[tuple[Any, str]] = [
     (5, "input[0].type"),
     ({}, "input[0].role"),
-    ({"type": "item_reference", "id": "x"}, "input[0].type"),
+    ({"type": "item_reference"}, "input[0].id"),
+    ({"type": "item_reference", "id": LONE}, "input[0].id"),
     ({"type": "web_search_call"}, "input[0].type"),
     ({"type": 5}, "input[0].type"),
     ({"role": "robot", "content": "x"}, "input[0].role"),

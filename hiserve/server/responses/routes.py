@@ -27,8 +27,9 @@ from hiserve.server.request.body import Body
 from hiserve.server.responses.format import ResponseWriter
 from hiserve.server.responses.items import Deleted, InputTokens, ItemList, ResponseObject
 from hiserve.server.responses.request import Tools, conversation_of, read_tools
-from hiserve.server.responses.store import MAX_CHAIN_ITEMS, ResponseStore, StoredResponse, missing
-from hiserve.server.responses.types import InputFields, InputPart, Item, Reasoning, ResponseOptions, TextOptions
+from hiserve.server.responses.store import MAX_CHAIN_ITEMS, ResponseStore, StoredResponse, missing, missing_item
+from hiserve.server.responses.stored_items import all_items, own_items, references, resolved, with_id
+from hiserve.server.responses.types import InputFields, Item, Reasoning, ResponseOptions, TextOptions
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
 from hiserve.text.body.json import check_json, check_text, decode
 from hiserve.text.body.retention import retention_s
@@ -48,12 +49,6 @@ UNPRINTABLE = re.compile("[^ -~]")
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-
-class _Output(msgspec.Struct):
-    """The output of a stored response, read as input."""
-
-    output: list[Item]
 
 
 class ResponseRoutes:
@@ -91,7 +86,7 @@ class ResponseRoutes:
         """Answers items, or continues an earlier response."""
         arrived, front = time.monotonic(), self._front
         body = await front.bodies.read(request, RESPONSES)
-        options, fields = decode(body, ResponseOptions), decode(body, InputFields)
+        options, fields = decode(body, ResponseOptions), await self._fields(request, body)
         for name in ECHOED:
             check_json(body.get(name), name)
         sampling, tools = options.sampling(self._model), self._tools(fields)
@@ -141,7 +136,7 @@ class ResponseRoutes:
     async def count(self, request: Request) -> Response:
         """Counts the tokens of a prompt."""
         body = await self._front.bodies.read(request, INPUT_TOKENS)
-        fields = decode(body, InputFields)
+        fields = await self._fields(request, body)
         check_json(body.get("tools"), "tools")
         chat = conversation_of(fields, await self._earlier(request, fields), self._tools(fields), self._unseal)
         return json_response(InputTokens(await count_tokens(self._front, request, chat, fields.thinking, "input")))
@@ -254,6 +249,23 @@ class ResponseRoutes:
             raise missing(name)
         return await self._threads.do(lambda: work(store, caller.key, name), caller.number)
 
+    async def _fields(self, request: Request, body: dict[str, Any]) -> InputFields:
+        """Returns the fields of a prompt, with stored items in the places of references.
+
+        Raises:
+            NotFoundError: The store does not have one of the items.
+            RequestError: A field is malformed.
+        """
+        fields = decode(body, InputFields)
+        store, caller, items = self._store, caller_of(request), fields.items
+        wanted = references(items)
+        if not wanted:
+            return fields
+        if store is None:
+            raise missing_item(wanted[0])
+        found = await self._threads.do(lambda: resolved(items, partial(store.holding, caller.key)), caller.number)
+        return msgspec.structs.replace(fields, input=found)
+
     async def _earlier(self, request: Request, fields: InputFields) -> list[Item]:
         """Returns the items of the responses that a request continues.
 
@@ -282,40 +294,17 @@ class ResponseRoutes:
             return
 
         def put() -> bool:
-            items = [_with_id(item) for item in own]
+            items = [with_id(item) for item in own]
             number = len(items) + len(response.output)
             encode = msgspec.json.encode
             stored = StoredResponse(response.id, response.previous_response_id, encode(items), encode(response), number)
-            return store.put(caller.key, stored)
+            return store.put(caller.key, stored, [each.id for each in (*items, *response.output) if each.id])
 
         try:
             if not await self._threads.do(put, caller.number):
                 logger.warning("%s is larger than its caller's share of the store, and is not kept", response.id)
         except UnavailableError as error:
             logger.warning("%s is not kept: %s", response.id, error)
-
-
-def all_items(chain: Sequence[StoredResponse]) -> list[Item]:
-    """Returns the items of stored responses, their outputs included, in order."""
-    return [item for stored in chain for item in (*own_items(stored), *_output(stored))]
-
-
-def own_items(stored: StoredResponse) -> list[Item]:
-    """Returns the input items of a stored response, after those of earlier responses."""
-    return msgspec.json.decode(stored.items, type=list[Item])
-
-
-def _output(stored: StoredResponse) -> list[Item]:
-    return msgspec.json.decode(stored.reply, type=_Output).output
-
-
-def _with_id(item: Item) -> Item:
-    """Returns an item of the input as it is listed."""
-    content = item.content
-    if isinstance(content, str):
-        content = [InputPart("output_text" if item.role == "assistant" else "input_text", content)]
-    made_id = item.id or f"item_{secrets.token_hex(16)}"
-    return msgspec.structs.replace(item, type=item.type or "message", id=made_id, content=content)
 
 
 def page_of(items: list[Item], query: Mapping[str, str]) -> ItemList:

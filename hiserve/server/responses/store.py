@@ -6,7 +6,7 @@ import contextlib
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,10 +15,12 @@ from hiserve.errors import ConfigError, NotFoundError, RequestError, Unavailable
 MAX_BYTES = 64 * 2**20
 KEPT_S = 3600.0
 ROW_BYTES = 1024  # of a response in addition to its texts, its entries of the indexes included
+ITEM_BYTES = 256  # of the entries of one item
+MAX_ITEM_ID_BYTES = 64  # of the ids by which items are found
 # Of the items of one conversation, as many as a request may have, and of its responses.
 MAX_CHAIN_ITEMS = 4096
 MAX_CHAIN_BYTES = 8 * 2**20
-VERSION = 1
+VERSION = 2  # 1 had no items
 MEMORY, OFF, FILE = "memory", "off", "sqlite:"
 
 _TABLE = """
@@ -28,6 +30,12 @@ CREATE TABLE responses (
 CREATE INDEX by_caller ON responses (caller, used, num_bytes);
 CREATE INDEX by_use ON responses (used);
 """
+# By their ids, the items of responses, whose numbers they have.
+_ITEMS = """
+CREATE TABLE items (id TEXT, response INTEGER, PRIMARY KEY (id, response)) WITHOUT ROWID;
+CREATE INDEX by_response ON items (response);
+CREATE TRIGGER forget_items AFTER DELETE ON responses BEGIN DELETE FROM items WHERE response = OLD.rowid; END;
+"""
 # A response and those before it, the last one first.
 _CHAIN = """
 WITH RECURSIVE chain (depth, id, previous) AS (
@@ -36,6 +44,11 @@ WITH RECURSIVE chain (depth, id, previous) AS (
     SELECT depth + 1, responses.id, responses.previous FROM responses JOIN chain ON responses.id = chain.previous
     WHERE caller = :caller AND depth < :most
 )
+"""
+# The latest response with an item.
+_HOLDING = """
+SELECT responses.id, num_bytes FROM items JOIN responses ON responses.rowid = response
+WHERE items.id = :id AND caller = :caller ORDER BY response DESC LIMIT 1
 """
 _STEP_S = 1e-6  # a response counts as used by this time later than its continuation, so that it is evicted later
 
@@ -60,7 +73,7 @@ class StoredResponse(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """The size that is counted."""
-        return len(self.items) + len(self.reply) + ROW_BYTES
+        return len(self.items) + len(self.reply) + ROW_BYTES + self.num_items * ITEM_BYTES
 
 
 class ResponseStore:
@@ -96,15 +109,21 @@ class ResponseStore:
     def _open(self) -> None:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         tables = self._db.execute("SELECT name FROM sqlite_master").fetchall()
-        if version not in (0, VERSION) or bool(tables) != bool(version):
+        if version not in (0, 1, VERSION) or bool(tables) != bool(version):
             raise sqlite3.DatabaseError("it holds something else than responses of this version")
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = NORMAL")
-        if not version:
-            self._db.executescript(f"BEGIN; {_TABLE} PRAGMA user_version = {VERSION}; COMMIT;")
+        if version != VERSION:
+            missing_tables = _ITEMS if version else _TABLE + _ITEMS
+            self._db.executescript(f"BEGIN; {missing_tables} PRAGMA user_version = {VERSION}; COMMIT;")
 
-    def put(self, caller: bytes, stored: StoredResponse) -> bool:
+    def put(self, caller: bytes, stored: StoredResponse, item_ids: Sequence[str] = ()) -> bool:
         """Keeps a response, and uses those before it; returns False where it does not fit.
+
+        Args:
+            caller: Its caller.
+            stored: The response.
+            item_ids: Of its input and its output, for ``holding``; those of more than ``MAX_ITEM_ID_BYTES`` are not found.
 
         Raises:
             UnavailableError: The file cannot be written.
@@ -114,10 +133,12 @@ class ResponseStore:
             self._expire()
             if not self._make_room(caller, stored.num_bytes):
                 return False
-            self._db.execute(
+            made = self._db.execute(
                 "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 (stored.id, caller, *stored[1:], stored.num_bytes, self._now()),
             )
+            found_by = {item_id for item_id in item_ids if len(item_id.encode()) <= MAX_ITEM_ID_BYTES}
+            self._db.executemany("INSERT INTO items VALUES (?, ?)", [(each, made.lastrowid) for each in found_by])
         return True
 
     def get(self, caller: bytes, response_id: str) -> StoredResponse:
@@ -168,6 +189,34 @@ class ResponseStore:
                 wanted,
             ).fetchall()
         return [StoredResponse(*row) for row in rows]
+
+    def holding(self, caller: bytes, item_ids: Sequence[str]) -> list[StoredResponse]:
+        """Returns, each once, the latest responses that have these items.
+
+        Raises:
+            NotFoundError: The store does not have one of the items, or it is another caller's.
+            RequestError: The responses have more bytes than one request may have.
+        """
+        sizes = dict[str, int]()
+        with self._transaction():
+            self._expire()
+            for item_id in item_ids:
+                row = self._db.execute(_HOLDING, {"id": item_id, "caller": caller}).fetchone()
+                if row is None:
+                    raise missing_item(item_id)
+                sizes[row[0]] = row[1]
+            if sum(sizes.values()) > MAX_CHAIN_BYTES:
+                raise RequestError(
+                    f"the responses of the items that input refers to have {sum(sizes.values())} bytes; the most is "
+                    f"{MAX_CHAIN_BYTES}. Send the items themselves.",
+                    param="input",
+                )
+            found = []
+            for response_id in sizes:
+                self._db.execute("UPDATE responses SET used = ? WHERE id = ?", (self._now(), response_id))
+                columns = "SELECT id, previous, items, reply, num_items FROM responses WHERE id = ?"
+                found.append(StoredResponse(*self._db.execute(columns, (response_id,)).fetchone()))
+        return found
 
     def delete(self, caller: bytes, response_id: str) -> None:
         """Forgets a response.
@@ -248,4 +297,14 @@ def missing(response_id: str, *, is_previous: bool = False) -> NotFoundError:
         "Send its items as input.",
         code="previous_response_not_found" if is_previous else "response_not_found",
         param="previous_response_id" if is_previous else None,
+    )
+
+
+def missing_item(item_id: str) -> NotFoundError:
+    """Returns the error for an item that the store does not have."""
+    return NotFoundError(
+        f"there is no item {item_id[:100]!r}: its response was not stored, has expired, or gave way to later ones. "
+        "Send the item itself.",
+        code="item_not_found",
+        param="input",
     )

@@ -46,6 +46,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             "function_call_output",
             "custom_tool_call",
             "custom_tool_call_output",
+            "item_reference",
         ]
         | None
     ) = None
@@ -59,6 +60,12 @@ class Item(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     arguments: str | None = None
     input: str | None = None
     output: str | Parts | None = None
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it stands for the stored item with its id; clients may leave its type out."""
+        is_bare = self.type is None and self.id is not None and self.role is None and self.content is None
+        return is_bare or self.type == "item_reference"
 
 
 class CustomFormat(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,6 +33,7 @@ from tests.unit.server import (
     test_disconnects,
     test_engine_handle,
     test_errors,
+    test_item_references,
     test_large_replies,
     test_logprobs,
     test_messages,
@@ -173,6 +174,10 @@ with (
     "a call of a namespace keeps the model's name"
     self._names.get(name)
     None
+with response_store.ResponseStore.holding, test_item_references.test_a_reference_to_an_item_that_is_not_stored_is_refused_by_its_id:
+    "INV 74: a caller refers to another's item"
+    _HOLDING
+    _HOLDING.replace("AND caller = :caller", "")
 with response_store.ResponseStore._expire, test_response_store.test_what_is_not_used_for_an_hour_is_forgotten:
     "INV 74: stored responses never expire"
     self._now() - KEPT_S

@@ -12,10 +12,10 @@ import pytest
 
 from hiserve.errors import ConfigError, NotFoundError, RequestError, UnavailableError
 from hiserve.server.responses import store as response_store
-from hiserve.server.responses.store import KEPT_S, ROW_BYTES, ResponseStore, StoredResponse, open_responses
+from hiserve.server.responses.store import ITEM_BYTES, KEPT_S, ROW_BYTES, ResponseStore, StoredResponse, open_responses
 from tests.helpers.clock import Clock
 
-MAX_BYTES = 20 * (ROW_BYTES + 1000)
+MAX_BYTES = 20 * (ROW_BYTES + 2 * ITEM_BYTES + 1000)
 SEED = 7
 
 
@@ -62,8 +62,8 @@ def test_a_flood_stays_within_the_bytes_and_takes_nothing_from_another_s_share(
 def test_a_response_larger_than_its_share_is_not_kept(kept: tuple[ResponseStore, Clock]) -> None:
     store, _ = kept
     assert not store.put(b"a", stored("x", size=MAX_BYTES))
-    assert store.put(b"a", stored("y", size=MAX_BYTES - ROW_BYTES - 8 * ROW_BYTES))
-    assert not store.put(b"b", stored("z", size=MAX_BYTES - ROW_BYTES))
+    assert store.put(b"a", stored("y", size=MAX_BYTES - 9 * ROW_BYTES))
+    assert not store.put(b"b", stored("z", size=MAX_BYTES - ROW_BYTES - 2 * ITEM_BYTES))
     assert not has(store, b"b", "z")
     assert store.num_bytes <= MAX_BYTES
 
@@ -133,7 +133,7 @@ def test_a_conversation_has_no_more_items_and_bytes_than_a_request(
     with pytest.raises(RequestError, match="Send the items"):
         store.chain(b"a", "r5")
     monkeypatch.undo()
-    monkeypatch.setattr(response_store, "MAX_CHAIN_BYTES", 3 * stored("x").num_bytes)
+    monkeypatch.setattr(response_store, "MAX_CHAIN_BYTES", 3 * stored("x", num_items=3).num_bytes)
     assert len(store.chain(b"a", "r2")) == 3
     with pytest.raises(RequestError, match="Send the items"):
         store.chain(b"a", "r3")

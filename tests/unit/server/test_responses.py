@@ -691,9 +691,9 @@ async def test_the_last_event_follows_the_store(monkeypatch: pytest.MonkeyPatch)
     async with serving("Yes.") as server:
         call = server.call("POST", "/v1/responses", {"input": "Hi", "stream": True})
 
-        def put(store: ResponseStore, caller: bytes, stored: StoredResponse) -> bool:
+        def put(store: ResponseStore, caller: bytes, stored: StoredResponse, item_ids: list[str]) -> bool:
             shown.append(call.text)
-            return real(store, caller, stored)
+            return real(store, caller, stored, item_ids)
 
         monkeypatch.setattr(ResponseStore, "put", put)
         await call.end()
