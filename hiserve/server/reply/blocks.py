@@ -33,6 +33,9 @@ class BlockWriter(ABC, Generic[E]):
         self._kind: Kind | None = None  # of the open block; None where none is open
         self._texts: list[str] = []  # of the open block
         self._space = ""  # content that may be no block
+        self._num_tokens = 0  # so far
+        # The first token of the open block of content, and the one after the last event; as of ``Event``, marks count with the next.
+        self._start = self._stop = 0
 
     @abstractmethod
     def open(self, choices: Choices) -> None:
@@ -60,9 +63,12 @@ class BlockWriter(ABC, Generic[E]):
 
     def push(self, delta: OutputDelta) -> list[E]:
         """Returns the events of a delta."""
+        self._num_tokens += len(delta.tokens)
         if delta.text and not delta.events:
-            self._write(CONTENT, delta.text)
-        for kind, text, _, _, call_id in delta.events:
+            start, self._stop = self._stop, self._num_tokens
+            self._write(CONTENT, delta.text, start)
+        for kind, text, start, stop, call_id in delta.events:
+            self._stop = stop
             if kind is CALL:
                 self._begin(kind, text, call_id)
             elif kind is ARGUMENTS and text:
@@ -71,13 +77,13 @@ class BlockWriter(ABC, Generic[E]):
             elif kind is Kind.CALL_END:
                 self._end(is_whole=True)
             elif text:
-                self._write(kind, text)
+                self._write(kind, text, start)
         if delta.finish:
             if self._index < 0 and (self._space or self._is_never_empty):
                 space = self._space
                 self._begin(CONTENT)
                 if space:
-                    self._write(CONTENT, space)
+                    self._write(CONTENT, space, self._start)
             self._end(is_whole=delta.finish is FinishReason.STOP and self._kind is not CALL)
         return self._taken()
 
@@ -108,10 +114,11 @@ class BlockWriter(ABC, Generic[E]):
             await keep()
         yield last
 
-    def _write(self, kind: Kind, text: str) -> None:
-        """Adds to a text or a thought."""
+    def _write(self, kind: Kind, text: str, start: int) -> None:
+        """Adds to a text or a thought, from this token on."""
         if kind is not self._kind:
             if kind is CONTENT:
+                self._start = self._start if self._space else start
                 text = self._space + text
                 if not text.strip():
                     self._space = text

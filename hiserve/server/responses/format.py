@@ -14,6 +14,8 @@ from hiserve.core.request import FinishReason
 from hiserve.server.reply.blocks import CONTENT, BlockWriter
 from hiserve.server.reply.choices import Choices
 from hiserve.server.reply.format import CachedTokensDetails, cache_miss, prompt_use, spec_details
+from hiserve.server.reply.generation import OutputDelta
+from hiserve.server.reply.logprobs import ChatScores, ChatTokenScore
 from hiserve.server.responses.items import (
     CustomCall,
     FunctionCall,
@@ -53,6 +55,7 @@ class ResponseWriter(BlockWriter[ResponseEvent]):
         page_size: Of the served model, in tokens.
         names: Of the tools that may be called, by the name that the model calls.
         seal: Seals a thought; None leaves thoughts without a seal.
+        score: Returns the scores of a delta's tokens; None shows none.
 
     Attributes:
         response: The response so far.
@@ -66,13 +69,23 @@ class ResponseWriter(BlockWriter[ResponseEvent]):
         page_size: int,
         names: Mapping[str, ClientTool],
         seal: Callable[[str], str] | None,
+        score: Callable[[OutputDelta], ChatScores] | None = None,
     ) -> None:
         super().__init__(is_never_empty=True)
         self.response = response
         self._page_size = page_size
         self._names = names
         self._seal = seal
+        self._score = score
+        self._scores: list[ChatTokenScore] = []  # of all tokens so far
+        self._num_shown = 0  # of them, those of texts that were added and all before
         self._num_events = 0
+
+    def push(self, delta: OutputDelta) -> list[ResponseEvent]:
+        """Returns the events of a delta."""
+        if self._score is not None and delta.tokens:
+            self._scores += self._score(delta).content
+        return super().push(delta)
 
     def whole(self, choices: Choices) -> ResponseObject:
         """Returns the response that is not streamed."""
@@ -88,6 +101,7 @@ class ResponseWriter(BlockWriter[ResponseEvent]):
     def begin(self, kind: Kind, name: str, call_id: str) -> None:
         item = self._item = self._item_of(kind, name, call_id)
         self._add(f"{ITEM}.added", output_index=self._index, item=msgspec.structs.replace(item))
+        self._num_shown = self._start
         if isinstance(item, OutputMessage | OutputReasoning):
             part = OutputText("") if isinstance(item, OutputMessage) else ReasoningText("")
             self._add_of_item(f"{PART}.added", content_index=0, part=part)
@@ -102,8 +116,9 @@ class ResponseWriter(BlockWriter[ResponseEvent]):
                 output_index=self._index,
                 content_index=0,
                 delta=text,
-                logprobs=[],
+                logprobs=self._scores[self._num_shown : self._stop],
             )
+            self._num_shown = self._stop
             self._made.append(event)
             self._num_events += 1
         elif kind is Kind.THOUGHT:
@@ -124,8 +139,9 @@ class ResponseWriter(BlockWriter[ResponseEvent]):
                 self._add_of_item(f"{INPUT}.delta", delta=item.input)
             self._add_of_item(f"{INPUT}.done", input=item.input)
         elif isinstance(item, OutputMessage):
-            item.content = [OutputText(text)]
-            self._add_of_item(f"{TEXT}.done", content_index=0, text=text, logprobs=[])
+            scores = self._scores[self._start : self._num_shown]
+            item.content = [OutputText(text, logprobs=scores)]
+            self._add_of_item(f"{TEXT}.done", content_index=0, text=text, logprobs=scores)
             self._add_of_item(f"{PART}.done", content_index=0, part=item.content[0])
         else:
             item.content = [ReasoningText(text)]

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from hiserve.server.reply.format import CachedTokensDetails, CacheMiss, SpecTokensDetails
+from hiserve.server.reply.logprobs import ChatTokenScore
 from hiserve.server.responses.types import ChosenTool, Item, Reasoning, TextOptions
 
 
@@ -16,7 +17,7 @@ class OutputText(msgspec.Struct, tag="output_text"):
 
     text: str
     annotations: list[Any] = []
-    logprobs: list[Any] = []
+    logprobs: list[ChatTokenScore] = []
 
 
 class ReasoningText(msgspec.Struct, tag="reasoning_text"):
@@ -137,6 +138,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     text: TextOptions
     tool_choice: str | ChosenTool
     tools: msgspec.Raw
+    top_logprobs: int
     top_p: float
     truncation: str
     user: str | None
@@ -158,7 +160,7 @@ class ResponseEvent(msgspec.Struct, kw_only=True):
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
     input: str | UnsetType = UNSET
-    logprobs: list[Any] | UnsetType = UNSET
+    logprobs: list[ChatTokenScore] | UnsetType = UNSET
 
 
 class Deleted(msgspec.Struct):

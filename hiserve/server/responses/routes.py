@@ -23,6 +23,7 @@ from hiserve.server.http.auth import caller_of
 from hiserve.server.http.streaming import answer, cancel_on_disconnect
 from hiserve.server.reply.choices import Choices
 from hiserve.server.reply.format import json_response, warned
+from hiserve.server.reply.logprobs import chat_logprobs
 from hiserve.server.request.body import Body
 from hiserve.server.responses.format import ResponseWriter
 from hiserve.server.responses.items import Deleted, InputTokens, ItemList, ResponseObject
@@ -107,7 +108,10 @@ class ResponseRoutes:
         response = self._response(options, fields, sampling, body.get("tools"))
         choices, warning = await self._begin(request, engine, chat_request, response, arrived)
         seal = front.seals.seal if options.seals else None
-        writer = ResponseWriter(response, self._model.page_size, tools.names, seal)
+        score = None
+        if options.num_top is not None:
+            score = partial(chat_logprobs, num_top=options.num_top, spell=front.token_bytes.bytes_of)
+        writer = ResponseWriter(response, self._model.page_size, tools.names, seal, score)
         keep = partial(self._keep, request, fields.items, response)
 
         def failure(_: int, message: str, code: str, __: str | None) -> bytes:
@@ -214,6 +218,7 @@ class ResponseRoutes:
             text=TextOptions(format=fields.format),
             tool_choice=fields.tool_choice or "auto",
             tools=msgspec.Raw(msgspec.json.encode(tools or [])),
+            top_logprobs=options.top_logprobs or 0,
             top_p=sampling.top_p,
             truncation=fields.truncation or "disabled",
             user=options.user,

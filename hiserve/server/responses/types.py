@@ -20,8 +20,7 @@ from hiserve.text.body.retention import CacheBreakpoint, PromptCacheOptions, Ret
 
 MAX_INCLUDE = 32
 SEALED = "reasoning.encrypted_content"
-# Of the tools that this server calls itself, it has none: replies can include nothing of them.
-NOT_INCLUDED = ("message.output_text.logprobs",)
+SCORED = "message.output_text.logprobs"  # others are of tools that OpenAI runs
 
 
 class InputPart(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -197,6 +196,7 @@ class ResponseOptions(SamplingFields, frozen=True, kw_only=True):
 
     max_output_tokens: Annotated[int, range_of("max_tokens")] | None = None
     max_tool_calls: int | None = None
+    top_logprobs: Annotated[int, range_of("logprobs")] | None = None
     include: Annotated[list[str], Meta(max_length=MAX_INCLUDE)] | None = None
     store: bool | None = None
     stream: bool | None = None
@@ -221,9 +221,8 @@ class ResponseOptions(SamplingFields, frozen=True, kw_only=True):
             raise RequestError("prompt is not supported: no prompts are stored here; use instructions.", param="prompt")
         if self.n not in (None, 1):
             raise RequestError(f"n is {self.n}; a response has one choice.", param="n")
-        for name in NOT_INCLUDED:
-            if name in (self.include or ()):
-                raise RequestError(f"include has {name}, which is not supported yet.", param="include")
+        if self.top_logprobs and self.num_top is None:
+            raise RequestError(f"top_logprobs needs {SCORED} in include.", param="top_logprobs")
 
     def sampling(self, model: ServedModel) -> SamplingParams:
         """Returns the sampling parameters."""
@@ -232,7 +231,7 @@ class ResponseOptions(SamplingFields, frozen=True, kw_only=True):
             max_tokens=self.max_output_tokens,
             min_tokens=None,
             seed=self.seed,
-            logprobs=None,
+            logprobs=self.num_top,
             prompt_logprobs=None,
         )
 
@@ -240,6 +239,11 @@ class ResponseOptions(SamplingFields, frozen=True, kw_only=True):
     def limits(self) -> Limits:
         """The requested length, cut to the context; up to the context limit by default."""
         return Limits(self.max_output_tokens, None, "max_output_tokens", "min_tokens", "input", is_cut=True)
+
+    @property
+    def num_top(self) -> int | None:
+        """Likeliest tokens shown for each token of the texts; None shows no scores."""
+        return (self.top_logprobs or 0) if SCORED in (self.include or ()) else None
 
     @property
     def seals(self) -> bool:
