@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -44,10 +44,9 @@ NOT_SERVED = {
 Name = Annotated[str, Meta(min_length=1)]
 
 
-class TextPart(msgspec.Struct, frozen=True):
+class TextPart(msgspec.Struct, frozen=True, tag="text"):
     """A part of a content."""
 
-    type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
     prompt_cache_breakpoint: CacheBreakpoint | None = None
@@ -56,6 +55,22 @@ class TextPart(msgspec.Struct, frozen=True):
     def retain_s(self) -> int:
         """How long the prompt up to here is to be kept; 0 without a breakpoint."""
         return max(seconds_of(self.cache_control), seconds_of(self.prompt_cache_breakpoint))
+
+
+class RefusalPart(msgspec.Struct, frozen=True, tag="refusal"):
+    """A part of a content in which an assistant refuses; the prompt shows it like a text."""
+
+    refusal: str
+    cache_control: ClassVar[None] = None
+    retain_s: ClassVar[int] = 0
+
+    @property
+    def text(self) -> str:
+        """As of a ``TextPart``."""
+        return self.refusal
+
+
+Part = TextPart | RefusalPart
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
@@ -77,7 +92,7 @@ class RequestMessage(msgspec.Struct, frozen=True):
     """A message. The template gets its other fields too, where they are strings."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Meta(min_length=1, max_length=MAX_PARTS)] | None = None
+    content: str | Annotated[list[Part], Meta(min_length=1, max_length=MAX_PARTS)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
@@ -271,17 +286,17 @@ def _choice(fields: ChatFields) -> tuple[ToolChoice, bool]:
     return choice, is_named
 
 
-def _merged(parts: list[TextPart]) -> str | list[dict[str, Any]]:
+def _merged(parts: list[Part]) -> str | list[dict[str, Any]]:
     texts = joined_texts([(part.text, part.retain_s) for part in parts])
     if not any(text.retain_s for text in texts):
         return _joined(parts)
     controls = {HOUR_S: CacheControl("ephemeral", "1h"), FIVE_MINUTES_S: CacheControl("ephemeral")}
     points = {HALF_HOUR_S: CacheBreakpoint("explicit")}
-    merged = [TextPart("text", text.text, controls.get(text.retain_s), points.get(text.retain_s)) for text in texts]
+    merged = [TextPart(text.text, controls.get(text.retain_s), points.get(text.retain_s)) for text in texts]
     return [msgspec.to_builtins(part) for part in merged]
 
 
-def _joined(parts: list[TextPart]) -> str:
+def _joined(parts: list[Part]) -> str:
     return "".join(part.text for part in parts)
 
 

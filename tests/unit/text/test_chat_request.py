@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hiserve.errors import RequestError
-from hiserve.text.body.chat import MAX_MESSAGES, MAX_TOOLS, parse_chat
+from hiserve.text.body.chat import MAX_MESSAGES, MAX_TOOLS, join_parts, parse_chat
 from hiserve.text.body.json import MAX_DEPTH, MAX_VALUES, check_text
 from hiserve.text.conversation import ToolChoice
 from tests.helpers.slowness import least_cpu_s
@@ -42,6 +42,14 @@ def test_text_parts_are_joined_and_other_strings_kept() -> None:
     assert messages == [{"role": "system", "content": "one two", "name": "ann"}]
 
 
+def test_a_part_that_refuses_is_text_in_large_bodies_too() -> None:
+    parts = [{"type": "text", "text": "No. "}, {"type": "refusal", "refusal": "I will not."}]
+    messages: list[Any] = [{"role": "assistant", "content": parts}]
+    assert plain_messages(messages) == [{"role": "assistant", "content": "No. I will not."}]
+    join_parts(messages)
+    assert messages == [{"role": "assistant", "content": "No. I will not."}]
+
+
 def user(content: Any, **more: Any) -> list[Any]:
     return [{"role": "user", "content": "fine"}, {"role": "user", "content": content, **more}]
 
@@ -65,6 +73,8 @@ def user(content: Any, **more: Any) -> list[Any]:
         (user([{"type": "text", "text": "a"}, {"type": "image_url"}]), "messages[1].content[1].type"),
         (user([{"type": "text"}]), "messages[1].content[0].text"),
         (user([{"type": "text", "text": 5}]), "messages[1].content[0].text"),
+        (user([{"type": "refusal", "text": "no"}]), "messages[1].content[0].refusal"),
+        (user([{"type": "refusal", "refusal": "a\udfff"}]), "messages[1].content"),
         (user("\ud800"), "messages[1].content"),
         (user([{"type": "text", "text": "a\udfff"}]), "messages[1].content"),
         (user("hi", name="\ud800"), "messages[1].name"),
