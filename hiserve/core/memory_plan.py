@@ -190,10 +190,10 @@ class _Worker:
         chosen, model = self._chosen, self._model
         obstacles = {
             "the model has not both layers with a window and layers without": not model.window,
-            "on CUDA their tails do not go to the host: give --host-cache-gib 0": not chosen.on_cpu
+            "on CUDA their tails do not go to the host, and --host-cache-gib is not 0": not chosen.on_cpu
             and self._cache.host_cache_gib != 0,
-            "their prefixes do not go to a store: leave out --store": self._cache.store is not None,
-            "they have no canary: leave out --kv-canary": self._cache.kv_canary,
+            "their prefixes do not go to a store, and --store is given": self._cache.store is not None,
+            "they have no canary, and --kv-canary is given": self._cache.kv_canary,
         }
         if not plan_windows(self._cache.window_pages, [fact for fact, is_so in obstacles.items() if is_so]):
             return NO_WINDOW_POOL

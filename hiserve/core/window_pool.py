@@ -27,7 +27,7 @@ def plan_windows(given: int | Auto, obstacles: Sequence[str]) -> bool:
     """
     if obstacles and given not in ("auto", 0):
         raise ConfigError(
-            f"--window-pages is {given}, for layers with pages of their own, but {obstacles[0]}. Leave it out.",
+            f"--window-pages is {given}, for layers with pages of their own, but {obstacles[0]}. Leave --window-pages out.",
             param="window_pages",
         )
     return not obstacles and given != 0
@@ -108,7 +108,7 @@ class WindowPool(msgspec.Struct, frozen=True, kw_only=True):
             room: Bytes beside weights and the other layers' pages.
 
         Raises:
-            ConfigError: The given pages do not hold one row and a step.
+            ConfigError: The given pages do not hold one row, a tail and a step.
             ResourceError: The given pages do not fit.
         """
         limits = self.limits
@@ -119,7 +119,7 @@ class WindowPool(msgspec.Struct, frozen=True, kw_only=True):
             return max(limits.least_pages, min(share, pages + limits.most_pages(rows))), f"beside {pages} KV pages"
         if given < limits.least_pages:
             raise ConfigError(
-                f"--window-pages is {given} but a row and the tokens of a step take {limits.least_pages}. Raise it, lower "
+                f"--window-pages is {given} but a row, a tail and the tokens of a step take {limits.least_pages}. Raise it, lower "
                 "--max-batched-tokens, or give 0.",
                 param="window_pages",
             )

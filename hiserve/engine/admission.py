@@ -96,7 +96,7 @@ class Admission:
         """
         cache, windows, limit = self._cache, self._rows.windows, self._rows.limit_of(request)
         match = cache.match(request.tenant, request.prefix_key)
-        num_host = self._num_to_load(match) if windows is None or windows.can_load(limit) else 0
+        num_host = self._num_to_load(match)
         num_cached = match.num_tokens + num_host
         request.in_flight_prefix = find_in_flight_prefix(request, num_cached, self._rows, cache.page_size)
         if request.in_flight_prefix is not None or (num_host and not self._host_loads.has_room):

@@ -33,7 +33,7 @@ class RowWindows:
         self, cache: PrefixCache, windows: WindowPages, limits: WindowLimits, generation: Int64Array, max_len: int
     ) -> None:
         least = limits.least_pages
-        assert windows.num_pages >= least, f"{windows.num_pages} window pages; a row and its step take {least}"
+        assert windows.num_pages >= least, f"{windows.num_pages} window pages; a row, its step and a tail take {least}"
         self._cache = cache
         self._pool = windows
         self._limits = limits
@@ -45,11 +45,6 @@ class RowWindows:
         self._wanted: dict[int, list[int]] = {}  # of each row: boundaries in tokens, ascending, that get a tail
         self._prompt_end: dict[int, int] = {}  # of each row: the last boundary in its prompt
         self._prompt_tail: dict[int, tuple[Tail, int]] = {}  # the tail there, and the time of its use
-
-    def can_load(self, limit: int) -> bool:
-        """Whether a row of at most ``limit`` tokens can ever start with a tail from the host."""
-        most = self._pool.num_pages - 1 - self._limits.step_pages
-        return self._limits.promised_pages(limit) + self._limits.tail_pages <= most
 
     def has_room(self, limit: int, *, loads_tail: bool = False) -> bool:
         """Whether another row of at most ``limit`` tokens can run beside the others, without a page of theirs.

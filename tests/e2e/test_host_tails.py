@@ -74,6 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
     "overlap": {"overlap": 1},
     "drafts, overlap": {"spec": "ngram", "spec_steps": 3, "overlap": 1},
     "few window pages": {"window_pages": 48},
+    "as few window pages as auto takes": {"window_pages": "auto", "kv_pages": 60, "max_model_len": 128},
     "preemption": {"kv_pages": 45, "max_model_len": 128},
     "pages that more than one request used": {"host_admission": "write_through_selective"},
 }

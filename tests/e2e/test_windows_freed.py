@@ -174,9 +174,12 @@ def test_a_prompt_waits_for_the_tail_of_the_row_ahead(folder: Path) -> None:
 
 
 REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"host_cache_gib": 0.01, "store": "file:nowhere"}, "their prefixes do not go to a store: leave out --store"),
+    (
+        {"host_cache_gib": 0.01, "store": "file:nowhere"},
+        "not go to a store, and --store is given. Leave --window-pages out",
+    ),
     ({"kv_canary": True}, "they have no canary"),
-    ({"window_pages": 9}, "a row and the tokens of a step take 16"),
+    ({"window_pages": 9}, "a row, a tail and the tokens of a step take 16"),
 )
 
 

@@ -116,6 +116,10 @@ with windows.WindowLimits.row_pages, test_window_pages.test_the_bound_of_a_row_i
     "INV H12: the bound of a row leaves out its drafts"
     (self.depth + 1) * (self.num_draft + 1) + self.num_draft
     self.depth + 1
+with windows.WindowLimits.least_pages, test_window_pool.test_a_row_can_start_with_a_load_in_the_smallest_pool:
+    "tails: the smallest pool has no room for a load"
+    1 + self.row_pages + 1 + self.step_pages + self.tail_pages
+    1 + self.row_pages + 1 + self.step_pages
 with windows.WindowLimits.step_pages, test_window_pages.test_two_rows_that_share_the_prompt_tokens_in_flight_keep_within_their_bounds:
     "INV H12: the bound of a step leaves out the prompt tokens of steps planned ahead"
     self.depth + 1

@@ -53,7 +53,7 @@ def test_between_the_bounds_the_share_is_that_of_a_tail() -> None:
     assert beside / (beside + PAGE_BYTES) == pytest.approx(1024 / (1024 + TAIL_TOKENS))
 
 
-def test_auto_holds_a_row_and_a_step_at_least_and_no_more_than_all_could_hold() -> None:
+def test_auto_holds_a_row_a_tail_and_a_step_at_least_and_no_more_than_all_could_hold() -> None:
     few = POOL.size("auto", 10, 10 * PAGE_BYTES, 8, ROOM)
     assert few == (LIMITS.least_pages, "beside 10 KV pages")
     many, _ = POOL.size("auto", 10_000, 10_000 * PAGE_BYTES, 8, ROOM)
@@ -62,9 +62,14 @@ def test_auto_holds_a_row_and_a_step_at_least_and_no_more_than_all_could_hold() 
     assert tiny.size("auto", 100, 100 * PAGE_BYTES, 8, ROOM)[0] == 100 + LIMITS.most_pages(8)
 
 
+def test_a_row_can_start_with_a_load_in_the_smallest_pool() -> None:
+    for_rows = LIMITS.least_pages - 1 - LIMITS.step_pages
+    assert for_rows == LIMITS.promised_pages(10_000) + LIMITS.tail_pages
+
+
 @pytest.mark.parametrize("num_pages", [3, 100, 10_000])
 def test_both_pools_fit_into_their_memory_and_leave_less_than_a_page(num_pages: int) -> None:
-    """In little memory the smallest pool of windows, which a row and its step take, comes before other pages."""
+    """In little memory the smallest pool of windows, which a row, its step and a tail take, comes before other pages."""
     num_bytes = num_pages * PAGE_BYTES + LIMITS.least_pages * POOL.page_bytes
     pages = POOL.pages_beside("auto", num_bytes, PAGE_BYTES)
     windows, _ = POOL.size("auto", pages, pages * PAGE_BYTES, 8, ROOM)
