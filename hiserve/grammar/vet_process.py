@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from hiserve.core.plan import MASK_BITS
+from hiserve.core.plan import MASK_BITS, Int32Array
 from hiserve.core.request import LENIENT
 from hiserve.errors import HiserveError, RequestError
 from hiserve.grammar.bounds import INVALID
@@ -40,6 +40,7 @@ NICENESS, MAX_NICENESS = 10, 19
 # A sound grammar takes some 10 ms; where it yields to processes that keep all cores busy, its verdict takes 0.2 s.
 MAX_CREDIT_S, CREDIT_SHARE = 0.25, 0.1
 LOOK_S = 0.01
+_NUM_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)  # of each octet
 
 
 def try_out(vocabulary: Vocabulary, num_words: int, trial: Trial) -> Verdict:
@@ -87,14 +88,33 @@ def _walk(start: Matcher, num_words: int, seed: int) -> Verdict | None:
             return Verdict(
                 TOO_COMPLEX, f"one token of it takes {1000 * took_s:.0f} ms; the most is {1000 * MAX_MASK_S:.0f}"
             )
-        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
-        if not allowed.size:
+        token = draw_allowed(words, rng)
+        if token is None:
             return Verdict(INVALID, "no text satisfies it")
-        if matcher.advance([int(rng.choice(allowed))]) is not None:
+        if matcher.advance([token]) is not None:
             matcher = start.copy()
         elif matcher.error:
             return Verdict(TOO_COMPLEX, matcher.error)
     return None
+
+
+def draw_allowed(words: Int32Array, rng: np.random.Generator) -> int | None:
+    """Returns one of the tokens that a mask allows, each as likely; None where it allows none.
+
+    A list of them all would take longer than the mask: 0.2 ms of a vocabulary of 128,000.
+
+    Args:
+        words: int32 ``[ceil(vocab_size / MASK_BITS)]``.
+        rng: Draws.
+    """
+    octets = words.view(np.uint8)
+    ends = np.cumsum(_NUM_BITS[octets], dtype=np.int32)
+    if not ends[-1]:
+        return None
+    number = int(rng.integers(ends[-1]))
+    at = int(np.searchsorted(ends, number, side="right"))
+    bits = np.flatnonzero(np.unpackbits(octets[at : at + 1], bitorder="little"))
+    return at * 8 + int(bits[number - ends[at]])  # counted from its last one
 
 
 class Credit:

@@ -20,7 +20,7 @@ from hiserve.errors import OverloadedError, RequestError, UnavailableError
 from hiserve.grammar import vet, vet_process
 from hiserve.grammar.matcher import Matcher
 from hiserve.grammar.vet import Trial, Vetting
-from hiserve.grammar.vet_process import try_out
+from hiserve.grammar.vet_process import draw_allowed, try_out
 from tests.helpers.clock import Clock
 from tests.helpers.grammars import GRAMMARS, nano_folder, nano_vocabulary
 from tests.helpers.waiting import wait_until
@@ -276,3 +276,15 @@ def test_a_slow_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = try_out(nano_vocabulary(), 128, Trial(GRAMMARS["json"], False))
     assert verdict.code == vet.TOO_COMPLEX
     assert "26 ms" in verdict.reason
+
+
+def test_a_token_is_drawn_as_from_a_list_of_all_allowed_ones() -> None:
+    for seed in range(200):
+        draw = np.random.default_rng(seed)
+        words = np.where(draw.random(40) < 0.3, draw.integers(-(2**31), 2**31, 40), 0).astype(np.int32)
+        words[7] |= 1 << 30
+        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        expected = int(np.random.default_rng(seed).choice(allowed))
+        assert draw_allowed(words, np.random.default_rng(seed)) == expected, f"seed {seed}"
+    assert draw_allowed(np.zeros(4, dtype=np.int32), draw) is None
+    assert draw_allowed(np.array([0, -(2**31)], dtype=np.int32), draw) == 63
