@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from hiserve.cache.index.prefix_cache import MissReason, PrefixCache, PrefixLock, Tier, WindowPages
-from hiserve.core.transfers import PageCopy
+from hiserve.core.transfers import PageCopy, TailImage
+from tests.helpers.host import TENANTS, make_run
 from tests.helpers.tail_model import TailModel
 
 PAGE, NAMESPACE, FRAMES = 2, b"n" * 16, 2
@@ -32,7 +33,8 @@ class Runs:
 
     def __init__(self, seed: int, num_host_pages: int = 0) -> None:
         self.rng = np.random.default_rng(seed)
-        self.cache, self.windows = make_cache(num_host_pages=num_host_pages)
+        num_window_pages = 9 if num_host_pages else 30
+        self.cache, self.windows = make_cache(num_window_pages=num_window_pages, num_host_pages=num_host_pages)
         self.has_host = num_host_pages > 0
         self.model = TailModel(NAMESPACE, PAGE)
         self.rows: list[tuple[np.ndarray, int, PrefixLock]] = []  # tokens, published pages, lock
@@ -68,6 +70,8 @@ class Runs:
         """Begins a load, unless there is no room."""
         tails, num_pages = self.cache.tails, lock.host_pages.size
         assert tails is not None and lock.tail is not None and lock.tail.frames is not None
+        if tails.num_to_load(lock.tail) > self.windows.num_spare:
+            return False
         pages = self.cache.allocate(np.zeros(num_pages, dtype=np.int32))
         if pages is None:
             return False
@@ -96,7 +100,7 @@ class Runs:
 
     def keep(self) -> None:
         tokens, num_pages, lock = self.rows[int(self.rng.integers(len(self.rows)))]
-        if num_pages and lock.is_whole:
+        if num_pages and lock.is_whole and self.windows.num_spare >= 2:
             boundary = int(self.rng.integers(1, num_pages + 1))
             pages = self.windows.allocate(np.zeros(min(boundary, 2), dtype=np.int32))
             tails = self.model.tails.setdefault(self.model.names(tokens.tobytes())[boundary - 1], [])
@@ -117,7 +121,9 @@ class Runs:
     def end_copy(self) -> None:
         copy = self.copies.pop(int(self.rng.integers(len(self.copies))))
         self.model.loading.pop(copy.op, None)
-        lost = self.cache.complete(copy.op, ok=bool(self.rng.integers(6)))
+        lost = self.cache.complete(copy.op, ok=(ok := bool(self.rng.integers(6))))
+        if not ok and copy.image is not None:
+            assert np.isin(copy.image.frames, self.cache.host.pages.free_pages()).all(), "a tail of damaged images"
         for lock in lost:
             assert not lock.is_whole
             self.cache.release(lock)
@@ -145,6 +151,16 @@ class Runs:
             self.model.apply(tier, *self.cache.take_events(tier))
         self.model.check()
         self.windows.check()
+        self.check_copies()
+
+    def check_copies(self) -> None:
+        """No page that a copy reads or writes is free."""
+        for copy in self.copies:
+            assert not np.isin(copy.all_host_pages, self.cache.host.pages.free_pages()).any(), (
+                f"host pages of {copy.op}"
+            )
+            assert not np.isin(copy.device_pages, self.cache.device.pages.free_pages()).any(), f"pages of {copy.op}"
+            assert (self.windows.num_refs[copy.window_pages] > 0).all(), f"window pages of {copy.op}"
 
     def close(self) -> None:
         while self.copies:
@@ -226,3 +242,42 @@ def test_a_boundary_keeps_the_tail_that_it_has() -> None:
     with pytest.raises(AssertionError, match="no page ends 4 pages before the end"):
         cache.keep_tail(lock, 4, np.zeros(2, dtype=np.int32))
     cache.release(lock)
+
+
+def test_a_load_waits_for_the_last_forward_over_its_window_pages() -> None:
+    """INV 26, of window pages."""
+    cache, windows = make_cache(num_window_pages=3, num_host_pages=20)
+    tokens = np.arange(5, dtype=np.int32)
+    lock = cache.lock(cache.match(b"", tokens.tobytes())).detach()
+    pages = cache.allocate(np.zeros(2, dtype=np.int32))
+    assert pages is not None
+    cache.insert(lock, tokens[:4].tobytes(), pages)
+    held = windows.allocate(np.zeros(2, dtype=np.int32))
+    cache.keep_tail(lock, 0, held)
+    windows.drop(held)
+    for _ in ("history", "tail"):
+        (copy,) = cache.begin_offloads(8)
+        cache.complete(copy.op, ok=True)
+    row = windows.allocate(np.zeros(2, dtype=np.int32))
+    cache.begin_after(7)
+    windows.drop(row)
+    again = cache.lock((found := cache.match(b"", tokens.tobytes())), found.num_host_tokens).detach()
+    copy = cache.begin_load(again, np.empty(0, dtype=np.int32), windows.allocate(np.zeros(2, dtype=np.int32)))
+    assert copy.window_pages.size == 2 and copy.after_step == 7
+
+
+def test_tails_of_a_former_process_are_adopted_whole_and_once() -> None:
+    """H10: frames of parts of window pages, of a boundary that has a tail, or without history are free."""
+    cache, _ = make_cache(num_host_pages=20)
+    run = make_run([1, 2], [7, 8], page_size=PAGE)
+    cache.recover([run])
+
+    def image(frames: list[int], digest: bytes) -> TailImage:
+        return TailImage(np.array(frames, dtype=np.int32), TENANTS[0], digest)
+
+    first, last = run.digests
+    assert cache.tails is not None
+    images = [image([3, 4, 5], first), image([6, 7], last), image([8, 9], last), image([10, 11], b"?" * 16)]
+    assert cache.tails.recover(images) == 2
+    assert sorted(cache.host.pages.free_pages().tolist()) == [3, 4, 5, *range(8, 20)]
+    assert cache.host.num_evictable == 4

@@ -133,7 +133,7 @@ class TailTiers:
         return has_room and num_pages <= self._windows.num_spare
 
     def _is_due(self, tail: Tail) -> bool:
-        is_here = tail.pages is not None and tail.pages.size > 0 and not tail.device_ready_op
+        is_here = tail.pages is not None and tail.pages.size > 0
         has_history = tail.node.num_pages > 0 and is_ready_on_host(tail.node)
         return is_here and tail.frames is None and has_history and self._op_of(tail) is None
 
@@ -210,12 +210,7 @@ class TailTiers:
             images: Their frames are ready and free; those without history are freed.
         """
         tiers, num_recovered = self._tiers, 0
-        places = {
-            digest: (node, at)
-            for node in tiers.tree.nodes()
-            if is_ready_on_host(node)
-            for at, digest in enumerate(node.digests, start=1)
-        }
+        places = {digest: (node, at) for node in tiers.tree.nodes() for at, digest in enumerate(node.digests, start=1)}
         for image in images:
             taken = tiers.host.pages.allocate(image.frames)
             assert taken is not None and (taken == image.frames).all(), f"host pages {image.frames} are not all free"

@@ -2,9 +2,9 @@
 
 from hiserve.attention import reference_attention
 from hiserve.cache.index import eviction, nodes, prefixes, radix, tails, tiers, transfers, window_pages
-from hiserve.cache.storage import records
+from hiserve.cache.storage import host, records
 from hiserve.core import window_pool, windows
-from hiserve.engine import row_windows
+from hiserve.engine import row_windows, tier_transfers
 from hiserve.kernels import step_inputs
 from hiserve.runners import device_rows, inputs
 from tests.contract import test_attention
@@ -12,9 +12,10 @@ from tests.e2e import test_host_tails, test_windows_freed
 from tests.invariants import test_tails
 from tests.unit.cache import test_radix, test_tail_shares, test_window_pages
 from tests.unit.core import test_window_pool
+from tests.unit.engine import test_build_host
 from tests.unit.kernels import test_step_triton
 from tests.unit.runners import test_device_rows
-from tests.unit.storage import test_tail_records
+from tests.unit.storage import test_host_pool, test_tail_records
 
 with window_pages.WindowPages.drop, test_window_pages.test_free_and_held_pages_partition_the_pool_whatever_rows_and_tails_do:
     "INV H1: a window page is free while a tail holds it"
@@ -163,3 +164,31 @@ with step_inputs._place_tokens, test_step_triton.test_triton_does_what_the_twins
     "INV H5: kernel: layers with a window store where the others do"
     tl.load(windows.table + row * num_entries + position // PAGE_SIZE, mask=mask & is_legal, other=SINK)
     page
+with tails.TailTiers.leave_host, test_tails.test_match_knows_the_deepest_resume_point_of_each_tier:
+    "INV H1: frames are free while a transfer reads or writes them"
+    op.deferred_host_frees.append(frames)
+    self._tiers.free_host(frames)
+with tails.TailTiers.end, test_tails.test_match_knows_the_deepest_resume_point_of_each_tier:
+    "INV H10: a tail is matched on the host whose offload failed"
+    not ok and is_here
+    False
+with transfers.Transfers.begin_load, test_tails.test_a_load_waits_for_the_last_forward_over_its_window_pages:
+    "INV 26: a load does not wait for the forwards that may touch its window pages"
+    max(after_step, self._tails.last_step(window_pages))
+    after_step
+with tails.TailTiers.recover, test_tails.test_tails_of_a_former_process_are_adopted_whole_and_once:
+    "INV H10: a part of a window page is adopted"
+    node is None or is_taken or image.frames.size % self._frames_per_page
+    node is None or is_taken
+with records.Records.recover, test_tail_records.test_a_tail_is_recovered_whole_and_behind_its_history:
+    "INV H10: the records of adopted frames are free"
+    kept[tail.frames] = True
+    pass
+with host.HostPool.recover, test_host_pool.test_frames_of_a_former_process_are_verified_until_they_are_written_again:
+    "INV H10: frames of a former process are not verified"
+    (*(run.pages for run in runs), *(tail.frames for tail in self.tails()))
+    [run.pages for run in runs]
+with tier_transfers.recover_host_pages, test_build_host.test_frames_of_tails_behind_their_history_are_waited_for:
+    "INV H10: frames are adopted before their memory is ready"
+    (*(run.pages for run in runs), *(tail.frames for tail in tails))
+    [run.pages for run in runs]

@@ -28,7 +28,7 @@ from hiserve.cache.storage.segment import Segment, SegmentLayout
 from hiserve.config.options import make_options
 from hiserve.core.request import MAX_RETAIN_S
 from hiserve.core.startup_measurements import NO_MEASUREMENTS
-from hiserve.core.transfers import CopyAck, PageCopy
+from hiserve.core.transfers import CopyAck, PageCopy, TailImage
 from hiserve.engine import runner_factory, worker
 from hiserve.engine.build import build_engine
 from hiserve.engine.tier_transfers import TierTransfers, recover_host_pages
@@ -122,6 +122,18 @@ def test_no_record_retains_pages_longer_than_a_request_can_ask(segment: Segment,
     assert {node.retained_until_s for node in cache.tree.nodes()} == {until_s}
     cache.expire(until_s)
     assert not cache.is_retaining
+    host.close()
+
+
+def test_frames_of_tails_behind_their_history_are_waited_for(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave(segment, [3, 5])
+    frames = np.array([9, 10], dtype=np.int32)
+    asked: list[int] = []
+    host, cache = HostPool(segment, GROUPS), new_cache()
+    monkeypatch.setattr(HostPool, "tails", lambda self: [TailImage(frames, NAMESPACE, b"?" * 16)])
+    monkeypatch.setattr(host.prefault, "wait", lambda num_pages, timeout_s: asked.append(num_pages))
+    recover_host_pages(host, cache)
+    assert asked == [11]
     host.close()
 
 

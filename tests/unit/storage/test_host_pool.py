@@ -15,7 +15,9 @@ from hiserve.cache.storage.host import HostPool
 from hiserve.cache.storage.segment import PageLayout, Segment, SegmentLayout
 from hiserve.config.caching import CacheVerify
 from hiserve.core.kv_groups import CacheGroupSpec
-from tests.helpers.host import NAMESPACE, content, make_run, told
+from hiserve.core.transfers import TailImage
+from tests.helpers.host import NAMESPACE, TENANTS, content, make_run, told
+from tests.helpers.waiting import PATIENCE_S
 
 PAGE_SIZE = 4
 NUM_PAGES = 12
@@ -199,3 +201,25 @@ def test_a_closed_pool_that_nobody_names_is_freed_at_once(segment: Segment) -> N
         assert known() is None
     finally:
         gc.enable()
+
+
+def test_frames_of_a_former_process_are_verified_until_they_are_written_again(segment: Segment) -> None:
+    former = HostPool(segment, GROUPS)
+    former.clear()
+    write(former, [3], [7])
+    digest = make_run([3], [7], page_size=PAGE_SIZE).digests[0]
+    image = TailImage(np.array([5, 6], dtype=np.int32), TENANTS[0], digest)
+    former.begin_tail(image)
+    former.finish(image.frames)
+    assert former.wait_checksums(PATIENCE_S)
+    former.close()
+    pool = HostPool(segment, GROUPS)
+    pool.recover()
+    pool.buffer(6)[0] ^= 1
+    assert [tail.frames.tolist() for tail in pool.tails()] == [[5, 6]]
+    assert pool.is_intact(image.frames[:1]) and not pool.is_intact(image.frames)
+    pool.free(image.frames)
+    pool.begin_tail(image)
+    pool.records.finish(image.frames)  # no checksum yet
+    assert pool.is_intact(image.frames)
+    pool.close()

@@ -45,7 +45,9 @@ def test_a_tail_is_recovered_whole_and_behind_its_history(table: np.ndarray, pag
     assert records.num_used == 5
     after = table.copy()
     assert found(after) == [(FRAMES, run.digests[1])]
-    assert told(Records(table.copy(), PAGE_SIZE).recover()) == told([run])
+    adopted = Records(table.copy(), PAGE_SIZE)
+    assert told(adopted.recover()) == told([run])
+    assert adopted.in_use(np.array(FRAMES)).all() and adopted.num_used == 5
     for frame in FRAMES:  # each alone suffices to lose it
         for field, value in (("state", PageState.WRITING), ("checksum", 0)):
             torn = table.copy()
