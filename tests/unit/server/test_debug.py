@@ -9,7 +9,7 @@ from hiserve.ipc.watching import RowFacts, StepRecord, WorkerView
 from hiserve.server.management import debug
 from tests.unit.server.conftest import Server
 
-ROW = RowFacts(1, 9, "decode", 20, 16, "host", 22, 3, 6, 2, 0, True, 4, 3)
+ROW = RowFacts(1, 9, "decode", 20, 16, "host", 22, 3, 6, 2, 1, 0, True, 4, 3)
 
 
 def step_of(number: int, end_s: float, decision: str = "replay") -> StepRecord:
