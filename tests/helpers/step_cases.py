@@ -150,7 +150,8 @@ def _random_state(generator: torch.Generator, capacity: int, num_entries: int) -
 def _random_windows(generator: torch.Generator, state: RowTensors, size: int, page_size: int) -> WindowTensors:
     """Tables whose entries below the windows are no pages, and a fault in every eighth row."""
     its = _random_state(generator, *state.page_table.shape)
-    windows = WindowTensors(its.page_table, its.entry_owner, its.page_owner, size)
+    others = torch.randint(1, 9, (NUM_ROWS,), generator=generator, dtype=torch.int32)  # pages that the other pool lacks
+    windows = WindowTensors(its.page_table, its.entry_owner, torch.cat((its.page_owner, others)), size)
     num_entries = windows.table.shape[1]
     for row in range(1, NUM_ROWS):
         fault, entry = (
@@ -163,6 +164,9 @@ def _random_windows(generator: torch.Generator, state: RowTensors, size: int, pa
             windows.entry_owner[row, entry] += 1
         elif fault == 2:
             windows.table[row, entry] = 1_000_000
+        elif fault < 12:  # none
+            windows.table[row, entry] = page = len(its.page_owner) + row
+            windows.entry_owner[row, entry] = windows.page_owner[page]
         seen = max(0, int(state.computed_len[row]) - size + 1)
         windows.table[row, : seen // page_size] = 1_000_000
     return windows

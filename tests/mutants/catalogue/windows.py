@@ -192,3 +192,7 @@ with tier_transfers.recover_host_pages, test_build_host.test_frames_of_tails_beh
     "INV H10: frames are adopted before their memory is ready"
     (*(run.pages for run in runs), *(tail.frames for tail in tails))
     [run.pages for run in runs]
+with step_inputs._check_rows, test_step_triton.test_triton_does_what_the_twins_do:
+    "INV H2: kernel: pages of windows are bounded by the pool of the other layers"
+    _count_stale(its_pages, its_owners, windows.page_owner, first, num_used, num_window_pages, BLOCK)
+    _count_stale(its_pages, its_owners, windows.page_owner, first, num_used, num_pages, BLOCK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -87,6 +88,32 @@ def test_rows_are_expanded_from_the_first_long_one_on_and_never_in_a_graph() -> 
     assert planned == [[1, 1, 3], [1, 1, 3, 9, 8, 2, 1, 12], [1, 1, 3, 9, 8, 2, 1, 12]]
     assert LatentAttention(SHAPE, ReferenceAttention(absorbed_shape(SHAPE))).ragged() is None
     assert LatentAttention(SHAPE, ReferenceAttention(absorbed_shape(SHAPE))).captured(8, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "starts"),
+    [(((5, 1), (0, 1), (16, 3), (0, 9), (0, 12), (0, 8)), [0, 9, 21, 29]), (((5, 1), (0, 9), (7, 8)), None)],
+    ids=["prompts", "a prefix among them"],
+)
+def test_prompts_that_begin_are_one_launch_behind_the_absorbed_rows(
+    monkeypatch: pytest.MonkeyPatch, rows: tuple[tuple[int, int], ...], starts: list[int] | None
+) -> None:
+    launched: list[tuple[list[int], int]] = []
+
+    def in_turns(q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, max_new: int, scale: float) -> Tensor:
+        launched.append((starts.tolist(), max_new))
+        parts = [
+            attend_dense(q[a:b], keys[a:b].transpose(0, 1), values[a:b].transpose(0, 1), scale, is_causal=True)[0]
+            for a, b in pairwise(starts.tolist())
+        ]
+        return torch.cat(parts)
+
+    monkeypatch.setattr(latent, "attend_prompts", in_turns)
+    monkeypatch.setattr(LatentAttention, "_has_launch", lambda self, device: True)
+    subject = case(rows)
+    subject.inputs = dataclasses.replace(subject.inputs, num_decode=1)
+    check(subject, LatentAttention(SHAPE, ReferenceAttention(absorbed_shape(SHAPE)), min_expanded=8))
+    assert launched == ([] if starts is None else [(starts, 12)] * 2)
 
 
 def test_a_row_that_decodes_is_not_expanded_because_its_length_is_only_bounded() -> None:

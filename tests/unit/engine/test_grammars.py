@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -130,6 +131,18 @@ def test_rows_of_one_grammar_have_copies_of_several_compiled_ones() -> None:
     rows.close()
 
 
+def test_rows_have_no_copy_of_one_that_could_not_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: Future[Matcher] = Future()
+    failed.set_exception(GrammarLimitError("no memory"))
+    monkeypatch.setattr(Compiler, "compile_again", lambda *_: failed)
+    rows = GrammarRows(nano_vocabulary, num_threads=2)
+    for row in (1, 2, 3):
+        admitted(rows, row, GRAMMARS["json"])
+    assert {row: number for row, (_, number) in rows._source_of.items()} == {1: 0, 2: 0, 3: 0}
+    assert rows._sources[GRAMMARS["json"].digest].compiling[1:] == [failed]
+    rows.close()
+
+
 def test_a_grammar_that_takes_long_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "MAX_AGAIN_S", -1.0)
     rows = GrammarRows(nano_vocabulary, num_threads=2)
@@ -163,6 +176,15 @@ def test_matchers_see_accepted_tokens_alone_and_tell_the_token_that_ends_the_gra
     masks, failed = masks_of(rows, plan_of([2, 3], [0, 0]))
     assert masks is not None and not failed
     assert [bits(each) for each in masks.masks] == [{text[-1]}, {text[0]}]
+
+
+def test_the_place_after_drafts_that_end_the_grammar_is_free(rows: GrammarRows) -> None:
+    """Its draw does not count; a mask of an earlier step may leave it no token."""
+    drafts = [*ids("a taxi"), 1]  # the last ends the reply
+    admitted(rows, 3, Grammar.of("choice", '["a taxi"]'))
+    masks, failed = masks_of(rows, plan_of([3], [len(drafts)]), {3: drafts})
+    assert masks is not None and not failed
+    assert [bits(each) for each in masks.masks] == [*({token} for token in drafts), set(range(VOCAB_SIZE))]
 
 
 def test_a_matcher_that_fails_frees_its_row_and_fails_its_request(rows: GrammarRows) -> None:
