@@ -195,6 +195,26 @@ def test_match_knows_the_deepest_resume_point_of_each_tier(num_host_pages: int) 
     assert num_loads > 30, num_loads
 
 
+def test_tails_keep_pace_with_history_that_takes_every_order_of_a_step() -> None:
+    cache, windows = make_cache(num_pages=200, num_window_pages=200, num_host_pages=400)
+    prompts = [np.full(5, token, dtype=np.int32) for token in range(60)]
+    for first in range(0, len(prompts), 3):
+        for tokens in prompts[first : first + 3]:
+            lock = cache.lock(cache.match(b"", tokens.tobytes())).detach()
+            pages = cache.allocate(np.zeros(2, dtype=np.int32))
+            assert pages is not None
+            cache.insert(lock, tokens[:4].tobytes(), pages)
+            held = windows.allocate(np.zeros(2, dtype=np.int32))
+            cache.keep_tail(lock, 0, held)
+            windows.drop(held)
+            cache.release(lock)
+        for copy in cache.begin_offloads(64, 3):
+            cache.complete(copy.op, ok=True)
+    cache.flush(Tier.DEVICE)
+    num_resumable = sum(cache.match(b"", tokens.tobytes()).num_host_tokens == 4 for tokens in prompts)
+    assert num_resumable >= len(prompts) - 3
+
+
 @pytest.mark.parametrize("use", ["a match", "a row that ends there"])
 def test_a_boundary_that_is_used_keeps_its_tail_longer(use: str) -> None:
     cache, windows = make_cache(num_window_pages=5)

@@ -285,7 +285,7 @@ class PrefixCache:
 
         Args:
             max_pages: Most pages of all copies together.
-            max_copies: Most orders.
+            max_copies: Most orders; a few of tails may come on top.
             is_worth: Whether loading that many pages is faster than computing them; others are evicted without an
                 offload. None is always.
         """

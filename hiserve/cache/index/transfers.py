@@ -17,6 +17,9 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.transfers import DEVICE_KINDS, CopyKind, PageCopy, PageRun
 
 MANY_COPIES = 1 << 30
+# Offloads of tails that a step may begin whatever it begins of history. One order holds the new pages of many requests, but
+# one tail: a step in which several requests end would leave tails behind, which are lost with their pages on the device.
+MIN_TAILS = 4
 MIN_SWEEP = 64  # queued nodes, from which those that left the tree are removed
 
 
@@ -159,7 +162,7 @@ class Transfers:
                 copies.append(self._offload(chain, min(max_pages, host.num_unused)))
                 max_pages -= copies[-1].host_pages.size
         if self._tails is not None:
-            copies += self._tails.begin_offloads(max_copies - len(copies))
+            copies += self._tails.begin_offloads(max(MIN_TAILS, max_copies - len(copies)))
         return copies
 
     def _save(self, max_pages: int, max_copies: int, is_worth: Callable[[int], bool] | None) -> list[PageCopy]:

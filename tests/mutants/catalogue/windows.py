@@ -21,6 +21,10 @@ with window_pages.WindowPages.drop, test_window_pages.test_free_and_held_pages_p
     "INV H1: a window page is free while a tail holds it"
     pages[left == 0]
     pages
+with transfers.Transfers.begin_offloads, test_tails.test_tails_keep_pace_with_history_that_takes_every_order_of_a_step:
+    "tails: history takes every order of a step, and tails wait until it is lost"
+    max(MIN_TAILS, max_copies - len(copies))
+    max_copies - len(copies)
 with tails.TailTiers.begin_load, test_tails.test_match_knows_the_deepest_resume_point_of_each_tier:
     "INV H1: a load does not hold the window pages that it fills"
     self._windows.num_pinned += pages.size
