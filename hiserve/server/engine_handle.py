@@ -96,7 +96,7 @@ class EngineHandle:
         """
         reason = self.reason
         if reason is not None or self._engine is None:
-            raise UnavailableError(f"{reason}; try again later.")
+            raise _unavailable(reason)
         return self._engine
 
     async def status(self, timeout_s: float) -> Status:
@@ -106,7 +106,7 @@ class EngineHandle:
             UnavailableError: There is no engine, or it did not answer in time.
         """
         if self._engine is None:
-            raise UnavailableError(f"{self.reason}; try again later.")
+            raise _unavailable(self.reason)
         try:
             async with asyncio.timeout(timeout_s):
                 self.last_status = await self._engine.status()
@@ -209,3 +209,8 @@ class EngineHandle:
         except (HiserveError, OSError) as error:
             logger.warning("the engine cannot start: %s", error)
             return None
+
+
+def _unavailable(reason: str | None) -> UnavailableError:
+    """Returns the refusal for a reason, which may end like a sentence."""
+    return UnavailableError(f"{str(reason).rstrip('.')}; try again later.")

@@ -134,6 +134,8 @@ async def test_an_engine_without_workers_says_so(starter: Starter) -> None:
     starter.engines[0].is_ready = False
     starter.engines[0].trouble = "no worker is left: worker 0 died (exit code 71)."
     assert handle.reason == "no worker is left: worker 0 died (exit code 71)."
+    with pytest.raises(UnavailableError, match=r"\(exit code 71\); try again later\.$"):
+        handle.require()
     await handle.close()
 
 
