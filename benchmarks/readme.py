@@ -42,6 +42,14 @@ GPU_PARTS = {
     "spec": "hiserve-nano and its draft heads widened to the Llama-8B shape; ratios: speed-up over plain decoding / (accept length / "
     "least cost of a cycle); throughput of adaptive drafts / best fixed number; equal replies",
 }
+# Parts of benchmarks.hybrid.
+HYBRID_PARTS = {
+    "latent_decode": "kernel of absorbed queries, rows x context",
+    "v3-like": "DeepSeek-V3 shape of six layers, decode step of rows x context, and prompts",
+    "glm-4.7-flash": "GLM-4.7-Flash shape, decode step of rows x context, and prompts",
+    "gpt-oss-20b": "gpt-oss-20b shape, decode step of rows x context, and prompts",
+    "gemma-3-27b": "Gemma-3-27B shape, decode step of rows x context, and prompts",
+}
 # Rows of the README's table: parts of benchmarks.gpu that compare with the peer, and the name of a figure there.
 PEER_PARTS = {
     "peers": "{} tokens, {} at once",
@@ -245,8 +253,7 @@ def gpu() -> Iterator[Entry]:
         run = result(path.stem)
         for name, part in run["parts"].items():
             barred = [figure for figure in part["figures"] if figure["bar"] is not None]
-            what = "kernel of absorbed queries" if name == "latent_decode" else f"{name} shape"
-            said = f"{what}: time at this run's copy rate, or rate of a matrix product, / time"
+            said = f"{HYBRID_PARTS[name]}; ratio: time at this run's copy rate, or rate of a matrix product, / time"
             yield said, "; ".join(map(figure_of, barred)), run
 
 
