@@ -9,16 +9,13 @@ routing chooses; prompts with their products at the rate of a matrix product. ``
 from __future__ import annotations
 
 import statistics
-import time
-import traceback
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from benchmarks.gpu import ceilings
-from benchmarks.gpu.__main__ import rows, setting
-from benchmarks.gpu.driving import Bench, Part, decode, run
+from benchmarks.gpu.driving import Bench, Part, decode, run, setting, timed_part
 from benchmarks.gpu.figures import Figure, table
 from benchmarks.gpu.sizes import FULL, SEED, TINY
 from benchmarks.kernels.latent import measure_absorbed
@@ -124,21 +121,6 @@ PARTS: dict[str, Callable[[Bench], Part]] = {
 }
 
 
-def timed(bench: Bench, name: str) -> dict[str, Any]:
-    """Runs a part and prints its figures."""
-    begin, part, error = time.perf_counter(), Part(), ""
-    try:
-        part = PARTS[name](bench)
-    except Exception:  # noqa: BLE001 - the other parts are worth having
-        error = traceback.format_exc()
-        print(f"{name} failed: {error[-900:]}", flush=True)
-    bench.close()
-    wall_s = time.perf_counter() - begin
-    print("\n".join([f"{name} took {wall_s:.1f} s", *part.notes, *rows(part.figures)]), flush=True)
-    figures = [asdict(figure) for figure in part.figures]
-    return {"wall_s": wall_s, "error": error, "notes": part.notes, "figures": figures, "samples": part.samples}
-
-
 def main() -> int:
     """Writes the result file after each part; returns 1 if one failed."""
     parser = gpu_parser(__doc__)
@@ -158,7 +140,8 @@ def main() -> int:
     result |= {"seed": SEED, "ceilings": ceilings.measure(device), "engines": [], "parts": {}}
     bench = Bench(replace(sizes, shapes=shapes), result["ceilings"], dict(given.set))
     for name in given.parts:
-        result["parts"][name] = timed(bench, name)
+        result["parts"][name] = timed_part(bench, name, PARTS[name])
+        bench.close()
         result["engines"] = bench.built
         result.save()
     print(table(figure for part in result["parts"].values() for figure in part["figures"]))

@@ -11,19 +11,14 @@ Each run measures the ceilings first, and each ratio is against what that run me
 from __future__ import annotations
 
 import argparse
-import json
-import time
-import traceback
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 import torch
 
 from benchmarks.gpu import ceilings
-from benchmarks.gpu.driving import Bench, Part
-from benchmarks.gpu.figures import Figure, table
+from benchmarks.gpu.driving import Bench, Part, setting, timed_part
+from benchmarks.gpu.figures import table
 from benchmarks.gpu.profiling import measure_profile
 from benchmarks.gpu.sizes import FULL, LARGE, SEED, SMALL, TINY
 from benchmarks.gpu.spec import measure_spec
@@ -69,7 +64,7 @@ def main() -> int:
     print("ceilings: " + ", ".join(f"{name} {value:.4g}" for name, value in result["ceilings"].items()), flush=True)
     bench = Bench(sizes, result["ceilings"], dict(given.set))
     for name in given.parts:
-        result["parts"][name] = timed_part(bench, name)
+        result["parts"][name] = timed_part(bench, name, PARTS[name])
         result["engines"] = bench.built
         result.save()
     bench.close()
@@ -85,35 +80,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--set", type=setting, action="append", default=[], metavar="NAME=VALUE")
     return parser.parse_args()
-
-
-def setting(text: str) -> tuple[str, Any]:
-    """Reads ``name=value``; numbers and words as they look."""
-    name, value = text.split("=", 1)
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
-
-
-def timed_part(bench: Bench, name: str) -> dict[str, Any]:
-    """Runs a part; after one that fails the next one has a new engine."""
-    begin, part, error = time.perf_counter(), Part(), ""
-    try:
-        part = PARTS[name](bench)
-    except Exception:  # noqa: BLE001 - the other parts are worth having
-        error = traceback.format_exc()
-        print(f"{name} failed: {error[-600:]}", flush=True)
-    if error:
-        bench.close()
-    wall_s = time.perf_counter() - begin
-    print("\n".join([f"{name} took {wall_s:.1f} s", *part.notes, *rows(part.figures)]), flush=True)
-    figures = [asdict(figure) for figure in part.figures]
-    return {"wall_s": wall_s, "error": error, "notes": part.notes, "figures": figures, "samples": part.samples}
-
-
-def rows(figures: list[Figure]) -> list[str]:
-    return table(asdict(figure) for figure in figures).splitlines()[1:]
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import statistics
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,7 +16,7 @@ import numpy as np
 import torch
 
 from benchmarks.drive import Drive
-from benchmarks.gpu.figures import Figure
+from benchmarks.gpu.figures import Figure, table
 from benchmarks.gpu.sizes import SEED, Sizes
 
 
@@ -185,3 +187,32 @@ def run(drive: Drive, prompts: Sequence[np.ndarray], num_new: int, streams: int 
     replies = [tokens[owners == uid] for uid in uids]
     assert output == num_new * len(prompts), f"{len(prompts)} requests of {num_new} tokens brought {output}"
     return Batch(seconds, sum(map(len, prompts)), output, steps, 1 - inside / seconds, replies)
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """Reads ``name=value``; numbers and words as they look."""
+    name, value = text.split("=", 1)
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def timed_part(bench: Bench, name: str, measure: Callable[[Bench], Part]) -> dict[str, Any]:
+    """Runs a part and prints its figures; after one that fails the next one has a new engine."""
+    begin, part, error = time.perf_counter(), Part(), ""
+    try:
+        part = measure(bench)
+    except Exception:  # noqa: BLE001 - the other parts are worth having
+        error = traceback.format_exc()
+        print(f"{name} failed: {error[-900:]}", flush=True)
+    if error:
+        bench.close()
+    wall_s = time.perf_counter() - begin
+    print("\n".join([f"{name} took {wall_s:.1f} s", *part.notes, *_rows(part.figures)]), flush=True)
+    figures = [asdict(figure) for figure in part.figures]
+    return {"wall_s": wall_s, "error": error, "notes": part.notes, "figures": figures, "samples": part.samples}
+
+
+def _rows(figures: list[Figure]) -> list[str]:
+    return table(asdict(figure) for figure in figures).splitlines()[1:]

@@ -28,6 +28,18 @@ def make_cache(
     return cache, cache.windows
 
 
+def publish(cache: PrefixCache, windows: WindowPages, tokens: np.ndarray) -> PrefixLock:
+    """Publishes the first page of five tokens, with its tail of two window pages; returns the lock on it."""
+    lock = cache.lock(cache.match(b"", tokens.tobytes())).detach()
+    pages = cache.allocate(np.zeros(2, dtype=np.int32))
+    assert pages is not None
+    cache.insert(lock, tokens[:4].tobytes(), pages)
+    held = windows.allocate(np.zeros(2, dtype=np.int32))
+    cache.keep_tail(lock, 0, held)
+    windows.drop(held)
+    return lock
+
+
 class Runs:
     """Random rows: resumed at a match, published page by page, with tails at random boundaries; copies that end or fail."""
 
@@ -200,14 +212,7 @@ def test_tails_keep_pace_with_history_that_takes_every_order_of_a_step() -> None
     prompts = [np.full(5, token, dtype=np.int32) for token in range(60)]
     for first in range(0, len(prompts), 3):
         for tokens in prompts[first : first + 3]:
-            lock = cache.lock(cache.match(b"", tokens.tobytes())).detach()
-            pages = cache.allocate(np.zeros(2, dtype=np.int32))
-            assert pages is not None
-            cache.insert(lock, tokens[:4].tobytes(), pages)
-            held = windows.allocate(np.zeros(2, dtype=np.int32))
-            cache.keep_tail(lock, 0, held)
-            windows.drop(held)
-            cache.release(lock)
+            cache.release(publish(cache, windows, tokens))
         for copy in cache.begin_offloads(64, 3):
             cache.complete(copy.op, ok=True)
     cache.flush(Tier.DEVICE)
@@ -218,15 +223,8 @@ def test_tails_keep_pace_with_history_that_takes_every_order_of_a_step() -> None
 @pytest.mark.parametrize("use", ["a match", "a row that ends there"])
 def test_a_boundary_that_is_used_keeps_its_tail_longer(use: str) -> None:
     cache, windows = make_cache(num_window_pages=5)
-    locks, prompts = [], [np.full(5, token, dtype=np.int32) for token in (1, 2)]
-    for tokens in prompts:
-        locks.append(cache.lock(cache.match(b"", tokens.tobytes())).detach())
-        pages = cache.allocate(np.zeros(2, dtype=np.int32))
-        assert pages is not None
-        cache.insert(locks[-1], tokens[:4].tobytes(), pages)
-        held = windows.allocate(np.zeros(2, dtype=np.int32))
-        cache.keep_tail(locks[-1], 0, held)
-        windows.drop(held)
+    prompts = [np.full(5, token, dtype=np.int32) for token in (1, 2)]
+    locks = [publish(cache, windows, tokens) for tokens in prompts]
     if use == "a match":
         locks.append(cache.lock(cache.match(b"", prompts[0].tobytes())).detach())
     else:
@@ -268,13 +266,7 @@ def test_a_load_waits_for_the_last_forward_over_its_window_pages() -> None:
     """INV 26, of window pages."""
     cache, windows = make_cache(num_window_pages=3, num_host_pages=20)
     tokens = np.arange(5, dtype=np.int32)
-    lock = cache.lock(cache.match(b"", tokens.tobytes())).detach()
-    pages = cache.allocate(np.zeros(2, dtype=np.int32))
-    assert pages is not None
-    cache.insert(lock, tokens[:4].tobytes(), pages)
-    held = windows.allocate(np.zeros(2, dtype=np.int32))
-    cache.keep_tail(lock, 0, held)
-    windows.drop(held)
+    publish(cache, windows, tokens)
     for _ in ("history", "tail"):
         (copy,) = cache.begin_offloads(8)
         cache.complete(copy.op, ok=True)
