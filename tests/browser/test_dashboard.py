@@ -33,7 +33,9 @@ def step_of(number: int, end_s: float) -> StepRecord:
 
 
 def row_of(row: int) -> RowFacts:
-    return RowFacts(row, 10**6 + row, "decode", 1000 + row, 64 * row, "host", 1500, 500, 12, 94, 0, row % 2 > 0, 8, 6)
+    return RowFacts(
+        row, 10**6 + row, "decode", 1000 + row, 64 * row, "host", 1500, 500, 12, 94, 33, 0, row % 2 > 0, 8, 6
+    )
 
 
 async def readings(page: Any, count: int) -> None:
@@ -148,7 +150,7 @@ async def test_256_rows_are_shown_as_they_are(browser: Browser) -> None:
         for row, cells in enumerate(rows, 1):
             grammar = ["yes"] if row % 2 else []
             told = [str(row), str(10**6 + row), "decode", f"{1000 + row:,}", f"{64 * row:,}", "host", "1,500"]
-            assert cells == [*told, "500", "12", "94", "75.0 %", *grammar]
+            assert cells == [*told, "500", "12", "94", "33", "75.0 %", *grammar]
         words = "step 5 · 4.00 ms · replay decode · 256 rows · 270 tokens · 14 of prompts · 256 drawn · masks 1.00 ms"
         assert await page.inner_text("#step-line") == words
 
