@@ -62,11 +62,10 @@ def _route_in_groups(  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, NUM_EXPERTS)
     start_next(IS_EARLY)
-    biases = tl.load(bias + expert)
     await_previous(IS_EARLY)
     score = 1.0 / (1.0 + tl.exp(-tl.load(logits + token * NUM_EXPERTS + expert)))
     score = tl.where(score == score, score, 0.0)  # NaN compares with nothing
-    left = score + biases
+    left = score + tl.load(bias + expert)
     if NUM_CHOSEN_GROUPS < NUM_GROUPS:
         left = _best_groups(left, NUM_GROUPS, NUM_EXPERTS // NUM_GROUPS, NUM_CHOSEN_GROUPS)
     place = tl.arange(0, BLOCK_CHOSEN)
