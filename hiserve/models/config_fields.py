@@ -195,7 +195,7 @@ def refuse_oversize(fields: ConfigFields, path: Path) -> None:
 # Parts of models that are not read, by a field that a model with such a part has, or its beginning: what they are.
 _FOREIGN = {
     "dspark_": "drafts of DSpark; heads that draft one token after another are supported",
-    "compress_ratios": "layers with compressed rows; ratios of 1 are supported",
+    "compress_ratios": "layers with compressed rows; layers that store a row for each token are supported",
     "index_topk": "attention to chosen tokens; attention to all tokens is supported",
 }
 

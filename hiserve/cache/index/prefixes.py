@@ -19,6 +19,8 @@ from hiserve.cache.index.transfers import Transfers
 from hiserve.core.digest import namespace_digest
 from hiserve.core.plan import Int32Array
 
+_IS_ON_DEVICE, _IS_ON_HOST_ONLY = attrgetter("is_on_device"), attrgetter("is_on_host_only")
+
 
 class HostAdmission(StrEnum):
     """Which pages are offloaded to the host."""
@@ -36,9 +38,7 @@ class Match:
     num_to_load: int  # host pages, the frames of a tail included
     num_history_tokens: int  # cached on either tier, resumable or not: a whole number of pages
     tail: Tail | None  # at the end of the prefix on the device; None where nothing but pages is needed
-    host_tail: (
-        Tail | None
-    )  # at the end of the whole prefix, to be loaded with it; None as above, and if there is no more
+    host_tail: Tail | None  # at the end of the whole prefix, to be loaded with it; None also if there is no more
     tree_epoch: int  # of the tree when it was matched
     _node: Node
     _num_beyond: int  # pages of the node after the match: a split leaves a node's end where it is
@@ -85,8 +85,8 @@ class Prefixes:
         num_history_tokens = num_pages * self._page_size
         tail, num_less, host_tail, num_more = None, 0, None, 0
         if self._tails is not None:
-            tail, num_less = deepest_tail(node, node_pages, attrgetter("is_on_device"))
-            host_tail, num_less_on_host = deepest_tail(node, node_pages, attrgetter("is_on_host_only"))
+            tail, num_less = deepest_tail(node, node_pages, _IS_ON_DEVICE)
+            host_tail, num_less_on_host = deepest_tail(node, node_pages, _IS_ON_HOST_ONLY)
             num_more = max(0, num_less - num_less_on_host)
             host_tail = host_tail if num_more else None
         num_pages, num_beyond = num_pages - num_less + num_more, num_beyond + num_less - num_more
@@ -191,7 +191,7 @@ class Prefixes:
         node = lock.node
         while node.parent is not None and node.retained_until_s < until_s:
             node = node.parent
-        tail, _ = deepest_tail(node, node.num_pages, attrgetter("is_on_device"))
+        tail, _ = deepest_tail(node, node.num_pages, _IS_ON_DEVICE)
         if tail is not None:
             self._tails.retain(tail, until_s)
 

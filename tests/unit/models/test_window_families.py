@@ -90,7 +90,7 @@ def test_a_constant_that_experts_of_gpt_oss_need_is_a_number(tmp_path: Path, nam
     ("field", "value", "supported"),
     [
         ("dspark_block_size", 5, "heads that draft one token after another are supported"),
-        ("compress_ratios", [0, 4, 128], "ratios of 1 are supported"),
+        ("compress_ratios", [0, 4, 128], "a row for each token are supported"),
         ("index_topk", 2048, "attention to all tokens is supported"),
     ],
 )
