@@ -99,6 +99,7 @@ def test_tokens_do_not_depend_on_the_tier_of_a_resume_point(
         turns = llm.generate(next_turns(first), sampling)
         assert told(again) == first and told(turns) == later
         assert sum(output.cached.host for output in (*again, *turns)) > 0
+        assert (engine.stats().preemptions > 0) == ("preemption" in case)
         rest(llm)
         assert counts_of(llm).loads.num_fulfilled == counts_of(llm).loads.num_wanted > 0
         engine.flush()
