@@ -143,20 +143,11 @@ class _Buffers(Sequence["_Buffer"]):
 
     def __init__(self, count: int, num_bytes: int, device: torch.device) -> None:
         stride = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._memory = torch.frombuffer(mmap.mmap(-1, max(1, count * stride)), dtype=torch.uint8)
-        self._cuda: Any = None
-        if device.type == "cuda":
-            cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            with torch.cuda.device(device):
-                error = cuda.cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)
-            if error == cuda.cudaError.success:
-                self._cuda = cuda
-            else:  # copies are still correct, but wait for the driver's own buffers
-                logger.warning("buffers for weights cannot be pinned: %s", cuda.cudaGetErrorString(error))
-        self._buffers = [
-            _Buffer(self._memory[i * stride : (i + 1) * stride], device if device.type == "cuda" else None)
-            for i in range(count)
-        ]
+        memory = mmap.mmap(-1, max(1, count * stride), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_DONTFORK)  # after a fork a write would move pages that the device reads
+        held = torch.frombuffer(memory, dtype=torch.uint8)
+        self._pins = _Pins(device) if device.type == "cuda" else None
+        self._buffers = [_Buffer(held[i * stride : (i + 1) * stride], self._pins) for i in range(count)]
 
     def __len__(self) -> int:
         return len(self._buffers)
@@ -172,18 +163,44 @@ class _Buffers(Sequence["_Buffer"]):
     def close(self) -> None:
         """Unpins the memory, after the last copy."""
         self.wait()
-        if self._cuda is not None:
-            error = self._cuda.cudaHostUnregister(self._memory.data_ptr())
+        if self._pins is not None:
+            self._pins.close()
+
+
+class _Pins:
+    """Memory that is pinned for copies to a CUDA device. Threads may pin side by side."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        self._pinned: list[Tensor] = []
+        self._has_failed = False
+
+    def add(self, memory: Tensor) -> None:
+        """Pins whole pages, uint8 ``[n]`` on the CPU."""
+        with torch.cuda.device(self.device):
+            error = self._cuda.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+        if error == self._cuda.cudaError.success:
+            self._pinned.append(memory)
+        elif not self._has_failed:  # copies are still correct, but wait for the driver's own buffers
+            self._has_failed = True
+            logger.warning("buffers for weights cannot be pinned: %s", self._cuda.cudaGetErrorString(error))
+
+    def close(self) -> None:
+        """Unpins all, after the last copy."""
+        for memory in self._pinned:
+            error = self._cuda.cudaHostUnregister(memory.data_ptr())
             assert error == self._cuda.cudaError.success, f"unpinning buffers: {self._cuda.cudaGetErrorString(error)}"
 
 
 class _Buffer:
     """Memory for one chunk: loaded by a reader thread, unloaded by the caller's thread, then loaded again."""
 
-    def __init__(self, memory: Tensor, device: torch.device | None) -> None:
+    def __init__(self, memory: Tensor, pins: _Pins | None) -> None:
         self._memory = memory
-        self._device = device
-        self._copied = None if device is None else torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._pins = pins
+        self._has_been_pinned = False
+        self._copied = None if pins is None else torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
     def load(self, chunk: FileChunk) -> None:
         """Reads a chunk after the last copy from the buffer; directly into the targets where that is possible."""
@@ -196,6 +213,10 @@ class _Buffer:
                     _read(file.fileno(), part.target.view(torch.uint8), chunk.begin + part.begin, chunk.path)
             else:
                 _read(file.fileno(), self._memory[: chunk.num_bytes], chunk.begin, chunk.path)
+        if self._pins is not None and not self._has_been_pinned:
+            # After a read, which made the pages: threads do that side by side, and the driver one after the other.
+            self._pins.add(self._memory)
+            self._has_been_pinned = True
 
     def unload(self, chunk: FileChunk) -> None:
         """Copies a loaded chunk to its targets; asynchronous on a CUDA device."""
@@ -203,9 +224,9 @@ class _Buffer:
             return
         for part in chunk.parts:
             held = self._memory[part.begin : part.begin + part.num_bytes].view(part.stored)
-            if self._device is not None and part.stored != part.target.dtype:
+            if self._pins is not None and part.stored != part.target.dtype:
                 # The copy below would convert on the host, outside pinned memory.
-                held = held.to(self._device, non_blocking=True)
+                held = held.to(self._pins.device, non_blocking=True)
             part.target.copy_(held, non_blocking=True)
         if self._copied is not None:
             self._copied.record()

@@ -11,6 +11,7 @@ from hiserve.models import (
     latent_attention,
     latent_config,
     model_config,
+    reading,
     weights,
 )
 from tests.e2e import test_latent_oracle, test_transformers_oracle, test_window_families_oracle
@@ -22,6 +23,7 @@ from tests.unit.models import (
     test_latent_config,
     test_latent_heads,
     test_model_config,
+    test_reading,
     test_rope,
     test_weights,
     test_window_families,
@@ -35,6 +37,10 @@ with model_config.parse_config, test_model_config.test_a_size_that_no_model_has_
     "config.json may name any size"
     refuse_oversize(fields, path)
     pass
+with reading._Buffer.load, test_reading.test_buffers_are_pinned_once_each_after_their_first_read:
+    "a buffer of weights is pinned once, and used many times"
+    not self._has_been_pinned
+    True
 with weights.compare, test_weights.test_a_missing_tensor_is_named:
     "a checkpoint may lack a tensor"
     raise ModelError(f"{str(folder)!r} lacks {_named(missing)}. Is the download complete?", param=param)

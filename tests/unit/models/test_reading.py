@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,6 +134,70 @@ def test_nothing_is_left_open(files: list[Path]) -> None:
     before = len(os.listdir("/proc/self/fd"))
     read(files, None)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+class Driver:
+    """What ``reading`` asks of a CUDA device, whose memory is the CPU's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, reads: list[int], *, refuses: bool) -> None:
+        self.pinned: dict[int, int] = {}  # bytes by address
+        self.reads_before: list[int] = []  # how many reads had ended when each buffer was pinned
+        self.num_recorded = 0
+        self._reads = reads
+        self._refuses = refuses
+        runtime = SimpleNamespace(
+            cudaError=SimpleNamespace(success=0),
+            cudaHostRegister=self._register,
+            cudaHostUnregister=self._unregister,
+            cudaGetErrorString=lambda _error: "no memory may be locked",
+        )
+        event = SimpleNamespace(record=self._record, synchronize=lambda: None)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
+        monkeypatch.setattr(torch.cuda, "Event", lambda **_named: event)
+
+    def _record(self) -> None:
+        self.num_recorded += 1
+
+    def _register(self, address: int, num_bytes: int, _flags: int) -> int:
+        self.reads_before.append(len(self._reads))
+        if self._refuses:
+            return 1
+        assert address not in self.pinned
+        self.pinned[address] = num_bytes
+        return 0
+
+    def _unregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
+@pytest.mark.parametrize("refuses", [False, True], ids=["pinned", "refused"])
+def test_buffers_are_pinned_once_each_after_their_first_read(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refuses: bool
+) -> None:
+    """A read makes a buffer's pages, on the thread that reads; pinning all of them first took longer than the copies of 8 GiB."""
+    reads, preadv = list[int](), os.preadv
+
+    def read_one(fd: int, views: list[memoryview], begin: int) -> int:
+        count = preadv(fd, views, begin)
+        reads.append(count)
+        return count
+
+    monkeypatch.setattr(os, "preadv", read_one)
+    monkeypatch.setattr(reading.TensorSpan, "is_direct", False)
+    driver = Driver(monkeypatch, reads, refuses=refuses)
+    stored = stored_tensors(files[0])
+    targets = {name: torch.empty(each.shape, dtype=reading.TORCH_DTYPES[each.dtype]) for name, each in stored.items()}
+    pieces = plan_chunks([(stored[name], targets[name]) for name in stored], PIECE // 2)
+    assert len(pieces) > reading.NUM_BUFFERS, "buffers are not used again"
+    read_chunks(pieces, torch.device("cuda"))
+    assert all(torch.equal(targets[name], tensor) for name, tensor in load_file(files[0]).items())
+    assert len(driver.reads_before) == reading.NUM_BUFFERS
+    assert all(driver.reads_before), "a buffer was pinned before it was read into"
+    assert driver.num_recorded == len(pieces)
+    assert not driver.pinned, "memory is still pinned"
+    assert caplog.text.count("cannot be pinned: no memory may be locked") == int(refuses)
 
 
 def test_a_log_gets_a_line_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
