@@ -22,6 +22,7 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.request import Grammar, SamplingParams
 from hiserve.core.startup_measurements import StepCosts
 from hiserve.errors import ConfigError, ContextLengthError, HiserveError, RequestError, UnavailableError
+from hiserve.grammar.custom import CustomTools
 from hiserve.grammar.tools import ToolGrammars
 from hiserve.ipc.cache_stats import LOCAL_TIERS, TierName
 from hiserve.launch import prepare
@@ -248,7 +249,9 @@ class LLM:
         return _Request(RequestOutput(text, self._encode(prompt)), sampling, num_open=sampling.n)
 
     def _chat_request(self, messages: Any, fields: dict[str, Any], sampling: SamplingParams) -> _Request:
-        chat = self._frontend.abilities.prepared(parse_chat({"messages": list(messages), **fields}), Thinking())
+        chat = self._frontend.abilities.prepared(
+            parse_chat({"messages": list(messages), **fields}, CustomTools().pattern), Thinking()
+        )
         tokens = self._frontend.encode_chat(chat)
         self._check_length(tokens.size, "messages")
         sampling = self._constrained(chat, tokens, sampling)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -429,3 +430,29 @@ async def test_the_next_step_of_an_agent_hits_the_whole_history(client: openai.A
             {"role": "assistant", "tool_calls": calls},
             {"role": "tool", "tool_call_id": made.id, "content": "yes"},
         ]
+
+
+@pytest.mark.parametrize("grammar", [
+    {"syntax": "regex", "definition": r"(up|down) [1-9]( \"\w{2}\")?"},
+    {"syntax": "lark", "definition": 'start: ("up" | "down") " " /[1-9]/ [more]\nmore: " \\"" LETTER ~ 2 "\\""\nLETTER: /\\w/'},
+])  # fmt: skip
+async def test_the_input_of_a_custom_tool_is_held_to_its_grammar(client: openai.AsyncOpenAI, grammar: Any) -> None:
+    tool = {"type": "custom", "custom": {"name": "move", "format": {"type": "grammar", "grammar": grammar}}}
+    messages = [user(QUESTIONS[0])]
+    for choice in ({"type": "custom", "custom": {"name": "move"}}, "required"):
+        fields: Any = {
+            "model": MODEL,
+            "tools": [tool],
+            "tool_choice": choice,
+            "parallel_tool_calls": False,
+            "max_tokens": 256,
+            "seed": 3,
+        }
+        reply = await client.chat.completions.create(messages=messages, **fields)
+        (call,) = reply.choices[0].message.tool_calls or ()
+        assert call.type == "custom"
+        assert re.fullmatch(r"(up|down) [1-9]( \"\w{2}\")?", call.custom.input), call.custom.input
+        stream = await client.chat.completions.create(messages=messages, stream=True, **fields)
+        deltas = [delta.to_dict() async for chunk in stream for delta in chunk.choices[0].delta.tool_calls or ()]
+        assert "".join(delta["custom"]["input"] for delta in deltas) == call.custom.input
+        messages += [reply.choices[0].message.to_dict(), {"role": "tool", "tool_call_id": call.id, "content": "done"}]

@@ -14,9 +14,10 @@ from hiserve.grammar import bounds
 from hiserve.server.reply.format import CacheMiss, ServedModel
 from hiserve.server.request.grammar_fields import Constraint, GrammarFields
 from hiserve.server.request.sampling_fields import Limits, Name, Priority, StopText
-from hiserve.text.body.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from hiserve.text.body.chat import MAX_MESSAGES, MAX_PARTS
 from hiserve.text.body.json import check_text
 from hiserve.text.body.retention import CacheControl
+from hiserve.text.body.tools import MAX_TOOLS
 
 Key = Annotated[str, Meta(min_length=1)]
 

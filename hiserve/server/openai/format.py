@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, Protocol
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from hiserve.server.http.streaming import DONE, EventHead
+from hiserve.server.openai.custom_calls import CustomEvents
 from hiserve.server.openai.types import (
     ChatChoice,
     ChatCompletion,
@@ -22,6 +24,7 @@ from hiserve.server.openai.types import (
     CompletionRequest,
     MessageCall,
     MessageFunction,
+    MessageInput,
     OpenAIFields,
     TextChoice,
 )
@@ -29,7 +32,7 @@ from hiserve.server.reply.choices import Choices
 from hiserve.server.reply.format import Usage, usage
 from hiserve.server.reply.generation import Generation, OutputDelta, nothing
 from hiserve.server.reply.logprobs import ChatScores, Spell, TextLogprobs, TextScores, chat_logprobs, prompt_logprobs
-from hiserve.text.reader.buffer import Kind, called, thought
+from hiserve.text.reader.buffer import Event, Kind, called, thought
 from hiserve.text.tokens.detokenizer import TokenBytes
 
 CONTENT = Kind.CONTENT  # an attribute of an enum costs time for each token
@@ -62,12 +65,15 @@ class ChatFormatter:
         head: As ``reply.format.envelope`` makes it.
         request: Says what the reply shows.
         spell: Spells a token.
+        custom: Names of the custom tools.
 
     Attributes:
         chunk_head: The fields that each chunk of a stream begins with.
     """
 
-    def __init__(self, head: dict[str, Any], request: ChatOptions, spell: Spell) -> None:
+    def __init__(
+        self, head: dict[str, Any], request: ChatOptions, spell: Spell, custom: Collection[str] = frozenset()
+    ) -> None:
         self._head = head
         self.chunk_head = {**head, "object": "chat.completion.chunk"}
         self._has_token_ids = bool(request.return_token_ids)
@@ -76,13 +82,16 @@ class ChatFormatter:
         self._shows_tokens = self._has_token_ids or self._num_top is not None
         self._spell = spell
         self._num_calls: dict[int, int] = {}  # sent so far, by choice
+        self._custom = custom
+        self._readers: dict[int, CustomEvents] = {}  # by choice
+        self._custom_calls: set[tuple[int, int]] = set()  # choice and index of each that was sent
 
     def whole(self, choices: Choices) -> ChatCompletion:
         """Returns the reply that is not streamed."""
         shown = [
             ChatChoice(
                 delta.choice,
-                _message(delta),
+                self._message(delta),
                 self._logprobs(delta),
                 delta.reason,
                 delta.stop,
@@ -100,13 +109,15 @@ class ChatFormatter:
     def chunk(self, output_delta: OutputDelta) -> Chunk | None:
         """Returns the chunk for one delta, or None when the delta has nothing to show."""
         shown = ChatDelta(content=output_delta.text or UNSET)
-        events = output_delta.events
+        events = self._events(output_delta)
         if events and (len(events) > 1 or events[0].kind is not CONTENT):
             first = self._num_calls.get(output_delta.choice, 0)
-            calls = called(output_delta.events, first)
+            calls = called(events, first)
             self._num_calls[output_delta.choice] = max((index + 1 for index in calls), default=first)
-            shown.reasoning_content = thought(output_delta.events) or UNSET
-            shown.tool_calls = [_call_delta(index, *call) for index, call in calls.items()] or UNSET
+            shown.reasoning_content = thought(events) or UNSET
+            shown.tool_calls = [
+                self._call_delta(output_delta.choice, index, *call) for index, call in calls.items()
+            ] or UNSET
         is_empty = shown.content is UNSET and shown.reasoning_content is UNSET and shown.tool_calls is UNSET
         if is_empty and not (output_delta.finish or self._shows_tokens):
             return None
@@ -122,6 +133,39 @@ class ChatFormatter:
             output_delta.tokens if self._has_token_ids else UNSET,
         )
 
+    def _message(self, delta: OutputDelta) -> ChatMessage:
+        """Returns the message of a choice; one with calls may have no content."""
+        message, events = ChatMessage("assistant", delta.text), self._events(delta)
+        if text := thought(events):
+            message.reasoning_content = text
+        calls = called(events)
+        if calls:
+            message.content = delta.text or None
+            message.tool_calls = [self._call(*call) for call in calls.values()]
+        return message
+
+    def _call(self, call_id: str, name: str, arguments: str) -> MessageCall:
+        if name in self._custom:
+            return MessageCall(id=call_id, type="custom", custom=MessageInput(name, arguments))
+        return MessageCall(MessageFunction(name, arguments), id=call_id, type="function")
+
+    def _call_delta(self, choice: int, index: int, call_id: str, name: str, arguments: str) -> MessageCall:
+        """Returns the delta of a call; the first one has its id and name."""
+        if name:
+            if name in self._custom:
+                self._custom_calls.add((choice, index))
+            return msgspec.structs.replace(self._call(call_id, name, arguments), index=index)
+        if (choice, index) in self._custom_calls:
+            return MessageCall(index=index, custom=MessageInput(input=arguments))
+        return MessageCall(MessageFunction(arguments=arguments), index)
+
+    def _events(self, delta: OutputDelta) -> Sequence[Event]:
+        """Returns the events of a delta, with inputs in place of the arguments of custom tools."""
+        if not self._custom:
+            return delta.events
+        reader = self._readers.setdefault(delta.choice, CustomEvents(self._custom))
+        return reader.read(delta.events, is_last=bool(delta.finish))
+
     def _logprobs(self, output_delta: OutputDelta) -> ChatScores | None:
         if self._num_top is None or not output_delta.tokens:
             return None
@@ -135,28 +179,6 @@ class ChatFormatter:
         if self._num_prompt_top is not None:
             shown["prompt_logprobs"] = prompt_logprobs(generation, self._num_prompt_top, self._spell)
         return shown
-
-
-def _message(delta: OutputDelta) -> ChatMessage:
-    """Returns the message of a choice; one with calls may have no content."""
-    message = ChatMessage("assistant", delta.text)
-    if text := thought(delta.events):
-        message.reasoning_content = text
-    calls = called(delta.events)
-    if calls:
-        message.content = delta.text or None
-        message.tool_calls = [
-            MessageCall(MessageFunction(name, arguments), id=call_id, type="function")
-            for call_id, name, arguments in calls.values()
-        ]
-    return message
-
-
-def _call_delta(index: int, call_id: str, name: str, arguments: str) -> MessageCall:
-    """Returns the delta of a call; the first one has its id and name."""
-    if not name:
-        return MessageCall(MessageFunction(arguments=arguments), index)
-    return MessageCall(MessageFunction(name, arguments), index, call_id, "function")
 
 
 class CompletionFormatter:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,6 +14,8 @@ from starlette.responses import Response
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
 from hiserve.errors import NotFoundError
+from hiserve.grammar.custom import CustomTools
+from hiserve.grammar.tools import ToolField
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.conversations import ChatRequest, begin_reply
 from hiserve.server.http.auth import caller_of
@@ -28,10 +31,11 @@ from hiserve.server.openai.types import (
     OpenAIFields,
 )
 from hiserve.server.reply.choices import Choices, generations
-from hiserve.server.reply.format import envelope, json_response, warned
+from hiserve.server.reply.format import envelope, json_response, named_in, warned
 from hiserve.server.reply.generation import Generation, OutputDelta, RequestContext
 from hiserve.server.reply.logprobs import check_prompt_scores
 from hiserve.server.request.body import Body
+from hiserve.server.request.custom_tools import NOT_HELD, check_shown
 from hiserve.server.request.grammar_fields import constrain
 from hiserve.server.request.sampling_fields import fit_context
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
@@ -69,7 +73,10 @@ class OpenAIRoutes:
         arrived, front = time.monotonic(), self._front
         body = await front.bodies.read(request, CHAT)
         fields = decode(body, ChatOptions)
-        sampling, chat = fields.sampling(self._model), parse_chat(body)
+        custom = CustomTools()
+        sampling, chat = fields.sampling(self._model), parse_chat(body, custom.pattern)
+        front.metrics.ignored["tool_grammar"].inc(len(custom.not_held))
+        await check_shown(front.vetting, request, custom)
         engine = front.handle.require()
         chat_request = ChatRequest(
             chat,
@@ -80,10 +87,12 @@ class OpenAIRoutes:
             fields.truncate_prompt_tokens,
             fields.thoughts,
             retention_s(fields.prompt_cache_retention, fields.prompt_cache_options),
+            _tool_fields(body.get("tools") or ()) if custom.names else (),
         )
         head = envelope(self._model, "chatcmpl")
         choices, warning = await begin_reply(front, request, engine, chat_request, head["id"], arrived)
-        formatter = ChatFormatter(head, fields, front.token_bytes.bytes_of)
+        formatter = ChatFormatter(head, fields, front.token_bytes.bytes_of, custom.names)
+        warning = named_in(warning, NOT_HELD, custom.not_held)
         return warned(await self._answer(request, engine, fields, choices, formatter), warning)
 
     async def completions(self, request: Request) -> Response:
@@ -196,3 +205,9 @@ class OpenAIRoutes:
 
         whole = partial(formatter.whole, choices)
         return await answer(request, engine, choices, threads, whole=whole, events=stream if fields.stream else None)
+
+
+def _tool_fields(tools: Sequence[dict[str, Any]]) -> list[ToolField]:
+    """Returns the fields of tools that are functions and custom ones."""
+    kinds = {"function": "parameters", "custom": "format"}
+    return [ToolField(f"tools[{i}].{tool['type']}", kinds[tool["type"]]) for i, tool in enumerate(tools)]

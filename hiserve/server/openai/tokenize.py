@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from hiserve.config.serving import MAX_INT32
 from hiserve.errors import RequestError
+from hiserve.grammar.custom import CustomTools
 from hiserve.server.http.auth import caller_of, namespace_of
 from hiserve.server.http.streaming import cancel_on_disconnect
 from hiserve.server.reply.format import json_response
@@ -100,7 +101,7 @@ class TokenRoutes:
         if has_messages == (fields.prompt is not None):
             raise RequestError("give either prompt or messages.", param="prompt")
         if fields.prompt is None:
-            chat = self._front.abilities.prepared(parse_chat(body), Thinking())
+            chat = self._front.abilities.prepared(parse_chat(body, CustomTools().pattern), Thinking())
             namespace = namespace_of(request, fields.cache_salt)
             if chat.num_chars > MAX_CHARS:
                 raise RequestError(f"messages must be at most {MAX_CHARS} characters long.", param="messages")

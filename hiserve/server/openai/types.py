@@ -241,13 +241,21 @@ class MessageFunction(msgspec.Struct):
     arguments: str | UnsetType = UNSET
 
 
-class MessageCall(msgspec.Struct):
-    """A call of a tool by the model; an event that adds to it may have its index and arguments alone."""
+class MessageInput(msgspec.Struct):
+    """The custom tool of a call, or an event's addition to it."""
 
-    function: MessageFunction
+    name: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
+
+
+class MessageCall(msgspec.Struct):
+    """A call of a tool by the model; an event that adds to it may have its index and arguments, or input, alone."""
+
+    function: MessageFunction | UnsetType = UNSET
     index: int | UnsetType = UNSET
     id: str | UnsetType = UNSET
     type: str | UnsetType = UNSET
+    custom: MessageInput | UnsetType = UNSET
 
 
 class ChatMessage(msgspec.Struct):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,6 +18,8 @@ from hiserve.server.reply.choices import Choices
 from hiserve.text.prompt.parts import PartName, Place
 
 WARNING_HEADER = "x-hiserve-warning"
+MAX_NAMED_CHARS = 200
+UNPRINTABLE = re.compile("[^ -~]")
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,6 +163,14 @@ def warned(response: Response, warning: str) -> Response:
     if warning:
         response.headers[WARNING_HEADER] = warning
     return response
+
+
+def named_in(warning: str, fact: str, names: Collection[str]) -> str:
+    """Returns a warning that ends with a fact and the names that it is of; unchanged without any."""
+    if not names:
+        return warning
+    shown = UNPRINTABLE.sub("?", ", ".join(sorted(set(names)))[:MAX_NAMED_CHARS])
+    return "; ".join(filter(None, (warning, f"{fact}: {shown}")))
 
 
 def json_response(content: Any) -> Response:

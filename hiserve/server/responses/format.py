@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,7 +31,8 @@ from hiserve.server.responses.items import (
     ResponseObject,
     ResponseUsage,
 )
-from hiserve.server.responses.request import CUSTOM, ClientTool
+from hiserve.server.responses.request import ClientTool
+from hiserve.text.custom_tools import InputReader
 from hiserve.text.reader.buffer import Kind
 
 # Status of a response, and the reason of an incomplete one, by why its reply ended.
@@ -62,6 +62,7 @@ class ResponseWriter(BlockWriter[ResponseEvent]):
     """
 
     _item: OutputItem  # the latest one
+    _input: InputReader  # of the latest custom call
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class ResponseWriter(BlockWriter[ResponseEvent]):
             self._add_of_item(f"{PART}.added", content_index=0, part=part)
 
     def add(self, kind: Kind, text: str) -> None:
-        """Makes the event of a text, a thought or arguments; the input of a custom tool comes whole, at its end."""
+        """Makes the event of a text, a thought, arguments or an input."""
         if kind is CONTENT:  # most events: passing their fields on would cost as much as encoding them
             event = ResponseEvent(
                 type=TEXT_DELTA,
@@ -125,6 +126,8 @@ class ResponseWriter(BlockWriter[ResponseEvent]):
             self._add_of_item(f"{THOUGHT}.delta", content_index=0, delta=text)
         elif isinstance(self._item, FunctionCall):
             self._add_of_item(f"{ARGUMENTS}.delta", delta=text)
+        elif isinstance(self._item, CustomCall):
+            self._add_input(self._item, self._input.push(text))
 
     def end(self, kind: Kind, text: str, *, is_whole: bool) -> None:
         """Completes the item, and makes the events of its end."""
@@ -134,9 +137,7 @@ class ResponseWriter(BlockWriter[ResponseEvent]):
             item.arguments = text
             self._add_of_item(f"{ARGUMENTS}.done", name=item.name, arguments=text)
         elif isinstance(item, CustomCall):
-            item.input = _custom_input(text)
-            if item.input:
-                self._add_of_item(f"{INPUT}.delta", delta=item.input)
+            self._add_input(item, self._input.end())
             self._add_of_item(f"{INPUT}.done", input=item.input)
         elif isinstance(item, OutputMessage):
             scores = self._scores[self._start : self._num_shown]
@@ -180,8 +181,14 @@ class ResponseWriter(BlockWriter[ResponseEvent]):
         tool = self._names.get(name) or ClientTool(name)
         namespace = UNSET if tool.namespace is None else tool.namespace
         if tool.kind == "custom":
+            self._input = InputReader()
             return CustomCall(id=_new_id("ctc"), call_id=call_id, name=tool.name, namespace=namespace)
         return FunctionCall(id=_new_id("fc"), call_id=call_id, name=tool.name, namespace=namespace)
+
+    def _add_input(self, item: CustomCall, text: str) -> None:
+        if text:
+            item.input += text
+            self._add_of_item(f"{INPUT}.delta", delta=text)
 
     def _add(self, kind: str, **fields: Any) -> None:
         self._made.append(ResponseEvent(type=kind, sequence_number=self._num_events, **fields))
@@ -193,16 +200,6 @@ class ResponseWriter(BlockWriter[ResponseEvent]):
 
 def _new_id(kind: str) -> str:
     return f"{kind}_{secrets.token_hex(16)}"
-
-
-def _custom_input(arguments: str) -> str:
-    """Returns the text that a custom tool is called with; arguments of another form as they are."""
-    try:
-        given = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    text = given.get(CUSTOM) if isinstance(given, dict) else None
-    return text if isinstance(text, str) else arguments
 
 
 def response_usage(choices: Choices, page_size: int) -> ResponseUsage:

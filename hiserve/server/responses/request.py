@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from hiserve.errors import RequestError
-from hiserve.grammar import bounds
-from hiserve.grammar.regular import MAX_CHARS, regular
-from hiserve.grammar.tools import ToolField, ToolSchema
+from hiserve.grammar.custom import CustomTools
+from hiserve.grammar.tools import ToolField
 from hiserve.server.responses.types import (
     ChosenTool,
     CustomFormat,
@@ -20,13 +18,12 @@ from hiserve.server.responses.types import (
     ToolFields,
     ToolName,
 )
-from hiserve.text.body.chat import MAX_TOOLS
 from hiserve.text.body.json import MAX_VALUES, check_json, check_text, num_separators
 from hiserve.text.body.retention import joined_texts, seconds_of
+from hiserve.text.body.tools import MAX_TOOLS
 from hiserve.text.conversation import Call, Conversation, Result, Role, Text, Thought, ToolChoice, Turn, function_tool
+from hiserve.text.custom_tools import CustomTool, custom_function, input_arguments
 
-# The one argument of a function that represents a custom tool.
-CUSTOM = "input"
 SEPARATOR = "__"
 SERVED = ("function", "custom")
 MESSAGE = (None, "message")
@@ -56,16 +53,14 @@ class Tools(NamedTuple):
         names: By the name that the model calls.
         hosted: Types of the tools that OpenAI would run; they are left out.
         fields: Of those that are shown.
-        not_held: By name, the grammars of the custom tools whose input is not held to them; the model sees them.
-        rules: In Lark's form, that were read for regular expressions.
+        custom: Those of them that are custom.
     """
 
     shown: list[dict[str, Any]]
     names: dict[str, ClientTool]
     hosted: list[str]
     fields: list[ToolField]
-    not_held: dict[str, ToolSchema]
-    rules: list[str]
+    custom: CustomTools
 
 
 def read_tools(given: Sequence[ResponseTool]) -> Tools:
@@ -74,7 +69,7 @@ def read_tools(given: Sequence[ResponseTool]) -> Tools:
     Raises:
         RequestError: A tool has no name, or they are too many.
     """
-    tools = Tools([], {}, [], [], {}, [])
+    tools = Tools([], {}, [], [], CustomTools())
     for i, tool in enumerate(given):
         if tool.type == "namespace":
             if tool.tools is None or tool.name is None:
@@ -122,50 +117,21 @@ def _add_tool(tools: Tools, tool: ToolFields, namespace: str | None, where: str)
     if tool.name is None:
         raise RequestError(f"{where}.name is missing; a tool of type {tool.type} has one.", param=f"{where}.name")
     name = flat_name(tool.name, namespace)
-    function, is_strict = {"description": tool.description, "parameters": tool.parameters}, bool(tool.strict)
+    function, is_strict = (
+        {"name": name, "description": tool.description, "parameters": tool.parameters},
+        bool(tool.strict),
+    )
     if tool.type == "custom":
-        function, is_strict = _custom(tool, tools.rules)
-        if not is_strict and tool.format is not None and tool.format.definition:
-            param = f"{where}.format.definition"
-            tools.not_held[name] = ToolSchema(bounds.rules(tool.format.definition, param).as_kind("lark"), param)
+        form = tool.format or CustomFormat()
+        custom = CustomTool(name, tool.description, form.syntax, form.definition, f"{where}.format.definition")
+        pattern = tools.custom.pattern(custom)
+        function, is_strict = custom_function(custom, pattern), pattern is not None
     if len(tools.shown) == MAX_TOOLS:
         raise RequestError(f"tools has more than {MAX_TOOLS} tools, those of namespaces included.", param="tools")
-    tools.shown.append(function_tool({"name": name, **function}))
+    tools.shown.append(function_tool(function))
     tools.fields.append(ToolField(where, "format" if tool.type == "custom" else "parameters"))
     kind: Literal["function", "custom"] = "custom" if tool.type == "custom" else "function"
     tools.names[name] = ClientTool(tool.name, namespace, kind, is_strict)
-
-
-def _custom(tool: ToolFields, read: list[str]) -> tuple[dict[str, Any], bool]:
-    """Returns the function that represents a custom tool, without its name, and whether its calls are held to it.
-
-    A call holds its input as a string of JSON: a regular expression can be held, and rules that are one. Others are shown to
-    the model.
-
-    Args:
-        tool: The tool.
-        read: Rules of the tools before it, as for ``_pattern``.
-    """
-    form = tool.format or CustomFormat()
-    shown = [tool.description, form.definition and f"The input is a text of this grammar:\n{form.definition}"]
-    pattern = _pattern(form, read)
-    text = {"type": "string"} | ({"pattern": f"^(?:{pattern})$"} if pattern else {})
-    parameters = {"type": "object", "properties": {CUSTOM: text}, "required": [CUSTOM], "additionalProperties": False}
-    return {"description": "\n\n".join(filter(None, shown)) or None, "parameters": parameters}, bool(pattern)
-
-
-def _pattern(form: CustomFormat, read: list[str]) -> str | None:
-    """Returns the regular expression of a tool's input, if it can be held.
-
-    Rules are added to those that were ``read``: the limit is of all of a request, because the event loop waits for them.
-    """
-    rules = form.definition
-    if not rules or form.syntax == "regex":
-        return rules
-    if form.syntax != "lark" or len(rules) + sum(map(len, read)) > MAX_CHARS:
-        return None
-    read.append(rules)
-    return regular(rules)
 
 
 def flat_name(name: str, namespace: str | None) -> str:
@@ -273,7 +239,7 @@ def _thought(item: Item, where: str, unseal: Callable[[str], str | None]) -> str
 def _call(item: Item, where: str) -> Call:
     call_id, name = _needed(item.call_id, f"{where}.call_id"), _needed(item.name, f"{where}.name")
     if item.type == "custom_tool_call":
-        arguments = json.dumps({CUSTOM: item.input or ""}, ensure_ascii=False)
+        arguments = input_arguments(item.input or "")
     else:
         arguments = "{}" if item.arguments is None else item.arguments
     call = Call(call_id, flat_name(name, item.namespace), arguments)

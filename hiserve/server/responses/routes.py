@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +15,15 @@ from starlette.responses import Response
 
 from hiserve.core.request import SamplingParams
 from hiserve.errors import ContextLengthError, RequestError, UnavailableError
-from hiserve.grammar.bounds import INVALID
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.conversations import ChatRequest, begin_reply, count_tokens, without_oldest
 from hiserve.server.http.auth import caller_of
-from hiserve.server.http.streaming import answer, cancel_on_disconnect
+from hiserve.server.http.streaming import answer
 from hiserve.server.reply.choices import Choices
-from hiserve.server.reply.format import json_response, warned
+from hiserve.server.reply.format import json_response, named_in, warned
 from hiserve.server.reply.logprobs import chat_logprobs
 from hiserve.server.request.body import Body
+from hiserve.server.request.custom_tools import NOT_HELD, check_shown
 from hiserve.server.responses.format import ResponseWriter
 from hiserve.server.responses.items import Deleted, InputTokens, ItemList, ResponseObject
 from hiserve.server.responses.request import Tools, conversation_of, read_tools
@@ -45,8 +44,6 @@ PAGE: dict[str, Any] = {
     "after": {"type": "string"},
 }
 ECHOED = ("tools", "tool_choice", "metadata", "reasoning")  # in the response
-MAX_NAMED_CHARS = 200
-UNPRINTABLE = re.compile("[^ -~]")
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -92,7 +89,7 @@ class ResponseRoutes:
             check_json(body.get(name), name)
         sampling, tools = options.sampling(self._model), self._tools(fields)
         chat = conversation_of(fields, await self._earlier(request, fields), tools, self._unseal)
-        await self._check_shown(request, tools)
+        await check_shown(front.vetting, request, tools.custom)
         engine = front.handle.require()
         context = context_of(request, options.cache_salt, options.priority, options.rid, options.prompt_cache_key)
         chat_request = ChatRequest(
@@ -128,13 +125,8 @@ class ResponseRoutes:
         )
         if not options.stream:
             await keep()
-        for names, told in (
-            (tools.hosted, "this server runs no tools; these were left out"),
-            (tools.not_held, "the model sees the grammars of these tools, but they are not held"),
-        ):
-            if names:
-                named = UNPRINTABLE.sub("?", ", ".join(sorted(set(names)))[:MAX_NAMED_CHARS])
-                warning = "; ".join(filter(None, (warning, f"{told}: {named}")))
+        warning = named_in(warning, "this server runs no tools; these were left out", tools.hosted)
+        warning = named_in(warning, NOT_HELD, tools.custom.not_held)
         return warned(reply, warning)
 
     async def count(self, request: Request) -> Response:
@@ -171,25 +163,9 @@ class ResponseRoutes:
         tools = read_tools(fields.tools or ())
         ignored, has_effort = self._front.metrics.ignored, bool(self._front.abilities.template.effort_switch)
         ignored["hosted_tool"].inc(len(tools.hosted))
-        ignored["tool_grammar"].inc(len(tools.not_held))
+        ignored["tool_grammar"].inc(len(tools.custom.not_held))
         ignored["effort"].inc(bool(fields.thinking.effort) and not has_effort)
         return tools
-
-    async def _check_shown(self, request: Request, tools: Tools) -> None:
-        """Checks the grammars that the model only sees; one that takes too long to hold is sound.
-
-        Raises:
-            RequestError: One is no grammar.
-            OverloadedError: As ``Vetting.check``.
-            ClientDisconnect: The client went away.
-        """
-        for grammar, param in tools.not_held.values():
-            checking = self._front.vetting.check(grammar, param, caller=caller_of(request).number)
-            try:
-                await cancel_on_disconnect(request.receive, checking)
-            except RequestError as refusal:
-                if refusal.code == INVALID:
-                    raise
 
     def _unseal(self, seal: str) -> str | None:
         thought = self._front.seals.open(seal)

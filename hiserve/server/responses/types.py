@@ -14,9 +14,11 @@ from hiserve.server.reply.format import ServedModel
 from hiserve.server.request.grammar_fields import Constraint, JsonSchema
 from hiserve.server.request.sampling_fields import Limits, Name, NonEmpty, Priority, SamplingFields, range_of
 from hiserve.text.abilities import Thinking
-from hiserve.text.body.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from hiserve.text.body.chat import MAX_MESSAGES, MAX_PARTS
 from hiserve.text.body.json import check_text
 from hiserve.text.body.retention import CacheBreakpoint, PromptCacheOptions, Retention
+from hiserve.text.body.tools import MAX_TOOLS
+from hiserve.text.custom_tools import Syntax
 
 MAX_INCLUDE = 32
 SEALED = "reasoning.encrypted_content"
@@ -71,7 +73,7 @@ class CustomFormat(msgspec.Struct, frozen=True, kw_only=True):
     """The form of a custom tool's input; the prompt shows the definition."""
 
     type: Literal["text", "grammar"] = "text"
-    syntax: Literal["lark", "regex"] | None = None
+    syntax: Syntax | None = None
     definition: str | None = None
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
 from hiserve.errors import RequestError
-from hiserve.text.body.json import MAX_VALUES, check_json, check_text, decode, num_separators
+from hiserve.text.body.json import MAX_VALUES, check_json, check_text, decode
 from hiserve.text.body.retention import (
     FIVE_MINUTES_S,
     HALF_HOUR_S,
@@ -20,28 +19,18 @@ from hiserve.text.body.retention import (
     joined_texts,
     seconds_of,
 )
-from hiserve.text.conversation import (
-    Call,
-    Conversation,
-    Message,
-    Result,
-    Text,
-    Thought,
-    ToolChoice,
-    Turn,
-    function_tool,
-)
+from hiserve.text.body.tools import MAX_TOOLS, ChosenTools, Tool, ToolCall, call_of, choice_of, num_arguments, tools_of
+from hiserve.text.conversation import Call, Conversation, Message, Result, Text, Thought, Turn
+from hiserve.text.custom_tools import Pattern, no_pattern
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 16_384  # of the content of one message
 MAX_FIELDS = 64  # of one message
-MAX_TOOLS = 1024
 NOT_SERVED = {
     "function_call": "use tool_calls",
     "audio": "use text",
     "refusal": "put it in the content",
 }
-Name = Annotated[str, Meta(min_length=1)]
 
 
 class TextPart(msgspec.Struct, frozen=True, tag="text"):
@@ -73,21 +62,6 @@ class RefusalPart(msgspec.Struct, frozen=True, tag="refusal"):
 Part = TextPart | RefusalPart
 
 
-class CalledFunction(msgspec.Struct, frozen=True):
-    """A function and the arguments of one call of it: an object, or the JSON text that spells one."""
-
-    name: Name
-    arguments: str | dict[str, Any] = "{}"
-
-
-class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of a tool in a message of the assistant."""
-
-    type: Literal["function"] = "function"
-    function: CalledFunction
-    id: str | None = None
-
-
 class RequestMessage(msgspec.Struct, frozen=True):
     """A message. The template gets its other fields too, where they are strings."""
 
@@ -97,50 +71,6 @@ class RequestMessage(msgspec.Struct, frozen=True):
     tool_call_id: str | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
     reasoning_content: str | None = None
-
-
-class Function(msgspec.Struct, frozen=True):
-    """A function that the model may call; the arguments of a ``strict`` one are always of its ``parameters``."""
-
-    name: Name
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(msgspec.Struct, frozen=True):
-    """A tool that the model may call."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class FunctionName(msgspec.Struct, frozen=True):
-    """The name of a function."""
-
-    name: Name
-
-
-class NamedTool(msgspec.Struct, frozen=True):
-    """A tool by its name."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
-class AllowedTools(msgspec.Struct, frozen=True):
-    """Some of the tools; ``required``: one of them must be called."""
-
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
-
-
-class ChosenTools(msgspec.Struct, frozen=True):
-    """A function that must be called, or the tools that may be."""
-
-    type: Literal["function", "allowed_tools"]
-    function: FunctionName | None = None
-    allowed_tools: AllowedTools | None = None
 
 
 class ChatFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,11 +85,15 @@ class ChatFields(msgspec.Struct, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
 
 
-def parse_chat(body: dict[str, Any]) -> Conversation:
+def parse_chat(body: dict[str, Any], pattern: Pattern = no_pattern) -> Conversation:
     """Returns the fields of a request body that the chat template receives; other fields are ignored.
 
     ``tool_choice`` ``none`` removes the tools from the prompt, so that the model does not call them.
     ``continue_final_message`` turns the generation prompt off, unless ``add_generation_prompt`` is given.
+
+    Args:
+        body: The request.
+        pattern: Of its custom tools.
 
     Raises:
         RequestError: A field is malformed or not supported; ``param`` names it.
@@ -179,12 +113,13 @@ def parse_chat(body: dict[str, Any]) -> Conversation:
         )
     contents = (message.content for message in fields.messages)
     check_breakpoints(piece.cache_control for pieces in contents if isinstance(pieces, list) for piece in pieces)
-    choice, is_named = _choice(fields)
     for name in ("tools", "documents", "chat_template_kwargs"):
         check_json(body.get(name), name)
+    tools, strict = tools_of(body.get("tools") or (), fields.tools or (), pattern)
+    choice, is_named = choice_of(fields.tool_choice, strict)
     return Conversation(
         turns=_turns(body["messages"], fields.messages),
-        tools=None if body.get("tool_choice") == "none" else _tools(body.get("tools")),
+        tools=None if body.get("tool_choice") == "none" else tools or None,
         choice=choice,
         is_single=is_named or body.get("parallel_tool_calls") is False,
         documents=fields.documents or None,
@@ -192,10 +127,6 @@ def parse_chat(body: dict[str, Any]) -> Conversation:
         add_generation_prompt=adds_prompt,
         continue_final_message=continues,
     )
-
-
-def _tools(given: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    return [function_tool(tool["function"]) for tool in given or ()] or None
 
 
 def join_parts(messages: list[Any]) -> None:
@@ -221,7 +152,7 @@ def _turns(values: list[Message], messages: list[RequestMessage]) -> tuple[Turn,
     turns, num_values = [], 0
     for i, (value, message) in enumerate(zip(values, messages, strict=True)):
         calls = message.tool_calls or []
-        num_values += sum(num_separators(text) for call in calls if isinstance(text := call.function.arguments, str))
+        num_values += sum(map(num_arguments, calls))
         if num_values > MAX_VALUES:
             raise RequestError(
                 f"the arguments of the tool calls up to messages[{i}] have more than {MAX_VALUES} values. Send fewer.",
@@ -258,32 +189,8 @@ def _turn(value: Message, message: RequestMessage, where: str) -> Turn:
         parts.append(Result(texts.pop("tool_call_id", None), text, retain_s=ttl_s) if is_result else Text(text, ttl_s))
     else:
         parts += joined_texts([(piece.text, piece.retain_s) for piece in pieces]) if pieces else [Text(text)]
-    parts += [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls or ())]
+    parts += [call_of(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls or ())]
     return Turn("system" if message.role == "developer" else message.role, tuple(parts), texts)
-
-
-def _choice(fields: ChatFields) -> tuple[ToolChoice, bool]:
-    """Returns the tools that a reply may call, and whether the choice names one function.
-
-    Raises:
-        RequestError: The object that ``type`` names is missing.
-    """
-    chosen = fields.tool_choice
-    strict = tuple(tool.function.name for tool in fields.tools or () if tool.function.strict)
-    if isinstance(chosen, ChosenTools):
-        part = chosen.function if chosen.type == "function" else chosen.allowed_tools
-        if part is None:
-            raise RequestError(
-                f"tool_choice.{chosen.type} is missing; tool_choice.type asks for it.", param="tool_choice"
-            )
-        if isinstance(part, FunctionName):
-            choice, is_named = ToolChoice(True, (part.name,), strict), True
-        else:
-            names = tuple(tool.function.name for tool in part.tools)
-            choice, is_named = ToolChoice(part.mode == "required", names, strict), False
-    else:
-        choice, is_named = ToolChoice(chosen == "required", None, strict), False
-    return choice, is_named
 
 
 def _merged(parts: list[Part]) -> str | list[dict[str, Any]]:
@@ -298,10 +205,3 @@ def _merged(parts: list[Part]) -> str | list[dict[str, Any]]:
 
 def _joined(parts: list[Part]) -> str:
     return "".join(part.text for part in parts)
-
-
-def _call(call: ToolCall, where: str) -> Call:
-    name, given = call.function.name, call.function.arguments
-    made = Call(call.id, name, given if isinstance(given, str) else json.dumps(given, ensure_ascii=False))
-    check_json([call.id, name, given if isinstance(given, dict) else made.value], where)
-    return made

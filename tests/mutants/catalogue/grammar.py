@@ -1,13 +1,11 @@
 """Grammars: masks, matchers, vetting."""
 
 from hiserve.engine import executor, grammars, loop, planner
-from hiserve.grammar import compiler, matcher, regular, tagged, thoughts, tools, vet, vet_process
+from hiserve.grammar import compiler, custom, matcher, regular, tagged, thoughts, tools, vet, vet_process
 from hiserve.kernels import draw, sampling
 from hiserve.runners import graph, mask_buffers
 from hiserve.sampling import params
-from hiserve.server.request import grammar_fields
-from hiserve.server.responses import request as responses_request
-from hiserve.server.responses import routes as responses_routes
+from hiserve.server.request import custom_tools, grammar_fields
 from hiserve.text.reader import output
 from tests.e2e import test_grammar_halves as halves
 from tests.e2e import test_grammars as replies
@@ -176,14 +174,14 @@ with grammar_fields._check_schemas, test_grammar_fields.test_the_broken_one_of_m
     "each of 128 tools is tried to name the broken one, which takes 15 s"
     half = len(schemas) // 2
     half = 1
-with responses_request._pattern, test_responses.test_the_rules_of_a_custom_tool_are_held_where_they_are_regular_and_counted_where_not:
+with custom.CustomTools._regular, test_responses.test_the_rules_of_a_custom_tool_are_held_where_they_are_regular_and_counted_where_not:
     "INV 76: the rules of a custom tool are shown alone"
     regular(rules)
     None
-with responses_request._pattern, test_responses.test_the_rules_that_are_read_have_one_limit_for_all_tools_of_a_request:
+with custom.CustomTools._regular, test_responses.test_the_rules_that_are_read_have_one_limit_for_all_tools_of_a_request:
     "the event loop waits while the rules of 128 tools are read"
-    sum(map(len, read))
-    0
+    self._num_chars + len(rules)
+    len(rules)
 with regular._Body.alternatives, test_regular.test_rules_that_lead_forward_alone_are_a_regular_expression:
     "groups that stand one after another count as groups in one another"
     self._rules.depth -= 1
@@ -196,7 +194,7 @@ with vet_process.Credit.run, test_vet.test_a_trial_yields_to_other_processes_bey
     "a grammar that takes long has the priority of the engine"
     os.setpriority(os.PRIO_PROCESS, thread.native_id, niceness)
     pass
-with responses_routes.ResponseRoutes._check_shown, test_responses.test_rules_that_are_only_shown_are_refused_where_they_are_no_grammar:
+with custom_tools.check_shown, test_responses.test_rules_that_are_only_shown_are_refused_where_they_are_no_grammar:
     "rules of a custom tool that are no grammar are shown to the model"
     refusal.code == INVALID
     False

@@ -8,6 +8,7 @@ from hiserve.server.management import admin, debug
 from hiserve.server.messages import format as messages_format
 from hiserve.server.messages import request as messages_request
 from hiserve.server.metrics import registry as metrics
+from hiserve.server.openai import custom_calls
 from hiserve.server.openai import types as openai_types
 from hiserve.server.reply import choices, seals
 from hiserve.server.request import body as request_body
@@ -29,6 +30,7 @@ from tests.unit.server import (
     test_cache_usage,
     test_choices,
     test_connection,
+    test_custom_tools,
     test_debug,
     test_disconnects,
     test_engine_handle,
@@ -225,4 +227,12 @@ with helper_process.serve, test_big_bodies.test_a_process_that_takes_too_much_ti
 with retention.check_breakpoints, test_retention.test_more_than_four_breakpoints_are_refused_in_anthropics_words:
     "INV 77: a request has any number of marks"
     number > MAX_BREAKPOINTS
+    False
+with custom_calls.CustomEvents.read, test_custom_tools.test_the_input_of_a_custom_tool_is_streamed_for_each_choice["3"]:
+    "a chat completion streams the arguments that the model writes for the input of a custom tool"
+    event._replace(text=self._reader.push(event.text))
+    event
+with custom_calls.CustomEvents.read, test_custom_tools.test_an_input_that_was_cut_is_shown_up_to_the_cut["True"]:
+    "the end of an input that was cut is lost"
+    is_last
     False

@@ -12,8 +12,9 @@ from hiserve.grammar.bounds import MAX_VALUES as MAX_GRAMMAR_VALUES
 from hiserve.server.openai.tokenize import MAX_TOKENS
 from hiserve.server.request.body import MAX_CHARS
 from hiserve.server.request.sampling_fields import MAX_NAME_CHARS
-from hiserve.text.body.chat import MAX_FIELDS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from hiserve.text.body.chat import MAX_FIELDS, MAX_MESSAGES, MAX_PARTS
 from hiserve.text.body.json import MAX_VALUES
+from hiserve.text.body.tools import MAX_TOOLS
 from tests.unit.server.conftest import KNOWN, NATIVE_SAMPLING, Server
 
 LONG = "x" * 200_000

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from hiserve.errors import RequestError
-from hiserve.text.body.chat import MAX_MESSAGES, MAX_TOOLS, join_parts, parse_chat
+from hiserve.text.body.chat import MAX_MESSAGES, join_parts, parse_chat
 from hiserve.text.body.json import MAX_DEPTH, MAX_VALUES, check_text
+from hiserve.text.body.tools import MAX_TOOLS
 from hiserve.text.conversation import ToolChoice
 from tests.helpers.slowness import least_cpu_s
 
@@ -89,7 +90,10 @@ def user(content: Any, **more: Any) -> list[Any]:
         (assistant(content="x", audio={"id": "1"}), "messages[0].audio"),
         (assistant(content="x", reasoning_content=["hm"]), "messages[0].reasoning_content"),
         (assistant("find"), "messages[0].tool_calls[0].type"),
-        (assistant(CALL, {**CALL, "type": "custom"}), "messages[0].tool_calls[1].type"),
+        (assistant(CALL, {**CALL, "type": "other"}), "messages[0].tool_calls[1].type"),
+        (assistant(CALL, {**CALL, "type": "custom"}), "messages[0].tool_calls[1].custom"),
+        (assistant({"type": "custom", "custom": {"name": "f", "input": 5}}), "messages[0].tool_calls[0].custom.input"),
+        (assistant({"type": "custom", "custom": {"name": "f", "input": "\ud800"}}), "messages[0].tool_calls[0]"),
         (assistant({**CALL, "id": 1}), "messages[0].tool_calls[0].id"),
         (assistant({**CALL, "function": None}), "messages[0].tool_calls[0].function"),
         (assistant({**CALL, "function": {"name": ""}}), "messages[0].tool_calls[0].function.name"),

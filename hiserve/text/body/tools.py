@@ -1,0 +1,217 @@
+"""The tools of a chat request, the choice among them, and the calls in its messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from hiserve.errors import RequestError
+from hiserve.text.body.json import check_json, num_separators
+from hiserve.text.conversation import Call, ToolChoice, function_tool
+from hiserve.text.custom_tools import CustomTool, Pattern, Syntax, custom_function, input_arguments
+
+MAX_TOOLS = 1024
+Name = Annotated[str, Meta(min_length=1)]
+Kind = Literal["function", "custom"]
+
+
+class CalledFunction(msgspec.Struct, frozen=True):
+    """A function and the arguments of one call of it: an object, or the JSON text that spells one."""
+
+    name: Name
+    arguments: str | dict[str, Any] = "{}"
+
+
+class CalledCustom(msgspec.Struct, frozen=True):
+    """A custom tool and the input of one call of it."""
+
+    name: Name
+    input: str = ""
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a tool in a message of the assistant."""
+
+    type: Kind = "function"
+    function: CalledFunction | UnsetType = UNSET
+    custom: CalledCustom | UnsetType = UNSET
+    id: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses a call without the object that its type names."""
+        _check_named(self, self.type)
+
+
+class Function(msgspec.Struct, frozen=True):
+    """A function that the model may call; the arguments of a ``strict`` one are always of its ``parameters``."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class CustomGrammar(msgspec.Struct, frozen=True):
+    """The grammar of a custom tool's input; the prompt shows the definition."""
+
+    definition: str
+    syntax: Syntax
+
+
+class CustomFormat(msgspec.Struct, frozen=True):
+    """The form of a custom tool's input."""
+
+    type: Literal["text", "grammar"] = "text"
+    grammar: CustomGrammar | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        """Refuses a grammar that is missing."""
+        if self.type == "grammar":
+            _check_named(self, self.type)
+
+
+class Custom(msgspec.Struct, frozen=True):
+    """A custom tool, whose calls have one text."""
+
+    name: Name
+    description: str | None = None
+    format: CustomFormat | None = None
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A tool that the model may call."""
+
+    type: Kind
+    function: Function | UnsetType = UNSET
+    custom: Custom | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        """Refuses a tool without the object that its type names."""
+        _check_named(self, self.type)
+
+
+class ToolName(msgspec.Struct, frozen=True):
+    """The name of a tool."""
+
+    name: Name
+
+
+class NamedTool(msgspec.Struct, frozen=True):
+    """A tool by its name."""
+
+    type: Kind
+    function: ToolName | UnsetType = UNSET
+    custom: ToolName | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        """Refuses a tool without the object that its type names."""
+        _check_named(self, self.type)
+
+    @property
+    def name(self) -> str:
+        """The name."""
+        named: ToolName = getattr(self, self.type)
+        return named.name
+
+
+class AllowedTools(msgspec.Struct, frozen=True):
+    """Some of the tools; ``required``: one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class ChosenTools(msgspec.Struct, frozen=True):
+    """A tool that must be called, or the tools that may be."""
+
+    type: Literal["function", "custom", "allowed_tools"]
+    function: ToolName | UnsetType = UNSET
+    custom: ToolName | UnsetType = UNSET
+    allowed_tools: AllowedTools | UnsetType = UNSET
+
+
+def tools_of(
+    values: Sequence[dict[str, Any]], tools: Sequence[Tool], pattern: Pattern
+) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Returns tools in the form that chat templates take, and the names of those whose arguments are always of their schema.
+
+    Args:
+        values: The tools as the client gave them: other fields of a function are shown, too.
+        tools: The same, read.
+        pattern: Of custom tools.
+    """
+    shown: list[dict[str, Any]] = []
+    strict: list[str] = []
+    for i, (value, tool) in enumerate(zip(values, tools, strict=True)):
+        if isinstance(tool.custom, Custom) and tool.type == "custom":
+            form = tool.custom.format
+            grammar = form.grammar if form is not None and form.type == "grammar" else UNSET
+            syntax, definition = (
+                (grammar.syntax, grammar.definition) if isinstance(grammar, CustomGrammar) else (None, None)
+            )
+            param = f"tools[{i}].custom.format.grammar.definition"
+            custom = CustomTool(tool.custom.name, tool.custom.description, syntax, definition, param)
+            held = pattern(custom)
+            shown.append(function_tool(custom_function(custom, held)))
+            strict += [custom.name] * bool(held)
+        else:
+            shown.append(function_tool(value["function"]))
+            strict += [tool.function.name] if isinstance(tool.function, Function) and tool.function.strict else []
+    return shown, tuple(strict)
+
+
+def choice_of(chosen: str | ChosenTools | None, strict: tuple[str, ...]) -> tuple[ToolChoice, bool]:
+    """Returns the tools that a reply may call, and whether the choice names one.
+
+    Args:
+        chosen: ``tool_choice``.
+        strict: As ``tools_of`` returns them.
+
+    Raises:
+        RequestError: The object that ``type`` names is missing.
+    """
+    if not isinstance(chosen, ChosenTools):
+        return ToolChoice(chosen == "required", None, strict), False
+    part: ToolName | AllowedTools | UnsetType = getattr(chosen, chosen.type)
+    if isinstance(part, UnsetType):
+        fault = f"tool_choice.{chosen.type} is missing; tool_choice.type asks for it."
+        raise RequestError(fault, param="tool_choice")
+    if isinstance(part, ToolName):
+        return ToolChoice(True, (part.name,), strict), True
+    return ToolChoice(part.mode == "required", tuple(tool.name for tool in part.tools), strict), False
+
+
+def call_of(call: ToolCall, where: str) -> Call:
+    """Returns a call in a message.
+
+    Raises:
+        RequestError: Its arguments are out of bounds.
+    """
+    if isinstance(call.custom, CalledCustom) and call.type == "custom":
+        check_json([call.id, call.custom.name, call.custom.input], where)
+        return Call(call.id, call.custom.name, input_arguments(call.custom.input))
+    assert isinstance(call.function, CalledFunction), f"a call of type {call.type}"
+    name, given = call.function.name, call.function.arguments
+    made = Call(call.id, name, given if isinstance(given, str) else json.dumps(given, ensure_ascii=False))
+    check_json([call.id, name, given if isinstance(given, dict) else made.value], where)
+    return made
+
+
+def num_arguments(call: ToolCall) -> int:
+    """Returns how many values the arguments of a call have at most, where they are a text that is to be parsed."""
+    given = call.function.arguments if isinstance(call.function, CalledFunction) else None
+    return num_separators(given) if isinstance(given, str) else 0
+
+
+def _check_named(part: msgspec.Struct, kind: str) -> None:
+    """Refuses an object without its field ``kind``, as msgspec does for a field that is always needed.
+
+    Raises:
+        ValueError: It has none.
+    """
+    if getattr(part, kind) is UNSET:
+        raise ValueError(f"Object missing required field `{kind}`")

@@ -1,0 +1,135 @@
+"""Custom tools in chat completions, as OpenAI's own client uses them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from hiserve.core.request import Grammar
+from hiserve.errors import RequestError
+from tests.unit.server.tool_replies import CALL, SOURCE, TOOL, USER, Trusting, client_of, script, serving
+
+RULES = {"syntax": "lark", "definition": "start: /x+/ start?"}
+PATCH = {"type": "custom", "custom": {"name": "patch", "description": "Edits.", "format": {"type": "grammar", "grammar": RULES}}}  # fmt: skip
+NOTE = {"type": "custom", "custom": {"name": "note"}}
+PATCHED = '<tool_call>\n{"name": "patch", "arguments": {"input": "xx\\n\\"x\\""}}\n</tool_call>'
+TEXT = f"{CALL}\n{PATCHED}"
+
+
+def with_grammar(syntax: str, definition: str) -> dict[str, Any]:
+    form = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
+    return {"type": "custom", "custom": {"name": "move", "format": form}}
+
+
+async def test_a_call_of_a_custom_tool_has_its_input_and_goes_back() -> None:
+    tools: list[Any] = [TOOL, PATCH]
+    async with serving(TEXT, template=SOURCE) as server, client_of(server) as client:
+        reply = await client.chat.completions.create(model="tiny", messages=[USER], tools=tools)  # type: ignore[list-item]
+        message = reply.choices[0].message
+        look, patch = message.tool_calls or ()
+        assert (look.type, patch.type) == ("function", "custom")
+        assert (patch.custom.name, patch.custom.input) == ("patch", 'xx\n"x"')
+        assert reply.choices[0].finish_reason == "tool_calls"
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "done"} for call in (look, patch)]
+        history: Any = [USER, message.to_dict(), *results]
+        await client.chat.completions.create(model="tiny", messages=history, tools=tools)
+        first, second = server.engine.seen
+    reply_ids = [index for delta in script(TEXT, 1) for index in delta]
+    assert second.prompt.tolist()[: len(first.prompt) + len(reply_ids)] == [*first.prompt.tolist(), *reply_ids]
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+async def test_the_input_of_a_custom_tool_is_streamed_for_each_choice(size: int) -> None:
+    whole: dict[tuple[int, int], dict[str, str]] = {}
+    async with serving(TEXT, size, template=SOURCE) as server, client_of(server) as client:
+        stream = await client.chat.completions.create(
+            model="tiny", messages=[USER], tools=[TOOL, PATCH], n=2, stream=True  # type: ignore[list-item]
+        )  # fmt: skip
+        async for chunk in stream:
+            for choice in chunk.choices:
+                for call in choice.delta.tool_calls or ():
+                    given = call.to_dict()
+                    kind = whole.setdefault((choice.index, call.index), {"type": str(given.get("type"))})
+                    for name, text in given.get("custom", given.get("function")).items():  # type: ignore[attr-defined, union-attr]
+                        kind[name] = kind.get(name, "") + text
+    patch = {"type": "custom", "name": "patch", "input": 'xx\n"x"'}
+    assert [whole[choice, 1] for choice in (0, 1)] == [patch, patch]
+    assert {whole[choice, 0]["type"] for choice in (0, 1)} == {"function"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_input_that_was_cut_is_shown_up_to_the_cut(stream: bool) -> None:
+    text = '<tool_call>\n{"name": "patch", "arguments": {"input": "half \\'
+    async with serving(text, template=SOURCE) as server:
+        body = {"messages": [USER], "tools": [PATCH], "stream": stream}
+        call = await server.post("/v1/chat/completions", body)
+    shown = re.findall(r'"input":"([^"]*)"', call.text)
+    assert "".join(shown) == r"half \\"
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "num_tools"),
+    [
+        ({"type": "custom", "custom": {"name": "patch"}}, ["patch"], 3),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [PATCH, NOTE]}}, ["patch", "note"], 3),
+        ("required", ["look", "patch", "note"], 3),
+    ],
+)  # fmt: skip
+async def test_a_custom_tool_can_be_chosen(choice: Any, names: list[str], num_tools: int) -> None:
+    vetting = Trusting()
+    async with serving(TEXT, vetting=vetting, template=SOURCE) as server:
+        body = {"messages": [USER], "tools": [TOOL, PATCH, NOTE], "tool_choice": choice}
+        call = await server.post("/v1/chat/completions", body)
+    assert call.status == 200, call.text
+    ((grammar, param),) = (asked for asked in vetting.asked if "definition" not in asked[1])
+    assert param == "tool_choice"
+    assert [
+        name for name in ("look", "patch", "note") if f'"{name}' in grammar.text or f'\\"{name}' in grammar.text
+    ] == names
+
+
+async def test_its_grammar_is_held_where_it_is_regular_and_named_where_not() -> None:
+    vetting = Trusting()
+    held = [with_grammar("regex", "up|down [1-9]"), with_grammar("lark", 'start: "up" | "down" /[1-9]/')]
+    async with serving(TEXT, vetting=vetting, template=SOURCE) as server:
+        for tool in held:
+            call = await server.post("/v1/chat/completions", {"messages": [USER], "tools": [tool]})
+            assert "x-hiserve-warning" not in call.headers
+        call = await server.post("/v1/chat/completions", {"messages": [USER], "tools": [held[0], PATCH]})
+        counted = await server.metric("hiserve:ignored_request_parts_total", part="tool_grammar")
+    fact = "the model sees the grammars of these tools, but they are not held"
+    assert call.headers["x-hiserve-warning"] == f"{fact}: patch"
+    assert counted == 1
+    definition = "tools[1].custom.format.grammar.definition"
+    assert [param for _, param in vetting.asked] == ["tools", "tools", definition, "tools"], "under auto too"
+    assert "up|down [1-9]" in vetting.asked[0][0].text
+
+
+async def test_rules_that_are_no_grammar_are_refused_at_their_field() -> None:
+    class Refusing(Trusting):
+        async def check(self, grammar: Grammar, param: str, **_: Any) -> tuple[Grammar, list[str]]:
+            raise RequestError(f"{param} cannot be used as a grammar.", code="invalid_grammar", param=param)
+
+    async with serving(TEXT, vetting=Refusing(), template=SOURCE) as server:
+        call = await server.post("/v1/chat/completions", {"messages": [USER], "tools": [PATCH]})
+        assert (call.status, server.engine.seen) == (400, [])
+    assert call.json["error"]["param"] == "tools[0].custom.format.grammar.definition"
+
+
+async def test_a_custom_tool_whose_name_cannot_be_called_is_named() -> None:
+    tool = {"type": "custom", "custom": {"name": "a b"}}
+    async with serving(TEXT, template=SOURCE) as server:
+        body = {"messages": [USER], "tools": [TOOL, tool], "tool_choice": "required"}
+        call = await server.post("/v1/chat/completions", body)
+    assert (call.status, call.json["error"]["param"]) == (400, "tools[1].custom.name")
+
+
+async def test_the_prompt_of_tokenize_is_that_of_the_chat() -> None:
+    async with serving(TEXT, template=SOURCE, vetting=Trusting()) as server:
+        body = {"messages": [USER], "tools": [with_grammar("regex", "up|down"), PATCH]}
+        await server.post("/v1/chat/completions", body)
+        tokenized = await server.post("/tokenize", body)
+        (seen,) = server.engine.seen
+    assert tokenized.json["tokens"] == seen.prompt.tolist()
