@@ -15,6 +15,7 @@ from hiserve.engine.host_loads import HostLoads, LoadCostModel
 from hiserve.engine.queue import InFlightPrefix, Request, WaitingQueue
 from hiserve.engine.rows import RowState
 from hiserve.engine.store_prefetch import StorePrefetcher
+from hiserve.ipc.updates import RequestFacts
 
 
 class Admission:
@@ -130,11 +131,12 @@ class Admission:
         miss = self._cache.explain(request.tenant, request.prefix_key, num_cached, is_in_store=is_in_store)
         request.was_admitted = True
         num_stored = min(num_host, self._prefetcher.num_stored_tokens(request.uid))
-        request.cached = CacheUse(num_device, num_host - num_stored, num_stored, miss.reason, miss.num_tokens)
-        request.source = request.cached.source
+        cached = CacheUse(num_device, num_host - num_stored, num_stored, miss.reason, miss.num_tokens)
+        request.note(RequestFacts(cached=cached))
+        request.source = cached.source
         self.counters["prompt_tokens"] += request.num_prompt
         self.counters["cached_tokens"] += num_cached
-        self._cache_counters.admitted(request.cached)
+        self._cache_counters.admitted(cached)
 
 
 def find_in_flight_prefix(request: Request, num_matched: int, state: RowState, page_size: int) -> InFlightPrefix | None:

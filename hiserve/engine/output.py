@@ -31,7 +31,7 @@ def report(
         finishes.tolist(),
         tokens,
         [scores.get(row, b"") for row in rows.tolist()] if scores else (),
-        cached=state.take_cached(rows),
+        facts=state.take_facts(rows),
         drafts=drafting.take(rows),
     )
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from hiserve.core.digest import pack_tokens
 from hiserve.core.plan import WORD_BYTES, Int32Array, RowAdmit
 from hiserve.core.request import Retain, SamplingParams
-from hiserve.core.usage import COLD, CacheUse
+from hiserve.core.usage import COLD
 from hiserve.grammar.matcher import Matcher
+from hiserve.ipc.updates import RequestFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Request:
         retain: Prefixes that the cache evicts last.
         num_faults: Stale page tables that the device found.
         num_undone: Failed steps since its last sound one.
-        cached: Cached tokens of the prompt at first admission; None before it, and once reported.
+        facts: For its next report, from ``note``; those of its last row are still here. None without any.
         source: Tier of most of them, by ``CacheUse.source``.
         draft_use: int32 ``[2 + drafts]``. The row's ``RowState.draft_use`` when the request lost it; None before that.
         num_reported: Prompt tokens whose score was reported before this worker got the request.
@@ -61,7 +62,7 @@ class Request:
     retain: Retain = ()
     num_faults: int = 0
     num_undone: int = 0
-    cached: CacheUse | None = None
+    facts: RequestFacts | None = None
     source: str = COLD
     draft_use: Int32Array | None = None
     num_reported: int = 0
@@ -88,6 +89,13 @@ class Request:
     def prefix_key(self) -> bytes:
         """The key to match: a match leaves at least its last token to compute."""
         return self.key[: WORD_BYTES * (self.num_reusable + 1)]
+
+    def note(self, facts: RequestFacts) -> None:
+        """Adds facts to its next report, while it has no row."""
+        if self.facts is None:
+            self.facts = facts
+        else:
+            self.facts.update(facts)
 
     def to_row(self, row: int, num_computed: int) -> RowAdmit:
         """Returns its admission to a row of the device, with ``num_computed`` cached tokens."""

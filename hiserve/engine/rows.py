@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 from hiserve.cache.index.prefix_cache import Match, PrefixCache, PrefixLock
 from hiserve.core.plan import BoolArray, Int32Array, Int64Array
 from hiserve.core.request import FinishReason
-from hiserve.core.usage import SOURCES, CacheUse
+from hiserve.core.usage import SOURCES
 from hiserve.core.windows import WindowLimits
 from hiserve.engine.page_tables import PageTables
 from hiserve.engine.queue import Request
 from hiserve.engine.row_windows import RowWindows
 from hiserve.engine.stop_tokens import StopTokens
+from hiserve.ipc.updates import RequestFacts
 
 # The lengths of a row, in tokens. ``RowState.check`` asserts their order.
 #
@@ -102,7 +103,7 @@ class RowState:
         self._free = list(range(1, count))
         self._released: list[int] = []
         self._num_admitted = 0
-        self._cached: dict[int, CacheUse] = {}  # not reported yet
+        self._facts: dict[int, RequestFacts] = {}  # not reported yet
         self._has_new_draft_use = np.zeros(count, dtype=np.bool_)
         self._score_end = np.zeros(count, dtype=np.int32)  # a wanted prompt score follows each position below it
         self._num_scoring = 0  # rows with a ``_score_end``
@@ -143,8 +144,8 @@ class RowState:
         self._score_end[row] = last if request.num_scored < last else 0
         self._num_scoring += bool(self._score_end[row])
         self._stops.set(row, request.sampling)
-        if request.cached is not None:
-            self._cached[row] = request.cached
+        if request.facts is not None:
+            self._facts[row] = request.facts
         self._requests[row] = request
         self._locks[row] = lock
         self.active = np.append(self.active, row)
@@ -164,7 +165,7 @@ class RowState:
         private = self.tables.pages[row, self.num_published[row] : self.tables.num_pages[row]].copy()
         request.lose_row(self.tokens[row, : self.known[row]].copy())
         request.draft_use = self.draft_use[row].copy()
-        request.cached = self._cached.pop(row, None)
+        request.facts = self._facts.pop(row, None)
         if self.windows is not None:
             self.windows.release(row, int(self.num_published[row]), lock)
         self.generation[row] = 0
@@ -325,11 +326,11 @@ class RowState:
         left: Int32Array = np.maximum(self._score_end[rows] - self.computed[rows], 0)
         return left
 
-    def take_cached(self, rows: Int64Array) -> list[CacheUse | None]:
-        """Returns the cache's part in each row's prompt (int64 ``[n]``), once; None after that."""
-        if not self._cached:
-            return [None] * rows.size
-        return [self._cached.pop(row, None) for row in rows.tolist()]
+    def take_facts(self, rows: Int64Array) -> dict[int, RequestFacts]:
+        """Returns the new facts about the requests of rows (int64 ``[n]``), by index into ``rows``, once."""
+        if not self._facts:
+            return {}
+        return {index: self._facts.pop(row) for index, row in enumerate(rows.tolist()) if row in self._facts}
 
     def take_changed_drafts(self, rows: Int64Array) -> Int64Array:
         """Returns the indices into ``rows`` (int64 ``[n]``) whose ``draft_use`` changed since the last call."""

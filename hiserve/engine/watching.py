@@ -85,13 +85,14 @@ def row_facts(rows: RowState, runnable: Int64Array) -> list[RowFacts]:
 
 def _facts(rows: RowState, row: int, *, is_loading: bool) -> RowFacts:
     request, known = rows.request(row), int(rows.known[row])
+    cached = None if request.facts is None else request.facts.cached
     is_decoding = known - int(rows.settled[row]) <= 1
     return RowFacts(
         row=row,
         uid=request.uid,
         state="load" if is_loading else "decode" if is_decoding else "prefill",
         num_prompt=request.num_prompt,
-        num_cached=None if request.cached is None else request.cached.num_tokens,
+        num_cached=None if cached is None else cached.num_tokens,
         source=SOURCES[int(rows.source[row])],
         num_computed=int(rows.settled[row]),
         num_generated=known - request.num_prompt,

@@ -1,13 +1,13 @@
 """The output of requests, from the engine to their readers: as columns in messages, as a ``TokenDelta`` for a reader.
 
 A new fact about requests is a field of ``RequestFacts`` with its rule in ``update``, and a column of
-``RequestUpdates``.
+``RequestUpdates``. In the engine, ``Request.note`` adds it to the next report.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -125,9 +125,7 @@ class RequestUpdates(msgspec.Struct, array_like=True, tag=True):
             [int(delta.finish) for delta in deltas],
             np.array([token for delta in deltas for token in delta.tokens], dtype=np.int32),
             [delta.scores for delta in deltas],
-            cached=[delta.cached for delta in deltas],
-            drafts=[delta.drafts for delta in deltas],
-            queue_s=[delta.queue_s for delta in deltas],
+            facts=dict(enumerate(deltas)),
         )
 
     def extend(
@@ -138,9 +136,8 @@ class RequestUpdates(msgspec.Struct, array_like=True, tag=True):
         tokens: Int32Array,
         scores: Sequence[bytes | bytearray] = (),
         *,
-        cached: list[CacheUse | None],
-        drafts: list[DraftUse | None],
-        queue_s: list[float] | None = None,
+        facts: Mapping[int, RequestFacts],
+        drafts: Sequence[DraftUse | None] = (),
     ) -> None:
         """Appends rows given as columns.
 
@@ -150,17 +147,21 @@ class RequestUpdates(msgspec.Struct, array_like=True, tag=True):
             finishes: ``FinishReason`` of each.
             tokens: int32 ``[sum(counts)]``.
             scores: Packed scores of each request; empty when none has any.
-            cached: As the attribute.
-            drafts: As the attribute.
-            queue_s: As the attribute; None when no row has it.
+            facts: New facts, by index into ``uids``.
+            drafts: As the attribute; empty if ``facts`` has them.
         """
+        start, num_rows = len(self.uids), len(uids)
         self.uids += uids
         self.counts += counts
         self.finishes += finishes
-        self.score_words += [len(packed) // WORD_BYTES for packed in scores] if scores else [0] * len(uids)
-        self.cached += cached
-        self.drafts += drafts
-        self.queue_s += [UNREPORTED] * len(uids) if queue_s is None else queue_s
+        self.score_words += [len(packed) // WORD_BYTES for packed in scores] if scores else [0] * num_rows
+        self.cached += [None] * num_rows
+        self.drafts += [None] * num_rows
+        self.queue_s += [UNREPORTED] * num_rows
+        for index, new in facts.items():
+            self.set_facts(start + index, new)
+        if drafts:
+            self.drafts[start:] = drafts
         self.token_bytes += tokens.astype("<i4", copy=False).tobytes()
         self.scores += b"".join(scores)
 

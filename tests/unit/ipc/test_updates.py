@@ -10,7 +10,7 @@ import pytest
 
 from hiserve.core.request import FinishReason
 from hiserve.core.usage import CacheUse, DraftUse
-from hiserve.ipc.updates import MergedUpdates, RequestUpdates, TokenDelta
+from hiserve.ipc.updates import MergedUpdates, RequestFacts, RequestUpdates, TokenDelta
 
 RUNNING, LENGTH, ABORT = FinishReason.RUNNING, FinishReason.LENGTH, FinishReason.ABORT
 
@@ -40,14 +40,14 @@ def test_rows_are_the_deltas_that_were_added() -> None:
 def test_columns_are_appended_to_what_is_there() -> None:
     made = updates(TokenDelta([9], uid=1))
     tokens = np.array([4, 5, 6], dtype=np.int32)
-    made.extend([7, 8], [1, 2], [0, 2], tokens, [b"", b"wxyz"], cached=[None, CacheUse(8)], drafts=[None, None])
-    made.extend([2], [0], [3], tokens[:0], cached=[None], drafts=[None])
+    made.extend([7, 8], [1, 2], [0, 2], tokens, [b"", b"wxyz"], facts={1: RequestFacts(cached=CacheUse(8))})
+    made.extend([2], [0], [3], tokens[:0], facts={0: RequestFacts(queue_s=0.5)}, drafts=[DraftUse(1, 1, (1,))])
     made.check()
     assert list(made) == [
         TokenDelta([9], uid=1),
         TokenDelta([4], uid=7),
         TokenDelta([5, 6], LENGTH, b"wxyz", 8, cached=CacheUse(8)),
-        TokenDelta(finish=ABORT, uid=2),
+        TokenDelta(finish=ABORT, uid=2, drafts=DraftUse(1, 1, (1,)), queue_s=0.5),
     ]
 
 
