@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hiserve.core.request import SamplingParams
-from hiserve.core.transfers import PageCopy, StoreLookup
+from hiserve.core.transfers import NO_PAGES, PageCopy, StoreLookup
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
@@ -47,7 +47,7 @@ class RowAdmit:
 
 
 def _empty() -> Int32Array:
-    return np.empty(0, dtype=np.int32)
+    return NO_PAGES
 
 
 def _no_times() -> Int64Array:

@@ -57,7 +57,9 @@ def resolve(options: Options, model: ModelFacts, machine: Machine) -> Resolved:
     chosen = _choose(options, model, machine)
     memory = plan_memory(chosen, model, machine)
     settings = _settings(chosen, memory)
-    return Resolved(settings=settings, decisions=_decisions(options, settings, memory.reasons), memory=memory)
+    no_windows = {} if memory.window_pages else dict.fromkeys(("tail_share", "tail_every"), "no window pages")
+    decisions = _decisions(options, settings, memory.reasons | no_windows)
+    return Resolved(settings=settings, decisions=decisions, memory=memory)
 
 
 def _choose(options: Options, model: ModelFacts, machine: Machine) -> Chosen:

@@ -20,6 +20,8 @@ class CopyKind(IntEnum):
 
 
 DEVICE_KINDS = (CopyKind.LOAD, CopyKind.OFFLOAD)
+NO_PAGES: NDArray[np.int32] = np.empty(0, dtype=np.int32)
+NO_PAGES.setflags(write=False)
 STORE_LANES = 4  # lookups and prefetches that run at once
 # Staging memory of a CUDA device for large pages, both directions together. Other copies wait for the copy engine during a
 # piece, a fifth of this memory at least. But enqueuing a piece takes the GIL from the thread that launches forwards: with
@@ -48,10 +50,6 @@ class PageRun:
     key: bytes
     draft_revision: int = 0
     retained_until_s: int = 0
-
-
-def _no_pages() -> NDArray[np.int32]:
-    return np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +89,7 @@ class PageCopy:
     host_pages: NDArray[np.int32]
     after_step: int
     run: PageRun | None = None
-    window_pages: NDArray[np.int32] = field(default_factory=_no_pages)
+    window_pages: NDArray[np.int32] = field(default_factory=lambda: NO_PAGES)
     image: TailImage | None = None
 
     @property

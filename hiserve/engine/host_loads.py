@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hiserve.cache.index.prefix_cache import NO_PAGES, PrefixCache, PrefixLock
+from hiserve.cache.index.prefix_cache import PrefixCache, PrefixLock
 from hiserve.core.plan import Int32Array
-from hiserve.core.transfers import STORE_LANES, CopyAck, CopyKind, PageCopy
+from hiserve.core.transfers import NO_PAGES, STORE_LANES, CopyAck, CopyKind, PageCopy
 from hiserve.engine.cache_counters import CacheCounters
 from hiserve.engine.rows import RowState
 

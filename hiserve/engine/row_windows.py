@@ -6,9 +6,10 @@ from bisect import insort
 
 import numpy as np
 
-from hiserve.cache.index.prefix_cache import NO_PAGES, PrefixCache, PrefixLock, Tail, WindowPages
+from hiserve.cache.index.prefix_cache import PrefixCache, PrefixLock, Tail, WindowPages
 from hiserve.core.plan import Int32Array, Int64Array
 from hiserve.core.request import Retain
+from hiserve.core.transfers import NO_PAGES
 from hiserve.core.windows import WindowLimits
 from hiserve.engine.page_tables import PageTables
 

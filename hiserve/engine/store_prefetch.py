@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hiserve.cache.index.prefix_cache import NO_PAGES, MissReason, PrefixCache, RunOp
+from hiserve.cache.index.prefix_cache import MissReason, PrefixCache, RunOp
 from hiserve.config.caching import StorePrefetch
-from hiserve.core.transfers import CopyAck, CopyKind, PageCopy, StoreLookup
+from hiserve.core.transfers import NO_PAGES, CopyAck, CopyKind, PageCopy, StoreLookup
 from hiserve.engine.cache_counters import HOST_FULL, CacheCounters
 from hiserve.engine.host_loads import LoadCostModel
 from hiserve.engine.queue import Request

@@ -28,12 +28,19 @@ def make_cache(
     return cache, cache.windows
 
 
-def publish(cache: PrefixCache, windows: WindowPages, tokens: np.ndarray) -> PrefixLock:
-    """Publishes the first page of five tokens, with its tail of two window pages; returns the lock on it."""
+def insert(cache: PrefixCache, tokens: np.ndarray) -> PrefixLock:
+    """Inserts the whole pages before the last token; returns the lock on them."""
     lock = cache.lock(cache.match(b"", tokens.tobytes())).detach()
-    pages = cache.allocate(np.zeros(2, dtype=np.int32))
+    num_pages = (tokens.size - 1) // PAGE
+    pages = cache.allocate(np.zeros(num_pages, dtype=np.int32))
     assert pages is not None
-    cache.insert(lock, tokens[:4].tobytes(), pages)
+    cache.insert(lock, tokens[: num_pages * PAGE].tobytes(), pages)
+    return lock
+
+
+def publish(cache: PrefixCache, windows: WindowPages, tokens: np.ndarray) -> PrefixLock:
+    """Inserts the two pages of five tokens, with their tail of two window pages; returns the lock on them."""
+    lock = insert(cache, tokens)
     held = windows.allocate(np.zeros(2, dtype=np.int32))
     cache.keep_tail(lock, 0, held)
     windows.drop(held)
@@ -236,10 +243,7 @@ def test_a_boundary_that_is_used_keeps_its_tail_longer(use: str) -> None:
 def test_a_match_from_before_a_tail_is_matched_again() -> None:
     cache, windows = make_cache()
     tokens = np.arange(5, dtype=np.int32)
-    lock = cache.lock(cache.match(b"", tokens.tobytes())).detach()
-    pages = cache.allocate(np.zeros(2, dtype=np.int32))
-    assert pages is not None
-    cache.insert(lock, tokens[:4].tobytes(), pages)
+    lock = insert(cache, tokens)
     before = cache.match(b"", tokens.tobytes())
     cache.keep_tail(lock, 0, windows.allocate(np.zeros(2, dtype=np.int32)))
     assert (before.num_tokens, cache.match(b"", tokens.tobytes()).num_tokens) == (0, 4)
@@ -250,10 +254,7 @@ def test_a_match_from_before_a_tail_is_matched_again() -> None:
 def test_a_boundary_keeps_the_tail_that_it_has() -> None:
     cache, windows = make_cache()
     tokens = np.arange(9, dtype=np.int32)
-    lock = cache.lock(cache.match(b"", tokens.tobytes())).detach()
-    pages = cache.allocate(np.zeros(4, dtype=np.int32))
-    assert pages is not None
-    cache.insert(lock, tokens[:8].tobytes(), pages)
+    lock = insert(cache, tokens)
     first = cache.keep_tail(lock, 1, windows.allocate(np.zeros(2, dtype=np.int32)))
     second = cache.keep_tail(lock, 1, windows.allocate(np.zeros(2, dtype=np.int32)))
     assert first is second and windows.num_tails == 1

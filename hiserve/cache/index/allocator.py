@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hiserve.core.plan import Int32Array
+from hiserve.core.transfers import NO_PAGES
 
 PADDING_PAGE = 0
 MAX_OWNER = 2**31 - 1  # numbers start again after this: years apart, so two never meet
@@ -118,7 +119,7 @@ class PageAllocator:
             count -= batch.size
         if len(popped) == 1:
             return popped[0]
-        return np.concatenate(popped) if popped else np.empty(0, dtype=np.int32)
+        return np.concatenate(popped) if popped else NO_PAGES
 
     def free_pages(self) -> Int32Array:
         """Returns the free pages in ascending order (for checks)."""

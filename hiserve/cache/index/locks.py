@@ -7,9 +7,10 @@ from types import TracebackType
 
 import numpy as np
 
-from hiserve.cache.index.nodes import NO_PAGES, Node, Tail
+from hiserve.cache.index.nodes import Node, Tail
 from hiserve.cache.index.tiers import CacheTiers
 from hiserve.core.plan import Int32Array
+from hiserve.core.transfers import NO_PAGES
 
 
 class PathLock:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from enum import Enum
 from typing import Protocol
 
-import numpy as np
-
 from hiserve.core.plan import Int32Array
+from hiserve.core.transfers import NO_PAGES
 
 STEP_SHIFT = 32  # of a node's logical time: the upper half is the step, the lower half counts within
-NO_PAGES: Int32Array = np.empty(0, dtype=np.int32)
-NO_PAGES.setflags(write=False)
 
 
 class TailPools(Protocol):

@@ -10,7 +10,7 @@ from hiserve.cache.index.allocator import PADDING_PAGE
 from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, Eviction
 from hiserve.cache.index.locks import Locks, PrefixLock
 from hiserve.cache.index.miss_reasons import Miss, MissReason, explain
-from hiserve.cache.index.nodes import NO_PAGES, STEP_SHIFT, Tail
+from hiserve.cache.index.nodes import STEP_SHIFT, Tail
 from hiserve.cache.index.prefixes import HostAdmission, Match, Prefixes
 from hiserve.cache.index.radix import RadixTree
 from hiserve.cache.index.reports import PrefixCacheStats, Tier, TierListener, outline
@@ -25,12 +25,11 @@ from hiserve.cache.index.window_pages import WindowPages
 from hiserve.config.caching import EvictionOrder
 from hiserve.core.digest import Chain, chain
 from hiserve.core.plan import Int32Array
-from hiserve.core.transfers import DEVICE_KINDS, CopyKind, PageCopy, PageRun
+from hiserve.core.transfers import DEVICE_KINDS, NO_PAGES, CopyKind, PageCopy, PageRun
 from hiserve.ipc.cache_stats import NodeFacts, WindowStats
 
 # All that the rest of the package may name of the index.
 __all__ = [
-    "NO_PAGES",
     "PADDING_PAGE",
     "HostAdmission",
     "Match",
@@ -394,4 +393,4 @@ class PrefixCache:
     def take_freed_host_pages(self) -> Int32Array:
         """Returns the host pages freed since the last call; the pool must free them before it starts later copies."""
         freed, self.tiers.freed_host = self.tiers.freed_host, []
-        return np.concatenate(freed) if freed else np.empty(0, dtype=np.int32)
+        return np.concatenate(freed) if freed else NO_PAGES

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hiserve.cache.index.nodes import NO_PAGES, Node, clear, close_tails, join_tails, make_root, split_tails
+from hiserve.cache.index.nodes import Node, clear, close_tails, join_tails, make_root, split_tails
 from hiserve.core.digest import Chain, chain
 from hiserve.core.plan import Int32Array
+from hiserve.core.transfers import NO_PAGES
 
 MAX_NODE_PAGES = 128  # a leaf grows in place up to here: bounds the bytes that each insert of a growing row copies
 

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import numpy as np
 
 from hiserve.cache.index.allocator import PageAllocator
-from hiserve.cache.index.nodes import NO_PAGES, Node
+from hiserve.cache.index.nodes import Node
 from hiserve.cache.index.radix import RadixTree
 from hiserve.core.plan import Int32Array, Int64Array
+from hiserve.core.transfers import NO_PAGES
 
 QUOTA_SHARE = 4  # an account may retain one in so many pages of the slower tier
 MIN_SWEEP = 1024

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from hiserve.cache.index.locks import Locks, path, raise_priority
-from hiserve.cache.index.nodes import NO_PAGES, Node
+from hiserve.cache.index.nodes import Node
 from hiserve.cache.index.tiers import CacheTiers
 from hiserve.cache.index.transfer_ops import TransferOps
 from hiserve.core.plan import Int32Array
-from hiserve.core.transfers import CopyKind, PageCopy, PageRun
+from hiserve.core.transfers import NO_PAGES, CopyKind, PageCopy, PageRun
 
 MAX_RUN_PAGES = 256  # of one upload
 MAX_STAGED_PAGES = 64  # host pages that uploads of pages on the device alone pass through

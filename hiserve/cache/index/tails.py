@@ -6,13 +6,13 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from hiserve.cache.index.locks import Locks, path
-from hiserve.cache.index.nodes import NO_PAGES, Node, Tail
+from hiserve.cache.index.nodes import Node, Tail
 from hiserve.cache.index.store_sync import is_ready_on_host
 from hiserve.cache.index.tiers import CacheTiers
 from hiserve.cache.index.transfer_ops import TransferOp, TransferOps
 from hiserve.cache.index.window_pages import WindowPages
 from hiserve.core.plan import Int32Array
-from hiserve.core.transfers import CopyKind, PageCopy, TailImage
+from hiserve.core.transfers import NO_PAGES, CopyKind, PageCopy, TailImage
 
 
 class TailTiers:

@@ -8,11 +8,12 @@ import numpy as np
 
 from hiserve.cache.index.eviction import MAX_ACCOUNTS, EvictionReserve, LeafHeap
 from hiserve.cache.index.miss_reasons import LostPages
-from hiserve.cache.index.nodes import NO_PAGES, STEP_SHIFT, Node, Tail
+from hiserve.cache.index.nodes import STEP_SHIFT, Node, Tail
 from hiserve.cache.index.radix import MAX_NODE_PAGES, RadixTree
 from hiserve.cache.index.retention import HostTimes, Retention
 from hiserve.cache.index.tier_pages import TierPages
 from hiserve.core.plan import Int32Array
+from hiserve.core.transfers import NO_PAGES
 
 
 class CacheTiers:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hiserve.cache.index.locks import Locks, PathLock, PrefixLock, path
-from hiserve.cache.index.nodes import NO_PAGES, Node, Tail, clear
+from hiserve.cache.index.nodes import Node, Tail, clear
 from hiserve.cache.index.reports import Tier
 from hiserve.cache.index.tiers import CacheTiers
 from hiserve.core.plan import Int32Array
-from hiserve.core.transfers import CopyKind
+from hiserve.core.transfers import NO_PAGES, CopyKind
 
 
 @dataclass(slots=True, eq=False)

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import numpy as np
 
 from hiserve.cache.index.locks import Locks, PrefixLock, path
-from hiserve.cache.index.nodes import NO_PAGES, Node
+from hiserve.cache.index.nodes import Node
 from hiserve.cache.index.store_sync import Uploads
 from hiserve.cache.index.tails import TailTiers
 from hiserve.cache.index.tiers import CacheTiers
 from hiserve.cache.index.transfer_ops import SubtreeRemoval, TransferOp, TransferOps, nodes_in
 from hiserve.core.plan import Int32Array
-from hiserve.core.transfers import DEVICE_KINDS, CopyKind, PageCopy, PageRun
+from hiserve.core.transfers import DEVICE_KINDS, NO_PAGES, CopyKind, PageCopy, PageRun
 
 MANY_COPIES = 1 << 30
 # Offloads of tails that a step may begin whatever it begins of history. One order holds the new pages of many requests, but

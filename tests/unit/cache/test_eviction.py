@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from hiserve.cache.index.eviction import Eviction
-from hiserve.cache.index.nodes import NO_PAGES, Node, make_root
+from hiserve.cache.index.nodes import Node, make_root
+from hiserve.core.transfers import NO_PAGES
 
 ROOT = make_root(b"namespace")
 
