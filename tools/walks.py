@@ -1,9 +1,10 @@
 """Counts the files of hiserve that run during one act: how much a reader opens to follow it.
 
-    python -m tools.walks [TREE ...]
+    python -m tools.walks [--device cuda] [TREE ...]
 
 Each tree is a checkout whose server this interpreter can run. Every process of the server records the files whose functions it calls, between
-two marks. An act beyond a chat counts the files that run in addition to those of the chat.
+two marks. An act beyond a chat counts the files that run in addition to those of the chat. On a GPU the acts are a chat without
+graphs, and one whose steps are replayed.
 """
 
 from __future__ import annotations
@@ -85,13 +86,13 @@ class Server:
 
 
 @contextlib.contextmanager
-def serve(tree: Path, *flags: str) -> Iterator[Server]:
-    """Starts a server of a tree with the recorder in each of its processes."""
+def serve(tree: Path, device: str, *flags: str) -> Iterator[Server]:
+    """Starts a server of a tree on a device with the recorder in each of its processes."""
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         (home / "sitecustomize.py").write_text(RECORDER.format(home=str(home), tree=str(tree / "hiserve")))
         environment = os.environ | {"PYTHONPATH": import_path(home, tree)}
-        flags = ("--port", str(PORT), "--device", "cpu", "--cpu-threads", "1", "--log-level", "error", *flags)
+        flags = ("--port", str(PORT), "--device", device, "--cpu-threads", "1", "--log-level", "error", *flags)
         command = [sys.executable, "-c", "import sys; from hiserve.cli import main; sys.exit(main())", "serve", *flags]
         process = subprocess.Popen(command, env=environment, cwd=home)
         try:
@@ -129,7 +130,8 @@ def death(server: Server) -> None:
 
 
 PLAIN = ("--spec", "off", "--host-cache-gib", "0")
-ACTS: dict[str, tuple[tuple[str, ...], Callable[[Server], None]]] = {
+Acts = dict[str, tuple[tuple[str, ...], Callable[[Server], None]]]  # by name: flags of the server, and the act
+ON_CPU: Acts = {
     "chat": (PLAIN, chat),
     "host load": (
         ("--spec", "off", "--host-cache-gib", "0.05", "--kv-pages", "48", "--max-model-len", "700"),
@@ -138,13 +140,18 @@ ACTS: dict[str, tuple[tuple[str, ...], Callable[[Server], None]]] = {
     "draft and verify": (("--spec", "eagle3", "--spec-steps", "3", "--host-cache-gib", "0"), chat),
     "death of a worker": (PLAIN, death),
 }
+FEW_ROWS = (*PLAIN, "--max-running-requests", "4")
+ON_CUDA: Acts = {
+    "chat": ((*FEW_ROWS, "--graphs", "off"), chat),
+    "replay": ((*FEW_ROWS, "--graphs", "decode"), chat),
+}
 
 
-def files_of(tree: Path) -> dict[str, set[str]]:
+def files_of(tree: Path, device: str) -> dict[str, set[str]]:
     """Returns the files of each act; beyond a chat, those that it has in addition."""
     found: dict[str, set[str]] = {}
-    for name, (flags, act) in ACTS.items():
-        with serve(tree, *flags) as server:
+    for name, (flags, act) in (ON_CPU if device == "cpu" else ON_CUDA).items():
+        with serve(tree, device, *flags) as server:
             server.mark()
             act(server)
             files = server.mark()
@@ -155,10 +162,11 @@ def files_of(tree: Path) -> dict[str, set[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("trees", nargs="*", type=Path, default=[Path()])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--names", action="store_true", help="print the files")
     arguments = parser.parse_args()
     for tree in arguments.trees:
-        for name, files in files_of(tree.resolve()).items():
+        for name, files in files_of(tree.resolve(), arguments.device).items():
             rooms = Counter(file.split("/")[0] for file in files)
             print(f"{tree}: {name}: {len(files)} files", dict(rooms.most_common()))
             if arguments.names:
