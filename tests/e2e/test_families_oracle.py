@@ -135,7 +135,7 @@ def test_a_model_gives_the_logits_and_tokens_of_transformers(
     check_logits(oracle, Engine(tmp_path, attention=attention, num_pages=NUM_PAGES), prompts)
     oracle = oracle.double()
     greedy = {row: continuation(oracle, prompt) for row, prompt in prompts.items()}
-    check_tokens(Subject(tmp_path, prompts, greedy, sampled={}), chunk, depth)
+    check_tokens(Subject(tmp_path, prompts, greedy, sampled={}), chunk, depth).close()
 
 
 WINDOW = 16
@@ -175,7 +175,7 @@ def test_a_sliding_window_moves_as_in_transformers(tmp_path: Path, case: str, ch
         check_logits(oracle, Engine(tmp_path, attention=attention, num_pages=NUM_PAGES), prompts)
     oracle = oracle.double()
     greedy = {row: continuation(oracle, prompt) for row, prompt in prompts.items()}
-    check_tokens(Subject(tmp_path, prompts, greedy, sampled={}), chunk, depth)
+    check_tokens(Subject(tmp_path, prompts, greedy, sampled={}), chunk, depth).close()
 
 
 def test_the_usual_cases_bring_every_pair_together() -> None:

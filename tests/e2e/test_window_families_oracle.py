@@ -14,7 +14,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from hiserve.models.model_config import read_model_config
 from hiserve.models.weights import load_parameters
 from tests.helpers.models import Engine, load_transformers, save_family
-from tests.helpers.oracle import NUM_PAGES, Subject, check_logits, check_tokens, continuation
+from tests.helpers.oracle import NUM_NEW, NUM_PAGES, Subject, check_logits, check_tokens, continuation, generate
+from tests.helpers.window_models import WindowPool
 
 WINDOW = 12
 
@@ -44,7 +45,10 @@ def prompts_around(window: int) -> dict[int, list[int]]:
     return {row: torch.randint(0, 320, (n,), generator=generator).tolist() for row, n in enumerate(lengths, 1)}
 
 
-def check(folder: Path, chunk: int, depth: int, page_size: int, spec: str = "off") -> None:
+def check(
+    folder: Path, patch: pytest.MonkeyPatch, chunk: int, depth: int, page_size: int, spec: str, window_pages: int
+) -> None:
+    """Logits; tokens while window pages are freed and NaN; then next turns, which go on at the end of what was computed."""
     torch.set_num_threads(1)
     prompts = prompts_around(WINDOW)
     oracle = load_transformers(folder, torch.float32)
@@ -52,24 +56,46 @@ def check(folder: Path, chunk: int, depth: int, page_size: int, spec: str = "off
         check_logits(oracle, Engine(folder, attention=attention, num_pages=NUM_PAGES), prompts)
     oracle = oracle.double()
     greedy = {row: continuation(oracle, prompt) for row, prompt in prompts.items()}
-    check_tokens(Subject(folder, prompts, greedy, sampled={}), chunk, depth, page_size=page_size, spec=spec)
+    engine = check_tokens(
+        Subject(folder, prompts, greedy, sampled={}),
+        chunk,
+        depth,
+        page_size=page_size,
+        window_pages=window_pages,
+        spec=spec,
+        watch=WindowPool(patch).watch_engine if window_pages else lambda engine: None,
+    )
+    windows, before = engine._planner._cache.windows, engine.stats().cached_tokens
+    assert (windows is None) == (window_pages == 0)
+    turns = {row: [*prompts[row], *greedy[row], 5, 6] for row in (2, 6)}
+    assert generate(engine, turns) == {row: continuation(oracle, turn) for row, turn in turns.items()}
+    settled = [len(prompts[row]) + NUM_NEW - 1 for row in turns]
+    assert engine.stats().cached_tokens - before == sum(each // page_size * page_size for each in settled)
+    engine.close()
 
 
 @pytest.mark.parametrize(
-    ("case", "chunk", "depth", "page_size", "spec"),
+    ("case", "chunk", "depth", "page_size", "spec", "window_pages"),
     [
-        ("plain", 7, 0, 4, "off"),
-        ("plain", 64, 1, 16, "ngram"),
-        ("capped, own head", 13, 1, 2, "off"),
-        ("linear", 64, 0, 4, "off"),
-        ("no window reached", 64, 1, 4, "off"),
+        ("plain", 7, 0, 4, "off", 200),
+        ("plain", 64, 1, 16, "ngram", 200),
+        ("capped, own head", 13, 1, 2, "off", 200),
+        ("linear", 64, 0, 4, "off", 200),
+        ("no window reached", 64, 1, 4, "off", 0),
     ],
 )
 def test_gemma3_gives_the_logits_and_tokens_of_transformers(
-    tmp_path: Path, case: str, chunk: int, depth: int, page_size: int, spec: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    chunk: int,
+    depth: int,
+    page_size: int,
+    spec: str,
+    window_pages: int,
 ) -> None:
     save_family("gemma3_text", tmp_path, **GEMMA[case])
-    check(tmp_path, chunk, depth, page_size, spec)
+    check(tmp_path, monkeypatch, chunk, depth, page_size, spec, window_pages)
 
 
 def test_gemma3_in_the_spelling_of_released_files(tmp_path: Path) -> None:
@@ -127,19 +153,26 @@ GPT_OSS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("case", "chunk", "depth", "page_size", "spec"),
+    ("case", "chunk", "depth", "page_size", "spec", "window_pages"),
     [
-        ("yarn", 7, 0, 4, "off"),
-        ("yarn", 64, 1, 16, "ngram"),
-        ("no rope scaling, all experts", 13, 1, 2, "off"),
-        ("full layers first", 64, 0, 4, "off"),
+        ("yarn", 7, 0, 4, "off", 200),
+        ("yarn", 64, 1, 16, "ngram", 200),
+        ("no rope scaling, all experts", 13, 1, 2, "off", 200),
+        ("full layers first", 64, 0, 4, "off", 0),
     ],
 )
 def test_gpt_oss_gives_the_logits_and_tokens_of_transformers(
-    tmp_path: Path, case: str, chunk: int, depth: int, page_size: int, spec: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    chunk: int,
+    depth: int,
+    page_size: int,
+    spec: str,
+    window_pages: int,
 ) -> None:
     save_family("gpt_oss", tmp_path, **GPT_OSS[case])
-    check(tmp_path, chunk, depth, page_size, spec)
+    check(tmp_path, monkeypatch, chunk, depth, page_size, spec, window_pages)
 
 
 def pack(folder: Path, is_sharded: bool) -> None:

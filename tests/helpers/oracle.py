@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from hiserve.config.options import make_options
+from hiserve.config.serving import Auto
 from hiserve.core.plan import RowAdmit
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.engine.build import build_engine
@@ -105,6 +107,7 @@ def engine_of(
     depth: int = 0,
     page_size: int = 4,
     kv_pages: int = 200,
+    window_pages: int | Auto = "auto",
     device: str = "cpu",
     spec: str = "off",
 ) -> Engine:
@@ -117,7 +120,7 @@ def engine_of(
             device=device,
             max_model_len=max_len,
             kv_pages=max(kv_pages, 1 + max_len // page_size),
-            window_pages=0,  # every page is kept, so that hits can be counted
+            window_pages=window_pages,
             page_size=page_size,
             max_running_requests=8,
             max_batched_tokens=chunk,
@@ -164,10 +167,23 @@ def check_logits(oracle: Any, engine: models.Engine, prompts: dict[int, list[int
         assert (logits[row] - expected).abs().max().item() <= MAX_LOGIT_DIFFERENCE
 
 
-def check_tokens(subject: Subject, chunk: int, depth: int, *, page_size: int = 4, spec: str = "off") -> None:
-    """Continuous batches in chunks, and once more over what the first pass left in the cache."""
+def check_tokens(
+    subject: Subject,
+    chunk: int,
+    depth: int,
+    *,
+    page_size: int = 4,
+    window_pages: int | Auto = "auto",
+    spec: str = "off",
+    watch: Callable[[Engine], object] = lambda engine: None,
+) -> Engine:
+    """Continuous batches in chunks, and once more over what the first pass left in the cache; ``watch`` sees the engine first.
+
+    Returns the engine, which goes on.
+    """
     assert len({token for tokens in subject.greedy.values() for token in tokens}) >= MIN_DISTINCT
-    engine = engine_of(subject, chunk=chunk, depth=depth, page_size=page_size, spec=spec)
+    engine = engine_of(subject, chunk=chunk, depth=depth, page_size=page_size, window_pages=window_pages, spec=spec)
+    watch(engine)
     assert generate(engine, subject.prompts) == subject.greedy
     total = sum(len(prompt) + NUM_NEW - 1 for prompt in subject.prompts.values())
     assert spec != "off" or engine.stats().steps >= -(-total // chunk)
@@ -175,4 +191,4 @@ def check_tokens(subject: Subject, chunk: int, depth: int, *, page_size: int = 4
     assert generate(engine, subject.prompts) == subject.greedy
     cached = sum((len(prompt) - 1) // page_size * page_size for prompt in subject.prompts.values())
     assert engine.stats().cached_tokens == cached > 0
-    engine.close()
+    return engine

@@ -79,8 +79,12 @@ class WindowPool:
         patch.setattr(build, "DevicePool", kept)
 
     def watch(self, llm: LLM, then: Callable[[Engine], None] = lambda engine: None) -> Engine:
+        """Watches the engine of an LLM; see ``watch_engine``."""
+        return self.watch_engine(engine_of(llm), then)
+
+    def watch_engine(self, engine: Engine, then: Callable[[Engine], None] = lambda engine: None) -> Engine:
         """Checks an engine after each of its steps, and poisons free pages: steps in flight do not read these either."""
-        engine, storage = engine_of(llm), self.made[-1].storage("swa")
+        storage = self.made[-1].storage("swa")
         step = engine.step
 
         def watched() -> Any:
