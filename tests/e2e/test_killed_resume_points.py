@@ -1,0 +1,144 @@
+"""A worker killed by SIGKILL leaves its resume points to its successor: history and tails, each whole, and the same tokens.
+
+Exact, in float64, against an engine that keeps all pages of all layers and reuses none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hiserve import LLM, SamplingParams
+from hiserve.cache.storage.records import whole_tails
+from hiserve.cache.storage.segment import SHARED_MEMORY, Segment, segment_path
+from hiserve.config.options import make_options
+from hiserve.core.digest import chain, namespace_digest, pack_tokens
+from hiserve.core.usage import CacheUse
+from hiserve.scheduler.client import EngineClient
+from tests.helpers.processes import wait_dead
+from tests.helpers.settings import identified
+from tests.helpers.waiting import until
+from tests.helpers.window_models import SETTINGS, VOCAB, WINDOW, add_mtp, save_windows
+
+NUM_NEW = 14
+LENGTHS = (11, 29, 40, 57)  # of prompts: shorter than the window, and longer than several
+SAMPLING = [
+    SamplingParams(temperature=0.9 * (row % 2), seed=row, max_tokens=NUM_NEW, ignore_eos=True)
+    for row in range(len(LENGTHS))
+]
+HOST: dict[str, Any] = {"host_cache_gib": 0.01, "window_pages": 160, "log_level": "error"}
+CASES: dict[str, dict[str, Any]] = {
+    "pages of one token": {"page_size": 1, "kv_pages": 600, "window_pages": 400},
+    "copied drafts, overlap": {"spec": "ngram", "spec_steps": 3, "overlap": 1},
+    "a head's drafts, pages longer than the window": {"spec": "mtp", "spec_steps": 2, "page_size": 16},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return add_mtp(save_windows(tmp_path_factory.mktemp("windows")))
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    """A name of a host cache that nobody else has; nothing of it stays."""
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    yield name
+    for path in [*SHARED_MEMORY.glob(f"hiserve-{name}*"), *SHARED_MEMORY.glob(f".hiserve-{name}*")]:
+        path.unlink()
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(7)
+    return [rng.integers(7, VOCAB, length).tolist() for length in LENGTHS]
+
+
+def next_turns(first: list[list[int]]) -> list[list[int]]:
+    return [[*prompt, *reply, 8, 9] for prompt, reply in zip(prompts(), first, strict=True)]
+
+
+@lru_cache
+def expected(folder: Path) -> tuple[list[list[int]], list[list[int]]]:
+    """First turns and next turns."""
+    with LLM(model=str(folder), **SETTINGS | {"window_pages": 0, "disable_prefix_cache": True}) as llm:
+        first = [list(each.outputs[0].token_ids) for each in llm.generate(prompts(), SAMPLING)]
+        return first, [list(each.outputs[0].token_ids) for each in llm.generate(next_turns(first), SAMPLING)]
+
+
+async def ask(client: EngineClient, asked: list[list[int]]) -> tuple[list[list[int]], list[CacheUse]]:
+    """Asks all at once; returns the tokens of each, and what came from where."""
+
+    async def one(prompt: list[int], sampling: SamplingParams) -> tuple[list[int], CacheUse]:
+        deltas = [delta async for delta in client.generate(np.array(prompt, dtype=np.int32), sampling)]
+        assert deltas[0].cached is not None
+        return [token for delta in deltas for token in delta.tokens], deltas[0].cached
+
+    replies = await asyncio.gather(*(one(*each) for each in zip(asked, SAMPLING, strict=True)))
+    return [tokens for tokens, _ in replies], [cached for _, cached in replies]
+
+
+async def until_backed(name: str, namespace: bytes, page_size: int, settled: list[list[int]]) -> None:
+    """Waits until the host has the tail at the end of each of these token sequences, every frame with its checksum."""
+    root = namespace_digest(namespace, b"")
+    ends = {chain(root, pack_tokens(np.array(each, dtype=np.int32)), page_size)[-1] for each in settled}
+    segment = Segment.attach(os.open(segment_path(name), os.O_RDWR | os.O_CLOEXEC))
+    await until(lambda: len(whole_tails(segment.records, ends)) == len(ends))
+    segment.close()
+
+
+async def kill_while_asked(client: EngineClient, asked: list[list[int]]) -> tuple[list[list[int]], list[CacheUse]]:
+    """Asks a worker that does nothing any more, and kills it: its successor answers everything."""
+    (worker,) = (await client.status()).workers
+    os.kill(worker.pid, signal.SIGSTOP)
+    replies = asyncio.create_task(ask(client, asked))
+    await until(lambda: client.num_inflight == len(asked))
+    os.kill(worker.pid, signal.SIGKILL)
+    return await replies
+
+
+@asynccontextmanager
+async def engine(**options: Any) -> AsyncIterator[tuple[EngineClient, bytes]]:
+    """Starts processes; yields their client, and the namespace of their cache. No process is left."""
+    given = SETTINGS | HOST | options
+    del given["in_process"]
+    settings = identified(make_options(**given))
+    client = await EngineClient.start(settings)
+    try:
+        yield client, settings.cache_identity.namespace
+    finally:
+        pid = client.started.scheduler_pid
+        await client.stop()
+        await asyncio.to_thread(wait_dead, [pid])
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_the_successor_of_a_killed_worker_goes_on_at_its_resume_points(
+    case: str, folder: Path, name: str
+) -> None:
+    """H5 and H10: every next turn has the whole pages of the turn that the dead worker computed, loaded from the host."""
+    first, later = expected(folder)
+    page_size = CASES[case].get("page_size", SETTINGS["page_size"])
+    settled = [[*prompt, *reply[:-1]] for prompt, reply in zip(prompts(), first, strict=True)]
+    async with engine(model=str(folder), host_cache_name=name, **CASES[case]) as (client, namespace):
+        assert (await ask(client, prompts()))[0] == first
+        await until_backed(name, namespace, page_size, settled)
+        tokens, cached = await kill_while_asked(client, next_turns(first))
+        assert tokens == later
+        assert [each.host for each in cached] == [len(each) // page_size * page_size for each in settled]
+        (worker,) = (await client.status()).workers
+        loads = worker.stats.cache.loads
+        num_tail_pages = [min(len(each) // page_size, -(-(WINDOW - 1) // page_size)) for each in settled]
+        assert worker.incarnation == 2 and loads.num_fulfilled == loads.num_wanted
+        assert loads.num_fulfilled >= sum(each.host for each in cached) // page_size + sum(num_tail_pages)
