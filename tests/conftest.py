@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -19,6 +20,24 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Makes one item of the long cases of a test where they are left out: 7,900 of them would take 8 s of CPU in each process.
+
+    The one that is made shows that the parameters fit the test; it is left out then, as each of them was.
+    """
+    yield
+    if "not long" not in metafunc.config.option.markexpr:
+        return
+    if any(metafunc.definition.iter_markers("long")):
+        del metafunc._calls[1:]
+        return
+    is_long = [any(mark.name == "long" for mark in call.marks) for call in metafunc._calls]
+    if any(is_long):
+        first = is_long.index(True)
+        metafunc._calls = [call for index, call in enumerate(metafunc._calls) if index == first or not is_long[index]]
 
 
 def pytest_collection_finish() -> None:

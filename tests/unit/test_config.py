@@ -42,6 +42,7 @@ def ids(setting: Flag) -> str:
 def test_the_settings_are_the_flags_that_were_asked_for() -> None:
     assert {flag_of(name) for name in flags()} == {*FLAGS.split(), "--model"}
     assert len(flags()) <= MAX_FLAGS
+    assert flags() is flags(), "made once"
 
 
 @pytest.mark.parametrize("setting", ALL, ids=ids)
