@@ -9,9 +9,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ from hiserve.models.checkpoint import StoredTensor
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 4 << 20
 NUM_THREADS = 16  # fill a link from the page cache; for a disk, its queue depth
-NUM_COPIED = 8  # buffers being copied to the device, so that no thread waits for a copy before it reads
-NUM_BUFFERS = 2 * NUM_THREADS + NUM_COPIED  # of one chunk each
+NUM_BUFFERS = 2  # of a thread: it reads into one while the other is copied
 _SHOWN_BYTES = 256 << 20  # less is read before a progress bar could be seen
 _LOG_S = 10.0
+_LOOK_S = 0.25  # between two looks at how much has been read
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,64 +108,75 @@ TORCH_DTYPES = {
 def read_chunks(pieces: Sequence[FileChunk], device: torch.device) -> None:
     """Reads every chunk into its targets. All bytes have arrived when it returns, also on a CUDA device.
 
-    Threads read ahead. Bytes that need no conversion are read directly into targets on the CPU; others pass through
-    buffers, pinned for a CUDA device, and are converted and copied on this thread's current stream. ``device`` is that
-    of all targets.
+    Threads take chunks in order. Bytes that need no conversion are read directly into targets on the CPU; others pass
+    through buffers, pinned for a CUDA device, and are converted and copied on the caller's current stream. ``device`` is
+    that of all targets.
 
     Raises:
         OSError: A file cannot be read; ``EOFError``: it is shorter than it was.
     """
-    waiting: deque[tuple[FileChunk, _Buffer, Future[None]]] = deque()
+    is_cuda, waiting = device.type == "cuda", deque(pieces)
+    num_threads, most = min(NUM_THREADS, len(pieces)), max((chunk.num_bytes for chunk in pieces), default=0)
     with ExitStack() as stack:
-        buffers = _Buffers(min(NUM_BUFFERS, len(pieces)), max((chunk.num_bytes for chunk in pieces), default=0), device)
-        stack.callback(buffers.close)
-        pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="read-weights")
-        stack.callback(pool.shutdown, cancel_futures=True)
+        pins = _Pins(device) if is_cuda else None
+        buffers = [_Buffer(memory, pins) for memory in _memory(NUM_BUFFERS * num_threads, most)]
+        if pins is not None:
+            stack.callback(pins.close)
+        readers = [_Reader(waiting, buffers[i::num_threads], device) for i in range(num_threads)]
+        pool = stack.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="read-weights"))
+        stack.callback(waiting.clear)  # after a failure the others end with the chunk that they read
         advance = stack.enter_context(_progress(sum(chunk.num_bytes for chunk in pieces)))
-
-        def finish() -> None:
-            chunk, buffer, reading = waiting.popleft()
-            reading.result()
-            buffer.unload(chunk)
-            advance(chunk.num_bytes)
-
-        for number, chunk in enumerate(pieces):
-            if len(waiting) == max(1, len(buffers) - NUM_COPIED):
-                finish()
-            buffer = buffers[number % len(buffers)]
-            waiting.append((chunk, buffer, pool.submit(buffer.load, chunk)))
-        while waiting:
-            finish()
-        buffers.wait()
+        running, num_told = {pool.submit(reader.run) for reader in readers}, 0
+        while running:
+            ended, running = wait(running, _LOOK_S, return_when=FIRST_EXCEPTION)
+            for each in ended:
+                each.result()
+            num_read = sum(reader.num_bytes for reader in readers)
+            advance(num_read - num_told)
+            num_told = num_read
 
 
-class _Buffers(Sequence["_Buffer"]):
-    """Buffers in one allocation, pinned for a CUDA device until ``close``."""
+def _memory(count: int, num_bytes: int) -> list[Tensor]:
+    """Returns whole pages of one allocation, each uint8 ``[n]`` with ``n`` at least ``num_bytes``."""
+    stride = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, max(1, count * stride), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_DONTFORK)  # after a fork a write would move pages that the device reads
+    held = torch.frombuffer(memory, dtype=torch.uint8)
+    return [held[i * stride : (i + 1) * stride] for i in range(count)]
 
-    def __init__(self, count: int, num_bytes: int, device: torch.device) -> None:
-        stride = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        memory = mmap.mmap(-1, max(1, count * stride), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_DONTFORK)  # after a fork a write would move pages that the device reads
-        held = torch.frombuffer(memory, dtype=torch.uint8)
-        self._pins = _Pins(device) if device.type == "cuda" else None
-        self._buffers = [_Buffer(held[i * stride : (i + 1) * stride], self._pins) for i in range(count)]
 
-    def __len__(self) -> int:
-        return len(self._buffers)
+class _Reader:
+    """What one thread does: it takes chunks until none is left, and reads each while its last one is copied.
 
-    def __getitem__(self, index: Any) -> Any:
-        return self._buffers[index]
+    No thread waits for another one. When one thread copied what all had read, the changes between threads took longer
+    than the copies: 0.25 ms a chunk.
 
-    def wait(self) -> None:
-        """Waits for all copies from the buffers."""
-        for buffer in self._buffers:
-            buffer.wait()
+    Attributes:
+        num_bytes: That were read.
+    """
 
-    def close(self) -> None:
-        """Unpins the memory, after the last copy."""
-        self.wait()
-        if self._pins is not None:
-            self._pins.close()
+    def __init__(self, waiting: deque[FileChunk], buffers: list[_Buffer], device: torch.device) -> None:
+        self.num_bytes = 0
+        self._waiting = waiting
+        self._buffers = buffers
+        is_cuda = device.type == "cuda"
+        self._on_stream = torch.cuda.stream(torch.cuda.current_stream(device)) if is_cuda else nullcontext()
+
+    def run(self) -> None:
+        """Returns when its bytes have arrived, or fails when no copy runs."""
+        with self._on_stream:
+            try:
+                for buffer in cycle(self._buffers):
+                    try:
+                        chunk = self._waiting.popleft()
+                    except IndexError:
+                        break
+                    buffer.load(chunk)
+                    buffer.unload(chunk)
+                    self.num_bytes += chunk.num_bytes
+            finally:
+                for buffer in self._buffers:
+                    buffer.wait()
 
 
 class _Pins:
@@ -194,7 +206,7 @@ class _Pins:
 
 
 class _Buffer:
-    """Memory for one chunk: loaded by a reader thread, unloaded by the caller's thread, then loaded again."""
+    """Memory for one chunk at a time, of one thread: loaded, unloaded, then loaded again."""
 
     def __init__(self, memory: Tensor, pins: _Pins | None) -> None:
         self._memory = memory
@@ -206,13 +218,16 @@ class _Buffer:
         """Reads a chunk after the last copy from the buffer; directly into the targets where that is possible."""
         self.wait()
         # Opened for each chunk: the kernel's read-ahead is per open file, and must follow one chunk.
-        with chunk.path.open("rb", buffering=0) as file:
-            os.posix_fadvise(file.fileno(), chunk.begin, chunk.num_bytes, os.POSIX_FADV_SEQUENTIAL)
+        file = os.open(chunk.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(file, chunk.begin, chunk.num_bytes, os.POSIX_FADV_SEQUENTIAL)
             if all(part.is_direct for part in chunk.parts):
                 for part in chunk.parts:
-                    _read(file.fileno(), part.target.view(torch.uint8), chunk.begin + part.begin, chunk.path)
+                    _read(file, part.target.view(torch.uint8), chunk.begin + part.begin, chunk.path)
             else:
-                _read(file.fileno(), self._memory[: chunk.num_bytes], chunk.begin, chunk.path)
+                _read(file, self._memory[: chunk.num_bytes], chunk.begin, chunk.path)
+        finally:
+            os.close(file)
         if self._pins is not None and not self._has_been_pinned:
             # After a read, which made the pages: threads do that side by side, and the driver one after the other.
             self._pins.add(self._memory)

@@ -37,7 +37,7 @@ with model_config.parse_config, test_model_config.test_a_size_that_no_model_has_
     "config.json may name any size"
     refuse_oversize(fields, path)
     pass
-with reading._Buffer.load, test_reading.test_buffers_are_pinned_once_each_after_their_first_read:
+with reading._Buffer.load, test_reading.test_a_buffer_is_pinned_once_after_its_first_read:
     "a buffer of weights is pinned once, and used many times"
     not self._has_been_pinned
     True

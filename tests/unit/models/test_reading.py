@@ -109,7 +109,7 @@ def test_several_pieces_are_read_at_once_and_ahead_of_their_copies(
 
     monkeypatch.setattr(reading.os, "preadv", wait)
     pieces, _ = read(files, torch.float32)
-    assert len(pieces) > reading.NUM_BUFFERS, "buffers are not used again"
+    assert len(pieces) > reading.NUM_BUFFERS * reading.NUM_THREADS, "buffers are not used again"
     assert not together.broken
 
 
@@ -139,11 +139,10 @@ def test_nothing_is_left_open(files: list[Path]) -> None:
 class Driver:
     """What ``reading`` asks of a CUDA device, whose memory is the CPU's."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, reads: list[int], *, refuses: bool) -> None:
-        self.pinned: dict[int, int] = {}  # bytes by address
-        self.reads_before: list[int] = []  # how many reads had ended when each buffer was pinned
-        self.num_recorded = 0
-        self._reads = reads
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, refuses: bool) -> None:
+        self.pinned = set[int]()  # addresses
+        self.told: list[str] = []  # what was done, by all threads
+        self._asked = set[int]()
         self._refuses = refuses
         runtime = SimpleNamespace(
             cudaError=SimpleNamespace(success=0),
@@ -151,53 +150,67 @@ class Driver:
             cudaHostUnregister=self._unregister,
             cudaGetErrorString=lambda _error: "no memory may be locked",
         )
-        event = SimpleNamespace(record=self._record, synchronize=lambda: None)
+        event = SimpleNamespace(record=lambda: self.told.append("copy"), synchronize=lambda: self.told.append("wait"))
         monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-        monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
         monkeypatch.setattr(torch.cuda, "Event", lambda **_named: event)
+        for name in ("device", "stream", "current_stream"):
+            monkeypatch.setattr(torch.cuda, name, lambda _given: nullcontext())
+        preadv = os.preadv
 
-    def _record(self) -> None:
-        self.num_recorded += 1
+        def read_one(fd: int, views: list[memoryview], begin: int) -> int:
+            count = preadv(fd, views, begin)
+            self.told.append("read")
+            return count
 
-    def _register(self, address: int, num_bytes: int, _flags: int) -> int:
-        self.reads_before.append(len(self._reads))
+        monkeypatch.setattr(os, "preadv", read_one)
+        monkeypatch.setattr(reading.TensorSpan, "is_direct", False)
+
+    def _register(self, address: int, _num_bytes: int, _flags: int) -> int:
+        self.told.append("pin")
+        assert address not in self._asked, "a buffer is pinned twice"
+        self._asked.add(address)
         if self._refuses:
             return 1
-        assert address not in self.pinned
-        self.pinned[address] = num_bytes
+        self.pinned.add(address)
         return 0
 
     def _unregister(self, address: int) -> int:
-        del self.pinned[address]
+        assert self.told[-1] == "wait" or self.told[-1] == "unpin", "a copy may still run"
+        self.told.append("unpin")
+        self.pinned.remove(address)
         return 0
 
 
 @pytest.mark.parametrize("refuses", [False, True], ids=["pinned", "refused"])
-def test_buffers_are_pinned_once_each_after_their_first_read(
+def test_a_buffer_is_pinned_once_after_its_first_read(
     files: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refuses: bool
 ) -> None:
-    """A read makes a buffer's pages, on the thread that reads; pinning all of them first took longer than the copies of 8 GiB."""
-    reads, preadv = list[int](), os.preadv
-
-    def read_one(fd: int, views: list[memoryview], begin: int) -> int:
-        count = preadv(fd, views, begin)
-        reads.append(count)
-        return count
-
-    monkeypatch.setattr(os, "preadv", read_one)
-    monkeypatch.setattr(reading.TensorSpan, "is_direct", False)
-    driver = Driver(monkeypatch, reads, refuses=refuses)
+    """A read makes a buffer's pages, on the thread that reads; pinning all of them first took as long as the copies of 6 GiB."""
+    driver = Driver(monkeypatch, refuses=refuses)
     stored = stored_tensors(files[0])
     targets = {name: torch.empty(each.shape, dtype=reading.TORCH_DTYPES[each.dtype]) for name, each in stored.items()}
     pieces = plan_chunks([(stored[name], targets[name]) for name in stored], PIECE // 2)
-    assert len(pieces) > reading.NUM_BUFFERS, "buffers are not used again"
+    assert len(pieces) > reading.NUM_BUFFERS * reading.NUM_THREADS, "buffers are not used again"
     read_chunks(pieces, torch.device("cuda"))
     assert all(torch.equal(targets[name], tensor) for name, tensor in load_file(files[0]).items())
-    assert len(driver.reads_before) == reading.NUM_BUFFERS
-    assert all(driver.reads_before), "a buffer was pinned before it was read into"
-    assert driver.num_recorded == len(pieces)
+    assert driver.told.index("read") < driver.told.index("pin"), "a buffer was pinned before it was read into"
+    assert driver.told.count("copy") == len(pieces)
     assert not driver.pinned, "memory is still pinned"
+    assert driver.told.count("unpin") == (0 if refuses else driver.told.count("pin"))
     assert caplog.text.count("cannot be pinned: no memory may be locked") == int(refuses)
+
+
+def test_memory_is_unpinned_after_a_failure_when_no_copy_runs(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(monkeypatch, refuses=False)
+    stored = stored_tensors(files[0])["large.0"]
+    pieces = plan_chunks([(stored, torch.empty(stored.shape, dtype=torch.bfloat16))], PIECE)
+    os.truncate(files[0], stored.begin + 5000)
+    with pytest.raises(EOFError, match=r"a\.safetensors ends after"):
+        read_chunks(pieces, torch.device("cuda"))
+    assert "unpin" in driver.told
+    assert not driver.pinned, "memory is still pinned"
 
 
 def test_a_log_gets_a_line_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
