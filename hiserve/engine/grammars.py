@@ -4,45 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hiserve.core.plan import NO_MASK, BatchPlan, Int32Array, MaskPlan
 from hiserve.core.usage import GrammarStats
+from hiserve.engine.grammar_copies import GrammarCopies
 from hiserve.engine.queue import Request
 from hiserve.errors import GrammarLimitError, HiserveError, RequestError
 from hiserve.grammar.compiler import Compiler
-from hiserve.grammar.matcher import MaskFiller, Matcher, Vocabulary
+from hiserve.grammar.matcher import Matcher, MatcherThreads, Vocabulary
 
 NO_END = -1
+# A matcher that replaces another sees the row's tokens again, each some 7 us: of a row at most, and of a step, the last row aside.
+MAX_MOVED, MAX_SHOWN_AGAIN = 256, 128
 Job = tuple[Matcher, int, list[int]]  # with the index of its first mask, and its drafts
 Masks = tuple[MaskPlan | None, dict[int, HiserveError]]
-
-
-class _Sources:
-    """The matchers of one grammar that rows have copies of: copies of one compute their masks one after another.
-
-    Args:
-        first: Of them.
-    """
-
-    def __init__(self, first: Future[Matcher]) -> None:
-        self.compiling = [first]
-        self.num_rows = [0]
-
-    def take(self) -> int:
-        """Counts a row with a copy of the one that fewest have, of those that are compiled, and returns its number."""
-        ready = [number for number, each in enumerate(self.compiling) if each.done() and not each.exception()]
-        number = min(ready, key=self.num_rows.__getitem__)
-        self.num_rows[number] += 1
-        return number
-
-    def add(self, another: Future[Matcher]) -> None:
-        """Adds one, which may still be compiled."""
-        self.compiling.append(another)
-        self.num_rows.append(0)
 
 
 class GrammarRows:
@@ -51,12 +30,9 @@ class GrammarRows:
     A matcher has seen the tokens that its request knows, and no draft: a row that starts over, here or in another worker,
     gets one made from these tokens.
 
-    A grammar of several rows is compiled up to once for each of them, and for each thread, behind the requests, of which none
-    waits for it: rows that are admitted later get copies of those that fewest have.
-
     Args:
         open_vocabulary: Reads the tokenizer; called in a thread, with the first grammar.
-        num_threads: Threads that compute masks.
+        num_threads: Threads that advance matchers and compute masks.
 
     Attributes:
         mask_s: Seconds that draws have waited for masks.
@@ -65,14 +41,19 @@ class GrammarRows:
     def __init__(self, open_vocabulary: Callable[[], Vocabulary], num_threads: int = 1) -> None:
         self._compiler = Compiler(open_vocabulary)
         self._num_threads = num_threads
-        self._filler: MaskFiller | None = None
+        self._copies = GrammarCopies(self._compiler, num_threads)
+        self._started: MatcherThreads | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hiserve-masks")  # starts with the first masks
         self._matchers: dict[int, Matcher] = {}
-        self._sources: dict[bytes, _Sources] = {}  # by digest, of the grammars of rows
-        self._source_of: dict[int, tuple[bytes, int]] = {}  # by row
         self._errors: list[tuple[Request, HiserveError]] = []
         self._num_masks = self._num_refused = 0
         self.mask_s = 0.0
+
+    @property
+    def _threads(self) -> MatcherThreads:
+        """The threads, started with the first row that has a grammar."""
+        self._started = self._started or MatcherThreads(self._num_threads)
+        return self._started
 
     @property
     def is_used(self) -> bool:
@@ -105,26 +86,30 @@ class GrammarRows:
         grammar = request.sampling.grammar
         if request.matcher is None or grammar is None:
             return
-        sources = self._sources.get(grammar.digest)
-        if sources is None:
-            sources = self._sources[grammar.digest] = _Sources(request.matcher)
-        number = sources.take()
-        self._source_of[row] = grammar.digest, number
-        matcher = self._matchers[row] = sources.compiling[number].result().copy()
-        if len(sources.compiling) < min(self._num_threads, sum(sources.num_rows)):
-            another = self._compiler.compile_again(matcher, grammar, len(sources.compiling))
-            if another is not None:
-                sources.add(another)
+        matcher = self._matchers[row] = self._copies.take(row, grammar, request.matcher)
         matcher.advance(request.tokens[request.num_prompt :].tolist())
 
     def release(self, row: int) -> None:
         """Forgets the matcher of a row, if it has one."""
         if self._matchers.pop(row, None) is not None:
-            digest, number = self._source_of.pop(row)
-            sources = self._sources[digest]
-            sources.num_rows[number] -= 1
-            if not any(sources.num_rows):
-                del self._sources[digest]
+            self._copies.release(row)
+
+    def spread(self, reply: Callable[[int], Int32Array]) -> None:
+        """Moves rows that share a compiled grammar to others of the same grammar that are ready, some rows at a time.
+
+        The masks of no step may be being computed.
+
+        Args:
+            reply: Returns the tokens that the matcher of a row has seen, int32 ``[n]``.
+        """
+        num_shown = 0
+        for row, matcher in self._copies.spread(lambda row: reply(row).size <= MAX_MOVED):
+            tokens = reply(row)
+            matcher.advance(tokens.tolist())
+            self._matchers[row] = matcher
+            num_shown += tokens.size
+            if num_shown >= MAX_SHOWN_AGAIN:
+                break
 
     def advance(self, rows: NDArray[np.int64], counts: Int32Array, tokens: Int32Array) -> Int32Array | None:
         """Shows matchers the tokens of their rows.
@@ -140,14 +125,17 @@ class GrammarRows:
         """
         if not self._matchers:
             return None
+        each = zip(rows.tolist(), counts.tolist(), tokens.tolist(), strict=True)
+        shown = [
+            (index, self._matchers[row], emitted[:count])
+            for index, (row, count, emitted) in enumerate(each)
+            if row in self._matchers
+        ]
+        found = self._threads.advance([(matcher, emitted) for _, matcher, emitted in shown])
         ends = np.full(rows.size, NO_END, dtype=np.int32)
-        for index, (row, count, emitted) in enumerate(
-            zip(rows.tolist(), counts.tolist(), tokens.tolist(), strict=True)
-        ):
-            matcher = self._matchers.get(row)
-            if matcher is not None:
-                end = matcher.advance(emitted[:count])
-                ends[index] = NO_END if end is None else end
+        for (index, _, _), end in zip(shown, found, strict=True):
+            if end is not None:
+                ends[index] = end
         return ends
 
     def constrain_any(self, rows: NDArray[np.int64]) -> bool:
@@ -200,8 +188,7 @@ class GrammarRows:
                 masks[first + len(ahead)] = -1  # it stays as it is where the drafts end the grammar
         self._num_masks += len(masked)
         has_begun = threading.Event()
-        self._filler = self._filler or MaskFiller(self._num_threads)
-        filling = self._thread.submit(_fill, self._filler, has_begun, jobs, masks)
+        filling = self._thread.submit(_fill, self._threads, has_begun, jobs, masks)
         has_begun.wait()  # else the caller would hold the GIL, which the thread needs until the library computes
 
         def wait() -> Masks:
@@ -227,9 +214,9 @@ class GrammarRows:
         self._compiler.close()
 
 
-def _fill(filler: MaskFiller, has_begun: threading.Event, jobs: list[Job], masks: Int32Array) -> None:
+def _fill(threads: MatcherThreads, has_begun: threading.Event, jobs: list[Job], masks: Int32Array) -> None:
     has_begun.set()
-    filler.fill(jobs, masks)
+    threads.fill(jobs, masks)
 
 
 def no_vocabulary() -> Vocabulary:

@@ -348,3 +348,4 @@ class Planner:
         state.publish(settled, plan.step_id)
         for row in rows[finishes != 0].tolist():
             self._ends.release(row)
+        self.grammars.spread(state.reply)

@@ -309,6 +309,10 @@ class RowState:
         assert request is not None, f"row {row} is free"
         return request
 
+    def reply(self, row: int) -> Int32Array:
+        """Returns the known tokens of a row after its prompt, int32 ``[n]``."""
+        return self.tokens[row, self.request(row).num_prompt : self.known[row]]
+
     def lock(self, row: int) -> PrefixLock:
         """Returns the lock on the published prefix of a row's request; there must be one."""
         lock = self._locks[row]

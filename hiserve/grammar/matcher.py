@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -37,6 +38,9 @@ LIMITS = {
     "verbose_errors": False,
 }
 
+
+# Fewer matchers advance in the calling thread: a token takes each some 7 us, and to wake threads and wait for them takes 50.
+LEAST_ADVANCED = 32
 
 # The library allows the tokens of a slice at once where any text of the slice is allowed. Its own slices are up to 10 and 30
 # characters: where a schema bounds a string, most tokens would be looked at one by one.
@@ -236,15 +240,16 @@ class Matcher:
         Returns:
             The index of that token; None where the grammar goes on, or the matcher has failed.
         """
-        inner = self._inner
         for index, token in enumerate(tokens):
-            if not inner.consume_token(token):
-                return None
-            if self._budget is not None:
-                self._place = self._budget.after(self._place, token)
-            if inner.is_stopped():
-                return None if inner.is_error() else index
+            if not self._inner.consume_token(token) or not self._goes_on(token):
+                return None if self._inner.is_error() else index
         return None
+
+    def _goes_on(self, token: int) -> bool:
+        """Follows the budget after a token that the grammar took; returns whether another may follow."""
+        if self._budget is not None:
+            self._place = self._budget.after(self._place, token)
+        return not self._inner.is_stopped()
 
     def allowed(self, tokens: list[int]) -> list[int]:
         """Returns the leading ones of some tokens that the grammar allows one after the other; stays where it is."""
@@ -296,8 +301,8 @@ class Matcher:
         return self._inner.get_grammar_warnings()
 
 
-class MaskFiller:
-    """Computes masks of many matchers, side by side.
+class MatcherThreads:
+    """Advances many matchers, and computes their masks, side by side.
 
     Args:
         num_threads: Threads; they work without the GIL.
@@ -305,6 +310,26 @@ class MaskFiller:
 
     def __init__(self, num_threads: int) -> None:
         self._executor = LLExecutor(num_threads)
+        self._least = LEAST_ADVANCED if num_threads > 1 else sys.maxsize
+
+    def advance(self, matchers: Sequence[tuple[Matcher, list[int]]]) -> list[int | None]:
+        """Goes on by the tokens of each, and returns what ``Matcher.advance`` does of each."""
+        if len(matchers) < self._least:
+            return [matcher.advance(tokens) for matcher, tokens in matchers]
+        ends: list[int | None] = [None] * len(matchers)
+        # Copies of one matcher wait for one another: each thread begins with another part of them.
+        going, place = sorted(range(len(matchers)), key=lambda index: matchers[index][0].source.number), 0
+        while going := [index for index in going if place < len(matchers[index][1])]:
+            asked = [(matchers[index][0], matchers[index][1][place]) for index in going]
+            took = self._executor.consume_token_par([(matcher._inner, token) for matcher, token in asked])
+            still = []
+            for index, (matcher, token), has_taken in zip(going, asked, took, strict=True):
+                if has_taken and matcher._goes_on(token):
+                    still.append(index)
+                elif not matcher._inner.is_error():
+                    ends[index] = place
+            going, place = still, place + 1
+        return ends
 
     def fill(self, matchers: Sequence[tuple[Matcher, int, list[int]]], masks: Int32Array) -> None:
         """Writes the masks of each matcher: of its place, and after each of its drafts.

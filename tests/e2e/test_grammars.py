@@ -15,6 +15,7 @@ from hiserve import LLM, SamplingParams
 from hiserve.core.plan import RowAdmit
 from hiserve.core.request import Grammar
 from hiserve.engine.grammars import GrammarRows
+from hiserve.grammar import matcher as matchers
 from hiserve.llm.outputs import RequestOutput
 from hiserve.sampling.params import SamplingRows
 from hiserve.sampling.sampler import sample
@@ -44,8 +45,8 @@ ASKED = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "drafts": {"spec": "ngram", "spec_steps": 3},
     "head": {"spec": "eagle3", "spec_steps": 2},
-    "ahead": {"overlap": 1, "spec": "off"},
-    "ahead with drafts": {"overlap": 1, "spec": "eagle3", "spec_steps": 2},
+    "ahead": {"overlap": 1, "spec": "off", "grammar_threads": 2},
+    "ahead with drafts": {"overlap": 1, "spec": "eagle3", "spec_steps": 2, "grammar_threads": 2},
     "few pages": {"overlap": 0, "spec": "off", "kv_pages": 11},
     "few pages with drafts": {"overlap": 1, "spec": "ngram", "spec_steps": 3, "kv_pages": 12},
 }
@@ -191,8 +192,9 @@ def requests() -> list[tuple[str, SamplingParams]]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_replies_do_not_depend_on_drafts_overlap_or_other_requests(
-    plain: list[tuple[list[int], str | None]], variant: str
+    plain: list[tuple[list[int], str | None]], variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(matchers, "LEAST_ADVANCED", 2)  # side by side, where there are several threads
     with LLM(**SETTINGS | VARIANTS[variant]) as llm:
         texts, each = zip(*requests(), strict=True)
         done = [output.outputs[0] for output in replies(llm, list(texts), list(each))]

@@ -1,6 +1,6 @@
 """Grammars: masks, matchers, vetting."""
 
-from hiserve.engine import executor, grammars, loop, planner
+from hiserve.engine import executor, grammar_copies, grammars, loop, planner
 from hiserve.grammar import compiler, custom, matcher, regular, tagged, thoughts, tools, vet, vet_process
 from hiserve.kernels import draw, sampling
 from hiserve.runners import graph, mask_buffers
@@ -19,12 +19,12 @@ from tests.unit.text import test_output
 
 with grammars.GrammarRows.advance, test_grammars.test_matchers_see_accepted_tokens_alone_and_tell_the_token_that_ends_the_grammar:
     "INV 72: a step has the mask of the step before"
-    matcher.advance(emitted[:count])
-    matcher.advance(emitted[: count - 1])
+    emitted[:count]
+    emitted[: count - 1]
 with grammars.GrammarRows.advance, test_grammars.test_matchers_see_accepted_tokens_alone_and_tell_the_token_that_ends_the_grammar:
     "INV 72: a matcher sees rejected drafts"
-    matcher.advance(emitted[:count])
-    matcher.advance(emitted)
+    emitted[:count]
+    emitted
 with grammars.GrammarRows.masks, test_grammars.test_each_place_of_a_row_has_the_mask_after_the_drafts_before_it_and_other_rows_are_free:
     "INV 72: the token after the last draft has no mask"
     range(index * width, index * width + 1 + len(ahead))
@@ -90,7 +90,11 @@ with vet.Vetting._check_caller, test_vet.test_a_caller_who_ended_two_processes_w
     "INV 73: a caller may end any number of processes"
     wait_s > 0
     False
-with matcher.MaskFiller.fill, test_thoughts.test_masks_after_drafts_are_those_after_the_same_tokens:
+with matcher.MatcherThreads.advance, test_matcher.test_matchers_that_advance_side_by_side_are_where_each_alone_is["40"]:
+    "INV 72: a matcher that advances beside others sees tokens after the end of its grammar"
+    has_taken and matcher._goes_on(token)
+    has_taken
+with matcher.MatcherThreads.fill, test_thoughts.test_masks_after_drafts_are_those_after_the_same_tokens:
     "INV 72: a budget of thoughts fails with drafts"
     matcher.force(drafts, masks[first:])
     matcher.force([], masks[first:])
@@ -198,9 +202,13 @@ with custom_tools.check_shown, test_responses.test_rules_that_are_only_shown_are
     "rules of a custom tool that are no grammar are shown to the model"
     refusal.code == INVALID
     False
-with grammars.GrammarRows.admit, test_grammars.test_rows_of_one_grammar_have_copies_of_several_compiled_ones:
+with grammar_copies.GrammarCopies._compile_again, test_grammars.test_rows_that_came_in_one_burst_spread_over_several_compiled_ones:
     "the masks of rows with one grammar are computed one after another"
     sources.add(another)
+    pass
+with grammars.GrammarRows.spread, test_grammars.test_rows_that_came_in_one_burst_spread_over_several_compiled_ones:
+    "INV 72: a row that moves to another matcher starts its grammar anew"
+    matcher.advance(tokens.tolist())
     pass
 with compiler.Compiler.compile_again, test_grammars.test_a_grammar_that_takes_long_is_compiled_once:
     "a grammar that takes seconds is compiled once a thread, and holds up those of other requests"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -13,6 +14,7 @@ from hiserve import LLM, SamplingParams
 from hiserve.core.plan import MASK_BITS, NO_MASK, BatchPlan, Int32Array
 from hiserve.core.request import FinishReason, Grammar
 from hiserve.core.usage import GrammarStats
+from hiserve.engine import grammars
 from hiserve.engine.grammars import NO_END, GrammarRows, Masks, no_vocabulary
 from hiserve.engine.queue import Request
 from hiserve.errors import GrammarLimitError, RequestError, to_error
@@ -106,28 +108,63 @@ def test_each_place_of_a_row_has_the_mask_after_the_drafts_before_it_and_other_r
     assert rows.stats() == GrammarStats(masks=3, refused_drafts=1)
 
 
-def test_rows_of_one_grammar_have_copies_of_several_compiled_ones() -> None:
+def sources_of(rows: GrammarRows) -> dict[int, int]:
+    """The number of the compiled matcher that each row has a copy of."""
+    return {row: matcher.source.number for row, matcher in rows._matchers.items()}
+
+
+def test_rows_that_came_in_one_burst_spread_over_several_compiled_ones() -> None:
     """Masks of copies of one are computed one after another."""
-    rows, grammar = GrammarRows(nano_vocabulary, num_threads=2), GRAMMARS["json"]
+    rows, grammar, said = GrammarRows(nano_vocabulary, num_threads=3), GRAMMARS["json"], ids('{"')[:1]
+    everything, replies = range(1, 9), {row: np.array(said if row % 2 else [], dtype=np.int32) for row in range(1, 9)}
+    for row in everything:
+        admitted(rows, row, grammar, nano_tokenizer().decode(replies[row].tolist()))
+    first = sources_of(rows)
+    assert len(set(first.values())) == 1, "no request waits for another one"
+    before, failed = masks_of(rows, plan_of([*everything], [0] * 8))
 
-    def source_of(row: int) -> int:
-        return rows._matchers[row].source.number
+    def spread() -> bool:
+        rows.spread(replies.__getitem__)
+        counts = Counter(sources_of(rows).values())
+        return len(counts) == 3 and set(counts.values()) == {2, 3}
 
-    for row in (1, 2):
-        admitted(rows, row, grammar)
-    assert source_of(1) == source_of(2), "no request waits for another one"
-    sources = rows._sources[grammar.digest]
-    wait_until(lambda: all(each.done() for each in sources.compiling))
-    for row in (3, 4, 5):
-        admitted(rows, row, grammar)
-    assert source_of(3) == source_of(4) != source_of(1), "those that fewest rows have"
-    assert len(sources.compiling) == 2, "one for each thread"
-    masks, failed = masks_of(rows, plan_of([1, 2, 3, 4, 5], [0] * 5))
-    assert masks is not None and not failed
-    assert all(bits(each) == bits(masks.masks[0]) for each in masks.masks)
-    for row in (1, 2, 3, 4, 5):
+    wait_until(spread)
+    now = sources_of(rows)
+    after, failed_after = masks_of(rows, plan_of([*everything], [0] * 8))
+    assert before is not None and after is not None and not failed and not failed_after
+    assert np.array_equal(before.masks, after.masks), "a row that moves is at the same place"
+    rows.spread(replies.__getitem__)
+    assert sources_of(rows) == now, "no row moves without a reason"
+    for row in everything:
+        if now[row] == now[1]:
+            rows.release(row)
+    rows.spread(replies.__getitem__)
+    assert set(Counter(sources_of(rows).values()).values()) <= {1, 2}, "rows move to one that others have left"
+    for row in sources_of(rows):
         rows.release(row)
-    assert not rows._sources and not rows._source_of
+    assert not rows._copies._sources and not rows._copies._source_of and not rows._copies._shared
+    rows.close()
+
+
+def test_rows_move_some_at_a_time_and_not_at_all_after_a_long_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "MAX_MOVED", 3)
+    monkeypatch.setattr(grammars, "MAX_SHOWN_AGAIN", 2)
+    rows, grammar = GrammarRows(nano_vocabulary, num_threads=2), Grammar.of("regex", "(a taxi )*")
+    said = np.array((ids("a taxi a taxi a taxi a taxi"))[:4], dtype=np.int32)
+    replies = {row: said if row < 4 else said[:2] for row in range(8)}
+    for row, reply in replies.items():
+        admitted(rows, row, grammar, nano_tokenizer().decode(reply.tolist()))
+    first = sources_of(rows)
+
+    def moved() -> list[int]:
+        rows.spread(replies.__getitem__)
+        return [row for row, source in sources_of(rows).items() if source != first[row]]
+
+    wait_until(lambda: len(moved()) == 1)
+    assert [moved() for _ in range(4)] == [[4, 5], [4, 5, 6], [4, 5, 6, 7], [4, 5, 6, 7]]
+    rows.release(7)
+    rows.release(6)
+    assert moved() == [4, 5], "those that said more stay"
     rows.close()
 
 
@@ -138,8 +175,9 @@ def test_rows_have_no_copy_of_one_that_could_not_be_compiled(monkeypatch: pytest
     rows = GrammarRows(nano_vocabulary, num_threads=2)
     for row in (1, 2, 3):
         admitted(rows, row, GRAMMARS["json"])
-    assert {row: number for row, (_, number) in rows._source_of.items()} == {1: 0, 2: 0, 3: 0}
-    assert rows._sources[GRAMMARS["json"].digest].compiling[1:] == [failed]
+        rows.spread(lambda _: np.zeros(0, dtype=np.int32))
+    assert {row: number for row, (_, number) in rows._copies._source_of.items()} == {1: 0, 2: 0, 3: 0}
+    assert rows._copies._sources[GRAMMARS["json"].digest].compiling[1:] == [failed]
     rows.close()
 
 
@@ -148,7 +186,8 @@ def test_a_grammar_that_takes_long_is_compiled_once(monkeypatch: pytest.MonkeyPa
     rows = GrammarRows(nano_vocabulary, num_threads=2)
     for row in (1, 2, 3):
         admitted(rows, row, GRAMMARS["json"])
-    assert len(rows._sources[GRAMMARS["json"].digest].compiling) == 1
+        rows.spread(lambda _: np.zeros(0, dtype=np.int32))
+    assert len(rows._copies._sources[GRAMMARS["json"].digest].compiling) == 1
     rows.close()
 
 

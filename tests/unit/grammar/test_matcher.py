@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 
 from hiserve.core.request import Grammar
 from hiserve.errors import RequestError
-from hiserve.grammar.matcher import MaskFiller, Matcher, Vocabulary
+from hiserve.grammar.matcher import Matcher, MatcherThreads, Vocabulary
 from hiserve.text.tokens.tokenizer import Tokenizer
 from tests.helpers import tiny_text
 from tests.helpers.grammars import GRAMMARS, is_valid, nano_tokenizer, nano_vocabulary
@@ -74,7 +74,7 @@ def test_tokens_that_the_tokenizer_lacks_are_never_allowed() -> None:
 
 
 def test_masks_after_drafts_are_those_after_the_same_tokens_and_behind_a_refused_draft_there_are_none() -> None:
-    vocabulary, filler = nano_vocabulary(), MaskFiller(1)
+    vocabulary, filler = nano_vocabulary(), MatcherThreads(1)
     start = vocabulary.compile(GRAMMARS["regex"])
     said = walk(start.copy(), 3)[:6]
     other = start.copy()
@@ -87,6 +87,29 @@ def test_masks_after_drafts_are_those_after_the_same_tokens_and_behind_a_refused
     assert bits(masks[5]) == bits(masks[2]) == bits(masks[8])
     assert (masks[9:] == -1).all()
     assert mask(start) == bits(masks[0]), "the matcher has moved"
+
+
+@pytest.mark.parametrize("num_matchers", [3, 40])
+def test_matchers_that_advance_side_by_side_are_where_each_alone_is(num_matchers: int) -> None:
+    vocabulary, threads = nano_vocabulary(), MatcherThreads(2)
+    choice = vocabulary.compile(Grammar.of("choice", '["quite a table"]'))
+    said = TOKENIZER.encode("quite a table", add_special_tokens=False).tolist()
+    thinking = vocabulary.compile(Grammar.of("any", "", "</think>").within(2))
+    cases = [
+        (choice, [*said, 50, 60]),  # it ends before the last two
+        (choice, said[:1]),
+        (choice, [said[0], 0, 60]),  # refused
+        (choice, []),
+        (thinking, TOKENIZER.encode("so it is", add_special_tokens=False).tolist()),
+        *((start, walk(start.copy(), index)[: 2 + index]) for index, start in enumerate(map(vocabulary.compile, GRAMMARS.values()))),
+    ]  # fmt: skip
+    asked = [(start.copy(), tokens) for start, tokens in (cases[index % len(cases)] for index in range(num_matchers))]
+    alone = [(matcher.copy(), tokens) for matcher, tokens in asked]
+    ends = threads.advance(asked)
+    assert ends == [matcher.advance(tokens) for matcher, tokens in alone]
+    for (one, _), (other, _) in zip(asked, alone, strict=True):
+        assert one.error == other.error
+        assert one.error or mask(one) == mask(other)
 
 
 def mask_after(start: Matcher, tokens: list[int]) -> set[int]:
@@ -217,7 +240,7 @@ def test_masks_after_drafts_are_those_after_the_same_tokens_within_a_budget_too(
     drafts = [*said, *TOKENIZER.encode("<|system|>", add_special_tokens=False).tolist()]
     masks = np.full((len(drafts) + 1, VOCAB_SIZE // 32), -1, dtype=np.int32)
     for _ in range(2):  # the matcher stays where it is
-        MaskFiller(1).fill([(matcher, 0, drafts)], masks)
+        MatcherThreads(1).fill([(matcher, 0, drafts)], masks)
         assert [bits(row) for row in masks] == [
             mask_after(matcher, drafts[:length]) for length in range(len(drafts) + 1)
         ]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, Grammar, SamplingParams
-from hiserve.grammar.matcher import MaskFiller, Matcher
+from hiserve.grammar.matcher import Matcher, MatcherThreads
 from hiserve.grammar.thoughts import SPECIAL, ThoughtBudget, ThoughtPlace
 from hiserve.text.abilities import NO_MARKS, ReplyMarks
 from hiserve.text.reader.buffer import Kind
@@ -84,7 +84,7 @@ def test_masks_after_drafts_are_those_after_the_same_tokens(name: str, by_token:
     assert drafts[: len(allowed)] == allowed
     masks: Int32Array = np.full((len(allowed) + 1, -(-size // 32)), -1, dtype=np.int32)
     for _ in range(2):  # the matcher stays where it is
-        MaskFiller(1).fill([(matcher, 0, allowed)], masks)
+        MatcherThreads(1).fill([(matcher, 0, allowed)], masks)
         for length, row in enumerate(masks):
             after = matcher.copy()
             after.advance(allowed[:length])
