@@ -12,7 +12,7 @@ from threading import Timer
 import msgspec
 
 from hiserve.config.settings import Settings
-from hiserve.ipc.graph_report import GraphReport
+from hiserve.ipc.messages import GraphReport
 
 TIMEOUT_S = 1800.0  # weights are read and kernels compiled
 _COMMAND = (sys.executable, "-m", "hiserve.engine.graph_check")

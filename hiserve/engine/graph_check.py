@@ -27,8 +27,7 @@ from hiserve.core.plan import BatchPlan, Int32Array, RowAdmit, StepResult, Table
 from hiserve.core.request import SamplingParams
 from hiserve.engine.executor import Executor
 from hiserve.engine.runner_factory import make_runners, open_proposer
-from hiserve.ipc.graph_report import GraphReport, StepCheck
-from hiserve.ipc.messages import GateCounts
+from hiserve.ipc.messages import GateCounts, GraphReport, StepCheck
 from hiserve.models.builtin_shapes import read_model
 from hiserve.models.decoder import Decoder, attention_shape, load_decoder
 from hiserve.models.draft_config import DraftConfig, page_groups, read_draft

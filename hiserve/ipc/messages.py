@@ -301,3 +301,21 @@ ToClient = (
 )
 ToWorker = Configure | Admit | Abort | Flush | Inspect | Watch | Stop
 FromWorker = Ready | WorkerFailed | StepReport | CacheFlushed | CacheInspected | EngineWatched
+
+
+class StepCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """The check of a step of one kind."""
+
+    kind: str  # prefill, decode, verify or mixed
+    ran: str  # the gate's decision and reason
+    allocations: float  # of device memory, per step after warm-up; of a whole graph, calls of the allocator
+    difference: float  # of its keys and values from those of an eager step, as a share of the largest
+    problems: list[str]  # one sentence each; empty if the check passed
+
+
+class GraphReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The report of ``hiserve.engine.graph_check`` to ``hiserve doctor --graphs``: the checks of a device."""
+
+    device: str
+    num_nodes: int  # nodes of all graphs captured for the check
+    checks: list[StepCheck]  # eager steps, then replayed ones

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
+from hiserve.cache.storage.file_store import secret_of
 from hiserve.cache.storage.segment import SHARED_MEMORY, PageLayout, segment_path
 from hiserve.cache.storage.store import read_secret
-from hiserve.cache.storage.store_directory import secret_of
 from hiserve.config.settings import CacheIdentity, FileStamp, Settings
 from hiserve.core.kv_groups import Space, debug_groups
 from hiserve.errors import ConfigError

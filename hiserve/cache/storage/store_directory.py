@@ -1,4 +1,4 @@
-"""The directory of a page store: its marker, which identifies it and prevents its deletion, and its secret."""
+"""The directory of a page store: its marker, which identifies it and prevents its deletion."""
 
 from __future__ import annotations
 
@@ -8,25 +8,12 @@ import logging
 import os
 from pathlib import Path
 
-from hiserve.cache.storage.store import read_secret
 from hiserve.errors import ConfigError
 
 MARKER = "hiserve-store"
 MARKER_TEXT = "hiserve page store, version 1\n"
 
 logger = logging.getLogger(__name__)
-
-
-def directory_of(store: str) -> Path:
-    """Returns the DIR of ``file:DIR``; ``~`` is the user's home.
-
-    Raises:
-        ConfigError: It has another form.
-    """
-    scheme, _, directory = store.partition(":")
-    if scheme != "file" or not directory:
-        raise ConfigError(f"--store is {store!r}; the one kind is file:DIR.", param="store")
-    return Path(directory).expanduser().absolute()
 
 
 def claim(directory: Path) -> None:
@@ -65,17 +52,6 @@ def share_marker(marker: Path) -> int | None:
     with contextlib.suppress(OSError):  # a file system without locks, or a store that is being deleted
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return fd
-
-
-def secret_of(store: str) -> bytes:
-    """Returns the secret of the servers that share a store (``--store``).
-
-    Raises:
-        ConfigError: It names no directory, or the directory or its secret cannot be used.
-    """
-    directory = directory_of(store)
-    claim(directory)
-    return read_secret(directory / f"{MARKER}.secret")
 
 
 def _refusal(directory: Path, fact: str) -> ConfigError:

@@ -92,7 +92,7 @@ with (
     "INV 31: bytes that arrive after the deadline become valid"
     self._is_closing.is_set()
     False
-with store_directory.secret_of, test_open_store.test_the_secret_of_a_directory_that_is_no_store_is_not_made:
+with file_store.secret_of, test_open_store.test_the_secret_of_a_directory_that_is_no_store_is_not_made:
     "a secret is written into a directory of another user"
     claim(directory)
     pass

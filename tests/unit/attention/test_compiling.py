@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hiserve.attention.base import AttentionShape
-from hiserve.attention.compiling import Building
+from hiserve.attention.flashinfer_libraries import Building
 from tests.helpers.waiting import PATIENCE_S
 
 SHAPE = AttentionShape(num_layers=2, num_heads=8, num_kv_heads=2, head_dim=128, page_size=16, dtype=torch.bfloat16)

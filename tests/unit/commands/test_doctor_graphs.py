@@ -13,7 +13,7 @@ from hiserve import cli
 from hiserve.commands import doctor_graphs
 from hiserve.commands.doctor import show_graphs
 from hiserve.commands.doctor_graphs import Answer, judge, run_on_device
-from hiserve.ipc.graph_report import GraphReport, StepCheck
+from hiserve.ipc.messages import GraphReport, StepCheck
 from tests.helpers.settings import settings_of
 from tests.helpers.waiting import PATIENCE_S
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hiserve.cache.storage.cache_identity import server_secret
-from hiserve.cache.storage.file_store import FileStore, open_store
-from hiserve.cache.storage.store_directory import MARKER, secret_of
+from hiserve.cache.storage.file_store import FileStore, open_store, secret_of
+from hiserve.cache.storage.store_directory import MARKER
 from hiserve.config.options import make_options
 from hiserve.errors import ConfigError
 from tests.helpers.host import make_keys
