@@ -190,8 +190,6 @@ class _Worker:
         chosen, model = self._chosen, self._model
         obstacles = {
             "the model has not both layers with a window and layers without": not model.window,
-            "on CUDA their tails do not go to the host, and --host-cache-gib is not 0": not chosen.on_cpu
-            and self._cache.host_cache_gib != 0,
             "their prefixes do not go to a store, and --store is given": self._cache.store is not None,
             "they have no canary, and --kv-canary is given": self._cache.kv_canary,
         }
@@ -295,8 +293,9 @@ class _Worker:
         items = {"token and page tables": tables * (2 if self.windows.page_bytes else 1)}
         if chosen.on_cpu:
             return items
-        if self._cache.host_cache_gib != 0:  # large pages pass through: two each way at least
-            items["staging of host pages"] = max(STAGING_BYTES, 4 * self.page_bytes)
+        if self._cache.host_cache_gib != 0:  # large pages and images pass through: two each way at least
+            largest = max(self.page_bytes, self.windows.image_bytes(self.page_bytes))
+            items["staging of host pages"] = max(STAGING_BYTES, 4 * largest)
         items |= step_memory(
             self._model.step,
             dtype_bytes=DTYPE_BYTES[chosen.model.dtype],

@@ -46,6 +46,10 @@ class WindowPool(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of a page; 0 without a pool."""
         return 0 if self.limits is None else self.limits.page_size * self.slot_elements * self.element_bytes
 
+    def image_bytes(self, page_bytes: int) -> int:
+        """Returns the bytes of a page on the host, where it takes whole pages of the other layers; 0 without a pool."""
+        return -(-self.page_bytes // page_bytes) * page_bytes
+
     def tail_share(self, page_bytes: int) -> float:
         """Returns the share of window pages in the memory of both pools; 0 without them.
 

@@ -14,10 +14,21 @@ import torch
 
 from hiserve.cache.storage.records import PageState
 from hiserve.cache.storage.transfer import DROPPED, NOT_READY
+from hiserve.core.kv_groups import Space
 from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.errors import InvariantError
 from tests.helpers.host import PAGE_SIZE
-from tests.helpers.transfers import DIRECT, LAYERED, NUM_PAGES, PAGE_BYTES, STAGED, THREAD, TransferBench, ints
+from tests.helpers.transfers import (
+    DIRECT,
+    LAYERED,
+    NUM_PAGES,
+    PAGE_BYTES,
+    STAGED,
+    THREAD,
+    WINDOWED,
+    TransferBench,
+    ints,
+)
 from tests.helpers.waiting import PATIENCE_S
 
 MakeBench = Callable[..., TransferBench]
@@ -52,6 +63,44 @@ def test_what_was_stored_and_loaded_elsewhere_is_the_same_bytes(bench: TransferB
         assert torch.equal(bench.page(target), pages[origin])
     for page in set(range(NUM_PAGES)) - {5, 6, 8}:
         assert torch.equal(bench.page(page), pages[page])
+
+
+def test_a_resume_point_that_was_stored_is_loaded_elsewhere_whole(make_bench: MakeBench) -> None:
+    """H10: history and tail are one order with one answer; frames lie anywhere, three to a window page."""
+    bench = make_bench(groups=WINDOWED, num_pages=40)
+    assert bench.host.frames_per_page == 3
+    history, windows = bench.pages(), bench.pages(Space.WINDOW)
+    frames = [30, 2, 3, 17, 16, 39, 5, 6, 7]
+    bench.store(1, [3, 4], [9, 8])
+    bench.store_tail(2, [11, 3, 20], frames)
+    assert sorted((ack.op, ack.reason, ack.num_bytes) for ack in bench.acks(2)) == [
+        (1, "", 2 * bench.page_bytes),
+        (2, "", 9 * bench.page_bytes),
+    ]
+    assert all(bench.host.records.state(frame) == PageState.VALID for frame in frames)
+    bench.load_tail(3, [25, 26, 1], frames, device=[5, 6], host=[8, 9])
+    bench.engine.wait(3, 4)  # a layer that has no pages of history
+    (ack,) = bench.acks(1)
+    assert (ack.reason, ack.num_bytes) == ("", 11 * bench.page_bytes)
+    history[[5, 6]], windows[[25, 26, 1]] = history[[4, 3]], windows[[11, 3, 20]]
+    assert torch.equal(bench.pages(), history) and torch.equal(bench.pages(Space.WINDOW), windows)
+    bench.load_tail(4, [30, 31, 32], frames)  # a tail alone
+    assert bench.acks(1)[0].is_ok
+    windows[30:33] = windows[[25, 26, 1]]
+    assert torch.equal(bench.pages(), history) and torch.equal(bench.pages(Space.WINDOW), windows)
+
+
+def test_a_tail_whose_copy_fails_is_answered_with_its_reason_and_leaves_pages_alone(make_bench: MakeBench) -> None:
+    bench = make_bench(groups=WINDOWED, num_pages=40, hold=lambda copy: "broken" if copy.op < 3 else None)
+    history, windows = bench.pages(), bench.pages(Space.WINDOW)
+    bench.load_tail(1, [5], [1, 2, 3], device=[7], host=[8])
+    bench.engine.wait(1)
+    bench.store_tail(2, [6], [10, 11, 12])
+    assert sorted((ack.op, ack.reason, ack.num_bytes) for ack in bench.acks(2)) == [(1, "broken", 0), (2, "broken", 0)]
+    assert torch.equal(bench.pages(), history) and torch.equal(bench.pages(Space.WINDOW), windows)
+    assert all(bench.host.records.state(frame) == PageState.WRITING for frame in (10, 11, 12))
+    bench.store_tail(3, [6], [20, 21, 22])
+    assert bench.acks(1)[0].is_ok
 
 
 def test_a_stored_page_is_valid_when_its_bytes_have_arrived_and_not_before(bench: TransferBench) -> None:

@@ -6,8 +6,9 @@ Exact, in float64, against an engine that keeps all pages of all layers and reus
 from __future__ import annotations
 
 import gc
+import random
 import uuid
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,26 @@ import pytest
 import torch
 
 from hiserve import LLM, SamplingParams
+from hiserve.cache.storage import cuda_transfer
+from hiserve.cache.storage.cuda_transfer import CudaTransfers
 from hiserve.cache.storage.host import HostPool
 from hiserve.cache.storage.segment import SHARED_MEMORY
 from hiserve.core.transfers import CopyKind
+from hiserve.engine import tier_transfers
 from hiserve.engine.host_loads import LoadCostModel
 from hiserve.llm.outputs import RequestOutput
-from tests.helpers.tiered import cache_of, check_whole, counts_of, garble_host, host_of, leave_device, rest, seal
+from tests.helpers.fake_cuda import FakeCuda, install
+from tests.helpers.tiered import (
+    cache_of,
+    check_whole,
+    counts_of,
+    garble_host,
+    host_of,
+    leave_device,
+    rest,
+    seal,
+    transfers_of,
+)
 from tests.helpers.window_models import SETTINGS, VOCAB, WINDOW, WindowPool, save_windows
 
 NUM_NEW = 14
@@ -107,6 +122,41 @@ def test_tokens_do_not_depend_on_the_tier_of_a_resume_point(
         assert windows is not None and windows.num_tails == 0 and windows.num_free == windows.num_pages - 1
         host = cache_of(llm).host
         assert host.pages.num_free == host.pages.num_ready - 1 and host.num_evictable == 0
+
+
+def on_streams(patch: pytest.MonkeyPatch, seed: int, *, direct: bool) -> None:
+    """Engines made from now on copy through streams, as on CUDA: each forward runs behind what it waits for, and no more."""
+    device = FakeCuda(seed)
+    install(patch, device)
+    patch.setattr(device.default, "wait_event", device.run_until)
+    sizes = {"max_direct_page_bytes": 1 << 30 if direct else 0, "staging_bytes": 1 << 15}
+    patch.setattr(cuda_transfer, "CudaTransfers", partial(cuda_transfer.CudaTransfers, **sizes))
+    patch.setitem(tier_transfers._ENGINES, "cpu", tier_transfers._ENGINES["cuda"])
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "staged"])
+@pytest.mark.parametrize("case", ["plain", "pages longer than the window", "drafts, overlap", "preemption"])
+def test_tokens_do_not_depend_on_streams_that_carry_tails(
+    case: str, direct: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """H5 with the transfer engine of CUDA, whose streams run in any order that their events allow."""
+    first, later = expected(folder, DRAWN)
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    on_streams(monkeypatch, seed, direct=direct)
+    pools = WindowPool(monkeypatch)
+    with LLM(model=str(folder), **HOST | CASES[case]) as llm:
+        pools.watch(llm)
+        assert isinstance(transfers_of(llm), CudaTransfers)
+        assert told(llm.generate(prompts_of(), DRAWN)) == first
+        leave_device(llm)
+        again = llm.generate(prompts_of(), DRAWN)
+        leave_device(llm)
+        turns = llm.generate(next_turns(first), DRAWN)
+        assert told(again) == first and told(turns) == later
+        assert sum(output.cached.host for output in (*again, *turns)) > 0
+        rest(llm)
+        assert counts_of(llm).loads.num_fulfilled == counts_of(llm).loads.num_wanted > 0
 
 
 def test_a_resume_point_is_one_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,8 @@ class FakeCuda:
         self.log: list[tuple[int, str]] = []
         self.num_calls = 0
         self.runs: list[tuple[int, int, int]] = []
-        self.current = self.default = Stream(self)
+        self._of_thread = threading.local()
+        self.default = Stream(self)
         self.cuda = SimpleNamespace(
             Stream=lambda: Stream(self),
             Event=lambda **options: Event(self),
@@ -102,11 +103,21 @@ class FakeCuda:
     def empty(self, *shape: Any, device: str, **options: Any) -> Tensor:
         return torch.empty(*shape, **options)
 
+    @property
+    def current(self) -> Stream:
+        """The stream of this thread."""
+        return getattr(self._of_thread, "stream", self.default)
+
     @contextmanager
     def _on(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
+        before, self._of_thread.stream = self.current, stream
         yield
-        self.current = before
+        self._of_thread.stream = before
+
+    def run_until(self, event: Event) -> None:
+        """Runs what is enqueued, in any order, until an event was recorded."""
+        while not event.recorded.is_over:
+            self.run(1)
 
     def run(self, most: int = 1 << 30) -> None:
         """Runs up to so many ops; all, if no more is said."""

@@ -14,15 +14,21 @@ from hiserve.cache.storage.device import DevicePool
 from hiserve.cache.storage.host import HostPool
 from hiserve.cache.storage.segment import PageLayout, Segment
 from hiserve.cache.storage.transfer import ThreadTransfers, TransferEngine
-from hiserve.core.kv_groups import CacheGroupSpec
-from hiserve.core.transfers import CopyAck, CopyKind, PageCopy
-from tests.helpers.host import PAGE_SIZE, make_layout, make_run
+from hiserve.core.kv_groups import CacheGroupSpec, Space
+from hiserve.core.transfers import CopyAck, CopyKind, PageCopy, TailImage
+from tests.helpers.host import PAGE_SIZE, TENANTS, make_layout, make_run
 from tests.helpers.waiting import PATIENCE_S
 
 NUM_PAGES = 12
 GROUPS = (
     CacheGroupSpec(name="kv", num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32"),
     CacheGroupSpec(name="draft", num_layers=1, num_kv_heads=1, head_dim=6, dtype="bfloat16"),
+)
+# Beside them layers with a window: the image of a window page takes three pages of the host.
+WINDOWED = (
+    *GROUPS,
+    CacheGroupSpec(name="swa", num_layers=6, num_kv_heads=2, head_dim=5, dtype="float32", space=Space.WINDOW),
+    CacheGroupSpec(name="low", num_layers=2, num_kv_heads=1, head_dim=3, dtype="bfloat16", space=Space.WINDOW),
 )
 PAGE_BYTES = PageLayout(GROUPS, PAGE_SIZE).page_bytes
 THREAD, DIRECT, LAYERED, STAGED = "thread", "direct", "layered", "staged"  # the CPU's; the CUDA one's mechanisms
@@ -40,7 +46,7 @@ class TransferBench:
         self, make: str, *, groups: Sequence[CacheGroupSpec] = GROUPS, num_pages: int = NUM_PAGES, **options: Any
     ) -> None:
         self.groups = tuple(groups)
-        self.page_bytes = PageLayout(groups, PAGE_SIZE).page_bytes
+        self.page_bytes = PageLayout([each for each in groups if each.space is Space.HISTORY], PAGE_SIZE).page_bytes
         self.num_pages = num_pages
         self.begun: list[int] = []
         self._by_layer = make == LAYERED
@@ -52,7 +58,7 @@ class TransferBench:
         self.engine = self._make_engine(make, options)
         hold_copies(self.engine, hold)
         generator = torch.Generator().manual_seed(5)
-        for plane in self.planes():
+        for plane in (*self.planes(), *self.planes(Space.WINDOW)):
             plane.copy_(torch.randn(plane.shape, generator=generator))
         if make != THREAD:
             self.fill(0, 0.0)  # the first launch loads the kernel, which waits for the device
@@ -61,14 +67,14 @@ class TransferBench:
     def _make_engine(self, make: str, options: dict[str, Any]) -> TransferEngine:
         if make == THREAD:
             self.host = HostPool(self.segment, self.groups, num_threads=1)
-            self.device = DevicePool(self.groups, self.num_pages, PAGE_SIZE, "cpu")
+            self.device = DevicePool(self.groups, self.num_pages, PAGE_SIZE, "cpu", self.num_pages)
             self.ready()
             return ThreadTransfers(self.device, self.host, **options)
         from hiserve.cache.storage.cuda_transfer import CudaTransfers
         from hiserve.cache.storage.prefault import CudaRegistrar
 
         self.host = HostPool(self.segment, self.groups, num_threads=1, registrar=CudaRegistrar(0))
-        self.device = DevicePool(self.groups, self.num_pages, PAGE_SIZE, "cuda")
+        self.device = DevicePool(self.groups, self.num_pages, PAGE_SIZE, "cuda", self.num_pages)
         self.ready()
         direct = 0 if make == STAGED else self.page_bytes
         least = 0 if make == LAYERED else 1 << 20
@@ -83,18 +89,23 @@ class TransferBench:
         self.begun.append(copy.op)
         self.may_copy.wait()
 
-    def planes(self) -> Iterator[torch.Tensor]:
+    def planes(self, space: Space = Space.HISTORY) -> Iterator[torch.Tensor]:
         for group in self.groups:
-            for layer in self.device.layers(group.name):
-                yield from (layer.k, layer.v)
+            if group.space is space:
+                for layer in self.device.layers(group.name):
+                    yield from (layer.k, layer.v)
 
-    def page(self, page: int) -> torch.Tensor:
+    def page(self, page: int, space: Space = Space.HISTORY) -> torch.Tensor:
         """All of a page on the device, as float32 on the CPU."""
-        pieces = [plane[page * PAGE_SIZE : (page + 1) * PAGE_SIZE].float().flatten() for plane in self.planes()]
+        pieces = [plane[page * PAGE_SIZE : (page + 1) * PAGE_SIZE].float().flatten() for plane in self.planes(space)]
         return torch.cat(pieces).cpu()
 
-    def fill(self, page: int, value: float) -> None:
-        for plane in self.planes():
+    def pages(self, space: Space = Space.HISTORY) -> torch.Tensor:
+        """All pages, ``[num_pages, elements]``; see ``page``."""
+        return torch.stack([self.page(page, space) for page in range(self.num_pages)])
+
+    def fill(self, page: int, value: float, space: Space = Space.HISTORY) -> None:
+        for plane in self.planes(space):
             plane[page * PAGE_SIZE : (page + 1) * PAGE_SIZE] = value
 
     def store(self, op: int, device: Sequence[int], host: Sequence[int], after_step: int = 0) -> None:
@@ -103,6 +114,24 @@ class TransferBench:
 
     def load(self, op: int, device: Sequence[int], host: Sequence[int], after_step: int = 0) -> None:
         copy = PageCopy(op, CopyKind.LOAD, ints(device), ints(host), after_step)
+        self.engine.start(copy, by_layer=self._by_layer)
+
+    def store_tail(self, op: int, windows: Sequence[int], frames: Sequence[int], after_step: int = 0) -> None:
+        nothing, image = ints([]), make_image(frames)
+        self.engine.start(PageCopy(op, CopyKind.OFFLOAD, nothing, nothing, after_step, None, ints(windows), image))
+
+    def load_tail(
+        self,
+        op: int,
+        windows: Sequence[int],
+        frames: Sequence[int],
+        after_step: int = 0,
+        device: Sequence[int] = (),
+        host: Sequence[int] = (),
+    ) -> None:
+        """Loads pages and the tail at their end."""
+        image = make_image(frames)
+        copy = PageCopy(op, CopyKind.LOAD, ints(device), ints(host), after_step, None, ints(windows), image)
         self.engine.start(copy, by_layer=self._by_layer)
 
     def acks(self, count: int) -> list[CopyAck]:
@@ -126,6 +155,11 @@ def hold_copies(transfers: Any, hold: Callable[[PageCopy], str | None] | None) -
     if hold is not None:
         carry_out = transfers._execute
         transfers._execute = lambda copy: hold(copy) or carry_out(copy)
+
+
+def make_image(frames: Sequence[int]) -> TailImage:
+    """Of a tail behind a page that nobody has anything to do with."""
+    return TailImage(ints(frames), TENANTS[0], bytes(16))
 
 
 def ints(values: Sequence[int]) -> np.ndarray:

@@ -3,12 +3,12 @@
 A page is contiguous on the host and has many pieces on the device. Large pages pass through staging memory on the
 device: one launch gathers or scatters their pieces there, and the copy engine copies whole pages, or runs of
 adjacent ones. For small pages a call of the copy engine costs more than their bytes: for them a kernel
-reads and writes host memory directly.
+reads and writes host memory directly. The image of a window page is cut into frames, host pages anywhere in the pool, so
+that images of any size pass through staging memory: there they are whole.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,62 +19,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hiserve.cache.storage.copy_engine import CopyEngine
 from hiserve.cache.storage.device import DevicePool
 from hiserve.cache.storage.host import HostPool
-from hiserve.core.kv_groups import CacheGroupSpec
+from hiserve.cache.storage.segment import PageLayout
+from hiserve.core.kv_groups import CacheGroupSpec, Space
 from hiserve.core.plan import Int32Array
 from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.kernels.page_copy import PreparedCopy, copy_pages, word_type
 
-_AS_STREAMS_GO = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: the source may change after the copy in stream order
-_BESIDE_KERNELS = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 _NUM_SLOTS = 2  # the copy engine uses one while a kernel gathers or scatters the other
 _STAGING_PROGRAMS = 64  # less than the bandwidth of the device, more than that of the link
 # Few: an offload that saturates the link stalls every other access to memory. On an H200, 64 KiB pages, a step that
 # reads weights took 1.06 times as long beside loads of 8 programs, 1.10 beside offloads of 3, 3.4 beside offloads of 8.
 _DIRECT_PROGRAMS = {CopyKind.LOAD: 8, CopyKind.OFFLOAD: 3}
-
-
-class CopyEngine:
-    """Enqueues copies through the driver, many by one call, which releases the GIL.
-
-    ``Tensor.copy_`` took 13 µs per copy on an H200's host. Drivers before CUDA 13 lack the batched call, and get one copy
-    per call.
-    """
-
-    def __init__(self) -> None:
-        driver = ctypes.CDLL("libcuda.so.1")
-        self._one = driver.cuMemcpyAsync
-        self._one.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
-        self._many = getattr(driver, "cuMemcpyBatchAsync_v2", None)
-        if self._many is not None:
-            size, pointer = ctypes.c_size_t, ctypes.c_void_p
-            self._many.argtypes = (pointer, pointer, pointer, size, pointer, pointer, size, pointer)
-        self._attributes, self._first = _Attributes(_AS_STREAMS_GO, flags=_BESIDE_KERNELS), ctypes.c_size_t(0)
-        self._of_all = ctypes.addressof(self._attributes), ctypes.addressof(self._first), 1  # from the first copy on
-
-    def copy(
-        self, targets: NDArray[np.uint64], sources: NDArray[np.uint64], sizes: NDArray[np.uint64], stream: int
-    ) -> None:
-        """Enqueues copies between addresses on the device and in pinned memory; does not wait.
-
-        Args:
-            targets: uint64 ``[n]``, addresses of disjoint ranges; n is at least 1.
-            sources: uint64 ``[n]``, addresses.
-            sizes: uint64 ``[n]``, bytes, at least 1 each.
-            stream: Handle of a stream of the current device, not the default one.
-
-        Raises:
-            RuntimeError: CUDA refuses, for example because the bytes span two pieces pinned apart.
-        """
-        if self._many is not None and len(sizes) > 1:
-            arrays = [np.ascontiguousarray(each) for each in (targets, sources, sizes)]
-            error = self._many(*(each.ctypes.data for each in arrays), len(sizes), *self._of_all, stream)
-            _check(error, f"{len(sizes)} copies")
-            return
-        for target, source, num_bytes in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
-            error = self._one(target, source, num_bytes, stream)
-            _check(error, f"{num_bytes} bytes from {source:#x} to {target:#x}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +60,8 @@ class _Slot:
     """Staging memory."""
 
     address: int  # of the first byte
-    moves: list[PreparedCopy]  # between the device pool and its rows, uint8 ``[n, page_bytes]``: one kernel a group
+    # Between the device pool and its rows, uint8 ``[n, page_bytes]``, or the images of window pages: one kernel a group.
+    moves: dict[Space, list[PreparedCopy]]
     crossed: torch.cuda.Event  # recorded when the copy engine has filled or emptied it
 
 
@@ -120,6 +79,20 @@ class _Runs(NamedTuple):
     sizes: NDArray[np.uint64]
 
 
+class _Piece(NamedTuple):
+    """Device pages and host pages that pass through one slot at once.
+
+    Attributes:
+        space: Of the device pages.
+        indices: int32 ``[2, n]`` on the device: device pages, and their rows or images in the slot.
+        runs: Between the slot and the host.
+    """
+
+    space: Space
+    indices: Tensor
+    runs: _Runs
+
+
 class PageStreams:
     """The streams of one direction. Used by one thread at a time, whose current device is that of the pools.
 
@@ -134,8 +107,8 @@ class PageStreams:
         device: The device pool.
         host: The host pool, pinned and mapped.
         kind: The direction.
-        staging_bytes: Staging memory on the device; at least two pages are allocated.
-        max_direct_page_bytes: Pages up to this size are copied by a kernel.
+        staging_bytes: Staging memory on the device; two pages, or images of window pages, are allocated at least.
+        max_direct_page_bytes: Pages of history up to this size are copied by a kernel.
         min_layer_bytes: Loads by a kernel may be split by layers of at least this size.
     """
 
@@ -153,30 +126,35 @@ class PageStreams:
         self._host = host
         self._kind = kind
         page_bytes = host.layout.page_bytes
-        self._pages_per_slot = max(1, staging_bytes // _NUM_SLOTS // page_bytes)
+        self._has_windows = bool(host.window_layout.groups)
+        self._pages_per_image = max(1, host.frames_per_page)
+        images_per_slot = max(1, staging_bytes // _NUM_SLOTS // (self._pages_per_image * page_bytes))
+        self._pages_per_slot = images_per_slot * self._pages_per_image
         self._min_layer_bytes = min_layer_bytes
-        self._max_programs = _DIRECT_PROGRAMS[kind]
         self._copy_engine = CopyEngine()
         self._kernels = self._crossing = _stream()
         self._slots: deque[_Slot] = deque()
         self._yielded = _event()
-        if page_bytes > max_direct_page_bytes:
-            self._max_programs = _STAGING_PROGRAMS
+        self._is_direct = page_bytes <= max_direct_page_bytes
+        if self._is_direct:
+            self._direct = self._moves(self._all_pages(), host.layout, _DIRECT_PROGRAMS[kind])
+        else:
             self._crossing = _stream()
+        if self._has_windows or not self._is_direct:
             with torch.cuda.stream(self._first):  # no other stream may still use its memory
                 shape = self._pages_per_slot, page_bytes
                 memories = [torch.empty(shape, dtype=torch.uint8, device="cuda") for _ in range(_NUM_SLOTS)]
-            self._slots.extend(_Slot(memory.data_ptr(), self._moves(memory), _event()) for memory in memories)
-        else:
-            self._direct = self._moves(self._all_pages())
+            self._slots.extend(_Slot(memory.data_ptr(), self._staged(memory), _event()) for memory in memories)
 
     def compile(self) -> None:
         """Compiles the kernels of ``begin``, so that the first copy does not wait for it. Host pages need not be ready."""
         nothing = np.empty(0, dtype=np.int32)
         with torch.cuda.stream(self._kernels):
-            page = torch.empty((1, self._host.layout.page_bytes), dtype=torch.uint8, device="cuda")
-            _move(self._moves(page), self._upload(nothing, nothing))
-            if not self._slots and self._kind is CopyKind.LOAD:
+            shape = self._pages_per_image, self._host.layout.page_bytes
+            page = torch.empty(shape, dtype=torch.uint8, device="cuda")
+            for moves in self._staged(page).values():
+                _move(moves, self._upload(nothing, nothing))
+            if self._is_direct and self._kind is CopyKind.LOAD:
                 self._move_by_layer(page, nothing, nothing)
 
     def begin(
@@ -194,7 +172,8 @@ class PageStreams:
             fence: Event before the copy.
             before_piece: Called with None before the copy is prepared, and before each piece of staging memory is enqueued
                 with the event it waits for.
-            by_layer: A forward will wait for each layer of the load. With small pages this load takes a third longer.
+            by_layer: A forward will wait for each layer of the load. With small pages this load takes a third longer. A
+                model with window pages has no such loads: its resume points arrive whole, and its groups have not all layers.
         """
         before_piece(None)
         order = np.argsort(copy.host_pages, kind="stable")  # so that adjacent pages make runs
@@ -205,12 +184,16 @@ class PageStreams:
             if fence is not None:
                 self._first.wait_event(fence)
             begin.record(self._first)
-            if self._slots:
-                self._stage(ours, theirs, before_piece)
-            elif by_layer and ours.size * self._layer_bytes() >= self._min_layer_bytes:
+            pieces: list[_Piece] = []
+            if not self._is_direct:
+                pieces += self._pieces(Space.HISTORY, ours, theirs)
+            elif self._may_split(by_layer, ours.size):
                 layers = self._move_by_layer(self._all_pages(), ours, theirs)
-            else:
+            elif ours.size:
                 _move(self._direct, self._upload(ours, theirs))
+            if copy.image is not None:
+                pieces += self._pieces(Space.WINDOW, copy.window_pages, copy.image.frames)
+            self._stage(pieces, before_piece)
             end.record(self._last)
         return Flight(copy, begin, end, layers)
 
@@ -229,36 +212,51 @@ class PageStreams:
         """The stream on which it ends."""
         return self._kernels if self._kind is CopyKind.LOAD else self._crossing
 
-    def _stage(
-        self, ours: Int32Array, theirs: Int32Array, before_piece: Callable[[torch.cuda.Event | None], None]
-    ) -> None:
-        """Copies through staging memory, in pieces of equal size: while one crosses, the next is enqueued.
+    def _may_split(self, by_layer: bool, num_pages: int) -> bool:
+        """Whether a load of so many pages goes layer by layer."""
+        is_large = num_pages * self._layer_bytes() >= self._min_layer_bytes
+        return by_layer and is_large and not self._has_windows
+
+    def _pieces(self, space: Space, ours: Int32Array, theirs: Int32Array) -> list[_Piece]:
+        """Returns copies of equal size through staging memory, of device pages in a space and their host pages or frames.
 
         After a short piece, the link would be idle until the thread has prepared the next copy. All is prepared before the
         first wait, for the same reason.
         """
-        num_pieces = -(-ours.size // self._pages_per_slot)
+        if not ours.size:
+            return []
+        count = self._pages_per_image if space is Space.WINDOW else 1
+        assert theirs.size == count * ours.size, f"{theirs.size} host pages for {ours.size} pages that take {count} each"
+        num_pieces = -(-theirs.size // self._pages_per_slot)
         size = -(-ours.size // num_pieces)
-        rows = np.arange(ours.size, dtype=np.int32) % size
-        indices, all_runs = self._upload(ours, rows), self._runs(rows, theirs)
+        rows = np.arange(theirs.size, dtype=np.int32) % (size * count)
+        indices = self._upload(ours, np.arange(ours.size, dtype=np.int32) % size)
+        starts = range(0, ours.size, size)
+        return [
+            _Piece(space, indices[:, start : start + size], runs)
+            for start, runs in zip(starts, self._runs(rows, theirs), strict=True)
+        ]
+
+    def _stage(self, pieces: list[_Piece], before_piece: Callable[[torch.cuda.Event | None], None]) -> None:
+        """Copies pieces through staging memory: while one crosses, the next is enqueued."""
         enqueue = self._load_piece if self._kind is CopyKind.LOAD else self._offload_piece
-        for start, runs in zip(range(0, ours.size, size), all_runs, strict=True):
+        for piece in pieces:
             before_piece(self._slots[0].crossed)
-            enqueue(indices[:, start : start + size], runs)
+            enqueue(piece)
             self._slots.rotate()
 
-    def _load_piece(self, indices: Tensor, runs: _Runs) -> None:
+    def _load_piece(self, piece: _Piece) -> None:
         """Fills a slot and scatters it. The next copy to a slot waits until the slot before this one was scattered."""
-        slot = self._slots[0]
+        slot, runs = self._slots[0], piece.runs
         self._copy_engine.copy(runs.offsets + slot.address, runs.addresses, runs.sizes, self._crossing.cuda_stream)
         slot.crossed.record(self._crossing)
         self._yield_copy_engine(slot.crossed)
-        _move(slot.moves, indices)
+        _move(slot.moves[piece.space], piece.indices)
 
-    def _offload_piece(self, indices: Tensor, runs: _Runs) -> None:
+    def _offload_piece(self, piece: _Piece) -> None:
         """Gathers a slot and empties it. The next gather waits until the slot before this one was emptied."""
-        slot = self._slots[0]
-        _move(slot.moves, indices)
+        slot, runs = self._slots[0], piece.runs
+        _move(slot.moves[piece.space], piece.indices)
         self._yield_copy_engine(self._slots[1].crossed)
         self._copy_engine.copy(runs.addresses, runs.offsets + slot.address, runs.sizes, self._crossing.cuda_stream)
         slot.crossed.record(self._crossing)
@@ -291,15 +289,23 @@ class PageStreams:
         """Copies page numbers to the device, int32 ``[2, n]``; torch keeps the pinned memory until the copy has ended."""
         return torch.from_numpy(np.stack((ours, rows))).pin_memory().to("cuda", non_blocking=True)
 
-    def _moves(self, pages: Tensor) -> list[PreparedCopy]:
-        """Prepares gathers or scatters between device pages and rows of ``[n, page_bytes]``: one kernel per group."""
+    def _staged(self, memory: Tensor) -> dict[Space, list[PreparedCopy]]:
+        """Prepares copies between device pages and staging memory, uint8 ``[n, page_bytes]``: whole images."""
+        images = memory.view(-1, self._pages_per_image * self._host.layout.page_bytes)
+        return {
+            Space.HISTORY: self._moves(memory, self._host.layout, _STAGING_PROGRAMS),
+            Space.WINDOW: self._moves(images, self._host.window_layout, _STAGING_PROGRAMS),
+        }
+
+    def _moves(self, pages: Tensor, layout: PageLayout, max_programs: int) -> list[PreparedCopy]:
+        """Prepares gathers or scatters between device pages and rows of ``[n, num_bytes]``: one kernel per group."""
         return [
             PreparedCopy(
-                *self._views(pages, group, range(group.num_layers)),
+                *self._views(pages, layout, group, range(group.num_layers)),
                 to_planes=self._kind is CopyKind.LOAD,
-                max_programs=self._max_programs,
+                max_programs=max_programs,
             )
-            for group in self._host.layout.groups
+            for group in layout.groups
         ]
 
     def _layer_bytes(self) -> int:
@@ -314,16 +320,17 @@ class PageStreams:
         parts += [(own, range(layer, layer + 1)) for layer in range(own.num_layers)]
         indices, events = self._upload(ours, theirs), []
         for group, layers in parts:
-            views = self._views(pages, group, layers)
-            copy_pages(*views, indices, to_planes=self._kind is CopyKind.LOAD, max_programs=self._max_programs)
+            views = self._views(pages, self._host.layout, group, layers)
+            copy_pages(*views, indices, to_planes=True, max_programs=_DIRECT_PROGRAMS[CopyKind.LOAD])
             if group is own:
                 events.append(_event())
                 events[-1].record(self._kernels)
         return tuple(events)
 
-    def _views(self, pages: Tensor, group: CacheGroupSpec, layers: range) -> tuple[Tensor, Tensor]:
-        """Returns the planes of adjacent layers of a group, and their columns of ``[n, page_bytes]``."""
-        layout = self._host.layout
+    def _views(
+        self, pages: Tensor, layout: PageLayout, group: CacheGroupSpec, layers: range
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the planes of adjacent layers of a group, and their columns of ``[n, num_bytes]``."""
         piece_bytes, per_layer = layout.piece_bytes(group), group.num_planes
         words = word_type(piece_bytes)
         start = int(layout.offsets[group.name][layers.start, 0])
@@ -333,23 +340,6 @@ class PageStreams:
             pieces[per_layer * layers.start : per_layer * layers.stop],
             pages[:, start : start + per_layer * len(layers) * piece_bytes].view(words),
         )
-
-
-class _Location(ctypes.Structure):
-    """CUmemLocation; all zeros is unspecified."""
-
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
-class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes."""
-
-    _fields_ = (("order", ctypes.c_int), ("source", _Location), ("target", _Location), ("flags", ctypes.c_uint))
-
-
-def _check(error: int, what: str) -> None:
-    if error:
-        raise RuntimeError(f"the copy engine refuses {what}: error {error}")
 
 
 def _move(moves: list[PreparedCopy], indices: Tensor) -> None:

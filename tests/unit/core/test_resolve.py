@@ -500,7 +500,19 @@ def test_on_cuda_windows_have_a_pool_of_their_own_and_their_model_holds_more_tok
     assert freed.settings.cache.frees_windows and not kept.settings.cache.frees_windows
     assert sum(freed.memory.parts.values()) <= memory_gib * GIB
     assert freed.settings.cache.kv_pages >= 1.5 * kept.settings.cache.kv_pages
-    assert not resolve(make_options(max_batched_tokens=2048), model, machine).settings.cache.frees_windows
+    beside_host = resolve(make_options(max_batched_tokens=2048), model, machine)
+    assert beside_host.settings.cache.frees_windows and beside_host.settings.cache.host_cache_gib > 0
+    assert beside_host.memory.parts["staging of host pages"] == 160 * MIB
+
+
+def test_images_larger_than_the_staging_memory_of_pages_have_room() -> None:
+    """Layers with a window have five eighths of the bytes: an image takes two pages of the host."""
+    elements = LARGE.slot_elements
+    model = msgspec.structs.replace(LARGE, window=1024, window_elements=elements * 5 // 8)
+    given = {"page_size": 2816, "max_batched_tokens": 2048}
+    parts = resolve(make_options(**given), model, SERVER).memory.parts
+    page = 2816 * 2 * elements * 3 // 8
+    assert parts["staging of host pages"] == 4 * 2 * page > 160 * MIB
 
 
 def test_graphs_are_paid_for_only_where_they_are_captured() -> None:

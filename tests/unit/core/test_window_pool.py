@@ -95,6 +95,15 @@ def test_given_pages_that_do_not_fit_name_what_to_lower() -> None:
         assert caught.value.param == "window_pages" and "-" not in caught.value.message.split("Lower")[0]
 
 
+def test_an_image_takes_whole_pages_of_the_host() -> None:
+    assert [POOL.image_bytes(size) for size in (PAGE_BYTES, PAGE_BYTES - 1, PAGE_BYTES + 1)] == [
+        PAGE_BYTES,
+        2 * (PAGE_BYTES - 1),
+        PAGE_BYTES + 1,
+    ]
+    assert NO_WINDOW_POOL.image_bytes(PAGE_BYTES) == 0
+
+
 def test_a_given_share_and_distance_replace_those_of_auto() -> None:
     half = WindowPool(limits=LIMITS, slot_elements=12_288, element_bytes=2, share=0.5)
     assert half.tail_share(PAGE_BYTES) == 0.5 and half.bytes_per_page(PAGE_BYTES) == PAGE_BYTES

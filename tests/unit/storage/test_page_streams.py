@@ -13,10 +13,11 @@ import torch
 from hiserve.cache.storage.cuda_transfer import CudaTransfers
 from hiserve.cache.storage.page_streams import PageStreams
 from hiserve.cache.storage.transfer import TransferQueue
+from hiserve.core.kv_groups import Space
 from hiserve.core.transfers import CopyKind, PageCopy
 from tests.helpers.fake_cuda import FakeCuda, install
 from tests.helpers.host import make_run
-from tests.helpers.transfers import THREAD, TransferBench, hold_copies, ints
+from tests.helpers.transfers import THREAD, WINDOWED, TransferBench, hold_copies, ints, make_image
 
 NUM_PAGES, PAGES_PER_SLOT, PAGES_PER_PIECE = 60, 3, 7
 SEED = random.randrange(2**32)
@@ -75,6 +76,71 @@ def test_every_byte_arrives_whichever_stream_runs_first(
             assert not any(stream.ops for stream in device.streams)
         for page in {page for ours, _ in told for page in ours}:
             assert torch.equal(bench.page(page), before[page]), page
+
+
+@pytest.fixture
+def windowed(monkeypatch: pytest.MonkeyPatch) -> Iterator[TransferBench]:
+    """Beside the pages those of windows, whose images take three pages of the host each."""
+    bench = TransferBench(THREAD, groups=WINDOWED, num_pages=NUM_PAGES)
+    monkeypatch.setattr(bench.host.prefault, "pages_per_piece", PAGES_PER_PIECE)
+    yield bench
+    bench.close()
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_every_byte_of_a_resume_point_arrives_whichever_stream_runs_first(
+    windowed: TransferBench, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    """H10. Frames lie anywhere; slots have room for one image, and a tail has several."""
+    print(f"seed {SEED}")
+    rng, bench = random.Random(SEED), windowed
+    history, windows = bench.pages(), bench.pages(Space.WINDOW)
+    for _ in range(20):
+        device = FakeCuda(rng.randrange(2**32))
+        with monkeypatch.context() as patch:
+            install(patch, device)
+            store, load = (make_streams(bench, kind, direct=direct) for kind in (CopyKind.OFFLOAD, CopyKind.LOAD))
+            there, nothing = ints(rng.sample(range(1, NUM_PAGES), 29)), ints([])
+            host, image = there[:14], make_image(there[14:])
+            ours, into = (ints(rng.sample(range(1, NUM_PAGES), 14)) for _ in range(2))
+            tail, tail_into = ours[:5], into[:5]
+            for order in (
+                PageCopy(1, CopyKind.OFFLOAD, ours, host, 0),
+                PageCopy(2, CopyKind.OFFLOAD, nothing, nothing, 0, None, tail, image),
+            ):
+                store.begin(order, None, lambda room: None)
+                device.run(rng.randrange(20))
+            device.run()
+            load.begin(PageCopy(3, CopyKind.LOAD, into, host, 0, None, tail_into, image), None, lambda room: None)
+            device.run()
+            assert not any(stream.ops for stream in device.streams)
+        history[into], windows[tail_into] = history[ours], windows[tail]
+        assert torch.equal(bench.pages(), history) and torch.equal(bench.pages(Space.WINDOW), windows)
+
+
+def test_the_last_event_of_a_load_is_behind_its_tail(windowed: TransferBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps wait for it, whichever layer they ask for: a load of a model with window pages is not split by layers."""
+    print(f"seed {SEED}")
+    bench, nothing = windowed, ints([])
+    windows = bench.pages(Space.WINDOW)
+    for seed in range(SEED, SEED + 20):
+        device = FakeCuda(seed)
+        with monkeypatch.context() as patch:
+            install(patch, device)
+            tail, image = ints([1, 2, 3]), make_image(range(10, 19))
+            store, load = (make_streams(bench, kind, direct=True) for kind in (CopyKind.OFFLOAD, CopyKind.LOAD))
+            store.begin(PageCopy(1, CopyKind.OFFLOAD, nothing, nothing, 0, None, tail, image), None, lambda room: None)
+            device.run()
+            order = PageCopy(2, CopyKind.LOAD, ints([4]), ints([5]), 0, None, ints([7, 8, 9]), image)
+            flight = load.begin(order, None, lambda room: None, by_layer=True)
+            assert flight.layers == () and flight.end_of(4) is flight.end
+            device.default.wait_event(flight.end)
+            seen: list[torch.Tensor] = []
+            device.default.enqueue("forward", lambda seen=seen: seen.append(bench.pages(Space.WINDOW)[7:10]))
+            device.run()
+        assert torch.equal(seen[0], windows[1:4])
+        for page in (7, 8, 9):
+            bench.fill(page, 0.0, Space.WINDOW)
 
 
 @pytest.mark.parametrize("direct", [False, True])
