@@ -226,7 +226,9 @@ class PageStreams:
         if not ours.size:
             return []
         count = self._pages_per_image if space is Space.WINDOW else 1
-        assert theirs.size == count * ours.size, f"{theirs.size} host pages for {ours.size} pages that take {count} each"
+        assert theirs.size == count * ours.size, (
+            f"{theirs.size} host pages for {ours.size} pages that take {count} each"
+        )
         num_pieces = -(-theirs.size // self._pages_per_slot)
         size = -(-ours.size // num_pieces)
         rows = np.arange(theirs.size, dtype=np.int32) % (size * count)
@@ -327,9 +329,7 @@ class PageStreams:
                 events[-1].record(self._kernels)
         return tuple(events)
 
-    def _views(
-        self, pages: Tensor, layout: PageLayout, group: CacheGroupSpec, layers: range
-    ) -> tuple[Tensor, Tensor]:
+    def _views(self, pages: Tensor, layout: PageLayout, group: CacheGroupSpec, layers: range) -> tuple[Tensor, Tensor]:
         """Returns the planes of adjacent layers of a group, and their columns of ``[n, num_bytes]``."""
         piece_bytes, per_layer = layout.piece_bytes(group), group.num_planes
         words = word_type(piece_bytes)

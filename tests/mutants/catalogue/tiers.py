@@ -121,10 +121,10 @@ with page_streams.PageStreams.begin, test_page_streams.test_an_offload_reads_wha
     "INV 26: an offload does not wait for the step that computes its pages"
     self._first.wait_event(fence)
     pass
-with page_streams.PageStreams._stage, test_page_streams.test_pieces_are_equal_and_nothing_is_left_to_prepare_while_one_crosses:
+with page_streams.PageStreams._pieces, test_page_streams.test_pieces_are_equal_and_nothing_is_left_to_prepare_while_one_crosses:
     "a short piece crosses before the next copy is prepared"
     -(-ours.size // num_pieces)
-    self._pages_per_slot
+    self._pages_per_slot // count
 with transfers.Transfers.complete, test_tiers.test_what_waited_for_the_first_pages_of_its_path_is_stored_after_them:
     "pages that waited for an offload are not among those that the device loses next"
     self._tiers.queue(_surviving(node))

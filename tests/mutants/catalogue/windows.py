@@ -2,8 +2,8 @@
 
 from hiserve.attention import reference_attention
 from hiserve.cache.index import eviction, nodes, prefixes, radix, tails, tiers, transfers, window_pages
-from hiserve.cache.storage import host, records
-from hiserve.core import window_pool, windows
+from hiserve.cache.storage import host, page_streams, records
+from hiserve.core import memory_plan, window_pool, windows
 from hiserve.engine import row_windows, tier_transfers
 from hiserve.kernels import step_inputs
 from hiserve.runners import device_rows, inputs
@@ -11,11 +11,11 @@ from tests.contract import test_attention
 from tests.e2e import test_host_tails, test_windows_freed
 from tests.invariants import test_tails
 from tests.unit.cache import test_radix, test_tail_shares, test_window_pages
-from tests.unit.core import test_window_pool
+from tests.unit.core import test_resolve, test_window_pool
 from tests.unit.engine import test_build_host
 from tests.unit.kernels import test_step_triton
 from tests.unit.runners import test_device_rows
-from tests.unit.storage import test_host_pool, test_tail_records
+from tests.unit.storage import test_host_pool, test_page_streams, test_tail_records
 
 with window_pages.WindowPages.drop, test_window_pages.test_free_and_held_pages_partition_the_pool_whatever_rows_and_tails_do:
     "INV H1: a window page is free while a tail holds it"
@@ -200,3 +200,19 @@ with step_inputs._check_rows, test_step_triton.test_triton_does_what_the_twins_d
     "INV H2: kernel: pages of windows are bounded by the pool of the other layers"
     _count_stale(its_pages, its_owners, windows.page_owner, first, num_used, num_window_pages, BLOCK)
     _count_stale(its_pages, its_owners, windows.page_owner, first, num_used, num_pages, BLOCK)
+with page_streams.PageStreams.begin, test_page_streams.test_the_last_event_of_a_load_is_behind_its_tail:
+    "INV H10: on CUDA, steps do not wait for the tail of a load"
+    end.record(self._last)
+    pass
+with page_streams.PageStreams._may_split, test_page_streams.test_the_last_event_of_a_load_is_behind_its_tail:
+    "INV H10: a load with a tail is split by the layers of its history"
+    by_layer and is_large and not self._has_windows
+    by_layer and is_large
+with page_streams.PageStreams._pieces, test_page_streams.test_every_byte_of_a_resume_point_arrives_whichever_stream_runs_first:
+    "INV H10: the image of a window page is taken for one page of the host"
+    self._pages_per_image if space is Space.WINDOW else 1
+    1
+with memory_plan._Worker._beside_pool, test_resolve.test_images_larger_than_the_staging_memory_of_pages_have_room:
+    "images of window pages pass through memory that was not planned"
+    max(self.page_bytes, self.windows.image_bytes(self.page_bytes))
+    self.page_bytes
