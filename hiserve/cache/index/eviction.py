@@ -8,11 +8,11 @@ from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
 from hiserve.cache.index.allocator import PageAllocator
-from hiserve.cache.index.nodes import Node
+from hiserve.cache.index.nodes import Node, Tail
 from hiserve.config.caching import EvictionOrder
 
 ON_DEVICE: Callable[[Node], bool] = attrgetter("is_evictable")
-ON_HOST: Callable[[Node], bool] = attrgetter("is_host_evictable")
+ON_HOST: Callable[[Node | Tail], bool] = attrgetter("is_host_evictable")
 
 MAX_ACCOUNTS = 64  # with shares of their own; all others have one together
 MAX_IDLE_TURNOVERS = 32  # an account without requests while the whole tier was evicted so often has no share
@@ -152,8 +152,8 @@ class AccountHeaps(Generic[T]):
         return None if heap is None else heap.pop()
 
 
-class Eviction(AccountHeaps[Node]):
-    """The leaves that one tier may evict, by account.
+class Eviction(AccountHeaps[T]):
+    """The leaves, and on the host the tails, that one tier may evict, by account.
 
     ``lru`` evicts the least recently used leaf first, by the tree's logical clock; ``priority`` orders first by the highest
     priority of the requests that used a leaf. Both evict pages that are on another tier before last copies, and retained
@@ -167,10 +167,10 @@ class Eviction(AccountHeaps[Node]):
         age: A node's rank among those of equal ``Node.eviction_cost``.
     """
 
-    def __init__(self, order: EvictionOrder = "lru", is_victim: Callable[[Node], bool] = ON_DEVICE) -> None:
+    def __init__(self, order: EvictionOrder = "lru", is_victim: Callable[[Any], bool] = ON_DEVICE) -> None:
         first = ("retained_until_s", "priority") if order == "priority" else ("retained_until_s",)
         super().__init__(attrgetter(*first, "eviction_cost", "last_used"), is_victim)
-        self.age: Callable[[Node], Any] = attrgetter(*first, "last_used")
+        self.age: Callable[[T], Any] = attrgetter(*first, "last_used")
 
 
 class TenantShares:
@@ -274,7 +274,7 @@ class EvictionReserve:
         self,
         pages: PageAllocator,
         host_pages: PageAllocator,
-        eviction: Eviction,
+        eviction: Eviction[Node],
         shares: TenantShares,
         *,
         is_kept: bool,

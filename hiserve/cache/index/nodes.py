@@ -20,6 +20,9 @@ class TailPools(Protocol):
     def leave_host(self, tail: Tail) -> None:
         """Gives back the frames of a tail that has some."""
 
+    def assign_account(self, tail: Tail, account: bytes) -> None:
+        """Charges an account for a tail, in place of the one before."""
+
 
 class Tail:
     """What a request reads that is resumed at a boundary, beside the history before it: window pages, or their images.
@@ -32,8 +35,9 @@ class Tail:
         device_ready_op: The load that fills ``pages``; 0 when they are filled.
         host_ready_op: The offload that fills ``frames``; 0 when they are filled.
         last_used: Logical time of its last use.
-        account: Charged for its window pages.
-        retained_until_s: Window pages of others go first until then (see ``Retention``); 0 is not retained.
+        priority: Of the node, at the last use.
+        account: Charged for its window pages and frames.
+        retained_until_s: Others go first until then (see ``Retention``); 0 is not retained.
     """
 
     __slots__ = (
@@ -46,6 +50,7 @@ class Tail:
         "last_used",
         "node",
         "pages",
+        "priority",
         "retained_until_s",
     )
 
@@ -57,6 +62,7 @@ class Tail:
         self.device_ready_op = 0
         self.host_ready_op = 0
         self.last_used = last_used
+        self.priority = node.priority
         self.account = node.account
         self.retained_until_s = 0
         self._pools = pools
@@ -87,6 +93,16 @@ class Tail:
         return self.device_ready_op or self.host_ready_op
 
     @property
+    def eviction_cost(self) -> int:
+        """As that of a leaf on no other tier (see ``Node``)."""
+        return 1
+
+    @property
+    def is_host_evictable(self) -> bool:
+        """Whether the host may evict its frames."""
+        return self.frames is not None and not self.pending_op
+
+    @property
     def digest(self) -> bytes:
         """The name of the page before its boundary."""
         return self.node.digests[self.at - 1]
@@ -100,6 +116,10 @@ class Tail:
         """Gives its frames back, if it has any."""
         if self.frames is not None:
             self._pools.leave_host(self)
+
+    def assign_account(self, account: bytes) -> None:
+        """Charges an account for it, in place of the one before."""
+        self._pools.assign_account(self, account)
 
     def close(self) -> None:
         """Leaves both tiers."""

@@ -10,7 +10,7 @@ from hiserve.cache.index.allocator import PADDING_PAGE
 from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, Eviction
 from hiserve.cache.index.locks import Locks, PrefixLock
 from hiserve.cache.index.miss_reasons import Miss, MissReason, explain
-from hiserve.cache.index.nodes import STEP_SHIFT, Tail
+from hiserve.cache.index.nodes import STEP_SHIFT, Node, Tail
 from hiserve.cache.index.prefixes import HostAdmission, Match, Prefixes
 from hiserve.cache.index.radix import RadixTree
 from hiserve.cache.index.reports import PrefixCacheStats, Tier, TierListener, outline
@@ -107,9 +107,11 @@ class PrefixCache:
         self._listener = listener
         self._has_host = num_host_pages > 0
         self.tree = RadixTree(page_size, link)
-        self.device = TierPages(Tier.DEVICE, num_pages, Eviction(eviction, ON_DEVICE), listener=listener)
+        self.device = TierPages[Node](Tier.DEVICE, num_pages, Eviction(eviction, ON_DEVICE), listener=listener)
         ready = num_ready_host_pages if num_host_pages else 1  # page 0 alone: none to allocate
-        self.host = TierPages(Tier.HOST, max(num_host_pages, 2), Eviction(eviction, ON_HOST), ready, listener)
+        self.host = TierPages[Node | Tail](
+            Tier.HOST, max(num_host_pages, 2), Eviction(eviction, ON_HOST), ready, listener
+        )
         self.tiers = CacheTiers(self.tree, self.device, self.host, has_host=self._has_host)
         self.locks = Locks(self.tiers)
         self.ops = TransferOps(self.tiers)

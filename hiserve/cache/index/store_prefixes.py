@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hiserve.cache.index.nodes import Node, Tail
 from hiserve.cache.index.prefixes import Prefixes
 from hiserve.cache.index.store_sync import RunOp, StoreSync, Uploads
 from hiserve.cache.index.tier_pages import TierPages
@@ -11,7 +12,7 @@ from hiserve.core.transfers import PageCopy
 class StorePrefixes:
     """Prefetches of prefixes that a store has, and uploads of pages that it lacks; ``PrefixCache.complete`` ends both."""
 
-    def __init__(self, prefixes: Prefixes, host: TierPages, sync: StoreSync, uploads: Uploads) -> None:
+    def __init__(self, prefixes: Prefixes, host: TierPages[Node | Tail], sync: StoreSync, uploads: Uploads) -> None:
         self._prefixes = prefixes
         self._host = host
         self._sync = sync

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Iterable
 
@@ -37,6 +38,8 @@ class TailTiers:
         self._windows = windows
         self._frames_per_page = frames_per_page
         self._queue: OrderedDict[Tail, None] = OrderedDict()  # to be offloaded; the history of each was on the host
+        self._due: list[tuple[int, int, Tail]] = []  # retained tails: until when, a serial number
+        self._num_retained = 0
         self.num_without_room = 0
 
     # --- on the device ----------------------------------------------------------------------
@@ -59,22 +62,43 @@ class TailTiers:
         """Sets the time of the last use of an open tail; 0 makes it the next to go."""
         assert tail.is_open, "a tail that was closed is used"
         if tail.last_used != last_used:
-            tail.last_used = last_used
-            self._windows.reorder(tail)
-            if tail.frames is not None:
-                self._tiers.host_tails.add(tail)
+            tail.last_used, tail.priority = last_used, tail.node.priority
+            self._reorder(tail)
 
     def see(self, account: bytes) -> None:
         """Records a request of an account."""
         self._windows.shares.see(account)
 
     def retain(self, tail: Tail, until_s: int) -> None:
-        """Lets others go before a tail on the device (see ``WindowPages``)."""
-        self._windows.retain(tail, until_s)
+        """Lets others of its account go before an open tail on each tier, until ``expire``."""
+        if until_s > tail.retained_until_s:
+            tail.retained_until_s = until_s
+            self._num_retained += 1
+            heapq.heappush(self._due, (until_s, self._num_retained, tail))
+            self._reorder(tail)
 
     def expire(self, now_s: int) -> None:
-        """Ends the retention of tails."""
-        self._windows.expire(now_s)
+        """Ends the retention of tails that were retained until now or earlier."""
+        while self._due and self._due[0][0] <= now_s:
+            tail = heapq.heappop(self._due)[2]
+            if 0 < tail.retained_until_s <= now_s:
+                tail.retained_until_s = 0
+                self._reorder(tail)
+
+    def _reorder(self, tail: Tail) -> None:
+        """Gives a tail its new place in the order of each tier."""
+        self._windows.reorder(tail)
+        if tail.frames is not None:
+            self._tiers.host.eviction.add(tail)
+
+    def assign_account(self, tail: Tail, account: bytes) -> None:
+        """See ``TailPools``."""
+        num_frames = 0 if tail.frames is None else tail.frames.size
+        for shares, count in ((self._windows.shares, tail.num_pages), (self._tiers.host.shares, num_frames)):
+            shares.charge(tail.account, -count)
+            shares.charge(account, count)
+        tail.account = account
+        self._reorder(tail)
 
     def leave_device(self, tail: Tail) -> None:
         """See ``TailPools``; a transfer of the pages holds them until its end."""
@@ -86,6 +110,7 @@ class TailTiers:
         frames, tail.frames = tail.frames, None
         tail.host_ready_op = 0
         assert frames is not None, "a tail without frames leaves the host"
+        self._tiers.host.shares.charge(tail.account, -frames.size)
         self._tiers.tree_epoch += 1
         op = self._op_of(tail)
         if op is not None:
@@ -152,6 +177,7 @@ class TailTiers:
         op.tail, op.window_pages = tail, pages
         self._windows.pin(pages)
         tail.frames, tail.host_ready_op = frames, op.number
+        self._tiers.host.shares.charge(tail.account, count)
         return [PageCopy(op.number, op.kind, NO_PAGES, NO_PAGES, 0, None, pages, _image(tail, frames))]
 
     # --- to the device --------------------------------------------------------------------------
@@ -198,16 +224,15 @@ class TailTiers:
                 tail.leave_host()
         elif not ok and is_here:
             tail.leave_host()
-        self._windows.reorder(tail)
-        if tail.frames is not None:
-            self._tiers.host_tails.add(tail)
+        self._reorder(tail)
         return num_arrived
 
     def recover(self, images: Iterable[TailImage]) -> int:
         """Inserts the tails of a former process, each whole, behind the history that was recovered; returns their frames.
 
         Args:
-            images: Their frames are ready and free; those without history are freed.
+            images: Their frames are ready and free; those without history are freed. Of the history that is retained, the
+                last tail of each node is retained too.
         """
         tiers, num_recovered = self._tiers, 0
         places = {digest: (node, at) for node in tiers.tree.nodes() for at, digest in enumerate(node.digests, start=1)}
@@ -223,9 +248,13 @@ class TailTiers:
             tail.frames = image.frames
             node.tails = {at: tail} if node.tails is None else node.tails | {at: tail}
             tiers.host.num_evictable += image.frames.size
-            tiers.host_tails.add(tail)
+            tiers.host.shares.charge(tail.account, image.frames.size)
+            tiers.host.eviction.add(tail)
             tiers.tree_epoch += 1
             num_recovered += image.frames.size
+        for node in tiers.tree.nodes():
+            if node.retained_until_s and node.tails:
+                self.retain(node.tails[max(node.tails)], node.retained_until_s)
         return num_recovered
 
     def _op_of(self, tail: Tail) -> TransferOp | None:

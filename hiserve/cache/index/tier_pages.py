@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Generic
+
 import numpy as np
 from numpy.typing import NDArray
 
 from hiserve.cache.index.allocator import PageAllocator
-from hiserve.cache.index.eviction import Eviction, TenantShares
+from hiserve.cache.index.eviction import Eviction, T, TenantShares
 from hiserve.cache.index.nodes import Node
 from hiserve.cache.index.reports import PrefixEvents, Tier, TierListener
 from hiserve.core.plan import Int32Array
 from hiserve.ipc.cache_stats import TierStats
 
 
-class TierPages:
+class TierPages(Generic[T]):
     """The pages of one tier.
 
     Args:
         num_pages: Pages in the pool, page 0 included, which is never allocated.
-        eviction: The nodes of the tier whose last pages may be evicted.
+        eviction: The nodes of the tier whose last pages may be evicted, and the tails.
         num_ready: Usable pages are below this; default: all.
         listener: Called with every change, with the tokens.
 
@@ -36,7 +38,7 @@ class TierPages:
         self,
         tier: Tier,
         num_pages: int,
-        eviction: Eviction,
+        eviction: Eviction[T],
         num_ready: int | None = None,
         listener: TierListener | None = None,
     ) -> None:

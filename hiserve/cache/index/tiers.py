@@ -25,7 +25,6 @@ class CacheTiers:
         reserve: The leaves that the device can evict without loss; empty without a host tier.
         retention: The nodes that are evicted after all others.
         copies: Nodes whose host copy may be freed because the device has them too: the latest used first, spare ones last.
-        host_tails: The tails on the host; one order with its leaves decides which goes first.
         tree_epoch: Grows when the result of a match could change (insert, load, demote, evict, flush): a match of
             another epoch is invalid.
         relocation_version: Grows when a page of a live request moves: another request's page replaced it, or its load
@@ -37,7 +36,9 @@ class CacheTiers:
         num_unbacked: Pages evicted from the device that were on no other tier.
     """
 
-    def __init__(self, tree: RadixTree, device: TierPages, host: TierPages, *, has_host: bool) -> None:
+    def __init__(
+        self, tree: RadixTree, device: TierPages[Node], host: TierPages[Node | Tail], *, has_host: bool
+    ) -> None:
         self.tree = tree
         self.device = device
         self.host = host
@@ -48,9 +49,6 @@ class CacheTiers:
             tree, (host if has_host else device).pages, self.queue, HostTimes(host.pages.num_pages)
         )
         self.copies = LeafHeap(lambda node: (node.is_spare, -node.last_used), attrgetter("is_copy"))
-        self.host_tails = LeafHeap[Tail](
-            attrgetter("last_used"), lambda tail: tail.frames is not None and not tail.pending_op
-        )
         self.tree_epoch = 1
         self.relocation_version = 1
         self.clock = 0
@@ -136,15 +134,10 @@ class CacheTiers:
     def _evict_host(self, count: int) -> int:
         """Frees up to ``count`` pages of the next leaf that is on the host alone, or the next tail; returns how many."""
         leaf, most = next(self.host.shares.next(self.host.eviction), (None, 0))
-        tail = self.host_tails.pop()
-        if tail is not None and (leaf is None or tail.last_used < leaf.last_used or leaf.retained_until_s):
-            if leaf is not None:
-                self.host.eviction.add(leaf)
-            return self._evict_tail(tail)
-        if tail is not None:
-            self.host_tails.add(tail)
         if leaf is None:
             return 0
+        if isinstance(leaf, Tail):
+            return self._evict_tail(leaf)
         self.tree_epoch += 1
         parent, account = leaf.parent, leaf.account
         assert parent is not None
@@ -245,9 +238,11 @@ class CacheTiers:
         stack = list(root.children.values())
         while stack:
             node = stack.pop()
-            for tier, pages in ((self.device, node.pages), (self.host, node.host_pages)):
-                tier.shares.charge(node.account, -pages.size)
-                tier.shares.charge(account, pages.size)
+            for shares, pages in ((self.device.shares, node.pages), (self.host.shares, node.host_pages)):
+                shares.charge(node.account, -pages.size)
+                shares.charge(account, pages.size)
+            for tail in (node.tails or {}).values():
+                tail.assign_account(account)
             retained = node.num_pages if node.retained_until_s else 0
             self.retention.charge(node, -retained)
             node.account = account

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from operator import attrgetter
 
 import numpy as np
@@ -52,8 +51,6 @@ class WindowPages:
         self.last_step: Int64Array = np.zeros(num_pages, dtype=np.int64)
         self.shares = TenantShares(self._pages)
         self._order = AccountHeaps[Tail](_ORDER, lambda tail: tail.pages is not None and not tail.pending_op)
-        self._due: list[tuple[int, int, Tail]] = []  # retained tails: until when, a serial number
-        self._num_due = 0
 
     @property
     def num_free(self) -> int:
@@ -142,25 +139,9 @@ class WindowPages:
         self.drop(pages)
 
     def reorder(self, tail: Tail) -> None:
-        """Records that a tail was used, or that its transfer has ended."""
+        """Records that a tail was used or retained, or that its transfer has ended."""
         if tail.pages is not None:
             self._order.add(tail)
-
-    def retain(self, tail: Tail, until_s: int) -> None:
-        """Lets other tails of its account go before one on the device, until ``expire``."""
-        if until_s > tail.retained_until_s:
-            tail.retained_until_s = until_s
-            self._num_due += 1
-            heapq.heappush(self._due, (until_s, self._num_due, tail))
-            self.reorder(tail)
-
-    def expire(self, now_s: int) -> None:
-        """Ends the retention of tails that were retained until now or earlier."""
-        while self._due and self._due[0][0] <= now_s:
-            tail = heapq.heappop(self._due)[2]
-            if 0 < tail.retained_until_s <= now_s:
-                tail.retained_until_s = 0
-                self.reorder(tail)
 
     def stats(self) -> WindowStats:
         """Returns the counts; the padding page is not counted."""

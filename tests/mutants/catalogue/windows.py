@@ -60,6 +60,19 @@ with row_windows.RowWindows.want_retained, test_tail_shares.test_a_prompt_gets_a
     "INV 77: a retained prefix gets no tail at its end"
     self.want(row, boundary)
     pass
+with tails.TailTiers._offload, test_tail_shares.test_a_flood_leaves_others_their_share_of_the_host:
+    "INV 70: frames of all tails count as those of one account"
+    self._tiers.host.shares.charge(tail.account, count)
+    tail.account = b""
+    self._tiers.host.shares.charge(tail.account, count)
+with tails.TailTiers.recover, test_tail_shares.test_an_adopted_tail_is_charged_and_retained_as_its_history_is:
+    "INV 77: the next process forgets the retention of tails"
+    self.retain(node.tails[max(node.tails)], node.retained_until_s)
+    pass
+with nodes.Tail.assign_account, test_tail_shares.test_an_adopted_tail_is_charged_and_retained_as_its_history_is:
+    "INV 70: an adopted tail counts for nobody"
+    self._pools.assign_account(self, account)
+    pass
 with window_pages.WindowPages.keep, test_tail_shares.test_a_flood_leaves_others_their_share_of_window_pages:
     "INV 70: all tails count as those of one account"
     self.shares.charge(tail.account, pages.size)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from hiserve import LLM, SamplingParams
-from hiserve.cache.index.prefix_cache import PrefixCache
+from hiserve.cache.index.prefix_cache import PrefixCache, Tier
+from hiserve.core.digest import namespace_digest
+from hiserve.core.transfers import TailImage
 from hiserve.ipc.messages import Admit
+from tests.helpers.host import make_run
 from tests.helpers.tiered import engine_of
 from tests.helpers.window_models import SETTINGS, VOCAB, save_windows
 
@@ -87,6 +92,83 @@ def test_retained_tails_keep_no_request_from_its_pages() -> None:
     assert num_resumable(cache, range(30 - NUM_TAILS, 30), b"one") == NUM_TAILS, (
         "of these the one first that ends first"
     )
+
+
+FRAMES = 2  # of a window page
+PROMPT_FRAMES = 2 + TAIL * FRAMES  # host pages of a prompt: its history, and its tail
+
+
+def make_host_cache(num_prompts: int) -> PrefixCache:
+    """A cache whose host holds so many prompts with their tails; its device holds as many without, so that pages leave it."""
+    return PrefixCache(
+        num_pages=1 + 2 * num_prompts,
+        page_size=PAGE,
+        namespace=b"n" * 16,
+        num_window_pages=1 + TAIL * NUM_TAILS,
+        num_host_pages=1 + num_prompts * PROMPT_FRAMES,
+        frames_per_page=FRAMES,
+    )
+
+
+def serve_to_host(cache: PrefixCache, seed: int, tenant: bytes, until_s: int = 0) -> None:
+    """Serves a prompt, and offloads whatever is due: the pages that leave the device next, too."""
+    serve(cache, seed, tenant, until_s)
+    for _ in ("history", "tail", "nothing"):
+        for copy in cache.begin_offloads(8):
+            cache.complete(copy.op, ok=True)
+    assert sum(cache.host.shares.held.values()) == cache.host.pages.num_pages - 1 - cache.host.pages.num_free
+
+
+def num_on_host(cache: PrefixCache, seeds: range, tenant: bytes) -> int:
+    """Prompts of a tenant that can be resumed behind their two pages after a load."""
+    prompts = [np.array([seed, 1, 2, 3, 4], dtype=np.int32).tobytes() for seed in seeds]
+    return sum(cache.match(tenant, prompt).num_host_tokens == 4 for prompt in prompts)
+
+
+def test_a_flood_leaves_others_their_share_of_the_host() -> None:
+    """Frames of tails count as the pages of history do."""
+    cache = make_host_cache(8)
+    for seed in range(3):
+        serve_to_host(cache, seed, b"calm")
+    cache.flush(Tier.DEVICE)  # the host frees copies of what the device has
+    for seed in range(100, 140):
+        serve_to_host(cache, seed, b"flood")
+    assert num_on_host(cache, range(3), b"calm") == 3
+    assert num_on_host(cache, range(100, 140), b"flood") > 0
+
+
+def test_a_retained_prefix_keeps_its_tail_on_the_host_until_its_time() -> None:
+    cache = make_host_cache(8)
+    serve_to_host(cache, 1, b"one", until_s=10)
+    cache.flush(Tier.DEVICE)
+    for seed in range(100, 140):
+        serve_to_host(cache, seed, b"one")
+    cache.expire(9)
+    for seed in range(200, 240):
+        serve_to_host(cache, seed, b"one")
+    assert num_on_host(cache, range(1, 2), b"one") == 1
+    cache.expire(10)
+    for seed in range(300, 340):
+        serve_to_host(cache, seed, b"one")
+    assert num_on_host(cache, range(1, 2), b"one") == 0
+
+
+def test_an_adopted_tail_is_charged_and_retained_as_its_history_is() -> None:
+    cache = make_host_cache(8)
+    root, prompt = namespace_digest(b"n" * 16, b"one"), np.array([1, 1, 2, 2, 3], dtype=np.int32).tobytes()
+    run = replace(make_run([1, 2], [1, 2], namespace=root, page_size=PAGE), retained_until_s=10)
+    cache.recover([run])
+    assert cache.tails is not None
+    cache.tails.recover([TailImage(np.arange(3, 3 + TAIL * FRAMES, dtype=np.int32), root, run.digests[-1])])
+    cache.release(cache.lock(cache.match(b"one", prompt)).detach())
+    assert cache.host.shares.held == {root: PROMPT_FRAMES}
+    for seed in range(100, 140):
+        serve_to_host(cache, seed, b"one")
+    assert cache.match(b"one", prompt).num_host_tokens == 4
+    cache.expire(10)
+    for seed in range(200, 240):
+        serve_to_host(cache, seed, b"one")
+    assert cache.match(b"one", prompt).num_host_tokens == 0
 
 
 def test_each_use_of_a_tail_frees_its_account_of_its_pages() -> None:
