@@ -40,11 +40,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
         metafunc._calls = [call for index, call in enumerate(metafunc._calls) if index == first or not is_long[index]]
 
 
+def pytest_sessionstart() -> None:
+    """Collects no garbage until the tests are collected: nearly all that is made stays, and 15 times it would take 0.5 s of CPU to see."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Keeps what collecting has made, which stays to the end, out of garbage collections: a full one takes 0.3 s of CPU with it."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:
     """Lets it go: libraries report at the end what is left of them."""
+    gc.enable()
     gc.unfreeze()
