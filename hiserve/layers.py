@@ -56,7 +56,7 @@ class Linear:
             self._project = partial(ops_for(weight.device).linear, is_after_attention=is_after_attention)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Projects ``[T, in_features]``."""
+        """Projects ``[T, in_features]``, of the weight's type or a narrower one, to the weight's type."""
         return self._project(x, self._weight, self._bias)
 
 
@@ -68,6 +68,7 @@ def can_pack(weight: Tensor) -> bool:
 
 def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """The operator that torch's own compiler emits for CPUs (oneDNN), as is the one that packs."""
+    x = x if x.dtype == torch.float32 else x.float()
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return product
 
@@ -200,7 +201,7 @@ class MoE:
         num_per_token: Experts that compute a token.
         is_normalized: The shares of a token are scaled to sum to 1.
         groups: For a choice among groups; None is the likeliest experts. Its router computes in its own type.
-        shared: Computes every token beside them; None without.
+        shared: Computes every token beside them; None without, or if ``experts`` has it.
     """
 
     router: Linear
@@ -213,10 +214,10 @@ class MoE:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Maps ``[T, hidden_size]`` to the same shape."""
+        logits = self.router(x)
         if self.groups is None:
-            routed = self.ops.route(self.router(x), self.num_per_token, self.is_normalized)
+            routed = self.ops.route(logits, self.num_per_token, self.is_normalized)
         else:
-            logits = self.router(x.to(self.groups.bias.dtype))
             routed = self.ops.route_in_groups(logits, self.groups, self.num_per_token, self.is_normalized)
         mixed = self.experts(x, *routed)
         return mixed if self.shared is None else mixed + self.shared(x)
@@ -231,6 +232,8 @@ class StackedExperts:
         down: ``[num_experts, hidden_size, intermediate_size]``.
         gate_up_bias: ``[num_experts, 2 * intermediate_size]``, or None.
         down_bias: ``[num_experts, hidden_size]``, or None.
+        shared: ``[2 * intermediate_size, hidden_size]`` and ``[hidden_size, intermediate_size]`` of an expert that
+            computes every token; None without.
     """
 
     gate_up: Tensor
@@ -239,11 +242,11 @@ class StackedExperts:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     activation: Activation = SILU
+    shared: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
-        return self.ops.mix_experts(
-            x, shares, chosen, self.gate_up, self.down, self.gate_up_bias, self.down_bias, self.activation
-        )
+        biases = self.gate_up_bias, self.down_bias
+        return self.ops.mix_experts(x, shares, chosen, self.gate_up, self.down, *biases, self.activation, self.shared)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

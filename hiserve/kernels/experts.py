@@ -1,9 +1,9 @@
-"""A mixture of experts as Triton kernels: fixed shapes and five launches for any routing.
+"""A mixture of experts as Triton kernels: fixed shapes and four launches for any routing, two for a token alone.
 
 Each pair of a token and one of its experts is a row of work. Rows are ordered by expert, so that a program reads
-one expert's weights for a block of rows. Only the device knows the number of blocks of each expert, so programs are
-launched for the worst case, and those without a block end at once. There are no atomic additions: results are
-bitwise reproducible.
+one expert's weights for a block of rows; an expert that computes every token comes last, with as many rows as tokens.
+Only the device knows the number of blocks of each expert, so programs are launched for the worst case, and those
+without a block end at once. There are no atomic additions: results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from hiserve.core.activation import SILU, Activation
 from hiserve.kernels import reference
+from hiserve.kernels.activate import activate
+from hiserve.kernels.few_experts import MAX_TOKENS, mix_few
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 
 _SCANS = ((1024, 4), (8192, 8))  # pairs at a time and warps: for few pairs, for many
@@ -102,25 +104,6 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     tl.store(chosen + target, number.to(tl.int64), mask=place < NUM_CHOSEN)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def activate(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """``core.activation`` of values in float32 or wider; the gate's part is rounded to ``dtype``."""
-    if ACTIVATION.limit is not None:
-        keep: tl.constexpr = tl.PropagateNan.ALL
-        gate = tl.minimum(gate, ACTIVATION.limit, propagate_nan=keep)
-        up = tl.minimum(up, ACTIVATION.limit, propagate_nan=keep)
-        up = tl.maximum(up, -ACTIVATION.limit, propagate_nan=keep)
-    inner = gate
-    if ACTIVATION.cubic != 0.0:
-        inner = gate * (1.0 + ACTIVATION.cubic * gate * gate)
-    if ACTIVATION.slope != 1.0:
-        inner = inner * ACTIVATION.slope
-    gate = (gate / (1.0 + tl.exp(-inner))).to(dtype).to(gate.dtype)
-    if ACTIVATION.shift != 0.0:
-        up = up + ACTIVATION.shift
-    return gate * up
-
-
 def mix_experts(
     x: Tensor,
     shares: Tensor,
@@ -130,37 +113,44 @@ def mix_experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     activation: Activation = SILU,
+    shared: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Like ``reference.mix_experts``, but only its own experts compute a token. float64 uses the reference."""
     if x.dtype == torch.float64:
-        return reference.mix_experts(x, shares, chosen, gate_up, down, gate_up_bias, down_bias, activation)
-    assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous(), (x.stride(), gate_up.stride())
+        return reference.mix_experts(x, shares, chosen, gate_up, down, gate_up_bias, down_bias, activation, shared)
+    weights = (x, gate_up, down, *(shared or ()))
+    assert all(each.is_contiguous() for each in weights), [each.stride() for each in weights]
     assert all(bias is None or bias.is_contiguous() for bias in (gate_up_bias, down_bias))
-    num_tokens, hidden = x.shape
-    num_experts, inner = gate_up.shape[0], gate_up.shape[1] // 2
-    num_pairs = chosen.numel()
-    order, ends = _group(chosen, num_experts)
-    tile = _tile_for(num_pairs, num_experts)
+    assert shared is None or (gate_up_bias is None and shared[1].shape == down.shape[1:]), "another shape"
+    if 1 <= x.shape[0] <= MAX_TOKENS:
+        return mix_few(x, shares, chosen, gate_up, down, (gate_up_bias, down_bias), shared, activation)
+    num_experts, num_chosen, num_all = gate_up.shape[0], chosen.numel(), gate_up.shape[0] + (shared is not None)
+    num_pairs = num_chosen + (0 if shared is None else x.shape[0])
+    order, ends = _group(chosen, num_experts, num_pairs)
+    tile = _tile_for(num_chosen, num_experts)
     # Every block has a pair, and only an expert's last block may be partly filled.
-    max_blocks = min(num_pairs, num_pairs // tile.rows + num_experts)
-    activated, made = (x.new_empty((num_pairs, width)) for width in (inner, hidden))
+    max_blocks = min(num_pairs, num_pairs // tile.rows + num_all)
+    activated, made = (x.new_empty((num_pairs, width)) for width in (down.shape[2], x.shape[1]))
+    shared_gate_up, shared_down = (None, None) if shared is None else shared
     products = (
-        (x, gate_up, gate_up_bias, activated, activation),
-        (activated, down, down_bias, made, None),
+        (x, gate_up, shared_gate_up, gate_up_bias, activated, activation),
+        (activated, down, shared_down, down_bias, made, None),
     )
-    for source, weight, bias, out, gate in products:
+    for source, weight, also, bias, out, gate in products:
         _product_kernel[(max_blocks * triton.cdiv(out.shape[1], tile.columns),)](
             source,
             weight,
+            also,
             bias,
             order,
             ends,
             out,
-            num_experts,
+            num_all,
+            num_chosen,
             out.shape[1],
             source.shape[1],
             chosen.shape[1],
-            EXPERTS=triton.next_power_of_2(num_experts),
+            EXPERTS=triton.next_power_of_2(num_all),
             ACTIVATION=gate,
             ROWS=tile.rows,
             COLUMNS=tile.columns,
@@ -168,16 +158,24 @@ def mix_experts(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-    out = torch.empty_like(x)
-    _sum_kernel[(num_tokens * triton.cdiv(hidden, _SUM_BLOCK),)](
+    return _sum(made, shares, has_shared=shared is not None)
+
+
+def _sum(made: Tensor, shares: Tensor, *, has_shared: bool) -> Tensor:
+    """Sums the pairs of each token; those of a shared expert, one for each token behind all others, count whole."""
+    (num_tokens, num_chosen), size = shares.shape, made.shape[1]
+    out = made.new_empty((num_tokens, size))
+    _sum_kernel[(num_tokens * triton.cdiv(size, _SUM_BLOCK),)](
         made,
         shares,
         out,
-        SIZE=hidden,
-        NUM_CHOSEN=chosen.shape[1],
+        num_tokens * num_chosen,
+        SIZE=size,
+        NUM_CHOSEN=num_chosen,
+        HAS_SHARED=has_shared,
         BLOCK=_SUM_BLOCK,
         num_warps=1,
-        **early_launch(x.device),
+        **early_launch(made.device),
     )
     return out
 
@@ -188,30 +186,41 @@ def _tile_for(num_pairs: int, num_experts: int) -> _Tile:
     return filled[-1] if filled else _TILES[0]
 
 
-def _group(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+def _group(chosen: Tensor, num_experts: int, num_pairs: int) -> tuple[Tensor, Tensor]:
     """Orders pairs by expert, and those of one expert by token.
 
-    Pair p of ``chosen``, int64 ``[T, k]``, is token ``p // k``.
+    Pair p of ``chosen``, int64 ``[T, k]``, is token ``p // k``. Pairs from ``T * k`` on, to ``num_pairs``, are those of
+    one more expert.
 
     Returns:
-        int32 ``[T * k]``, the pairs in order; int32 ``[num_experts]``, the end of each expert's pairs.
+        int32 ``[num_pairs]``, the pairs in order; int32, the end of each expert's pairs.
     """
-    num_pairs = chosen.numel()
+    num_all = num_experts + (num_pairs > chosen.numel())
     order = torch.empty(num_pairs, dtype=torch.int32, device=chosen.device)
-    ends = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
+    ends = torch.empty(num_all, dtype=torch.int32, device=chosen.device)
     block, num_warps = _SCANS[num_pairs > 4096]
-    _group_kernel[(num_experts,)](
-        chosen, order, ends, num_pairs, BLOCK=block, num_warps=num_warps, **early_launch(chosen.device)
+    _group_kernel[(num_all,)](
+        chosen,
+        order,
+        ends,
+        chosen.numel(),
+        num_pairs,
+        num_experts,
+        BLOCK=block,
+        num_warps=num_warps,
+        **early_launch(chosen.device),
     )
     return order, ends
 
 
-@triton.jit(do_not_specialize=["num_pairs"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_chosen", "num_pairs", "num_experts"])  # type: ignore[untyped-decorator]
 def _group_kernel(  # type: ignore[no-untyped-def]
     chosen,
     order,
     ends,
+    num_chosen,
     num_pairs,
+    num_experts,
     BLOCK: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
@@ -220,28 +229,31 @@ def _group_kernel(  # type: ignore[no-untyped-def]
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
     end = 0
-    for first in range(0, num_pairs, BLOCK):
+    for first in range(0, num_chosen, BLOCK):
         pair = first + tl.arange(0, BLOCK)
-        theirs = tl.load(chosen + pair, mask=pair < num_pairs, other=expert)
+        theirs = tl.load(chosen + pair, mask=pair < num_chosen, other=num_experts)
         end += tl.sum((theirs < expert).to(tl.int32), 0)
     for first in range(0, num_pairs, BLOCK):
         pair = first + tl.arange(0, BLOCK)
-        is_mine = tl.load(chosen + pair, mask=pair < num_pairs, other=-1) == expert
+        theirs = tl.load(chosen + pair, mask=pair < num_chosen, other=num_experts)
+        is_mine = (theirs == expert) & (pair < num_pairs)
         rank = tl.cumsum(is_mine.to(tl.int32), 0)
         tl.store(order + end + rank - 1, pair, mask=is_mine)
         end += tl.sum(is_mine.to(tl.int32), 0)
     tl.store(ends + expert, end)
 
 
-@triton.jit(do_not_specialize=["num_per_token", "num_experts"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_per_token", "num_experts", "num_chosen"])  # type: ignore[untyped-decorator]
 def _product_kernel(  # type: ignore[no-untyped-def]
     source,
     weight,
+    shared,
     bias,
     order,
     ends,
     out,
     num_experts,
+    num_chosen,
     num_columns,
     depth,
     num_per_token,
@@ -254,32 +266,29 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     """Each program multiplies a block of an expert's rows with a block of its weights.
 
     With an activation rows are those of the pairs' tokens, weights are those of gate and up, and results are in the
-    order of experts. Without, rows are in the order of experts and results in the order of pairs.
+    order of experts. Without, rows are in the order of experts and results in the order of pairs. The weights of the
+    last expert are ``shared``, if given; its pairs, from ``num_chosen`` on, are as many as tokens.
     """
     IS_GATED: tl.constexpr = ACTIVATION is not None  # noqa: N806
     block = tl.program_id(0) // tl.cdiv(num_columns, COLUMNS)
-    expert_of = tl.arange(0, EXPERTS)
-    is_expert = expert_of < num_experts
-    end_of = tl.load(ends + expert_of, mask=is_expert, other=0)
-    start_of = tl.load(ends + expert_of - 1, mask=is_expert & (expert_of > 0), other=0)
-    blocks_of = tl.where(is_expert, (end_of - start_of + ROWS - 1) // ROWS, 0)
-    last_of = tl.cumsum(blocks_of, 0)
-    if block >= tl.max(last_of, 0):
+    expert, start, end, num_blocks = _find_block(ends, num_experts, block, EXPERTS, ROWS)
+    if block >= num_blocks:
         return
-    is_before = last_of <= block
-    expert = tl.sum(is_before.to(tl.int32), 0)
-    block -= tl.sum(tl.where(is_before, blocks_of, 0), 0)
-    is_mine = expert_of == expert
-    row = tl.sum(tl.where(is_mine, start_of, 0), 0) + block * ROWS + tl.arange(0, ROWS)
-    is_row = row < tl.sum(tl.where(is_mine, end_of, 0), 0)
+    row = start + tl.arange(0, ROWS)
+    is_row = row < end
     pair = tl.load(order + row, mask=is_row, other=0)
     column = tl.program_id(0) % tl.cdiv(num_columns, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < num_columns
     element = tl.arange(0, DEPTH)
     read = pair // num_per_token if IS_GATED else row
+    if shared is not None and IS_GATED:
+        read = tl.where(pair < num_chosen, read, pair - num_chosen)
     rows = source + read.to(tl.int64)[:, None] * depth + element[None, :]
     matrix_rows = 2 * num_columns if IS_GATED else num_columns
-    columns = weight + (expert.to(tl.int64) * matrix_rows + column)[None, :] * depth + element[:, None]
+    matrix = weight + expert.to(tl.int64) * matrix_rows * depth
+    if shared is not None:
+        matrix = tl.where(expert < num_experts - 1, matrix, shared)
+    columns = matrix + column.to(tl.int64)[None, :] * depth + element[:, None]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     total_up = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, depth, DEPTH):
@@ -301,22 +310,41 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     tl.store(target, total.to(dtype), mask=is_row[:, None] & is_column[None, :])
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _find_block(ends, num_experts, block, EXPERTS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Returns the expert of a block of rows, its first row, the end of the expert's rows, and the number of all blocks."""
+    expert_of = tl.arange(0, EXPERTS)
+    is_expert = expert_of < num_experts
+    end_of = tl.load(ends + expert_of, mask=is_expert, other=0)
+    start_of = tl.load(ends + expert_of - 1, mask=is_expert & (expert_of > 0), other=0)
+    blocks_of = tl.where(is_expert, (end_of - start_of + ROWS - 1) // ROWS, 0)
+    last_of = tl.cumsum(blocks_of, 0)
+    is_before = last_of <= block
+    expert = tl.sum(is_before.to(tl.int32), 0)
+    is_mine = expert_of == expert
+    nth = block - tl.sum(tl.where(is_before, blocks_of, 0), 0)
+    start = tl.sum(tl.where(is_mine, start_of, 0), 0) + nth * ROWS
+    return expert, start, tl.sum(tl.where(is_mine, end_of, 0), 0), tl.max(last_of, 0)
+
+
 @triton.jit
 def _row(values, mask):  # type: ignore[no-untyped-def]
     return tl.load(values, mask=mask, other=0.0).to(tl.float32)[None, :]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["first_shared"])  # type: ignore[untyped-decorator]
 def _sum_kernel(  # type: ignore[no-untyped-def]
     made,
     shares,
     out,
+    first_shared,
     SIZE: tl.constexpr,  # noqa: N803
     NUM_CHOSEN: tl.constexpr,  # noqa: N803
+    HAS_SHARED: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program sums a block of one token, its likeliest expert first."""
+    """Each program sums a block of one token, its likeliest expert first, and last the one that computes all."""
     blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -327,4 +355,6 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
         pair = token * NUM_CHOSEN + turn
         value = tl.load(made + pair * SIZE + column, mask=column < SIZE, other=0.0).to(tl.float32)
         total += value * tl.load(shares + pair)
+    if HAS_SHARED:
+        total += tl.load(made + (first_shared + token) * SIZE + column, mask=column < SIZE, other=0.0).to(tl.float32)
     tl.store(out + token * SIZE + column, total.to(out.dtype.element_ty), mask=column < SIZE)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hiserve.core.activation import SILU, Activation
 from hiserve.core.forward import LayerKV
-from hiserve.kernels.experts import activate, mix_experts, route
+from hiserve.kernels.activate import activate
+from hiserve.kernels.experts import mix_experts, route
 from hiserve.kernels.group_route import route_in_groups
 from hiserve.kernels.latent_store import store_latents
 from hiserve.kernels.launch import await_previous, early_launch, start_next

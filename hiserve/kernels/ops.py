@@ -60,7 +60,7 @@ class Ops(Protocol):
         """Rotates the queries of latent attention, norms and rotates rows, and writes these into their slots."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention: bool) -> Tensor:
-        """Projects ``[T, n]``. After an attention a device may launch it without overlap, which the attention needs."""
+        """Projects ``[T, n]`` to the weight's type. After an attention a device may launch it without overlap, which the attention needs."""
 
     def act_mul(self, gate_up: Tensor, activation: Activation = SILU) -> Tensor:
         """Returns the activation of gate and up."""
@@ -83,8 +83,9 @@ class Ops(Protocol):
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         activation: Activation = SILU,
+        shared: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Returns each token's sum of its chosen experts' outputs, weighted by shares."""
+        """Returns each token's sum of its chosen experts' outputs, weighted by shares, and of a shared one."""
 
 
 def ops_for(device: torch.device) -> Ops:

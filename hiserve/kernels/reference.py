@@ -155,8 +155,11 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention: bool = False) -> Tensor:
-    """Projects ``[T, in_features]`` by ``[out_features, in_features]`` and adds an optional ``[out_features]``."""
-    return F.linear(x, weight, bias)
+    """Projects ``[T, in_features]`` by ``[out_features, in_features]`` and adds an optional ``[out_features]``.
+
+    ``x`` may be of a narrower type than the weight; the result is of the weight's.
+    """
+    return F.linear(x if x.dtype == weight.dtype else x.to(weight.dtype), weight, bias)
 
 
 def act_mul(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
@@ -200,6 +203,7 @@ def mix_experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     activation: Activation = SILU,
+    shared: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Returns each token's sum of its chosen experts' outputs, weighted by shares, in the dtype of the shares.
 
@@ -215,6 +219,7 @@ def mix_experts(
         gate_up_bias: ``[num_experts, 2 m]``, or None.
         down_bias: ``[num_experts, n]``, or None.
         activation: Between both products.
+        shared: ``[2 m, n]`` and ``[n, m]`` of an expert that computes every token, without biases; or None.
 
     Returns:
         ``[T, n]``, in the dtype of ``x``.
@@ -227,6 +232,8 @@ def mix_experts(
         inner = act_mul(F.linear(x, gate_up[expert], biases[0]), activation)
         made = F.linear(inner, down[expert], biases[1]) * share[:, expert, None]
         out += torch.where(is_chosen[:, expert, None], made, 0.0)
+    if shared is not None:
+        out += F.linear(act_mul(F.linear(x, shared[0]), activation), shared[1])
     return out.to(x.dtype)
 
 

@@ -16,6 +16,9 @@ _ELEMENTS = 4096  # of the weight, held by a program at once
 _ELEMENTS_PER_WARP = 256
 
 _MAX_ROW_ELEMENTS = 1 << 24  # largest weight of whole tiles for which a single row uses the row kernel
+_MAX_WIDE_ELEMENTS = (
+    1 << 22
+)  # of a float32 weight that each of some 16-bit rows reads, most of it in the device's cache
 
 _TILE_ROWS = (16, 32)
 _TILE_COLUMNS = 64
@@ -32,6 +35,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention
     116 and 120 us for 1, 8 and 32 rows, and 102 us at the rate of a copy (``benchmarks/results/layers.json``).
     """
     num_rows, (num_columns, depth) = x.shape[0], weight.shape
+    if x.dtype != weight.dtype:
+        is_narrow = x.dtype.itemsize == 2 and weight.dtype == torch.float32
+        if is_narrow and 1 <= num_rows <= _MAX_WIDE_ELEMENTS // weight.numel():
+            return _row_linear(x, weight, bias)
+        return F.linear(x.to(weight.dtype), weight, bias)
     if x.dtype.itemsize == 2 and 1 <= num_rows <= _TILE_ROWS[-1]:
         has_whole_tiles = num_columns % _TILE_COLUMNS == 0 and depth % _TILE_DEPTH == 0
         if num_rows == 1 and not (has_whole_tiles and weight.numel() > _MAX_ROW_ELEMENTS):
@@ -44,10 +52,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention
 def _row_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     assert x.is_contiguous() and weight.is_contiguous(), (x.stride(), weight.stride())
     num_columns, depth = weight.shape
-    out = x.new_empty((1, num_columns))
+    out = weight.new_empty((x.shape[0], num_columns))
     block = min(_MAX_DEPTH, triton.next_power_of_2(depth))
     columns = min(_MAX_COLUMNS, _ELEMENTS // block)
-    _row_kernel[(triton.cdiv(num_columns, columns),)](
+    _row_kernel[(triton.cdiv(num_columns, columns), x.shape[0])](
         x,
         weight,
         bias,
@@ -74,7 +82,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     DEPTH: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program reads whole rows of the weight, which are columns of the result.
+    """Each program reads whole rows of the weight, which are columns of the result, for one row of ``x``.
 
     It loads the weight one block ahead, so that the first block is in flight before the kernel that computes ``x``
     ends.
@@ -86,6 +94,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     rows = weight + column.to(tl.int64)[:, None] * depth + element[None, :]
     weights = tl.load(rows, mask=is_column[:, None] & (element < depth)[None, :], other=0.0)
     await_previous(IS_EARLY)
+    x += tl.program_id(1) * depth
     totals = tl.zeros([COLUMNS, DEPTH], tl.float32)
     for first in range(0, depth, DEPTH):
         values = tl.load(x + first + element, mask=element < depth - first, other=0.0).to(tl.float32)
@@ -96,7 +105,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     total = tl.sum(totals, 1)
     if bias is not None:
         total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
-    tl.store(out + column, total.to(out.dtype.element_ty), mask=is_column)
+    tl.store(out + tl.program_id(1) * num_columns + column, total.to(out.dtype.element_ty), mask=is_column)
 
 
 def _tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_early: bool) -> Tensor:

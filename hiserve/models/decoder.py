@@ -236,8 +236,15 @@ def _moe(config: ExpertsConfig, activation: Activation, parameters: dict[str, Te
     gate_up_bias, down_bias = (
         parameters.pop(ours + name, None) for name in ("experts_gate_up_bias", "experts_down_bias")
     )
-    experts: Experts = StackedExperts(gate_up, down, ops, gate_up_bias, down_bias, activation)
-    if gate_up.device.type == "cpu":
+    shared = None
+    if config.shared_size:
+        shared = parameters.pop(ours + "shared_gate_up"), parameters.pop(ours + "shared_down")
+    is_sparse = gate_up.device.type == "cpu"
+    joins = not is_sparse and config.shared_size == config.intermediate_size  # the products of the others
+    experts: Experts = StackedExperts(
+        gate_up, down, ops, gate_up_bias, down_bias, activation, shared if joins else None
+    )
+    if is_sparse:
         none = [None] * config.num_experts
         biases = (none if bias is None else bias for bias in (gate_up_bias, down_bias))
         each = zip(gate_up, down, *biases, strict=True)
@@ -249,9 +256,6 @@ def _moe(config: ExpertsConfig, activation: Activation, parameters: dict[str, Te
         bias = parameters.pop(ours + "choice_bias")
         groups = ExpertGroups(bias, routing.num_groups, routing.num_chosen, routing.scale)
         router = router.to(bias.dtype)
-    shared = None
-    if config.shared_size:
-        shared = GatedMLP(_linear(parameters, ours + "shared_gate_up"), _linear(parameters, ours + "shared_down"), ops)
     return MoE(
         router=Linear(router, parameters.pop(ours + "router_bias", None)),
         experts=experts,
@@ -259,7 +263,7 @@ def _moe(config: ExpertsConfig, activation: Activation, parameters: dict[str, Te
         is_normalized=config.is_normalized,
         ops=ops,
         groups=groups,
-        shared=shared,
+        shared=None if shared is None or joins else GatedMLP(Linear(shared[0]), Linear(shared[1]), ops, activation),
     )
 
 

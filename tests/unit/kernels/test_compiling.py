@@ -84,9 +84,9 @@ def store() -> None:
 
 
 def mix() -> None:
-    """Few and many pairs of tokens and experts."""
+    """A token alone, few and many pairs of tokens and experts; with biases, and with an expert of all tokens."""
     gate_up, down = torch.zeros(4, 128, 64, dtype=BF16), torch.zeros(4, 64, 64, dtype=BF16)
-    for num_tokens in (1, 400):
+    for num_tokens in (1, 2, 400):
         x = torch.zeros(num_tokens, 64, dtype=BF16)
         shares, _ = fused.route(torch.zeros(num_tokens, 4, dtype=BF16), 2, True)
         fused.route_in_groups(torch.zeros(num_tokens, 32), ExpertGroups(torch.zeros(32), 8, 4, 1.0), 8, True)
@@ -95,10 +95,12 @@ def mix() -> None:
         fused.mix_experts(
             x, shares, chosen, gate_up, down, *biases, activation=Activation(slope=1.702, shift=1.0, limit=7.0)
         )
+        fused.mix_experts(x, shares, chosen, gate_up, down, shared=(gate_up[0], down[0]))
 
 
 def project() -> None:
-    """One row, and few rows of a deep weight, whose product is split."""
+    """One row, few rows of a deep weight, whose product is split, and rows by a wide weight."""
+    fused.linear(torch.zeros(3, 96, dtype=BF16), torch.zeros(8, 96), None, is_after_attention=False)
     fused.linear(torch.zeros(1, 96, dtype=BF16), torch.zeros(64, 96, dtype=BF16), None, is_after_attention=False)
     deep = torch.zeros(64, 2048, dtype=BF16)
     fused.linear(torch.zeros(4, 2048, dtype=BF16), deep, torch.zeros(64, dtype=BF16), is_after_attention=False)
@@ -155,7 +157,7 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
     "experts": (
         mix,
         {f"experts.{name}_kernel" for name in ("_route", "_group", "_product", "_sum")}
-        | {"group_route._route_in_groups"},
+        | {"group_route._route_in_groups", "few_experts._gate_kernel", "few_experts._down_kernel"},
     ),
     "products": (project, {f"skinny_linear.{name}_kernel" for name in ("_row", "_tile", "_sum")}),
     "draw": (draw_tokens, {f"draw.{name}" for name in ("_find_best", "_find_drawn", "_join_parts")}),

@@ -8,7 +8,7 @@ HEADER = """
 import torch
 from torch.testing import assert_close
 from hiserve.core.activation import Activation
-from hiserve.kernels import experts, reference
+from hiserve.kernels import experts, few_experts, reference
 
 torch.set_num_threads(1)
 generator = torch.Generator().manual_seed(5)
@@ -40,11 +40,17 @@ GROUPS = """
 for tokens, count, num_experts in ((1, 1, 1), (50, 3, 4), (700, 2, 3), (4700, 2, 3), (0, 2, 3)):
     chosen = torch.stack([torch.randperm(num_experts, generator=generator)[:count] for _ in range(tokens)] or
                          [torch.zeros(count, dtype=torch.int64)])[:tokens]
-    order, ends = experts._group(chosen, num_experts)
+    order, ends = experts._group(chosen, num_experts, chosen.numel())
     assert torch.equal(order.long(), chosen.flatten().argsort(stable=True))
     assert ends.tolist() == torch.bincount(chosen.flatten(), minlength=num_experts).cumsum(0).tolist()
+    if tokens:  # one more expert, which all choose
+        more, their_ends = experts._group(chosen, num_experts, chosen.numel() + tokens)
+        assert torch.equal(more[:chosen.numel()], order)
+        assert torch.equal(more[chosen.numel():].long(), chosen.numel() + torch.arange(tokens))
+        assert their_ends.tolist() == [*ends.tolist(), chosen.numel() + tokens]
 """
 MIXES = """
+few_experts._GATE = few_experts._DOWN = few_experts._Block(2, 16)  # less than a row
 # (tokens, experts, experts per token, hidden, inner): one token, uneven sizes, experts without tokens, tall blocks
 for tokens, num_experts, count, hidden, inner in (
     (1, 6, 2, 40, 24), (9, 5, 2, 70, 40), (35, 2, 2, 48, 33), (70, 2, 2, 48, 33), (0, 4, 2, 16, 16)):
@@ -57,11 +63,16 @@ for tokens, num_experts, count, hidden, inner in (
         expected = reference.mix_experts(x, shares, chosen, gate_up, down)
         assert got.dtype == dtype and got.shape == x.shape
         assert_close(got, expected, atol=tolerance, rtol=tolerance)
+        shared = randn(2 * inner, hidden, dtype=dtype, scale=0.2), randn(hidden, inner, dtype=dtype, scale=0.2)
+        got, without = experts.mix_experts(x, shares, chosen, gate_up, down, shared=shared), expected
+        expected = reference.mix_experts(x, shares, chosen, gate_up, down, shared=shared)
+        assert_close(got, expected, atol=2 * tolerance, rtol=tolerance)
+        assert not tokens or (expected - without).abs().max() > 0.1
 """
 BIASES = """
 LIMITED = Activation(slope=1.702, shift=1.0, limit=2.0)
 for dtype, tolerance in TOLERANCE.items():
-    for tokens, inner in ((9, 40), (70, 33)):
+    for tokens, inner in ((1, 40), (9, 40), (70, 33)):
         x = randn(tokens, 48, dtype=dtype)
         gate_up, down = randn(4, 2 * inner, 48, dtype=dtype, scale=0.3), randn(4, 48, inner, dtype=dtype, scale=0.2)
         weights = gate_up, down, randn(4, 2 * inner, dtype=dtype), randn(4, 48, dtype=dtype)

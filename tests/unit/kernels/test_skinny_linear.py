@@ -42,6 +42,24 @@ for rows, dtype in ((0, torch.float16), (2, torch.float16), (1, torch.float32), 
 linear._MAX_ROW_ELEMENTS = 0
 check(1, 40, 6, torch.float16)
 """
+WIDE_WEIGHTS = """
+# Rows of 16 bits by float32, as a router's: no copy of the rows, one row or several.
+for rows, depth, columns in ((1, 40, 6), (3, 2100, 5), (32, 64, 8)):
+    for dtype in (torch.float16, torch.bfloat16):
+        x, weight, bias = randn(rows, depth, dtype=dtype), randn(columns, depth, dtype=torch.float32), randn(columns, dtype=torch.float32)
+        for given in (None, bias):
+            expected = reference.linear(x, weight.double(), None if given is None else given.double())
+            plain, linear.F.linear = linear.F.linear, refuse
+            got = linear.linear(x, weight, given)
+            linear.F.linear = plain
+            assert got.dtype == torch.float32 and got.shape == (rows, columns)
+            assert_close(got.double(), expected, atol=1e-3, rtol=1e-4)
+linear._MAX_WIDE_ELEMENTS = 3 * weight.numel()
+linear._row_linear = refuse
+for rows, of_weight in ((4, torch.float32), (0, torch.float32), (1, torch.float64)):  # too much for the cache, none, wider
+    x, wide = randn(rows, depth, dtype=torch.float16), weight.to(of_weight)
+    assert torch.equal(linear.linear(x, wide, None), torch.nn.functional.linear(x.to(of_weight), wide))
+"""
 FEW_ROWS = """
 class Told:
     def __init__(self, kernel):
@@ -82,6 +100,10 @@ check_plain(2, 128, 64, torch.float32)
 
 def test_one_row_is_projected_as_rows_are() -> None:
     run_interpreted(HEADER + ONE_ROW)
+
+
+def test_rows_of_few_bits_are_projected_by_wide_weights() -> None:
+    run_interpreted(HEADER + WIDE_WEIGHTS)
 
 
 def test_few_rows_are_projected_as_rows_are() -> None:
