@@ -276,20 +276,22 @@ async def events(
     """Yields the events of a reply, those of one delta together."""
     unopened = {generation.choice: generation for generation in choices.generations}
     head = EventHead(formatter.chunk_head)
-    so_far: Usage | UnsetType | None = None if request.has_usage else UNSET
+    has_usage, has_running_usage = request.has_usage, request.has_running_usage
+    so_far: Usage | UnsetType | None = None if has_usage else UNSET
     async with aclosing(deltas):
         async for output_delta in deltas:
             generation = unopened.pop(output_delta.choice, None)
-            chunks = [await _opening(formatter, generation, word)] if generation else []
-            chunks.append(formatter.chunk(output_delta))
-            if request.has_running_usage:
+            opening = await _opening(formatter, generation, word) if generation else None
+            if has_running_usage:
                 so_far = usage(choices)
-            shown = [chunk for chunk in chunks if chunk is not None]
-            for chunk in shown:
-                chunk.usage = so_far
+            shown = b""
+            for chunk in (opening, formatter.chunk(output_delta)):
+                if chunk is not None:
+                    chunk.usage = so_far
+                    shown += head.event(chunk)
             if shown:
-                yield b"".join(map(head.event, shown))
-    yield (head.event(Chunk([], usage=usage(choices))) if request.has_usage else b"") + DONE
+                yield shown
+    yield (head.event(Chunk([], usage=usage(choices))) if has_usage else b"") + DONE
 
 
 async def _opening(formatter: ReplyFormatter, generation: Generation, word: Word) -> Chunk | None:
