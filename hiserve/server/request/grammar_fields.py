@@ -31,6 +31,7 @@ MAX_COPIED_CHARS = 16 * 2**20
 JsonSchema = Annotated[
     Any, Meta(extra_json_schema={"anyOf": [{"type": "object"}, {"type": "string"}, {"const": True}, {"type": "null"}]})
 ]
+Refused = Annotated[Any, Meta(extra_json_schema={"const": None})]
 Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)]
 
 
@@ -85,13 +86,22 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
-    """``structured_outputs``, with one of its fields."""
+    """``structured_outputs``, with one of its fields; those that would change the reply and are not supported are refused."""
 
     json: JsonSchema = None
     json_object: bool | None = None
     regex: str | None = None
     choice: Choices | None = None
     grammar: str | None = None
+    structural_tag: Refused = None
+    whitespace_pattern: Refused = None
+
+    def __post_init__(self) -> None:
+        """Refuses fields without support."""
+        for name in ("structural_tag", "whitespace_pattern"):
+            if getattr(self, name) is not None:
+                param = f"structured_outputs.{name}"
+                raise RequestError(f"{param} is not supported; give a schema, a regex or a grammar.", param=param)
 
 
 class GrammarFields(SamplingFields, frozen=True, kw_only=True):

@@ -202,7 +202,7 @@ def _check_texts(item: Item, where: str) -> None:
     for name in Item.__struct_fields__:
         value = getattr(item, name)
         if value is not None:
-            check_text(value if isinstance(value, str) else "".join([part.text for part in value]), f"{where}.{name}")
+            check_text(value if isinstance(value, str) else "".join([part.shown for part in value]), f"{where}.{name}")
 
 
 def _is_of_reply(item: Item) -> bool:
@@ -257,10 +257,10 @@ def _texts(content: str | Parts | None, where: str) -> list[Text]:
     """Returns the texts of a content up to each breakpoint; one at least."""
     if not isinstance(content, list) or not content:
         return [Text(_text(content, where))]
-    return joined_texts([(part.text, seconds_of(part.prompt_cache_breakpoint)) for part in content])
+    return joined_texts([(part.shown, seconds_of(part.prompt_cache_breakpoint)) for part in content])
 
 
 def _text(content: str | Parts | None, where: str) -> str:
     if content is None:
         raise RequestError(f"{where} must be a string or a list of text parts.", param=where)
-    return content if isinstance(content, str) else "".join([part.text for part in content])
+    return content if isinstance(content, str) else "".join([part.shown for part in content])

@@ -26,10 +26,10 @@ from hiserve.text.custom_tools import Pattern, no_pattern
 MAX_MESSAGES = 4096
 MAX_PARTS = 16_384  # of the content of one message
 MAX_FIELDS = 64  # of one message
+NOT_SHOWN = ("role", "content", "refusal")  # to the template as they are
 NOT_SERVED = {
     "function_call": "use tool_calls",
     "audio": "use text",
-    "refusal": "put it in the content",
 }
 
 
@@ -71,6 +71,7 @@ class RequestMessage(msgspec.Struct, frozen=True):
     tool_call_id: str | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
     reasoning_content: str | None = None
+    refusal: str | None = None
 
 
 class ChatFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,11 +170,15 @@ def _turn(value: Message, message: RequestMessage, where: str) -> Turn:
         if value.get(name):
             raise RequestError(f"{where}.{name} is not supported; {remedy}.", param=f"{where}.{name}")
     calls, content = message.tool_calls, message.content
+    if message.refusal and (content or message.role != "assistant"):
+        fault = f"{where}.refusal must be in a message of the assistant without content."
+        raise RequestError(fault, param=f"{where}.refusal")
+    content = message.refusal or content
     if calls and message.role != "assistant":
         raise RequestError(f"{where}.tool_calls must be in a message of the assistant.", param=f"{where}.tool_calls")
     if content is None and not calls:
         raise RequestError(f"{where}.content must be a string or a list of text parts.", param=f"{where}.content")
-    texts = {name: text for name, text in value.items() if isinstance(text, str) and name not in ("role", "content")}
+    texts = {name: text for name, text in value.items() if isinstance(text, str) and name not in NOT_SHOWN}
     text = _joined(content) if isinstance(content, list) else content or ""
     check_text(text, f"{where}.content")
     for name, other in texts.items():

@@ -457,6 +457,13 @@ async def test_calls_of_namespaces_and_custom_tools_come_as_the_client_knows_the
     assert len(warning) < 400
 
 
+def test_a_part_that_refuses_is_text() -> None:
+    part = {"type": "refusal", "refusal": "I will not."}
+    items = [{"role": "user", "content": "Hi"}, {"type": "message", "role": "assistant", "content": [part]}]
+    turns = conversation_of(decode({"input": items}, InputFields), [], read_tools([]), lambda _: None).turns
+    assert turns[1].parts == (Text("I will not."),)
+
+
 CHAT = [
     {"role": "system", "content": "Be short."},
     {"role": "user", "content": "Hi"},

@@ -43,6 +43,12 @@ def test_text_parts_are_joined_and_other_strings_kept() -> None:
     assert messages == [{"role": "system", "content": "one two", "name": "ann"}]
 
 
+def test_a_message_that_refuses_is_text() -> None:
+    assert plain_messages([{"role": "assistant", "content": None, "refusal": "I will not."}]) == [
+        {"role": "assistant", "content": "I will not."}
+    ]
+
+
 def test_a_part_that_refuses_is_text_in_large_bodies_too() -> None:
     parts = [{"type": "text", "text": "No. "}, {"type": "refusal", "refusal": "I will not."}]
     messages: list[Any] = [{"role": "assistant", "content": parts}]
@@ -87,6 +93,8 @@ def user(content: Any, **more: Any) -> list[Any]:
         (assistant(CALL, content=7), "messages[0].content"),
         (assistant(content="x", function_call={"name": "f"}), "messages[0].function_call"),
         (assistant(content="x", refusal="no"), "messages[0].refusal"),
+        (user(None, refusal="no"), "messages[1].refusal"),
+        (assistant(refusal="\ud800"), "messages[0].content"),
         (assistant(content="x", audio={"id": "1"}), "messages[0].audio"),
         (assistant(content="x", reasoning_content=["hm"]), "messages[0].reasoning_content"),
         (assistant("find"), "messages[0].tool_calls[0].type"),
