@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from hiserve.cache.index.prefix_cache import PrefixCache, Tier
 from hiserve.config.caching import StorePrefetch
-from hiserve.core.plan import MAX_SCORED_TOKENS, NO_WRITES, BatchPlan, Int64Array, RowAdmit, StepResult
+from hiserve.core.plan import MAX_SCORED_TOKENS, NO_WRITES, BatchPlan, BoolArray, Int64Array, RowAdmit, StepResult
 from hiserve.core.request import FinishReason
 from hiserve.core.transfers import CopyAck
 from hiserve.core.windows import WindowLimits
@@ -19,7 +20,6 @@ from hiserve.engine.cache_counters import CacheCounters
 from hiserve.engine.drafting import Drafting
 from hiserve.engine.grammars import GrammarRows, no_vocabulary
 from hiserve.engine.host_loads import HostLoads, LoadCostModel
-from hiserve.engine.in_flight import InFlight
 from hiserve.engine.oom_recovery import OomRecovery
 from hiserve.engine.output import pick_scores, report
 from hiserve.engine.queue import Request, WaitingQueue
@@ -34,6 +34,33 @@ from hiserve.ipc.messages import GateCounts, WorkerStats
 from hiserve.ipc.updates import RequestUpdates, TokenDelta
 from hiserve.ipc.watching import RowFacts
 from hiserve.spec.adaptive import DraftController
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InFlight:
+    """A plan whose result is not in."""
+
+    plan: BatchPlan
+    rows: Int64Array  # ``[B]``: its rows
+    # int64 ``[B]``; of these rows when it was made; a row may have another request when the result comes.
+    generations: Int64Array
+
+    def is_current(self, state: RowState) -> BoolArray:
+        """Returns which rows still have the request of the plan, bool ``[B]``."""
+        current: BoolArray = state.generation[self.rows] == self.generations
+        return current
+
+    def snapshot(self, state: RowState) -> StepSnapshot:
+        """Returns the plan for a crash report, without the requests that have ended."""
+        plan = self.plan
+        return StepSnapshot(
+            step=plan.step_id,
+            uids=state.uid[self.rows[self.is_current(state)]].tolist(),
+            num_tokens=int(plan.num_new.sum()),
+            num_drafts=int(plan.num_draft.sum()),
+            waits=list(plan.waits),
+            copies=[copy.op for copy in plan.copies],
+        )
 
 
 class Planner:

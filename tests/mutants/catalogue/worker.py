@@ -2,20 +2,7 @@
 
 from hiserve.cache.index import store_sync
 from hiserve.core import step_faults
-from hiserve.engine import (
-    admission,
-    budget,
-    executor,
-    in_flight,
-    loop,
-    page_tables,
-    planner,
-    rows,
-    service,
-    stop_tokens,
-    store_prefetch,
-    watching,
-)
+from hiserve.engine import admission, budget, executor, loop, page_tables, planner, rows, service, stop_tokens, store_prefetch, watching
 from tests.invariants import test_planner_tiers as invariants_test_planner_tiers
 from tests.invariants import test_reported_bugs_life
 from tests.unit.core import test_step_faults
@@ -45,7 +32,7 @@ with admission.Admission._admit, test_planner_pages.test_admission_leaves_the_pa
     "admission ignores pages promised to running rows"
     cache.num_available - self._rows.num_promised_pages()
     cache.num_available
-with in_flight.InFlight.is_current, test_planner.test_a_late_result_never_reaches_the_next_tenant_of_a_row:
+with planner.InFlight.is_current, test_planner.test_a_late_result_never_reaches_the_next_tenant_of_a_row:
     "INV 46: a late result reaches the next request of a row"
     state.generation[self.rows] == self.generations
     state.generation[self.rows] > 0
@@ -53,6 +40,10 @@ with rows.RowState.append, test_planner.test_rejected_drafts_are_computed_again:
     "INV 1: rejected drafts count as computed in the planner"
     self.computed[rows] -= rejected
     self.computed[rows] -= 0
+with rows.RowState.release, test_rows.test_facts_about_a_request_outlive_its_row_and_are_reported_once:
+    "a fact that was not reported is lost with the row"
+    self._facts.pop(row, None)
+    None
 with rows.RowState.append, test_rows.test_lengths_are_in_order_from_admission_to_release:
     "INV 71: rejected drafts stay settled"
     self.settled[rows] -= rejected

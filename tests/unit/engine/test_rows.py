@@ -8,7 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hiserve.core.usage import CacheUse
 from hiserve.engine import rows as module
+from hiserve.engine.queue import Request
+from hiserve.ipc.updates import RequestFacts
 from tests.helpers.steps import Steps
 
 PAGE = 4
@@ -110,3 +113,22 @@ def test_no_other_file_of_the_engine_writes_a_column(tmp_path: Path) -> None:
     paths = [planted, *(path for path in home.parent.glob("*.py") if path != home)]
     found = {line for path in paths for base in ("state", "rows") for line in written(path, columns, base)}
     assert found == {"planted.py:1 known", "planted.py:3 known", "planted.py:3 uid"}
+
+
+def test_facts_about_a_request_outlive_its_row_and_are_reported_once() -> None:
+    steps = in_flight(0)
+    rows = steps.rows
+
+    def admit(request: Request) -> int:
+        found = rows._cache.match(request.tenant, request.prefix_key)
+        return rows.admit(request, rows._cache.lock(found).detach(), found)
+
+    assert rows.take_facts(rows.active) == {}, "the first report had those of the admission"
+    request = rows.release(1)
+    request.note(RequestFacts(queue_s=0.5))
+    request.note(RequestFacts(cached=CacheUse(4)))
+    facts = RequestFacts(queue_s=0.5, cached=CacheUse(4))
+    assert rows.release(admit(request)).facts == facts
+    row = admit(request)
+    assert rows.take_facts(rows.active) == {rows.active.tolist().index(row): facts}
+    assert rows.take_facts(rows.active) == {} and rows.release(row).facts is None
