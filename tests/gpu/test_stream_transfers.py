@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from hiserve.core.kv_groups import CacheGroupSpec
+from hiserve.core.kv_groups import CacheGroupSpec, Space
 from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.core.upload import upload
 from hiserve.engine.graph_check import no_sync
 from hiserve.kernels.page_copy import copy_pages
-from tests.helpers.transfers import DIRECT, LAYERED, PAGE_BYTES, STAGED, TransferBench, ints
+from tests.helpers.transfers import DIRECT, LAYERED, PAGE_BYTES, STAGED, WINDOWED, TransferBench, ints
 
 pytestmark = pytest.mark.gpu
 
@@ -162,6 +162,45 @@ def test_large_orders_cross_pinned_pieces_and_share_little_staging_memory(make_b
     assert all(ack.is_ok for ack in bench.acks(2))
     assert all(torch.equal(bench.page(page), before[page + 9]) for page in range(1, 91))
     assert (bench.page(91) == -1).all()
+
+
+def test_a_tail_waits_for_the_steps_that_touch_its_pages(make_bench: MakeBench) -> None:
+    bench, frames = make_bench(groups=WINDOWED, num_pages=40), [2, 30, 17]
+    torch.cuda._sleep(LONG)
+    bench.fill(3, 7.5, Space.WINDOW)
+    bench.engine.forward_done(1)
+    bench.store_tail(1, [3], frames, after_step=1)
+    assert bench.engine.poll(0.02) == []
+    assert bench.acks(1)[0].is_ok
+    torch.cuda._sleep(LONG)
+    bench.fill(5, 1.5, Space.WINDOW)
+    bench.engine.forward_done(2)
+    bench.load_tail(2, [5], frames, after_step=2, device=[6], host=[4])
+    bench.engine.wait(2, 5)  # a layer that the history has not
+    assert (bench.page(5, Space.WINDOW) == 7.5).all()
+
+
+def test_large_tails_cross_pinned_pieces_in_any_order(make_bench: MakeBench) -> None:
+    """Images of 5 MiB lie in three frames each, of 2 MiB."""
+    swa = CacheGroupSpec(name="swa", num_layers=80, num_kv_heads=32, head_dim=128, dtype="bfloat16", space=Space.WINDOW)
+    bench = make_bench(groups=(*LARGE, swa), num_pages=100, staging_bytes=20 << 20)
+    assert bench.host.prefault.num_pieces > 2 and bench.host.frames_per_page == 3
+    before = bench.pages(Space.WINDOW)
+    seed = int(np.random.default_rng().integers(2**32))
+    print(f"seed {seed}")
+    frames = (np.random.default_rng(seed).permutation(99)[:90] + 1).tolist()
+    for op, order in ((1, frames), (3, sorted(frames))):  # anywhere, and adjacent across the edges
+        bench.store_tail(op, range(10, 40), order)
+        assert bench.acks(1)[0].num_bytes == 90 * bench.page_bytes
+        for page in range(50, 80):
+            bench.fill(page, -1.0, Space.WINDOW)
+        torch.cuda.current_stream().synchronize()
+        bench.load_tail(op + 1, range(50, 80), order)
+        assert bench.acks(1)[0].is_ok
+        expected = before.clone()
+        expected[50:80] = before[10:40]
+        assert torch.equal(bench.pages(Space.WINDOW), expected)
+        bench.host.free(ints(frames))
 
 
 def test_others_have_their_turn_at_the_copy_engine_while_a_load_crosses() -> None:

@@ -2,7 +2,7 @@
 
 from hiserve.attention import reference_attention
 from hiserve.cache.index import eviction, nodes, prefixes, radix, tails, tiers, transfers, window_pages
-from hiserve.cache.storage import host, page_streams, records
+from hiserve.cache.storage import cuda_transfer, host, page_streams, records
 from hiserve.core import memory_plan, window_pool, windows
 from hiserve.engine import row_windows, tier_transfers
 from hiserve.kernels import step_inputs
@@ -216,6 +216,10 @@ with step_inputs._check_rows, test_step_triton.test_triton_does_what_the_twins_d
 with page_streams.PageStreams.begin, test_page_streams.test_the_last_event_of_a_load_is_behind_its_tail:
     "INV H10: on CUDA, steps do not wait for the tail of a load"
     end.record(self._last)
+    pass
+with cuda_transfer.CudaTransfers._begin, test_page_streams.test_a_load_whose_tail_finds_no_memory_fails_when_its_history_writes_no_more:
+    "INV H10: a load whose tail cannot be enqueued is answered while its history still writes"
+    self._streams[copy.kind].drain()
     pass
 with page_streams.PageStreams._may_split, test_page_streams.test_the_last_event_of_a_load_is_behind_its_tail:
     "INV H10: a load with a tail is split by the layers of its history"

@@ -18,6 +18,7 @@ from hiserve.core.transfers import CopyKind, PageCopy
 from tests.helpers.fake_cuda import FakeCuda, install
 from tests.helpers.host import make_run
 from tests.helpers.transfers import THREAD, WINDOWED, TransferBench, hold_copies, ints, make_image
+from tests.helpers.waiting import PATIENCE_S
 
 NUM_PAGES, PAGES_PER_SLOT, PAGES_PER_PIECE = 60, 3, 7
 SEED = random.randrange(2**32)
@@ -177,6 +178,22 @@ def test_adjacent_pages_cross_at_once_unless_they_were_pinned_apart(
 
 
 @pytest.mark.parametrize("kind", [CopyKind.OFFLOAD, CopyKind.LOAD])
+def test_frames_cross_in_their_order_whole_images_at_once(
+    windowed: TransferBench, monkeypatch: pytest.MonkeyPatch, kind: CopyKind
+) -> None:
+    """A slot holds one image; its frames are not sorted, and cut where they were pinned apart."""
+    device, nothing = FakeCuda(), ints([])
+    install(monkeypatch, device)
+    image = make_image([3, 4, 5, 6, 7, 8, 22, 20, 21])
+    order = PageCopy(1, kind, nothing, nothing, 0, None, ints([31, 32, 33]), image)
+    make_streams(windowed, kind, direct=True).begin(order, None, lambda room: None)
+    start = windowed.host.span(0, 1).data_ptr()
+    host = [(run[0] if kind is CopyKind.OFFLOAD else run[1], run[2]) for run in device.runs]
+    pages = [((address - start) / windowed.page_bytes, size / windowed.page_bytes) for address, size in host]
+    assert pages == [(3, 3), (6, 1), (7, 2), (22, 1), (20, 1), (21, 1)]
+
+
+@pytest.mark.parametrize("kind", [CopyKind.OFFLOAD, CopyKind.LOAD])
 def test_the_copy_engine_waits_for_another_stream_after_each_piece(
     bench: TransferBench, monkeypatch: pytest.MonkeyPatch, kind: CopyKind
 ) -> None:
@@ -264,6 +281,29 @@ def test_stores_give_way_before_each_piece_and_loads_never(
     engine.close()
     assert [(ack.op, ack.reason) for each in acks for ack in each] == [(1, ""), (2, "")]
     assert gave_way == 5 * [1]  # before it is prepared, and before each of four pieces
+
+
+def test_a_load_whose_tail_finds_no_memory_fails_when_its_history_writes_no_more(
+    windowed: TransferBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """H10. Its pages are free after the answer, and may have a new tenant."""
+    device, sizes = FakeCuda(), list[int]()
+    install(monkeypatch, device)
+    monkeypatch.setattr(windowed.host.prefault, "pages_per_piece", NUM_PAGES)
+    engine = CudaTransfers(windowed.device, windowed.host, max_queued_bytes=1 << 40, max_offload_bytes_per_s=1e15)
+    device.run()
+
+    def fail(streams: PageStreams, ours: np.ndarray, rows: np.ndarray) -> torch.Tensor:
+        sizes.append(ours.size)
+        return torch.from_numpy(np.stack((ours, rows))) if ours.size > 1 else torch.empty(1 << 55, dtype=torch.uint8)
+
+    monkeypatch.setattr(PageStreams, "_upload", fail)
+    engine.start(PageCopy(1, CopyKind.LOAD, ints([4, 5]), ints([8, 9]), 0, None, ints([7]), make_image([10, 11, 12])))
+    acks = engine.poll(PATIENCE_S)
+    left = [stream.ops for stream in device.streams if stream.ops]
+    engine.close()
+    assert [(ack.op, ack.reason) for ack in acks] == [(1, "out_of_memory")]
+    assert sizes == [2, 1] and not left and device.log[-1][1] == "kernel"
 
 
 def test_the_engine_tells_its_queue_of_launches(bench: TransferBench, monkeypatch: pytest.MonkeyPatch) -> None:
