@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +43,7 @@ class GrammarRows:
         self._num_threads = num_threads
         self._copies = GrammarCopies(self._compiler, num_threads)
         self._started: MatcherThreads | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hiserve-masks")  # starts with the first masks
+        self._fillers = ThreadPoolExecutor(2, thread_name_prefix="hiserve-masks")  # start with the first masks
         self._matchers: dict[int, Matcher] = {}
         self._errors: list[tuple[Request, HiserveError]] = []
         self._num_masks = self._num_refused = 0
@@ -150,7 +150,7 @@ class GrammarRows:
     ) -> Callable[[], Masks]:
         """Starts to compute the masks of a step: of each place that its rows draw at, after the drafts before it.
 
-        A thread computes them; the caller may plan the next step meanwhile, and shows no matcher a token.
+        Threads compute them; the caller may plan the next step meanwhile, and shows no matcher a token.
 
         Args:
             plan: No step before it is in flight that may change a row with a grammar.
@@ -187,12 +187,11 @@ class GrammarRows:
             if ahead:
                 masks[first + len(ahead)] = -1  # it stays as it is where the drafts end the grammar
         self._num_masks += len(masked)
-        has_begun = threading.Event()
-        filling = self._thread.submit(_fill, self._threads, has_begun, jobs, masks)
-        has_begun.wait()  # else the caller would hold the GIL, which the thread needs until the library computes
+        fillings = self._start_filling(jobs, masks)
 
         def wait() -> Masks:
-            filling.result()
+            for filling in fillings:
+                filling.result()
             failed: dict[int, HiserveError] = {}
             for (begin, row), (matcher, _, _) in zip(places, jobs, strict=True):
                 if matcher.error:
@@ -204,13 +203,25 @@ class GrammarRows:
 
         return wait
 
+    def _start_filling(self, jobs: list[Job], masks: Int32Array) -> list[Future[None]]:
+        """Starts the masks of the rows with drafts and of those without, which the library computes in calls of their own, at once."""
+        groups = [[job for job in jobs if job[2]], [job for job in jobs if not job[2]]]
+        threads, begun = self._threads, list[threading.Event]()
+        fillings = []
+        for group in filter(None, groups):
+            begun.append(threading.Event())
+            fillings.append(self._fillers.submit(_fill, threads, begun[-1], group, masks))
+        for has_begun in begun:
+            has_begun.wait()  # else the caller would hold the GIL, which the threads need until the library computes
+        return fillings
+
     def stats(self) -> GrammarStats:
         """Returns the counts until now."""
         return GrammarStats(self._num_masks, self._num_refused, self.mask_s)
 
     def close(self) -> None:
         """Ends the threads."""
-        self._thread.shutdown()
+        self._fillers.shutdown()
         self._compiler.close()
 
 

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,12 +21,12 @@ from hiserve.engine.queue import Request
 from hiserve.errors import GrammarLimitError, RequestError, to_error
 from hiserve.grammar import compiler
 from hiserve.grammar.compiler import Compiler
-from hiserve.grammar.matcher import Matcher, Vocabulary
+from hiserve.grammar.matcher import Matcher, MatcherThreads, Vocabulary
 from hiserve.llm.vetting import BlockingVetting
 from tests.helpers.cache_paths import SETTINGS
 from tests.helpers.grammars import GRAMMARS, nano_tokenizer, nano_vocabulary
 from tests.helpers.tiered import engine_of
-from tests.helpers.waiting import wait_until
+from tests.helpers.waiting import PATIENCE_S, wait_until
 
 VOCAB_SIZE = 4096
 
@@ -254,12 +255,32 @@ def test_a_matcher_that_fails_after_its_request_left_the_row_fails_no_other_requ
     assert not failed
 
 
-def test_closing_ends_the_thread_of_the_masks() -> None:
+def test_closing_ends_the_threads_of_the_masks() -> None:
     made = GrammarRows(nano_vocabulary)
-    made._thread.submit(int).result()
-    (thread,) = made._thread._threads
+    made._fillers.submit(int).result()
+    (thread,) = made._fillers._threads
     made.close()
     assert not thread.is_alive()
+
+
+def test_the_masks_of_rows_without_drafts_do_not_wait_for_those_after_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row with drafts takes as long as all its masks together."""
+    rows, both = GrammarRows(nano_vocabulary), threading.Barrier(2)
+    fill = MatcherThreads.fill
+
+    def at_once(threads: MatcherThreads, jobs: Any, masks: Int32Array) -> None:
+        both.wait(PATIENCE_S)
+        fill(threads, jobs, masks)
+
+    monkeypatch.setattr(MatcherThreads, "fill", at_once)
+    text = ids("quite a table")
+    for row in (1, 2):
+        admitted(rows, row, Grammar.of("choice", '["quite a table"]'))
+    masks, failed = masks_of(rows, plan_of([1, 2], [2, 0]), {1: text[:2]})
+    assert masks is not None and not failed
+    assert masks.entries.tolist() == [0, 1, 2, 3, NO_MASK, NO_MASK]
+    assert [bits(each) for each in masks.masks] == [{text[0]}, {text[1]}, {text[2]}, {text[0]}]
+    rows.close()
 
 
 def test_requests_wait_for_their_grammar_and_no_longer() -> None:
