@@ -151,7 +151,8 @@ class PromptRows:
 
     def __init__(self, shape: AttentionShape, window: int | None, partials: Tensor, backend: str) -> None:
         self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(partials, "NHD", backend=backend)
-        self._arguments = _of_model(shape, window) | {"head_dim_qk": shape.head_dim, "causal": True}
+        sizes = {"head_dim_qk": shape.head_dim, "head_dim_vo": shape.out_dim}
+        self._arguments = _of_model(shape, window) | sizes | {"causal": True}
 
     def schedule(self, lengths: RowLengths, indices: Tensor) -> None:
         """Makes the schedule; there are no pages."""
@@ -250,6 +251,23 @@ class AbsorbedRows:
 def absorbed_builds(shape: AttentionShape) -> list[Callable[[], None]]:
     """As ``builds``, of the library of absorbed queries."""
     spec = gen_batch_mla_module("fa3", *[shape.dtype] * 3, torch.int32, _LATENT_RANK, _LATENT_ROPE_DIM, False)
+    return [] if spec.is_compiled else [partial(spec.build, verbose=False)]
+
+
+def prompt_builds(shape: AttentionShape) -> list[Callable[[], None]]:
+    """As ``builds``, of the library of prompts alone, whose values may have another size than their keys."""
+    positions, has_window, has_soft_cap, reduces_in_fp16 = 0, False, False, False
+    spec = gen_batch_prefill_module(
+        "fa3",
+        *[shape.dtype] * 3,
+        torch.int32,
+        shape.head_dim,
+        shape.out_dim,
+        positions,
+        has_window,
+        has_soft_cap,
+        reduces_in_fp16,
+    )
     return [] if spec.is_compiled else [partial(spec.build, verbose=False)]
 
 

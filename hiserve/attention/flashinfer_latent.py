@@ -1,4 +1,4 @@
-"""Absorbed queries of latent attention by FlashInfer's kernel for Hopper: rows of several tokens that do not decode."""
+"""Latent attention by FlashInfer's kernels for Hopper: absorbed queries of rows that do not decode, and expanded prompts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from hiserve.attention.base import AttentionShape
-from hiserve.attention.flashinfer_calls import AbsorbedRows, RowLengths, absorbed_builds
+from hiserve.attention.flashinfer_calls import AbsorbedRows, PromptRows, RowLengths, absorbed_builds, prompt_builds
 from hiserve.attention.flashinfer_libraries import Libraries
 from hiserve.attention.flashinfer_memory import Workspace
+from hiserve.attention.latent import expanded_shape
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.core.plan import Int32Array
 from hiserve.core.upload import upload
@@ -78,6 +79,43 @@ class FlashInferLatentAttention:
         for part in self._parts:
             part.rows.attend(q[part.tokens], pool, out[part.tokens])
         return out
+
+
+class FlashInferPrompts:
+    """Attends over prompts whose keys and values are expanded, in one launch for each layer.
+
+    Plans alternate as those of ``FlashInferLatentAttention``, whose ``waits`` and errors this has too; ``shape`` has
+    ``latent``.
+    """
+
+    def __init__(self, shape: AttentionShape, *, waits: bool = True) -> None:
+        self._shape = expanded_shape(shape)
+        unused = Workspace(self._shape, torch.device("cuda", torch.cuda.current_device())).partials(1, _TILE)
+        self._turns = [(PromptRows(self._shape, None, unused, "fa3"), torch.cuda.Event()) for _ in range(_NUM_TURNS)]  # type: ignore[no-untyped-call]
+        self._num_plans = 0
+        self._libraries = Libraries(lambda: prompt_builds(self._shape), self._load, waits=waits)
+
+    def is_ready(self) -> bool:
+        """As of ``FlashInferAttention``."""
+        return self._libraries.is_ready()
+
+    def _load(self) -> None:
+        for _ in self._turns:
+            self.plan(np.array([2], dtype=np.int32))
+
+    def plan(self, q_lens: Int32Array) -> None:
+        """Schedules prompts of these numbers of tokens."""
+        self._num_plans += 1
+        rows, copied = self._turns[self._num_plans % _NUM_TURNS]
+        copied.synchronize()
+        none = torch.empty(0, dtype=torch.int32)
+        rows.schedule(RowLengths(q_lens, q_lens, self._shape.page_size), none)
+        copied.record()
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+        """Writes ``out``, contiguous: token i of each prompt sees its own keys up to i."""
+        rows, _ = self._turns[self._num_plans % _NUM_TURNS]
+        rows.attend(q, keys, values, (keys, values), out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

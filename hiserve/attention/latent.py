@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.core.forward import ForwardInputs, LatentKV, LayerKV
+from hiserve.core.plan import Int32Array
 from hiserve.core.step_memory import EXPANDED_KEYS
 from hiserve.kernels.reference import merge
 
@@ -26,15 +28,42 @@ _FUSED_DTYPES = (torch.bfloat16, torch.float16)
 _MAX_FUSED_DIM = 256
 
 
-def open_with(shape: AttentionShape, make: Callable[[AttentionShape], Attention]) -> Attention:
+class ExpandedPrompts(Protocol):
+    """A kernel of prompts without a prefix, whose keys and values are expanded."""
+
+    def is_ready(self) -> bool:
+        """Whether it may plan."""
+
+    def plan(self, q_lens: Int32Array) -> None:
+        """Prepares prompts of these numbers of tokens."""
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+        """As ``attend_prompts``, into ``out``."""
+
+
+def open_with(
+    shape: AttentionShape,
+    make: Callable[[AttentionShape], Attention],
+    prompts: ExpandedPrompts | None = None,
+) -> Attention:
     """Returns a backend of a shape; ``make`` gives one of grouped-query attention, which computes absorbed queries."""
-    return make(shape) if shape.latent is None else LatentAttention(shape, make(absorbed_shape(shape)))
+    if shape.latent is None:
+        return make(shape)
+    return LatentAttention(shape, make(absorbed_shape(shape)), prompts=prompts)
 
 
 def absorbed_shape(shape: AttentionShape) -> AttentionShape:
     """Returns the shape of absorbed queries: grouped-query attention with the scores of the latent one."""
     assert shape.latent is not None, shape
     return replace(shape, latent=None, score_scalar=shape.latent.scale**-2)
+
+
+def expanded_shape(shape: AttentionShape) -> AttentionShape:
+    """Returns the shape of expanded prompts: every head has keys, and values of the size of its output."""
+    latent = shape.latent
+    assert latent is not None, shape
+    key_dim = latent.nope_dim + latent.rope_dim
+    return replace(shape, num_kv_heads=shape.num_heads, head_dim=key_dim, score_scalar=latent.scale**-2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +82,7 @@ class _Prompts:
 
     starts: Tensor  # int32 ``[n + 1]``: where the tokens of each row start, from the first of them
     max_new: int  # tokens of the longest
+    kernel: ExpandedPrompts | None  # planned for them; None is torch's
 
 
 class LatentAttention:
@@ -63,14 +93,22 @@ class LatentAttention:
         absorbed: A backend for one KV head of ``head_dim`` elements, of which the first ``rank`` are the value, and
             scores scaled by ``shape.latent.scale``.
         min_expanded: Least new tokens of a row to expand; None expands none.
+        prompts: Computes prompts without a prefix where one launch may, once it is ready; None is torch's kernel.
     """
 
-    def __init__(self, shape: AttentionShape, absorbed: Attention, min_expanded: int | None = MIN_EXPANDED) -> None:
+    def __init__(
+        self,
+        shape: AttentionShape,
+        absorbed: Attention,
+        min_expanded: int | None = MIN_EXPANDED,
+        prompts: ExpandedPrompts | None = None,
+    ) -> None:
         assert shape.latent is not None and not shape.windows and not shape.sinks, shape
         self.needs_host_lengths = absorbed.needs_host_lengths
         self._shape, self._latent = shape, shape.latent
         self._absorbed = absorbed
         self._min_expanded = min_expanded
+        self._kernel = prompts
         self._long: list[_LongRow] = []
         self._prompts: _Prompts | None = None  # the same rows, if one launch computes them
         self._num_absorbed = 0  # tokens of the rows before them
@@ -104,7 +142,10 @@ class LatentAttention:
         self._prompts = None
         if self._long and self._has_launch(inputs.kv_lens.device) and not any(row.num_cached for row in self._long):
             starts = inputs.qo_indptr[first:] - self._num_absorbed
-            self._prompts = _Prompts(starts, max(row.num_new for row in self._long))
+            kernel = self._kernel if self._kernel is not None and self._kernel.is_ready() else None
+            if kernel is not None:
+                kernel.plan(inputs.q_lens[first:])
+            self._prompts = _Prompts(starts, max(row.num_new for row in self._long), kernel)
         if first:
             self._absorbed.plan(inputs.cut(0, first) if self._long else inputs)
 
@@ -126,7 +167,10 @@ class LatentAttention:
             torch.bmm(latents.transpose(0, 1), kv.to_values.transpose(1, 2), out=out[:cut].transpose(0, 1))
         if self._prompts is not None:
             keys, values = self._expand(k[cut:, 0], kv)
-            starts, max_new = self._prompts.starts, self._prompts.max_new
+            starts, max_new, kernel = self._prompts.starts, self._prompts.max_new, self._prompts.kernel
+            if kernel is not None:
+                kernel.attend(q[cut:], keys, values, out[cut:])
+                return out
             out[cut:] = attend_prompts(q[cut:], keys, values, starts, max_new, self._latent.scale)
             return out
         for row in self._long:

@@ -38,7 +38,14 @@ SUBJECTS: list[Any] = [
     pytest.param("cpu", "cpu", torch.float32, 2, id="cpu"),
     *(
         pytest.param(name, "cuda", torch.bfloat16, heads, marks=pytest.mark.gpu, id=f"{name}-{heads}")
-        for name, heads in (("triton", 20), ("triton", 128), ("flashinfer", 128), ("flashinfer", 16), ("auto", 128))
+        for name, heads in (
+            ("triton", 20),
+            ("triton", 128),
+            ("flashinfer", 128),
+            ("flashinfer", 16),
+            ("auto", 128),
+            ("auto", 20),
+        )
     ),
 ]
 pytestmark = pytest.mark.parametrize(("name", "device", "dtype", "heads"), SUBJECTS)
@@ -53,7 +60,7 @@ def opened(name: str, device: str, dtype: torch.dtype, heads: int, page_size: in
     shape = AttentionShape(1, heads, 1, LATENT.rank + LATENT.rope_dim, page_size, dtype, latent=LATENT)
     attention = open_attention(name, shape, torch.device(device))
     assert isinstance(attention, LatentAttention)
-    assert isinstance(attention._absorbed, PairedAttention) == (name == "auto")
+    assert isinstance(attention._absorbed, PairedAttention) == (name == "auto" and heads == 128)
     return shape, attention
 
 

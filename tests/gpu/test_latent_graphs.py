@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from hiserve.attention.base import AttentionShape, LatentShape
 from hiserve.attention.latent import attend_dense, attend_prompts
 from tests.helpers.latent_models import FAMILIES, save_latent
 from tests.helpers.scripted import check_graphs
@@ -46,9 +48,33 @@ def test_one_launch_attends_over_several_prompts(key_dim: int, value_dim: int) -
     q, keys = torch.randn(2, sum(lengths), 4, key_dim, device="cuda", dtype=torch.bfloat16)
     values = torch.randn(sum(lengths), 4, value_dim, device="cuda", dtype=torch.bfloat16)
     starts = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
-    out = attend_prompts(q, keys, values, starts, max(lengths), key_dim**-0.5)
+    check_prompts(attend_prompts(q, keys, values, starts, max(lengths), key_dim**-0.5), q, keys, values, lengths)
+
+
+def check_prompts(out: torch.Tensor, q: Any, keys: Any, values: Any, lengths: tuple[int, ...]) -> None:
+    """Each prompt is as if alone, in float64."""
+    scale = q.shape[2] ** -0.5
     assert out.dtype == torch.bfloat16
-    for ours, *own in zip(*(each.split(lengths) for each in (out, q, keys, values)), strict=True):
-        one, *other = (each.double() for each in own)
-        exact = attend_dense(one, *(each.transpose(0, 1) for each in other), key_dim**-0.5, is_causal=True)
-        torch.testing.assert_close(ours.double(), exact[0], atol=2e-2, rtol=2e-2)
+    for each in zip(*(every.split(lengths) for every in (out, q, keys, values)), strict=True):
+        ours, one, own_keys, own_values = (part.double() for part in each)
+        exact, _ = attend_dense(one, own_keys.transpose(0, 1), own_values.transpose(0, 1), scale, is_causal=True)
+        torch.testing.assert_close(ours, exact, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 128), (256, 256)])
+def test_flashinfer_attends_over_several_prompts(key_dim: int, value_dim: int) -> None:
+    """Plans of other lengths follow each other, and nobody waits for the device between them."""
+    module = pytest.importorskip("hiserve.attention.flashinfer_latent")
+    torch.manual_seed(5)
+    latent = LatentShape(512, 64, key_dim - 64, value_dim, scale=key_dim**-0.5)
+    kernel = module.FlashInferPrompts(AttentionShape(1, 4, 1, 576, 16, torch.bfloat16, latent=latent))
+    cases = []
+    for lengths in ((300, 1, 129), (128,), (64, 2000), (300, 1, 129)):
+        q, keys = torch.randn(2, sum(lengths), 4, key_dim, device="cuda", dtype=torch.bfloat16)
+        values = torch.randn(sum(lengths), 4, value_dim, device="cuda", dtype=torch.bfloat16)
+        cases.append((torch.full_like(values, torch.nan), q, keys, values, lengths))
+    for out, q, keys, values, lengths in cases:
+        kernel.plan(np.array(lengths, dtype=np.int32))
+        kernel.attend(q, keys, values, out)
+    for case in cases:
+        check_prompts(*case)

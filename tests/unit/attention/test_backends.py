@@ -122,6 +122,45 @@ def test_absorbed_queries_that_do_not_decode_are_flashinfers_on_hopper(hopper: d
     assert isinstance(alone, LatentAttention) and isinstance(alone._absorbed, Fake)
 
 
+@pytest.mark.parametrize("num_heads", [20, 128])
+def test_expanded_prompts_are_flashinfers_whatever_the_heads(hopper: dict[str, Any], num_heads: int) -> None:
+    hopper.update(TritonLatentAttention=Fake, FlashInferLatentAttention=Fake)
+    attention = open_attention("auto", dataclasses.replace(LATENTS, num_heads=num_heads), CUDA)
+    assert isinstance(attention, LatentAttention)
+    assert isinstance(attention._kernel, FakePrompts) and attention._kernel.waits
+
+
+@pytest.mark.parametrize("changes", [{"dtype": torch.float32}, {"latent": LatentShape(512, 64, 128, 64, scale=0.1)}])
+def test_expanded_prompts_are_torchs_where_flashinfer_has_no_such_heads(
+    hopper: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    hopper.update(TritonLatentAttention=Fake, FlashInferLatentAttention=Fake)
+    attention = open_attention("auto", dataclasses.replace(LATENTS, **changes), CUDA)
+    assert isinstance(attention, LatentAttention) and attention._kernel is None
+
+
+@pytest.mark.parametrize("error", [None, ConfigError("no nvcc"), ImportError("no nvcc")])
+def test_expanded_prompts_wait_for_no_compiler_when_requests_are_to_be_served(
+    hopper: dict[str, Any], monkeypatch: pytest.MonkeyPatch, error: Exception | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    hopper.update(TritonLatentAttention=Fake, FlashInferLatentAttention=Fake)
+    state = {"serving": False, "compiled": False}
+    monkeypatch.setattr(FakePrompts, "is_ready", lambda self: state["compiled"])
+    monkeypatch.setattr(FakePrompts, "error", error)
+    shape = dataclasses.replace(LATENTS, num_heads=20)
+    attention = open_attention("auto", shape, CUDA, is_serving=lambda: state["serving"])
+    assert isinstance(attention, LatentAttention)
+    if error is not None:
+        assert attention._kernel is None and "expanded prompts are computed by torch" in caplog.text
+        return
+    assert attention._kernel is not None
+    ready = []
+    for changed in ({}, {"compiled": True}, {"compiled": False, "serving": True}, {"compiled": True}):
+        state.update(changed)
+        ready.append(attention._kernel.is_ready())
+    assert ready == [False, False, False, True]
+
+
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs the package flashinfer, which is not installed\. Use reference"):
@@ -151,10 +190,31 @@ class Fake:
         return self
 
 
+class FakePrompts:
+    """A kernel of expanded prompts that is opened and no more."""
+
+    error: Exception | None = None
+
+    def __init__(self, shape: AttentionShape, *, waits: bool = True) -> None:
+        self.waits = waits
+        if self.error is not None:
+            raise self.error
+
+    def is_ready(self) -> bool:
+        return True
+
+    def plan(self, q_lens: Any) -> None:
+        raise AssertionError(q_lens)
+
+    def attend(self, *tensors: Any) -> None:
+        raise AssertionError(tensors)
+
+
 @pytest.fixture
 def hopper(all_installed: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A machine with an H200; what its modules hold may be replaced."""
     there: dict[str, Any] = {"TritonAttention": Fake, "FlashInferAttention": Fake, "ReferenceAttention": Fake}
+    there["FlashInferPrompts"] = FakePrompts
     monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(**there))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return there

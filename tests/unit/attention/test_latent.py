@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from hiserve.attention import latent
 from hiserve.attention.backends import open_attention
 from hiserve.attention.base import AttentionShape, LatentShape
-from hiserve.attention.latent import LatentAttention, absorbed_shape, attend_dense
+from hiserve.attention.latent import LatentAttention, absorbed_shape, attend_dense, expanded_shape
 from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.core.forward import ForwardInputs
 from hiserve.errors import ConfigError
@@ -114,6 +115,53 @@ def test_prompts_that_begin_are_one_launch_behind_the_absorbed_rows(
     subject.inputs = dataclasses.replace(subject.inputs, num_decode=1)
     check(subject, LatentAttention(SHAPE, ReferenceAttention(absorbed_shape(SHAPE)), min_expanded=8))
     assert launched == ([] if starts is None else [(starts, 12)] * 2)
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_a_kernel_of_prompts_computes_them_once_it_is_ready(monkeypatch: pytest.MonkeyPatch, is_ready: bool) -> None:
+    """Their numbers of tokens come from the host; rows behind a prefix never reach it."""
+    planned: list[list[int]] = []
+
+    class Kernel:
+        def is_ready(self) -> bool:
+            return is_ready
+
+        def plan(self, q_lens: Any) -> None:
+            planned.append(q_lens.tolist())
+
+        def attend(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+            edges = [0, *itertools.accumulate(planned[-1])]
+            assert out.is_contiguous() and edges[-1] == q.shape[0] == out.shape[0]
+            for a, b in pairwise(edges):
+                own = keys[a:b].transpose(0, 1), values[a:b].transpose(0, 1)
+                out[a:b] = attend_dense(q[a:b], *own, LATENT.scale, is_causal=True)[0]
+
+    def by_torch(q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, max_new: int, scale: float) -> Tensor:
+        assert not is_ready
+        out = torch.full_like(q[..., : LATENT.value_dim], torch.nan)
+        planned.append(starts.diff().tolist())
+        Kernel().attend(q, keys, values, out)
+        return out
+
+    monkeypatch.setattr(latent, "attend_prompts", by_torch)
+    monkeypatch.setattr(LatentAttention, "_has_launch", lambda self, device: True)
+    absorbed = ReferenceAttention(absorbed_shape(SHAPE))
+    attention = LatentAttention(SHAPE, absorbed, min_expanded=8, prompts=Kernel())
+    subject = case(((5, 1), (0, 1), (16, 3), (0, 9), (0, 12), (0, 8)))
+    subject.inputs = dataclasses.replace(subject.inputs, num_decode=1)
+    check(subject, attention)
+    assert planned == ([[9, 12, 8]] if is_ready else [[9, 12, 8]] * 2)
+    planned.clear()
+    behind = case(((5, 1), (0, 9), (7, 8)))
+    behind.inputs = dataclasses.replace(behind.inputs, num_decode=1)
+    check(behind, attention)
+    assert not planned
+
+
+def test_the_shape_of_expanded_prompts_has_keys_for_every_head() -> None:
+    expanded = expanded_shape(SHAPE)
+    assert (expanded.num_kv_heads, expanded.head_dim, expanded.out_dim) == (HEADS, 10, 5)
+    assert expanded.scale == pytest.approx(LATENT.scale)
 
 
 def test_a_row_that_decodes_is_not_expanded_because_its_length_is_only_bounded() -> None:
