@@ -213,16 +213,25 @@ class ChunkRows:
 
 
 class AbsorbedRows:
-    """Rows of absorbed queries over rows that all heads share; ``partials`` as of ``DecodeRows``.
+    """Rows of absorbed queries over rows that all heads share; ``partials`` and ``buffers`` as of ``DecodeRows``.
 
     In its causal mode a program reads too few keys where its 64 or 128 queries end inside a token: the heads of a token
-    must divide 128.
+    must divide 128. The plan fills the buffers, with the lengths of rows in place of those of their last pages.
     """
 
-    def __init__(self, shape: AttentionShape, partials: Tensor) -> None:
+    def __init__(self, shape: AttentionShape, partials: Tensor, buffers: GraphBuffers | None = None) -> None:
         assert 128 % shape.num_heads == 0 and shape.head_dim == _LATENT_RANK + _LATENT_ROPE_DIM, shape
         self._shape = shape
-        self._wrapper = BatchMLAPagedAttentionWrapper(partials, backend="fa3")
+        of_graph: dict[str, Any] = {}
+        if buffers is not None:
+            of_graph = {
+                "use_cuda_graph": True,
+                "qo_indptr": buffers.qo_indptr,
+                "kv_indptr": buffers.page_indptr,
+                "kv_indices": buffers.indices,
+                "kv_len_arr": buffers.last_page_len,
+            }
+        self._wrapper = BatchMLAPagedAttentionWrapper(partials, backend="fa3", **of_graph)
 
     def schedule(self, lengths: RowLengths, indices: Tensor) -> None:
         """As of ``RowGroup``."""

@@ -8,8 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hiserve.attention.base import AttentionShape
-from hiserve.attention.flashinfer_calls import AbsorbedRows, PromptRows, RowLengths, absorbed_builds, prompt_builds
+from hiserve.attention.base import Attention, AttentionShape
+from hiserve.attention.flashinfer_calls import (
+    AbsorbedRows,
+    GraphBuffers,
+    PromptRows,
+    RowLengths,
+    absorbed_builds,
+    prompt_builds,
+)
 from hiserve.attention.flashinfer_libraries import Libraries
 from hiserve.attention.flashinfer_memory import Workspace
 from hiserve.attention.latent import expanded_shape
@@ -53,11 +60,12 @@ class FlashInferLatentAttention:
         for turn in self._turns:
             turn.plan(np.array([2], dtype=np.int32), np.array([3], dtype=np.int32))
 
-    def captured(self, num_rows: int, width: int) -> None:
-        """Returns None: its schedules depend on the lengths."""
+    def captured(self, num_rows: int, width: int) -> Attention | None:
+        """Returns a backend with its own buffers for rows of one token; None for others."""
+        return _GraphAttention(self._shape, self._workspace, num_rows) if width == 1 else None
 
     def ragged(self) -> None:
-        """Likewise."""
+        """Returns None: its schedules depend on the lengths."""
 
     def plan(self, inputs: ForwardInputs) -> None:
         """Schedules the rows."""
@@ -78,6 +86,55 @@ class FlashInferLatentAttention:
         pool = kv.k.view(-1, page_size, kv.k.shape[2])
         for part in self._parts:
             part.rows.attend(q[part.tokens], pool, out[part.tokens])
+        return out
+
+
+class _GraphAttention:
+    """Rows of one token in a graph, as of ``FlashInferAttention``: a schedule is uploaded before each replay."""
+
+    needs_host_lengths = True
+
+    def __init__(self, shape: AttentionShape, workspace: Workspace, num_rows: int) -> None:
+        self._shape, self._workspace = shape, workspace
+        self._numbers = torch.arange(num_rows, device=workspace.device)
+        self._indptr = torch.zeros(num_rows + 1, dtype=torch.int32, device=workspace.device)
+        self._indices = self._indptr[:0]
+        self._rows: AbsorbedRows | None = None
+        self._inputs: ForwardInputs | None = None
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def captured(self, num_rows: int, width: int) -> Attention:
+        """Returns itself."""
+        assert (num_rows, width) == (self._numbers.shape[0], 1), f"{num_rows} rows of {width} tokens"
+        return self
+
+    def ragged(self) -> None:
+        """Returns None: its rows have one token."""
+
+    def plan(self, inputs: ForwardInputs) -> None:
+        """Schedules the rows."""
+        assert inputs.tree_mask is None, "latent attention has no tree masks"
+        if self._rows is None:
+            self._indices = self._workspace.indices(inputs.page_table.numel())
+            tokens = torch.arange(self._indptr.shape[0], dtype=torch.int32, device=self._indptr.device)
+            buffers = GraphBuffers(tokens, self._indptr, torch.ones_like(self._indptr[1:]), self._indices)
+            partials = self._workspace.partials(self._workspace.num_programs, _TILE)
+            self._rows = AbsorbedRows(self._shape, partials, buffers)
+        self._inputs = inputs
+        lengths = RowLengths(inputs.q_lens, np.maximum(inputs.kv_bounds, inputs.q_lens), self._shape.page_size)
+        self._copied.synchronize()
+        self._rows.schedule(lengths, self._indices[: int(lengths.page_indptr[-1])])
+        self._copied.record()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
+        """Attends; the first layer lists the pages for all layers."""
+        inputs, page_size = self._inputs, self._shape.page_size
+        assert inputs is not None and self._rows is not None, "forward before plan"
+        if layer == 0:
+            table, lengths = inputs.page_table, inputs.kv_lens
+            list_pages(table, lengths, self._numbers, self._indptr, page_size, self._indices)
+        out = q.new_empty((*q.shape[:2], v.shape[2])) if out is None else out
+        self._rows.attend(q, kv.k.view(-1, page_size, kv.k.shape[2]), out)
         return out
 
 

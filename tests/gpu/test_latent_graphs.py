@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from hiserve.attention.backends import open_attention
 from hiserve.attention.base import AttentionShape, LatentShape
 from hiserve.attention.latent import attend_dense, attend_prompts
+from tests.helpers.latent_case import LatentCase
 from tests.helpers.latent_models import FAMILIES, save_latent
 from tests.helpers.scripted import check_graphs
 
@@ -78,3 +81,27 @@ def test_flashinfer_attends_over_several_prompts(key_dim: int, value_dim: int) -
         kernel.attend(q, keys, values, out)
     for case in cases:
         check_prompts(*case)
+
+
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_flashinfer_decodes_in_a_graph_whose_lengths_change(num_heads: int) -> None:
+    """Each replay has a schedule of its own; rows grow, shrink and leave."""
+    latent = LatentShape(512, 64, 128, 128, scale=192**-0.5)
+    shape = AttentionShape(1, num_heads, 1, 576, 16, torch.bfloat16, latent=latent)
+    subject = LatentCase(shape, ((700, 1), (63, 1), (0, 1), (40, 1)), num_decode=4, device="cuda")
+    oracle, whole = (open_attention(name, shape, torch.device("cuda")) for name in ("triton", "flashinfer"))
+    attention = whole.captured(4, 1)
+    assert attention is not None and attention.needs_host_lengths and whole.captured(4, 2) is None
+    with torch.inference_mode():
+        torch.testing.assert_close(subject.run(attention).cpu().double(), subject.expected, atol=2e-2, rtol=2e-2)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = subject.attend(attention)
+        for lengths in ((701, 64, 1, 41), (16, 17, 1, 5), (701, 1, 1, 33), (2, 64, 1, 41)):
+            subject.inputs.kv_lens.copy_(torch.tensor(lengths))
+            planned = dataclasses.replace(subject.inputs, kv_bounds=np.array(lengths, dtype=np.int32))
+            attention.plan(planned)
+            out.fill_(torch.nan)
+            graph.replay()
+            oracle.plan(planned)
+            torch.testing.assert_close(out, subject.attend(oracle), atol=2e-2, rtol=2e-2)

@@ -24,6 +24,8 @@ ALLOWED = (
     Allowed("attention/flashinfer_calls.py", "pin", "tensor of values", _PINNED),
     Allowed("attention/flashinfer.py", "_GraphAttention.plan", "synchronize", _COPIED),
     Allowed("attention/flashinfer_latent.py", "_Turn.plan", "synchronize", _COPIED),
+    Allowed("attention/flashinfer_latent.py", "_GraphAttention.plan", "synchronize", _COPIED),
+    Allowed("attention/flashinfer_latent.py", "FlashInferPrompts.plan", "synchronize", _COPIED),
     Allowed("cache/storage/host.py", "HostPool.__init__", "tensor of values", _MADE),
     Allowed("cache/storage/host.py", "HostPool.images", "tensor of values", _ON_CPU),
     Allowed("cache/storage/host.py", "HostPool.put_images", "tensor of values", _ON_CPU),
