@@ -23,7 +23,7 @@ from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.engine.host_loads import LoadCostModel
 from hiserve.llm.outputs import RequestOutput
 from hiserve.models.model_config import NANO, find_model
-from tests.helpers.cuda import decisions
+from tests.helpers.cuda import decisions, wait_for_stream
 from tests.helpers.jitter import jitter
 from tests.helpers.models import save_family
 from tests.helpers.tiered import cache_of, check_whole, counts_of, engine_of, host_of, leave_device, rest, transfers_of
@@ -241,12 +241,14 @@ def test_tokens_do_not_depend_on_tails_that_come_from_the_host(
 @pytest.mark.usefixtures("loads")
 def test_delays_on_any_stream_do_not_change_what_tails_hold(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, pools = expected(folder, DRAWN), WindowPool(monkeypatch)
-    with jitter(random.randrange(2**32)) as made, LLM(model=str(folder), **HOST | ALL) as llm:
+    with LLM(model=str(folder), **HOST | ALL) as llm:
         pools.watch(llm)
-        tokens, num_cached = converse(llm, DRAWN, leave_device)
+        with jitter(random.randrange(2**32)) as delays:
+            tokens, num_cached = converse(llm, DRAWN, leave_device)
+            wait_for_stream()
+        print(delays.counts)
         assert tokens == wanted and num_cached > 0
         assert counts_of(llm).loads.num_fulfilled > 0
-        print(made.counts)
 
 
 @pytest.mark.usefixtures("loads")
