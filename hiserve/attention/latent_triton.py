@@ -26,14 +26,17 @@ class _Part:
 class TritonLatentAttention:
     """Reads lengths on the device; those of the host only choose the size of launches.
 
-    ``shape`` is that of absorbed queries: one KV head of ``head_dim`` elements.
+    Args:
+        shape: Of absorbed queries: one KV head of ``head_dim`` elements.
+        has_padding: Batches may have tokens that belong to no row; their outputs are zeros.
     """
 
     needs_host_lengths = False
 
-    def __init__(self, shape: AttentionShape) -> None:
+    def __init__(self, shape: AttentionShape, *, has_padding: bool = False) -> None:
         assert shape.num_kv_heads == 1, shape
         self._shape = shape
+        self._has_padding = has_padding
         self._parts: list[_Part] = []
 
     def captured(self, num_rows: int, width: int) -> Attention:
@@ -41,8 +44,8 @@ class TritonLatentAttention:
         return self
 
     def ragged(self) -> Attention:
-        """Likewise."""
-        return self
+        """Returns one for batches with padding."""
+        return TritonLatentAttention(self._shape, has_padding=True)
 
     def plan(self, inputs: ForwardInputs) -> None:
         """Splits keys of rows that decode, and of the others, so that each launch fills the device."""
@@ -67,7 +70,8 @@ class TritonLatentAttention:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
         """Attends in at most two launches for each kind of rows."""
         rank = kv.v.shape[2]
-        out = q.new_zeros((*q.shape[:2], rank)) if out is None else out  # padding tokens of a graph belong to no row
+        if out is None:
+            out = (q.new_zeros if self._has_padding else q.new_empty)((*q.shape[:2], rank))
         for part in self._parts:
             decode(
                 q,

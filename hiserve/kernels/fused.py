@@ -39,7 +39,7 @@ _ACT_BLOCK = 1024
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Like ``reference.rms_norm``, for contiguous ``[T, n]``."""
+    """Like ``reference.rms_norm``, for ``[T, n]`` whose rows may lie apart."""
     return _norm(x, None, weight, eps)
 
 
@@ -49,9 +49,9 @@ def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) ->
 
 
 def _norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    assert x.is_contiguous() and (delta is None or delta.is_contiguous()), f"rows {x.stride()} apart"
+    assert x.stride(1) == 1 and (delta is None or delta.is_contiguous()), f"elements {x.stride()} apart"
     num_rows, size = x.shape
-    out = torch.empty_like(x)
+    out = x.new_empty(x.shape)
     block = triton.next_power_of_2(size)
     _norm_kernel[(num_rows,)](
         x,
@@ -60,6 +60,7 @@ def _norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor
         out,
         eps,
         SIZE=size,
+        STRIDE=x.stride(0),
         BLOCK=block,
         IS_WIDE=x.dtype == torch.float64,
         num_warps=_num_warps(block),
@@ -76,6 +77,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     out,
     eps,
     SIZE: tl.constexpr,  # noqa: N803
+    STRIDE: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     IS_WIDE: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
@@ -86,14 +88,15 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     column = tl.arange(0, BLOCK)
     mask = column < SIZE
     row = tl.program_id(0).to(tl.int64) * SIZE + column
+    source = x + tl.program_id(0).to(tl.int64) * STRIDE + column
     start_next(IS_EARLY)
     weights = tl.load(weight + column, mask=mask, other=0.0).to(wide)
     await_previous(IS_EARLY)
-    value = tl.load(x + row, mask=mask, other=0.0).to(wide)
+    value = tl.load(source, mask=mask, other=0.0).to(wide)
     if delta is not None:
         value += tl.load(delta + row, mask=mask, other=0.0).to(wide)
         narrow = value.to(dtype)
-        tl.store(x + row, narrow, mask=mask)
+        tl.store(source, narrow, mask=mask)
         value = narrow.to(wide)
     scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
     tl.store(out + row, ((value * scale).to(weight.dtype.element_ty).to(wide) * weights).to(dtype), mask=mask)

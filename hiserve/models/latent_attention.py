@@ -62,7 +62,7 @@ class LatentSelfAttention:
         projected = self.into(x)
         q, row = projected.split_with_sizes((projected.shape[1] - config.width, config.width), -1)
         if self.query_norm is not None and self.query_up is not None:
-            q = self.query_up(self.query_norm(q.contiguous()))
+            q = self.query_up(self.query_norm(q))
         q = q.view(x.shape[0], -1, config.key_dim)
         q, rows = self.ops.store_latents(q, row, self.row_weight, _EPS, rotation.cos, rotation.sin, kv, inputs.slots)
         return q, rows, rows[..., : config.rank]

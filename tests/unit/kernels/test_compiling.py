@@ -73,6 +73,7 @@ def store() -> None:
     """Norms, rotates and stores keys and values of two tokens, two query heads and one KV head of 64 elements; latents."""
     weight, angles = torch.ones(64, dtype=BF16), torch.zeros(2, 1, 64)
     fused.add_rms_norm(weight.repeat(2, 1), weight.repeat(2, 1), weight, 1e-6)
+    fused.rms_norm(torch.zeros(2, 96, dtype=BF16)[:, :64], weight, 1e-6)
     fused.rotations(torch.zeros(2, dtype=torch.int64), torch.ones(32), 1.0, torch.float32)
     kv = LayerKV(*torch.zeros(2, 16, 1, 64, dtype=BF16))
     qkv, norms = torch.zeros(2, 4, 64, dtype=BF16), torch.ones(3, 64, dtype=BF16)

@@ -36,6 +36,9 @@ for dtype in DTYPES:
         before = x.clone()
         close(fused.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), dtype)
         assert torch.equal(x, before)
+        apart = torch.cat((x, delta), 1)  # rows of a wider matrix, as a part of a projection
+        close(fused.rms_norm(apart[:, :size], weight, 1e-5), reference.rms_norm(x, weight, 1e-5), dtype)
+        assert fused.rms_norm(apart[:, :size], weight, 1e-5).is_contiguous()
         ours, theirs = x.clone(), x.clone()
         close(fused.add_rms_norm(delta, ours, weight, 1e-5), reference.add_rms_norm(delta, theirs, weight, 1e-5), dtype)
         assert torch.equal(ours, theirs), dtype
