@@ -232,7 +232,7 @@ with custom_calls.CustomEvents.read, test_custom_tools.test_the_input_of_a_custo
     "a chat completion streams the arguments that the model writes for the input of a custom tool"
     event._replace(text=self._reader.push(event.text))
     event
-with custom_calls.CustomEvents.read, test_custom_tools.test_an_input_that_was_cut_is_shown_up_to_the_cut["True"]:
+with custom_calls.CustomEvents.read, test_custom_tools.test_the_rest_of_an_input_comes_with_the_last_delta_where_its_call_does_not_end:
     "the end of an input that was cut is lost"
     is_last
     False

@@ -9,6 +9,8 @@ import pytest
 
 from hiserve.core.request import Grammar
 from hiserve.errors import RequestError
+from hiserve.server.openai.custom_calls import CustomEvents
+from hiserve.text.reader.buffer import Event, Kind
 from tests.unit.server.tool_replies import CALL, SOURCE, TOOL, USER, Trusting, client_of, script, serving
 
 RULES = {"syntax": "lark", "definition": "start: /x+/ start?"}
@@ -67,6 +69,13 @@ async def test_an_input_that_was_cut_is_shown_up_to_the_cut(stream: bool) -> Non
         call = await server.post("/v1/chat/completions", body)
     shown = re.findall(r'"input":"([^"]*)"', call.text)
     assert "".join(shown) == r"half \\"
+
+
+def test_the_rest_of_an_input_comes_with_the_last_delta_where_its_call_does_not_end() -> None:
+    made = CustomEvents({"patch"})
+    call = [Event(Kind.CALL, "patch", 0, 1), Event(Kind.ARGUMENTS, '{"input": "half \\', 1, 5)]
+    shown = [*made.read(call, is_last=False), *made.read([], is_last=True)]
+    assert [event.text for event in shown] == ["patch", "half ", "\\"]
 
 
 @pytest.mark.parametrize(
