@@ -258,7 +258,8 @@ class _Buffer:
             if self._pins is not None and part.stored != part.target.dtype:
                 # The copy below would convert on the host, outside pinned memory.
                 held = held.to(self._pins.device, non_blocking=True)
-            part.target.copy_(held, non_blocking=True)
+            with torch.inference_mode():  # of this thread: the caller may have made its targets in that mode
+                part.target.copy_(held, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
