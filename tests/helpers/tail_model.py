@@ -2,29 +2,69 @@
 
 from __future__ import annotations
 
-from hiserve.cache.index.prefix_cache import Tail, Tier
+from typing import Any
+
+from hiserve.cache.index.nodes import Node
+from hiserve.cache.index.prefix_cache import PrefixCache, Tail, Tier
+from hiserve.cache.index.tier_pages import TierPages
 from hiserve.core.digest import chain, namespace_digest
 
 
-class TailModel:
-    """Which prefixes are cached on each tier, by the events of the cache, and at which of them a tail was kept."""
+class Readable:
+    """Which pages became readable on a tier, in order, seen where the index records it."""
 
-    def __init__(self, namespace: bytes, page_size: int) -> None:
-        self._namespace = namespace
-        self._page_size = page_size
-        self.cached: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
+    def __init__(self, tier: TierPages[Any]) -> None:
+        self.digests: dict[bytes, None] = {}
+        insert, remove = tier.insert, tier.remove
+
+        def inserted(node: Node, start: int = 0) -> None:
+            self.digests |= dict.fromkeys(node.digests[start:])
+            insert(node, start)
+
+        def removed(digests: list[bytes]) -> None:
+            for digest in digests:
+                del self.digests[digest]
+            remove(digests)
+
+        tier.insert, tier.remove = inserted, removed  # type: ignore[method-assign]
+
+
+class TailModel:
+    """Which prefixes are cached on each tier, as the index records it, and at which of them a tail was kept."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._namespace = cache.namespace
+        self._page_size = cache.page_size
+        self._readable = {Tier.DEVICE: Readable(cache.device), Tier.HOST: Readable(cache.host)}
+        self.told: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
+        self._before: dict[bytes, list[bytes]] = {}  # of each prefix: those that it begins with, itself the last
         self.loading: dict[int, list[bytes]] = {}  # by op; matched on the device before they are told
         self.tails: dict[bytes, list[Tail]] = {}
 
     def names(self, tokens: bytes, tenant: bytes = b"") -> list[bytes]:
         """The names of the prefixes of whole pages, shortest first."""
-        return chain(namespace_digest(self._namespace, tenant), tokens, self._page_size)
+        names = chain(namespace_digest(self._namespace, tenant), tokens, self._page_size)
+        self._before |= {name: names[: at + 1] for at, name in enumerate(names)}
+        return names
 
-    def apply(self, tier: Tier, published: bytes, removed: bytes) -> None:
-        """Takes the events since the last call: pages that left take tails behind them along."""
-        cached = self.cached[tier]
-        cached |= {published[at : at + 16] for at in range(0, len(published), 16)}
-        cached -= {removed[at : at + 16] for at in range(0, len(removed), 16)}
+    @property
+    def cached(self) -> dict[Tier, set[bytes]]:
+        """The readable prefixes of each tier."""
+        return {tier: set(readable.digests) for tier, readable in self._readable.items()}
+
+    def check_told(self, tier: Tier, published: bytes, removed: bytes) -> None:
+        """H11: told are exactly the readable pages with a tail at or behind them on the tier, parents first."""
+        told = self.told[tier]
+        told -= {removed[at : at + 16] for at in range(0, len(removed), 16)}
+        for at in range(0, len(published), 16):
+            name = published[at : at + 16]
+            assert told.issuperset(self._before[name][:-1]), "a page is told before the one in front of it"
+            told.add(name)
+        of_host, cached = tier is Tier.HOST, self.cached[tier]
+        ends = [name for name in self.tails if name in cached and self._can_give(name, of_host=of_host)]
+        assert told == {name for end in ends for name in self._before[end]}, (
+            f"{tier} tells other pages than it can give"
+        )
 
     @property
     def on_device(self) -> set[bytes]:
@@ -55,3 +95,10 @@ class TailModel:
         if of_host:
             return any(tail.frames is not None and not tail.host_ready_op for tail in tails)
         return any(tail.pages is not None for tail in tails)
+
+    def _can_give(self, name: bytes, *, of_host: bool) -> bool:
+        """Whether a tail is there, and no transfer fills it."""
+        tails = self.tails.get(name, [])
+        if of_host:
+            return any(tail.frames is not None and not tail.host_ready_op for tail in tails)
+        return any(tail.pages is not None and not tail.device_ready_op for tail in tails)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hiserve.cache.index.prefix_cache import MissReason, PrefixCache, PrefixLock, Tier, WindowPages
+from hiserve.cache.index.prefix_cache import MissReason, PrefixCache, PrefixLock, Tier, TierListener, WindowPages
 from hiserve.core.transfers import PageCopy, TailImage
 from tests.helpers.host import TENANTS, make_run
 from tests.helpers.tail_model import TailModel
+from tests.invariants.kv_checks import Told
 
 PAGE, NAMESPACE, FRAMES = 2, b"n" * 16, 2
 
 
 def make_cache(
-    num_pages: int = 60, num_window_pages: int = 30, num_host_pages: int = 0
+    num_pages: int = 60, num_window_pages: int = 30, num_host_pages: int = 0, listener: TierListener | None = None
 ) -> tuple[PrefixCache, WindowPages]:
     cache = PrefixCache(
         num_pages=num_pages,
@@ -23,6 +24,7 @@ def make_cache(
         num_window_pages=num_window_pages,
         num_host_pages=num_host_pages,
         frames_per_page=FRAMES,
+        listener=listener,
     )
     assert cache.windows is not None
     return cache, cache.windows
@@ -53,9 +55,12 @@ class Runs:
     def __init__(self, seed: int, num_host_pages: int = 0) -> None:
         self.rng = np.random.default_rng(seed)
         num_window_pages = 9 if num_host_pages else 30
-        self.cache, self.windows = make_cache(num_window_pages=num_window_pages, num_host_pages=num_host_pages)
+        self.told = Told(PAGE)
+        self.cache, self.windows = make_cache(
+            num_window_pages=num_window_pages, num_host_pages=num_host_pages, listener=self.told.events
+        )
         self.has_host = num_host_pages > 0
-        self.model = TailModel(NAMESPACE, PAGE)
+        self.model = TailModel(self.cache)
         self.rows: list[tuple[np.ndarray, int, PrefixLock]] = []  # tokens, published pages, lock
         self.copies: list[PageCopy] = []
         self.num_loads = 0
@@ -166,11 +171,19 @@ class Runs:
             self.end_copy()
         if self.rng.integers(160) == 0:
             self.cache.flush([None, Tier.DEVICE, Tier.HOST][int(self.rng.integers(3))])
-        for tier in Tier:
-            self.model.apply(tier, *self.cache.take_events(tier))
         self.model.check()
+        for tier in Tier:
+            self.model.check_told(tier, *self.cache.take_events(tier))
+        self.check_routers()
         self.windows.check()
         self.check_copies()
+
+    def check_routers(self) -> None:
+        """H11: routers know of the same pages."""
+        self.told.events.send()
+        for tier, medium in ((Tier.DEVICE, "GPU"), (Tier.HOST, "CPU_PINNED")):
+            known = self.told.direct.mirror.cached[medium]
+            assert known.keys() == {int.from_bytes(name[:8], "big", signed=True) for name in self.model.told[tier]}
 
     def check_copies(self) -> None:
         """No page that a copy reads or writes is free."""

@@ -301,14 +301,14 @@ def make_root(namespace: bytes) -> Node:
 
 def clear(node: Node) -> None:
     """Empties a node that left the tree, so that queues skip it."""
+    if node.tails:
+        close_tails(node)  # while their boundaries have names
     node.key, node.digests, node.num_pages = b"", [], 0
     node.pages = node.host_pages = NO_PAGES
     node.device_ready_op = node.host_ready_op = node.num_device_children = node.num_host_children = 0
     node.is_spare = False
     node.retained_until_s = 0
     node.children = {}
-    if node.tails:
-        close_tails(node)
 
 
 def split_tails(upper: Node, lower: Node) -> None:

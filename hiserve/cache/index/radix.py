@@ -186,13 +186,13 @@ class RadixTree:
             clear(leaf)
             return removed
         removed = leaf.pages[keep:].copy(), leaf.host_pages[keep:].copy(), leaf.digests[keep:]
+        if leaf.tails:
+            close_tails(leaf, keep)  # while their boundaries have names
         leaf.key = leaf.key[: keep * self.page_bytes]
         leaf.pages = leaf.pages[:keep].copy()
         leaf.host_pages = leaf.host_pages[:keep].copy()
         leaf.digests = leaf.digests[:keep]
         leaf.num_pages = keep
-        if leaf.tails:
-            close_tails(leaf, keep)
         return removed
 
     def unlink(self, node: Node) -> None:

@@ -36,6 +36,7 @@ class TailTiers:
         self._locks = locks
         self._ops = ops
         self._windows = windows
+        self._on_device, self._on_host = tiers.device.require_tails(), tiers.host.require_tails()
         self._frames_per_page = frames_per_page
         self._queue: OrderedDict[Tail, None] = OrderedDict()  # to be offloaded; the history of each was on the host
         self._due: list[tuple[int, int, Tail]] = []  # retained tails: until when, a serial number
@@ -52,6 +53,7 @@ class TailTiers:
             tail = node.tails[at] = Tail(node, at, 0, self)
         if tail.pages is None:
             self._windows.keep(tail, pages)
+            self._on_device.add_tail(tail.digest)
             self._tiers.tree_epoch += 1
             self._tiers.queue_copy(node)
         self.touch(tail, self._tiers.clock)
@@ -103,12 +105,14 @@ class TailTiers:
     def leave_device(self, tail: Tail) -> None:
         """See ``TailPools``; a transfer of the pages holds them until its end."""
         self._windows.forget(tail)
+        self._on_device.remove_tail(tail.digest)
         self._tiers.tree_epoch += 1
 
     def leave_host(self, tail: Tail) -> None:
         """See ``TailPools``; frames that a transfer uses are freed at its end."""
         frames, tail.frames = tail.frames, None
         tail.host_ready_op = 0
+        self._on_host.remove_tail(tail.digest)
         assert frames is not None, "a tail without frames leaves the host"
         self._tiers.host.shares.charge(tail.account, -frames.size)
         self._tiers.tree_epoch += 1
@@ -224,6 +228,8 @@ class TailTiers:
                 tail.leave_host()
         elif not ok and is_here:
             tail.leave_host()
+        elif is_here:
+            (self._on_device if op.kind is CopyKind.LOAD else self._on_host).add_tail(tail.digest)
         self._reorder(tail)
         return num_arrived
 
@@ -247,6 +253,7 @@ class TailTiers:
             tail = Tail(node, at, node.last_used, self)
             tail.frames = image.frames
             node.tails = {at: tail} if node.tails is None else node.tails | {at: tail}
+            self._on_host.add_tail(tail.digest)
             tiers.host.num_evictable += image.frames.size
             tiers.host.shares.charge(tail.account, image.frames.size)
             tiers.host.eviction.add(tail)

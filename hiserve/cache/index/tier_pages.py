@@ -11,6 +11,7 @@ from hiserve.cache.index.allocator import PageAllocator
 from hiserve.cache.index.eviction import Eviction, T, TenantShares
 from hiserve.cache.index.nodes import Node
 from hiserve.cache.index.reports import PrefixEvents, Tier, TierListener
+from hiserve.cache.index.resumable_pages import ResumablePages
 from hiserve.core.plan import Int32Array
 from hiserve.ipc.cache_stats import TierStats
 
@@ -28,6 +29,7 @@ class TierPages(Generic[T]):
         pages: The free pages.
         shares: Pages of each account.
         events: Pages that became readable, or unreadable, since the last report.
+        resumable: Keeps readable pages back until they are of use; None where each boundary is a resume point.
         num_evictable: Pages that eviction can free.
         num_evicted: Pages that eviction has freed.
         num_reserved: Free and evictable pages left for staged uploads (see ``Uploads``).
@@ -48,6 +50,7 @@ class TierPages(Generic[T]):
         self.eviction = eviction
         self.shares = TenantShares(self.pages)
         self.events = PrefixEvents()
+        self.resumable: ResumablePages | None = None
         self.num_evictable = 0
         self.num_evicted = 0
         self.num_reserved = 0
@@ -70,27 +73,52 @@ class TierPages(Generic[T]):
 
     def insert(self, node: Node, start: int = 0) -> None:
         """Records that the pages of a node, from the one at ``start`` on, are readable here."""
-        digests = node.digests[start:] if start else node.digests
-        self.events.publish(digests)
-        if self._listener is not None:
-            self.notify(node, start)
-
-    def notify(self, node: Node, start: int = 0) -> None:
-        """Reports the pages of a node, from the one at ``start`` on, to the listener alone."""
-        assert self._listener is not None and node.parent is not None
-        parent = None if node.parent.is_root else node.parent.digests[-1]
-        if start:
-            parent = node.digests[start - 1]
-        key = node.key[start * len(node.key) // node.num_pages :]
-        self._listener.stored(self._tier, parent, node.digests[start:], key)
+        if self.resumable is None and self._listener is None:
+            self.events.publish(node.digests[start:] if start else node.digests)
+            return
+        tell = self._tell if self.resumable is None else self.resumable.insert
+        tell(*_run(node, start, node.num_pages))
 
     def remove(self, digests: list[bytes]) -> None:
         """Records that pages are no longer readable here."""
+        if self.resumable is None:
+            self._untell(digests)
+        else:
+            self.resumable.remove(digests)
+
+    def notify(self, node: Node) -> None:
+        """Reports the readable pages of a node to the listener alone."""
+        assert self._listener is not None
+        end = node.num_pages
+        if self.resumable is not None:
+            end = sum(map(self.resumable.is_told, node.digests))  # the first so many
+        if end:
+            self._listener.stored(self._tier, *_run(node, 0, end))
+
+    def _tell(self, parent: bytes | None, digests: list[bytes], key: bytes) -> None:
+        self.events.publish(digests)
+        if self._listener is not None:
+            self._listener.stored(self._tier, parent, digests, key)
+
+    def _untell(self, digests: list[bytes]) -> None:
         self.events.remove(digests)
         if self._listener is not None:
             self._listener.removed(self._tier, digests)
+
+    def require_tails(self) -> ResumablePages:
+        """Tells from now on only pages with a tail at or behind them; returns the place to record tails."""
+        self.resumable = ResumablePages(self._tell, self._untell)
+        return self.resumable
 
     def free(self, pages: Int32Array, last_step: NDArray[np.int64] | int) -> None:
         """Returns pages; forwards up to ``last_step`` may still touch them."""
         self.last_step[pages] = last_step
         self.pages.free(pages)
+
+
+def _run(node: Node, start: int, end: int) -> tuple[bytes | None, list[bytes], bytes]:
+    """Returns the digest before the pages ``[start, end)`` of a node (None at the start of a prefix), theirs, and their tokens."""
+    assert node.parent is not None
+    parent = node.digests[start - 1] if start else None if node.parent.is_root else node.parent.digests[-1]
+    size = len(node.key) // node.num_pages
+    return parent, node.digests[start:end], node.key[start * size : end * size]

@@ -1,7 +1,7 @@
 """Layers with a window: their pages, tails and resume points."""
 
 from hiserve.attention import reference_attention
-from hiserve.cache.index import eviction, nodes, prefixes, radix, tails, tiers, transfers, window_pages
+from hiserve.cache.index import eviction, nodes, prefixes, radix, resumable_pages, tails, tiers, transfers, window_pages
 from hiserve.cache.storage import cuda_transfer, host, page_streams, records
 from hiserve.core import memory_plan, window_pool, windows
 from hiserve.engine import row_windows, tier_transfers
@@ -110,6 +110,14 @@ with reference_attention.ReferenceAttention.plan, test_attention.test_equals_the
     "INV H8: a token sees the row of the token after it"
     new > torch.arange(inputs.max_q_len, device=device)[:, None]
     new > torch.arange(inputs.max_q_len, device=device)[:, None] + 1
+with tails.TailTiers.leave_device, test_tails.test_match_knows_the_deepest_resume_point_of_each_tier:
+    "INV H11: a tier still tells pages behind which it has lost the last tail"
+    self._on_device.remove_tail(tail.digest)
+    pass
+with resumable_pages.ResumablePages.insert, test_tails.test_match_knows_the_deepest_resume_point_of_each_tier:
+    "INV H11: pages are not told whose tail arrived first"
+    digest in self._num_behind
+    False
 with row_windows.RowWindows.release, test_windows_freed.test_drafts_shorten_no_hit["drafts"]:
     "INV H9: the end of a request gets no tail"
     self._keep(row, num_pages * self._page_size, num_pages, lock)
