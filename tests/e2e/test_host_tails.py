@@ -37,7 +37,7 @@ from tests.helpers.tiered import (
     seal,
     transfers_of,
 )
-from tests.helpers.window_models import SETTINGS, VOCAB, WINDOW, WindowPool, save_windows
+from tests.helpers.window_models import SETTINGS, VOCAB, WINDOW, WindowPool, save_with_heads
 
 NUM_NEW = 14
 PAGE = int(SETTINGS["page_size"])
@@ -49,7 +49,7 @@ HOST = SETTINGS | {"host_cache_gib": 0.01, "window_pages": 160}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
-    return save_windows(tmp_path_factory.mktemp("windows"))
+    return save_with_heads(tmp_path_factory.mktemp("windows"))
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +88,7 @@ CASES: dict[str, dict[str, Any]] = {
     "chunks of a few tokens": {"max_batched_tokens": 5},
     "overlap": {"overlap": 1},
     "drafts, overlap": {"spec": "ngram", "spec_steps": 3, "overlap": 1},
+    "drafts of an EAGLE-3 head": {"spec": "eagle3", "spec_steps": 3},
     "few window pages": {"window_pages": 48},
     "as few window pages as auto takes": {"window_pages": "auto", "kv_pages": 60, "max_model_len": 128},
     "preemption": {"kv_pages": 45, "max_model_len": 128},

@@ -19,7 +19,7 @@ from hiserve.errors import ConfigError
 from hiserve.llm.outputs import RequestOutput
 from tests.helpers.recorded_llm import allow_recording
 from tests.helpers.tiered import engine_of
-from tests.helpers.window_models import SETTINGS, VOCAB, WINDOW, WindowPool, save_windows
+from tests.helpers.window_models import SETTINGS, VOCAB, WINDOW, WindowPool, save_with_heads
 
 NUM_NEW = 20
 PAGE = int(SETTINGS["page_size"])
@@ -30,7 +30,7 @@ DRAWN = SamplingParams(temperature=0.9, seed=5, max_tokens=NUM_NEW, ignore_eos=T
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
-    return save_windows(tmp_path_factory.mktemp("windows"))
+    return save_with_heads(tmp_path_factory.mktemp("windows"))
 
 
 def prompts_of(seed: int = 0) -> list[list[int]]:
@@ -83,6 +83,20 @@ CASES: dict[str, dict[str, Any]] = {
         "kv_pages": 45,
         "max_model_len": 128,
         "window_pages": 48,
+    },
+    "drafts of an EAGLE-3 head, pages of one token": {
+        "spec": "eagle3",
+        "spec_steps": 3,
+        "page_size": 1,
+        "kv_pages": 600,
+        "window_pages": 300,
+    },
+    "drafts of an EAGLE-3 head, overlap, preemption": {
+        "spec": "eagle3",
+        "spec_steps": 2,
+        "overlap": 1,
+        "kv_pages": 45,
+        "max_model_len": 128,
     },
     "graphs": {"graphs": "all"},
     "graphs, drafts, overlap": {"graphs": "all", "spec": "ngram", "spec_steps": 2, "overlap": 1},

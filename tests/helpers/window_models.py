@@ -19,8 +19,11 @@ from hiserve.cache.storage.device import DevicePool
 from hiserve.engine.loop import Engine
 from hiserve.models.model_config import NANO, find_model
 from tests.helpers.cuda import wait_for_stream
+from tests.helpers.draft_heads import randomised, save_head
 from tests.helpers.models import save_family
 from tests.helpers.tiered import engine_of
+from tools.nano.heads import Eagle3Head
+from tools.nano.model import Nano, NanoConfig
 
 WINDOW, VOCAB = 12, 4096
 SETTINGS: dict[str, Any] = {
@@ -62,6 +65,15 @@ def add_mtp(folder: Path) -> Path:
     tensors[head + "eh_proj.weight"] = torch.randn(hidden, 2 * hidden) * 0.2
     save_file(tensors, folder / "model.safetensors")
     path.write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    return folder
+
+
+def save_with_heads(folder: Path) -> Path:
+    """Saves a model of ``save_windows`` with an MTP head, and an EAGLE-3 head in its own folder, both hardly ever right."""
+    add_mtp(save_windows(folder))
+    shape = NanoConfig(VOCAB, hidden_size=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=96)
+    torch.manual_seed(9)
+    save_head(randomised(Eagle3Head(Nano(shape), (0, 1, 2))), folder / "eagle3", shape)
     return folder
 
 

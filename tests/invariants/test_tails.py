@@ -15,7 +15,11 @@ PAGE, NAMESPACE, FRAMES = 2, b"n" * 16, 2
 
 
 def make_cache(
-    num_pages: int = 60, num_window_pages: int = 30, num_host_pages: int = 0, listener: TierListener | None = None
+    num_pages: int = 60,
+    num_window_pages: int = 30,
+    num_host_pages: int = 0,
+    num_ready_host_pages: int | None = None,
+    listener: TierListener | None = None,
 ) -> tuple[PrefixCache, WindowPages]:
     cache = PrefixCache(
         num_pages=num_pages,
@@ -23,6 +27,7 @@ def make_cache(
         namespace=NAMESPACE,
         num_window_pages=num_window_pages,
         num_host_pages=num_host_pages,
+        num_ready_host_pages=num_ready_host_pages,
         frames_per_page=FRAMES,
         listener=listener,
     )
@@ -290,6 +295,56 @@ def test_a_load_waits_for_the_last_forward_over_its_window_pages() -> None:
     again = cache.lock((found := cache.match(b"", tokens.tobytes())), found.num_host_tokens).detach()
     copy = cache.begin_load(again, np.empty(0, dtype=np.int32), windows.allocate(np.zeros(2, dtype=np.int32)))
     assert copy.window_pages.size == 2 and copy.after_step == 7
+
+
+TOKENS = np.arange(5, dtype=np.int32)
+
+
+def offload(cache: PrefixCache) -> list[int]:
+    """Ends the offloads of a step; returns the window pages of each."""
+    copies = cache.begin_offloads(8)
+    for copy in copies:
+        cache.complete(copy.op, ok=True)
+    return [copy.window_pages.size for copy in copies]
+
+
+def test_a_row_whose_tail_was_lost_is_told_as_one_that_moved() -> None:
+    cache, windows = make_cache(num_window_pages=3, num_host_pages=20)
+    cache.release(publish(cache, windows, TOKENS))
+    offload(cache)
+    offload(cache)
+    windows.drop(windows.allocate(np.zeros(2, dtype=np.int32)))
+    found = cache.match(b"", TOKENS.tobytes())
+    lock = cache.lock(found, found.num_host_tokens).detach()
+    copy = cache.begin_load(lock, np.empty(0, dtype=np.int32), windows.allocate(np.zeros(2, dtype=np.int32)))
+    before = cache.relocation_version
+    assert cache.complete(copy.op, ok=False) == [lock]
+    assert cache.relocation_version > before
+
+
+def test_a_tail_is_offloaded_to_memory_that_is_ready_and_from_pages_that_nobody_was_promised() -> None:
+    cache, windows = make_cache(num_window_pages=4, num_host_pages=20, num_ready_host_pages=4)
+    cache.release(publish(cache, windows, TOKENS))
+    assert [offload(cache), offload(cache)] == [[0], []], "the tail takes four frames, of which one is ready"
+    cache.grow_host(20)
+    windows.num_promised = 2
+    assert offload(cache) == [] and not cache.has_offloads
+    windows.num_promised = 1
+    assert cache.has_offloads and offload(cache) == [2]
+
+
+def test_the_host_keeps_history_whose_tail_it_alone_has() -> None:
+    """The device has the pages too, but without the host's copy the tail would go."""
+    cache, windows = make_cache(num_window_pages=3, num_host_pages=20)
+    cache.release(publish(cache, windows, TOKENS))
+    offload(cache)
+    offload(cache)
+    (node,) = cache.tree.nodes()
+    assert node.is_copy, "the device has the tail too"
+    windows.drop(windows.allocate(np.zeros(2, dtype=np.int32)))
+    assert not node.is_copy
+    cache.tiers.make_host_room(19, evicts=False)
+    assert cache.match(b"", TOKENS.tobytes()).num_host_tokens == 4
 
 
 def test_tails_of_a_former_process_are_adopted_whole_and_once() -> None:

@@ -110,6 +110,22 @@ with reference_attention.ReferenceAttention.plan, test_attention.test_equals_the
     "INV H8: a token sees the row of the token after it"
     new > torch.arange(inputs.max_q_len, device=device)[:, None]
     new > torch.arange(inputs.max_q_len, device=device)[:, None] + 1
+with transfers.Transfers._lose_tail, test_tails.test_a_row_whose_tail_was_lost_is_told_as_one_that_moved:
+    "tails: a graph may be replayed over a row whose tail was lost"
+    self._tiers.relocation_version += bool(lost)
+    pass
+with tails.TailTiers._may_begin, test_tails.test_a_tail_is_offloaded_to_memory_that_is_ready_and_from_pages_that_nobody_was_promised:
+    "tails: an offload evicts from a host that gets more room by itself"
+    host.num_ready == host.num_pages or host.num_free > num_pages * self._frames_per_page
+    True
+with tails.TailTiers._may_begin, test_tails.test_a_tail_is_offloaded_to_memory_that_is_ready_and_from_pages_that_nobody_was_promised:
+    "INV H12: an offload holds window pages that rows were promised"
+    num_pages <= self._windows.num_spare
+    True
+with nodes.Node.is_copy, test_tails.test_the_host_keeps_history_whose_tail_it_alone_has:
+    "tails: a host copy is freed with the only copy of a tail"
+    not (self.tails and any(tail.pages is None and tail.frames is not None for tail in self.tails.values()))
+    True
 with tails.TailTiers.leave_device, test_tails.test_match_knows_the_deepest_resume_point_of_each_tier:
     "INV H11: a tier still tells pages behind which it has lost the last tail"
     self._on_device.remove_tail(tail.digest)
