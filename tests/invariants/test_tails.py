@@ -182,6 +182,7 @@ class Runs:
         self.check_routers()
         self.windows.check()
         self.check_copies()
+        self.check_order()
 
     def check_routers(self) -> None:
         """H11: routers know of the same pages."""
@@ -198,6 +199,14 @@ class Runs:
             )
             assert not np.isin(copy.device_pages, self.cache.device.pages.free_pages()).any(), f"pages of {copy.op}"
             assert (self.windows.num_refs[copy.window_pages] > 0).all(), f"window pages of {copy.op}"
+
+    def check_order(self) -> None:
+        """The host's order has each tail that no copy uses, and the frames of all are charged."""
+        tails = [tail for node in self.cache.tree.nodes() for tail in (node.tails or {}).values()]
+        order, history = set(self.cache.host.eviction), sum(node.host_pages.size for node in self.cache.tree.nodes())
+        assert all((tail in order) == (tail.frames is not None and not tail.pending_op) for tail in tails)
+        frames = sum(tail.frames.size for tail in tails if tail.frames is not None)
+        assert sum(self.cache.host.shares.held.values()) == history + frames
 
     def close(self) -> None:
         while self.copies:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from hiserve.cache.index.locks import Locks, path
 from hiserve.cache.index.nodes import Node, Tail
+from hiserve.cache.index.retention import MIN_SWEEP
 from hiserve.cache.index.store_sync import is_ready_on_host
 from hiserve.cache.index.tiers import CacheTiers
 from hiserve.cache.index.transfer_ops import TransferOp, TransferOps
@@ -41,6 +42,7 @@ class TailTiers:
         self._queue: OrderedDict[Tail, None] = OrderedDict()  # to be offloaded; the history of each was on the host
         self._due: list[tuple[int, int, Tail]] = []  # retained tails: until when, a serial number
         self._num_retained = 0
+        self._sweep_at = MIN_SWEEP
         self.num_without_room = 0
 
     # --- on the device ----------------------------------------------------------------------
@@ -77,6 +79,10 @@ class TailTiers:
             tail.retained_until_s = until_s
             self._num_retained += 1
             heapq.heappush(self._due, (until_s, self._num_retained, tail))
+            if len(self._due) >= self._sweep_at:
+                self._due = [each for each in self._due if each[2].is_open and each[0] == each[2].retained_until_s]
+                heapq.heapify(self._due)
+                self._sweep_at = max(MIN_SWEEP, 2 * len(self._due))
             self._reorder(tail)
 
     def expire(self, now_s: int) -> None:

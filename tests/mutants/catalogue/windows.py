@@ -65,6 +65,34 @@ with tails.TailTiers._offload, test_tail_shares.test_a_flood_leaves_others_their
     self._tiers.host.shares.charge(tail.account, count)
     tail.account = b""
     self._tiers.host.shares.charge(tail.account, count)
+with tails.TailTiers._reorder, test_tails.test_match_knows_the_deepest_resume_point_of_each_tier:
+    "the host never evicts a tail that was offloaded"
+    self._tiers.host.eviction.add(tail)
+    pass
+with nodes.Tail.is_host_evictable, test_tails.test_match_knows_the_deepest_resume_point_of_each_tier:
+    "the host evicts frames that a copy reads or writes"
+    self.frames is not None and (not self.pending_op)
+    self.frames is not None
+with tails.TailTiers.assign_account, test_tail_shares.test_an_account_is_charged_for_adopted_tails_wherever_they_are:
+    "adopted tails have no place in the order of their account"
+    self._reorder(tail)
+    pass
+with tails.TailTiers.retain, test_tail_shares.test_a_tail_that_is_retained_again_keeps_its_later_time:
+    "INV 77: a tail is retained for the shortest time that was asked for"
+    until_s > tail.retained_until_s
+    until_s != tail.retained_until_s
+with tails.TailTiers.retain, test_tail_shares.test_tails_that_are_retained_for_ever_have_a_bounded_record:
+    "tails that were evicted stay in memory until the end of their retention"
+    len(self._due) >= self._sweep_at
+    False
+with tails.TailTiers.expire, test_tail_shares.test_a_tail_that_is_retained_again_keeps_its_later_time:
+    "INV 77: the first time of a tail ends its retention"
+    0 < tail.retained_until_s <= now_s
+    tail.retained_until_s
+with tails.TailTiers.touch, test_tail_shares.test_a_tail_has_the_priority_of_the_requests_that_used_it:
+    "a tail keeps the priority of its first request"
+    tail.last_used, tail.priority = last_used, tail.node.priority
+    tail.last_used = last_used
 with tails.TailTiers.recover, test_tail_shares.test_an_adopted_tail_is_charged_and_retained_as_its_history_is:
     "INV 77: the next process forgets the retention of tails"
     self.retain(node.tails[max(node.tails)], node.retained_until_s)

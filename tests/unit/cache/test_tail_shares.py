@@ -1,4 +1,4 @@
-"""Tails of tenants and of retained prefixes: whose window pages go first."""
+"""Tails of tenants and of retained prefixes: whose window pages and frames go first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from hiserve import LLM, SamplingParams
-from hiserve.cache.index.prefix_cache import PrefixCache, Tier
+from hiserve.cache.index.eviction import MAX_ACCOUNTS
+from hiserve.cache.index.prefix_cache import PrefixCache, Tail, Tier
+from hiserve.cache.index.retention import MIN_SWEEP
+from hiserve.config.caching import EvictionOrder
 from hiserve.core.digest import namespace_digest
 from hiserve.core.transfers import TailImage
 from hiserve.ipc.messages import Admit
@@ -84,6 +87,26 @@ def test_a_retained_prefix_keeps_its_tail_until_its_time() -> None:
     assert cache.windows is not None and cache.windows.num_tails == NUM_TAILS
 
 
+def test_a_tail_that_is_retained_again_keeps_its_later_time() -> None:
+    cache = make_cache()
+    for until_s in (10, 20, 15):
+        serve(cache, 1, b"one", until_s)
+    cache.expire(19)
+    for seed in range(100, 140):
+        serve(cache, seed, b"one")
+    assert num_resumable(cache, range(1, 2), b"one") == 1
+
+
+def test_tails_that_are_retained_for_ever_have_a_bounded_record() -> None:
+    """Else the nodes of tails that were evicted long ago stay in memory until their time."""
+    cache = make_cache()
+    for until_s in range(1, 2 * MIN_SWEEP):
+        serve(cache, 1 + until_s % 50, b"one", until_s)
+    assert cache.tails is not None and cache.windows is not None and len(cache.tails._due) < MIN_SWEEP
+    cache.expire(2 * MIN_SWEEP)
+    assert not cache.tails._due and not any(tail.retained_until_s for tail in cache.windows._order)
+
+
 def test_retained_tails_keep_no_request_from_its_pages() -> None:
     cache = make_cache()
     for seed in range(30):
@@ -98,7 +121,7 @@ FRAMES = 2  # of a window page
 PROMPT_FRAMES = 2 + TAIL * FRAMES  # host pages of a prompt: its history, and its tail
 
 
-def make_host_cache(num_prompts: int) -> PrefixCache:
+def make_host_cache(num_prompts: int, eviction: EvictionOrder = "lru") -> PrefixCache:
     """A cache whose host holds so many prompts with their tails; its device holds as many without, so that pages leave it."""
     return PrefixCache(
         num_pages=1 + 2 * num_prompts,
@@ -107,6 +130,7 @@ def make_host_cache(num_prompts: int) -> PrefixCache:
         num_window_pages=1 + TAIL * NUM_TAILS,
         num_host_pages=1 + num_prompts * PROMPT_FRAMES,
         frames_per_page=FRAMES,
+        eviction=eviction,
     )
 
 
@@ -169,6 +193,50 @@ def test_an_adopted_tail_is_charged_and_retained_as_its_history_is() -> None:
     for seed in range(200, 240):
         serve_to_host(cache, seed, b"one")
     assert cache.match(b"one", prompt).num_host_tokens == 0
+
+
+@pytest.mark.parametrize(("eviction", "first"), [("lru", 1), ("priority", 2)])
+def test_a_tail_has_the_priority_of_the_requests_that_used_it(eviction: EvictionOrder, first: int) -> None:
+    cache = make_host_cache(8, eviction)
+    for seed in (1, 2):
+        serve_to_host(cache, seed, b"one")
+    for seed, priority in ((1, 5), (2, 0)):
+        found = cache.match(b"one", np.array([seed, 1, 2, 3, 4], dtype=np.int32).tobytes())
+        cache.release(cache.lock(found, priority=priority).detach())
+    cache.flush(Tier.DEVICE)
+    tail = next(each for each in iter(cache.host.eviction.pop, None) if isinstance(each, Tail))
+    assert np.frombuffer(tail.node.key, dtype=np.int32)[0] == first
+
+
+def test_an_account_is_charged_for_adopted_tails_wherever_they_are() -> None:
+    """It gets them late if there were too many accounts when it used the first; each has a place in its order then."""
+    cache = make_host_cache(8)
+    root, prompt = namespace_digest(b"n" * 16, b"one"), np.array([1, 1, 2, 2, 3], dtype=np.int32).tobytes()
+    runs = [
+        replace(make_run(pages, [token, 2], namespace=root, page_size=PAGE))
+        for token, pages in ((1, [1, 2]), (7, [3, 4]))
+    ]
+    cache.recover(runs)
+    assert cache.tails is not None and cache.windows is not None
+    frames = np.arange(5, 5 + 2 * TAIL * FRAMES, dtype=np.int32).reshape(2, -1)
+    cache.tails.recover([TailImage(each, root, run.digests[-1]) for each, run in zip(frames, runs, strict=True)])
+    others = [b"%d" % index for index in range(MAX_ACCOUNTS)]
+    for other in others:
+        cache.device.shares.charge(other, 1)
+    found = cache.match(b"one", prompt)
+    lock = cache.lock(found, found.num_host_tokens).detach()
+    pages = cache.allocate(np.zeros(2, dtype=np.int32))
+    assert pages is not None
+    window_pages = cache.windows.allocate(np.zeros(TAIL, dtype=np.int32))
+    cache.complete(cache.begin_load(lock, pages, window_pages).op, ok=True)
+    assert cache.windows.shares.held == {b"": TAIL}
+    for other in others:
+        cache.device.shares.charge(other, -1)
+    cache.release(cache.lock(cache.match(b"one", prompt)).detach())
+    assert cache.windows.shares.held == {root: TAIL} and cache.host.shares.held == {root: 2 * PROMPT_FRAMES}
+    tails = {tail for node in cache.tree.nodes() for tail in (node.tails or {}).values()}
+    assert len(tails) == 2 and tails <= set(cache.host.eviction), "a tail without a place in the order of its account"
+    cache.release(lock)
 
 
 def test_each_use_of_a_tail_frees_its_account_of_its_pages() -> None:

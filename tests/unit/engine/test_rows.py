@@ -132,3 +132,9 @@ def test_facts_about_a_request_outlive_its_row_and_are_reported_once() -> None:
     row = admit(request)
     assert rows.take_facts(rows.active) == {rows.active.tolist().index(row): facts}
     assert rows.take_facts(rows.active) == {} and rows.release(row).facts is None
+    other = rows.release(admit(request))
+    other.note(facts)
+    rows.release(admit(other))
+    other.facts = None
+    admit(other)
+    assert rows.take_facts(rows.active) == {}, "those of the request before, which were never reported"
