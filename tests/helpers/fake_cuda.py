@@ -46,7 +46,8 @@ class Stream:
         self.enqueue("wait", lambda: None, after=event.recorded)
 
     def synchronize(self) -> None:
-        self._device.run()
+        while self.ops:
+            self._device.run(1)
 
 
 class Event:

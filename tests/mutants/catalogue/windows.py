@@ -273,6 +273,10 @@ with cuda_transfer.CudaTransfers._begin, test_page_streams.test_a_load_whose_tai
     "INV H10: a load whose tail cannot be enqueued is answered while its history still writes"
     self._streams[copy.kind].drain()
     pass
+with page_streams.PageStreams.drain, test_page_streams.test_an_offload_that_fails_between_two_pieces_writes_no_more_after_its_answer:
+    "an offload that failed is answered while the copy engine still writes its host pages"
+    (self._kernels, self._crossing)
+    (self._kernels,)
 with page_streams.PageStreams._may_split, test_page_streams.test_the_last_event_of_a_load_is_behind_its_tail:
     "INV H10: a load with a tail is split by the layers of its history"
     by_layer and is_large and not self._has_windows

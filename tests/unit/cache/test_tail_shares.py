@@ -161,6 +161,17 @@ def test_a_flood_leaves_others_their_share_of_the_host() -> None:
     assert num_on_host(cache, range(100, 140), b"flood") > 0
 
 
+def test_frames_that_the_host_evicts_are_counted_as_pages() -> None:
+    cache = make_host_cache(1)
+    serve_to_host(cache, 1, b"one")
+    cache.flush(Tier.DEVICE)
+    (tail,) = {tail for node in cache.tree.nodes() for tail in (node.tails or {}).values()}
+    assert cache.tails is not None
+    cache.tails.touch(tail, 0)
+    cache.tiers.make_host_room(PROMPT_FRAMES)
+    assert cache.host.num_evicted == PROMPT_FRAMES == cache.host.pages.num_free
+
+
 def test_a_retained_prefix_keeps_its_tail_on_the_host_until_its_time() -> None:
     cache = make_host_cache(8)
     serve_to_host(cache, 1, b"one", until_s=10)

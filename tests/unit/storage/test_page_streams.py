@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from hiserve.cache.storage import page_streams
 from hiserve.cache.storage.cuda_transfer import CudaTransfers
 from hiserve.cache.storage.page_streams import PageStreams
 from hiserve.cache.storage.transfer import TransferQueue
@@ -298,12 +300,40 @@ def test_a_load_whose_tail_finds_no_memory_fails_when_its_history_writes_no_more
         return torch.from_numpy(np.stack((ours, rows))) if ours.size > 1 else torch.empty(1 << 55, dtype=torch.uint8)
 
     monkeypatch.setattr(PageStreams, "_upload", fail)
-    engine.start(PageCopy(1, CopyKind.LOAD, ints([4, 5]), ints([8, 9]), 0, None, ints([7]), make_image([10, 11, 12])))
+    copy = PageCopy(1, CopyKind.LOAD, ints([4, 5]), ints([8, 9]), 0, None, ints([7]), make_image([10, 11, 12]))
+    engine.start(copy, by_layer=True)
+    acks = engine.poll(PATIENCE_S)
+    left = [stream.ops for stream in device.streams if stream.ops]
+    engine.close()
+    assert [(ack.op, ack.reason) for ack in acks] == [(1, "out_of_memory")] and not engine._by_layer
+    assert sizes == [2, 1] and not left and device.log[-1][1] == "kernel"
+
+
+def test_an_offload_that_fails_between_two_pieces_writes_no_more_after_its_answer(
+    windowed: TransferBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host pages are free then, and another offload may fill them."""
+    device, move, sizes = FakeCuda(), page_streams._move, list[int]()
+    install(monkeypatch, device)
+    monkeypatch.setattr(windowed.host.prefault, "pages_per_piece", NUM_PAGES)
+    limits = {"max_queued_bytes": 1 << 40, "max_offload_bytes_per_s": 1e15}
+    engine = CudaTransfers(windowed.device, windowed.host, max_direct_page_bytes=0, staging_bytes=1, **limits)
+    device.run()
+
+    def fail(moves: list[Any], indices: torch.Tensor) -> None:
+        sizes.append(indices.shape[1])
+        if len(sizes) == 2:
+            raise MemoryError
+        move(moves, indices)
+
+    monkeypatch.setattr(page_streams, "_move", fail)
+    image = make_image([8, 9, 10, 11, 12, 13])
+    engine.start(PageCopy(1, CopyKind.OFFLOAD, ints([]), ints([]), 0, None, ints([7, 5]), image))
     acks = engine.poll(PATIENCE_S)
     left = [stream.ops for stream in device.streams if stream.ops]
     engine.close()
     assert [(ack.op, ack.reason) for ack in acks] == [(1, "out_of_memory")]
-    assert sizes == [2, 1] and not left and device.log[-1][1] == "kernel"
+    assert sizes == [1, 1] and not left and "cross" in {what for _, what in device.log}
 
 
 def test_the_engine_tells_its_queue_of_launches(bench: TransferBench, monkeypatch: pytest.MonkeyPatch) -> None:
