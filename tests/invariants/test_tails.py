@@ -366,8 +366,9 @@ def test_tails_of_a_former_process_are_adopted_whole_and_once() -> None:
         return TailImage(np.array(frames, dtype=np.int32), TENANTS[0], digest)
 
     first, last = run.digests
-    assert cache.tails is not None
+    assert cache.tails is not None and cache.take_events(Tier.HOST) == (b"", b"")
     images = [image([3, 4, 5], first), image([6, 7], last), image([8, 9], last), image([10, 11], b"?" * 16)]
     assert cache.tails.recover(images) == 2
     assert sorted(cache.host.pages.free_pages().tolist()) == [3, 4, 5, *range(8, 20)]
     assert cache.host.num_evictable == 4
+    assert cache.take_events(Tier.HOST) == (first + last, b""), "H11: routers learn of adopted resume points"

@@ -51,10 +51,10 @@ class ResumablePages:
             self._untell(untold)
 
     def add_tail(self, digest: bytes) -> None:
-        """Records that the tier has a tail behind a page, and can give it."""
-        if digest not in self._tails:
-            self._tails.add(digest)
-            self._tell_path(None, digest)
+        """Records that the tier has a tail behind a page, which it lacked, and can give it."""
+        assert digest not in self._tails, f"the tail behind {digest.hex()} is recorded twice"
+        self._tails.add(digest)
+        self._tell_path(None, digest)
 
     def remove_tail(self, digest: bytes) -> None:
         """Records that the tier lacks a tail behind a page."""
