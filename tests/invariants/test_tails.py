@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hiserve.cache.index.prefix_cache import MissReason, PrefixCache, PrefixLock, Tier, TierListener, WindowPages
+from hiserve.core.digest import namespace_digest
 from hiserve.core.transfers import PageCopy, TailImage
 from tests.helpers.host import TENANTS, make_run
 from tests.helpers.tail_model import TailModel
@@ -372,3 +373,17 @@ def test_tails_of_a_former_process_are_adopted_whole_and_once() -> None:
     assert sorted(cache.host.pages.free_pages().tolist()) == [3, 4, 5, *range(8, 20)]
     assert cache.host.num_evictable == 4
     assert cache.take_events(Tier.HOST) == (first + last, b""), "H11: routers learn of adopted resume points"
+
+
+def test_a_node_adopts_the_tails_of_all_its_boundaries() -> None:
+    cache, _ = make_cache(num_host_pages=20)
+    run = make_run([1, 2], [7, 8], namespace=namespace_digest(NAMESPACE, b""), page_size=PAGE)
+    cache.recover([run])
+    assert cache.tails is not None
+    frames = np.arange(3, 7, dtype=np.int32).reshape(2, -1)
+    images = [TailImage(each, run.namespace, digest) for each, digest in zip(frames, run.digests, strict=True)]
+    assert cache.tails.recover(images) == 4
+    for tokens, num_tokens in (([7, 7, 8, 8, 9], 2 * PAGE), ([7, 7, 9, 9, 9], PAGE)):
+        assert cache.match(b"", np.array(tokens, dtype=np.int32).tobytes()).num_host_tokens == num_tokens
+    cache.flush()
+    assert cache.host.pages.num_free == cache.host.pages.num_ready - 1

@@ -97,6 +97,10 @@ with tails.TailTiers.recover, test_tails.test_tails_of_a_former_process_are_adop
     "INV H11: nobody is told of adopted resume points"
     self._on_host.add_tail(tail.digest)
     pass
+with tails.TailTiers.recover, test_tails.test_a_node_adopts_the_tails_of_all_its_boundaries:
+    "of two adopted tails of a node the last one alone is found, and the frames of the other are lost"
+    node.tails | {at: tail}
+    {at: tail}
 with tails.TailTiers.recover, test_tail_shares.test_an_adopted_tail_is_charged_and_retained_as_its_history_is:
     "INV 77: the next process forgets the retention of tails"
     self.retain(node.tails[max(node.tails)], node.retained_until_s)

@@ -285,6 +285,18 @@ def test_stores_give_way_before_each_piece_and_loads_never(
     assert gave_way == 5 * [1]  # before it is prepared, and before each of four pieces
 
 
+@pytest.mark.parametrize("kind", [CopyKind.OFFLOAD, CopyKind.LOAD])
+def test_copies_of_tails_too_are_compiled_before_the_first_one(
+    kind: CopyKind, windowed: TransferBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the first tail waits for a compiler."""
+    install(monkeypatch, FakeCuda())
+    streams, sizes = make_streams(windowed, kind, direct=False), list[int]()
+    monkeypatch.setattr(page_streams, "_move", lambda moves, indices: sizes.append(len(moves)))
+    streams.compile()
+    assert sizes == [2, 2], "the groups of history, and those of windows"
+
+
 def test_a_load_whose_tail_finds_no_memory_fails_when_its_history_writes_no_more(
     windowed: TransferBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
