@@ -71,7 +71,7 @@ class GrammarCopies:
         if sources is None:
             sources = self._sources[grammar.digest] = _Sources(grammar, compiled)
         else:
-            self._share(grammar.digest)
+            self._shared.add(grammar.digest)
         return self._take(row, sources, sources.ready[0])
 
     def release(self, row: int) -> None:
@@ -83,7 +83,7 @@ class GrammarCopies:
             del self._sources[digest]
             self._shared.discard(digest)
         elif len(sources.compiling) > 1:
-            self._share(digest)
+            self._shared.add(digest)
 
     def spread(self, may_move: Callable[[int], bool]) -> Iterator[tuple[int, Matcher]]:
         """Compiles shared grammars again, and yields the rows that move, each with its new copy, before its first token.
@@ -111,10 +111,6 @@ class GrammarCopies:
         sources.num_rows[number] += 1
         self._source_of[row] = sources.grammar.digest, number
         return sources.compiling[number].result().copy()
-
-    def _share(self, digest: bytes) -> None:
-        if self._num_threads > 1:
-            self._shared.add(digest)
 
     def _num_wanted(self, sources: _Sources) -> int:
         return min(self._num_threads, sum(sources.num_rows))

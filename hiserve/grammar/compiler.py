@@ -55,8 +55,9 @@ class Compiler:
             grammar: The grammar.
             number: Above 0.
         """
-        is_idle = all(each.done() for each in self._compiled.values())
-        return self.compile(grammar, number) if is_idle and matcher.source.compile_s <= MAX_AGAIN_S else None
+        if matcher.source.compile_s <= MAX_AGAIN_S and all(each.done() for each in self._compiled.values()):
+            return self.compile(grammar, number)
+        return None
 
     def close(self) -> None:
         """Ends the thread; a grammar that is being compiled is finished first."""

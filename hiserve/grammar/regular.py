@@ -97,8 +97,8 @@ class _Rules:
         """Returns the regular expression of a rule."""
         if name not in self._found:
             if name not in self._bodies:
-                raise ValueError(f"{name} is not known")
-            body = _Body(self._bodies[name], self)
+                raise ValueError(f"{name} is not known, or leads back to itself")
+            body = _Body(self._bodies.pop(name), self)
             self._found[name] = body.alternatives()
             if body.following != END:
                 raise ValueError(f"{body.following.text} is not expected")
@@ -131,7 +131,7 @@ class _Body:
         """Reads alternatives up to a bracket or the end."""
         self._rules.depth += 1
         if self._rules.depth > MAX_DEPTH:
-            raise ValueError("a rule leads back to itself, or too many are in one another")
+            raise ValueError("too many rules and groups are in one another")
         found = self._sequence()
         while self._skip("|"):
             found = _bounded(f"{found}|{self._sequence()}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 
 from hiserve.core.request import SamplingParams
 from hiserve.errors import RequestError
@@ -29,23 +29,23 @@ class InputPart(msgspec.Struct, frozen=True, omit_defaults=True):
     """A part of a content. A breakpoint asks to keep the prompt up to there; in a reply it is ignored."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"]
-    text: str | UnsetType = UNSET
-    refusal: str | UnsetType = UNSET
+    text: str | None = None
+    refusal: str | None = None
     prompt_cache_breakpoint: CacheBreakpoint | None = None
 
     def __post_init__(self) -> None:
         """Refuses a part without its text, as msgspec does for a field that is always needed."""
-        if self._given is UNSET:
+        if self._given is None:
             raise ValueError(f"Object missing required field `{'refusal' if self.type == 'refusal' else 'text'}`")
 
     @property
-    def _given(self) -> str | UnsetType:
+    def _given(self) -> str | None:
         return self.refusal if self.type == "refusal" else self.text
 
     @property
     def shown(self) -> str:
         """The text, or that of a refusal, which the prompt shows like one."""
-        assert isinstance(self._given, str), "a part without a text is refused"
+        assert self._given is not None, "a part without a text is refused"
         return self._given
 
 

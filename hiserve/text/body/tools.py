@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 
 from hiserve.errors import RequestError
 from hiserve.text.body.json import check_json, num_separators
@@ -37,8 +37,8 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """A call of a tool in a message of the assistant."""
 
     type: Kind = "function"
-    function: CalledFunction | UnsetType = UNSET
-    custom: CalledCustom | UnsetType = UNSET
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
     id: str | None = None
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class CustomFormat(msgspec.Struct, frozen=True):
     """The form of a custom tool's input."""
 
     type: Literal["text", "grammar"] = "text"
-    grammar: CustomGrammar | UnsetType = UNSET
+    grammar: CustomGrammar | None = None
 
     def __post_init__(self) -> None:
         """Refuses a grammar that is missing."""
@@ -86,8 +86,8 @@ class Tool(msgspec.Struct, frozen=True):
     """A tool that the model may call."""
 
     type: Kind
-    function: Function | UnsetType = UNSET
-    custom: Custom | UnsetType = UNSET
+    function: Function | None = None
+    custom: Custom | None = None
 
     def __post_init__(self) -> None:
         """Refuses a tool without the object that its type names."""
@@ -104,8 +104,8 @@ class NamedTool(msgspec.Struct, frozen=True):
     """A tool by its name."""
 
     type: Kind
-    function: ToolName | UnsetType = UNSET
-    custom: ToolName | UnsetType = UNSET
+    function: ToolName | None = None
+    custom: ToolName | None = None
 
     def __post_init__(self) -> None:
         """Refuses a tool without the object that its type names."""
@@ -129,9 +129,9 @@ class ChosenTools(msgspec.Struct, frozen=True):
     """A tool that must be called, or the tools that may be."""
 
     type: Literal["function", "custom", "allowed_tools"]
-    function: ToolName | UnsetType = UNSET
-    custom: ToolName | UnsetType = UNSET
-    allowed_tools: AllowedTools | UnsetType = UNSET
+    function: ToolName | None = None
+    custom: ToolName | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 def tools_of(
@@ -147,12 +147,10 @@ def tools_of(
     shown: list[dict[str, Any]] = []
     strict: list[str] = []
     for i, (value, tool) in enumerate(zip(values, tools, strict=True)):
-        if isinstance(tool.custom, Custom) and tool.type == "custom":
+        if tool.custom is not None and tool.type == "custom":
             form = tool.custom.format
-            grammar = form.grammar if form is not None and form.type == "grammar" else UNSET
-            syntax, definition = (
-                (grammar.syntax, grammar.definition) if isinstance(grammar, CustomGrammar) else (None, None)
-            )
+            grammar = form.grammar if form is not None and form.type == "grammar" else None
+            syntax, definition = (None, None) if grammar is None else (grammar.syntax, grammar.definition)
             param = f"tools[{i}].custom.format.grammar.definition"
             custom = CustomTool(tool.custom.name, tool.custom.description, syntax, definition, param)
             held = pattern(custom)
@@ -160,7 +158,7 @@ def tools_of(
             strict += [custom.name] * bool(held)
         else:
             shown.append(function_tool(value["function"]))
-            strict += [tool.function.name] if isinstance(tool.function, Function) and tool.function.strict else []
+            strict += [tool.function.name] if tool.function is not None and tool.function.strict else []
     return shown, tuple(strict)
 
 
@@ -176,8 +174,8 @@ def choice_of(chosen: str | ChosenTools | None, strict: tuple[str, ...]) -> tupl
     """
     if not isinstance(chosen, ChosenTools):
         return ToolChoice(chosen == "required", None, strict), False
-    part: ToolName | AllowedTools | UnsetType = getattr(chosen, chosen.type)
-    if isinstance(part, UnsetType):
+    part: ToolName | AllowedTools | None = getattr(chosen, chosen.type)
+    if part is None:
         fault = f"tool_choice.{chosen.type} is missing; tool_choice.type asks for it."
         raise RequestError(fault, param="tool_choice")
     if isinstance(part, ToolName):
@@ -191,10 +189,10 @@ def call_of(call: ToolCall, where: str) -> Call:
     Raises:
         RequestError: Its arguments are out of bounds.
     """
-    if isinstance(call.custom, CalledCustom) and call.type == "custom":
+    if call.custom is not None and call.type == "custom":
         check_json([call.id, call.custom.name, call.custom.input], where)
         return Call(call.id, call.custom.name, input_arguments(call.custom.input))
-    assert isinstance(call.function, CalledFunction), f"a call of type {call.type}"
+    assert call.function is not None, f"a call of type {call.type}"
     name, given = call.function.name, call.function.arguments
     made = Call(call.id, name, given if isinstance(given, str) else json.dumps(given, ensure_ascii=False))
     check_json([call.id, name, given if isinstance(given, dict) else made.value], where)
@@ -203,7 +201,7 @@ def call_of(call: ToolCall, where: str) -> Call:
 
 def num_arguments(call: ToolCall) -> int:
     """Returns how many values the arguments of a call have at most, where they are a text that is to be parsed."""
-    given = call.function.arguments if isinstance(call.function, CalledFunction) else None
+    given = None if call.function is None else call.function.arguments
     return num_separators(given) if isinstance(given, str) else 0
 
 
@@ -213,5 +211,5 @@ def _check_named(part: msgspec.Struct, kind: str) -> None:
     Raises:
         ValueError: It has none.
     """
-    if getattr(part, kind) is UNSET:
+    if getattr(part, kind) is None:
         raise ValueError(f"Object missing required field `{kind}`")

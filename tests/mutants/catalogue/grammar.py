@@ -90,6 +90,10 @@ with vet.Vetting._check_caller, test_vet.test_a_caller_who_ended_two_processes_w
     "INV 73: a caller may end any number of processes"
     wait_s > 0
     False
+with compiler.Compiler.compile_again, test_grammars.test_a_grammar_is_compiled_again_once_no_other_is_being_compiled:
+    "a request waits while a grammar is compiled that has a matcher"
+    all(each.done() for each in self._compiled.values())
+    True
 with matcher.MatcherThreads.advance, test_matcher.test_matchers_that_advance_side_by_side_are_where_each_alone_is["40"]:
     "INV 72: a matcher that advances beside others sees tokens after the end of its grammar"
     has_taken and matcher._goes_on(token)
@@ -186,6 +190,10 @@ with custom.CustomTools._regular, test_responses.test_the_rules_that_are_read_ha
     "the event loop waits while the rules of 128 tools are read"
     self._num_chars + len(rules)
     len(rules)
+with regular._Rules.expression, test_regular.test_a_rule_that_leads_back_to_itself_is_read_once["two"]:
+    "the event loop waits 0.9 s while 1,024 rules are followed back to themselves, 64 times each"
+    self._bodies.pop(name)
+    self._bodies[name]
 with regular._Body.alternatives, test_regular.test_rules_that_lead_forward_alone_are_a_regular_expression:
     "groups that stand one after another count as groups in one another"
     self._rules.depth -= 1

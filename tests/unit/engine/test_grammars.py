@@ -182,6 +182,29 @@ def test_rows_have_no_copy_of_one_that_could_not_be_compiled(monkeypatch: pytest
     rows.close()
 
 
+def test_a_grammar_is_compiled_again_once_no_other_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "MAX_AGAIN_S", float("inf"))
+    rows, may_compile, compile_one = GrammarRows(nano_vocabulary, num_threads=2), threading.Event(), Vocabulary.compile
+    for row in (1, 2):
+        admitted(rows, row, GRAMMARS["json"])
+
+    def compile_late(vocabulary: Vocabulary, grammar: Grammar) -> Matcher:
+        assert may_compile.wait(PATIENCE_S)
+        return compile_one(vocabulary, grammar)
+
+    monkeypatch.setattr(Vocabulary, "compile", compile_late)
+    waiting = request(3, GRAMMARS["regex"])
+    assert rows.is_awaited(waiting)
+    compiling = rows._copies._sources[GRAMMARS["json"].digest].compiling
+    rows.spread(lambda _: np.zeros(0, dtype=np.int32))
+    assert len(compiling) == 1, "a request would wait for it"
+    may_compile.set()
+    wait_until(lambda: not rows.is_awaited(waiting))
+    rows.spread(lambda _: np.zeros(0, dtype=np.int32))
+    assert len(compiling) == 2
+    rows.close()
+
+
 def test_a_grammar_that_takes_long_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "MAX_AGAIN_S", -1.0)
     rows = GrammarRows(nano_vocabulary, num_threads=2)
@@ -261,6 +284,22 @@ def test_closing_ends_the_threads_of_the_masks() -> None:
     (thread,) = made._fillers._threads
     made.close()
     assert not thread.is_alive()
+
+
+def test_masks_are_being_computed_before_the_caller_goes_on(rows: GrammarRows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller that plans holds the GIL, without which no thread begins."""
+    begun, fill = threading.Event(), grammars._fill
+
+    def begin_late(*arguments: Any) -> None:
+        begun.wait(0.05)
+        begun.set()
+        fill(*arguments)
+
+    monkeypatch.setattr(grammars, "_fill", begin_late)
+    admitted(rows, 1, GRAMMARS["json"])
+    wait = start_masks(rows, plan_of([1], [0]))
+    assert begun.is_set()
+    wait()
 
 
 def test_the_masks_of_rows_without_drafts_do_not_wait_for_those_after_drafts(monkeypatch: pytest.MonkeyPatch) -> None:

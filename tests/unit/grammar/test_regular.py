@@ -7,8 +7,9 @@ import tracemalloc
 
 import pytest
 
+from hiserve.grammar import regular as regular_rules
 from hiserve.grammar.bounds import MAX_REGEX_BYTES
-from hiserve.grammar.regular import MAX_CHARS, MAX_DEPTH, regular
+from hiserve.grammar.regular import MAX_CHARS, MAX_DEPTH, Token, regular
 
 PATCH = r"""
 start: begin hunk+ end
@@ -70,6 +71,21 @@ def test_rules_that_lead_forward_alone_are_a_regular_expression(rules: str, good
 @pytest.mark.parametrize("rules", NONE, ids=[case[:20] for case in NONE])
 def test_other_rules_are_none_within_bounds(rules: str) -> None:
     assert regular(rules) is None
+
+
+@pytest.mark.parametrize("rules", ['start: "a" start?', 'start: x\nx: "(" y ")"\ny: x | "a"'], ids=["one", "two"])
+def test_a_rule_that_leads_back_to_itself_is_read_once(rules: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop waits for the rules of 1,024 tools."""
+    read: list[list[Token]] = []
+
+    class Body(regular_rules._Body):
+        def __init__(self, tokens: list[Token], rules: regular_rules._Rules) -> None:
+            read.append(tokens)
+            super().__init__(tokens, rules)
+
+    monkeypatch.setattr(regular_rules, "_Body", Body)
+    assert regular(rules) is None
+    assert len(read) == rules.count("\n") + 1
 
 
 @pytest.mark.parametrize("separator", [" ", "|"], ids=["sequence", "alternatives"])

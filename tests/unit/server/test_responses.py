@@ -458,7 +458,7 @@ async def test_calls_of_namespaces_and_custom_tools_come_as_the_client_knows_the
 
 
 def test_a_part_that_refuses_is_text() -> None:
-    part = {"type": "refusal", "refusal": "I will not."}
+    part = {"type": "refusal", "refusal": "I will not.", "text": None}
     items = [{"role": "user", "content": "Hi"}, {"type": "message", "role": "assistant", "content": [part]}]
     turns = conversation_of(decode({"input": items}, InputFields), [], read_tools([]), lambda _: None).turns
     assert turns[1].parts == (Text("I will not."),)

@@ -11,7 +11,7 @@ from hiserve.errors import RequestError
 from hiserve.text.body.chat import MAX_MESSAGES, join_parts, parse_chat
 from hiserve.text.body.json import MAX_DEPTH, MAX_VALUES, check_text
 from hiserve.text.body.tools import MAX_TOOLS
-from hiserve.text.conversation import ToolChoice
+from hiserve.text.conversation import Conversation, ToolChoice
 from tests.helpers.slowness import least_cpu_s
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"where": "Oslo"}'}}
@@ -280,6 +280,24 @@ def test_a_choice_of_tools_that_says_nothing_is_refused(given: Any) -> None:
     with pytest.raises(RequestError) as caught:
         parse_chat({"messages": [USER], "tools": [TOOL], "tool_choice": given})
     assert (caught.value.param or "").startswith("tool_choice")
+
+
+def test_a_null_is_no_object_of_another_type() -> None:
+    """Clients with one type for all calls and tools write the fields that they do not use."""
+    function, custom = {"name": "find"}, {"name": "note"}
+    unused: dict[str, dict[str, Any]] = {"function": {"custom": None}, "custom": {"function": None}}
+
+    def read(extra: dict[str, dict[str, Any]]) -> Conversation:
+        tools = [{"type": "function", "function": function, **extra["function"]}, {"type": "custom", "custom": custom, **extra["custom"]}]  # fmt: skip
+        calls = [
+            {"type": "function", "function": {**function, "arguments": "{}"}, **extra["function"]},
+            {"type": "custom", "custom": {**custom, "input": "a"}, **extra["custom"]},
+        ]
+        chosen = {"type": "custom", "custom": custom, **extra["custom"]}
+        messages = [USER, {"role": "assistant", "tool_calls": calls}]
+        return parse_chat({"messages": messages, "tools": tools, "tool_choice": chosen})
+
+    assert read(unused) == read({"function": {}, "custom": {}})
 
 
 def test_many_messages_are_read_in_bounded_time() -> None:
