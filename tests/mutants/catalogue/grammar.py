@@ -1,6 +1,6 @@
 """Grammars: masks, matchers, vetting."""
 
-from hiserve.engine import executor, grammar_copies, grammars, loop, planner
+from hiserve.engine import executor, grammar_copies, grammars, loop, planner, rows
 from hiserve.grammar import compiler, custom, matcher, regular, tagged, thoughts, tools, vet, vet_process
 from hiserve.kernels import draw, sampling
 from hiserve.runners import graph, mask_buffers
@@ -33,6 +33,10 @@ with grammars.GrammarRows.admit, replies.test_replies_do_not_depend_on_drafts_ov
     "INV 72: a preempted row starts its grammar anew"
     matcher.advance(request.tokens[request.num_prompt :].tolist())
     pass
+with rows.RowState.reply, test_grammars.test_rows_that_move_between_steps_give_the_same_replies:
+    "INV 72: a row that moves to another compiled grammar has seen tokens that nothing drew"
+    self.tokens[row, self.request(row).num_prompt : self.known[row]]
+    self.tokens[row, self.request(row).num_prompt :]
 with loop.Engine._start_masks, halves.test_a_forward_is_launched_before_the_step_before_it_is_known_and_its_draw_after_that["ahead"]:
     "INV 75: masks are computed before the step before is known"
     len(self._in_flight) > 1

@@ -383,6 +383,29 @@ def test_the_grammar_used_last_is_forgotten_last(monkeypatch: pytest.MonkeyPatch
     kept.close()
 
 
+def test_rows_that_move_between_steps_give_the_same_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    advance, num_sources = MatcherThreads.advance, list[int]()
+
+    def compile_again(made: Compiler, _: Matcher, grammar: Grammar, number: int) -> Future[Matcher]:
+        compiling = made.compile(grammar, number)
+        compiling.exception()  # it is ready at once
+        return compiling
+
+    def count(threads: MatcherThreads, matchers: Any) -> Any:
+        num_sources.append(len({matcher.source.number for matcher, _ in matchers}))
+        return advance(threads, matchers)
+
+    monkeypatch.setattr(Compiler, "compile_again", compile_again)
+    monkeypatch.setattr(MatcherThreads, "advance", count)
+    with LLM(spec="off", grammar_threads=2, **SETTINGS) as llm:
+        each = [SamplingParams(seed=seed, max_tokens=12, grammar=GRAMMARS["json"]) for seed in range(4)]
+        alone = [llm.generate("Hello there", one)[0] for one in each]
+        assert set(num_sources) == {1}
+        together = llm.generate(["Hello there"] * 4, each)
+    assert max(num_sources) == 2
+    assert [one.outputs[0].token_ids for one in together] == [one.outputs[0].token_ids for one in alone]
+
+
 def test_a_request_whose_grammar_fails_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One cannot be compiled, one goes too far after its first tokens; pages and rows come back."""
     monkeypatch.setattr(BlockingVetting, "check", lambda *_: [])  # which would refuse both

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLExecutor
 from tokenizers import AddedToken
 
 from hiserve.core.request import Grammar
 from hiserve.errors import RequestError
-from hiserve.grammar.matcher import Matcher, MatcherThreads, Vocabulary
+from hiserve.grammar import matcher as matcher_room
+from hiserve.grammar.matcher import LEAST_ADVANCED, Matcher, MatcherThreads, Vocabulary
 from hiserve.text.tokens.tokenizer import Tokenizer
 from tests.helpers import tiny_text
 from tests.helpers.grammars import GRAMMARS, is_valid, nano_tokenizer, nano_vocabulary
@@ -110,6 +112,39 @@ def test_matchers_that_advance_side_by_side_are_where_each_alone_is(num_matchers
     for (one, _), (other, _) in zip(asked, alone, strict=True):
         assert one.error == other.error
         assert one.error or mask(one) == mask(other)
+
+
+def test_matchers_of_one_grammar_are_given_to_threads_beside_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for one another; each thread begins with another part of the list."""
+    asked: list[list[object]] = []
+
+    class Executor:
+        def __init__(self, num_threads: int) -> None:
+            self._executor = LLExecutor(num_threads)
+
+        def consume_token_par(self, pairs: Any) -> Any:
+            asked.append([inner for inner, _ in pairs])
+            return self._executor.consume_token_par(pairs)
+
+        def unsafe_compute_mask_ptr(self, pairs: Any, *where: int) -> None:
+            asked.append([inner for inner, _ in pairs])
+            self._executor.unsafe_compute_mask_ptr(pairs, *where)
+
+    monkeypatch.setattr(matcher_room, "LLExecutor", Executor)
+    starts = [nano_vocabulary().compile(GRAMMARS["json"]) for _ in range(2)]
+    matchers = [starts[index % 2].copy() for index in range(LEAST_ADVANCED)]
+    said = walk(starts[0].copy(), 1)[:1]
+    MatcherThreads(1).advance([(matcher.copy(), said) for matcher in matchers])
+    assert not asked, "one thread gains nothing"
+    threads, source_of = MatcherThreads(2), {id(each._inner): each.source.number for each in matchers}
+    threads.advance([(matcher, said) for matcher in matchers])
+    masks = np.zeros((len(matchers), VOCAB_SIZE // 32), dtype=np.int32)
+    threads.fill([(matcher, index, []) for index, matcher in enumerate(matchers)], masks)
+    assert len(asked) == 2
+    for inners in asked:
+        numbers = [source_of[id(inner)] for inner in inners]
+        assert numbers == sorted(numbers), "in parts"
+    assert all(bits(words) == mask(matcher) for words, matcher in zip(masks, matchers, strict=True))
 
 
 def mask_after(start: Matcher, tokens: list[int]) -> set[int]:
