@@ -78,8 +78,6 @@ class InputReader:
 
     def push(self, fragment: str) -> str:
         """Returns the input that a part of the arguments adds."""
-        if self._is_closed:
-            return ""
         self._rest += fragment
         if not self._is_open:
             opening = _OPENING.match(self._rest)

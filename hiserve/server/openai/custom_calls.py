@@ -26,7 +26,7 @@ class CustomEvents:
             if event.kind is Kind.ARGUMENTS and self._reader is not None:
                 made.append(event._replace(text=self._reader.push(event.text)))
                 continue
-            if event.kind in (Kind.CALL, Kind.CALL_END):
+            if event.kind is Kind.CALL_END:
                 made += self._rest(event.start)
             if event.kind is Kind.CALL and event.text in self._names:
                 self._reader = InputReader()

@@ -9,8 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from hiserve import layers
+from hiserve.core.activation import SILU
 from hiserve.kernels import reference
-from hiserve.models.decoder import attention_shape, load_decoder
+from hiserve.layers import StackedExperts
+from hiserve.models.decoder import _moe, attention_shape, load_decoder
+from hiserve.models.experts_config import ExpertsConfig, GroupRouting
 from hiserve.models.model_config import read_model_config
 from tests.helpers.draft_heads import MAX_LEN, Paged
 from tests.helpers.models import save_llama
@@ -32,3 +36,33 @@ def test_the_projection_behind_an_attention_is_told_of_it(tmp_path: Path, monkey
     model.forward(paged.plan([(0, 0, torch.arange(3, 9))]), paged.layers, paged.attention)
     layer = [False, True, False, False]  # queries, keys and values; the attention's output; the MLP's two
     assert told == [{"is_after_attention": each} for each in layer * config.num_layers + [False]]
+
+
+@pytest.mark.parametrize("shared_size", [0, 8, 16])
+def test_a_shared_expert_of_the_size_of_the_others_joins_their_products_on_a_device(
+    shared_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "ops_for", lambda _device: reference)
+    config = ExpertsConfig(
+        num_experts=4,
+        num_per_token=2,
+        intermediate_size=8,
+        is_normalized=True,
+        step=1,
+        dense_layers=frozenset(),
+        routing=GroupRouting(num_groups=2, num_chosen=1, scale=1.0),
+        shared_size=shared_size,
+    )
+    shapes = {
+        "experts_gate_up": (64, 6),
+        "experts_down": (24, 8),
+        "router": (4, 6),
+        "shared_gate_up": (2 * shared_size, 6),
+        "shared_down": (6, shared_size),
+    }
+    parameters = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes.items()}
+    parameters["choice_bias"] = torch.empty(4, dtype=torch.float32, device="meta")
+    moe = _moe(config, SILU, parameters, "", reference)
+    assert isinstance(moe.experts, StackedExperts)
+    assert (moe.experts.shared is not None, moe.shared is not None) == (shared_size == 8, shared_size == 16)
+    assert moe.router._weight.dtype == torch.float32, "groups are chosen among likelihoods of the bias's type"

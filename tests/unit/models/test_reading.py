@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
+import re
 import threading
-from contextlib import nullcontext
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -130,10 +134,99 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(files: list[Path]) -> Non
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-weights")]
 
 
+def test_after_a_failure_the_other_threads_take_no_chunk(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped, begun = threading.Event(), list[int]()
+
+    class Waiting(deque[reading.FileChunk]):
+        def clear(self) -> None:
+            super().clear()
+            stopped.set()
+
+    def fail_first(_fd: int, _into: Tensor, begin: int, path: Path) -> None:
+        begun.append(begin)
+        if begin == first.begin:
+            raise EOFError(path.name)
+        assert stopped.wait(PATIENCE_S)
+
+    pieces, _ = read(files[:1], torch.float32)
+    first = pieces[0]
+    monkeypatch.setattr(reading, "deque", Waiting)
+    monkeypatch.setattr(reading, "_read", fail_first)
+    with pytest.raises(EOFError, match=r"a\.safetensors"):
+        read_chunks(pieces, CPU)
+    assert len(begun) <= reading.NUM_THREADS < len(pieces)
+
+
+def test_each_byte_counts_once_in_the_progress(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    told, is_shown, read_some = list[int](), threading.Event(), reading._read
+
+    def advance(count: int) -> None:
+        told.append(count)
+        if count:
+            is_shown.set()
+
+    def read_after_the_first(fd: int, into: Tensor, begin: int, path: Path) -> None:
+        if begin != pieces[0].begin or path != pieces[0].path:
+            assert is_shown.wait(PATIENCE_S), "no progress after the first chunk"
+        read_some(fd, into, begin, path)
+
+    pieces, _ = read(files, torch.float32)
+    monkeypatch.setattr(reading, "_LOOK_S", 0.001)
+    monkeypatch.setattr(reading, "_read", read_after_the_first)
+    monkeypatch.setattr(reading, "_progress", lambda _num_bytes: nullcontext(advance))
+    read_chunks(pieces, CPU)
+    assert sum(told) == sum(chunk.num_bytes for chunk in pieces)
+    assert sum(count > 0 for count in told) > 1
+
+
+def test_targets_that_were_made_in_inference_mode_are_converted_too(files: list[Path]) -> None:
+    with torch.inference_mode():
+        _, targets = read(files, torch.float32)
+        assert torch.equal(targets["large.0"], load_file(files[0])["large.0"].float())
+
+
+def test_no_child_shares_the_pages_of_buffers() -> None:
+    """After a fork a write would move pages that the device reads."""
+    for memory in reading._memory(2, 5000):
+        assert memory.numel() == 2 * mmap.PAGESIZE
+        assert "dc" in flags_of(memory.data_ptr())
+
+
+def flags_of(address: int) -> list[str]:
+    """The kernel's flags of the mapping that holds an address."""
+    is_found = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            is_found = int(found[1], 16) <= address < int(found[2], 16)
+        elif is_found and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError(f"no mapping holds {address:x}")
+
+
 def test_nothing_is_left_open(files: list[Path]) -> None:
     before = len(os.listdir("/proc/self/fd"))
     read(files, None)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+class Event:
+    """Of a buffer: its copy runs until it is waited for."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._is_copying = False
+
+    def record(self) -> None:
+        thread = threading.get_ident()
+        assert self._driver.streams.get(thread) == "the caller's", "a copy that the caller does not wait for"
+        self._is_copying = True
+        self._driver.num_copying[thread] += 1
+        self._driver.told.append("copy")
+
+    def synchronize(self) -> None:
+        self._driver.num_copying[threading.get_ident()] -= self._is_copying
+        self._is_copying = False
+        self._driver.told.append("wait")
 
 
 class Driver:
@@ -142,6 +235,8 @@ class Driver:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, refuses: bool) -> None:
         self.pinned = set[int]()  # addresses
         self.told: list[str] = []  # what was done, by all threads
+        self.num_copying = Counter[int]()  # buffers of each thread
+        self.streams = dict[int, str]()  # by thread
         self._asked = set[int]()
         self._refuses = refuses
         runtime = SimpleNamespace(
@@ -150,20 +245,29 @@ class Driver:
             cudaHostUnregister=self._unregister,
             cudaGetErrorString=lambda _error: "no memory may be locked",
         )
-        event = SimpleNamespace(record=lambda: self.told.append("copy"), synchronize=lambda: self.told.append("wait"))
         monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-        monkeypatch.setattr(torch.cuda, "Event", lambda **_named: event)
-        for name in ("device", "stream", "current_stream"):
-            monkeypatch.setattr(torch.cuda, name, lambda _given: nullcontext())
+        monkeypatch.setattr(torch.cuda, "Event", lambda **_named: Event(self))
+        monkeypatch.setattr(torch.cuda, "device", lambda _given: nullcontext())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: "the caller's")
+        monkeypatch.setattr(torch.cuda, "stream", self._on)
         preadv = os.preadv
 
         def read_one(fd: int, views: list[memoryview], begin: int) -> int:
+            assert self.num_copying[threading.get_ident()] < reading.NUM_BUFFERS, (
+                "a buffer is read into while it is copied"
+            )
             count = preadv(fd, views, begin)
             self.told.append("read")
             return count
 
         monkeypatch.setattr(os, "preadv", read_one)
         monkeypatch.setattr(reading.TensorSpan, "is_direct", False)
+
+    @contextmanager
+    def _on(self, stream: str) -> Iterator[None]:
+        self.streams[threading.get_ident()] = stream
+        yield
+        del self.streams[threading.get_ident()]
 
     def _register(self, address: int, _num_bytes: int, _flags: int) -> int:
         self.told.append("pin")

@@ -11,7 +11,7 @@ from hiserve.core.request import Grammar
 from hiserve.errors import RequestError
 from hiserve.server.openai.custom_calls import CustomEvents
 from hiserve.text.reader.buffer import Event, Kind
-from tests.unit.server.tool_replies import CALL, SOURCE, TOOL, USER, Trusting, client_of, script, serving
+from tests.unit.server.tool_replies import ARGUMENTS, CALL, SOURCE, TOOL, USER, Trusting, client_of, script, serving
 
 RULES = {"syntax": "lark", "definition": "start: /x+/ start?"}
 PATCH = {"type": "custom", "custom": {"name": "patch", "description": "Edits.", "format": {"type": "grammar", "grammar": RULES}}}  # fmt: skip
@@ -45,7 +45,7 @@ async def test_a_call_of_a_custom_tool_has_its_input_and_goes_back() -> None:
 @pytest.mark.parametrize("size", [1, 3, 1000])
 async def test_the_input_of_a_custom_tool_is_streamed_for_each_choice(size: int) -> None:
     whole: dict[tuple[int, int], dict[str, str]] = {}
-    async with serving(TEXT, size, template=SOURCE) as server, client_of(server) as client:
+    async with serving(f"{TEXT}\n{CALL}", size, template=SOURCE) as server, client_of(server) as client:
         stream = await client.chat.completions.create(
             model="tiny", messages=[USER], tools=[TOOL, PATCH], n=2, stream=True  # type: ignore[list-item]
         )  # fmt: skip
@@ -58,7 +58,8 @@ async def test_the_input_of_a_custom_tool_is_streamed_for_each_choice(size: int)
                         kind[name] = kind.get(name, "") + text
     patch = {"type": "custom", "name": "patch", "input": 'xx\n"x"'}
     assert [whole[choice, 1] for choice in (0, 1)] == [patch, patch]
-    assert {whole[choice, 0]["type"] for choice in (0, 1)} == {"function"}
+    look = {"type": "function", "name": "look", "arguments": ARGUMENTS}
+    assert [whole[choice, index] for choice in (0, 1) for index in (0, 2)] == [look] * 4
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -69,6 +70,24 @@ async def test_an_input_that_was_cut_is_shown_up_to_the_cut(stream: bool) -> Non
         call = await server.post("/v1/chat/completions", body)
     shown = re.findall(r'"input":"([^"]*)"', call.text)
     assert "".join(shown) == r"half \\"
+
+
+def test_arguments_of_another_form_are_shown_before_the_next_call() -> None:
+    calls = [("patch", '{"x": 1}'), ("look", "{}")]
+    events = [
+        event
+        for name, arguments in calls
+        for event in (
+            Event(Kind.CALL, name, 0, 1),
+            Event(Kind.ARGUMENTS, arguments, 1, 5),
+            Event(Kind.CALL_END, "", 5, 6),
+        )
+    ]
+    shown = [*CustomEvents({"patch"}).read(events, is_last=False)]
+    assert (
+        "|".join(event.text or event.kind.name for event in shown)
+        == 'patch|ARGUMENTS|{"x": 1}|CALL_END|look|{}|CALL_END'
+    )
 
 
 def test_the_rest_of_an_input_comes_with_the_last_delta_where_its_call_does_not_end() -> None:
