@@ -18,7 +18,8 @@ from hiserve.grammar.compiler import Compiler
 from hiserve.grammar.matcher import Matcher, MatcherThreads, Vocabulary
 
 NO_END = -1
-# A matcher that replaces another sees the row's tokens again, each some 7 us: of a row at most, and of a step, the last row aside.
+# A matcher that replaces another sees the row's tokens again, each some 7 us, and its copy takes as long as one: of a row at
+# most, and of a step, the last row aside.
 MAX_MOVED, MAX_SHOWN_AGAIN = 256, 128
 Job = tuple[Matcher, int, list[int]]  # with the index of its first mask, and its drafts
 Masks = tuple[MaskPlan | None, dict[int, HiserveError]]
@@ -107,7 +108,7 @@ class GrammarRows:
             tokens = reply(row)
             matcher.advance(tokens.tolist())
             self._matchers[row] = matcher
-            num_shown += tokens.size
+            num_shown += 1 + tokens.size
             if num_shown >= MAX_SHOWN_AGAIN:
                 break
 

@@ -16,9 +16,8 @@ _ELEMENTS = 4096  # of the weight, held by a program at once
 _ELEMENTS_PER_WARP = 256
 
 _MAX_ROW_ELEMENTS = 1 << 24  # largest weight of whole tiles for which a single row uses the row kernel
-_MAX_WIDE_ELEMENTS = (
-    1 << 22
-)  # of a float32 weight that each of some 16-bit rows reads, most of it in the device's cache
+# Of a float32 weight, times the 16-bit rows that each read all of it: most of it is in the device's cache.
+_MAX_WIDE_ELEMENTS = 1 << 22
 
 _TILE_ROWS = (16, 32)
 _TILE_COLUMNS = 64

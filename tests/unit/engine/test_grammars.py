@@ -169,6 +169,22 @@ def test_rows_move_some_at_a_time_and_not_at_all_after_a_long_reply(monkeypatch:
     rows.close()
 
 
+def test_not_all_rows_of_a_large_burst_move_after_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "MAX_SHOWN_AGAIN", 2)
+    rows, nothing = GrammarRows(nano_vocabulary, num_threads=2), np.zeros(0, dtype=np.int32)
+    for row in range(10):
+        admitted(rows, row, GRAMMARS["json"])
+    first = sources_of(rows)
+
+    def num_moved() -> int:
+        rows.spread(lambda _: nothing)
+        return sum(source != first[row] for row, source in sources_of(rows).items())
+
+    wait_until(lambda: num_moved() > 0)
+    assert [num_moved() for _ in range(3)] == [4, 5, 5]
+    rows.close()
+
+
 def test_rows_have_no_copy_of_one_that_could_not_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     failed: Future[Matcher] = Future()
     failed.set_exception(GrammarLimitError("no memory"))

@@ -154,7 +154,7 @@ def test_after_a_failure_the_other_threads_take_no_chunk(files: list[Path], monk
     monkeypatch.setattr(reading, "_read", fail_first)
     with pytest.raises(EOFError, match=r"a\.safetensors"):
         read_chunks(pieces, CPU)
-    assert len(begun) <= reading.NUM_THREADS < len(pieces)
+    assert stopped.is_set() and len(begun) <= reading.NUM_THREADS < len(pieces)
 
 
 def test_each_byte_counts_once_in_the_progress(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
