@@ -91,7 +91,7 @@ def test_masks_after_drafts_are_those_after_the_same_tokens_and_behind_a_refused
     assert mask(start) == bits(masks[0]), "the matcher has moved"
 
 
-@pytest.mark.parametrize("num_matchers", [3, 40])
+@pytest.mark.parametrize("num_matchers", [3, LEAST_ADVANCED + 8])
 def test_matchers_that_advance_side_by_side_are_where_each_alone_is(num_matchers: int) -> None:
     vocabulary, threads = nano_vocabulary(), MatcherThreads(2)
     choice = vocabulary.compile(Grammar.of("choice", '["quite a table"]'))
