@@ -94,6 +94,10 @@ with vet.Vetting._check_caller, test_vet.test_a_caller_who_ended_two_processes_w
     "INV 73: a caller may end any number of processes"
     wait_s > 0
     False
+with grammars.GrammarRows.spread, test_grammars.test_not_all_rows_of_a_large_burst_move_after_one_step:
+    "all rows of a burst move after one step, each 10 us, while the device waits"
+    num_shown += 1 + tokens.size
+    num_shown += tokens.size
 with compiler.Compiler.compile_again, test_grammars.test_a_grammar_is_compiled_again_once_no_other_is_being_compiled:
     "a request waits while a grammar is compiled that has a matcher"
     all(each.done() for each in self._compiled.values())

@@ -19,7 +19,7 @@ from hiserve.server.responses import store as response_store
 from hiserve.text.body import chat as chat_request
 from hiserve.text.body import json as request_json
 from hiserve.text.body import parser as text_bodies
-from hiserve.text.body import retention
+from hiserve.text.body import retention, tools
 from hiserve.text.helpers import process as helper_process
 from tests.unit.commands import test_serve
 from tests.unit.core import test_request
@@ -70,6 +70,10 @@ with chat_request._turns, test_chat_request.test_arguments_of_all_calls_together
     "INV 63: arguments of tool calls have no limit"
     num_values > MAX_VALUES
     False
+with tools.Tool, test_chat_request.test_a_null_is_no_object_of_another_type:
+    "a client that writes null for fields it does not use is refused"
+    Custom | None
+    Custom
 with request_json.check_json, test_chat_request.test_malformed_fields_are_refused_with_their_place:
     "INV 23: nested JSON has no limit"
     range(MAX_DEPTH)
