@@ -6,7 +6,6 @@ import asyncio
 import gc
 import os
 import signal
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from hiserve.ipc.cache_stats import CopyStats
 from hiserve.models.builtin_shapes import read_model
 from hiserve.models.draft_config import model_facts
 from hiserve.scheduler.client import EngineClient
+from tests.helpers.segment_name import segment_name
 from tests.helpers.settings import identified
 from tests.helpers.waiting import PATIENCE_S, until
 
@@ -57,12 +57,8 @@ SAMPLING = [GREEDY, DRAWN, DRAWN]
 
 @pytest.fixture
 def name() -> Iterator[str]:
-    """A name that nobody else has; nothing of it stays."""
-    name = f"test-{uuid.uuid4().hex[:12]}"
-    yield name
-    gc.collect()
-    for path in [*SHARED_MEMORY.glob(f"hiserve-{name}*"), *SHARED_MEMORY.glob(f".hiserve-{name}*")]:
-        path.unlink()
+    with segment_name() as name:
+        yield name
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import random
-import uuid
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,12 @@ from hiserve import LLM, SamplingParams
 from hiserve.cache.storage import cuda_transfer
 from hiserve.cache.storage.cuda_transfer import CudaTransfers
 from hiserve.cache.storage.host import HostPool
-from hiserve.cache.storage.segment import SHARED_MEMORY
 from hiserve.core.transfers import CopyKind
 from hiserve.engine import tier_transfers
 from hiserve.engine.host_loads import LoadCostModel
 from hiserve.llm.outputs import RequestOutput
 from tests.helpers.fake_cuda import FakeCuda, install
+from tests.helpers.segment_name import segment_name
 from tests.helpers.tiered import (
     cache_of,
     check_whole,
@@ -228,18 +227,13 @@ def test_a_tail_is_loaded_without_history_that_the_device_has(folder: Path) -> N
 def test_resume_points_outlive_a_worker(sampling: SamplingParams, folder: Path) -> None:
     """H5 and H10 across a death: the next worker adopts history and whole tails from the segment."""
     first, later = expected(folder, sampling)
-    name = f"test-{uuid.uuid4().hex[:12]}"
-    named = HOST | {"host_cache_name": name}
-    try:
+    with segment_name() as name:
+        named = HOST | {"host_cache_name": name}
         assert told(generate(folder, prompts_of(), sampling, named)) == first
         again = generate(folder, [*next_turns(first), *prompts_of()], sampling, named)
         assert told(again) == later + first
         assert again[0].cached.host == (len(next_turns(first)[0]) - 3) // PAGE * PAGE
         assert all(each.cached.host > 0 for each in again[:8])
-    finally:
-        gc.collect()
-        for path in [*SHARED_MEMORY.glob(f"hiserve-{name}*"), *SHARED_MEMORY.glob(f".hiserve-{name}*")]:
-            path.unlink()
 
 
 def generate(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import lru_cache
@@ -21,12 +20,13 @@ import torch
 
 from hiserve import LLM, SamplingParams
 from hiserve.cache.storage.records import whole_tails
-from hiserve.cache.storage.segment import SHARED_MEMORY, Segment, segment_path
+from hiserve.cache.storage.segment import Segment, segment_path
 from hiserve.config.options import make_options
 from hiserve.core.digest import chain, namespace_digest, pack_tokens
 from hiserve.core.usage import CacheUse
 from hiserve.scheduler.client import EngineClient
 from tests.helpers.processes import wait_dead
+from tests.helpers.segment_name import segment_name
 from tests.helpers.settings import identified
 from tests.helpers.waiting import until
 from tests.helpers.window_models import SETTINGS, VOCAB, WINDOW, add_mtp, save_windows
@@ -53,11 +53,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def name() -> Iterator[str]:
-    """A name of a host cache that nobody else has; nothing of it stays."""
-    name = f"test-{uuid.uuid4().hex[:12]}"
-    yield name
-    for path in [*SHARED_MEMORY.glob(f"hiserve-{name}*"), *SHARED_MEMORY.glob(f".hiserve-{name}*")]:
-        path.unlink()
+    with segment_name() as name:
+        yield name
 
 
 def prompts() -> list[list[int]]:

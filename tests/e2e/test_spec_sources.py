@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import gc
 import itertools
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,11 @@ import msgspec
 import pytest
 
 from hiserve import LLM, SamplingParams
-from hiserve.cache.storage.segment import SHARED_MEMORY
 from hiserve.core.usage import DraftUse
 from hiserve.llm.outputs import RequestOutput
 from tests.helpers.cache_paths import HOST, SETTINGS, pool
 from tests.helpers.dialogues import conversations, trained
+from tests.helpers.segment_name import segment_name
 from tests.helpers.tiered import Pages, counts_of, draft_pages, engine_of, leave_device, rest, seal, target_pages
 from tests.helpers.tokenwise import tokenwise
 
@@ -114,19 +113,13 @@ def store(folder: Path, **options: Any) -> Iterator[LLM]:
 @contextmanager
 def adopted(folder: Path, **options: Any) -> Iterator[LLM]:
     """A host tier that another engine left."""
-    name = f"test-{uuid.uuid4().hex[:12]}"
-    with ExitStack() as undo:
-        undo.callback(forget, name)
+    with segment_name() as name:
         with device(folder, host_cache_name=name, **options) as llm:
             seal(llm)
         del llm
         gc.collect()  # the lock of the name goes with the last view of its memory
-        yield undo.enter_context(LLM(**settings(host_cache_name=name, **options)))
-
-
-def forget(name: str) -> None:
-    for path in [*SHARED_MEMORY.glob(f"hiserve-{name}*"), *SHARED_MEMORY.glob(f".hiserve-{name}*")]:
-        path.unlink()
+        with LLM(**settings(host_cache_name=name, **options)) as llm:
+            yield llm
 
 
 FOUND: dict[str, Callable[..., Any]] = {"device": device, "host": host, "store": store, "adopted": adopted}

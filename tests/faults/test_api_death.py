@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from hiserve.cache.storage.segment import SHARED_MEMORY
 from tests.faults.harness import Crowd, body_of, family, read, scripts, serving
 from tests.helpers.processes import wait_dead
+from tests.helpers.segment_name import segment_name
 from tests.helpers.waiting import PATIENCE_S
 
 SEED = 71
@@ -23,11 +23,8 @@ SEED = 71
 
 @pytest.fixture
 def name() -> Iterator[str]:
-    """A name that nobody else has; nothing of it stays."""
-    name = f"test-{uuid.uuid4().hex[:12]}"
-    yield name
-    for path in [*SHARED_MEMORY.glob(f"hiserve-{name}*"), *SHARED_MEMORY.glob(f".hiserve-{name}*")]:
-        path.unlink()
+    with segment_name() as name:
+        yield name
 
 
 async def test_a_killed_api_takes_everything_along_but_the_named_cache(name: str, tmp_path: Path) -> None:

@@ -8,18 +8,17 @@ import os
 import re
 import signal
 import time
-import uuid
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from hiserve.cache.storage.segment import SHARED_MEMORY
 from hiserve.engine.service import EXIT_DEVICE
 from tests.e2e.live import Live
 from tests.faults.harness import Crowd, check_idle, open_files, serving, worker_pid
 from tests.helpers.processes import wait_dead
+from tests.helpers.segment_name import segment_name
 from tests.helpers.waiting import PATIENCE_S
 
 SEED = 53
@@ -160,27 +159,22 @@ async def cut(live: Live, scheduler: int) -> None:
 
 
 async def test_a_scheduler_that_is_killed_is_replaced_and_finds_the_cache_again(tmp_path: Path) -> None:
-    name = f"test-{uuid.uuid4().hex[:12]}"
-    try:
-        with serving(tmp_path, "--host-cache-name", name, "--log-level", "info") as live:
-            before = live.info()["processes"]
-            crowd = Crowd(live.url, SEED + 3, num_users=4, leaving=0, may_refuse=True)
-            async with crowd.talking():
-                await crowd.until("answered", 4)
-                crowd.may_fail = True
-                begin = time.monotonic()
-                await cut(live, before["scheduler"])
-                await crowd.until("refused", 1)
-                await crowd.until("answered", 4)
-                print(f"recovery: {time.monotonic() - begin:.2f} s until four were answered", dict(crowd.counts))
-            info = await asyncio.to_thread(check_idle, live, {})
-            assert info["processes"]["scheduler"] != before["scheduler"]
-            assert info["processes"]["api"] == before["api"]
-            await asyncio.to_thread(wait_dead, [worker["pid"] for worker in before["workers"]])
-            adopted = [int(number) for number in re.findall(r"adopted (\d+) of", live.log.read_text())]
-            print(f"pages adopted: {adopted}")
-            assert adopted[0] == 0
-            assert adopted[-1] > 0
-    finally:
-        for path in SHARED_MEMORY.glob(f"*{name}*"):
-            path.unlink()
+    with segment_name() as name, serving(tmp_path, "--host-cache-name", name, "--log-level", "info") as live:
+        before = live.info()["processes"]
+        crowd = Crowd(live.url, SEED + 3, num_users=4, leaving=0, may_refuse=True)
+        async with crowd.talking():
+            await crowd.until("answered", 4)
+            crowd.may_fail = True
+            begin = time.monotonic()
+            await cut(live, before["scheduler"])
+            await crowd.until("refused", 1)
+            await crowd.until("answered", 4)
+            print(f"recovery: {time.monotonic() - begin:.2f} s until four were answered", dict(crowd.counts))
+        info = await asyncio.to_thread(check_idle, live, {})
+        assert info["processes"]["scheduler"] != before["scheduler"]
+        assert info["processes"]["api"] == before["api"]
+        await asyncio.to_thread(wait_dead, [worker["pid"] for worker in before["workers"]])
+        adopted = [int(number) for number in re.findall(r"adopted (\d+) of", live.log.read_text())]
+        print(f"pages adopted: {adopted}")
+        assert adopted[0] == 0
+        assert adopted[-1] > 0

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import gc
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hiserve import LLM, SamplingParams
-from hiserve.cache.storage.segment import SHARED_MEMORY
 from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.core.usage import CacheUse
 from hiserve.llm.outputs import CompletionOutput
+from tests.helpers.segment_name import segment_name
 from tests.helpers.tiered import check_whole, counts_of, engine_of, garble_host, leave_device, rest, seal, transfers_of
 from tests.helpers.transfers import hold_copies
 
@@ -142,8 +141,7 @@ def eviction_storm(work: Work, folder: Path, page_size: int = PAGE, **settings: 
 
 
 def warm_restart(work: Work, folder: Path, page_size: int = PAGE, **settings: Any) -> None:
-    name = f"test-{uuid.uuid4().hex[:12]}"
-    try:
+    with segment_name() as name:
         for life in range(2):
             with LLM(**SETTINGS | DRAFTS | pool(page_size) | HOST | {"host_cache_name": name} | settings) as llm:
                 found = ask(llm, work)
@@ -155,9 +153,6 @@ def warm_restart(work: Work, folder: Path, page_size: int = PAGE, **settings: An
                     seal(llm)
             del llm
             gc.collect()  # the lock of the name goes with the last view of its memory
-    finally:
-        for path in [*SHARED_MEMORY.glob(f"hiserve-{name}*"), *SHARED_MEMORY.glob(f".hiserve-{name}*")]:
-            path.unlink()
 
 
 def failed_loads(work: Work, folder: Path, page_size: int = PAGE, **settings: Any) -> None:
