@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hiserve.grammar import bounds
-from hiserve.grammar.regular import MAX_CHARS, regular
+from hiserve.grammar.regular import MAX_CHARS, is_whole, regular
 from hiserve.grammar.tools import ToolSchema
 from hiserve.text.custom_tools import CustomTool
 
@@ -25,16 +25,21 @@ class CustomTools:
         """Adds a tool; returns the regular expression of its input, if it can be held.
 
         Raises:
-            RequestError: Rules that cannot be held are out of bounds.
+            RequestError: A grammar that cannot be held is out of bounds.
         """
         self.names.add(tool.name)
-        if not tool.definition or tool.syntax == "regex":
-            return tool.definition or None
-        pattern = self._regular(tool.definition) if tool.syntax == "lark" else None
-        if not pattern:
+        if not tool.definition:
+            return None
+        if tool.syntax == "regex":
+            if is_whole(tool.definition):
+                return tool.definition
+            grammar = bounds.regex(tool.definition, tool.param)
+        else:
+            if pattern := self._regular(tool.definition):
+                return pattern
             grammar = bounds.rules(tool.definition, tool.param).as_kind("lark")
-            self.not_held[tool.name] = ToolSchema(grammar, tool.param)
-        return pattern or None
+        self.not_held[tool.name] = ToolSchema(grammar, tool.param)
+        return None
 
     def _regular(self, rules: str) -> str | None:
         """Returns the regular expression of rules, if they are one. The limit is of all tools: the event loop waits for them."""

@@ -38,6 +38,9 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _REPEATS = ("?", "*", "+")
+# Of a regular expression: an escaped character, the start of a class, in which a bracket that comes first is a character, or another one.
+_PART = re.compile(r"\\.|\[\^?\]?|.", re.DOTALL)
+_HAS_COMMENTS = re.compile(r"\(\?[a-zA-Z]*x")
 
 
 class Token(NamedTuple):
@@ -64,6 +67,26 @@ def regular(rules: str) -> str | None:
         return _Rules(rules).expression("start")
     except ValueError:
         return None
+
+
+def is_whole(expression: str) -> bool:
+    """Whether a regular expression closes the groups that it opens, and no others: so it stays one part within another one.
+
+    Of one with comments, which may have any bracket, this is not told: it is taken as none.
+    """
+    if "#" in expression and _HAS_COMMENTS.search(expression):
+        return False
+    num_groups = num_classes = 0
+    for part in _PART.findall(expression):
+        if part[0] == "[":
+            num_classes += 1
+        elif part == "]":
+            num_classes = max(0, num_classes - 1)
+        elif part in ("(", ")") and not num_classes:
+            num_groups += 1 if part == "(" else -1
+            if num_groups < 0:
+                return False
+    return num_groups == num_classes == 0
 
 
 class _Rules:
@@ -174,7 +197,10 @@ class _Body:
             return self._rules.expression(self._take("name"))
         if kind == "regex":
             body, _, flags = self._take("regex")[1:].rpartition("/")
-            return f"(?{''.join(sorted(set(flags)))}:{body})"
+            part = f"(?{''.join(sorted(set(flags)))}:{body})"
+            if not (is_whole(body) and is_whole(part)):
+                raise ValueError(f"{part} is not one part")
+            return part
         text, has_case = _unquoted(self._take("text"))
         if self._skip(".."):
             last, _ = _unquoted(self._take("text"))

@@ -14,7 +14,7 @@ from hiserve.config.serving import MAX_INT32
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
 from hiserve.errors import RequestError
-from hiserve.grammar.tools import ToolField
+from hiserve.grammar.tools import ToolField, ToolSchema
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.http.auth import caller_of, namespace_of
 from hiserve.server.http.streaming import cancel_on_disconnect
@@ -22,6 +22,7 @@ from hiserve.server.reply.choices import Choices, generations
 from hiserve.server.reply.generation import RequestContext
 from hiserve.server.reply.logprobs import check_prompt_scores
 from hiserve.server.request.body import MAX_CHARS
+from hiserve.server.request.custom_tools import check_shown
 from hiserve.server.request.grammar_fields import Constraint, constrain, of_chat, with_budget
 from hiserve.server.request.sampling_fields import Limits, fit_context
 from hiserve.server.routes import FrontEnd
@@ -44,6 +45,7 @@ class ChatRequest(NamedTuple):
         thinking: Its switches of thoughts.
         retain_s: How long the cache evicts the whole prompt last, from its last use; 0 is not at all.
         tool_fields: As for ``ToolGrammars.of``.
+        shown: Grammars of tools that the model only sees.
     """
 
     chat: Conversation
@@ -55,6 +57,7 @@ class ChatRequest(NamedTuple):
     thinking: Thinking = Thinking()
     retain_s: int = 0
     tool_fields: Sequence[ToolField] = ()
+    shown: Sequence[ToolSchema] = ()
 
 
 async def begin_reply(
@@ -87,11 +90,13 @@ async def begin_reply(
         truncate=chat_request.truncate,
         field=chat_request.limits.prompt_field,
     )
-    marks = front.abilities.marks(chat, prompt, is_free=constraint is None)
-    sampling, warning = await constrain(front.vetting, request, sampling, constraint, sampling.n, marks)
+    sampling = fit_context(sampling, chat_request.limits, len(prompt), engine.max_model_len)
     if sampling.prompt_logprobs is not None:
         check_prompt_scores(len(prompt) * (1 + sampling.prompt_logprobs), "prompt_logprobs")
-    sampling = fit_context(sampling, chat_request.limits, len(prompt), engine.max_model_len)
+    # No grammar of a request that is refused for its length is tried.
+    await check_shown(front.vetting, request, chat_request.shown)
+    marks = front.abilities.marks(chat, prompt, is_free=constraint is None)
+    sampling, warning = await constrain(front.vetting, request, sampling, constraint, sampling.n, marks)
     sampling = with_budget(sampling, marks, chat_request.thinking.budget)
     retain = await front.encoder.retain(chat, context.namespace, prompt, front.token_bytes, context.caller)
     retain += ((len(prompt), chat_request.retain_s),) if chat_request.retain_s else ()

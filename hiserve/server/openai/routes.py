@@ -35,7 +35,7 @@ from hiserve.server.reply.format import envelope, json_response, named_in, warne
 from hiserve.server.reply.generation import Generation, OutputDelta, RequestContext
 from hiserve.server.reply.logprobs import check_prompt_scores
 from hiserve.server.request.body import Body
-from hiserve.server.request.custom_tools import NOT_HELD, check_shown
+from hiserve.server.request.custom_tools import NOT_HELD
 from hiserve.server.request.grammar_fields import constrain
 from hiserve.server.request.sampling_fields import fit_context
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
@@ -76,7 +76,6 @@ class OpenAIRoutes:
         custom = CustomTools()
         sampling, chat = fields.sampling(self._model), parse_chat(body, custom.pattern)
         front.metrics.ignored["tool_grammar"].inc(len(custom.not_held))
-        await check_shown(front.vetting, request, custom)
         engine = front.handle.require()
         chat_request = ChatRequest(
             chat,
@@ -88,6 +87,7 @@ class OpenAIRoutes:
             fields.thoughts,
             retention_s(fields.prompt_cache_retention, fields.prompt_cache_options),
             _tool_fields(body.get("tools") or ()) if custom.names else (),
+            tuple(custom.not_held.values()),
         )
         head = envelope(self._model, "chatcmpl")
         choices, warning = await begin_reply(front, request, engine, chat_request, head["id"], arrived)
@@ -101,12 +101,13 @@ class OpenAIRoutes:
         fields = decode(await front.bodies.read(request, COMPLETION), CompletionRequest)
         sampling, given = fields.sampling(self._model), fields.prompts(self._model.vocab_size)
         engine = front.handle.require()
-        sampling, warning = await constrain(
-            front.vetting, request, sampling, fields.constraint, len(given) * sampling.n
-        )
         context = context_of(request, fields.cache_salt, fields.priority, fields.rid, fields.prompt_cache_key)
         encoding = self._encode(given, fields, engine.max_model_len, context.caller)
         prompts = await cancel_on_disconnect(request.receive, encoding)
+        fit_context(sampling, fields.limits, max(map(len, prompts)), engine.max_model_len)  # before a grammar is tried
+        sampling, warning = await constrain(
+            front.vetting, request, sampling, fields.constraint, len(given) * sampling.n
+        )
         head = envelope(self._model, "cmpl")
         choices = self._choices(head["id"], prompts, fields, sampling, context, engine.max_model_len, arrived)
         is_whole = fields.truncate_prompt_tokens is None

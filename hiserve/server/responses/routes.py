@@ -23,7 +23,7 @@ from hiserve.server.reply.choices import Choices
 from hiserve.server.reply.format import json_response, named_in, warned
 from hiserve.server.reply.logprobs import chat_logprobs
 from hiserve.server.request.body import Body
-from hiserve.server.request.custom_tools import NOT_HELD, check_shown
+from hiserve.server.request.custom_tools import NOT_HELD
 from hiserve.server.responses.format import ResponseWriter
 from hiserve.server.responses.items import Deleted, InputTokens, ItemList, ResponseObject
 from hiserve.server.responses.request import Tools, conversation_of, read_tools
@@ -89,7 +89,6 @@ class ResponseRoutes:
             check_json(body.get(name), name)
         sampling, tools = options.sampling(self._model), self._tools(fields)
         chat = conversation_of(fields, await self._earlier(request, fields), tools, self._unseal)
-        await check_shown(front.vetting, request, tools.custom)
         engine = front.handle.require()
         context = context_of(request, options.cache_salt, options.priority, options.rid, options.prompt_cache_key)
         chat_request = ChatRequest(
@@ -101,6 +100,7 @@ class ResponseRoutes:
             thinking=fields.thinking,
             retain_s=retention_s(options.prompt_cache_retention, options.prompt_cache_options),
             tool_fields=tools.fields,
+            shown=tuple(tools.custom.not_held.values()),
         )
         response = self._response(options, fields, sampling, body.get("tools"))
         choices, warning = await self._begin(request, engine, chat_request, response, arrived)

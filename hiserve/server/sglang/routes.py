@@ -66,16 +66,20 @@ class NativeRoutes:
         fields = decode(body, GenerateRequest)
         prompts = fields.prompts(front.model)
         engine = front.handle.require()
-        warnings, num_choices = set[str](), sum(one.sampling.n for one in prompts)
-        for index, one in enumerate(prompts):
-            sampling, warning = await constrain(front.vetting, request, one.sampling, one.constraint, num_choices)
-            prompts[index] = msgspec.structs.replace(one, sampling=sampling)
-            warnings.add(warning)
         encoding = self._encode(prompts, engine.max_model_len, caller_of(request).number)
         encoded = await cancel_on_disconnect(request.receive, encoding)
+        fitted = [
+            fit_context(one.sampling, one.limits, len(prompt), engine.max_model_len)
+            for one, prompt in zip(prompts, encoded, strict=True)
+        ]  # before a grammar is tried
+        warnings, num_choices = set[str](), sum(one.sampling.n for one in prompts)
+        for index, (one, sampling) in enumerate(zip(prompts, fitted, strict=True)):
+            sampling, warning = await constrain(front.vetting, request, sampling, one.constraint, num_choices)
+            prompts[index] = msgspec.structs.replace(one, sampling=sampling)
+            warnings.add(warning)
         num_scores = (one.num_prompt_scores(len(prompt)) for one, prompt in zip(prompts, encoded, strict=True))
         check_prompt_scores(sum(num_scores), "logprob_start_len")
-        choices, formatters = self._choices(request, fields, prompts, encoded, engine.max_model_len, arrived)
+        choices, formatters = self._choices(request, fields, prompts, encoded, arrived)
         is_list = fields.is_batch or len(formatters) > 1
 
         def whole() -> Any:
@@ -112,7 +116,6 @@ class NativeRoutes:
         fields: GenerateRequest,
         prompts: list[NativePrompt],
         encoded: list[Int32Array],
-        max_model_len: int,
         arrived: float,
     ) -> tuple[Choices, list[NativeFormatter]]:
         """Returns all choices, and a formatter for each."""
@@ -123,7 +126,7 @@ class NativeRoutes:
             choices = generations(
                 name,
                 prompt,
-                fit_context(one.sampling, one.limits, len(prompt), max_model_len),
+                one.sampling,
                 context_of(request, fields.cache_salt, fields.priority, one.rid),
                 token_bytes=front.token_bytes,
                 metrics=front.metrics,

@@ -5,6 +5,7 @@ from hiserve.grammar import compiler, custom, matcher, regular, tagged, thoughts
 from hiserve.kernels import draw, sampling
 from hiserve.runners import graph, mask_buffers
 from hiserve.sampling import params
+from hiserve.server.openai import routes
 from hiserve.server.request import custom_tools, grammar_fields
 from hiserve.text.reader import output
 from tests.e2e import test_grammar_halves as halves
@@ -14,7 +15,7 @@ from tests.unit.grammar import test_matcher, test_regular, test_thoughts, test_t
 from tests.unit.kernels import test_draw
 from tests.unit.runners import test_mask_buffers
 from tests.unit.sampling import test_changes
-from tests.unit.server import test_grammar_fields, test_responses
+from tests.unit.server import test_custom_tools, test_grammar_fields, test_responses
 from tests.unit.text import test_output
 
 with grammars.GrammarRows.advance, test_grammars.test_matchers_see_accepted_tokens_alone_and_tell_the_token_that_ends_the_grammar:
@@ -198,6 +199,14 @@ with custom.CustomTools._regular, test_responses.test_the_rules_that_are_read_ha
     "the event loop waits while the rules of 128 tools are read"
     self._num_chars + len(rules)
     len(rules)
+with custom.CustomTools.pattern, test_custom_tools.test_an_expression_that_closes_groups_of_others_is_tried_by_itself:
+    "the regular expression a)(b of a custom tool is held as ab"
+    is_whole(tool.definition)
+    True
+with routes.OpenAIRoutes.completions, test_custom_tools.test_no_grammar_of_a_request_that_does_not_fit_is_tried["/v1/completions"]:
+    "the grammar of a request that does not fit is tried"
+    fit_context(sampling, fields.limits, max(map(len, prompts)), engine.max_model_len)
+    None
 with regular._Rules.expression, test_regular.test_a_rule_that_leads_back_to_itself_is_read_once["two"]:
     "the event loop waits 0.9 s while 1,024 rules are followed back to themselves, 64 times each"
     self._bodies.pop(name)

@@ -9,7 +9,7 @@ import pytest
 
 from hiserve.grammar import regular as regular_rules
 from hiserve.grammar.bounds import MAX_REGEX_BYTES
-from hiserve.grammar.regular import MAX_CHARS, MAX_DEPTH, Token, regular
+from hiserve.grammar.regular import MAX_CHARS, MAX_DEPTH, Token, is_whole, regular
 
 PATCH = r"""
 start: begin hunk+ end
@@ -55,6 +55,8 @@ NONE = [
     '!!!\nstart: "a"',
     r'start: "\ud800"',
     'start: "ab".."cd"',
+    "start: /a)(b/",
+    "start: /a # (\n)(b/x",
 ]
 
 
@@ -71,6 +73,19 @@ def test_rules_that_lead_forward_alone_are_a_regular_expression(rules: str, good
 @pytest.mark.parametrize("rules", NONE, ids=[case[:20] for case in NONE])
 def test_other_rules_are_none_within_bounds(rules: str) -> None:
     assert regular(rules) is None
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["a|(b)c", "^a$", r"\)", r"[)]", "[]a)]", "[^])]x", "a]b", "[a[b)]]", "[[:alpha:])]", "a#b", "(?x)a b"],
+)
+def test_an_expression_that_closes_its_own_groups_stays_one_part_within_another(expression: str) -> None:
+    assert is_whole(expression)
+
+
+@pytest.mark.parametrize("expression", ["a)(b", ")", "(?:a", r"\\)(", "[)](", "[a", "(?x)#(\na)(b#)\n"])
+def test_an_expression_that_closes_other_groups_is_no_part(expression: str) -> None:
+    assert not is_whole(expression)
 
 
 @pytest.mark.parametrize("rules", ['start: "a" start?', 'start: x\nx: "(" y ")"\ny: x | "a"'], ids=["one", "two"])

@@ -141,9 +141,43 @@ async def test_rules_that_are_no_grammar_are_refused_at_their_field() -> None:
             raise RequestError(f"{param} cannot be used as a grammar.", code="invalid_grammar", param=param)
 
     async with serving(TEXT, vetting=Refusing(), template=SOURCE) as server:
-        call = await server.post("/v1/chat/completions", {"messages": [USER], "tools": [PATCH]})
-        assert (call.status, server.engine.seen) == (400, [])
-    assert call.json["error"]["param"] == "tools[0].custom.format.grammar.definition"
+        for tool in (PATCH, with_grammar("regex", "a)(b"), with_grammar("lark", "start: /a)(b/")):
+            call = await server.post("/v1/chat/completions", {"messages": [USER], "tools": [tool]})
+            assert (call.status, server.engine.seen) == (400, [])
+            assert call.json["error"]["param"] == "tools[0].custom.format.grammar.definition"
+
+
+async def test_an_expression_that_closes_groups_of_others_is_tried_by_itself() -> None:
+    vetting = Trusting()
+    async with serving(TEXT, vetting=vetting, template=SOURCE) as server:
+        tools = [with_grammar("regex", "a)(b")]
+        await server.post("/v1/chat/completions", {"messages": [USER], "tools": tools})
+    assert vetting.asked[0] == (Grammar.of("regex", "a)(b"), "tools[0].custom.format.grammar.definition")
+    assert all("a)(b" not in grammar.text for grammar, _ in vetting.asked[1:]), "held with the brackets of others"
+
+
+LONG = "too long " * 1000
+RESPONSE_PATCH = {"type": "custom", "name": "patch", "format": {"type": "grammar", **RULES}}
+TOO_LONG: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [USER | {"content": LONG}], "tools": [PATCH]},
+    "/v1/responses": {"input": LONG, "tools": [RESPONSE_PATCH]},
+    "/v1/messages": {"messages": [USER | {"content": LONG}], "max_tokens": 1, "regex": "a"},
+    "/v1/completions": {"prompt": LONG, "regex": "a"},
+    "/generate": {"text": LONG, "sampling_params": {"regex": "a"}},
+}
+
+
+@pytest.mark.parametrize("path", TOO_LONG)
+async def test_no_grammar_of_a_request_that_does_not_fit_is_tried(path: str) -> None:
+    vetting = Trusting()
+    async with serving(TEXT, vetting=vetting, template=SOURCE) as server:
+        call = await server.post(path, TOO_LONG[path])
+        short = {"max_tokens": 5000, "prompt": "Hi", "regex": "a"}
+        reply = await server.post("/v1/completions", short)
+    assert (call.status, vetting.asked) == (400, []), call.text
+    assert ("context" in call.text or "too long" in call.text) and reply.json["error"][
+        "code"
+    ] == "context_length_exceeded"
 
 
 async def test_a_custom_tool_whose_name_cannot_be_called_is_named() -> None:
