@@ -22,7 +22,7 @@ from hiserve.errors import (
     to_error,
 )
 from hiserve.ipc.messages import Admit, Generate, Ready
-from hiserve.ipc.updates import RequestUpdates, TokenDelta
+from hiserve.ipc.updates import UNREPORTED, RequestFacts, RequestUpdates, TokenDelta
 from hiserve.scheduler.crash_isolation import CrashIsolation
 from hiserve.scheduler.ledger import Entry, Ledger, ReplayCounter, RequestState
 from hiserve.scheduler.placement import Placement, PrefixIndex
@@ -222,14 +222,21 @@ class Dispatcher:
             self._events.failed(entry.uid, to_error(code, message))
 
     def _record(self, entries: Sequence[Entry], updates: RequestUpdates) -> None:
-        """Records output in the ledger, and corrects the facts for the client."""
-        for index, (entry, delta) in enumerate(zip(entries, updates, strict=True)):
-            if delta.cached is not None and entry.num_admissions > 1:
-                self.replays.found(delta.cached)
-            self.queue.charge(entry.caller, len(delta.tokens))
-            entry.record(delta)
-            updates.set_facts(index, delta)
-            if delta.finish:
+        """Records output in the ledger, and corrects the facts for the client; most rows have none."""
+        tokens, at = updates.tokens.tolist(), 0
+        rows = zip(entries, updates.counts, updates.score_words, updates.finishes, strict=True)
+        for index, (entry, count, num_score_words, finish) in enumerate(rows):
+            self.queue.charge(entry.caller, count)
+            entry.record(tokens[at : at + count], num_score_words)
+            at += count
+            cached, drafts = updates.cached[index], updates.drafts[index]
+            if cached is not None or drafts is not None or entry.queue_s != UNREPORTED:
+                if cached is not None and entry.num_admissions > 1:
+                    self.replays.found(cached)
+                facts = RequestFacts(cached=cached, drafts=drafts)
+                entry.correct(facts)
+                updates.set_facts(index, facts)
+            if finish:
                 self._end(entry)
 
     def dispatch(self) -> None:

@@ -9,14 +9,14 @@ from enum import IntEnum
 
 import numpy as np
 
-from hiserve.core.plan import WORD_BYTES, Int32Array
+from hiserve.core.plan import Int32Array
 from hiserve.core.request import Retain, SamplingParams
 from hiserve.core.usage import CacheUse, DraftUse
 from hiserve.errors import InvariantError
 from hiserve.ipc.codec import MalformedError
 from hiserve.ipc.lifecycle import ReplayStats
 from hiserve.ipc.messages import Admit, Generate
-from hiserve.ipc.updates import UNREPORTED, TokenDelta
+from hiserve.ipc.updates import UNREPORTED, RequestFacts
 
 NO_DRAFTS = DraftUse()
 
@@ -100,21 +100,24 @@ class Entry:
         if self.drafts is not None:
             self.former_drafts, self.drafts = self.former_drafts + self.drafts, None
 
-    def record(self, delta: TokenDelta) -> None:
-        """Records output for the client, and corrects its facts: sums of all workers, each reported once."""
-        self.generated.extend(delta.tokens)
+    def record(self, tokens: list[int], num_score_words: int) -> None:
+        """Records output for the client: new tokens, and words of scores, which are of the prompt before all others."""
+        self.generated.extend(tokens)
         self.has_moved = True
         num_top = self.sampling.prompt_logprobs
-        if num_top is not None and delta.scores:
-            num_scores = len(delta.scores) // WORD_BYTES // (1 + 2 * num_top)
+        if num_top is not None and num_score_words:
+            num_scores = num_score_words // (1 + 2 * num_top)
             self.num_scored = min(len(self.prompt) - 1, self.num_scored + num_scores)
-        if delta.cached is not None:
-            delta.cached = None if self.is_cache_reported else delta.cached
+
+    def correct(self, facts: RequestFacts) -> None:
+        """Corrects what its worker reported for the client: sums of all workers, each reported once."""
+        if facts.cached is not None:
+            facts.cached = None if self.is_cache_reported else facts.cached
             self.is_cache_reported = True
-        if delta.drafts is not None:
-            self.drafts = delta.drafts
-            delta.drafts = self.former_drafts + delta.drafts
-        delta.queue_s, self.queue_s = self.queue_s, UNREPORTED
+        if facts.drafts is not None:
+            self.drafts = facts.drafts
+            facts.drafts = self.former_drafts + facts.drafts
+        facts.queue_s, self.queue_s = self.queue_s, UNREPORTED
 
     def to_admit(self) -> tuple[Admit, Int32Array]:
         """Returns the message that continues the request, and its tokens int32 ``[n + generated]``."""
