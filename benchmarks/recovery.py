@@ -193,16 +193,18 @@ async def watch(sizes: Sizes) -> dict[str, Any]:
         os.kill(client.started.scheduler_pid, signal.SIGUSR2)
         before, own = [cpu_s(pid) for pid in pids], time.process_time()
         await asyncio.gather(*(talk(client, sizes, index) for index in range(sizes.streams)))
+        os.kill(client.started.scheduler_pid, signal.SIGUSR2)
         used = [cpu_s(pid) - first for pid, first in zip(pids, before, strict=True)]
         own = time.process_time() - own
         await client.stop()
         told = json.loads(out.read_text())
     ticks = sum(told["modules"].get(name, 0) for name in MODULES)
-    watched_s = ticks / told["ticks"] * used[0] if told["ticks"] else 0.0
+    watched_s = ticks / told["ticks"] * told["cpu_s"] if told["ticks"] else 0.0
     total_s = sum(used) + own
     return {
         "client_cpu_s": round(own, 3),
         "scheduler_cpu_s": round(used[0], 3),
+        "scheduler_main_thread_cpu_s": round(told["cpu_s"], 3),
         "worker_cpu_s": round(sum(used[1:]), 3),
         "ticks": told["ticks"],
         "ticks_by_module": told["modules"],
