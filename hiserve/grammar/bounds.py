@@ -16,7 +16,10 @@ MAX_SCHEMA_BYTES = 256 * 2**10
 MAX_VALUES = 100_000
 MAX_REGEX_BYTES = 8 * 2**10
 MAX_RULES = 1_000
+MAX_WHITESPACE_CHARS = 256
+_OPTIONS = "x-guidance"  # the member of a schema that llguidance takes options from
 _RULE = re.compile(r"^[ \t]*[\w?!.-]+[ \t]*:", re.MULTILINE)
+_WHITESPACE = re.compile(r"( |\\[nrt]|[\n\r\t]|\[( |\\[nrt]|[\n\r\t])+\]|[?*+|()]|\{[0-9]{1,4}(,[0-9]{0,4})?\})*")
 
 
 def json_schema(schema: Any, param: str) -> Grammar:
@@ -34,6 +37,8 @@ def json_schema(schema: Any, param: str) -> Grammar:
     if schema is not True and not isinstance(schema, dict):
         raise RequestError(f"{param} must be a JSON schema, which is an object.", param=param)
     check_json(schema, param, MAX_VALUES)
+    if isinstance(schema, dict) and _OPTIONS in schema:  # to JSON Schema it is no keyword
+        schema = {name: value for name, value in schema.items() if name != _OPTIONS}
     text = msgspec.json.encode(schema).decode()
     _check_size(text, MAX_SCHEMA_BYTES, param)
     return Grammar.of("json", text)
@@ -42,6 +47,28 @@ def json_schema(schema: Any, param: str) -> Grammar:
 def any_object() -> Grammar:
     """Returns the grammar of all JSON objects."""
     return Grammar.of("json", '{"type":"object"}')
+
+
+def with_whitespace(schema: Grammar, pattern: str, param: str) -> Grammar:
+    """Returns the grammar of a JSON schema with other white space between two parts.
+
+    Args:
+        schema: The grammar.
+        pattern: A regular expression of the white space of JSON; the empty one allows none.
+        param: The field of the pattern.
+    """
+    is_regex = len(pattern) <= MAX_WHITESPACE_CHARS and _WHITESPACE.fullmatch(pattern)
+    try:
+        re.compile(pattern if is_regex else "[")
+    except re.error:
+        raise RequestError(
+            f"{param} must be a regular expression of spaces, \\n, \\r and \\t, of at most {MAX_WHITESPACE_CHARS} characters, "
+            'such as "[ \\n]{0,8}".',
+            param=param,
+        ) from None
+    given = msgspec.json.decode(schema.text)
+    spaced = {} if given is True else given  # llguidance takes options with objects alone
+    return Grammar.of(schema.kind, msgspec.json.encode(spaced | {_OPTIONS: {"whitespace_pattern": pattern}}).decode())
 
 
 def regex(pattern: str, param: str) -> Grammar:

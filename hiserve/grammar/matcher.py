@@ -191,7 +191,9 @@ def _body(kind: GrammarKind, text: str) -> Body:
         if schema is True:  # the library takes options with objects alone
             schema = {}
         text = LLMatcher.grammar_from_json_schema(
-            schema, overrides={"whitespace_pattern": WHITESPACE, "lenient": is_lenient, "coerce_one_of": is_lenient}
+            schema,
+            defaults={"whitespace_pattern": WHITESPACE},
+            overrides={"lenient": is_lenient, "coerce_one_of": is_lenient},
         )
     elif kind == "any":
         return {"lark_grammar": "start: <[*]>*"}

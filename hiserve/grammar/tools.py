@@ -113,9 +113,10 @@ def _checked(abilities: Abilities, chat: Conversation, *, is_free: bool) -> Repl
     choice = chat.choice
     called = [tool["function"] for tool in chat.tools or ()]
     declared = {function["name"] for function in called}
-    unknown = next((name for name in choice.names or () if name not in declared), None)
-    if unknown is not None:
-        raise RequestError(f"tool_choice names {unknown[:100]!r}, which is none of tools.", param="tool_choice")
+    for index, name in enumerate(choice.names or ()):
+        if name not in declared:
+            param = choice.fields[index] if choice.fields else "tool_choice"
+            raise RequestError(f"{param} names {name[:100]!r}, which is none of tools.", param=param)
     if choice.is_required and not called:
         raise RequestError("tool_choice asks for a call, but tools is empty.", param="tool_choice")
     is_any = is_free and not (choice.is_required or choice.names is not None or choice.strict)

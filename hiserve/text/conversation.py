@@ -101,11 +101,13 @@ class ToolChoice(msgspec.Struct, frozen=True):
         is_required: The reply is calls, at least one, and nothing else.
         names: The functions that may be called; None: all.
         strict: The functions whose arguments are always of their schema.
+        fields: Where the request names each of ``names``, for errors; empty: in ``tool_choice``.
     """
 
     is_required: bool = False
     names: tuple[str, ...] | None = None
     strict: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):

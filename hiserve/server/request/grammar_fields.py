@@ -86,7 +86,7 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
-    """``structured_outputs``, with one of its fields; those that would change the reply and are not supported are refused."""
+    """``structured_outputs``: one grammar, and the white space of JSON. Fields that would change the reply and are not supported are refused."""
 
     json: JsonSchema = None
     json_object: bool | None = None
@@ -94,14 +94,32 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
     choice: Choices | None = None
     grammar: str | None = None
     structural_tag: Refused = None
-    whitespace_pattern: Refused = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: Annotated[bool, Meta(extra_json_schema={"const": False})] | None = None
 
     def __post_init__(self) -> None:
-        """Refuses fields without support."""
-        for name in ("structural_tag", "whitespace_pattern"):
-            if getattr(self, name) is not None:
-                param = f"structured_outputs.{name}"
-                raise RequestError(f"{param} is not supported; give a schema, a regex or a grammar.", param=param)
+        """Refuses fields without support, and those that exclude each other."""
+        refused = {
+            "structural_tag": "is not supported; give a schema, a regex or a grammar",
+            "disable_additional_properties": "is not supported; set additionalProperties to false in the schema",
+        }
+        for name, remedy in refused.items():
+            if getattr(self, name) not in (None, False):
+                raise RequestError(f"structured_outputs.{name} {remedy}.", param=f"structured_outputs.{name}")
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            param = "structured_outputs.whitespace_pattern"
+            raise RequestError(
+                f"{param} and structured_outputs.disable_any_whitespace exclude each other. Give one.", param=param
+            )
+
+    @property
+    def whitespace(self) -> tuple[str, str] | None:
+        """The regular expression of the white space between parts of JSON, and its field; None without one."""
+        if self.disable_any_whitespace:
+            return "", "structured_outputs.disable_any_whitespace"
+        pattern = self.whitespace_pattern
+        return None if pattern is None else (pattern, "structured_outputs.whitespace_pattern")
 
 
 class GrammarFields(SamplingFields, frozen=True, kw_only=True):
@@ -148,7 +166,24 @@ class OpenAIGrammarFields(GrammarFields, frozen=True, kw_only=True):
             found += constraints_of(kind, getattr(self.structured_outputs, kind, None), f"structured_outputs.{kind}")
         if self.structured_outputs is not None and self.structured_outputs.json_object:
             found.append(Constraint(bounds.any_object(), "structured_outputs.json_object"))
-        return found
+        whitespace = None if self.structured_outputs is None else self.structured_outputs.whitespace
+        return found if whitespace is None else _spaced(found, *whitespace)
+
+
+def _spaced(found: Sequence[Constraint], pattern: str, param: str) -> list[Constraint]:
+    """Returns grammars with the white space of a pattern between parts of JSON.
+
+    Raises:
+        RequestError: None is of JSON, or the pattern is of other texts.
+    """
+    if not any(each.grammar.kind == "json" for each in found):
+        raise RequestError(f"{param} is of JSON, for which the request does not ask. Give a schema too.", param=param)
+    return [
+        each._replace(grammar=bounds.with_whitespace(each.grammar, pattern, param))
+        if each.grammar.kind == "json"
+        else each
+        for each in found
+    ]
 
 
 def one_of(found: Sequence[Constraint]) -> Constraint | None:

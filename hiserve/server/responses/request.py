@@ -20,7 +20,7 @@ from hiserve.server.responses.types import (
 )
 from hiserve.text.body.json import MAX_VALUES, check_json, check_text, num_separators
 from hiserve.text.body.retention import joined_texts, seconds_of
-from hiserve.text.body.tools import MAX_TOOLS
+from hiserve.text.body.tools import MAX_TOOLS, check_alike
 from hiserve.text.conversation import Call, Conversation, Result, Role, Text, Thought, ToolChoice, Turn, function_tool
 from hiserve.text.custom_tools import CustomTool, custom_function, input_arguments
 
@@ -67,7 +67,7 @@ def read_tools(given: Sequence[ResponseTool]) -> Tools:
     """Returns the tools of a request; those of a namespace are functions ``namespace__name``.
 
     Raises:
-        RequestError: A tool has no name, or they are too many.
+        RequestError: A tool has no name, or that of a tool of another kind or namespace; or they are too many.
     """
     tools = Tools([], {}, [], [], CustomTools())
     for i, tool in enumerate(given):
@@ -91,22 +91,23 @@ def read_choice(chosen: str | ChosenTool | None, tools: Tools) -> tuple[ToolChoi
     if not isinstance(chosen, ChosenTool):
         return ToolChoice(chosen == "required", None, strict), False
     if chosen.type in SERVED:
-        return ToolChoice(True, (_chosen_name(chosen),), strict), True
+        return ToolChoice(True, (_chosen_name(chosen, "tool_choice"),), strict), True
     if chosen.type != "allowed_tools":
         raise RequestError(
             f"tool_choice asks for the hosted tool {chosen.type[:100]!r}; this server runs no tools. "
             "Choose a function, or auto.",
             param="tool_choice",
         )
-    allowed = tuple(_chosen_name(each) for each in chosen.tools or () if each.type in SERVED)
+    allowed = {f"tool_choice.tools[{i}]": each for i, each in enumerate(chosen.tools or ()) if each.type in SERVED}
     if not allowed:
         raise RequestError("tool_choice allows no tool that is served here.", param="tool_choice")
-    return ToolChoice(chosen.mode == "required", allowed, strict), False
+    names = tuple(_chosen_name(each, where) for where, each in allowed.items())
+    return ToolChoice(chosen.mode == "required", names, strict, tuple(allowed)), False
 
 
-def _chosen_name(chosen: ToolName) -> str:
+def _chosen_name(chosen: ToolName, where: str) -> str:
     if not chosen.name:
-        raise RequestError(f"tool_choice names no tool of type {chosen.type}.", param="tool_choice")
+        raise RequestError(f"{where} names no tool of type {chosen.type}.", param=where)
     return flat_name(chosen.name, chosen.namespace)
 
 
@@ -131,7 +132,10 @@ def _add_tool(tools: Tools, tool: ToolFields, namespace: str | None, where: str)
     tools.shown.append(function_tool(function))
     tools.fields.append(ToolField(where, "format" if tool.type == "custom" else "parameters"))
     kind: Literal["function", "custom"] = "custom" if tool.type == "custom" else "function"
-    tools.names[name] = ClientTool(tool.name, namespace, kind, is_strict)
+    client_tool = ClientTool(tool.name, namespace, kind, is_strict)
+    other = tools.names.setdefault(name, client_tool)
+    check_alike(name, client_tool._replace(is_strict=False), other._replace(is_strict=False), f"{where}.name")
+    tools.names[name] = client_tool
 
 
 def flat_name(name: str, namespace: str | None) -> str:

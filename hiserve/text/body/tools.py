@@ -93,6 +93,12 @@ class Tool(msgspec.Struct, frozen=True):
         """Refuses a tool without the object that its type names."""
         _check_named(self, self.type)
 
+    @property
+    def name(self) -> str:
+        """The name."""
+        described: Function | Custom = getattr(self, self.type)
+        return described.name
+
 
 class ToolName(msgspec.Struct, frozen=True):
     """The name of a tool."""
@@ -143,10 +149,15 @@ def tools_of(
         values: The tools as the client gave them: other fields of a function are shown, too.
         tools: The same, read.
         pattern: Of custom tools.
+
+    Raises:
+        RequestError: As ``check_alike``.
     """
     shown: list[dict[str, Any]] = []
     strict: list[str] = []
+    kinds: dict[str, Kind] = {}
     for i, (value, tool) in enumerate(zip(values, tools, strict=True)):
+        check_alike(tool.name, tool.type, kinds.setdefault(tool.name, tool.type), f"tools[{i}].{tool.type}.name")
         if tool.custom is not None and tool.type == "custom":
             form = tool.custom.format
             grammar = form.grammar if form is not None and form.type == "grammar" else None
@@ -180,7 +191,29 @@ def choice_of(chosen: str | ChosenTools | None, strict: tuple[str, ...]) -> tupl
         raise RequestError(fault, param="tool_choice")
     if isinstance(part, ToolName):
         return ToolChoice(True, (part.name,), strict), True
-    return ToolChoice(part.mode == "required", tuple(tool.name for tool in part.tools), strict), False
+    names = tuple(tool.name for tool in part.tools)
+    fields = tuple(f"tool_choice.allowed_tools.tools[{i}]" for i in range(len(names)))
+    return ToolChoice(part.mode == "required", names, strict, fields), False
+
+
+def check_alike(name: str, tool: object, other: object, param: str) -> None:
+    """Checks that calls by a name can be shown to the client as calls of one tool.
+
+    Args:
+        name: By which the model calls both tools.
+        tool: The kind of one, and whatever else its calls show.
+        other: The same of the other.
+        param: The field that names the first.
+
+    Raises:
+        RequestError: They differ.
+    """
+    if tool != other:
+        raise RequestError(
+            f"{param} is {name[:100]!r}, by which the model calls a tool of another kind too: its calls could be of either. "
+            "Rename one.",
+            param=param,
+        )
 
 
 def call_of(call: ToolCall, where: str) -> Call:

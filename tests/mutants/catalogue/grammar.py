@@ -1,7 +1,7 @@
 """Grammars: masks, matchers, vetting."""
 
 from hiserve.engine import executor, grammar_copies, grammars, loop, planner, rows
-from hiserve.grammar import compiler, custom, matcher, regular, tagged, thoughts, tools, vet, vet_process
+from hiserve.grammar import bounds, compiler, custom, matcher, regular, tagged, thoughts, tools, vet, vet_process
 from hiserve.kernels import draw, sampling
 from hiserve.runners import graph, mask_buffers
 from hiserve.sampling import params
@@ -11,7 +11,7 @@ from hiserve.text.reader import output
 from tests.e2e import test_grammar_halves as halves
 from tests.e2e import test_grammars as replies
 from tests.unit.engine import test_grammars
-from tests.unit.grammar import test_matcher, test_regular, test_thoughts, test_tools, test_vet
+from tests.unit.grammar import test_bounds, test_matcher, test_regular, test_thoughts, test_tools, test_vet
 from tests.unit.kernels import test_draw
 from tests.unit.runners import test_mask_buffers
 from tests.unit.sampling import test_changes
@@ -187,6 +187,18 @@ with grammar_fields.constrain, test_grammar_fields.test_a_tool_whose_schema_is_b
     "a broken schema of a tool is refused with a place in rules that the client never sees"
     await _check_schemas(vetting, request, constraint, refusal)
     pass
+with bounds.with_whitespace, test_matcher.test_the_white_space_of_json_is_that_of_the_pattern:
+    "the white space of JSON that a request asks for is any"
+    spaced | {_OPTIONS: {"whitespace_pattern": pattern}}
+    spaced
+with bounds.json_schema, test_bounds.test_options_of_the_library_are_none_of_a_schema:
+    "a schema may change separators, so that replies are no JSON"
+    isinstance(schema, dict) and _OPTIONS in schema
+    False
+with grammar_fields.OpenAIGrammarFields.constraints, test_grammar_fields.test_each_spelling_is_the_same_grammar:
+    "disable_any_whitespace is ignored"
+    found if whitespace is None else _spaced(found, *whitespace)
+    found
 with grammar_fields._check_schemas, test_grammar_fields.test_the_broken_one_of_many_tools_is_found_by_halves:
     "each of 128 tools is tried to name the broken one, which takes 15 s"
     half = len(schemas) // 2

@@ -169,6 +169,18 @@ with response_store.ResponseStore.get, test_responses.test_no_caller_reads_anoth
     "INV 74: a caller reads another's response"
     "SELECT id, previous, items, reply, num_items FROM responses WHERE id = ? AND caller = ?"
     "SELECT id, previous, items, reply, num_items FROM responses WHERE id = ? OR caller = ?"
+with tools.check_alike, test_custom_tools.test_a_custom_tool_with_the_name_of_a_function_is_refused:
+    "calls of a function are shown as those of a custom tool of the same name"
+    tool != other
+    False
+with responses_request._add_tool, test_responses.test_two_tools_whose_calls_could_be_of_either_are_refused:
+    "calls of a function are shown as those of a namespace's tool"
+    ClientTool(tool.name, namespace, kind, is_strict)
+    ClientTool(name, None, kind, is_strict)
+with responses_request.read_choice, test_responses.test_the_allowed_tool_at_fault_is_named_by_its_place:
+    "an error of an allowed tool does not say which one"
+    tuple(allowed)
+    ()
 with responses_request._turns, test_responses.test_the_next_step_of_an_agent_begins_with_the_tokens_of_this_one:
     "the words and calls of one reply are turns of their own"
     not _is_of_reply(item)

@@ -46,6 +46,12 @@ def test_a_schema_may_be_a_text_or_true_and_nothing_else() -> None:
     assert "262144" in refused(bounds.json_schema, " " * (bounds.MAX_SCHEMA_BYTES + 1))
 
 
+def test_options_of_the_library_are_none_of_a_schema() -> None:
+    assert (
+        bounds.json_schema({"type": "object", "x-guidance": {"item_separator": "x"}}, "guided") == bounds.any_object()
+    )
+
+
 def test_a_regex_is_bounded() -> None:
     assert bounds.regex("é" * 4096, "guided").kind == "regex"
     assert "8192" in refused(bounds.regex, "é" * 4096 + "a")

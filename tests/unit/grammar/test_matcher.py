@@ -12,6 +12,7 @@ from tokenizers import AddedToken
 
 from hiserve.core.request import Grammar
 from hiserve.errors import RequestError
+from hiserve.grammar import bounds
 from hiserve.grammar import matcher as matcher_room
 from hiserve.grammar.matcher import LEAST_ADVANCED, Matcher, MatcherThreads, Vocabulary
 from hiserve.text.tokens.tokenizer import Tokenizer
@@ -66,6 +67,28 @@ def test_a_matcher_made_from_tokens_is_the_one_that_walked(name: str) -> None:
             slow.advance([token])
             mask(slow)
         assert mask(rebuilt) == mask(slow)
+
+
+COMPACT, SPACED, LINES = '{"a":[1,2],"b":{}}', '{"a": [1, 2], "b": {} }', '{\n "a": [1,\t2]\n,"b" :{}}'
+
+
+@pytest.mark.parametrize(
+    ("pattern", "taken"),
+    [("", [COMPACT]), ("[ ]?", [COMPACT, SPACED]), (r"[ \n]{0,2}|\t", [COMPACT, SPACED, LINES])],
+)
+def test_the_white_space_of_json_is_that_of_the_pattern(pattern: str, taken: list[str]) -> None:
+    schema = bounds.json_schema({"required": ["a", "b"], "properties": {"a": {"type": "array"}, "b": {}}}, "guided")
+    start = nano_vocabulary().compile(bounds.with_whitespace(schema, pattern, "guided"))
+    for text in (COMPACT, SPACED, LINES):
+        tokens = TOKENIZER.encode(text, add_special_tokens=False).tolist()
+        assert (start.allowed(tokens) == tokens) == (text in taken), text
+
+
+def test_any_json_may_be_without_white_space() -> None:
+    grammar = bounds.with_whitespace(bounds.json_schema(True, "guided"), "", "guided")
+    matcher = nano_vocabulary().compile(grammar)
+    matcher.advance(TOKENIZER.encode("[1,", add_special_tokens=False).tolist())
+    assert all(not TOKENIZER.decode([token])[:1].isspace() for token in mask(matcher))
 
 
 def test_tokens_that_the_tokenizer_lacks_are_never_allowed() -> None:

@@ -188,6 +188,22 @@ async def test_a_custom_tool_whose_name_cannot_be_called_is_named() -> None:
     assert (call.status, call.json["error"]["param"]) == (400, "tools[1].custom.name")
 
 
+async def test_a_custom_tool_with_the_name_of_a_function_is_refused() -> None:
+    async with serving(TEXT, template=SOURCE) as server:
+        tool = {"type": "custom", "custom": {"name": TOOL["function"]["name"]}}
+        call = await server.post("/v1/chat/completions", {"messages": [USER], "tools": [TOOL, NOTE, NOTE, tool]})
+    assert (call.status, call.json["error"]["param"]) == (400, "tools[3].custom.name")
+
+
+async def test_an_allowed_tool_that_is_none_of_tools_is_named_by_its_place() -> None:
+    allowed = [{"type": "custom", "custom": {"name": name}} for name in ("note", "none")]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": allowed}}
+    async with serving(TEXT, template=SOURCE) as server:
+        body = {"messages": [USER], "tools": [NOTE], "tool_choice": choice}
+        call = await server.post("/v1/chat/completions", body)
+    assert (call.status, call.json["error"]["param"]) == (400, "tool_choice.allowed_tools.tools[1]")
+
+
 async def test_the_prompt_of_tokenize_is_that_of_the_chat() -> None:
     async with serving(TEXT, template=SOURCE, vetting=Trusting()) as server:
         body = {"messages": [USER], "tools": [with_grammar("regex", "up|down"), PATCH]}

@@ -25,6 +25,14 @@ JSON = Grammar.of("json", json.dumps(SCHEMA, separators=(",", ":")))
 OBJECT = Grammar.of("json", '{"type":"object"}')
 REGEX, CHOICE = Grammar.of("regex", "a+"), Grammar.of("choice", '["yes","no"]')
 RULES = Grammar.of("ebnf", 'root ::= "a"')
+
+
+def spaced(pattern: str) -> Grammar:
+    """The grammar of the schema with other white space."""
+    options = {"x-guidance": {"whitespace_pattern": pattern}}
+    return Grammar.of("json", json.dumps(SCHEMA | options, separators=(",", ":")))
+
+
 NAMED = {"name": "x", "schema": SCHEMA}
 # Fields of /v1, and the grammar that they ask for.
 SPELLINGS: list[tuple[dict[str, Any], Grammar | None]] = [
@@ -43,6 +51,11 @@ SPELLINGS: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"structured_outputs": {"choice": ["yes", "no"]}}, CHOICE),
     ({"structured_outputs": {"grammar": RULES.text}}, RULES),
     ({"structured_outputs": {}}, None),
+    ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, spaced("")),
+    ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": False}}, JSON),
+    ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "[ \\n]{0,4}"}}, spaced("[ \\n]{0,4}")),
+    ({"guided_json": SCHEMA, "structured_outputs": {"disable_any_whitespace": True}}, spaced("")),
+    ({"guided_json": SCHEMA | {"x-guidance": {"whitespace_pattern": "x"}}}, JSON),
     ({"regex": "a+"}, REGEX),
     ({"ebnf": RULES.text}, RULES),
     ({"regex": None, "guided_json": None, "response_format": None}, None),
@@ -53,13 +66,33 @@ NATIVE: list[tuple[dict[str, Any], Grammar]] = [
     ({"regex": "a+"}, REGEX),
     ({"ebnf": RULES.text}, RULES),
 ]
-FORMAT = "response_format.json_schema"
+FORMAT, SHAPED = "response_format.json_schema", "structured_outputs"
 FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"regex": "a", "guided_json": {}}, "guided_json", "regex and guided_json are two"),
     (
         {"structured_outputs": {"regex": "a", "choice": ["b"]}},
         "structured_outputs.choice",
         "structured_outputs.regex and",
+    ),
+    ({"structured_outputs": {"disable_any_whitespace": True}}, f"{SHAPED}.disable_any_whitespace", "is of JSON"),
+    (
+        {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+        f"{SHAPED}.disable_any_whitespace",
+        "is of JSON",
+    ),
+    *(
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": pattern}}, f"{SHAPED}.whitespace_pattern", "such as")
+        for pattern in ("a", "[", r"\s", " {9,1}", "(" * 300, "[^ ]", r'[ "]', "?")
+    ),
+    (
+        {"structured_outputs": {"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True}},
+        f"{SHAPED}.whitespace_pattern",
+        "exclude each other",
+    ),
+    (
+        {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+        f"{SHAPED}.disable_additional_properties",
+        "additionalProperties",
     ),
     ({"response_format": {"type": "json_schema"}}, FORMAT, "missing"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, f"{FORMAT}.schema", "an object"),
@@ -290,7 +323,7 @@ async def test_replies_are_free_where_no_tool_is_strict_and_none_must_be_called(
         ({"tools": [], "tool_choice": NAMED_TOOL}, "tool_choice", "none of tools"),
         (
             {"tool_choice": SOME | {"allowed_tools": {"mode": "auto", "tools": [NAMED_TOOL, UNKNOWN]}}},
-            "tool_choice",
+            "tool_choice.allowed_tools.tools[1]",
             "'x'",
         ),
         ({"regex": "a"}, "tool_choice", "regex and tool_choice are two"),

@@ -273,6 +273,10 @@ REFUSED_CHOICES: list[tuple[Any, str]] = [
     ({"type": "function"}, "names no tool"),
     ({"type": "function", "name": "none"}, "none of tools"),
 ]
+TWO_ALLOWED: list[tuple[Any, str]] = [
+    ({"type": "function"}, "names no tool"),
+    ({"type": "custom", "name": "none"}, "none of tools"),
+]
 
 
 @pytest.mark.parametrize(("choice", "fault"), REFUSED_CHOICES)
@@ -281,6 +285,31 @@ async def test_a_choice_of_no_tool_is_refused(choice: Any, fault: str) -> None:
         call = await server.post("/v1/responses", {"input": "Hi", "tools": [LOOK], "tool_choice": choice})
     assert (call.status, call.json["error"]["param"]) == (400, "tool_choice")
     assert fault in call.json["error"]["message"]
+
+
+@pytest.mark.parametrize(("tool", "fault"), TWO_ALLOWED)
+async def test_the_allowed_tool_at_fault_is_named_by_its_place(tool: Any, fault: str) -> None:
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}, LOOK, tool]}
+    async with serving(TWO, template=SOURCE) as server:
+        call = await server.post("/v1/responses", {"input": "Hi", "tools": [LOOK], "tool_choice": choice})
+    assert (call.status, call.json["error"]["param"]) == (400, "tool_choice.tools[2]")
+    assert fault in call.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ([{"type": "custom", "name": "look"}, LOOK], "tools[1].name"),
+        ([LOOK, SPACE, {"type": "function", "name": f"{SPACE['name']}__{SPACE['tools'][0]['name']}"}], "tools[2].name"),
+        ([LOOK, {**SPACE, "tools": [LOOK, {**LOOK, "type": "custom"}]}], "tools[1].tools[1].name"),
+    ],
+)
+async def test_two_tools_whose_calls_could_be_of_either_are_refused(tools: list[Any], param: str) -> None:
+    async with serving(TWO, template=SOURCE) as server:
+        call = await server.post("/v1/responses", {"input": "Hi", "tools": tools})
+        again = await server.post("/v1/responses", {"input": "Hi", "tools": [LOOK, LOOK, SPACE]})
+    assert (call.status, call.json["error"]["param"]) == (400, param)
+    assert again.status == 200, "a function that is given twice"
 
 
 BAD: Any = {"type": "string"}
