@@ -1,8 +1,8 @@
 """The cache across device and host, by engines of this process: token ids in, token ids out.
 
 Usage: ``python -m benchmarks.cache OUT.json COMMIT`` on a CUDA device: Llama-8B's shape in bfloat16, random weights, about
-4 minutes; ``python -m benchmarks.cache --tiny OUT.json COMMIT`` runs all parts with hiserve-nano on the CPU, as a test
-of this file. The parts:
+4 minutes; ``--shape`` takes another, whose prefixes have tails. ``python -m benchmarks.cache --tiny OUT.json COMMIT`` runs all
+parts with hiserve-nano on the CPU, as a test of this file. The parts:
 
 - ``hit``: time to first token of a long prompt whose prefix is on the host, against the longer of its two halves (the load,
   the prefill of the rest) and against computing all of it.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -83,6 +83,12 @@ FULL = Sizes(
     gap_steps=10,
     conversations=Conversations(32, 4, 6144, 256, 16, 2),
 )
+# By shape, other sizes and settings. Two engines of Gemma-3-27B leave 40 GB of an H200: its tails take 0.4 GB each.
+SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama-8b": ({}, {}),
+    "gpt-oss-20b": ({"host_gib": 24.0}, {}),
+    "gemma-3-27b": ({"host_gib": 24.0, "rows": 4}, {"kv_pages": 2048, "max_running_requests": 16}),
+}
 TINY = Sizes(
     settings={
         "model": NANO,
@@ -297,6 +303,12 @@ def measure_same_tokens(bench: Bench) -> dict[str, Any]:
     }
 
 
+def sizes_of(shape: str) -> Sizes:
+    """Returns the sizes for a built-in shape."""
+    sizes, settings = SHAPES[shape]
+    return replace(FULL, settings=FULL.settings | {"shape": shape} | settings, **sizes)
+
+
 def overlaps(begin: float, end: float, windows: Sequence[tuple[float, float]]) -> bool:
     """Whether a stretch of time meets any of the windows."""
     return any(begin < window_end and window_begin < end for window_begin, window_end in windows)
@@ -328,9 +340,11 @@ def main() -> int:
     """Writes the result file, part by part; returns 1 if the tokens are not the same."""
     parser = gpu_parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--shape", choices=SHAPES, default="llama-8b", help="of the large engines")
     given = parser.parse_args()
-    sizes = TINY if given.tiny else FULL
-    flags = " --tiny" * given.tiny
+    sizes = TINY if given.tiny else sizes_of(given.shape)
+    flags = " --tiny" * given.tiny + f" --shape {given.shape}" * (given.shape != "llama-8b")
+    flags += f" --parts {' '.join(given.parts)}" if given.parts != list(PARTS) else ""
     result = Record.of(given, f"python -m benchmarks.cache{flags} OUT.json COMMIT", *ENGINE)
     result |= {"seed": SEED, "workload": asdict(sizes), "bars": BARS}
     begin = time.perf_counter()

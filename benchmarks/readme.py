@@ -222,6 +222,16 @@ def tiers() -> Iterator[Entry]:
         f"= {ratio:.1f} × {at_least(ratio, cache['bars']['conversations'])}",
         cache,
     )
+    for path in sorted(RESULTS.glob("cache_*.json")):  # of shapes with windows
+        run, bars = result(path.stem), cache["bars"]
+        found = {name: ratio for part in run["parts"].values() for name, ratio in part["ratios"].items()}
+        loaded, slower = found["hit over recompute"], found["write-through"]
+        yield (
+            f"{run['workload']['settings']['shape']} shape: first token with 16k tokens and their tail from the host / computing "
+            "all; time per token with write-through / without",
+            f"{loaded:.3f} × {at_most(loaded, bars['hit over recompute'])}, {slower:.3f} × {at_most(slower, bars['write-through'])}",
+            run,
+        )
     shares = []
     for shape, figures in copy["shapes"].items():
         offloads = figures.get("offload_anywhere") or figures["store_anywhere"]  # its name until issue 17

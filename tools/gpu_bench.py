@@ -92,6 +92,8 @@ JOBS = (
     Job("gpu_2", _bench("gpu", "--parts", "prefill", "peers", "chats", "conversations", "graphs", "overlap"), 150),
     Job("gpu", _bench("gpu", "--parts", "profile", "http", "small-http", "small-profile"), 170),
     Job("cache", _bench("cache"), 120),
+    Job("cache_gpt_oss", _bench("cache", "--shape", "gpt-oss-20b", "--parts", "hit", "write_through"), 40, None),
+    Job("cache_gemma", _bench("cache", "--shape", "gemma-3-27b", "--parts", "hit", "write_through"), 70, None),
     Job("recovery_gpu", _bench("recovery"), 240),
     Job("attention", _bench("kernels.attention"), 300),
     Job("hybrid", _bench("hybrid"), 300, ("--tiny", "--parts", "latent_decode", "glm-4.7-flash")),
