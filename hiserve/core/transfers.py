@@ -60,11 +60,13 @@ class TailImage:
         frames: int32 ``[n]``. Host pages, first to last: as many for each window page as hold its bytes.
         namespace: 16 bytes. Digest of the root of the prefix.
         digest: 16 bytes. Of the page before the boundary.
+        retained_until_s: Of a recovered tail: the time until which its process retained it; 0 where it did not.
     """
 
     frames: NDArray[np.int32]
     namespace: bytes
     digest: bytes
+    retained_until_s: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

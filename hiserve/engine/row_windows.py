@@ -142,6 +142,7 @@ class RowWindows:
         return int(self.tables.num_pages[row] - self.first[row])
 
     def check(self, rows: Int64Array) -> None:
-        """Asserts that rows (int64 ``[n]``) hold no more than their bounds (for tests)."""
+        """Asserts that rows (int64 ``[n]``) hold no more than their bounds, and have them beside all transfers (for tests)."""
         held = self.tables.num_pages[rows] - self.first[rows]
         assert int(held.sum()) <= int(self.promised[rows].sum()) + self._limits.step_pages, f"{rows} hold {held} pages"
+        assert self._pool.num_spare >= 0, f"{-self._pool.num_spare} pages are both promised and held by transfers"

@@ -95,7 +95,7 @@ def recover_host_pages(host: HostPool, cache: PrefixCache, clock: Callable[[], f
     cache.grow_host(max(1, host.num_ready_pages))
     latest_s = math.ceil(clock() + MAX_RETAIN_S)
     num_pages = cache.recover(replace(run, retained_until_s=min(run.retained_until_s, latest_s)) for run in runs)
-    if cache.tails is not None:
+    if cache.tails is not None:  # none of them is retained longer than its history
         num_pages += cache.tails.recover(tails)
     logger.info("adopted %d of %d pages of the host cache", num_pages, host.num_pages - 1)
     return num_pages

@@ -12,6 +12,7 @@ from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import SamplingParams
 from hiserve.core.transfers import CopyAck, PageCopy
 from hiserve.core.usage import CacheUse
+from hiserve.core.windows import WindowLimits
 from hiserve.engine.host_loads import LoadCostModel
 from hiserve.engine.loop import Engine, EngineFacts
 from hiserve.engine.planner import Planner
@@ -78,6 +79,8 @@ def copying_engine(
     budget: int = 64,
     depth: int = 0,
     eviction: EvictionOrder = "lru",
+    windows: WindowLimits | None = None,
+    num_window_pages: int = 0,
 ) -> tuple[Engine, CopyingExecutor, PrefixCache]:
     cache = PrefixCache(
         num_pages=num_pages,
@@ -85,6 +88,7 @@ def copying_engine(
         namespace=b"copying",
         eviction=eviction,
         num_host_pages=num_host_pages,
+        num_window_pages=num_window_pages,
     )
     planner = Planner(
         cache=cache,
@@ -93,6 +97,7 @@ def copying_engine(
         max_batched_tokens=budget,
         eos_token_ids=(),
         costs=LoadCostModel(budget, clock=iter(range(1 << 30)).__next__),  # steps take their time, loads none
+        windows=windows,
     )
     executor = CopyingExecutor(num_host_pages)
     facts = EngineFacts(max_rows, max_len, num_pages - 1, page_size, b"copying", {})

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hiserve.cache.storage.records import Records, page_checksum
+from hiserve.cache.storage.checksums import page_checksum
+from hiserve.cache.storage.records import Records
 from hiserve.cache.storage.segment import SegmentLayout
 from hiserve.cache.storage.store import store_key
 from hiserve.core.digest import chain, namespace_digest, pack_tokens

@@ -17,9 +17,9 @@ from types import CodeType, FrameType
 sleep = time.sleep
 
 import tools.freeze.__main__ as freeze  # noqa: E402 - installs its clock before hiserve is imported
+from hiserve.cache.storage.checksums import Checksums  # noqa: E402
 from hiserve.cache.storage.file_store import FileStore  # noqa: E402
 from hiserve.cache.storage.prefault import Populate  # noqa: E402
-from hiserve.cache.storage.records import Checksums  # noqa: E402
 from hiserve.cache.storage.transfer import ThreadTransfers, TransferQueue  # noqa: E402
 from hiserve.engine.executor import Executor  # noqa: E402
 from tools.freeze import wire  # noqa: E402

@@ -165,14 +165,18 @@ def inv_21_nodes_and_copies_agree(cache: PrefixCache) -> None:
 
 def inv_42_retained_nodes_are_counted_and_will_end(cache: PrefixCache) -> None:
     retention, held = cache.tiers.retention, Counter[bytes]()
-    ends = {(until_s, id(step)) for until_s, _, node in retention._due for step in path(node)}
+    ends = {(until_s, id(step)) for until_s, node in retention.ends for step in path(node)}
     for node in cache.tree.nodes():
         assert node.parent is not None
         assert node.parent.is_root or node.parent.retained_until_s >= node.retained_until_s
         if node.retained_until_s:
             held[node.account] += node.num_pages
             assert (node.retained_until_s, id(node)) in ends, "nothing will end the retention of a node"
-    assert held == retention.held
+        for tail in (node.tails or {}).values():
+            assert tail.is_open or not tail.retained_until_s, "a tail that is gone is retained"
+            assert tail.retained_until_s <= node.retained_until_s, "a tail is retained longer than its history"
+            held[tail.account] += tail.num_retained
+    assert +held == retention.quota.held
     assert all(not root.retained_until_s for root in cache.tree.roots.values())
 
 

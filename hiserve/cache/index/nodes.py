@@ -37,7 +37,8 @@ class Tail:
         last_used: Logical time of its last use.
         priority: Of the node, at the last use.
         account: Charged for its window pages and frames.
-        retained_until_s: Others go first until then (see ``Retention``); 0 is not retained.
+        retained_until_s: Others go first until then (see ``Retention``); 0 is not retained, and closed.
+        num_retained: Frames that count in the quota of its account.
     """
 
     __slots__ = (
@@ -49,6 +50,7 @@ class Tail:
         "host_ready_op",
         "last_used",
         "node",
+        "num_retained",
         "pages",
         "priority",
         "retained_until_s",
@@ -64,7 +66,7 @@ class Tail:
         self.last_used = last_used
         self.priority = node.priority
         self.account = node.account
-        self.retained_until_s = 0
+        self.retained_until_s = self.num_retained = 0
         self._pools = pools
 
     @property

@@ -169,7 +169,7 @@ class PrefixCache:
         """Lets the whole pages of the first tokens of a locked prefix be evicted after all others, until ``expire``.
 
         An account may retain a quarter of the host, or of the device without a host; more is counted and not retained. The
-        last tail among them is retained too.
+        last tail among them is retained too; with a host, its frames count.
         """
         self._prefixes.retain(lock, num_tokens, until_s)
 
@@ -344,7 +344,7 @@ class PrefixCache:
     @property
     def is_retaining(self) -> bool:
         """Whether anything may be retained, so that ``expire`` is to be called."""
-        return self.tiers.retention.has_ends
+        return len(self.tiers.retention.ends) > 0
 
     def expire(self, now_s: int) -> None:
         """Ends what is retained until ``now_s`` or earlier, by any clock that ``retain`` has its times from."""
@@ -375,8 +375,8 @@ class PrefixCache:
             num_begun=self.ops.num_begun,
             num_in_flight=self.ops.num_in_flight,
             num_unbacked=self.tiers.num_unbacked,
-            num_retained=sum(self.tiers.retention.held.values()),
-            num_not_retained=self.tiers.retention.num_ignored,
+            num_retained=sum(self.tiers.retention.quota.held.values()),
+            num_not_retained=self.tiers.retention.quota.num_ignored,
             num_without_room=self.transfers.num_without_room + (self.tails.num_without_room if self.tails else 0),
             num_not_uploaded=self.uploads.num_not_uploaded,
             num_prefetches_wanted=self.store_sync.num_wanted,

@@ -185,10 +185,13 @@ class Prefixes:
 
     def retain(self, lock: PrefixLock, num_tokens: int, until_s: int) -> None:
         """See ``PrefixCache``."""
-        self._tiers.retention.retain(lock.node, num_tokens // self._page_size, until_s)
+        num_pages, retention = num_tokens // self._page_size, self._tiers.retention
         if self._tails is None:
+            retention.retain(lock.node, num_pages, until_s)
             return
         node = lock.node
+        last, _ = deepest_tail(node, node.num_pages, _IS_ON_DEVICE)  # none before it takes more frames
+        retention.retain(node, num_pages, until_s, 0 if last is None else self._tails.num_to_retain(last))
         while node.parent is not None and node.retained_until_s < until_s:
             node = node.parent
         tail, _ = deepest_tail(node, node.num_pages, _IS_ON_DEVICE)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from hiserve.cache.index.locks import Locks, path
 from hiserve.cache.index.nodes import Node, Tail
-from hiserve.cache.index.retention import MIN_SWEEP
+from hiserve.cache.index.retention import RetentionEnds
 from hiserve.cache.index.store_sync import is_ready_on_host
 from hiserve.cache.index.tiers import CacheTiers
 from hiserve.cache.index.transfer_ops import TransferOp, TransferOps
@@ -27,6 +26,7 @@ class TailTiers:
         frames_per_page: Host pages that the image of a window page takes; 0 without a host tier.
 
     Attributes:
+        ends: Of the retention of tails.
         num_without_room: Frames of tails that were not offloaded because no host page could be freed.
     """
 
@@ -40,9 +40,7 @@ class TailTiers:
         self._on_device, self._on_host = tiers.device.require_tails(), tiers.host.require_tails()
         self._frames_per_page = frames_per_page
         self._queue: OrderedDict[Tail, None] = OrderedDict()  # to be offloaded; the history of each was on the host
-        self._due: list[tuple[int, int, Tail]] = []  # retained tails: until when, a serial number
-        self._num_retained = 0
-        self._sweep_at = MIN_SWEEP
+        self.ends = RetentionEnds[Tail](lambda: (tail for tail in self._all() if tail.retained_until_s))
         self.num_without_room = 0
 
     # --- on the device ----------------------------------------------------------------------
@@ -73,25 +71,50 @@ class TailTiers:
         """Records a request of an account."""
         self._windows.shares.see(account)
 
+    def num_to_retain(self, tail: Tail) -> int:
+        """Returns the frames that the retention of an open tail adds to those of its account; 0 without a host tier."""
+        if tail.retained_until_s:
+            return 0
+        return tail.num_pages * self._frames_per_page if tail.frames is None else tail.frames.size
+
     def retain(self, tail: Tail, until_s: int) -> None:
-        """Lets others of its account go before an open tail on each tier, until ``expire``."""
-        if until_s > tail.retained_until_s:
-            tail.retained_until_s = until_s
-            self._num_retained += 1
-            heapq.heappush(self._due, (until_s, self._num_retained, tail))
-            if len(self._due) >= self._sweep_at:
-                self._due = [each for each in self._due if each[2].is_open and each[0] == each[2].retained_until_s]
-                heapq.heapify(self._due)
-                self._sweep_at = max(MIN_SWEEP, 2 * len(self._due))
-            self._reorder(tail)
+        """Lets others of its account go before an open tail on each tier, until ``expire``, if the quota has room for it."""
+        if until_s <= tail.retained_until_s:
+            return
+        quota, count = self._tiers.retention.quota, self.num_to_retain(tail)
+        if count > max(0, quota.room(tail.account)):
+            quota.num_ignored += count
+            return
+        self._begin_retention(tail, until_s)
+        self._record_retention(tail)
 
     def expire(self, now_s: int) -> None:
         """Ends the retention of tails that were retained until now or earlier."""
-        while self._due and self._due[0][0] <= now_s:
-            tail = heapq.heappop(self._due)[2]
+        for tail in self.ends.take(now_s):
             if 0 < tail.retained_until_s <= now_s:
-                tail.retained_until_s = 0
-                self._reorder(tail)
+                self._end_retention(tail)
+
+    def _begin_retention(self, tail: Tail, until_s: int) -> None:
+        count = self.num_to_retain(tail)
+        self._tiers.retention.quota.charge(tail.account, count)
+        tail.num_retained += count
+        tail.retained_until_s = until_s
+        self.ends.add(tail)
+        self._reorder(tail)
+
+    def _end_retention(self, tail: Tail) -> None:
+        self._tiers.retention.quota.charge(tail.account, -tail.num_retained)
+        tail.retained_until_s = tail.num_retained = 0
+        self._reorder(tail)
+
+    def _record_retention(self, tail: Tail) -> None:
+        """Tells the records until when the frames of a tail are retained."""
+        if tail.retained_until_s and tail.frames is not None:
+            self._tiers.retention.host_times.add(tail.frames, tail.retained_until_s)
+
+    def _all(self) -> Iterator[Tail]:
+        """Walks the tails of the tree; closed ones may be among them."""
+        return (tail for node in self._tiers.tree.nodes() for tail in (node.tails or {}).values())
 
     def _reorder(self, tail: Tail) -> None:
         """Gives a tail its new place in the order of each tier."""
@@ -102,9 +125,13 @@ class TailTiers:
     def assign_account(self, tail: Tail, account: bytes) -> None:
         """See ``TailPools``."""
         num_frames = 0 if tail.frames is None else tail.frames.size
-        for shares, count in ((self._windows.shares, tail.num_pages), (self._tiers.host.shares, num_frames)):
-            shares.charge(tail.account, -count)
-            shares.charge(account, count)
+        for counts, count in (
+            (self._windows.shares, tail.num_pages),
+            (self._tiers.host.shares, num_frames),
+            (self._tiers.retention.quota, tail.num_retained),
+        ):
+            counts.charge(tail.account, -count)
+            counts.charge(account, count)
         tail.account = account
         self._reorder(tail)
 
@@ -113,6 +140,8 @@ class TailTiers:
         self._windows.forget(tail)
         self._on_device.remove_tail(tail.digest)
         self._tiers.tree_epoch += 1
+        if tail.frames is None:
+            self._end_retention(tail)
 
     def leave_host(self, tail: Tail) -> None:
         """See ``TailPools``; frames that a transfer uses are freed at its end."""
@@ -128,6 +157,8 @@ class TailTiers:
         else:
             self._tiers.host.num_evictable -= frames.size
             self._tiers.free_host(frames)
+        if tail.pages is None:
+            self._end_retention(tail)
         self._tiers.queue_copy(tail.node)
 
     # --- to the host --------------------------------------------------------------------------
@@ -188,6 +219,7 @@ class TailTiers:
         self._windows.pin(pages)
         tail.frames, tail.host_ready_op = frames, op.number
         self._tiers.host.shares.charge(tail.account, count)
+        self._record_retention(tail)
         return [PageCopy(op.number, op.kind, NO_PAGES, NO_PAGES, 0, None, pages, _image(tail, frames))]
 
     # --- to the device --------------------------------------------------------------------------
@@ -243,8 +275,8 @@ class TailTiers:
         """Inserts the tails of a former process, each whole, behind the history that was recovered; returns their frames.
 
         Args:
-            images: Their frames are ready and free; those without history are freed. Of the history that is retained, the
-                last tail of each node is retained too.
+            images: Their frames are ready and free; those without history are freed. No tail is retained longer than its
+                history; the quota is not asked: the former process kept it.
         """
         tiers, num_recovered = self._tiers, 0
         places = {digest: (node, at) for node in tiers.tree.nodes() for at, digest in enumerate(node.digests, start=1)}
@@ -265,9 +297,8 @@ class TailTiers:
             tiers.host.eviction.add(tail)
             tiers.tree_epoch += 1
             num_recovered += image.frames.size
-        for node in tiers.tree.nodes():
-            if node.retained_until_s and node.tails:
-                self.retain(node.tails[max(node.tails)], node.retained_until_s)
+            if until_s := min(image.retained_until_s, node.retained_until_s):
+                self._begin_retention(tail, until_s)
         return num_recovered
 
     def _op_of(self, tail: Tail) -> TransferOp | None:

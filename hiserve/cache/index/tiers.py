@@ -10,7 +10,7 @@ from hiserve.cache.index.eviction import MAX_ACCOUNTS, EvictionReserve, LeafHeap
 from hiserve.cache.index.miss_reasons import LostPages
 from hiserve.cache.index.nodes import STEP_SHIFT, Node, Tail
 from hiserve.cache.index.radix import MAX_NODE_PAGES, RadixTree
-from hiserve.cache.index.retention import HostTimes, Retention
+from hiserve.cache.index.retention import HostTimes, Retention, RetentionQuota
 from hiserve.cache.index.tier_pages import TierPages
 from hiserve.core.plan import Int32Array
 from hiserve.core.transfers import NO_PAGES
@@ -45,9 +45,8 @@ class CacheTiers:
         self.reserve = EvictionReserve(
             device.pages, host.pages, device.eviction, device.shares, is_kept=has_host, on_change=self.queue_copy
         )
-        self.retention = Retention(
-            tree, (host if has_host else device).pages, self.queue, HostTimes(host.pages.num_pages)
-        )
+        quota = RetentionQuota((host if has_host else device).pages)
+        self.retention = Retention(tree, quota, self.queue, HostTimes(host.pages.num_pages))
         self.copies = LeafHeap(lambda node: (node.is_spare, -node.last_used), attrgetter("is_copy"))
         self.tree_epoch = 1
         self.relocation_version = 1
@@ -244,9 +243,9 @@ class CacheTiers:
             for tail in (node.tails or {}).values():
                 tail.assign_account(account)
             retained = node.num_pages if node.retained_until_s else 0
-            self.retention.charge(node, -retained)
+            self.retention.quota.charge(node.account, -retained)
             node.account = account
-            self.retention.charge(node, retained)
+            self.retention.quota.charge(node.account, retained)
             self.queue(node)
             stack.extend(node.children.values())
 

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hiserve.cache.storage.checksums import Checksums, page_checksum
 from hiserve.cache.storage.prefault import Prefault, Registrar
-from hiserve.cache.storage.records import NO_CHECKSUM, Checksums, Records, page_checksum
+from hiserve.cache.storage.records import NO_CHECKSUM, Records
 from hiserve.cache.storage.segment import PageLayout, Segment
 from hiserve.config.caching import CacheVerify
 from hiserve.core.digest import Chain, chain

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from hiserve.cache.storage.records import page_checksum
+from hiserve.cache.storage.checksums import page_checksum
 from hiserve.errors import ConfigError
 from hiserve.ipc.cache_stats import StoreStats
 

@@ -112,16 +112,16 @@ with eviction.Eviction.__init__, test_retention.test_a_retained_prefix_outlives_
     ("priority",) if order == "priority" else ()
 with retention.Retention.retain, test_retention.test_a_caller_retains_a_quarter_of_the_host_and_no_more:
     "INV 77: a caller retains all that it asks for"
-    node.num_pages if node.retained_until_s else self.quota - self.held.get(node.account, 0)
+    node.num_pages if node.retained_until_s else self.quota.room(node.account) - num_beside
     node.num_pages
 with retention.Retention.expire, test_retention.test_a_retained_prefix_outlives_a_flood_until_its_time:
     "INV 77: retention has no end"
     0 < step.retained_until_s <= now_s
     False
-with retention.Retention._add, test_retained_pages.test_a_prefix_that_is_used_for_ever_has_a_bounded_record:
+with retention.RetentionEnds.add, test_retained_pages.test_a_prefix_that_is_used_for_ever_has_a_bounded_record:
     "INV 77: a sweep of the ends of retention loses nodes, which are then retained for ever"
-    [node for node in self._tree.nodes() if node.retained_until_s]
-    [node]
+    enumerate(self._retained())
+    enumerate([each])
 with retention.Retention.restore, test_retained_pages.test_recovered_pages_are_retained_until_the_time_that_was_recorded:
     "INV 77: recovered pages are evicted like all others"
     until_s > 0

@@ -1,10 +1,10 @@
 """Layers with a window: their pages, tails and resume points."""
 
 from hiserve.attention import reference_attention
-from hiserve.cache.index import eviction, nodes, prefixes, radix, resumable_pages, tails, tiers, transfers, window_pages
+from hiserve.cache.index import eviction, nodes, prefixes, radix, resumable_pages, retention, tails, tiers, transfers, window_pages
 from hiserve.cache.storage import cuda_transfer, host, page_streams, records
 from hiserve.core import memory_plan, window_pool, windows
-from hiserve.engine import row_windows, tier_transfers
+from hiserve.engine import admission, row_windows, tier_transfers
 from hiserve.kernels import step_inputs
 from hiserve.runners import device_rows, inputs
 from tests.contract import test_attention
@@ -12,7 +12,7 @@ from tests.e2e import test_host_tails, test_windows_freed
 from tests.invariants import test_tails
 from tests.unit.cache import test_radix, test_tail_shares, test_window_pages
 from tests.unit.core import test_resolve, test_window_pool
-from tests.unit.engine import test_build_host
+from tests.unit.engine import test_build_host, test_window_admission
 from tests.unit.kernels import test_step_triton
 from tests.unit.runners import test_device_rows
 from tests.unit.storage import test_host_pool, test_page_streams, test_tail_records
@@ -79,11 +79,43 @@ with tails.TailTiers.assign_account, test_tail_shares.test_an_account_is_charged
     pass
 with tails.TailTiers.retain, test_tail_shares.test_a_tail_that_is_retained_again_keeps_its_later_time:
     "INV 77: a tail is retained for the shortest time that was asked for"
-    until_s > tail.retained_until_s
-    until_s != tail.retained_until_s
-with tails.TailTiers.retain, test_tail_shares.test_tails_that_are_retained_for_ever_have_a_bounded_record:
+    until_s <= tail.retained_until_s
+    until_s == tail.retained_until_s
+with retention.RetentionEnds.add, test_tail_shares.test_tails_that_are_retained_for_ever_have_a_bounded_record:
     "tails that were evicted stay in memory until the end of their retention"
-    len(self._due) >= self._sweep_at
+    len(self._heap) >= self._sweep_at
+    False
+with tails.TailTiers._begin_retention, test_tail_shares.test_frames_of_retained_tails_count_in_the_quota_until_they_are_gone:
+    "INV 77: frames of retained tails count for nobody"
+    self._tiers.retention.quota.charge(tail.account, count)
+    count = 0
+with tails.TailTiers.retain, test_tail_shares.test_frames_of_retained_tails_count_in_the_quota_until_they_are_gone:
+    "INV 77: an account retains tails beyond its quota"
+    count > max(0, quota.room(tail.account))
+    False
+with tails.TailTiers.leave_host, test_tail_shares.test_frames_of_retained_tails_count_in_the_quota_until_they_are_gone:
+    "INV 77: a tail that is gone counts in the quota of its account"
+    self._end_retention(tail)
+    pass
+with prefixes.Prefixes.retain, test_tail_shares.test_a_prefix_longer_than_the_quota_leaves_room_for_the_tail_that_it_needs:
+    "INV 77: a retained prefix takes the room of its tail, and cannot be resumed behind"
+    0 if last is None else self._tails.num_to_retain(last)
+    0
+with tails.TailTiers._offload, test_tail_shares.test_the_records_get_the_time_of_every_retained_tail_and_the_next_process_retains_each:
+    "INV 77: a tail that is offloaded later is not recorded as retained"
+    self._record_retention(tail)
+    pass
+with tails.TailTiers.retain, test_tail_shares.test_the_records_get_the_time_of_every_retained_tail_and_the_next_process_retains_each:
+    "INV 77: a tail that is retained later is not recorded as retained"
+    self._record_retention(tail)
+    pass
+with records.whole_tails, test_tail_records.test_a_restart_gets_back_until_when_a_tail_is_retained:
+    "INV 77: the next process forgets until when tails are retained"
+    int(table["retained_until_s"][frames].min())
+    0
+with admission.Admission._admit, test_window_admission.test_a_row_that_loads_its_tail_waits_for_room_for_both["7-False"]:
+    "INV H12: a row is admitted to pages that the load of its tail holds"
+    num_host > 0
     False
 with tails.TailTiers.expire, test_tail_shares.test_a_tail_that_is_retained_again_keeps_its_later_time:
     "INV 77: the first time of a tail ends its retention"
@@ -103,7 +135,7 @@ with tails.TailTiers.recover, test_tails.test_a_node_adopts_the_tails_of_all_its
     {at: tail}
 with tails.TailTiers.recover, test_tail_shares.test_an_adopted_tail_is_charged_and_retained_as_its_history_is:
     "INV 77: the next process forgets the retention of tails"
-    self.retain(node.tails[max(node.tails)], node.retained_until_s)
+    self._begin_retention(tail, until_s)
     pass
 with nodes.Tail.assign_account, test_tail_shares.test_an_adopted_tail_is_charged_and_retained_as_its_history_is:
     "INV 70: an adopted tail counts for nobody"

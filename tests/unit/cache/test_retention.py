@@ -38,7 +38,7 @@ def test_it_ends_at_its_time_and_leaves_no_record_of_the_account() -> None:
     cache.expire(9)
     assert cache.stats().num_retained == 3
     cache.expire(10)
-    assert cache.tiers.retention.held == {} and cache.stats().num_retained == 0
+    assert cache.tiers.retention.quota.held == {} and cache.stats().num_retained == 0
 
 
 def test_pages_that_are_evicted_are_not_counted_and_the_others_are() -> None:
@@ -51,7 +51,7 @@ def test_pages_that_are_evicted_are_not_counted_and_the_others_are() -> None:
     cache.expire(10)
     assert cache.stats().num_retained == 5
     squeeze(cache)
-    assert cache.tiers.retention.held == {}
+    assert cache.tiers.retention.quota.held == {}
 
 
 def test_both_parts_of_a_retained_path_that_is_cut_in_two_are_retained() -> None:
@@ -63,7 +63,7 @@ def test_both_parts_of_a_retained_path_that_is_cut_in_two_are_retained() -> None
     cache.free(take(cache, cache.device.pages.num_free + 1))
     assert cached(cache, 1, 2, 3) == (3, 0)
     cache.expire(10)
-    assert cache.tiers.retention.held == {}
+    assert cache.tiers.retention.quota.held == {}
 
 
 def test_a_prefix_that_is_used_for_ever_has_a_bounded_record() -> None:
@@ -72,7 +72,7 @@ def test_a_prefix_that_is_used_for_ever_has_a_bounded_record() -> None:
     held = serve(cache, 1, 2, 3)
     for until_s in range(1, 3 * MIN_SWEEP):
         cache.retain(held, 3 * PAGE_SIZE, until_s)
-    assert len(cache.tiers.retention._due) < MIN_SWEEP
+    assert len(cache.tiers.retention.ends) < MIN_SWEEP
     for now_s, left in ((2, 5), (1, 2), (0, 0)):
         cache.expire(3 * MIN_SWEEP - now_s)
         assert cache.stats().num_retained == left
@@ -84,9 +84,9 @@ def test_pages_that_become_those_of_an_account_count_as_its_own(monkeypatch: pyt
     retained(cache, 1, 2, 3, 4, until_s=10)
     monkeypatch.setattr(tiers, "MAX_ACCOUNTS", 8)
     cache.release(cache.lock(cache.match(TENANT, prompt(1, 2, 3, 4)), account=b"caller"))
-    assert cache.tiers.retention.held == {b"caller": 4}
+    assert cache.tiers.retention.quota.held == {b"caller": 4}
     cache.expire(10)
-    assert cache.tiers.retention.held == {}
+    assert cache.tiers.retention.quota.held == {}
 
 
 def times(cache: PrefixCache) -> dict[int, int]:
@@ -156,7 +156,7 @@ def test_recovered_pages_are_retained_until_the_time_that_was_recorded() -> None
         cache.tiers.make_host_room(room)
         assert cached(cache, 1, 2, 3, 4, 5) == (0, left)
     cache.expire(10)
-    assert cache.tiers.retention.held == {} and not cache.is_retaining
+    assert cache.tiers.retention.quota.held == {} and not cache.is_retaining
 
 
 def test_recovered_pages_are_retained_no_longer_than_those_above_them() -> None:

@@ -102,9 +102,9 @@ def test_tails_that_are_retained_for_ever_have_a_bounded_record() -> None:
     cache = make_cache()
     for until_s in range(1, 2 * MIN_SWEEP):
         serve(cache, 1 + until_s % 50, b"one", until_s)
-    assert cache.tails is not None and cache.windows is not None and len(cache.tails._due) < MIN_SWEEP
+    assert cache.tails is not None and cache.windows is not None and len(cache.tails.ends) < MIN_SWEEP
     cache.expire(2 * MIN_SWEEP)
-    assert not cache.tails._due and not any(tail.retained_until_s for tail in cache.windows._order)
+    assert not len(cache.tails.ends) and not any(tail.retained_until_s for tail in cache.windows._order)
 
 
 def test_retained_tails_keep_no_request_from_its_pages() -> None:
@@ -188,15 +188,17 @@ def test_a_retained_prefix_keeps_its_tail_on_the_host_until_its_time() -> None:
     assert num_on_host(cache, range(1, 2), b"one") == 0
 
 
-def test_an_adopted_tail_is_charged_and_retained_as_its_history_is() -> None:
+@pytest.mark.parametrize("until_s", [10, 30])
+def test_an_adopted_tail_is_charged_and_retained_as_its_history_is(until_s: int) -> None:
+    """And no longer, if its record says so: the history before it goes."""
     cache = make_host_cache(8)
     root, prompt = namespace_digest(b"n" * 16, b"one"), np.array([1, 1, 2, 2, 3], dtype=np.int32).tobytes()
     run = replace(make_run([1, 2], [1, 2], namespace=root, page_size=PAGE), retained_until_s=10)
     cache.recover([run])
     assert cache.tails is not None
-    cache.tails.recover([TailImage(np.arange(3, 3 + TAIL * FRAMES, dtype=np.int32), root, run.digests[-1])])
+    cache.tails.recover([TailImage(np.arange(3, 3 + TAIL * FRAMES, dtype=np.int32), root, run.digests[-1], until_s)])
     cache.release(cache.lock(cache.match(b"one", prompt)).detach())
-    assert cache.host.shares.held == {root: PROMPT_FRAMES}
+    assert cache.host.shares.held == cache.tiers.retention.quota.held == {root: PROMPT_FRAMES}
     for seed in range(100, 140):
         serve_to_host(cache, seed, b"one")
     assert cache.match(b"one", prompt).num_host_tokens == 4
@@ -204,6 +206,89 @@ def test_an_adopted_tail_is_charged_and_retained_as_its_history_is() -> None:
     for seed in range(200, 240):
         serve_to_host(cache, seed, b"one")
     assert cache.match(b"one", prompt).num_host_tokens == 0
+
+
+def test_frames_of_retained_tails_count_in_the_quota_until_they_are_gone() -> None:
+    """A quarter of 48 pages holds two prompts of two pages of history and four frames each."""
+    cache, one = make_host_cache(8), namespace_digest(b"n" * 16, b"one")
+    for seed in (1, 2, 3):
+        serve_to_host(cache, seed, b"one", until_s=10)
+        serve_to_host(cache, seed, b"one", until_s=20)  # again: nothing counts twice
+    quota = cache.tiers.retention.quota
+    assert quota.held == {one: 2 * PROMPT_FRAMES} and cache.stats().num_not_retained > 0
+    serve_to_host(cache, 4, b"two", until_s=10)
+    assert quota.held[namespace_digest(b"n" * 16, b"two")] == PROMPT_FRAMES, "one account's quota is not another's"
+    cache.expire(10)
+    assert quota.held == {one: 2 * PROMPT_FRAMES}
+    cache.flush(Tier.DEVICE)
+    assert quota.held == {one: 2 * PROMPT_FRAMES}, "its frames are on the host"
+    cache.flush()
+    assert quota.held == {}
+
+
+def test_a_prefix_longer_than_the_quota_leaves_room_for_the_tail_that_it_needs() -> None:
+    """Pages that are retained without a tail cannot be resumed behind."""
+    cache = PrefixCache(
+        num_pages=40,
+        page_size=PAGE,
+        namespace=b"n" * 16,
+        num_window_pages=20,
+        num_host_pages=49,
+        frames_per_page=FRAMES,
+    )
+    tokens, windows = np.arange(25, dtype=np.int32), cache.windows
+    lock, pages = cache.lock(cache.match(b"", tokens.tobytes())).detach(), cache.allocate(np.zeros(12, dtype=np.int32))
+    assert windows is not None and pages is not None
+    cache.insert(lock, tokens[:24].tobytes(), pages)
+    held = windows.allocate(np.zeros(TAIL, dtype=np.int32))
+    for num_behind in (8, 0):
+        cache.keep_tail(lock, num_behind, held)
+    windows.drop(held)
+    cache.retain(lock, 24, 10)
+    cache.release(lock)
+    found = {node.num_pages: node.retained_until_s for node in cache.tree.nodes()}
+    tails = [
+        (node.num_pages, tail.at, tail.num_retained)
+        for node in cache.tree.nodes()
+        for tail in (node.tails or {}).values()
+    ]
+    assert found == {8: 10, 4: 0} and sorted(tails) == [(4, 4, 0), (8, 4, TAIL * FRAMES)]
+
+
+def test_the_records_get_the_time_of_every_retained_tail_and_the_next_process_retains_each() -> None:
+    """Two of a node, and not the third."""
+    cache = make_host_cache(8)
+    tokens, windows = np.arange(7, dtype=np.int32), cache.windows
+    lock, pages = (
+        cache.lock(cache.match(b"one", tokens.tobytes())).detach(),
+        cache.allocate(np.zeros(3, dtype=np.int32)),
+    )
+    assert windows is not None and pages is not None
+    cache.insert(lock, tokens[:6].tobytes(), pages)
+    held = windows.allocate(np.zeros(TAIL, dtype=np.int32))
+    kept = [cache.keep_tail(lock, num_behind, held) for num_behind in (2, 1, 0)]
+    windows.drop(held)
+    cache.retain(lock, 2, 10)
+    for _ in ("history", "tails"):
+        for copy in cache.begin_offloads(8):
+            cache.complete(copy.op, ok=True)
+    cache.retain(lock, 6, 10)
+    cache.release(lock)
+    host_pages, until_s = cache.host_times.take()
+    frames = [tail.frames for tail in kept if tail.frames is not None]
+    times = dict(zip(host_pages.tolist(), until_s.tolist(), strict=True))
+    assert [{times.get(frame, 0) for frame in each.tolist()} for each in frames] == [{10}, {0}, {10}]
+
+    after = make_host_cache(8)
+    root = namespace_digest(b"n" * 16, b"one")
+    run = replace(make_run([1, 2, 3], [1, 2, 3], namespace=root, page_size=PAGE), retained_until_s=10)
+    after.recover([run])
+    assert after.tails is not None
+    images = np.arange(4, 4 + 3 * TAIL * FRAMES, dtype=np.int32).reshape(3, -1)
+    each = zip(images, run.digests, (10, 0, 10), strict=True)
+    after.tails.recover([TailImage(frames, root, digest, until) for frames, digest, until in each])
+    (node,) = after.tree.nodes()
+    assert node.tails is not None and [node.tails[at].retained_until_s for at in (1, 2, 3)] == [10, 0, 10]
 
 
 @pytest.mark.parametrize(("eviction", "first"), [("lru", 1), ("priority", 2)])

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hiserve.cache.storage import records as module
-from hiserve.cache.storage.records import NO_CHECKSUM, Checksums, Records, page_checksum, record_type
+from hiserve.cache.storage import checksums as module
+from hiserve.cache.storage.checksums import Checksums, page_checksum
+from hiserve.cache.storage.records import NO_CHECKSUM, Records, record_type
 from tests.helpers.host import PAGE_BYTES, PAGE_SIZE, fill, make_run
 from tests.helpers.waiting import PATIENCE_S
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hiserve.cache.storage.records import NO_CHECKSUM, PageState, Records, page_checksum, record_type
+from hiserve.cache.storage.checksums import page_checksum
+from hiserve.cache.storage.records import NO_CHECKSUM, PageState, Records, record_type
 from hiserve.core.transfers import PageRun
 from tests.helpers.host import PAGE_BYTES, PAGE_SIZE, TENANTS, content, fill, make_run, seal, store, told
 

@@ -16,7 +16,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hiserve.cache.storage.records import NO_CHECKSUM, Records, page_checksum, record_type
+from hiserve.cache.storage.checksums import page_checksum
+from hiserve.cache.storage.records import NO_CHECKSUM, Records, record_type
 from hiserve.cache.storage.segment import Segment
 from hiserve.core.transfers import PageRun
 from tests.helpers.host import PAGE_BYTES, PAGE_SIZE, TENANTS, content, make_layout, make_run, seal, told

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hiserve.cache.storage.records import PageState, Records, page_checksum, record_type
+from hiserve.cache.storage.checksums import page_checksum
+from hiserve.cache.storage.records import PageState, Records, record_type
 from hiserve.core.transfers import TailImage
 from tests.helpers.host import PAGE_BYTES, PAGE_SIZE, TENANTS, make_run, seal, store, told
 
@@ -74,3 +75,16 @@ def test_the_checksum_of_a_frame_is_seeded_by_the_boundary(table: np.ndarray, pa
     run = store(records, pages, make_run([3], [7]))
     leave_tail(records, pages, run.digests[0], FRAMES)
     assert records.checksum(4) == page_checksum(pages[4].data, run.digests[0])
+
+
+def test_a_restart_gets_back_until_when_a_tail_is_retained(table: np.ndarray, pages: np.ndarray) -> None:
+    """A process that dies has recorded the first of its frames; its frames of another tail are not retained."""
+    records, frames = Records(table, PAGE_SIZE), np.array(FRAMES, dtype=np.int32)
+    run = store(records, pages, make_run([3], [7]))
+    for num_recorded, until_s in ((2, 0), (3, 50)):
+        leave_tail(records, pages, run.digests[0], FRAMES)
+        records.retain(frames[:num_recorded], np.full(num_recorded, 50))
+        after = Records(table.copy(), PAGE_SIZE)
+        after.recover()
+        assert [tail.retained_until_s for tail in after.tails()] == [until_s]
+        records.free(frames)

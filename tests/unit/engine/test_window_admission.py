@@ -1,0 +1,43 @@
+"""Rows are admitted to window pages that are neither promised nor held by a transfer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hiserve.cache.index.prefix_cache import Tier
+from hiserve.core.windows import WindowLimits
+from tests.helpers.copying import add, copying_engine, run
+
+LIMITS = WindowLimits(window=9, page_size=1, num_draft=0, depth=0, max_batched_tokens=4)
+LONGEST = 40  # tokens of a request; its row is promised less
+TWO_ROWS = 1 + 2 * LIMITS.promised_pages(LONGEST) + LIMITS.step_pages
+
+
+@pytest.mark.parametrize(("num_spare", "starts"), [(LIMITS.tail_pages - 1, False), (LIMITS.tail_pages, True)])
+def test_a_row_that_loads_its_tail_waits_for_room_for_both(num_spare: int, starts: bool) -> None:
+    """H12: the load holds the tail until its end is known; the row may have gone on by then, and have all its pages."""
+    engine, executor, cache = copying_engine(
+        num_pages=400,
+        num_host_pages=400,
+        page_size=1,
+        max_len=LONGEST,
+        budget=LIMITS.max_batched_tokens,
+        windows=LIMITS,
+        num_window_pages=TWO_ROWS + num_spare,
+    )
+    planner, prompts = engine._planner, [np.arange(10 * first, 10 * first + 20) for first in (1, 5)]
+    add(engine, 1, prompts[0])
+    run(engine)
+    cache.flush(Tier.DEVICE)
+    add(engine, 2, prompts[1], max_tokens=LONGEST)
+    while not planner._rows.active.size:
+        engine.step()
+    executor.holds = True
+    add(engine, 3, prompts[0], max_tokens=LONGEST)
+    for _ in range(8):
+        engine.step()
+        planner._rows.check()
+    assert (planner._rows.active.size == 2) == starts
+    executor.holds = False
+    assert run(engine)[3].host == 19, "it waits for room, and still loads"
