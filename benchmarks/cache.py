@@ -345,7 +345,7 @@ def main() -> int:
     sizes = TINY if given.tiny else sizes_of(given.shape)
     flags = " --tiny" * given.tiny + f" --shape {given.shape}" * (given.shape != "llama-8b")
     flags += f" --parts {' '.join(given.parts)}" if given.parts != list(PARTS) else ""
-    result = Record.of(given, f"python -m benchmarks.cache{flags} OUT.json COMMIT", *ENGINE)
+    result = Record.of(given, f"python -m benchmarks.cache OUT.json COMMIT{flags}", *ENGINE)
     result |= {"seed": SEED, "workload": asdict(sizes), "bars": BARS}
     begin = time.perf_counter()
     bench = Bench(sizes)

@@ -100,6 +100,11 @@ class PageCopy:
         return self.host_pages.size + (0 if self.image is None else self.image.frames.size)
 
     @property
+    def is_tail_alone(self) -> bool:
+        """Whether it copies a tail without history."""
+        return self.image is not None and not self.host_pages.size
+
+    @property
     def all_host_pages(self) -> NDArray[np.int32]:
         """They themselves, int32 ``[num_host_pages]``."""
         return self.host_pages if self.image is None else np.concatenate((self.host_pages, self.image.frames))

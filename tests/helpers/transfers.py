@@ -150,11 +150,14 @@ class TransferBench:
 
 
 def hold_copies(transfers: Any, hold: Callable[[PageCopy], str | None] | None) -> None:
-    """Calls ``hold`` in the engine's thread before each copy; the copy fails for the reason that it returns, if any."""
+    """Calls ``hold`` in the engine's thread before each copy, of tails that are copied together with each.
+
+    The copies fail for the reason that it returns, if any.
+    """
     vars(transfers).pop("_execute", None)
     if hold is not None:
         carry_out = transfers._execute
-        transfers._execute = lambda copy: hold(copy) or carry_out(copy)
+        transfers._execute = lambda *copies: next(filter(None, map(hold, copies)), "") or carry_out(*copies)
 
 
 def make_image(frames: Sequence[int]) -> TailImage:

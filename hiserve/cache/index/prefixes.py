@@ -192,9 +192,11 @@ class Prefixes:
         node = lock.node
         last, _ = deepest_tail(node, node.num_pages, _IS_ON_DEVICE)  # none before it takes more frames
         retention.retain(node, num_pages, until_s, 0 if last is None else self._tails.num_to_retain(last))
-        while node.parent is not None and node.retained_until_s < until_s:
+        num_behind = max(0, sum(step.num_pages for step in path(node)) - num_pages)
+        while node.parent is not None and (num_behind >= node.num_pages or node.retained_until_s < until_s):
+            num_behind = max(0, num_behind - node.num_pages)
             node = node.parent
-        tail, _ = deepest_tail(node, node.num_pages, _IS_ON_DEVICE)
+        tail, _ = deepest_tail(node, node.num_pages - num_behind, _IS_ON_DEVICE)
         if tail is not None:
             self._tails.retain(tail, until_s)
 

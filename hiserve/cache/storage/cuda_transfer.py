@@ -103,27 +103,30 @@ class CudaTransfers(TransferQueue):
         torch.cuda.set_device(self._device_index)
         try:
             while (copy := self.next()) is not None:
-                self._begin(copy)
+                self._begin(copy, self.take_tails(copy, self._streams[copy.kind].pages_per_slot))
         finally:
             for flights in self._flights.values():
                 flights.put(None)
 
-    def _begin(self, copy: PageCopy) -> None:
-        reason = attempt(partial(self._execute, copy))
+    def _begin(self, copy: PageCopy, tails: list[PageCopy]) -> None:
+        """Enqueues an order, and tails that are copied with it and answered alike."""
+        reason = attempt(partial(self._execute, copy, *tails))
         if reason:
             self._streams[copy.kind].drain()  # copies enqueued before memory ran out: their pages will be reallocated
-            self.end(copy, 0.0, reason)
+            for each in (copy, *tails):
+                self.end(each, 0.0, reason)
         self._by_layer.discard(copy.op)
         if copy.kind is CopyKind.LOAD:
             self.release(copy)
 
-    def _execute(self, copy: PageCopy) -> str:
-        """Enqueues a copy; returns the reason of a failure, empty without one."""
+    def _execute(self, copy: PageCopy, *tails: PageCopy) -> str:
+        """Enqueues copies; returns the reason of a failure, empty without one."""
         is_load = copy.kind is CopyKind.LOAD
         flight = self._streams[copy.kind].begin(
             copy,
             self._fence(copy.after_step),
             partial(self._wait_for_room, copy.op) if is_load else lambda _: self.yield_to_launch(),
+            tails=tails,
             by_layer=copy.op in self._by_layer,
         )
         if is_load:
@@ -147,5 +150,6 @@ class CudaTransfers(TransferQueue):
         torch.cuda.set_device(self._device_index)
         while (flight := flights.get()) is not None:
             flight.end.synchronize()
-            self.end(flight.copy, flight.seconds)
-            self._loads.pop(flight.copy.op, None)
+            for copy in flight.copies:
+                self.end(copy, flight.seconds(copy))
+                self._loads.pop(copy.op, None)

@@ -10,7 +10,7 @@ that images of any size pass through staging memory: there they are whole.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,9 +37,9 @@ _DIRECT_PROGRAMS = {CopyKind.LOAD: 8, CopyKind.OFFLOAD: 3}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flight:
-    """A copy in flight."""
+    """A copy in flight, or several of tails alone."""
 
-    copy: PageCopy
+    copies: tuple[PageCopy, ...]
     begin: torch.cuda.Event  # recorded after the waits of the copy
     end: torch.cuda.Event  # recorded after the copy
     layers: tuple[torch.cuda.Event, ...] = ()  # recorded after each layer; empty for a copy without such events
@@ -48,11 +48,10 @@ class Flight:
         """Returns the event of a layer; ``end`` for None, or without events of layers."""
         return self.end if layer is None or not self.layers else self.layers[layer]
 
-    @property
-    def seconds(self) -> float:
-        """Time on the device of an ended copy."""
+    def seconds(self, copy: PageCopy) -> float:
+        """Returns the time on the device of one of the copies, which have ended: its share by bytes."""
         milliseconds: float = self.begin.elapsed_time(self.end)
-        return milliseconds / 1e3
+        return milliseconds / 1e3 * copy.num_host_pages / sum(each.num_host_pages for each in self.copies)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,6 +109,9 @@ class PageStreams:
         staging_bytes: Staging memory on the device; two pages, or images of window pages, are allocated at least.
         max_direct_page_bytes: Pages of history up to this size are copied by a kernel.
         min_layer_bytes: Loads by a kernel may be split by layers of at least this size.
+
+    Attributes:
+        pages_per_slot: Host pages that cross the link at once, at most.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class PageStreams:
         self._has_windows = bool(host.window_layout.groups)
         self._pages_per_image = max(1, host.frames_per_page)
         images_per_slot = max(1, staging_bytes // _NUM_SLOTS // (self._pages_per_image * page_bytes))
-        self._pages_per_slot = images_per_slot * self._pages_per_image
+        self.pages_per_slot = images_per_slot * self._pages_per_image
         self._min_layer_bytes = min_layer_bytes
         self._copy_engine = CopyEngine()
         self._kernels = self._crossing = _stream()
@@ -142,7 +144,7 @@ class PageStreams:
             self._crossing = _stream()
         if self._has_windows or not self._is_direct:
             with torch.cuda.stream(self._first):  # no other stream may still use its memory
-                shape = self._pages_per_slot, page_bytes
+                shape = self.pages_per_slot, page_bytes
                 memories = [torch.empty(shape, dtype=torch.uint8, device="cuda") for _ in range(_NUM_SLOTS)]
             self._slots.extend(_Slot(memory.data_ptr(), self._staged(memory), _event()) for memory in memories)
 
@@ -163,6 +165,7 @@ class PageStreams:
         fence: torch.cuda.Event | None,
         before_piece: Callable[[torch.cuda.Event | None], None],
         *,
+        tails: Sequence[PageCopy] = (),
         by_layer: bool = False,
     ) -> Flight:
         """Enqueues a copy after an event and everything enqueued before.
@@ -170,14 +173,18 @@ class PageStreams:
         Args:
             copy: The order.
             fence: Event before the copy.
+            tails: Offloads of tails alone, as ``copy`` is then: all are gathered and cross the link together.
             before_piece: Called with None before the copy is prepared, and before each piece of staging memory is enqueued
                 with the event it waits for.
             by_layer: A forward will wait for each layer of the load. With small pages this load takes a third longer. A
                 model with window pages has no such loads: its resume points arrive whole, and its groups have not all layers.
         """
         before_piece(None)
+        copies = copy, *tails
+        assert not tails or all(each.is_tail_alone for each in copies), f"{len(copies)} orders, not all of tails alone"
         order = np.argsort(copy.host_pages, kind="stable")  # so that adjacent pages make runs
         ours, theirs = copy.device_pages[order], copy.host_pages[order]
+        images = [each.image.frames for each in copies if each.image is not None]
         begin, end = _event(timed=True), _event(timed=True)
         layers: tuple[torch.cuda.Event, ...] = ()
         with torch.cuda.stream(self._kernels):
@@ -191,11 +198,12 @@ class PageStreams:
                 layers = self._move_by_layer(self._all_pages(), ours, theirs)
             elif ours.size:
                 _move(self._direct, self._upload(ours, theirs))
-            if copy.image is not None:
-                pieces += self._pieces(Space.WINDOW, copy.window_pages, copy.image.frames)
+            if images:
+                window_pages = np.concatenate([each.window_pages for each in copies])
+                pieces += self._pieces(Space.WINDOW, window_pages, np.concatenate(images))
             self._stage(pieces, before_piece)
             end.record(self._last)
-        return Flight(copy, begin, end, layers)
+        return Flight(copies, begin, end, layers)
 
     def drain(self) -> None:
         """Waits until everything that was enqueued has ended."""
@@ -229,7 +237,7 @@ class PageStreams:
         assert theirs.size == count * ours.size, (
             f"{theirs.size} host pages for {ours.size} pages that take {count} each"
         )
-        num_pieces = -(-theirs.size // self._pages_per_slot)
+        num_pieces = -(-theirs.size // self.pages_per_slot)
         size = -(-ours.size // num_pieces)
         rows = np.arange(theirs.size, dtype=np.int32) % (size * count)
         indices = self._upload(ours, np.arange(ours.size, dtype=np.int32) % size)

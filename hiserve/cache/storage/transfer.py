@@ -184,6 +184,29 @@ class TransferQueue:
                 self._changed.wait(None if until is None else until - now)
             return None
 
+    def take_tails(self, first: PageCopy, max_pages: int) -> list[PageCopy]:
+        """Takes the offloads of tails alone that follow one, while all of them have no more frames than this, without waiting.
+
+        Args:
+            first: From ``next``.
+            max_pages: Host pages of all of them, ``first`` included.
+
+        Returns:
+            Those that were taken, in their order; none behind another kind of order.
+        """
+        taken: list[PageCopy] = []
+        if first.kind is CopyKind.OFFLOAD and first.is_tail_alone:
+            max_pages -= first.num_host_pages
+            with self._changed:
+                queue = self._queues[CopyKind.OFFLOAD]
+                while self._may_begin(CopyKind.OFFLOAD) and queue[0].is_tail_alone:
+                    max_pages -= queue[0].num_host_pages
+                    if max_pages < 0:
+                        break
+                    taken.append(queue.popleft())
+                    self._offload_free_at += taken[-1].num_host_pages * self._offload_s_per_page
+        return taken
+
     def release(self, load: PageCopy) -> None:
         """Allows forwards to follow this load."""
         with self._changed:

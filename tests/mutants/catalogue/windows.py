@@ -2,7 +2,7 @@
 
 from hiserve.attention import reference_attention
 from hiserve.cache.index import eviction, nodes, prefixes, radix, resumable_pages, retention, tails, tiers, transfers, window_pages
-from hiserve.cache.storage import cuda_transfer, host, page_streams, records
+from hiserve.cache.storage import cuda_transfer, host, page_streams, records, transfer
 from hiserve.core import memory_plan, window_pool, windows
 from hiserve.engine import admission, row_windows, tier_transfers
 from hiserve.kernels import step_inputs
@@ -89,7 +89,10 @@ with tails.TailTiers._begin_retention, test_tail_shares.test_frames_of_retained_
     "INV 77: frames of retained tails count for nobody"
     self._tiers.retention.quota.charge(tail.account, count)
     count = 0
-with tails.TailTiers.retain, test_tail_shares.test_frames_of_retained_tails_count_in_the_quota_until_they_are_gone:
+with (
+    tails.TailTiers.retain,
+    test_tail_shares.test_a_shorter_prefix_has_its_own_tail_whichever_is_retained_first_if_the_quota_has_room["6-times1"],
+):
     "INV 77: an account retains tails beyond its quota"
     count > max(0, quota.room(tail.account))
     False
@@ -101,6 +104,20 @@ with prefixes.Prefixes.retain, test_tail_shares.test_a_prefix_longer_than_the_qu
     "INV 77: a retained prefix takes the room of its tail, and cannot be resumed behind"
     0 if last is None else self._tails.num_to_retain(last)
     0
+with (
+    prefixes.Prefixes.retain,
+    test_tail_shares.test_a_shorter_prefix_has_its_own_tail_whichever_is_retained_first_if_the_quota_has_room["8-times0"],
+):
+    "INV 77: a prefix that is retained after a longer one has no tail of its own"
+    num_behind >= node.num_pages
+    False
+with (
+    transfer.TransferQueue.take_tails,
+    test_page_streams.test_tails_that_wait_behind_a_copy_are_taken_together_as_far_as_one_slot_holds_them,
+):
+    "offloads of history are taken for tails, and answered without a copy"
+    queue[0].is_tail_alone
+    True
 with tails.TailTiers._offload, test_tail_shares.test_the_records_get_the_time_of_every_retained_tail_and_the_next_process_retains_each:
     "INV 77: a tail that is offloaded later is not recorded as retained"
     self._record_retention(tail)

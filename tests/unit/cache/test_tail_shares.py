@@ -9,7 +9,8 @@ import pytest
 
 from hiserve import LLM, SamplingParams
 from hiserve.cache.index.eviction import MAX_ACCOUNTS
-from hiserve.cache.index.prefix_cache import PrefixCache, Tail, Tier
+from hiserve.cache.index.locks import path
+from hiserve.cache.index.prefix_cache import PrefixCache, PrefixLock, Tail, Tier
 from hiserve.cache.index.retention import MIN_SWEEP
 from hiserve.config.caching import EvictionOrder
 from hiserve.core.digest import namespace_digest
@@ -226,58 +227,70 @@ def test_frames_of_retained_tails_count_in_the_quota_until_they_are_gone() -> No
     assert quota.held == {}
 
 
+def compute(cache: PrefixCache, num_pages: int, ends: tuple[int, ...]) -> PrefixLock:
+    """Computes a prompt of so many pages, with tails behind the first so many of them."""
+    tokens, windows = np.arange(num_pages * PAGE + 1, dtype=np.int32), cache.windows
+    lock = cache.lock(cache.match(b"one", tokens.tobytes())).detach()
+    pages = cache.allocate(np.zeros(num_pages, dtype=np.int32))
+    assert windows is not None and pages is not None
+    cache.insert(lock, tokens[:-1].tobytes(), pages)
+    held = windows.allocate(np.zeros(TAIL, dtype=np.int32))
+    for end in ends:
+        cache.keep_tail(lock, num_pages - end, held)
+    windows.drop(held)
+    return lock
+
+
+def tails_of(cache: PrefixCache) -> dict[int, Tail]:
+    """By the pages of the prefixes that they end."""
+    tails = [tail for node in cache.tree.nodes() for tail in (node.tails or {}).values()]
+    return {sum(step.num_pages for step in path(tail.node)) - tail.node.num_pages + tail.at: tail for tail in tails}
+
+
 def test_a_prefix_longer_than_the_quota_leaves_room_for_the_tail_that_it_needs() -> None:
     """Pages that are retained without a tail cannot be resumed behind."""
-    cache = PrefixCache(
-        num_pages=40,
-        page_size=PAGE,
-        namespace=b"n" * 16,
-        num_window_pages=20,
-        num_host_pages=49,
-        frames_per_page=FRAMES,
-    )
-    tokens, windows = np.arange(25, dtype=np.int32), cache.windows
-    lock, pages = cache.lock(cache.match(b"", tokens.tobytes())).detach(), cache.allocate(np.zeros(12, dtype=np.int32))
-    assert windows is not None and pages is not None
-    cache.insert(lock, tokens[:24].tobytes(), pages)
-    held = windows.allocate(np.zeros(TAIL, dtype=np.int32))
-    for num_behind in (8, 0):
-        cache.keep_tail(lock, num_behind, held)
-    windows.drop(held)
-    cache.retain(lock, 24, 10)
+    cache = make_host_cache(8)
+    lock = compute(cache, 12, ends=(4, 12))
+    cache.retain(lock, 12 * PAGE, 10)
     cache.release(lock)
     found = {node.num_pages: node.retained_until_s for node in cache.tree.nodes()}
-    tails = [
-        (node.num_pages, tail.at, tail.num_retained)
-        for node in cache.tree.nodes()
-        for tail in (node.tails or {}).values()
-    ]
-    assert found == {8: 10, 4: 0} and sorted(tails) == [(4, 4, 0), (8, 4, TAIL * FRAMES)]
+    assert found == {8: 10, 4: 0}
+    assert {at: tail.num_retained for at, tail in tails_of(cache).items()} == {4: TAIL * FRAMES, 12: 0}
+
+
+@pytest.mark.parametrize(("num_prompts", "times"), [(8, [10, 10]), (6, [0, 10])])
+def test_a_shorter_prefix_has_its_own_tail_whichever_is_retained_first_if_the_quota_has_room(
+    num_prompts: int, times: list[int]
+) -> None:
+    """Three pages and two tails of four frames, of twelve, and of nine."""
+    cache = make_host_cache(num_prompts)
+    lock = compute(cache, 3, ends=(1, 2, 3))
+    for num_pages in (3, 1):
+        cache.retain(lock, num_pages * PAGE, 10)
+    cache.release(lock)
+    tails = tails_of(cache)
+    assert [tails[at].retained_until_s for at in (1, 3)] == times and tails[2].retained_until_s == 0
+    assert cache.stats().num_not_retained == (0 if all(times) else TAIL * FRAMES)
 
 
 def test_the_records_get_the_time_of_every_retained_tail_and_the_next_process_retains_each() -> None:
     """Two of a node, and not the third."""
     cache = make_host_cache(8)
-    tokens, windows = np.arange(7, dtype=np.int32), cache.windows
-    lock, pages = (
-        cache.lock(cache.match(b"one", tokens.tobytes())).detach(),
-        cache.allocate(np.zeros(3, dtype=np.int32)),
-    )
-    assert windows is not None and pages is not None
-    cache.insert(lock, tokens[:6].tobytes(), pages)
-    held = windows.allocate(np.zeros(TAIL, dtype=np.int32))
-    kept = [cache.keep_tail(lock, num_behind, held) for num_behind in (2, 1, 0)]
-    windows.drop(held)
-    cache.retain(lock, 2, 10)
+    lock = compute(cache, 3, ends=(1, 2, 3))
+    cache.retain(lock, PAGE, 10)
     for _ in ("history", "tails"):
         for copy in cache.begin_offloads(8):
             cache.complete(copy.op, ok=True)
-    cache.retain(lock, 6, 10)
+    cache.retain(lock, 3 * PAGE, 10)
     cache.release(lock)
     host_pages, until_s = cache.host_times.take()
-    frames = [tail.frames for tail in kept if tail.frames is not None]
     times = dict(zip(host_pages.tolist(), until_s.tolist(), strict=True))
-    assert [{times.get(frame, 0) for frame in each.tolist()} for each in frames] == [{10}, {0}, {10}]
+    frames = {at: tail.frames for at, tail in tails_of(cache).items() if tail.frames is not None}
+    assert {at: {times.get(frame, 0) for frame in each.tolist()} for at, each in frames.items()} == {
+        1: {10},
+        2: {0},
+        3: {10},
+    }
 
     after = make_host_cache(8)
     root = namespace_digest(b"n" * 16, b"one")
@@ -286,9 +299,8 @@ def test_the_records_get_the_time_of_every_retained_tail_and_the_next_process_re
     assert after.tails is not None
     images = np.arange(4, 4 + 3 * TAIL * FRAMES, dtype=np.int32).reshape(3, -1)
     each = zip(images, run.digests, (10, 0, 10), strict=True)
-    after.tails.recover([TailImage(frames, root, digest, until) for frames, digest, until in each])
-    (node,) = after.tree.nodes()
-    assert node.tails is not None and [node.tails[at].retained_until_s for at in (1, 2, 3)] == [10, 0, 10]
+    after.tails.recover([TailImage(ours, root, digest, until) for ours, digest, until in each])
+    assert [tails_of(after)[at].retained_until_s for at in (1, 2, 3)] == [10, 0, 10]
 
 
 @pytest.mark.parametrize(("eviction", "first"), [("lru", 1), ("priority", 2)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -193,6 +194,82 @@ def test_frames_cross_in_their_order_whole_images_at_once(
     host = [(run[0] if kind is CopyKind.OFFLOAD else run[1], run[2]) for run in device.runs]
     pages = [((address - start) / windowed.page_bytes, size / windowed.page_bytes) for address, size in host]
     assert pages == [(3, 3), (6, 1), (7, 2), (22, 1), (20, 1), (21, 1)]
+
+
+def tail_order(op: int, windows: list[int], frames: list[int]) -> PageCopy:
+    return PageCopy(op, CopyKind.OFFLOAD, ints([]), ints([]), 0, None, ints(windows), make_image(frames))
+
+
+TAILS = [  # two, one and two window pages, of three frames each
+    tail_order(1, [31, 32], [3, 4, 5, 6, 2, 1]),
+    tail_order(2, [7], [8, 9, 10]),
+    tail_order(3, [33, 34], [11, 12, 13, 22, 20, 21]),
+]
+
+
+def test_tails_of_a_step_are_gathered_at_once_and_cross_at_once(
+    windowed: TransferBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They cost the calls of one: in the time of calls nobody else has the interpreter."""
+    device, bench, calls = FakeCuda(), windowed, list[int]()
+    install(monkeypatch, device)
+    monkeypatch.setattr(bench.host.prefault, "pages_per_piece", NUM_PAGES)
+    monkeypatch.setattr("tests.unit.storage.test_page_streams.PAGES_PER_SLOT", 15)
+    streams = make_streams(bench, CopyKind.OFFLOAD, direct=True)
+    for first, *others in (TAILS[:1], TAILS):
+        num_calls, device.runs = device.num_calls, []
+        flight = streams.begin(first, None, lambda room: None, tails=others)
+        calls.append(device.num_calls - num_calls)
+    assert calls[0] == calls[1] and flight.copies == tuple(TAILS)
+    assert [flight.seconds(copy) for copy in TAILS] == [0.4e-3, 0.2e-3, 0.4e-3]
+    assert [size / bench.page_bytes for _, _, size in device.runs] == [4, 1, 1, 6, 1, 2], (
+        "adjacent ones of two tails are one"
+    )
+    device.run()
+    history, windows = bench.pages(), bench.pages(Space.WINDOW)
+    load = make_streams(bench, CopyKind.LOAD, direct=True)
+    for copy in TAILS:
+        for page in copy.window_pages.tolist():
+            bench.fill(page, 0.0, Space.WINDOW)
+        order = PageCopy(9, CopyKind.LOAD, ints([]), ints([]), 0, None, copy.window_pages, copy.image)
+        load.begin(order, None, lambda room: None)
+    device.run()
+    assert torch.equal(bench.pages(Space.WINDOW), windows) and torch.equal(bench.pages(), history)
+
+
+def test_tails_that_wait_behind_a_copy_are_taken_together_as_far_as_one_slot_holds_them(
+    windowed: TransferBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a tail behind history is taken with those before it, nor one more than the slot holds."""
+    device, begin, begun = FakeCuda(), PageStreams.begin, list[list[int]]()
+    install(monkeypatch, device)
+    monkeypatch.setattr(windowed.host.prefault, "pages_per_piece", NUM_PAGES)
+    limits = {"max_queued_bytes": 1 << 40, "max_offload_bytes_per_s": 1e15}
+    staging_bytes = 2 * 9 * windowed.page_bytes * 5 // 2  # slots of nine frames
+    engine = CudaTransfers(windowed.device, windowed.host, staging_bytes=staging_bytes, **limits)  # type: ignore[arg-type]
+    may_begin = threading.Event()
+
+    def logged(streams: PageStreams, copy: PageCopy, *where: Any, tails: tuple[PageCopy, ...] = (), **how: Any) -> Any:
+        begun.append([each.op for each in (copy, *tails)])
+        assert may_begin.wait(PATIENCE_S)
+        return begin(streams, copy, *where, tails=tails, **how)
+
+    monkeypatch.setattr(PageStreams, "begin", logged)
+    pages = ints([40])
+    for order in (
+        PageCopy(7, CopyKind.OFFLOAD, pages, pages, 0, make_run([40], [40])),
+        *TAILS,
+        PageCopy(8, CopyKind.OFFLOAD, ints([41]), ints([41]), 0, make_run([41], [41])),
+        tail_order(9, [8], [50, 51, 52]),
+    ):
+        engine.start(order)
+    may_begin.set()
+    acks: list[Any] = []
+    while len(acks) < 6:
+        acks += engine.poll(PATIENCE_S)
+    engine.close()
+    assert [(ack.op, ack.reason) for ack in acks] == [(op, "") for op in (7, 1, 2, 3, 8, 9)]
+    assert begun == [[7], [1, 2], [3], [8], [9]]
 
 
 @pytest.mark.parametrize("kind", [CopyKind.OFFLOAD, CopyKind.LOAD])
