@@ -6,15 +6,15 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from hiserve.attention.base import Attention, AttentionShape, is_hopper
+from hiserve.attention.base import Attention, AttentionShape, LaterAttention, is_hopper
 from hiserve.attention.latent import ExpandedPrompts, open_with
-from hiserve.attention.paired import PairedAttention
+from hiserve.attention.paired import GraphedAttention, PairedAttention
 from hiserve.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -22,13 +22,6 @@ logger = logging.getLogger(__name__)
 # Module and class that compute expanded prompts of latent attention on Hopper, and the elements of keys and values it has.
 _PROMPTS = ("hiserve.attention.flashinfer_latent", "FlashInferPrompts")
 _PROMPT_DIMS = ((192, 128), (256, 256))
-
-
-class LaterAttention(Attention, Protocol):
-    """A backend whose kernels may still be compiling."""
-
-    def is_ready(self) -> bool:
-        """Whether it may plan; loads the kernels once they are compiled. Not to be called during a graph capture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +42,7 @@ class _Backend:
     absorbed: tuple[str, str] | None = None
     min_latent: int = 1  # least elements of latents and rotated keys, which are powers of 2 if it is more
     latent_dims: tuple[int, int] | None = None  # the elements of latents and rotated keys that it supports; None is any
-    latent_heads: int = 0  # query heads of latent attention divide it; 0 is any number
+    latent_heads: int = 0  # query heads of latent attention divide it, except in graphs of rows of one token; 0 is any number
     has_device_lengths: bool = True  # needs no lengths from the host: the class has ``needs_host_lengths`` False
 
     def refusal(self, shape: AttentionShape, device: torch.device, has_trees: bool) -> str | None:
@@ -157,6 +150,7 @@ def open_attention(
     device: torch.device,
     *,
     has_trees: bool = False,
+    has_drafts: bool = True,
     is_serving: Callable[[], bool] | None = None,
 ) -> Attention:
     """Creates a backend.
@@ -166,6 +160,8 @@ def open_attention(
         shape: Of the model.
         device: Of the pool.
         has_trees: Steps may have tree masks.
+        has_drafts: Rows may have drafts, so that the host may know bounds of their lengths alone. Without them ``auto`` may
+            return a backend that needs exact ones.
         is_serving: Whether steps are those of requests. If given, ``auto`` does not wait for compilers: Triton computes
             the prompts until FlashInfer is compiled and ``is_serving`` is true, then FlashInfer does.
 
@@ -173,7 +169,7 @@ def open_attention(
         ConfigError: The backend is not installed or does not support the arguments; the message names one that does.
     """
     if name == "auto":
-        return _open_fastest(shape, device, has_trees, is_serving)
+        return _open_fastest(shape, device, is_serving, has_trees=has_trees, has_drafts=has_drafts)
     backend = _BACKENDS[name]
     refusal = backend.refusal(shape, device, has_trees)
     if refusal is not None:
@@ -205,7 +201,12 @@ def open_draft_attention(name: str, shape: AttentionShape, device: torch.device)
 
 
 def _open_fastest(
-    shape: AttentionShape, device: torch.device, has_trees: bool, is_serving: Callable[[], bool] | None
+    shape: AttentionShape,
+    device: torch.device,
+    is_serving: Callable[[], bool] | None,
+    *,
+    has_trees: bool,
+    has_drafts: bool,
 ) -> Attention:
     """Opens the fastest supported backend, or a pair of backends, each for the rows where it is faster.
 
@@ -215,12 +216,16 @@ def _open_fastest(
     before each step, from host lengths: with drafts no step could be planned ahead (``engine/build.py``), and rows that
     decode beside prompts would have no graph (``ragged``). ``choices`` in that file has the cost of a
     schedule for each shape. FlashInfer's kernels for Hopper compute prompts in 0.73 to 0.91 of Triton's time at each of
-    the shapes measured.
+    the shapes measured. Absorbed queries are another matter: FlashInfer's take 0.38 to 0.6 of Triton's time
+    (``hybrid_kernel.json``), so that without drafts they are those of graphs of rows that decode.
     """
     fits = fitting_backends(shape, device, has_trees=has_trees)
     make: Callable[[AttentionShape], Attention] = _BACKENDS[fits[0]].class_for(shape)
-    if "flashinfer" in fits[1:] and is_hopper(device):
-        make = partial(_open_pair, shape, decoding=fits[0], is_serving=is_serving)
+    has_prompts, has_graphs = "flashinfer" in fits[1:], _has_graphs(shape, device, has_trees or has_drafts)
+    if (has_prompts or has_graphs) and is_hopper(device):
+        make = partial(
+            _open_pair, shape, decoding=fits[0], has_prompts=has_prompts, has_graphs=has_graphs, is_serving=is_serving
+        )
     return open_with(shape, make, _open_prompts(shape, device, is_serving))
 
 
@@ -256,22 +261,40 @@ def _open_prompts(
     return kernel if is_serving is None or kernel.is_ready() else _ServedPrompts(kernel, is_serving)
 
 
+def _has_graphs(shape: AttentionShape, device: torch.device, has_drafts: bool) -> bool:
+    """Whether FlashInfer computes graphs of rows that decode, for which any number of latent attention's heads will do."""
+    if shape.latent is None or has_drafts:
+        return False
+    return _BACKENDS["flashinfer"].refusal(replace(shape, num_heads=1), device, False) is None
+
+
 def _open_pair(
-    shape: AttentionShape, kind: AttentionShape, *, decoding: str, is_serving: Callable[[], bool] | None
+    shape: AttentionShape,
+    kind: AttentionShape,
+    *,
+    decoding: str,
+    has_prompts: bool,
+    has_graphs: bool,
+    is_serving: Callable[[], bool] | None,
 ) -> Attention:
-    """Opens ``decoding`` and, if it can be compiled, FlashInfer beside it. ``kind`` is what they compute of ``shape``."""
+    """Opens ``decoding`` and, if it can be compiled, FlashInfer beside it, for prompts, for graphs or for both.
+
+    ``kind`` is what they compute of ``shape``.
+    """
     fastest: Attention = _BACKENDS[decoding].class_for(shape)(kind)
     try:
-        flashinfer = _BACKENDS["flashinfer"].class_for(shape)
-        if is_serving is None:
-            return PairedAttention(decoding=fastest, prompts=flashinfer(kind))
-        prompts: LaterAttention = flashinfer(kind, waits=False)  # without waiting for the compilers
-        if prompts.is_ready():
-            return PairedAttention(decoding=fastest, prompts=prompts)
-        return PairedAttention(fastest, prompts, lambda: is_serving() and prompts.is_ready())
+        flashinfer: LaterAttention = _BACKENDS["flashinfer"].class_for(shape)(kind, waits=is_serving is None)
     except (ConfigError, ImportError) as error:
-        logger.warning("prompts are computed by %s, which is slower: %s", decoding, error)
+        what = "prompts" if has_prompts else "rows that decode"
+        logger.warning("%s are computed by %s, which is slower: %s", what, decoding, error)
         return fastest
+    if has_graphs:
+        fastest = GraphedAttention(fastest, flashinfer)
+    if not has_prompts:
+        return fastest
+    if is_serving is None or flashinfer.is_ready():
+        return PairedAttention(fastest, flashinfer)
+    return PairedAttention(fastest, flashinfer, lambda: is_serving() and flashinfer.is_ready())
 
 
 def fitting_backends(shape: AttentionShape, device: torch.device, *, has_trees: bool = False) -> tuple[str, ...]:

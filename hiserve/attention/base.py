@@ -118,3 +118,10 @@ class Attention(Protocol):
         Returns:
             ``[T, num_heads, head_dim]``, independent of slots outside the row; zeros where a token sees no key.
         """
+
+
+class LaterAttention(Attention, Protocol):
+    """A backend whose kernels may still be compiling."""
+
+    def is_ready(self) -> bool:
+        """Whether it may plan; loads the kernels once they are compiled. Not to be called during a graph capture."""

@@ -216,12 +216,16 @@ class AbsorbedRows:
     """Rows of absorbed queries over rows that all heads share; ``partials`` and ``buffers`` as of ``DecodeRows``.
 
     In its causal mode a program reads too few keys where its 64 or 128 queries end inside a token: the heads of a token
-    must divide 128. The plan fills the buffers, with the lengths of rows in place of those of their last pages.
+    must divide 128. Without it rows have one token and any number of heads. The plan fills the buffers, with the lengths
+    of rows in place of those of their last pages.
     """
 
-    def __init__(self, shape: AttentionShape, partials: Tensor, buffers: GraphBuffers | None = None) -> None:
-        assert 128 % shape.num_heads == 0 and shape.head_dim == _LATENT_RANK + _LATENT_ROPE_DIM, shape
-        self._shape = shape
+    def __init__(
+        self, shape: AttentionShape, partials: Tensor, buffers: GraphBuffers | None = None, *, is_causal: bool = True
+    ) -> None:
+        assert shape.head_dim == _LATENT_RANK + _LATENT_ROPE_DIM, shape
+        assert 128 % shape.num_heads == 0 or not is_causal, shape
+        self._shape, self._is_causal = shape, is_causal
         of_graph: dict[str, Any] = {}
         if buffers is not None:
             of_graph = {
@@ -245,7 +249,7 @@ class AbsorbedRows:
             _LATENT_RANK,
             _LATENT_ROPE_DIM,
             shape.page_size,
-            True,  # causal
+            self._is_causal,
             shape.scale,
             shape.dtype,
             shape.dtype,

@@ -1,4 +1,4 @@
-"""Latent attention by FlashInfer's kernels for Hopper: absorbed queries of rows that do not decode, and expanded prompts."""
+"""Latent attention by FlashInfer's kernels for Hopper: absorbed queries, and expanded prompts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class FlashInferLatentAttention:
     """Attends over pages, by schedules that the host makes from host lengths.
 
     Plans alternate between two sets of schedules, and each waits until the upload of the set's previous ones has ended.
-    ``shape`` is that of absorbed queries: one KV head of 512 + 64 elements. ``waits`` is that of ``FlashInferAttention``.
+    ``shape`` is that of absorbed queries: one KV head of 512 + 64 elements. Only graphs may have a number of heads that
+    does not divide 128. ``waits`` is that of ``FlashInferAttention``.
 
     Raises:
         ConfigError: The kernel cannot be compiled on this machine.
@@ -57,8 +58,11 @@ class FlashInferLatentAttention:
         return self._libraries.is_ready()
 
     def _load(self) -> None:
-        for turn in self._turns:
-            turn.plan(np.array([2], dtype=np.int32), np.array([3], dtype=np.int32))
+        one = np.ones(1, dtype=np.int32)
+        pages = torch.zeros(1, dtype=torch.int32, device=self._workspace.device)
+        partials = self._workspace.partials(self._workspace.num_programs, _TILE)
+        rows = AbsorbedRows(self._shape, partials, is_causal=False)
+        rows.schedule(RowLengths(one, one, self._shape.page_size), pages)
 
     def captured(self, num_rows: int, width: int) -> Attention | None:
         """Returns a backend with its own buffers for rows of one token; None for others."""
@@ -119,7 +123,7 @@ class _GraphAttention:
             tokens = torch.arange(self._indptr.shape[0], dtype=torch.int32, device=self._indptr.device)
             buffers = GraphBuffers(tokens, self._indptr, torch.ones_like(self._indptr[1:]), self._indices)
             partials = self._workspace.partials(self._workspace.num_programs, _TILE)
-            self._rows = AbsorbedRows(self._shape, partials, buffers)
+            self._rows = AbsorbedRows(self._shape, partials, buffers, is_causal=False)
         self._inputs = inputs
         lengths = RowLengths(inputs.q_lens, np.maximum(inputs.kv_bounds, inputs.q_lens), self._shape.page_size)
         self._copied.synchronize()

@@ -1,4 +1,4 @@
-"""Combines two backends: the first computes rows that decode, the second the prompts after them."""
+"""Combines two backends: one for rows that decode and one for prompts after them, or one for some graphs alone."""
 
 from __future__ import annotations
 
@@ -6,8 +6,28 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from hiserve.attention.base import Attention
+from hiserve.attention.base import Attention, LaterAttention
 from hiserve.core.forward import ForwardInputs, LayerKV
+
+
+class GraphedAttention:
+    """Computes graphs of rows of one token by ``graphs``, and all else by ``attention``, which needs no host lengths.
+
+    The graphs are planned before each replay, with lengths of the host: no row may have drafts while steps are planned
+    ahead (``engine/build.py``). A graph is captured once, so ``graphs`` must be ready by then, or has none.
+    """
+
+    needs_host_lengths = True
+
+    def __init__(self, attention: Attention, graphs: LaterAttention) -> None:
+        assert not attention.needs_host_lengths, "steps without a graph get bounds"
+        self._attention, self._graphs = attention, graphs
+        self.ragged, self.plan, self.forward = attention.ragged, attention.plan, attention.forward
+
+    def captured(self, num_rows: int, width: int) -> Attention | None:
+        """Returns that of ``graphs`` if it is ready and has one, else that of ``attention``."""
+        captured = self._graphs.captured(num_rows, width) if self._graphs.is_ready() else None
+        return self._attention.captured(num_rows, width) if captured is None else captured
 
 
 class PairedAttention:

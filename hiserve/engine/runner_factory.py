@@ -124,7 +124,10 @@ def make_runners(
     Raises:
         ConfigError: The backend is not installed or does not support the model.
     """
-    attention = open_attention(runner.attention_backend, shape, rows.device, is_serving=is_serving)
+    has_drafts = proposer is not None or max(widths) > 1
+    attention = open_attention(
+        runner.attention_backend, shape, rows.device, has_drafts=has_drafts, is_serving=is_serving
+    )
     eager = EagerRunner(model, layers, attention)
     if runner.graphs == "off" or canary is not None:
         runners = Dispatch(rows, eager, canary=canary, proposer=proposer)

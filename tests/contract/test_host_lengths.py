@@ -14,7 +14,7 @@ import pytest
 
 from hiserve import LLM, SamplingParams
 from hiserve.attention.base import Attention, AttentionShape
-from hiserve.attention.paired import PairedAttention
+from hiserve.attention.paired import GraphedAttention, PairedAttention
 from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.engine import runner_factory
 from hiserve.models.model_config import NANO
@@ -62,13 +62,16 @@ def settings(proposer: str, depth: int, **others: Any) -> dict[str, Any]:
     return options | others
 
 
-def open_with(patch: pytest.MonkeyPatch, make: Make) -> None:
-    """Gives models this attention, whatever is asked for."""
+def open_with(patch: pytest.MonkeyPatch, make: Make) -> list[bool]:
+    """Gives models this attention, whatever is asked for; returns a list of what is told of drafts."""
+    told: list[bool] = []
 
-    def open_attention(name: str, shape: AttentionShape, device: object, **_: Any) -> Attention:
+    def open_attention(name: str, shape: AttentionShape, device: object, *, has_drafts: bool, **_: Any) -> Attention:
+        told.append(has_drafts)
         return make(ReferenceAttention(shape))
 
     patch.setattr(runner_factory, "open_attention", open_attention)
+    return told
 
 
 @DEPTHS
@@ -78,11 +81,12 @@ def test_lengths_that_a_backend_plans_with_are_exact(
 ) -> None:
     log: list[bool] = []
     workload()
-    open_with(monkeypatch, partial(HostLengthAttention, log=log))
+    has_drafts = open_with(monkeypatch, partial(HostLengthAttention, log=log))
     with LLM(**settings(proposer, depth)) as llm:
         ask(llm)
         planned_ahead = engine_of(llm)._depth
     assert len(log) > 10 and all(log), f"{log.count(False)} of {len(log)} plans were inexact"
+    assert has_drafts == [proposer != "off"]
     # Nothing is lost where every length is known, and whoever loses something is told.
     assert planned_ahead == (depth if proposer == "off" else 0)
     told = [record.getMessage() for record in caplog.records if "planned ahead" in record.getMessage()]
@@ -91,8 +95,9 @@ def test_lengths_that_a_backend_plans_with_are_exact(
 
 def test_no_step_is_planned_ahead_where_drafts_may_be_chosen_later(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[bool] = []
-    open_with(monkeypatch, partial(HostLengthAttention, log=log))
+    has_drafts = open_with(monkeypatch, partial(HostLengthAttention, log=log))
     with LLM(**settings("ngram", 1, spec_steps="auto")) as llm:
+        assert has_drafts == [True]
         assert llm.settings.spec.tiers[0] == 0 < llm.settings.spec.tiers[-1]
         assert engine_of(llm)._depth == 0
 
@@ -107,6 +112,30 @@ def test_graphs_that_are_planned_before_each_replay_get_exact_lengths_too(
         ask(llm)
         replayed = engine_of(llm).stats().graph_gate["replay"]
     assert replayed["decode" if proposer == "off" else "verify"] >= 5 and replayed["piecewise"] > 0
+
+
+class DecodeGraphs(HostLengthAttention):
+    """Of rows of one token, as FlashInfer's of absorbed queries."""
+
+    def is_ready(self) -> bool:
+        return True
+
+    def captured(self, num_rows: int, width: int) -> HostLengthAttention | None:  # type: ignore[override]
+        return super().captured(num_rows, width) if width == 1 else None
+
+
+@PROPOSERS
+def test_a_backend_of_graphs_alone_gets_exact_lengths_beside_one_that_needs_none(
+    proposer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows beside prompts keep their graphs, which read lengths on the device."""
+    workload()
+    allow_recording(monkeypatch, lambda each: GraphedAttention(RecordableAttention(each), DecodeGraphs(_another(each))))
+    with LLM(**settings(proposer, 1, graphs="all")) as llm:
+        ask(llm)
+        replayed, depth = engine_of(llm).stats().graph_gate["replay"], engine_of(llm)._depth
+    assert replayed["decode" if proposer == "off" else "verify"] >= 5 and replayed["mixed"] > 0
+    assert depth == (proposer == "off")
 
 
 @PROPOSERS

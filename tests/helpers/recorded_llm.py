@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tests.helpers.recorded import RecordableAttention, RecordedCapture, recorda
 
 
 def allow_recording(
-    patch: pytest.MonkeyPatch, attention: type[RecordableAttention] = RecordableAttention
+    patch: pytest.MonkeyPatch, attention: Callable[[ReferenceAttention], Attention] = RecordableAttention
 ) -> list[Executor]:
     """Lets engines on the CPU have graphs, which are recorded, wherever ``graphs`` asks for them.
 

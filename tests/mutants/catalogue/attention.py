@@ -1,8 +1,9 @@
 """Attention: what a token sees, and which lengths a backend plans with."""
 
-from hiserve.attention import cpu, reference_attention
-from hiserve.engine import build
+from hiserve.attention import backends, cpu, reference_attention
+from hiserve.engine import build, runner_factory
 from tests.contract import test_attention, test_host_lengths
+from tests.unit.attention import test_backends
 
 with reference_attention.ReferenceAttention.plan, test_attention.test_nobody_sees_a_hidden_first_slot_even_if_it_holds_nan:
     "INV 36: attention reads the first slot although it was never written"
@@ -16,3 +17,11 @@ with cpu._attend_with_sinks, test_attention.test_sinks_take_their_share_and_give
     "INV 36: a sink takes part twice"
     torch.sigmoid(lse - sinks[:, None])
     torch.sigmoid(lse - sinks[:, None]) ** 2
+with backends._has_graphs, test_backends.test_graphs_read_lengths_on_the_device_where_there_may_be_drafts_or_flashinfer_does_not_fit:
+    "INV 66: graphs of rows that may have drafts are planned with lengths of the host"
+    shape.latent is None or has_drafts
+    shape.latent is None
+with runner_factory.make_runners, test_host_lengths.test_lengths_that_a_backend_plans_with_are_exact:
+    "INV 66: attention is opened as if there were no drafts"
+    proposer is not None or max(widths) > 1
+    False

@@ -5,6 +5,7 @@ from hiserve.kernels import (
     attention_decode,
     draft_reference,
     draw,
+    few_experts,
     fused,
     group_route,
     latent_decode,
@@ -20,6 +21,7 @@ from tests.unit.kernels import (
     test_draft_triton,
     test_draft_window,
     test_draw,
+    test_experts,
     test_fused,
     test_large_pools,
     test_latent_decode,
@@ -102,3 +104,7 @@ with latent_decode._attend, test_latent_decode.test_ragged_rows_see_what_the_ref
     "a draft sees the drafts after it"
     is_key[None, :] & (key[None, :] <= last[:, None])
     is_key[None, :]
+with few_experts._gate_kernel, test_experts.test_the_turn_of_the_expert_that_computes_all_reads_no_choice:
+    "an expert that computes all tokens reads a choice behind those of the last"
+    tl.load(chosen + token * NUM_CHOSEN + turn, mask=turn < NUM_CHOSEN, other=0)
+    tl.load(chosen + token * NUM_CHOSEN + turn)

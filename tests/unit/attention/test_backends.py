@@ -14,7 +14,7 @@ from hiserve.attention.backends import _BACKENDS, fitting_backends, open_attenti
 from hiserve.attention.base import AttentionShape, LatentShape
 from hiserve.attention.cpu import CpuAttention
 from hiserve.attention.latent import LatentAttention
-from hiserve.attention.paired import PairedAttention
+from hiserve.attention.paired import GraphedAttention, PairedAttention
 from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.errors import ConfigError
 
@@ -123,6 +123,43 @@ def test_absorbed_queries_that_do_not_decode_are_flashinfers_on_hopper(hopper: d
 
 
 @pytest.mark.parametrize("num_heads", [20, 128])
+@pytest.mark.parametrize("is_serving", [None, lambda: False])
+def test_graphs_of_absorbed_queries_are_flashinfers_where_no_row_has_drafts(
+    hopper: dict[str, Any], num_heads: int, is_serving: Any
+) -> None:
+    """Of any number of heads: rows of one token need no causal mode."""
+    hopper.update(TritonLatentAttention=Fake, FlashInferLatentAttention=type("Graphs", (Fake,), {}))
+    shape = dataclasses.replace(LATENTS, num_heads=num_heads)
+    attention = open_attention("auto", shape, CUDA, has_drafts=False, is_serving=is_serving)
+    assert isinstance(attention, LatentAttention) and attention.needs_host_lengths
+    captured = attention.captured(4, 1)
+    assert isinstance(captured, LatentAttention)
+    assert type(captured._absorbed) is hopper["FlashInferLatentAttention"]
+    ragged = attention.ragged()
+    assert isinstance(ragged, LatentAttention) and type(ragged._absorbed) is Fake
+    assert isinstance(attention._absorbed, PairedAttention if num_heads == 128 else GraphedAttention)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({}, {}),
+        ({}, {"has_drafts": True}),
+        ({}, {"has_drafts": False, "has_trees": True}),
+        ({"hides_first": True}, {"has_drafts": False}),
+        ({"latent": LatentShape(256, 64, 128, 128, scale=0.1)}, {"has_drafts": False}),
+        ({"latent": None, "num_kv_heads": 16, "head_dim": 128}, {"has_drafts": False}),
+    ],
+)
+def test_graphs_read_lengths_on_the_device_where_there_may_be_drafts_or_flashinfer_does_not_fit(
+    hopper: dict[str, Any], changes: dict[str, Any], options: dict[str, Any]
+) -> None:
+    hopper.update(TritonLatentAttention=Fake, FlashInferLatentAttention=Fake)
+    attention = open_attention("auto", dataclasses.replace(LATENTS, **changes), CUDA, **options)
+    assert not attention.needs_host_lengths
+
+
+@pytest.mark.parametrize("num_heads", [20, 128])
 def test_expanded_prompts_are_flashinfers_whatever_the_heads(hopper: dict[str, Any], num_heads: int) -> None:
     hopper.update(TritonLatentAttention=Fake, FlashInferLatentAttention=Fake)
     attention = open_attention("auto", dataclasses.replace(LATENTS, num_heads=num_heads), CUDA)
@@ -180,14 +217,22 @@ class Fake:
 
     needs_host_lengths = False
 
-    def __init__(self, shape: AttentionShape) -> None:
+    def __init__(self, shape: AttentionShape, *, waits: bool = True) -> None:
         self.shape = shape
+
+    def is_ready(self) -> bool:
+        return True
 
     def captured(self, num_rows: int, width: int) -> Fake:
         return self
 
     def ragged(self) -> Fake:
         return self
+
+    def plan(self, inputs: Any) -> None:
+        raise AssertionError(inputs)
+
+    forward = plan
 
 
 class FakePrompts:
@@ -251,7 +296,7 @@ def test_auto_waits_for_no_compiler_when_requests_are_to_be_served(hopper: dict[
     class Slow(Fake):
         def __init__(self, shape: AttentionShape, *, waits: bool = True) -> None:
             assert not waits
-            super().__init__(shape)
+            super().__init__(shape, waits=waits)
 
         def is_ready(self) -> bool:
             return state["compiled"]
@@ -270,7 +315,7 @@ def test_auto_waits_for_no_compiler_when_requests_are_to_be_served(hopper: dict[
 def test_auto_goes_on_with_triton_where_flashinfer_cannot_be_compiled(
     hopper: dict[str, Any], error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(shape: AttentionShape) -> Fake:
+    def fail(shape: AttentionShape, *, waits: bool = True) -> Fake:
         raise error
 
     hopper["FlashInferAttention"] = fail

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hiserve.attention.paired import PairedAttention
+from hiserve.attention.paired import GraphedAttention, PairedAttention
 from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.core.plan import Int32Array
@@ -98,6 +98,26 @@ def test_graphs_have_what_rows_that_decode_have() -> None:
     assert PairedAttention(decoding, prompts).captured(4, 1) is decoding
     assert PairedAttention(Recorded(case, needs_host_lengths=True), prompts).needs_host_lengths
     assert PairedAttention(ReferenceAttention(case.shape), prompts).captured(4, 1) is None
+
+
+@pytest.mark.parametrize(("is_ready", "is_there"), [(True, True), (True, False), (False, True)])
+def test_a_backend_of_graphs_has_those_that_it_captures_once_it_is_ready(is_ready: bool, is_there: bool) -> None:
+    case = Case(DECODES)
+    every, graph = Recorded(case), Recorded(case, needs_host_lengths=True)
+
+    class Graphs(Recorded):
+        def is_ready(self) -> bool:
+            return is_ready
+
+        def captured(self, num_rows: int, width: int) -> Recorded | None:  # type: ignore[override]
+            assert is_ready and (num_rows, width) == (3, 1)
+            return graph if is_there else None
+
+    attention = GraphedAttention(every, Graphs(case, needs_host_lengths=True))
+    assert attention.captured(3, 1) is (graph if is_ready and is_there else every)
+    assert attention.ragged() is every and attention.needs_host_lengths
+    case.run(attention)
+    assert len(every.planned) == 1
 
 
 def test_until_prompts_have_a_backend_the_other_computes_them_and_the_change_is_between_two_steps() -> None:

@@ -262,8 +262,14 @@ def test_attention_changes_after_the_start_at_the_earliest_and_only_where_nothin
     during: list[bool] = []
 
     def open_with(
-        name: str, shape: AttentionShape, device: torch.device, *, is_serving: Callable[[], bool] | None
+        name: str,
+        shape: AttentionShape,
+        device: torch.device,
+        *,
+        has_drafts: bool,
+        is_serving: Callable[[], bool] | None,
     ) -> Attention:
+        assert not has_drafts
         asked.append(is_serving)
         if is_serving is not None:
             during.append(is_serving())

@@ -93,6 +93,26 @@ out = experts.mix_experts(x, shares, chosen, gate_up, down)
 assert out.isfinite().all(1).tolist() == [True, True, False, True]
 """
 
+BOUNDS = """
+from triton.runtime.interpreter import InterpreterBuilder
+
+read, load = set(), InterpreterBuilder.create_masked_load
+def note(self, ptrs, mask, *others):
+    read.update(ptrs.data[mask.data].tolist())
+    return load(self, ptrs, mask, *others)
+
+room = torch.tensor([1, 0, 1 << 40])  # two choices, and what may lie behind them
+weights = randn(2, 32, 24), randn(2, 24, 16)
+InterpreterBuilder.create_masked_load = note
+experts.mix_experts(randn(1, 24), torch.ones(1, 2), room[None, :2], *weights, shared=(randn(32, 24), randn(24, 16)))
+InterpreterBuilder.create_masked_load = load
+assert [room.data_ptr() + 8 * place in read for place in range(3)] == [True, True, False]
+"""
+
 
 def test_kernels_of_experts_compute_what_their_twins_do() -> None:
     run_interpreted(HEADER + ROUTES + GROUPS + MIXES + BIASES + OTHERS)
+
+
+def test_the_turn_of_the_expert_that_computes_all_reads_no_choice() -> None:
+    run_interpreted(HEADER + BOUNDS)
