@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 # Module and class that compute expanded prompts of latent attention on Hopper, and the elements of keys and values it has.
 _PROMPTS = ("hiserve.attention.flashinfer_latent", "FlashInferPrompts")
 _PROMPT_DIMS = ((192, 128), (256, 256))
+# Heads times rows from which graphs of absorbed queries are FlashInfer's. On an H200, rows of 8,192 tokens with 20 heads take
+# 23 us with both kernels if there is one, 27 and 49 us if there are 4; a row of 1,024 tokens takes 17 us, and Triton's 11.
+_MIN_QUERIES = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,9 @@ class _Backend:
     absorbed: tuple[str, str] | None = None
     min_latent: int = 1  # least elements of latents and rotated keys, which are powers of 2 if it is more
     latent_dims: tuple[int, int] | None = None  # the elements of latents and rotated keys that it supports; None is any
-    latent_heads: int = 0  # query heads of latent attention divide it, except in graphs of rows of one token; 0 is any number
+    latent_heads: int = (
+        0  # query heads of latent attention divide it, except in graphs of rows of one token; 0 is any number
+    )
     has_device_lengths: bool = True  # needs no lengths from the host: the class has ``needs_host_lengths`` False
 
     def refusal(self, shape: AttentionShape, device: torch.device, has_trees: bool) -> str | None:
@@ -216,8 +221,9 @@ def _open_fastest(
     before each step, from host lengths: with drafts no step could be planned ahead (``engine/build.py``), and rows that
     decode beside prompts would have no graph (``ragged``). ``choices`` in that file has the cost of a
     schedule for each shape. FlashInfer's kernels for Hopper compute prompts in 0.73 to 0.91 of Triton's time at each of
-    the shapes measured. Absorbed queries are another matter: FlashInfer's take 0.38 to 0.6 of Triton's time
-    (``hybrid_kernel.json``), so that without drafts they are those of graphs of rows that decode.
+    the shapes measured. Of ``_MIN_QUERIES`` absorbed queries and more FlashInfer's kernel takes 0.38 to 0.8 of Triton's time
+    (``hybrid_kernel.json``; as long at 8 rows of 1,024 tokens with 20 heads), so that without drafts it computes graphs of
+    rows that decode.
     """
     fits = fitting_backends(shape, device, has_trees=has_trees)
     make: Callable[[AttentionShape], Attention] = _BACKENDS[fits[0]].class_for(shape)
@@ -289,7 +295,7 @@ def _open_pair(
         logger.warning("%s are computed by %s, which is slower: %s", what, decoding, error)
         return fastest
     if has_graphs:
-        fastest = GraphedAttention(fastest, flashinfer)
+        fastest = GraphedAttention(fastest, flashinfer, min_rows=-(-_MIN_QUERIES // shape.num_heads))
     if not has_prompts:
         return fastest
     if is_serving is None or flashinfer.is_ready():

@@ -15,18 +15,25 @@ class GraphedAttention:
 
     The graphs are planned before each replay, with lengths of the host: no row may have drafts while steps are planned
     ahead (``engine/build.py``). A graph is captured once, so ``graphs`` must be ready by then, or has none.
+
+    Args:
+        attention: For all steps without a graph, and the other graphs.
+        graphs: For graphs of at least ``min_rows`` rows.
+        min_rows: Fewer are computed by ``attention``.
     """
 
     needs_host_lengths = True
 
-    def __init__(self, attention: Attention, graphs: LaterAttention) -> None:
+    def __init__(self, attention: Attention, graphs: LaterAttention, min_rows: int) -> None:
         assert not attention.needs_host_lengths, "steps without a graph get bounds"
-        self._attention, self._graphs = attention, graphs
+        self._attention, self._graphs, self._min_rows = attention, graphs, min_rows
         self.ragged, self.plan, self.forward = attention.ragged, attention.plan, attention.forward
 
     def captured(self, num_rows: int, width: int) -> Attention | None:
         """Returns that of ``graphs`` if it is ready and has one, else that of ``attention``."""
-        captured = self._graphs.captured(num_rows, width) if self._graphs.is_ready() else None
+        captured = None
+        if num_rows >= self._min_rows and self._graphs.is_ready():
+            captured = self._graphs.captured(num_rows, width)
         return self._attention.captured(num_rows, width) if captured is None else captured
 
 

@@ -130,7 +130,11 @@ def test_a_backend_of_graphs_alone_gets_exact_lengths_beside_one_that_needs_none
 ) -> None:
     """Rows beside prompts keep their graphs, which read lengths on the device."""
     workload()
-    allow_recording(monkeypatch, lambda each: GraphedAttention(RecordableAttention(each), DecodeGraphs(_another(each))))
+
+    def make(reference: ReferenceAttention) -> Attention:
+        return GraphedAttention(RecordableAttention(reference), DecodeGraphs(_another(reference)), min_rows=1)
+
+    allow_recording(monkeypatch, make)
     with LLM(**settings(proposer, 1, graphs="all")) as llm:
         ask(llm)
         replayed, depth = engine_of(llm).stats().graph_gate["replay"], engine_of(llm)._depth

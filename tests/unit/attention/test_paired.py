@@ -113,8 +113,9 @@ def test_a_backend_of_graphs_has_those_that_it_captures_once_it_is_ready(is_read
             assert is_ready and (num_rows, width) == (3, 1)
             return graph if is_there else None
 
-    attention = GraphedAttention(every, Graphs(case, needs_host_lengths=True))
+    attention = GraphedAttention(every, Graphs(case, needs_host_lengths=True), min_rows=3)
     assert attention.captured(3, 1) is (graph if is_ready and is_there else every)
+    assert attention.captured(2, 1) is every
     assert attention.ragged() is every and attention.needs_host_lengths
     case.run(attention)
     assert len(every.planned) == 1
