@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hiserve.cache.storage.records import Records, page_checksum
+from hiserve.cache.storage.checksums import page_checksum
+from hiserve.cache.storage.records import Records
 from hiserve.cache.storage.segment import Segment, SegmentLayout, segment_path
 from hiserve.core.digest import namespace_digest
 from hiserve.core.plan import Int32Array, Int64Array
