@@ -18,6 +18,7 @@ class Space(StrEnum):
 
     HISTORY = "history"  # pages of the whole prefix, freed by eviction
     WINDOW = "window"  # pages of what later tokens can still see, freed while the row runs
+    ROW = "row"  # what a request carries along, by the number of its row: states, and rings of its last inputs
 
 
 class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,15 +36,17 @@ class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     # Content of a slot. ``kv``: one key and one value vector per KV head. ``token_position``: the token id as key, the
     # position as value. ``boundary``: the keys of a page are one vector, the hidden state of its last token; the first of
     # its values is 1 if the draft head has computed the page. ``latent``: one row for all heads, whose first ``value_dim``
-    # elements are also the value.
+    # elements are also the value. ``state``: of each head a matrix, ``[head_dim, value_dim]``. ``inputs``: one vector.
     codec: str = "kv"
     space: Space = Space.HISTORY
-    value_dim: int | None = None  # of ``latent``; None for the others, whose values are vectors of their own
+    value_dim: int | None = None  # of ``latent`` and ``state``; None for the others
+    ring: int = 0  # of ``ROW``: the inputs of position p lie at ``p % ring``; 0 is a state
+    snapshot_rows: int = 0  # of a ring: its newest rows that a request reads which is resumed at a boundary
 
     @property
     def num_planes(self) -> int:
         """Vectors of a token in a layer: key and value, or the one row that is both."""
-        return 2 if self.value_dim is None else 1
+        return 2 if self.value_dim is None and self.space is not Space.ROW else 1
 
     @property
     def element_bytes(self) -> int:
@@ -52,9 +55,27 @@ class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes one token occupies in this group, all layers together."""
+        """Bytes one token occupies in this group, all layers together; of a state, those of the whole state."""
         elements = math.prod((self.num_planes, self.num_layers, self.num_kv_heads, self.head_dim))
+        if self.is_state:
+            assert self.value_dim is not None, f"the state {self.name!r} has matrices of {self.head_dim} by nothing"
+            elements *= self.value_dim
         return elements * self.element_bytes
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it is a recurrent state, one of each row."""
+        return self.space is Space.ROW and not self.ring
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that a request carries along in this group; 0 outside of ``ROW``."""
+        return 0 if self.space is not Space.ROW else self.slot_bytes * (self.ring or 1)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of this group in a snapshot: the state, or the newest rows of the ring."""
+        return self.slot_bytes if self.is_state else self.slot_bytes * self.snapshot_rows
 
 
 class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +88,21 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
     def slot_bytes(self, space: Space) -> int:
         """Returns the bytes of a token in the groups of a space."""
         return sum(group.slot_bytes for group in self.groups if group.space is space)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that a request carries along in ``ROW``."""
+        return sum(group.row_bytes for group in self.groups)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of a snapshot: what a request reads of ``ROW`` that is resumed at a boundary."""
+        return sum(group.snapshot_bytes for group in self.groups)
+
+    @property
+    def has_snapshots(self) -> bool:
+        """Whether a request can be resumed only where there is a snapshot."""
+        return self.snapshot_bytes > 0
 
 
 def page_hidden_group(size: int, page_size: int, dtype: str) -> CacheGroupSpec:

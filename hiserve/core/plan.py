@@ -36,6 +36,9 @@ class RowAdmit:
         num_computed: Leading tokens whose KV came from the prefix cache.
         sampling: With ``seed`` set (drawn at admission when the caller gave none).
         choice: Index among the request's n choices; part of the random key.
+        restore_slot: Slot of the snapshot at ``num_computed``, which the row's states and rings start from; 0 is none: they
+            are empty. It is read before the first step of the row, behind the loads that this step waits for; the slot
+            keeps its content until then.
     """
 
     row: int
@@ -44,6 +47,7 @@ class RowAdmit:
     num_computed: int
     sampling: SamplingParams
     choice: int = 0
+    restore_slot: int = 0
 
 
 def _empty() -> Int32Array:
@@ -81,12 +85,32 @@ class TableWrites:
     are_new: BoolArray = field(default_factory=_none)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SnapshotWrites:
+    """Boundaries at which rows store snapshots, as three parallel columns; applied before the step.
+
+    An assignment replaces the former one of its row, and lasts until then or until the row is released. The step that
+    takes the row's state from below the boundary to it or past it (``state_len < boundary <= state_end``) stores the
+    snapshot of the boundary. The state of a step covers the tokens before its drafts.
+
+    Attributes:
+        rows: int32 ``[N]``. Each at most once.
+        boundaries: int32 ``[N]``. In tokens, whole pages.
+        slots: int32 ``[N]``. The slot to store into; 0 takes the assignment away.
+    """
+
+    rows: Int32Array = field(default_factory=_empty)
+    boundaries: Int32Array = field(default_factory=_empty)
+    slots: Int32Array = field(default_factory=_empty)
+
+
 NO_WRITES = TableWrites()  # of every plan without any: a plan makes no arrays for what it lacks
+NO_SNAPSHOTS = SnapshotWrites()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchPlan:
-    """One step, as the planner wants it. Applied in this order: release, admit, table, copies, step.
+    """One step, as the planner wants it. Applied in this order: release, admit, table, snapshots, copies, step.
 
     A plan without rows only changes rows and starts copies.
 
@@ -96,6 +120,7 @@ class BatchPlan:
         admit: Requests that take a row.
         table: Page-table entries to write.
         window_table: Entries of window tables to write; pages and owners are those of the window layers' pool.
+        snapshots: Boundaries at which rows store snapshots from this step on.
         rows: int32 ``[B]``. Rows of this step; each appears once. Those that compute one token, and their drafts,
             come before those with more of a prompt.
         num_new: int32 ``[B]``. Tokens to compute, drafts included; at least 1.
@@ -132,6 +157,7 @@ class BatchPlan:
     admit: tuple[RowAdmit, ...] = ()
     table: TableWrites = NO_WRITES
     window_table: TableWrites = NO_WRITES
+    snapshots: SnapshotWrites = NO_SNAPSHOTS
     host_release: Int32Array = field(default_factory=_empty)
     host_retained: Int32Array = field(default_factory=_empty)
     host_retained_until_s: Int64Array = field(default_factory=_no_times)

@@ -1,11 +1,11 @@
-"""KV groups: bytes of a slot."""
+"""KV groups: bytes of a slot, of what a row carries along, and of its snapshot."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
 
-from hiserve.core.kv_groups import CacheGroupSpec
+from hiserve.core.kv_groups import CacheGroupSpec, CachePlan, Space
 
 GROUP = CacheGroupSpec(name="kv", num_layers=3, num_kv_heads=2, head_dim=16, dtype="bfloat16")
 
@@ -13,3 +13,45 @@ GROUP = CacheGroupSpec(name="kv", num_layers=3, num_kv_heads=2, head_dim=16, dty
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float16", 2), ("float32", 4), ("float64", 8)])
 def test_a_slot_holds_key_and_value_of_every_head_and_layer(dtype: str, size: int) -> None:
     assert msgspec.structs.replace(GROUP, dtype=dtype).slot_bytes == 2 * 3 * 2 * 16 * size
+
+
+STATE = CacheGroupSpec(
+    name="delta_state",
+    num_layers=3,
+    num_kv_heads=4,
+    head_dim=8,
+    value_dim=16,
+    dtype="float32",
+    codec="state",
+    space=Space.ROW,
+)
+INPUTS = CacheGroupSpec(
+    name="delta_inputs",
+    num_layers=3,
+    num_kv_heads=1,
+    head_dim=40,
+    dtype="bfloat16",
+    codec="inputs",
+    space=Space.ROW,
+    ring=9,
+    snapshot_rows=3,
+)
+
+
+def plan_of(*groups: CacheGroupSpec) -> CachePlan:
+    return CachePlan(groups=groups, layers=(("kv", 0),))
+
+
+def test_a_row_carries_its_state_and_all_of_its_ring_and_a_snapshot_the_newest_rows() -> None:
+    state, row = 3 * 4 * 8 * 16 * 4, 3 * 40 * 2
+    assert (STATE.row_bytes, STATE.snapshot_bytes) == (state, state)
+    assert (INPUTS.row_bytes, INPUTS.snapshot_bytes) == (9 * row, 3 * row)
+    plan = plan_of(GROUP, STATE, INPUTS)
+    assert (plan.row_bytes, plan.snapshot_bytes) == (state + 9 * row, state + 3 * row) and plan.has_snapshots
+    assert plan.slot_bytes(Space.HISTORY) == GROUP.slot_bytes
+
+
+def test_a_ring_that_is_empty_at_each_boundary_needs_no_snapshot() -> None:
+    plan = plan_of(GROUP, msgspec.structs.replace(INPUTS, snapshot_rows=0))
+    assert plan.row_bytes == INPUTS.row_bytes and not plan.has_snapshots
+    assert (GROUP.row_bytes, GROUP.snapshot_bytes) == (0, 0) and not plan_of(GROUP).has_snapshots
