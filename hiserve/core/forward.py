@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from torch import Tensor
 
@@ -41,6 +41,35 @@ class LatentKV(LayerKV):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class StateRows:
+    """Where the B rows of a batch keep their recurrent states, and how far each is advanced; int64 ``[B]``, on the device.
+
+    A stored state lags behind the drafts: it covers tokens that no verification can reject. A step replays the others from
+    the ring of their inputs. Rows that pad a batch or failed the check are row 0, of length 0, without a snapshot.
+
+    Attributes:
+        rows: Permanent row numbers.
+        starts: Tokens computed before the step.
+        state_lens: Leading tokens that the stored state covers, at most ``starts``. 0 is the empty state, whatever the memory
+            holds.
+        state_ends: Tokens that it covers after the step: all but the step's drafts.
+        snap_at: The state behind so many tokens is kept as a snapshot by the step that reaches it.
+        snap_slots: The snapshot's slot; 0 is none.
+    """
+
+    rows: Tensor
+    starts: Tensor
+    state_lens: Tensor
+    state_ends: Tensor
+    snap_at: Tensor
+    snap_slots: Tensor
+
+    def cut(self, first: int, end: int) -> StateRows:
+        """Returns some adjacent rows."""
+        return StateRows(*(getattr(self, each.name)[first:end] for each in fields(self)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ForwardInputs:
     """One ragged batch: B rows, T tokens in row order, N rows of logits.
 
@@ -70,6 +99,7 @@ class ForwardInputs:
         before_layer: Called with the index of each layer before it reads keys and values that may still be loading; None
             when all are loaded.
         wants_hidden_states: Whether a draft head reads the hidden states of this step, if the model has ``aux_layers``.
+        state: The rows' recurrent states; None in a model without any.
     """
 
     input_ids: Tensor
@@ -89,6 +119,7 @@ class ForwardInputs:
     wants_hidden_states: bool = True
     window_slots: Tensor | None = None
     window_table: Tensor | None = None
+    state: StateRows | None = None
 
     @property
     def max_q_len(self) -> int:
@@ -116,6 +147,7 @@ class ForwardInputs:
             num_decode=min(max(self.num_decode - first, 0), end - first),
             max_kv_len=int(bounds.max()),
             tree_mask=None if self.tree_mask is None else self.tree_mask[start:stop],
+            state=None if self.state is None else self.state.cut(first, end),
         )
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hiserve.core.activation import SILU, Activation
-from hiserve.core.forward import LayerKV
+from hiserve.core.forward import ForwardInputs, LayerKV
+from hiserve.kernels.delta import DeltaPools, DeltaShape, DeltaWeights
 from hiserve.kernels.routing import ExpertGroups
 
 # Imported by name: triton, which CUDA kernels need, is not installed everywhere.
@@ -86,6 +87,17 @@ class Ops(Protocol):
         shared: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Returns each token's sum of its chosen experts' outputs, weighted by shares, and of a shared one."""
+
+    def delta(
+        self,
+        mixed: Tensor,
+        gates: Tensor,
+        weights: DeltaWeights,
+        pools: DeltaPools,
+        inputs: ForwardInputs,
+        shape: DeltaShape,
+    ) -> Tensor:
+        """Advances the recurrent states of the rows by the gated delta rule, and reads them for each token."""
 
 
 def ops_for(device: torch.device) -> Ops:
