@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 
 from torch import Tensor
@@ -38,6 +38,20 @@ class LatentKV(LayerKV):
 
     to_keys: Tensor
     to_values: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedKV(LayerKV):
+    """A layer that stores rows of several groups; ``k`` and ``v`` are those of ``CachePlan.layers``.
+
+    Where that group has no pages, both are its memory, as in ``beside``.
+
+    Attributes:
+        beside: Memory of the others, by name: of pages ``[num_slots, n]``, of rings ``[R, ring, n]``, of states ``[R, heads,
+            head_dim, value_dim]``, where R counts the permanent rows, row 0 included.
+    """
+
+    beside: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,8 +110,8 @@ class ForwardInputs:
         num_decode: Rows up to the last that decodes: the ``kv_bounds`` of the later ones are exact.
         tree_mask: int64 ``[T]``. Bit j of a token: it attends to the j-th of its row's new tokens, besides all before these.
             At most 63 new tokens a row then. None is causal.
-        before_layer: Called with the index of each layer before it reads keys and values that may still be loading; None
-            when all are loaded.
+        before_layer: Called with the index of each layer, or once with None for all, before it reads keys and values that may
+            still be loading; None when all are loaded.
         wants_hidden_states: Whether a draft head reads the hidden states of this step, if the model has ``aux_layers``.
         state: The rows' recurrent states; None in a model without any.
     """
@@ -115,7 +129,7 @@ class ForwardInputs:
     max_kv_len: int
     num_decode: int = 0
     tree_mask: Tensor | None = None
-    before_layer: Callable[[int], None] | None = None
+    before_layer: Callable[[int | None], None] | None = None
     wants_hidden_states: bool = True
     window_slots: Tensor | None = None
     window_table: Tensor | None = None

@@ -40,6 +40,7 @@ class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     codec: str = "kv"
     space: Space = Space.HISTORY
     value_dim: int | None = None  # of ``latent`` and ``state``; None for the others
+    ratio: int = 1  # tokens that a row stands for: a page of P tokens has P / ratio rows
     ring: int = 0  # of ``ROW``: the inputs of position p lie at ``p % ring``; 0 is a state
     snapshot_rows: int = 0  # of a ring: its newest rows that a request reads which is resumed at a boundary
 
@@ -55,12 +56,21 @@ class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes one token occupies in this group, all layers together; of a state, those of the whole state."""
+        """Bytes of one row in this group, all layers together: of a token, or of ``ratio`` tokens; or of a whole state."""
         elements = math.prod((self.num_planes, self.num_layers, self.num_kv_heads, self.head_dim))
         if self.is_state:
             assert self.value_dim is not None, f"the state {self.name!r} has matrices of {self.head_dim} by nothing"
             elements *= self.value_dim
         return elements * self.element_bytes
+
+    def page_rows(self, page_size: int) -> int:
+        """Returns the rows of a page of so many tokens, a multiple of ``ratio``."""
+        assert page_size % self.ratio == 0, f"rows of {self.ratio} tokens in pages of {page_size}"
+        return page_size // self.ratio
+
+    def page_bytes(self, page_size: int) -> int:
+        """Returns the bytes of a page of so many tokens; 0 in ``ROW``, which has no pages."""
+        return 0 if self.space is Space.ROW else self.page_rows(page_size) * self.slot_bytes
 
     @property
     def is_state(self) -> bool:
@@ -84,10 +94,12 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[CacheGroupSpec, ...]
     layers: tuple[tuple[str, int], ...]  # of each layer: name of its group, and index within it
     window: int = 0  # of the widest layer in ``WINDOW``; 0 without one
+    # Of each layer: its groups besides that one, likewise; empty is none anywhere.
+    beside: tuple[tuple[tuple[str, int], ...], ...] = ()
 
-    def slot_bytes(self, space: Space) -> int:
-        """Returns the bytes of a token in the groups of a space."""
-        return sum(group.slot_bytes for group in self.groups if group.space is space)
+    def page_bytes(self, space: Space, page_size: int) -> int:
+        """Returns the bytes of a page of so many tokens in the groups of a space."""
+        return sum(group.page_bytes(page_size) for group in self.groups if group.space is space)
 
     @property
     def row_bytes(self) -> int:

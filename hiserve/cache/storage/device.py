@@ -7,17 +7,36 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hiserve.core.forward import LayerKV
+from hiserve.core.forward import GroupedKV, LayerKV
 from hiserve.core.kv_groups import CacheGroupSpec, CachePlan, Space
 
 
 def storage_shape(group: CacheGroupSpec, num_pages: int, page_size: int) -> tuple[int, ...]:
     """Returns ``(num_layers, num_planes, num_slots, num_kv_heads, head_dim)``: layer-major, keys then values.
 
+    A slot is a row of a page, of one token or of ``ratio``.
+
     Layer-major makes the slots of adjacent pages adjacent within a layer, so that a row whose
     pages are adjacent is one contiguous view there: CPU attention reads it without a gather.
     """
-    return (group.num_layers, group.num_planes, num_pages * page_size, group.num_kv_heads, group.head_dim)
+    return (
+        group.num_layers,
+        group.num_planes,
+        num_pages * group.page_rows(page_size),
+        group.num_kv_heads,
+        group.head_dim,
+    )
+
+
+def row_shape(group: CacheGroupSpec, num_rows: int) -> tuple[int, ...]:
+    """Returns the shape of what ``num_rows`` permanent rows carry along: that of one row is contiguous within a layer.
+
+    Of rings ``(num_layers, num_rows, ring, n)``, of states ``(num_layers, num_rows, heads, head_dim, value_dim)``.
+    """
+    if group.is_state:
+        assert group.value_dim is not None, f"the state {group.name!r} has no matrices"
+        return (group.num_layers, num_rows, group.num_kv_heads, group.head_dim, group.value_dim)
+    return (group.num_layers, num_rows, group.ring, group.num_kv_heads * group.head_dim)
 
 
 def layer_views(storage: Tensor, value_dim: int | None = None) -> tuple[LayerKV, ...]:
@@ -34,6 +53,7 @@ class DevicePool:
         page_size: Tokens per page.
         device: ``cpu`` or ``cuda``.
         num_window_pages: Pages of the groups in ``Space.WINDOW``, their padding page included.
+        num_rows: Permanent rows, row 0 included, of the groups in ``Space.ROW``.
     """
 
     def __init__(
@@ -43,17 +63,20 @@ class DevicePool:
         page_size: int,
         device: str,
         num_window_pages: int = 0,
+        num_rows: int = 0,
     ) -> None:
         self._storages: dict[str, Tensor] = {}
         self._layers: dict[str, tuple[LayerKV, ...]] = {}
         for group in groups:
-            assert group.name not in self._layers, f"two KV groups are named {group.name!r}"
+            assert group.name not in self._storages, f"two KV groups are named {group.name!r}"
             count = num_window_pages if group.space is Space.WINDOW else num_pages
-            shape = storage_shape(group, count, page_size)
+            is_row = group.space is Space.ROW
+            shape = row_shape(group, num_rows) if is_row else storage_shape(group, count, page_size)
             # Not cleared: unallocated pages may hold any bytes, and touching them all would take seconds.
             storage = torch.empty(shape, dtype=getattr(torch, group.dtype), device=device)
             self._storages[group.name] = storage
-            self._layers[group.name] = layer_views(storage, group.value_dim)
+            if not is_row:
+                self._layers[group.name] = layer_views(storage, group.value_dim)
 
     @property
     def num_bytes(self) -> int:
@@ -65,9 +88,20 @@ class DevicePool:
         return self._layers[group]
 
     def model_layers(self, plan: CachePlan) -> tuple[LayerKV, ...]:
-        """Returns the views of a model's layers, in order."""
-        return tuple(self._layers[group][index] for group, index in plan.layers)
+        """Returns the views of a model's layers, in order; those of layers with several groups have all of these."""
+        if not plan.beside:
+            return tuple(self._layers[group][index] for group, index in plan.layers)
+        return tuple(self._grouped(first, beside) for first, beside in zip(plan.layers, plan.beside, strict=True))
+
+    def _grouped(self, first: tuple[str, int], others: Sequence[tuple[str, int]]) -> GroupedKV:
+        group, index = first
+        own = self._layers[group][index] if group in self._layers else LayerKV(*[self._storages[group][index]] * 2)
+        return GroupedKV(k=own.k, v=own.v, beside={name: self._memory(name, index) for name, index in others})
+
+    def _memory(self, group: str, index: int) -> Tensor:
+        """Returns a layer's memory in a group, as in ``GroupedKV``."""
+        return self._layers[group][index].k[:, 0] if group in self._layers else self._storages[group][index]
 
     def storage(self, group: str) -> Tensor:
-        """Returns all memory of a group; see ``storage_shape``."""
+        """Returns all memory of a group; see ``storage_shape`` and ``row_shape``."""
         return self._storages[group]

@@ -187,7 +187,7 @@ class HostPool:
 def page_views(pages: Tensor, layout: PageLayout, group: CacheGroupSpec) -> tuple[LayerKV, ...]:
     """Returns the views of a group's layers in pages, uint8 ``[n, num_bytes]`` of one layout; see ``HostPool.layers``."""
     typed = pages.view(getattr(torch, group.dtype))
-    shape = (pages.shape[0], layout.page_size, group.num_kv_heads, group.head_dim)
+    shape = (pages.shape[0], group.page_rows(layout.page_size), group.num_kv_heads, group.head_dim)
     strides = (typed.stride(0), group.num_kv_heads * group.head_dim, group.head_dim, 1)
     offsets = (layout.offsets[group.name] // typed.element_size()).tolist()
     return tuple(

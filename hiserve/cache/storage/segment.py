@@ -37,7 +37,7 @@ class PageLayout:
 
         page    group | group | ...
         group   layer 0: keys, values | layer 1: keys, values | ...
-        piece   [page_size, num_kv_heads, head_dim]
+        piece   [page_size / ratio, num_kv_heads, head_dim]
 
     Attributes:
         page_bytes: Bytes from one page to the next; a multiple of ``ALIGNMENT``.
@@ -53,7 +53,7 @@ class PageLayout:
             assert group.name not in self.offsets, f"two KV groups are named {group.name!r}"
             planes = np.arange(group.num_planes * group.num_layers, dtype=np.int64).reshape(-1, group.num_planes)
             self.offsets[group.name] = end + planes * self.piece_bytes(group)
-            end += -(-page_size * group.slot_bytes // ALIGNMENT) * ALIGNMENT
+            end += -(-group.page_bytes(page_size) // ALIGNMENT) * ALIGNMENT
         self.page_bytes = end
 
     def frames_of(self, frame_bytes: int) -> int:
@@ -62,7 +62,8 @@ class PageLayout:
 
     def piece_bytes(self, group: CacheGroupSpec) -> int:
         """Returns the bytes of one piece of a group."""
-        return math.prod((self.page_size, group.num_kv_heads, group.head_dim)) * group.element_bytes
+        rows = group.page_rows(self.page_size)
+        return math.prod((rows, group.num_kv_heads, group.head_dim)) * group.element_bytes
 
 
 @dataclass(frozen=True, slots=True)

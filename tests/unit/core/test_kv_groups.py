@@ -48,7 +48,15 @@ def test_a_row_carries_its_state_and_all_of_its_ring_and_a_snapshot_the_newest_r
     assert (INPUTS.row_bytes, INPUTS.snapshot_bytes) == (9 * row, 3 * row)
     plan = plan_of(GROUP, STATE, INPUTS)
     assert (plan.row_bytes, plan.snapshot_bytes) == (state + 9 * row, state + 3 * row) and plan.has_snapshots
-    assert plan.slot_bytes(Space.HISTORY) == GROUP.slot_bytes
+    assert plan.page_bytes(Space.HISTORY, 4) == 4 * GROUP.slot_bytes and plan.page_bytes(Space.ROW, 4) == 0
+
+
+def test_a_page_has_a_row_for_each_ratio_of_its_tokens() -> None:
+    rare = msgspec.structs.replace(GROUP, name="rare", ratio=4)
+    assert (rare.page_rows(16), rare.page_bytes(16)) == (4, 4 * GROUP.slot_bytes)
+    assert plan_of(GROUP, rare).page_bytes(Space.HISTORY, 16) == 20 * GROUP.slot_bytes
+    with pytest.raises(AssertionError, match="rows of 4 tokens in pages of 6"):
+        rare.page_rows(6)
 
 
 def test_a_ring_that_is_empty_at_each_boundary_needs_no_snapshot() -> None:

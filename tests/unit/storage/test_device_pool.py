@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 
 from hiserve.cache.storage.device import DevicePool
-from hiserve.core.kv_groups import CacheGroupSpec
+from hiserve.core.forward import GroupedKV
+from hiserve.core.kv_groups import CacheGroupSpec, CachePlan, Space
 
 PAGE = 4
 
@@ -53,3 +55,21 @@ def test_a_layer_takes_the_bytes_that_the_plan_counts() -> None:
     spec = group("kv")
     layers = DevicePool([spec], num_pages=5, page_size=PAGE, device="cpu").layers("kv")
     assert sum(kv.k.nbytes + kv.v.nbytes for kv in layers) == 5 * PAGE * spec.slot_bytes
+
+
+def test_rows_carry_rings_and_states_along_and_layers_see_all_of_their_groups() -> None:
+    ring = msgspec.structs.replace(group("inputs", 2, 1), codec="inputs", space=Space.ROW, ring=5)
+    state = msgspec.structs.replace(group("state", 2), codec="state", space=Space.ROW, value_dim=3)
+    rare = msgspec.structs.replace(group("rare", 2, 1), codec="latent", value_dim=8, ratio=2)
+    kv = msgspec.structs.replace(group("kv", 1, 1), codec="latent", value_dim=8)
+    pool = DevicePool([kv, rare, ring, state], 3, PAGE, "cpu", 0, 6)
+    assert pool.storage("inputs").shape == (2, 6, 5, 8) and pool.storage("state").shape == (2, 6, 2, 8, 3)
+    places = (("kv", 0), ("state", 1))
+    beside: tuple[tuple[tuple[str, int], ...], ...] = ((("rare", 1), ("inputs", 0)), (("inputs", 1),))
+    both = pool.model_layers(CachePlan(groups=(kv, rare, ring, state), layers=places, beside=beside))
+    first, second = (each for each in both if isinstance(each, GroupedKV))
+    assert first.k.shape == (3 * PAGE, 1, 8) and first.beside["rare"].shape == (3 * PAGE // 2, 8)
+    assert second.k.shape == (6, 2, 8, 3) and second.beside["inputs"].shape == (6, 5, 8)
+    first.beside["rare"].fill_(2.0)
+    second.beside["inputs"].fill_(3.0)
+    assert pool.storage("rare")[1].eq(2).all() and pool.storage("inputs")[1].eq(3).all()
