@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from torch import Tensor
 
@@ -49,9 +49,28 @@ class GroupedKV(LayerKV):
     Attributes:
         beside: Memory of the others, by name: of pages ``[num_slots, n]``, of rings ``[R, ring, n]``, of states ``[R, heads,
             head_dim, value_dim]``, where R counts the permanent rows, row 0 included.
+        snapshots: Of each group that rows carry along, by name: ``[S, snapshot_rows, n]``, the inputs before a boundary, the
+            oldest first, or ``[S, heads, head_dim, value_dim]``. Slot 0 takes what padding writes.
     """
 
     beside: Mapping[str, Tensor]
+    snapshots: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowMemory:
+    """What rows carry along in all layers of one group.
+
+    Memory without an owner may hold anything, NaN included. Row 0 and slot 0 take what padding writes.
+
+    Attributes:
+        rows: ``[L, R, ring, n]``, where the inputs of position p lie at ``p % ring``; or the states, ``[L, R, heads, head_dim,
+            value_dim]``. By permanent row number, on the device.
+        snapshots: ``[L, S, ...]``, as in ``GroupedKV``.
+    """
+
+    rows: Tensor
+    snapshots: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)

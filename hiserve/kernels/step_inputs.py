@@ -28,6 +28,20 @@ class _Windows(NamedTuple):
     slots: Tensor
 
 
+class _States(NamedTuple):
+    """How far the states of the rows are advanced, and the part of a step that is read from it."""
+
+    lens: Tensor
+    snap_at: Tensor
+    snap_slot: Tensor
+    rows: Tensor
+    starts: Tensor
+    state_lens: Tensor
+    state_ends: Tensor
+    step_snap_at: Tensor
+    step_snap_slots: Tensor
+
+
 def fill_inputs(inputs: StepInputs, state: RowTensors, *, page_size: int) -> None:
     forward = inputs.forward
     num_rows, num_tokens = inputs.rows.shape[0], forward.token_rows.shape[0]
@@ -48,6 +62,7 @@ def fill_inputs(inputs: StepInputs, state: RowTensors, *, page_size: int) -> Non
         forward.kv_lens,
         forward.page_table,
         windows,
+        _states(forward, state),
         forward.page_table.stride(0),
         forward.page_table.shape[1],
         state.page_table.shape[1],
@@ -95,6 +110,15 @@ def _windows(forward: ForwardInputs, state: RowTensors) -> tuple[_Windows | None
     return tensors, windows.size, windows.page_owner.shape[0]
 
 
+def _states(forward: ForwardInputs, state: RowTensors) -> _States | None:
+    """Returns the tensors of carried states; None where rows carry nothing."""
+    kept, filled = state.states, forward.state
+    if kept is None or filled is None:
+        return None
+    targets = (filled.rows, filled.starts, filled.state_lens, filled.state_ends, filled.snap_at, filled.snap_slots)
+    return _States(kept.lens, kept.snap_at, kept.snap_slot, *targets)
+
+
 # Most of these are views of one upload, at any multiple of 8 bytes: do not compile a variant for each alignment.
 _VARYING = [
     *("rows", "num_new", "num_draft", "samples", "max_len", "token_rows", "offsets"),
@@ -119,6 +143,7 @@ def _check_rows(  # type: ignore[no-untyped-def]
     kv_lens,
     table,
     windows,
+    states,
     table_stride,
     width,
     num_entries,
@@ -135,10 +160,8 @@ def _check_rows(  # type: ignore[no-untyped-def]
     number = tl.program_id(0).to(tl.int64)
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
-    row = tl.load(rows + number)
-    new = tl.load(num_new + number)
-    computed = tl.load(computed_len + row)
-    known = tl.load(known_len + row)
+    row, new = tl.load(rows + number), tl.load(num_new + number)
+    computed, known = tl.load(computed_len + row), tl.load(known_len + row)
     end = computed + new
     pages, owners = page_table + row * num_entries, entry_owner + row * num_entries
     # The slot of the last computed token is derived from the length, so only its page can be wrong.
@@ -158,12 +181,32 @@ def _check_rows(  # type: ignore[no-untyped-def]
     kv_len = tl.where(is_legal, end, new)
     tl.store(legal + number, is_legal)
     tl.store(kv_lens + number, kv_len)
+    if states is not None:
+        _fill_states(states, number, row, is_legal, kv_len - new, kv_len - tl.load(num_draft + number))
     num_used = tl.minimum(tl.cdiv(kv_len, PAGE_SIZE), width).to(tl.int32)
     num_read = tl.where(is_legal, num_used, 0)
     _copy_entries(pages, table + number * table_stride, 0, num_read, num_used, SINK, BLOCK)
     if windows is not None:
         first, step_table = tl.where(is_legal, first, 0), windows.step_table + number * table_stride
         _copy_entries(its_pages, step_table, first, num_read, num_used, SINK, BLOCK)
+
+
+@triton.jit
+def _fill_states(  # type: ignore[no-untyped-def]
+    states,
+    number,
+    row,
+    is_legal,
+    start,
+    end,
+):
+    """Fills what a forward reads of a row's states; an illegal one is row 0, empty."""
+    tl.store(states.rows + number, tl.where(is_legal, row, 0))
+    tl.store(states.starts + number, start)
+    tl.store(states.state_ends + number, end)
+    tl.store(states.state_lens + number, tl.load(states.lens + row, mask=is_legal, other=0))
+    tl.store(states.step_snap_at + number, tl.load(states.snap_at + row, mask=is_legal, other=0))
+    tl.store(states.step_snap_slots + number, tl.load(states.snap_slot + row, mask=is_legal, other=0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

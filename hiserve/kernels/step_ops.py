@@ -32,6 +32,21 @@ class WindowTensors:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class StateTensors:
+    """How far the recurrent states of the rows are advanced, and which snapshot of each is wanted; int64 ``[R]``.
+
+    Attributes:
+        lens: Leading tokens that the stored state covers: no draft, so that none of them can be rejected.
+        snap_at: The state behind so many tokens is to be kept.
+        snap_slot: In this slot; 0 is not at all.
+    """
+
+    lens: Tensor
+    snap_at: Tensor
+    snap_slot: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RowTensors:
     """The device state of R permanent rows of L tokens and P pages; fields as in ``DeviceRows``.
 
@@ -43,6 +58,7 @@ class RowTensors:
         entry_owner: int32 ``[R, P]``. The allocation each entry was written for.
         page_owner: int32 ``[num_pages]``. The allocation each page belongs to.
         windows: The same of the layers with a window; None where their pages are those of the other layers.
+        states: Of what rows carry along; None where they carry nothing.
     """
 
     tokens: Tensor
@@ -52,6 +68,7 @@ class RowTensors:
     entry_owner: Tensor
     page_owner: Tensor
     windows: WindowTensors | None = None
+    states: StateTensors | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,6 +134,8 @@ class StepOps(Protocol):
 
         ``max_len`` is at most the capacity of the page table; entries past a row's last page are not written, nor those of
         its window table below the first page seen. ``state`` is unchanged.
+
+        What rows carry along is addressed by ``forward.state``: an illegal row is row 0 there, of no tokens, without a snapshot.
         """
 
     def accept(self, drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowTensors) -> Tensor:
@@ -135,7 +154,8 @@ class StepOps(Protocol):
     def advance(self, inputs: StepInputs, drawn: Tensor, counts: Tensor, state: RowTensors) -> Tensor:
         """Adds the step's computed and emitted tokens to the rows, and packs the result for the host.
 
-        The tokens of a row that failed the check are cleared, so that a step already launched for it fails too.
+        The tokens of a row that failed the check are cleared, so that a step already launched for it fails too. The state of
+        the others covers all tokens but the step's drafts.
 
         Args:
             inputs: Filled. Row 0 may occur several times, and must have failed the check.

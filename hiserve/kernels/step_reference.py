@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hiserve.core.forward import StateRows
 from hiserve.kernels.reference import PADDING_PAGE, gumbel, is_last_loc_legal, is_table_owned, last_loc
 from hiserve.kernels.sampling import argmax, masked
-from hiserve.kernels.step_ops import RowTensors, StepInputs, TokenMasks, WindowTensors
+from hiserve.kernels.step_ops import RowTensors, StateTensors, StepInputs, TokenMasks, WindowTensors
 
 SAMPLE_STREAM = 0
 
@@ -41,6 +42,22 @@ def fill_inputs(inputs: StepInputs, state: RowTensors, *, page_size: int) -> Non
         is_seen = is_used & (torch.arange(width, device=table.device) >= first[:, None])
         forward.window_table.copy_(torch.where(is_seen, table, forward.window_table))
         forward.window_slots.copy_(pages * page_size + positions % page_size)
+    if forward.state is not None and state.states is not None:
+        _fill_states(inputs, state.states, computed_len, forward.state)
+
+
+def _fill_states(inputs: StepInputs, states: StateTensors, computed_len: Tensor, filled: StateRows) -> None:
+    """Fills what a forward reads of carried states; ``computed_len`` is that of the step's rows, 0 of illegal ones."""
+    rows = inputs.rows * inputs.legal
+    filled.rows.copy_(rows)
+    filled.starts.copy_(computed_len)
+    filled.state_ends.copy_(computed_len + inputs.num_new - inputs.num_draft)
+    for target, source in (
+        (filled.state_lens, states.lens),
+        (filled.snap_at, states.snap_at),
+        (filled.snap_slots, states.snap_slot),
+    ):
+        target.copy_(source.index_select(0, rows) * inputs.legal)
 
 
 def _check(inputs: StepInputs, state: RowTensors, table: Tensor, computed_len: Tensor, page_size: int) -> Tensor:
@@ -94,6 +111,8 @@ def advance(inputs: StepInputs, drawn: Tensor, counts: Tensor, state: RowTensors
     known_len = state.known_len.index_select(0, rows).index_add_(0, sampling, counts)
     state.computed_len.index_copy_(0, rows, (kv_lens - num_refused) * legal)
     state.known_len.index_copy_(0, rows, known_len * legal)
+    if state.states is not None:
+        state.states.lens.index_copy_(0, rows, (kv_lens - inputs.num_draft) * legal)
     return torch.cat((legal.to(torch.int32), counts.to(torch.int32), drawn.view(-1).to(torch.int32)))
 
 

@@ -53,6 +53,7 @@ def advance(inputs: StepInputs, drawn: Tensor, counts: Tensor, state: RowTensors
         state.computed_len,
         state.known_len,
         state.tokens,
+        None if state.states is None else state.states.lens,
         words,
         num_sampling,
         width,
@@ -111,6 +112,7 @@ def _advance_rows(  # type: ignore[no-untyped-def]
     computed_len,
     known_len,
     tokens,
+    state_lens,
     words,
     num_sampling,
     width,
@@ -143,5 +145,8 @@ def _advance_rows(  # type: ignore[no-untyped-def]
         computed -= tl.load(num_draft + number) + 1 - count
         known += count
     # Programs of the padding row run concurrently: they all store zeros.
+    if state_lens is not None:
+        certain = tl.load(kv_lens + number) - tl.load(num_draft + number)
+        tl.store(state_lens + row, tl.where(is_legal, certain, 0))
     tl.store(computed_len + row, tl.where(is_legal, computed, 0))
     tl.store(known_len + row, tl.where(is_legal, known, 0))

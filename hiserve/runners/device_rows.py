@@ -8,11 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hiserve.core.forward import RowMemory
 from hiserve.core.plan import BatchPlan, Int32Array, RowAdmit, TableWrites
 from hiserve.core.upload import upload
 from hiserve.kernels.reference import NO_OWNER, PADDING_PAGE
 from hiserve.kernels.step_ops import RowTensors, WindowTensors, step_ops_for
 from hiserve.runners.mask_buffers import MaskBuffers
+from hiserve.runners.row_states import RowStates
 from hiserve.sampling.params import SamplingRows
 
 
@@ -33,6 +35,7 @@ class DeviceRows:
         entry_owner: int32 ``[R, max_pages]``. The allocation that each entry was written for.
         page_owner: int32 ``[num_pages]``. The allocation that each page belongs to.
         windows: Window tables, their owners and those of window pages; None where all layers share their pages.
+        states: What rows carry along; None where they carry nothing.
         state: These tensors, as the step kernels take them.
         relocation_version: Of the latest plan that was applied; 0 before the first.
         has_moved: A page of a live row had moved between the planning of the step before and that of this one.
@@ -51,6 +54,7 @@ class DeviceRows:
         vocab_size: Entries of a row of logits; 0 where nothing is drawn.
         window: The widest, where layers with one have pages of their own; else 0.
         num_window_pages: Of these pages, the padding page included.
+        carried: Memory of what rows carry along, of each group; empty where they carry nothing.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class DeviceRows:
         max_draft: int = 0,
         window: int = 0,
         num_window_pages: int = 0,
+        carried: Sequence[RowMemory] = (),
     ) -> None:
         self.device = torch.empty(0, device=device).device  # with its index
         self.ops = step_ops_for(self.device)
@@ -88,6 +93,7 @@ class DeviceRows:
                 page_owner=torch.empty(num_window_pages, dtype=torch.int32, device=self.device),
                 size=window,
             )
+        self.states = RowStates(num_rows, self.device, carried) if carried else None
         self.state = RowTensors(
             tokens=self.tokens,
             computed_len=self.computed_len,
@@ -96,6 +102,7 @@ class DeviceRows:
             entry_owner=self.entry_owner,
             page_owner=self.page_owner,
             windows=self.windows,
+            states=None if self.states is None else self.states.tensors,
         )
         self.forget()
         self.relocation_version = 0
@@ -107,7 +114,7 @@ class DeviceRows:
         self._ahead = torch.arange(max_draft, device=self.device)
 
     def apply(self, plan: BatchPlan) -> None:
-        """Releases rows, admits requests, writes page tables, in this order.
+        """Releases rows, admits requests, writes page tables, assigns snapshots, in this order.
 
         Plans are applied in the order in which they were made: a page may change rows with a later plan, and the step
         before it must have read the page by then.
@@ -125,6 +132,8 @@ class DeviceRows:
             self._write_table(plan.table)
         if plan.window_table.rows.size:
             self._write_window_table(plan.window_table)
+        if self.states is not None:
+            self.states.assign(plan.snapshots)
         self.relocation_version = plan.relocation_version
 
     def copy_drafts(self, host: Tensor) -> None:
@@ -145,6 +154,8 @@ class DeviceRows:
         self.tokens[1:, :num_tokens].zero_()
         self.computed_len[1:].zero_()
         self.known_len[1:].fill_(1)
+        if self.states is not None:
+            self.states.forget()
         for table, entry_owner, page_owner in self._tables():
             table[1:, :num_pages] = torch.arange(pages.start, pages.stop, device=self.device)
             entry_owner[1:, :num_pages].zero_()
@@ -154,6 +165,8 @@ class DeviceRows:
         """Resets all rows and pages."""
         for lengths in (self.tokens, self.computed_len, self.known_len, self.taken_len):
             lengths.zero_()
+        if self.states is not None:
+            self.states.forget()
         for table, entry_owner, page_owner in self._tables():
             table.fill_(PADDING_PAGE)
             entry_owner.fill_(NO_OWNER)
@@ -174,6 +187,8 @@ class DeviceRows:
         self.computed_len.index_fill_(0, rows, 0)
         self.known_len.index_fill_(0, rows, 0)
         self.taken_len.index_fill_(0, rows, 0)
+        if self.states is not None:
+            self.states.clear(rows, host_rows.tolist())
         for table, entry_owner, _ in self._tables():
             table.index_fill_(0, rows, PADDING_PAGE)
             entry_owner.index_fill_(0, rows, NO_OWNER)
@@ -189,6 +204,8 @@ class DeviceRows:
         rows, known_len, computed_len, *tokens = columns
         self.known_len.index_copy_(0, rows, known_len)
         self.computed_len.index_copy_(0, rows, computed_len)
+        if self.states is not None:
+            self.states.admit(admit, rows, computed_len)
         for each, prompt in zip(admit, tokens, strict=True):
             self.tokens[each.row, : each.tokens.size].copy_(prompt)
         self.sampling.write(admit)

@@ -138,6 +138,12 @@ class Dispatch:
             decision: The gate's, not to defer.
             wait: For the loads that the step reads; None without any.
         """
+        states = self._rows.states
+        if states is not None and states.waits(plan):
+            if wait is not None:
+                wait(None)  # a snapshot may be on its way
+                wait = None
+            states.restore(plan)
         if decision.action is Action.REPLAY and decision.reason in (Reason.DECODE, Reason.VERIFY):
             if wait is not None:
                 wait(None)

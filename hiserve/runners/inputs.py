@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hiserve.core.forward import ForwardInputs
+from hiserve.core.forward import ForwardInputs, StateRows
 from hiserve.core.plan import BatchPlan, Int32Array
 from hiserve.core.upload import upload
 from hiserve.kernels.reference import PADDING_PAGE
@@ -160,6 +160,7 @@ def _unfilled(
         page_table=table,
         window_table=table.clone() if has_windows else None,
         window_slots=torch.empty(num_tokens, dtype=torch.int64, device=device) if has_windows else None,
+        state=None if rows.states is None else no_states(num_rows, device),
         input_ids=torch.empty(num_tokens, dtype=torch.int32, device=device),
         positions=torch.empty(num_tokens, dtype=torch.int64, device=device),
         slots=torch.empty(num_tokens, dtype=torch.int64, device=device),
@@ -171,6 +172,11 @@ def _unfilled(
         max_kv_len=max_kv_len,
         num_decode=num_decode,
     )
+
+
+def no_states(num_rows: int, device: torch.device) -> StateRows:
+    """Returns the states of so many rows that pad a batch."""
+    return StateRows(*torch.zeros((len(fields(StateRows)), num_rows), dtype=torch.int64, device=device))
 
 
 def _next_tokens(inputs: StepInputs, scored: Tensor, rows: DeviceRows) -> Tensor:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hiserve.attention.base import Attention, AttentionShape
-from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
+from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV, StateRows
 from hiserve.core.plan import Int32Array
 from hiserve.core.upload import upload
 from hiserve.models.decoder import Decoder
 from hiserve.runners.capture import Capture, Graph, capture_sizes
 from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.gate import MixedGraphs
-from hiserve.runners.inputs import put_tokens
+from hiserve.runners.inputs import no_states, put_tokens
 from hiserve.runners.step_output import LogitsHead
 
 MAX_DECODE = 64  # rows; a program is launched for each that a step does not have
@@ -35,6 +35,7 @@ class StaticInputs:
         max_prompts: Rows after them.
         table_width: Entries of a row's page table.
         has_windows: Whether layers with a window have pages of their own.
+        has_states: Whether rows carry states along.
 
     Attributes:
         inputs: The tensors, ``[D + max_prompts]`` and ``[T]``.
@@ -49,6 +50,7 @@ class StaticInputs:
         device: torch.device,
         *,
         has_windows: bool = False,
+        has_states: bool = False,
     ) -> None:
         num_rows = max_decode + max_prompts
         zeros, lengths = torch.zeros(num_tokens, dtype=torch.int64, device=device), np.zeros(num_rows, dtype=np.int32)
@@ -63,6 +65,7 @@ class StaticInputs:
             page_table=table,
             window_slots=zeros.clone() if has_windows else None,
             window_table=table.clone() if has_windows else None,
+            state=no_states(num_rows, device) if has_states else None,
             logits_rows=zeros[:0],
             q_lens=lengths,
             kv_bounds=lengths,
@@ -96,14 +99,25 @@ class StaticInputs:
         (uploaded,) = upload((indptr,), static.qo_indptr.device)
         static.qo_indptr.copy_(uploaded)
         static.kv_lens.fill_(1)
+        states = _pairs(static.state, inputs.state)
+        for target, _ in states:
+            target.zero_()
         num_rows, width = inputs.page_table.shape
         tables = ((static.page_table, inputs.page_table), (static.window_table, inputs.window_table))
         for begin, end, place in ((0, num_decode, 0), (num_decode, num_rows, static.num_decode)):
             if begin < end:
-                static.kv_lens[place : place + end - begin].copy_(inputs.kv_lens[begin:end])
+                for target, source in ((static.kv_lens, inputs.kv_lens), *states):
+                    target[place : place + end - begin].copy_(source[begin:end])
                 for table, rows in tables:
                     if table is not None and rows is not None:
                         table[place : place + end - begin, :width].copy_(rows[begin:end])
+
+
+def _pairs(static: StateRows | None, states: StateRows | None) -> list[tuple[Tensor, Tensor]]:
+    """Returns the tensors of a graph's states with those of a step; none where rows carry nothing."""
+    if static is None or states is None:
+        return []
+    return [(getattr(static, each.name), getattr(states, each.name)) for each in fields(static)]
 
 
 class _FixedOutput:
@@ -183,6 +197,7 @@ class MixedRunner:
             table_width,
             rows.device,
             has_windows=rows.windows is not None,
+            has_states=rows.states is not None,
         )
         # Noise shows whether the replay wrote the output. It has its own generator: torch's cannot be used outside graphs
         # once a capture has failed.

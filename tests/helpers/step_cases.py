@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hiserve.core.forward import ForwardInputs
-from hiserve.kernels.step_ops import RowTensors, StepInputs, WindowTensors
+from hiserve.core.forward import ForwardInputs, StateRows
+from hiserve.kernels.step_ops import RowTensors, StateTensors, StepInputs, WindowTensors
 
 NUM_ROWS, STALE = 7, -7
 
@@ -36,17 +36,20 @@ class StepCase:
     def unfilled(self, *, is_stale: bool = False) -> StepInputs:
         """Room for the inputs: new, or a graph's with what an earlier step left in it."""
         forward, value = self.inputs.forward, STALE if is_stale else 0
-        rooms = {name: torch.full_like(room, value) for name, room in _written(forward).items()}
+        rooms = {name: torch.full_like(room, value) for name, room in _rooms(forward).items()}
         legal = torch.ones_like(self.inputs.legal)
+        if forward.state is not None:
+            rooms["state"] = changed(forward.state, lambda room: torch.full_like(room, value))
         return replace(self.inputs, legal=legal, forward=replace(forward, **rooms))
 
 
 def filled(inputs: StepInputs) -> dict[str, Tensor]:
     """What ``fill_inputs`` writes."""
-    return {"legal": inputs.legal} | _written(inputs.forward)
+    state = inputs.forward.state
+    return {"legal": inputs.legal} | _rooms(inputs.forward) | ({} if state is None else tensors_of(state))
 
 
-def _written(forward: ForwardInputs) -> dict[str, Tensor]:
+def _rooms(forward: ForwardInputs) -> dict[str, Tensor]:
     names = ("kv_lens", "page_table", "input_ids", "positions", "slots", "window_table", "window_slots")
     values = {name: getattr(forward, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
@@ -65,14 +68,17 @@ def changed(tensors: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return replace(tensors, **new, **parts)
 
 
-def tensors_of(state: RowTensors) -> dict[str, Tensor]:
-    """The rows' own tensors, by name."""
+def tensors_of(state: RowTensors | StateRows | StateTensors) -> dict[str, Tensor]:
+    """Its own tensors, by name, and those of carried states."""
+    if isinstance(state, RowTensors) and state.states is not None:
+        return tensors_of(replace(state, states=None)) | tensors_of(state.states)
     values = {each.name: getattr(state, each.name) for each in fields(state)}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def random_case(generator: torch.Generator) -> StepCase:
-    """Rows 1 to 6 hold requests, some at their last token; one fault in about every third. Half of the cases have windows."""
+    """Rows 1 to 6 hold requests, some at their last token; one fault in about every third. Half of the cases have windows, and
+    half of them states."""
 
     def pick(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=generator))
@@ -112,6 +118,10 @@ def random_case(generator: torch.Generator) -> StepCase:
         columns.append((0, pick(1, 2), 0, bool(pick(0, 1)), 2))
     if pick(0, 1):
         state = replace(state, windows=_random_windows(generator, state, pick(1, 2 * page_size + 1), page_size))
+    if pick(0, 1):
+        states = torch.randint(1, 99, (3, NUM_ROWS), generator=generator)
+        states[0] = torch.minimum(states[0], state.computed_len.clamp(min=0))
+        state = replace(state, states=StateTensors(*states))
     return _case(generator, state, columns, page_size)
 
 
@@ -199,6 +209,8 @@ def _case(
     )
     if state.windows is not None:
         forward = replace(forward, window_table=forward.page_table.clone(), window_slots=none.clone())
+    if state.states is not None:
+        forward = replace(forward, state=StateRows(*torch.zeros((6, len(rows)), dtype=torch.int64)))
     return StepCase(
         inputs=StepInputs(
             rows=torch.tensor(rows),

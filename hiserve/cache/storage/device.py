@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from hiserve.core.forward import GroupedKV, LayerKV
+from hiserve.core.forward import GroupedKV, LayerKV, RowMemory
 from hiserve.core.kv_groups import CacheGroupSpec, CachePlan, Space
 
 
@@ -39,6 +39,13 @@ def row_shape(group: CacheGroupSpec, num_rows: int) -> tuple[int, ...]:
     return (group.num_layers, num_rows, group.ring, group.num_kv_heads * group.head_dim)
 
 
+def snapshot_shape(group: CacheGroupSpec, num_slots: int) -> tuple[int, ...]:
+    """Returns the shape of so many snapshots, slot 0 included: of states as ``row_shape``, of rings their newest rows."""
+    if group.is_state:
+        return row_shape(group, num_slots)
+    return (group.num_layers, num_slots, group.snapshot_rows, group.num_kv_heads * group.head_dim)
+
+
 def layer_views(storage: Tensor, value_dim: int | None = None) -> tuple[LayerKV, ...]:
     """Returns the keys and values of each layer of a group, as views of its storage; ``value_dim`` is the group's."""
     return tuple(LayerKV(k=planes[0], v=planes[-1][..., :value_dim]) for planes in storage)
@@ -54,6 +61,7 @@ class DevicePool:
         device: ``cpu`` or ``cuda``.
         num_window_pages: Pages of the groups in ``Space.WINDOW``, their padding page included.
         num_rows: Permanent rows, row 0 included, of the groups in ``Space.ROW``.
+        num_snapshots: Snapshots of these groups, slot 0 included.
     """
 
     def __init__(
@@ -64,9 +72,11 @@ class DevicePool:
         device: str,
         num_window_pages: int = 0,
         num_rows: int = 0,
+        num_snapshots: int = 1,
     ) -> None:
         self._storages: dict[str, Tensor] = {}
         self._layers: dict[str, tuple[LayerKV, ...]] = {}
+        self._snapshots: dict[str, Tensor] = {}
         for group in groups:
             assert group.name not in self._storages, f"two KV groups are named {group.name!r}"
             count = num_window_pages if group.space is Space.WINDOW else num_pages
@@ -75,13 +85,15 @@ class DevicePool:
             # Not cleared: unallocated pages may hold any bytes, and touching them all would take seconds.
             storage = torch.empty(shape, dtype=getattr(torch, group.dtype), device=device)
             self._storages[group.name] = storage
+            if is_row:
+                self._snapshots[group.name] = storage.new_empty(snapshot_shape(group, num_snapshots))
             if not is_row:
                 self._layers[group.name] = layer_views(storage, group.value_dim)
 
     @property
     def num_bytes(self) -> int:
         """Memory of all groups."""
-        return sum(storage.nbytes for storage in self._storages.values())
+        return sum(each.nbytes for each in (*self._storages.values(), *self._snapshots.values()))
 
     def layers(self, group: str) -> tuple[LayerKV, ...]:
         """Returns the views of a group's layers, in order."""
@@ -96,11 +108,22 @@ class DevicePool:
     def _grouped(self, first: tuple[str, int], others: Sequence[tuple[str, int]]) -> GroupedKV:
         group, index = first
         own = self._layers[group][index] if group in self._layers else LayerKV(*[self._storages[group][index]] * 2)
-        return GroupedKV(k=own.k, v=own.v, beside={name: self._memory(name, index) for name, index in others})
+        places = (first, *others)
+        return GroupedKV(
+            k=own.k,
+            v=own.v,
+            beside={name: self._memory(name, index) for name, index in others},
+            snapshots={name: self._snapshots[name][index] for name, index in places if name in self._snapshots},
+        )
 
     def _memory(self, group: str, index: int) -> Tensor:
         """Returns a layer's memory in a group, as in ``GroupedKV``."""
         return self._layers[group][index].k[:, 0] if group in self._layers else self._storages[group][index]
+
+    @property
+    def carried(self) -> Mapping[str, RowMemory]:
+        """What rows carry along, and the snapshots, by group."""
+        return {name: RowMemory(self._storages[name], kept) for name, kept in self._snapshots.items()}
 
     def storage(self, group: str) -> Tensor:
         """Returns all memory of a group; see ``storage_shape`` and ``row_shape``."""

@@ -117,14 +117,14 @@ def draw_tokens() -> None:
 
 
 def step() -> None:
-    """Without pages of layers with a window, and with them."""
+    """Without pages of layers with a window, and with them; likewise with states."""
     generator = torch.Generator().manual_seed(1)
-    cases = {case.state.windows is not None: case for case in (random_case(generator) for _ in range(20))}
-    for case in (cases[False], cases[True]):
+    drawn = [random_case(generator) for _ in range(40)]
+    for case in {(case.state.windows is None, case.state.states is None): case for case in drawn}.values():
         state, made = copied(case.state), case.unfilled()
         step_triton.fill_inputs(made, state, page_size=case.page_size)
-    counts = step_triton.accept(case.drawn, case.sampling_rows, case.sampling_drafts, state)
-    step_triton.advance(made, case.drawn, counts, state)
+        counts = step_triton.accept(case.drawn, case.sampling_rows, case.sampling_drafts, state)
+        step_triton.advance(made, case.drawn, counts, state)
 
 
 def draft() -> None:

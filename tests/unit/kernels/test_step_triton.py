@@ -79,6 +79,14 @@ def test_rows_are_legal_by_the_rules_and_the_others_work_in_the_sink() -> None:
                 seen["freed"] += bool(first)
                 wanted = [0] * first + window_pages[first:num_used] + [0] * (case.width - num_used)
                 assert forward.window_table[number].tolist() == wanted
+            if (kept := case.state.states) is not None and forward.state is not None:
+                seen["states"] += legal
+                wanted = [int(each[row]) * legal for each in (kept.lens, kept.snap_at, kept.snap_slot)]
+                carried = forward.state
+                assert carried.rows[number] == row * legal and carried.starts[number] == start
+                assert carried.state_ends[number] == end - int(made.num_draft[number])
+                found = (carried.state_lens, carried.snap_at, carried.snap_slots)
+                assert [int(each[number]) for each in found] == wanted
             for position in range(start, end):
                 entry, offset = position // case.page_size, position % case.page_size
                 assert forward.positions[token] == position
@@ -89,7 +97,7 @@ def test_rows_are_legal_by_the_rules_and_the_others_work_in_the_sink() -> None:
                 token += 1
         assert token == forward.slots.shape[0]
     print(seen)
-    assert min(seen[True], seen[False], seen["drafts"]) > 50
+    assert min(seen[True], seen[False], seen["drafts"], seen["states"]) > 50
     assert min(seen["full"], seen["freed"]) > 10
 
 
@@ -128,7 +136,11 @@ def test_rows_advance_by_what_was_emitted_and_faulted_ones_forget() -> None:
         for number, row in enumerate(made.rows.tolist()):
             if not made.legal[number]:
                 wanted.computed_len[row] = wanted.known_len[row] = 0
+                if wanted.states is not None:
+                    wanted.states.lens[row] = 0
                 continue
+            if wanted.states is not None:
+                wanted.states.lens[row] = made.forward.kv_lens[number] - made.num_draft[number]
             wanted.computed_len[row] = made.forward.kv_lens[number]
             if number in emitted:
                 which, known = emitted[number], int(before.known_len[row])
