@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 SPARE = 1e-20  # of a sum of shares, which may be 0
@@ -52,3 +53,26 @@ def route_in_groups(
     if is_normalized:
         shares = shares / (shares.sum(-1, keepdim=True) + SPARE)
     return shares * groups.scale, experts
+
+
+def route_by_root(
+    logits: Tensor, num_per_token: int, scale: float, *, bias: Tensor | None = None, chosen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Chooses the experts of each token by the root of the softplus of their logits (DeepSeek-V4), or takes given ones.
+
+    Args:
+        logits: ``[T, num_experts]``, float32 or float64.
+        num_per_token: Experts of a token.
+        scale: Factor of the shares, which sum to 1 before.
+        bias: ``[num_experts]``, of the type of the logits, added for the choice alone; None where experts are given.
+        chosen: int64 ``[T, num_per_token]``. The experts that are given; they may be the same.
+
+    Returns:
+        Shares ``[T, num_per_token]``, of the type of the logits, and experts, int64 of the same shape.
+    """
+    scores = F.softplus(logits).sqrt()
+    if chosen is None:
+        assert bias is not None, "neither a bias nor experts"
+        chosen = (scores + bias).topk(num_per_token, -1).indices
+    shares = scores.gather(-1, chosen)
+    return shares / (shares.sum(-1, keepdim=True) + SPARE) * scale, chosen

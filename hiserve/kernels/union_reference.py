@@ -1,0 +1,98 @@
+"""Attention over the union of several sources of rows, and the choice of rows by an index, in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hiserve.kernels.union_rows import RangeRows, RowSource, slots_of
+
+_NUM_ELEMENTS = 1 << 23  # of gathered rows in memory at once
+
+
+def attend(q: Tensor, sources: Sequence[RowSource], sink: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Attends by one softmax over all rows of all sources, each of which is key and value, and a sink, which has no value.
+
+    Args:
+        q: ``[T, H, n]``.
+        sources: Of rows of ``n`` elements, at least one.
+        sink: ``[H]``, a score that is not scaled, float32, or float64 for float64; None is none.
+        scale: Factor of the scores of rows.
+
+    Returns:
+        ``[T, H, n]``, of the type of ``q``, zeros where a token sees no row; and the natural logarithm of the sum of
+        exponentials of the rows' scores, ``[T, H]``, float32 or float64, -inf where it sees none. The sink takes no part in it.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out, sums = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide)
+    num_rows = max(1, sum(slots_of(each, 0, 0).shape[1] for each in sources))
+    step = max(1, _NUM_ELEMENTS // (num_rows * q.shape[2]))
+    for first in range(0, q.shape[0], step):
+        part = slice(first, first + step)
+        slots = [slots_of(each, part.start, part.stop) for each in sources]
+        found = [each.pool[some.clamp(min=0)] for each, some in zip(sources, slots, strict=True)]
+        is_none = torch.cat(slots, 1) < 0
+        rows = torch.cat(found, 1).to(wide).masked_fill_(is_none[..., None], 0)
+        scores = torch.einsum("thn,tkn->thk", q[part].to(wide), rows).mul_(scale)
+        scores.masked_fill_(is_none[:, None], -torch.inf)
+        lse = scores.logsumexp(-1) if scores.shape[2] else scores.new_full(scores.shape[:2], -torch.inf)
+        total = lse if sink is None else torch.logaddexp(lse, sink.to(wide))
+        shares = scores.sub_(total.masked_fill(total == -torch.inf, 0)[..., None]).exp_()
+        out[part], sums[part] = torch.einsum("thk,tkn->thn", shares, rows), lse
+    return out, sums
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]], sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Joins the results of ``attend`` over parts of the rows, none of which had the sink.
+
+    Args:
+        parts: Of each part its values and logarithms, at least one part.
+        sink: ``[H]``, taken once for all; None is none.
+
+    Returns:
+        As ``attend``.
+    """
+    outs, sums = torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts])
+    lse = sums.logsumexp(0)
+    total = lse if sink is None else torch.logaddexp(lse, sink.to(lse.dtype))
+    shares = (sums - total.masked_fill(total == -torch.inf, 0)).exp_()
+    return (outs * shares[..., None]).sum(0).to(outs.dtype), lse
+
+
+def choose_rows(q: Tensor, weights: Tensor, keys: RangeRows, most: int, scale: float) -> Tensor:
+    """Chooses the rows of each token by the scores of an index: the best, and of equal ones the first.
+
+    The score of a row is the weighted sum over heads of what is positive in query times key.
+
+    Args:
+        q: ``[T, heads, n]``.
+        weights: ``[T, heads]``, float32, or float64 for float64, in which scores are computed.
+        keys: Of ``n`` elements.
+        most: Rows to choose; where a token sees no more, all are chosen.
+        scale: Factor of products of queries and keys, above 0.
+
+    Returns:
+        Slots, int64 ``[T, most]``, in the order of rows; -1 is none, and follows all others.
+    """
+    num_tokens, num_rows = q.shape[0], keys.width
+    out = q.new_full((num_tokens, most), -1, dtype=torch.int64)
+    step = max(1, _NUM_ELEMENTS // max(1, num_rows * max(q.shape[1:])))
+    for first in range(0, num_tokens, step):
+        part = slice(first, first + step)
+        slots = slots_of(keys, part.start, part.stop)
+        if num_rows > most:
+            scores = _scores(q[part], weights[part], keys.pool, slots, scale)
+            best = scores.argsort(dim=-1, descending=True, stable=True)[:, :most]
+            slots = slots.gather(1, best.sort(-1).values)
+        out[part, : slots.shape[1]] = slots
+    return out
+
+
+def _scores(q: Tensor, weights: Tensor, pool: Tensor, slots: Tensor, scale: float) -> Tensor:
+    """Returns the scores of rows, ``[T, K]``; -inf of those that are none."""
+    wide, is_none = weights.dtype, slots < 0
+    rows = pool[slots.clamp(min=0)].to(wide).masked_fill_(is_none[..., None], 0)
+    products = torch.einsum("thn,tkn->thk", q.to(wide), rows).mul_(scale).relu_()
+    return torch.einsum("thk,th->tk", products, weights).masked_fill_(is_none, -torch.inf)

@@ -1,0 +1,81 @@
+"""Rows that an attention reads: those of a prefix, by position, and chosen ones, by slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RangeRows:
+    """Rows of a prefix: row v stands for ``ratio`` tokens, from position ``v * ratio`` on.
+
+    A token at position p sees row v if ``v < (p + 1) // ratio`` and, with a window, ``v > p - window``.
+
+    Attributes:
+        pool: ``[slots, n]``. Row v of request b lies at ``table[b, v // page_rows] * page_rows + v % page_rows``. Rows that no
+            token sees may hold anything, NaN included.
+        table: int32 ``[B, W]``. Entries whose rows no token sees mean nothing.
+        token_rows: int64 ``[T]``. Which of the B rows of the batch a token belongs to.
+        positions: int64 ``[T]``.
+        page_rows: Rows of a page.
+        most: Upper bound of the rows that one token sees, known to the host; in a captured graph that of any replay.
+        ratio: Tokens of a row.
+        window: Only with ratio 1; None is none.
+    """
+
+    pool: Tensor
+    table: Tensor
+    token_rows: Tensor
+    positions: Tensor
+    page_rows: int
+    most: int
+    ratio: int = 1
+    window: int | None = None
+
+    @property
+    def width(self) -> int:
+        """Most rows that one token sees."""
+        return self.most if self.window is None else min(self.most, self.window)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChosenRows:
+    """Rows by slot.
+
+    Attributes:
+        pool: ``[slots, n]``.
+        slots: int64 ``[T, K]``. -1 is none; a slot that is there twice counts twice.
+    """
+
+    pool: Tensor
+    slots: Tensor
+
+
+RowSource: TypeAlias = RangeRows | ChosenRows
+
+
+def slots_of(source: RowSource, first: int = 0, end: int | None = None) -> Tensor:
+    """Returns the slots that tokens ``first`` to ``end`` see, in the order of rows: int64 ``[end - first, K]``; -1 is none."""
+    if isinstance(source, ChosenRows):
+        return source.slots[first:end]
+    positions, token_rows = source.positions[first:end], source.token_rows[first:end]
+    ends = ((positions + 1) // source.ratio)[:, None]
+    row = torch.arange(source.width, device=positions.device)
+    if source.window is not None:
+        row = row + (positions[:, None] - source.window + 1).clamp_(min=0)
+    is_seen = row < ends
+    entry = torch.where(is_seen, row // source.page_rows, 0)
+    pages = source.table[token_rows[:, None], entry].long()
+    return torch.where(is_seen, pages * source.page_rows + row % source.page_rows, -1)
+
+
+def slots_at_ends(source: RangeRows) -> Tensor:
+    """Returns the slot of the row that ends with each token, int64 ``[T]``; 0, which belongs to nobody, where none does."""
+    row, offset = source.positions // source.ratio, source.positions % source.ratio
+    is_end = offset == source.ratio - 1
+    pages = source.table[source.token_rows, torch.where(is_end, row // source.page_rows, 0)].long()
+    return torch.where(is_end, pages * source.page_rows + row % source.page_rows, 0)

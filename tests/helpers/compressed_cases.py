@@ -1,0 +1,143 @@
+"""Steps of rows with compressed rows, a window and chosen ones, in memory whose unowned parts are NaN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hiserve.core.forward import StateRows
+from hiserve.kernels.compress_reference import CarriedInputs, Compression, StepTokens
+from hiserve.kernels.union_rows import RangeRows
+
+NOBODY = 2**31 - 1  # in a table: no page
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """Tokens of some rows; row b computes ``new[b]`` tokens behind ``cached[b]``."""
+
+    cached: tuple[int, ...]
+    new: tuple[int, ...]
+
+    @property
+    def positions(self) -> Tensor:
+        pairs = zip(self.cached, self.new, strict=True)
+        return torch.cat([torch.arange(cached, cached + new) for cached, new in pairs])
+
+    @property
+    def token_rows(self) -> Tensor:
+        return torch.repeat_interleave(torch.arange(len(self.new)), torch.tensor(self.new))
+
+    @property
+    def starts(self) -> Tensor:
+        return torch.tensor((0, *self.new)).cumsum(0).int()
+
+    def paged(self, width: int, page_rows: int, ratio: int, window: int | None, dtype: torch.dtype) -> RangeRows:
+        """Returns random rows in pages in random order; rows that no token sees, and tables of them, are not there."""
+        lengths = [(cached + new) // ratio for cached, new in zip(self.cached, self.new, strict=True)]
+        pages = [-(-length // page_rows) for length in lengths]
+        order = torch.randperm(sum(pages)).add_(1).split(pages)
+        table = torch.full((len(self.new), max([1, *pages])), NOBODY, dtype=torch.int32)
+        pool = torch.full(((sum(pages) + 1) * page_rows, width), torch.nan, dtype=dtype)
+        for row, (mine, length) in enumerate(zip(order, lengths, strict=True)):
+            first = 0 if window is None else max(0, self.cached[row] + 1 - window)
+            seen = torch.arange(first, length)
+            pool[mine[seen // page_rows] * page_rows + seen % page_rows] = torch.randn(len(seen), width, dtype=dtype)
+            table[row, first // page_rows : pages[row]] = mine[first // page_rows :]
+        most = max([1, *lengths])
+        return RangeRows(pool, table, self.token_rows, self.positions, page_rows, most, ratio, window)
+
+
+def random_compression(width: int, ratio: int, num_series: int, dtype: torch.dtype) -> Compression:
+    bias = torch.randn(ratio, num_series * width, dtype=dtype)
+    return Compression(bias, torch.rand(width, dtype=dtype) + 0.5, 1e-6, num_series)
+
+
+class Compressed:
+    """One request whose rows are made step by step, by one implementation.
+
+    Args:
+        values: ``[L, num_series * n]``, of all tokens, as are scores.
+        turns: Angles of each token, ``[L, m]``.
+    """
+
+    def __init__(
+        self,
+        how: Compression,
+        values: Tensor,
+        scores: Tensor,
+        turns: Tensor,
+        *,
+        ring: int,
+        page_rows: int = 4,
+        num_kept: int = 0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.how, self.values, self.scores, self.turns = how, values, scores, turns
+        length, width = values.shape
+        self.num_rows = length // how.ratio
+        num_pages = -(-self.num_rows // page_rows)
+        self.table = torch.full((3, num_pages + 1), NOBODY, dtype=torch.int32)
+        self.table[1, :num_pages] = torch.randperm(num_pages) + 1
+        self.page_rows = page_rows
+        size = ((num_pages + 1) * page_rows, how.norm.shape[0])
+        self.pool = torch.full(size, torch.nan, dtype=dtype or values.dtype)
+        wide = how.bias.dtype
+        self.carried = CarriedInputs(
+            torch.full((4, ring, 2 * width), torch.nan, dtype=wide),
+            torch.full((3, num_kept, 2 * width), torch.nan, dtype=wide),
+        )
+
+    def step(self, compress, start: int, end: int, num_draft: int = 0, snap_at: int = 0, state_len: int = 0) -> None:  # type: ignore[no-untyped-def]
+        """Computes tokens ``start`` to ``end``, of permanent row 2, between an empty row and one of a token of nobody."""
+        count = end - start
+        own = torch.arange(start, end)
+        positions, token_rows = torch.cat((own, own.new_zeros(1))), torch.cat((own * 0 + 1, own.new_full((1,), 2)))
+        state = StateRows(
+            rows=torch.tensor([0, 2, 0]),
+            starts=torch.tensor([0, start, 0]),
+            state_lens=torch.tensor([0, state_len, 0]),
+            state_ends=torch.tensor([0, end - num_draft, 0]),
+            snap_at=torch.tensor([0, snap_at, 0]),
+            snap_slots=torch.tensor([0, int(snap_at > 0), 0]),
+        )
+        table = self.table.clone()
+        table[2] = 0
+        most = max(1, end // self.how.ratio)
+        target = RangeRows(self.pool, table, token_rows, positions, self.page_rows, most, self.how.ratio)
+        tokens = StepTokens(torch.tensor([0, 0, count, count + 1], dtype=torch.int32), state)
+        first = positions // self.how.ratio * self.how.ratio
+        turns = self.turns[first].cos(), self.turns[first].sin()
+        compress(self.values[positions], self.scores[positions], self.how, self.carried, tokens, target, turns)
+
+    def rows(self, end: int) -> Tensor:
+        """Returns the rows of the first ``end`` tokens."""
+        row = torch.arange(end // self.how.ratio)
+        return self.pool[self.table[1, row // self.page_rows].long() * self.page_rows + row % self.page_rows]
+
+
+def made_by_hand(values: Tensor, scores: Tensor, how: Compression, turns: Tensor) -> Tensor:
+    """Returns all rows of one request, by the rule as it is written down, a row and an element at a time where it matters."""
+    width, ratio, rows = how.norm.shape[0], how.ratio, []
+    for row in range(values.shape[0] // ratio):
+        parts, weights = [], []
+        for series in range(how.num_series):
+            for place in range(ratio):
+                position = (row - how.num_series + 1 + series) * ratio + place
+                if position >= 0:
+                    mine = slice(series * width, (series + 1) * width)
+                    parts.append(values[position, mine])
+                    weights.append((scores[position] + how.bias[place])[mine].exp())
+        shares = torch.stack(weights)
+        made = (torch.stack(parts) * shares).sum(0) / shares.sum(0)
+        made = made / (made.square().mean() + how.eps).sqrt() * how.norm
+        angles, turned = turns[row * ratio], made.clone()
+        for pair in range(angles.shape[0]):
+            even = width - 2 * angles.shape[0] + 2 * pair
+            turn = torch.polar(torch.ones_like(angles[pair]), angles[pair])
+            found = torch.complex(made[even], made[even + 1]) * turn
+            turned[even], turned[even + 1] = found.real, found.imag
+        rows.append(turned)
+    return torch.stack(rows) if rows else values.new_zeros((0, width))
