@@ -83,9 +83,9 @@ def test_flashinfer_attends_over_several_prompts(key_dim: int, value_dim: int) -
         check_prompts(*case)
 
 
-@pytest.mark.parametrize("num_heads", [16, 20, 128])
+@pytest.mark.parametrize("num_heads", [20, 32, 128])
 def test_flashinfer_decodes_in_a_graph_whose_lengths_change(num_heads: int) -> None:
-    """Each replay has a schedule of its own; rows grow, shrink and leave. ``auto`` has such graphs without drafts."""
+    """Each replay has a schedule of its own; rows grow, shrink and leave. ``auto`` has such graphs of 80 queries, without drafts."""
     latent = LatentShape(512, 64, 128, 128, scale=192**-0.5)
     shape = AttentionShape(1, num_heads, 1, 576, 16, torch.bfloat16, latent=latent)
     subject = LatentCase(shape, ((700, 1), (63, 1), (0, 1), (40, 1)), num_decode=4, device="cuda")
