@@ -8,6 +8,7 @@ AI Lab 2026). Each token has the same operations in the same order, whatever the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -94,23 +95,44 @@ def delta(
         ``[T, num_value_heads, value_dim]``, the type of ``mixed``; zeros for tokens without a row.
     """
     assert inputs.state is not None, "a batch without states"
-    num_rows = inputs.q_lens.shape[0]
-    num_short = num_step_rows(inputs)
-    groups = [(0, num_short)] * (num_short > 0) + [(row, row + 1) for row in range(num_short, num_rows)]
     entries = torch.cat((mixed, gates), 1)
     out = mixed.new_zeros((mixed.shape[0] + 1, shape.num_value_heads, shape.value_dim))  # the last is nobody's
-    for first, end in groups:
-        width = int(inputs.q_lens[first:end].max())
-        if width > 0:
+    for group in row_groups(inputs):
+        singles = [
+            (row, row + 1) for row in range(group.first, group.end)
+        ]  # prompts; one may be far shorter than another
+        for first, end in singles if group.is_long else [(group.first, group.end)]:
             span = inputs.qo_indptr[first : end + 1].long()
-            _advance(entries, span, width, weights, pools, inputs.state.cut(first, end), shape, out)
+            _advance(entries, span, group.width, weights, pools, inputs.state.cut(first, end), shape, out)
     return out[:-1]
 
 
-def num_step_rows(inputs: ForwardInputs) -> int:
-    """Returns how many rows come before the first of more than ``MAX_STEP_TOKENS`` tokens."""
-    is_long = inputs.q_lens > MAX_STEP_TOKENS
-    return int(is_long.argmax()) if is_long.any() else is_long.shape[0]
+class RowGroup(NamedTuple):
+    """Adjacent rows that are computed alike.
+
+    Attributes:
+        first: The first of them.
+        end: The row after the last.
+        width: Most tokens of one.
+        is_long: Whether one of them has more than ``MAX_STEP_TOKENS``.
+    """
+
+    first: int
+    end: int
+    width: int
+    is_long: bool
+
+
+def row_groups(inputs: ForwardInputs) -> list[RowGroup]:
+    """Returns the rows before the first long one, and those from there on, without groups that have no token.
+
+    ``q_lens`` bounds the tokens of the longest row of each group; of a graph it is no bound of each row.
+    """
+    is_long, num_rows = inputs.q_lens > MAX_STEP_TOKENS, inputs.q_lens.shape[0]
+    cut = int(is_long.argmax()) if is_long.any() else num_rows
+    groups = [(first, end) for first, end in ((0, cut), (cut, num_rows)) if first < end]
+    widths = [int(inputs.q_lens[first:end].max()) for first, end in groups]
+    return [RowGroup(*group, width, group[0] == cut) for group, width in zip(groups, widths, strict=True) if width > 0]
 
 
 def _advance(

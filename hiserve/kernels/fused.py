@@ -13,7 +13,7 @@ from torch import Tensor
 from hiserve.core.activation import SILU, Activation
 from hiserve.core.forward import LayerKV
 from hiserve.kernels.activate import activate
-from hiserve.kernels.delta import delta
+from hiserve.kernels.delta_triton import delta
 from hiserve.kernels.experts import mix_experts, route
 from hiserve.kernels.group_route import route_in_groups
 from hiserve.kernels.latent_store import store_latents

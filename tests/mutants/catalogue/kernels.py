@@ -3,6 +3,10 @@
 from hiserve.kernels import (
     attention_blocks,
     attention_decode,
+    delta,
+    delta_inputs,
+    delta_rings,
+    delta_step,
     draft_reference,
     draw,
     few_experts,
@@ -18,6 +22,8 @@ from tests.unit.kernels import (
     test_attention_decode,
     test_attention_extend,
     test_compiling,
+    test_delta,
+    test_delta_triton,
     test_draft_triton,
     test_draft_window,
     test_draw,
@@ -108,3 +114,35 @@ with few_experts._gate_kernel, test_experts.test_the_turn_of_the_expert_that_com
     "an expert that computes all tokens reads a choice behind those of the last"
     tl.load(chosen + token * NUM_CHOSEN + turn, mask=turn < NUM_CHOSEN, other=0)
     tl.load(chosen + token * NUM_CHOSEN + turn)
+with delta._advance, test_delta.test_chunks_and_rejected_drafts_change_no_bit_with_the_least_ring["2"]:
+    "INV H6: the stored state covers drafts"
+    at < rows.state_ends
+    at >= 0
+with delta._advance, test_delta.test_a_snapshot_is_stored_when_the_state_passes_its_boundary_and_not_when_drafts_do:
+    "INV H7: a snapshot covers drafts"
+    is_used & (rows.state_lens < rows.snap_at) & (rows.snap_at <= rows.state_ends)
+    is_used & (rows.state_lens < rows.snap_at)
+with delta._advance, test_delta.test_an_empty_state_is_zeros_whatever_the_memory_holds:
+    "INV H2: a new row reads the state of the one before it"
+    rows.state_lens > 0
+    rows.state_lens >= 0
+with delta._Made.of, test_delta.test_chunks_and_rejected_drafts_change_no_bit_with_the_least_ring["2"]:
+    "the gates of few heads are rounded by their place in the chunk"
+    -shape.num_value_heads % _LANES
+    0
+with delta_step._advance, test_delta_triton.test_steps_of_few_tokens_replay_fold_and_snapshot_as_the_twin_does:
+    "kernel: the stored state covers drafts"
+    t + 1 == state_end
+    t + 1 == start + q_len
+with delta_step._advance, test_delta_triton.test_steps_of_few_tokens_replay_fold_and_snapshot_as_the_twin_does:
+    "kernel: a snapshot covers drafts"
+    (t + 1 == boundary) & (t < state_end) & (slot > 0)
+    (t + 1 == boundary) & (slot > 0)
+with delta_inputs._make_inputs, test_delta_triton.test_steps_of_few_tokens_replay_fold_and_snapshot_as_the_twin_does:
+    "kernel: the convolution of a new row reads the ring of the one before it"
+    ((position >= 0) & (position < start))[:, None] & in_head[None, :]
+    (position < start)[:, None] & in_head[None, :]
+with delta_rings.keep_inputs, test_delta_triton.test_steps_of_few_tokens_replay_fold_and_snapshot_as_the_twin_does:
+    "kernel: the last input of a step is not kept"
+    range(tl.maximum(start, end - SIZES.ring), end)
+    range(tl.maximum(start, end - SIZES.ring), end - 1)

@@ -11,13 +11,15 @@ import torch
 from hiserve.attention.triton import TritonAttention
 from hiserve.core.activation import GELU_TANH, Activation
 from hiserve.core.forward import LayerKV
-from hiserve.kernels import draft_triton, draw, fused, page_copy, page_lists, step_triton
+from hiserve.kernels import delta_triton, draft_triton, draw, fused, page_copy, page_lists, step_triton
+from hiserve.kernels.delta import DeltaShape
 from hiserve.kernels.latent_decode import LatentRows, decode
 from hiserve.kernels.routing import ExpertGroups
 from hiserve.kernels.step_ops import TokenMasks
 from hiserve.models.builtin_shapes import SHAPES
 from tests.helpers.attention import Case
 from tests.helpers.compiled import Compiled, launched_kernels
+from tests.helpers.delta_cases import Chunk, Layer, nan_pools, random_inputs, random_weights
 from tests.helpers.draft_cases import draft_case
 from tests.helpers.step_cases import copied, random_case
 
@@ -144,6 +146,14 @@ def pages() -> None:
         page_copy.copy_pages(planes, held, table[:, :2], to_planes=to_planes, max_programs=2)
 
 
+def advance_states() -> None:
+    """The heads of Qwen3.5-35B-A3B, and small ones in float64."""
+    large = DeltaShape(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128)
+    for shape, dtype in ((large, BF16), (DeltaShape(1, 2, 16, 16), torch.float64)):
+        layer = Layer(random_weights(shape, dtype), nan_pools(2, 6, 1, shape, dtype), shape, delta_triton.delta)
+        layer.step([Chunk(1, 0, 0, random_inputs(2, shape, dtype))])
+
+
 DECODED = {"attention_schedule._schedule", "attention_decode._attend"}
 EXTENDED = {"attention_extend._extend", "attention_extend._join"}
 # What is run, and the kernels that it launches.
@@ -172,6 +182,7 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
         {f"draft_triton.{name}" for name in ("_draft_inputs", "_draft_hidden_states", "_keep_hidden_states")}
         | {"draft_window._note_drafted", "draft_window._draft_window", "ngram_search._draft_ngrams"},
     ),
+    "states": (advance_states, {"delta_inputs._make_inputs", "delta_step._advance"}),
     "pages": (pages, {"page_lists._list_pages", "page_copy._copy_pages"}),
 }
 

@@ -1,0 +1,231 @@
+"""What the gated delta rule reads of each token, in one launch of Triton: convolved and normed heads, and the gates' factors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hiserve.core.forward import StateRows
+from hiserve.kernels import delta
+from hiserve.kernels.delta import DeltaPools, DeltaShape, DeltaWeights
+from hiserve.kernels.launch import await_previous, early_launch, start_next
+
+_NORM_EPS = tl.constexpr(delta.NORM_EPS)
+_LINEAR_ABOVE = tl.constexpr(20.0)  # softplus is its argument there, as torch has it
+_MAX_BLOCK_TOKENS = 16
+_ELEMENTS_PER_WARP = 512
+
+
+class DeltaSizes(NamedTuple):
+    """Compile-time constants of a layer, besides types.
+
+    Attributes:
+        taps: Of the convolution.
+        ring: Entries of a row.
+        room: Tokens of a row in the made tensors: those that are replayed, then new ones. 0: new tokens lie at their indices in the
+            batch, and replayed ones after all of them.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    num_channels: int
+    taps: int
+    ring: int
+    room: int
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def entry_of(t, start, begin, number, num_tokens, SIZES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Returns where a token lies in the made tensors, of the batch's row ``number``, whose new ones begin at ``begin``."""
+    reach: tl.constexpr = SIZES.ring - SIZES.taps + 1
+    new, old = begin.to(tl.int64), num_tokens + number.to(tl.int64) * reach
+    if SIZES.room > 0:
+        old = number.to(tl.int64) * SIZES.room
+        new = old + reach
+    return tl.where(t >= start, new, old + reach) + t - start
+
+
+@triton.jit
+def where_all(condition, index):  # type: ignore[no-untyped-def]
+    """Returns a mask like ``index``, which is 0 at least, from one condition; the interpreter spreads none of its type."""
+    return index < tl.where(condition, 1 << 30, 0)
+
+
+class MadeInputs(NamedTuple):
+    """What the recurrence reads of a token.
+
+    Attributes:
+        heads: ``[entries, C]``: queries, keys and values, convolved; queries and keys are normed, queries scaled.
+        factors: ``[entries, 2 * num_value_heads]``, the state's type: the share of a change that is written, and the logarithm of
+            the share of the state that is kept.
+        sizes: Their layout, and the layer's sizes.
+    """
+
+    heads: Tensor
+    factors: Tensor
+    sizes: DeltaSizes
+
+
+def make_inputs(
+    mixed: Tensor,
+    gates: Tensor,
+    weights: DeltaWeights,
+    pools: DeltaPools,
+    rows: StateRows,
+    indptr: Tensor,
+    shape: DeltaShape,
+    *,
+    width: int,
+    dtype: torch.dtype,
+    is_packed: bool,
+) -> MadeInputs:
+    """Reads the tokens of some rows from their states on.
+
+    Args:
+        mixed: As of ``delta.delta``; rows may lie apart.
+        gates: Likewise.
+        weights: Contiguous.
+        pools: Likewise.
+        rows: Some rows of the batch.
+        indptr: int32 ``[len(rows) + 1]``. Their new tokens.
+        shape: The layer's heads.
+        width: Most new tokens of one of them.
+        dtype: Of ``heads``.
+        is_packed: Whether the memory is for all tokens of the batch, whatever their rows, not for as many of each row.
+    """
+    (num_tokens, channels), num_rows = mixed.shape, rows.rows.shape[0]
+    taps, ring = pools.snap_ring.shape[1] + 1, pools.ring.shape[1]
+    reach = ring - taps + 1
+    assert reach >= 0 and weights.conv.shape == (channels, taps), f"{weights.conv.shape}, rings of {ring}"
+    dims = (shape.key_dim, shape.value_dim)
+    assert not any(size & (size - 1) or size < 16 for size in dims), (
+        f"heads of {dims} elements, not powers of 2 from 16"
+    )
+    room = 0 if is_packed else reach + width
+    num_entries = num_rows * room + is_packed * (num_tokens + num_rows * reach)
+    sizes = DeltaSizes(shape.num_key_heads, shape.num_value_heads, *dims, channels, taps, ring, room)
+    heads = torch.empty((num_entries, channels), dtype=dtype, device=mixed.device)
+    factors = torch.empty((num_entries, 2 * shape.num_value_heads), dtype=pools.state.dtype, device=mixed.device)
+    block = min(_MAX_BLOCK_TOKENS, triton.next_power_of_2(reach + width))
+    grid = (2 * shape.num_key_heads + shape.num_value_heads, triton.cdiv(reach + width, block), num_rows)
+    _make_inputs[grid](
+        mixed,
+        gates,
+        weights.conv,
+        weights.a_log,
+        weights.dt_bias,
+        pools.ring,
+        rows.rows,
+        rows.starts,
+        rows.state_lens,
+        indptr,
+        heads,
+        factors,
+        mixed.stride(0),
+        gates.stride(0),
+        num_tokens,
+        SIZES=sizes,
+        BLOCK=block,
+        BLOCK_DIM=max(dims),
+        num_warps=max(1, block * max(dims) // _ELEMENTS_PER_WARP),
+        **early_launch(mixed.device),
+    )
+    return MadeInputs(heads, factors, sizes)
+
+
+_VARYING = ["indptr", "num_tokens"]
+
+
+@triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
+def _make_inputs(  # type: ignore[no-untyped-def]
+    mixed,
+    gates,
+    conv,
+    a_log,
+    dt_bias,
+    ring,
+    rows,
+    starts,
+    state_lens,
+    indptr,
+    heads,
+    factors,
+    mixed_stride,
+    gates_stride,
+    num_tokens,
+    SIZES: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    BLOCK_DIM: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
+):
+    """Each program computes some tokens of a row for one head of queries, keys or values."""
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
+    wide: tl.constexpr = factors.dtype.element_ty
+    num_key_slabs: tl.constexpr = 2 * SIZES.num_key_heads
+    entry_size: tl.constexpr = SIZES.num_channels + 2 * SIZES.num_value_heads
+    slab, number = tl.program_id(0), tl.program_id(2)
+    begin = tl.load(indptr + number)
+    start, state_len = tl.load(starts + number).to(tl.int32), tl.load(state_lens + number).to(tl.int32)
+    q_len = tl.load(indptr + number + 1) - begin
+    end, low = start + q_len, state_len + tl.program_id(1) * BLOCK
+    if (q_len > 0) & (low < end):
+        is_key, t, column = slab < num_key_slabs, low + tl.arange(0, BLOCK), tl.arange(0, BLOCK_DIM)
+        first = tl.where(is_key, slab * SIZES.key_dim, num_key_slabs * SIZES.key_dim)
+        channel = first + tl.where(is_key, 0, (slab - num_key_slabs) * SIZES.value_dim) + column
+        in_head = column < tl.where(is_key, SIZES.key_dim, SIZES.value_dim)
+        own, token = ring + tl.load(rows + number) * (SIZES.ring * entry_size), begin.to(tl.int64) - start
+        total = tl.full((BLOCK, BLOCK_DIM), 0.0, wide)
+        for tap in tl.static_range(0, SIZES.taps):
+            position = t - (SIZES.taps - 1 - tap)
+            is_new = ((position >= start) & (position < end))[:, None] & in_head[None, :]
+            is_old = ((position >= 0) & (position < start))[:, None] & in_head[None, :]
+            new = mixed + ((token + position) * mixed_stride)[:, None] + channel[None, :]
+            old = own + (position % SIZES.ring * entry_size)[:, None] + channel[None, :]
+            found = tl.load(new, mask=is_new, other=0.0) + tl.load(old, mask=is_old, other=0.0)
+            factor = tl.load(conv + channel * SIZES.taps + tap, mask=in_head, other=0.0).to(wide)
+            total += found.to(wide) * factor[None, :]
+        total = total / (1.0 + tl.exp(-total))
+        if is_key:
+            norm = tl.rsqrt(tl.sum(total * total, 1) + _NORM_EPS)
+            norm = norm * tl.where(slab < SIZES.num_key_heads, SIZES.key_dim**-0.5, 1.0)
+            total = total * norm[:, None]
+        entry, is_live = entry_of(t, start, begin, number, num_tokens, SIZES), t < end
+        target = heads + entry[:, None] * SIZES.num_channels + channel[None, :]
+        tl.store(target, total.to(heads.dtype.element_ty), mask=is_live[:, None] & in_head[None, :])
+        if is_key == 0:
+            head = slab - num_key_slabs
+            gate, kept = (
+                gates + (token + t) * gates_stride + head,
+                own + t % SIZES.ring * entry_size + SIZES.num_channels,
+            )
+            place = factors + entry * (2 * SIZES.num_value_heads) + head
+            _make_factors(place, gate, kept + head, a_log + head, dt_bias + head, t < start, is_live, SIZES)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _make_factors(target, new, old, a_log, dt_bias, is_old, is_live, SIZES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Computes the factors of one head from the gates of some tokens, in the step or in the ring."""
+    wide: tl.constexpr = target.dtype.element_ty
+    is_new = is_live & (is_old == 0)
+    write = tl.load(new, mask=is_new, other=0.0) + tl.load(old, mask=is_old, other=0.0)
+    new, old = new + SIZES.num_value_heads, old + SIZES.num_value_heads
+    decay = tl.load(new, mask=is_new, other=0.0) + tl.load(old, mask=is_old, other=0.0)
+    tl.store(target, 1.0 / (1.0 + tl.exp(-write.to(wide))), mask=is_live)
+    rate, bias = -tl.exp(tl.load(a_log).to(wide)), tl.load(dt_bias).to(wide)
+    tl.store(target + SIZES.num_value_heads, rate * _softplus(decay.to(wide) + bias), mask=is_live)
+
+
+@triton.jit
+def _softplus(x):  # type: ignore[no-untyped-def]
+    """Accurate where the exponential is small beside 1, too."""
+    grown = tl.exp(tl.minimum(x, _LINEAR_ABOVE))
+    near = 1.0 + grown
+    log = tl.where(near == 1.0, grown, tl.log(near) * (grown / tl.where(near == 1.0, 1.0, near - 1.0)))
+    return tl.where(x > _LINEAR_ABOVE, x, log)

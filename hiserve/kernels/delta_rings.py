@@ -1,0 +1,96 @@
+"""Copies of inputs within kernels of the gated delta rule: into the ring of a row, and into a snapshot.
+
+Each channel of an input belongs to one program, which alone reads and writes it: values to the program of their columns, gates
+to the first program of their head, keys and queries to the first of the first head that they serve.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hiserve.kernels.delta_inputs import where_all
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def copy_input(new, old, gate, target, is_new, is_old, SIZES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Copies the program's channels of one input; zeros if it is neither new nor old.
+
+    Args:
+        new: Channels of a new input.
+        old: An input of the ring.
+        gate: Gates of a new input.
+        target: An input of a ring or of a snapshot.
+        is_new: Whether it is taken from the step.
+        is_old: Whether it is taken from the ring.
+        SIZES: ``DeltaSizes``.
+        BLOCK: Value columns of a program; programs are numbered by head, then by block.
+    """
+    num_blocks: tl.constexpr = SIZES.value_dim // BLOCK
+    group: tl.constexpr = SIZES.num_value_heads // SIZES.num_key_heads
+    keys: tl.constexpr = SIZES.num_key_heads * SIZES.key_dim
+    head, block = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks
+    key, value, pair = tl.arange(0, SIZES.key_dim), tl.arange(0, BLOCK), tl.arange(0, 2)
+    is_key, is_pair = where_all((block == 0) & (head % group == 0), key), where_all(block == 0, pair)
+    column = 2 * keys + head * SIZES.value_dim + block * BLOCK + value
+    found = _either(new + column, old + column, where_all(is_new, value), where_all(is_old, value))
+    tl.store(target + column, found)
+    for part in tl.static_range(0, 2):
+        column = part * keys + head // group * SIZES.key_dim + key
+        found = _either(new + column, old + column, is_key & where_all(is_new, key), is_key & where_all(is_old, key))
+        tl.store(target + column, found, mask=is_key)
+    column = head + pair * SIZES.num_value_heads
+    is_mine = is_pair & where_all(is_new, pair)
+    found = _either(gate + column, old + SIZES.num_channels + column, is_mine, is_pair & where_all(is_old, pair))
+    tl.store(target + SIZES.num_channels + column, found, mask=is_pair)
+
+
+@triton.jit
+def _either(new, old, is_new, is_old):  # type: ignore[no-untyped-def]
+    return tl.load(new, mask=is_new, other=0.0) + tl.load(old, mask=is_old, other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def keep_inputs(  # type: ignore[no-untyped-def]
+    own,
+    mixed,
+    gates,
+    first,
+    start,
+    end,
+    mixed_stride,
+    gates_stride,
+    SIZES: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """Writes the program's channels of the newest inputs of a row into its ring, behind all its reads of it."""
+    size: tl.constexpr = SIZES.num_channels + 2 * SIZES.num_value_heads
+    tl.debug_barrier()
+    for position in range(tl.maximum(start, end - SIZES.ring), end):
+        new, gate = mixed + (first + position) * mixed_stride, gates + (first + position) * gates_stride
+        copy_input(
+            new, own, gate, own + position % SIZES.ring * size, position >= start, position < start, SIZES, BLOCK
+        )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def snap_inputs(  # type: ignore[no-untyped-def]
+    target,
+    own,
+    mixed,
+    gates,
+    first,
+    start,
+    boundary,
+    mixed_stride,
+    gates_stride,
+    SIZES: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """Writes the program's channels of the inputs before a boundary into a snapshot, zeros before the first token."""
+    size: tl.constexpr = SIZES.num_channels + 2 * SIZES.num_value_heads
+    for place in range(SIZES.taps - 1):
+        position = boundary - SIZES.taps + 1 + place
+        new, gate = mixed + (first + position) * mixed_stride, gates + (first + position) * gates_stride
+        is_new, is_old = position >= start, (position >= 0) & (position < start)
+        copy_input(new, own + position % SIZES.ring * size, gate, target + place * size, is_new, is_old, SIZES, BLOCK)

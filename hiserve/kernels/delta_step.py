@@ -1,0 +1,129 @@
+"""The gated delta rule token by token: a program keeps some columns of a head's state in registers.
+
+The state is read once and written once, whatever is replayed or drafted.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hiserve.core.forward import StateRows
+from hiserve.kernels.delta import DeltaPools
+from hiserve.kernels.delta_inputs import MadeInputs, entry_of, where_all
+from hiserve.kernels.delta_rings import keep_inputs, snap_inputs
+from hiserve.kernels.launch import await_previous, early_launch, start_next
+
+_BLOCK_VALUES = 32  # 16 KiB of a float32 state with keys of 128 elements
+_NUM_WARPS = 4
+
+
+def advance(
+    made: MadeInputs, mixed: Tensor, gates: Tensor, pools: DeltaPools, rows: StateRows, indptr: Tensor, out: Tensor
+) -> None:
+    """Advances some rows as ``delta.delta`` does.
+
+    Args:
+        made: Their inputs.
+        mixed: What these were made of.
+        gates: Likewise.
+        pools: Likewise; changed.
+        rows: Likewise.
+        indptr: Likewise.
+        out: ``[T, num_value_heads, value_dim]``, contiguous; the tokens of these rows are written.
+    """
+    sizes = made.sizes
+    block = min(_BLOCK_VALUES, sizes.value_dim)
+    _advance[(sizes.num_value_heads * (sizes.value_dim // block), rows.rows.shape[0])](
+        made.heads,
+        made.factors,
+        mixed,
+        gates,
+        pools.ring,
+        pools.state,
+        pools.snap_ring,
+        pools.snap_state,
+        rows.rows,
+        rows.starts,
+        rows.state_lens,
+        rows.state_ends,
+        rows.snap_at,
+        rows.snap_slots,
+        indptr,
+        out,
+        mixed.stride(0),
+        gates.stride(0),
+        mixed.shape[0],
+        SIZES=sizes,
+        BLOCK=block,
+        num_warps=_NUM_WARPS,
+        **early_launch(mixed.device),
+    )
+
+
+@triton.jit(do_not_specialize=["indptr", "num_tokens"])  # type: ignore[untyped-decorator]
+def _advance(  # type: ignore[no-untyped-def]
+    heads,
+    factors,
+    mixed,
+    gates,
+    ring,
+    state,
+    snap_ring,
+    snap_state,
+    rows,
+    starts,
+    state_lens,
+    state_ends,
+    snap_at,
+    snap_slots,
+    indptr,
+    out,
+    mixed_stride,
+    gates_stride,
+    num_tokens,
+    SIZES: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
+):
+    """Each program advances some columns of one head's state over the tokens of one row."""
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
+    wide: tl.constexpr = state.dtype.element_ty
+    num_blocks: tl.constexpr = SIZES.value_dim // BLOCK
+    head, number = tl.program_id(0) // num_blocks, tl.program_id(1)
+    begin = tl.load(indptr + number)
+    q_len = tl.load(indptr + number + 1) - begin
+    if q_len > 0:
+        row = tl.load(rows + number)
+        start, state_len = tl.load(starts + number).to(tl.int32), tl.load(state_lens + number).to(tl.int32)
+        state_end, boundary = tl.load(state_ends + number).to(tl.int32), tl.load(snap_at + number).to(tl.int32)
+        slot, first = tl.load(snap_slots + number), begin.to(tl.int64) - start
+        key, value = tl.arange(0, SIZES.key_dim), tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+        size: tl.constexpr = SIZES.num_value_heads * SIZES.key_dim * SIZES.value_dim
+        part = (head * SIZES.key_dim + key)[:, None] * SIZES.value_dim + value[None, :]
+        total = tl.load(state + row * size + part, mask=where_all(state_len > 0, key)[:, None], other=0.0)
+        entry_size: tl.constexpr = SIZES.num_channels + 2 * SIZES.num_value_heads
+        own = ring + row * (SIZES.ring * entry_size)
+        keys: tl.constexpr = SIZES.num_key_heads * SIZES.key_dim
+        q_channel = head // (SIZES.num_value_heads // SIZES.num_key_heads) * SIZES.key_dim + key
+        v_channel = 2 * keys + head * SIZES.value_dim + value
+        for t in range(state_len, start + q_len):
+            entry = entry_of(t, start, begin, number, num_tokens, SIZES)
+            mine, factor = heads + entry * SIZES.num_channels, factors + entry * (2 * SIZES.num_value_heads) + head
+            k, v = tl.load(mine + keys + q_channel).to(wide), tl.load(mine + v_channel).to(wide)
+            total = total * tl.exp(tl.load(factor + SIZES.num_value_heads))
+            change = (v - tl.sum(total * k[:, None], 0)) * tl.load(factor)
+            total += k[:, None] * change[None, :]
+            if t >= start:
+                q = tl.load(mine + q_channel).to(wide)
+                target = out + ((first + t) * SIZES.num_value_heads + head) * SIZES.value_dim + value
+                tl.store(target, tl.sum(total * q[:, None], 0).to(out.dtype.element_ty))
+            if t + 1 == state_end:
+                tl.store(state + row * size + part, total)
+            if (t + 1 == boundary) & (t < state_end) & (slot > 0):
+                tl.store(snap_state + slot * size + part, total)
+                target = snap_ring + slot * ((SIZES.taps - 1) * entry_size)
+                snap_inputs(target, own, mixed, gates, first, start, boundary, mixed_stride, gates_stride, SIZES, BLOCK)
+        keep_inputs(own, mixed, gates, first, start, start + q_len, mixed_stride, gates_stride, SIZES, BLOCK)

@@ -1,0 +1,36 @@
+"""The gated delta rule in Triton; ``kernels.delta`` is its twin."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hiserve.core.forward import ForwardInputs
+from hiserve.kernels import delta_step
+from hiserve.kernels.delta import DeltaPools, DeltaShape, DeltaWeights, row_groups
+from hiserve.kernels.delta_inputs import make_inputs
+
+
+def delta(
+    mixed: Tensor, gates: Tensor, weights: DeltaWeights, pools: DeltaPools, inputs: ForwardInputs, shape: DeltaShape
+) -> Tensor:
+    """Like ``delta.delta``, in float32 or, for float64, in float64; rows of ``mixed`` and ``gates`` may lie apart."""
+    assert inputs.state is not None, "a batch without states"
+    assert mixed.stride(1) == gates.stride(1) == 1, f"elements {mixed.stride()} and {gates.stride()} apart"
+    out = torch.zeros((mixed.shape[0], shape.num_value_heads, shape.value_dim), dtype=mixed.dtype, device=mixed.device)
+    for group in row_groups(inputs):
+        rows, indptr = inputs.state.cut(group.first, group.end), inputs.qo_indptr[group.first : group.end + 1]
+        made = make_inputs(
+            mixed,
+            gates,
+            weights,
+            pools,
+            rows,
+            indptr,
+            shape,
+            width=group.width,
+            dtype=mixed.dtype if group.is_long else pools.state.dtype,
+            is_packed=group.is_long,
+        )
+        delta_step.advance(made, mixed, gates, pools, rows, indptr, out)
+    return out

@@ -1,0 +1,92 @@
+"""The kernels of the gated delta rule against their twin, run by Triton's interpreter."""
+
+from __future__ import annotations
+
+from tests.helpers.interpreted import run_interpreted
+
+HEADER = """
+import torch
+from torch.testing import assert_close
+from hiserve.kernels import delta_step
+from hiserve.kernels.delta import DeltaShape
+from hiserve.kernels.delta_triton import delta
+from tests.helpers.delta_cases import Chunk, Layer, batch_of, nan_pools, random_inputs, random_weights
+
+torch.set_num_threads(1)
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 3e-3}
+
+class Pair:
+    # A layer of the twin and one of the kernels, with the same steps.
+    def __init__(self, shape, dtype, ring, taps=4):
+        torch.manual_seed(ring)
+        weights = random_weights(shape, dtype, taps)
+        self.layers = [Layer(weights, nan_pools(6, ring, 4, shape, dtype, taps), shape) for _ in range(2)]
+        self.layers[1].run, self.tolerance = delta, TOLERANCE[dtype]
+        self.inputs = random_inputs(60, shape, dtype)
+
+    def step(self, *chunks, **more):
+        made = []
+        for row, start, state_len, end, *rest in chunks:
+            made.append(Chunk(row, start, state_len, self.inputs[start:end], *rest))
+        wanted, found = (layer.step(made, **more) for layer in self.layers)
+        for twin, ours in zip(wanted, found, strict=True):
+            assert_close(ours, twin, rtol=self.tolerance, atol=self.tolerance)
+        for name in ("ring", "state", "snap_ring", "snap_state"):
+            # Row 0 and slot 0 take what padding writes.
+            twin, ours = (getattr(layer.pools, name)[1:] for layer in self.layers)
+            assert_close(ours, twin, rtol=self.tolerance, atol=self.tolerance, equal_nan=True, msg=name)
+"""
+STEPS = """
+for shape, dtype, ring, taps in (
+    (DeltaShape(1, 2, 16, 32), torch.float32, 7, 4),
+    (DeltaShape(2, 2, 32, 16), torch.float16, 6, 4),
+    (DeltaShape(1, 2, 16, 16), torch.float64, 4, 2),
+):
+    delta_step._BLOCK_VALUES = 16
+    pair = Pair(shape, dtype, ring, taps)
+    # (row, start, state_len, end, drafts, snap_at, slot): new rows, one of them with a snapshot before the convolution is full.
+    pair.step((1, 0, 0, 7, 0, 2, 1), (2, 0, 0, 3, 2), (3, 0, 0, 1), num_spare=1)
+    # Replays of one and two drafts, a snapshot in a replay, one that a draft does not reach, and one at the end of the step.
+    pair.step((1, 7, 7, 9, 1, 9, 2), (2, 2, 1, 4, 1, 2, 3), (3, 1, 1, 3, 0, 3, 1))
+    pair.step((1, 9, 8, 10, 0, 9, 2), (2, 4, 3, 5, 0), (3, 3, 3, 4, 0))
+    pair.step((3, 4, 4, 6, 0, 3, 2), (1, 10, 10, 11, 0, 12, 2))
+"""
+PADDING = """
+# As in a graph for larger steps: padded rows, a row without tokens, tokens of no row, bounds for more tokens; views of one tensor.
+shape = DeltaShape(1, 2, 16, 16)
+pair = Pair(shape, torch.float32, 5)
+pair.step((2, 0, 0, 4))
+before = pair.layers[1].pools.state[2].clone()
+chunks = [Chunk(0, 0, 0, pair.inputs[:2]), Chunk(0, 0, 0, pair.inputs[:2]), Chunk(1, 0, 0, pair.inputs[:3])]
+batch, outs = batch_of(chunks, 1, [3, 3, 3, 3]), []
+mixed, gates = torch.cat([chunk.inputs for chunk in chunks] + [pair.inputs[:2]]).split_with_sizes((64, 4), 1)
+for layer in pair.layers:
+    layer.pools.state[0], layer.pools.ring[0] = torch.nan, torch.nan
+    outs.append(layer.run(mixed, gates, layer.weights, layer.pools, batch, shape))
+assert_close(outs[1], outs[0], rtol=2e-5, atol=2e-5)
+assert (outs[1][7:] == 0).all() and not outs[1].isnan().any()
+assert torch.equal(pair.layers[1].pools.state[2], before)
+assert pair.layers[1].pools.snap_state[1:].isnan().all() and pair.layers[1].pools.snap_ring[1:].isnan().all()
+pair.step((2, 4, 4, 6))
+"""
+PROMPTS = """
+for shape, dtype in ((DeltaShape(1, 2, 16, 16), torch.float32), (DeltaShape(1, 1, 16, 16), torch.float16)):
+    pair = Pair(shape, dtype, 6)
+    # A row that decodes, and prompts: one of which is short, one with a snapshot, one whose last tokens may be rejected.
+    pair.step((1, 0, 0, 2, 1))
+    pair.step((1, 1, 1, 2, 0), (2, 0, 0, 18, 0, 16, 1), (3, 0, 0, 3), widths=[1, 21, 1])
+    pair.step((2, 18, 18, 39, 2, 37, 2), (3, 3, 3, 5, 1))
+    pair.step((2, 38, 37, 58, 0, 38, 3), (3, 4, 4, 24, 0, 20, 1))
+"""
+
+
+def test_steps_of_few_tokens_replay_fold_and_snapshot_as_the_twin_does() -> None:
+    run_interpreted(HEADER + STEPS)
+
+
+def test_padding_changes_nothing() -> None:
+    run_interpreted(HEADER + PADDING)
+
+
+def test_prompts_fold_and_snapshot_as_the_twin_does() -> None:
+    run_interpreted(HEADER + PROMPTS)
