@@ -1,4 +1,4 @@
-"""What the gated delta rule reads of each token, in one launch of Triton: convolved and normed heads, and the gates' factors."""
+"""Inputs of the gated delta rule in one launch of Triton: heads, convolved and normed, and factors of the gates."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ class DeltaSizes(NamedTuple):
     """Compile-time constants of a layer, besides types.
 
     Attributes:
+        num_channels: Of a token.
+        entry_size: Elements of a ring's entry.
         taps: Of the convolution.
         ring: Entries of a row.
         room: Tokens of a row in the made tensors: those that are replayed, then new ones. 0: new tokens lie at their indices in the
@@ -35,6 +37,7 @@ class DeltaSizes(NamedTuple):
     key_dim: int
     value_dim: int
     num_channels: int
+    entry_size: int
     taps: int
     ring: int
     room: int
@@ -55,6 +58,14 @@ def entry_of(t, start, begin, number, num_tokens, SIZES: tl.constexpr):  # type:
 def where_all(condition, index):  # type: ignore[no-untyped-def]
     """Returns a mask like ``index``, which is 0 at least, from one condition; the interpreter spreads none of its type."""
     return index < tl.where(condition, 1 << 30, 0)
+
+
+@triton.jit
+def span_of(number, indptr, starts, state_lens):  # type: ignore[no-untyped-def]
+    """Returns a row's first token in the batch; the position of it, that of its state's end, and the end of the row."""
+    begin = tl.load(indptr + number)
+    start, state_len = tl.load(starts + number).to(tl.int32), tl.load(state_lens + number).to(tl.int32)
+    return begin, start, state_len, start + tl.load(indptr + number + 1) - begin
 
 
 class MadeInputs(NamedTuple):
@@ -109,9 +120,11 @@ def make_inputs(
     )
     room = 0 if is_packed else reach + width
     num_entries = num_rows * room + is_packed * (num_tokens + num_rows * reach)
-    sizes = DeltaSizes(shape.num_key_heads, shape.num_value_heads, *dims, channels, taps, ring, room)
-    heads = torch.empty((num_entries, channels), dtype=dtype, device=mixed.device)
-    factors = torch.empty((num_entries, 2 * shape.num_value_heads), dtype=pools.state.dtype, device=mixed.device)
+    sizes = DeltaSizes(
+        shape.num_key_heads, shape.num_value_heads, *dims, channels, pools.ring.shape[2], taps, ring, room
+    )
+    heads = mixed.new_empty((num_entries, channels), dtype=dtype)
+    factors = mixed.new_empty((num_entries, 2 * shape.num_value_heads), dtype=pools.state.dtype)
     block = min(_MAX_BLOCK_TOKENS, triton.next_power_of_2(reach + width))
     grid = (2 * shape.num_key_heads + shape.num_value_heads, triton.cdiv(reach + width, block), num_rows)
     _make_inputs[grid](
@@ -169,28 +182,24 @@ def _make_inputs(  # type: ignore[no-untyped-def]
     await_previous(IS_EARLY)
     wide: tl.constexpr = factors.dtype.element_ty
     num_key_slabs: tl.constexpr = 2 * SIZES.num_key_heads
-    entry_size: tl.constexpr = SIZES.num_channels + 2 * SIZES.num_value_heads
     slab, number = tl.program_id(0), tl.program_id(2)
-    begin = tl.load(indptr + number)
-    start, state_len = tl.load(starts + number).to(tl.int32), tl.load(state_lens + number).to(tl.int32)
-    q_len = tl.load(indptr + number + 1) - begin
-    end, low = start + q_len, state_len + tl.program_id(1) * BLOCK
-    if (q_len > 0) & (low < end):
+    begin, start, state_len, end = span_of(number, indptr, starts, state_lens)
+    low = state_len + tl.program_id(1) * BLOCK
+    if (start < end) & (low < end):
         is_key, t, column = slab < num_key_slabs, low + tl.arange(0, BLOCK), tl.arange(0, BLOCK_DIM)
         first = tl.where(is_key, slab * SIZES.key_dim, num_key_slabs * SIZES.key_dim)
         channel = first + tl.where(is_key, 0, (slab - num_key_slabs) * SIZES.value_dim) + column
-        in_head = column < tl.where(is_key, SIZES.key_dim, SIZES.value_dim)
-        own, token = ring + tl.load(rows + number) * (SIZES.ring * entry_size), begin.to(tl.int64) - start
+        in_head = (column < tl.where(is_key, SIZES.key_dim, SIZES.value_dim))[None, :]
+        own, token = ring + tl.load(rows + number) * (SIZES.ring * SIZES.entry_size), begin.to(tl.int64) - start
         total = tl.full((BLOCK, BLOCK_DIM), 0.0, wide)
         for tap in tl.static_range(0, SIZES.taps):
-            position = t - (SIZES.taps - 1 - tap)
-            is_new = ((position >= start) & (position < end))[:, None] & in_head[None, :]
-            is_old = ((position >= 0) & (position < start))[:, None] & in_head[None, :]
-            new = mixed + ((token + position) * mixed_stride)[:, None] + channel[None, :]
-            old = own + (position % SIZES.ring * entry_size)[:, None] + channel[None, :]
-            found = tl.load(new, mask=is_new, other=0.0) + tl.load(old, mask=is_old, other=0.0)
-            factor = tl.load(conv + channel * SIZES.taps + tap, mask=in_head, other=0.0).to(wide)
-            total += found.to(wide) * factor[None, :]
+            ago = SIZES.taps - 1 - tap
+            is_new = (t >= start + ago) & (t < end + ago)
+            is_old = (t >= ago) & (t < start + ago)
+            new = mixed + ((token + t - ago) * mixed_stride)[:, None] + channel[None, :]
+            old = own + ((t - ago) % SIZES.ring * SIZES.entry_size)[:, None] + channel[None, :]
+            factor = tl.load(conv + channel[None, :] * SIZES.taps + tap, mask=in_head, other=0.0).to(wide)
+            total += either(new, old, is_new[:, None] & in_head, is_old[:, None] & in_head).to(wide) * factor
         total = total / (1.0 + tl.exp(-total))
         if is_key:
             norm = tl.rsqrt(tl.sum(total * total, 1) + _NORM_EPS)
@@ -198,13 +207,11 @@ def _make_inputs(  # type: ignore[no-untyped-def]
             total = total * norm[:, None]
         entry, is_live = entry_of(t, start, begin, number, num_tokens, SIZES), t < end
         target = heads + entry[:, None] * SIZES.num_channels + channel[None, :]
-        tl.store(target, total.to(heads.dtype.element_ty), mask=is_live[:, None] & in_head[None, :])
+        tl.store(target, total.to(heads.dtype.element_ty), mask=is_live[:, None] & in_head)
         if is_key == 0:
             head = slab - num_key_slabs
-            gate, kept = (
-                gates + (token + t) * gates_stride + head,
-                own + t % SIZES.ring * entry_size + SIZES.num_channels,
-            )
+            gate = gates + (token + t) * gates_stride + head
+            kept = own + t % SIZES.ring * SIZES.entry_size + SIZES.num_channels
             place = factors + entry * (2 * SIZES.num_value_heads) + head
             _make_factors(place, gate, kept + head, a_log + head, dt_bias + head, t < start, is_live, SIZES)
 
@@ -214,12 +221,17 @@ def _make_factors(target, new, old, a_log, dt_bias, is_old, is_live, SIZES: tl.c
     """Computes the factors of one head from the gates of some tokens, in the step or in the ring."""
     wide: tl.constexpr = target.dtype.element_ty
     is_new = is_live & (is_old == 0)
-    write = tl.load(new, mask=is_new, other=0.0) + tl.load(old, mask=is_old, other=0.0)
-    new, old = new + SIZES.num_value_heads, old + SIZES.num_value_heads
-    decay = tl.load(new, mask=is_new, other=0.0) + tl.load(old, mask=is_old, other=0.0)
+    write = either(new, old, is_new, is_old)
+    decay = either(new + SIZES.num_value_heads, old + SIZES.num_value_heads, is_new, is_old)
     tl.store(target, 1.0 / (1.0 + tl.exp(-write.to(wide))), mask=is_live)
     rate, bias = -tl.exp(tl.load(a_log).to(wide)), tl.load(dt_bias).to(wide)
     tl.store(target + SIZES.num_value_heads, rate * _softplus(decay.to(wide) + bias), mask=is_live)
+
+
+@triton.jit
+def either(new, old, is_new, is_old):  # type: ignore[no-untyped-def]
+    """Loads elements of the step or of a ring; zeros of neither."""
+    return tl.load(new, mask=is_new, other=0.0) + tl.load(old, mask=is_old, other=0.0)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hiserve.kernels.delta_inputs import where_all
+from hiserve.kernels.delta_inputs import either, where_all
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -33,21 +33,16 @@ def copy_input(new, old, gate, target, is_new, is_old, SIZES: tl.constexpr, BLOC
     key, value, pair = tl.arange(0, SIZES.key_dim), tl.arange(0, BLOCK), tl.arange(0, 2)
     is_key, is_pair = where_all((block == 0) & (head % group == 0), key), where_all(block == 0, pair)
     column = 2 * keys + head * SIZES.value_dim + block * BLOCK + value
-    found = _either(new + column, old + column, where_all(is_new, value), where_all(is_old, value))
+    found = either(new + column, old + column, where_all(is_new, value), where_all(is_old, value))
     tl.store(target + column, found)
     for part in tl.static_range(0, 2):
         column = part * keys + head // group * SIZES.key_dim + key
-        found = _either(new + column, old + column, is_key & where_all(is_new, key), is_key & where_all(is_old, key))
+        found = either(new + column, old + column, is_key & where_all(is_new, key), is_key & where_all(is_old, key))
         tl.store(target + column, found, mask=is_key)
     column = head + pair * SIZES.num_value_heads
     is_mine = is_pair & where_all(is_new, pair)
-    found = _either(gate + column, old + SIZES.num_channels + column, is_mine, is_pair & where_all(is_old, pair))
+    found = either(gate + column, old + SIZES.num_channels + column, is_mine, is_pair & where_all(is_old, pair))
     tl.store(target + SIZES.num_channels + column, found, mask=is_pair)
-
-
-@triton.jit
-def _either(new, old, is_new, is_old):  # type: ignore[no-untyped-def]
-    return tl.load(new, mask=is_new, other=0.0) + tl.load(old, mask=is_old, other=0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -64,12 +59,18 @@ def keep_inputs(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,  # noqa: N803
 ):
     """Writes the program's channels of the newest inputs of a row into its ring, behind all its reads of it."""
-    size: tl.constexpr = SIZES.num_channels + 2 * SIZES.num_value_heads
     tl.debug_barrier()
     for position in range(tl.maximum(start, end - SIZES.ring), end):
         new, gate = mixed + (first + position) * mixed_stride, gates + (first + position) * gates_stride
         copy_input(
-            new, own, gate, own + position % SIZES.ring * size, position >= start, position < start, SIZES, BLOCK
+            new,
+            own,
+            gate,
+            own + position % SIZES.ring * SIZES.entry_size,
+            position >= start,
+            position < start,
+            SIZES,
+            BLOCK,
         )
 
 
@@ -88,9 +89,17 @@ def snap_inputs(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,  # noqa: N803
 ):
     """Writes the program's channels of the inputs before a boundary into a snapshot, zeros before the first token."""
-    size: tl.constexpr = SIZES.num_channels + 2 * SIZES.num_value_heads
     for place in range(SIZES.taps - 1):
         position = boundary - SIZES.taps + 1 + place
         new, gate = mixed + (first + position) * mixed_stride, gates + (first + position) * gates_stride
         is_new, is_old = position >= start, (position >= 0) & (position < start)
-        copy_input(new, own + position % SIZES.ring * size, gate, target + place * size, is_new, is_old, SIZES, BLOCK)
+        copy_input(
+            new,
+            own + position % SIZES.ring * SIZES.entry_size,
+            gate,
+            target + place * SIZES.entry_size,
+            is_new,
+            is_old,
+            SIZES,
+            BLOCK,
+        )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hiserve.core.forward import StateRows
 from hiserve.kernels.delta import DeltaPools
-from hiserve.kernels.delta_inputs import MadeInputs, entry_of, where_all
+from hiserve.kernels.delta_inputs import MadeInputs, entry_of, span_of, where_all
 from hiserve.kernels.delta_rings import keep_inputs, snap_inputs
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 
@@ -93,23 +93,20 @@ def _advance(  # type: ignore[no-untyped-def]
     wide: tl.constexpr = state.dtype.element_ty
     num_blocks: tl.constexpr = SIZES.value_dim // BLOCK
     head, number = tl.program_id(0) // num_blocks, tl.program_id(1)
-    begin = tl.load(indptr + number)
-    q_len = tl.load(indptr + number + 1) - begin
-    if q_len > 0:
+    begin, start, state_len, end = span_of(number, indptr, starts, state_lens)
+    if start < end:
         row = tl.load(rows + number)
-        start, state_len = tl.load(starts + number).to(tl.int32), tl.load(state_lens + number).to(tl.int32)
         state_end, boundary = tl.load(state_ends + number).to(tl.int32), tl.load(snap_at + number).to(tl.int32)
         slot, first = tl.load(snap_slots + number), begin.to(tl.int64) - start
         key, value = tl.arange(0, SIZES.key_dim), tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
         size: tl.constexpr = SIZES.num_value_heads * SIZES.key_dim * SIZES.value_dim
         part = (head * SIZES.key_dim + key)[:, None] * SIZES.value_dim + value[None, :]
         total = tl.load(state + row * size + part, mask=where_all(state_len > 0, key)[:, None], other=0.0)
-        entry_size: tl.constexpr = SIZES.num_channels + 2 * SIZES.num_value_heads
-        own = ring + row * (SIZES.ring * entry_size)
+        own = ring + row * (SIZES.ring * SIZES.entry_size)
         keys: tl.constexpr = SIZES.num_key_heads * SIZES.key_dim
         q_channel = head // (SIZES.num_value_heads // SIZES.num_key_heads) * SIZES.key_dim + key
         v_channel = 2 * keys + head * SIZES.value_dim + value
-        for t in range(state_len, start + q_len):
+        for t in range(state_len, end):
             entry = entry_of(t, start, begin, number, num_tokens, SIZES)
             mine, factor = heads + entry * SIZES.num_channels, factors + entry * (2 * SIZES.num_value_heads) + head
             k, v = tl.load(mine + keys + q_channel).to(wide), tl.load(mine + v_channel).to(wide)
@@ -124,6 +121,6 @@ def _advance(  # type: ignore[no-untyped-def]
                 tl.store(state + row * size + part, total)
             if (t + 1 == boundary) & (t < state_end) & (slot > 0):
                 tl.store(snap_state + slot * size + part, total)
-                target = snap_ring + slot * ((SIZES.taps - 1) * entry_size)
+                target = snap_ring + slot * ((SIZES.taps - 1) * SIZES.entry_size)
                 snap_inputs(target, own, mixed, gates, first, start, boundary, mixed_stride, gates_stride, SIZES, BLOCK)
-        keep_inputs(own, mixed, gates, first, start, start + q_len, mixed_stride, gates_stride, SIZES, BLOCK)
+        keep_inputs(own, mixed, gates, first, start, end, mixed_stride, gates_stride, SIZES, BLOCK)

@@ -133,15 +133,15 @@ with delta._Made.of, test_delta.test_chunks_and_rejected_drafts_change_no_bit_wi
 with delta_step._advance, test_delta_triton.test_steps_of_few_tokens_replay_fold_and_snapshot_as_the_twin_does:
     "kernel: the stored state covers drafts"
     t + 1 == state_end
-    t + 1 == start + q_len
+    t + 1 == end
 with delta_step._advance, test_delta_triton.test_steps_of_few_tokens_replay_fold_and_snapshot_as_the_twin_does:
     "kernel: a snapshot covers drafts"
     (t + 1 == boundary) & (t < state_end) & (slot > 0)
     (t + 1 == boundary) & (slot > 0)
 with delta_inputs._make_inputs, test_delta_triton.test_steps_of_few_tokens_replay_fold_and_snapshot_as_the_twin_does:
     "kernel: the convolution of a new row reads the ring of the one before it"
-    ((position >= 0) & (position < start))[:, None] & in_head[None, :]
-    (position < start)[:, None] & in_head[None, :]
+    (t >= ago) & (t < start + ago)
+    t < start + ago
 with delta_rings.keep_inputs, test_delta_triton.test_steps_of_few_tokens_replay_fold_and_snapshot_as_the_twin_does:
     "kernel: the last input of a step is not kept"
     range(tl.maximum(start, end - SIZES.ring), end)
