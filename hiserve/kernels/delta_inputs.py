@@ -16,8 +16,23 @@ from hiserve.kernels.launch import await_previous, early_launch, start_next
 
 _NORM_EPS = tl.constexpr(delta.NORM_EPS)
 _LINEAR_ABOVE = tl.constexpr(20.0)  # softplus is its argument there, as torch has it
-_MAX_BLOCK_TOKENS = 16
+_BLOCK = 4  # tokens of a program, where rows have few
+_BLOCK_PACKED = 16
 _ELEMENTS_PER_WARP = 512
+
+
+VARYING = [
+    "rows",
+    "starts",
+    "state_lens",
+    "state_ends",
+    "snap_at",
+    "snap_slots",
+    "indptr",
+    "num_tokens",
+    "room",
+]
+"""Arguments that have other addresses or values for other batches: no variant is compiled for them."""
 
 
 class DeltaSizes(NamedTuple):
@@ -28,8 +43,6 @@ class DeltaSizes(NamedTuple):
         entry_size: Elements of a ring's entry.
         taps: Of the convolution.
         ring: Entries of a row.
-        room: Tokens of a row in the made tensors: those that are replayed, then new ones. 0: new tokens lie at their indices in the
-            batch, and replayed ones after all of them.
     """
 
     num_key_heads: int
@@ -40,17 +53,15 @@ class DeltaSizes(NamedTuple):
     entry_size: int
     taps: int
     ring: int
-    room: int
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def entry_of(t, start, begin, number, num_tokens, SIZES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def entry_of(t, start, begin, number, num_tokens, room, SIZES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Returns where a token lies in the made tensors, of the batch's row ``number``, whose new ones begin at ``begin``."""
     reach: tl.constexpr = SIZES.ring - SIZES.taps + 1
-    new, old = begin.to(tl.int64), num_tokens + number.to(tl.int64) * reach
-    if SIZES.room > 0:
-        old = number.to(tl.int64) * SIZES.room
-        new = old + reach
+    index = number.to(tl.int64)
+    old = tl.where(room > 0, index * room, num_tokens + index * reach)
+    new = tl.where(room > 0, old + reach, begin.to(tl.int64))
     return tl.where(t >= start, new, old + reach) + t - start
 
 
@@ -75,11 +86,14 @@ class MadeInputs(NamedTuple):
         heads: ``[entries, C]``: queries, keys and values, convolved; queries and keys are normed, queries scaled.
         factors: ``[entries, 2 * num_value_heads]``, the state's type: the share of a change that is written, and the logarithm of
             the share of the state that is kept.
-        sizes: Their layout, and the layer's sizes.
+        room: Entries of a row: tokens that it may replay, then new ones. 0: new tokens lie at their indices in the batch, and
+            those to replay after all of them.
+        sizes: Of the layer.
     """
 
     heads: Tensor
     factors: Tensor
+    room: int
     sizes: DeltaSizes
 
 
@@ -120,12 +134,10 @@ def make_inputs(
     )
     room = 0 if is_packed else reach + width
     num_entries = num_rows * room + is_packed * (num_tokens + num_rows * reach)
-    sizes = DeltaSizes(
-        shape.num_key_heads, shape.num_value_heads, *dims, channels, pools.ring.shape[2], taps, ring, room
-    )
+    sizes = DeltaSizes(shape.num_key_heads, shape.num_value_heads, *dims, channels, pools.ring.shape[2], taps, ring)
     heads = mixed.new_empty((num_entries, channels), dtype=dtype)
     factors = mixed.new_empty((num_entries, 2 * shape.num_value_heads), dtype=pools.state.dtype)
-    block = min(_MAX_BLOCK_TOKENS, triton.next_power_of_2(reach + width))
+    block = _BLOCK_PACKED if is_packed else _BLOCK
     grid = (2 * shape.num_key_heads + shape.num_value_heads, triton.cdiv(reach + width, block), num_rows)
     _make_inputs[grid](
         mixed,
@@ -143,19 +155,17 @@ def make_inputs(
         mixed.stride(0),
         gates.stride(0),
         num_tokens,
+        room,
         SIZES=sizes,
         BLOCK=block,
         BLOCK_DIM=max(dims),
         num_warps=max(1, block * max(dims) // _ELEMENTS_PER_WARP),
         **early_launch(mixed.device),
     )
-    return MadeInputs(heads, factors, sizes)
+    return MadeInputs(heads, factors, room, sizes)
 
 
-_VARYING = ["indptr", "num_tokens"]
-
-
-@triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
 def _make_inputs(  # type: ignore[no-untyped-def]
     mixed,
     gates,
@@ -172,6 +182,7 @@ def _make_inputs(  # type: ignore[no-untyped-def]
     mixed_stride,
     gates_stride,
     num_tokens,
+    room,
     SIZES: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     BLOCK_DIM: tl.constexpr,  # noqa: N803
@@ -205,7 +216,7 @@ def _make_inputs(  # type: ignore[no-untyped-def]
             norm = tl.rsqrt(tl.sum(total * total, 1) + _NORM_EPS)
             norm = norm * tl.where(slab < SIZES.num_key_heads, SIZES.key_dim**-0.5, 1.0)
             total = total * norm[:, None]
-        entry, is_live = entry_of(t, start, begin, number, num_tokens, SIZES), t < end
+        entry, is_live = entry_of(t, start, begin, number, num_tokens, room, SIZES), t < end
         target = heads + entry[:, None] * SIZES.num_channels + channel[None, :]
         tl.store(target, total.to(heads.dtype.element_ty), mask=is_live[:, None] & in_head)
         if is_key == 0:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hiserve.core.forward import StateRows
 from hiserve.kernels.delta import DeltaPools
-from hiserve.kernels.delta_inputs import MadeInputs, entry_of, span_of, where_all
+from hiserve.kernels.delta_inputs import VARYING, MadeInputs, entry_of, span_of, where_all
 from hiserve.kernels.delta_rings import keep_inputs, snap_inputs
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 
@@ -55,6 +55,7 @@ def advance(
         mixed.stride(0),
         gates.stride(0),
         mixed.shape[0],
+        made.room,
         SIZES=sizes,
         BLOCK=block,
         num_warps=_NUM_WARPS,
@@ -62,7 +63,7 @@ def advance(
     )
 
 
-@triton.jit(do_not_specialize=["indptr", "num_tokens"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
 def _advance(  # type: ignore[no-untyped-def]
     heads,
     factors,
@@ -83,6 +84,7 @@ def _advance(  # type: ignore[no-untyped-def]
     mixed_stride,
     gates_stride,
     num_tokens,
+    room,
     SIZES: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
@@ -90,7 +92,6 @@ def _advance(  # type: ignore[no-untyped-def]
     """Each program advances some columns of one head's state over the tokens of one row."""
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
-    wide: tl.constexpr = state.dtype.element_ty
     num_blocks: tl.constexpr = SIZES.value_dim // BLOCK
     head, number = tl.program_id(0) // num_blocks, tl.program_id(1)
     begin, start, state_len, end = span_of(number, indptr, starts, state_lens)
@@ -107,14 +108,14 @@ def _advance(  # type: ignore[no-untyped-def]
         q_channel = head // (SIZES.num_value_heads // SIZES.num_key_heads) * SIZES.key_dim + key
         v_channel = 2 * keys + head * SIZES.value_dim + value
         for t in range(state_len, end):
-            entry = entry_of(t, start, begin, number, num_tokens, SIZES)
+            entry = entry_of(t, start, begin, number, num_tokens, room, SIZES)
             mine, factor = heads + entry * SIZES.num_channels, factors + entry * (2 * SIZES.num_value_heads) + head
-            k, v = tl.load(mine + keys + q_channel).to(wide), tl.load(mine + v_channel).to(wide)
+            k, v = tl.load(mine + keys + q_channel).to(total.dtype), tl.load(mine + v_channel).to(total.dtype)
             total = total * tl.exp(tl.load(factor + SIZES.num_value_heads))
             change = (v - tl.sum(total * k[:, None], 0)) * tl.load(factor)
             total += k[:, None] * change[None, :]
             if t >= start:
-                q = tl.load(mine + q_channel).to(wide)
+                q = tl.load(mine + q_channel).to(total.dtype)
                 target = out + ((first + t) * SIZES.num_value_heads + head) * SIZES.value_dim + value
                 tl.store(target, tl.sum(total * q[:, None], 0).to(out.dtype.element_ty))
             if t + 1 == state_end:

@@ -37,6 +37,12 @@ import pytest
             ("rows", "first", "token_rows", "offsets", "legal", "qo_indptr", "table"),
         ),
         ("ngram_search", "_draft_ngrams", ("rows",)),
+        ("delta_inputs", "_make_inputs", ("rows", "starts", "state_lens", "indptr", "num_tokens", "room")),
+        (
+            "delta_step",
+            "_advance",
+            ("rows", "starts", "state_lens", "state_ends", "snap_at", "snap_slots", "indptr", "num_tokens", "room"),
+        ),
     ],
 )
 def test_views_of_an_upload_or_of_a_batch_may_begin_anywhere(module: str, kernel: str, views: tuple[str, ...]) -> None:
