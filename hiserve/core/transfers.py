@@ -54,10 +54,11 @@ class PageRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TailImage:
-    """A tail on the host: the images of its window pages, and the boundary that they belong to.
+    """A tail on the host: the images of its window pages and of its snapshot, and the boundary that they belong to.
 
     Attributes:
-        frames: int32 ``[n]``. Host pages, first to last: as many for each window page as hold its bytes.
+        frames: int32 ``[n]``. Host pages, first to last: as many for each window page as hold its bytes, then as many as
+            hold a snapshot.
         namespace: 16 bytes. Digest of the root of the prefix.
         digest: 16 bytes. Of the page before the boundary.
         retained_until_s: Of a recovered tail: the time until which its process retained it; 0 where it did not.
@@ -83,6 +84,7 @@ class PageCopy:
         run: Content of the host pages; None of a LOAD, and of a tail alone.
         window_pages: int32 ``[w]``. Window pages of the tail; empty without one.
         image: The tail's partner on the host; None without one.
+        slots: int32 ``[1]``. The slot of the tail's snapshot; empty without one.
     """
 
     op: int
@@ -93,6 +95,7 @@ class PageCopy:
     run: PageRun | None = None
     window_pages: NDArray[np.int32] = field(default_factory=lambda: NO_PAGES)
     image: TailImage | None = None
+    slots: NDArray[np.int32] = field(default_factory=lambda: NO_PAGES)
 
     @property
     def num_host_pages(self) -> int:

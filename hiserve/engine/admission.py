@@ -74,7 +74,8 @@ class Admission:
             self._prefetcher.drop(request.uid)
             self._grammars.admit(row, request)
             num_computed = int(self._rows.computed[row])
-            admit.append(request.to_row(row, num_computed))
+            tails = self._rows.tails
+            admit.append(request.to_row(row, num_computed, 0 if tails is None else tails.start_slot(row)))
             if self._host_loads.track(row):
                 continue
             chunk = min(request.tokens.size - num_computed, budget)
@@ -95,14 +96,14 @@ class Admission:
         Returns:
             The row; None if it waits for pages, for other loads, or (``in_flight_prefix`` is set) for another row.
         """
-        cache, windows, limit = self._cache, self._rows.windows, self._rows.limit_of(request)
+        cache, tails, limit = self._cache, self._rows.tails, self._rows.limit_of(request)
         match = cache.match(request.tenant, request.prefix_key)
         num_host = self._num_to_load(match)
         num_cached = match.num_tokens + num_host
         request.in_flight_prefix = find_in_flight_prefix(request, num_cached, self._rows, cache.page_size)
         if request.in_flight_prefix is not None or (num_host and not self._host_loads.has_room):
             return None
-        if windows is not None and not windows.has_room(limit, loads_tail=num_host > 0):
+        if tails is not None and not tails.has_room(limit, loads_tail=num_host > 0):
             return None
         with cache.lock(match, num_host, request.priority, request.account) as lock:
             need = int(self._rows.num_pages_for(np.array(request.tokens.size))) - lock.pages.size
@@ -119,6 +120,8 @@ class Admission:
 
     def _num_to_load(self, match: Match) -> int:
         """Returns how many of a match's host tokens to load: all, or none where computing them is faster."""
+        if self._cache.tails is not None and not self._cache.tails.has_slot_for(match.host_tail):
+            return 0
         page_size = self._cache.page_size
         num_before = self._host_loads.num_pages_to_load * page_size
         is_worth = self._costs.is_worth_loading(match.num_host_tokens, num_before, match.num_to_load * page_size)
@@ -154,10 +157,10 @@ def find_in_flight_prefix(request: Request, num_matched: int, state: RowState, p
         shared = int(differs.argmax()) if differs.any() else length
         num_pages = shared // page_size
         if num_pages * page_size > num_matched and state.settled[row] >= num_matched:
-            if state.windows is not None:
-                if num_pages <= state.num_published[row]:  # it has passed the boundary, where it has left no tail
-                    continue
-                state.windows.want(row, num_pages * page_size)
+            if state.tails is not None and not state.tails.want(
+                row, num_pages * page_size, int(state.computed[row]), int(state.num_published[row])
+            ):  # it has passed the boundary, where it has left no tail
+                continue
             return InFlightPrefix(row, int(state.generation[row]), num_pages)
     return None
 

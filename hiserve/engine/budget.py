@@ -23,6 +23,13 @@ class Allocation:
         """Returns some rows: ``which`` is int64 ``[n]``, indices into B."""
         return Allocation(self.num_new[which], self.num_draft[which], self.samples[which], self.num_scored[which])
 
+    def cut(self, num_new: Int32Array) -> Allocation:
+        """Returns the same rows with fewer tokens of some prompts (int32 ``[B]``), which then end before their last token."""
+        is_same = num_new == self.num_new
+        return Allocation(
+            num_new, np.where(is_same, self.num_draft, 0), self.samples & is_same, np.minimum(self.num_scored, num_new)
+        )
+
     def join(self, other: Allocation) -> Allocation:
         """Returns these rows, then the other's."""
         return Allocation(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache
+from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache, TailSizes
 from hiserve.cache.storage.cache_identity import check_unchanged
 from hiserve.cache.storage.device import DevicePool
 from hiserve.cache.storage.file_store import open_store
@@ -249,8 +249,9 @@ def _cache(settings: Settings, namespace: bytes, host: HostPool | None, kv_event
         eviction=settings.cache.eviction,
         num_host_pages=num_host_pages,
         num_ready_host_pages=None if host is None else 1,
-        num_window_pages=settings.cache.window_pages,
-        frames_per_page=0 if host is None else host.frames_per_page,
+        tails=TailSizes(
+            window_pages=settings.cache.window_pages, frames_per_page=0 if host is None else host.frames_per_page
+        ),
         max_upload_pages=0 if settings.cache.store is None else max(1, num_host_pages // UPLOAD_SHARE),
         host_admission=HostAdmission(settings.cache.host_admission),
         listener=kv_events,

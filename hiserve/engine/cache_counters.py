@@ -91,6 +91,7 @@ class CacheCounters:
             num_retained=index.num_retained,
             num_not_retained=index.num_not_retained,
             windows=index.windows,
+            snapshots=index.snapshots,
         )
 
     def _copies(self, index: PrefixCacheStats, kind: CopyKind, refusal: str, num_refused: int) -> CopyStats:

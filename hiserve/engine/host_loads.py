@@ -210,10 +210,9 @@ class HostLoads:
         """Begins to load the host pages of a lock, and its tail. The caller has checked that the device has room for them."""
         pages = self._cache.allocate(_after(lock.pages, lock.host_pages.size))
         assert pages is not None, f"no room for {lock.host_pages.size} pages that were promised"
-        windows, tails, window_pages = self._cache.windows, self._cache.tails, NO_PAGES
-        if windows is not None and tails is not None:
-            window_pages = windows.allocate(np.zeros(tails.num_to_load(lock.tail), dtype=np.int32))
-        self._loads.append(self._cache.begin_load(lock, pages, window_pages))
+        tails = self._cache.tails
+        window_pages, slots = (NO_PAGES, NO_PAGES) if tails is None else tails.allocate(lock.tail)
+        self._loads.append(self._cache.begin_load(lock, pages, window_pages, slots))
         self._num_loads += 1
         self.num_pages_to_load += self._loads[-1].num_host_pages
 

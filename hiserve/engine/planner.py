@@ -10,7 +10,16 @@ import numpy as np
 
 from hiserve.cache.index.prefix_cache import PrefixCache, Tier
 from hiserve.config.caching import StorePrefetch
-from hiserve.core.plan import MAX_SCORED_TOKENS, NO_WRITES, BatchPlan, BoolArray, Int64Array, RowAdmit, StepResult
+from hiserve.core.plan import (
+    MAX_SCORED_TOKENS,
+    NO_SNAPSHOTS,
+    NO_WRITES,
+    BatchPlan,
+    BoolArray,
+    Int64Array,
+    RowAdmit,
+    StepResult,
+)
 from hiserve.core.request import FinishReason
 from hiserve.core.transfers import CopyAck
 from hiserve.core.windows import WindowLimits
@@ -82,7 +91,7 @@ class Planner:
         store_timeout_s: Longest, where that is ``timeout``.
         grammars: Compiles and follows grammars; without them, a request with one fails.
         retainer: Has the clock of retained prefixes; None has the monotonic one.
-        windows: Limits of the window pages; None where every page has all layers.
+        windows: Limits of tails; None where each boundary is a resume point.
     """
 
     def __init__(
@@ -247,7 +256,7 @@ class Planner:
                 self._backoff.num_tokens - int(allocation.num_new.sum()), num_to_score
             )
             rows, allocation = np.concatenate((rows, starting)), allocation.join(chunks)
-        rows, allocation = decode_first(rows, allocation)
+        rows, allocation = decode_first(rows, self._rows.cut(rows, allocation))
         waits: tuple[int, ...] = ()
         if not rows.size and self._overlaps_loads:
             rows, allocation, waits = self._plan_loading()
@@ -281,6 +290,7 @@ class Planner:
             host_retained_until_s=retained_until_s,
             table=state.tables.take_writes(),
             window_table=NO_WRITES if state.windows is None else state.windows.tables.take_writes(),
+            snapshots=NO_SNAPSHOTS if state.snapshots is None else state.snapshots.take_writes(),
             relocation_version=self._cache.relocation_version,
             may_replay=self._backoff.may_replay,
             awaits_masks=self.grammars.is_used and self.grammars.constrain_any(rows[allocation.samples]),
@@ -319,7 +329,7 @@ class Planner:
         allocation = self._allocate(rows)
         if not self._rows.grow(rows, allocation.num_new):  # offloads or drafts in flight still hold the promised pages
             rows, allocation = rows[:0], allocation.pick(rows[:0])
-        rows, allocation = decode_first(rows, allocation)
+        rows, allocation = decode_first(rows, self._rows.cut(rows, allocation))
         return rows, allocation, self._host_loads.start(rows)
 
     def fail(self, row: int, error: HiserveError) -> None:
@@ -361,7 +371,7 @@ class Planner:
             ok &= ~faulty
         settled = step.rows[ok]
         self._oom_recovery.passed(state, settled)
-        state.settle(settled, plan.num_new[ok])
+        state.settle(settled, plan.num_new[ok], plan.num_draft[ok])
         sampled = ok[plan.samples]
         rows, num_draft = step.rows[plan.samples][sampled], plan.num_draft[plan.samples][sampled]
         self._drafting.record(plan, rows, num_draft, result.counts[sampled], seconds)

@@ -97,9 +97,9 @@ class Request:
         else:
             self.facts.update(facts)
 
-    def to_row(self, row: int, num_computed: int) -> RowAdmit:
-        """Returns its admission to a row of the device, with ``num_computed`` cached tokens."""
-        return RowAdmit(row, self.tokens, self.num_prompt, num_computed, self.sampling, self.choice)
+    def to_row(self, row: int, num_computed: int, restore_slot: int = 0) -> RowAdmit:
+        """Returns its admission to a row of the device, with ``num_computed`` cached tokens, and the slot of their snapshot."""
+        return RowAdmit(row, self.tokens, self.num_prompt, num_computed, self.sampling, self.choice, restore_slot)
 
     def lose_row(self, tokens: Int32Array) -> None:
         """Takes the known tokens back from the row."""

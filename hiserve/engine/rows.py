@@ -12,9 +12,10 @@ from hiserve.core.plan import BoolArray, Int32Array, Int64Array
 from hiserve.core.request import FinishReason
 from hiserve.core.usage import SOURCES
 from hiserve.core.windows import WindowLimits
+from hiserve.engine.budget import Allocation
 from hiserve.engine.page_tables import PageTables
 from hiserve.engine.queue import Request
-from hiserve.engine.row_windows import RowWindows
+from hiserve.engine.row_tails import RowTails
 from hiserve.engine.stop_tokens import StopTokens
 from hiserve.ipc.updates import RequestFacts
 
@@ -42,7 +43,7 @@ class RowState:
         max_len: Longest row, in tokens.
         num_ahead: Drafts that a step may write after the last token of a row.
         eos_token_ids: Tokens that end every reply, unless its request ignores them.
-        limits: Of the window pages; None where every page has all layers.
+        limits: Of tails; None where each boundary is a resume point.
 
     Attributes:
         tokens: int32 ``[R, max_len]``. Known tokens.
@@ -62,7 +63,9 @@ class RowState:
         num_top: int32 ``[R]``. Likeliest tokens reported with each generated one; -1 when no score is wanted.
         active: int64 ``[n]``. Rows in use, earliest admission first.
         tables: Page tables.
+        tails: The boundaries at which rows can be resumed; None where they can at each.
         windows: The rows' window pages; None where every page has all layers.
+        snapshots: The slots of their snapshots; None of a model without.
     """
 
     def __init__(
@@ -95,9 +98,11 @@ class RowState:
         self.num_top = np.full(count, -1, dtype=np.int32)
         self.active = np.empty(0, dtype=np.int64)
         self.tables = PageTables(cache, self.generation, max_len)
-        self.windows: RowWindows | None = None
-        if limits is not None and cache.windows is not None:
-            self.windows = RowWindows(cache, cache.windows, limits, self.generation, max_len)
+        self.tails: RowTails | None = None
+        if limits is not None and cache.tails is not None:
+            self.tails = RowTails(cache, limits, self.generation, max_len)
+        self.windows = None if self.tails is None else self.tails.windows
+        self.snapshots = None if self.tails is None else self.tails.snapshots
         self._requests: list[Request | None] = [None] * count
         self._locks: list[PrefixLock | None] = [None] * count  # on the published prefix
         self._free = list(range(1, count))
@@ -150,9 +155,9 @@ class RowState:
         self._locks[row] = lock
         self.active = np.append(self.active, row)
         self.tables.bind(row, lock.pages)
-        if self.windows is not None:
-            self.windows.admit(row, int(self.known[row]), int(self.limit[row]), lock, match.num_history_tokens)
-            self.windows.want_retained(row, request.retain)
+        if self.tails is not None:
+            self.tails.admit(row, int(self.known[row]), int(self.limit[row]), lock, match.num_history_tokens)
+            self.tails.want_retained(row, int(self.computed[row]), request.retain)
         return row
 
     def release(self, row: int) -> Request:
@@ -166,8 +171,8 @@ class RowState:
         request.lose_row(self.tokens[row, : self.known[row]].copy())
         request.draft_use = self.draft_use[row].copy()
         request.facts = self._facts.pop(row, None)
-        if self.windows is not None:
-            self.windows.release(row, int(self.num_published[row]), lock)
+        if self.tails is not None:
+            self.tails.release(row, int(self.num_published[row]), lock)
         self.generation[row] = 0
         self._num_scoring -= bool(self._score_end[row])
         self._stops.forget(row)
@@ -194,6 +199,12 @@ class RowState:
             self.windows.grow(rows, end)
         return has_grown
 
+    def cut(self, rows: Int64Array, allocation: Allocation) -> Allocation:
+        """Returns the allocation of rows (int64 ``[B]``), without chunks that pass two boundaries whose snapshots are wanted."""
+        if self.tails is None or self.snapshots is None:
+            return allocation
+        return self.tails.cut(rows, self.computed[rows], allocation)
+
     def plan(self, rows: Int64Array, num_new: Int32Array, num_draft: Int32Array, samples: BoolArray) -> Int32Array:
         """Counts a step's tokens as computed; returns the bounds of the rows' lengths after it, int32 ``[B]``.
 
@@ -206,6 +217,8 @@ class RowState:
         computed: Int32Array = self.computed[rows] + num_new
         self.computed[rows] = computed
         self.pending[rows] += samples + num_draft
+        if self.tails is not None:
+            self.tails.plan(rows, computed, num_new, num_draft)
         return computed
 
     def draft(self, rows: Int64Array, num_draft: int) -> bool:
@@ -220,9 +233,11 @@ class RowState:
 
     # --- its result is in -----------------------------------------------------------------------
 
-    def settle(self, rows: Int64Array, num_new: Int32Array) -> None:
-        """Counts the tokens (int32 ``[n]``) that a step has computed of rows, rejected drafts included."""
+    def settle(self, rows: Int64Array, num_new: Int32Array, num_draft: Int32Array) -> None:
+        """Counts the tokens (int32 ``[n]``) that a step has computed of rows, rejected drafts included; these are int32 ``[n]``."""
         self.settled[rows] += num_new
+        if self.snapshots is not None:
+            self.snapshots.settle(rows, self.settled[rows], num_draft)
 
     def append(
         self,
@@ -288,8 +303,10 @@ class RowState:
                 moved = np.flatnonzero(canonical != pages[: canonical.size])
                 self.tables.replace(np.full_like(moved, row), start + moved, canonical[moved])
             self.num_published[row] = start + canonical.size
-            if self.windows is not None:
-                self.windows.publish(row, start + canonical.size, self.lock(row))
+        if self.tails is not None:
+            is_due = full > published if self.snapshots is None else (full > published) | self.snapshots.is_due(rows)
+            for row in rows[is_due].tolist():
+                self.tails.publish(row, int(self.num_published[row]), self.lock(row))
 
     def add_draft_use(self, rows: Int64Array, use: Int32Array) -> None:
         """Adds to ``draft_use`` of rows (int64 ``[n]``, each once): int32 ``[n, 2 + num_ahead]``."""
@@ -379,5 +396,5 @@ class RowState:
             assert known <= limit <= self._max_len and known + pending <= min(most[row], self._max_len), facts
             assert pending >= 0 and computed <= held and self.lock(row).is_open, facts
             assert 0 <= self.drafted[row] <= min(self.max_draft[row], self._num_ahead), f"{facts} {self.drafted[row]=}"
-        if self.windows is not None:
-            self.windows.check(live)
+        if self.tails is not None:
+            self.tails.check(live, self.settled[live])

@@ -20,10 +20,10 @@ class TierStats(msgspec.Struct, frozen=True):
 
 
 class WindowStats(TierStats, frozen=True):
-    """The pages of layers with a window: evictable ones are held by tails alone."""
+    """The pages of layers with a window, or the slots of snapshots: evictable ones are held by tails alone."""
 
-    num_tails: int = 0  # boundaries that keep their window pages
-    num_evicted_tails: int = 0  # tails that gave their pages to requests
+    num_tails: int = 0  # boundaries that keep their window pages, or their snapshots
+    num_evicted_tails: int = 0  # tails that gave them to requests
 
 
 class CopyStats(msgspec.Struct, frozen=True):
@@ -68,6 +68,7 @@ class CacheStats(msgspec.Struct, frozen=True):
     num_retained: int = 0  # gauge: pages that are evicted after all others, as their requests asked
     num_not_retained: int = 0  # pages that were not, because their caller had its quota
     windows: WindowStats = WindowStats()  # all 0 where layers with a window share the pages of the others
+    snapshots: WindowStats = WindowStats()  # slots of snapshots; all 0 of a model without recurrent states
 
 
 class NodeFacts(msgspec.Struct, frozen=True):

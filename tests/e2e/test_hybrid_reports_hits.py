@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hiserve import LLM, SamplingParams
-from hiserve.cache.index.prefix_cache import PrefixLock, WindowPages
+from hiserve.cache.index.prefix_cache import PrefixLock, TailPool
 from hiserve.engine.loop import Engine
 from hiserve.engine.planner import Planner
 from hiserve.models.model_config import NANO, find_model
@@ -57,7 +57,7 @@ def planner_of(llm: LLM) -> Planner:
     return engine_of(llm)._planner
 
 
-def windows_of(llm: LLM) -> WindowPages:
+def windows_of(llm: LLM) -> TailPool:
     windows = planner_of(llm)._cache.windows
     assert windows is not None
     return windows
@@ -164,17 +164,17 @@ def test_hb_20_a_warm_prefix_gives_the_tokens_of_a_cold_one_at_every_boundary_th
         expected = [ask(llm, each)[0] for each in asked]
     pools = WindowPool(monkeypatch)
     with LLM(model=str(folder), **SETTINGS | ROOMY | {"max_batched_tokens": PAGE}) as llm:
-        windows = planner_of(llm)._rows.windows
-        assert windows is not None
+        tails = planner_of(llm)._rows.tails
+        assert tails is not None
         pools.watch(llm)
-        admit = windows.admit
+        admit = tails.admit
 
         def keep_all(row: int, num_known: int, limit: int, lock: PrefixLock, num_history_tokens: int) -> None:
             admit(row, num_known, limit, lock, num_history_tokens)
             for boundary in range(lock.pages.size * PAGE + PAGE, num_known, PAGE):
-                windows.want(row, boundary)
+                tails.want(row, boundary, 0, 0)
 
-        monkeypatch.setattr(windows, "admit", keep_all)
+        monkeypatch.setattr(tails, "admit", keep_all)
         ask(llm, prompt, 1)
         found = [ask(llm, each) for each in asked]
     assert found == [

@@ -17,6 +17,7 @@ from hiserve.core.plan import BatchPlan, Scores, StepFault, StepResult
 from hiserve.core.request import SamplingParams
 from hiserve.core.transfers import CopyAck
 from tests.helpers.echo_host import EchoHost
+from tests.helpers.echo_states import EchoStates
 
 VOCAB = 211
 POISON = -7
@@ -93,6 +94,7 @@ class EchoExecutor:
 
     Attributes:
         host: Another tier, if there is one.
+        states: Of the rows, if the model has any.
         num_deferred: Steps that were refused.
         runs_out: Says of a plan whether its step is given up, too.
         given_up: Plans whose step was.
@@ -130,6 +132,7 @@ class EchoExecutor:
         self.num_drafted = 0
         self.stale_rows: set[int] = set()
         self.host: EchoHost | None = None
+        self.states: EchoStates | None = None
         self.num_deferred = 0
         self._defer_rate = defer_rate
         self._thread = ThreadPoolExecutor(1) if threaded else None
@@ -179,6 +182,8 @@ class EchoExecutor:
         self.table[writes.rows, writes.indices] = writes.pages
         self.entry_owner[writes.rows, writes.indices] = writes.owners
         self.page_owner[writes.pages] = writes.owners
+        if self.states is not None:
+            self.states.apply(plan)
         if self.host is not None:
             self.host.start(plan)
             self.host.wait(plan.waits)
@@ -242,6 +247,8 @@ class EchoExecutor:
     def _give_up(self, plan: BatchPlan) -> StepResult:
         """Leaves a step half done: what it would store is garbage, and what is planned on top of it fails."""
         self.given_up.append(plan)
+        if self.states is not None:
+            self.states.spoil(plan.rows.tolist())
         for row, end in zip(plan.rows.tolist(), plan.max_len.tolist(), strict=True):
             places = np.arange(int(self.computed[row]), min(end, int(self.known[row])))
             pages, owners = self.table[row, places // self.page_size], self.entry_owner[row, places // self.page_size]
@@ -294,6 +301,8 @@ class EchoExecutor:
         drafts = [t if self.rng.random() < 0.7 else (t + 1) % VOCAB for t in truth]
         slots = held[np.arange(start, end) // self.page_size].astype(np.int64) * self.page_size
         self.pool[slots + np.arange(start, end) % self.page_size] = inputs + drafts
+        if self.states is not None:
+            self.states.step(row, self._read(row, context_end))
         if not samples:
             self.computed[row] = end
             return []

@@ -6,8 +6,10 @@ import numpy as np
 
 from hiserve.core.plan import BatchPlan
 from hiserve.core.transfers import CopyAck, CopyKind, PageCopy
+from tests.helpers.echo_states import BROKEN, State
 
-GARBAGE = -9
+GARBAGE, IMAGE = -9, -8
+FRAMES = 2  # of a snapshot
 
 
 class EchoHost:
@@ -24,6 +26,7 @@ class EchoHost:
         fail_rate: As given; a test may change it.
         num_waits: Loads that a step waited for.
         num_failed: Copies that failed, by kind.
+        slots: Of snapshots on the device; their images are kept by their frames.
     """
 
     def __init__(self, pool: np.ndarray, page_size: int, num_pages: int, *, fail_rate: float, seed: int) -> None:
@@ -36,11 +39,15 @@ class EchoHost:
         self.num_pages = num_pages
         self.num_waits = 0
         self.num_failed = dict.fromkeys(CopyKind, 0)
+        self.slots: list[State] = []
+        self._images: dict[bytes, State] = {}
 
     def start(self, plan: BatchPlan) -> None:
         self._host[plan.host_release] = GARBAGE
         for copy in plan.copies:
             self._put(copy, GARBAGE)
+            if copy.image is not None and copy.kind is CopyKind.LOAD:
+                self.slots[copy.slots[0]] = BROKEN
             self._open.append(copy)
 
     def wait(self, loads: tuple[int, ...]) -> None:
@@ -61,6 +68,19 @@ class EchoHost:
         else:
             self._host[copy.host_pages] = value
 
+    def _move_snapshot(self, copy: PageCopy) -> None:
+        """Copies the snapshot of a tail, whose image has two frames of its own."""
+        if copy.image is None:
+            return
+        (slot,), frames = copy.slots.tolist(), copy.image.frames
+        assert frames.size == FRAMES
+        if copy.kind is CopyKind.LOAD:
+            assert (self._host[frames] == IMAGE).all(), f"load {copy.op} reads frames that others have written"
+            self.slots[slot] = self._images[frames.tobytes()]
+        else:
+            self._host[frames] = IMAGE
+            self._images[frames.tobytes()] = self.slots[slot]
+
     def _end(self, copy: PageCopy) -> None:
         self._open.remove(copy)
         is_load = copy.kind is CopyKind.LOAD
@@ -71,4 +91,5 @@ class EchoHost:
             source = self._host[copy.host_pages] if is_load else self._device[copy.device_pages]
             assert (source != GARBAGE).all(), f"copy {copy.op} reads pages that nothing was written to"
             self._put(copy, source)
+            self._move_snapshot(copy)
         self._acks.append(CopyAck(copy.op, reason, num_bytes=copy.host_pages.size, seconds=1e-4))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache
+from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache, TailSizes
+from hiserve.core.windows import WindowLimits
 from hiserve.engine.host_loads import LoadCostModel
 from hiserve.engine.kv_event_sender import KvEventSender
 from hiserve.engine.loop import Engine, EngineFacts, StepTimer
@@ -13,7 +14,8 @@ from hiserve.engine.planner import Planner
 from hiserve.engine.row_ends import Retainer
 from hiserve.spec.adaptive import DraftController
 from tests.helpers.echo import EchoExecutor
-from tests.helpers.echo_host import EchoHost
+from tests.helpers.echo_host import FRAMES, EchoHost
+from tests.helpers.echo_states import EchoStates
 
 
 def echo_engine(
@@ -39,6 +41,8 @@ def echo_engine(
     controller: DraftController | None = None,
     timer: StepTimer | None = None,
     clock: Callable[[], float] = lambda: 0.0,
+    num_snapshot_slots: int = 0,
+    tail_every: int = 0,
 ) -> tuple[Engine, Planner, EchoExecutor, PrefixCache]:
     """Makes an engine that reads no clock, so that its arguments decide every step.
 
@@ -52,6 +56,15 @@ def echo_engine(
         listener=kv_events,
         num_host_pages=num_host_pages,
         host_admission=host_admission,
+        tails=TailSizes(snapshot_slots=num_snapshot_slots, frames_per_snapshot=FRAMES),
+    )
+    limits = WindowLimits(
+        window=0,
+        page_size=page_size,
+        num_draft=num_draft,
+        depth=depth,
+        max_batched_tokens=budget,
+        tail_every=tail_every,
     )
     planner = Planner(
         cache=cache,
@@ -64,6 +77,7 @@ def echo_engine(
         costs=costs or LoadCostModel(budget, clock=itertools.count().__next__),
         controller=controller,
         retainer=Retainer(cache, clock),
+        windows=limits if num_snapshot_slots else None,
     )
     executor = EchoExecutor(
         num_pages=num_pages,
@@ -77,6 +91,10 @@ def echo_engine(
     )
     if num_host_pages:
         executor.host = EchoHost(executor.pool, page_size, num_host_pages, fail_rate=fail_rate, seed=seed)
+    if num_snapshot_slots:
+        executor.states = EchoStates(max_rows, num_snapshot_slots)
+        if executor.host is not None:
+            executor.host.slots = executor.states.slots
     facts = EngineFacts(max_rows, max_len, num_pages - 1, page_size, b"echo", {})
     timer = timer or StepTimer(clock=lambda: 0.0)
     return Engine(planner, executor, depth, facts, kv_events=kv_events, timer=timer), planner, executor, cache

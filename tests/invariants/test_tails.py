@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hiserve.cache.index.prefix_cache import MissReason, PrefixCache, PrefixLock, Tier, TierListener, WindowPages
+from hiserve.cache.index.prefix_cache import (
+    MissReason,
+    PrefixCache,
+    PrefixLock,
+    TailPool,
+    TailSizes,
+    Tier,
+    TierListener,
+)
 from hiserve.core.digest import namespace_digest
 from hiserve.core.transfers import PageCopy, TailImage
 from tests.helpers.host import TENANTS, make_run
@@ -21,15 +29,14 @@ def make_cache(
     num_host_pages: int = 0,
     num_ready_host_pages: int | None = None,
     listener: TierListener | None = None,
-) -> tuple[PrefixCache, WindowPages]:
+) -> tuple[PrefixCache, TailPool]:
     cache = PrefixCache(
         num_pages=num_pages,
         page_size=PAGE,
         namespace=NAMESPACE,
-        num_window_pages=num_window_pages,
+        tails=TailSizes(window_pages=num_window_pages, frames_per_page=FRAMES),
         num_host_pages=num_host_pages,
         num_ready_host_pages=num_ready_host_pages,
-        frames_per_page=FRAMES,
         listener=listener,
     )
     assert cache.windows is not None
@@ -46,7 +53,7 @@ def insert(cache: PrefixCache, tokens: np.ndarray) -> PrefixLock:
     return lock
 
 
-def publish(cache: PrefixCache, windows: WindowPages, tokens: np.ndarray) -> PrefixLock:
+def publish(cache: PrefixCache, windows: TailPool, tokens: np.ndarray) -> PrefixLock:
     """Inserts the two pages of five tokens, with their tail of two window pages; returns the lock on them."""
     lock = insert(cache, tokens)
     held = windows.allocate(np.zeros(2, dtype=np.int32))

@@ -18,7 +18,7 @@ class MissReason(StrEnum):
     """The reason why a match ended; of several, the first in this order."""
 
     NOT_WORTH_LOADING = "not_worth_loading"  # the host has more, and loading it would take longer than computing it
-    NO_TAIL = "no_tail"  # more pages are cached, but the window layers' part of none of them
+    NO_TAIL = "no_tail"  # more pages are cached, but none with window pages and the snapshot that it needs
     PAGE_REMAINDER = "page_remainder"  # the rest is less than a page, or the last token
     IN_FLIGHT = "in_flight"  # the next page is being fetched from the store
     NOT_FETCHED = "not_fetched"  # a store has the next page, or did not answer in time

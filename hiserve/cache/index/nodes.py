@@ -15,7 +15,7 @@ class TailPools(Protocol):
     """The memory of tails on both tiers."""
 
     def leave_device(self, tail: Tail) -> None:
-        """Gives back the window pages of a tail that has some."""
+        """Gives back the window pages and the slot of a tail that is there."""
 
     def leave_host(self, tail: Tail) -> None:
         """Gives back the frames of a tail that has some."""
@@ -25,18 +25,23 @@ class TailPools(Protocol):
 
 
 class Tail:
-    """What a request reads that is resumed at a boundary, beside the history before it: window pages, or their images.
+    """What a request reads that is resumed at a boundary, beside the history before it, or the images of it.
+
+    These are window pages, and a snapshot of recurrent states and last inputs; a model may have one of them only.
 
     Attributes:
         node: Has the boundary; a tail that is on no tier may be forgotten by it.
         at: Pages from the start of the node to the boundary, 1 to ``num_pages``.
-        pages: int32 ``[n]``. Window pages on the device, first to last; None if the device lacks them.
-        frames: int32 ``[n * frames per page]``. Host pages with their images; None if the host lacks them.
-        device_ready_op: The load that fills ``pages``; 0 when they are filled.
+        pages: int32 ``[n]``. Window pages on the device, first to last; None if the device lacks the tail.
+        slots: int32 ``[1]``. The slot of its snapshot on the device; empty without one.
+        frames: int32 ``[f]``. Host pages with the images of each window page, then of the snapshot; None if the host lacks
+            the tail.
+        device_ready_op: The load that fills ``pages`` and ``slots``; 0 when they are filled.
         host_ready_op: The offload that fills ``frames``; 0 when they are filled.
         last_used: Logical time of its last use.
         priority: Of the node, at the last use.
-        account: Charged for its window pages and frames.
+        account: Charged for its window pages, its slot and its frames.
+        is_provisional: A row passed its boundary, and may replace it by that of the next one: it is not offloaded yet.
         retained_until_s: Others go first until then (see ``Retention``); 0 is not retained, and closed.
         num_retained: Frames that count in the quota of its account.
     """
@@ -48,18 +53,21 @@ class Tail:
         "device_ready_op",
         "frames",
         "host_ready_op",
+        "is_provisional",
         "last_used",
         "node",
         "num_retained",
         "pages",
         "priority",
         "retained_until_s",
+        "slots",
     )
 
     def __init__(self, node: Node, at: int, last_used: int, pools: TailPools) -> None:
         self.node = node
         self.at = at
         self.pages: Int32Array | None = None
+        self.slots: Int32Array = NO_PAGES
         self.frames: Int32Array | None = None
         self.device_ready_op = 0
         self.host_ready_op = 0
@@ -67,6 +75,7 @@ class Tail:
         self.priority = node.priority
         self.account = node.account
         self.retained_until_s = self.num_retained = 0
+        self.is_provisional = False
         self._pools = pools
 
     @property
@@ -110,7 +119,7 @@ class Tail:
         return self.node.digests[self.at - 1]
 
     def leave_device(self) -> None:
-        """Gives its window pages back, if it has any."""
+        """Gives its window pages and its slot back, if it is there."""
         if self.pages is not None:
             self._pools.leave_device(self)
 

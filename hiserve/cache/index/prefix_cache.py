@@ -16,12 +16,12 @@ from hiserve.cache.index.radix import RadixTree
 from hiserve.cache.index.reports import PrefixCacheStats, Tier, TierListener, outline
 from hiserve.cache.index.store_prefixes import StorePrefixes
 from hiserve.cache.index.store_sync import RunOp, StoreSync, Uploads
+from hiserve.cache.index.tail_pool import NO_TAILS, TailMemory, TailPool, TailSizes
 from hiserve.cache.index.tails import TailTiers
 from hiserve.cache.index.tier_pages import TierPages
 from hiserve.cache.index.tiers import CacheTiers
 from hiserve.cache.index.transfer_ops import SubtreeRemoval, TransferOps
 from hiserve.cache.index.transfers import MANY_COPIES, Transfers
-from hiserve.cache.index.window_pages import WindowPages
 from hiserve.config.caching import EvictionOrder
 from hiserve.core.digest import Chain, chain
 from hiserve.core.plan import Int32Array
@@ -42,7 +42,8 @@ __all__ = [
     "Tail",
     "Tier",
     "TierListener",
-    "WindowPages",
+    "TailPool",
+    "TailSizes",
 ]
 
 
@@ -53,7 +54,7 @@ class PrefixCache:
     until the next operation that changes the index, unless the docstring says otherwise.
 
         prefixes    match, lock, insert, keep_tail, release, retain, ensure_backed, explain
-        pages       allocate, free; ``windows`` (``WindowPages``), ``tails`` (``TailTiers``)
+        pages       allocate, free; ``windows`` and ``snapshots`` (``TailPool``), ``tails`` (``TailTiers``)
         host        begin_load, begin_offloads, complete
         store       ``store`` (``StorePrefixes``), complete
         lifecycle   recover, grow_host, begin_after, expire, flush
@@ -67,9 +68,7 @@ class PrefixCache:
         num_host_pages: Pages in the host pool, page 0 included; 0 without a host tier.
         num_ready_host_pages: Usable pages are below this; default: all. See ``grow_host``.
         host_admission: Which pages are offloaded.
-        num_window_pages: Pages in the pool of window layers, the padding page included: only boundaries with a tail can be
-            resumed at. 0 where every page has all layers.
-        frames_per_page: Host pages that the image of a window page takes.
+        tails: The memory of tails: with any, only boundaries with a tail can be resumed at.
         max_upload_pages: Most host pages locked by uploads to a store; 0 without a store.
         listener: Called with every change of the readable pages of each tier.
         link: Computes the digests of pages (``core.digest.chain_of``).
@@ -77,8 +76,8 @@ class PrefixCache:
     Attributes:
         page_owner: int32 ``[num_pages]``, live. Number of each page's last allocation; see ``PageAllocator.owner``.
         store: The operations that concern a store.
-        windows: The pages of window layers; None without them.
-        tails: Those of both tiers; None without them.
+        windows, snapshots: The pages of window layers, and the slots of snapshots; None without them.
+        tails: Those of both tiers; None where each boundary is a resume point.
         host_times: The host pages retained since they were taken. Take them after the orders of the same plan: the pool
             records them once it has begun its copies.
         num_arrived: By kind, LOAD and OFFLOAD, live: pages made findable by ended copies.
@@ -96,8 +95,7 @@ class PrefixCache:
         num_host_pages: int = 0,
         num_ready_host_pages: int | None = None,
         host_admission: HostAdmission = HostAdmission.WRITE_THROUGH,
-        num_window_pages: int = 0,
-        frames_per_page: int = 1,
+        tails: TailSizes = NO_TAILS,
         max_upload_pages: int = 0,
         listener: TierListener | None = None,
         link: Chain = chain,
@@ -118,13 +116,12 @@ class PrefixCache:
         self._removal = SubtreeRemoval(self.tiers, self.locks, self.ops)
         self.store_sync = StoreSync(self.tiers, self.locks, self.ops)
         self.uploads = Uploads(self.tiers, self.locks, self.ops, max_upload_pages)
-        uploads = self.uploads if max_upload_pages else None
+        uploads, admits = self.uploads if max_upload_pages else None, host_admission if self._has_host else None
         offloaded, inserted = (uploads, None) if host_admission is HostAdmission.SELECTIVE else (None, uploads)
-        admits = host_admission if self._has_host else None
-        assert not (num_window_pages and max_upload_pages), "tails do not go to a store"
-        num_frames = frames_per_page if self._has_host else 0
-        self.windows = windows = WindowPages(num_window_pages, page_size) if num_window_pages else None
-        self.tails = None if windows is None else TailTiers(self.tiers, self.locks, self.ops, windows, num_frames)
+        memory = TailMemory(tails, page_size, has_host=self._has_host)
+        self.windows, self.snapshots, self._tail_pools = memory.windows, memory.snapshots, memory.pools
+        self.tails = None if memory.is_empty else TailTiers(self.tiers, self.locks, self.ops, memory)
+        assert self.tails is None or not max_upload_pages, "tails do not go to a store"
         self.transfers = Transfers(self.tiers, self.locks, self.ops, self._removal, offloaded, self.tails)
         self._prefixes = Prefixes(
             namespace, self.tiers, self.locks, self.ops, self.transfers, inserted, admits, self.tails
@@ -196,18 +193,19 @@ class PrefixCache:
         """
         return self._prefixes.insert(lock, key, pages, step)
 
-    def keep_tail(self, lock: PrefixLock, num_behind: int, pages: Int32Array) -> Tail:
+    def keep_tail(self, lock: PrefixLock, num_behind: int, pages: Int32Array, slots: Int32Array = NO_PAGES) -> Tail:
         """Makes a boundary of a locked prefix a resume point, until the pages are needed or the history before it leaves.
 
         Args:
             lock: Its prefix includes the boundary.
             num_behind: Pages of the prefix behind it.
             pages: int32 ``[n]``. The window pages before it, held by the caller; immutable, and the tail holds them too.
+            slots: int32 ``[1]``. The slot of its snapshot, likewise; empty of a model without snapshots.
 
         Returns:
-            The tail; the one that the boundary had, if any, which counts as used.
+            The tail; the one that the boundary had, if any, which counts as used. A new one with a snapshot is provisional.
         """
-        return self._prefixes.keep_tail(lock, num_behind, pages)
+        return self._prefixes.keep_tail(lock, num_behind, pages, slots)
 
     def explain(self, tenant: bytes, key: bytes, num_used: int, *, is_in_store: bool = False) -> Miss:
         """Returns the reason why only ``num_used`` tokens of a prompt were taken from the cache. Changes nothing.
@@ -223,7 +221,7 @@ class PrefixCache:
             self._prefixes.root(tenant),
             self._prefixes.usable(key),
             num_used=num_used,
-            num_resumable=None if self.windows is None else self._prefixes.num_resumable(tenant, key),
+            num_resumable=None if self.tails is None else self._prefixes.num_resumable(tenant, key),
             lost=self.tiers.lost,
             is_arriving=self.store_sync.is_arriving,
             is_in_store=is_in_store,
@@ -256,15 +254,18 @@ class PrefixCache:
 
     # --- device and host ------------------------------------------------------------------
 
-    def begin_load(self, lock: PrefixLock, pages: Int32Array, window_pages: Int32Array = NO_PAGES) -> PageCopy:
+    def begin_load(
+        self, lock: PrefixLock, pages: Int32Array, window_pages: Int32Array = NO_PAGES, slots: Int32Array = NO_PAGES
+    ) -> PageCopy:
         """Begins to load the host part of a lock, its tail included; later matches find it on the device.
 
         Args:
             lock: With a host part; waits for the load (``lock.ops``) until ``complete``.
             pages: int32 ``[h]``. One for each of ``lock.host_pages``, allocated by the caller; owned by the cache after this.
-            window_pages: int32 ``[tails.num_to_load(lock.tail)]``, each held once by the caller; likewise.
+            window_pages: int32 ``[w]``. From ``tails.allocate(lock.tail)``, each held once by the caller; likewise.
+            slots: int32 ``[s]``. Likewise.
         """
-        return self.transfers.begin_load(lock, pages, window_pages)
+        return self.transfers.begin_load(lock, pages, window_pages, slots)
 
     @property
     def has_offloads(self) -> bool:
@@ -338,8 +339,8 @@ class PrefixCache:
     def begin_after(self, step_id: int) -> None:
         """Records that a step was planned: its forward may still touch every page in use now."""
         self.tiers.clock = max(self.tiers.clock, step_id << STEP_SHIFT)
-        if self.windows is not None:
-            self.windows.step = step_id
+        for pool in self._tail_pools:
+            pool.step = step_id
 
     @property
     def is_retaining(self) -> bool:
@@ -372,6 +373,7 @@ class PrefixCache:
             device=self.device.stats(),
             host=self.host.stats(),
             windows=WindowStats() if self.windows is None else self.windows.stats(),
+            snapshots=WindowStats() if self.snapshots is None else self.snapshots.stats(),
             num_begun=self.ops.num_begun,
             num_in_flight=self.ops.num_in_flight,
             num_unbacked=self.tiers.num_unbacked,

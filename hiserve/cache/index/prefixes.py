@@ -132,6 +132,7 @@ class Prefixes:
         lock.tail = match.host_tail if num_host_tokens else match.tail
         if self._tails is not None and lock.tail is not None:
             self._tails.touch(lock.tail, self._tiers.clock)
+            self._tails.settle(lock.tail)
         if self._ops.num_loads:
             loading = {step.device_ready_op for step in path(node)}
             loading.add(0 if lock.tail is None else lock.tail.device_ready_op)
@@ -200,7 +201,7 @@ class Prefixes:
         if tail is not None:
             self._tails.retain(tail, until_s)
 
-    def keep_tail(self, lock: PrefixLock, num_behind: int, pages: Int32Array) -> Tail:
+    def keep_tail(self, lock: PrefixLock, num_behind: int, pages: Int32Array, slots: Int32Array) -> Tail:
         """See ``PrefixCache``."""
         assert self._tails is not None and lock.is_open
         node, num_left = lock.node, num_behind
@@ -209,7 +210,7 @@ class Prefixes:
             assert node.parent is not None and node.parent.num_pages, f"no page ends {num_behind} pages before the end"
             node = node.parent
         self._tiers.clock += 1
-        return self._tails.keep(node, node.num_pages - num_left, pages)
+        return self._tails.keep(node, node.num_pages - num_left, pages, slots)
 
     def missing(self, tenant: bytes, key: bytes) -> tuple[int, list[bytes]]:
         """See ``PrefixCache``."""

@@ -87,6 +87,7 @@ class PrefixCacheStats:
     device: TierStats  # pages of the device tier, page 0 not counted
     host: TierStats  # pages of the host tier; all 0 without one
     windows: WindowStats  # pages of layers with a window; all 0 where they share those of the others
+    snapshots: WindowStats  # their slots; all 0 of a model without
     num_begun: Mapping[CopyKind, int]  # counter: pages of all transfers, by kind
     num_in_flight: Mapping[CopyKind, int]  # gauge: of them, those in flight
     num_unbacked: int  # pages evicted from the device that were on no other tier

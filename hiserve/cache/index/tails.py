@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
+import numpy as np
+
+from hiserve.cache.index.eviction import TenantShares
 from hiserve.cache.index.locks import Locks, path
 from hiserve.cache.index.nodes import Node, Tail
-from hiserve.cache.index.retention import RetentionEnds
+from hiserve.cache.index.retention import RetentionEnds, RetentionQuota
 from hiserve.cache.index.store_sync import is_ready_on_host
+from hiserve.cache.index.tail_pool import TailMemory
 from hiserve.cache.index.tiers import CacheTiers
 from hiserve.cache.index.transfer_ops import TransferOp, TransferOps
-from hiserve.cache.index.window_pages import WindowPages
 from hiserve.core.plan import Int32Array
 from hiserve.core.transfers import NO_PAGES, CopyKind, PageCopy, TailImage
 
@@ -22,43 +25,48 @@ class TailTiers:
     A tier has a tail only with the history before it. The host gets a tail once its history has arrived there.
 
     Args:
-        windows: The window pages on the device.
-        frames_per_page: Host pages that the image of a window page takes; 0 without a host tier.
+        memory: Of the tails on the device.
 
     Attributes:
         ends: Of the retention of tails.
         num_without_room: Frames of tails that were not offloaded because no host page could be freed.
     """
 
-    def __init__(
-        self, tiers: CacheTiers, locks: Locks, ops: TransferOps, windows: WindowPages, frames_per_page: int
-    ) -> None:
+    def __init__(self, tiers: CacheTiers, locks: Locks, ops: TransferOps, memory: TailMemory) -> None:
         self._tiers = tiers
         self._locks = locks
         self._ops = ops
-        self._windows = windows
+        self._memory = memory
         self._on_device, self._on_host = tiers.device.require_tails(), tiers.host.require_tails()
-        self._frames_per_page = frames_per_page
         self._queue: OrderedDict[Tail, None] = OrderedDict()  # to be offloaded; the history of each was on the host
         self.ends = RetentionEnds[Tail](lambda: (tail for tail in self._all() if tail.retained_until_s))
         self.num_without_room = 0
 
     # --- on the device ----------------------------------------------------------------------
 
-    def keep(self, node: Node, at: int, pages: Int32Array) -> Tail:
-        """Gives a boundary of a node a tail of window pages that have a holder, unless it has one; counts as its use."""
+    def keep(self, node: Node, at: int, pages: Int32Array, slots: Int32Array) -> Tail:
+        """Gives a boundary of a node a tail of pages and a slot that have a holder, unless it has one; counts as its use.
+
+        A new one with a slot is provisional until it is used or settled.
+        """
         node.tails = {} if node.tails is None else node.tails
         tail = node.tails.get(at)
         if tail is None or not tail.is_open:
             tail = node.tails[at] = Tail(node, at, 0, self)
         if tail.pages is None:
-            self._windows.keep(tail, pages)
+            self._memory.keep(tail, pages, slots)
+            tail.is_provisional = slots.size > 0 and tail.frames is None
             self._on_device.add_tail(tail.digest)
             self._tiers.tree_epoch += 1
             self._tiers.queue_copy(node)
         self.touch(tail, self._tiers.clock)
         self.enqueue(tail)
         return tail
+
+    def settle(self, tail: Tail) -> None:
+        """Makes a provisional tail one like all others, which goes to the host."""
+        tail.is_provisional = False
+        self.enqueue(tail)
 
     def touch(self, tail: Tail, last_used: int) -> None:
         """Sets the time of the last use of an open tail; 0 makes it the next to go."""
@@ -69,13 +77,14 @@ class TailTiers:
 
     def see(self, account: bytes) -> None:
         """Records a request of an account."""
-        self._windows.shares.see(account)
+        for pool in self._memory.pools:
+            pool.shares.see(account)
 
     def num_to_retain(self, tail: Tail) -> int:
         """Returns the frames that the retention of an open tail adds to those of its account; 0 without a host tier."""
         if tail.retained_until_s:
             return 0
-        return tail.num_pages * self._frames_per_page if tail.frames is None else tail.frames.size
+        return self._memory.num_frames(tail) if tail.frames is None else tail.frames.size
 
     def retain(self, tail: Tail, until_s: int) -> None:
         """Lets others of its account go before an open tail on each tier, until ``expire``, if the quota has room for it."""
@@ -118,26 +127,27 @@ class TailTiers:
 
     def _reorder(self, tail: Tail) -> None:
         """Gives a tail its new place in the order of each tier."""
-        self._windows.reorder(tail)
+        for pool, _ in self._memory.held(tail):
+            pool.reorder(tail)
         if tail.frames is not None:
             self._tiers.host.eviction.add(tail)
 
     def assign_account(self, tail: Tail, account: bytes) -> None:
         """See ``TailPools``."""
         num_frames = 0 if tail.frames is None else tail.frames.size
-        for counts, count in (
-            (self._windows.shares, tail.num_pages),
-            (self._tiers.host.shares, num_frames),
-            (self._tiers.retention.quota, tail.num_retained),
-        ):
-            counts.charge(tail.account, -count)
-            counts.charge(account, count)
+        counts: list[tuple[TenantShares | RetentionQuota, int]] = [
+            (pool.shares, held.size) for pool, held in self._memory.held(tail)
+        ]
+        counts += [(self._tiers.host.shares, num_frames), (self._tiers.retention.quota, tail.num_retained)]
+        for shares, count in counts:
+            shares.charge(tail.account, -count)
+            shares.charge(account, count)
         tail.account = account
         self._reorder(tail)
 
     def leave_device(self, tail: Tail) -> None:
-        """See ``TailPools``; a transfer of the pages holds them until its end."""
-        self._windows.forget(tail)
+        """See ``TailPools``; a transfer of the pages and the slot holds them until its end."""
+        self._memory.forget(tail)
         self._on_device.remove_tail(tail.digest)
         self._tiers.tree_epoch += 1
         if tail.frames is None:
@@ -171,7 +181,7 @@ class TailTiers:
 
     def enqueue(self, tail: Tail) -> None:
         """Queues a tail for its offload, if its history is on the host, which lacks the tail."""
-        if self._frames_per_page and self._is_due(tail):
+        if self._is_due(tail):
             self._queue[tail] = None
 
     def enqueue_all(self, node: Node) -> None:
@@ -180,7 +190,7 @@ class TailTiers:
             self.enqueue(tail)
 
     def begin_offloads(self, max_copies: int) -> list[PageCopy]:
-        """Begins offloads of queued tails, an order each, while window pages may be held that no row was promised."""
+        """Begins offloads of queued tails, an order each, while pages may be held that no row was promised."""
         copies: list[PageCopy] = []
         while self._queue and len(copies) < max_copies:
             tail = next(iter(self._queue))
@@ -192,22 +202,20 @@ class TailTiers:
         return copies
 
     def _may_begin(self, tail: Tail) -> bool:
-        """Whether its window pages may be held, and the host does not get more room by itself."""
-        assert tail.pages is not None
-        host, num_pages = self._tiers.host.pages, tail.pages.size
-        has_room = host.num_ready == host.num_pages or host.num_free > num_pages * self._frames_per_page
-        return has_room and num_pages <= self._windows.num_spare
+        """Whether its pages may be held, and the host does not get more room by itself."""
+        host = self._tiers.host.pages
+        has_room = host.num_ready == host.num_pages or host.num_free > self._memory.num_frames(tail)
+        return has_room and self._memory.has_spare(tail)
 
     def _is_due(self, tail: Tail) -> bool:
-        is_here = tail.pages is not None and tail.pages.size > 0
+        is_here = self._memory.num_frames(tail) > 0 and not tail.is_provisional
         has_history = tail.node.num_pages > 0 and is_ready_on_host(tail.node)
         return is_here and tail.frames is None and has_history and self._op_of(tail) is None
 
     def _offload(self, tail: Tail) -> list[PageCopy]:
         """Begins an offload; returns its order, or nothing if the host has no room."""
-        pages = tail.pages
+        pages, slots, count = tail.pages, tail.slots, self._memory.num_frames(tail)
         assert pages is not None
-        count = pages.size * self._frames_per_page
         lock = self._locks.lock_host(tail.node)
         if self._tiers.make_host_room(count) < count:
             self.num_without_room += count
@@ -215,35 +223,51 @@ class TailTiers:
             return []
         frames = self._tiers.allocate_host(count)
         op = self._ops.begin(CopyKind.OFFLOAD, lock, NO_PAGES, num_frames=count)
-        op.tail, op.window_pages = tail, pages
-        self._windows.pin(pages)
+        op.tail, op.window_pages, op.slots = tail, pages, slots
+        for pool, held in self._memory.held(tail):
+            pool.pin(held)
         tail.frames, tail.host_ready_op = frames, op.number
         self._tiers.host.shares.charge(tail.account, count)
         self._record_retention(tail)
-        return [PageCopy(op.number, op.kind, NO_PAGES, NO_PAGES, 0, None, pages, _image(tail, frames))]
+        return [PageCopy(op.number, op.kind, NO_PAGES, NO_PAGES, 0, None, pages, _image(tail, frames), slots)]
 
     # --- to the device --------------------------------------------------------------------------
 
     def num_to_load(self, tail: Tail | None) -> int:
         """Returns the window pages that a tail needs before its use."""
-        if tail is None or tail.frames is None or tail.pages is not None:
+        if tail is None or tail.frames is None or tail.is_on_device:
             return 0
-        return tail.frames.size // self._frames_per_page
+        return self._memory.num_pages_in(tail.frames.size)
 
-    def begin_load(self, tail: Tail, op: TransferOp, pages: Int32Array) -> TailImage:
-        """Lets a load fill window pages, each held once, by the op; the tail has them from now on."""
-        assert tail.frames is not None and pages.size * self._frames_per_page == tail.frames.size
-        op.tail, op.window_pages = tail, pages
-        self._windows.num_pinned += pages.size
-        self._windows.keep(tail, pages)
+    def has_slot_for(self, tail: Tail | None) -> bool:
+        """Whether the load of a tail finds a slot for its snapshot, where it has one."""
+        snapshots = self._memory.snapshots
+        return tail is None or snapshots is None or tail.is_on_device or snapshots.has_page
+
+    def allocate(self, tail: Tail | None) -> tuple[Int32Array, Int32Array]:
+        """Takes the window pages and the slot that a tail needs before its use, each held once; there must be as many."""
+        windows, snapshots = self._memory.windows, self._memory.snapshots
+        pages = slots = NO_PAGES
+        if tail is not None and not tail.is_on_device:
+            pages = pages if windows is None else windows.allocate(np.zeros(self.num_to_load(tail), dtype=np.int32))
+            slots = slots if snapshots is None else snapshots.allocate(np.zeros(1, dtype=np.int32))
+        return pages, slots
+
+    def begin_load(self, tail: Tail, op: TransferOp, pages: Int32Array, slots: Int32Array) -> TailImage:
+        """Lets a load fill window pages and a slot, each held once, by the op; the tail has them from now on."""
+        self._memory.keep(tail, pages, slots)
+        assert tail.frames is not None and self._memory.num_frames(tail) == tail.frames.size
+        op.tail, op.window_pages, op.slots = tail, pages, slots
+        for pool, held in self._memory.held(tail):
+            pool.num_pinned += held.size
         tail.device_ready_op = op.number
         self._tiers.host.num_evictable -= tail.frames.size
         self._tiers.tree_epoch += 1
         return _image(tail, tail.frames)
 
-    def last_step(self, pages: Int32Array) -> int:
-        """Returns the last step whose forward may touch pages that were free."""
-        return int(self._windows.last_step[pages].max())
+    def last_step(self, tail: Tail) -> int:
+        """Returns the last step whose forward may touch what a tail was given on the device."""
+        return self._memory.last_step(tail)
 
     # --- the end of a transfer ------------------------------------------------------------------
 
@@ -251,9 +275,10 @@ class TailTiers:
         """Ends the part that a tail had in a transfer, which has left ``TransferOps``; returns the frames that arrived."""
         tail = op.tail
         assert tail is not None
-        self._windows.unpin(op.window_pages)
+        for pool, held in self._memory.parts(op.window_pages, op.slots):
+            pool.unpin(held)
         is_here = op.number in (tail.device_ready_op, tail.host_ready_op)
-        num_arrived = op.window_pages.size * self._frames_per_page if ok and is_here else 0
+        num_arrived = op.num_pages - op.host_pages.size if ok and is_here else 0
         if tail.frames is not None and (op.kind is CopyKind.LOAD or is_here):
             self._tiers.host.num_evictable += tail.frames.size
         if is_here:
@@ -285,7 +310,7 @@ class TailTiers:
             assert taken is not None and (taken == image.frames).all(), f"host pages {image.frames} are not all free"
             node, at = places.get(image.digest, (None, 0))
             is_taken = node is not None and node.tails is not None and at in node.tails
-            if node is None or is_taken or image.frames.size % self._frames_per_page:
+            if node is None or is_taken or self._memory.num_pages_in(image.frames.size) < 0:
                 tiers.free_host(image.frames)
                 continue
             tail = Tail(node, at, node.last_used, self)

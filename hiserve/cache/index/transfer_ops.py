@@ -30,6 +30,7 @@ class TransferOp:
         deferred_host_frees: Likewise on the host.
         tail: Moved with its pages, or alone; None without one.
         window_pages: int32 ``[w]``. Of the tail; the op holds them.
+        slots: int32 ``[1]``. The slot of its snapshot, likewise; empty without one.
         num_pages: Host pages, frames of the tail included.
     """
 
@@ -44,6 +45,7 @@ class TransferOp:
     deferred_host_frees: list[Int32Array] = field(default_factory=list)
     tail: Tail | None = None
     window_pages: Int32Array = field(default_factory=lambda: NO_PAGES)
+    slots: Int32Array = field(default_factory=lambda: NO_PAGES)
     num_pages: int = 0
 
 

@@ -111,15 +111,19 @@ class Transfers:
                 self.enqueue(node)
         self._sweep_at = max(MIN_SWEEP, 2 * len(self._queue))
 
-    def begin_load(self, lock: PrefixLock, pages: Int32Array, window_pages: Int32Array = NO_PAGES) -> PageCopy:
+    def begin_load(
+        self, lock: PrefixLock, pages: Int32Array, window_pages: Int32Array = NO_PAGES, slots: Int32Array = NO_PAGES
+    ) -> PageCopy:
         """See ``PrefixCache``."""
         tiers, host_pages, tail = self._tiers, lock.host_pages, lock.tail
         assert lock.is_open and pages.size == host_pages.size, f"{pages.size} pages for {host_pages.size}"
-        assert pages.size or window_pages.size, "a load of nothing"
+        assert pages.size or window_pages.size or slots.size, "a load of nothing"
         nodes = [node for node in path(lock.node) if node.is_on_host_only]
         assert sum(node.num_pages for node in nodes) == pages.size, "the prefix came to the device; match again"
         pages = pages.copy()
-        num_frames = 0 if tail is None or tail.frames is None or not window_pages.size else tail.frames.size
+        num_frames = 0
+        if tail is not None and tail.frames is not None and (window_pages.size or slots.size):
+            num_frames = tail.frames.size
         op = self._ops.begin(CopyKind.LOAD, self._locks.lock(lock.node), host_pages, num_frames=num_frames)
         end, image = pages.size, None
         for node in nodes:
@@ -131,9 +135,9 @@ class Transfers:
         after_step = int(tiers.device.last_step[pages].max(initial=0))
         if num_frames:
             assert self._tails is not None and tail is not None
-            image = self._tails.begin_load(tail, op, window_pages)
-            after_step = max(after_step, self._tails.last_step(window_pages))
-        return PageCopy(op.number, CopyKind.LOAD, pages, host_pages, after_step, None, window_pages, image)
+            image = self._tails.begin_load(tail, op, window_pages, slots)
+            after_step = max(after_step, self._tails.last_step(tail))
+        return PageCopy(op.number, CopyKind.LOAD, pages, host_pages, after_step, None, window_pages, image, slots)
 
     def wait(self, lock: PrefixLock, op: TransferOp) -> None:
         """Lets a lock wait for a load."""

@@ -1,10 +1,10 @@
 """Layers with a window: their pages, tails and resume points."""
 
 from hiserve.attention import reference_attention
-from hiserve.cache.index import eviction, nodes, prefixes, radix, resumable_pages, retention, tails, tiers, transfers, window_pages
+from hiserve.cache.index import eviction, nodes, prefixes, radix, resumable_pages, retention, tail_pool, tails, tiers, transfers
 from hiserve.cache.storage import cuda_transfer, host, page_streams, records, transfer
 from hiserve.core import memory_plan, window_pool, windows
-from hiserve.engine import admission, row_windows, tier_transfers
+from hiserve.engine import admission, row_tails, row_windows, tier_transfers
 from hiserve.kernels import step_inputs
 from hiserve.runners import device_rows, inputs
 from tests.contract import test_attention
@@ -17,7 +17,7 @@ from tests.unit.kernels import test_step_triton
 from tests.unit.runners import test_device_rows
 from tests.unit.storage import test_host_pool, test_page_streams, test_tail_records
 
-with window_pages.WindowPages.drop, test_window_pages.test_free_and_held_pages_partition_the_pool_whatever_rows_and_tails_do:
+with tail_pool.TailPool.drop, test_window_pages.test_free_and_held_pages_partition_the_pool_whatever_rows_and_tails_do:
     "INV H1: a window page is free while a tail holds it"
     pages[left == 0]
     pages
@@ -27,9 +27,9 @@ with transfers.Transfers.begin_offloads, test_tails.test_tails_keep_pace_with_hi
     max_copies - len(copies)
 with tails.TailTiers.begin_load, test_tails.test_match_knows_the_deepest_resume_point_of_each_tier:
     "INV H1: a load does not hold the window pages that it fills"
-    self._windows.num_pinned += pages.size
-    self._windows.drop(pages)
-with window_pages.WindowPages.reorder, test_window_pages.test_the_least_recently_used_tails_go_first_and_only_when_pages_are_short:
+    pool.num_pinned += held.size
+    pool.drop(held)
+with tail_pool.TailPool.reorder, test_window_pages.test_the_least_recently_used_tails_go_first_and_only_when_pages_are_short:
     "tails: a use does not move a tail to the end of the order"
     self._order.add(tail)
     pass
@@ -48,17 +48,17 @@ with (
     "INV H5: layers with a window read the pages of the others"
     inputs.window_table, unread | (self._keys <= first - window)
     inputs.page_table, unread | (self._keys <= first - window)
-with row_windows.RowWindows.publish, test_windows_freed.test_tokens_depend_neither_on_freed_pages_nor_on_hits["plain-greedy"]:
+with row_windows.RowWindows.leave, test_windows_freed.test_tokens_depend_neither_on_freed_pages_nor_on_hits["plain-greedy"]:
     "INV H2: a page is given back that the next token sees"
-    self._first_of(num_pages * self._page_size)
-    self._first_of(num_pages * self._page_size) + 1
+    self._first_of(num_tokens)
+    self._first_of(num_tokens) + 1
 with prefixes.Prefixes.retain, test_tail_shares.test_a_retained_prefix_keeps_its_tail_until_its_time:
     "INV 77: the tail of a retained prefix goes as any other"
     self._tails.retain(tail, until_s)
     pass
-with row_windows.RowWindows.want_retained, test_tail_shares.test_a_prompt_gets_a_tail_where_its_request_retains_it[26]:
+with row_tails.RowTails.want_retained, test_tail_shares.test_a_prompt_gets_a_tail_where_its_request_retains_it[26]:
     "INV 77: a retained prefix gets no tail at its end"
-    self.want(row, boundary)
+    self._want(row, boundary)
     pass
 with tails.TailTiers._offload, test_tail_shares.test_a_flood_leaves_others_their_share_of_the_host:
     "INV 70: frames of all tails count as those of one account"
@@ -158,7 +158,7 @@ with nodes.Tail.assign_account, test_tail_shares.test_an_adopted_tail_is_charged
     "INV 70: an adopted tail counts for nobody"
     self._pools.assign_account(self, account)
     pass
-with window_pages.WindowPages.keep, test_tail_shares.test_a_flood_leaves_others_their_share_of_window_pages:
+with tail_pool.TailPool.keep, test_tail_shares.test_a_flood_leaves_others_their_share_of_window_pages:
     "INV 70: all tails count as those of one account"
     self.shares.charge(tail.account, pages.size)
     tail.account = b""
@@ -201,11 +201,11 @@ with transfers.Transfers._lose_tail, test_tails.test_a_row_whose_tail_was_lost_i
     pass
 with tails.TailTiers._may_begin, test_tails.test_a_tail_is_offloaded_to_memory_that_is_ready_and_from_pages_that_nobody_was_promised:
     "tails: an offload evicts from a host that gets more room by itself"
-    host.num_ready == host.num_pages or host.num_free > num_pages * self._frames_per_page
+    host.num_ready == host.num_pages or host.num_free > self._memory.num_frames(tail)
     True
 with tails.TailTiers._may_begin, test_tails.test_a_tail_is_offloaded_to_memory_that_is_ready_and_from_pages_that_nobody_was_promised:
     "INV H12: an offload holds window pages that rows were promised"
-    num_pages <= self._windows.num_spare
+    self._memory.has_spare(tail)
     True
 with nodes.Node.is_copy, test_tails.test_the_host_keeps_history_whose_tail_it_alone_has:
     "tails: a host copy is freed with the only copy of a tail"
@@ -219,7 +219,7 @@ with resumable_pages.ResumablePages.insert, test_tails.test_match_knows_the_deep
     "INV H11: pages are not told whose tail arrived first"
     digest in self._num_behind
     False
-with row_windows.RowWindows.release, test_windows_freed.test_drafts_shorten_no_hit["drafts"]:
+with row_tails.RowTails.release, test_windows_freed.test_drafts_shorten_no_hit["drafts"]:
     "INV H9: the end of a request gets no tail"
     self._keep(row, num_pages * self._page_size, num_pages, lock)
     pass
@@ -235,7 +235,7 @@ with records.whole_tails, test_tail_records.test_a_tail_is_recovered_whole_and_b
     "INV H10: a tail is adopted that lacks a frame"
     parts.keys() == set(range(num_parts))
     True
-with row_windows.RowWindows.release, test_host_tails.test_a_load_that_fails_is_computed_again["history"]:
+with row_tails.RowTails.release, test_host_tails.test_a_load_that_fails_is_computed_again["history"]:
     "INV H5: a row whose load failed leaves a tail of what it has not read"
     num_pages and lock.is_whole
     num_pages
@@ -300,11 +300,11 @@ with tails.TailTiers.end, test_tails.test_match_knows_the_deepest_resume_point_o
     False
 with transfers.Transfers.begin_load, test_tails.test_a_load_waits_for_the_last_forward_over_its_window_pages:
     "INV 26: a load does not wait for the forwards that may touch its window pages"
-    max(after_step, self._tails.last_step(window_pages))
+    max(after_step, self._tails.last_step(tail))
     after_step
 with tails.TailTiers.recover, test_tails.test_tails_of_a_former_process_are_adopted_whole_and_once:
     "INV H10: a part of a window page is adopted"
-    node is None or is_taken or image.frames.size % self._frames_per_page
+    node is None or is_taken or self._memory.num_pages_in(image.frames.size) < 0
     node is None or is_taken
 with records.Records.recover, test_tail_records.test_a_tail_is_recovered_whole_and_behind_its_history:
     "INV H10: the records of adopted frames are free"

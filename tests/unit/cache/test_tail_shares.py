@@ -10,7 +10,7 @@ import pytest
 from hiserve import LLM, SamplingParams
 from hiserve.cache.index.eviction import MAX_ACCOUNTS
 from hiserve.cache.index.locks import path
-from hiserve.cache.index.prefix_cache import PrefixCache, PrefixLock, Tail, Tier
+from hiserve.cache.index.prefix_cache import PrefixCache, PrefixLock, Tail, TailSizes, Tier
 from hiserve.cache.index.retention import MIN_SWEEP
 from hiserve.config.caching import EvictionOrder
 from hiserve.core.digest import namespace_digest
@@ -25,7 +25,9 @@ NUM_TAILS = 10  # that the pool holds
 
 
 def make_cache() -> PrefixCache:
-    return PrefixCache(num_pages=400, page_size=PAGE, namespace=b"n" * 16, num_window_pages=1 + TAIL * NUM_TAILS)
+    return PrefixCache(
+        num_pages=400, page_size=PAGE, namespace=b"n" * 16, tails=TailSizes(window_pages=1 + TAIL * NUM_TAILS)
+    )
 
 
 def serve(cache: PrefixCache, seed: int, tenant: bytes, until_s: int = 0) -> None:
@@ -128,9 +130,8 @@ def make_host_cache(num_prompts: int, eviction: EvictionOrder = "lru") -> Prefix
         num_pages=1 + 2 * num_prompts,
         page_size=PAGE,
         namespace=b"n" * 16,
-        num_window_pages=1 + TAIL * NUM_TAILS,
+        tails=TailSizes(window_pages=1 + TAIL * NUM_TAILS, frames_per_page=FRAMES),
         num_host_pages=1 + num_prompts * PROMPT_FRAMES,
-        frames_per_page=FRAMES,
         eviction=eviction,
     )
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hiserve.cache.index.nodes import Tail, make_root
-from hiserve.cache.index.window_pages import WindowPages
+from hiserve.cache.index.tail_pool import TailPool
 from hiserve.core.windows import WindowLimits, tail_interval
 
 ANY = 0
@@ -17,23 +17,26 @@ ANY = 0
 class Pools:
     """The device part of tails alone."""
 
-    def __init__(self, pool: WindowPages) -> None:
+    def __init__(self, pool: TailPool) -> None:
         self.pool = pool
 
     def leave_device(self, tail: Tail) -> None:
-        self.pool.forget(tail)
+        pages, tail.pages = tail.pages, None
+        assert pages is not None
+        self.pool.forget(tail, pages)
 
     def leave_host(self, tail: Tail) -> None:
         raise AssertionError("no tail is on the host")
 
 
-def keep(pool: WindowPages, pages: np.ndarray, last_used: int) -> Tail:
+def keep(pool: TailPool, pages: np.ndarray, last_used: int) -> Tail:
     tail = Tail(make_root(b""), 1, last_used, Pools(pool))
+    tail.pages = pages.copy()
     pool.keep(tail, pages)
     return tail
 
 
-def touch(pool: WindowPages, tail: Tail, last_used: int) -> None:
+def touch(pool: TailPool, tail: Tail, last_used: int) -> None:
     tail.last_used = last_used
     pool.reorder(tail)
 
@@ -46,7 +49,7 @@ def wish(count: int) -> np.ndarray:
 def test_free_and_held_pages_partition_the_pool_whatever_rows_and_tails_do(seed: int) -> None:
     """H1, against lists of every holder."""
     rng = np.random.default_rng(seed)
-    pool = WindowPages(40, page_size=4)
+    pool = TailPool(40, page_size=4)
     rows: list[np.ndarray] = []
     tails: list[tuple[Tail, list[int]]] = []
     for _ in range(600):
@@ -79,7 +82,7 @@ def test_free_and_held_pages_partition_the_pool_whatever_rows_and_tails_do(seed:
 
 
 def test_the_least_recently_used_tails_go_first_and_only_when_pages_are_short() -> None:
-    pool = WindowPages(10, page_size=4)
+    pool = TailPool(10, page_size=4)
     tails = []
     for last_used in (3, 1, 2):
         row = pool.allocate(wish(3))
@@ -98,7 +101,7 @@ def test_the_least_recently_used_tails_go_first_and_only_when_pages_are_short() 
 
 
 def test_sweeps_keep_the_order_and_lose_no_tail() -> None:
-    pool = WindowPages(10, page_size=4)
+    pool = TailPool(10, page_size=4)
     tails = []
     for last_used in range(3):
         row = pool.allocate(wish(3))
@@ -112,9 +115,9 @@ def test_sweeps_keep_the_order_and_lose_no_tail() -> None:
 
 
 def test_a_pool_that_rows_exceed_says_so() -> None:
-    pool = WindowPages(6, page_size=4)
+    pool = TailPool(6, page_size=4)
     pool.allocate(wish(4))
-    with pytest.raises(AssertionError, match="2 window pages wanted, 1 free beside those of rows"):
+    with pytest.raises(AssertionError, match="2 pages wanted, 1 free beside those of rows"):
         pool.allocate(wish(2))
     with pytest.raises(AssertionError, match="have no holder"):
         pool.hold(np.array([5], dtype=np.int32))

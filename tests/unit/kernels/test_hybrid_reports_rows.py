@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hiserve.cache.index.prefix_cache import WindowPages
+from hiserve.cache.index.prefix_cache import TailPool
 from hiserve.kernels.step_ops import StepInputs, WindowTensors
 from hiserve.kernels.step_reference import accept, advance, fill_inputs
 from hiserve.runners.inputs import put_tokens
@@ -65,7 +65,7 @@ def test_hb_12_a_graph_that_is_larger_than_its_step_writes_the_padding_page() ->
 
 
 def test_hb_12_no_row_is_given_the_padding_page() -> None:
-    pool = WindowPages(9, page_size=4)
+    pool = TailPool(9, page_size=4)
     for _ in range(3):
         pages = pool.allocate(np.zeros(8, dtype=np.int32))
         assert sorted(pages.tolist()) == list(range(1, 9))

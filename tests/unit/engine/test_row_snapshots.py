@@ -1,0 +1,187 @@
+"""Boundaries whose snapshots rows store, and the prompts that resume behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hiserve.cache.index.prefix_cache import MissReason, PrefixCache, Tier
+from hiserve.core.plan import NO_SNAPSHOTS, BatchPlan
+from hiserve.core.request import SamplingParams
+from hiserve.core.usage import CacheUse
+from hiserve.engine.loop import Engine
+from hiserve.ipc.messages import Admit
+from tests.helpers.echo import EchoExecutor, oracle
+from tests.helpers.engines import echo_engine
+
+PAGE = 16
+
+
+class Served:
+    """An engine of a model with recurrent states, and what its requests found."""
+
+    def __init__(self, **options: Any) -> None:
+        settings = {"page_size": PAGE, "num_pages": 200, "max_len": 400, "budget": 64, "num_snapshot_slots": 60}
+        made: tuple[Engine, Any, EchoExecutor, PrefixCache] = echo_engine(**settings | {"eos": ()} | options)
+        self.engine, self.planner, self.executor, self.cache = made
+        self.plans: list[BatchPlan] = []
+        self.found: dict[int, CacheUse] = {}
+        submit = self.executor.submit
+
+        def watched(plan: BatchPlan) -> Any:
+            self.plans.append(plan)
+            return submit(plan)
+
+        self.executor.submit = watched  # type: ignore[method-assign]
+
+    def add(self, uid: int, prompt: np.ndarray, max_tokens: int = 1) -> None:
+        sampling = SamplingParams(seed=1, max_tokens=max_tokens, ignore_eos=True)
+        self.engine.add(Admit(uid, prompt.size, sampling, b"", 0), prompt.astype(np.int32))
+
+    def step(self) -> None:
+        updates = self.engine.step()
+        if updates is not None:
+            uses = zip(updates.uids, updates.cached, strict=True)
+            self.found |= {uid: use for uid, use in uses if use is not None}
+
+    def run(self, stops: Callable[[], bool] = lambda: False) -> None:
+        while self.engine.has_work and not stops():
+            self.step()
+
+    def ask(self, uid: int, prompt: np.ndarray, max_tokens: int = 1) -> CacheUse:
+        self.add(uid, prompt, max_tokens)
+        self.run()
+        return self.found[uid]
+
+
+def drawn(seed: int, length: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, 200, length).astype(np.int32)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("num_draft", [0, 1, 3, 6])
+def test_neither_drafts_nor_steps_ahead_cost_a_next_turn_more_than_a_page(depth: int, num_draft: int) -> None:
+    """H9: of prompt and reply all is cached but the last token, in whole pages; with snapshots a page less at most."""
+    served = Served(depth=depth, num_draft=num_draft)
+    lost = []
+    for seed in range(30):
+        prompt, num_new = drawn(seed, 17 + 5 * seed), 1 + 7 * seed
+        served.ask(seed, prompt, num_new)
+        reply = oracle(prompt, num_new)
+        turn = np.concatenate((prompt, reply, drawn(seed + 1000, 3)))
+        num_cached = served.ask(1000 + seed, turn).num_tokens
+        whole = (prompt.size + num_new - 1) // PAGE * PAGE
+        assert whole - PAGE <= num_cached <= whole, (prompt.size, num_new)
+        lost.append(whole - num_cached)
+    assert num_draft or not any(lost)
+
+
+def test_a_repeated_prompt_computes_its_last_page_alone() -> None:
+    """H9, of every length."""
+    served = Served()
+    for length in range(1, 3 * PAGE + 2):
+        prompt = drawn(length, length)
+        assert served.ask(length, prompt, 2).num_tokens == 0
+        assert served.ask(1000 + length, prompt).num_tokens == (length - 1) // PAGE * PAGE
+
+
+def test_a_prompt_leaves_the_tail_that_another_request_waits_for() -> None:
+    """Both arrive together: the first would pass the end of what they share and its own last boundary in one step."""
+    served = Served(budget=400)
+    common = drawn(1, 3 * PAGE)
+    for uid in (1, 2):
+        served.add(uid, np.concatenate((common, drawn(10 + uid, 4 * PAGE))))
+    served.run()
+    assert served.found[2].num_tokens == common.size
+    assert served.plans[0].num_new.tolist() == [common.size + 3 * PAGE - PAGE], "it ends before its second boundary"
+    assert not served.plans[0].samples.any()
+
+
+def test_nobody_waits_for_a_boundary_that_was_passed_without_a_slot() -> None:
+    served = Served()
+    prompt = drawn(1, 9 * PAGE)
+    served.add(1, prompt, 5)
+    for _ in range(2):  # 64 tokens each, without a wanted boundary
+        served.step()
+    served.add(2, np.concatenate((prompt[: 2 * PAGE], drawn(3, 4 * PAGE))))
+    served.step()
+    assert served.planner._rows.active.size == 2
+    served.run()
+    assert served.found[2].num_tokens == 0
+
+
+def test_a_boundary_with_history_and_no_snapshot_is_no_resume_point_and_says_so() -> None:
+    served = Served()
+    prompt = drawn(1, 8 * PAGE)
+    served.ask(1, prompt, 1)
+    use = served.ask(2, np.concatenate((prompt[: 5 * PAGE], drawn(2, PAGE))))
+    assert (use.num_tokens, use.miss) == (0, MissReason.NO_TAIL), "the end of the first chunk was replaced"
+
+
+def test_a_long_prompt_is_resumed_at_the_ends_of_intervals() -> None:
+    served = Served(tail_every=2 * PAGE)
+    prompt = drawn(1, 10 * PAGE)
+    served.ask(1, prompt, 1)
+    for num_pages in range(2, 9):
+        use = served.ask(num_pages, np.concatenate((prompt[: num_pages * PAGE], drawn(num_pages, 9))))
+        assert use.num_tokens == num_pages // 2 * 2 * PAGE
+
+
+def test_without_a_slot_there_is_no_tail_and_nobody_is_preempted() -> None:
+    served = Served(num_snapshot_slots=2)
+    for uid in range(4):
+        served.add(uid, drawn(uid, 40), 40)
+    served.run()
+    assert served.engine.stats().preemptions == 0
+    assert served.cache.snapshots is not None
+    served.cache.snapshots.check()
+
+
+def test_a_preempted_row_resumes_where_its_state_has_passed_a_boundary() -> None:
+    served = Served(num_pages=1 + 12, num_host_pages=100)
+    for uid in (1, 2):
+        served.add(uid, drawn(uid, 5 * PAGE), 80)
+    served.run(lambda: served.engine.stats().preemptions > 0)
+    admitted = len(served.plans)
+    served.run()
+    again = [admit for plan in served.plans[admitted:] for admit in plan.admit]
+    assert again and all(admit.num_computed >= (admit.tokens.size - 1) // PAGE * PAGE - PAGE for admit in again)
+
+
+def test_a_row_holds_the_slot_that_it_starts_from_until_its_first_step_is_done() -> None:
+    """Other rows take every slot meanwhile; the device reads it when the step begins."""
+    served = Served(num_snapshot_slots=3, depth=1)
+    prompt = drawn(1, 3 * PAGE)
+    served.ask(1, prompt, 1)
+    served.add(2, prompt, 1)
+    served.step()
+    snapshots = served.cache.snapshots
+    assert snapshots is not None
+    (admit,) = served.plans[-1].admit
+    assert admit.restore_slot and snapshots.num_refs[admit.restore_slot] == 2
+    served.run()
+    assert snapshots.num_refs[admit.restore_slot] == 1
+
+
+def test_only_the_newest_snapshot_of_a_reply_goes_to_the_host() -> None:
+    served = Served(num_host_pages=400)
+    prompt = drawn(1, 20)
+    served.ask(1, prompt, 100)
+    assert served.cache.tails is not None and served.cache.snapshots is not None
+    tails = [tail for node in served.cache.tree.nodes() for tail in (node.tails or {}).values() if tail.is_open]
+    ends = sorted(sum(1 for _ in tail.node.digests[: tail.at]) for tail in tails if tail.frames is not None)
+    assert len(ends) == len(tails) == 2, "the ends of prompt and reply"
+    served.cache.flush(Tier.DEVICE)
+    turn = np.concatenate((prompt, oracle(prompt, 100), [5]))
+    use = served.ask(2, turn)
+    assert (use.host, use.num_tokens) == (112, 112)
+
+
+def test_a_model_without_snapshots_gets_plans_without_columns_for_them() -> None:
+    served = Served(num_snapshot_slots=0)
+    served.ask(1, drawn(1, 40), 20)
+    assert all(plan.snapshots is NO_SNAPSHOTS for plan in served.plans)
+    assert all(admit.restore_slot == 0 for plan in served.plans for admit in plan.admit)
