@@ -15,6 +15,7 @@ import torch
 from hiserve.attention.base import Attention, AttentionShape, LaterAttention, is_hopper
 from hiserve.attention.latent import ExpandedPrompts, open_with
 from hiserve.attention.paired import GraphedAttention, PairedAttention
+from hiserve.attention.union import UnionAttention
 from hiserve.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -173,6 +174,8 @@ def open_attention(
     Raises:
         ConfigError: The backend is not installed or does not support the arguments; the message names one that does.
     """
+    if shape.is_union:
+        return _open_union(name, shape)
     if name == "auto":
         return _open_fastest(shape, device, is_serving, has_trees=has_trees, has_drafts=has_drafts)
     backend = _BACKENDS[name]
@@ -184,6 +187,16 @@ def open_attention(
             param="attention_backend",
         )
     return backend.open(shape)
+
+
+def _open_union(name: str, shape: AttentionShape) -> Attention:
+    """Opens the only backend of several groups of rows."""
+    if name not in ("auto", "reference"):
+        raise ConfigError(
+            f"the attention backend {name} does not support compressed rows. Leave --attention-backend out.",
+            param="attention_backend",
+        )
+    return UnionAttention(shape)
 
 
 def open_draft_attention(name: str, shape: AttentionShape, device: torch.device) -> Attention:

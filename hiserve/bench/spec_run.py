@@ -17,6 +17,7 @@ from hiserve.bench.spec_engine import BatchResult, SpecEngine, Tokens, check_sou
 from hiserve.config.options import MAX_SPEC_STEPS, Options, flat
 from hiserve.core.request import SamplingParams
 from hiserve.core.startup_measurements import StepCosts
+from hiserve.core.step_memory import DEFAULT_PAGE_SIZE
 from hiserve.core.usage import DraftUse
 from hiserve.errors import ConfigError, EngineError
 
@@ -202,7 +203,8 @@ def engine_settings(config: Options, sweep: SweepOptions) -> dict[str, Any]:
     """Returns the settings of all engines; sizes that the user left open are those that the sweep needs."""
     settings, rows = flat(config), max(sweep.batches)
     length = sweep.prompt_length + sweep.output_length + SLACK
-    pages = rows * -(-length // config.cache.page_size) + 1
+    page_size = DEFAULT_PAGE_SIZE if config.cache.page_size == "auto" else config.cache.page_size
+    pages = rows * -(-length // page_size) + 1  # enough for pages of more tokens too
     wanted = {"max_running_requests": rows, "max_model_len": length, "kv_pages": pages}
     return settings | {name: value for name, value in wanted.items() if settings[name] == "auto"}
 

@@ -60,8 +60,15 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     page_size: Annotated[
-        int, about("Tokens per page; prefixes are shared in whole pages.", unit="tokens", least=1, most=MAX_INT32)
-    ] = 16
+        int | Auto,
+        about(
+            "Tokens per page; prefixes are shared in whole pages. auto is 16, and 128 for models whose rows stand for several "
+            "tokens.",
+            unit="tokens",
+            least=1,
+            most=MAX_INT32,
+        ),
+    ] = "auto"
     host_cache_gib: Annotated[
         float | Auto,
         about(

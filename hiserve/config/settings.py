@@ -56,6 +56,7 @@ class CacheSettings(Cache, frozen=True, kw_only=True):
     window_pages: int
     tail_share: float
     tail_every: int
+    page_size: int
     host_cache_gib: float
 
     @property

@@ -31,6 +31,7 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelSettings
     scheduler: SchedulerSettings  # rows and tokens of the largest step
     runner: RunnerSettings
+    page_size: int  # tokens per page
     devices: tuple[int, ...]  # CUDA devices of the replicas by number; empty on cpu
 
     @property
@@ -177,10 +178,11 @@ class _Worker:
 
     def _page_items(self, element: int) -> dict[str, int]:
         """Returns the bytes of a page, by the item that they are part of."""
-        page_size, draft = self._cache.page_size, self._model.draft
+        page_size, draft = self._chosen.page_size, self._model.draft
         slot_bytes = (self._model.slot_elements - self.windows.slot_elements) * element
         slot_bytes += sum(group.slot_bytes for group in debug_groups(self._cache))
-        items = {"KV pool": page_size * slot_bytes}
+        rare = sum(elements * (page_size // ratio) for elements, ratio in self._model.ratio_elements)
+        items = {"KV pool": page_size * slot_bytes + rare * element}
         if draft is not None:
             hidden = page_hidden_group(draft.step.feature_size, page_size, self._chosen.model.dtype)
             items["KV pool of drafts"] = page_size * (draft.slot_elements * element + hidden.slot_bytes)
@@ -197,7 +199,7 @@ class _Worker:
             return NO_WINDOW_POOL
         limits = WindowLimits(
             window=model.window,
-            page_size=self._cache.page_size,
+            page_size=self._chosen.page_size,
             num_draft=choose_spec(chosen.given, model, chosen.model.max_model_len)[0].tiers[-1],
             depth=chosen.runner.overlap,
             max_batched_tokens=chosen.scheduler.max_batched_tokens,
@@ -229,7 +231,7 @@ class _Worker:
             ConfigError: The given pages do not hold a request of the given length.
             ResourceError: The pages do not fit.
         """
-        page_size, given = self._cache.page_size, self._cache.kv_pages
+        page_size, given = self._chosen.page_size, self._cache.kv_pages
         length, reasons = self._chosen.model.max_model_len, dict[str, str]()
         may_shrink = self._chosen.given.model.max_model_len == "auto"
         if may_shrink:
@@ -263,7 +265,7 @@ class _Worker:
         Raises:
             ResourceError: Fewer than two fit: one for padding, one to use.
         """
-        page_size, rows = self._cache.page_size, self._chosen.scheduler.max_running_requests
+        page_size, rows = self._chosen.page_size, self._chosen.scheduler.max_running_requests
         if self._chosen.on_cpu:
             share, why = min(
                 (self._room // 4, "a quarter of the memory beside the weights"),
@@ -287,7 +289,7 @@ class _Worker:
 
     def _beside_pool(self, length: int) -> dict[str, int]:
         """Returns the bytes beside weights and pool, by item, for requests of up to ``length`` tokens."""
-        chosen, page_size = self._chosen, self._cache.page_size
+        chosen, page_size = self._chosen, self._chosen.page_size
         rows = chosen.scheduler.max_running_requests
         tables = (rows + 1) * (length * TOKEN_ENTRY_BYTES + -(-length // page_size) * PAGE_ENTRY_BYTES)
         items = {"token and page tables": tables * (2 if self.windows.page_bytes else 1)}

@@ -99,8 +99,25 @@ def _choose(options: Options, model: ModelFacts, machine: Machine) -> Chosen:
             ),
             graphs=_graphs(options, on_cpu=on_cpu),
         ),
+        page_size=_page_size(options, model),
         devices=choose_devices(options, len(machine.cuda_memory_bytes), on_cpu=on_cpu),
     )
+
+
+def _page_size(options: Options, model: ModelFacts) -> int:
+    """Returns the tokens of a page.
+
+    Raises:
+        ConfigError: Rows would stand for tokens of two pages.
+    """
+    given = _or(options.cache.page_size, model.page_size)
+    if given % model.page_multiple:
+        raise ConfigError(
+            f"--page-size is {given}, but rows of this model stand for up to {max(r for _, r in model.ratio_elements)} tokens: a "
+            f"page has a multiple of {model.page_multiple}. Leave it out, or give such a number.",
+            param="page_size",
+        )
+    return given
 
 
 def _settings(chosen: Chosen, memory: MemoryPlan) -> Settings:
@@ -116,6 +133,7 @@ def _settings(chosen: Chosen, memory: MemoryPlan) -> Settings:
             window_pages=memory.window_pages,
             tail_share=memory.tail_share,
             tail_every=memory.tail_every,
+            page_size=chosen.page_size,
             host_cache_gib=memory.host_cache_gib,
         ),
         scheduler=chosen.scheduler,

@@ -75,6 +75,9 @@ class DraftFacts(msgspec.Struct, frozen=True, kw_only=True):
     step: DraftShape  # of a draft forward
 
 
+DEFAULT_PAGE_SIZE = 16  # tokens
+
+
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A model, as ``resolve`` needs it."""
 
@@ -84,6 +87,10 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     window_elements: int = 0  # of ``slot_elements``, those of layers with a window
     num_params: int
     slot_elements: int  # KV elements per token, all layers together
+    # Of groups whose rows stand for several tokens: elements of a row, all layers together, and its tokens.
+    ratio_elements: tuple[tuple[int, int], ...] = ()
+    page_size: int = DEFAULT_PAGE_SIZE  # tokens of a page under ``auto``
+    page_multiple: int = 1  # of which the tokens of a page must be a multiple
     step: StepShape  # of a step
     draft: DraftFacts | None = None  # its draft head or model; None without a checkpoint of one
 

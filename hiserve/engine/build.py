@@ -38,9 +38,9 @@ from hiserve.engine.tier_transfers import TierTransfers, make_registrar, make_tr
 from hiserve.errors import ResourceError
 from hiserve.grammar.matcher import Vocabulary
 from hiserve.models.builtin_shapes import read_model
-from hiserve.models.decoder import Decoder, load_decoder
 from hiserve.models.draft_config import DraftConfig, page_groups, read_draft
 from hiserve.models.draft_heads import DraftHead, load_draft
+from hiserve.models.loading import AnyDecoder, load_decoder
 from hiserve.models.model_config import ModelConfig
 from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.dispatch import Dispatch
@@ -109,7 +109,8 @@ def _compose(
     with _phase(startup_s, "load weights"):
         model, head = _load(settings, folder, model_config, draft)
     with _phase(startup_s, "allocate pool"), _memory_error_as_advice(num_pages):
-        pool = DevicePool(groups, num_pages, page_size, settings.model.device, settings.cache.window_pages)
+        sizes = settings.cache.window_pages, max_rows + 1
+        pool = DevicePool(groups, num_pages, page_size, settings.model.device, *sizes)
         rows = _device_rows(settings, model_config)
     check_unchanged(settings, folder, model_config, draft)
     namespace = settings.cache_identity.namespace
@@ -177,7 +178,7 @@ def _window_limits(settings: Settings, model: ModelConfig) -> WindowLimits | Non
 
 def _load(
     settings: Settings, folder: Path, model_config: ModelConfig, draft: DraftConfig | None
-) -> tuple[Decoder, DraftHead | None]:
+) -> tuple[AnyDecoder, DraftHead | None]:
     """Reads the weights of the model and of the draft head."""
     max_len = settings.model.max_model_len
     loading: dict[str, Any] = {name: getattr(settings.model, name) for name in ("dtype", "device", "load_format")}

@@ -29,9 +29,10 @@ from hiserve.engine.executor import Executor
 from hiserve.engine.runner_factory import make_runners, open_proposer
 from hiserve.ipc.messages import GateCounts, GraphReport, StepCheck
 from hiserve.models.builtin_shapes import read_model
-from hiserve.models.decoder import Decoder, attention_shape, load_decoder
+from hiserve.models.decoder import attention_shape
 from hiserve.models.draft_config import DraftConfig, page_groups, read_draft
 from hiserve.models.draft_heads import DraftHead, load_draft
+from hiserve.models.loading import AnyDecoder, load_decoder
 from hiserve.models.model_config import ModelConfig
 from hiserve.runners.device_rows import DeviceRows
 
@@ -72,7 +73,7 @@ class LoadedModel:
     """A model, and its draft head or model, if there is one."""
 
     shape: ModelConfig
-    model: Decoder
+    model: AnyDecoder
     draft: DraftConfig | None
     head: DraftHead | None
 

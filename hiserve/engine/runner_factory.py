@@ -23,6 +23,7 @@ from hiserve.kernels.draft_ops import draft_ops_for
 from hiserve.models.decoder import Decoder, attention_shape
 from hiserve.models.draft_config import DraftConfig
 from hiserve.models.draft_heads import DraftHead, draft_attention_shape
+from hiserve.models.loading import AnyDecoder
 from hiserve.models.model_config import ModelConfig
 from hiserve.runners.canary import Canary
 from hiserve.runners.capture import Capture, mixed_buckets, row_buckets, token_buckets
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 def prepare_runners(
     settings: Settings,
-    model: Decoder,
+    model: AnyDecoder,
     model_config: ModelConfig,
     draft: DraftConfig | None,
     pool: DevicePool,
@@ -59,7 +60,7 @@ def prepare_runners(
         max_batched_tokens=max_tokens,
         num_draft=num_draft,
     )
-    plan = model_config.cache_plan(dtype, frees_windows=settings.cache.frees_windows)
+    plan = model_config.cache_plan(dtype, frees_windows=settings.cache.frees_windows, max_draft=num_draft)
     runners = make_runners(
         settings.runner,
         model,
@@ -103,7 +104,7 @@ def prepare_runners(
 
 def make_runners(
     runner: Runner,
-    model: Decoder,
+    model: AnyDecoder,
     layers: Sequence[LayerKV],
     rows: DeviceRows,
     shape: AttentionShape,
@@ -145,7 +146,7 @@ def make_runners(
         for width in widths
     }
     mixed = piecewise = None
-    if runner.graphs == "all":
+    if runner.graphs == "all" and isinstance(model, Decoder):
         head = LogitsHead(model, tuple(sorted({num_rows * width for num_rows in buckets for width in widths})))
         if (ragged := attention.ragged()) is not None:
             sizes = mixed_buckets(max_batched_tokens)

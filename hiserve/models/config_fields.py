@@ -201,7 +201,7 @@ _FOREIGN = {
 
 
 def refuse_foreign(raw: dict[str, Any], architecture: str) -> None:
-    """Checks that a configuration has no field of a part that would be left out.
+    """Checks that a configuration of a model without compressed attention has no field of a part that would be left out.
 
     Raises:
         ModelError: It has one, and the model would compute something else.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,12 +25,11 @@ from hiserve.layers import (
     SparseExperts,
     StackedExperts,
 )
-from hiserve.models.experts_config import ExpertsConfig
+from hiserve.models.experts_config import ExpertsConfig, GroupRouting
 from hiserve.models.frequencies import rotary_frequencies
 from hiserve.models.latent_attention import LatentSelfAttention, latent_shape, make_latent_attention
 from hiserve.models.model_config import ModelConfig
 from hiserve.models.rope import RopeConfig
-from hiserve.models.weights import load_parameters
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -227,8 +225,14 @@ def _linear(parameters: dict[str, Tensor], name: str, *, is_after_attention: boo
     return Linear(weight, bias, is_after_attention=is_after_attention)
 
 
-def _moe(config: ExpertsConfig, activation: Activation, parameters: dict[str, Tensor], ours: str, ops: Ops) -> MoE:
-    """Makes stacked experts ``[num_experts, rows, columns]``; on the CPU one packed MLP per expert."""
+def make_experts(
+    config: ExpertsConfig, activation: Activation, parameters: dict[str, Tensor], ours: str, ops: Ops
+) -> tuple[Experts, GatedMLP | None]:
+    """Makes stacked experts ``[num_experts, rows, columns]``; on the CPU one packed MLP per expert.
+
+    Returns:
+        The experts, and the shared one, or None if there is none or the experts have it.
+    """
     gate_up, down = (
         matrices.view(config.num_experts, -1, matrices.shape[1])
         for matrices in (parameters.pop(ours + "experts_gate_up"), parameters.pop(ours + "experts_down"))
@@ -251,8 +255,15 @@ def _moe(config: ExpertsConfig, activation: Activation, parameters: dict[str, Te
         experts = SparseExperts(
             [GatedMLP(Linear(mine, one), Linear(its, other), ops, activation) for mine, its, one, other in each]
         )
+    if shared is None or joins:
+        return experts, None
+    return experts, GatedMLP(Linear(shared[0]), Linear(shared[1]), ops, activation)
+
+
+def _moe(config: ExpertsConfig, activation: Activation, parameters: dict[str, Tensor], ours: str, ops: Ops) -> MoE:
+    experts, shared = make_experts(config, activation, parameters, ours, ops)
     router, groups = parameters.pop(ours + "router"), None
-    if (routing := config.routing) is not None:
+    if isinstance(routing := config.routing, GroupRouting):
         bias = parameters.pop(ours + "choice_bias")
         groups = ExpertGroups(bias, routing.num_groups, routing.num_chosen, routing.scale)
         router = router.to(bias.dtype)
@@ -263,36 +274,8 @@ def _moe(config: ExpertsConfig, activation: Activation, parameters: dict[str, Te
         is_normalized=config.is_normalized,
         ops=ops,
         groups=groups,
-        shared=None if shared is None or joins else GatedMLP(Linear(shared[0]), Linear(shared[1]), ops, activation),
+        shared=shared,
     )
-
-
-def load_decoder(
-    folder: Path,
-    config: ModelConfig,
-    *,
-    dtype: str,
-    device: str,
-    load_format: str,
-    max_len: int | None = None,
-    aux_layers: tuple[int, ...] = (),
-) -> Decoder:
-    """Reads a checkpoint, or draws random weights of its shape.
-
-    Args:
-        folder: Of the checkpoint.
-        config: Its shape.
-        dtype: Type name of weights and activations, a key of ``config.options.DTYPE_BYTES``.
-        device: ``cpu`` or ``cuda``.
-        load_format: ``auto`` or ``dummy``.
-        max_len: Tokens of the longest request; None is the model's context.
-        aux_layers: As for ``Decoder``.
-
-    Raises:
-        ModelError: The checkpoint cannot be used.
-    """
-    parameters = load_parameters(folder, config, getattr(torch, dtype), torch.device(device), load_format)
-    return Decoder(config, parameters, config.context_length if max_len is None else max_len, aux_layers)
 
 
 def attention_shape(
@@ -314,4 +297,5 @@ def attention_shape(
         latent=None if config.latent is None else latent_shape(config.latent),
         sinks=sinks,
         score_scalar=config.score_scalar,
+        is_union=config.compressed is not None,
     )

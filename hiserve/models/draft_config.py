@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from hiserve.config.options import Options
+from hiserve.config.settings import Settings
 from hiserve.core.kv_groups import CacheGroupSpec, debug_groups, page_hidden_group
 from hiserve.core.step_memory import DraftFacts, DraftShape, ModelFacts
 from hiserve.errors import ConfigError, ModelError
@@ -126,6 +127,8 @@ def read_draft_model(folder: Path, target_folder: Path, target: ModelConfig) -> 
     model = read_model_config(folder)
     if model.vocab_size != target.vocab_size:
         raise _misfit("The draft model", folder, f"it has {model.vocab_size} tokens, the model {target.vocab_size}")
+    if model.compressed is not None:
+        raise _misfit("The draft model", folder, "its layers with compressed rows are supported in the model alone")
     ours, theirs = (_vocabulary(each) for each in (target_folder, folder))
     if ours is not None and theirs is not None and ours != theirs:
         raise _misfit("The draft model", folder, "its tokenizer.json gives tokens other numbers than the model's")
@@ -343,13 +346,13 @@ def _has_bundled_mtp(folder: Path, model: ModelConfig) -> bool:
 
 
 def page_groups(
-    config: Options, model: ModelConfig, draft: DraftConfig | None, *, frees_windows: bool = False
+    config: Settings, model: ModelConfig, draft: DraftConfig | None, *, frees_windows: bool = False
 ) -> tuple[CacheGroupSpec, ...]:
-    """Returns the groups of all pages: the model's, those of drafts, and those for debugging."""
+    """Returns the groups of all pages and rows: the model's, those of drafts, and those for debugging."""
     dtype, drafts = config.model.dtype, tuple[CacheGroupSpec, ...]()
     if draft is not None:
         drafts = (*draft.kv_groups(dtype), page_hidden_group(draft.feature_size, config.cache.page_size, dtype))
-    plan = model.cache_plan(dtype, frees_windows=frees_windows)
+    plan = model.cache_plan(dtype, frees_windows=frees_windows, max_draft=config.spec.tiers[-1])
     return (*plan.groups, *drafts, *debug_groups(config.cache))
 
 

@@ -15,9 +15,10 @@ from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.errors import ModelError
 from hiserve.kernels.ops import Ops, ops_for
 from hiserve.layers import Embedding, Linear, RMSNorm, Rotary
-from hiserve.models.decoder import Decoder, Layer, attention_shape, load_decoder, make_layer, make_rotary
+from hiserve.models.decoder import Layer, attention_shape, make_layer, make_rotary
 from hiserve.models.draft_config import DraftConfig
 from hiserve.models.draft_formats import Head
+from hiserve.models.loading import AnyDecoder, load_decoder
 from hiserve.models.weights import load_head_parameters
 
 
@@ -100,7 +101,7 @@ class Eagle3Head:
     sinks: tuple[Tensor | None, ...] = ()
 
     def __init__(
-        self, draft: DraftConfig, parameters: dict[str, Tensor], tokens: Tensor | None, target: Decoder, max_len: int
+        self, draft: DraftConfig, parameters: dict[str, Tensor], tokens: Tensor | None, target: AnyDecoder, max_len: int
     ) -> None:
         head, ops = _head(draft), _ops(target)
         self.feature_size = draft.feature_size
@@ -137,7 +138,7 @@ class MTPHead:
     shift = 1
     sinks: tuple[Tensor | None, ...] = ()
 
-    def __init__(self, draft: DraftConfig, parameters: dict[str, Tensor], target: Decoder, max_len: int) -> None:
+    def __init__(self, draft: DraftConfig, parameters: dict[str, Tensor], target: AnyDecoder, max_len: int) -> None:
         head, ops, eps = _head(draft), _ops(target), draft.model.norm_eps
         self.feature_size = draft.feature_size
         self.aux_layers = draft.aux_layers
@@ -172,7 +173,7 @@ class DraftModel:
     feature_size = 0
     aux_layers: tuple[int, ...] = ()
 
-    def __init__(self, draft: DraftConfig, decoder: Decoder) -> None:
+    def __init__(self, draft: DraftConfig, decoder: AnyDecoder) -> None:
         self.groups = draft.kv_groups
         self.sinks = decoder.sinks
         self._decoder = decoder
@@ -189,7 +190,7 @@ class DraftModel:
 
 
 def load_draft(
-    draft: DraftConfig, target: Decoder, *, dtype: str, device: str, load_format: str, max_len: int
+    draft: DraftConfig, target: AnyDecoder, *, dtype: str, device: str, load_format: str, max_len: int
 ) -> DraftHead:
     """Reads the checkpoint of a draft head or model, or draws random weights of its shape.
 
@@ -223,7 +224,7 @@ def _body(
     parameters: dict[str, Tensor],
     output: Linear,
     tokens: Tensor | None,
-    target: Decoder,
+    target: AnyDecoder,
     max_len: int,
 ) -> _Body:
     model, weight, ops = draft.model, target.embedding.weight, _ops(target)
@@ -243,7 +244,7 @@ def _head(draft: DraftConfig) -> Head:
     return draft.head
 
 
-def _ops(target: Decoder) -> Ops:
+def _ops(target: AnyDecoder) -> Ops:
     return ops_for(target.embedding.weight.device)
 
 

@@ -8,6 +8,7 @@ from hiserve.errors import ModelError
 from hiserve.models.config_fields import ConfigFields
 
 _SPARSE, _DENSE = "sparse", "dense"
+_HASHED, _CHOSEN = "hash_moe", "moe"
 
 
 class GroupRouting(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +22,16 @@ class GroupRouting(msgspec.Struct, frozen=True, kw_only=True):
     scale: float  # factor of the shares
 
 
+class RootRouting(msgspec.Struct, frozen=True, kw_only=True):
+    """Likelihoods of experts are roots of softplus; a learned bias takes part in the choice alone (DeepSeek-V4).
+
+    Layers that hash take the experts that a table names for each token of the vocabulary; their shares are learned.
+    """
+
+    scale: float  # factor of the shares
+    hash_layers: frozenset[int]  # layers, counted from 0, that hash
+
+
 class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A mixture of experts in place of the MLP."""
 
@@ -30,13 +41,17 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     is_normalized: bool  # the shares of a token's experts are scaled to sum to 1
     step: int  # every ``step``-th layer has experts, counted from 1
     dense_layers: frozenset[int]  # layers, counted from 0, that have an MLP regardless of ``step``
-    routing: GroupRouting | None = None  # None: likelihoods are a softmax
+    routing: GroupRouting | RootRouting | None = None  # None: likelihoods are a softmax
     has_bias: bool = False  # the router and both products of an expert have biases
     shared_size: int = 0  # width of the shared expert, an MLP that computes every token; 0 without
 
     def is_in(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""
         return (layer + 1) % self.step == 0 and layer not in self.dense_layers
+
+    def hashes(self, layer: int) -> bool:
+        """Whether a table chooses the experts of a layer, counted from 0, by the tokens themselves."""
+        return isinstance(self.routing, RootRouting) and layer in self.routing.hash_layers
 
     def num_layers(self, total: int) -> int:
         """Returns how many of ``total`` layers have experts."""
@@ -49,6 +64,12 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
         expert += 2 * self.intermediate_size + hidden_size + 1 if self.has_bias else 0
         biases = 0 if self.routing is None else self.num_experts
         return self.num_experts * expert + biases + 3 * hidden_size * self.shared_size
+
+    def hash_params(self, vocab_size: int) -> int:
+        """Returns the entries of all tables by which experts are chosen, less the biases in whose place they are."""
+        if not isinstance(self.routing, RootRouting):
+            return 0
+        return len(self.routing.hash_layers) * (vocab_size * self.num_per_token - self.num_experts)
 
     def step_elements(self, hidden_size: int) -> int:
         """Returns elements of a token in the experts of a layer, outputs included."""
@@ -77,6 +98,51 @@ def read_experts(fields: ConfigFields, *, has_groups: bool, has_bias: bool) -> E
         shared_size=inner * (fields.n_shared_experts or 0),
     )
     return experts if experts.num_layers(fields.num_hidden_layers) else None
+
+
+def read_hashed_experts(fields: ConfigFields) -> ExpertsConfig:
+    """Returns the experts of a model whose first layers choose them by a table; all its layers have experts.
+
+    Raises:
+        ModelError: They are of a kind that is not supported, or contradict themselves.
+    """
+    types = fields.mlp_layer_types or []
+    if unknown := sorted(set(types) - {_HASHED, _CHOSEN}):
+        raise ModelError(
+            f"mlp_layer_types names {', '.join(unknown)}; only {_HASHED} and {_CHOSEN} are supported.", param="model"
+        )
+    refused = {
+        f"scoring_func {fields.scoring_func}": fields.scoring_func not in (None, "sqrtsoftplus"),
+        f"topk_method {fields.topk_method}": fields.topk_method not in (None, "noaux_tc"),
+        "norm_topk_prob false": fields.norm_topk_prob is False,
+        f"{fields.n_shared_experts} shared experts": fields.n_shared_experts not in (None, 1),
+    }
+    if named := [name for name, is_so in refused.items() if is_so]:
+        raise ModelError(
+            f"experts with {', '.join(named)} are not supported; scoring_func sqrtsoftplus, topk_method noaux_tc, norm_topk_prob "
+            "true and one shared expert are.",
+            param="model",
+        )
+    inner = fields.moe_intermediate_size or fields.intermediate_size
+    if len(types) != fields.num_hidden_layers or not fields.num_experts or fields.num_experts_per_tok is None:
+        raise ModelError(
+            f"config.json makes no sense: {fields.num_experts} experts, {fields.num_experts_per_tok} of each token, and "
+            f"mlp_layer_types of {len(types)} layers, of {fields.num_hidden_layers}.",
+            param="model",
+        )
+    return ExpertsConfig(
+        num_experts=fields.num_experts,
+        num_per_token=fields.num_experts_per_tok,
+        intermediate_size=inner,
+        is_normalized=True,
+        step=1,
+        dense_layers=frozenset(),
+        routing=RootRouting(
+            scale=1.0 if fields.routed_scaling_factor is None else fields.routed_scaling_factor,
+            hash_layers=frozenset(layer for layer, kind in enumerate(types) if kind == _HASHED),
+        ),
+        shared_size=inner,
+    )
 
 
 def _dense_layers(fields: ConfigFields) -> frozenset[int]:

@@ -13,6 +13,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     has_qk_norm: bool = False  # RMSNorm on each query and key head
     has_qkv_bias: bool = False  # queries, keys and values have a bias, regardless of config.json
     has_latents: bool = False  # latent attention, and experts with a biased choice among groups
+    is_compressed: bool = False  # attention over a window and compressed rows, several streams, and hashed experts
     has_out_norms: bool = False  # RMSNorm on the outputs of attention and MLP, before they are added
     has_wide_norms: bool = False  # norms have float32 weights
     norm_offset: float = 0.0  # added to the stored weights of norms
@@ -176,6 +177,43 @@ FAMILIES = {
         defaults={"q_lora_rank": 768, "first_k_dense_replace": 1}
         | _LATENT_EXPERTS
         | {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "routed_scaling_factor": 1.8},
+    ),
+    "DeepseekV4ForCausalLM": Family(
+        is_compressed=True,
+        has_wide_norms=True,
+        ignored=frozenset({"decoder_sparse_step", "mlp_only_layers", "use_sliding_window", "max_window_layers"}),
+        reads=frozenset({"rope_local_base_freq", "swiglu_limit"}),
+        defaults={
+            "vocab_size": 129_280,
+            "hidden_size": 4096,
+            "intermediate_size": 2048,
+            "moe_intermediate_size": 2048,
+            "num_hidden_layers": 43,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 1,
+            "head_dim": 512,
+            "q_lora_rank": 1024,
+            "o_groups": 8,
+            "o_lora_rank": 1024,
+            "index_n_heads": 64,
+            "index_head_dim": 128,
+            "index_topk": 512,
+            "hc_mult": 4,
+            "hc_sinkhorn_iters": 20,
+            "hc_eps": 1e-6,
+            "sliding_window": 128,
+            "num_experts": 256,
+            "num_experts_per_tok": 6,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.5,
+            "swiglu_limit": 10.0,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 1_048_576,
+            "num_nextn_predict_layers": 1,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+        },
     ),
     "Qwen3MoeForCausalLM": Family(
         has_qk_norm=True,

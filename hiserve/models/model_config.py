@@ -11,9 +11,11 @@ from hiserve.config.options import DTYPE_BYTES
 from hiserve.config.settings import DType
 from hiserve.core.activation import GELU_TANH, SILU, Activation
 from hiserve.core.kv_groups import CacheGroupSpec, CachePlan, Space
-from hiserve.core.step_memory import ModelFacts, StepShape
+from hiserve.core.step_memory import DEFAULT_PAGE_SIZE, ModelFacts, StepShape
 from hiserve.errors import ModelError
 from hiserve.models.checkpoint import Download, fetch, is_hub_name
+from hiserve.models.compressed_cache import compressed_page_size, compressed_plan, page_multiple, ratio_elements
+from hiserve.models.compressed_config import CompressedConfig, LayerKind, read_compressed, respell_compressed
 from hiserve.models.config_fields import (
     ConfigFields,
     convert,
@@ -24,7 +26,7 @@ from hiserve.models.config_fields import (
     respell,
     which_slide,
 )
-from hiserve.models.experts_config import ExpertsConfig, read_experts
+from hiserve.models.experts_config import ExpertsConfig, read_experts, read_hashed_experts
 from hiserve.models.family import FAMILIES, Family
 from hiserve.models.generation_config import GenerationConfig, SamplingDefaults, as_ids, read_generation
 from hiserve.models.latent_config import LatentConfig, read_latent
@@ -68,6 +70,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     experts: ExpertsConfig | None  # replaces the MLP in some or all layers; None without
     num_mtp_layers: int  # draft heads in the checkpoint's own files
     latent: LatentConfig | None = None  # latent attention in place of grouped-query attention
+    compressed: CompressedConfig | None = None  # likewise attention over a window and compressed rows, with several streams
     dtype: DType  # type name of the stored weights
     eos_token_ids: tuple[int, ...]  # tokens that end a reply
     bos_token_id: int | None  # token that starts a text, or None
@@ -76,6 +79,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_params(self) -> int:
         """Parameters, all experts counted and the tied output head once."""
+        if self.compressed is not None and self.experts is not None:
+            total = self.compressed.num_params(self.hidden_size, self.num_heads)
+            total += self.num_layers * (2 * self.hidden_size + self.experts.num_params(self.hidden_size))
+            total += self.experts.hash_params(self.vocab_size) + self.hidden_size
+            return total + self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         layer = 2 * self.hidden_size * (queries + keys + 1)
         layer += 2 * self.hidden_size if self.has_out_norms else 0
@@ -98,24 +106,33 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rotary_dim(self) -> int:
         """Elements of a head that are rotated."""
+        if self.compressed is not None:
+            return self.compressed.rope_dim
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def slot_elements(self) -> int:
-        """Elements that a token stores, all layers together."""
-        num_planes = 2 if self.latent is None else 1
+        """Elements that a token stores, all layers together, but for rows that stand for several tokens."""
+        num_planes = 2 if self.latent is None and self.compressed is None else 1
         return num_planes * self.num_layers * self.num_kv_heads * self.head_dim
 
     def facts(self) -> ModelFacts:
         """Returns the facts that ``core.resolve`` needs."""
         num_windows = sum(window is not None for window in self.windows) if self.tail_window else 0
+        num_planes = 2 if self.compressed is None else 1
+        attention_elements = 0 if self.latent is None else self.latent.step_elements(self.num_heads)
+        if self.compressed is not None:
+            attention_elements = self.compressed.step_elements(self.num_heads, self.hidden_size)
         return ModelFacts(
             context_length=self.context_length,
             checkpoint_dtype=self.dtype,
             num_params=self.num_params,
             slot_elements=self.slot_elements,
             window=self.tail_window,
-            window_elements=2 * num_windows * self.num_kv_heads * self.head_dim,
+            window_elements=num_planes * num_windows * self.num_kv_heads * self.head_dim,
+            ratio_elements=() if self.compressed is None else ratio_elements(self.compressed),
+            page_size=DEFAULT_PAGE_SIZE if self.compressed is None else compressed_page_size(self.compressed),
+            page_multiple=1 if self.compressed is None else page_multiple(self.compressed),
             step=StepShape(
                 num_layers=self.num_layers,
                 hidden_size=self.hidden_size,
@@ -124,7 +141,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 head_dim=self.head_dim,
                 mlp_elements=self._mlp_elements(),
                 vocab_size=self.vocab_size,
-                latent_elements=0 if self.latent is None else self.latent.step_elements(self.num_heads),
+                latent_elements=attention_elements,
             ),
         )
 
@@ -136,7 +153,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return max(3 * self.intermediate_size, experts.step_elements(self.hidden_size))
 
     def kv_groups(self, dtype: str) -> tuple[CacheGroupSpec, ...]:
-        """Returns the KV groups of its layers, stored as ``dtype``: one."""
+        """Returns the KV groups of its layers, stored as ``dtype``: one, but for compressed attention."""
+        if self.compressed is not None:
+            return self.cache_plan(dtype, frees_windows=False).groups
         kv = CacheGroupSpec(
             name="kv",
             num_layers=self.num_layers,
@@ -151,11 +170,20 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tail_window(self) -> int:
         """The widest window, if other layers have none: these need pages of their own; else 0."""
+        if self.compressed is not None:
+            return self.compressed.window if self.compressed.ratios else 0
         widths = [window for window in self.windows if window is not None]
         return max(widths) if self.latent is None and 0 < len(widths) < len(self.windows) else 0
 
-    def cache_plan(self, dtype: str, *, frees_windows: bool) -> CachePlan:
-        """Returns the groups of its layers, stored as ``dtype``: one, or two where the pages of windows are freed."""
+    def cache_plan(self, dtype: str, *, frees_windows: bool, max_draft: int = 0) -> CachePlan:
+        """Returns the groups of its layers, stored as ``dtype``: one, or two where the pages of windows are freed.
+
+        ``max_draft`` is the most drafts of a row in a step, by which what rows carry along is sized.
+        """
+        if self.compressed is not None:
+            return compressed_plan(
+                self.compressed, dtype, frees_windows=frees_windows and self.tail_window > 0, max_draft=max_draft
+            )
         (kv,) = self.kv_groups(dtype)
         if not (frees_windows and self.tail_window):
             return CachePlan(groups=(kv,), layers=tuple((kv.name, index) for index in range(self.num_layers)))
@@ -220,14 +248,18 @@ def parse_config(raw: dict[str, Any], path: Path, generation: GenerationConfig) 
     """
     architecture = _architecture(raw.get("architectures"))
     family = FAMILIES[architecture]
-    spelled = respell(raw, path)
-    refuse_foreign(spelled, architecture)
-    fields = convert(family.complete(spelled), ConfigFields, path)
+    spelled = family.complete(respell(raw, path))
+    if family.is_compressed:
+        spelled = respell_compressed(spelled, path)
+    else:
+        refuse_foreign(spelled, architecture)
+    fields = convert(spelled, ConfigFields, path)
     refuse_oversize(fields, path)
     _refuse_unsupported(fields, architecture)
     refuse_quantization(fields.quantization_config, architecture)
     heads = fields.num_attention_heads
     latent = read_latent(fields) if family.has_latents else None
+    compressed = read_compressed(spelled, fields, path) if family.is_compressed else None
     kv_heads = fields.num_key_value_heads or heads
     head_dim = fields.head_dim or fields.hidden_size // heads
     if latent is not None:
@@ -235,11 +267,8 @@ def parse_config(raw: dict[str, Any], path: Path, generation: GenerationConfig) 
     dtype = fields.dtype or "float32"
     _refuse_nonsense(fields, path.parent, kv_heads, head_dim, dtype)
     rotary_dim = head_dim if latent is None else latent.rope_dim
-    rope, local_rope = read_rope(fields, rotary_dim), read_local_rope(fields, rotary_dim)
-    if local_rope == rope:
-        local_rope = None
-    local_layers = [] if local_rope is None else [layer for layer, slides in enumerate(which_slide(fields)) if slides]
-    context_length = stretched_context(fields, rope)
+    if compressed is not None:
+        rotary_dim = compressed.rope_dim
     ends = as_ids(fields.eos_token_id) if generation.eos_token_ids is None else generation.eos_token_ids
     return ModelConfig(
         architecture=architecture,
@@ -251,11 +280,7 @@ def parse_config(raw: dict[str, Any], path: Path, generation: GenerationConfig) 
         head_dim=head_dim,
         intermediate_size=fields.intermediate_size,
         norm_eps=fields.rms_norm_eps,
-        rope=rope,
-        local_rope=local_rope if local_layers else None,
-        local_layers=frozenset(local_layers),
-        windows=read_windows(fields, context_length),
-        context_length=context_length,
+        **_layer_fields(fields, family, compressed, rotary_dim),
         tie_embeddings=bool(fields.tie_word_embeddings),
         embedding_scale=fields.hidden_size**0.5 if family.scales_embedding else 1.0,
         logit_cap=fields.final_logit_softcapping,
@@ -269,14 +294,39 @@ def parse_config(raw: dict[str, Any], path: Path, generation: GenerationConfig) 
         has_qkv_bias=family.has_qkv_bias or bool(fields.attention_bias),
         has_out_bias=bool(fields.attention_bias),
         has_mlp_bias=bool(fields.mlp_bias),
-        experts=read_experts(fields, has_groups=family.has_latents, has_bias=family.has_expert_bias),
         latent=latent,
+        compressed=compressed,
         num_mtp_layers=fields.num_nextn_predict_layers or 0,
         dtype=cast(DType, dtype),
         eos_token_ids=ends or (),
         bos_token_id=fields.bos_token_id,
         sampling_defaults=generation.sampling_defaults,
     )
+
+
+def _layer_fields(
+    fields: ConfigFields, family: Family, compressed: CompressedConfig | None, rotary_dim: int
+) -> dict[str, Any]:
+    """Returns what differs from layer to layer: rotations, windows and experts; and the longest context."""
+    rope, local_rope = read_rope(fields, rotary_dim), read_local_rope(fields, rotary_dim)
+    if local_rope == rope:
+        local_rope = None
+    context_length = stretched_context(fields, rope)
+    if compressed is None:
+        slides, windows = [] if local_rope is None else which_slide(fields), read_windows(fields, context_length)
+        experts = read_experts(fields, has_groups=family.has_latents, has_bias=family.has_expert_bias)
+    else:
+        slides, experts = [kind is LayerKind.WINDOW for kind in compressed.kinds], read_hashed_experts(fields)
+        windows = (compressed.window,) * len(slides)
+    local_layers = [] if local_rope is None else [layer for layer, each in enumerate(slides) if each]
+    return {
+        "rope": rope,
+        "local_rope": local_rope if local_layers else None,
+        "local_layers": frozenset(local_layers),
+        "windows": windows,
+        "experts": experts,
+        "context_length": context_length,
+    }
 
 
 def _architecture(given: Any) -> str:
@@ -301,6 +351,8 @@ def _limits(fields: ConfigFields, family: Family) -> dict[str, Any]:
     """Returns the constants of an activation that has a limit."""
     if "swiglu_limit" not in family.reads:
         return {}
+    if family.is_compressed:
+        return {"limit": fields.swiglu_limit}
     for name in ("swiglu_alpha", "swiglu_limit"):
         if getattr(fields, name) is None:
             raise ModelError(

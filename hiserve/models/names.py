@@ -43,6 +43,7 @@ class Form(Enum):
     """Layout of a tensor's elements in a checkpoint."""
 
     PLAIN = "rows of the parameter"
+    NUMBERS = "rows of whole numbers"
     TRANSPOSED = "matrices ``[n, columns, rows]``"
     # Two tensors: ``[n, rows, groups, 16]`` bytes, two 4-bit values of a row each, the lower first; and ``[n, rows,
     # groups]`` exponents (OCP Microscaling Formats, 2023).
@@ -63,7 +64,7 @@ class TensorSource:
     @property
     def is_converted(self) -> bool:
         """Whether its elements cannot be read in place."""
-        return self.form is not Form.PLAIN or self.is_interleaved
+        return self.form not in (Form.PLAIN, Form.NUMBERS) or self.is_interleaved
 
     @property
     def num_elements(self) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 from hiserve.errors import ModelError
 from hiserve.models.block_scales import FP8, check_scale, multiply, scale_names, scaled_weights
 from hiserve.models.checkpoint import StoredTensor, stored_tensors, weight_files
+from hiserve.models.compressed_names import compressed_name, compressed_table
 from hiserve.models.conversion import read_converted
 from hiserve.models.draft_config import DraftConfig
 from hiserve.models.family import FAMILIES
@@ -32,7 +33,10 @@ from hiserve.models.reading import TORCH_DTYPES, plan_chunks, read_chunks
 _DUMMY_SEED = 0
 _DUMMY_STD = 0.02
 _MAX_NAMES = 5
-_WIDE = ("choice_bias", "sinks")  # ends the names of parameters that are float32 whatever the model's type is
+# Ends of the names of parameters that are float32 whatever the model's type is.
+_WIDE = ("choice_bias", "sinks", "position_bias", "mix", "mix_base", "mix_scale")
+_WHOLE = ("I64", "I32")
+_TABLE = "expert_table"  # that of the name of a parameter of experts' numbers
 
 
 def load_parameters(
@@ -48,21 +52,34 @@ def load_parameters(
     """
     norm_dtype = torch.promote_types(dtype, torch.float32) if config.has_wide_norms else dtype
     if load_format == "dummy":
-        return draw_parameters(parameter_table(config), dtype, device, norm_dtype)
-    held = {text_name(source): tensor for source, tensor in held_tensors(folder, param="model").items()}
+        parameters = draw_parameters(table_of(config), dtype, device, norm_dtype)
+        for name, parameter in parameters.items():
+            if config.experts is not None and name.endswith(_TABLE):
+                parameter.remainder_(config.experts.num_experts)
+        return parameters
+    rename = text_name if config.compressed is None else compressed_name
+    held = {rename(source): tensor for source, tensor in held_tensors(folder, param="model").items()}
     sources = set(held) - scale_names(held)
-    table = parameter_table(config, ExpertNaming.of(sources))
+    table = table_of(config, ExpertNaming.of(sources))
     ignored = {source for source in sources if _is_ignored(source, config)}
     title = f"{config.architecture} as described by config.json"
     compare(
         folder, title, {piece.source for pieces in table.values() for piece in pieces}, sources - ignored, param="model"
     )
     parameters = read_parameters(held, table, dtype, device, param="model", norm_dtype=norm_dtype)
+    _refuse_strange_experts(parameters, config)
     if config.norm_offset:
         for name, parameter in parameters.items():
             if name.endswith("norm"):
                 parameter += config.norm_offset
     return parameters
+
+
+def table_of(
+    config: ModelConfig, naming: ExpertNaming = ExpertNaming.EACH
+) -> dict[str, tuple[TensorSource, ...]]:
+    """Returns every parameter of a model's decoder and the checkpoint tensors stacked in it."""
+    return parameter_table(config, naming) if config.compressed is None else compressed_table(config, naming)
 
 
 def draw_parameters(
@@ -147,6 +164,7 @@ def _allocate(
     parameters = {}
     for name, pieces in table.items():
         kept = torch.promote_types(dtype, torch.float32) if name.endswith(_WIDE) else dtype
+        kept = torch.int64 if pieces[0].form is Form.NUMBERS else kept
         if norm_dtype is not None and name.endswith("norm"):
             kept = norm_dtype
         parameters[name] = torch.empty(parameter_shape(pieces), dtype=kept, device=device)
@@ -158,6 +176,8 @@ def _draw(parameters: dict[str, Tensor], device: torch.device) -> None:
     for name, parameter in parameters.items():
         if name.endswith("norm"):
             parameter.fill_(1.0)
+        elif not parameter.is_floating_point():
+            parameter.random_(generator=generator)
         else:
             parameter.normal_(0.0, _DUMMY_STD, generator=generator)
 
@@ -203,6 +223,14 @@ def _check(held: dict[str, StoredTensor], piece: TensorSource, param: str) -> No
         )
     stored = TORCH_DTYPES.get(tensor.dtype)
     is_packed = piece.form is Form.MXFP4
+    if piece.form is Form.NUMBERS:
+        if tensor.dtype not in _WHOLE:
+            raise ModelError(
+                f"tensor {piece.source} holds {tensor.dtype}, and whole numbers ({' or '.join(_WHOLE)}) are supported there. Give "
+                f"another checkpoint than {str(folder)!r}.",
+                param=param,
+            )
+        return
     if tensor.dtype == FP8 and piece.form is Form.PLAIN:
         check_scale(held, piece, param)
     elif stored is None or tensor.dtype.startswith("F8") or stored.is_floating_point == is_packed:
@@ -212,6 +240,18 @@ def _check(held: dict[str, StoredTensor], piece: TensorSource, param: str) -> No
             f"{str(folder)!r}.",
             param=param,
         )
+
+
+def _refuse_strange_experts(parameters: dict[str, Tensor], config: ModelConfig) -> None:
+    """Checks the tables of experts, which would be read out of bounds."""
+    for name, table in parameters.items():
+        if name.endswith(_TABLE) and config.experts is not None:
+            low, high = (int(each) for each in table.aminmax())
+            if low < 0 or high >= config.experts.num_experts:
+                raise ModelError(
+                    f"the table {name} names experts {low} to {high}, of {config.experts.num_experts}. Fetch the checkpoint again.",
+                    param="model",
+                )
 
 
 def _named(names: Collection[str]) -> str:

@@ -10,7 +10,7 @@ from hiserve.attention.base import Attention
 from hiserve.core.drafts import Proposer, propose
 from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
 from hiserve.core.plan import BatchPlan
-from hiserve.models.decoder import Decoder
+from hiserve.models.loading import AnyDecoder
 from hiserve.runners.canary import Canary
 from hiserve.runners.capture import Graph
 from hiserve.runners.device_rows import DeviceRows
@@ -29,7 +29,7 @@ Wait = Callable[[int | None], None]
 class EagerRunner:
     """Runs any batch."""
 
-    def __init__(self, model: Decoder, layers: Sequence[LayerKV], attention: Attention) -> None:
+    def __init__(self, model: AnyDecoder, layers: Sequence[LayerKV], attention: Attention) -> None:
         self._model = model
         self._layers = layers
         self._attention = attention

@@ -15,7 +15,7 @@ from hiserve.attention.base import Attention
 from hiserve.core.forward import LayerKV
 from hiserve.core.plan import BatchPlan
 from hiserve.kernels.step_ops import StepInputs
-from hiserve.models.decoder import Decoder
+from hiserve.models.loading import AnyDecoder
 from hiserve.runners.capture import Capture, Graph
 from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.draft_graphs import NUM_WARMUP_DRAFTS, DraftCapture, DraftGraphs
@@ -61,7 +61,7 @@ class GraphRunner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: AnyDecoder,
         layers: Sequence[LayerKV],
         attention: Attention,
         rows: DeviceRows,

@@ -10,8 +10,8 @@ import torch
 
 from hiserve.attention.latent import MIN_EXPANDED
 from hiserve.layers import MoE
-from hiserve.models.decoder import load_decoder
 from hiserve.models.latent_attention import LatentSelfAttention
+from hiserve.models.loading import load_decoder
 from hiserve.models.model_config import read_model_config
 from tests.helpers.latent_models import YARN, save_latent
 from tests.helpers.models import Engine, load_transformers

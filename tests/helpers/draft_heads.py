@@ -19,9 +19,10 @@ from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.cache.storage.device import DevicePool
 from hiserve.core.forward import ForwardInputs
 from hiserve.core.kv_groups import CacheGroupSpec
-from hiserve.models.decoder import attention_shape, load_decoder
+from hiserve.models.decoder import attention_shape
 from hiserve.models.draft_config import DraftKind, find_draft
 from hiserve.models.draft_heads import draft_attention_shape, load_draft
+from hiserve.models.loading import load_decoder
 from hiserve.models.model_config import read_model_config
 from tools.nano.export import hf_config, hf_tensors
 from tools.nano.head_files import head_config, published

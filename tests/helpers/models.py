@@ -15,7 +15,8 @@ from hiserve.cache.storage.device import DevicePool
 from hiserve.config.options import Runner
 from hiserve.engine.executor import Executor
 from hiserve.engine.runner_factory import make_runners
-from hiserve.models.decoder import attention_shape, load_decoder
+from hiserve.models.decoder import attention_shape
+from hiserve.models.loading import load_decoder
 from hiserve.models.model_config import read_model_config
 from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.dispatch import Dispatch, EagerRunner

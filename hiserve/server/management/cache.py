@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hiserve.config.caching import Cache
+from hiserve.config.settings import CacheSettings
 from hiserve.errors import RequestError
 from hiserve.ipc.cache_stats import LOCAL_TIERS, CopyStats, StoreStats, TierName, TierStats, TreeFacts, WindowStats
 from hiserve.ipc.messages import WorkerFacts
@@ -87,7 +87,7 @@ class CacheRoutes:
         cache: The configuration in force.
     """
 
-    def __init__(self, handle: EngineHandle, auth: Auth, cache: Cache) -> None:
+    def __init__(self, handle: EngineHandle, auth: Auth, cache: CacheSettings) -> None:
         self._handle = handle
         self._auth = auth
         self._page_size = cache.page_size

@@ -54,7 +54,7 @@ def test_what_is_not_given_is_empty_and_keys_are_hidden(
     cells = {row[1]: row[2:4] for row in rows if len(row) == 6}
     assert cells["--api-key"] == ["(hidden)", "(hidden)"] and "k3y" not in out
     assert cells["--admin-api-key"] == cells["--store"] == ["", ""]
-    assert cells["--page-size"] == ["16", "16"]
+    assert cells["--page-size"] == ["auto", "16"]
 
 
 def test_every_flag_that_is_shown_exists(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

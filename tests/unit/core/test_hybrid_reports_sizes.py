@@ -57,10 +57,10 @@ def test_hb_10_a_draft_head_takes_one_layer_of_the_cache(folder: Path, tmp_path:
     latents = save_with_mtp("deepseek_v3", tmp_path / "latents")
     for path in (folder, latents):
         model, options = read_model_config(path), options_of(path, spec="mtp")
-        options = msgspec.structs.replace(options, model=msgspec.structs.replace(options.model, dtype="float32"))
         draft = read_draft(options, path, model)
         assert draft is not None
-        groups = {group.name: group for group in page_groups(options, model, draft, frees_windows=True)}
+        settings = planned(path, model, spec="mtp", kv_pages=1000, max_model_len=400).settings
+        groups = {group.name: group for group in page_groups(settings, model, draft, frees_windows=True)}
         layer = groups["kv"].slot_bytes // groups["kv"].num_layers
         assert groups["draft"].slot_bytes == layer and groups["draft"].space is Space.HISTORY
         with_head, without = (

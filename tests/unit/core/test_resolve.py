@@ -37,6 +37,7 @@ def test_defaults_on_cpu() -> None:
         "dtype": "float32",
         "max_model_len": 8192,
         "kv_pages": 2 * GIB // (16 * 2048 * 4),
+        "page_size": 16,
         "window_pages": 0,
         "tail_share": 0.0,
         "tail_every": 0,
@@ -81,8 +82,24 @@ def test_what_was_given_stays() -> None:
         "max_request_bytes": 1 * MIB,
     }
     resolved = resolve(make_options(**chosen), NANO, SERVER)
-    assert values(resolved.settings) == values(make_options(**chosen)) | {"tail_share": 0.0, "tail_every": 0}
-    assert [line.partition(": ")[2] for line in resolved.decisions] == 2 * ["no window pages"]
+    assert values(resolved.settings) == values(make_options(**chosen)) | {
+        "tail_share": 0.0,
+        "tail_every": 0,
+        "page_size": 16,
+    }
+    reasons = [line.partition(": ")[2] for line in resolved.decisions]
+    assert reasons == 2 * ["no window pages"] + [""] and resolved.decisions[-1] == "--page-size auto -> 16"
+
+
+def test_pages_hold_whole_rows_of_several_tokens() -> None:
+    """And their bytes are those of fewer rows."""
+    rare = msgspec.structs.replace(NANO, ratio_elements=((512, 4), (64, 128)), page_size=128, page_multiple=128)
+    resolved = resolve(make_options(), rare, LAPTOP)
+    assert resolved.settings.cache.page_size == 128
+    assert resolved.memory.page_bytes == 4 * (128 * NANO.slot_elements + 32 * 512 + 64)
+    assert resolve(make_options(page_size=256), rare, LAPTOP).settings.cache.page_size == 256
+    with pytest.raises(ConfigError, match="--page-size is 64, but rows of this model stand for up to 128 tokens"):
+        resolve(make_options(page_size=64), rare, LAPTOP)
 
 
 @pytest.mark.parametrize(("length", "num_bytes"), [(10_000, 8 * MIB), (1_000_000, 32_000_000), (70_000_000, 2**31 - 1)])
@@ -99,8 +116,8 @@ def test_one_decision_a_line() -> None:
     assert "--cpu-threads auto -> 3" in lines
     assert not any("page-size" in line for line in lines)
     assert (
-        len(lines) == sum(value == "auto" for value in values(make_options()).values()) - 6
-    )  # load_format, reply_format, thoughts, attention_backend, graph_max_len and spec_steps stay
+        len(lines) == sum(value == "auto" for value in values(make_options()).values()) - 7
+    )  # page_size is given, and load_format, reply_format, thoughts, attention_backend, graph_max_len and spec_steps stay
 
 
 @pytest.mark.parametrize(

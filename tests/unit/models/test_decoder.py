@@ -13,8 +13,9 @@ from hiserve import layers
 from hiserve.core.activation import SILU
 from hiserve.kernels import reference
 from hiserve.layers import StackedExperts
-from hiserve.models.decoder import _moe, attention_shape, load_decoder
+from hiserve.models.decoder import _moe, attention_shape
 from hiserve.models.experts_config import ExpertsConfig, GroupRouting
+from hiserve.models.loading import load_decoder
 from hiserve.models.model_config import read_model_config
 from tests.helpers.draft_heads import MAX_LEN, Paged
 from tests.helpers.models import save_llama

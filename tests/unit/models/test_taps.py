@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hiserve.attention.base import Attention
 from hiserve.core.forward import ForwardOutputs
-from hiserve.models.decoder import Decoder, attention_shape, load_decoder
+from hiserve.models.decoder import Decoder, attention_shape
+from hiserve.models.loading import load_decoder
 from hiserve.models.model_config import read_model_config
 from tests.helpers.draft_heads import MAX_LEN, Paged
 from tests.helpers.models import load_transformers, save_llama

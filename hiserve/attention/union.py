@@ -1,0 +1,64 @@
+"""Attention over the union of rows of a window and of compressed rows (DeepSeek-V4): where they lie, by step and layer."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hiserve.attention.base import Attention, AttentionShape
+from hiserve.core.forward import ForwardInputs, GroupedKV, LayerKV
+from hiserve.kernels.union_rows import RangeRows
+
+
+class UnionAttention:
+    """Names the rows that a layer's tokens see. All else is computed from lengths on the device, so it plans nothing.
+
+    Args:
+        shape: With ``is_union``.
+    """
+
+    needs_host_lengths = False
+
+    def __init__(self, shape: AttentionShape) -> None:
+        assert shape.is_union, shape
+        self._page_size = shape.page_size
+
+    def plan(self, inputs: ForwardInputs) -> None:
+        """Does nothing."""
+
+    def captured(self, num_rows: int, width: int) -> Attention | None:
+        """Returns itself."""
+        del num_rows, width
+        return self
+
+    def ragged(self) -> Attention | None:
+        """Returns None: a layer's queries are no part of the graph of the layer before it."""
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
+        """Is not called: layers differ in the rows that they see."""
+        raise AssertionError(f"layer {layer} attends over the union of several groups of rows")
+
+    def window_rows(self, inputs: ForwardInputs, kv: GroupedKV, window: int) -> RangeRows:
+        """Returns the rows of the window of each token."""
+        table = inputs.page_table if inputs.window_table is None else inputs.window_table
+        return RangeRows(
+            pool=kv.k[:, 0],
+            table=table,
+            token_rows=inputs.token_rows,
+            positions=inputs.positions,
+            page_rows=self._page_size,
+            most=inputs.max_kv_len,
+            window=window,
+        )
+
+    def history_rows(self, inputs: ForwardInputs, kv: GroupedKV, group: str, ratio: int) -> RangeRows:
+        """Returns the compressed rows of a group, each of ``ratio`` tokens."""
+        return RangeRows(
+            pool=kv.beside[group],
+            table=inputs.page_table,
+            token_rows=inputs.token_rows,
+            positions=inputs.positions,
+            page_rows=self._page_size // ratio,
+            most=inputs.max_kv_len // ratio,
+            ratio=ratio,
+        )

@@ -1,0 +1,43 @@
+"""Loads the decoder of a model, of whichever kind it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from hiserve.models.decoder import Decoder
+from hiserve.models.model_config import ModelConfig
+from hiserve.models.stream_decoder import StreamDecoder
+from hiserve.models.weights import load_parameters
+
+AnyDecoder = Decoder | StreamDecoder
+
+
+def load_decoder(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    dtype: str,
+    device: str,
+    load_format: str,
+    max_len: int | None = None,
+    aux_layers: tuple[int, ...] = (),
+) -> AnyDecoder:
+    """Reads a checkpoint, or draws random weights of its shape.
+
+    Args:
+        folder: Of the checkpoint.
+        config: Its shape.
+        dtype: Type name of weights and activations, a key of ``config.options.DTYPE_BYTES``.
+        device: ``cpu`` or ``cuda``.
+        load_format: ``auto`` or ``dummy``.
+        max_len: Tokens of the longest request; None is the model's context.
+        aux_layers: As for ``Decoder``.
+
+    Raises:
+        ModelError: The checkpoint cannot be used.
+    """
+    kind = Decoder if config.compressed is None else StreamDecoder
+    parameters = load_parameters(folder, config, getattr(torch, dtype), torch.device(device), load_format)
+    return kind(config, parameters, config.context_length if max_len is None else max_len, aux_layers)

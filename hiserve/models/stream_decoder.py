@@ -1,0 +1,204 @@
+"""The decoder of models with several residual streams and compressed attention (DeepSeek-V4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hiserve.attention.base import Attention
+from hiserve.attention.union import UnionAttention
+from hiserve.core.forward import ForwardInputs, ForwardOutputs, GroupedKV, LayerKV
+from hiserve.kernels.compressed_ops import CompressedOps, compressed_ops_for
+from hiserve.kernels.ops import Ops, ops_for
+from hiserve.layers import Embedding, Experts, GatedMLP, Linear, RMSNorm
+from hiserve.models.compressed_attention import CompressedSelfAttention, Turns, make_compressed_attention
+from hiserve.models.compressed_config import LayerKind
+from hiserve.models.decoder import make_experts
+from hiserve.models.experts_config import RootRouting
+from hiserve.models.frequencies import rotary_frequencies
+from hiserve.models.model_config import ModelConfig
+from hiserve.models.streams import Mix, make_mix
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HashedExperts:
+    """Experts whose likelihood is the root of softplus, chosen by the best scores or by a table of the tokens.
+
+    Attributes:
+        router: ``[num_experts, hidden_size]``, float32 or float64.
+        experts: All of them.
+        num_per_token: Experts that compute a token.
+        scale: Factor of the shares.
+        bias: ``[num_experts]``, of the choice; None with a table.
+        table: int64 ``[vocab_size, num_per_token]``, the experts of each token; None where scores decide.
+        shared: Computes every token beside them; None if ``experts`` has it.
+        ops: Of its device.
+    """
+
+    router: Linear
+    experts: Experts
+    num_per_token: int
+    scale: float
+    bias: Tensor | None
+    table: Tensor | None
+    shared: GatedMLP | None
+    ops: CompressedOps
+
+    def __call__(self, x: Tensor, input_ids: Tensor) -> Tensor:
+        """Maps ``[T, hidden_size]`` to the same shape; ``input_ids`` are int32 ``[T]``."""
+        chosen = None if self.table is None else self.table.index_select(0, input_ids)
+        shares, chosen = self.ops.route_by_root(
+            self.router(x), self.num_per_token, self.scale, bias=self.bias, chosen=chosen
+        )
+        mixed = self.experts(x, shares, chosen)
+        return mixed if self.shared is None else mixed + self.shared(x)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StreamLayer:
+    """One layer: attention, then experts, each between streams that are mixed."""
+
+    attn_mix: Mix
+    input_norm: RMSNorm
+    attention: CompressedSelfAttention
+    mlp_mix: Mix
+    mlp_norm: RMSNorm
+    mlp: HashedExperts
+
+    def attend(
+        self, streams: Tensor, inputs: ForwardInputs, turns: Turns, kv: GroupedKV, attention: UnionAttention
+    ) -> Tensor:
+        """Stores rows and attends. Maps ``[T, n, hidden_size]`` to the same shape."""
+        x, post, matrix = self.attn_mix.split(streams)
+        out = self.attention(self.input_norm(x), inputs, turns, kv, attention)
+        return self.attn_mix.merge(streams, out, post, matrix)
+
+    def finish(self, streams: Tensor, input_ids: Tensor) -> Tensor:
+        """Computes the experts. Maps ``[T, n, hidden_size]`` to the same shape."""
+        x, post, matrix = self.mlp_mix.split(streams)
+        return self.mlp_mix.merge(streams, self.mlp(self.mlp_norm(x), input_ids), post, matrix)
+
+
+class StreamDecoder:
+    """A decoder with several residual streams, compressed attention, and experts of which a table may choose some.
+
+    Args:
+        config: The model's shape.
+        parameters: Named as in ``compressed_names.compressed_table``. Removed one by one.
+        max_len: Tokens of the longest request.
+        aux_layers: The number of layers, if the streams behind the last layer are returned as hidden states.
+    """
+
+    def __init__(
+        self, config: ModelConfig, parameters: dict[str, Tensor], max_len: int, aux_layers: tuple[int, ...] = ()
+    ) -> None:
+        compressed = config.compressed
+        assert compressed is not None and set(aux_layers) <= {config.num_layers}, (config.architecture, aux_layers)
+        self.embedding = Embedding(parameters.pop("embedding"))  # of tokens; shared with draft heads
+        self.sinks = ()
+        ops = ops_for(self.embedding.weight.device)
+        self._compressed = compressed
+        self._rotary = Rotary(config, max_len, self.embedding.weight)
+        self._layers = [make_stream_layer(config, parameters, layer, ops) for layer in range(config.num_layers)]
+        self._join = make_mix(parameters, "head_mix", compressed.streams, config.norm_eps)
+        self._norm = RMSNorm(parameters.pop("norm"), config.norm_eps, ops)
+        self.head = Linear(parameters.pop("head", self.embedding.weight))  # states to logits; shared with draft heads
+        self._has_aux = bool(aux_layers)
+
+    @property
+    def hidden_states_size(self) -> int:
+        """Elements of a token's hidden states."""
+        return self._compressed.streams.count * self.embedding.weight.shape[1] if self._has_aux else 0
+
+    def new_hidden_states(self, num_tokens: int) -> Tensor | None:
+        """Allocates hidden states of ``num_tokens`` tokens; None without auxiliary layers."""
+        return self.embedding.weight.new_empty((num_tokens, self.hidden_states_size)) if self._has_aux else None
+
+    def forward(self, inputs: ForwardInputs, layers: Sequence[LayerKV], attention: Attention) -> ForwardOutputs:
+        """Computes the step's tokens and stores their rows; arguments as for ``Decoder.forward``."""
+        assert isinstance(attention, UnionAttention), type(attention)
+        if inputs.before_layer is not None:
+            inputs.before_layer(None)  # loads of several groups are whole, or not there
+        streams = self.embedding(inputs.input_ids)[:, None].expand(-1, self._compressed.streams.count, -1)
+        turns = self._rotary(inputs.positions)
+        for index, (layer, kv) in enumerate(zip(self._layers, layers, strict=True)):
+            assert isinstance(kv, GroupedKV), type(kv)
+            streams = layer.attend(streams, inputs, turns[self._compressed.kinds[index]], kv, attention)
+            if index + 1 < len(self._layers):
+                streams = layer.finish(streams, inputs.input_ids)
+        keeps = self._has_aux and inputs.wants_hidden_states
+        rows, ids = inputs.logits_rows, inputs.input_ids
+        if keeps:
+            streams = self._layers[-1].finish(streams, ids)
+            wanted = streams.index_select(0, rows)
+        else:
+            wanted = self._layers[-1].finish(streams.index_select(0, rows), ids.index_select(0, rows))
+        logits = self.head(self._norm(self._join.join(wanted)))
+        return ForwardOutputs(logits=logits, hidden_states=streams.flatten(1) if keeps else None)
+
+
+class Rotary:
+    """Angles of a step, by the kinds of layers."""
+
+    def __init__(self, config: ModelConfig, max_len: int, like: Tensor) -> None:
+        compressed = config.compressed
+        assert compressed is not None, config.architecture
+        own, local = config.rope, config.local_rope or config.rope
+        self._dtype = torch.promote_types(like.dtype, torch.float32)
+        self._ratios = {LayerKind.SPARSE: compressed.sparse_ratio, LayerKind.HEAVY: compressed.heavy_ratio}
+        self._kinds = tuple(dict.fromkeys(compressed.kinds))
+        self._frequencies, self._local = (
+            (rotary_frequencies(rope, compressed.rope_dim, max_len).to(like.device), rope.attention_factor)
+            for rope in (own, local)
+        )
+
+    def __call__(self, positions: Tensor) -> dict[LayerKind, Turns]:
+        """Returns the rotations of int64 positions ``[T]``."""
+        turns: dict[LayerKind, Turns] = {}
+        own = self._turn(positions, *self._frequencies)
+        for kind in self._kinds:
+            if kind is LayerKind.WINDOW:
+                turns[kind] = Turns(*self._turn(positions, *self._local), *own)
+            else:
+                ratio = self._ratios[kind]
+                turns[kind] = Turns(*own, *self._turn(positions // ratio * ratio, *self._frequencies))
+        return turns
+
+    def _turn(self, positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        """Angles are float32 products for every type of the model, as in ``kernels.reference.rotations``."""
+        angles = positions.to(torch.float32)[:, None] * frequencies
+        return (angles.cos() * factor).to(self._dtype), (angles.sin() * factor).to(self._dtype)
+
+
+def make_stream_layer(config: ModelConfig, parameters: dict[str, Tensor], index: int, ops: Ops) -> StreamLayer:
+    """Removes the parameters of one layer, counted from 0, from a decoder's, and makes the layer."""
+    ours, compressed, experts = f"layers.{index}.", config.compressed, config.experts
+    assert compressed is not None and experts is not None and isinstance(experts.routing, RootRouting), config
+    attn_mix, mlp_mix = (
+        make_mix(parameters, ours + name, compressed.streams, config.norm_eps) for name in ("attn_mix", "mlp_mix")
+    )
+    input_norm, mlp_norm = (
+        RMSNorm(parameters.pop(ours + name), config.norm_eps, ops) for name in ("input_norm", "mlp_norm")
+    )
+    mixed, shared = make_experts(experts, config.activation, parameters, ours, ops)
+    router = parameters.pop(ours + "router")
+    return StreamLayer(
+        attn_mix=attn_mix,
+        input_norm=input_norm,
+        attention=make_compressed_attention(config, parameters, index, ops),
+        mlp_mix=mlp_mix,
+        mlp_norm=mlp_norm,
+        mlp=HashedExperts(
+            router=Linear(router.to(torch.promote_types(router.dtype, torch.float32))),
+            experts=mixed,
+            num_per_token=experts.num_per_token,
+            scale=experts.routing.scale,
+            bias=parameters.pop(ours + "choice_bias", None),
+            table=parameters.pop(ours + "expert_table", None),
+            shared=shared,
+            ops=compressed_ops_for(router.device),
+        ),
+    )

@@ -1,0 +1,48 @@
+"""A residual stream of several, mixed around each block (manifold-constrained hyper-connections, DeepSeek-V4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hiserve.kernels.compressed_ops import CompressedOps, compressed_ops_for
+from hiserve.kernels.streams_reference import MixWeights
+from hiserve.models.compressed_config import StreamsConfig
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mix:
+    """Takes the input of a block from streams, and adds its output to them.
+
+    Attributes:
+        weights: Of the mix.
+        config: Number of streams, and constants of their matrix.
+        norm_eps: Of the norm of all streams.
+        ops: Of its device.
+    """
+
+    weights: MixWeights
+    config: StreamsConfig
+    norm_eps: float
+    ops: CompressedOps
+
+    def split(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the input of a block and what ``merge`` takes, as ``mix_streams``."""
+        return self.ops.mix_streams(
+            streams, self.weights, iterations=self.config.iterations, eps=self.config.eps, norm_eps=self.norm_eps
+        )
+
+    def merge(self, streams: Tensor, out: Tensor, post: Tensor, matrix: Tensor) -> Tensor:
+        """Returns the streams behind a block, as ``merge_streams``."""
+        return self.ops.merge_streams(streams, out, post, matrix)
+
+    def join(self, streams: Tensor) -> Tensor:
+        """Joins the streams behind the last layer, ``[T, hidden_size]``; its weights are those of the input alone."""
+        return self.ops.join_streams(streams, self.weights, eps=self.config.eps, norm_eps=self.norm_eps)
+
+
+def make_mix(parameters: dict[str, Tensor], name: str, config: StreamsConfig, norm_eps: float) -> Mix:
+    """Removes the parameters of a mix from a decoder's, and makes it."""
+    weights = MixWeights(*(parameters.pop(name + end) for end in ("", "_base", "_scale")))
+    return Mix(weights, config, norm_eps, compressed_ops_for(weights.weight.device))

@@ -1,0 +1,79 @@
+"""Tiny random models with compressed attention (DeepSeek-V4), as transformers saves them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+WINDOW, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+VOCAB = 256
+YARN = {"rope_type": "yarn", "factor": 16.0, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 256}
+# Few index heads would often score 0, where transformers breaks ties in another order.
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "partial_rotary_factor": 8 / 32,
+    "q_lora_rank": 24,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "layer_types": [WINDOW, HEAVY, SPARSE, HEAVY, SPARSE],
+    "compress_rates": {SPARSE: 4, HEAVY: 16},
+    "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe", "moe"],
+    "sliding_window": 12,
+    "o_groups": 2,
+    "o_lora_rank": 16,
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "index_topk": 6,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "max_position_embeddings": 4096,
+    "num_nextn_predict_layers": 0,
+    "initializer_range": 0.08,
+    "rope_parameters": YARN,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+
+
+def save_compressed(folder: Path, *, save: dict[str, Any] | None = None, **overrides: Any) -> Path:
+    """Saves a random model whose every parameter differs from the value that it begins with.
+
+    Args:
+        folder: Where.
+        save: Arguments of ``save_pretrained``.
+        **overrides: As in transformers' config.
+    """
+    torch.manual_seed(4)
+    model = DeepseekV4ForCausalLM(DeepseekV4Config(**SHAPE | overrides))
+    randomise(model)
+    model.save_pretrained(folder, **save or {})
+    return folder
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module) -> None:
+    """Draws what transformers leaves at 0 or 1: norms, sinks, biases, tables of experts, and constants of streams."""
+    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith("tid2eid"):
+            order = torch.rand(parameter.shape[0], model.config.n_routed_experts).argsort(-1)  # type: ignore[union-attr]
+            parameter.copy_(order[:, : parameter.shape[1]])
+        elif "norm" in name:
+            parameter.uniform_(0.5, 1.5)
+        elif name.endswith(("sinks", "position_bias", "base")):
+            parameter.normal_(0.0, 0.5)
+        elif name.endswith("scale"):
+            parameter.uniform_(0.5, 1.5)
+        elif name.endswith("e_score_correction_bias"):
+            parameter.normal_(0.0, 0.2)
+        elif name.endswith(("lm_head.weight", "embed_tokens.weight")):
+            parameter.normal_(0.0, 0.5)
