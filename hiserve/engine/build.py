@@ -111,7 +111,7 @@ def _compose(
     with _phase(startup_s, "allocate pool"), _memory_error_as_advice(num_pages):
         sizes = settings.cache.window_pages, max_rows + 1
         pool = DevicePool(groups, num_pages, page_size, settings.model.device, *sizes)
-        rows = _device_rows(settings, model_config)
+        rows = _device_rows(settings, model_config, pool)
     check_unchanged(settings, folder, model_config, draft)
     namespace = settings.cache_identity.namespace
     host = None if segment is None else _host_pool(settings, segment, groups, namespace)
@@ -146,7 +146,7 @@ def _compose(
     )
 
 
-def _device_rows(settings: Settings, model_config: ModelConfig) -> DeviceRows:
+def _device_rows(settings: Settings, model_config: ModelConfig, pool: DevicePool) -> DeviceRows:
     return DeviceRows(
         settings.scheduler.max_running_requests,
         settings.model.max_model_len,
@@ -158,6 +158,7 @@ def _device_rows(settings: Settings, model_config: ModelConfig) -> DeviceRows:
         max_draft=settings.spec.tiers[-1],
         window=model_config.tail_window,
         num_window_pages=settings.cache.window_pages,
+        carried=tuple(pool.carried.values()),
     )
 
 
