@@ -164,7 +164,9 @@ def _refuse_parts(fields: dict[str, Any]) -> None:
                 param="model",
             )
     if fields.get("mlp_bias"):
-        raise ModelError("DeepseekV4ForCausalLM with mlp_bias is not supported yet; without biases it is.", param="model")
+        raise ModelError(
+            "DeepseekV4ForCausalLM with mlp_bias is not supported yet; without biases it is.", param="model"
+        )
     if named := [name for name in _VISION if fields.get(name)]:
         raise ModelError(
             f"DeepseekV4ForCausalLM with {', '.join(named)} is not supported: images. Give a checkpoint of text alone.",
@@ -194,10 +196,7 @@ def _layer_types(fields: dict[str, Any], count: int, path: Path) -> list[str]:
                 )
             return [_KIND_OF_RATIO[ratio] for ratio in given]
     if types is None:
-        return [
-            LayerKind.SPARSE if layer >= 2 and layer % 2 else LayerKind.HEAVY
-            for layer in range(count)
-        ]
+        return [LayerKind.SPARSE if layer >= 2 and layer % 2 else LayerKind.HEAVY for layer in range(count)]
     if not isinstance(types, list) or len(types) < count:
         raise _nonsense(path, f"layer_types is {types!r}, for {count} layers")
     return types[:count]
@@ -275,7 +274,10 @@ def read_compressed(raw: dict[str, Any], fields: ConfigFields, path: Path) -> Co
         streams=StreamsConfig(count=own.hc_mult, iterations=own.hc_sinkhorn_iters, eps=own.hc_eps),
     )
     nonsense = {
-        **{f"{name} is {getattr(own, name)}, and the most is {most}": getattr(own, name) > most for name, most in _MOST.items()},
+        **{
+            f"{name} is {getattr(own, name)}, and the most is {most}": getattr(own, name) > most
+            for name, most in _MOST.items()
+        },
         f"{fields.num_key_value_heads} key-value heads, where all heads share one row": fields.num_key_value_heads
         not in (None, 1),
         f"{fields.num_attention_heads} attention heads do not divide into {own.o_groups} groups": (
@@ -294,5 +296,6 @@ def read_compressed(raw: dict[str, Any], fields: ConfigFields, path: Path) -> Co
 
 def _nonsense(path: Path, fact: str) -> ModelError:
     return ModelError(
-        f"{path.name} in {str(path.parent)!r} makes no sense: {fact}. Correct it, or fetch the file again.", param="model"
+        f"{path.name} in {str(path.parent)!r} makes no sense: {fact}. Correct it, or fetch the file again.",
+        param="model",
     )

@@ -147,7 +147,9 @@ def _experts(
     return {
         ours + "router": stack((theirs + "gate.weight", (count, hidden))),
         **choice,
-        ours + "shared_gate_up": stack(*((f"{shared}{name}.weight", (size, hidden)) for name in ("gate_proj", "up_proj"))),
+        ours + "shared_gate_up": stack(
+            *((f"{shared}{name}.weight", (size, hidden)) for name in ("gate_proj", "up_proj"))
+        ),
         ours + "shared_down": stack((shared + "down_proj.weight", (hidden, size))),
         ours + "experts_gate_up": stack(*gate_up),
         ours + "experts_down": stack(*down),

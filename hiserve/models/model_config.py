@@ -70,7 +70,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     experts: ExpertsConfig | None  # replaces the MLP in some or all layers; None without
     num_mtp_layers: int  # draft heads in the checkpoint's own files
     latent: LatentConfig | None = None  # latent attention in place of grouped-query attention
-    compressed: CompressedConfig | None = None  # likewise attention over a window and compressed rows, with several streams
+    compressed: CompressedConfig | None = (
+        None  # likewise attention over a window and compressed rows, with several streams
+    )
     dtype: DType  # type name of the stored weights
     eos_token_ids: tuple[int, ...]  # tokens that end a reply
     bos_token_id: int | None  # token that starts a text, or None

@@ -75,9 +75,7 @@ def load_parameters(
     return parameters
 
 
-def table_of(
-    config: ModelConfig, naming: ExpertNaming = ExpertNaming.EACH
-) -> dict[str, tuple[TensorSource, ...]]:
+def table_of(config: ModelConfig, naming: ExpertNaming = ExpertNaming.EACH) -> dict[str, tuple[TensorSource, ...]]:
     """Returns every parameter of a model's decoder and the checkpoint tensors stacked in it."""
     return parameter_table(config, naming) if config.compressed is None else compressed_table(config, naming)
 

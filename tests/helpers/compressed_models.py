@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+import hiserve.engine.build as build
+from hiserve import LLM
+from hiserve.cache.storage.device import DevicePool
+from hiserve.engine.loop import Engine
+from hiserve.models.model_config import NANO, find_model
+from tests.helpers.tiered import engine_of
 
 WINDOW, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 VOCAB = 256
@@ -57,6 +66,7 @@ def save_compressed(folder: Path, *, save: dict[str, Any] | None = None, **overr
     model = DeepseekV4ForCausalLM(DeepseekV4Config(**SHAPE | overrides))
     randomise(model)
     model.save_pretrained(folder, **save or {})
+    shutil.copy(find_model(NANO) / "tokenizer.json", folder)
     return folder
 
 
@@ -77,3 +87,51 @@ def randomise(model: torch.nn.Module) -> None:
             parameter.normal_(0.0, 0.2)
         elif name.endswith(("lm_head.weight", "embed_tokens.weight")):
             parameter.normal_(0.0, 0.5)
+
+
+def poison(pool: DevicePool) -> DevicePool:
+    """Makes all memory of a pool NaN: nobody has written any of it."""
+    for storage in pool._storages.values():
+        storage.fill_(torch.nan)
+    for snapshots in pool._snapshots.values():
+        snapshots.fill_(torch.nan)
+    return pool
+
+
+class PoisonedPool:
+    """The pools that engines make while a test runs: NaN at first, and again wherever nobody owns them after a step."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.made: list[DevicePool] = []
+        make = DevicePool
+
+        def kept(*args: Any) -> DevicePool:
+            self.made.append(poison(make(*args)))
+            return self.made[-1]
+
+        patch.setattr(build, "DevicePool", kept)
+
+    def watch(self, llm: LLM) -> Engine:
+        """Poisons pages, and what rows carry along, after each step of an LLM, once no request holds them."""
+        engine, pool = engine_of(llm), self.made[-1]
+        step, planner = engine.step, engine._planner
+
+        def watched() -> Any:
+            updates = step()
+            cache, rows = planner._cache, planner._rows
+            free = {False: cache.device.pages._is_free.nonzero()[0].tolist(), True: []}
+            if cache.windows is not None:
+                cache.windows.check()
+                free[True] = (cache.windows.num_refs == 0).nonzero()[0][1:].tolist()
+            idle = (rows.generation == 0).nonzero()[0][1:].tolist()
+            for name, storage in pool._storages.items():
+                if name.endswith("_inputs"):
+                    storage[:, idle] = torch.nan
+                else:
+                    num_pages = cache.windows.num_refs.size if name == "swa" and cache.windows is not None else 0
+                    pages = storage.view(*storage.shape[:2], num_pages or cache.page_owner.size, -1)
+                    pages[:, :, free[bool(num_pages)]] = torch.nan
+            return updates
+
+        engine.step = watched  # type: ignore[method-assign]
+        return engine

@@ -174,7 +174,9 @@ class Engine:
     ) -> None:
         config = read_model_config(folder)
         self.model = load_decoder(folder, config, dtype=dtype, device=device, load_format=load_format, max_len=max_len)
-        self.pool = DevicePool(config.kv_groups(dtype), num_pages, page_size, device)
+        plan = config.cache_plan(dtype, frees_windows=False, max_draft=7)
+        self.pool = DevicePool(plan.groups, num_pages, page_size, device, 0, max_rows + 1)
+        self.layers = self.pool.model_layers(plan)
         self.rows = DeviceRows(
             max_rows,
             max_len,
@@ -183,20 +185,21 @@ class Engine:
             device,
             vocab_size=config.vocab_size,
             max_draft=max(*widths, 8) - 1,  # some tests add graphs of more tokens a row
+            carried=tuple(self.pool.carried.values()),
         )
         shape = attention_shape(config, dtype=getattr(torch, dtype), page_size=page_size, sinks=self.model.sinks)
         if windows:
             shape = dataclasses.replace(shape, windows=windows)
         self.shape = shape
         self.attention = open_attention(attention, shape, torch.device(device))
-        self.runner = EagerRunner(self.model, self.pool.layers("kv"), self.attention)
+        self.runner = EagerRunner(self.model, self.layers, self.attention)
         self.runners = Dispatch(self.rows, self.runner)
         if graphs != "off":
             settings = Runner(attention_backend=attention, graphs=graphs)  # type: ignore[arg-type]
             self.runners = make_runners(
                 settings,
                 self.model,
-                self.pool.layers("kv"),
+                self.layers,
                 self.rows,
                 shape,
                 max_batched_tokens=max_batched_tokens,

@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
 from hiserve.core.kv_groups import Space
-from hiserve.errors import ConfigError, ModelError
+from hiserve.errors import ModelError
 from hiserve.models.compressed_config import LayerKind
 from hiserve.models.compressed_names import compressed_name, compressed_table
 from hiserve.models.experts_config import RootRouting
@@ -79,7 +78,13 @@ def test_transformers_and_older_files_describe_the_same_model(saved: Path, tmp_p
 def test_layers_without_types_alternate_behind_two_heavy_ones(tmp_path: Path) -> None:
     config = parse(tmp_path, {"architectures": FLASH["architectures"], "num_hidden_layers": 5})
     assert config.compressed is not None
-    assert config.compressed.kinds == (LayerKind.HEAVY, LayerKind.HEAVY, LayerKind.HEAVY, LayerKind.SPARSE, LayerKind.HEAVY)
+    assert config.compressed.kinds == (
+        LayerKind.HEAVY,
+        LayerKind.HEAVY,
+        LayerKind.HEAVY,
+        LayerKind.SPARSE,
+        LayerKind.HEAVY,
+    )
 
 
 @pytest.mark.parametrize(
