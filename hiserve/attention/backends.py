@@ -207,6 +207,8 @@ def open_draft_attention(name: str, shape: AttentionShape, device: torch.device)
     depends on the backend of drafts, and an error would deny the model a backend that suits it. A warning is logged
     once.
     """
+    if shape.is_union:
+        return UnionAttention(shape)
     named = _BACKENDS.get(name)
     refusal = None if named is None else named.refusal(shape, device, False)
     if named is not None and refusal is None and named.has_device_lengths:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.core.forward import ForwardInputs, GroupedKV, LayerKV
-from hiserve.kernels.union_rows import RangeRows
+from hiserve.kernels.union_rows import ChosenRows, RangeRows, RowSource, slots_of
 
 
 class UnionAttention:
@@ -21,6 +24,7 @@ class UnionAttention:
     def __init__(self, shape: AttentionShape) -> None:
         assert shape.is_union, shape
         self._page_size = shape.page_size
+        self._hides_first = shape.hides_first
 
     def plan(self, inputs: ForwardInputs) -> None:
         """Does nothing."""
@@ -38,10 +42,10 @@ class UnionAttention:
         """Is not called: layers differ in the rows that they see."""
         raise AssertionError(f"layer {layer} attends over the union of several groups of rows")
 
-    def window_rows(self, inputs: ForwardInputs, kv: GroupedKV, window: int) -> RangeRows:
+    def window_rows(self, inputs: ForwardInputs, kv: LayerKV, window: int) -> RowSource:
         """Returns the rows of the window of each token."""
         table = inputs.page_table if inputs.window_table is None else inputs.window_table
-        return RangeRows(
+        rows = RangeRows(
             pool=kv.k[:, 0],
             table=table,
             token_rows=inputs.token_rows,
@@ -50,6 +54,21 @@ class UnionAttention:
             most=inputs.max_kv_len,
             window=window,
         )
+        return self._without_first(inputs, rows) if self._hides_first else rows
+
+    @staticmethod
+    def _without_first(inputs: ForwardInputs, rows: RangeRows) -> ChosenRows:
+        """Returns all rows but the first, whose slot may never have been written.
+
+        The pages of a draft begin where its head took part, so positions count from there: ``kv_lens`` say how many they are.
+        """
+        ends = inputs.qo_indptr[1:].long().index_select(0, inputs.token_rows)
+        index = torch.arange(inputs.positions.shape[0], device=inputs.positions.device)
+        positions = inputs.kv_lens.index_select(0, inputs.token_rows) - ends + index
+        slots = slots_of(replace(rows, positions=positions))
+        assert rows.window is not None, "only windows hide their first row"
+        slots[:, 0].masked_fill_(positions < rows.window, -1)
+        return ChosenRows(rows.pool, slots)
 
     def history_rows(self, inputs: ForwardInputs, kv: GroupedKV, group: str, ratio: int) -> RangeRows:
         """Returns the compressed rows of a group, each of ``ratio`` tokens."""

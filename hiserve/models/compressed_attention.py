@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hiserve.attention.union import UnionAttention
-from hiserve.core.forward import ForwardInputs, GroupedKV
+from hiserve.core.forward import ForwardInputs, GroupedKV, LayerKV
 from hiserve.kernels.compress_reference import CarriedInputs, Compression, StepTokens
 from hiserve.kernels.compressed_ops import CompressedOps, compressed_ops_for
 from hiserve.kernels.ops import Ops
@@ -130,8 +130,21 @@ class CompressedSelfAttention:
     eps: float
     ops: CompressedOps
 
+    def row(self, x: Tensor) -> Tensor:
+        """Returns the rows of ``x``, ``[T, width]``, before their norm."""
+        return self.into(x).split_with_sizes(self.sizes, 1)[1]
+
+    def store(
+        self, row: Tensor, inputs: ForwardInputs, turns: Turns, kv: LayerKV, attention: UnionAttention
+    ) -> RowSource:
+        """Norms, rotates and stores the step's rows ``[T, width]`` of the window; returns the rows that its tokens see."""
+        rows = self.ops.rotate_pairs(self.row_norm(row)[:, None], turns.cos, turns.sin)
+        window = attention.window_rows(inputs, kv, self.config.window)
+        window.pool.index_copy_(0, inputs.slots if inputs.window_slots is None else inputs.window_slots, rows[:, 0])
+        return window
+
     def __call__(
-        self, x: Tensor, inputs: ForwardInputs, turns: Turns, kv: GroupedKV, attention: UnionAttention
+        self, x: Tensor, inputs: ForwardInputs, turns: Turns, kv: LayerKV, attention: UnionAttention
     ) -> Tensor:
         """Stores the step's rows and attends. ``x`` is ``[T, hidden_size]``, as is the result."""
         width, num_heads, ops = self.config.width, self.sinks.shape[0], self.ops
@@ -139,19 +152,17 @@ class CompressedSelfAttention:
         ups = self.query_up(self.query_norm(latent))
         q = ops.norm_plain(ups[:, : num_heads * width].reshape(-1, num_heads, width), self.eps)
         q = ops.rotate_pairs(q, turns.cos, turns.sin)
-        rows = ops.rotate_pairs(self.row_norm(row)[:, None], turns.cos, turns.sin)
-        window = attention.window_rows(inputs, kv, self.config.window)
-        window.pool.index_copy_(0, inputs.slots if inputs.window_slots is None else inputs.window_slots, rows[:, 0])
-        sources: list[RowSource] = [window]
+        sources = [self.store(row, inputs, turns, kv, attention)]
         if self.compressor is not None:
+            assert isinstance(kv, GroupedKV), type(kv)
             seen = attention.history_rows(inputs, kv, self.compressor.group, self.compressor.how.ratio)
             self.compressor(others[0], others[1], inputs, kv, seen, turns)
             sources.append(seen)
-        if self.indexer is not None:
-            keys = attention.history_rows(inputs, kv, INDEX, self.config.sparse_ratio)
-            self.indexer.compressor(others[2], others[3], inputs, kv, keys, turns)
-            slots = self.indexer(ups[:, num_heads * width :], others[4], keys, turns)
-            sources[-1] = ChosenRows(seen.pool, slots)
+            if self.indexer is not None:
+                keys = attention.history_rows(inputs, kv, INDEX, self.config.sparse_ratio)
+                self.indexer.compressor(others[2], others[3], inputs, kv, keys, turns)
+                slots = self.indexer(ups[:, num_heads * width :], others[4], keys, turns)
+                sources[-1] = ChosenRows(seen.pool, slots)
         found, _ = ops.attend(q, sources, self.sinks, width**-0.5)
         return self.project(ops.rotate_pairs(found, turns.cos, -turns.sin))
 

@@ -61,12 +61,29 @@ def compressed_table(config: ModelConfig, naming: ExpertNaming = ExpertNaming.EA
     if not config.tie_embeddings:
         table["head"] = stack(("lm_head.weight", (config.vocab_size, hidden)))
     for layer in range(config.num_layers):
-        table |= _layer(config, compressed, layer, naming)
+        table |= _layer(config, compressed, layer, f"model.layers.{layer}.", naming)
     return table
 
 
-def _layer(config: ModelConfig, compressed: CompressedConfig, layer: int, naming: ExpertNaming) -> Table:
-    hidden, ours, theirs = config.hidden_size, f"layers.{layer}.", f"model.layers.{layer}."
+def stream_head_table(config: ModelConfig, theirs: str) -> Table:
+    """Returns every parameter of a head that drafts from streams, whose names begin with ``theirs`` in a checkpoint.
+
+    ``config`` is that of its one layer.
+    """
+    hidden, compressed = config.hidden_size, config.compressed
+    assert compressed is not None, config.architecture
+    norms = {"embedding_norm": "enorm", "state_norm": "hnorm", "norm": "norm"}
+    joins = {"embedding_join": "e_proj", "state_join": "h_proj"}
+    return {
+        **{ours: stack((f"{theirs}{name}.weight", (hidden,))) for ours, name in norms.items()},
+        **{ours: stack((f"{theirs}{name}.weight", (hidden, hidden))) for ours, name in joins.items()},
+        **_mix("head_mix", theirs + "hc_head.hc_", compressed.streams.count, compressed.streams.count, hidden, 1),
+        **_layer(config, compressed, 0, theirs, ExpertNaming.EACH),
+    }
+
+
+def _layer(config: ModelConfig, compressed: CompressedConfig, layer: int, theirs: str, naming: ExpertNaming) -> Table:
+    hidden, ours = config.hidden_size, f"layers.{layer}."
     count = compressed.streams.count
     assert config.experts is not None, config.architecture
     return {

@@ -13,8 +13,10 @@ from hiserve.core.kv_groups import CacheGroupSpec, debug_groups, page_hidden_gro
 from hiserve.core.step_memory import DraftFacts, DraftShape, ModelFacts
 from hiserve.errors import ConfigError, ModelError
 from hiserve.models.checkpoint import tensor_names
+from hiserve.models.compressed_config import LayerKind
 from hiserve.models.config_fields import Count, Size, convert, read_json
 from hiserve.models.draft_formats import EAGLE3_FORMATS, MTP_SUFFIX, DraftFormat, Head, HeadKind, mtp_format
+from hiserve.models.experts_config import RootRouting
 from hiserve.models.family import FAMILIES
 from hiserve.models.generation_config import GenerationConfig
 from hiserve.models.model_config import ModelConfig, find_model, parse_config, read_model_config
@@ -44,7 +46,12 @@ class DraftConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def feature_size(self) -> int:
         """Elements that it takes per token of the model, and carries from draft to draft."""
-        return 0 if self.head is None else self.model.hidden_size
+        return 0 if self.head is None else self.num_streams * self.model.hidden_size
+
+    @property
+    def num_streams(self) -> int:
+        """Residual streams of each layer that a head takes."""
+        return 1 if self.model.compressed is None else self.model.compressed.streams.count
 
     @property
     def shift(self) -> int:
@@ -63,7 +70,7 @@ class DraftConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the sizes of its forwards, for a model of this ``hidden_size``."""
         return DraftShape(
             step=self.model.facts().step,
-            shown_elements=len(self.aux_layers) * hidden_size,
+            shown_elements=len(self.aux_layers) * self.num_streams * hidden_size,
             feature_size=self.feature_size,
         )
 
@@ -208,7 +215,9 @@ def _read_mtp(base: str, raw: dict[str, Any], path: Path, target: ModelConfig) -
     model = parse_config(raw | {"architectures": [base]}, path, GenerationConfig())
     refused = {
         f"{model.num_mtp_layers} heads, one for each draft": model.num_mtp_layers != 1,
-        "experts": model.latent is None and _has_experts_behind(model),
+        "experts": model.latent is None and model.compressed is None and _has_experts_behind(model),
+        "drafts of DSpark": model.compressed is not None
+        and any(name.startswith("mtp.1.") for name in tensor_names(path.parent)),
     }
     if named := [name for name, is_so in refused.items() if is_so]:
         raise _unsupported(form, path.parent, ", ".join(named))
@@ -230,6 +239,19 @@ def _has_experts_behind(model: ModelConfig) -> bool:
 
 
 def _one_layer(model: ModelConfig) -> ModelConfig:
+    """Returns the shape of a head's layer."""
+    if model.compressed is not None and model.experts is not None and isinstance(model.experts.routing, RootRouting):
+        routing = msgspec.structs.replace(model.experts.routing, hash_layers=frozenset())
+        return msgspec.structs.replace(
+            model,
+            num_layers=1,
+            windows=model.windows[:1],
+            local_layers=frozenset({0}),
+            local_rope=model.local_rope,
+            compressed=msgspec.structs.replace(model.compressed, kinds=(LayerKind.WINDOW,)),
+            experts=msgspec.structs.replace(model.experts, routing=routing),
+            num_mtp_layers=0,
+        )
     experts = model.experts if model.latent is not None and _has_experts_behind(model) else None
     if experts is not None:
         experts = msgspec.structs.replace(experts, step=1, dense_layers=frozenset())

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from hiserve.models.compressed_names import stream_head_table
 from hiserve.models.model_config import ModelConfig
 from hiserve.models.names import TensorSource, layer_table, stack
 
@@ -105,6 +106,8 @@ _MIMO = DraftFormat(
     masks_first=True,
 )
 
+_STREAMS = DraftFormat(title="MTP of DeepSeek-V4", kind="mtp", layer="mtp.0.", names={})
+
 # Supported heads, by their architecture in config.json.
 EAGLE3_FORMATS = {
     "LlamaForCausalLM": _EAGLE3,  # of its authors
@@ -118,7 +121,7 @@ MTP_SUFFIX = "NextN"
 
 def mtp_format(architecture: str) -> DraftFormat:
     """Returns the format of the MTP heads of an architecture."""
-    return _MIMO if architecture == "MiMoForCausalLM" else _DEEPSEEK
+    return {"MiMoForCausalLM": _MIMO, "DeepseekV4ForCausalLM": _STREAMS}.get(architecture, _DEEPSEEK)
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,6 +149,8 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 
     def table(self, model: ModelConfig) -> dict[str, tuple[TensorSource, ...]]:
         """Returns every parameter and the checkpoint tensors stacked in it. ``model.vocab_size`` is the target's."""
+        if model.compressed is not None:
+            return stream_head_table(model, self.format.layer)
         hidden, seen = model.hidden_size, self.num_states * self.target_hidden_size
         shapes: dict[str, tuple[int, ...]] = {"state_norm": (hidden,), "norm": (hidden,)}
         if self.format.kind == "eagle3":

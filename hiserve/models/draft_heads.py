@@ -19,6 +19,7 @@ from hiserve.models.decoder import Layer, attention_shape, make_layer, make_rota
 from hiserve.models.draft_config import DraftConfig
 from hiserve.models.draft_formats import Head
 from hiserve.models.loading import AnyDecoder, load_decoder
+from hiserve.models.stream_head import StreamHead
 from hiserve.models.weights import load_head_parameters
 
 
@@ -214,6 +215,8 @@ def load_draft(
             raise ModelError(error.message, param="spec") from None
         return DraftModel(draft, decoder)
     parameters, tokens = load_head_parameters(draft, getattr(torch, dtype), torch.device(device), load_format)
+    if draft.model.compressed is not None:
+        return StreamHead(draft, parameters, target, max_len)
     if draft.kind == "eagle3":
         return Eagle3Head(draft, parameters, tokens, target, max_len)
     return MTPHead(draft, parameters, target, max_len)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hiserve.attention.base import Attention
 from hiserve.attention.union import UnionAttention
-from hiserve.core.forward import ForwardInputs, ForwardOutputs, GroupedKV, LayerKV
+from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
 from hiserve.kernels.compressed_ops import CompressedOps, compressed_ops_for
 from hiserve.kernels.ops import Ops, ops_for
 from hiserve.layers import Embedding, Experts, GatedMLP, Linear, RMSNorm
@@ -69,7 +69,7 @@ class StreamLayer:
     mlp: HashedExperts
 
     def attend(
-        self, streams: Tensor, inputs: ForwardInputs, turns: Turns, kv: GroupedKV, attention: UnionAttention
+        self, streams: Tensor, inputs: ForwardInputs, turns: Turns, kv: LayerKV, attention: UnionAttention
     ) -> Tensor:
         """Stores rows and attends. Maps ``[T, n, hidden_size]`` to the same shape."""
         x, post, matrix = self.attn_mix.split(streams)
@@ -125,7 +125,6 @@ class StreamDecoder:
         streams = self.embedding(inputs.input_ids)[:, None].expand(-1, self._compressed.streams.count, -1)
         turns = self._rotary(inputs.positions)
         for index, (layer, kv) in enumerate(zip(self._layers, layers, strict=True)):
-            assert isinstance(kv, GroupedKV), type(kv)
             streams = layer.attend(streams, inputs, turns[self._compressed.kinds[index]], kv, attention)
             if index + 1 < len(self._layers):
                 streams = layer.finish(streams, inputs.input_ids)

@@ -50,7 +50,7 @@ def load_parameters(
     Raises:
         ModelError: A file is missing or damaged; a tensor is missing, unexpected or of the wrong shape or type.
     """
-    norm_dtype = torch.promote_types(dtype, torch.float32) if config.has_wide_norms else dtype
+    norm_dtype = _norm_dtype(config, dtype)
     if load_format == "dummy":
         parameters = draw_parameters(table_of(config), dtype, device, norm_dtype)
         for name, parameter in parameters.items():
@@ -73,6 +73,10 @@ def load_parameters(
             if name.endswith("norm"):
                 parameter += config.norm_offset
     return parameters
+
+
+def _norm_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32) if config.has_wide_norms else dtype
 
 
 def table_of(config: ModelConfig, naming: ExpertNaming = ExpertNaming.EACH) -> dict[str, tuple[TensorSource, ...]]:
@@ -294,8 +298,9 @@ def load_head_parameters(
     is_reduced = head.vocab_size < draft.model.vocab_size
     if load_format == "dummy":
         tokens = torch.arange(head.vocab_size, device=device) if is_reduced else None
-        return draw_parameters(table, dtype, device), tokens
-    held = held_tensors(draft.folder, param="spec")
+        return draw_parameters(table, dtype, device, _norm_dtype(draft.model, dtype)), tokens
+    rename = compressed_name if draft.model.compressed is not None else str
+    held = {rename(source): tensor for source, tensor in held_tensors(draft.folder, param="spec").items()}
     sources = set(held) - scale_names(held) - head.ignored
     if head.is_in_model:
         sources = {source for source in sources if source.startswith(head.named(head.format.layer))}
@@ -305,7 +310,8 @@ def load_head_parameters(
         wanted.add(maps)
     title = f"a head in the format {head.format.title} as described by config.json"
     compare(draft.folder, title, wanted, sources, param="spec")
-    parameters = read_parameters(held, table, dtype, device, param="spec")
+    norm_dtype = _norm_dtype(draft.model, dtype)
+    parameters = read_parameters(held, table, dtype, device, param="spec", norm_dtype=norm_dtype)
     if maps is None or maps not in wanted:
         return parameters, None
     tokens = _tokens(read_tensor(held, maps, param="spec"), draft.folder, maps, head.vocab_size, draft.model.vocab_size)

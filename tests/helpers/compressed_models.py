@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 import hiserve.engine.build as build
@@ -68,6 +70,39 @@ def save_compressed(folder: Path, *, save: dict[str, Any] | None = None, **overr
     model.save_pretrained(folder, **save or {})
     shutil.copy(find_model(NANO) / "tokenizer.json", folder)
     return folder
+
+
+def add_stream_head(folder: Path) -> DeepseekV4ForCausalLM:
+    """Gives a saved model a head that drafts, in released names; returns a model of one layer whose parts are the head's.
+
+    Its ``embed_tokens`` and ``lm_head`` are not; ``enorm``, ``hnorm``, ``e_proj`` and ``h_proj`` are attributes.
+    """
+    torch.manual_seed(5)
+    one = {"num_hidden_layers": 1, "layer_types": [WINDOW], "mlp_layer_types": ["moe"]}
+    config = json.loads((folder / "config.json").read_text())
+    kept = {name: config[name] for name in ("hc_mult", "sliding_window", "swiglu_limit")}
+    model = DeepseekV4ForCausalLM(DeepseekV4Config(**SHAPE | kept | one))
+    randomise(model)
+    model.save_pretrained(folder / "head")
+    found = load_file(folder / "head" / "model.safetensors")
+    shutil.rmtree(folder / "head")
+    tensors = {
+        "mtp.0." + name.removeprefix("model.layers.0."): tensor
+        for name, tensor in found.items()
+        if ".layers.0." in name
+    }
+    tensors |= {f"mtp.0.hc_head_{name}": found[f"model.hc_head.hc_{name}"] for name in ("fn", "base", "scale")}
+    hidden = SHAPE["hidden_size"]
+    for name in ("enorm", "hnorm", "e_proj", "h_proj"):
+        weight = torch.rand(hidden) + 0.5 if name.endswith("norm") else torch.randn(hidden, hidden) * 0.2
+        tensors[f"mtp.0.{name}.weight"] = weight
+        setattr(model, name, weight)
+    tensors["mtp.0.norm.weight"] = found["model.norm.weight"]
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | tensors, path, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    model.config._experts_implementation = "eager"  # the default product refuses float64
+    return model.eval()
 
 
 @torch.no_grad()
