@@ -202,6 +202,7 @@ class MoE:
         is_normalized: The shares of a token are scaled to sum to 1.
         groups: For a choice among groups; None is the likeliest experts. Its router computes in its own type.
         shared: Computes every token beside them; None without, or if ``experts`` has it.
+        shared_gate: ``[1, hidden_size]``. Its output is multiplied by the sigmoid of this gate; None without.
     """
 
     router: Linear
@@ -211,6 +212,7 @@ class MoE:
     ops: Ops
     groups: ExpertGroups | None = None
     shared: GatedMLP | None = None
+    shared_gate: Linear | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Maps ``[T, hidden_size]`` to the same shape."""
@@ -220,7 +222,9 @@ class MoE:
         else:
             routed = self.ops.route_in_groups(logits, self.groups, self.num_per_token, self.is_normalized)
         mixed = self.experts(x, *routed)
-        return mixed if self.shared is None else mixed + self.shared(x)
+        if self.shared is None:
+            return mixed
+        return mixed + (self.shared(x) if self.shared_gate is None else self.shared(x) * self.shared_gate(x).sigmoid_())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

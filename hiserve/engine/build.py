@@ -115,7 +115,7 @@ def _compose(
     check_unchanged(settings, folder, model_config, draft)
     namespace = settings.cache_identity.namespace
     host = None if segment is None else _host_pool(settings, segment, groups, namespace)
-    cache = _cache(settings, namespace, host, kv_events)
+    cache = _cache(settings, namespace, host, kv_events, has_states=model_config.delta is not None)
     tier_transfers = None if host is None else _tier_transfers(settings, host, cache, pool, startup_s, undo)
     with _phase(startup_s, "prepare runners"):
         proposer = open_proposer(settings, draft, head, pool, rows)
@@ -242,7 +242,9 @@ def _planner(
     )
 
 
-def _cache(settings: Settings, namespace: bytes, host: HostPool | None, kv_events: KvEventSender | None) -> PrefixCache:
+def _cache(
+    settings: Settings, namespace: bytes, host: HostPool | None, kv_events: KvEventSender | None, *, has_states: bool
+) -> PrefixCache:
     num_host_pages = 0 if host is None else host.num_pages
     return PrefixCache(
         num_pages=settings.cache.kv_pages,
@@ -252,7 +254,10 @@ def _cache(settings: Settings, namespace: bytes, host: HostPool | None, kv_event
         num_host_pages=num_host_pages,
         num_ready_host_pages=None if host is None else 1,
         tails=TailSizes(
-            window_pages=settings.cache.window_pages, frames_per_page=0 if host is None else host.frames_per_page
+            window_pages=settings.cache.window_pages,
+            frames_per_page=0 if host is None else host.frames_per_page,
+            # Nobody stores a snapshot yet: no boundary can be resumed at.
+            snapshot_slots=2 * has_states,
         ),
         max_upload_pages=0 if settings.cache.store is None else max(1, num_host_pages // UPLOAD_SHARE),
         host_admission=HostAdmission(settings.cache.host_admission),

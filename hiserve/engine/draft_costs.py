@@ -52,6 +52,16 @@ class DraftTimer:
                 f"has at most {room}. Raise --max-model-len or --kv-pages, or set --spec-steps.",
                 param="spec_steps",
             )
+        if self._rows.states is not None:
+            self._rows.states.rehearses = True
+        try:
+            return self._measure(tiers, max_rows)
+        finally:
+            if self._rows.states is not None:
+                self._rows.states.rehearses = False
+
+    def _measure(self, tiers: Sequence[int], max_rows: int) -> StepCosts:
+        most = tiers[-1]
         sizes = np.unique(np.minimum((1, 4, 16, 64, 256), max_rows))
         verify, follow, draft = (
             np.empty((sizes.size, len(tiers))),

@@ -121,8 +121,8 @@ class CheckedEngine:
         dtype, page_size = settings.model.dtype, settings.cache.page_size
         self._num_pages = -(-MAX_LEN // page_size)  # of each row
         num_pages = 1 + LATE_ROW * self._num_pages
-        groups = page_groups(settings, loaded.shape, loaded.draft)
-        pool = DevicePool(groups, num_pages, page_size, settings.model.device)
+        groups = page_groups(settings, loaded.shape, loaded.draft, max_draft=WIDTH - 1)
+        pool = DevicePool(groups, num_pages, page_size, settings.model.device, num_rows=LATE_ROW + 1)
         self._layers = pool.layers("kv")
         self._draft_layers: Sequence[LayerKV] = () if loaded.draft is None else pool.layers("draft")
         self._rows = DeviceRows(
@@ -133,7 +133,13 @@ class CheckedEngine:
             settings.model.device,
             vocab_size=loaded.shape.vocab_size,
             max_draft=WIDTH - 1,
+            carried=tuple(pool.carried.values()),
         )
+        if self._rows.states is not None:
+            # Rows start behind tokens of an earlier step: from the states that it left, or from zeros.
+            self._rows.states.rehearses = True
+            for memory in pool.carried.values():
+                memory.rows.zero_()
         generator = torch.Generator().manual_seed(0)
         prompts = torch.randint(loaded.shape.vocab_size, self._rows.tokens.shape, generator=generator)
         self._prompts = prompts.to(self._rows.tokens)
@@ -144,7 +150,7 @@ class CheckedEngine:
         self.runners = make_runners(
             msgspec.structs.replace(settings.runner, graphs="all" if has_graphs else "off"),
             loaded.model,
-            self._layers,
+            pool.model_layers(loaded.shape.cache_plan(dtype, frees_windows=False, max_draft=WIDTH - 1)),
             self._rows,
             attention_shape(loaded.shape, dtype=getattr(torch, dtype), page_size=page_size, sinks=loaded.model.sinks),
             max_batched_tokens=len(ROWS) * PROMPT_LEN,

@@ -152,7 +152,7 @@ def make_runners(
             sizes = mixed_buckets(max_batched_tokens)
             limits = {"max_width": max(widths), "max_len": max_len}
             mixed = MixedRunner(model, layers, ragged, shape, rows, capture, buckets=sizes, head=head, **limits)
-        if shape.latent is None:
+        if shape.latent is None and rows.states is None:
             pieces, has_windows = token_buckets(max_batched_tokens), rows.windows is not None
             of_model = (model, layers, attention, shape, capture)
             piecewise = PiecewiseRunner(*of_model, buckets=pieces, head=head, has_windows=has_windows)

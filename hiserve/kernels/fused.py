@@ -15,6 +15,7 @@ from hiserve.core.forward import LayerKV
 from hiserve.kernels.activate import activate
 from hiserve.kernels.delta_triton import delta
 from hiserve.kernels.experts import mix_experts, route
+from hiserve.kernels.gated_norm import gated_rms_norm
 from hiserve.kernels.group_route import route_in_groups
 from hiserve.kernels.latent_store import store_latents
 from hiserve.kernels.launch import await_previous, early_launch, start_next
@@ -24,6 +25,7 @@ __all__ = [
     "act_mul",
     "add_rms_norm",
     "delta",
+    "gated_rms_norm",
     "linear",
     "mix_experts",
     "rms_norm",

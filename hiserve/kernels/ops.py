@@ -88,6 +88,9 @@ class Ops(Protocol):
     ) -> Tensor:
         """Returns each token's sum of its chosen experts' outputs, weighted by shares, and of a shared one."""
 
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Norms the last dimension, and multiplies it by the SiLU of a gate."""
+
     def delta(
         self,
         mixed: Tensor,

@@ -9,6 +9,7 @@ from torch import Tensor
 from hiserve.core.activation import GELU_TANH, SILU, Activation
 from hiserve.core.forward import LayerKV
 from hiserve.kernels.delta import delta as delta
+from hiserve.kernels.gated_norm import gated_rms_norm as gated_rms_norm
 from hiserve.kernels.routing import route_in_groups as route_in_groups
 
 _MASK32 = 0xFFFFFFFF

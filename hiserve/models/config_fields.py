@@ -52,6 +52,12 @@ _MOST = {
     "n_shared_experts": 2**10,
     "n_group": 2**14,
     "first_k_dense_replace": 2**12,
+    "linear_num_key_heads": 2**14,
+    "linear_num_value_heads": 2**14,
+    "linear_key_head_dim": 2**16,
+    "linear_value_head_dim": 2**16,
+    "linear_conv_kernel_dim": 2**10,
+    "shared_expert_intermediate_size": 2**22,
 }
 MAX_EXPERT_MATRICES = 2**20  # of all layers together: each has a name, and a place in a checkpoint
 
@@ -140,6 +146,13 @@ class ConfigFields(msgspec.Struct):
     sliding_window_pattern: Size | None = None
     swiglu_alpha: Factor | None = None
     swiglu_limit: Factor | None = None
+    linear_num_key_heads: Size | None = None
+    linear_num_value_heads: Size | None = None
+    linear_key_head_dim: Size | None = None
+    linear_value_head_dim: Size | None = None
+    linear_conv_kernel_dim: Size | None = None
+    full_attention_interval: Size | None = None
+    shared_expert_intermediate_size: Size | None = None
     quantization_config: Any = None
 
 

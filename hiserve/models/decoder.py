@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hiserve.attention.base import Attention, AttentionShape
@@ -25,8 +26,10 @@ from hiserve.layers import (
     SparseExperts,
     StackedExperts,
 )
+from hiserve.models.delta_layer import DeltaLayer, make_delta_layer
 from hiserve.models.experts_config import ExpertsConfig, GroupRouting
 from hiserve.models.frequencies import rotary_frequencies
+from hiserve.models.gated_attention import make_gated_attention
 from hiserve.models.latent_attention import LatentSelfAttention, latent_shape, make_latent_attention
 from hiserve.models.model_config import ModelConfig
 from hiserve.models.rope import RopeConfig
@@ -34,10 +37,10 @@ from hiserve.models.rope import RopeConfig
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """One layer of a decoder; ``mlp`` is an MLP or experts."""
+    """One layer of a decoder; ``attention`` mixes tokens, perhaps by states, ``mlp`` is an MLP or experts."""
 
     input_norm: RMSNorm
-    attention: SelfAttention | LatentSelfAttention
+    attention: SelfAttention | LatentSelfAttention | DeltaLayer
     mlp_norm: RMSNorm
     mlp: GatedMLP | MoE
     # Norms of the outputs of attention and of the MLP; None without.
@@ -77,7 +80,7 @@ class Decoder:
         self.embedding = Embedding(embedding, scale)  # of tokens; shared with draft heads
         ops = ops_for(embedding.device)
         ropes = (config.rope,) if config.local_rope is None else (config.rope, config.local_rope)
-        self._rotaries = [make_rotary(rope, config.rotary_dim, max_len, embedding, ops) for rope in ropes]
+        self._rotaries = [make_rotary(rope, config, max_len, embedding, ops) for rope in ropes]
         self._local_layers = config.local_layers
         self._logit_cap = config.logit_cap
         sinks = [parameters.pop(f"layers.{index}.sinks", None) for index in range(config.num_layers)]
@@ -175,9 +178,15 @@ class Decoder:
             hidden_states[:, self._columns[layer]] = states
 
 
-def make_rotary(rope: RopeConfig, head_dim: int, max_len: int, like: Tensor, ops: Ops) -> Rotary:
-    """Makes the rotation of a model with weights of the type and on the device of ``like``."""
-    frequencies = rotary_frequencies(rope, head_dim, max_len).to(like.device)
+def make_rotary(rope: RopeConfig, config: ModelConfig, max_len: int, like: Tensor, ops: Ops) -> Rotary:
+    """Makes the rotation of a model with weights of the type and on the device of ``like``.
+
+    Heads of which a part is rotated have angles of 0 for the others; see ``gated_attention.paired_halves``.
+    """
+    frequencies = rotary_frequencies(rope, config.rotary_dim, max_len)
+    if config.has_attention_gates:
+        frequencies = F.pad(frequencies, (0, (config.head_dim - config.rotary_dim) // 2))
+    frequencies = frequencies.to(like.device)
     return Rotary(frequencies, like.dtype, ops, rope.attention_factor)
 
 
@@ -189,10 +198,9 @@ def make_layer(config: ModelConfig, parameters: dict[str, Tensor], index: int, o
         for name in ("input_norm", "mlp_norm", "attn_out_norm", "mlp_out_norm")
         if config.has_out_norms or "out" not in name
     }
-    make_attention = _grouped_attention if config.latent is None else make_latent_attention
     return Layer(
         **norms,
-        attention=make_attention(config, parameters, index, ops),
+        attention=_mixer(config, parameters, index, ops),
         mlp=(
             _moe(config.experts, config.activation, parameters, ours, ops)
             if config.experts is not None and config.experts.is_in(index)
@@ -201,6 +209,17 @@ def make_layer(config: ModelConfig, parameters: dict[str, Tensor], index: int, o
             )
         ),
     )
+
+
+def _mixer(
+    config: ModelConfig, parameters: dict[str, Tensor], index: int, ops: Ops
+) -> SelfAttention | LatentSelfAttention | DeltaLayer:
+    if config.delta is not None and index in config.delta.layers:
+        return make_delta_layer(config.delta, parameters, index, config.norm_eps, ops)
+    if config.has_attention_gates:
+        return make_gated_attention(config, parameters, index, ops)
+    make_attention = _grouped_attention if config.latent is None else make_latent_attention
+    return make_attention(config, parameters, index, ops)
 
 
 def _grouped_attention(config: ModelConfig, parameters: dict[str, Tensor], index: int, ops: Ops) -> SelfAttention:
@@ -244,7 +263,8 @@ def make_experts(
     if config.shared_size:
         shared = parameters.pop(ours + "shared_gate_up"), parameters.pop(ours + "shared_down")
     is_sparse = gate_up.device.type == "cpu"
-    joins = not is_sparse and config.shared_size == config.intermediate_size  # the products of the others
+    # The products of the others.
+    joins = not is_sparse and not config.has_shared_gate and config.shared_size == config.intermediate_size
     experts: Experts = StackedExperts(
         gate_up, down, ops, gate_up_bias, down_bias, activation, shared if joins else None
     )
@@ -275,6 +295,7 @@ def _moe(config: ExpertsConfig, activation: Activation, parameters: dict[str, Te
         ops=ops,
         groups=groups,
         shared=shared,
+        shared_gate=Linear(parameters.pop(ours + "shared_gate")) if config.has_shared_gate else None,
     )
 
 

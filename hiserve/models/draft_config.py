@@ -368,13 +368,22 @@ def _has_bundled_mtp(folder: Path, model: ModelConfig) -> bool:
 
 
 def page_groups(
-    config: Settings, model: ModelConfig, draft: DraftConfig | None, *, frees_windows: bool = False
+    config: Settings,
+    model: ModelConfig,
+    draft: DraftConfig | None,
+    *,
+    frees_windows: bool = False,
+    max_draft: int | None = None,
 ) -> tuple[CacheGroupSpec, ...]:
-    """Returns the groups of all pages and rows: the model's, those of drafts, and those for debugging."""
+    """Returns the groups of all pages and rows: the model's, those of drafts, and those for debugging.
+
+    ``max_draft`` is the most drafts of a row in a step; None is what the settings say.
+    """
+    max_draft = config.spec.tiers[-1] if max_draft is None else max_draft
     dtype, drafts = config.model.dtype, tuple[CacheGroupSpec, ...]()
     if draft is not None:
         drafts = (*draft.kv_groups(dtype), page_hidden_group(draft.feature_size, config.cache.page_size, dtype))
-    plan = model.cache_plan(dtype, frees_windows=frees_windows, max_draft=config.spec.tiers[-1])
+    plan = model.cache_plan(dtype, frees_windows=frees_windows, max_draft=max_draft)
     return (*plan.groups, *drafts, *debug_groups(config.cache))
 
 

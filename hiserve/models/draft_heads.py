@@ -16,6 +16,7 @@ from hiserve.errors import ModelError
 from hiserve.kernels.ops import Ops, ops_for
 from hiserve.layers import Embedding, Linear, RMSNorm, Rotary
 from hiserve.models.decoder import Layer, attention_shape, make_layer, make_rotary
+from hiserve.models.delta_layer import DeltaLayer
 from hiserve.models.draft_config import DraftConfig
 from hiserve.models.draft_formats import Head
 from hiserve.models.loading import AnyDecoder, load_decoder
@@ -80,6 +81,7 @@ class _Body:
             inputs.before_layer(0)
         rotation = self.rotary(inputs.positions)
         if not inputs.logits_rows.shape[0]:
+            assert not isinstance(self.layer.attention, DeltaLayer), "a head of one layer has attention"
             self.layer.attention.store(x, inputs, rotation, kv)
             return stream.new_empty((0, self.vocab_size)), stream[:0]
         attn_out = self.layer.attention(x, inputs, rotation, kv, attention)
@@ -233,7 +235,7 @@ def _body(
     model, weight, ops = draft.model, target.embedding.weight, _ops(target)
     return _Body(
         layer=make_layer(model, parameters, 0, ops),
-        rotary=make_rotary(model.rope, model.rotary_dim, max_len, weight, ops),
+        rotary=make_rotary(model.rope, model, max_len, weight, ops),
         norm=RMSNorm(parameters.pop("norm"), model.norm_eps, ops),
         output=output,
         tokens=tokens,

@@ -43,6 +43,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     dense_layers: frozenset[int]  # layers, counted from 0, that have an MLP regardless of ``step``
     routing: GroupRouting | RootRouting | None = None  # None: likelihoods are a softmax
     has_bias: bool = False  # the router and both products of an expert have biases
+    has_shared_gate: bool = False  # the output of the shared expert is multiplied by the sigmoid of a gate of the token
     shared_size: int = 0  # width of the shared expert, an MLP that computes every token; 0 without
 
     def is_in(self, layer: int) -> bool:
@@ -63,6 +64,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
         expert = 3 * hidden_size * self.intermediate_size + hidden_size  # with its row of the router
         expert += 2 * self.intermediate_size + hidden_size + 1 if self.has_bias else 0
         biases = 0 if self.routing is None else self.num_experts
+        biases += hidden_size if self.has_shared_gate else 0
         return self.num_experts * expert + biases + 3 * hidden_size * self.shared_size
 
     def hash_params(self, vocab_size: int) -> int:
@@ -95,7 +97,8 @@ def read_experts(fields: ConfigFields, *, has_groups: bool, has_bias: bool) -> E
         dense_layers=_dense_layers(fields),
         routing=_read_routing(fields) if has_groups else None,
         has_bias=has_bias,
-        shared_size=inner * (fields.n_shared_experts or 0),
+        has_shared_gate=bool(fields.shared_expert_intermediate_size),
+        shared_size=fields.shared_expert_intermediate_size or inner * (fields.n_shared_experts or 0),
     )
     return experts if experts.num_layers(fields.num_hidden_layers) else None
 

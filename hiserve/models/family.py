@@ -19,6 +19,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     norm_offset: float = 0.0  # added to the stored weights of norms
     scales_embedding: bool = False  # embeddings are multiplied by the root of their size
     has_sinks: bool = False  # each head has a score that takes part in the softmax without a value
+    has_states: bool = False  # layers of the gated delta rule, the others with gated attention and partial rotation
+    has_fused_states: bool = False  # of these layers, the projections of a key head lie beside each other
     has_expert_bias: bool = False  # the router and both products of experts have biases
     quantizations: frozenset[str] = frozenset()  # ``quant_method`` of checkpoints that are unpacked when they are read
     # Fields of config.json that transformers does not read for it, in its spelling.
@@ -48,7 +50,18 @@ _GEMMA = frozenset(
     }
 )
 _GPT_OSS = frozenset({"swiglu_alpha", "swiglu_limit"})
-_SPECIAL = _GEMMA | _GPT_OSS
+_STATES = frozenset(
+    {
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_conv_kernel_dim",
+        "full_attention_interval",
+        "shared_expert_intermediate_size",
+    }
+)
+_SPECIAL = _GEMMA | _GPT_OSS | _STATES
 
 _WINDOW = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
 _WINDOW_SWITCHES = _WINDOW - {"sliding_window"}
@@ -99,6 +112,57 @@ _QWEN2 = Family(
     has_qkv_bias=True,
     ignored=_EXPERTS | _BIAS,
     defaults=_QWEN_WINDOW | {"max_window_layers": 28, "num_key_value_heads": 32},
+)
+
+_STATE_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 248_320,
+    "num_attention_heads": 16,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32_768,
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+_STATE_IGNORED = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "mlp_bias"})
+_SHARED_EXPERTS: dict[str, Any] = {
+    "intermediate_size": 5632,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+}
+
+
+def _qwen_states(ignored: frozenset[str] = frozenset(), *, is_fused: bool = False, **defaults: Any) -> Family:
+    return Family(
+        has_qk_norm=True,
+        has_wide_norms=True,
+        norm_offset=1.0,
+        has_states=True,
+        has_fused_states=is_fused,
+        ignored=_STATE_IGNORED | ignored,
+        reads=_STATES,
+        defaults=_STATE_DEFAULTS | defaults,
+        ignored_tensors=("model.visual.", "visual."),
+    )
+
+
+_QWEN35 = _qwen_states(
+    _EXPERTS, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=32, num_key_value_heads=4
+)
+_QWEN35_MOE = _qwen_states(
+    frozenset({"decoder_sparse_step", "mlp_only_layers"}),
+    hidden_size=2048,
+    num_hidden_layers=40,
+    num_experts=256,
+    num_experts_per_tok=8,
+    **_SHARED_EXPERTS,
 )
 
 _NOT_LATENT = frozenset({"decoder_sparse_step", "mlp_only_layers", "mlp_bias", "head_dim", "num_key_value_heads"})
@@ -214,6 +278,18 @@ FAMILIES = {
             "bos_token_id": 0,
             "eos_token_id": 1,
         },
+    ),
+    "Qwen3_5ForCausalLM": _QWEN35,
+    "Qwen3_5ForConditionalGeneration": _QWEN35,
+    "Qwen3_5MoeForCausalLM": _QWEN35_MOE,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN35_MOE,
+    "Qwen3NextForCausalLM": _qwen_states(
+        is_fused=True,
+        hidden_size=2048,
+        num_hidden_layers=48,
+        num_experts=512,
+        num_experts_per_tok=10,
+        **_SHARED_EXPERTS | {"vocab_size": 151_936},
     ),
     "Qwen3MoeForCausalLM": Family(
         has_qk_norm=True,

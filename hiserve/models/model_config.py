@@ -7,9 +7,8 @@ from typing import Any, cast
 
 import msgspec
 
-from hiserve.config.options import DTYPE_BYTES
 from hiserve.config.settings import DType
-from hiserve.core.activation import GELU_TANH, SILU, Activation
+from hiserve.core.activation import Activation
 from hiserve.core.kv_groups import CacheGroupSpec, CachePlan, Space
 from hiserve.core.step_memory import DEFAULT_PAGE_SIZE, ModelFacts, StepShape
 from hiserve.errors import ModelError
@@ -26,11 +25,13 @@ from hiserve.models.config_fields import (
     respell,
     which_slide,
 )
+from hiserve.models.delta_config import DeltaConfig, read_delta, read_partial_dim
 from hiserve.models.experts_config import ExpertsConfig, read_experts, read_hashed_experts
 from hiserve.models.family import FAMILIES, Family
 from hiserve.models.generation_config import GenerationConfig, SamplingDefaults, as_ids, read_generation
 from hiserve.models.latent_config import LatentConfig, read_latent
 from hiserve.models.quantization import refuse_quantization
+from hiserve.models.refusals import read_activation, refuse_nonsense, refuse_unsupported
 from hiserve.models.rope import RopeConfig, read_local_rope, read_rope, stretched_context
 
 NANO = "hiserve-nano"
@@ -69,6 +70,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_mlp_bias: bool  # the three projections of the MLP have biases
     experts: ExpertsConfig | None  # replaces the MLP in some or all layers; None without
     num_mtp_layers: int  # draft heads in the checkpoint's own files
+    delta: DeltaConfig | None = None  # layers with recurrent states in place of attention
+    # Outputs of attention have gates, and of each head the first ``rotary_dim`` elements are rotated (Qwen3.5).
+    has_attention_gates: bool = False
+    partial_dim: int | None = None  # elements of a head that are rotated, where these are not all
     latent: LatentConfig | None = None  # latent attention in place of grouped-query attention
     compressed: CompressedConfig | None = (
         None  # likewise attention over a window and compressed rows, with several streams
@@ -95,9 +100,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         layer += self.num_heads if self.has_sinks else 0
         if self.latent is not None:
             layer = self.latent.num_params(self.hidden_size, self.num_heads) + 2 * self.hidden_size
+        layer += queries * self.hidden_size if self.has_attention_gates else 0
         mlp = 3 * self.hidden_size * self.intermediate_size
         mlp += 2 * self.intermediate_size + self.hidden_size if self.has_mlp_bias else 0
-        total = self.num_layers * layer + self.hidden_size
+        total = self.num_attention_layers * layer + self.hidden_size
+        if self.delta is not None:
+            total += len(self.delta.layers) * (self.delta.num_params(self.hidden_size) + 2 * self.hidden_size)
         total += self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         if self.experts is None:
             return total + self.num_layers * mlp
@@ -110,13 +118,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Elements of a head that are rotated."""
         if self.compressed is not None:
             return self.compressed.rope_dim
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+        return (self.partial_dim or self.head_dim) if self.latent is None else self.latent.rope_dim
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers with attention."""
+        return self.num_layers - (0 if self.delta is None else len(self.delta.layers))
 
     @property
     def slot_elements(self) -> int:
         """Elements that a token stores, all layers together, but for rows that stand for several tokens."""
         num_planes = 2 if self.latent is None and self.compressed is None else 1
-        return num_planes * self.num_layers * self.num_kv_heads * self.head_dim
+        return num_planes * self.num_attention_layers * self.num_kv_heads * self.head_dim
 
     def facts(self) -> ModelFacts:
         """Returns the facts that ``core.resolve`` needs."""
@@ -148,11 +161,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _mlp_elements(self) -> int:
-        """Elements per token in the MLP (gate, up and their product), or in its experts, outputs included."""
-        experts = self.experts
-        if experts is None:
-            return 3 * self.intermediate_size
-        return max(3 * self.intermediate_size, experts.step_elements(self.hidden_size))
+        """Elements per token in the MLP (gate, up and their product), in its experts, outputs included, or beside a state."""
+        elements = 3 * self.intermediate_size
+        if self.experts is not None:
+            elements = max(elements, self.experts.step_elements(self.hidden_size))
+        return elements if self.delta is None else max(elements, self.delta.step_elements())
 
     def kv_groups(self, dtype: str) -> tuple[CacheGroupSpec, ...]:
         """Returns the KV groups of its layers, stored as ``dtype``: one, but for compressed attention."""
@@ -160,7 +173,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             return self.cache_plan(dtype, frees_windows=False).groups
         kv = CacheGroupSpec(
             name="kv",
-            num_layers=self.num_layers,
+            num_layers=self.num_attention_layers,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             dtype=dtype,
@@ -178,7 +191,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return max(widths) if self.latent is None and 0 < len(widths) < len(self.windows) else 0
 
     def cache_plan(self, dtype: str, *, frees_windows: bool, max_draft: int = 0) -> CachePlan:
-        """Returns the groups of its layers, stored as ``dtype``: one, or two where the pages of windows are freed.
+        """Returns the groups of its layers, stored as ``dtype``: one; two where the pages of windows are freed; beside states three.
 
         ``max_draft`` is the most drafts of a row in a step, by which what rows carry along is sized.
         """
@@ -187,6 +200,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 self.compressed, dtype, frees_windows=frees_windows and self.tail_window > 0, max_draft=max_draft
             )
         (kv,) = self.kv_groups(dtype)
+        if self.delta is not None:
+            return self.delta.cache_plan(kv, self.num_layers, max_draft)
         if not (frees_windows and self.tail_window):
             return CachePlan(groups=(kv,), layers=tuple((kv.name, index) for index in range(self.num_layers)))
         layers, counts = list[tuple[str, int]](), {"kv": 0, "swa": 0}
@@ -255,22 +270,20 @@ def parse_config(raw: dict[str, Any], path: Path, generation: GenerationConfig) 
         spelled = respell_compressed(spelled, path)
     else:
         refuse_foreign(spelled, architecture)
-    fields = convert(spelled, ConfigFields, path)
-    refuse_oversize(fields, path)
-    _refuse_unsupported(fields, architecture)
-    refuse_quantization(fields.quantization_config, architecture)
+    fields = _checked(spelled, path, architecture)
     heads = fields.num_attention_heads
     latent = read_latent(fields) if family.has_latents else None
     compressed = read_compressed(spelled, fields, path) if family.is_compressed else None
+    delta = read_delta(fields, is_interleaved=family.has_fused_states) if family.has_states else None
     kv_heads = fields.num_key_value_heads or heads
     head_dim = fields.head_dim or fields.hidden_size // heads
     if latent is not None:
         kv_heads, head_dim = 1, latent.width
     dtype = fields.dtype or "float32"
-    _refuse_nonsense(fields, path.parent, kv_heads, head_dim, dtype)
-    rotary_dim = head_dim if latent is None else latent.rope_dim
-    if compressed is not None:
-        rotary_dim = compressed.rope_dim
+    refuse_nonsense(fields, path.parent, kv_heads, head_dim, dtype)
+    partial_dim = read_partial_dim(fields, head_dim) if family.has_states else None
+    special = latent or compressed
+    rotary_dim = partial_dim or (head_dim if special is None else special.rope_dim)
     ends = as_ids(fields.eos_token_id) if generation.eos_token_ids is None else generation.eos_token_ids
     return ModelConfig(
         architecture=architecture,
@@ -287,7 +300,7 @@ def parse_config(raw: dict[str, Any], path: Path, generation: GenerationConfig) 
         embedding_scale=fields.hidden_size**0.5 if family.scales_embedding else 1.0,
         logit_cap=fields.final_logit_softcapping,
         score_scalar=fields.query_pre_attn_scalar,
-        activation=_ACTIVATIONS[_activation(fields)]._replace(**_limits(fields, family)),
+        activation=read_activation(fields, family),
         has_sinks=family.has_sinks,
         has_out_norms=family.has_out_norms,
         has_wide_norms=family.has_wide_norms,
@@ -298,6 +311,9 @@ def parse_config(raw: dict[str, Any], path: Path, generation: GenerationConfig) 
         has_mlp_bias=bool(fields.mlp_bias),
         latent=latent,
         compressed=compressed,
+        delta=delta,
+        has_attention_gates=family.has_states,
+        partial_dim=partial_dim,
         num_mtp_layers=fields.num_nextn_predict_layers or 0,
         dtype=cast(DType, dtype),
         eos_token_ids=ends or (),
@@ -315,7 +331,8 @@ def _layer_fields(
         local_rope = None
     context_length = stretched_context(fields, rope)
     if compressed is None:
-        slides, windows = [] if local_rope is None else which_slide(fields), read_windows(fields, context_length)
+        slides = [] if local_rope is None else which_slide(fields)
+        windows = () if family.has_states else read_windows(fields, context_length)
         experts = read_experts(fields, has_groups=family.has_latents, has_bias=family.has_expert_bias)
     else:
         slides, experts = [kind is LayerKind.WINDOW for kind in compressed.kinds], read_hashed_experts(fields)
@@ -331,6 +348,15 @@ def _layer_fields(
     }
 
 
+def _checked(spelled: dict[str, Any], path: Path, architecture: str) -> ConfigFields:
+    """Returns fields of which each by itself is supported."""
+    fields = convert(spelled, ConfigFields, path)
+    refuse_oversize(fields, path)
+    refuse_unsupported(fields, architecture, has_partial_rotation=FAMILIES[architecture].has_states)
+    refuse_quantization(fields.quantization_config, architecture)
+    return fields
+
+
 def _architecture(given: Any) -> str:
     """Returns the one architecture a checkpoint names."""
     name = given[0] if isinstance(given, list) and given else given or "(none given)"
@@ -339,59 +365,3 @@ def _architecture(given: Any) -> str:
             f"architecture {name} is not supported. Supported: {', '.join(sorted(FAMILIES))}.", param="model"
         )
     return name
-
-
-_ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH}
-
-
-def _activation(fields: ConfigFields) -> str:
-    """Returns the activation of the MLP by its name in transformers."""
-    return fields.hidden_activation or fields.hidden_act or "silu"
-
-
-def _limits(fields: ConfigFields, family: Family) -> dict[str, Any]:
-    """Returns the constants of an activation that has a limit."""
-    if "swiglu_limit" not in family.reads:
-        return {}
-    if family.is_compressed:
-        return {"limit": fields.swiglu_limit}
-    for name in ("swiglu_alpha", "swiglu_limit"):
-        if getattr(fields, name) is None:
-            raise ModelError(
-                f"config.json makes no sense: {name} is null, but the experts need it. Give a number, or leave it out.",
-                param="model",
-            )
-    return {"slope": fields.swiglu_alpha, "shift": 1.0, "limit": fields.swiglu_limit}
-
-
-def _refuse_nonsense(fields: ConfigFields, folder: Path, kv_heads: int, head_dim: int, dtype: str) -> None:
-    heads, experts = fields.num_attention_heads, fields.num_experts or 0
-    nonsense = {
-        f"{heads} attention heads are not a multiple of {kv_heads} key-value heads": heads % kv_heads,
-        f"hidden_size {fields.hidden_size} is not a multiple of its {heads} attention heads, and head_dim is not given": (
-            fields.head_dim is None and fields.kv_lora_rank is None and fields.hidden_size % heads
-        ),
-        f"head_dim {head_dim} is odd, but RoPE turns pairs": head_dim % 2,
-        f"dtype {dtype!r} is none of {', '.join(DTYPE_BYTES)}": dtype not in DTYPE_BYTES,
-        f"{fields.num_experts_per_tok} experts per token are more than there are ({experts})": (
-            experts and (fields.num_experts_per_tok or 0) > experts
-        ),
-    }
-    for fact, is_so in nonsense.items():
-        if is_so:
-            raise ModelError(f"config.json in {str(folder)!r} makes no sense: {fact}.", param="model")
-
-
-def _refuse_unsupported(fields: ConfigFields, architecture: str) -> None:
-    in_rope = fields.rope_parameters.partial_rotary_factor if fields.rope_parameters else None
-    refused = {
-        f"{'hidden_activation' if fields.hidden_activation else 'hidden_act'} {_activation(fields)}": (
-            _activation(fields) not in _ACTIVATIONS
-        ),
-        "attn_logit_softcapping": fields.attn_logit_softcapping,
-        "use_bidirectional_attention": fields.use_bidirectional_attention,
-        "partial_rotary_factor": {fields.partial_rotary_factor, in_rope} - {None, 1.0},
-    }
-    named = [name for name, is_set in refused.items() if is_set]
-    if named:
-        raise ModelError(f"{architecture} with {', '.join(named)} is not supported yet.", param="model")

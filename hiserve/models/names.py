@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
+from hiserve.models.delta_config import DeltaConfig
 from hiserve.models.experts_config import ExpertsConfig
 from hiserve.models.latent_config import LatentConfig
 from hiserve.models.model_config import ModelConfig
@@ -129,7 +130,11 @@ def layer_table(
     """
     hidden, ours = config.hidden_size, f"layers.{layer}."
     table = {ours + "input_norm": stack((theirs + "input_layernorm.weight", (hidden,)))}
-    if config.latent is None:
+    if config.delta is not None and layer in config.delta.layers:
+        table |= _delta(config.delta, hidden, ours, theirs + "linear_attn.")
+    elif config.has_attention_gates:
+        table |= _gated_attention(config, ours, theirs + "self_attn.")
+    elif config.latent is None:
         table |= _attention(config, ours, theirs + "self_attn.", width or hidden)
     else:
         table |= _latent_attention(config.latent, config.num_heads, hidden, ours, theirs + "self_attn.")
@@ -151,6 +156,37 @@ def _attention(config: ModelConfig, ours: str, theirs: str, width: int) -> dict[
         table[ours + "q_norm"] = stack((theirs + "q_norm.weight", (config.head_dim,)))
         table[ours + "k_norm"] = stack((theirs + "k_norm.weight", (config.head_dim,)))
     return table
+
+
+def _gated_attention(config: ModelConfig, ours: str, theirs: str) -> dict[str, tuple[TensorSource, ...]]:
+    hidden, queries, keys = (
+        config.hidden_size,
+        config.num_heads * config.head_dim,
+        config.num_kv_heads * config.head_dim,
+    )
+    return {
+        ours + "query_gate": stack((theirs + "q_proj.weight", (2 * queries, hidden))),
+        ours + "key_value": stack(*((f"{theirs}{name}_proj.weight", (keys, hidden)) for name in "kv")),
+        ours + "out": stack((theirs + "o_proj.weight", (hidden, queries))),
+        ours + "q_norm": stack((theirs + "q_norm.weight", (config.head_dim,))),
+        ours + "k_norm": stack((theirs + "k_norm.weight", (config.head_dim,))),
+    }
+
+
+def _delta(delta: DeltaConfig, hidden: int, ours: str, theirs: str) -> dict[str, tuple[TensorSource, ...]]:
+    heads, channels, values = delta.num_value_heads, delta.num_channels, delta.value_size
+    rows = {"in_proj_qkv": channels, "in_proj_b": heads, "in_proj_a": heads, "in_proj_z": values}
+    into = _projection(ours + "delta_in", theirs, rows, hidden, False)
+    if delta.is_interleaved:
+        into = _projection(ours + "delta_qkvz", theirs, {"in_proj_qkvz": channels + values}, hidden, False)
+        into |= _projection(ours + "delta_ba", theirs, {"in_proj_ba": 2 * heads}, hidden, False)
+    return into | {
+        ours + "delta_conv": stack((theirs + "conv1d.weight", (channels, 1, delta.conv_width))),
+        ours + "decay_rate": stack((theirs + "A_log", (heads,))),
+        ours + "decay_bias": stack((theirs + "dt_bias", (heads,))),
+        ours + "delta_gain": stack((theirs + "norm.weight", (delta.value_dim,))),
+        ours + "out": stack((theirs + "out_proj.weight", (hidden, values))),
+    }
 
 
 def _latent_attention(
@@ -227,9 +263,12 @@ def _experts(
     if experts.routing is not None:
         table[ours + "choice_bias"] = stack((theirs + "gate.e_score_correction_bias", (count,)))
     if size := experts.shared_size:
-        shared = {"gate_proj": size, "up_proj": size}
-        table |= _projection(ours + "shared_gate_up", theirs + "shared_experts.", shared, hidden, False)
-        table |= _projection(ours + "shared_down", theirs + "shared_experts.", {"down_proj": hidden}, size, False)
+        shared, whose = {"gate_proj": size, "up_proj": size}, theirs + "shared_experts."
+        if experts.has_shared_gate:
+            whose = theirs + "shared_expert."
+            table[ours + "shared_gate"] = stack((theirs + "shared_expert_gate.weight", (1, hidden)))
+        table |= _projection(ours + "shared_gate_up", whose, shared, hidden, False)
+        table |= _projection(ours + "shared_down", whose, {"down_proj": hidden}, size, False)
     if naming in (ExpertNaming.TRANSPOSED, ExpertNaming.MXFP4):
         gate_up = _converted(theirs + "experts.gate_up_proj", (count, 2 * inner, hidden), naming, is_interleaved=True)
         return table | {

@@ -34,7 +34,7 @@ _DUMMY_SEED = 0
 _DUMMY_STD = 0.02
 _MAX_NAMES = 5
 # Ends of the names of parameters that are float32 whatever the model's type is.
-_WIDE = ("choice_bias", "sinks", "position_bias", "mix", "mix_base", "mix_scale")
+_WIDE = ("choice_bias", "sinks", "position_bias", "mix", "mix_base", "mix_scale", "decay_rate", "decay_bias")
 _WHOLE = ("I64", "I32")
 _TABLE = "expert_table"  # that of the name of a parameter of experts' numbers
 
@@ -176,7 +176,7 @@ def _allocate(
 def _draw(parameters: dict[str, Tensor], device: torch.device) -> None:
     generator = torch.Generator(device).manual_seed(_DUMMY_SEED)
     for name, parameter in parameters.items():
-        if name.endswith("norm"):
+        if name.endswith(("norm", "delta_gain")):
             parameter.fill_(1.0)
         elif not parameter.is_floating_point():
             parameter.random_(generator=generator)

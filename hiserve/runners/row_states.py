@@ -21,6 +21,7 @@ class RowStates:
 
     Attributes:
         tensors: As the step kernels take them.
+        rehearses: Rows may start behind tokens without a state: the results of their steps mean nothing.
 
     Args:
         num_rows: R, row 0 included.
@@ -31,6 +32,7 @@ class RowStates:
     def __init__(self, num_rows: int, device: torch.device, memory: Sequence[RowMemory]) -> None:
         self._memory = tuple(memory)
         self._num_slots = min(each.snapshots.shape[1] for each in self._memory)
+        self.rehearses = False
         self._has_snapshots = any(each.snapshots[0, 0].numel() for each in self._memory)
         lens, at, slot = (torch.zeros(num_rows, dtype=torch.int64, device=device) for _ in range(3))
         self.tensors = StateTensors(lens=lens, snap_at=at, snap_slot=slot)
@@ -55,10 +57,8 @@ class RowStates:
     def admit(self, admit: Sequence[RowAdmit], rows: Tensor, computed_len: Tensor) -> None:
         """Notes the snapshots that rows start from; their states then cover the computed tokens."""
         for each in admit:
-            starts_empty = each.num_computed == 0 or not self._has_snapshots
-            assert starts_empty or each.restore_slot, (
-                f"row {each.row} starts after {each.num_computed} tokens without a state"
-            )
+            is_right = each.num_computed == 0 or each.restore_slot or not self._has_snapshots or self.rehearses
+            assert is_right, f"row {each.row} starts after {each.num_computed} tokens without a state"
             assert 0 <= each.restore_slot < self._num_slots, f"slot {each.restore_slot} of {self._num_slots}"
             if each.restore_slot:
                 self._starts[each.row] = each

@@ -93,22 +93,47 @@ WINDOW_FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+_STATES: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 0.25},
+}
+_SHARED: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 24,
+}
+# Families of which some layers have recurrent states.
+STATE_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": _STATES,
+    "qwen3_5_moe_text": _STATES | _SHARED,
+    "qwen3_next": _STATES | _SHARED | {"linear_num_value_heads": 6, "full_attention_interval": 3},
+}
+
+
 def save_family(family: str, folder: Path, *, save: dict[str, Any] | None = None, **overrides: Any) -> Path:
     """Saves a random model of a family, with uneven norms and biases.
 
     Args:
-        family: A key of ``FAMILIES`` or of ``WINDOW_FAMILIES``.
+        family: A key of ``FAMILIES``, ``WINDOW_FAMILIES`` or ``STATE_FAMILIES``.
         folder: Where.
         save: Arguments of ``save_pretrained``.
         **overrides: As in transformers' config.
     """
     torch.manual_seed(3)
-    own = (FAMILIES | WINDOW_FAMILIES)[family]
+    own = (FAMILIES | WINDOW_FAMILIES | STATE_FAMILIES)[family]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | own | overrides))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
+                if family in STATE_FAMILIES and "linear_attn" not in name:
+                    parameter -= 1.0  # which the model adds
             elif name.endswith(("bias", "sinks")):
                 parameter.normal_(0.0, 0.2)
     model.save_pretrained(folder, **save or {})
@@ -152,6 +177,7 @@ class Engine:
         max_batched_tokens: Tokens of the largest step for which pieces are captured.
         widths: Tokens of each row for which whole steps are captured.
         windows: Of each layer, whatever the model's own are; empty leaves those.
+        num_snapshots: Slots of snapshots, slot 0 included.
     """
 
     def __init__(
@@ -171,11 +197,15 @@ class Engine:
         max_batched_tokens: int = 64,
         widths: tuple[int, ...] = (1,),
         windows: tuple[int | None, ...] = (),
+        num_snapshots: int = 1,
     ) -> None:
         config = read_model_config(folder)
         self.model = load_decoder(folder, config, dtype=dtype, device=device, load_format=load_format, max_len=max_len)
-        plan = config.cache_plan(dtype, frees_windows=False, max_draft=7)
-        self.pool = DevicePool(plan.groups, num_pages, page_size, device, 0, max_rows + 1)
+        max_draft = max(*widths, 8) - 1  # some tests add graphs of more tokens a row
+        plan = config.cache_plan(dtype, frees_windows=False, max_draft=max_draft)
+        self.pool = DevicePool(
+            plan.groups, num_pages, page_size, device, num_rows=max_rows + 1, num_snapshots=num_snapshots
+        )
         self.layers = self.pool.model_layers(plan)
         self.rows = DeviceRows(
             max_rows,
@@ -184,7 +214,7 @@ class Engine:
             num_pages,
             device,
             vocab_size=config.vocab_size,
-            max_draft=max(*widths, 8) - 1,  # some tests add graphs of more tokens a row
+            max_draft=max_draft,
             carried=tuple(self.pool.carried.values()),
         )
         shape = attention_shape(config, dtype=getattr(torch, dtype), page_size=page_size, sinks=self.model.sinks)

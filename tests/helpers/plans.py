@@ -52,14 +52,16 @@ class HandPlanner:
         choice: int = 0,
         cached: Sequence[int] = (),
         num_prompt: int | None = None,
+        restore_slot: int = 0,
     ) -> None:
         """With the next step, a row takes a request whose first pages may hold a computed prefix.
 
-        All its tokens are prompt, unless ``num_prompt`` says how many are.
+        All its tokens are prompt, unless ``num_prompt`` says how many are. Its states start from ``restore_slot``.
         """
         num_computed = len(cached) * self.page_size
         num_prompt = len(tokens) if num_prompt is None else num_prompt
-        self._admit.append(RowAdmit(row, int32(tokens), num_prompt, num_computed, sampling, choice))
+        admitted = RowAdmit(row, int32(tokens), num_prompt, num_computed, sampling, choice, restore_slot)
+        self._admit.append(admitted)
         self.scored[row] = num_prompt - 1 if sampling.prompt_logprobs is not None else 0
         self._writes += [(row, index, page, self.owner[page]) for index, page in enumerate(cached)]
         self.pages[row], self.computed[row], self.known[row] = list(cached), num_computed, len(tokens)

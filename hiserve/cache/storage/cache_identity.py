@@ -46,7 +46,8 @@ def identify(settings: Settings, folder: Path, model: ModelConfig, directory: Pa
             page_size=settings.cache.page_size,
             extra_groups=[
                 *(group.name for group in debug_groups(settings.cache)),
-                *(group.name for group in groups if group.space is not Space.HISTORY),
+                *(group.name for group in groups if group.space is Space.WINDOW),
+                *(f"{group.name} {group.dtype}" for group in groups if group.space is Space.ROW),
             ],
             secret=server_secret(settings, directory),
         ),

@@ -12,6 +12,7 @@ from hiserve.models import (
     latent_config,
     model_config,
     reading,
+    refusals,
     weights,
 )
 from tests.e2e import test_latent_oracle, test_transformers_oracle, test_window_families_oracle
@@ -33,7 +34,7 @@ with decoder._grouped_attention, test_transformers_oracle.test_float32_logits_of
     "INV 18: queries and keys are not normed"
     qk_weight
     None
-with model_config.parse_config, test_model_config.test_a_size_that_no_model_has_is_refused_before_anything_is_built_of_it:
+with model_config._checked, test_model_config.test_a_size_that_no_model_has_is_refused_before_anything_is_built_of_it:
     "config.json may name any size"
     refuse_oversize(fields, path)
     pass
@@ -104,7 +105,7 @@ with draft_config._one_layer, test_latent_heads.test_a_head_gives_the_logits_of_
     "the draft head of a model of experts has an MLP"
     model.latent is not None and _has_experts_behind(model)
     False
-with model_config._limits, test_window_families.test_a_constant_that_experts_of_gpt_oss_need_is_a_number["None-swiglu_alpha"]:
+with refusals._limits, test_window_families.test_a_constant_that_experts_of_gpt_oss_need_is_a_number["None-swiglu_alpha"]:
     "a constant of the experts may be null: the first step fails"
     getattr(fields, name) is None
     False
