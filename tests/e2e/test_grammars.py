@@ -30,6 +30,7 @@ from tests.helpers.grammars import (
     nano_vocabulary,
 )
 from tests.helpers.models import load_transformers
+from tests.helpers.oracle import next_logits
 from tests.helpers.tiered import engine_of
 
 TEXTS = ("I would like a large latte with oat milk, and", "Hello! Can you help me find a restaurant for tonight?")
@@ -83,8 +84,7 @@ def brute_force(model: Any, allowed_after: Allowed, prompt: list[int], sampling:
     tokens, said, computed = list(prompt), list[int](), None
     while len(said) < NUM_NEW:
         with torch.inference_mode():
-            step = model(torch.tensor([said[-1:] or prompt]), past_key_values=computed, use_cache=True)
-        logits, computed = step.logits[:, -1], step.past_key_values
+            logits, computed = next_logits(model, said[-1:] or prompt, computed)
         allowed = torch.tensor(allowed_after(said))
         assert len(allowed) == logits.shape[1]
         if said and allowed.nonzero().flatten().tolist() in ([], [END]):

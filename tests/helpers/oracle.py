@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from hiserve.config.options import make_options
 from hiserve.config.serving import Auto
@@ -59,19 +61,29 @@ class Subject:
     sampled: dict[int, list[int]]
 
 
+def next_logits(oracle: Any, tokens: list[int], cache: Any = None) -> tuple[Tensor, Any]:
+    """Computes tokens behind those in transformers' cache. Returns the logits after the last, ``[1, vocab_size]``, and the cache.
+
+    transformers calls the cache ``cache`` from 5.24 on, and warns of its former name.
+    """
+    name = "cache" if "cache" in inspect.signature(type(oracle).forward).parameters else "past_key_values"
+    out = oracle(torch.tensor([tokens]), use_cache=True, **{name: cache})
+    return out.logits[:, -1], out[name]
+
+
 @torch.inference_mode()
 def continuation(oracle: Any, prompt: list[int], sampling: SamplingParams = GREEDY) -> list[int]:
     """Generates with transformers' logits and our choice of a token, past any end token."""
     rows = SamplingRows(2, torch.device("cpu"))
     rows.write([RowAdmit(1, np.array(prompt, dtype=np.int32), len(prompt), 0, sampling)])
     tokens, cache = list(prompt), None
-    inputs = torch.tensor([prompt])
+    inputs = prompt
     for _ in range(NUM_NEW):
-        out = oracle(inputs, past_key_values=cache, use_cache=True)
+        logits, cache = next_logits(oracle, inputs, cache)
         known = torch.tensor([tokens] * 2, dtype=torch.int32)
         batch = rows.gather(np.array([1], dtype=np.int32), torch.tensor([1]), torch.tensor([len(tokens)]), known)
-        tokens.append(int(sample(out.logits[:, -1], batch)))
-        inputs, cache = torch.tensor([tokens[-1:]]), out.past_key_values
+        tokens.append(int(sample(logits, batch)))
+        inputs = tokens[-1:]
     return tokens[len(prompt) :]
 
 
