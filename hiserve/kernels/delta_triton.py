@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hiserve.core.forward import ForwardInputs
-from hiserve.kernels import delta_step
+from hiserve.kernels import delta_chunks, delta_step
 from hiserve.kernels.delta import DeltaPools, DeltaShape, DeltaWeights, row_groups
 from hiserve.kernels.delta_inputs import make_inputs
 
@@ -32,5 +32,7 @@ def delta(
             dtype=mixed.dtype if group.is_long else pools.state.dtype,
             is_packed=group.is_long,
         )
-        delta_step.advance(made, mixed, gates, pools, rows, indptr, out)
+        in_chunks = group.is_long and pools.state.dtype == torch.float32
+        advance = delta_chunks.advance_chunks if in_chunks else delta_step.advance
+        advance(made, mixed, gates, pools, rows, indptr, out)
     return out

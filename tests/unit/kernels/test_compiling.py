@@ -149,9 +149,11 @@ def pages() -> None:
 def advance_states() -> None:
     """The heads of Qwen3.5-35B-A3B, and small ones in float64."""
     large = DeltaShape(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128)
-    for shape, dtype in ((large, BF16), (DeltaShape(1, 2, 16, 16), torch.float64)):
+    small = DeltaShape(num_key_heads=1, num_value_heads=2, key_dim=16, value_dim=16)
+    for shape, dtype in ((large, BF16), (small, torch.float32), (small, torch.float64)):
         layer = Layer(random_weights(shape, dtype), nan_pools(2, 6, 1, shape, dtype), shape, delta_triton.delta)
-        layer.step([Chunk(1, 0, 0, random_inputs(2, shape, dtype))])
+        for num_tokens in (2, 40):
+            layer.step([Chunk(1, 0, 0, random_inputs(num_tokens, shape, dtype))])
 
 
 DECODED = {"attention_schedule._schedule", "attention_decode._attend"}
@@ -182,7 +184,7 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
         {f"draft_triton.{name}" for name in ("_draft_inputs", "_draft_hidden_states", "_keep_hidden_states")}
         | {"draft_window._note_drafted", "draft_window._draft_window", "ngram_search._draft_ngrams"},
     ),
-    "states": (advance_states, {"delta_inputs._make_inputs", "delta_step._advance"}),
+    "states": (advance_states, {"delta_inputs._make_inputs", "delta_step._advance", "delta_chunks._advance_chunks"}),
     "pages": (pages, {"page_lists._list_pages", "page_copy._copy_pages"}),
 }
 

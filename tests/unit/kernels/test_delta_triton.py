@@ -7,7 +7,7 @@ from tests.helpers.interpreted import run_interpreted
 HEADER = """
 import torch
 from torch.testing import assert_close
-from hiserve.kernels import delta as twin, delta_step
+from hiserve.kernels import delta as twin, delta_chunks, delta_step
 from hiserve.kernels.delta import DeltaShape
 from hiserve.kernels.delta_triton import delta
 from tests.helpers.delta_cases import Chunk, Layer, batch_of, nan_pools, random_inputs, random_weights
@@ -71,13 +71,28 @@ pair.step((2, 4, 4, 6))
 """
 PROMPTS = """
 twin.MAX_STEP_TOKENS = 3
-for shape, dtype in ((DeltaShape(1, 2, 16, 16), torch.float32), (DeltaShape(1, 1, 16, 16), torch.float16)):
+for shape, dtype, chunk in (
+    (DeltaShape(1, 2, 16, 32), torch.float32, 16),
+    (DeltaShape(1, 1, 32, 16), torch.float16, 32),
+    (DeltaShape(1, 1, 16, 16), torch.float64, 0),
+):
+    delta_chunks._CHUNK, delta_chunks._BLOCK_VALUES = chunk, 16
     pair = Pair(shape, dtype, 5)
     # A row that decodes, and prompts: one of which is short, one with a snapshot, one whose last tokens may be rejected.
     pair.step((1, 0, 0, 2, 1))
-    pair.step((1, 1, 1, 2, 0), (2, 0, 0, 8, 0, 6, 1), (3, 0, 0, 3), widths=[1, 11, 1])
-    pair.step((2, 8, 8, 13, 2, 10, 2), (3, 3, 3, 5, 1))
-    pair.step((2, 12, 11, 16, 0, 12, 3), (3, 4, 4, 8, 0, 6, 1))
+    pair.step((1, 1, 1, 2, 0), (2, 0, 0, 40 if chunk else 9, 0, 6, 1), (3, 0, 0, 3), widths=[1, 43, 1])
+    end = 40 if chunk else 9
+    pair.step((2, end, end, end + 5, 2, end + 2, 2), (3, 3, 3, 5, 1))
+    pair.step((2, end + 4, end + 3, end + 9, 0, end + 4, 3), (3, 4, 4, 8, 0, 6, 1))
+"""
+ALIKE = """
+# Equal keys, written whole and kept whole: sums of powers of their products would cancel.
+shape = DeltaShape(1, 1, 16, 16)
+for dtype in (torch.float32, torch.float16):
+    pair = Pair(shape, dtype, 5)
+    pair.inputs[:, 16:32] = 3.0
+    pair.inputs[:, -2], pair.inputs[:, -1] = 20.0, -20.0
+    pair.step((1, 0, 0, 40))
 """
 
 
@@ -91,3 +106,7 @@ def test_padding_changes_nothing() -> None:
 
 def test_prompts_fold_and_snapshot_as_the_twin_does() -> None:
     run_interpreted(HEADER + PROMPTS)
+
+
+def test_keys_that_are_alike_lose_no_digits() -> None:
+    run_interpreted(HEADER + ALIKE)
