@@ -7,7 +7,6 @@ inverse is made block by block, from pairs of blocks of twice the size: sums of 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,18 +14,19 @@ from torch import Tensor
 from hiserve.core.forward import StateRows
 from hiserve.kernels.delta import DeltaPools
 from hiserve.kernels.delta_inputs import VARYING, MadeInputs, entry_of, span_of, where_all
-from hiserve.kernels.delta_rings import keep_inputs, snap_inputs
+from hiserve.kernels.delta_rings import store_inputs
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 
 _CHUNK = 32  # tokens
 _BLOCK_VALUES = 64
 _NUM_WARPS = 4
+_PRECISION = tl.constexpr("tf32")  # of products: 10 bits, three more than bfloat16 has
 
 
 def advance_chunks(
     made: MadeInputs, mixed: Tensor, gates: Tensor, pools: DeltaPools, rows: StateRows, indptr: Tensor, out: Tensor
 ) -> None:
-    """Like ``delta_step.advance``, for states in float32; products of 16-bit inputs are rounded to 10 bits."""
+    """Like ``delta_step.advance``, for inputs of 16 bits and states in float32; outputs depend on chunks in their last digits."""
     sizes = made.sizes
     block = min(_BLOCK_VALUES, sizes.value_dim)
     _advance_chunks[(sizes.num_value_heads * (sizes.value_dim // block), rows.rows.shape[0])](
@@ -53,7 +53,6 @@ def advance_chunks(
         SIZES=sizes,
         BLOCK=block,
         CHUNK=_CHUNK,
-        PRECISION="ieee" if made.heads.dtype == torch.float32 else "tf32",
         num_warps=_NUM_WARPS,
         **early_launch(mixed.device),
     )
@@ -84,7 +83,6 @@ def _advance_chunks(  # type: ignore[no-untyped-def]
     SIZES: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     CHUNK: tl.constexpr,  # noqa: N803
-    PRECISION: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
     """Each program advances some columns of one head's state over the tokens of one row."""
@@ -109,19 +107,16 @@ def _advance_chunks(  # type: ignore[no-untyped-def]
             high = tl.minimum(high, tl.where(low < state_end, state_end, end))
             t = low + tl.arange(0, CHUNK)
             entry = entry_of(t, start, begin, number, num_tokens, room, SIZES)
-            total, read = _advance_chunk(total, heads, factors, entry, t < high, head, value, SIZES, CHUNK, PRECISION)
+            total, read = _advance_chunk(total, heads, factors, entry, t < high, head, value, SIZES, CHUNK)
             target = out + ((first + t) * SIZES.num_value_heads + head)[:, None] * SIZES.value_dim + value[None, :]
             tl.store(target, read.to(out.dtype.element_ty), mask=((t >= start) & (t < high))[:, None])
             if high == state_end:
                 tl.store(state + row * size + part, total)
             if high == boundary:
                 tl.store(snap_state + slot * size + part, total)
-                target_ring = snap_ring + slot * ((SIZES.taps - 1) * SIZES.entry_size)
-                snap_inputs(
-                    target_ring, own, mixed, gates, first, start, boundary, mixed_stride, gates_stride, SIZES, BLOCK
-                )
             low = high
-        keep_inputs(own, mixed, gates, first, start, end, mixed_stride, gates_stride, SIZES, BLOCK)
+        new, gate = mixed + first * mixed_stride, gates + first * gates_stride
+        store_inputs(own, snap_ring, slot, boundary, new, gate, start, end, mixed_stride, gates_stride, SIZES, BLOCK)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -135,7 +130,6 @@ def _advance_chunk(  # type: ignore[no-untyped-def]
     value,
     SIZES: tl.constexpr,  # noqa: N803
     CHUNK: tl.constexpr,  # noqa: N803
-    PRECISION: tl.constexpr,  # noqa: N803
 ):
     """Returns the state after a chunk, and its reads ``[CHUNK, BLOCK]``; tokens that are not live change nothing."""
     keys: tl.constexpr = SIZES.num_key_heads * SIZES.key_dim
@@ -151,21 +145,21 @@ def _advance_chunk(  # type: ignore[no-untyped-def]
     is_before = index[:, None] > index[None, :]
     # Of the logarithms none is positive: no exponential overflows.
     shrink = tl.exp(tl.where(index[:, None] >= index[None, :], faded[:, None] - faded[None, :], -float("inf")))
-    alike = tl.dot(k, tl.trans(k), input_precision=PRECISION) * shrink * write[:, None]
-    inverse = _inverse(tl.where(is_before, alike, 0.0), CHUNK, PRECISION)
-    reads = tl.dot(q, tl.trans(k), input_precision=PRECISION) * shrink
+    alike = tl.dot(k, tl.trans(k), input_precision=_PRECISION) * shrink * write[:, None]
+    inverse = _inverse(tl.where(is_before, alike, 0.0), CHUNK)
+    reads = tl.dot(q, tl.trans(k), input_precision=_PRECISION) * shrink
     k, kept = k.to(tl.float32), tl.exp(faded)[:, None]
-    wanted = (v - tl.dot(k, total, input_precision=PRECISION) * kept) * write[:, None]
-    change = tl.dot(inverse, wanted, input_precision=PRECISION)
-    read = tl.dot(q.to(tl.float32), total, input_precision=PRECISION) * kept
-    read = tl.dot(reads, change, read, input_precision=PRECISION)
+    wanted = (v - tl.dot(k, total, input_precision=_PRECISION) * kept) * write[:, None]
+    change = tl.dot(inverse, wanted, input_precision=_PRECISION)
+    read = tl.dot(q.to(tl.float32), total, input_precision=_PRECISION) * kept
+    read = tl.dot(reads, change, read, input_precision=_PRECISION)
     last = tl.sum(decay, 0)
     k = k * tl.exp(last - faded)[:, None]
-    return tl.dot(tl.trans(k), change, total * tl.exp(last), input_precision=PRECISION), read
+    return tl.dot(tl.trans(k), change, total * tl.exp(last), input_precision=_PRECISION), read
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _inverse(lower, CHUNK: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _inverse(lower, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Returns the inverse of I + L. That of a pair of blocks has ``-D2 L21 D1`` below the inverses D1 and D2 of the two."""
     index = tl.arange(0, CHUNK)
     pair = index[:, None] ^ index[None, :]
@@ -173,5 +167,5 @@ def _inverse(lower, CHUNK: tl.constexpr, PRECISION: tl.constexpr):  # type: igno
     for level in tl.static_range(1, 7):
         if (1 << level) < CHUNK:
             below = tl.where((pair >> level) == 1, lower, 0.0)
-            made -= tl.dot(tl.dot(made, below, input_precision=PRECISION), made, input_precision=PRECISION)
+            made -= tl.dot(tl.dot(made, below, input_precision=_PRECISION), made, input_precision=_PRECISION)
     return made

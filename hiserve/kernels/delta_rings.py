@@ -46,11 +46,13 @@ def copy_input(new, old, gate, target, is_new, is_old, SIZES: tl.constexpr, BLOC
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def keep_inputs(  # type: ignore[no-untyped-def]
-    own,
+def store_inputs(  # type: ignore[no-untyped-def]
+    ring,
+    snap_ring,
+    slot,
+    boundary,
     mixed,
     gates,
-    first,
     start,
     end,
     mixed_stride,
@@ -58,48 +60,21 @@ def keep_inputs(  # type: ignore[no-untyped-def]
     SIZES: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """Writes the program's channels of the newest inputs of a row into its ring, behind all its reads of it."""
-    tl.debug_barrier()
-    for position in range(tl.maximum(start, end - SIZES.ring), end):
-        new, gate = mixed + (first + position) * mixed_stride, gates + (first + position) * gates_stride
-        copy_input(
-            new,
-            own,
-            gate,
-            own + position % SIZES.ring * SIZES.entry_size,
-            position >= start,
-            position < start,
-            SIZES,
-            BLOCK,
-        )
+    """Writes the program's channels of the inputs before a boundary into a snapshot, then the row's newest into its ring.
 
-
-@triton.jit  # type: ignore[untyped-decorator]
-def snap_inputs(  # type: ignore[no-untyped-def]
-    target,
-    own,
-    mixed,
-    gates,
-    first,
-    start,
-    boundary,
-    mixed_stride,
-    gates_stride,
-    SIZES: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-):
-    """Writes the program's channels of the inputs before a boundary into a snapshot, zeros before the first token."""
-    for place in range(SIZES.taps - 1):
-        position = boundary - SIZES.taps + 1 + place
-        new, gate = mixed + (first + position) * mixed_stride, gates + (first + position) * gates_stride
-        is_new, is_old = position >= start, (position >= 0) & (position < start)
-        copy_input(
-            new,
-            own + position % SIZES.ring * SIZES.entry_size,
-            gate,
-            target + place * SIZES.entry_size,
-            is_new,
-            is_old,
-            SIZES,
-            BLOCK,
-        )
+    The latter overwrite what the former read. ``mixed`` and ``gates`` point to position 0, which lies before the batch; a boundary
+    behind the end is none.
+    """
+    if boundary <= end:
+        for place in range(SIZES.taps - 1):
+            position = (boundary - SIZES.taps + 1 + place).to(tl.int64)
+            new, gate = mixed + position * mixed_stride, gates + position * gates_stride
+            old = ring + position % SIZES.ring * SIZES.entry_size
+            target = snap_ring + (slot * (SIZES.taps - 1) + place) * SIZES.entry_size
+            copy_input(new, old, gate, target, position >= start, (position >= 0) & (position < start), SIZES, BLOCK)
+        tl.debug_barrier()
+    for ago in range(tl.minimum(end - start, SIZES.ring)):
+        position = (end - 1 - ago).to(tl.int64)
+        new, gate = mixed + position * mixed_stride, gates + position * gates_stride
+        target = ring + position % SIZES.ring * SIZES.entry_size
+        copy_input(new, target, gate, target, position >= start, position < start, SIZES, BLOCK)

@@ -12,7 +12,7 @@ from torch import Tensor
 from hiserve.core.forward import StateRows
 from hiserve.kernels.delta import DeltaPools
 from hiserve.kernels.delta_inputs import VARYING, MadeInputs, entry_of, span_of, where_all
-from hiserve.kernels.delta_rings import keep_inputs, snap_inputs
+from hiserve.kernels.delta_rings import store_inputs
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 
 _BLOCK_VALUES = 32  # 16 KiB of a float32 state with keys of 128 elements
@@ -99,14 +99,15 @@ def _advance(  # type: ignore[no-untyped-def]
         row = tl.load(rows + number)
         state_end, boundary = tl.load(state_ends + number).to(tl.int32), tl.load(snap_at + number).to(tl.int32)
         slot, first = tl.load(snap_slots + number), begin.to(tl.int64) - start
+        boundary = tl.where((slot > 0) & (boundary > state_len) & (boundary <= state_end), boundary, end + 1)
         key, value = tl.arange(0, SIZES.key_dim), tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
         size: tl.constexpr = SIZES.num_value_heads * SIZES.key_dim * SIZES.value_dim
         part = (head * SIZES.key_dim + key)[:, None] * SIZES.value_dim + value[None, :]
         total = tl.load(state + row * size + part, mask=where_all(state_len > 0, key)[:, None], other=0.0)
         own = ring + row * (SIZES.ring * SIZES.entry_size)
         keys: tl.constexpr = SIZES.num_key_heads * SIZES.key_dim
-        q_channel = head // (SIZES.num_value_heads // SIZES.num_key_heads) * SIZES.key_dim + key
         v_channel = 2 * keys + head * SIZES.value_dim + value
+        q_channel = head // (SIZES.num_value_heads // SIZES.num_key_heads) * SIZES.key_dim + key
         for t in range(state_len, end):
             entry = entry_of(t, start, begin, number, num_tokens, room, SIZES)
             mine, factor = heads + entry * SIZES.num_channels, factors + entry * (2 * SIZES.num_value_heads) + head
@@ -120,8 +121,7 @@ def _advance(  # type: ignore[no-untyped-def]
                 tl.store(target, tl.sum(total * q[:, None], 0).to(out.dtype.element_ty))
             if t + 1 == state_end:
                 tl.store(state + row * size + part, total)
-            if (t + 1 == boundary) & (t < state_end) & (slot > 0):
+            if t + 1 == boundary:
                 tl.store(snap_state + slot * size + part, total)
-                target = snap_ring + slot * ((SIZES.taps - 1) * SIZES.entry_size)
-                snap_inputs(target, own, mixed, gates, first, start, boundary, mixed_stride, gates_stride, SIZES, BLOCK)
-        keep_inputs(own, mixed, gates, first, start, end, mixed_stride, gates_stride, SIZES, BLOCK)
+        new, gate = mixed + first * mixed_stride, gates + first * gates_stride
+        store_inputs(own, snap_ring, slot, boundary, new, gate, start, end, mixed_stride, gates_stride, SIZES, BLOCK)

@@ -10,11 +10,14 @@ from hiserve.kernels import delta_chunks, delta_step
 from hiserve.kernels.delta import DeltaPools, DeltaShape, DeltaWeights, row_groups
 from hiserve.kernels.delta_inputs import make_inputs
 
+_IN_CHUNKS = (torch.bfloat16, torch.float16)
+"""Types whose prompts are computed chunk by chunk. Of wider ones each token has the same operations, whatever the step."""
+
 
 def delta(
     mixed: Tensor, gates: Tensor, weights: DeltaWeights, pools: DeltaPools, inputs: ForwardInputs, shape: DeltaShape
 ) -> Tensor:
-    """Like ``delta.delta``, in float32 or, for float64, in float64; rows of ``mixed`` and ``gates`` may lie apart."""
+    """Like ``delta.delta``; rows of ``mixed`` and ``gates`` may lie apart."""
     assert inputs.state is not None, "a batch without states"
     assert mixed.stride(1) == gates.stride(1) == 1, f"elements {mixed.stride()} and {gates.stride()} apart"
     out = torch.zeros((mixed.shape[0], shape.num_value_heads, shape.value_dim), dtype=mixed.dtype, device=mixed.device)
@@ -32,7 +35,6 @@ def delta(
             dtype=mixed.dtype if group.is_long else pools.state.dtype,
             is_packed=group.is_long,
         )
-        in_chunks = group.is_long and pools.state.dtype == torch.float32
-        advance = delta_chunks.advance_chunks if in_chunks else delta_step.advance
-        advance(made, mixed, gates, pools, rows, indptr, out)
+        compute = delta_chunks.advance_chunks if group.is_long and mixed.dtype in _IN_CHUNKS else delta_step.advance
+        compute(made, mixed, gates, pools, rows, indptr, out)
     return out

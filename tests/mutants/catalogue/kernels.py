@@ -4,6 +4,7 @@ from hiserve.kernels import (
     attention_blocks,
     attention_decode,
     delta,
+    delta_chunks,
     delta_inputs,
     delta_rings,
     delta_step,
@@ -136,13 +137,21 @@ with delta_step._advance, test_delta_triton.test_steps_of_few_tokens_replay_fold
     t + 1 == end
 with delta_step._advance, test_delta_triton.test_steps_of_few_tokens_replay_fold_and_snapshot_as_the_twin_does:
     "kernel: a snapshot covers drafts"
-    (t + 1 == boundary) & (t < state_end) & (slot > 0)
-    (t + 1 == boundary) & (slot > 0)
+    (slot > 0) & (boundary > state_len) & (boundary <= state_end)
+    (slot > 0) & (boundary > state_len)
 with delta_inputs._make_inputs, test_delta_triton.test_steps_of_few_tokens_replay_fold_and_snapshot_as_the_twin_does:
     "kernel: the convolution of a new row reads the ring of the one before it"
     (t >= ago) & (t < start + ago)
     t < start + ago
-with delta_rings.keep_inputs, test_delta_triton.test_steps_of_few_tokens_replay_fold_and_snapshot_as_the_twin_does:
+with delta_rings.store_inputs, test_delta_triton.test_steps_of_few_tokens_replay_fold_and_snapshot_as_the_twin_does:
     "kernel: the last input of a step is not kept"
-    range(tl.maximum(start, end - SIZES.ring), end)
-    range(tl.maximum(start, end - SIZES.ring), end - 1)
+    (end - 1 - ago).to(tl.int64)
+    (end - 2 - ago).to(tl.int64)
+with delta_chunks._inverse, test_delta_triton.test_prompts_fold_and_snapshot_as_the_twin_does:
+    "kernel: the inverse of a chunk lacks the products between its blocks"
+    (pair >> level) == 1
+    (pair >> level) == 9
+with delta_chunks._advance_chunks, test_delta_triton.test_prompts_fold_and_snapshot_as_the_twin_does:
+    "kernel: a chunk passes the end of the certain tokens, whose state is then lost"
+    tl.where(low < state_end, state_end, end)
+    end

@@ -7,7 +7,7 @@ from tests.helpers.interpreted import run_interpreted
 HEADER = """
 import torch
 from torch.testing import assert_close
-from hiserve.kernels import delta as twin, delta_chunks, delta_step
+from hiserve.kernels import delta as twin, delta_chunks, delta_step, delta_triton
 from hiserve.kernels.delta import DeltaShape
 from hiserve.kernels.delta_triton import delta
 from tests.helpers.delta_cases import Chunk, Layer, batch_of, nan_pools, random_inputs, random_weights
@@ -71,12 +71,14 @@ pair.step((2, 4, 4, 6))
 """
 PROMPTS = """
 twin.MAX_STEP_TOKENS = 3
+usual = delta_triton._IN_CHUNKS
 for shape, dtype, chunk in (
     (DeltaShape(1, 2, 16, 32), torch.float32, 16),
     (DeltaShape(1, 1, 32, 16), torch.float16, 32),
     (DeltaShape(1, 1, 16, 16), torch.float64, 0),
 ):
     delta_chunks._CHUNK, delta_chunks._BLOCK_VALUES = chunk, 16
+    delta_triton._IN_CHUNKS = (torch.float32, *usual)  # to see more digits than 16 bits have
     pair = Pair(shape, dtype, 5)
     # A row that decodes, and prompts: one of which is short, one with a snapshot, one whose last tokens may be rejected.
     pair.step((1, 0, 0, 2, 1))
@@ -86,6 +88,7 @@ for shape, dtype, chunk in (
     pair.step((2, end + 4, end + 3, end + 9, 0, end + 4, 3), (3, 4, 4, 8, 0, 6, 1))
 """
 ALIKE = """
+delta_triton._IN_CHUNKS = (torch.float32, torch.float16)
 # Equal keys, written whole and kept whole: sums of powers of their products would cancel.
 shape = DeltaShape(1, 1, 16, 16)
 for dtype in (torch.float32, torch.float16):
