@@ -14,8 +14,17 @@ from hiserve.core.step_memory import DraftFacts, DraftShape, ModelFacts
 from hiserve.errors import ConfigError, ModelError
 from hiserve.models.checkpoint import tensor_names
 from hiserve.models.compressed_config import LayerKind
-from hiserve.models.config_fields import Count, Size, convert, read_json
-from hiserve.models.draft_formats import EAGLE3_FORMATS, MTP_SUFFIX, DraftFormat, Head, HeadKind, mtp_format
+from hiserve.models.config_fields import convert, read_json
+from hiserve.models.draft_formats import (
+    EAGLE3_FORMATS,
+    MTP_SUFFIX,
+    DraftFormat,
+    EagleFields,
+    Head,
+    HeadFields,
+    HeadKind,
+    mtp_format,
+)
 from hiserve.models.experts_config import RootRouting
 from hiserve.models.family import FAMILIES
 from hiserve.models.generation_config import GenerationConfig
@@ -77,27 +86,6 @@ class DraftConfig(msgspec.Struct, frozen=True, kw_only=True):
     def kv_groups(self, dtype: str) -> tuple[CacheGroupSpec, ...]:
         """Returns the KV groups of its layers, stored as ``dtype``."""
         return tuple(msgspec.structs.replace(group, name="draft") for group in self.model.kv_groups(dtype))
-
-
-class _EagleFields(msgspec.Struct):
-    eagle_aux_hidden_state_layer_ids: tuple[Count, ...] | None = None
-    use_aux_hidden_state: bool | None = None
-
-
-class _HeadFields(msgspec.Struct):
-    """Fields of a head's ``config.json`` besides its layer's shape."""
-
-    draft_vocab_size: Size | None = None
-    target_hidden_size: Size | None = None
-    norm_before_residual: bool | None = None
-    norm_before_fc: bool | None = None
-    eagle_aux_hidden_state_layer_ids: tuple[Count, ...] | None = None
-    eagle_config: _EagleFields | None = None
-    num_nextn_predict_layers: Count | None = None
-    bias: bool | None = None
-    fc_norm: Any = None
-    use_aux_norm: bool | None = None
-    norm_output: Any = None
 
 
 def find_draft(kind: DraftKind, source: str | None, folder: Path, target: ModelConfig) -> DraftConfig:
@@ -168,12 +156,12 @@ def read_head(kind: HeadKind, folder: Path, target: ModelConfig) -> DraftConfig:
 
 
 def _read_eagle3(form: DraftFormat, raw: dict[str, Any], path: Path, target: ModelConfig) -> DraftConfig:
-    fields = convert(raw, _HeadFields, path)
+    fields = convert(raw, HeadFields, path)
     layer = raw.get(form.nested, {}) if form.nested else raw
     if not isinstance(layer, dict) or layer.get("model_type") not in (None, "llama"):
         raise _unsupported(form, path.parent, f"{form.nested} of another kind than llama")
     model = parse_config(layer | {"architectures": ["LlamaForCausalLM"]}, path, GenerationConfig())
-    eagle = fields.eagle_config or _EagleFields()
+    eagle = fields.eagle_config or EagleFields()
     refused = {
         f"{model.num_layers} layers": model.num_layers != 1,
         "a bias of fc": fields.bias,
@@ -202,7 +190,7 @@ def _read_eagle3(form: DraftFormat, raw: dict[str, Any], path: Path, target: Mod
     return DraftConfig(kind="eagle3", folder=path.parent, model=_one_layer(model), aux_layers=aux_layers, head=head)
 
 
-def _aux_layers(form: DraftFormat, fields: _HeadFields, eagle: _EagleFields, target: ModelConfig) -> tuple[int, ...]:
+def _aux_layers(form: DraftFormat, fields: HeadFields, eagle: EagleFields, target: ModelConfig) -> tuple[int, ...]:
     """Returns the layers that EAGLE-3 takes; by default those that its authors chose."""
     given = (eagle if "eagle_config" in form.layers_field else fields).eagle_aux_hidden_state_layer_ids
     if given is None:

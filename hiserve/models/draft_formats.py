@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from hiserve.models.compressed_names import stream_head_table
+from hiserve.models.config_fields import Count, Size
 from hiserve.models.model_config import ModelConfig
 from hiserve.models.names import TensorSource, layer_table, stack
 
@@ -163,3 +164,26 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
             table["embedding"] = stack((self.format.embedding, (model.vocab_size, hidden)))
         width = 2 * hidden if self.format.kind == "eagle3" else hidden
         return table | layer_table(model, 0, self.named(self.format.layer), width=width)
+
+
+class EagleFields(msgspec.Struct):
+    """``eagle_config``."""
+
+    eagle_aux_hidden_state_layer_ids: tuple[Count, ...] | None = None
+    use_aux_hidden_state: bool | None = None
+
+
+class HeadFields(msgspec.Struct):
+    """Fields of a head's ``config.json`` besides its layer's shape."""
+
+    draft_vocab_size: Size | None = None
+    target_hidden_size: Size | None = None
+    norm_before_residual: bool | None = None
+    norm_before_fc: bool | None = None
+    eagle_aux_hidden_state_layer_ids: tuple[Count, ...] | None = None
+    eagle_config: EagleFields | None = None
+    num_nextn_predict_layers: Count | None = None
+    bias: bool | None = None
+    fc_norm: Any = None
+    use_aux_norm: bool | None = None
+    norm_output: Any = None
