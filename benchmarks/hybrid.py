@@ -1,4 +1,4 @@
-"""Models with windows or latents on one GPU: the kernel of absorbed queries, decode steps and prompts, against the machine.
+"""Models with windows, latents or states on one GPU: kernels alone, decode steps and prompts, against the machine.
 
 Usage: ``python -m benchmarks.hybrid OUT.json COMMIT [--parts NAME ...] [--set NAME=VALUE ...]``: random weights of built-in
 shapes in bfloat16. A step is compared with the bytes that it must read at the rate of a copy, of experts those that random
@@ -18,6 +18,7 @@ from benchmarks.gpu import ceilings
 from benchmarks.gpu.driving import Bench, Part, decode, run, setting, timed_part
 from benchmarks.gpu.figures import Figure, table
 from benchmarks.gpu.sizes import FULL, SEED, TINY
+from benchmarks.kernels.delta import measure_delta
 from benchmarks.kernels.latent import measure_absorbed
 from benchmarks.record import ENGINE, Record, gpu_parser
 from hiserve.config.options import DTYPE_BYTES
@@ -115,8 +116,15 @@ def measure_kernel(bench: Bench) -> Part:
     return measure_absorbed(bench.sizes.settings["device"], bench.ceilings)
 
 
+def measure_states(bench: Bench) -> Part:
+    """Times the kernels of recurrent states alone."""
+    bench.close()
+    return measure_delta(bench.sizes.settings["device"], bench.ceilings)
+
+
 PARTS: dict[str, Callable[[Bench], Part]] = {
     "latent_decode": measure_kernel,
+    "delta": measure_states,
     **{shape: partial(measure_shape, shape=shape) for shape in SHAPES},
 }
 

@@ -96,7 +96,7 @@ JOBS = (
     Job("cache_gemma", _bench("cache", "--shape", "gemma-3-27b", "--parts", "hit", "write_through"), 70, None),
     Job("recovery_gpu", _bench("recovery"), 240),
     Job("attention", _bench("kernels.attention"), 300),
-    Job("hybrid", _bench("hybrid"), 300, ("--tiny", "--parts", "latent_decode", "glm-4.7-flash")),
+    Job("hybrid", _bench("hybrid"), 300, ("--tiny", "--parts", "latent_decode", "delta", "glm-4.7-flash")),
     Job("defaults_small", _bench("defaults", "--shapes", "qwen3-0.6b"), 120, ("--tiny", "--rounds", "1")),
     Job("defaults", _bench("defaults", "--shapes", "llama-8b"), 280, None),
     Job("suite_gpu_graphs", _suite(*_FILES["graphs"]), 230, None),
