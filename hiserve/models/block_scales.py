@@ -16,19 +16,20 @@ from hiserve.models.names import TensorSource
 from hiserve.models.quantization import BLOCK
 
 FP8 = "F8_E4M3"
-_SCALE_SUFFIX = "_scale_inv"
+SCALE_SUFFIX = "_scale_inv"
 _SCALE_DTYPES = ("F32", "BF16", "F8_E8M0")  # the last are powers of 2
+_SCALED_DTYPES = (FP8, "I8")  # the second are ``packed_rows``
 _STRIPE = 16 * BLOCK  # rows that are multiplied at once
 
 Scaled = list[tuple[StoredTensor, Tensor, Tensor]]
 
 
 def scale_names(held: Mapping[str, StoredTensor]) -> set[str]:
-    """Returns the names of the scales of FP8 weights among the tensors of a checkpoint."""
+    """Returns the names of the scales of FP8 and packed weights among the tensors of a checkpoint."""
     return {
-        source + _SCALE_SUFFIX
+        source + SCALE_SUFFIX
         for source, tensor in held.items()
-        if tensor.dtype == FP8 and source + _SCALE_SUFFIX in held
+        if tensor.dtype in _SCALED_DTYPES and source + SCALE_SUFFIX in held
     }
 
 
@@ -45,17 +46,17 @@ def check_scale(held: Mapping[str, StoredTensor], piece: TensorSource, param: st
             f"Give a checkpoint with a tensor for each matrix instead of {folder!r}.",
             param=param,
         )
-    scale = held.get(piece.source + _SCALE_SUFFIX)
+    scale = held.get(piece.source + SCALE_SUFFIX)
     if scale is None:
         raise ModelError(
-            f"tensor {piece.source} holds {FP8}, and {folder!r} lacks its scales, {piece.source}{_SCALE_SUFFIX}. Is the "
+            f"tensor {piece.source} holds {FP8}, and {folder!r} lacks its scales, {piece.source}{SCALE_SUFFIX}. Is the "
             "download complete?",
             param=param,
         )
     wanted = _num_blocks(piece.shape)
     if scale.shape != wanted or scale.dtype not in _SCALE_DTYPES:
         raise ModelError(
-            f"tensor {piece.source}{_SCALE_SUFFIX} holds {scale.dtype} {list(scale.shape)}; {' or '.join(_SCALE_DTYPES)} "
+            f"tensor {piece.source}{SCALE_SUFFIX} holds {scale.dtype} {list(scale.shape)}; {' or '.join(_SCALE_DTYPES)} "
             f"{list(wanted)} is wanted, one scale for each block of {BLOCK} by {BLOCK}. Give another checkpoint than "
             f"{folder!r}.",
             param=param,
@@ -76,7 +77,7 @@ def scaled_weights(
     found = []
     for source, weight in wanted:
         if held[source].dtype == FP8:
-            scale = held[source + _SCALE_SUFFIX]
+            scale = held[source + SCALE_SUFFIX]
             found.append((scale, torch.empty(scale.shape, dtype=torch.float32, device=device), weight))
     return found
 

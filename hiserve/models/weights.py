@@ -28,6 +28,7 @@ from hiserve.models.names import (
     parameter_table,
     text_name,
 )
+from hiserve.models.packed_rows import FP4, check_packed, read_packed
 from hiserve.models.reading import TORCH_DTYPES, plan_chunks, read_chunks
 
 _DUMMY_SEED = 0
@@ -122,11 +123,14 @@ def read_parameters(
         for piece in pieces
         if not piece.is_converted
     ]
+    packed = [each for each in wanted if held[each[0]].dtype == FP4]
+    wanted = [each for each in wanted if held[each[0]].dtype != FP4]
     scaled = scaled_weights(held, wanted, device)
     targets = [(held[source], part) for source, part in wanted] + [(scale, memory) for scale, memory, _ in scaled]
     try:
         read_chunks(plan_chunks(targets), device)
         multiply(scaled)
+        read_packed(held, packed, device)
         read_converted(held, table, parameters, device)
     except (OSError, EOFError) as error:
         raise ModelError(
@@ -217,6 +221,9 @@ def _is_ignored(source: str, config: ModelConfig) -> bool:
 def _check(held: dict[str, StoredTensor], piece: TensorSource, param: str) -> None:
     tensor = held[piece.source]
     folder = tensor.path.parent
+    if tensor.dtype == FP4 and piece.form is Form.PLAIN and len(piece.shape) > 1:
+        check_packed(held, piece, param)
+        return
     if tensor.shape != piece.shape:
         raise ModelError(
             f"tensor {piece.source} has shape {list(tensor.shape)}; config.json asks for {list(piece.shape)}. Take both "
