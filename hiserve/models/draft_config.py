@@ -13,7 +13,6 @@ from hiserve.core.kv_groups import CacheGroupSpec, debug_groups, page_hidden_gro
 from hiserve.core.step_memory import DraftFacts, DraftShape, ModelFacts
 from hiserve.errors import ConfigError, ModelError
 from hiserve.models.checkpoint import tensor_names
-from hiserve.models.compressed_config import LayerKind
 from hiserve.models.config_fields import convert, read_json
 from hiserve.models.draft_formats import (
     EAGLE3_FORMATS,
@@ -25,9 +24,9 @@ from hiserve.models.draft_formats import (
     HeadKind,
     mtp_format,
 )
-from hiserve.models.experts_config import RootRouting
 from hiserve.models.family import FAMILIES
 from hiserve.models.generation_config import GenerationConfig
+from hiserve.models.head_shape import has_experts_behind, one_layer
 from hiserve.models.model_config import ModelConfig, find_model, parse_config, read_model_config
 from hiserve.models.names import bundled_prefixes
 
@@ -187,7 +186,7 @@ def _read_eagle3(form: DraftFormat, raw: dict[str, Any], path: Path, target: Mod
         norm_before_residual=bool(fields.norm_before_residual),
         norm_before_fuse=bool(fields.norm_before_fc),
     )
-    return DraftConfig(kind="eagle3", folder=path.parent, model=_one_layer(model), aux_layers=aux_layers, head=head)
+    return DraftConfig(kind="eagle3", folder=path.parent, model=one_layer(model), aux_layers=aux_layers, head=head)
 
 
 def _aux_layers(form: DraftFormat, fields: HeadFields, eagle: EagleFields, target: ModelConfig) -> tuple[int, ...]:
@@ -203,7 +202,7 @@ def _read_mtp(base: str, raw: dict[str, Any], path: Path, target: ModelConfig) -
     model = parse_config(raw | {"architectures": [base]}, path, GenerationConfig())
     refused = {
         f"{model.num_mtp_layers} heads, one for each draft": model.num_mtp_layers != 1,
-        "experts": model.latent is None and model.compressed is None and _has_experts_behind(model),
+        "experts": model.latent is None and model.compressed is None and has_experts_behind(model),
         "drafts of DSpark": model.compressed is not None
         and any(name.startswith("mtp.1.") for name in tensor_names(path.parent)),
     }
@@ -218,41 +217,7 @@ def _read_mtp(base: str, raw: dict[str, Any], path: Path, target: ModelConfig) -
         is_in_model=_architecture(raw) == base,
     )
     aux_layers = (target.num_layers if form.sees_normed else target.num_layers - 1,)
-    return DraftConfig(kind="mtp", folder=path.parent, model=_one_layer(model), aux_layers=aux_layers, head=head)
-
-
-def _has_experts_behind(model: ModelConfig) -> bool:
-    """Whether the layer behind the last, which MTP is, has experts."""
-    return model.experts is not None and model.experts.is_in(model.num_layers)
-
-
-def _one_layer(model: ModelConfig) -> ModelConfig:
-    """Returns the shape of a head's layer."""
-    if model.compressed is not None and model.experts is not None and isinstance(model.experts.routing, RootRouting):
-        routing = msgspec.structs.replace(model.experts.routing, hash_layers=frozenset())
-        return msgspec.structs.replace(
-            model,
-            num_layers=1,
-            windows=model.windows[:1],
-            local_layers=frozenset({0}),
-            local_rope=model.local_rope,
-            compressed=msgspec.structs.replace(model.compressed, kinds=(LayerKind.WINDOW,)),
-            experts=msgspec.structs.replace(model.experts, routing=routing),
-            num_mtp_layers=0,
-        )
-    experts = model.experts if model.latent is not None and _has_experts_behind(model) else None
-    if experts is not None:
-        experts = msgspec.structs.replace(experts, step=1, dense_layers=frozenset())
-    return msgspec.structs.replace(
-        model,
-        num_layers=1,
-        windows=(),
-        has_sinks=False,
-        local_rope=None,
-        local_layers=frozenset(),
-        experts=experts,
-        num_mtp_layers=0,
-    )
+    return DraftConfig(kind="mtp", folder=path.parent, model=one_layer(model), aux_layers=aux_layers, head=head)
 
 
 def _refuse_misfit(draft: DraftConfig, target: ModelConfig) -> None:

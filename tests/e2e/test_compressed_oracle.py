@@ -69,8 +69,8 @@ def test_logits_are_those_of_transformers(name: str, folders: dict[str, Path]) -
             assert (logits[row] - expected).abs().max().item() <= bound, (name, dtype, row)
 
 
-def test_rows_do_not_depend_on_chunks(folders: dict[str, Path]) -> None:
-    """HB-19: token by token, or all at once, or anything between."""
+def test_hb_19_rows_do_not_depend_on_chunks(folders: dict[str, Path]) -> None:
+    """Token by token, or all at once, or anything between."""
     (prompt,) = prompts_of(60)
     whole, *others = (
         engine_of(folders["plain"]).logits(HandPlanner(PAGE, 64, shuffle_seed=chunk), {1: prompt}, chunk)[1]

@@ -7,7 +7,7 @@ from hiserve.models import (
     config_fields,
     conversion,
     decoder,
-    draft_config,
+    head_shape,
     latent_attention,
     latent_config,
     model_config,
@@ -101,9 +101,9 @@ with block_scales.check_scale, test_block_scales.test_what_cannot_be_multiplied_
     "an FP8 weight may have scales of other blocks"
     scale.shape != wanted
     False
-with draft_config._one_layer, test_latent_heads.test_a_head_gives_the_logits_of_a_layer_of_transformers:
+with head_shape.one_layer, test_latent_heads.test_a_head_gives_the_logits_of_a_layer_of_transformers:
     "the draft head of a model of experts has an MLP"
-    model.latent is not None and _has_experts_behind(model)
+    model.latent is not None and has_experts_behind(model)
     False
 with refusals._limits, test_window_families.test_a_constant_that_experts_of_gpt_oss_need_is_a_number["None-swiglu_alpha"]:
     "a constant of the experts may be null: the first step fails"
