@@ -40,8 +40,8 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
     tail_share: Annotated[
         float | Auto,
         about(
-            "Share of layers with a window in the memory of the device pools; auto goes by the bytes of a tail, what a request "
-            "needs of them to resume at a boundary, beside those of the history of 1,500 tokens.",
+            "Share of layers with a window and of snapshots in the memory of the device pools; auto goes by the bytes of a tail, "
+            "what a request needs of them to resume at a boundary, beside those of the history of 1,500 tokens.",
             unit="share",
             least=0.01,
             most=0.99,

@@ -54,6 +54,7 @@ class CacheSettings(Cache, frozen=True, kw_only=True):
 
     kv_pages: int
     window_pages: int
+    snapshot_slots: int  # for snapshots of recurrent states, the padding slot included; 0 of models without
     tail_share: float
     tail_every: int
     page_size: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from enum import StrEnum
 
 import msgspec
@@ -115,6 +116,26 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
     def has_snapshots(self) -> bool:
         """Whether a request can be resumed only where there is a snapshot."""
         return self.snapshot_bytes > 0
+
+
+class CarriedBytes(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of what a request carries along in ``ROW``, by the element type of the model."""
+
+    row: dict[str, int]  # of a request without drafts
+    draft: dict[str, int]  # more for each draft that a step may verify
+    snapshot: dict[str, int]
+
+
+def carried_bytes(plan_of: Callable[[str, int], CachePlan]) -> CarriedBytes | None:
+    """Returns the bytes of what a request carries along, if it does; ``plan_of`` takes an element type and drafts of a step."""
+    plans = {dtype: (plan_of(dtype, 0), plan_of(dtype, 1)) for dtype in DTYPE_BYTES}
+    if not any(plan.row_bytes for plan, _ in plans.values()):
+        return None
+    return CarriedBytes(
+        row={dtype: plan.row_bytes for dtype, (plan, _) in plans.items()},
+        draft={dtype: longer.row_bytes - plan.row_bytes for dtype, (plan, longer) in plans.items()},
+        snapshot={dtype: plan.snapshot_bytes for dtype, (plan, _) in plans.items()},
+    )
 
 
 def page_hidden_group(size: int, page_size: int, dtype: str) -> CacheGroupSpec:

@@ -1,4 +1,4 @@
-"""The memory plan of a worker: sizes with their reasons, bytes by item, and remarks on tiers that cannot help."""
+"""The memory plan of a worker: sizes with their reasons, and bytes by item."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import msgspec
 
 from hiserve.config.options import DTYPE_BYTES, MIN_AUTO_LEN, Options
 from hiserve.config.serving import MAX_INT32
-from hiserve.config.settings import CacheSettings, ModelSettings, RunnerSettings, SchedulerSettings, SpecSettings
+from hiserve.config.settings import ModelSettings, RunnerSettings, SchedulerSettings, SpecSettings
 from hiserve.core.devices import least_memory
 from hiserve.core.kv_groups import debug_groups, page_hidden_group
 from hiserve.core.machine import GIB, Machine
+from hiserve.core.memory_sizes import MemoryPlan
 from hiserve.core.step_memory import CONTEXT_BYTES, SPARE_SHARE, ModelFacts, step_memory
 from hiserve.core.transfers import STAGING_BYTES
-from hiserve.core.window_pool import NO_WINDOW_POOL, WindowPool, plan_windows
+from hiserve.core.window_pool import NO_WINDOW_POOL, WindowPool, plan_windows, rows_within
 from hiserve.core.windows import WindowLimits
 from hiserve.errors import ConfigError, ResourceError
 
@@ -20,7 +21,6 @@ from hiserve.errors import ConfigError, ResourceError
 MAX_CPU_POOL_BYTES, MAX_CPU_HOST_BYTES = 2 * GIB, GIB // 4
 # Bytes that a row's tables take per token and per page, on the device and on the host together.
 TOKEN_ENTRY_BYTES, PAGE_ENTRY_BYTES = 8, 12
-LEAST_HOST_SHARE = 0.05  # of the device's pages; a host cache below that adds next to nothing
 
 
 class Chosen(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,70 +40,6 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
         return self.model.device == "cpu"
 
 
-class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory of one worker. On cpu its host cache is one of ``parts``."""
-
-    kv_pages: int  # pages of the device pool, the padding page included
-    window_pages: int  # pages of layers with a window, the padding page included; 0 where all layers share pages
-    tail_share: float  # of window pages in the memory of both pools; 0 without them
-    tail_every: int  # tokens between two tails of a prompt; 0 for none between
-    page_bytes: int  # bytes of a page, drafts and debugging included
-    max_model_len: int  # longest request, in tokens
-    host_cache_gib: float  # size of the host cache; 0 for none
-    spec: SpecSettings
-    free: int  # bytes that a worker may use where the model runs
-    parts: dict[str, int]  # bytes by item, where the model runs
-    host_parts: dict[str, int]  # bytes by item beside a device; empty on cpu
-    reasons: dict[str, str]  # the reason of each value that was ``auto``, by option
-
-    def lines(self) -> tuple[str, ...]:
-        """Returns a line for each size, with its reason."""
-        sizes = {
-            "kv_pages": f"{self.kv_pages:,} KV pages of {self.page_bytes:,} bytes",
-            "max_model_len": f"requests of up to {self.max_model_len:,} tokens",
-            "host_cache_gib": f"a host cache of {self.host_cache_gib:.3g} GiB",
-        }
-        return tuple(f"{size}: {self.reasons.get(name, 'as given')}" for name, size in sizes.items())
-
-    def remarks(self, cache: CacheSettings) -> list[str]:
-        """Returns one line for each tier that cannot help: the fact, the limit and the remedy.
-
-        Args:
-            cache: The settings that follow from this plan.
-        """
-        host_pages = max(0, int(self.host_cache_gib * GIB) // self.page_bytes - 1)
-        found = []
-        if 0 < host_pages < LEAST_HOST_SHARE * self.kv_pages:
-            found.append(
-                f"the host cache can hardly help: it holds {host_pages} pages beside the device's {self.kv_pages}. "
-                f"Raise --host-cache-gib to {self.kv_pages * self.page_bytes / GIB:.3g} for as many."
-            )
-        return found + self._store_remarks(cache, self.kv_pages + host_pages)
-
-    def _store_remarks(self, cache: CacheSettings, nearer_pages: int) -> list[str]:
-        """Returns the remarks on the store; ``nearer_pages`` are those of device and host together."""
-        if cache.store is None:
-            return []
-        store_pages = int(cache.store_gib * GIB) // self.page_bytes
-        found = []
-        if not store_pages:
-            found.append(
-                f"the store cannot help: a page takes {self.page_bytes / GIB:.3g} GiB and --store-gib is "
-                f"{cache.store_gib:g}. Raise --store-gib."
-            )
-        elif store_pages <= nearer_pages:
-            found.append(
-                f"the store helps only after a restart: it holds {store_pages} pages, device and host hold "
-                f"{nearer_pages}. Raise --store-gib above {nearer_pages * self.page_bytes / GIB:.3g}."
-            )
-        if cache.store_prefetch == "timeout" and not cache.store_prefetch_timeout_s:
-            found.append(
-                "the store can hardly help: with --store-prefetch-timeout-s 0 no request waits for it. "
-                "Raise it, or say --store-prefetch best_effort."
-            )
-        return found
-
-
 def plan_memory(chosen: Chosen, model: ModelFacts, machine: Machine) -> MemoryPlan:
     """Sizes the pools and the longest request of a worker, and checks that all of it fits.
 
@@ -113,8 +49,15 @@ def plan_memory(chosen: Chosen, model: ModelFacts, machine: Machine) -> MemoryPl
     """
     worker = _Worker(chosen, model, machine)
     worker.check_weights()
+    rows = worker.rows_within()
+    if rows != chosen.scheduler.max_running_requests:
+        scheduler = msgspec.structs.replace(chosen.scheduler, max_running_requests=rows)
+        chosen = msgspec.structs.replace(chosen, scheduler=scheduler)
+        worker = _Worker(chosen, model, machine)
     pages, length, reasons = worker.size_pool()
+    reasons["max_running_requests"] = f"each carries {_gib(worker.row_bytes)} along" if worker.row_bytes else ""
     window_pages, reasons["window_pages"] = worker.size_windows(pages)
+    slots = worker.size_slots(pages, length)
     parts = worker.parts(pages, length)
     room = worker.check_parts(parts, pages, length)
     host_gib, why = worker.size_host(pages, room)
@@ -129,11 +72,13 @@ def plan_memory(chosen: Chosen, model: ModelFacts, machine: Machine) -> MemoryPl
     return MemoryPlan(
         kv_pages=pages,
         window_pages=window_pages,
+        snapshot_slots=slots,
         tail_share=worker.windows.tail_share(worker.page_bytes),
         tail_every=worker.windows.tail_every(chosen.given.cache.tail_every, worker.page_bytes),
         page_bytes=worker.page_bytes,
         max_model_len=length,
         host_cache_gib=host_gib,
+        scheduler=chosen.scheduler,
         spec=spec,
         free=worker.free,
         parts=parts | host if chosen.on_cpu else parts,
@@ -167,7 +112,11 @@ class _Worker:
         element = DTYPE_BYTES[chosen.model.dtype]
         params = {"weights": model.num_params} | ({"draft weights": model.draft.num_params} if model.draft else {})
         self._weights = {item: num_params * element for item, num_params in params.items()}
-        self.windows = self._plan_windows(element)
+        dtype, num_draft = chosen.model.dtype, choose_spec(chosen.given, model, chosen.model.max_model_len)[0].tiers[-1]
+        carried = model.carried
+        self.row_bytes = 0 if carried is None else carried.row[dtype] + num_draft * carried.draft[dtype]
+        self._snapshot_bytes = 0 if carried is None else carried.snapshot[dtype]
+        self.windows = self._plan_windows(element, num_draft)
         self._page = self._page_items(element)
         self.page_bytes = sum(self._page.values())
         if chosen.on_cpu:
@@ -188,25 +137,46 @@ class _Worker:
             items["KV pool of drafts"] = page_size * (draft.slot_elements * element + hidden.slot_bytes)
         return items
 
-    def _plan_windows(self, element: int) -> WindowPool:
-        chosen, model = self._chosen, self._model
+    def _plan_windows(self, element: int, num_draft: int) -> WindowPool:
+        chosen, model, store = self._chosen, self._model, self._cache.store
+        if self._snapshot_bytes and store is not None:
+            raise ConfigError(
+                f"--store is {store!r}, but requests of this model resume from snapshots of its states, which do not go to a store. "
+                "Leave out --store; --host-cache-name keeps them for the next server.",
+                param="store",
+            )
+        pool = msgspec.structs.replace(
+            NO_WINDOW_POOL,
+            share=self._cache.tail_share,
+            snapshot_bytes=self._snapshot_bytes,
+            page_size=chosen.page_size,
+        )
         obstacles = {
             "the model has not both layers with a window and layers without": not model.window,
             "their prefixes do not go to a store, and --store is given": self._cache.store is not None,
             "they have no canary, and --kv-canary is given": self._cache.kv_canary,
         }
         if not plan_windows(self._cache.window_pages, [fact for fact, is_so in obstacles.items() if is_so]):
-            return NO_WINDOW_POOL
+            return pool
         limits = WindowLimits(
             window=model.window,
             page_size=self._chosen.page_size,
-            num_draft=choose_spec(chosen.given, model, chosen.model.max_model_len)[0].tiers[-1],
+            num_draft=num_draft,
             depth=chosen.runner.overlap,
             max_batched_tokens=chosen.scheduler.max_batched_tokens,
         )
-        return WindowPool(
-            limits=limits, slot_elements=model.window_elements, element_bytes=element, share=self._cache.tail_share
-        )
+        return msgspec.structs.replace(pool, limits=limits, slot_elements=model.window_elements, element_bytes=element)
+
+    def rows_within(self) -> int:
+        """Returns the requests that run at once; see ``window_pool.rows_within``."""
+        given, rows = self._chosen.given.scheduler.max_running_requests, self._chosen.scheduler.max_running_requests
+        return rows_within(given, rows, self.row_bytes, self._room)
+
+    def size_slots(self, pages: int, length: int) -> int:
+        """Returns the slots of snapshots beside so many pages; see ``WindowPool.size_slots``."""
+        num_bytes, windows = pages * self.page_bytes, self.size_windows(pages)[0] * self.windows.page_bytes
+        room = self._room - num_bytes - windows - sum(self._beside_pool(length).values())
+        return self.windows.size_slots(pages, num_bytes, room)
 
     def size_windows(self, pages: int) -> tuple[int, str]:
         """Returns the pages of the window layers' pool beside so many others, and the reason; see ``WindowPool.size``."""
@@ -293,6 +263,8 @@ class _Worker:
         rows = chosen.scheduler.max_running_requests
         tables = (rows + 1) * (length * TOKEN_ENTRY_BYTES + -(-length // page_size) * PAGE_ENTRY_BYTES)
         items = {"token and page tables": tables * (2 if self.windows.page_bytes else 1)}
+        if self.row_bytes:
+            items["states of requests"] = (rows + 1) * self.row_bytes
         if chosen.on_cpu:
             return items
         if self._cache.host_cache_gib != 0:  # large pages and images pass through: two each way at least
@@ -317,6 +289,8 @@ class _Worker:
         pool = {item: pages * num_bytes for item, num_bytes in self._page.items()}
         if self.windows.page_bytes:
             pool["KV pool of windows"] = self.size_windows(pages)[0] * self.windows.page_bytes
+        if self._snapshot_bytes:
+            pool["snapshots of states"] = self.size_slots(pages, length) * self._snapshot_bytes
         return self._weights | pool | self._beside_pool(length)
 
     def check_parts(self, parts: dict[str, int], pages: int, length: int) -> int:

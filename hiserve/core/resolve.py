@@ -23,7 +23,8 @@ from hiserve.config.settings import (
 from hiserve.core.devices import choose_devices
 from hiserve.core.endpoints import check_kv_events
 from hiserve.core.machine import Machine
-from hiserve.core.memory_plan import Chosen, MemoryPlan, plan_memory
+from hiserve.core.memory_plan import Chosen, plan_memory
+from hiserve.core.memory_sizes import MemoryPlan
 from hiserve.core.step_memory import ModelFacts
 from hiserve.errors import ConfigError
 
@@ -57,7 +58,11 @@ def resolve(options: Options, model: ModelFacts, machine: Machine) -> Resolved:
     chosen = _choose(options, model, machine)
     memory = plan_memory(chosen, model, machine)
     settings = _settings(chosen, memory)
-    no_windows = {} if memory.window_pages else dict.fromkeys(("tail_share", "tail_every"), "no window pages")
+    no_windows = (
+        {}
+        if memory.window_pages or memory.snapshot_slots
+        else dict.fromkeys(("tail_share", "tail_every"), "no boundary needs a tail")
+    )
     decisions = _decisions(options, settings, memory.reasons | no_windows)
     return Resolved(settings=settings, decisions=decisions, memory=memory)
 
@@ -131,12 +136,13 @@ def _settings(chosen: Chosen, memory: MemoryPlan) -> Settings:
             options.cache,
             kv_pages=memory.kv_pages,
             window_pages=memory.window_pages,
+            snapshot_slots=memory.snapshot_slots,
             tail_share=memory.tail_share,
             tail_every=memory.tail_every,
             page_size=chosen.page_size,
             host_cache_gib=memory.host_cache_gib,
         ),
-        scheduler=chosen.scheduler,
+        scheduler=memory.scheduler,
         runner=chosen.runner,
         spec=memory.spec,
         parallel=msgspec.structs.replace(options.parallel, devices=",".join(map(str, chosen.devices)) or None),

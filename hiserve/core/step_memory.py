@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from hiserve.config.settings import DType, Graphs
+from hiserve.core.kv_groups import CarriedBytes
 from hiserve.core.plan import MASK_BITS, MAX_SCORED_TOKENS
 
 CONTEXT_BYTES = (
@@ -91,6 +92,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     ratio_elements: tuple[tuple[int, int], ...] = ()
     page_size: int = DEFAULT_PAGE_SIZE  # tokens of a page under ``auto``
     page_multiple: int = 1  # of which the tokens of a page must be a multiple
+    carried: CarriedBytes | None = None  # recurrent states and rings of inputs; None without any
     step: StepShape  # of a step
     draft: DraftFacts | None = None  # its draft head or model; None without a checkpoint of one
 

@@ -1,4 +1,4 @@
-"""The size of the pool of layers with a window, beside that of the other layers."""
+"""The sizes of the pools of tails, layers with a window and snapshots, beside that of the other layers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from hiserve.errors import ConfigError, ResourceError
 
 # Of the memory of both pools: the share of window pages, within bounds, by the tokens of history for each tail.
 TAIL_TOKENS, LEAST_SHARE, MOST_SHARE = 1500, 1 / 8, 2 / 3
+# Slots of the smallest pool: the padding slot, the two of a row that passes a boundary, and that of a snapshot to load.
+LEAST_SLOTS = 4
+ROW_SHARE = 4  # what rows carry along takes at most one in so many bytes beside the weights, under ``auto``
 
 
 def plan_windows(given: int | Auto, obstacles: Sequence[str]) -> bool:
@@ -34,12 +37,14 @@ def plan_windows(given: int | Auto, obstacles: Sequence[str]) -> bool:
 
 
 class WindowPool(msgspec.Struct, frozen=True, kw_only=True):
-    """The pool of layers with a window."""
+    """The pool of layers with a window, and that of snapshots, which share the memory of tails."""
 
-    limits: WindowLimits | None  # None without such a pool
+    limits: WindowLimits | None  # None without a pool of windows
     slot_elements: int  # elements of a token in these layers
     element_bytes: int
     share: float | Auto = "auto"  # ``--tail-share``
+    snapshot_bytes: int = 0  # of a snapshot; 0 of a model without
+    page_size: int = 0  # tokens of a page; needed with snapshots
 
     @property
     def page_bytes(self) -> int:
@@ -50,8 +55,23 @@ class WindowPool(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the bytes of a page on the host, where it takes whole pages of the other layers; 0 without a pool."""
         return -(-self.page_bytes // page_bytes) * page_bytes
 
+    @property
+    def has_tails(self) -> bool:
+        """Whether boundaries need tails: window pages, snapshots, or both."""
+        return self.limits is not None or self.snapshot_bytes > 0
+
+    @property
+    def _window_bytes(self) -> int:
+        """Bytes of the window pages of a tail."""
+        return 0 if self.limits is None else self.limits.tail_pages * self.page_bytes
+
+    @property
+    def _window_part(self) -> float:
+        """Their part of the bytes of a tail."""
+        return self._window_bytes / (self._window_bytes + self.snapshot_bytes) if self.snapshot_bytes else 1.0
+
     def tail_share(self, page_bytes: int) -> float:
-        """Returns the share of window pages in the memory of both pools; 0 without them.
+        """Returns the share of tails in the memory of all pools; 0 without them.
 
         Under ``auto`` it is t / (t + 1500 h): t bytes of a tail, h of the history of a token. This was the best share in
         simulated traffic of chats and agents.
@@ -59,47 +79,52 @@ class WindowPool(msgspec.Struct, frozen=True, kw_only=True):
         Args:
             page_bytes: Of a page of the other layers.
         """
-        if self.limits is None:
+        if not self.has_tails:
             return 0.0
         if self.share != "auto":
             return self.share
-        tail = self.limits.tail_pages * self.page_bytes
-        history = page_bytes / self.limits.page_size
+        tail = self._window_bytes + self.snapshot_bytes
+        history = page_bytes / self._page_size
         return min(MOST_SHARE, max(LEAST_SHARE, tail / (tail + TAIL_TOKENS * history)))
 
+    @property
+    def _page_size(self) -> int:
+        return self.page_size if self.limits is None else self.limits.page_size
+
     def tail_every(self, given: int | Auto, page_bytes: int) -> int:
-        """Returns the tokens between two tails of a prompt, whole pages; 0 is none between, or no window pages.
+        """Returns the tokens between two tails of a prompt, whole pages; 0 is none between, or no tails.
 
         Args:
             given: ``--tail-every``.
             page_bytes: As in ``tail_share``.
         """
-        if self.limits is None:
+        if not self.has_tails:
             return 0
-        page_size = self.limits.page_size
+        page_size = self._page_size
         if given != "auto":
             return -(-given // page_size) * page_size
-        return tail_interval(self.limits.tail_pages * self.page_bytes, page_bytes // page_size, page_size)
+        return tail_interval(self._window_bytes + self.snapshot_bytes, max(1, page_bytes // page_size), page_size)
 
     def bytes_per_page(self, page_bytes: int) -> float:
-        """Returns the bytes of window pages under ``auto`` for each page of the other layers, of ``page_bytes``."""
+        """Returns the bytes of tails under ``auto`` for each page of the other layers, of ``page_bytes``."""
         share = self.tail_share(page_bytes)
         return page_bytes * share / (1 - share)
 
     def pages_beside(self, given: int | Auto, num_bytes: int, page_bytes: int) -> int:
-        """Returns how many pages of the other layers fit into memory beside the window pages.
+        """Returns how many pages of the other layers fit into memory beside the tails.
 
         Args:
             given: ``--window-pages``.
-            num_bytes: Of both pools.
+            num_bytes: Of all pools.
             page_bytes: Of a page of the other layers.
         """
-        if self.limits is None:
-            return num_bytes // page_bytes
-        pages = int(num_bytes // (page_bytes + self.bytes_per_page(page_bytes)))
-        least = self.limits.least_pages if given == "auto" else given
-        beside = max(0, num_bytes - least * self.page_bytes) // page_bytes
-        return min(pages, beside) if given == "auto" else beside
+        fixed, least, part = 0, LEAST_SLOTS * self.snapshot_bytes, 1 - self._window_part
+        if self.limits is not None and given != "auto":
+            fixed = given * self.page_bytes
+        elif self.limits is not None:
+            least, part = least + self.limits.least_pages * self.page_bytes, 1.0
+        pages = int(max(0, num_bytes - fixed) // (page_bytes + self.bytes_per_page(page_bytes) * part))
+        return min(pages, max(0, num_bytes - fixed - least) // page_bytes)
 
     def size(self, given: int | Auto, pages: int, num_bytes: int, rows: int, room: int) -> tuple[int, str]:
         """Returns the pages of the pool, and the reason; empty if they were given.
@@ -119,7 +144,7 @@ class WindowPool(msgspec.Struct, frozen=True, kw_only=True):
         if limits is None:
             return 0, "" if given == 0 else "all layers share their pages"
         if given == "auto":
-            share = int(self.bytes_per_page(num_bytes // pages) * pages / self.page_bytes)
+            share = int(self.bytes_per_page(num_bytes // pages) * self._window_part * pages / self.page_bytes)
             return max(limits.least_pages, min(share, pages + limits.most_pages(rows))), f"beside {pages} KV pages"
         if given < limits.least_pages:
             raise ConfigError(
@@ -134,6 +159,34 @@ class WindowPool(msgspec.Struct, frozen=True, kw_only=True):
                 param="window_pages",
             )
         return given, ""
+
+    def size_slots(self, pages: int, num_bytes: int, room: int) -> int:
+        """Returns the slots of snapshots, the padding slot included; 0 of a model without.
+
+        Args:
+            pages: Of the other layers.
+            num_bytes: All of them.
+            room: Bytes beside everything else.
+        """
+        if not self.snapshot_bytes:
+            return 0
+        share = int(self.bytes_per_page(num_bytes // pages) * (1 - self._window_part) * pages / self.snapshot_bytes)
+        most = min(1 + pages, max(0, room) // self.snapshot_bytes)
+        return max(LEAST_SLOTS, min(share, most))
+
+
+def rows_within(given: int | Auto, rows: int, row_bytes: int, room: int) -> int:
+    """Returns the requests that run at once: under ``auto`` so few that what they carry along leaves memory to the cache.
+
+    Args:
+        given: ``--max-running-requests``.
+        rows: As it would be without.
+        row_bytes: Of a request; a row more is for padding.
+        room: Bytes beside the weights.
+    """
+    while given == "auto" and rows > 1 and (rows + 1) * row_bytes > room // ROW_SHARE:
+        rows //= 2
+    return rows
 
 
 NO_WINDOW_POOL = WindowPool(limits=None, slot_elements=0, element_bytes=0)

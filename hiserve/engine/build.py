@@ -109,13 +109,13 @@ def _compose(
     with _phase(startup_s, "load weights"):
         model, head = _load(settings, folder, model_config, draft)
     with _phase(startup_s, "allocate pool"), _memory_error_as_advice(num_pages):
-        sizes = settings.cache.window_pages, max_rows + 1
+        sizes = settings.cache.window_pages, max_rows + 1, max(1, settings.cache.snapshot_slots)
         pool = DevicePool(groups, num_pages, page_size, settings.model.device, *sizes)
         rows = _device_rows(settings, model_config, pool)
     check_unchanged(settings, folder, model_config, draft)
     namespace = settings.cache_identity.namespace
     host = None if segment is None else _host_pool(settings, segment, groups, namespace)
-    cache = _cache(settings, namespace, host, kv_events, has_states=model_config.delta is not None)
+    cache = _cache(settings, namespace, host, kv_events)
     tier_transfers = None if host is None else _tier_transfers(settings, host, cache, pool, startup_s, undo)
     with _phase(startup_s, "prepare runners"):
         proposer = open_proposer(settings, draft, head, pool, rows)
@@ -163,9 +163,9 @@ def _device_rows(settings: Settings, model_config: ModelConfig, pool: DevicePool
 
 
 def _window_limits(settings: Settings, model: ModelConfig) -> WindowLimits | None:
-    """Returns the limits of window pages; None where all layers share their pages."""
+    """Returns the limits of tails; None where each boundary is a resume point."""
     plan = model.cache_plan(settings.model.dtype, frees_windows=settings.cache.frees_windows)
-    if not plan.window:
+    if not plan.window and not plan.has_snapshots:
         return None
     return WindowLimits(
         window=plan.window,
@@ -242,9 +242,7 @@ def _planner(
     )
 
 
-def _cache(
-    settings: Settings, namespace: bytes, host: HostPool | None, kv_events: KvEventSender | None, *, has_states: bool
-) -> PrefixCache:
+def _cache(settings: Settings, namespace: bytes, host: HostPool | None, kv_events: KvEventSender | None) -> PrefixCache:
     num_host_pages = 0 if host is None else host.num_pages
     return PrefixCache(
         num_pages=settings.cache.kv_pages,
@@ -256,8 +254,8 @@ def _cache(
         tails=TailSizes(
             window_pages=settings.cache.window_pages,
             frames_per_page=0 if host is None else host.frames_per_page,
-            # Nobody stores a snapshot yet: no boundary can be resumed at.
-            snapshot_slots=2 * has_states,
+            snapshot_slots=settings.cache.snapshot_slots,
+            frames_per_snapshot=0 if host is None else host.frames_per_snapshot,
         ),
         max_upload_pages=0 if settings.cache.store is None else max(1, num_host_pages // UPLOAD_SHARE),
         host_admission=HostAdmission(settings.cache.host_admission),

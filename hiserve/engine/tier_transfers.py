@@ -41,6 +41,7 @@ _ENGINES = {
 _LEAST_QUEUED_STORE_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 _MAX_QUEUED_STORE_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
 _QUEUED_SHARE = 8  # one in so many bytes of the pool
+_QUEUED_SNAPSHOTS = 8  # however large: each is an order of its own
 _MAX_STORE_BYTES_PER_S = {"cpu": 4e9, "cuda": 20e9}
 
 
@@ -62,7 +63,7 @@ def make_transfers(device: str, pool: DevicePool, host: HostPool) -> TransferEng
     engine: TransferEngine = make(
         pool,
         host,
-        max_queued_bytes=_max_queued_bytes(device, pool),
+        max_queued_bytes=max(_max_queued_bytes(device, pool), _QUEUED_SNAPSHOTS * host.snapshot_image.num_bytes),
         max_offload_bytes_per_s=_MAX_STORE_BYTES_PER_S[device],
     )
     return engine

@@ -9,7 +9,7 @@ import msgspec
 
 from hiserve.config.settings import DType
 from hiserve.core.activation import Activation
-from hiserve.core.kv_groups import CacheGroupSpec, CachePlan, Space
+from hiserve.core.kv_groups import CacheGroupSpec, CachePlan, Space, carried_bytes
 from hiserve.core.step_memory import DEFAULT_PAGE_SIZE, ModelFacts, StepShape
 from hiserve.errors import ModelError
 from hiserve.models.checkpoint import Download, fetch, is_hub_name
@@ -148,6 +148,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             ratio_elements=() if self.compressed is None else ratio_elements(self.compressed),
             page_size=DEFAULT_PAGE_SIZE if self.compressed is None else compressed_page_size(self.compressed),
             page_multiple=1 if self.compressed is None else page_multiple(self.compressed),
+            carried=carried_bytes(lambda dtype, drafts: self.cache_plan(dtype, frees_windows=False, max_draft=drafts)),
             step=StepShape(
                 num_layers=self.num_layers,
                 hidden_size=self.hidden_size,

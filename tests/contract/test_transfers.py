@@ -14,12 +14,14 @@ import torch
 
 from hiserve.cache.storage.records import PageState
 from hiserve.cache.storage.transfer import DROPPED, NOT_READY
-from hiserve.core.kv_groups import Space
+from hiserve.core.kv_groups import CacheGroupSpec, Space
 from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.errors import InvariantError
 from tests.helpers.host import PAGE_SIZE
 from tests.helpers.transfers import (
+    CARRIED,
     DIRECT,
+    GROUPS,
     LAYERED,
     NUM_PAGES,
     PAGE_BYTES,
@@ -88,6 +90,28 @@ def test_a_resume_point_that_was_stored_is_loaded_elsewhere_whole(make_bench: Ma
     assert bench.acks(1)[0].is_ok
     windows[30:33] = windows[[25, 26, 1]]
     assert torch.equal(bench.pages(), history) and torch.equal(bench.pages(Space.WINDOW), windows)
+
+
+@pytest.mark.parametrize(("groups", "windows"), [(GROUPS, 0), (WINDOWED, 2)])
+def test_a_snapshot_arrives_with_the_window_pages_of_its_tail(
+    make_bench: MakeBench, groups: tuple[CacheGroupSpec, ...], windows: int
+) -> None:
+    """H10: states and the newest rows of rings, behind the images of window pages; other slots keep what they have."""
+    bench = make_bench(groups=(*groups, *CARRIED), num_pages=40)
+    num_frames = windows * bench.host.frames_per_page + bench.host.frames_per_snapshot
+    assert bench.host.frames_per_snapshot == 2
+    frames = [30, 2, 3, 17, 16, 39, 5, 6][:num_frames]
+    pages, snapshots = bench.pages(Space.WINDOW) if windows else None, bench.snapshots()
+    bench.store(1, [3, 4], [9, 8])
+    bench.store_tail(2, [11, 20][:windows], frames, slots=[7])
+    assert all(ack.is_ok for ack in bench.acks(2))
+    bench.load_tail(3, [25, 1][:windows], frames, device=[5, 6], host=[8, 9], slots=[1])
+    assert bench.acks(1)[0].is_ok
+    snapshots[1] = snapshots[7]
+    assert torch.equal(bench.snapshots(), snapshots)
+    if pages is not None:
+        pages[[25, 1]] = pages[[11, 20]]
+        assert torch.equal(bench.pages(Space.WINDOW), pages)
 
 
 def test_a_tail_whose_copy_fails_is_answered_with_its_reason_and_leaves_pages_alone(make_bench: MakeBench) -> None:

@@ -30,6 +30,33 @@ WINDOWED = (
     CacheGroupSpec(name="swa", num_layers=6, num_kv_heads=2, head_dim=5, dtype="float32", space=Space.WINDOW),
     CacheGroupSpec(name="low", num_layers=2, num_kv_heads=1, head_dim=3, dtype="bfloat16", space=Space.WINDOW),
 )
+# With states and rings, too: the image of a snapshot takes two pages.
+CARRIED = (
+    CacheGroupSpec(
+        name="state",
+        num_layers=3,
+        num_kv_heads=2,
+        head_dim=7,
+        value_dim=9,
+        dtype="float32",
+        codec="state",
+        space=Space.ROW,
+    ),
+    CacheGroupSpec(
+        name="inputs",
+        num_layers=3,
+        num_kv_heads=1,
+        head_dim=11,
+        dtype="bfloat16",
+        codec="inputs",
+        space=Space.ROW,
+        ring=8,
+        snapshot_rows=3,
+    ),
+    CacheGroupSpec(
+        name="lost", num_layers=2, num_kv_heads=1, head_dim=5, dtype="float32", codec="inputs", space=Space.ROW, ring=4
+    ),
+)
 PAGE_BYTES = PageLayout(GROUPS, PAGE_SIZE).page_bytes
 THREAD, DIRECT, LAYERED, STAGED = "thread", "direct", "layered", "staged"  # the CPU's; the CUDA one's mechanisms
 
@@ -58,23 +85,25 @@ class TransferBench:
         self.engine = self._make_engine(make, options)
         hold_copies(self.engine, hold)
         generator = torch.Generator().manual_seed(5)
-        for plane in (*self.planes(), *self.planes(Space.WINDOW)):
+        snapshots = [each.snapshots for each in self.device.carried.values()]
+        for plane in (*self.planes(), *self.planes(Space.WINDOW), *snapshots):
             plane.copy_(torch.randn(plane.shape, generator=generator))
         if make != THREAD:
             self.fill(0, 0.0)  # the first launch loads the kernel, which waits for the device
             torch.cuda.current_stream().synchronize()
 
     def _make_engine(self, make: str, options: dict[str, Any]) -> TransferEngine:
+        sizes = self.num_pages, 2, self.num_pages  # window pages, rows and snapshots
         if make == THREAD:
             self.host = HostPool(self.segment, self.groups, num_threads=1)
-            self.device = DevicePool(self.groups, self.num_pages, PAGE_SIZE, "cpu", self.num_pages)
+            self.device = DevicePool(self.groups, self.num_pages, PAGE_SIZE, "cpu", *sizes)
             self.ready()
             return ThreadTransfers(self.device, self.host, **options)
         from hiserve.cache.storage.cuda_transfer import CudaTransfers
         from hiserve.cache.storage.prefault import CudaRegistrar
 
         self.host = HostPool(self.segment, self.groups, num_threads=1, registrar=CudaRegistrar(0))
-        self.device = DevicePool(self.groups, self.num_pages, PAGE_SIZE, "cuda", self.num_pages)
+        self.device = DevicePool(self.groups, self.num_pages, PAGE_SIZE, "cuda", *sizes)
         self.ready()
         direct = 0 if make == STAGED else self.page_bytes
         least = 0 if make == LAYERED else 1 << 20
@@ -116,9 +145,22 @@ class TransferBench:
         copy = PageCopy(op, CopyKind.LOAD, ints(device), ints(host), after_step)
         self.engine.start(copy, by_layer=self._by_layer)
 
-    def store_tail(self, op: int, windows: Sequence[int], frames: Sequence[int], after_step: int = 0) -> None:
+    def snapshots(self) -> torch.Tensor:
+        """What all slots hold, ``[num_slots, elements]``, as float32 on the CPU."""
+        kept = [each.snapshots.transpose(0, 1).flatten(1).float() for each in self.device.carried.values()]
+        return torch.cat(kept, dim=1).cpu()
+
+    def store_tail(
+        self,
+        op: int,
+        windows: Sequence[int],
+        frames: Sequence[int],
+        after_step: int = 0,
+        slots: Sequence[int] = (),
+    ) -> None:
         nothing, image = ints([]), make_image(frames)
-        self.engine.start(PageCopy(op, CopyKind.OFFLOAD, nothing, nothing, after_step, None, ints(windows), image))
+        tail = (ints(windows), image, ints(slots))
+        self.engine.start(PageCopy(op, CopyKind.OFFLOAD, nothing, nothing, after_step, None, *tail))
 
     def load_tail(
         self,
@@ -128,10 +170,11 @@ class TransferBench:
         after_step: int = 0,
         device: Sequence[int] = (),
         host: Sequence[int] = (),
+        slots: Sequence[int] = (),
     ) -> None:
         """Loads pages and the tail at their end."""
-        image = make_image(frames)
-        copy = PageCopy(op, CopyKind.LOAD, ints(device), ints(host), after_step, None, ints(windows), image)
+        tail = (ints(windows), make_image(frames), ints(slots))
+        copy = PageCopy(op, CopyKind.LOAD, ints(device), ints(host), after_step, None, *tail)
         self.engine.start(copy, by_layer=self._by_layer)
 
     def acks(self, count: int) -> list[CopyAck]:

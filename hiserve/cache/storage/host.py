@@ -12,6 +12,7 @@ from hiserve.cache.storage.checksums import Checksums, page_checksum
 from hiserve.cache.storage.prefault import Prefault, Registrar
 from hiserve.cache.storage.records import NO_CHECKSUM, Records
 from hiserve.cache.storage.segment import PageLayout, Segment
+from hiserve.cache.storage.snapshot_image import SnapshotImage
 from hiserve.config.caching import CacheVerify
 from hiserve.core.digest import Chain, chain
 from hiserve.core.forward import LayerKV
@@ -37,6 +38,7 @@ class HostPool:
     Attributes:
         layout: Offsets within a page.
         window_layout: Offsets within the image of a window page, which lies in frames: host pages, anywhere in the pool.
+        snapshot_image: Offsets within the image of a snapshot, likewise.
         prefault: Prepares pages. If the memory is pinned, no copy may span two of its pieces.
         records: State of each page.
     """
@@ -55,6 +57,7 @@ class HostPool:
         page_size = segment.layout.page_size
         self.layout = PageLayout([each for each in groups if each.space is Space.HISTORY], page_size)
         self.window_layout = PageLayout([each for each in groups if each.space is Space.WINDOW], page_size)
+        self.snapshot_image = SnapshotImage(groups)
         expected, found = self.layout.page_bytes, segment.layout.page_bytes
         assert expected == found, f"pages of {expected} bytes, the segment's have {found}"
         self._pages = segment.pages
@@ -104,12 +107,21 @@ class HostPool:
         """Host pages that the image of a window page takes."""
         return self.window_layout.frames_of(self.layout.page_bytes)
 
+    @property
+    def frames_per_snapshot(self) -> int:
+        """Host pages that the image of a snapshot takes."""
+        return self.snapshot_image.frames_of(self.layout.page_bytes)
+
     def images(self, frames: Int32Array) -> Tensor:
-        """Returns copies of the images in frames, uint8 ``[n, frames_per_page * page_bytes]``."""
-        return self._bytes[torch.from_numpy(frames).long()].view(-1, self.frames_per_page * self.layout.page_bytes)
+        """Returns copies of the images of window pages in frames, uint8 ``[n, frames_per_page * page_bytes]``."""
+        return self.contents(frames).view(-1, self.frames_per_page * self.layout.page_bytes)
+
+    def contents(self, frames: Int32Array) -> Tensor:
+        """Returns a copy of the bytes in frames, uint8 ``[n, page_bytes]``."""
+        return self._bytes[torch.from_numpy(frames).long()]
 
     def put_images(self, frames: Int32Array, images: Tensor) -> None:
-        """Writes images into frames; see ``images``."""
+        """Writes images into frames, all of whose bytes they have; see ``images`` and ``contents``."""
         self._bytes.index_copy_(0, torch.from_numpy(frames).long(), images.view(-1, self.layout.page_bytes))
 
     def begin(self, run: PageRun) -> None:

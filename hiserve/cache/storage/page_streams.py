@@ -129,6 +129,7 @@ class PageStreams:
         self._kind = kind
         page_bytes = host.layout.page_bytes
         self._has_windows = bool(host.window_layout.groups)
+        self._has_snapshots = host.snapshot_image.num_bytes > 0
         self._pages_per_image = max(1, host.frames_per_page)
         images_per_slot = max(1, staging_bytes // _NUM_SLOTS // (self._pages_per_image * page_bytes))
         self.pages_per_slot = images_per_slot * self._pages_per_image
@@ -184,7 +185,7 @@ class PageStreams:
         assert not tails or all(each.is_tail_alone for each in copies), f"{len(copies)} orders, not all of tails alone"
         order = np.argsort(copy.host_pages, kind="stable")  # so that adjacent pages make runs
         ours, theirs = copy.device_pages[order], copy.host_pages[order]
-        images = [each.image.frames for each in copies if each.image is not None]
+        images = [_window_frames(each, self._host.frames_per_page) for each in copies if each.window_pages.size]
         begin, end = _event(timed=True), _event(timed=True)
         layers: tuple[torch.cuda.Event, ...] = ()
         with torch.cuda.stream(self._kernels):
@@ -202,6 +203,8 @@ class PageStreams:
                 window_pages = np.concatenate([each.window_pages for each in copies])
                 pieces += self._pieces(Space.WINDOW, window_pages, np.concatenate(images))
             self._stage(pieces, before_piece)
+            for each in copies:
+                self._move_snapshot(each, begin, before_piece)
             end.record(self._last)
         return Flight(copies, begin, end, layers)
 
@@ -223,7 +226,7 @@ class PageStreams:
     def _may_split(self, by_layer: bool, num_pages: int) -> bool:
         """Whether a load of so many pages goes layer by layer."""
         is_large = num_pages * self._layer_bytes() >= self._min_layer_bytes
-        return by_layer and is_large and not self._has_windows
+        return by_layer and is_large and not (self._has_windows or self._has_snapshots)
 
     def _pieces(self, space: Space, ours: Int32Array, theirs: Int32Array) -> list[_Piece]:
         """Returns copies of equal size through staging memory, of device pages in a space and their host pages or frames.
@@ -254,6 +257,25 @@ class PageStreams:
             before_piece(self._slots[0].crossed)
             enqueue(piece)
             self._slots.rotate()
+
+    def _move_snapshot(
+        self, copy: PageCopy, begin: torch.cuda.Event, before_piece: Callable[[torch.cuda.Event | None], None]
+    ) -> None:
+        """Copies the snapshot of a tail without staging: what a slot holds of a layer is contiguous on the device."""
+        if not copy.slots.size or copy.image is None:
+            return
+        host, page_bytes = self._host, self._host.layout.page_bytes
+        frames = copy.image.frames[copy.image.frames.size - host.frames_per_snapshot :]
+        ours, theirs, sizes = host.snapshot_image.runs(self._device.carried, int(copy.slots[0]), frames, page_bytes)
+        theirs = theirs + np.uint64(self._all_pages().data_ptr())
+        self._last.wait_event(begin)
+        if self._kind is CopyKind.LOAD:
+            ours, theirs = theirs, ours
+        num_before = np.cumsum(sizes) - sizes
+        ends = np.flatnonzero(np.diff(num_before // np.uint64(self.pages_per_slot * page_bytes))) + 1
+        for sources, targets, part in zip(*(np.split(each, ends) for each in (ours, theirs, sizes)), strict=True):
+            before_piece(None)
+            self._copy_engine.copy(targets, sources, part, self._last.cuda_stream)
 
     def _load_piece(self, piece: _Piece) -> None:
         """Fills a slot and scatters it. The next copy to a slot waits until the slot before this one was scattered."""
@@ -348,6 +370,13 @@ class PageStreams:
             pieces[per_layer * layers.start : per_layer * layers.stop],
             pages[:, start : start + per_layer * len(layers) * piece_bytes].view(words),
         )
+
+
+def _window_frames(copy: PageCopy, frames_per_page: int) -> Int32Array:
+    """Returns the frames of a tail's window pages, which come before those of its snapshot."""
+    assert copy.image is not None
+    frames: Int32Array = copy.image.frames[: copy.window_pages.size * frames_per_page]
+    return frames
 
 
 def _move(moves: list[PreparedCopy], indices: Tensor) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from hiserve.cache.storage.device import DevicePool
 from hiserve.cache.storage.host import HostPool, page_views
+from hiserve.cache.storage.snapshot_image import empty_image
 from hiserve.core.forward import LayerKV
 from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.plan import Int32Array
@@ -310,15 +311,32 @@ class ThreadTransfers(TransferQueue):
         for group in host.layout.groups if copy.device_pages.size else ():
             self._move(group, copy.device_pages, host.layers(group.name), copy.host_pages, is_load=is_load)
         if copy.image is not None:
-            frames, count = copy.image.frames, copy.window_pages.size
-            num_bytes = host.frames_per_page * host.layout.page_bytes
-            images = host.images(frames) if is_load else torch.zeros((count, num_bytes), dtype=torch.uint8)
-            for group in host.window_layout.groups:
-                layers = page_views(images, host.window_layout, group)
-                self._move(group, copy.window_pages, layers, np.arange(count, dtype=np.int32), is_load=is_load)
-            if not is_load:
-                host.put_images(frames, images)
+            of_windows, of_snapshot = np.split(copy.image.frames, [copy.window_pages.size * host.frames_per_page])
+            if of_windows.size:
+                self._move_windows(copy.window_pages, of_windows, is_load=is_load)
+            for slot in copy.slots.tolist():
+                self._move_snapshot(slot, of_snapshot, is_load=is_load)
         return ""
+
+    def _move_windows(self, window_pages: Int32Array, frames: Int32Array, *, is_load: bool) -> None:
+        """Copies the window pages of a tail."""
+        host, count = self._host, window_pages.size
+        num_bytes = host.frames_per_page * host.layout.page_bytes
+        images = host.images(frames) if is_load else torch.zeros((count, num_bytes), dtype=torch.uint8)
+        for group in host.window_layout.groups:
+            layers = page_views(images, host.window_layout, group)
+            self._move(group, window_pages, layers, np.arange(count, dtype=np.int32), is_load=is_load)
+        if not is_load:
+            host.put_images(frames, images)
+
+    def _move_snapshot(self, slot: int, frames: Int32Array, *, is_load: bool) -> None:
+        """Copies the snapshot in a slot."""
+        host = self._host
+        image = host.contents(frames).view(-1) if is_load else empty_image(frames.size * host.layout.page_bytes)
+        for kept, part in host.snapshot_image.parts(image, self._device.carried, slot):
+            (kept if is_load else part).copy_(part if is_load else kept)
+        if not is_load:
+            host.put_images(frames, image)
 
     def _move(
         self,

@@ -15,7 +15,7 @@ from hiserve.config.flags import flag_of
 from hiserve.config.options import DTYPE_BYTES, Options, flags, make_options
 from hiserve.config.settings import Settings
 from hiserve.core.devices import devices_of
-from hiserve.core.kv_groups import CacheGroupSpec
+from hiserve.core.kv_groups import CacheGroupSpec, CarriedBytes
 from hiserve.core.machine import Machine
 from hiserve.core.resolve import resolve
 from hiserve.core.step_memory import DraftFacts, DraftShape, ModelFacts, StepShape
@@ -88,7 +88,7 @@ def test_what_was_given_stays() -> None:
         "page_size": 16,
     }
     reasons = [line.partition(": ")[2] for line in resolved.decisions]
-    assert reasons == 2 * ["no window pages"] + [""] and resolved.decisions[-1] == "--page-size auto -> 16"
+    assert reasons == 2 * ["no boundary needs a tail"] + [""] and resolved.decisions[-1] == "--page-size auto -> 16"
 
 
 def test_pages_hold_whole_rows_of_several_tokens() -> None:
@@ -407,8 +407,23 @@ def with_windows(model: ModelFacts, window: int, share: int) -> ModelFacts:
     return msgspec.structs.replace(model, window=window if elements else 0, window_elements=elements)
 
 
+def with_states(model: ModelFacts, snapshot: int, ring: int) -> ModelFacts:
+    """Gives rows states to carry along."""
+    if not snapshot:
+        return model
+    sizes = {
+        name: dict.fromkeys(DTYPE_BYTES, size) for name, size in (("row", snapshot + ring), ("snapshot", snapshot))
+    }
+    return msgspec.structs.replace(model, carried=CarriedBytes(draft=dict.fromkeys(DTYPE_BYTES, ring), **sizes))
+
+
 models = st.builds(
-    with_windows, without_windows, window=st.just(0) | magnitudes(10**5, 2), share=st.sampled_from([2, 3, 20])
+    with_states,
+    st.builds(
+        with_windows, without_windows, window=st.just(0) | magnitudes(10**5, 2), share=st.sampled_from([2, 3, 20])
+    ),
+    snapshot=st.just(0) | magnitudes(10**9),
+    ring=st.sampled_from([0, 4096]),
 )
 givens = st.fixed_dictionaries(
     {"page_size": st.sampled_from([1, 7, 16, 256]), "replicas": st.integers(1, 4)},

@@ -121,8 +121,9 @@ def test_stores_that_wait_lock_an_eighth_of_the_device_pool_or_what_a_long_order
         return object()
 
     monkeypatch.setattr(tier_transfers.importlib, "import_module", lambda name: SimpleNamespace(Engine=make))
+    host = SimpleNamespace(snapshot_image=SimpleNamespace(num_bytes=0))
     monkeypatch.setitem(tier_transfers._ENGINES, device, ("anywhere", "Engine"))
-    tier_transfers.make_transfers(device, SimpleNamespace(num_bytes=pool_gib * GIB), object())  # type: ignore[arg-type]
+    tier_transfers.make_transfers(device, SimpleNamespace(num_bytes=pool_gib * GIB), host)  # type: ignore[arg-type]
     assert told["max_queued_bytes"] == queued_gib * GIB
 
 
