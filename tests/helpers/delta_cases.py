@@ -70,25 +70,27 @@ def nan_pools(
     )
 
 
-def batch_of(chunks: Sequence[Chunk], num_spare: int = 0, widths: Sequence[int] | None = None) -> ForwardInputs:
+def batch_of(
+    chunks: Sequence[Chunk], num_spare: int = 0, widths: Sequence[int] | None = None, device: str | torch.device = "cpu"
+) -> ForwardInputs:
     """The batch of some chunks, with ``num_spare`` rows without tokens; ``widths`` are bounds of their lengths."""
     q_lens = np.array([len(chunk.inputs) for chunk in chunks] + [0] * num_spare, dtype=np.int32)
-    pad = [0] * num_spare
-    rows = StateRows(
-        rows=torch.tensor([chunk.row for chunk in chunks] + pad),
-        starts=torch.tensor([chunk.start for chunk in chunks] + pad),
-        state_lens=torch.tensor([chunk.state_len for chunk in chunks] + pad),
-        state_ends=torch.tensor([chunk.start + len(chunk.inputs) - chunk.num_draft for chunk in chunks] + pad),
-        snap_at=torch.tensor([chunk.snap_at for chunk in chunks] + pad),
-        snap_slots=torch.tensor([chunk.snap_slot for chunk in chunks] + pad),
-    )
+    columns = [
+        [chunk.row for chunk in chunks],
+        [chunk.start for chunk in chunks],
+        [chunk.state_len for chunk in chunks],
+        [chunk.start + len(chunk.inputs) - chunk.num_draft for chunk in chunks],
+        [chunk.snap_at for chunk in chunks],
+        [chunk.snap_slot for chunk in chunks],
+    ]
+    rows = StateRows(*(torch.tensor([*column, *[0] * num_spare], device=device) for column in columns))
     none = torch.zeros(0, dtype=torch.int64)
     return ForwardInputs(
         input_ids=none.to(torch.int32),
         positions=none,
         slots=none,
         token_rows=none,
-        qo_indptr=torch.from_numpy(np.concatenate(([0], q_lens.cumsum())).astype(np.int32)),
+        qo_indptr=torch.from_numpy(np.concatenate(([0], q_lens.cumsum())).astype(np.int32)).to(device),
         kv_lens=none,
         page_table=none.to(torch.int32),
         logits_rows=none,
@@ -116,7 +118,8 @@ class Layer:
         """Computes a batch; returns the outputs of each chunk, ``[n, num_value_heads, value_dim]``."""
         inputs = torch.cat([chunk.inputs for chunk in chunks])
         mixed, gates = (each.contiguous() for each in inputs.split_with_sizes(self._sizes, 1))
-        out = self.run(mixed, gates, self.weights, self.pools, batch_of(chunks, num_spare, widths), self.shape)
+        batch = batch_of(chunks, num_spare, widths, self.pools.ring.device)
+        out = self.run(mixed, gates, self.weights, self.pools, batch, self.shape)
         return list(out.split_with_sizes([len(chunk.inputs) for chunk in chunks]))
 
     def restore(self, slot: int, row: int, boundary: int) -> None:
