@@ -21,6 +21,7 @@ DRAWN_SLICE, DRAWN_BYTES, COUNTED_BYTES = 256, 64, 20
 SCORED_SLICE, SCORED_BYTES = 128, 24
 # Attention: programs with partial results, query vectors per program, bytes of schedules and workspaces of libraries.
 MAX_PROGRAMS, PROGRAM_QUERIES, SCHEDULE_BYTES = 320, 128, 64 << 20
+INDEX_BYTES, SCORE_BYTES = 64 << 20, 4  # of scores of rows by an index at once, where one token has no more; of a score
 EXPANDED_KEYS = 2048  # of a prefix, whose keys and values of all heads are in memory at once under latent attention
 # Graphs of all sizes: rows, or tokens, as a multiple of those of the largest; tokens of the largest piece; number of sizes;
 # bytes of the driver per graph.
@@ -95,6 +96,16 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     carried: CarriedBytes | None = None  # recurrent states and rings of inputs; None without any
     step: StepShape  # of a step
     draft: DraftFacts | None = None  # its draft head or model; None without a checkpoint of one
+
+
+def index_tokens(num_tokens: int, num_rows: int) -> int:
+    """Returns of how many tokens an index scores up to ``num_rows`` rows at once: all that fit its workspace, at least 1."""
+    return max(1, min(num_tokens, INDEX_BYTES // (SCORE_BYTES * max(1, num_rows))))
+
+
+def index_memory(num_tokens: int, num_rows: int) -> int:
+    """Returns the bytes of these scores."""
+    return index_tokens(num_tokens, num_rows) * num_rows * SCORE_BYTES
 
 
 def step_memory(

@@ -14,7 +14,7 @@ from hiserve.kernels.streams_reference import MixWeights
 from hiserve.kernels.union_rows import RangeRows, RowSource
 
 # Imported by name: triton, which CUDA kernels need, is not installed everywhere.
-_MODULES = {"cpu": "hiserve.kernels.compressed_reference", "cuda": "hiserve.kernels.compressed_reference"}
+_MODULES = {"cpu": "hiserve.kernels.compressed_reference", "cuda": "hiserve.kernels.compressed_fused"}
 
 
 class CompressedOps(Protocol):
@@ -28,6 +28,9 @@ class CompressedOps(Protocol):
 
     def norm_plain(self, x: Tensor, eps: float) -> Tensor:
         """Scales the last dimension to a root mean square of 1."""
+
+    def norm_and_rotate(self, x: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+        """Norms each head, then rotates it."""
 
     def attend(
         self, q: Tensor, sources: Sequence[RowSource], sink: Tensor | None, scale: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hiserve.kernels.compress_reference import compress as compress
+from hiserve.kernels.pairs import norm_and_rotate as norm_and_rotate
 from hiserve.kernels.pairs import norm_plain as norm_plain
 from hiserve.kernels.pairs import rotate_pairs as rotate_pairs
 from hiserve.kernels.routing import route_by_root as route_by_root

@@ -25,3 +25,8 @@ def norm_plain(x: Tensor, eps: float) -> Tensor:
     """Scales the last dimension to a root mean square of 1; 16-bit inputs are reduced in float32."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def norm_and_rotate(x: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """Norms each head, then rotates it: arguments as for the two."""
+    return rotate_pairs(norm_plain(x, eps), cos, sin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,9 +10,11 @@ from torch import Tensor
 
 from hiserve.core.forward import StateRows
 from hiserve.kernels.compress_reference import CarriedInputs, Compression, StepTokens
-from hiserve.kernels.union_rows import RangeRows
+from hiserve.kernels.compressed_ops import CompressedOps
+from hiserve.kernels.union_rows import ChosenRows, RangeRows
 
 NOBODY = 2**31 - 1  # in a table: no page
+KINDS = ("none", "heavy", "chosen")  # what a token sees besides its window
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +51,85 @@ class Step:
             table[row, first // page_rows : pages[row]] = mine[first // page_rows :]
         most = max([1, *lengths])
         return RangeRows(pool, table, self.token_rows, self.positions, page_rows, most, ratio, window)
+
+
+class CompressedStep:
+    """Random steps of one shape, of one token a row, on any device.
+
+    Args:
+        context: Tokens of each row.
+        most: Rows that an index chooses.
+    """
+
+    def __init__(
+        self,
+        *,
+        width: int = 512,
+        num_heads: int = 64,
+        index_width: int = 128,
+        num_rows: int = 4,
+        context: int = 700,
+        most: int = 64,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str = "cpu",
+    ) -> None:
+        self.width, self.num_heads, self.index_width, self.most = width, num_heads, index_width, most
+        self.num_rows, self.context, self.dtype, self.device = num_rows, context, dtype, torch.device(device)
+
+    def randn(self, *size: int) -> Tensor:
+        return torch.randn(size, device=self.device).to(self.dtype)
+
+    def places(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Returns positions, the last of each row, and the rows of tokens."""
+        rows = torch.arange(num_tokens, device=self.device) * self.num_rows // num_tokens
+        last = torch.bincount(rows, minlength=self.num_rows).cumsum(0)
+        return self.context - last[rows] + torch.arange(num_tokens, device=self.device), rows
+
+    def range(self, ratio: int, width: int, num_tokens: int, window: int | None = None) -> RangeRows:
+        positions, token_rows = self.places(num_tokens)
+        most, page_rows = self.context // ratio, 128 // ratio
+        pages = -(-self.context // 128)
+        order = torch.randperm(self.num_rows * pages, device=self.device) + 1
+        pool = self.randn((self.num_rows * pages + 1) * page_rows, width)
+        table = order.view(self.num_rows, pages).int()
+        return RangeRows(pool, table, token_rows, positions, page_rows, most, ratio, window)
+
+    def attend(self, ops: CompressedOps, num_tokens: int, others: Sequence[str] = KINDS) -> list[tuple[Tensor, Tensor]]:
+        """Attends over a window, beside nothing else, all compressed rows, or chosen ones."""
+        window = self.range(1, self.width, num_tokens, 128)
+        q, sink = self.randn(num_tokens, self.num_heads, self.width), torch.randn(self.num_heads, device=self.device)
+        found = []
+        for other in others:
+            beside: list[RangeRows | ChosenRows] = []
+            if other == "heavy":
+                beside = [self.range(128, self.width, num_tokens)]
+            if other == "chosen":
+                pool = self.range(4, self.width, num_tokens).pool
+                slots = torch.randint(-1, len(pool), (num_tokens, self.most), device=self.device)
+                beside = [ChosenRows(pool, slots)]
+            found.append(ops.attend(q, [window, *beside], sink, self.width**-0.5))
+        return found
+
+    def choose(self, ops: CompressedOps) -> Tensor:
+        keys = self.range(4, self.index_width, self.num_rows)
+        q = self.randn(self.num_rows, self.num_heads, self.index_width)
+        weights = torch.randn(self.num_rows, self.num_heads, device=self.device)
+        return ops.choose_rows(q, weights, keys, self.most, self.index_width**-0.5)
+
+    def compress(self, ops: CompressedOps, ratio: int, num_series: int) -> tuple[Tensor, CarriedInputs]:
+        """Returns the pool of rows and the rings."""
+        target, wide = self.range(ratio, self.width, self.num_rows), num_series * self.width
+        how = Compression(torch.randn(ratio, wide, device=self.device), self.randn(self.width), 1e-6, num_series)
+        ring = torch.randn(self.num_rows + 1, num_series * ratio + 8, 2 * wide, device=self.device)
+        carried = CarriedInputs(ring, torch.zeros(3, 4 if num_series > 1 else 0, 2 * wide, device=self.device))
+        row = torch.arange(self.num_rows, device=self.device)
+        nothing = torch.zeros_like(row)
+        state = StateRows(row + 1, target.positions, nothing + 1, target.positions + 1, nothing, nothing)
+        tokens = StepTokens(torch.arange(self.num_rows + 1, device=self.device).int(), state)
+        angles = torch.randn(2, self.num_rows, min(32, self.width // 4), device=self.device)
+        values, scores = self.randn(self.num_rows, 2 * wide + 8)[:, 8:].split(wide, 1)
+        ops.compress(values, scores, how, carried, tokens, target, (angles[0], angles[1]))
+        return target.pool, carried
 
 
 def random_compression(width: int, ratio: int, num_series: int, dtype: torch.dtype) -> Compression:

@@ -11,14 +11,25 @@ import torch
 from hiserve.attention.triton import TritonAttention
 from hiserve.core.activation import GELU_TANH, Activation
 from hiserve.core.forward import LayerKV
-from hiserve.kernels import delta_triton, draft_triton, draw, fused, page_copy, page_lists, step_triton
+from hiserve.kernels import (
+    compressed_fused,
+    delta_triton,
+    draft_triton,
+    draw,
+    fused,
+    page_copy,
+    page_lists,
+    step_triton,
+)
 from hiserve.kernels.delta import DeltaShape
 from hiserve.kernels.latent_decode import LatentRows, decode
 from hiserve.kernels.routing import ExpertGroups
 from hiserve.kernels.step_ops import TokenMasks
+from hiserve.kernels.streams_reference import MixWeights
 from hiserve.models.builtin_shapes import SHAPES
 from tests.helpers.attention import Case
 from tests.helpers.compiled import Compiled, launched_kernels
+from tests.helpers.compressed_cases import CompressedStep
 from tests.helpers.delta_cases import Chunk, Layer, nan_pools, random_inputs, random_weights
 from tests.helpers.draft_cases import draft_case
 from tests.helpers.step_cases import copied, random_case
@@ -136,6 +147,33 @@ def draft() -> None:
     draft_triton.draft_ngrams(case.rows, case.state, **lengths)
 
 
+def compressed() -> None:
+    """Attention of DeepSeek-V4's shape in one and in several parts, and of a small model; its index; rows of both ratios."""
+    case, small = CompressedStep(), CompressedStep(width=32, num_heads=4, dtype=torch.float32)
+    case.attend(compressed_fused, 4, ("heavy", "chosen"))
+    case.attend(compressed_fused, 200, ("none",))
+    small.attend(compressed_fused, 4, ("chosen",))
+    case.choose(compressed_fused)
+    case.compress(compressed_fused, 4, 2)
+    case.compress(compressed_fused, 128, 1)
+
+
+def streams() -> None:
+    """Of DeepSeek-V4's shape, and its routes."""
+    x = torch.zeros(3, 4, 4096, dtype=BF16)
+    weights = MixWeights(torch.zeros(24, 4 * 4096), torch.zeros(24), torch.zeros(3))
+    _, post, matrix = compressed_fused.mix_streams(x, weights, iterations=20, eps=1e-6, norm_eps=1e-6)
+    compressed_fused.merge_streams(x, x[:, 0], post, matrix)
+    head = MixWeights(weights.weight[:4], weights.base[:4], weights.scale[:1])
+    compressed_fused.join_streams(x, head, eps=1e-6, norm_eps=1e-6)
+    for given in {"bias": torch.zeros(256)}, {"chosen": torch.zeros(3, 6, dtype=torch.int64)}:
+        compressed_fused.route_by_root(torch.zeros(3, 256), 6, 1.5, **given)
+    heads, angles = torch.zeros(3, 64, 512, dtype=BF16), torch.zeros(3, 32)
+    compressed_fused.norm_and_rotate(heads, 1e-6, angles, angles)
+    compressed_fused.rotate_pairs(heads[:, :1], angles, angles)
+    compressed_fused.norm_plain(heads, 1e-6)
+
+
 def pages() -> None:
     """Their lists, and copies in both directions."""
     number, table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int32)
@@ -185,6 +223,17 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
         | {"draft_window._note_drafted", "draft_window._draft_window", "ngram_search._draft_ngrams"},
     ),
     "states": (advance_states, {"delta_inputs._make_inputs", "delta_step._advance", "delta_chunks._advance_chunks"}),
+    "compressed": (
+        compressed,
+        {f"latent_union.{name}" for name in ("_attend", "_join")}
+        | {f"index_topk.{name}" for name in ("_score", "_choose")}
+        | {f"compress.{name}" for name in ("_make", "_keep")},
+    ),
+    "streams": (
+        streams,
+        {f"streams.{name}" for name in ("_project", "_weigh", "_merge")}
+        | {"pairs_triton._turn_kernel", "root_route._route_by_root"},
+    ),
     "pages": (pages, {"page_lists._list_pages", "page_copy._copy_pages"}),
 }
 

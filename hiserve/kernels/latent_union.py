@@ -1,0 +1,337 @@
+"""Attention over the union of a window, compressed and chosen rows, in Triton; ``kernels.union_reference`` is its twin.
+
+All heads of a token share its rows, each of which is key and value: they are the rows of one matrix product. What a token
+sees follows from its position, on the device, so that tokens of prompts, of drafts and of decoding rows are the same case.
+The rows of a token are split into parts of whole tiles (the split-KV of FlashDecoding); a second launch joins them, and the
+sink with them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hiserve.core.step_memory import MAX_PROGRAMS, PROGRAM_QUERIES
+from hiserve.kernels import union_reference
+from hiserve.kernels.launch import await_previous, early_launch, num_processors, start_next
+from hiserve.kernels.union_rows import ChosenRows, RowSource
+
+MAX_PARTS = 32
+"""Most parts of a token's rows."""
+
+_NUM_JOINED = 8  # parts that are in registers at once
+_LOG2_E = tl.constexpr(math.log2(math.e))
+_LN_2 = tl.constexpr(math.log(2))
+
+
+class _Tile(NamedTuple):
+    """What a program holds at once."""
+
+    num_heads: int  # a power of 2, 16 at least
+    num_keys: int  # likewise
+    num_warps: int
+    num_stages: int  # loads of rows in flight
+
+
+class _Source(NamedTuple):
+    """Compile-time constants of a source."""
+
+    is_there: bool
+    is_chosen: bool = False
+    page_rows: int = 1
+    ratio: int = 1
+    window: int = 0  # 0 is none
+
+
+class _Shape(NamedTuple):
+    """Compile-time constants of a launch."""
+
+    num_heads: int
+    width: int
+    block_heads: int
+    num_keys: int
+
+
+_WIDE_TILE = _Tile(16, 16, 4, 2)  # of float32, whose products take no tensor cores
+_TILES = (_Tile(64, 32, 8, 3), _Tile(32, 32, 4, 3), _Tile(16, 32, 4, 3))
+_VARYING = ["first_stride", "first_count", "second_stride", "second_count", "num_tokens"]
+
+
+def attend(q: Tensor, sources: Sequence[RowSource], sink: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Like ``union_reference.attend``, of one or two sources; float64 uses the twin. Widths are powers of 2, 16 at least."""
+    if q.dtype == torch.float64:
+        return union_reference.attend(q, sources, sink, scale)
+    num_tokens, num_heads, width = q.shape
+    assert 1 <= len(sources) <= 2, f"{len(sources)} sources"
+    assert width >= 16 and not width & (width - 1), f"rows of {width} elements"
+    assert all(each.pool.stride(1) == 1 and each.pool.dtype == q.dtype for each in sources), "rows unlike queries"
+    q = q.contiguous()
+    out, lse = torch.empty_like(q), q.new_empty((num_tokens, num_heads), dtype=torch.float32)
+    tile, num_parts = choose_parts(
+        num_tokens, num_heads, sum(_most(each) for each in sources), q.dtype, num_processors(q.device)
+    )
+    shape = _Shape(num_heads, width, tile.num_heads, tile.num_keys)
+    part_out, part_lse = out, lse
+    if num_parts > 1:
+        size = (num_parts, num_tokens, num_heads)
+        part_out, part_lse = (q.new_empty(each, dtype=torch.float32) for each in ((*size, width), size))
+    (first, *first_ends), first_kind = _describe(sources[0])
+    (second, *second_ends), second_kind = _describe(sources[-1])
+    if len(sources) == 1:
+        second_kind = _Source(is_there=False)
+    ranges = next((each for each in sources if not isinstance(each, ChosenRows)), None)
+    positions, token_rows = (None, None) if ranges is None else (ranges.positions, ranges.token_rows)
+    early = early_launch(q.device)
+    _attend[(num_tokens * triton.cdiv(num_heads, tile.num_heads), num_parts)](
+        q,
+        positions,
+        token_rows,
+        first,
+        *first_ends,
+        second,
+        *second_ends,
+        part_out,
+        part_lse,
+        sink if num_parts == 1 else None,
+        num_tokens,
+        scale * math.log2(math.e),
+        shape,
+        first_kind,
+        second_kind,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **early,
+    )
+    if num_parts > 1:
+        given = (part_out, part_lse, sink, out, lse, num_tokens, num_parts)
+        _join[(num_tokens, num_heads)](*given, shape, PARTS=_NUM_JOINED, **early)
+    return out, lse
+
+
+def choose_parts(num_tokens: int, num_heads: int, num_rows: int, dtype: torch.dtype, num_sms: int) -> tuple[_Tile, int]:
+    """Returns the tile of a launch and the parts of each token: one wave of programs, if there are that many rows.
+
+    Results of all parts together have no more elements than the memory plan counts. ``num_rows`` bounds those of a token.
+    """
+    room = MAX_PROGRAMS * PROGRAM_QUERIES // (num_tokens * num_heads)
+    if dtype == torch.float32:
+        tiles: tuple[_Tile, ...] = (_WIDE_TILE,)
+    else:
+        tiles = tuple(each for each in _TILES if each.num_heads <= max(16, triton.next_power_of_2(num_heads)))
+    for tile in tiles:
+        num_programs = num_tokens * triton.cdiv(num_heads, tile.num_heads)
+        most = max(1, min(MAX_PARTS, room, triton.cdiv(num_rows, tile.num_keys)))
+        if num_programs * most >= num_sms:
+            break
+    return tile, min(most, max(1, num_sms // num_programs))
+
+
+def _most(source: RowSource) -> int:
+    return source.slots.shape[1] if isinstance(source, ChosenRows) else source.width
+
+
+def _describe(source: RowSource) -> tuple[tuple[Tensor, int, Tensor, int, int], _Source]:
+    """Returns the pool and the distance of its rows, table or slots and theirs, the chosen rows of a token; and constants."""
+    pool = source.pool, source.pool.stride(0)
+    if isinstance(source, ChosenRows):
+        assert source.slots.stride(1) == 1, source.slots.stride()
+        return (*pool, source.slots, source.slots.stride(0), source.slots.shape[1]), _Source(True, True)
+    assert source.table.stride(1) == 1, source.table.stride()
+    kind = _Source(True, False, source.page_rows, source.ratio, source.window or 0)
+    return (*pool, source.table, source.table.stride(0), 0), kind
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _bounds(position, count, SOURCE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Returns the first row that a token sees, and the end of those that it sees."""
+    first = tl.full((), 0, tl.int32)
+    end = tl.full((), 0, tl.int32)
+    if SOURCE.is_there:
+        if SOURCE.is_chosen:
+            end += count
+        else:
+            end = (position + 1) // SOURCE.ratio
+            if SOURCE.window > 0:
+                first = tl.maximum(position + 1 - SOURCE.window, 0)
+    return first, end
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_rows(  # type: ignore[no-untyped-def]
+    queries,
+    pool,
+    index,
+    slot_stride,
+    low,
+    high,
+    scale,
+    best,
+    total,
+    summed,
+    SHAPE: tl.constexpr,  # noqa: N803
+    SOURCE: tl.constexpr,  # noqa: N803
+):
+    """Adds the rows ``low`` to ``high`` of a source to a softmax; ``index`` is a token's slots, or a row's table."""
+    column = tl.arange(0, SHAPE.width)
+    for start in range(low, high, SHAPE.num_keys):
+        key = start + tl.arange(0, SHAPE.num_keys)
+        is_key = key < high
+        if SOURCE.is_chosen:
+            slot = tl.load(index + key, mask=is_key, other=-1)
+            is_key = slot >= 0
+        else:
+            page = tl.load(index + key // SOURCE.page_rows, mask=is_key, other=0)
+            slot = page.to(tl.int64) * SOURCE.page_rows + key % SOURCE.page_rows
+        rows = tl.load(pool + slot[:, None] * slot_stride + column[None, :], mask=is_key[:, None], other=0.0)
+        scores = tl.dot(queries, tl.trans(rows), input_precision="ieee") * scale
+        scores = tl.where(is_key[None, :], scores, -float("inf"))
+        better = tl.maximum(best, tl.max(scores, 1))
+        base = tl.where(better == -float("inf"), 0.0, better)
+        shares, kept = tl.exp2(scores - base[:, None]), tl.exp2(best - base)
+        total = total * kept + tl.sum(shares, 1)
+        summed = tl.dot(shares.to(rows.dtype), rows, summed * kept[:, None], input_precision="ieee")
+        best = better
+    return best, total, summed
+
+
+@triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
+def _attend(  # type: ignore[no-untyped-def]
+    q,
+    positions,
+    token_rows,
+    first_pool,
+    first_slot_stride,
+    first_index,
+    first_stride,
+    first_count,
+    second_pool,
+    second_slot_stride,
+    second_index,
+    second_stride,
+    second_count,
+    out,
+    lse,
+    sink,
+    num_tokens,
+    scale,
+    SHAPE: tl.constexpr,  # noqa: N803
+    FIRST: tl.constexpr,  # noqa: N803
+    SECOND: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
+):
+    """Each program computes some heads of a token over one part of its rows. A part without rows, but the first, has no values."""
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
+    num_blocks: tl.constexpr = (SHAPE.num_heads + SHAPE.block_heads - 1) // SHAPE.block_heads
+    token, part, num_parts = (tl.program_id(0) // num_blocks).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    head = tl.program_id(0) % num_blocks * SHAPE.block_heads + tl.arange(0, SHAPE.block_heads)
+    position = tl.full((), 0, tl.int32)
+    row = tl.full((), 0, tl.int64)
+    if positions is not None:
+        position = tl.load(positions + token).to(tl.int32)
+        row = tl.load(token_rows + token)
+    first, first_end = _bounds(position, first_count, FIRST)
+    second, second_end = _bounds(position, second_count, SECOND)
+    before = tl.cdiv(first_end - first, SHAPE.num_keys)
+    num_tiles = before + tl.cdiv(second_end - second, SHAPE.num_keys)
+    share = tl.maximum(tl.cdiv(num_tiles, num_parts), 1)
+    low, high = part * share, tl.minimum((part + 1) * share, num_tiles)
+    is_head, cell = head < SHAPE.num_heads, token * SHAPE.num_heads + head
+    target = part.to(tl.int64) * num_tokens * SHAPE.num_heads + cell
+    if (part > 0) & (low >= num_tiles):
+        tl.store(lse + target, tl.full((SHAPE.block_heads,), -float("inf"), tl.float32), mask=is_head)
+    else:
+        column = tl.arange(0, SHAPE.width)
+        queries = tl.load(q + cell[:, None] * SHAPE.width + column[None, :], mask=is_head[:, None], other=0.0)
+        best = tl.full((SHAPE.block_heads,), -float("inf"), tl.float32)
+        total = tl.full((SHAPE.block_heads,), 0.0, tl.float32)
+        summed = tl.full((SHAPE.block_heads, SHAPE.width), 0.0, tl.float32)
+        index = first_index + token * first_stride if FIRST.is_chosen else first_index + row * first_stride
+        best, total, summed = _attend_rows(
+            queries,
+            first_pool,
+            index,
+            first_slot_stride,
+            first + low * SHAPE.num_keys,
+            tl.minimum(first + high * SHAPE.num_keys, first_end),
+            scale,
+            best,
+            total,
+            summed,
+            SHAPE,
+            FIRST,
+        )
+        if SECOND.is_there:
+            index = second_index + token * second_stride if SECOND.is_chosen else second_index + row * second_stride
+            best, total, summed = _attend_rows(
+                queries,
+                second_pool,
+                index,
+                second_slot_stride,
+                second + tl.maximum(low - before, 0) * SHAPE.num_keys,
+                tl.minimum(second + (high - before) * SHAPE.num_keys, second_end),
+                scale,
+                best,
+                total,
+                summed,
+                SHAPE,
+                SECOND,
+            )
+        sees = total > 0.0
+        logs = tl.where(sees, best + tl.log2(tl.where(sees, total, 1.0)), -float("inf"))
+        shares = 1.0 / tl.where(sees, total, 1.0)
+        if sink is not None:
+            beside = tl.load(sink + head, mask=is_head, other=0.0).to(tl.float32) * _LOG2_E
+            shares /= 1.0 + tl.exp2(beside - tl.where(sees, logs, beside))
+        values = out + target[:, None] * SHAPE.width + column[None, :]
+        tl.store(values, (summed * shares[:, None]).to(out.dtype.element_ty), mask=is_head[:, None])
+        tl.store(lse + target, logs * _LN_2, mask=is_head)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_parts"])  # type: ignore[untyped-decorator]
+def _join(  # type: ignore[no-untyped-def]
+    part_out,
+    part_lse,
+    sink,
+    out,
+    lse,
+    num_tokens,
+    num_parts,
+    SHAPE: tl.constexpr,  # noqa: N803
+    PARTS: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
+):
+    """Each program joins the parts of one head of a token, ``PARTS`` at a time, and the sink."""
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    cell, column = token * SHAPE.num_heads + head, tl.arange(0, SHAPE.width)
+    best = tl.full((), -float("inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    summed = tl.full((SHAPE.width,), 0.0, tl.float32)
+    for start in range(0, num_parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        source = part.to(tl.int64) * num_tokens * SHAPE.num_heads + cell
+        logs = tl.load(part_lse + source, mask=part < num_parts, other=-float("inf")) * _LOG2_E
+        is_part = logs > -float("inf")
+        better = tl.maximum(best, tl.max(logs, 0))
+        base = tl.where(better == -float("inf"), 0.0, better)
+        shares, kept = tl.exp2(logs - base), tl.exp2(best - base)
+        values = tl.load(part_out + source[:, None] * SHAPE.width + column[None, :], mask=is_part[:, None], other=0.0)
+        total = total * kept + tl.sum(shares, 0)
+        summed = summed * kept + tl.sum(values * shares[:, None], 0)
+        best = better
+    sees = total > 0.0
+    logs = tl.where(sees, best + tl.log2(tl.where(sees, total, 1.0)), -float("inf"))
+    share = 1.0 / tl.where(sees, total, 1.0)
+    if sink is not None:
+        beside = tl.load(sink + head).to(tl.float32) * _LOG2_E
+        share /= 1.0 + tl.exp2(beside - tl.where(sees, logs, beside))
+    tl.store(out + cell * SHAPE.width + column, (summed * share).to(out.dtype.element_ty))
+    tl.store(lse + cell, logs * _LN_2)

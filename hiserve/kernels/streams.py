@@ -1,0 +1,265 @@
+"""Several residual streams, mixed around each block, in Triton; ``kernels.streams_reference`` is the twin.
+
+The weights of a mix are few outputs of a product that reads all streams of a token: it is split into parts of its sum, which
+the launch behind it adds up, before it iterates on each token's matrix and sums the streams.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hiserve.kernels import streams_reference
+from hiserve.kernels.launch import await_previous, early_launch, num_processors, start_next
+from hiserve.kernels.streams_reference import MixWeights
+
+_BLOCK_TOKENS = 16
+_BLOCK_SUM = 128  # elements of a product at once
+_BLOCK_HIDDEN = 1024
+_MAX_PARTS = 32
+_MIN_OUTPUTS = 16
+
+
+class _Shape(NamedTuple):
+    """Compile-time constants."""
+
+    num_streams: int  # a power of 2
+    hidden_size: int
+    num_outputs: int  # of the product
+    block_outputs: int  # a power of 2, above ``num_outputs``: one more column has the sum of squares
+
+
+def mix_streams(
+    streams: Tensor, weights: MixWeights, *, iterations: int, eps: float, norm_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Like ``streams_reference.mix_streams``; float64, and numbers of streams that are no power of 2, use the twin."""
+    (num_tokens, count, hidden), device = streams.shape, streams.device
+    if not _fits(streams, weights):
+        return streams_reference.mix_streams(streams, weights, iterations=iterations, eps=eps, norm_eps=norm_eps)
+    x = streams.new_empty((num_tokens, hidden))
+    post = torch.empty((num_tokens, count), dtype=torch.float32, device=device)
+    matrix = torch.empty((num_tokens, count, count), dtype=torch.float32, device=device)
+    _mix(streams, weights, (x, post, matrix), iterations, eps, norm_eps)
+    return x, post, matrix
+
+
+def join_streams(streams: Tensor, weights: MixWeights, *, eps: float, norm_eps: float) -> Tensor:
+    """Like ``streams_reference.join_streams``; as ``mix_streams``."""
+    if not _fits(streams, weights):
+        return streams_reference.join_streams(streams, weights, eps=eps, norm_eps=norm_eps)
+    x = streams.new_empty((streams.shape[0], streams.shape[2]))
+    _mix(streams, weights, (x, None, None), 0, eps, norm_eps)
+    return x
+
+
+def merge_streams(streams: Tensor, out: Tensor, post: Tensor, matrix: Tensor) -> Tensor:
+    """Like ``streams_reference.merge_streams``; as ``mix_streams``."""
+    num_tokens, count, hidden = streams.shape
+    if post.dtype == torch.float64 or count & (count - 1):
+        return streams_reference.merge_streams(streams, out, post, matrix)
+    assert streams.stride(2) == out.stride(1) == 1 and post.is_contiguous() and matrix.is_contiguous(), streams.stride()
+    made = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
+    _merge[(num_tokens, triton.cdiv(hidden, _BLOCK_HIDDEN))](
+        streams,
+        out,
+        post,
+        matrix,
+        made,
+        streams.stride(0),
+        streams.stride(1),
+        out.stride(0),
+        COUNT=count,
+        HIDDEN=hidden,
+        BLOCK=min(_BLOCK_HIDDEN, triton.next_power_of_2(hidden)),
+        num_warps=4,
+        **early_launch(streams.device),
+    )
+    return made
+
+
+def _fits(streams: Tensor, weights: MixWeights) -> bool:
+    return weights.weight.dtype == torch.float32 and not streams.shape[1] & (streams.shape[1] - 1)
+
+
+def _mix(
+    streams: Tensor,
+    weights: MixWeights,
+    outs: tuple[Tensor, Tensor | None, Tensor | None],
+    iterations: int,
+    eps: float,
+    norm_eps: float,
+) -> None:
+    """Fills the outputs of a mix, without the last two those of a join."""
+    (num_tokens, count, hidden), (num_outputs, size) = streams.shape, weights.weight.shape
+    assert streams.stride(2) == 1 and all(each.is_contiguous() for each in weights), streams.stride()
+    shape = _Shape(count, hidden, num_outputs, max(_MIN_OUTPUTS, triton.next_power_of_2(num_outputs + 1)))
+    num_blocks = triton.cdiv(num_tokens, _BLOCK_TOKENS)
+    most = min(_MAX_PARTS, triton.cdiv(size, _BLOCK_SUM))
+    num_parts = max(1, min(most, 2 * num_processors(streams.device) // num_blocks))
+    sums = torch.empty((num_parts, num_tokens, shape.block_outputs), dtype=torch.float32, device=streams.device)
+    early = early_launch(streams.device)
+    _project[(num_blocks, num_parts)](
+        streams,
+        weights.weight,
+        sums,
+        num_tokens,
+        streams.stride(0),
+        streams.stride(1),
+        shape,
+        TOKENS=_BLOCK_TOKENS,
+        BLOCK=_BLOCK_SUM,
+        num_warps=4,
+        **early,
+    )
+    _weigh[(num_tokens,)](
+        streams,
+        sums,
+        weights.base,
+        weights.scale,
+        *outs,
+        num_tokens,
+        num_parts,
+        streams.stride(0),
+        streams.stride(1),
+        iterations,
+        eps,
+        norm_eps,
+        shape,
+        BLOCK=min(_BLOCK_HIDDEN, triton.next_power_of_2(hidden)),
+        num_warps=4,
+        **early,
+    )
+
+
+@triton.jit(do_not_specialize=["num_tokens", "token_stride"])  # type: ignore[untyped-decorator]
+def _project(  # type: ignore[no-untyped-def]
+    streams,
+    weight,
+    sums,
+    num_tokens,
+    token_stride,
+    stream_stride,
+    SHAPE: tl.constexpr,  # noqa: N803
+    TOKENS: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
+):
+    """Each program computes one part of the sums of some tokens: outputs, and squares in the column behind them."""
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
+    size: tl.constexpr = SHAPE.num_streams * SHAPE.hidden_size
+    share = tl.cdiv(tl.cdiv(size, BLOCK), tl.num_programs(1)) * BLOCK
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    output = tl.arange(0, SHAPE.block_outputs)
+    is_token, is_output = token < num_tokens, output < SHAPE.num_outputs
+    total = tl.full((TOKENS, SHAPE.block_outputs), 0.0, tl.float32)
+    squares = tl.full((TOKENS,), 0.0, tl.float32)
+    low = tl.program_id(1) * share
+    for first in range(low, tl.minimum(low + share, size), BLOCK):
+        element = first + tl.arange(0, BLOCK)
+        is_element = element < size
+        place = element // SHAPE.hidden_size * stream_stride + element % SHAPE.hidden_size
+        source = streams + token[:, None] * token_stride + place[None, :]
+        value = tl.load(source, mask=is_token[:, None] & is_element[None, :], other=0.0).to(tl.float32)
+        row = weight + output[None, :] * size + element[:, None]
+        factor = tl.load(row, mask=is_output[None, :] & is_element[:, None], other=0.0)
+        total = tl.dot(value, factor, total, input_precision="ieee")
+        squares += tl.sum(value * value, 1)
+    total = tl.where(output[None, :] == SHAPE.num_outputs, squares[:, None], total)
+    target = sums + (tl.program_id(1) * num_tokens + token)[:, None] * SHAPE.block_outputs + output[None, :]
+    tl.store(target, total, mask=is_token[:, None])
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_parts", "token_stride", "eps", "norm_eps"])  # type: ignore[untyped-decorator]
+def _weigh(  # type: ignore[no-untyped-def]
+    streams,
+    sums,
+    base,
+    scale,
+    x,
+    post,
+    matrix,
+    num_tokens,
+    num_parts,
+    token_stride,
+    stream_stride,
+    iterations,
+    eps,
+    norm_eps,
+    SHAPE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
+):
+    """Each program makes the weights of one token, and the sum of its streams."""
+    count: tl.constexpr = SHAPE.num_streams
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
+    token = tl.program_id(0).to(tl.int64)
+    stream = tl.arange(0, count)
+    flat = count * stream[:, None] + stream[None, :] + 2 * count
+    into = tl.full((count,), 0.0, tl.float32)
+    out = tl.full((count,), 0.0, tl.float32)
+    among = tl.full((count, count), 0.0, tl.float32)
+    squares = tl.full((), 0.0, tl.float32)
+    for part in range(num_parts):
+        mine = sums + (part * num_tokens + token) * SHAPE.block_outputs
+        into += tl.load(mine + stream)
+        squares += tl.load(mine + SHAPE.num_outputs)
+        if matrix is not None:
+            out += tl.load(mine + count + stream)
+            among += tl.load(mine + flat)
+    normed = tl.rsqrt(squares / (count * SHAPE.hidden_size) + norm_eps)
+    pre = 1.0 / (1.0 + tl.exp(-(into * normed * tl.load(scale) + tl.load(base + stream)))) + eps
+    if matrix is not None:
+        gate = out * normed * tl.load(scale + 1) + tl.load(base + count + stream)
+        tl.store(post + token * count + stream, 2.0 / (1.0 + tl.exp(-gate)))
+        square = among * normed * tl.load(scale + 2) + tl.load(base + flat)
+        square = tl.exp(square - tl.max(square, 1)[:, None])
+        square = square / tl.sum(square, 1)[:, None] + eps
+        square = square / (tl.sum(square, 0)[None, :] + eps)
+        for _ in range(iterations - 1):
+            square = square / (tl.sum(square, 1)[:, None] + eps)
+            square = square / (tl.sum(square, 0)[None, :] + eps)
+        tl.store(matrix + token * (count * count) + count * stream[:, None] + stream[None, :], square)
+    source = streams + token * token_stride + stream[:, None] * stream_stride
+    for first in range(0, SHAPE.hidden_size, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        mask = column < SHAPE.hidden_size
+        value = tl.load(source + column[None, :], mask=mask[None, :], other=0.0).to(tl.float32)
+        target = x + token * SHAPE.hidden_size + column
+        tl.store(target, tl.sum(value * pre[:, None], 0).to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["token_stride", "out_stride"])  # type: ignore[untyped-decorator]
+def _merge(  # type: ignore[no-untyped-def]
+    streams,
+    out,
+    post,
+    matrix,
+    made,
+    token_stride,
+    stream_stride,
+    out_stride,
+    COUNT: tl.constexpr,  # noqa: N803
+    HIDDEN: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
+):
+    """Each program computes some columns of a token's new streams."""
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    stream, mask = tl.arange(0, COUNT), column < HIDDEN
+    value = tl.load(out + token * out_stride + column, mask=mask, other=0.0).to(tl.float32)
+    total = tl.load(post + token * COUNT + stream)[:, None] * value[None, :]
+    for other in tl.static_range(COUNT):
+        source = streams + token * token_stride + other * stream_stride + column
+        before = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(matrix + (token * COUNT + other) * COUNT + stream)[:, None] * before[None, :]
+    target = made + (token * COUNT + stream[:, None]) * HIDDEN + column[None, :]
+    tl.store(target, total.to(made.dtype.element_ty), mask=mask[None, :])

@@ -1,0 +1,64 @@
+"""The kernels that choose rows by an index against their twin, run by Triton's interpreter."""
+
+from __future__ import annotations
+
+import random
+
+from hiserve.core.step_memory import INDEX_BYTES, index_memory, index_tokens
+from tests.helpers.interpreted import run_interpreted
+
+HEADER = """
+import dataclasses
+import torch
+from hiserve.core import step_memory
+from hiserve.kernels import index_topk, union_reference
+from tests.helpers.compressed_cases import Step
+
+torch.set_num_threads(1)
+STEP = Step(cached=(0, 300, 37), new=(5, 2, 1))
+NUM_TOKENS, HEADS, WIDTH, SCALE = 8, 5, 16, 0.5
+
+def case(dtype=torch.float32, weight=1):
+    # Small whole numbers: every score is exact, and most are there several times.
+    keys = STEP.paged(WIDTH, 4, 2, None, dtype)
+    keys.pool.copy_(keys.pool.mul(1.5).round())
+    q = torch.randn(NUM_TOKENS, HEADS, WIDTH).round().to(dtype)
+    return q, torch.randint(-weight, 3, (NUM_TOKENS, HEADS)).float(), keys
+
+def check(q, weights, keys, most):
+    expected, found = (each.choose_rows(q, weights, keys, most, SCALE) for each in (union_reference, index_topk))
+    assert torch.equal(expected, found), (expected, found)
+    return found
+"""
+BEST = """
+for dtype, most, chunk in ((torch.float32, 6, 256), (torch.float16, 40, 16384), (torch.float32, 1, 256)):
+    torch.manual_seed(most)
+    index_topk._MAX_CHUNK = chunk  # one chunk of a token's scores, or several
+    check(*case(dtype), most)
+q, weights, keys = case()
+check(q, torch.zeros_like(weights), keys, 7)  # all scores are equal: the first
+check(q, -weights.abs(), keys, 7)  # 0 and -0 are equal
+check(q * 1e4, weights.abs(), keys, 7)
+check(q, weights, keys, 200)  # more than there are
+# A bound of the rows, and the workspace, change nothing.
+found = check(q, weights, keys, 6)
+loose = dataclasses.replace(keys, most=900)
+assert torch.equal(index_topk.choose_rows(q, weights, loose, 6, SCALE), found)
+index_topk.index_tokens = lambda num_tokens, num_rows: 3
+assert torch.equal(index_topk.choose_rows(q, weights, loose, 6, SCALE), found)
+"""
+
+
+def test_exactly_the_best_rows_and_of_equal_ones_the_first() -> None:
+    run_interpreted(HEADER + BEST)
+
+
+def test_scores_of_any_batch_stay_within_the_workspace() -> None:
+    chance = random.Random(3)
+    for _ in range(200):
+        num_tokens, num_rows = chance.randint(1, 9000), chance.randint(1, 1 << 18)
+        step = index_tokens(num_tokens, num_rows)
+        assert 1 <= step <= num_tokens
+        assert index_memory(num_tokens, num_rows) == 4 * step * num_rows <= INDEX_BYTES
+        assert step == num_tokens or 4 * (step + 1) * num_rows > INDEX_BYTES
+    assert index_tokens(5, INDEX_BYTES) == 1

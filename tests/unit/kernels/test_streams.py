@@ -1,0 +1,74 @@
+"""The kernels of several streams, of pairs and of roots against their twins, run by Triton's interpreter."""
+
+from __future__ import annotations
+
+from tests.helpers.interpreted import run_interpreted
+
+HEADER = """
+import torch
+from torch.testing import assert_close
+
+torch.set_num_threads(1)
+torch.manual_seed(5)
+"""
+STREAMS = """
+from hiserve.kernels import streams as fused, streams_reference as reference
+from hiserve.kernels.streams_reference import MixWeights
+
+for dtype, count, hidden, num_tokens in ((torch.float32, 4, 300, 3), (torch.float16, 2, 128, 18), (torch.float32, 3, 16, 2)):
+    close = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=2e-3, atol=2e-3)
+    streams = torch.randn(num_tokens, count, hidden).to(dtype)
+    num_outputs = (2 + count) * count
+    weights = MixWeights(torch.randn(num_outputs, count * hidden) * 0.1, torch.randn(num_outputs), torch.randn(3))
+    constants = dict(iterations=3, eps=1e-2, norm_eps=1e-3)
+    ours, theirs = (each.mix_streams(streams, weights, **constants) for each in (fused, reference))
+    assert_close(ours, theirs, **close)
+    assert ours[0].dtype == dtype and ours[1].dtype == torch.float32
+    out = torch.randn(num_tokens, hidden).to(dtype)
+    assert_close(*(each.merge_streams(streams, out, *theirs[1:]) for each in (fused, reference)), **close)
+    # The same streams under one address, as of an embedding.
+    same = streams[:, :1].expand(-1, count, -1)
+    assert_close(*(each.mix_streams(same, weights, **constants) for each in (fused, reference)), **close)
+    assert_close(*(each.merge_streams(same, out, *theirs[1:]) for each in (fused, reference)), **close)
+    head = MixWeights(weights.weight[:count], weights.base[:count], weights.scale[:1])
+    assert_close(*(each.join_streams(streams, head, eps=1e-2, norm_eps=1e-3) for each in (fused, reference)), **close)
+"""
+PAIRS = """
+from hiserve.kernels import pairs as reference, pairs_triton as fused
+
+for dtype, shape, turned in ((torch.float32, (3, 5, 32), 4), (torch.float16, (2, 1, 16), 8), (torch.float32, (2, 2, 12), 2)):
+    close = dict(rtol=1e-6, atol=1e-6) if dtype == torch.float32 else dict(rtol=2e-3, atol=2e-3)
+    x = torch.randn(shape[0], shape[1] * shape[2] + 5).to(dtype)[:, 5:].view(shape) if shape[1] == 1 else torch.randn(shape).to(dtype)
+    cos, sin = torch.randn(2, shape[0], turned)
+    for name, given in (("rotate_pairs", (cos, sin)), ("norm_plain", (1e-3,)), ("norm_and_rotate", (1e-3, cos, sin))):
+        assert_close(*(getattr(each, name)(x, *given) for each in (fused, reference)), **close)
+"""
+ROUTES = """
+from hiserve.kernels import root_route as fused, routing as reference
+
+for num_experts, count in ((256, 6), (12, 3)):
+    logits, bias = torch.randn(5, num_experts) * 4, torch.randn(num_experts)
+    logits[0, :4] = torch.tensor([60.0, -60.0, -9.0, 20.5])
+    given = torch.randint(0, num_experts, (5, count))
+    for how in (dict(bias=bias), dict(chosen=given)):
+        ours, theirs = (each.route_by_root(logits, count, 1.5, **how) for each in (fused, reference))
+        assert torch.equal(ours[1], theirs[1])
+        assert_close(ours[0], theirs[0], rtol=2e-6, atol=1e-7)
+for value in (torch.nan, torch.inf, -torch.inf):
+    shares, experts = fused.route_by_root(torch.full((1, 8), value), 3, 1.0, bias=torch.zeros(8))
+    assert experts.tolist() == [[0, 1, 2]]
+small = torch.full((1, 4), -30.0)
+assert_close(*(each.route_by_root(small, 2, 1.0, bias=torch.zeros(4))[0] for each in (fused, reference)))
+"""
+
+
+def test_streams_are_those_of_the_twin() -> None:
+    run_interpreted(HEADER + STREAMS)
+
+
+def test_pairs_are_turned_as_by_the_twin() -> None:
+    run_interpreted(HEADER + PAIRS)
+
+
+def test_roots_choose_what_the_twin_chooses() -> None:
+    run_interpreted(HEADER + ROUTES)
