@@ -113,7 +113,6 @@ def _make(  # type: ignore[no-untyped-def]
 ):
     """Each program makes the row that ends with a token, if one does; those behind store the snapshots of rows."""
     wide: tl.constexpr = SHAPE.num_series * SHAPE.width
-    column = tl.arange(0, SHAPE.width)
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
     program = tl.program_id(0).to(tl.int64)
@@ -121,38 +120,15 @@ def _make(  # type: ignore[no-untyped-def]
         last, row = tl.load(positions + program), tl.load(token_rows + program)
         is_end = (last + 1) % SHAPE.ratio == 0
         if is_end & (program < tl.load(token_starts + row + 1)):
-            first, start = tl.load(token_starts + row).to(tl.int64), tl.load(starts + row)
+            shift = tl.load(token_starts + row) - tl.load(starts + row)  # from a position to its token
             mine = ring + tl.load(rows + row) * (SHAPE.ring * 2 * wide)
-            best = tl.full((SHAPE.width,), -float("inf"), tl.float32)
-            total = tl.full((SHAPE.width,), 0.0, tl.float32)
-            summed = tl.full((SHAPE.width,), 0.0, tl.float32)
-            for series in tl.static_range(SHAPE.num_series):
-                before = last + 1 - (SHAPE.num_series - series) * SHAPE.ratio
-                for begin in range(0, SHAPE.ratio, SHAPE.places):
-                    place = begin + tl.arange(0, SHAPE.places)
-                    position = before + place
-                    is_there = (place < SHAPE.ratio) & (position >= 0)
-                    is_new, is_old = is_there & (position >= start), is_there & (position < start)
-                    token = (first + position - start)[:, None]
-                    at = series * SHAPE.width + column[None, :]
-                    old = mine + ((position + SHAPE.ring) % SHAPE.ring)[:, None] * (2 * wide) + at
-                    value = tl.load(values + token * value_stride + at, mask=is_new[:, None], other=0.0).to(tl.float32)
-                    value += tl.load(old, mask=is_old[:, None], other=0.0)
-                    score = tl.load(scores + token * score_stride + at, mask=is_new[:, None], other=0.0).to(tl.float32)
-                    score += tl.load(bias + place[:, None] * wide + at, mask=is_new[:, None], other=0.0)
-                    score += tl.load(old + wide, mask=is_old[:, None], other=0.0)
-                    score = tl.where(is_there[:, None], score, -float("inf"))
-                    better = tl.maximum(best, tl.max(score, 0))
-                    base = tl.where(better == -float("inf"), 0.0, better)
-                    shares, kept = tl.exp(score - base[None, :]), tl.exp(best - base)
-                    total = total * kept + tl.sum(shares, 0)
-                    summed = summed * kept + tl.sum(shares * value, 0)
-                    best = better
+            given = (values, scores, bias, mine)
+            made = _weigh(given, last, shift, tl.load(starts + row), value_stride, score_stride, SHAPE)
             number = last // SHAPE.ratio
             page = tl.load(table + row * table_stride + number // SHAPE.page_rows).to(tl.int64)
             slot = pool + (page * SHAPE.page_rows + number % SHAPE.page_rows) * slot_stride
             turn = program * SHAPE.pairs
-            _store(summed / total, norm, cos + turn, sin + turn, slot, eps, values.dtype.element_ty, SHAPE)
+            _store(made, norm, cos + turn, sin + turn, slot, eps, values.dtype.element_ty, SHAPE)
     else:
         row = program - num_tokens
         boundary, slot = tl.load(snap_at + row), tl.load(snap_slots + row)
@@ -160,19 +136,42 @@ def _make(  # type: ignore[no-untyped-def]
             shift = tl.load(token_starts + row) - tl.load(starts + row)  # from a position to its token
             mine = ring + tl.load(rows + row) * (SHAPE.ring * 2 * wide)
             kept = snapshots + slot * (SHAPE.num_kept * 2 * wide)
-            _snapshot(
-                values,
-                scores,
-                bias,
-                mine,
-                kept,
-                boundary,
-                shift,
-                tl.load(starts + row),
-                value_stride,
-                score_stride,
-                SHAPE,
-            )
+            given = (values, scores, bias, mine)
+            _snapshot(given, kept, boundary, shift, tl.load(starts + row), value_stride, score_stride, SHAPE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weigh(given, last, shift, start, value_stride, score_stride, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Returns the sum of the inputs up to ``last``, weighed by their softmax: of the step's tokens, and of the ring."""
+    values, scores, bias, ring = given
+    wide: tl.constexpr = SHAPE.num_series * SHAPE.width
+    column = tl.arange(0, SHAPE.width)
+    best = tl.full((SHAPE.width,), -float("inf"), tl.float32)
+    total = tl.full((SHAPE.width,), 0.0, tl.float32)
+    summed = tl.full((SHAPE.width,), 0.0, tl.float32)
+    for series in tl.static_range(SHAPE.num_series):
+        before = last + 1 - (SHAPE.num_series - series) * SHAPE.ratio
+        for begin in range(0, SHAPE.ratio, SHAPE.places):
+            place = begin + tl.arange(0, SHAPE.places)
+            position = before + place
+            is_there = (place < SHAPE.ratio) & (position >= 0)
+            is_new, is_old = is_there & (position >= start), is_there & (position < start)
+            token = (position + shift)[:, None]
+            at = series * SHAPE.width + column[None, :]
+            old = ring + ((position + SHAPE.ring) % SHAPE.ring)[:, None] * (2 * wide) + at
+            value = tl.load(values + token * value_stride + at, mask=is_new[:, None], other=0.0).to(tl.float32)
+            value += tl.load(old, mask=is_old[:, None], other=0.0)
+            score = tl.load(scores + token * score_stride + at, mask=is_new[:, None], other=0.0).to(tl.float32)
+            score += tl.load(bias + place[:, None] * wide + at, mask=is_new[:, None], other=0.0)
+            score += tl.load(old + wide, mask=is_old[:, None], other=0.0)
+            score = tl.where(is_there[:, None], score, -float("inf"))
+            better = tl.maximum(best, tl.max(score, 0))
+            base = tl.where(better == -float("inf"), 0.0, better)
+            shares, kept = tl.exp(score - base[None, :]), tl.exp(best - base)
+            total = total * kept + tl.sum(shares, 0)
+            summed = summed * kept + tl.sum(shares * value, 0)
+            best = better
+    return summed / total
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -189,20 +188,9 @@ def _store(made, norm, cos, sin, slot, eps, DTYPE: tl.constexpr, SHAPE: tl.const
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _snapshot(  # type: ignore[no-untyped-def]
-    values,
-    scores,
-    bias,
-    ring,
-    kept,
-    boundary,
-    shift,
-    start,
-    value_stride,
-    score_stride,
-    SHAPE: tl.constexpr,  # noqa: N803
-):
+def _snapshot(given, kept, boundary, shift, start, value_stride, score_stride, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Stores the inputs before a boundary: of the step's tokens, of the ring, zeros below position 0."""
+    values, scores, bias, ring = given
     wide: tl.constexpr = SHAPE.num_series * SHAPE.width
     column = tl.arange(0, SHAPE.width)
     for number in range(SHAPE.num_kept):

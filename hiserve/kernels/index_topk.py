@@ -131,7 +131,7 @@ def _score(  # type: ignore[no-untyped-def]
             tl.store(scores + token * num_rows + row, found, mask=is_row)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _order(scores, row, is_row):  # type: ignore[no-untyped-def]
     """Returns numbers in the order of scores, of which 0 and -0 are equal."""
     bits = (tl.load(scores + row, mask=is_row, other=0.0) + 0.0).to(tl.int32, bitcast=True)

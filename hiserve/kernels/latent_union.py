@@ -147,6 +147,17 @@ def _describe(source: RowSource) -> tuple[tuple[Tensor, int, Tensor, int, int], 
     return (*pool, source.table, source.table.stride(0), 0), kind
 
 
+@triton.jit
+def _place(positions, token_rows, token):  # type: ignore[no-untyped-def]
+    """Returns the position and the row of a token, 0 where no source needs them."""
+    position = tl.full((), 0, tl.int32)
+    row = tl.full((), 0, tl.int64)
+    if positions is not None:
+        position = tl.load(positions + token).to(tl.int32)
+        row = tl.load(token_rows + token)
+    return position, row
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _bounds(position, count, SOURCE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Returns the first row that a token sees, and the end of those that it sees."""
@@ -163,21 +174,10 @@ def _bounds(position, count, SOURCE: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _attend_rows(  # type: ignore[no-untyped-def]
-    queries,
-    pool,
-    index,
-    slot_stride,
-    low,
-    high,
-    scale,
-    best,
-    total,
-    summed,
-    SHAPE: tl.constexpr,  # noqa: N803
-    SOURCE: tl.constexpr,  # noqa: N803
-):
-    """Adds the rows ``low`` to ``high`` of a source to a softmax; ``index`` is a token's slots, or a row's table."""
+def _attend_rows(queries, source, low, high, scale, state, SHAPE: tl.constexpr, SOURCE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Adds the rows ``low`` to ``high`` of a source to a softmax; their slots are a token's, or in a row's table."""
+    pool, slot_stride, index = source
+    best, total, summed = state
     column = tl.arange(0, SHAPE.width)
     for start in range(low, high, SHAPE.num_keys):
         key = start + tl.arange(0, SHAPE.num_keys)
@@ -231,11 +231,7 @@ def _attend(  # type: ignore[no-untyped-def]
     num_blocks: tl.constexpr = (SHAPE.num_heads + SHAPE.block_heads - 1) // SHAPE.block_heads
     token, part, num_parts = (tl.program_id(0) // num_blocks).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     head = tl.program_id(0) % num_blocks * SHAPE.block_heads + tl.arange(0, SHAPE.block_heads)
-    position = tl.full((), 0, tl.int32)
-    row = tl.full((), 0, tl.int64)
-    if positions is not None:
-        position = tl.load(positions + token).to(tl.int32)
-        row = tl.load(token_rows + token)
+    position, row = _place(positions, token_rows, token)
     first, first_end = _bounds(position, first_count, FIRST)
     second, second_end = _bounds(position, second_count, SECOND)
     before = tl.cdiv(first_end - first, SHAPE.num_keys)
@@ -252,46 +248,35 @@ def _attend(  # type: ignore[no-untyped-def]
         best = tl.full((SHAPE.block_heads,), -float("inf"), tl.float32)
         total = tl.full((SHAPE.block_heads,), 0.0, tl.float32)
         summed = tl.full((SHAPE.block_heads, SHAPE.width), 0.0, tl.float32)
-        index = first_index + token * first_stride if FIRST.is_chosen else first_index + row * first_stride
-        best, total, summed = _attend_rows(
-            queries,
-            first_pool,
-            index,
-            first_slot_stride,
-            first + low * SHAPE.num_keys,
-            tl.minimum(first + high * SHAPE.num_keys, first_end),
-            scale,
-            best,
-            total,
-            summed,
-            SHAPE,
-            FIRST,
-        )
+        state = (best, total, summed)
+        source = (first_pool, first_slot_stride, first_index + (token if FIRST.is_chosen else row) * first_stride)
+        begin, end = first + low * SHAPE.num_keys, tl.minimum(first + high * SHAPE.num_keys, first_end)
+        state = _attend_rows(queries, source, begin, end, scale, state, SHAPE, FIRST)
         if SECOND.is_there:
-            index = second_index + token * second_stride if SECOND.is_chosen else second_index + row * second_stride
-            best, total, summed = _attend_rows(
-                queries,
+            source = (
                 second_pool,
-                index,
                 second_slot_stride,
-                second + tl.maximum(low - before, 0) * SHAPE.num_keys,
-                tl.minimum(second + (high - before) * SHAPE.num_keys, second_end),
-                scale,
-                best,
-                total,
-                summed,
-                SHAPE,
-                SECOND,
+                second_index + (token if SECOND.is_chosen else row) * second_stride,
             )
-        sees = total > 0.0
-        logs = tl.where(sees, best + tl.log2(tl.where(sees, total, 1.0)), -float("inf"))
-        shares = 1.0 / tl.where(sees, total, 1.0)
-        if sink is not None:
-            beside = tl.load(sink + head, mask=is_head, other=0.0).to(tl.float32) * _LOG2_E
-            shares /= 1.0 + tl.exp2(beside - tl.where(sees, logs, beside))
-        values = out + target[:, None] * SHAPE.width + column[None, :]
-        tl.store(values, (summed * shares[:, None]).to(out.dtype.element_ty), mask=is_head[:, None])
-        tl.store(lse + target, logs * _LN_2, mask=is_head)
+            begin = second + tl.maximum(low - before, 0) * SHAPE.num_keys
+            end = tl.minimum(second + (high - before) * SHAPE.num_keys, second_end)
+            state = _attend_rows(queries, source, begin, end, scale, state, SHAPE, SECOND)
+        _store(out, lse, sink, target, head, is_head, state, SHAPE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store(out, lse, sink, target, head, is_head, state, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Stores values, divided by their sum and that of a sink, and logarithms without it."""
+    best, total, summed = state
+    sees = total > 0.0
+    logs = tl.where(sees, best + tl.log2(tl.where(sees, total, 1.0)), -float("inf"))
+    shares = 1.0 / tl.where(sees, total, 1.0)
+    if sink is not None:
+        beside = tl.load(sink + head, mask=is_head, other=0.0).to(tl.float32) * _LOG2_E
+        shares /= 1.0 + tl.exp2(beside - tl.where(sees, logs, beside))
+    values = out + target[:, None] * SHAPE.width + tl.arange(0, SHAPE.width)[None, :]
+    tl.store(values, (summed * shares[:, None]).to(out.dtype.element_ty), mask=is_head[:, None])
+    tl.store(lse + target, logs * _LN_2, mask=is_head)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_parts"])  # type: ignore[untyped-decorator]

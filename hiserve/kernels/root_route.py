@@ -42,7 +42,7 @@ def route_by_root(
     return shares, numbers
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _root(logit):  # type: ignore[no-untyped-def]
     """The root of softplus; 0 of NaN."""
     small = tl.exp(tl.minimum(logit, _LINEAR))
