@@ -13,7 +13,7 @@ MAX_INT32 = 2**31 - 1  # pages, rows and lengths travel as int32
 # The names of text/reader/formats.py.
 ReplyFormatName = Literal[
     "auto", "none", "thoughts", "harmony", "hermes", "llama3_json", "mistral_list", "mistral", "qwen3_coder", "glm", "deepseek_v3", "deepseek",
-    "deepseek_v32", "kimi_k2", "minimax",
+    "deepseek_v32", "deepseek_v4", "kimi_k2", "minimax",
 ]  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from hiserve.text.prompt.encoder import PromptEncoder
 from hiserve.text.prompt.reply_tokens import ReplyTokenCache, encode_chat
 from hiserve.text.reader.buffer import Event
 from hiserve.text.template.chat_template import ChatTemplate
+from hiserve.text.template.encoders import load_template
 from hiserve.text.tokens.detokenizer import TokenBytes
 from hiserve.text.tokens.tokenizer import Tokenizer
 
@@ -92,7 +93,7 @@ def load_frontend(settings: Model, folder: Path, model: ModelConfig) -> Frontend
     """
     tokenizer = Tokenizer.load(folder, model.eos_token_ids)
     override = None if settings.chat_template is None else Path(settings.chat_template)
-    template = ChatTemplate.load(folder, override)
+    template = load_template(folder, model.architecture, override)
     uses_openais = settings.sampling_defaults == "openai"
     defaults = SamplingParams() if uses_openais else model.sampling_defaults.params()
     token_bytes = TokenBytes(tokenizer)

@@ -124,20 +124,20 @@ def test_prompts_of_every_length(
 def test_a_token_sees_the_rows_of_its_prefix_and_no_other(folders: dict[str, Path]) -> None:
     """H8, by mutation: row v of ratio r is seen at position p if v < (p + 1) // r, and one of the window if v > p - 12.
 
-    A row changes before the token is computed; what the token itself writes is what it would be.
+    A row changes before the token is computed; what the token itself writes is what it would be. A longer request in the
+    same step sees more rows.
     """
     (prompt,) = prompts_of(50)
     for position in (14, 15, 16, 31, 46):
         engine, planner = engine_of(folders["heavy alone, one stream of experts"]), HandPlanner(PAGE, 64)
-        engine.logits(planner, {1: prompt[:position]}, chunk=position)
-        planner.known[1] = position + 1
+        engine.logits(planner, {1: prompt[:position], 2: prompt}, chunk=len(prompt))
         engine.rows.tokens[1, position] = prompt[position]
-        plan = planner.step({1: 1})
+        plan = planner.step({1: 1, 2: 1})
         engine.rows.apply(plan)
         step = build_inputs(plan, engine.rows)
         storages = engine.pool._storages
         before = {name: storage.clone() for name, storage in storages.items()}
-        expected = engine.runner.run(step.forward).logits
+        expected = engine.runner.run(step.forward).logits[0]
         for group, ratio, row in (
             *(("hca", 16, row) for row in range(3)),
             *(("swa", 1, position + offset) for offset in (-13, -12, -11, -1, 0, 1)),
@@ -150,5 +150,5 @@ def test_a_token_sees_the_rows_of_its_prefix_and_no_other(folders: dict[str, Pat
             storages[group][:, :, planner.pages[1][page] * rows + row % rows] = 3.0
             is_seen = row < (position + 1) // ratio and (ratio > 1 or row > position - 12)
             is_written = (row + 1) * ratio == position + 1
-            has_changed = not torch.equal(engine.runner.run(step.forward).logits, expected)
+            has_changed = not torch.equal(engine.runner.run(step.forward).logits[0], expected)
             assert has_changed == (is_seen and not is_written), (position, group, row)

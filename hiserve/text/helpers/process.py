@@ -19,7 +19,7 @@ from hiserve.ipc.child import bound_memory, connect_to_parent, serve_jobs
 from hiserve.ipc.codec import Frames
 from hiserve.text.body.parser import slim
 from hiserve.text.helpers.pool import Done, Job, Refused, Rendering, Setup, Slim
-from hiserve.text.template.chat_template import ChatTemplate
+from hiserve.text.template.encoders import template_of
 
 JOB_CPU_S = 10.0
 MAX_MEMORY_BYTES = 4 * 2**30  # beyond what it has at its start
@@ -32,7 +32,7 @@ class Helper:
     """Runs jobs."""
 
     def __init__(self, setup: Setup) -> None:
-        self._template = None if setup.sources is None else ChatTemplate.of(setup.sources)
+        self._template = None if setup.sources is None else template_of(setup.sources)
         self._jobs = msgspec.msgpack.Decoder(Job)
 
     def answer(self, frames: Frames) -> Frames:

@@ -54,6 +54,7 @@ class Sources(msgspec.Struct, frozen=True):
     source: str
     special_tokens: dict[str, str]
     tool_source: str | None
+    encoder: str = ""  # that of ``encoders.ENCODERS`` in its place; empty without
 
 
 class ChatTemplate:

@@ -1,0 +1,145 @@
+"""Prompts of DeepSeek-V4, whose checkpoints have no chat template: thoughts, tools, and calls in its own markup."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hiserve.text.conversation import Message
+
+SIGNS = ("<｜DSML｜tool_calls>", "<｜DSML｜invoke name=", "<｜DSML｜parameter name=")
+_BEGIN, _END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+_USER, _ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
+_OPEN, _CLOSE = "<think>", "</think>"
+_MAX_EFFORT = "max"
+# The words that the model was trained on, to the letter: its documentation of prompts gives them.
+_TOOLS = """## Tools
+
+You have access to a set of tools to help answer the user's question. You can invoke tools by writing a "<｜DSML｜tool_calls>" \
+block like the following:
+
+<｜DSML｜tool_calls>
+<｜DSML｜invoke name="$TOOL_NAME">
+<｜DSML｜parameter name="$PARAMETER_NAME" string="true|false">$PARAMETER_VALUE</｜DSML｜parameter>
+...
+</｜DSML｜invoke>
+<｜DSML｜invoke name="$TOOL_NAME2">
+...
+</｜DSML｜invoke>
+</｜DSML｜tool_calls>
+
+String parameters should be specified as is and set `string="true"`. For all other types (numbers, booleans, arrays, objects), \
+pass the value in JSON format and set `string="false"`.
+
+If thinking_mode is enabled (triggered by <think>), you MUST output your complete reasoning inside <think>...</think> BEFORE \
+any tool calls or final response.
+
+Otherwise, output directly after </think> with tool calls or final response.
+
+### Available Tool Schemas
+
+{schemas}
+
+You MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.
+"""
+_EFFORT = """Reasoning Effort: Absolute maximum with no shortcuts permitted.
+You MUST be very thorough in your thinking and comprehensively decompose the problem to resolve the root cause, rigorously \
+stress-testing your logic against all potential paths, edge cases, and adversarial scenarios.
+Explicitly write out your entire deliberation process, documenting every intermediate step, considered alternative, and \
+rejected hypothesis to ensure absolutely no assumption is left unchecked.
+
+"""
+
+
+def encode(variables: Mapping[str, Any]) -> str:
+    """Returns the prompt of a conversation; as a ``ChatEncoder``.
+
+    Besides the variables of all templates it reads ``thinking``, or ``enable_thinking``: thoughts, which are off by default;
+    ``thinking_mode``, ``thinking`` or ``chat``, in their place; ``drop_thinking``, or the inverse ``preserve_thinking``:
+    those before the user's last turn are left out, unless there are tools; ``reasoning_effort``, of which ``max`` alone is
+    known to the model.
+
+    Raises:
+        ValueError: A turn has no place in such a prompt.
+    """
+    messages: Sequence[Message] = variables["messages"]
+    tools = variables.get("tools")
+    thinks = _thinks(variables)
+    keeps_all = bool(tools) or not variables.get("drop_thinking", not variables.get("preserve_thinking", False))
+    asked = max((index for index, each in enumerate(messages) if each["role"] == "user"), default=-1)
+    parts = [_BEGIN, _EFFORT if thinks and variables.get("reasoning_effort") == _MAX_EFFORT else ""]
+    index = 0
+    while index < len(messages) and messages[index]["role"] == "system":
+        parts.append(messages[index]["content"])
+        index += 1
+    if tools:
+        schemas = "\n".join(_json(tool["function"]) for tool in tools)
+        parts.append("\n\n" + _TOOLS.replace("{schemas}", schemas))
+    calls: list[Any] = []
+    while index < len(messages):
+        role = messages[index]["role"]
+        if role == "assistant":
+            parts.append(_reply(messages[index], shows_thought=thinks and (keeps_all or index > asked)))
+            calls = messages[index].get("tool_calls") or []
+            index += 1
+        elif role in ("user", "tool"):
+            end = index
+            while end < len(messages) and messages[end]["role"] in ("user", "tool"):
+                end += 1
+            parts.append(_USER + "\n\n".join(_blocks(messages[index:end], calls)))
+            index = end
+        else:
+            raise ValueError(f"a turn of the role {role} behind others")
+    if variables.get("add_generation_prompt"):
+        parts.append(_ASSISTANT + (_OPEN if thinks else _CLOSE))
+    return "".join(parts)
+
+
+def _thinks(variables: Mapping[str, Any]) -> bool:
+    """Whether the reply begins with a thought."""
+    mode = variables.get("thinking_mode")
+    if mode is not None:
+        if mode not in ("thinking", "chat"):
+            raise ValueError(f"thinking_mode is {mode!r}, neither thinking nor chat")
+        return bool(mode == "thinking")
+    return bool(variables.get("thinking", variables.get("enable_thinking", False)))
+
+
+def _reply(message: Message, *, shows_thought: bool) -> str:
+    """Returns a turn of the assistant. One without its thought ends the thought at once, as prompts for such replies do."""
+    thought = _OPEN + message.get("reasoning_content", "") if shows_thought else ""
+    text = _ASSISTANT + thought + _CLOSE + (message["content"] or "")
+    if calls := message.get("tool_calls"):
+        spelled = "\n".join(_call(each["function"]) for each in calls)
+        text += f"\n\n<｜DSML｜tool_calls>\n{spelled}\n</｜DSML｜tool_calls>"
+    return text + _END
+
+
+def _call(function: Mapping[str, Any]) -> str:
+    arguments = function["arguments"]
+    if not isinstance(arguments, dict):
+        arguments = {"arguments": arguments}
+    lines = []
+    for name, value in arguments.items():
+        is_text = isinstance(value, str)
+        spelled = value if is_text else _json(value)
+        lines.append(f'<｜DSML｜parameter name="{name}" string="{str(is_text).lower()}">{spelled}</｜DSML｜parameter>')
+    shown = "\n".join(lines)
+    return f'<｜DSML｜invoke name="{function["name"]}">\n{shown}\n</｜DSML｜invoke>'
+
+
+def _blocks(messages: Sequence[Message], calls: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the texts of one turn of the user: results, in the order of their calls, at the places of results; and words."""
+    order = {call["id"]: place for place, call in enumerate(calls) if "id" in call}
+    results = [each for each in messages if each["role"] == "tool"]
+    results.sort(key=lambda each: order.get(each.get("tool_call_id"), len(order)))
+    ordered = iter(results)
+    return [
+        f"<tool_result>{next(ordered)['content']}</tool_result>" if each["role"] == "tool" else each["content"]
+        for each in messages
+    ]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
