@@ -40,6 +40,7 @@ class AttentionShape:
         latent: Of latent attention: its heads share one KV head of ``head_dim`` elements, queries have
             ``nope_dim + rope_dim`` and outputs ``value_dim``. None is grouped-query attention.
         score_scalar: Scores are scaled by its inverse square root; None is ``head_dim``.
+        first_layer: The first layer with attention: what all layers share is made there, in each replay of a graph.
         is_union: Layers attend over rows of several groups, which heads share as keys and values (``attention.union``).
     """
 
@@ -54,6 +55,7 @@ class AttentionShape:
     hides_first: bool = False
     latent: LatentShape | None = None
     score_scalar: float | None = None
+    first_layer: int = 0
     is_union: bool = False
 
     @property

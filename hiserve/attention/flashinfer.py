@@ -148,7 +148,7 @@ class _GraphAttention:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
         """Attends; the first layer lists the pages for all layers."""
         assert self._inputs is not None, "forward before plan"
-        if layer == 0:
+        if layer == self._shape.first_layer:
             for each in self._lists.values():
                 each.pages.fill(self._inputs)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out

@@ -134,7 +134,7 @@ class _GraphAttention:
         """Attends; the first layer lists the pages for all layers."""
         inputs, page_size = self._inputs, self._shape.page_size
         assert inputs is not None and self._rows is not None, "forward before plan"
-        if layer == 0:
+        if layer == self._shape.first_layer:
             table, lengths = inputs.page_table, inputs.kv_lens
             list_pages(table, lengths, self._numbers, self._indptr, page_size, self._indices)
         out = q.new_empty((*q.shape[:2], v.shape[2])) if out is None else out

@@ -318,5 +318,6 @@ def attention_shape(
         latent=None if config.latent is None else latent_shape(config.latent),
         sinks=sinks,
         score_scalar=config.score_scalar,
+        first_layer=0 if config.delta is None else min(set(range(config.num_layers)) - config.delta.layers),
         is_union=config.compressed is not None,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -176,7 +176,10 @@ def _unfilled(
 
 def no_states(num_rows: int, device: torch.device) -> StateRows:
     """Returns the states of so many rows that pad a batch."""
-    return StateRows(*torch.zeros((len(fields(StateRows)), num_rows), dtype=torch.int64, device=device))
+    rows, starts, state_lens, state_ends, snap_at, snap_slots = torch.zeros(
+        (6, num_rows), dtype=torch.int64, device=device
+    ).unbind()
+    return StateRows(rows, starts, state_lens, state_ends, snap_at, snap_slots)
 
 
 def _next_tokens(inputs: StepInputs, scored: Tensor, rows: DeviceRows) -> Tensor:

@@ -150,6 +150,7 @@ class _CapturedMixed:
     """The graph of one bucket of T tokens."""
 
     graph: Graph  # from the inputs to the last attention
+    attn_out: Tensor  # ``[T, n]``, of this; gated, where it has gates, or of a state
     residual: Tensor  # ``[T, hidden_size]``, the residual stream before the last attention
     hidden_states: Tensor | None  # ``[T, n]``, of ``aux_layers``; None without them
 
@@ -240,15 +241,18 @@ class MixedRunner:
             made[:] = self._model.trunk(inputs, self._layers, self._attention, hidden_states)
 
         work()
-        expected = [each.clone() for each in (made[1], *aux)]
+        expected = [each.clone() for each in (*made, *aux)]
         graph = self._capture.record(work)
-        residual = made[1].fill_(torch.nan)
+        attn_out, residual = made
+        residual.fill_(torch.nan)
+        if attn_out.data_ptr() != self._out.data_ptr():  # whose padding a replay leaves as it was
+            attn_out.fill_(torch.nan)
         for each in aux:
             each.zero_()
         graph.replay()
-        if not all(torch.equal(*both) for both in zip((residual, *aux), expected, strict=True)):
+        if not all(torch.equal(*both) for both in zip((attn_out, residual, *aux), expected, strict=True)):
             raise RuntimeError("its replay differs from the eager step")
-        return _CapturedMixed(graph, residual, hidden_states)
+        return _CapturedMixed(graph, attn_out, residual, hidden_states)
 
     def run(self, inputs: ForwardInputs, bucket: int) -> ForwardOutputs:
         """Computes a step within the coverage on the current stream; the capture of its bucket has not failed."""
@@ -256,7 +260,7 @@ class MixedRunner:
         captured, num_tokens = self._captured[bucket], inputs.input_ids.shape[0]
         self._static.fill(inputs, bucket)
         captured.graph.replay()
-        attn_out = self._out[:num_tokens].flatten(1)
+        attn_out = captured.attn_out[:num_tokens]
         return self._head.finish(attn_out, captured.residual, inputs, captured.hidden_states)
 
 

@@ -84,13 +84,14 @@ class RowStates:
         if not starts:
             return
         columns = [(each.row, each.restore_slot, each.num_computed) for each in starts]
-        rows, slots, ends = upload(tuple(np.array(columns, dtype=np.int64).T), self._device)
+        host_rows, host_slots, ends = np.array(columns, dtype=np.int64).T
+        rows, slots = upload((host_rows, host_slots), self._device)
         for each in self._memory:
             if each.rows.dim() == 5:  # states
                 each.rows.index_copy_(1, rows, each.snapshots.index_select(1, slots))
             elif kept := each.snapshots.shape[2]:
                 ring = each.rows.shape[2]
-                positions = ends[:, None] - kept + torch.arange(kept, device=self._device)
-                places = (rows[:, None] * ring + positions % ring).view(-1)
+                positions = ends[:, None] - kept + np.arange(kept)
+                (places,) = upload(((host_rows[:, None] * ring + positions % ring).reshape(-1),), self._device)
                 newest = each.snapshots.index_select(1, slots).flatten(1, 2)
                 each.rows.flatten(1, 2).index_copy_(1, places, newest)

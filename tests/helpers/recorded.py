@@ -123,6 +123,7 @@ class RecordableAttention:
         self._reference = reference
         self._is_ragged = is_ragged
         self._inputs: Any = None
+        self._first: int | None = None  # layer with attention
 
     def captured(self, num_rows: int, width: int) -> RecordableAttention:
         return RecordableAttention(self._reference)
@@ -134,7 +135,8 @@ class RecordableAttention:
         self._inputs = inputs
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Any, layer: int, out: Tensor | None = None) -> Tensor:
-        if layer == 0:
+        self._first = layer if self._first is None else self._first
+        if layer == self._first:
             self._reference.plan(_with_rows(self._inputs) if self._is_ragged else self._inputs)
         return self._reference.forward(q, k, v, kv, layer, out)
 

@@ -64,6 +64,7 @@ ALLOWED = (
     Allowed("runners/graph.py", "_check_replay", "torch.equal", _AT_START),
     Allowed("runners/inputs.py", "_unfilled", "allocation", _CACHED),
     Allowed("runners/inputs.py", "_upload", "allocation", _CACHED),
+    Allowed("runners/inputs.py", "no_states", "allocation", _CACHED),
     Allowed("runners/inputs.py", "uniform_inputs", "allocation", _AT_START),
     Allowed("runners/mixed.py", "MixedRunner._capture_bucket", "*", _AT_START),
     Allowed("runners/piecewise.py", "PiecewiseRunner._capture_bucket", "*", _AT_START),

@@ -1,8 +1,13 @@
 """What rows carry along: recurrent states, rings of inputs, snapshots."""
 
+from hiserve.attention import triton
 from hiserve.kernels import step_inputs, step_reference, step_triton
-from hiserve.runners import row_states
+from hiserve.models import delta_config, delta_layer, gated_attention
+from hiserve.runners import mixed, row_states
+from tests.e2e import test_state_families_oracle, test_state_graphs, test_state_rows
+from tests.unit.attention import test_triton
 from tests.unit.kernels import test_step_triton
+from tests.unit.models import test_delta_config
 from tests.unit.runners import test_row_states
 
 with step_reference.advance, test_step_triton.test_rows_advance_by_what_was_emitted_and_faulted_ones_forget:
@@ -33,3 +38,33 @@ with row_states.RowStates.restore, test_row_states.test_a_snapshot_is_read_befor
     "INV H7: inputs of a snapshot lie in the ring where they lay in the snapshot"
     positions % ring
     positions % 1 + torch.arange(kept, device=self._device)
+with delta_config.DeltaConfig.groups, test_state_rows.test_after_any_accept_pattern_the_state_is_that_of_plain_decoding[23]:
+    "INV H6: the ring has no room for the inputs of drafts"
+    kept + max_draft
+    kept + 1
+with (
+    delta_layer._ordered,
+    test_state_families_oracle.test_a_model_with_states_gives_the_logits_and_tokens_of_transformers["qwen3_next-overrides4-ways4"],
+):
+    "the gates of all key heads lie one after the other in Qwen3-Next"
+    gates.view(heads, 2, -1, gates.shape[1]).unbind(1)
+    gates.view(2, heads, -1, gates.shape[1]).unbind(0)
+with (
+    gated_attention.make_gated_attention,
+    test_state_families_oracle.test_a_model_with_states_gives_the_logits_and_tokens_of_transformers["qwen3_5_text-overrides1-ways1"],
+):
+    "elements that are not rotated have YaRN's factor"
+    torch.where(is_still, weight / config.rope.attention_factor, weight)
+    weight
+with mixed.MixedRunner.run, test_state_graphs.test_graphs_give_the_tokens_of_eager_steps["qwen3_5_text-overrides0-off-1"]:
+    "the logits of a mixed graph are those of attention without its gates"
+    captured.attn_out[:num_tokens]
+    self._out[:num_tokens].flatten(1)
+with triton.TritonAttention.__init__, test_triton.test_splits_are_made_in_the_first_layer_that_attends:
+    "the splits of rows are made in a layer that has no attention"
+    shape.first_layer
+    0
+with delta_config._kinds, test_delta_config.test_every_fourth_layer_has_attention_by_default:
+    "the first of four layers has attention"
+    (layer + 1) % interval == 0
+    layer % interval == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -33,3 +35,9 @@ def test_leading_rows_of_few_tokens_are_computed_together_and_all_behind_a_longe
     assert (0 if others is None else len(others.rows.all_seen.kv_lens)) == len(q_lens) - num_short
     if others is not None:
         assert others.rows.all_seen.max_q_len > 32  # all that this kernel is compiled for
+
+
+def test_splits_are_made_in_the_first_layer_that_attends() -> None:
+    """Elsewhere layers without attention come first: nobody would make them."""
+    shape = dataclasses.replace(Case([(5, 1)]).shape, windows=(), first_layer=3)
+    assert TritonAttention(shape)._splits_at == {3}
