@@ -161,7 +161,7 @@ def _patched(module: Any, **values: int) -> Iterator[None]:
 
 def main() -> None:
     """Prints times of each size of blocks: of steps by rows, and of prompts."""
-    from hiserve.kernels import delta_chunks, delta_step  # noqa: PLC0415 - Triton is not installed everywhere
+    from hiserve.kernels import delta_chunks, delta_scan, delta_step  # noqa: PLC0415 - Triton is not installed everywhere
 
     torch.manual_seed(SEED)
     device, rate = torch.device("cuda"), ceilings.copy_rate("cuda", 8 << 30)
@@ -176,7 +176,7 @@ def main() -> None:
             print(f"rows {num_rows:2}, {block:3} values, {warps} warps: {told}", flush=True)
     layers = Layers.of(SHAPE, device, 8)
     for chunk, block, warps in product((16, 32, 64), (32, 64, 128), (4, 8)):
-        with _patched(delta_chunks, _CHUNK=chunk, _BLOCK_VALUES=block, _NUM_WARPS=warps):
+        with _patched(delta_chunks, _CHUNK=chunk), _patched(delta_scan, _BLOCK_VALUES=block, _NUM_WARPS=warps):
             alone, at_once = layers.seconds([8192], start=0), layers.seconds([1024] * 8, start=0)
         told = f"1 x 8192 {1e3 * alone:6.2f} ms, 8 x 1024 {1e3 * at_once:6.2f} ms"
         print(f"chunks of {chunk}, {block:3} values, {warps} warps: {told}", flush=True)

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from hiserve.core.forward import ForwardInputs
-from hiserve.kernels import delta_chunks, delta_step
 from hiserve.kernels.delta import DeltaPools, DeltaShape, DeltaWeights, row_groups
+from hiserve.kernels.delta_chunks import solve_chunks
 from hiserve.kernels.delta_inputs import make_inputs
+from hiserve.kernels.delta_scan import scan_chunks
+from hiserve.kernels.delta_step import advance
 
 _IN_CHUNKS = (torch.bfloat16, torch.float16)
 """Types whose prompts are computed chunk by chunk. Of wider ones each token has the same operations, whatever the step."""
@@ -35,6 +37,9 @@ def delta(
             dtype=mixed.dtype if group.is_long else pools.state.dtype,
             is_packed=group.is_long,
         )
-        compute = delta_chunks.advance_chunks if group.is_long and mixed.dtype in _IN_CHUNKS else delta_step.advance
-        compute(made, mixed, gates, pools, rows, indptr, out)
+        if group.is_long and mixed.dtype in _IN_CHUNKS:
+            solved = solve_chunks(made, rows, indptr, num_tokens=mixed.shape[0], width=group.width)
+            scan_chunks(made, solved, mixed, gates, pools, rows, indptr, out)
+        else:
+            advance(made, mixed, gates, pools, rows, indptr, out)
     return out

@@ -151,7 +151,7 @@ with delta_chunks._inverse, test_delta_triton.test_prompts_fold_and_snapshot_as_
     "kernel: the inverse of a chunk lacks the products between its blocks"
     (pair >> level) == 1
     (pair >> level) == 9
-with delta_chunks._advance_chunks, test_delta_triton.test_prompts_fold_and_snapshot_as_the_twin_does:
+with delta_chunks.chunk_of, test_delta_triton.test_prompts_fold_and_snapshot_as_the_twin_does:
     "kernel: a chunk passes the end of the certain tokens, whose state is then lost"
-    tl.where(low < state_end, state_end, end)
+    tl.where(number < second, state_end, end)
     end

@@ -188,9 +188,9 @@ def advance_states() -> None:
     """The heads of Qwen3.5-35B-A3B, and small ones in float64."""
     large = DeltaShape(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128)
     small = DeltaShape(num_key_heads=1, num_value_heads=2, key_dim=16, value_dim=16)
-    for shape, dtype in ((large, BF16), (small, torch.float32), (small, torch.float64)):
+    for shape, dtype, lengths in ((large, BF16, (2, 40)), (small, torch.float64, (2,))):
         layer = Layer(random_weights(shape, dtype), nan_pools(2, 6, 1, shape, dtype), shape, delta_triton.delta)
-        for num_tokens in (2, 40):
+        for num_tokens in lengths:
             layer.step([Chunk(1, 0, 0, random_inputs(num_tokens, shape, dtype))])
 
 
@@ -222,7 +222,10 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
         {f"draft_triton.{name}" for name in ("_draft_inputs", "_draft_hidden_states", "_keep_hidden_states")}
         | {"draft_window._note_drafted", "draft_window._draft_window", "ngram_search._draft_ngrams"},
     ),
-    "states": (advance_states, {"delta_inputs._make_inputs", "delta_step._advance", "delta_chunks._advance_chunks"}),
+    "states": (
+        advance_states,
+        {"delta_inputs._make_inputs", "delta_step._advance", "delta_chunks._solve_chunks", "delta_scan._scan_chunks"},
+    ),
     "compressed": (
         compressed,
         {f"latent_union.{name}" for name in ("_attend", "_join")}

@@ -38,13 +38,18 @@ import pytest
         ),
         ("ngram_search", "_draft_ngrams", ("rows",)),
         ("delta_inputs", "_make_inputs", ("rows", "starts", "state_lens", "indptr", "num_tokens", "room")),
+        (
+            "delta_chunks",
+            "_solve_chunks",
+            ("starts", "state_lens", "state_ends", "snap_at", "snap_slots", "indptr", "num_tokens", "room"),
+        ),
         *(
             (
                 module,
                 kernel,
                 ("rows", "starts", "state_lens", "state_ends", "snap_at", "snap_slots", "indptr", "num_tokens", "room"),
             )
-            for module, kernel in (("delta_step", "_advance"), ("delta_chunks", "_advance_chunks"))
+            for module, kernel in (("delta_step", "_advance"), ("delta_scan", "_scan_chunks"))
         ),
     ],
 )

@@ -1,0 +1,163 @@
+"""The states of prompts by the gated delta rule, one chunk after the other."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hiserve.core.forward import StateRows
+from hiserve.kernels.delta import DeltaPools
+from hiserve.kernels.delta_chunks import SolvedChunks, boundaries_of, chunk_of
+from hiserve.kernels.delta_inputs import VARYING, MadeInputs, entry_of, span_of, where_all
+from hiserve.kernels.delta_rings import store_inputs
+from hiserve.kernels.launch import await_previous, early_launch, start_next
+
+_BLOCK_VALUES = 64
+_NUM_WARPS = 4
+_NUM_STAGES = 2  # chunks in shared memory at once, 64 KiB each
+
+
+def scan_chunks(
+    made: MadeInputs,
+    solved: SolvedChunks,
+    mixed: Tensor,
+    gates: Tensor,
+    pools: DeltaPools,
+    rows: StateRows,
+    indptr: Tensor,
+    out: Tensor,
+) -> None:
+    """Like ``delta_step.advance``, for states in float32; outputs depend on chunks in their last digits."""
+    sizes = made.sizes
+    block = min(_BLOCK_VALUES, sizes.value_dim)
+    _scan_chunks[(sizes.num_value_heads * (sizes.value_dim // block), rows.rows.shape[0])](
+        made.heads,
+        made.factors,
+        *solved,
+        mixed,
+        gates,
+        pools.ring,
+        pools.state,
+        pools.snap_ring,
+        pools.snap_state,
+        rows.rows,
+        rows.starts,
+        rows.state_lens,
+        rows.state_ends,
+        rows.snap_at,
+        rows.snap_slots,
+        indptr,
+        out,
+        mixed.stride(0),
+        gates.stride(0),
+        mixed.shape[0],
+        made.room,
+        SIZES=sizes,
+        BLOCK=block,
+        CHUNK=solved.reads.shape[2],
+        num_warps=_NUM_WARPS,
+        num_stages=_NUM_STAGES,
+        **early_launch(mixed.device),
+    )
+
+
+@triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
+def _scan_chunks(  # type: ignore[no-untyped-def]
+    heads,
+    factors,
+    keys,
+    values,
+    reads,
+    mixed,
+    gates,
+    ring,
+    state,
+    snap_ring,
+    snap_state,
+    rows,
+    starts,
+    state_lens,
+    state_ends,
+    snap_at,
+    snap_slots,
+    indptr,
+    out,
+    mixed_stride,
+    gates_stride,
+    num_tokens,
+    room,
+    SIZES: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    CHUNK: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
+):
+    """Each program advances some columns of one head's state over the tokens of one row."""
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
+    num_blocks: tl.constexpr = SIZES.value_dim // BLOCK
+    head, number = tl.program_id(0) // num_blocks, tl.program_id(1)
+    begin, start, state_len, end = span_of(number, indptr, starts, state_lens)
+    if start < end:
+        boundary, state_end = boundaries_of(number, state_len, end, state_ends, snap_at, snap_slots)
+        row, slot, first = tl.load(rows + number), tl.load(snap_slots + number), begin.to(tl.int64) - start
+        key, value = tl.arange(0, SIZES.key_dim), tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+        size: tl.constexpr = SIZES.num_value_heads * SIZES.key_dim * SIZES.value_dim
+        part = (head * SIZES.key_dim + key)[:, None] * SIZES.value_dim + value[None, :]
+        total = tl.load(state + row * size + part, mask=where_all(state_len > 0, key)[:, None], other=0.0)
+        most = tl.cdiv(boundary - state_len, CHUNK) + tl.cdiv(state_end - boundary, CHUNK)
+        for turn in range(most + tl.cdiv(end - state_end, CHUNK)):
+            low, high = chunk_of(turn, state_len, boundary, state_end, end, CHUNK)
+            t = low + tl.arange(0, CHUNK)
+            entry, is_live = entry_of(t, start, begin, number, num_tokens, room, SIZES), t < high
+            total, read = _advance(
+                total, heads, factors, keys, values, reads, entry, is_live, head, value, SIZES, CHUNK
+            )
+            target = out + ((first + t) * SIZES.num_value_heads + head)[:, None] * SIZES.value_dim + value[None, :]
+            tl.store(target, read.to(out.dtype.element_ty), mask=(is_live & (t >= start))[:, None])
+            if high == state_end:
+                tl.store(state + row * size + part, total)
+            if (high == boundary) & (low < boundary):
+                tl.store(snap_state + slot * size + part, total)
+        new, gate = mixed + first * mixed_stride, gates + first * gates_stride
+        boundary = tl.where(boundary > state_len, boundary, end + 1)
+        own = ring + row * (SIZES.ring * SIZES.entry_size)
+        store_inputs(own, snap_ring, slot, boundary, new, gate, start, end, mixed_stride, gates_stride, SIZES, BLOCK)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _advance(  # type: ignore[no-untyped-def]
+    total,
+    heads,
+    factors,
+    keys,
+    values,
+    reads,
+    entry,
+    is_live,
+    head,
+    value,
+    SIZES: tl.constexpr,  # noqa: N803
+    CHUNK: tl.constexpr,  # noqa: N803
+):
+    """Returns the state after a chunk, and what its tokens read; tokens that are not live change nothing.
+
+    The state is float32; products take it, and changes, in the type of the inputs.
+    """
+    place, key = (entry * SIZES.num_value_heads + head)[:, None], tl.arange(0, SIZES.key_dim)
+    is_token = is_live[:, None]
+    made = tl.load(keys + place * SIZES.key_dim + key, mask=is_token, other=0.0)
+    change = tl.load(values + place * SIZES.value_dim + value, mask=is_token, other=0.0).to(tl.float32)
+    share = tl.load(reads + place * CHUNK + tl.arange(0, CHUNK), mask=is_token, other=0.0)
+    group: tl.constexpr = SIZES.num_value_heads // SIZES.num_key_heads
+    q_place = heads + entry[:, None] * SIZES.num_channels + (head // group * SIZES.key_dim + key)
+    q = tl.load(q_place, mask=is_token, other=0.0)
+    k = tl.load(q_place + SIZES.num_key_heads * SIZES.key_dim, mask=is_token, other=0.0)
+    factor = factors + entry * (2 * SIZES.num_value_heads) + SIZES.num_value_heads + head
+    decay = tl.load(factor, mask=is_live, other=0.0)
+    faded, last, narrow = tl.cumsum(decay, 0)[:, None], tl.sum(decay, 0), total.to(made.dtype)
+    change -= tl.dot(made, narrow, input_precision="ieee")
+    read = tl.dot(q, narrow, input_precision="ieee") * tl.exp(faded)
+    read = tl.dot(share, change.to(made.dtype), read, input_precision="ieee")
+    change = (change * tl.exp(last - faded)).to(made.dtype)
+    return tl.dot(tl.trans(k), change, total * tl.exp(last), input_precision="ieee"), read
