@@ -22,6 +22,9 @@ SCORED_SLICE, SCORED_BYTES = 128, 24
 # Attention: programs with partial results, query vectors per program, bytes of schedules and workspaces of libraries.
 MAX_PROGRAMS, PROGRAM_QUERIES, SCHEDULE_BYTES = 320, 128, 64 << 20
 INDEX_BYTES, SCORE_BYTES = 64 << 20, 4  # of scores of rows by an index at once, where one token has no more; of a score
+DELTA_CHUNK = (
+    64  # tokens of a prompt that are solved at once in layers of the gated delta rule; each has as many shares
+)
 EXPANDED_KEYS = 2048  # of a prefix, whose keys and values of all heads are in memory at once under latent attention
 # Graphs of all sizes: rows, or tokens, as a multiple of those of the largest; tokens of the largest piece; number of sizes;
 # bytes of the driver per graph.

@@ -14,10 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from hiserve.core.forward import StateRows
+from hiserve.core.step_memory import DELTA_CHUNK
 from hiserve.kernels.delta_inputs import VARYING, MadeInputs, entry_of, span_of
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 
-_CHUNK = 64  # tokens; a power of 2, 16 at least
+_CHUNK = DELTA_CHUNK  # a power of 2, 16 at least
 _NUM_WARPS = 4
 _PRECISION = tl.constexpr("tf32")  # of products in float32: 10 bits, three more than bfloat16 has
 

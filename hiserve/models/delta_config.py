@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from hiserve.core.kv_groups import CacheGroupSpec, CachePlan, Space
+from hiserve.core.step_memory import DELTA_CHUNK
 from hiserve.errors import ModelError
 from hiserve.models.config_fields import ConfigFields
 
@@ -55,8 +56,10 @@ class DeltaConfig(msgspec.Struct, frozen=True, kw_only=True):
         return rows * hidden_size + self.num_channels * self.conv_width + 2 * self.num_value_heads + self.value_dim
 
     def step_elements(self) -> int:
-        """Returns elements of a token in such a layer: projections, their inputs as the rule takes them, outputs."""
-        return 2 * self.input_width + 4 * self.value_size
+        """Returns elements of a token in such a layer: projections, convolved heads, solved chunks, gates' factors, outputs."""
+        projected, gates = self.input_width + self.value_size, 4 * self.num_value_heads  # of twice the bytes
+        solved = self.num_value_heads * (self.key_dim + self.value_dim + DELTA_CHUNK)
+        return projected + self.num_channels + gates + solved + self.value_size
 
     def groups(self, dtype: str, max_draft: int) -> tuple[CacheGroupSpec, CacheGroupSpec]:
         """Returns what rows carry along: states, and a ring of inputs.

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from hiserve.core.step_memory import DELTA_CHUNK
 from hiserve.kernels.delta import DeltaShape, DeltaWeights
+from hiserve.models.delta_config import DeltaConfig
 from tests.helpers.delta_cases import (
     SHAPE,
     TAPS,
@@ -241,3 +243,19 @@ def oracle(name: str) -> Any:
             parameter.copy_(torch.randn(parameter.shape) * 0.5)
         layer.A_log.copy_(torch.rand(SHAPE.num_value_heads).mul(4).add(0.05).log())
     return layer
+
+
+def test_the_memory_of_a_step_counts_what_the_kernels_of_prompts_keep() -> None:
+    """Of a token, with the heads of Qwen3.5-35B-A3B in 16 bits: by hand from the tensors that a launch makes."""
+    config = DeltaConfig(
+        layers=frozenset({0}),
+        num_key_heads=16,
+        num_value_heads=32,
+        key_dim=128,
+        value_dim=128,
+        conv_width=4,
+        is_interleaved=False,
+    )
+    projected, heads, factors = 2 * (8192 + 64 + 4096), 2 * 8192, 4 * 64
+    solved = 2 * 32 * (128 + 128 + DELTA_CHUNK)
+    assert 2 * config.step_elements() == projected + heads + factors + solved + 2 * 4096
