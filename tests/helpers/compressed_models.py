@@ -161,11 +161,18 @@ class PoisonedPool:
             idle = (rows.generation == 0).nonzero()[0][1:].tolist()
             for name, storage in pool._storages.items():
                 if name.endswith("_inputs"):
-                    storage[:, idle] = torch.nan
+                    if not planner._in_flight:
+                        storage[:, idle] = torch.nan
                 else:
                     num_pages = cache.windows.num_refs.size if name == "swa" and cache.windows is not None else 0
+                    if planner._in_flight and not num_pages:
+                        continue  # a step in flight may read a page in whose place its row has the tree's now
                     pages = storage.view(*storage.shape[:2], num_pages or cache.page_owner.size, -1)
                     pages[:, :, free[bool(num_pages)]] = torch.nan
+            if cache.snapshots is not None:
+                unheld = (cache.snapshots.num_refs == 0).nonzero()[0][1:].tolist()
+                for memory in pool.carried.values():
+                    memory.snapshots[:, unheld] = torch.nan
             return updates
 
         engine.step = watched  # type: ignore[method-assign]
