@@ -150,8 +150,8 @@ class CompressedSelfAttention:
         width, num_heads, ops = self.config.width, self.sinks.shape[0], self.ops
         latent, row, *others = self.into(x).split_with_sizes(self.sizes, 1)
         ups = self.query_up(self.query_norm(latent))
-        q = ops.norm_plain(ups[:, : num_heads * width].reshape(-1, num_heads, width), self.eps)
-        q = ops.rotate_pairs(q, turns.cos, turns.sin)
+        heads = ups[:, : num_heads * width].reshape(-1, num_heads, width)
+        q = ops.norm_and_rotate(heads, self.eps, turns.cos, turns.sin)
         sources = [self.store(row, inputs, turns, kv, attention)]
         if self.compressor is not None:
             assert isinstance(kv, GroupedKV), type(kv)
