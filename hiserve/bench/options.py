@@ -204,6 +204,24 @@ class SweepOptions(msgspec.Struct, frozen=True, kw_only=True):
     repeats: Annotated[int, about("Runs of each case, in turns with plain decoding; shows medians.", least=1)] = 3
 
 
+class RehearsalOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Rehearsed drafts, right with a given probability at the cost of a head, whatever the weights."""
+
+    sweep: Annotated[
+        bool,
+        about("Measure speculation by concurrency and acceptance with rehearsed drafts, instead of the cases above."),
+    ] = False
+    acceptances: Annotated[tuple[float, ...], about("Probabilities that a draft is right.", least=0, most=1)] = (
+        0.0,
+        0.27,
+        0.7,
+    )
+    concurrency: Annotated[
+        tuple[int, ...],
+        about("Requests at once; the default is 1 4 8 16 32, on a CPU 1 4.", unit="requests", least=1, most=4096),
+    ] = ()
+
+
 class SoakOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The load of a soak, and its faults."""
 

@@ -171,7 +171,7 @@ def sweep_engines(config: Options, sweep: SweepOptions, open_engine: Open, begin
             for proposer, steps in product(proposers, sweep.steps):
                 number = "auto" if steps == "auto" else int(steps)
                 with open_engine(settings | {"spec": proposer, "spec_steps": number}) as engine:
-                    name = _name(engine, proposer)
+                    name = name_of(engine, proposer)
                     first = len(cases)
                     for case in _measured((plain, engine), judge, prompts, sweep, name, steps):
                         cases.append(case)
@@ -214,7 +214,7 @@ def conditions(sweep: SweepOptions) -> Iterator[tuple[int, float, str]]:
     return product(sweep.batches, sweep.temperatures, sweep.sources)
 
 
-def _name(engine: SpecEngine, proposer: str) -> str:
+def name_of(engine: SpecEngine, proposer: str) -> str:
     """Returns the name of a proposer; for ``auto``, of the chosen one. Raises ConfigError."""
     name = engine.settings.spec.spec if proposer == "auto" else proposer
     if name == "off":

@@ -34,6 +34,7 @@ from hiserve.bench.options import (
     OfflineOptions,
     OutputOptions,
     PlotOptions,
+    RehearsalOptions,
     SoakOptions,
     SweepOptions,
     add_flags,
@@ -42,6 +43,9 @@ from hiserve.bench.options import (
 )
 from hiserve.bench.plot import Plotter, draw_cache, draw_spec
 from hiserve.bench.record import about, discard_empty, prepare, raw, write
+from hiserve.bench.rehearsal import figures_of as rehearsed_figures
+from hiserve.bench.rehearsal import rehearse_engines
+from hiserve.bench.rehearsal_report import draw_rehearsed, show_rehearsed
 from hiserve.bench.report import show_cache, show_soak, show_spec
 from hiserve.bench.soak.soak_run import soak
 from hiserve.bench.spec_run import figures_of, sweep_engines
@@ -49,6 +53,7 @@ from hiserve.bench.summary import Summary, by_round, goodput, num_without_ids, p
 from hiserve.bench.workload import Run
 from hiserve.commands.progress import progress
 from hiserve.config.options import Options, flat, without_secrets
+from hiserve.llm.rehearsed import RehearsedLLM
 from hiserve.models.builtin_shapes import read_model
 
 _T = TypeVar("_T")
@@ -165,6 +170,8 @@ def _offline(config: Options, arguments: Mapping[str, Any]) -> int:
 
 def _spec(config: Options, arguments: Mapping[str, Any]) -> int:
     sweep = pick(SweepOptions, arguments)
+    if pick(RehearsalOptions, arguments).sweep:
+        return _rehearsed(config, sweep, arguments)
     plotter, console = _plotter(arguments), Console(highlight=False)
     with progress("cases") as begin:
         found = sweep_engines(config, sweep, lambda settings: hiserve.LLM(in_process=True, **settings), begin)
@@ -178,6 +185,30 @@ def _spec(config: Options, arguments: Mapping[str, Any]) -> int:
         console.print(f"[yellow]stopped early, after {len(found.cases)} cases[/yellow]")
         return INTERRUPTED
     return int(not are_kept([case.equality for case in found.cases]))
+
+
+def _rehearsed(config: Options, sweep: SweepOptions, arguments: Mapping[str, Any]) -> int:
+    rehearsal = pick(RehearsalOptions, arguments)
+    plotter, console = _plotter(arguments), Console(highlight=False)
+    with progress("cases") as begin:
+        found = rehearse_engines(
+            config,
+            sweep,
+            rehearsal,
+            lambda settings: hiserve.LLM(in_process=True, **settings),
+            lambda settings: RehearsedLLM(**settings),
+            begin,
+        )
+    show_rehearsed(console, found)
+    cases = [msgspec.structs.asdict(case) | {"figures": rehearsed_figures(case)} for case in found.cases]
+    figures = {"options": [sweep, rehearsal], "config": without_secrets(found.config), "proposer": found.proposer}
+    _write(arguments, None, figures | {"cases": cases, "is_partial": found.is_partial})
+    if plotter is not None:
+        draw_rehearsed(plotter, f"Rehearsed drafts on {config.model.shape or config.model.model}", found)
+    if found.is_partial:
+        console.print(f"[yellow]stopped early, after {len(found.cases)} cases[/yellow]")
+        return INTERRUPTED
+    return int(not found.is_same)
 
 
 def _soak(config: Options, arguments: Mapping[str, Any]) -> int:
@@ -218,7 +249,7 @@ KINDS = {
     "offline": BenchKind("Measure the offline API's throughput.", (OfflineOptions, OutputOptions), True, _offline),
     "spec": BenchKind(
         "Measure speculation against plain decoding: what is accepted, gained and paid, with the same tokens.",
-        (SweepOptions, OutputOptions, PlotOptions),
+        (SweepOptions, RehearsalOptions, OutputOptions, PlotOptions),
         True,
         _spec,
     ),

@@ -32,7 +32,7 @@ from hiserve.engine.grammars import GrammarRows
 from hiserve.engine.kv_event_sender import KvEventSender, open_kv_events
 from hiserve.engine.loop import Engine, EngineFacts
 from hiserve.engine.planner import Planner
-from hiserve.engine.runner_factory import open_proposer, prepare_runners
+from hiserve.engine.runner_factory import MakeProposer, open_proposer, prepare_runners
 from hiserve.engine.startup import await_memory
 from hiserve.engine.tier_transfers import TierTransfers, make_registrar, make_transfers, recover_host_pages
 from hiserve.errors import ResourceError
@@ -60,6 +60,7 @@ def build_engine(
     measurements: StartupMeasurements = NO_MEASUREMENTS,
     *,
     waits_for_compilers: bool = True,
+    make_proposer: MakeProposer = open_proposer,
 ) -> Engine:
     """Loads the model, allocates pool and rows, and joins both halves.
 
@@ -69,6 +70,7 @@ def build_engine(
         replica: Which worker this is.
         measurements: Of the worker before it, whose memory is waited for.
         waits_for_compilers: Otherwise prompts are computed by Triton until FlashInfer's kernels are compiled.
+        make_proposer: Makes what drafts, of the settings.
 
     Raises:
         ConfigError: The model's files have changed since the identity was computed.
@@ -79,7 +81,7 @@ def build_engine(
     with ExitStack() as undo:
         if kv_events is not None:
             undo.callback(kv_events.close)
-        engine = _compose(settings, segment, kv_events, measurements, waits_for_compilers, undo)
+        engine = _compose(settings, segment, kv_events, measurements, waits_for_compilers, make_proposer, undo)
         undo.pop_all()
     return engine
 
@@ -90,6 +92,7 @@ def _compose(
     kv_events: KvEventSender | None,
     measurements: StartupMeasurements,
     waits_for_compilers: bool,
+    make_proposer: MakeProposer,
     undo: ExitStack,
 ) -> Engine:
     """Makes the engine; ``undo`` gets a callback for each started thread, in case a later part fails."""
@@ -118,7 +121,7 @@ def _compose(
     cache = _cache(settings, namespace, host, kv_events)
     tier_transfers = None if host is None else _tier_transfers(settings, host, cache, pool, startup_s, undo)
     with _phase(startup_s, "prepare runners"):
-        proposer = open_proposer(settings, draft, head, pool, rows)
+        proposer = make_proposer(settings, draft, head, pool, rows)
         serving = threading.Event()
         runners = prepare_runners(
             settings, model, model_config, draft, pool, rows, proposer, None if waits_for_compilers else serving.is_set

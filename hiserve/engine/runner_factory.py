@@ -39,6 +39,9 @@ from hiserve.spec.ngram import NgramProposer
 
 logger = logging.getLogger(__name__)
 
+# Makes the proposer of an engine, as ``open_proposer`` does.
+MakeProposer = Callable[[Settings, DraftConfig | None, DraftHead | None, DevicePool, DeviceRows], Proposer | None]
+
 
 def prepare_runners(
     settings: Settings,

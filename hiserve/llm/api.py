@@ -93,7 +93,10 @@ class LLM:
         self._vocab_size = launch.model.vocab_size
         self._is_closed = False
         self._vetting = BlockingVetting(launch.folder, launch.model.vocab_size, launch.model.eos_token_ids)
-        self._backend: OfflineBackend = InProcess(self.settings) if in_process else Processes(self.settings)
+        self._backend = self._open(in_process)
+
+    def _open(self, in_process: bool) -> OfflineBackend:
+        return InProcess(self.settings) if in_process else Processes(self.settings)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None

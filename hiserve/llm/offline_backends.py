@@ -20,6 +20,7 @@ from hiserve.core.request import SamplingParams
 from hiserve.core.startup_measurements import StepCosts
 from hiserve.engine.build import build_engine
 from hiserve.engine.loop import Engine
+from hiserve.engine.runner_factory import MakeProposer, open_proposer
 from hiserve.errors import EngineError, HiserveError, UnavailableError
 from hiserve.ipc.cache_stats import TierName
 from hiserve.ipc.messages import Admit
@@ -99,12 +100,12 @@ def _follow(
 class InProcess:
     """Steps an engine of this process, in a thread, so that Ctrl-C falls between two steps and never into one."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, make_proposer: MakeProposer = open_proposer) -> None:
         with ExitStack() as undo:
             segment = open_segment(settings, 0)
             if segment is not None:
                 undo.callback(segment.close)
-            self.engine: Engine = build_engine(settings, segment)
+            self.engine: Engine = build_engine(settings, segment, make_proposer=make_proposer)
             undo.callback(self.engine.close)
             self._undo = undo.pop_all()
         self._room = room_for_jobs(settings)

@@ -1,0 +1,201 @@
+"""Speculation by concurrency and acceptance: rehearsed drafts, a fixed number of them or chosen step by step, against none."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from hiserve.bench.load import Begin
+from hiserve.bench.options import RehearsalOptions, SweepOptions
+from hiserve.bench.spec_engine import BatchResult, SpecEngine, Tokens, prepare, run_batch
+from hiserve.bench.spec_run import Open, check_sweep, engine_settings, name_of, sampling
+from hiserve.config.options import Options
+from hiserve.core.usage import COLD, DraftUse
+from hiserve.errors import ConfigError
+from hiserve.models.builtin_shapes import read_model
+
+AUTO = "auto"
+BAR, FAST_BAR = 0.97, 1.3  # of ``auto`` over no drafts: everywhere, and alone with many accepted
+FAST_ACCEPTANCE = 0.7
+CONCURRENCIES = {"cuda": (1, 4, 8, 16, 32), "cpu": (1, 4)}
+SEED = 7  # of the prompts
+
+
+class RehearsedEngine(SpecEngine, Protocol):
+    """The offline API, in process, with a rehearsed proposer."""
+
+    def rehearse(self, texts: Mapping[int, Sequence[int]], acceptance: float) -> None:
+        """Sets the drafts of requests, by seed."""
+
+
+class RehearsedCase(msgspec.Struct, frozen=True, kw_only=True):
+    """Drafts of one kind at one acceptance, on one number of requests at once."""
+
+    steps: str  # drafts of each step; ``auto`` chooses them
+    acceptance: float  # the probability that a draft is right
+    concurrency: int
+    plain: list[BatchResult]  # runs without drafts, in the order in which they were made
+    spec: list[BatchResult]  # runs with them, each right after the plain one of its number
+    num_differing: int  # replies of the last run that are not those of plain decoding
+
+    @property
+    def drafts(self) -> DraftUse:
+        return sum((run.drafts for run in self.spec), DraftUse())
+
+    @property
+    def speedup(self) -> float:
+        """Tokens per second over those without drafts: the median of the runs' ratios."""
+        pairs = zip(self.spec, self.plain, strict=True)
+        return statistics.median(spec.tokens_per_s / plain.tokens_per_s for spec, plain in pairs)
+
+    @property
+    def accepted(self) -> float | None:
+        """The share of accepted drafts among those whose predecessors were accepted; None where their number varies."""
+        use = self.drafts
+        if self.steps == AUTO or not use.verify_steps:
+            return None
+        num_refused = use.verify_steps - use.accepted_per_position[int(self.steps) - 1]
+        return use.accepted / (use.accepted + num_refused)
+
+    @property
+    def bar(self) -> float | None:
+        """The least speed-up asked for; None for a fixed number of drafts."""
+        if self.steps != AUTO:
+            return None
+        return FAST_BAR if self.concurrency == 1 and self.acceptance >= FAST_ACCEPTANCE else BAR
+
+
+class Rehearsed(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a sweep."""
+
+    config: Options  # of the engine without drafts, resolved
+    proposer: str  # whose cost is paid
+    cases: list[RehearsedCase]  # in the order in which they were measured
+    is_partial: bool = False  # ctrl-C came before the last case
+
+    @property
+    def is_same(self) -> bool:
+        """Whether no reply differs that may not: the rounding of small types depends on the shape of a step."""
+        return self.config.model.dtype in ("bfloat16", "float16") or not any(each.num_differing for each in self.cases)
+
+
+def rehearse_engines(
+    config: Options,
+    sweep: SweepOptions,
+    rehearsal: RehearsalOptions,
+    open_plain: Open,
+    open_rehearsed: Open,
+    begin: Begin,
+) -> Rehearsed:
+    """Measures everything; two engines are open at a time. After Ctrl-C returns the cases that were measured.
+
+    Raises HiserveError where the options or an engine do not do.
+    """
+    sweep = fitted(config, sweep, rehearsal)
+    steps = [each for each in sweep.steps if each != "0"]
+    cases: list[RehearsedCase] = []
+    name, is_partial = sweep.proposers[0], False
+    advance = begin(len(steps) * len(sweep.batches) * len(rehearsal.acceptances))
+    prompts = random_tokens(config, sweep)
+    settings = engine_settings(config, sweep)
+    with open_plain(settings | {"spec": "off"}) as plain:
+        try:
+            for number in steps:
+                how = {"spec": sweep.proposers[0], "spec_steps": number if number == AUTO else int(number)}
+                with open_rehearsed(settings | how) as engine:
+                    name = name_of(engine, sweep.proposers[0])
+                    for concurrency in sweep.batches:
+                        pair = RehearsedPair(plain, engine, prompts[:concurrency], sweep)
+                        for acceptance in rehearsal.acceptances:
+                            case = pair.measure(number, acceptance)
+                            cases.append(case)
+                            told = f"{number} drafts, {concurrency} at once, {acceptance:g} right"
+                            advance(f"{told}: {case.speedup:.2f} x")
+        except KeyboardInterrupt:
+            if not cases:
+                raise
+            is_partial = True
+        return Rehearsed(config=plain.settings, proposer=name, cases=cases, is_partial=is_partial)
+
+
+def fitted(config: Options, sweep: SweepOptions, rehearsal: RehearsalOptions) -> SweepOptions:
+    """Returns the options with numbers of requests that fit the device, and one proposer. Raises ConfigError."""
+    check_sweep(config, sweep)
+    if len(sweep.proposers) > 1:
+        raise ConfigError("--sweep measures one proposer. Name one, and run it again for another.", param="proposers")
+    if not any(each != "0" for each in sweep.steps):
+        raise ConfigError(
+            "--sweep compares drafts with none, and --steps has none. Add auto or a number.", param="steps"
+        )
+    concurrency = rehearsal.concurrency or CONCURRENCIES["cpu" if config.model.device == "cpu" else "cuda"]
+    proposers = sweep.proposers or (config.spec.spec,)
+    return msgspec.structs.replace(sweep, batches=concurrency, proposers=proposers)
+
+
+def random_tokens(config: Options, sweep: SweepOptions) -> list[Tokens]:
+    """Returns prompts of random tokens: what is rehearsed is accepted whatever they say."""
+    vocab_size = read_model(config.model)[1].vocab_size
+    size = (max(sweep.batches), sweep.prompt_length)
+    prompts: list[Tokens] = np.random.default_rng(SEED).integers(vocab_size, size=size).tolist()
+    return prompts
+
+
+class RehearsedPair:
+    """An engine without drafts and one with rehearsed ones, and the same requests for both.
+
+    The recording is what the second engine says with all drafts right: rounding may make it another reply than that
+    of the first, after which nothing would be accepted.
+    """
+
+    def __init__(self, plain: SpecEngine, engine: RehearsedEngine, prompts: list[Tokens], sweep: SweepOptions) -> None:
+        self._plain = plain
+        self._engine = engine
+        self._prompts = prompts
+        self._params = sampling(len(prompts), 0.0, sweep.output_length)
+        self._repeats = sweep.repeats
+        _, self._replies = self._run(plain)
+        self._rehearse(1.0)
+        _, self._replies = self._run(engine)
+
+    def measure(self, steps: str, acceptance: float) -> RehearsedCase:
+        """Runs both in turn, after a run with drafts that does not count: their number is chosen by what was accepted."""
+        self._rehearse(acceptance)
+        self._run(self._engine)
+        runs: list[tuple[BatchResult, BatchResult]] = []
+        expected, replies = list[Tokens](), list[Tokens]()
+        for _ in range(self._repeats):
+            without, expected = self._run(self._plain)
+            with_drafts, replies = self._run(self._engine)
+            runs.append((without, with_drafts))
+        return RehearsedCase(
+            steps=steps,
+            acceptance=acceptance,
+            concurrency=len(self._prompts),
+            plain=[without for without, _ in runs],
+            spec=[with_drafts for _, with_drafts in runs],
+            num_differing=sum(ours != theirs for ours, theirs in zip(expected, replies, strict=True)),
+        )
+
+    def _run(self, engine: SpecEngine) -> tuple[BatchResult, list[Tokens]]:
+        prepare(engine, self._prompts, COLD)
+        return run_batch(engine, self._prompts, self._params)
+
+    def _rehearse(self, acceptance: float) -> None:
+        pairs = enumerate(zip(self._prompts, self._replies, strict=True))
+        self._engine.rehearse({seed: prompt + reply for seed, (prompt, reply) in pairs}, acceptance)
+
+
+def figures_of(case: RehearsedCase) -> dict[str, Any]:
+    """Returns the figures of a case, for its record."""
+    return {
+        "speedup": case.speedup,
+        "tokens_per_s": statistics.median(run.tokens_per_s for run in case.spec),
+        "plain_tokens_per_s": statistics.median(run.tokens_per_s for run in case.plain),
+        "accepted": case.accepted,
+        "accept_length": case.drafts.accept_length,
+        "bar": case.bar,
+    }

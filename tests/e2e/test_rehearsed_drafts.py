@@ -1,0 +1,80 @@
+"""Rehearsed drafts: no token is another for them, and as many are accepted as were to be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hiserve import SamplingParams
+from hiserve.core.usage import DraftUse
+from hiserve.errors import ConfigError
+from hiserve.llm.rehearsed import RehearsedLLM
+from hiserve.spec.rehearsed import chances
+from tests.helpers.cache_paths import SETTINGS, Work, answer, pool
+from tests.helpers.dialogues import trained
+
+STEPS, NUM_NEW, NUM_ROWS = 3, 64, 4
+SAMPLING = [
+    SamplingParams(temperature=temperature, seed=seed, max_tokens=NUM_NEW, ignore_eos=True, logprobs=1)
+    for seed, temperature in enumerate((0.0, 0.8, 0.0, 1.0))
+]
+
+
+@pytest.fixture(scope="module")
+def work() -> Work:
+    prompts = np.random.default_rng(3).integers(1, 1000, size=(NUM_ROWS, 20)).tolist()
+    return answer(prompts, SAMPLING)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Any:
+    settings = {name: value for name, value in SETTINGS.items() if name != "in_process"} | pool(16)
+    with RehearsedLLM(**settings, spec=trained("eagle3"), spec_steps=STEPS, host_cache_gib=0) as llm:
+        yield llm
+
+
+def texts(work: Work) -> dict[int, list[int]]:
+    pairs = enumerate(zip(work.prompts, work.expected, strict=True))
+    return {seed: prompt + expected.token_ids for seed, (prompt, expected) in pairs}
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.27, 0.7, 1.0])
+def test_tokens_are_the_same_and_so_many_drafts_are_accepted(llm: Any, work: Work, acceptance: float) -> None:
+    llm.flush()
+    llm.rehearse(texts(work), acceptance)
+    choices = [result.outputs[0] for result in llm.generate(work.prompts, work.sampling)]
+    assert [choice.token_ids for choice in choices] == [expected.token_ids for expected in work.expected]
+    use = sum((choice.drafts for choice in choices), DraftUse())
+    num_cut = len(choices)  # a last step may be cut by the limit, and counts as refused
+    num_refused = use.verify_steps - use.accepted_per_position[STEPS - 1]
+    num_judged = use.accepted + num_refused
+    bound = 3 * (acceptance * (1 - acceptance) / num_judged) ** 0.5 + 1.001 * num_cut / num_judged
+    print(acceptance, use.accepted / num_judged, num_judged, bound)
+    assert abs(use.accepted / num_judged - acceptance) <= bound
+    if acceptance == 1.0:
+        assert num_refused <= num_cut
+        assert use.verify_steps <= num_cut * -(-NUM_NEW // (1 + STEPS))
+    if acceptance == 0.0:
+        assert use.accepted == 0
+
+
+def test_chances_are_even_and_do_not_repeat_from_request_to_request() -> None:
+    seeds, positions = np.indices((32, 2048))
+    found = chances(seeds, positions)
+    assert found.min() >= 0
+    assert found.max() < 1
+    counts = np.histogram(found, bins=16, range=(0, 1))[0]
+    assert np.abs(counts - found.size / 16).max() < 4 * (found.size / 16) ** 0.5
+    assert np.array_equal(found, chances(seeds, positions))
+    for each in (
+        np.corrcoef(found[:-1].ravel(), found[1:].ravel()),
+        np.corrcoef(found[:, :-1].ravel(), found[:, 1:].ravel()),
+    ):
+        assert abs(each[0, 1]) < 4 / found.size**0.5
+
+
+def test_there_is_nothing_to_pay_for_without_a_head() -> None:
+    with pytest.raises(ConfigError, match="at the cost of a head"):
+        RehearsedLLM(**{name: value for name, value in SETTINGS.items() if name != "in_process"}, spec="ngram")
