@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import shlex
 import sys
 import time
@@ -53,7 +54,6 @@ from hiserve.bench.summary import Summary, by_round, goodput, num_without_ids, p
 from hiserve.bench.workload import Run
 from hiserve.commands.progress import progress
 from hiserve.config.options import Options, flat, without_secrets
-from hiserve.llm.rehearsed import RehearsedLLM
 from hiserve.models.builtin_shapes import read_model
 
 _T = TypeVar("_T")
@@ -189,6 +189,7 @@ def _spec(config: Options, arguments: Mapping[str, Any]) -> int:
 
 def _rehearsed(config: Options, sweep: SweepOptions, arguments: Mapping[str, Any]) -> int:
     rehearsal = pick(RehearsalOptions, arguments)
+    rehearsed = importlib.import_module("hiserve.llm.rehearsed")  # imports torch: loaded where it is used
     plotter, console = _plotter(arguments), Console(highlight=False)
     with progress("cases") as begin:
         found = rehearse_engines(
@@ -196,7 +197,7 @@ def _rehearsed(config: Options, sweep: SweepOptions, arguments: Mapping[str, Any
             sweep,
             rehearsal,
             lambda settings: hiserve.LLM(in_process=True, **settings),
-            lambda settings: RehearsedLLM(**settings),
+            lambda settings: rehearsed.RehearsedLLM(**settings),
             begin,
         )
     show_rehearsed(console, found)

@@ -4,8 +4,8 @@ from hiserve.cache.storage import transfer
 from hiserve.engine import drafting, page_tables, planner, rows
 from hiserve.kernels import draft_reference
 from hiserve.runners import device_rows, draft_graphs, gate
-from hiserve.spec import adaptive, head
-from tests.e2e import test_spec_acceptance, test_spec_drafts, test_spec_hits, test_spec_parity, test_spec_sources
+from hiserve.spec import adaptive, head, rehearsed
+from tests.e2e import test_rehearsed_drafts, test_spec_acceptance, test_spec_drafts, test_spec_hits, test_spec_parity, test_spec_sources
 from tests.invariants import test_reported_bugs_drafts
 from tests.unit.engine import test_drafting
 from tests.unit.runners import test_draft_graphs
@@ -71,3 +71,15 @@ with drafting.Drafting.verified, test_drafting.test_a_verifying_step_adds_its_dr
     "accept length: the bonus token counts as a draft"
     counts[did, None] - 1
     counts[did, None]
+with rehearsed.RehearsedProposer.draft, test_rehearsed_drafts.test_tokens_are_the_same_and_so_many_drafts_are_accepted:
+    "a rehearsed draft is that of the next position"
+    chain.positions - 1
+    chain.positions
+with rehearsed.RehearsedProposer.draft, test_rehearsed_drafts.test_tokens_are_the_same_and_so_many_drafts_are_accepted:
+    "all requests rehearse the reply of the first"
+    seeds.clamp(0, num_requests - 1) * max_len
+    seeds * 0
+with rehearsed.RehearsedReplies.record, test_rehearsed_drafts.test_tokens_are_the_same_and_so_many_drafts_are_accepted:
+    "rehearsed drafts are right less often than asked for"
+    chances(seeds, positions) < acceptance
+    chances(seeds, positions) < acceptance**2

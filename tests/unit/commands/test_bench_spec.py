@@ -60,3 +60,20 @@ def test_lists_of_options_are_checked_one_by_one(capsys: Any) -> None:
     ):
         assert cli.main(["bench", "spec", *given]) == 1
         assert words in capsys.readouterr().err
+
+
+def test_rehearsed_drafts_are_right_as_often_as_asked_for(tmp_path: Path, capsys: Any) -> None:
+    output, plot = tmp_path / "sweep.json", tmp_path / "sweep.png"
+    sizes = ["--steps", "3", "--acceptances", "0", "1", "--concurrency", "2", "--repeats", "1"]
+    lengths = ["--prompt-length", "20", "--output-length", "9"]
+    run = ["bench", "spec", "--sweep", "--spec", "eagle3", *SETTINGS, *sizes, *lengths]
+    assert cli.main([*run, "--output", str(output), "--plot", str(plot)]) == 0
+    found = json.loads(output.read_bytes())
+    assert [(case["acceptance"], case["figures"]["accept_length"]) for case in found["cases"]] == [
+        (0.0, 1.0),
+        (1.0, 4.0),
+    ]
+    assert found["proposer"] == "eagle3"
+    shown = capsys.readouterr().out
+    assert "tokens as without drafts: all 4 replies" in shown, shown
+    assert plot.stat().st_size > 20_000
