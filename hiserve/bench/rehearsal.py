@@ -14,6 +14,7 @@ from hiserve.bench.options import RehearsalOptions, SweepOptions
 from hiserve.bench.spec_engine import BatchResult, SpecEngine, Tokens, prepare, run_batch
 from hiserve.bench.spec_run import Open, check_sweep, engine_settings, name_of, sampling
 from hiserve.config.options import Options
+from hiserve.core.machine import probe
 from hiserve.core.usage import COLD, DraftUse
 from hiserve.errors import ConfigError
 from hiserve.models.builtin_shapes import read_model
@@ -131,7 +132,8 @@ def fitted(config: Options, sweep: SweepOptions, rehearsal: RehearsalOptions) ->
         raise ConfigError(
             "--sweep compares drafts with none, and --steps has none. Add auto or a number.", param="steps"
         )
-    concurrency = rehearsal.concurrency or CONCURRENCIES["cpu" if config.model.device == "cpu" else "cuda"]
+    has_device = config.model.device != "cpu" and bool(probe().cuda_memory_bytes)
+    concurrency = rehearsal.concurrency or CONCURRENCIES["cuda" if has_device else "cpu"]
     proposers = sweep.proposers or (config.spec.spec,)
     return msgspec.structs.replace(sweep, batches=concurrency, proposers=proposers)
 

@@ -30,7 +30,7 @@ def show_rehearsed(console: Console, found: Rehearsed) -> None:
         "accepted",
         *(f"{number} at once" for number in at),
     )
-    table.add_row("", "off, tokens/s", "", *(f"{_plain_rate(cases, number):,.0f}" for number in at))
+    table.add_row("tokens/s", "off", "", *(f"{_plain_rate(cases, number):,.0f}" for number in at))
     table.add_section()
     for acceptance in acceptances(cases):
         for steps in dict.fromkeys(case.steps for case in cases):

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from hiserve.bench.options import RehearsalOptions, SweepOptions
 from hiserve.bench.plot import Plotter
-from hiserve.bench.rehearsal import Rehearsed, RehearsedCase, rehearse_engines
+from hiserve.bench.rehearsal import Rehearsed, RehearsedCase, fitted, rehearse_engines
 from hiserve.bench.rehearsal_report import draw_rehearsed, show_rehearsed
 from hiserve.config.options import make_options
 from hiserve.core.usage import DraftUse
@@ -161,3 +161,9 @@ def test_the_table_says_which_bars_are_missed_and_the_plot_is_drawn(tmp_path: Pa
     path = tmp_path / "rehearsed.png"
     draw_rehearsed(Plotter(path), "Rehearsed", found)
     assert path.stat().st_size > 20_000
+
+
+def test_a_cpu_gets_few_requests_at_once_unless_more_are_asked_for() -> None:
+    config, open_to_all = make_options(device="cpu"), RehearsalOptions(sweep=True)
+    assert fitted(config, SWEEP, open_to_all).batches == (1, 4)
+    assert fitted(config, SWEEP, REHEARSAL).batches == (1, 3)
