@@ -1,10 +1,14 @@
 """Snapshots of recurrent states: their slots, their boundaries, and the rows that start from them."""
 
-from hiserve.core import kv_groups
-from hiserve.engine import row_snapshots, row_tails
+from hiserve.cache.index import tails
+from hiserve.cache.storage import snapshot_image, transfer
+from hiserve.core import kv_groups, window_pool
+from hiserve.engine import admission, row_snapshots, row_tails
+from tests.contract import test_transfers
 from tests.invariants import test_snapshots
-from tests.unit.core import test_kv_groups
+from tests.unit.core import test_kv_groups, test_snapshot_slots
 from tests.unit.engine import test_row_snapshots
+from tests.unit.storage import test_snapshot_image
 
 with (
     kv_groups.CacheGroupSpec.snapshot_bytes,
@@ -17,7 +21,7 @@ with row_snapshots.RowSnapshots.plan, test_snapshots.test_random_workloads_resum
     "INV H6: drafts count as folded where the next boundary is chosen"
     before - self._last_drafts[rows]
     before - self._num_drafts[rows] - 4
-with row_snapshots.RowSnapshots.plan, test_snapshots.test_random_workloads_resume_from_the_states_of_their_prefixes["1-3"]:
+with row_snapshots.RowSnapshots.plan, test_snapshots.test_random_workloads_resume_from_the_states_of_their_prefixes["2-3"]:
     "INV H7: a row gets the next slot before it has passed the boundary of the last one"
     self._assigned[rows] <= least
     self._assigned[rows] <= most
@@ -33,7 +37,7 @@ with row_snapshots.RowSnapshots.admit, test_snapshots.test_random_workloads_resu
     "INV H1: a row does not hold the slot that it starts from"
     self._pool.hold(slots)
     pass
-with row_snapshots.RowSnapshots.release, test_snapshots.test_random_workloads_resume_from_the_states_of_their_prefixes["0-0"]:
+with row_snapshots.RowSnapshots.release, test_snapshots.test_failed_and_refused_steps_leave_no_slot_and_no_state_behind[1]:
     "INV H1: the slots of a row that ends are lost"
     self._pool.drop(slot)
     pass
@@ -41,3 +45,35 @@ with row_tails.RowTails.cut, test_row_snapshots.test_a_prompt_leaves_the_tail_th
     "INV H9: a chunk passes two boundaries that are wanted, and stores one snapshot"
     most < allocation.num_new
     most < 0
+with row_snapshots.RowSnapshots.keep, test_row_snapshots.test_only_the_newest_snapshot_of_a_reply_goes_to_the_host:
+    "snapshots: each boundary of a reply keeps its tail"
+    former.is_provisional
+    False
+with tails.TailTiers._is_due, test_row_snapshots.test_only_the_newest_snapshot_of_a_reply_goes_to_the_host:
+    "snapshots: tails that rows are about to replace go to the host"
+    not tail.is_provisional
+    True
+with row_tails.RowTails.release, test_row_snapshots.test_only_the_newest_snapshot_of_a_reply_goes_to_the_host:
+    "INV H9: the last snapshot of a request stays off the host"
+    self._tails.settle(latest)
+    pass
+with row_tails.RowTails.want, test_row_snapshots.test_nobody_waits_for_a_boundary_that_was_passed_without_a_slot:
+    "a request waits for a boundary that its row has passed without a slot"
+    num_tokens > num_computed
+    True
+with admission.Admission._num_to_load, test_row_snapshots.test_a_prompt_whose_snapshot_finds_no_slot_is_computed:
+    "a snapshot is loaded into a slot that is not there"
+    self._cache.tails.has_slot_for(match.host_tail)
+    True
+with window_pool.rows_within, test_snapshot_slots.test_fewer_requests_run_at_once_if_what_they_carry_takes_more_than_a_quarter:
+    "states of requests leave no memory to the cache"
+    room // ROW_SHARE
+    room
+with transfer.ThreadTransfers._execute, test_transfers.test_a_snapshot_arrives_with_the_window_pages_of_its_tail:
+    "INV H10: a tail arrives without its snapshot"
+    copy.slots.tolist()
+    []
+with snapshot_image.SnapshotImage.runs, test_snapshot_image.test_pieces_between_device_and_frames_are_the_parts_of_the_image:
+    "INV H10: a piece of a snapshot goes on behind the end of its frame"
+    min(end - at, frame_bytes - within)
+    end - at

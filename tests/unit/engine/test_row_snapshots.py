@@ -11,9 +11,12 @@ import pytest
 from hiserve.cache.index.prefix_cache import MissReason, PrefixCache, Tier
 from hiserve.core.plan import NO_SNAPSHOTS, BatchPlan
 from hiserve.core.request import SamplingParams
+from hiserve.core.transfers import CopyKind
 from hiserve.core.usage import CacheUse
+from hiserve.core.windows import WindowLimits
 from hiserve.engine.loop import Engine
 from hiserve.ipc.messages import Admit
+from tests.helpers.copying import add, copying_engine, run
 from tests.helpers.echo import EchoExecutor, oracle
 from tests.helpers.engines import echo_engine
 
@@ -185,3 +188,27 @@ def test_a_model_without_snapshots_gets_plans_without_columns_for_them() -> None
     served.ask(1, drawn(1, 40), 20)
     assert all(plan.snapshots is NO_SNAPSHOTS for plan in served.plans)
     assert all(admit.restore_slot == 0 for plan in served.plans for admit in plan.admit)
+
+
+def test_a_prompt_whose_snapshot_finds_no_slot_is_computed() -> None:
+    """Loads under way hold all of them; nobody waits for their end."""
+    limits = WindowLimits(window=0, page_size=4, num_draft=0, depth=0, max_batched_tokens=64)
+    engine, executor, cache = copying_engine(
+        num_pages=400, num_host_pages=400, page_size=4, windows=limits, num_snapshot_slots=3
+    )
+    prompts = [np.arange(100 * first, 100 * first + 20) for first in (1, 2, 3)]
+    for uid, prompt in enumerate(prompts):
+        add(engine, uid, prompt)
+        run(engine)
+    cache.flush(Tier.DEVICE)
+    executor.holds = True
+    for uid, prompt in enumerate(prompts, 10):
+        add(engine, uid, prompt)
+    for _ in range(5):
+        engine.step()
+    executor.holds = False
+    found = run(engine)
+    assert engine.stats().preemptions == 0
+    loads = [copy for copy in executor.copies if copy.kind is CopyKind.LOAD]
+    assert [copy.slots.size for copy in loads] == [1, 1] and loads[0].slots[0] != loads[1].slots[0]
+    assert sorted(use.host for use in found.values()) in ([16, 16], [0, 16, 16])
