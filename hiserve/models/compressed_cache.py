@@ -11,6 +11,8 @@ PAGE_SIZE = 128
 WINDOW = "swa"  # a row per token, of all layers
 SPARSE, INDEX, HEAVY = "csa", "csa_index", "hca"  # compressed rows, and the keys by which they are chosen
 
+_GROUPS: dict[LayerKind, tuple[str, ...]] = {LayerKind.SPARSE: (SPARSE, INDEX), LayerKind.HEAVY: (HEAVY,)}
+
 
 def inputs_of(group: str) -> str:
     """Returns the group of the inputs of which the rows of another are made."""
@@ -93,7 +95,7 @@ def compressed_plan(config: CompressedConfig, dtype: str, *, frees_windows: bool
     layers, beside, places = [], [], dict.fromkeys(LayerKind, 0)
     for layer, kind in enumerate(config.kinds):
         layers.append((WINDOW, layer))
-        names = {LayerKind.SPARSE: (SPARSE, INDEX), LayerKind.HEAVY: (HEAVY,), LayerKind.WINDOW: ()}[kind]
+        names = _GROUPS.get(kind, ())
         beside.append(tuple((each, places[kind]) for name in names for each in (name, inputs_of(name))))
         places[kind] += 1
     return CachePlan(

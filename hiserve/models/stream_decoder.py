@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -139,6 +140,13 @@ class StreamDecoder:
         return ForwardOutputs(logits=logits, hidden_states=streams.flatten(1) if keeps else None)
 
 
+class _Angles(NamedTuple):
+    """Frequencies, float32 ``[rope_dim / 2]``, and the factor of cosines and sines."""
+
+    frequencies: Tensor
+    factor: float
+
+
 class Rotary:
     """Angles of a step, by the kinds of layers."""
 
@@ -149,27 +157,29 @@ class Rotary:
         self._dtype = torch.promote_types(like.dtype, torch.float32)
         self._ratios = {LayerKind.SPARSE: compressed.sparse_ratio, LayerKind.HEAVY: compressed.heavy_ratio}
         self._kinds = tuple(dict.fromkeys(compressed.kinds))
-        self._frequencies, self._local = (
-            (rotary_frequencies(rope, compressed.rope_dim, max_len).to(like.device), rope.attention_factor)
+        self._own, self._local = (
+            _Angles(rotary_frequencies(rope, compressed.rope_dim, max_len).to(like.device), rope.attention_factor)
             for rope in (own, local)
         )
 
     def __call__(self, positions: Tensor) -> dict[LayerKind, Turns]:
         """Returns the rotations of int64 positions ``[T]``."""
         turns: dict[LayerKind, Turns] = {}
-        own = self._turn(positions, *self._frequencies)
+        cos, sin = self._turn(positions, self._own)
         for kind in self._kinds:
             if kind is LayerKind.WINDOW:
-                turns[kind] = Turns(*self._turn(positions, *self._local), *own)
+                local_cos, local_sin = self._turn(positions, self._local)
+                turns[kind] = Turns(local_cos, local_sin, cos, sin)  # it has no compressed rows
             else:
                 ratio = self._ratios[kind]
-                turns[kind] = Turns(*own, *self._turn(positions // ratio * ratio, *self._frequencies))
+                row_cos, row_sin = self._turn(positions // ratio * ratio, self._own)
+                turns[kind] = Turns(cos, sin, row_cos, row_sin)
         return turns
 
-    def _turn(self, positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    def _turn(self, positions: Tensor, angles: _Angles) -> tuple[Tensor, Tensor]:
         """Angles are float32 products for every type of the model, as in ``kernels.reference.rotations``."""
-        angles = positions.to(torch.float32)[:, None] * frequencies
-        return (angles.cos() * factor).to(self._dtype), (angles.sin() * factor).to(self._dtype)
+        turned = positions.to(torch.float32)[:, None] * angles.frequencies
+        return (turned.cos() * angles.factor).to(self._dtype), (turned.sin() * angles.factor).to(self._dtype)
 
 
 def make_stream_layer(config: ModelConfig, parameters: dict[str, Tensor], index: int, ops: Ops) -> StreamLayer:

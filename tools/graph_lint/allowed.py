@@ -6,7 +6,7 @@ from tools.graph_lint.scan import Allowed
 
 _ON_CPU = "the CPU's own; never on CUDA"
 _DEBUGGING = "with --kv-canary alone, whose steps are never captured"
-_LOADING = "when a head is loaded"
+_LOADING = "when a model or a head is loaded"
 _AT_START = "while graphs are captured, before the first request"
 _CACHED = "torch's allocator reuses the memory of the step before, and a graph owns its memory"
 _PINNED = "pinned memory, which torch's allocator keeps"
@@ -48,9 +48,10 @@ ALLOWED = (
     Allowed("layers.py", "SparseExperts.__call__", ".tolist()", _ON_CPU),
     Allowed("layers.py", "SparseExperts.__call__", "bincount", _ON_CPU),
     Allowed("models/conversion.py", "mxfp4_pairs", "tensor of values", "on the CPU, before weights are converted"),
-    Allowed("models/decoder.py", "_moe", "iteration", _MADE),
+    Allowed("models/decoder.py", "make_experts", "iteration", _MADE),
     Allowed("models/draft_heads.py", "Eagle3Head.__init__", "torch.equal", _LOADING),
     Allowed("models/weights.py", "load_head_parameters", "*", _LOADING),
+    Allowed("models/weights.py", "_refuse_strange_experts", "*", _LOADING),
     Allowed("models/weights.py", "_tokens", "*", _LOADING),
     Allowed("models/frequencies.py", "rotary_frequencies", "tensor of values", "when the model is built"),
     Allowed("models/reading.py", "*", "*", "while weights are read, before the first step"),
