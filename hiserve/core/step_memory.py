@@ -56,6 +56,7 @@ class StepShape(msgspec.Struct, frozen=True, kw_only=True):
     mlp_elements: int  # most elements of a token in the MLP of a layer, or in its experts, at once
     vocab_size: int  # tokens in the vocabulary
     latent_elements: int = 0  # elements of a token in one layer's latent attention; 0 without
+    index_ratio: int = 0  # tokens of a row that an index chooses or not; 0 without an index
 
     @property
     def qkv_elements(self) -> int:
@@ -157,6 +158,8 @@ def step_memory(
         "masks of grammars": max_rows * max(widths) * (1 + -(-shape.vocab_size // MASK_BITS)) * MASK_BYTES,
         "attention workspace": attention_bytes + SCHEDULE_BYTES,
     }
+    if shape.index_ratio:
+        items["scores of the index"] = index_memory(max_tokens, max_len // shape.index_ratio)
     if draft is not None:
         kept = (max_tokens * draft.shown_elements + (max_rows + 1) * draft.feature_size) * dtype_bytes
         logits = DRAFT_LOGITS * max_rows * draft.step.vocab_size * dtype_bytes

@@ -58,6 +58,11 @@ class CompressedConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The different ratios of the layers, ascending."""
         return tuple(sorted({self.ratio(layer) for layer in range(len(self.kinds))} - {0}))
 
+    @property
+    def index_ratio(self) -> int:
+        """Tokens of a row that an index chooses; 0 without such layers."""
+        return self.sparse_ratio if LayerKind.SPARSE in self.kinds else 0
+
     def count(self, kind: LayerKind) -> int:
         """Returns the layers of a kind."""
         return self.kinds.count(kind)

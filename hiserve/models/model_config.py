@@ -158,6 +158,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 mlp_elements=self._mlp_elements(),
                 vocab_size=self.vocab_size,
                 latent_elements=attention_elements,
+                index_ratio=0 if self.compressed is None else self.compressed.index_ratio,
             ),
         )
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hiserve.core.kv_groups import Space
+from hiserve.core.step_memory import step_memory
 from hiserve.errors import ModelError
 from hiserve.models.compressed_config import LayerKind
 from hiserve.models.compressed_names import compressed_name, compressed_table
@@ -191,6 +192,22 @@ def test_each_kind_of_layer_stores_what_it_reads(saved: Path) -> None:
     assert bytes_of[Space.HISTORY] == 8 * sum(each * (16 // ratio) for each, ratio in facts.ratio_elements)
     assert bytes_of[Space.WINDOW] == 8 * 16 * facts.window_elements == 8 * 16 * facts.slot_elements
     assert (facts.page_size, facts.page_multiple) == (128, 16)
+
+
+def test_scores_of_the_index_are_counted(saved: Path, tmp_path: Path) -> None:
+    """For as many tokens at once as fit, and one at least."""
+    step = read_model_config(saved).facts().step
+    assert step.index_ratio == 4
+
+    def counted(max_len: int) -> int:
+        sizes: dict[str, Any] = {"dtype_bytes": 2, "max_rows": 4, "max_tokens": 100, "page_size": 16, "graphs": "off"}
+        return step_memory(step, max_len=max_len, **sizes)["scores of the index"]
+
+    assert counted(4096) == 100 * 1024 * 4
+    assert counted(2**20) == (64 << 20) // (2**18 * 4) * 2**18 * 4
+    assert counted(2**27) == 2**25 * 4
+    heavy = read_model_config(save_compressed(tmp_path, layer_types=[HEAVY] * 5)).facts().step
+    assert heavy.index_ratio == 0
 
 
 def test_without_compressed_rows_windows_stay_as_long_as_the_history(tmp_path: Path) -> None:
