@@ -129,9 +129,6 @@ def make_inputs(
     reach = ring - taps + 1
     assert reach >= 0 and weights.conv.shape == (channels, taps), f"{weights.conv.shape}, rings of {ring}"
     dims = (shape.key_dim, shape.value_dim)
-    assert not any(size & (size - 1) or size < 16 for size in dims), (
-        f"heads of {dims} elements, not powers of 2 from 16"
-    )
     room = 0 if is_packed else reach + width
     num_entries = num_rows * room + is_packed * (num_tokens + num_rows * reach)
     sizes = DeltaSizes(shape.num_key_heads, shape.num_value_heads, *dims, channels, pools.ring.shape[2], taps, ring)

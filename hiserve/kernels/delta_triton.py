@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from hiserve.core.forward import ForwardInputs
+from hiserve.kernels import delta as twin
 from hiserve.kernels.delta import DeltaPools, DeltaShape, DeltaWeights, row_groups
 from hiserve.kernels.delta_chunks import solve_chunks
 from hiserve.kernels.delta_inputs import make_inputs
 from hiserve.kernels.delta_scan import scan_chunks
 from hiserve.kernels.delta_step import advance
 
+_MIN_HEAD = 16  # elements; a power of 2
 _IN_CHUNKS = (torch.bfloat16, torch.float16)
 """Types whose prompts are computed chunk by chunk. Of wider ones each token has the same operations, whatever the step."""
 
@@ -19,7 +21,9 @@ _IN_CHUNKS = (torch.bfloat16, torch.float16)
 def delta(
     mixed: Tensor, gates: Tensor, weights: DeltaWeights, pools: DeltaPools, inputs: ForwardInputs, shape: DeltaShape
 ) -> Tensor:
-    """Like ``delta.delta``; rows of ``mixed`` and ``gates`` may lie apart."""
+    """Like ``delta.delta``; rows of ``mixed`` and ``gates`` may lie apart. Heads of odd sizes use the twin."""
+    if any(size & (size - 1) or size < _MIN_HEAD for size in (shape.key_dim, shape.value_dim)):
+        return twin.delta(mixed, gates, weights, pools, inputs, shape)
     assert inputs.state is not None, "a batch without states"
     assert mixed.stride(1) == gates.stride(1) == 1, f"elements {mixed.stride()} and {gates.stride()} apart"
     out = torch.zeros((mixed.shape[0], shape.num_value_heads, shape.value_dim), dtype=mixed.dtype, device=mixed.device)

@@ -322,3 +322,29 @@ def test_steps_of_any_size_find_kernels_of_latents_and_experts_compiled(
     assert {"_route_in_groups", "_product_kernel", "_store_latents"} <= set(toolchain.launched)
     (before,) = num_compiled
     assert not [name for name, _ in toolchain.compiled[before:]], "compiled when it was launched"
+
+
+def test_steps_of_any_size_find_kernels_of_states_compiled(
+    toolchain: Toolchain, num_compiled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that decode, verify, are short prompts or long ones, alone and together; a layer of each kind."""
+    shape = {"architectures": ["Qwen3_5ForCausalLM"], "vocab_size": 8192, "hidden_size": 64, "intermediate_size": 64}
+    shape |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    shape |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+    shape |= {"linear_value_head_dim": 16, "max_position_embeddings": 4096, "dtype": "bfloat16"}
+    monkeypatch.setitem(SHAPES, "glm-4.7-flash", shape)
+    settings = {"shape": "glm-4.7-flash", "load_format": "dummy", "max_batched_tokens": 1024, "page_size": 64}
+    with LLM(**SETTINGS | SIZES | settings | {"spec": "ngram", "spec_steps": 3}) as llm:
+        executor: Any = engine_of(llm)._executor
+        for sizes in ((1,), (2, 1, 1), (16,), (17,), (3, 100), (1, 1, 1, 400), (70, 5, 200)):
+            known = np.array(sizes, dtype=np.int32)
+            bounds = np.full(len(sizes), 500, dtype=np.int32)
+            plan = plan_without_pages(known, np.zeros_like(known), bounds, 0, SamplingParams(seed=0, temperature=0.0))
+            with torch.inference_mode():
+                executor._rows.apply(plan)
+                executor._runners.run(plan, Decision(Action.EAGER, Reason.GRAPHS_OFF, sampling=Drawing.GREEDY.value))
+    of_states = {"_make_inputs", "_advance", "_solve_chunks", "_scan_chunks"}
+    assert of_states <= set(toolchain.launched)
+    assert not [name for name, _ in toolchain.compiled[num_compiled[0] :] if name in of_states], (
+        "compiled when launched"
+    )

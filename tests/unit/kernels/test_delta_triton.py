@@ -87,6 +87,13 @@ for shape, dtype, chunk in (
         pair.step((2, end, end, end + 5, 2, end + 2, 2), (3, 3, 3, 5, 1))
         pair.step((2, end + 4, end + 3, end + 9, 0, end + 4, 3), (3, 4, 4, 8, 0, 6, 1))
 """
+ODD = """
+# Heads that no kernel takes.
+for shape in (DeltaShape(1, 2, 12, 16), DeltaShape(1, 1, 16, 8)):
+    pair = Pair(shape, torch.float32, 5)
+    pair.step((1, 0, 0, 20, 0, 16, 1), (2, 0, 0, 3, 2))
+    pair.step((1, 20, 20, 21), (2, 2, 1, 4, 1))
+"""
 ALIKE = """
 delta_triton._IN_CHUNKS = (torch.float32, torch.float16)
 delta_chunks._CHUNK = 32
@@ -114,3 +121,7 @@ def test_prompts_fold_and_snapshot_as_the_twin_does() -> None:
 
 def test_keys_that_are_alike_lose_no_digits() -> None:
     run_interpreted(HEADER + ALIKE)
+
+
+def test_heads_of_odd_sizes_use_the_twin() -> None:
+    run_interpreted(HEADER + ODD)
