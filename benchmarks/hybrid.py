@@ -18,6 +18,7 @@ from benchmarks.gpu import ceilings
 from benchmarks.gpu.driving import Bench, Part, decode, run, setting, timed_part
 from benchmarks.gpu.figures import Figure, table
 from benchmarks.gpu.sizes import FULL, SEED, TINY
+from benchmarks.kernels.compressed import measure_compressed
 from benchmarks.kernels.delta import measure_delta
 from benchmarks.kernels.latent import measure_absorbed
 from benchmarks.record import ENGINE, Record, gpu_parser
@@ -122,9 +123,16 @@ def measure_states(bench: Bench) -> Part:
     return measure_delta(bench.sizes.settings["device"], bench.ceilings)
 
 
+def measure_unions(bench: Bench) -> Part:
+    """Times the kernels of compressed attention and of streams alone."""
+    bench.close()
+    return measure_compressed(bench.sizes.settings["device"], bench.ceilings)
+
+
 PARTS: dict[str, Callable[[Bench], Part]] = {
     "latent_decode": measure_kernel,
     "delta": measure_states,
+    "compressed": measure_unions,
     **{shape: partial(measure_shape, shape=shape) for shape in SHAPES},
 }
 

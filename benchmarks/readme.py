@@ -45,6 +45,7 @@ GPU_PARTS = {
 # Parts of benchmarks.hybrid.
 HYBRID_PARTS = {
     "latent_decode": "kernel of absorbed queries, rows x context",
+    "compressed": "kernels of compressed attention and of streams, widths of DeepSeek-V4-Flash, rows x tokens",
     "delta": "kernels of the gated delta rule, heads of Qwen3.5-35B-A3B, rows x tokens",
     "v3-like": "DeepSeek-V3 shape of six layers, decode step of rows x context, and prompts",
     "glm-4.7-flash": "GLM-4.7-Flash shape, decode step of rows x context, and prompts",

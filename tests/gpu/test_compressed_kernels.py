@@ -1,0 +1,146 @@
+"""The kernels of compressed attention and of streams on CUDA, at the widths of DeepSeek-V4, against their twins."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from hiserve.kernels import compressed_fused, compressed_reference
+from hiserve.kernels.latent_union import choose_parts
+from hiserve.kernels.launch import num_processors
+from hiserve.kernels.streams_reference import MixWeights
+from hiserve.kernels.union_rows import ChosenRows, RangeRows
+from tests.helpers.compressed_cases import KINDS, CompressedStep
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+
+
+def twice(seed: int, run, *given):  # type: ignore[no-untyped-def]
+    """Returns what the kernels make of a random case, and what the twins make of it."""
+    found = []
+    for ops in (compressed_fused, compressed_reference):
+        torch.manual_seed(seed)
+        found.append(run(ops, *given))
+    return found
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 32, 200, 1000])
+@pytest.mark.parametrize("context", [1000, 8192])
+def test_attention_over_unions(num_tokens: int, context: int) -> None:
+    case = CompressedStep(num_rows=min(num_tokens, 3), context=context, most=512, device="cuda")
+    for (out, lse), (expected, sums) in zip(*twice(num_tokens, case.attend, num_tokens, KINDS), strict=True):
+        assert_close(out, expected, atol=2e-2, rtol=2e-2)
+        assert_close(lse, sums, atol=2e-3, rtol=2e-3)
+
+
+def test_of_one_row_of_many_tokens_there_are_several_parts() -> None:
+    _, num_parts = choose_parts(1, 64, 1152, BF16, num_processors(torch.device("cuda")))
+    assert num_parts > 8
+
+
+def test_float32_is_computed_exactly_enough() -> None:
+    case = CompressedStep(context=3000, most=512, dtype=torch.float32, device="cuda")
+    for (out, lse), (expected, sums) in zip(*twice(1, case.attend, 5, KINDS), strict=True):
+        assert_close(out, expected, atol=1e-5, rtol=1e-5)
+        assert_close(lse, sums, atol=1e-5, rtol=1e-5)
+
+
+def whole_case(num_rows: int, context: int, *, weight: int = 1) -> tuple[Tensor, Tensor, RangeRows]:
+    """Returns an index of small whole numbers, whose scores are exact and often equal."""
+    case = CompressedStep(num_rows=num_rows, context=context, device="cuda")
+    keys = case.range(4, 128, num_rows)
+    keys.pool.copy_(torch.randint(-1, 2, keys.pool.shape, device="cuda"))
+    q = torch.randint(-1, 2, (num_rows, 64, 128), device="cuda").to(BF16)
+    return q, torch.randint(-weight, 3, (num_rows, 64), device="cuda").float(), keys
+
+
+@pytest.mark.parametrize(("num_rows", "context"), [(1, 131072), (8, 30000), (5, 2100), (3, 1000)])
+@pytest.mark.parametrize("most", [512, 1024])
+def test_an_index_chooses_exactly_the_best(num_rows: int, context: int, most: int) -> None:
+    torch.manual_seed(context)
+    q, weights, keys = whole_case(num_rows, context)
+    for each in (weights, torch.zeros_like(weights), -weights.abs()):
+        found, expected = (
+            ops.choose_rows(q, each, keys, most, 0.125) for ops in (compressed_fused, compressed_reference)
+        )
+        assert torch.equal(found, expected)
+        assert torch.equal(
+            compressed_fused.choose_rows(q, each, keys, most, 0.125), found
+        )  # no count depends on a race
+
+
+@pytest.mark.parametrize(("ratio", "num_series"), [(4, 2), (128, 1)])
+@pytest.mark.parametrize("context", [1000, 1024])
+def test_compressed_rows(ratio: int, num_series: int, context: int) -> None:
+    case = CompressedStep(context=context, num_rows=6, device="cuda")
+    (pool, carried), (expected, rings) = twice(2, case.compress, ratio, num_series)
+    assert_close(pool[128 // ratio :], expected[128 // ratio :], atol=2e-2, rtol=2e-2)
+    assert_close(carried.rows[1:], rings.rows[1:], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 32, 1000])
+def test_streams(num_tokens: int) -> None:
+    torch.manual_seed(3)
+    streams = torch.randn(num_tokens, 4, 4096, device="cuda", dtype=BF16)
+    weights = MixWeights(*(torch.randn(each, device="cuda") * 0.02 for each in ((24, 4 * 4096), (24,), (3,))))
+    constants = {"iterations": 20, "eps": 1e-6, "norm_eps": 1e-6}
+    (x, post, matrix), theirs = (
+        ops.mix_streams(streams, weights, **constants) for ops in (compressed_fused, compressed_reference)
+    )
+    assert_close(x, theirs[0], atol=2e-2, rtol=2e-2)
+    assert_close((post, matrix), theirs[1:], atol=1e-5, rtol=1e-5)
+    merged = [ops.merge_streams(streams, x, post, matrix) for ops in (compressed_fused, compressed_reference)]
+    assert_close(*merged, atol=2e-2, rtol=2e-2)
+
+
+def test_pairs_and_roots() -> None:
+    torch.manual_seed(4)
+    x, angles = torch.randn(7, 64, 512, device="cuda", dtype=BF16), torch.randn(7, 32, device="cuda")
+    turned = [
+        ops.norm_and_rotate(x, 1e-6, angles.cos(), angles.sin()) for ops in (compressed_fused, compressed_reference)
+    ]
+    assert_close(*turned, atol=2e-2, rtol=2e-2)
+    logits, bias = torch.randn(500, 256, device="cuda") * 4, torch.randn(256, device="cuda")
+    ours, theirs = (ops.route_by_root(logits, 6, 1.5, bias=bias) for ops in (compressed_fused, compressed_reference))
+    assert torch.equal(ours[1], theirs[1])
+    assert_close(ours[0], theirs[0], atol=1e-6, rtol=1e-5)
+
+
+def test_one_graph_serves_every_length() -> None:
+    """Positions move below and above the window, saturation and page edges; nothing is planned between the replays."""
+    torch.manual_seed(5)
+    case = CompressedStep(num_rows=4, context=9000, most=512, device="cuda")
+    window, heavy = (
+        case.range(1, 512, 4, 128),
+        replace(case.range(128, 512, 4), positions=torch.zeros(4, device="cuda").long()),
+    )
+    window = replace(window, positions=heavy.positions)
+    keys, q, sink = (
+        replace(case.range(4, 128, 4), positions=heavy.positions),
+        case.randn(4, 64, 512),
+        torch.randn(64, device="cuda"),
+    )
+    pool, index_q, weights = case.randn(len(keys.pool), 512), case.randn(4, 64, 128), torch.rand(4, 64, device="cuda")
+
+    def step() -> tuple[Tensor, ...]:
+        slots = compressed_fused.choose_rows(index_q, weights, keys, 512, 0.1)
+        sparse = compressed_fused.attend(q, [window, ChosenRows(pool, slots)], sink, 0.05)[0]
+        return slots, sparse, compressed_fused.attend(q, [window, heavy], sink, 0.05)[0]
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for last in (0, 2, 3, 126, 127, 128, 255, 2046, 2047, 2048, 4095, 4096, 8191, 8999):
+        heavy.positions.copy_(torch.tensor([last, last // 2, 0, last], device="cuda"))
+        graph.replay()
+        for found, eager in zip(captured, step(), strict=True):
+            assert torch.equal(found, eager), last
+        assert not captured[1].isnan().any() and math.isfinite(float(captured[2].sum()))
