@@ -19,11 +19,13 @@ from hiserve.kernels import (
     fused,
     page_copy,
     page_lists,
+    row_codec_triton,
     step_triton,
 )
 from hiserve.kernels.delta import DeltaShape
 from hiserve.kernels.latent_decode import LatentRows, decode
 from hiserve.kernels.routing import ExpertGroups
+from hiserve.kernels.row_codecs import PACKED_V4
 from hiserve.kernels.step_ops import TokenMasks
 from hiserve.kernels.streams_reference import MixWeights
 from hiserve.models.builtin_shapes import SHAPES
@@ -174,6 +176,13 @@ def streams() -> None:
     compressed_fused.norm_plain(heads, 1e-6)
 
 
+def pack() -> None:
+    """Rows of DeepSeek-V4."""
+    kept, slots = torch.zeros(2, 64 * PACKED_V4.row_bytes, dtype=torch.uint8), torch.zeros(3, dtype=torch.int64)
+    row_codec_triton.store_packed(kept, slots, torch.zeros(3, 512, dtype=BF16), 64)
+    row_codec_triton.load_packed(kept, slots, 64)
+
+
 def pages() -> None:
     """Their lists, and copies in both directions."""
     number, table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int32)
@@ -237,6 +246,7 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
         {f"streams.{name}" for name in ("_project", "_weigh", "_merge")}
         | {"pairs_triton._turn_kernel", "root_route._route_by_root"},
     ),
+    "packed": (pack, {f"row_codec_triton.{name}" for name in ("_store_packed", "_load_packed")}),
     "pages": (pages, {"page_lists._list_pages", "page_copy._copy_pages"}),
 }
 

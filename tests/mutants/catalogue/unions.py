@@ -1,0 +1,65 @@
+"""Kernels of compressed attention and of streams, and their torch twins (DeepSeek-V4)."""
+
+from hiserve.kernels import compress, compress_reference, index_topk, latent_union, root_route, row_codecs, streams, union_reference
+from tests.unit.kernels import (
+    test_compress,
+    test_compress_reference,
+    test_index_topk,
+    test_latent_union,
+    test_row_codecs,
+    test_streams,
+    test_union_reference,
+)
+
+with union_reference.merge, test_union_reference.test_any_partition_and_order_of_the_sources_gives_the_same:
+    "parts that are joined forget the sink"
+    torch.logaddexp(lse, sink.to(lse.dtype))
+    lse
+with union_reference.attend, test_union_reference.test_all_sources_and_the_sink_share_one_softmax:
+    "rows of nobody are read: NaN times 0"
+    torch.cat(found, 1).to(wide).masked_fill_(is_none[..., None], 0)
+    torch.cat(found, 1).to(wide)
+with union_reference.choose_rows, test_union_reference.test_the_best_rows_are_chosen_and_of_equal_ones_the_first:
+    "of equal rows the last are chosen"
+    scores.argsort(dim=-1, descending=True, stable=True)
+    scores.argsort(dim=-1, stable=True).flip(-1)
+with compress_reference._store_snapshots, test_compress_reference.test_drafts_are_in_no_snapshot:
+    "a snapshot has inputs of drafts that may be refused"
+    (state.state_lens < state.snap_at) & (state.snap_at <= state.state_ends)
+    state.state_lens < state.snap_at
+with latent_union._store, test_latent_union.test_one_or_two_sources_of_any_kind_in_any_parts:
+    "kernel: the sink has no share"
+    1.0 + tl.exp2(beside - tl.where(sees, logs, beside))
+    1.0
+with latent_union._attend, test_latent_union.test_one_or_two_sources_of_any_kind_in_any_parts:
+    "kernel: a part reads rows of the part behind it"
+    tl.minimum((part + 1) * share, num_tiles)
+    num_tiles
+with index_topk._choose, test_index_topk.test_exactly_the_best_rows_and_of_equal_ones_the_first:
+    "kernel: one of the equal rows is lost"
+    rank <= left
+    rank < left
+with index_topk._order, test_index_topk.test_exactly_the_best_rows_and_of_equal_ones_the_first:
+    "kernel: scores below 0 are in the order of their bits"
+    (bits >> 31) | _SIGN
+    _SIGN
+with compress._weigh, test_compress.test_rows_and_rings_are_those_of_the_twin_whatever_the_chunks:
+    "kernel: places before the first token count"
+    (place < SHAPE.ratio) & (position >= 0)
+    place < SHAPE.ratio
+with compress._make, test_compress.test_snapshots_are_those_of_the_twin:
+    "kernel: a snapshot is stored in each step behind its boundary"
+    tl.load(state_lens + row) < boundary
+    boundary > 0
+with streams._merge, test_streams.test_streams_are_those_of_the_twin:
+    "kernel: all streams are mixed by the weights of the first"
+    (token * COUNT + other) * COUNT
+    token * COUNT * COUNT
+with root_route._route_by_root, test_streams.test_roots_choose_what_the_twin_chooses:
+    "kernel: the bias of an expert is part of its share by roots"
+    tl.where(is_best, score, 0.0)
+    tl.where(is_best, left, 0.0)
+with row_codecs.scale_exponents, test_row_codecs.test_scales_are_the_least_powers_of_two_that_fit:
+    "a scale is too small for the largest number of its tile"
+    (bits & 0x7FFFFF) != 0
+    (bits & 0) != 0
