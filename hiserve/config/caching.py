@@ -62,7 +62,7 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
     page_size: Annotated[
         int | Auto,
         about(
-            "Tokens per page; prefixes are shared in whole pages. auto is 16, and 128 for models whose rows stand for several "
+            "Tokens per page; prefixes are shared in whole pages. auto is 16, 64 for models with recurrent states, and 128 for models whose rows stand for several "
             "tokens.",
             unit="tokens",
             least=1,

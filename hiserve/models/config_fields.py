@@ -29,6 +29,7 @@ _OLD_SPELLINGS = {
     "num_local_experts": "num_experts",
     "n_routed_experts": "num_experts",
     "num_mtp_layers": "num_nextn_predict_layers",
+    "mtp_num_hidden_layers": "num_nextn_predict_layers",
 }
 
 # Far above any model; beyond these, the shapes, names and tables of a model would themselves fill memory.

@@ -202,7 +202,7 @@ def _read_mtp(base: str, raw: dict[str, Any], path: Path, target: ModelConfig) -
     model = parse_config(raw | {"architectures": [base]}, path, GenerationConfig())
     refused = {
         f"{model.num_mtp_layers} heads, one for each draft": model.num_mtp_layers != 1,
-        "experts": model.latent is None and model.compressed is None and has_experts_behind(model),
+        "experts": has_experts_behind(model) and not (model.latent or model.compressed or model.delta),
         "drafts of DSpark": model.compressed is not None
         and any(name.startswith("mtp.1.") for name in tensor_names(path.parent)),
     }

@@ -8,8 +8,9 @@ import msgspec
 
 from hiserve.models.compressed_names import stream_head_table
 from hiserve.models.config_fields import Count, Size
+from hiserve.models.family import FAMILIES
 from hiserve.models.model_config import ModelConfig
-from hiserve.models.names import TensorSource, layer_table, stack
+from hiserve.models.names import ExpertNaming, TensorSource, layer_table, stack
 
 HeadKind = Literal["eagle3", "mtp"]
 
@@ -26,6 +27,7 @@ class DraftFormat(msgspec.Struct, frozen=True, kw_only=True):
         names: Names of the tensors outside the layer, by parameter.
         embedding: Name of an embedding that a checkpoint may have; without it the model's is shared. None if it is
             always the model's.
+        prefix: Of all its names in the model's own files; None where that is ``layer``.
         ignored: Tensors that are not needed: copies of the model's, and those only for training.
         maps: Name of the tensor that maps its vocabulary to the model's; None if it has the model's.
         nested: Field of config.json that describes the decoder layer, if it is separate.
@@ -42,6 +44,7 @@ class DraftFormat(msgspec.Struct, frozen=True, kw_only=True):
     layer: str
     names: dict[str, str]
     embedding: str | None = None
+    prefix: str | None = None
     ignored: tuple[str, ...] = ()
     maps: str | None = None
     nested: str | None = None
@@ -107,6 +110,19 @@ _MIMO = DraftFormat(
     masks_first=True,
 )
 
+_STATES = DraftFormat(
+    title="MTP of Qwen3.5",
+    kind="mtp",
+    prefix="mtp.",
+    layer="mtp.layers.0.",
+    names={
+        "embedding_norm": "mtp.pre_fc_norm_embedding.weight",
+        "state_norm": "mtp.pre_fc_norm_hidden.weight",
+        "join": "mtp.fc.weight",
+        "norm": "mtp.norm.weight",
+    },
+    carries_normed=True,
+)
 _STREAMS = DraftFormat(title="MTP of DeepSeek-V4", kind="mtp", layer="mtp.0.", names={})
 
 # Supported heads, by their architecture in config.json.
@@ -122,6 +138,8 @@ MTP_SUFFIX = "NextN"
 
 def mtp_format(architecture: str) -> DraftFormat:
     """Returns the format of the MTP heads of an architecture."""
+    if FAMILIES[architecture].has_states:
+        return _STATES
     return {"MiMoForCausalLM": _MIMO, "DeepseekV4ForCausalLM": _STREAMS}.get(architecture, _DEEPSEEK)
 
 
@@ -148,7 +166,9 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
         """Tensors of the checkpoint that are not read."""
         return frozenset(map(self.named, self.format.ignored))
 
-    def table(self, model: ModelConfig) -> dict[str, tuple[TensorSource, ...]]:
+    def table(
+        self, model: ModelConfig, naming: ExpertNaming = ExpertNaming.EACH
+    ) -> dict[str, tuple[TensorSource, ...]]:
         """Returns every parameter and the checkpoint tensors stacked in it. ``model.vocab_size`` is the target's."""
         if model.compressed is not None:
             return stream_head_table(model, self.format.layer)
@@ -163,7 +183,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
         if self.has_embedding and self.format.embedding is not None:
             table["embedding"] = stack((self.format.embedding, (model.vocab_size, hidden)))
         width = 2 * hidden if self.format.kind == "eagle3" else hidden
-        return table | layer_table(model, 0, self.named(self.format.layer), width=width)
+        return table | layer_table(model, 0, self.named(self.format.layer), width=width, naming=naming)
 
 
 class EagleFields(msgspec.Struct):

@@ -28,7 +28,8 @@ def one_layer(model: ModelConfig) -> ModelConfig:
             experts=msgspec.structs.replace(model.experts, routing=routing),
             num_mtp_layers=0,
         )
-    experts = model.experts if model.latent is not None and has_experts_behind(model) else None
+    keeps = model.latent is not None or model.delta is not None
+    experts = model.experts if keeps and has_experts_behind(model) else None
     if experts is not None:
         experts = msgspec.structs.replace(experts, step=1, dense_layers=frozenset())
     return msgspec.structs.replace(
@@ -39,5 +40,6 @@ def one_layer(model: ModelConfig) -> ModelConfig:
         local_rope=None,
         local_layers=frozenset(),
         experts=experts,
+        delta=None,
         num_mtp_layers=0,
     )

@@ -35,6 +35,7 @@ from hiserve.models.refusals import read_activation, refuse_nonsense, refuse_uns
 from hiserve.models.rope import RopeConfig, read_local_rope, read_rope, stretched_context
 
 NANO = "hiserve-nano"
+STATE_PAGE_SIZE = 64
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,7 +147,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             window=self.tail_window,
             window_elements=num_planes * num_windows * self.num_kv_heads * self.head_dim,
             ratio_elements=() if self.compressed is None else ratio_elements(self.compressed),
-            page_size=DEFAULT_PAGE_SIZE if self.compressed is None else compressed_page_size(self.compressed),
+            page_size=self._page_size,
             page_multiple=1 if self.compressed is None else page_multiple(self.compressed),
             carried=carried_bytes(lambda dtype, drafts: self.cache_plan(dtype, frees_windows=False, max_draft=drafts)),
             step=StepShape(
@@ -161,6 +162,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 index_ratio=0 if self.compressed is None else self.compressed.index_ratio,
             ),
         )
+
+    @property
+    def _page_size(self) -> int:
+        """Tokens of a page under ``auto``: with states more, because a prefix can be resumed at few of its boundaries anyway."""
+        if self.compressed is not None:
+            return compressed_page_size(self.compressed)
+        return DEFAULT_PAGE_SIZE if self.delta is None else STATE_PAGE_SIZE
 
     def _mlp_elements(self) -> int:
         """Elements per token in the MLP (gate, up and their product), in its experts, outputs included, or beside a state."""

@@ -114,7 +114,7 @@ _NESTED = {
 
 def bundled_prefixes(config: ModelConfig) -> tuple[str, ...]:
     """Returns name prefixes of draft heads' tensors in the model's own files, which are not layers of the model."""
-    if config.compressed is not None:
+    if config.compressed is not None or config.delta is not None:
         return ("mtp.",)
     extra = range(config.num_layers, config.num_layers + config.num_mtp_layers)
     return (*(f"model.layers.{layer}." for layer in extra), *(f"model.mtp_layers.{i}." for i in range(len(extra))))

@@ -61,19 +61,23 @@ def load_parameters(
     rename = text_name if config.compressed is None else compressed_name
     held = {rename(source): tensor for source, tensor in held_tensors(folder, param="model").items()}
     sources = set(held) - scale_names(held)
-    table = table_of(config, ExpertNaming.of(sources))
     ignored = {source for source in sources if _is_ignored(source, config)}
+    table = table_of(config, ExpertNaming.of(sources - ignored))
     title = f"{config.architecture} as described by config.json"
     compare(
         folder, title, {piece.source for pieces in table.values() for piece in pieces}, sources - ignored, param="model"
     )
     parameters = read_parameters(held, table, dtype, device, param="model", norm_dtype=norm_dtype)
     _refuse_strange_experts(parameters, config)
+    _offset_norms(parameters, config)
+    return parameters
+
+
+def _offset_norms(parameters: dict[str, Tensor], config: ModelConfig) -> None:
     if config.norm_offset:
         for name, parameter in parameters.items():
             if name.endswith("norm"):
                 parameter += config.norm_offset
-    return parameters
 
 
 def _norm_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
@@ -301,16 +305,17 @@ def load_head_parameters(
     """
     head = draft.head
     assert head is not None, f"{draft.kind} is no head"
-    table = head.table(draft.model)
     is_reduced = head.vocab_size < draft.model.vocab_size
     if load_format == "dummy":
         tokens = torch.arange(head.vocab_size, device=device) if is_reduced else None
-        return draw_parameters(table, dtype, device, _norm_dtype(draft.model, dtype)), tokens
+        return draw_parameters(head.table(draft.model), dtype, device, _norm_dtype(draft.model, dtype)), tokens
     rename = compressed_name if draft.model.compressed is not None else str
     held = {rename(source): tensor for source, tensor in held_tensors(draft.folder, param="spec").items()}
     sources = set(held) - scale_names(held) - head.ignored
     if head.is_in_model:
-        sources = {source for source in sources if source.startswith(head.named(head.format.layer))}
+        prefix = head.format.prefix or head.named(head.format.layer)
+        sources = {source for source in sources if source.startswith(prefix)}
+    table = head.table(draft.model, ExpertNaming.of(sources))
     wanted = {piece.source for pieces in table.values() for piece in pieces}
     maps = head.format.maps
     if maps is not None and (is_reduced or maps in sources):
@@ -319,6 +324,7 @@ def load_head_parameters(
     compare(draft.folder, title, wanted, sources, param="spec")
     norm_dtype = _norm_dtype(draft.model, dtype)
     parameters = read_parameters(held, table, dtype, device, param="spec", norm_dtype=norm_dtype)
+    _offset_norms(parameters, draft.model)
     if maps is None or maps not in wanted:
         return parameters, None
     tokens = _tokens(read_tensor(held, maps, param="spec"), draft.folder, maps, head.vocab_size, draft.model.vocab_size)

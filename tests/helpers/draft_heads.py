@@ -17,8 +17,8 @@ from hiserve.attention.base import AttentionShape
 from hiserve.attention.latent import open_with
 from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.cache.storage.device import DevicePool
-from hiserve.core.forward import ForwardInputs
-from hiserve.core.kv_groups import CacheGroupSpec
+from hiserve.core.forward import ForwardInputs, StateRows
+from hiserve.core.kv_groups import CacheGroupSpec, CachePlan
 from hiserve.models.decoder import attention_shape
 from hiserve.models.draft_config import DraftKind, find_draft
 from hiserve.models.draft_heads import draft_attention_shape, load_draft
@@ -105,15 +105,17 @@ class Paged:
     Args:
         groups: What is stored.
         shape: Of attention.
+        plan: Of a model with states, which the rows carry along.
     """
 
-    def __init__(self, groups: Sequence[CacheGroupSpec], shape: AttentionShape) -> None:
+    def __init__(self, groups: Sequence[CacheGroupSpec], shape: AttentionShape, plan: CachePlan | None = None) -> None:
         torch.set_num_threads(1)
         self.page_size = shape.page_size
         self.attention = open_with(shape, ReferenceAttention)
-        pool = DevicePool(groups, NUM_PAGES, self.page_size, "cpu")
+        pool = DevicePool(groups if plan is None else plan.groups, NUM_PAGES, self.page_size, "cpu", num_rows=3)
         pool.storage(groups[0].name).fill_(torch.nan)
-        self.layers = pool.layers(groups[0].name)
+        self.layers = pool.layers(groups[0].name) if plan is None else pool.model_layers(plan)
+        self._has_states = bool(pool.carried)
         pages = 1 + torch.randperm(NUM_PAGES - 1, generator=torch.Generator().manual_seed(3))
         self._table = pages[: 2 * (MAX_LEN // self.page_size)].view(2, -1).to(torch.int32)
 
@@ -137,6 +139,14 @@ class Paged:
             kv_bounds=np.array(ends, dtype=np.int32),
             max_kv_len=max(ends),
         )
+        if self._has_states:
+            numbers, starts = (
+                torch.tensor([row + 1 for row, _, _ in rows]),
+                torch.tensor([first for _, first, _ in rows]),
+            )
+            none = torch.zeros_like(numbers)
+            state = StateRows(numbers, starts, starts, inputs.kv_lens, none, none)
+            inputs = dataclasses.replace(inputs, state=state)
         self.attention.plan(inputs)
         return inputs
 
@@ -169,7 +179,11 @@ class Drafter:
         self.model = load_decoder(target, config, load_format="auto", aux_layers=self.draft.aux_layers, **sizes)
         self.head = load_draft(self.draft, self.model, load_format=load_format, **sizes)
         element = getattr(torch, dtype)
-        self._target = Paged(config.kv_groups(dtype), attention_shape(config, dtype=element, page_size=page_size))
+        self._target = Paged(
+            config.kv_groups(dtype),
+            attention_shape(config, dtype=element, page_size=page_size),
+            None if config.delta is None else config.cache_plan(dtype, frees_windows=False),
+        )
         self._own = Paged(
             self.head.groups(dtype), draft_attention_shape(self.draft, dtype=element, page_size=page_size)
         )

@@ -78,7 +78,7 @@ with latent.LatentAttention.plan, test_latent.test_a_row_that_decodes_is_not_exp
     "a row is expanded although the host has only a bound of its length"
     first = inputs.num_decode + int(is_long.argmax()) if is_long.any() else num_rows
     first = 0
-with weights.load_parameters, test_window_families.test_norms_of_a_16_bit_model_are_one_more_than_stored_and_not_rounded:
+with weights._offset_norms, test_window_families.test_norms_of_a_16_bit_model_are_one_more_than_stored_and_not_rounded:
     "INV 18: norms that are stored less 1 are taken as they are"
     parameter += config.norm_offset
     pass
@@ -103,7 +103,7 @@ with block_scales.check_scale, test_block_scales.test_what_cannot_be_multiplied_
     False
 with head_shape.one_layer, test_latent_heads.test_a_head_gives_the_logits_of_a_layer_of_transformers:
     "the draft head of a model of experts has an MLP"
-    model.latent is not None and has_experts_behind(model)
+    keeps and has_experts_behind(model)
     False
 with refusals._limits, test_window_families.test_a_constant_that_experts_of_gpt_oss_need_is_a_number["None-swiglu_alpha"]:
     "a constant of the experts may be null: the first step fails"

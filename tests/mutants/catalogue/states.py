@@ -2,12 +2,12 @@
 
 from hiserve.attention import triton
 from hiserve.kernels import step_inputs, step_reference, step_triton
-from hiserve.models import delta_config, delta_layer, gated_attention
+from hiserve.models import delta_config, delta_layer, gated_attention, weights
 from hiserve.runners import mixed, row_states
 from tests.e2e import test_state_families_oracle, test_state_graphs, test_state_rows
 from tests.unit.attention import test_triton
 from tests.unit.kernels import test_step_triton
-from tests.unit.models import test_delta_config
+from tests.unit.models import test_delta_config, test_state_heads
 from tests.unit.runners import test_row_states
 
 with step_reference.advance, test_step_triton.test_rows_advance_by_what_was_emitted_and_faulted_ones_forget:
@@ -68,3 +68,7 @@ with delta_config._kinds, test_delta_config.test_every_fourth_layer_has_attentio
     "the first of four layers has attention"
     (layer + 1) % interval == 0
     layer % interval == 0
+with weights.load_head_parameters, test_state_heads.test_a_head_gives_the_logits_of_a_layer_of_transformers["40-qwen3_5_text"]:
+    "norms of a head that are stored less 1 are taken as they are"
+    _offset_norms(parameters, draft.model)
+    pass
