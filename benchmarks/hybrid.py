@@ -23,16 +23,26 @@ from benchmarks.kernels.delta import measure_delta
 from benchmarks.kernels.latent import measure_absorbed
 from benchmarks.record import ENGINE, Record, gpu_parser
 from hiserve.config.options import DTYPE_BYTES
+from hiserve.core.kv_groups import Space
+from hiserve.models.compressed_config import CompressedConfig, LayerKind
 from hiserve.models.model_config import NANO, ModelConfig
 
-SHAPES = {"glm-4.7-flash": 0.60, "v3-like": 0.60, "gpt-oss-20b": 0.70, "gemma-3-27b": 0.70}  # with the bar of prompts
+# With the bar of prompts.
+SHAPES = {
+    "glm-4.7-flash": 0.60,
+    "v3-like": 0.60,
+    "gpt-oss-20b": 0.70,
+    "gemma-3-27b": 0.70,
+    "qwen3.5-35b-a3b": 0.60,
+    "v4-flash-like": 0.60,
+}
+LONG = {"v4-flash-like": 131_072}  # tokens after which one row decodes as well
 DECODE_BAR = 0.65
-PAGE_SIZE = 16
 REPEATS = 2  # of prompts
 
 
 class Least:
-    """The least that a step of a model must read or multiply; all weights and rows are of one type.
+    """The least that a step of a model must read, write or multiply; all weights and rows are of one type.
 
     Args:
         model: Its shape.
@@ -40,30 +50,50 @@ class Least:
     """
 
     def __init__(self, model: ModelConfig, dtype: str) -> None:
-        self._model, self._element = model, DTYPE_BYTES[dtype]
+        self._model, self._dtype, self._element = model, dtype, DTYPE_BYTES[dtype]
         self._table = model.vocab_size * model.hidden_size
         self._layers = model.num_params - self._table * (1 if model.tie_embeddings else 2)
-        self._windows = model.windows or (None,) * model.num_layers
+        if model.experts is not None:  # of the tables that name experts, a token reads a line
+            self._layers -= model.experts.hash_params(model.vocab_size)
+        self._windows = model.windows or (None,) * model.num_attention_layers
 
     def decode_bytes(self, num_rows: int, context: float) -> float:
-        """Bytes that rows read which attend over so many tokens each: weights, the output head, keys and values."""
+        """Bytes of rows that attend over so many tokens each: weights, the output head, keys and values, what rows carry."""
         model = self._model
         weights = self._layers + self._table
         if model.experts is not None:
             share = model.experts.num_per_token / model.experts.num_experts
             weights -= self._expert_params * (1 - share) ** num_rows  # those that no row chooses
         seen = sum(context if window is None else min(context, window) for window in self._windows)
-        return self._element * (weights + num_rows * seen * model.slot_elements / model.num_layers)
+        stored = seen * model.slot_elements / len(self._windows)
+        if model.compressed is not None:
+            stored += compressed_elements(model.compressed, context)
+        return self._element * (weights + num_rows * stored) + num_rows * self.carried_bytes()
+
+    def carried_bytes(self) -> int:
+        """Bytes of a row's states, read and written, and of a token's inputs, each of which is written once and read once."""
+        groups = self._model.cache_plan(self._dtype, frees_windows=False).groups
+        return sum(2 * group.slot_bytes for group in groups if group.space is Space.ROW)
 
     def prompt_flop(self, length: int) -> float:
-        """Operations of a prompt: products of the layers with a token's own experts, and causal attention."""
+        """Operations of a prompt: products of the layers with a token's own experts, causal attention, updates of states."""
         model, params = self._model, float(self._layers)
         if model.experts is not None:
             params -= self._expert_params * (1 - model.experts.num_per_token / model.experts.num_experts)
-        latent = model.latent
+        latent, compressed, delta = model.latent, model.compressed, model.delta
         width = 2 * model.head_dim if latent is None else latent.key_dim + latent.value_dim
         pairs = sum(_num_pairs(length, window) for window in self._windows)
-        return 2 * params * length + 2 * model.num_heads * width * pairs
+        flop = 2 * params * length
+        if compressed is not None:
+            sparse, heavy = compressed.count(LayerKind.SPARSE), compressed.count(LayerKind.HEAVY)
+            rows = _num_pairs_of(length, compressed.sparse_ratio)
+            chosen = _num_pairs_of(length, compressed.sparse_ratio, compressed.index_topk)
+            pairs += sparse * chosen + heavy * _num_pairs_of(length, compressed.heavy_ratio)
+            flop += 2 * sparse * compressed.index_heads * compressed.index_width * rows
+        if delta is not None:  # what the state says of a key, its correction, what it says of a query
+            state = delta.num_value_heads * delta.key_dim * delta.value_dim
+            flop += 3 * 2 * len(delta.layers) * state * length
+        return flop + 2 * model.num_heads * width * pairs
 
     @property
     def _expert_params(self) -> int:
@@ -72,6 +102,19 @@ class Least:
         assert experts is not None
         one = 3 * model.hidden_size * experts.intermediate_size
         return experts.num_layers(model.num_layers) * experts.num_experts * one
+
+
+def compressed_elements(compressed: CompressedConfig, context: float) -> float:
+    """Returns the elements of compressed rows that a token reads after so many: the index, those it chooses, and all heavy ones."""
+    rows = context // compressed.sparse_ratio
+    sparse = rows * compressed.index_width + min(rows, compressed.index_topk) * compressed.width
+    heavy = context // compressed.heavy_ratio * compressed.width
+    return compressed.count(LayerKind.SPARSE) * sparse + compressed.count(LayerKind.HEAVY) * heavy
+
+
+def _num_pairs_of(length: int, ratio: int, most: int | None = None) -> int:
+    """Returns the pairs of a query and a compressed row that it sees, of which it chooses so many at most."""
+    return sum(min((place + 1) // ratio, length if most is None else most) for place in range(length))
 
 
 def _num_pairs(length: int, window: int | None) -> int:
@@ -85,10 +128,12 @@ def measure_shape(bench: Bench, shape: str) -> Part:
     part, drive = Part(), bench.engine(shape)
     dtype, is_tiny = drive.settings.model.dtype, bench.sizes.settings["device"] == "cpu"
     least = Least(drive.model, dtype)
-    for context in (64, 256) if is_tiny else (1024, 8192):
-        for num_rows in (4, 1) if is_tiny else (32, 8, 1):
+    contexts = [64, 256] if is_tiny else [1024, 8192, *([LONG[shape]] if shape in LONG else [])]
+    page_size = drive.settings.cache.page_size
+    for context in contexts:
+        for num_rows in (4, 1) if is_tiny else (1,) if context == LONG.get(shape) else (32, 8, 1):
             name = f"{shape} decode, {num_rows} x {context}"
-            num_pages = num_rows * -(-(context + PAGE_SIZE) // PAGE_SIZE)
+            num_pages = num_rows * -(-(context + page_size) // page_size)
             if num_pages >= drive.settings.cache.kv_pages:
                 part.notes.append(f"{name}: left out, {num_pages} of {drive.settings.cache.kv_pages} pages")
                 continue
@@ -149,7 +194,11 @@ def main() -> int:
     sizes = TINY if given.tiny else FULL
     shapes: dict[str, dict[str, Any]] = {
         shape: settings
-        | ({"max_model_len": 512, "kv_pages": 400} if given.tiny else {"shape": shape, "max_model_len": 9216})
+        | (
+            {"max_model_len": 512, "kv_pages": 400}
+            if given.tiny
+            else {"shape": shape, "max_model_len": LONG.get(shape, 8192) + 1024}
+        )
         for shape in SHAPES
     }
     result = Record.of(given, f"python -m benchmarks.hybrid OUT.json COMMIT{flags}", *ENGINE)

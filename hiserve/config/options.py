@@ -53,7 +53,18 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         about("auto reads the weights; dummy draws random ones of the configured shape.", is_debug=True),
     ] = "auto"
     shape: Annotated[
-        Literal["llama-8b", "qwen3-0.6b", "qwen3-8b", "gpt-oss-20b", "gemma-3-27b", "glm-4.7-flash", "v3-like"] | None,
+        Literal[
+            "llama-8b",
+            "qwen3-0.6b",
+            "qwen3-8b",
+            "gpt-oss-20b",
+            "gemma-3-27b",
+            "glm-4.7-flash",
+            "v3-like",
+            "qwen3.5-35b-a3b",
+            "v4-flash-like",
+        ]
+        | None,
         about(
             "Built-in shape for dummy weights; the model then gives only the tokenizer and its end tokens.",
             is_debug=True,

@@ -32,9 +32,11 @@ _LATENT: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 
-# The fields that are read of the public config.json of Llama-3.1-8B, Qwen3-0.6B, Qwen3-8B, gpt-oss-20b, Gemma-3-27B and
-# GLM-4.7-Flash, and of DeepSeek-V3 in full width, cut to 6 layers, of which 5 have 32 experts; what the families fill in
-# is left out.
+_SLIDING, _SPARSE, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+
+# The fields that are read of the public config.json of Llama-3.1-8B, Qwen3-0.6B, Qwen3-8B, gpt-oss-20b, Gemma-3-27B,
+# GLM-4.7-Flash and Qwen3.5-35B-A3B; of DeepSeek-V3 in full width, cut to 6 layers, of which 5 have 32 experts; and of
+# DeepSeek-V4-Flash in full width, cut to 6 layers of all kinds with 64 experts. What the families fill in is left out.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {
         "architectures": ["LlamaForCausalLM"],
@@ -147,6 +149,69 @@ SHAPES: dict[str, dict[str, Any]] = {
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
         },
+    },
+    "qwen3.5-35b-a3b": {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "vocab_size": 248_320,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 262_144,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    },
+    "v4-flash-like": {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "vocab_size": 129_280,
+        "hidden_size": 4096,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 6,
+        "layer_types": [_SLIDING, _SLIDING, _SPARSE, _HEAVY, _SPARSE, _HEAVY],
+        "mlp_layer_types": ["hash_moe"] * 3 + ["moe"] * 3,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 1,
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "q_lora_rank": 1024,
+        "o_groups": 8,
+        "o_lora_rank": 1024,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 512,
+        "compress_rates": {_SPARSE: 4, _HEAVY: 128},
+        "sliding_window": 128,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 6,
+        "scoring_func": "sqrtsoftplus",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "swiglu_limit": 10.0,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "hc_eps": 1e-6,
+        "num_nextn_predict_layers": 1,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 1_048_576,
+        "rope_parameters": {
+            "main": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.125},
+            "compress": {"rope_type": "default", "rope_theta": 1.6e5, "partial_rotary_factor": 0.125},
+        },
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
     },
 }
 

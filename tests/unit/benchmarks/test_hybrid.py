@@ -13,8 +13,11 @@ def test_a_token_of_an_empty_row_reads_its_own_experts_and_many_rows_read_all(sh
     model = shape_config(shape)
     least = Least(model, "bfloat16")
     table = model.vocab_size * model.hidden_size
-    everything = 2 * (model.num_params - (0 if model.tie_embeddings else table))
-    assert least.decode_bytes(10_000, 0) == pytest.approx(everything)
+    hashed = 0 if model.experts is None else model.experts.hash_params(model.vocab_size)
+    everything = 2 * (model.num_params - hashed - (0 if model.tie_embeddings else table))
+    carried = least.carried_bytes()
+    assert least.decode_bytes(10_000, 0) - 10_000 * carried == pytest.approx(everything)
+    everything += carried
     if model.experts is None:
         assert least.decode_bytes(1, 0) == everything
         return
@@ -41,3 +44,44 @@ def test_a_prompt_multiplies_each_pair_of_a_query_and_a_key_that_it_sees() -> No
     in_windows = sum(min(place, 1024) for place in range(1, 2049))
     attended = gemma.prompt_flop(2048) - 2048 * (gemma.prompt_flop(1) - 2 * 32 * 256 * 62)
     assert attended == pytest.approx(2 * 32 * 256 * (52 * in_windows + 10 * 2048 * 2049 // 2))
+
+
+def test_a_row_reads_and_writes_its_states_whatever_its_length() -> None:
+    qwen = Least(shape_config("qwen3.5-35b-a3b"), "bfloat16")
+    states, inputs = 30 * 32 * 128 * 128 * 4, 30 * (2 * 16 * 128 + 32 * 128 + 2 * 32) * 2
+    assert qwen.carried_bytes() == 2 * (states + inputs)
+    assert qwen.decode_bytes(2, 1000) - qwen.decode_bytes(2, 0) == pytest.approx(2 * 1000 * 10 * 2 * 2 * 256 * 2)
+
+
+@pytest.mark.parametrize(
+    ("context", "scanned", "chosen", "heavy", "window"),
+    [(100, 25, 25, 0, 100), (1024, 256, 256, 8, 128), (131_072, 32_768, 512, 1024, 128)],
+)
+def test_compressed_rows_are_scanned_by_their_index_and_those_chosen_are_read(
+    context: int, scanned: int, chosen: int, heavy: int, window: int
+) -> None:
+    """In two sparse layers and two heavy ones; all six have windows."""
+    v4 = Least(shape_config("v4-flash-like"), "bfloat16")
+    read = 2 * (scanned * 128 + chosen * 512) + 2 * heavy * 512 + 6 * window * 512
+    assert v4.decode_bytes(1, context) - v4.decode_bytes(1, 0) == pytest.approx(2 * read)
+
+
+def test_the_inputs_of_compressed_rows_are_written_once_and_read_once() -> None:
+    v4 = Least(shape_config("v4-flash-like"), "bfloat16")
+    assert v4.carried_bytes() == 2 * 4 * 2 * (4 * 512 + 4 * 128 + 2 * 512)
+
+
+def test_a_prompt_multiplies_compressed_rows_and_states() -> None:
+    v4, model = Least(shape_config("v4-flash-like"), "bfloat16"), shape_config("v4-flash-like")
+    products = v4.prompt_flop(1) - 2 * 64 * 1024 * 6  # one token sees itself, in the windows of all layers
+    length = 300
+    in_windows = 6 * sum(min(place, 128) for place in range(1, length + 1))
+    rows = sum(place // 4 for place in range(1, length + 1))
+    heavy = sum(place // 128 for place in range(1, length + 1))
+    pairs = in_windows + 2 * rows + 2 * heavy
+    expected = length * products + 2 * 64 * 1024 * pairs + 2 * 2 * 64 * 128 * rows
+    assert v4.prompt_flop(length) == pytest.approx(expected)
+    assert model.num_heads == 64
+    qwen = Least(shape_config("qwen3.5-35b-a3b"), "bfloat16")
+    more = qwen.prompt_flop(2) - 2 * qwen.prompt_flop(1)
+    assert more == pytest.approx(2 * 16 * 512 * 10), "states cost every token the same"

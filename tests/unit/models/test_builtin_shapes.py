@@ -17,8 +17,7 @@ from hiserve.engine.build import build_engine
 from hiserve.errors import ConfigError, ModelError
 from hiserve.models.builtin_shapes import SHAPES, read_model, shape_config
 from hiserve.models.model_config import NANO, find_model, read_model_config
-from hiserve.models.names import parameter_table
-from hiserve.models.weights import load_parameters
+from hiserve.models.weights import load_parameters, table_of
 from tests.helpers.checkpoint_folder import LLAMA
 from tests.helpers.settings import identified
 
@@ -30,6 +29,8 @@ NUM_PARAMS = {
     "gemma-3-27b": 27_009_346_304,
     "glm-4.7-flash": 29_943_393_920,
     "v3-like": 10_640_235_680,
+    "qwen3.5-35b-a3b": 34_660_610_688,
+    "v4-flash-like": 11_571_014_281,
 }
 # In bfloat16.
 SLOT_BYTES = {
@@ -40,6 +41,8 @@ SLOT_BYTES = {
     "gemma-3-27b": 496 << 10,
     "glm-4.7-flash": 47 * 576 * 2,
     "v3-like": 6 * 576 * 2,
+    "qwen3.5-35b-a3b": 10 * 2 * 2 * 256 * 2,
+    "v4-flash-like": 6 * 512 * 2,  # beside rows that stand for several tokens
 }
 
 
@@ -55,9 +58,9 @@ def test_the_setting_names_the_built_in_shapes() -> None:
 def test_a_shape_has_the_parameters_and_the_kv_of_the_public_model(name: str) -> None:
     config = shape_config(name)
     assert config.num_params == NUM_PARAMS[name]
-    (group,) = config.kv_groups("bfloat16")
+    group, *_ = config.kv_groups("bfloat16")
     assert group.slot_bytes == SLOT_BYTES[name]
-    drawn = sum(piece.num_elements for pieces in parameter_table(config).values() for piece in pieces)
+    drawn = sum(piece.num_elements for pieces in table_of(config).values() for piece in pieces)
     assert drawn == NUM_PARAMS[name]
 
 
