@@ -15,12 +15,12 @@ from hiserve.cache.index.prefix_cache import (
     TierListener,
 )
 from hiserve.core.digest import namespace_digest
-from hiserve.core.transfers import PageCopy, TailImage
+from hiserve.core.transfers import CopyKind, PageCopy, TailImage
 from tests.helpers.host import TENANTS, make_run
 from tests.helpers.tail_model import TailModel
 from tests.invariants.kv_checks import Told
 
-PAGE, NAMESPACE, FRAMES = 2, b"n" * 16, 2
+PAGE, NAMESPACE, FRAMES, SNAPSHOT_FRAMES = 2, b"n" * 16, 2, 3
 
 
 def make_cache(
@@ -63,15 +63,31 @@ def publish(cache: PrefixCache, windows: TailPool, tokens: np.ndarray) -> Prefix
 
 
 class Runs:
-    """Random rows: resumed at a match, published page by page, with tails at random boundaries; copies that end or fail."""
+    """Random rows: resumed at a match, published page by page, with tails at random boundaries; copies that end or fail.
 
-    def __init__(self, seed: int, num_host_pages: int = 0) -> None:
+    Tails have window pages, a snapshot, or both.
+    """
+
+    def __init__(self, seed: int, num_host_pages: int = 0, *, has_windows: bool = True, num_slots: int = 0) -> None:
         self.rng = np.random.default_rng(seed)
         num_window_pages = 9 if num_host_pages else 30
         self.told = Told(PAGE)
-        self.cache, self.windows = make_cache(
-            num_window_pages=num_window_pages, num_host_pages=num_host_pages, listener=self.told.events
+        sizes = TailSizes(
+            window_pages=num_window_pages if has_windows else 0,
+            frames_per_page=FRAMES,
+            snapshot_slots=num_slots,
+            frames_per_snapshot=SNAPSHOT_FRAMES,
         )
+        self.cache = PrefixCache(
+            num_pages=60,
+            page_size=PAGE,
+            namespace=NAMESPACE,
+            tails=sizes,
+            num_host_pages=num_host_pages,
+            listener=self.told.events,
+        )
+        self.windows, self.snapshots = self.cache.windows, self.cache.snapshots
+        self.pools = [pool for pool in (self.windows, self.snapshots) if pool is not None]
         self.has_host = num_host_pages > 0
         self.model = TailModel(self.cache)
         self.rows: list[tuple[np.ndarray, int, PrefixLock]] = []  # tokens, published pages, lock
@@ -107,16 +123,20 @@ class Runs:
         """Begins a load, unless there is no room."""
         tails, num_pages = self.cache.tails, lock.host_pages.size
         assert tails is not None and lock.tail is not None and lock.tail.frames is not None
-        if tails.num_to_load(lock.tail) > self.windows.num_spare:
+        if self.windows is not None and tails.num_to_load(lock.tail) > self.windows.num_spare:
+            return False
+        if not tails.has_slot_for(lock.tail):
             return False
         pages = self.cache.allocate(np.zeros(num_pages, dtype=np.int32))
         if pages is None:
             return False
-        window_pages = self.windows.allocate(np.zeros(tails.num_to_load(lock.tail), dtype=np.int32))
-        copy = self.cache.begin_load(lock, pages, window_pages)
+        window_pages, slots = tails.allocate(lock.tail)
+        copy = self.cache.begin_load(lock, pages, window_pages, slots)
         self.copies.append(copy)
         assert copy.image is not None and copy.image.digest == names[lock.pages.size - 1], "a tail of another boundary"
-        assert copy.image.frames.size == FRAMES * window_pages.size > 0 and copy.host_pages.size == num_pages
+        num_frames = FRAMES * window_pages.size + SNAPSHOT_FRAMES * slots.size
+        assert copy.image.frames.size == num_frames > 0 and copy.host_pages.size == num_pages
+        assert slots.size == (self.snapshots is not None)
         self.model.loading[copy.op] = names[lock.pages.size - num_pages : lock.pages.size]
         self.num_loads += 1
         return True
@@ -137,14 +157,23 @@ class Runs:
 
     def keep(self) -> None:
         tokens, num_pages, lock = self.rows[int(self.rng.integers(len(self.rows)))]
-        if num_pages and lock.is_whole and self.windows.num_spare >= 2:
-            boundary = int(self.rng.integers(1, num_pages + 1))
+        if not num_pages or not lock.is_whole or (self.windows is not None and self.windows.num_spare < 2):
+            return
+        boundary = int(self.rng.integers(1, num_pages + 1))
+        pages = slots = np.empty(0, dtype=np.int32)
+        if self.snapshots is not None and not (slots := self.snapshots.try_allocate()).size:
+            return
+        if self.windows is not None:
             pages = self.windows.allocate(np.zeros(min(boundary, 2), dtype=np.int32))
-            tails = self.model.tails.setdefault(self.model.names(tokens.tobytes())[boundary - 1], [])
-            tail = self.cache.keep_tail(lock, num_pages - boundary, pages)
-            if tail not in tails:
-                tails.append(tail)
-            self.windows.drop(pages)
+        tails = self.model.tails.setdefault(self.model.names(tokens.tobytes())[boundary - 1], [])
+        tail = self.cache.keep_tail(lock, num_pages - boundary, pages, slots)
+        if tail not in tails:
+            tails.append(tail)
+        if self.snapshots is not None and self.cache.tails is not None and self.rng.integers(4):
+            self.cache.tails.settle(tail)
+        for pool, held in ((self.windows, pages), (self.snapshots, slots)):
+            if pool is not None:
+                pool.drop(held)
 
     def end(self) -> None:
         self.cache.release(self.rows.pop(int(self.rng.integers(len(self.rows))))[2])
@@ -156,7 +185,10 @@ class Runs:
             self.cache.free(pages)
 
     def end_copy(self) -> None:
-        copy = self.copies.pop(int(self.rng.integers(len(self.copies))))
+        copy = self.copies[int(self.rng.integers(len(self.copies)))]
+        if copy.kind is CopyKind.LOAD:  # they end in their order
+            copy = next(each for each in self.copies if each.kind is CopyKind.LOAD)
+        self.copies.remove(copy)
         self.model.loading.pop(copy.op, None)
         lost = self.cache.complete(copy.op, ok=(ok := bool(self.rng.integers(6))))
         if not ok and copy.image is not None:
@@ -188,7 +220,8 @@ class Runs:
         for tier in Tier:
             self.model.check_told(tier, *self.cache.take_events(tier))
         self.check_routers()
-        self.windows.check()
+        for pool in self.pools:
+            pool.check()
         self.check_copies()
         self.check_order()
 
@@ -206,7 +239,8 @@ class Runs:
                 f"host pages of {copy.op}"
             )
             assert not np.isin(copy.device_pages, self.cache.device.pages.free_pages()).any(), f"pages of {copy.op}"
-            assert (self.windows.num_refs[copy.window_pages] > 0).all(), f"window pages of {copy.op}"
+            for pool, held in ((self.windows, copy.window_pages), (self.snapshots, copy.slots)):
+                assert pool is None or (pool.num_refs[held] > 0).all(), f"pages of the tail of {copy.op}"
 
     def check_order(self) -> None:
         """The host's order has each tail that no copy uses, and the frames of all are charged."""
@@ -222,8 +256,8 @@ class Runs:
         for _, _, lock in self.rows:
             self.cache.release(lock)
         self.cache.flush()
-        assert self.windows.num_tails == self.windows.num_pinned == 0
-        assert self.windows.num_free == self.windows.num_pages - 1
+        for pool in self.pools:
+            assert pool.num_tails == pool.num_pinned == 0 and pool.num_free == pool.num_pages - 1
         host = self.cache.host
         assert host.pages.num_free == host.pages.num_ready - 1 and host.num_evictable == 0
 
@@ -247,6 +281,21 @@ def test_match_knows_the_deepest_resume_point_of_each_tier(num_host_pages: int) 
         runs.close()
         num_loads += runs.num_loads
     assert num_loads > 30, num_loads
+
+
+@pytest.mark.parametrize("has_windows", [False, True])
+@pytest.mark.parametrize("num_host_pages", [0, 24, 70])
+def test_match_knows_the_deepest_snapshot_of_each_tier(num_host_pages: int, has_windows: bool) -> None:
+    """H1, H3 and H10, of tails with a snapshot, alone or behind window pages."""
+    num_loads = num_evicted = 0
+    for seed in range(6):
+        runs = Runs(seed, num_host_pages, has_windows=has_windows, num_slots=[4, 9][seed % 2])
+        for _ in range(150):
+            runs.step()
+        runs.close()
+        num_loads += runs.num_loads
+        num_evicted += runs.cache.stats().snapshots.num_evicted_tails
+    assert num_evicted > 0 and (num_loads > 0) == (num_host_pages > 0), (num_loads, num_evicted)
 
 
 def test_tails_keep_pace_with_history_that_takes_every_order_of_a_step() -> None:
