@@ -44,7 +44,8 @@ STORE_RESULTS = {
     "corrupt": "damaged",
 }
 DECISIONS = {"replay": "replayed as graphs", "eager": "eager", "defer": "deferred"}
-WINDOWS = "windows"  # the device's pages of layers with a window
+# The device's pages of layers with a window, and slots of snapshots: the metric of each.
+TAIL_POOLS = {"windows": "cache_window_pages", "snapshots": "cache_snapshot_slots"}
 MAX_MISSES = 8
 LEAST_WANTED = 100  # pages, before a tier is judged
 
@@ -242,9 +243,9 @@ def _tiers(history: FrameHistory, *, is_narrow: bool) -> RenderableType:
     table = _table(f"cache: {LEGEND}", "", "", *(name for name in names if name != "evicted" or not is_narrow))
     evicted: dict[str, str] = {}
     cells: list[Text | str]
-    for tier in ("device", WINDOWS, "host", "store"):
-        is_windows = tier == WINDOWS
-        pages = frame.by("state", "cache_window_pages") if is_windows else frame.by("state", "cache_pages", tier=tier)
+    for tier in ("device", *TAIL_POOLS, "host", "store"):
+        of_tails = TAIL_POOLS.get(tier)
+        pages = frame.by("state", of_tails) if of_tails else frame.by("state", "cache_pages", tier=tier)
         if tier == "store" and _has_store(frame):
             cells = [Text(_size(frame)), f"{frame.value('store_pages'):,.0f}", "", ""]
         elif sum(pages.values()):
@@ -254,13 +255,13 @@ def _tiers(history: FrameHistory, *, is_narrow: bool) -> RenderableType:
         else:
             continue
         evicted[tier] = f"{frame.pages('evicted_tokens', tier=tier):,.0f}"
-        if is_windows:
+        if of_tails:
             evicted[tier] = f"{frame.value('evicted_tails'):,.0f} tails"
-        hits = ["", ""] if is_windows else _hits(history, cache_source=tier)
+        hits = ["", ""] if of_tails else _hits(history, cache_source=tier)
         table.add_row(tier, *cells, *([] if is_narrow else [evicted[tier]]), *hits)
     table.add_row(*[""] * (4 if is_narrow else 5), "[bold]together[/bold]", *_hits(history))
     lines = [f"evicted: {', '.join(f'{tier} {count}' for tier, count in evicted.items())}"] if is_narrow else []
-    lines += [f"tails of windows: {frame.value('cache_tails'):,.0f}"] if WINDOWS in evicted else []
+    lines += [f"tails: {frame.value('cache_tails'):,.0f}"] if TAIL_POOLS.keys() & evicted.keys() else []
     lines += [_store_line(frame)] if "store" in evicted else []
     lines += _idle_tiers(frame)
     if misses := frame.by("reason", "cache_misses"):

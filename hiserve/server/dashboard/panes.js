@@ -198,7 +198,7 @@ export function metrics(samples) {
 
 export function tiers(stats) {
   const rows = [];
-  for (const tier of ["device", "windows", "host"]) {
+  for (const tier of ["device", "windows", "snapshots", "host"]) {
     const each = add(...stats.replicas.map((replica) => replica.tiers[tier]).filter(Boolean));
     if (!("num_pages" in each)) continue;
     const held = each.num_pages - each.num_free - each.num_evictable;

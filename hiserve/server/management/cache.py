@@ -32,11 +32,13 @@ _WHOLE_NUMBER = re.compile("[0-9]{1,9}")
 class Tiers(msgspec.Struct):
     """The tiers of one worker, without those that it does not have. Workers may share a store.
 
-    ``windows`` are on the device too: the pages of layers with a window, where they have pages of their own.
+    ``windows`` and ``snapshots`` are on the device too: the pages of layers with a window, where they have pages of their
+    own, and the slots of snapshots of recurrent states.
     """
 
     device: TierStats
     windows: WindowStats | UnsetType = UNSET
+    snapshots: WindowStats | UnsetType = UNSET
     host: TierStats | UnsetType = UNSET
     store: StoreStats | UnsetType = UNSET
 
@@ -148,7 +150,7 @@ class CacheRoutes:
         return ReplicaCache(
             replica=worker.replica,
             incarnation=worker.incarnation,
-            tiers=Tiers(cache.device, cache.windows if cache.windows.num_pages else UNSET, host, store),
+            tiers=Tiers(cache.device, _given(cache.windows), _given(cache.snapshots), host, store),
             loads=cache.loads,
             offloads=cache.offloads,
             prefetches=cache.prefetches,
@@ -167,3 +169,8 @@ def _depth(request: Request) -> int:
     if not 1 <= depth <= MAX_DEPTH:
         raise RequestError(f"depth must be a whole number between 1 and {MAX_DEPTH}.", param="depth")
     return depth
+
+
+def _given(pages: WindowStats) -> WindowStats | UnsetType:
+    """Returns the counts of a pool, if there is one."""
+    return pages if pages.num_pages else UNSET

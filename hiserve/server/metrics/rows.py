@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from hiserve.core.usage import DraftUse
-from hiserve.ipc.cache_stats import StoreStats
+from hiserve.ipc.cache_stats import StoreStats, TierStats
 from hiserve.ipc.lifecycle import ReplayStats
 from hiserve.ipc.messages import Status, WorkerStats
 
@@ -78,8 +78,7 @@ def _pages(it: WorkerStats) -> Mapping[Labels, float]:
     return found
 
 
-def _window_pages(it: WorkerStats) -> Mapping[str, float]:
-    pages = it.cache.windows
+def _tail_pages(pages: TierStats) -> Mapping[str, float]:
     held = pages.num_pages - pages.num_free - pages.num_evictable
     return {"free": pages.num_free, "evictable": pages.num_evictable, "held": held}
 
@@ -157,10 +156,12 @@ WORKER_GAUGES: tuple[Row[WorkerStats], ...] = (
     Row("gauge", "num_requests_running", (), lambda it: it.running,
         "Requests in the workers' batches.", is_public=True),
     Row("gauge", "cache_pages", ("tier", "state"), _pages, "Pages of a tier: free, evictable or held."),
-    Row("gauge", "cache_window_pages", ("state",), _window_pages,
+    Row("gauge", "cache_window_pages", ("state",), lambda it: _tail_pages(it.cache.windows),
         "Pages of layers with a window: free, evictable (of tails alone) or held by requests."),
-    Row("gauge", "cache_tails", (), lambda it: it.cache.windows.num_tails,
-        "Ends of prefixes whose window pages are kept: requests can be resumed there."),
+    Row("gauge", "cache_snapshot_slots", ("state",), lambda it: _tail_pages(it.cache.snapshots),
+        "Slots of snapshots of recurrent states: free, evictable (of tails alone) or held by requests."),
+    Row("gauge", "cache_tails", (), lambda it: max(it.cache.windows.num_tails, it.cache.snapshots.num_tails),
+        "Ends of prefixes whose window pages or snapshots are kept: requests can be resumed there."),
     Row("gauge", "hicache_host_used_tokens", (), lambda it: it.cache.host.num_pages - it.cache.host.num_free,
         "Tokens in the host tier.", in_pages=True),
     Row("gauge", "hicache_host_total_tokens", (), lambda it: it.cache.host.num_pages,
@@ -180,8 +181,9 @@ WORKER_COUNTERS: tuple[Row[WorkerStats], ...] = (
     Row("counter", "step_faults", ("kind",), lambda it: it.step_faults,
         "Steps given up because memory ran out, and requests whose load from the host failed: all tried again."),
     Row("counter", "evicted_tokens", ("tier",), _evicted, "Tokens evicted, by the tier they left.", in_pages=True),
-    Row("counter", "evicted_tails", (), lambda it: it.cache.windows.num_evicted_tails,
-        "Tails that gave their window pages to requests; misses by no_tail follow."),
+    Row("counter", "evicted_tails", (),
+        lambda it: it.cache.windows.num_evicted_tails + it.cache.snapshots.num_evicted_tails,
+        "Tails that gave their window pages or snapshots to requests; misses by no_tail follow."),
     Row("counter", "cache_unbacked_tokens", (), lambda it: it.cache.num_unbacked,
         "Tokens evicted from the device that were nowhere else.", in_pages=True),
     Row("counter", "cache_not_retained_tokens", (), lambda it: it.cache.num_not_retained,

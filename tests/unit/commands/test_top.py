@@ -155,7 +155,7 @@ async def test_window_pages_have_a_row_where_there_are_some(capsys: Any) -> None
     async with serving(**showing(stats)) as server:
         assert await top("--url", server.url, "--once") == 0
     out = words(capsys)
-    assert "40 60 20 14 tails" in out and "tails of windows: 2,400" in out, out
+    assert "40 60 20 14 tails" in out and "tails: 2,400" in out, out
     async with serving() as server:
         assert await top("--url", server.url, "--once") == 0
     assert "tails" not in words(capsys)
