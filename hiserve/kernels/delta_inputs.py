@@ -190,6 +190,7 @@ def _make_inputs(  # type: ignore[no-untyped-def]
     await_previous(IS_EARLY)
     wide: tl.constexpr = factors.dtype.element_ty
     num_key_slabs: tl.constexpr = 2 * SIZES.num_key_heads
+    taps: tl.constexpr = SIZES.taps
     slab, number = tl.program_id(0), tl.program_id(2)
     begin, start, state_len, end = span_of(number, indptr, starts, state_lens)
     low = state_len + tl.program_id(1) * BLOCK
@@ -200,8 +201,8 @@ def _make_inputs(  # type: ignore[no-untyped-def]
         in_head = (column < tl.where(is_key, SIZES.key_dim, SIZES.value_dim))[None, :]
         own, token = ring + tl.load(rows + number) * (SIZES.ring * SIZES.entry_size), begin.to(tl.int64) - start
         total = tl.full((BLOCK, BLOCK_DIM), 0.0, wide)
-        for tap in tl.static_range(0, SIZES.taps):
-            ago = SIZES.taps - 1 - tap
+        for tap in tl.static_range(0, taps):
+            ago = taps - 1 - tap
             is_new = (t >= start + ago) & (t < end + ago)
             is_old = (t >= ago) & (t < start + ago)
             new = mixed + ((token + t - ago) * mixed_stride)[:, None] + channel[None, :]
