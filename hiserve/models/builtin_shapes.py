@@ -167,6 +167,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 512,
         "num_experts": 256,
         "num_experts_per_tok": 8,
+        "mtp_num_hidden_layers": 1,
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 262_144,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},

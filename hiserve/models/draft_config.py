@@ -12,6 +12,7 @@ from hiserve.config.settings import Settings
 from hiserve.core.kv_groups import CacheGroupSpec, debug_groups, page_hidden_group
 from hiserve.core.step_memory import DraftFacts, DraftShape, ModelFacts
 from hiserve.errors import ConfigError, ModelError
+from hiserve.models.builtin_shapes import SHAPES
 from hiserve.models.checkpoint import tensor_names
 from hiserve.models.config_fields import convert, read_json
 from hiserve.models.draft_formats import (
@@ -138,8 +139,22 @@ def read_head(kind: HeadKind, folder: Path, target: ModelConfig) -> DraftConfig:
         ModelError: Another kind of head, an unsupported or invalid one, or one that does not fit.
     """
     path = folder / "config.json"
-    raw = read_json(path)
-    architecture = _architecture(raw)
+    return _read_head(kind, read_json(path), path, target)
+
+
+def read_shape_head(shape: str, folder: Path, target: ModelConfig) -> DraftConfig:
+    """Returns the MTP head of a built-in shape, which has weights as the shape itself has.
+
+    Raises:
+        ModelError: The shape has none.
+    """
+    if not target.num_mtp_layers:
+        raise ModelError(f"--shape {shape} has no mtp head. Leave --spec out, or name a head.", param="spec")
+    return _read_head("mtp", SHAPES[shape], folder / "config.json", target)
+
+
+def _read_head(kind: HeadKind, raw: dict[str, Any], path: Path, target: ModelConfig) -> DraftConfig:
+    folder, architecture = path.parent, _architecture(raw)
     if kind == "eagle3" and architecture in EAGLE3_FORMATS:
         draft = _read_eagle3(EAGLE3_FORMATS[architecture], raw, path, target)
     elif kind == "mtp" and architecture.removesuffix(MTP_SUFFIX) in FAMILIES:
@@ -311,6 +326,8 @@ def read_draft(config: Options, folder: Path, model: ModelConfig) -> DraftConfig
             f"--spec is {spec!r}. Use off, auto, ngram, eagle3, mtp, eagle3:PATH, mtp:PATH or draft:PATH.",
             param="spec",
         )
+    if name == "mtp" and not source and config.model.shape is not None:
+        return read_shape_head(config.model.shape, folder, model)
     return find_draft(_KINDS[name], source or None, folder, model)
 
 

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hiserve import SamplingParams
+from hiserve import LLM, SamplingParams
 from hiserve.core.usage import DraftUse
-from hiserve.errors import ConfigError
+from hiserve.errors import ConfigError, ModelError
 from hiserve.llm.rehearsed import RehearsedLLM
+from hiserve.models.builtin_shapes import SHAPES
 from hiserve.spec.rehearsed import chances
 from tests.helpers.cache_paths import SETTINGS, Work, answer, pool
 from tests.helpers.dialogues import trained
@@ -58,6 +59,74 @@ def test_tokens_are_the_same_and_so_many_drafts_are_accepted(llm: Any, work: Wor
         assert use.verify_steps <= num_cut * -(-NUM_NEW // (1 + STEPS))
     if acceptance == 0.0:
         assert use.accepted == 0
+
+
+SMALL: dict[str, dict[str, Any]] = {
+    "v4-flash-like": {
+        "vocab_size": 5000,
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_attention_heads": 4,
+        "head_dim": 32,
+        "qk_rope_head_dim": 8,
+        "q_lora_rank": 16,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        "index_n_heads": 4,
+        "index_head_dim": 16,
+        "index_topk": 8,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "hc_mult": 2,
+        "sliding_window": 16,
+        "rope_parameters": {
+            "main": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+            "compress": {"rope_type": "default", "rope_theta": 1.6e5, "partial_rotary_factor": 0.25},
+        },
+    },
+    "qwen3.5-35b-a3b": {
+        "vocab_size": 5000,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("shape", SMALL)
+def test_the_head_of_a_shape_with_random_weights_is_rehearsed(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut down to small sizes: its windows, states, compressed rows and head are all there."""
+    monkeypatch.setitem(SHAPES, shape, SHAPES[shape] | SMALL[shape])
+    settings = {name: value for name, value in SETTINGS.items() if name != "in_process"}
+    settings |= {"shape": shape, "load_format": "dummy", "host_cache_gib": 0, "max_model_len": 256}
+    prompts = np.random.default_rng(5).integers(1, 5000, size=(2, 60)).tolist()
+    sampling = [SamplingParams(temperature=0.0, seed=seed, max_tokens=33, ignore_eos=True) for seed in range(2)]
+    with LLM(**settings, in_process=True, spec="off") as plain:
+        expected = [result.outputs[0].token_ids for result in plain.generate(prompts, sampling)]
+    with RehearsedLLM(**settings, spec="mtp", spec_steps=STEPS) as llm:
+        for acceptance, num_steps in ((0.0, 32), (0.7, None), (1.0, 8)):
+            llm.flush()
+            llm.rehearse({seed: prompts[seed] + expected[seed] for seed in range(2)}, acceptance)
+            choices = [result.outputs[0] for result in llm.generate(prompts, sampling)]
+            assert [choice.token_ids for choice in choices] == expected
+            uses = [choice.drafts for choice in choices]
+            assert num_steps is None or [use and use.verify_steps for use in uses] == [num_steps] * 2, uses
+
+
+def test_a_shape_without_a_head_has_none_to_rehearse() -> None:
+    settings = {name: value for name, value in SETTINGS.items() if name != "in_process"}
+    with pytest.raises(ModelError, match=r"--shape qwen3-0\.6b has no mtp head"):
+        RehearsedLLM(**settings, shape="qwen3-0.6b", load_format="dummy", spec="mtp")
 
 
 def test_chances_are_even_and_do_not_repeat_from_request_to_request() -> None:
