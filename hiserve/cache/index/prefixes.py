@@ -131,7 +131,6 @@ class Prefixes:
         lock = self._locks.issue(node, self.release, priority)
         lock.tail = match.host_tail if num_host_tokens else match.tail
         if self._tails is not None and lock.tail is not None:
-            self._tails.touch(lock.tail, self._tiers.clock)
             self._tails.settle(lock.tail)
         if self._ops.num_loads:
             loading = {step.device_ready_op for step in path(node)}

@@ -64,8 +64,10 @@ class TailTiers:
         return tail
 
     def settle(self, tail: Tail) -> None:
-        """Makes a provisional tail one like all others, which goes to the host."""
+        """Counts as a use of an open tail, and makes a provisional one like all others, which goes to the host."""
         tail.is_provisional = False
+        self._tiers.clock += 1
+        self.touch(tail, self._tiers.clock)
         self.enqueue(tail)
 
     def touch(self, tail: Tail, last_used: int) -> None:

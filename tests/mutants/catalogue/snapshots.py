@@ -77,3 +77,7 @@ with snapshot_image.SnapshotImage.runs, test_snapshot_image.test_pieces_between_
     "INV H10: a piece of a snapshot goes on behind the end of its frame"
     min(end - at, frame_bytes - within)
     end - at
+with tails.TailTiers.settle, test_row_snapshots.test_the_end_of_a_prompt_goes_first_unless_its_reply_ends_within_the_same_page:
+    "snapshots: the resume point of a short reply goes first"
+    self.touch(tail, self._tiers.clock)
+    pass

@@ -39,7 +39,7 @@ with eviction.LeafHeap._counts, test_window_pages.test_sweeps_keep_the_order_and
     self._is_victim(node)
 with prefixes.Prefixes.lock, test_tails.test_a_boundary_that_is_used_keeps_its_tail_longer["a match"]:
     "tails: a match does not count as a use"
-    self._tails.touch(lock.tail, self._tiers.clock)
+    self._tails.settle(lock.tail)
     pass
 with (
     reference_attention.ReferenceAttention.plan,

@@ -212,3 +212,11 @@ def test_a_prompt_whose_snapshot_finds_no_slot_is_computed() -> None:
     loads = [copy for copy in executor.copies if copy.kind is CopyKind.LOAD]
     assert [copy.slots.size for copy in loads] == [1, 1] and loads[0].slots[0] != loads[1].slots[0]
     assert sorted(use.host for use in found.values()) in ([16, 16], [0, 16, 16])
+
+
+@pytest.mark.parametrize(("num_new", "is_cold"), [(2, False), (40, True)])
+def test_the_end_of_a_prompt_goes_first_unless_its_reply_ends_within_the_same_page(num_new: int, is_cold: bool) -> None:
+    served = Served()
+    served.ask(1, drawn(1, 20), num_new)
+    tails = [tail for node in served.cache.tree.nodes() for tail in (node.tails or {}).values() if tail.is_open]
+    assert (min(tail.last_used for tail in tails) == 0) == is_cold and len(tails) == 1 + is_cold
