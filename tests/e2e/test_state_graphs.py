@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from hiserve import LLM, SamplingParams
+from hiserve.models.delta_layer import DeltaLayer
 from hiserve.models.model_config import NANO, find_model
 from tests.helpers.models import save_family
 from tests.helpers.recorded_llm import allow_recording
@@ -63,3 +65,25 @@ def test_graphs_give_the_tokens_of_eager_steps(
         counts.update(executor.gate_counts()["replay"])
     print(counts)
     assert counts["decode" if spec == "off" else "verify"] and counts["mixed"] and not counts["piecewise"]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_step_that_fails_half_way_leaves_no_state_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    """H14: memory runs out between two layers, of which the first has advanced its states already."""
+    torch.set_num_threads(1)
+    save_family("qwen3_5_text", tmp_path)
+    shutil.copy(find_model(NANO) / "tokenizer.json", tmp_path)
+    expected = generate(tmp_path, spec="off")
+    compute, calls = DeltaLayer.__call__, count()
+
+    def fail_at_times(self: DeltaLayer, *args: Any) -> torch.Tensor:
+        out = compute(self, *args)
+        if next(calls) % 23 == 11:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return out
+
+    monkeypatch.setattr(DeltaLayer, "__call__", fail_at_times)
+    assert generate(tmp_path, spec="ngram", spec_steps=3, overlap=depth) == expected
+    assert next(calls) > 23 * 3
