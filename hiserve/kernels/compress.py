@@ -144,12 +144,13 @@ def _make(  # type: ignore[no-untyped-def]
 def _weigh(given, last, shift, start, value_stride, score_stride, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Returns the sum of the inputs up to ``last``, weighed by their softmax: of the step's tokens, and of the ring."""
     values, scores, bias, ring = given
-    wide: tl.constexpr = SHAPE.num_series * SHAPE.width
+    num_series: tl.constexpr = SHAPE.num_series
+    wide: tl.constexpr = num_series * SHAPE.width
     column = tl.arange(0, SHAPE.width)
     best = tl.full((SHAPE.width,), -float("inf"), tl.float32)
     total = tl.full((SHAPE.width,), 0.0, tl.float32)
     summed = tl.full((SHAPE.width,), 0.0, tl.float32)
-    for series in tl.static_range(SHAPE.num_series):
+    for series in tl.static_range(num_series):
         before = last + 1 - (SHAPE.num_series - series) * SHAPE.ratio
         for begin in range(0, SHAPE.ratio, SHAPE.places):
             place = begin + tl.arange(0, SHAPE.places)
@@ -191,7 +192,8 @@ def _store(made, norm, cos, sin, slot, eps, DTYPE: tl.constexpr, SHAPE: tl.const
 def _snapshot(given, kept, boundary, shift, start, value_stride, score_stride, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Stores the inputs before a boundary: of the step's tokens, of the ring, zeros below position 0."""
     values, scores, bias, ring = given
-    wide: tl.constexpr = SHAPE.num_series * SHAPE.width
+    num_series: tl.constexpr = SHAPE.num_series
+    wide: tl.constexpr = num_series * SHAPE.width
     column = tl.arange(0, SHAPE.width)
     for number in range(SHAPE.num_kept):
         position = boundary - SHAPE.num_kept + number
@@ -199,7 +201,7 @@ def _snapshot(given, kept, boundary, shift, start, value_stride, score_stride, S
         source = ring + (position + SHAPE.ring) % SHAPE.ring * (2 * wide)
         is_new = column < tl.where(position >= start, SHAPE.width, 0)
         is_old = column < tl.where((position < start) & (position >= 0), SHAPE.width, 0)
-        for series in tl.static_range(SHAPE.num_series):
+        for series in tl.static_range(num_series):
             at = series * SHAPE.width + column
             value = tl.load(values + token * value_stride + at, mask=is_new, other=0.0).to(tl.float32)
             score = tl.load(scores + token * score_stride + at, mask=is_new, other=0.0).to(tl.float32)
@@ -227,7 +229,8 @@ def _keep(  # type: ignore[no-untyped-def]
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
     """Each program writes the inputs of a token into its row's ring, if they are among the last; nobody's are not written."""
-    wide: tl.constexpr = SHAPE.num_series * SHAPE.width
+    num_series: tl.constexpr = SHAPE.num_series
+    wide: tl.constexpr = num_series * SHAPE.width
     column = tl.arange(0, SHAPE.width)
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
@@ -236,7 +239,7 @@ def _keep(  # type: ignore[no-untyped-def]
     end = tl.load(token_starts + row + 1).to(tl.int64)
     if (token < end) & (token >= end - SHAPE.ring):
         target = ring + (tl.load(rows + row) * SHAPE.ring + position % SHAPE.ring) * (2 * wide)
-        for series in tl.static_range(SHAPE.num_series):
+        for series in tl.static_range(num_series):
             at = series * SHAPE.width + column
             score = tl.load(scores + token * score_stride + at).to(tl.float32)
             tl.store(target + at, tl.load(values + token * value_stride + at).to(tl.float32))

@@ -33,7 +33,7 @@ class _Field(tl.constexpr):  # type: ignore[misc]
     """A number that was read from a named tuple of constants.
 
     To Triton 3.6 it is a plain number, of which no tuple may be passed to a function that is itself compiled, such as
-    ``tl.zeros``; later versions allow that. A name that is annotated as a constant has none.
+    ``tl.zeros``, and no bound of ``tl.static_range``; later versions allow both. A name that is annotated as a constant has none.
     """
 
 
@@ -51,6 +51,7 @@ class Compiled:
         )
         launch, call = JITFunction.run, CodeGenerator.call_JitFunction
         read, look_up = CodeGenerator.get_Attribute, CodeGenerator.visit_Name
+        count = tl.static_range.__init__
 
         def stop(backend: Any, module: Any, metadata: dict[str, Any], *_: Any) -> None:
             raise _LoweredError(metadata["shared"])
@@ -76,6 +77,10 @@ class Compiled:
                 _refuse_numbers(arg, function)
             return call(generator, function, args, kwargs, caller_context)
 
+        def portable_count(counter: Any, *bounds: Any) -> None:
+            assert not any(isinstance(bound, _Field) for bound in bounds), f"a plain number among bounds {bounds}"
+            count(counter, *bounds)
+
         for each in pkgutil.iter_modules(kernels.__path__):
             module = importlib.import_module(f"{kernels.__name__}.{each.name}")
             if hasattr(module, "early_launch"):
@@ -86,6 +91,7 @@ class Compiled:
         patch.setattr(CodeGenerator, "call_JitFunction", portable_call)
         patch.setattr(CodeGenerator, "get_Attribute", portable_read)
         patch.setattr(CodeGenerator, "visit_Name", portable_name)
+        patch.setattr(tl.static_range, "__init__", portable_count)
         patch.setattr(JITFunction, "run", compile_only)
 
     def names(self) -> set[str]:
