@@ -76,3 +76,13 @@ def test_a_digest_is_of_kind_and_text() -> None:
     made = [Grammar.of("regex", "ab"), Grammar.of("lark", "ab"), Grammar.of("regex", "abc")]
     assert len({each.digest for each in made}) == 3
     assert Grammar.of("regex", "ab") == made[0]
+
+
+def test_white_space_is_bounded_and_given_to_any_schema() -> None:
+    anything = bounds.json_schema(True, "guided")
+    spaced = bounds.with_whitespace(anything, " " * bounds.MAX_WHITESPACE_CHARS, "guided")
+    assert json.loads(spaced.text) == {"x-guidance": {"whitespace_pattern": " " * bounds.MAX_WHITESPACE_CHARS}}
+    words = refused(
+        lambda pattern, param: bounds.with_whitespace(anything, pattern, param), " " * (bounds.MAX_WHITESPACE_CHARS + 1)
+    )
+    assert str(bounds.MAX_WHITESPACE_CHARS) in words

@@ -88,6 +88,12 @@ def test_an_expression_that_closes_other_groups_is_no_part(expression: str) -> N
     assert not is_whole(expression)
 
 
+def test_a_comment_may_not_hide_the_end_of_the_part_that_its_flags_make() -> None:
+    assert regular("start: /a b/x") == "(?:(?x:a b))"
+    assert regular("start: /a#b/i") == "(?:(?i:a#b))"
+    assert regular("start: /a #b/x") is None
+
+
 @pytest.mark.parametrize("rules", ['start: "a" start?', 'start: x\nx: "(" y ")"\ny: x | "a"'], ids=["one", "two"])
 def test_a_rule_that_leads_back_to_itself_is_read_once(rules: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The event loop waits for the rules of 1,024 tools."""

@@ -46,3 +46,14 @@ def test_a_request_that_no_worker_got_has_no_time_in_the_queue() -> None:
     desk.dispatcher.abort([3])
     [news] = desk.events.news
     assert (news.uids, news.queue_s, news.score_words, news.scores) == ([3], [-1], [0], b"")
+
+
+def test_each_request_keeps_its_own_tokens_of_a_report_of_many() -> None:
+    """By which it goes on with another worker."""
+    desk = Desk(rows=4)
+    for uid in (1, 2, 3):
+        desk.submit(uid)
+    desk.report((1, [5, 6, 7], 0), (2, [], 0), (3, [8, 9], 0))
+    desk.report((3, [4], 0), (1, [3], 0))
+    generated = {entry.uid: list(entry.generated) for entry in desk.dispatcher.ledger}
+    assert generated == {1: [5, 6, 7, 3], 2: [], 3: [8, 9, 4]}
