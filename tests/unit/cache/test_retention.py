@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import pytest
 
 from hiserve.cache.index import tiers
 from hiserve.cache.index.prefix_cache import PrefixCache
-from hiserve.cache.index.retention import MIN_SWEEP
+from hiserve.cache.index.retention import MIN_SWEEP, RetentionEnds
 from hiserve.core.digest import namespace_digest
 from hiserve.core.transfers import PageRun
 from tests.helpers.tiers import (
@@ -166,3 +169,34 @@ def test_recovered_pages_are_retained_no_longer_than_those_above_them() -> None:
     third = run_of(cache, [3], until_s=-7, above=second)
     cache.recover([first, second, third])
     assert [node.retained_until_s for node in cache.tree.nodes()] == [10, 10, 0]
+
+
+@dataclass(eq=False)
+class Retained:
+    """As nodes and tails, which have no order."""
+
+    retained_until_s: int
+
+
+def test_ends_out_of_date_are_dropped_and_those_of_one_time_are_all_taken() -> None:
+    """Of one whose end moves on, and of many that end at once, added before all are made anew and after."""
+    retained: list[Any] = [Retained(retained_until_s=0)]
+    num_made = 0
+
+    def all_of_them() -> list[Any]:
+        nonlocal num_made
+        num_made += 1
+        return retained
+
+    ends, (moving,) = RetentionEnds[Any](all_of_them), retained
+    for until_s in range(10, 4 * MIN_SWEEP):
+        moving.retained_until_s = until_s
+        ends.add(moving)
+        assert len(ends) <= MIN_SWEEP
+    others = [Retained(retained_until_s=9) for _ in range(MIN_SWEEP + MIN_SWEEP // 2)]
+    for each in others:
+        retained.append(each)
+        ends.add(each)
+    assert 4 <= num_made <= 8
+    assert {id(each) for each in ends.take(9)} == {id(each) for each in others}
+    assert list(ends.take(8)) == []
