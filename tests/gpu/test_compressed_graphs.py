@@ -1,0 +1,74 @@
+"""DeepSeek-V4 on CUDA: eager steps and graphs, with drafts and cached prefixes, draw the tokens that transformers finds likeliest."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hiserve import LLM, SamplingParams
+from tests.helpers.compressed_models import add_stream_head, save_compressed
+from tests.helpers.compressed_oracle import expected_logits, prompts_of
+
+pytestmark = pytest.mark.gpu
+
+NUM_NEW = 40
+NEAR = 2e-3  # of the best logit: what rounding in float32 may exchange
+SETTINGS: dict[str, Any] = {
+    "in_process": True,
+    "device": "cuda",
+    "dtype": "float32",
+    "page_size": 16,
+    "kv_pages": 300,
+    "max_model_len": 256,
+    "max_running_requests": 8,
+    "max_batched_tokens": 96,
+    "host_cache_gib": 0,
+    "tail_every": 16,
+    "tail_share": 0.5,
+}
+DRAFTS: dict[str, dict[str, Any]] = {
+    "off": {"spec": "off"},
+    "ngram": {"spec": "ngram", "spec_steps": 3},
+    "mtp": {"spec": "mtp", "spec_steps": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_compressed(tmp_path_factory.mktemp("compressed"))
+    add_stream_head(folder)
+    return folder
+
+
+def prompts() -> list[list[int]]:
+    """Lengths around ratios, windows and pages; one repeats itself, so that n-gram drafts are found."""
+    some = prompts_of(1, 3, 4, 5, 11, 12, 15, 16, 17, 33, 100)
+    return [*some, some[8][:9] * 5]
+
+
+@cache
+def shortfall(folder: Path, prompt: tuple[int, ...], reply: tuple[int, ...]) -> tuple[float, int]:
+    """Returns by how much a token of a reply is less likely than the likeliest one, at most, and its place."""
+    logits = expected_logits(folder, [*prompt, *reply])[len(prompt) - 1 : -1]
+    drawn = logits.gather(1, torch.tensor(reply)[:, None])[:, 0]
+    worse, place = (logits.max(-1).values - drawn).max(0)
+    return float(worse), int(place)
+
+
+@pytest.mark.parametrize("graphs", ["off", "decode", "all"])
+@pytest.mark.parametrize("spec", DRAFTS)
+def test_every_token_is_the_likeliest(folder: Path, spec: str, graphs: str) -> None:
+    """Replies cross ratios, pages, windows and the index's saturation; the second time they resume from snapshots."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
+    with LLM(str(folder), **SETTINGS | DRAFTS[spec], graphs=graphs) as llm:
+        told = [[list(each.outputs[0].token_ids) for each in llm.generate(prompts(), sampling)] for _ in range(2)]
+        cached = llm.generate(prompts()[-1:], sampling)[0].cached.num_tokens
+    assert cached > 0
+    replies = {(tuple(prompt), tuple(reply)) for each in told for prompt, reply in zip(prompts(), each, strict=True)}
+    for prompt, reply in replies:
+        worse, place = shortfall(folder, prompt, reply)
+        assert worse < NEAR, f"prompt of {len(prompt)} tokens, token {place}"
