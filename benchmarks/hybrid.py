@@ -37,6 +37,7 @@ SHAPES = {
     "v4-flash-like": 0.60,
 }
 LONG = {"v4-flash-like": 131_072}  # tokens after which one row decodes as well
+PAGE_SIZES = {"v4-flash-like": 128}  # tokens for which its longest rows stand; others have pages of 16
 DECODE_BAR = 0.65
 REPEATS = 2  # of prompts
 
@@ -197,7 +198,11 @@ def main() -> int:
         | (
             {"max_model_len": 512, "kv_pages": 400}
             if given.tiny
-            else {"shape": shape, "max_model_len": LONG.get(shape, 8192) + 1024}
+            else {
+                "shape": shape,
+                "max_model_len": LONG.get(shape, 8192) + 1024,
+                "page_size": PAGE_SIZES.get(shape, 16),
+            }
         )
         for shape in SHAPES
     }

@@ -21,7 +21,8 @@ DRAWN_SLICE, DRAWN_BYTES, COUNTED_BYTES = 256, 64, 20
 SCORED_SLICE, SCORED_BYTES = 128, 24
 # Attention: programs with partial results, query vectors per program, bytes of schedules and workspaces of libraries.
 MAX_PROGRAMS, PROGRAM_QUERIES, SCHEDULE_BYTES = 320, 128, 64 << 20
-INDEX_BYTES, SCORE_BYTES = 64 << 20, 4  # of scores of rows by an index at once, where one token has no more; of a score
+INDEX_BYTES = 64 << 20  # of scores of rows by an index at once, where one token has no more
+SCORE_BYTES = 8  # of a score, and of half a row that is chosen from several parts of a context, with its score
 DELTA_CHUNK = (
     64  # tokens of a prompt that are solved at once in layers of the gated delta rule; each has as many shares
 )
@@ -108,7 +109,7 @@ def index_tokens(num_tokens: int, num_rows: int) -> int:
 
 
 def index_memory(num_tokens: int, num_rows: int) -> int:
-    """Returns the bytes of these scores."""
+    """Returns the bytes of these scores, and of what is chosen of them at first."""
     return index_tokens(num_tokens, num_rows) * num_rows * SCORE_BYTES
 
 

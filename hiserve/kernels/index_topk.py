@@ -1,8 +1,8 @@
 """The choice of rows by an index, in Triton: scores, then exactly the best; ``union_reference.choose_rows`` is its twin.
 
-One program finds the rows of a token: four passes over its scores find the least score that is chosen, eight bits of its
-order at a time, and a fifth collects the rows in their order. The result is the same whatever the launch: nothing is sorted,
-and no count depends on a race.
+One program chooses among ``_chunk`` rows of a token: it finds the least score that is chosen, bit by bit of its order, from
+scores that it keeps in registers. Of longer contexts several programs choose the best of their parts first, and what they
+found is chosen from again. The result is the same whatever the launch: nothing is sorted, and no count depends on a race.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from hiserve.kernels.union_rows import RangeRows
 
 _NUM_KEYS = 64  # of a tile
 _WAVES = 4  # programs that compute scores, for each multiprocessor
-_MAX_CHUNK = 16384  # scores in registers at once
+_MIN_CHUNK = 4096  # scores in the registers of a program, a power of 2
 _ELEMENTS_PER_WARP = 512
-_BINS = tl.constexpr(256)
 _SIGN = tl.constexpr(-(1 << 31))
 
 
@@ -48,15 +47,13 @@ def choose_rows(q: Tensor, weights: Tensor, keys: RangeRows, most: int, scale: f
     q, weights = q.contiguous(), weights.contiguous()
     slots = torch.empty((num_tokens, most), dtype=torch.int64, device=q.device)
     step = index_tokens(num_tokens, keys.width)
-    scores = q.new_empty((step, keys.width), dtype=torch.float32)
     shape = _Shape(num_heads, max(16, triton.next_power_of_2(num_heads)), width, _NUM_KEYS, keys.page_rows, keys.ratio)
-    chunk = min(_MAX_CHUNK, max(_BINS.value, triton.next_power_of_2(keys.width)))
-    early = early_launch(q.device)
     num_parts = max(1, min(_WAVES * num_processors(q.device) // step, triton.cdiv(keys.width, _NUM_KEYS)))
     for first in range(0, num_tokens, step):
         part = slice(first, first + step)
         places = (keys.positions[part], keys.token_rows[part], keys.table)
         count = min(step, num_tokens - first)
+        scores = q.new_empty((count, keys.width), dtype=torch.float32)
         _score[(count, num_parts)](
             q[part],
             weights[part],
@@ -67,28 +64,61 @@ def choose_rows(q: Tensor, weights: Tensor, keys: RangeRows, most: int, scale: f
             keys.pool.stride(0),
             keys.width,
             scale,
+            most,
             shape,
             num_warps=4,
             num_stages=3,
-            **early,
+            **early_launch(q.device),
         )
-        _choose[(count,)](
+        _choose_best(scores, places, slots[part], shape)
+    return slots
+
+
+def _chunk(most: int) -> int:
+    """Returns the scores of which a program chooses: at least four times as many, so that each round leaves half of them at most."""
+    return max(_MIN_CHUNK, 4 * triton.next_power_of_2(most))
+
+
+def _choose_best(scores: Tensor, places: tuple[Tensor, Tensor, Tensor], slots: Tensor, shape: _Shape) -> None:
+    """Fills the slots of the best rows of each token.
+
+    Args:
+        scores: float32 ``[T, n]``. Of the rows that a token sees; others may hold anything.
+        places: Positions, rows and table, as of ``RangeRows``.
+        slots: ``[T, most]``.
+        shape: As ``_score`` has it.
+    """
+    (num_tokens, most), table = slots.shape, places[2]
+    chunk, rows = _chunk(most), None
+    while True:
+        num_parts = triton.cdiv(scores.shape[1], chunk)
+        is_last = num_parts == 1
+        size = (num_tokens, num_parts * most)
+        best, best_rows = (
+            (None, None) if is_last else (scores.new_empty(size), slots.new_empty(size, dtype=torch.int32))
+        )
+        _choose[(num_tokens, num_parts)](
             scores,
+            rows,
             *places,
-            slots[part],
-            keys.table.stride(0),
-            keys.width,
+            best,
+            best_rows,
+            slots,
+            table.stride(0),
+            scores.shape[1],
             most,
             shape,
             CHUNK=chunk,
             num_warps=max(4, min(32, chunk // _ELEMENTS_PER_WARP)),
-            **early,
+            **early_launch(scores.device),
         )
-    return slots
+        if best is None:
+            return
+        scores, rows = best, best_rows
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["table_stride", "num_rows", "scale"],
+    do_not_specialize=["table_stride", "num_rows", "scale", "most"],
     do_not_specialize_on_alignment=["q", "weights", "positions", "token_rows"],
 )
 def _score(  # type: ignore[no-untyped-def]
@@ -103,17 +133,21 @@ def _score(  # type: ignore[no-untyped-def]
     slot_stride,
     num_rows,
     scale,
+    most,
     SHAPE: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program computes the scores of a token's rows in one part of them: whole tiles, of what the token sees."""
+    """Each program computes the scores of a token's rows in one part of them: whole tiles, of what the token sees.
+
+    Where it sees no more than ``most``, all are chosen and need no score.
+    """
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
     token, num_parts = tl.program_id(0).to(tl.int64), tl.num_programs(1)
     end = (tl.load(positions + token).to(tl.int32) + 1) // SHAPE.ratio
     share = tl.cdiv(tl.cdiv(end, SHAPE.num_keys), num_parts) * SHAPE.num_keys
     low = tl.program_id(1) * share
-    if low < end:
+    if (low < end) & (end > most):
         entry = table + tl.load(token_rows + token) * table_stride
         head, column = tl.arange(0, SHAPE.block_heads), tl.arange(0, SHAPE.width)
         is_head = head < SHAPE.num_heads
@@ -132,21 +166,24 @@ def _score(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _order(scores, row, is_row):  # type: ignore[no-untyped-def]
+def _order(scores, place, is_row):  # type: ignore[no-untyped-def]
     """Returns numbers in the order of scores, of which 0 and -0 are equal."""
-    bits = (tl.load(scores + row, mask=is_row, other=0.0) + 0.0).to(tl.int32, bitcast=True)
+    bits = (tl.load(scores + place, mask=is_row, other=0.0) + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) | _SIGN)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["table_stride", "num_rows"],
+    do_not_specialize=["table_stride", "num_rows", "most"],
     do_not_specialize_on_alignment=["positions", "token_rows", "slots"],
 )
 def _choose(  # type: ignore[no-untyped-def]
     scores,
+    rows,
     positions,
     token_rows,
     table,
+    best,
+    best_rows,
     slots,
     table_stride,
     num_rows,
@@ -155,45 +192,43 @@ def _choose(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program chooses the rows of one token. Where it sees no more than ``most``, all are chosen and no score is read."""
+    """Each program chooses among some rows of one token: all that it sees in order, or those of ``rows``, of which -1 is none.
+
+    It fills its part of ``best`` and ``best_rows``, or without these the token's slots.
+    """
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
-    token = tl.program_id(0).to(tl.int64)
+    token, part, num_parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     end = (tl.load(positions + token).to(tl.int32) + 1) // SHAPE.ratio
-    entry, scores = table + tl.load(token_rows + token) * table_stride, scores + token * num_rows
-    bins, offset = tl.arange(0, _BINS), tl.arange(0, CHUNK)
-    num_scored = tl.where(end > most, end, 0)
-    least = tl.full((), 0, tl.uint32)  # the order of the least chosen score, as far as it is known
-    left = tl.full((), 0, tl.int32) + most  # rows to choose among those whose order begins like it
-    if num_scored > 0:
-        for shift in tl.static_range(24, -1, -8):
-            counts = tl.full((_BINS,), 0, tl.int32)
-            for first in range(0, end, CHUNK):
-                is_row = first + offset < end
-                order = _order(scores, first + offset, is_row)
-                begins = (order >> shift) >> 8  # 0 at first, as ``least``
-                next_bits = ((order >> shift) & (_BINS - 1)).to(tl.int32)
-                counts += tl.histogram(next_bits, _BINS, mask=is_row & (begins == least))
-            not_below = tl.cumsum(counts, 0, reverse=True)
-            chosen = tl.max(tl.where(not_below >= left, bins, 0), 0)
-            left -= tl.sum(tl.where(bins > chosen, counts, 0), 0)
-            least = (least << 8) | chosen.to(tl.uint32)
-    target = slots + token * most
-    num_chosen = tl.full((), 0, tl.int32)
-    num_equal = tl.full((), 0, tl.int32)
-    for first in range(0, end, CHUNK):
-        row = first + offset
-        is_row = row < end
-        order = _order(scores, row, row < num_scored)
-        is_equal = is_row & (order == least)
-        rank = num_equal + tl.cumsum(is_equal.to(tl.int32), 0)
-        is_chosen = is_row & ((row >= num_scored) | (order > least) | (is_equal & (rank <= left)))
-        place = num_chosen + tl.cumsum(is_chosen.to(tl.int32), 0) - 1
-        page = tl.load(entry + row // SHAPE.page_rows, mask=is_chosen, other=0)
-        tl.store(target + place, page.to(tl.int64) * SHAPE.page_rows + row % SHAPE.page_rows, mask=is_chosen)
-        num_equal += tl.sum(is_equal.to(tl.int32), 0)
-        num_chosen += tl.sum(is_chosen.to(tl.int32), 0)
-    for first in range(0, most, CHUNK):
-        place = first + offset
-        nothing = tl.full((CHUNK,), -1, tl.int64)
-        tl.store(target + place, nothing, mask=(place >= num_chosen) & (place < most))
+    place, scores = part * CHUNK + tl.arange(0, CHUNK), scores + token * num_rows
+    if rows is None:
+        row = place
+        is_row = place < tl.minimum(end, num_rows)
+    else:
+        row = tl.load(rows + token * num_rows + place, mask=place < num_rows, other=-1)
+        is_row = row >= 0
+    # Where a token sees no more rows than it may choose there are no scores.
+    is_scored = is_row & (place < tl.where(end > most, num_rows, 0))
+    order = tl.where(is_row, _order(scores, place, is_scored), 0)
+    least = tl.full((), 0, tl.uint32)
+    for number in range(32):
+        trial = least | (tl.full((), 1, tl.uint32) << (31 - number))
+        least = tl.where(tl.sum((order >= trial).to(tl.int32), 0) >= most, trial, least)
+    is_better, is_equal = is_row & (order > least), is_row & (order == least)
+    left = most - tl.sum(is_better.to(tl.int32), 0)
+    is_chosen = is_better | (is_equal & (tl.cumsum(is_equal.to(tl.int32), 0) <= left))
+    target = tl.cumsum(is_chosen.to(tl.int32), 0) - 1
+    num_chosen = tl.sum(is_chosen.to(tl.int32), 0)
+    is_empty = (place - part * CHUNK >= num_chosen) & (place - part * CHUNK < most)
+    if best is None:
+        slots += token * most
+        page = tl.load(
+            table + tl.load(token_rows + token) * table_stride + row // SHAPE.page_rows, mask=is_chosen, other=0
+        )
+        tl.store(slots + target, page.to(tl.int64) * SHAPE.page_rows + row % SHAPE.page_rows, mask=is_chosen)
+        tl.store(slots + place, tl.full((CHUNK,), -1, tl.int64), mask=is_empty)
+    else:
+        mine = (token * num_parts + part) * most
+        tl.store(best + mine + target, tl.load(scores + place, mask=is_chosen & is_scored, other=0.0), mask=is_chosen)
+        tl.store(best_rows + mine + target, row, mask=is_chosen)
+        tl.store(best_rows + mine + place - part * CHUNK, tl.full((CHUNK,), -1, tl.int32), mask=is_empty)

@@ -17,11 +17,15 @@ from hiserve.kernels import streams_reference
 from hiserve.kernels.launch import await_previous, early_launch, num_processors, start_next
 from hiserve.kernels.streams_reference import MixWeights
 
-_BLOCK_TOKENS = 16
+_BLOCK_TOKENS = 16  # of decoding rows
+_BLOCK_PROMPT = 64  # where there are more tokens than fill all processors with the other
 _BLOCK_SUM = 128  # elements of a product at once
 _BLOCK_HIDDEN = 1024
-_MAX_PARTS = 32
+_MAX_PARTS = 32  # a power of 2
 _MIN_OUTPUTS = 16
+_PRECISION = tl.constexpr(
+    "tf32x3"
+)  # of products in float32, on tensor cores: as exact as float32, within a few last digits
 
 
 class _Shape(NamedTuple):
@@ -95,11 +99,16 @@ def _mix(
 ) -> None:
     """Fills the outputs of a mix, without the last two those of a join."""
     (num_tokens, count, hidden), (num_outputs, size) = streams.shape, weights.weight.shape
+    if not num_tokens:  # of a step whose rows draw no token
+        return
     assert streams.stride(2) == 1 and all(each.is_contiguous() for each in weights), streams.stride()
     shape = _Shape(count, hidden, num_outputs, max(_MIN_OUTPUTS, triton.next_power_of_2(num_outputs + 1)))
-    num_blocks = triton.cdiv(num_tokens, _BLOCK_TOKENS)
+    num_sms = num_processors(streams.device)
+    block_tokens = _BLOCK_TOKENS if num_tokens <= _BLOCK_TOKENS * num_sms else _BLOCK_PROMPT
+    num_blocks = triton.cdiv(num_tokens, block_tokens)
     most = min(_MAX_PARTS, triton.cdiv(size, _BLOCK_SUM))
-    num_parts = max(1, min(most, 2 * num_processors(streams.device) // num_blocks))
+    num_parts = max(1, min(most, 2 * num_sms // num_blocks))
+    block = min(_BLOCK_HIDDEN, triton.next_power_of_2(hidden))
     sums = torch.empty((num_parts, num_tokens, shape.block_outputs), dtype=torch.float32, device=streams.device)
     early = early_launch(streams.device)
     _project[(num_blocks, num_parts)](
@@ -110,12 +119,12 @@ def _mix(
         streams.stride(0),
         streams.stride(1),
         shape,
-        TOKENS=_BLOCK_TOKENS,
+        TOKENS=block_tokens,
         BLOCK=_BLOCK_SUM,
         num_warps=4,
         **early,
     )
-    _weigh[(num_tokens,)](
+    _weigh[(num_tokens, triton.cdiv(hidden, block) + 1)](
         streams,
         sums,
         weights.base,
@@ -129,7 +138,8 @@ def _mix(
         eps,
         norm_eps,
         shape,
-        BLOCK=min(_BLOCK_HIDDEN, triton.next_power_of_2(hidden)),
+        BLOCK=block,
+        PARTS=_MAX_PARTS,
         num_warps=4,
         **early,
     )
@@ -167,7 +177,7 @@ def _project(  # type: ignore[no-untyped-def]
         value = tl.load(source, mask=is_token[:, None] & is_element[None, :], other=0.0).to(tl.float32)
         row = weight + output[None, :] * size + element[:, None]
         factor = tl.load(row, mask=is_output[None, :] & is_element[:, None], other=0.0)
-        total = tl.dot(value, factor, total, input_precision="ieee")
+        total = tl.dot(value, factor, total, input_precision=_PRECISION)
         squares += tl.sum(value * value, 1)
     total = tl.where(output[None, :] == SHAPE.num_outputs, squares[:, None], total)
     target = sums + (tl.program_id(1) * num_tokens + token)[:, None] * SHAPE.block_outputs + output[None, :]
@@ -192,46 +202,48 @@ def _weigh(  # type: ignore[no-untyped-def]
     norm_eps,
     SHAPE: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
+    PARTS: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program makes the weights of one token, and the sum of its streams."""
+    """The first program of a token makes the weights of the output and of the streams; each other sums some columns."""
     count: tl.constexpr = SHAPE.num_streams
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
-    token = tl.program_id(0).to(tl.int64)
-    stream = tl.arange(0, count)
-    flat = count * stream[:, None] + stream[None, :] + 2 * count
-    into = tl.full((count,), 0.0, tl.float32)
-    out = tl.full((count,), 0.0, tl.float32)
-    among = tl.full((count, count), 0.0, tl.float32)
-    squares = tl.full((), 0.0, tl.float32)
-    for part in range(num_parts):
-        mine = sums + (part * num_tokens + token) * SHAPE.block_outputs
-        into += tl.load(mine + stream)
-        squares += tl.load(mine + SHAPE.num_outputs)
-        if matrix is not None:
-            out += tl.load(mine + count + stream)
-            among += tl.load(mine + flat)
+    token, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    stream, part = tl.arange(0, count), tl.arange(0, PARTS)
+    mine, is_part = sums + (part * num_tokens + token) * SHAPE.block_outputs, part < num_parts
+    squares = tl.sum(tl.load(mine + SHAPE.num_outputs, mask=is_part, other=0.0), 0)
     normed = tl.rsqrt(squares / (count * SHAPE.hidden_size) + norm_eps)
-    pre = 1.0 / (1.0 + tl.exp(-(into * normed * tl.load(scale) + tl.load(base + stream)))) + eps
-    if matrix is not None:
-        gate = out * normed * tl.load(scale + 1) + tl.load(base + count + stream)
+    if number > 0:
+        gate = _total(mine, is_part, stream) * normed * tl.load(scale) + tl.load(base + stream)
+        pre = 1.0 / (1.0 + tl.exp(-gate)) + eps
+        column = (number - 1) * BLOCK + tl.arange(0, BLOCK)
+        mask = column < SHAPE.hidden_size
+        source = streams + token * token_stride + stream[:, None] * stream_stride + column[None, :]
+        value = tl.load(source, mask=mask[None, :], other=0.0).to(tl.float32)
+        total = tl.sum(value * pre[:, None], 0).to(x.dtype.element_ty)
+        tl.store(x + token * SHAPE.hidden_size + column, total, mask=mask)
+    elif matrix is not None:
+        gate = _total(mine, is_part, count + stream) * normed * tl.load(scale + 1) + tl.load(base + count + stream)
         tl.store(post + token * count + stream, 2.0 / (1.0 + tl.exp(-gate)))
-        square = among * normed * tl.load(scale + 2) + tl.load(base + flat)
+        flat = tl.arange(0, count * count)
+        square = _total(mine, is_part, 2 * count + flat) * normed * tl.load(scale + 2) + tl.load(
+            base + 2 * count + flat
+        )
+        square = tl.reshape(square, [count, count])
         square = tl.exp(square - tl.max(square, 1)[:, None])
         square = square / tl.sum(square, 1)[:, None] + eps
         square = square / (tl.sum(square, 0)[None, :] + eps)
         for _ in range(iterations - 1):
             square = square / (tl.sum(square, 1)[:, None] + eps)
             square = square / (tl.sum(square, 0)[None, :] + eps)
-        tl.store(matrix + token * (count * count) + count * stream[:, None] + stream[None, :], square)
-    source = streams + token * token_stride + stream[:, None] * stream_stride
-    for first in range(0, SHAPE.hidden_size, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        mask = column < SHAPE.hidden_size
-        value = tl.load(source + column[None, :], mask=mask[None, :], other=0.0).to(tl.float32)
-        target = x + token * SHAPE.hidden_size + column
-        tl.store(target, tl.sum(value * pre[:, None], 0).to(x.dtype.element_ty), mask=mask)
+        tl.store(matrix + token * (count * count) + flat, tl.reshape(square, [count * count]))
+
+
+@triton.jit
+def _total(parts, is_part, output):  # type: ignore[no-untyped-def]
+    """Returns the sum of some outputs over all parts."""
+    return tl.sum(tl.load(parts[:, None] + output[None, :], mask=is_part[:, None], other=0.0), 0)
 
 
 @triton.jit(do_not_specialize=["token_stride", "out_stride"])  # type: ignore[untyped-decorator]
