@@ -149,13 +149,13 @@ def make_runners(
         for width in widths
     }
     mixed = piecewise = None
-    if runner.graphs == "all" and isinstance(model, Decoder):
+    if runner.graphs == "all":
         head = LogitsHead(model, tuple(sorted({num_rows * width for num_rows in buckets for width in widths})))
         if (ragged := attention.ragged()) is not None:
             sizes = mixed_buckets(max_batched_tokens)
             limits = {"max_width": max(widths), "max_len": max_len}
             mixed = MixedRunner(model, layers, ragged, shape, rows, capture, buckets=sizes, head=head, **limits)
-        if shape.latent is None and rows.states is None:
+        if isinstance(model, Decoder) and shape.latent is None and rows.states is None:
             pieces, has_windows = token_buckets(max_batched_tokens), rows.windows is not None
             of_model = (model, layers, attention, shape, capture)
             piecewise = PiecewiseRunner(*of_model, buckets=pieces, head=head, has_windows=has_windows)

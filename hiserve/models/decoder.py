@@ -104,9 +104,7 @@ class Decoder:
         ``layers`` are the pool's views, one per layer; ``plan(inputs)`` was called on ``attention``.
         """
         hidden_states = self.new_hidden_states(inputs.input_ids.shape[0]) if inputs.wants_hidden_states else None
-        attn_out, residual = self.trunk(inputs, layers, attention, hidden_states)
-        logits = self.logits(attn_out, residual, inputs.logits_rows, hidden_states)
-        return ForwardOutputs(logits=logits, hidden_states=hidden_states)
+        return self.finish(self.trunk(inputs, layers, attention, hidden_states), inputs, hidden_states)
 
     def new_hidden_states(self, num_tokens: int) -> Tensor | None:
         """Allocates hidden states of ``num_tokens`` tokens; None without auxiliary layers."""
@@ -128,8 +126,8 @@ class Decoder:
             hidden_states: ``[T, hidden_states_size]``. Written for the layers before the last; None for none.
 
         Returns:
-            ``[T, num_heads * head_dim]``, the last attention's output, and ``[T, hidden_size]``, the residual stream
-            before it.
+            What ``finish`` reads: ``[T, num_heads * head_dim]``, the last attention's output, and ``[T, hidden_size]``, the
+            residual stream before it.
         """
         rotations = [rotary(inputs.positions) for rotary in self._rotaries]
         residual = self.embedding(inputs.input_ids)
@@ -143,34 +141,35 @@ class Decoder:
                 self._keep_aux(index, residual, hidden_states)
         return attn_out, residual
 
-    def logits(
-        self, attn_out: Tensor, residual: Tensor, logits_rows: Tensor, hidden_states: Tensor | None = None
-    ) -> Tensor:
-        """Returns the logits ``[N, vocab_size]`` of some tokens.
+    def finish(
+        self, reached: tuple[Tensor, ...], inputs: ForwardInputs, hidden_states: Tensor | None = None
+    ) -> ForwardOutputs:
+        """Computes everything after the last attention.
 
-        Only these tokens pass the last layer's MLP, unless hidden states of the last layer are needed.
+        Only tokens whose logits are wanted pass the last layer's MLP, unless hidden states of the last layer are needed.
 
         Args:
-            attn_out: From ``trunk``.
-            residual: From ``trunk``, unchanged; rows past those of ``attn_out`` are meaningless.
-            logits_rows: int64 ``[N]``, indices into T.
+            reached: From ``trunk``, unchanged.
+            inputs: The batch.
             hidden_states: From ``trunk``. Written for the last layer and the last norm.
         """
+        (attn_out, residual), rows = reached, inputs.logits_rows
         if hidden_states is None or not self._has_last_aux:
-            residual = residual.index_select(0, logits_rows)
-            return self._to_logits(self._finish(attn_out.index_select(0, logits_rows), residual))
-        residual = residual[: attn_out.shape[0]].clone()
-        states = self._finish(attn_out, residual)
-        self._keep_aux(len(self._layers) - 1, residual, hidden_states)
-        self._keep_aux(len(self._layers), states, hidden_states)
-        return self._to_logits(states.index_select(0, logits_rows))
+            states = self._last_states(attn_out.index_select(0, rows), residual.index_select(0, rows))
+        else:
+            residual = residual.clone()
+            states = self._last_states(attn_out, residual)
+            self._keep_aux(len(self._layers) - 1, residual, hidden_states)
+            self._keep_aux(len(self._layers), states, hidden_states)
+            states = states.index_select(0, rows)
+        return ForwardOutputs(logits=self._to_logits(states), hidden_states=hidden_states)
 
     def _to_logits(self, states: Tensor) -> Tensor:
         logits = self.head(states)
         return logits if self._logit_cap is None else logits.div_(self._logit_cap).tanh_().mul_(self._logit_cap)
 
-    def _finish(self, attn_out: Tensor, residual: Tensor) -> Tensor:
-        """Computes everything after the last attention; leaves the last layer's output in ``residual``."""
+    def _last_states(self, attn_out: Tensor, residual: Tensor) -> Tensor:
+        """Returns the states behind the last norm; leaves the last layer's output in ``residual``."""
         return self._norm.add(self._layers[-1].finish(attn_out, residual), residual)
 
     def _keep_aux(self, layer: int, states: Tensor, hidden_states: Tensor | None) -> None:

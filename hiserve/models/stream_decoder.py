@@ -115,12 +115,22 @@ class StreamDecoder:
         return self._compressed.streams.count * self.embedding.weight.shape[1] if self._has_aux else 0
 
     def new_hidden_states(self, num_tokens: int) -> Tensor | None:
-        """Allocates hidden states of ``num_tokens`` tokens; None without auxiliary layers."""
-        return self.embedding.weight.new_empty((num_tokens, self.hidden_states_size)) if self._has_aux else None
+        """Returns None: ``finish`` makes them, of the streams behind the last layer."""
+        del num_tokens
 
     def forward(self, inputs: ForwardInputs, layers: Sequence[LayerKV], attention: Attention) -> ForwardOutputs:
         """Computes the step's tokens and stores their rows; arguments as for ``Decoder.forward``."""
-        assert isinstance(attention, UnionAttention), type(attention)
+        return self.finish(self.trunk(inputs, layers, attention), inputs)
+
+    def trunk(
+        self,
+        inputs: ForwardInputs,
+        layers: Sequence[LayerKV],
+        attention: Attention,
+        hidden_states: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Computes everything up to the last attention, as ``Decoder.trunk``; returns the streams behind it, of all tokens."""
+        assert isinstance(attention, UnionAttention) and hidden_states is None, type(attention)
         if inputs.before_layer is not None:
             inputs.before_layer(None)  # loads of several groups are whole, or not there
         streams = self.embedding(inputs.input_ids)[:, None].expand(-1, self._compressed.streams.count, -1)
@@ -129,8 +139,15 @@ class StreamDecoder:
             streams = layer.attend(streams, inputs, turns[self._compressed.kinds[index]], kv, attention)
             if index + 1 < len(self._layers):
                 streams = layer.finish(streams, inputs.input_ids)
+        return (streams,)
+
+    def finish(
+        self, reached: tuple[Tensor, ...], inputs: ForwardInputs, hidden_states: Tensor | None = None
+    ) -> ForwardOutputs:
+        """Computes everything after the last attention, as ``Decoder.finish``; all tokens if hidden states are wanted."""
+        assert hidden_states is None, hidden_states.shape
+        (streams,), rows, ids = reached, inputs.logits_rows, inputs.input_ids
         keeps = self._has_aux and inputs.wants_hidden_states
-        rows, ids = inputs.logits_rows, inputs.input_ids
         if keeps:
             streams = self._layers[-1].finish(streams, ids)
             wanted = streams.index_select(0, rows)

@@ -13,7 +13,7 @@ from hiserve.attention.base import Attention, AttentionShape
 from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV, StateRows
 from hiserve.core.plan import Int32Array
 from hiserve.core.upload import upload
-from hiserve.models.decoder import Decoder
+from hiserve.models.loading import AnyDecoder
 from hiserve.runners.capture import Capture, Graph, capture_sizes
 from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.gate import MixedGraphs
@@ -27,7 +27,7 @@ MAX_PROMPTS = 2  # likewise, for each block of tokens of the bucket
 class StaticInputs:
     """Inputs of fixed size for steps of any rows: first those that decode, then the prompts.
 
-    At first no row has tokens, and all tokens are padding. ``token_rows`` means nothing.
+    At first no row has tokens, and all tokens are padding: of row 0, at position 0.
 
     Args:
         num_tokens: T, of the largest step.
@@ -94,10 +94,15 @@ class StaticInputs:
     def fill(self, inputs: ForwardInputs, bucket: int) -> None:
         """Copies a step into a bucket; unused rows have no tokens, and padding tokens go to the padding page."""
         static, num_decode = self.inputs, inputs.num_decode
+        num_tokens = inputs.input_ids.shape[0]
         put_tokens(inputs, static, bucket)
+        static.positions[num_tokens:bucket].zero_()  # a row may have no page for another
         indptr = _spread(inputs.q_lens, num_decode, static.num_decode, static.qo_indptr.shape[0])
-        (uploaded,) = upload((indptr,), static.qo_indptr.device)
-        static.qo_indptr.copy_(uploaded)
+        token_rows = np.zeros(bucket, dtype=np.int64)
+        token_rows[:num_tokens] = np.repeat(np.arange(indptr.size - 1), np.diff(indptr))
+        new_indptr, new_rows = upload((indptr, token_rows), static.qo_indptr.device)
+        static.qo_indptr.copy_(new_indptr)
+        static.token_rows[:bucket].copy_(new_rows)
         static.kv_lens.fill_(1)
         states = _pairs(static.state, inputs.state)
         for target, _ in states:
@@ -150,9 +155,8 @@ class _CapturedMixed:
     """The graph of one bucket of T tokens."""
 
     graph: Graph  # from the inputs to the last attention
-    attn_out: Tensor  # ``[T, n]``, of this; gated, where it has gates, or of a state
-    residual: Tensor  # ``[T, hidden_size]``, the residual stream before the last attention
-    hidden_states: Tensor | None  # ``[T, n]``, of ``aux_layers``; None without them
+    reached: tuple[Tensor, ...]  # what the model's ``finish`` reads, each of T tokens
+    hidden_states: Tensor | None  # ``[T, n]``, of ``aux_layers``; None without them, and where ``finish`` makes them
 
 
 class MixedRunner:
@@ -172,7 +176,7 @@ class MixedRunner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: AnyDecoder,
         layers: Sequence[LayerKV],
         attention: Attention,
         shape: AttentionShape,
@@ -201,10 +205,11 @@ class MixedRunner:
             has_states=rows.states is not None,
         )
         # Noise shows whether the replay wrote the output. It has its own generator: torch's cannot be used outside graphs
-        # once a capture has failed.
-        self._out = torch.empty((buckets[-1], shape.num_heads, shape.out_dim), dtype=shape.dtype, device=rows.device)
+        # once a capture has failed. Attention over unions computes padding tokens too.
+        num_fixed = 0 if shape.is_union else buckets[-1]
+        self._out = torch.empty((num_fixed, shape.num_heads, shape.out_dim), dtype=shape.dtype, device=rows.device)
         self._out.normal_(generator=torch.Generator(rows.device))
-        self._attention = _FixedOutput(attention, self._out)
+        self._attention = attention if shape.is_union else _FixedOutput(attention, self._out)
         self._captured: dict[int, _CapturedMixed] = {}
         self.failed: set[int] = set()  # buckets whose capture failed
 
@@ -243,25 +248,23 @@ class MixedRunner:
         work()
         expected = [each.clone() for each in (*made, *aux)]
         graph = self._capture.record(work)
-        attn_out, residual = made
-        residual.fill_(torch.nan)
-        if attn_out.data_ptr() != self._out.data_ptr():  # whose padding a replay leaves as it was
-            attn_out.fill_(torch.nan)
+        for each in made:
+            if each.data_ptr() != self._out.data_ptr():  # whose padding a replay leaves as it was
+                each.fill_(torch.nan)
         for each in aux:
             each.zero_()
         graph.replay()
-        if not all(torch.equal(*both) for both in zip((attn_out, residual, *aux), expected, strict=True)):
+        if not all(torch.equal(*both) for both in zip((*made, *aux), expected, strict=True)):
             raise RuntimeError("its replay differs from the eager step")
-        return _CapturedMixed(graph, attn_out, residual, hidden_states)
+        return _CapturedMixed(graph, tuple(made), hidden_states)
 
     def run(self, inputs: ForwardInputs, bucket: int) -> ForwardOutputs:
         """Computes a step within the coverage on the current stream; the capture of its bucket has not failed."""
         assert inputs.before_layer is None, "a graph waits for no layer"
-        captured, num_tokens = self._captured[bucket], inputs.input_ids.shape[0]
+        captured = self._captured[bucket]
         self._static.fill(inputs, bucket)
         captured.graph.replay()
-        attn_out = captured.attn_out[:num_tokens]
-        return self._head.finish(attn_out, captured.residual, inputs, captured.hidden_states)
+        return self._head.finish(captured.reached, inputs, captured.hidden_states)
 
 
 def _spread(q_lens: Int32Array, num_decode: int, first: int, size: int) -> Int32Array:

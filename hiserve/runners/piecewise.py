@@ -173,7 +173,7 @@ class PiecewiseRunner:
             if inputs.before_layer is not None:
                 inputs.before_layer(layer)
             self._attention.forward(q, k, v, kv, layer, out)
-        return self._head.finish(out.flatten(1), captured.residual, inputs, captured.hidden_states)
+        return self._head.finish((out.flatten(1), captured.residual), inputs, captured.hidden_states)
 
 
 def _padding(num_tokens: int, device: torch.device, *, has_windows: bool) -> ForwardInputs:

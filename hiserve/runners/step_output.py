@@ -16,7 +16,7 @@ from hiserve.core.forward import ForwardInputs, ForwardOutputs
 from hiserve.core.plan import BatchPlan, Int32Array, Scores, StepResult
 from hiserve.core.step_memory import DRAWN_SLICE
 from hiserve.kernels.step_ops import StepInputs, TokenMasks
-from hiserve.models.decoder import Decoder
+from hiserve.models.loading import AnyDecoder
 from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.draft_graphs import DraftGraphs
 from hiserve.sampling.params import Drawing
@@ -81,33 +81,29 @@ class LogitsHead:
         sizes: Logits of graphs, ascending. Steps with more than the last have as many as they have.
     """
 
-    def __init__(self, model: Decoder, sizes: tuple[int, ...]) -> None:
+    def __init__(self, model: AnyDecoder, sizes: tuple[int, ...]) -> None:
         self._model = model
         self._sizes = sizes
 
     def finish(
-        self, attn_out: Tensor, residual: Tensor, inputs: ForwardInputs, hidden_states: Tensor | None
+        self, reached: tuple[Tensor, ...], inputs: ForwardInputs, hidden_states: Tensor | None
     ) -> ForwardOutputs:
-        """Computes the part of a step after the last attention of a replay.
+        """Computes the part of a step after the last attention of a replay; the first token again for each that a size has more.
 
         Args:
-            attn_out: ``[T, num_heads * head_dim]``, of the step's T tokens.
-            residual: The graph's residual stream before the last attention, at least T tokens.
+            reached: From the model's ``trunk``, each of at least the step's T tokens.
             inputs: Of the step.
-            hidden_states: Of the graph, at least T tokens; None where the model has no ``aux_layers``.
+            hidden_states: Likewise; None where the model makes them in ``finish``, or has no ``aux_layers``.
         """
+        num_tokens, count = inputs.input_ids.shape[0], inputs.logits_rows.shape[0]
         if hidden_states is not None:
-            hidden_states = hidden_states[: attn_out.shape[0]] if inputs.wants_hidden_states else None
-        return ForwardOutputs(self.logits(attn_out, residual, inputs.logits_rows, hidden_states), hidden_states)
-
-    def logits(self, attn_out: Tensor, residual: Tensor, logits_rows: Tensor, hidden_states: Tensor | None) -> Tensor:
-        """As ``Decoder.logits``; the first token is computed again for each that a size has more."""
-        count = logits_rows.shape[0]
+            hidden_states = hidden_states[:num_tokens] if inputs.wants_hidden_states else None
         index = bisect_left(self._sizes, count)
         more = self._sizes[index] - count if count and index < len(self._sizes) else 0
         if more:
-            logits_rows = F.pad(logits_rows, (0, more))
-        return self._model.logits(attn_out, residual, logits_rows, hidden_states)[:count]
+            inputs = replace(inputs, logits_rows=F.pad(inputs.logits_rows, (0, more)))
+        outputs = self._model.finish(tuple(each[:num_tokens] for each in reached), inputs, hidden_states)
+        return replace(outputs, logits=outputs.logits[:count])
 
 
 def finish_step(

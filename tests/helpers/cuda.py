@@ -237,10 +237,10 @@ def _spoil_pieces(runner: Any, bucket: int) -> None:
 def _spoil_mixed(runner: Any, bucket: int) -> None:
     """Likewise; places that a step leaves empty keep their first page."""
     static = runner._static.inputs
-    for floats in (runner._out, runner._captured[bucket].residual):
+    for floats in (runner._out, *runner._captured[bucket].reached):
         floats.fill_(torch.nan)
     _spoil_tokens(static)
-    for ints in (static.qo_indptr, static.kv_lens, static.page_table[:, 1:]):
+    for ints in (static.token_rows, static.qo_indptr, static.kv_lens, static.page_table[:, 1:]):
         ints.fill_(NO_PAGE)
 
 

@@ -119,9 +119,8 @@ class RecordableAttention:
 
     needs_host_lengths = False
 
-    def __init__(self, reference: ReferenceAttention, *, is_ragged: bool = False) -> None:
+    def __init__(self, reference: ReferenceAttention) -> None:
         self._reference = reference
-        self._is_ragged = is_ragged
         self._inputs: Any = None
         self._first: int | None = None  # layer with attention
 
@@ -129,7 +128,7 @@ class RecordableAttention:
         return RecordableAttention(self._reference)
 
     def ragged(self) -> RecordableAttention:
-        return RecordableAttention(self._reference, is_ragged=True)
+        return RecordableAttention(self._reference)
 
     def plan(self, inputs: Any) -> None:
         self._inputs = inputs
@@ -137,7 +136,7 @@ class RecordableAttention:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Any, layer: int, out: Tensor | None = None) -> Tensor:
         self._first = layer if self._first is None else self._first
         if layer == self._first:
-            self._reference.plan(_with_rows(self._inputs) if self._is_ragged else self._inputs)
+            self._reference.plan(self._inputs)
         return self._reference.forward(q, k, v, kv, layer, out)
 
 
@@ -176,13 +175,6 @@ class HostLengthAttention(RecordableAttention):
         if layer == 0:
             self._reference.plan(replace(self._inputs, kv_lens=self._lens))
         return self._reference.forward(q, k, v, kv, layer, out)
-
-
-def _with_rows(inputs: Any) -> Any:
-    """Says which row has which token, as far as the device knows; padding tokens read what the last row may."""
-    tokens = torch.arange(inputs.input_ids.shape[0])
-    token_rows = torch.searchsorted(inputs.qo_indptr[1:].long(), tokens, right=True)
-    return replace(inputs, token_rows=token_rows.clamp(max=inputs.kv_lens.shape[0] - 1))
 
 
 def make_recordable(subject: Engine) -> None:

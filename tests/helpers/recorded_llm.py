@@ -11,6 +11,7 @@ import torch
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.attention.latent import open_with
 from hiserve.attention.reference_attention import ReferenceAttention
+from hiserve.attention.union import UnionAttention
 from hiserve.config.settings import Settings
 from hiserve.core import resolve
 from hiserve.engine import build, runner_factory
@@ -50,10 +51,15 @@ def allow_recording(
         return stacked[-1]
 
     def open_recordable(name: str, shape: AttentionShape, device: torch.device, **_: Any) -> Attention:
-        return open_with(shape, lambda shape: attention(ReferenceAttention(shape)))
+        return recordable(shape, attention)
 
     def open_draft(name: str, shape: AttentionShape, device: torch.device) -> Attention:
-        return open_with(shape, lambda shape: RecordableAttention(ReferenceAttention(shape)))
+        return recordable(shape, RecordableAttention)
+
+    def recordable(shape: AttentionShape, make: Callable[[ReferenceAttention], Attention]) -> Attention:
+        if shape.is_union:
+            return UnionAttention(shape)
+        return open_with(shape, lambda shape: make(ReferenceAttention(shape)))
 
     def graphs_of(config: Settings, *, on_cpu: bool) -> Any:
         return "off" if config.runner.graphs == "auto" else config.runner.graphs

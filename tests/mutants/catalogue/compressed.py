@@ -3,8 +3,10 @@
 from hiserve.attention import union
 from hiserve.kernels import compress_reference, union_rows
 from hiserve.models import compressed_attention, compressed_cache, compressed_config, packed_rows, stream_decoder, weights
-from tests.e2e import test_compressed_oracle, test_stream_heads
+from hiserve.runners import mixed
+from tests.e2e import test_compressed_oracle, test_stream_graphs, test_stream_heads
 from tests.unit.models import test_compressed_config, test_packed_rows
+from tests.unit.runners import test_static_inputs
 
 with compress_reference._Inputs.read, test_compressed_oracle.test_hb_19_rows_do_not_depend_on_chunks:
     "HB-19: a row that ends in a step is made of the tokens of that step alone"
@@ -22,7 +24,7 @@ with stream_decoder.Rotary.__call__, test_compressed_oracle.test_logits_are_thos
     "compressed rows have the position of the token that ends them"
     positions // ratio * ratio
     positions
-with stream_decoder.StreamDecoder.forward[2], test_compressed_oracle.test_tokens_of_other_shapes["ratios 2 and 8"]:
+with stream_decoder.StreamDecoder.finish[2], test_compressed_oracle.test_tokens_of_other_shapes["ratios 2 and 8"]:
     "the last layer's experts take the tokens of other rows"
     streams.index_select(0, rows)
     streams[: rows.shape[0]]
@@ -46,3 +48,11 @@ with weights._refuse_strange_experts, test_compressed_config.test_a_table_of_exp
     "a table may name experts that are not there"
     low < 0 or high >= config.experts.num_experts
     False
+with mixed.StaticInputs.fill, test_stream_graphs.test_graphs_give_the_tokens_of_transformers["off"]:
+    "INV H13: tokens of a mixed graph keep the rows of the step before"
+    static.token_rows[:bucket].copy_(new_rows)
+    pass
+with mixed.StaticInputs.fill, test_static_inputs.test_every_token_has_its_place_and_padding_reads_nothing_of_the_step_before:
+    "padding tokens keep the positions of the step before"
+    static.positions[num_tokens:bucket].zero_()
+    pass

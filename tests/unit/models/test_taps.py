@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ class _Few:
 
 @torch.inference_mode()
 def test_the_stages_of_a_pass_fill_what_the_caller_holds(llama: Path) -> None:
-    """As graphs of pieces do it, whose residual stream is longer than the batch."""
+    """As graphs do it, whose output of ``trunk`` the rest leaves as it is."""
     taps = (0, 2, 3)
     (out,) = passes(llama, taps)
     model, paged = loaded(llama, taps)
@@ -117,12 +118,11 @@ def test_the_stages_of_a_pass_fill_what_the_caller_holds(llama: Path) -> None:
     assert model.hidden_states_size == 3 * 64
     features = torch.full((len(inputs.input_ids), model.hidden_states_size), torch.nan, dtype=torch.float64)
     attention: Attention = paged.attention
-    attn_out, residual = model.trunk(inputs, paged.layers, attention, features)
-    longer = torch.cat((residual, residual.new_full((5, 64), torch.nan)))
-    kept, heads = longer.clone(), _Few(model)
+    reached = model.trunk(inputs, paged.layers, attention, features)
+    kept, heads = [each.clone() for each in reached], _Few(model)
     wanted = torch.tensor([len(TEXTS[0]) - 1, len(inputs.input_ids) - 1])
-    logits = model.logits(attn_out, longer, wanted, features)
-    torch.testing.assert_close(features, out.hidden_states, rtol=0, atol=0)
-    torch.testing.assert_close(logits, out.logits[wanted], rtol=1e-12, atol=1e-12)
-    assert torch.equal(longer.nan_to_num(), kept.nan_to_num())
+    found = model.finish(reached, replace(inputs, logits_rows=wanted), features)
+    torch.testing.assert_close(found.hidden_states, out.hidden_states, rtol=0, atol=0)
+    torch.testing.assert_close(found.logits, out.logits[wanted], rtol=1e-12, atol=1e-12)
+    assert all(torch.equal(*both) for both in zip(reached, kept, strict=True))
     assert heads.seen == [2]
