@@ -114,9 +114,8 @@ class StreamDecoder:
         """Elements of a token's hidden states."""
         return self._compressed.streams.count * self.embedding.weight.shape[1] if self._has_aux else 0
 
-    def new_hidden_states(self, num_tokens: int) -> Tensor | None:
+    def new_hidden_states(self, num_tokens: int) -> None:
         """Returns None: ``finish`` makes them, of the streams behind the last layer."""
-        del num_tokens
 
     def forward(self, inputs: ForwardInputs, layers: Sequence[LayerKV], attention: Attention) -> ForwardOutputs:
         """Computes the step's tokens and stores their rows; arguments as for ``Decoder.forward``."""
