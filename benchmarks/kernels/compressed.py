@@ -209,8 +209,8 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001 - a tile may not fit
             print(f"{heads} heads, {keys} rows, {warps} warps, {stages} stages: {type(error).__name__}", flush=True)
     latent_union._TILES = tiles
-    for keys, waves, chunk in product((64, 128), (4, 8), (4096, 16384)):
-        index_topk._NUM_KEYS, index_topk._WAVES, index_topk._MAX_CHUNK = keys, waves, chunk
+    for keys, waves, chunk in product((64, 128), (4, 8), (2048, 4096, 8192)):
+        index_topk._NUM_KEYS, index_topk._WAVES, index_topk._MIN_CHUNK = keys, waves, chunk
         for name, seconds, num_bytes, _ in _scans(widths):
             print(
                 f"{keys} keys, {waves} waves, chunks of {chunk}: {name}: {1e6 * seconds:.1f} us, {num_bytes / rate / seconds:.2f}",

@@ -17,9 +17,8 @@ from hiserve.kernels import streams_reference
 from hiserve.kernels.launch import await_previous, early_launch, num_processors, start_next
 from hiserve.kernels.streams_reference import MixWeights
 
-_BLOCK_TOKENS = 16  # of decoding rows
-_BLOCK_PROMPT = 64  # where there are more tokens than fill all processors with the other
-_BLOCK_SUM = 128  # elements of a product at once
+_DECODE_BLOCK = (16, 128)  # tokens of a program, and elements of a product at once
+_PROMPT_BLOCK = (64, 64)  # where there are more tokens than fill all processors with the other
 _BLOCK_HIDDEN = 1024
 _MAX_PARTS = 32  # a power of 2
 _MIN_OUTPUTS = 16
@@ -104,9 +103,9 @@ def _mix(
     assert streams.stride(2) == 1 and all(each.is_contiguous() for each in weights), streams.stride()
     shape = _Shape(count, hidden, num_outputs, max(_MIN_OUTPUTS, triton.next_power_of_2(num_outputs + 1)))
     num_sms = num_processors(streams.device)
-    block_tokens = _BLOCK_TOKENS if num_tokens <= _BLOCK_TOKENS * num_sms else _BLOCK_PROMPT
+    block_tokens, block_sum = _DECODE_BLOCK if num_tokens <= _DECODE_BLOCK[0] * num_sms else _PROMPT_BLOCK
     num_blocks = triton.cdiv(num_tokens, block_tokens)
-    most = min(_MAX_PARTS, triton.cdiv(size, _BLOCK_SUM))
+    most = min(_MAX_PARTS, triton.cdiv(size, block_sum))
     num_parts = max(1, min(most, 2 * num_sms // num_blocks))
     block = min(_BLOCK_HIDDEN, triton.next_power_of_2(hidden))
     sums = torch.empty((num_parts, num_tokens, shape.block_outputs), dtype=torch.float32, device=streams.device)
@@ -120,7 +119,7 @@ def _mix(
         streams.stride(1),
         shape,
         TOKENS=block_tokens,
-        BLOCK=_BLOCK_SUM,
+        BLOCK=block_sum,
         num_warps=4,
         **early,
     )
@@ -174,11 +173,19 @@ def _project(  # type: ignore[no-untyped-def]
         is_element = element < size
         place = element // SHAPE.hidden_size * stream_stride + element % SHAPE.hidden_size
         source = streams + token[:, None] * token_stride + place[None, :]
-        value = tl.load(source, mask=is_token[:, None] & is_element[None, :], other=0.0).to(tl.float32)
+        value = tl.load(source, mask=is_token[:, None] & is_element[None, :], other=0.0)
         row = weight + output[None, :] * size + element[:, None]
         factor = tl.load(row, mask=is_output[None, :] & is_element[:, None], other=0.0)
-        total = tl.dot(value, factor, total, input_precision=_PRECISION)
-        squares += tl.sum(value * value, 1)
+        wide = value.to(tl.float32)
+        if value.dtype == tl.bfloat16:  # in three parts of 8 bits a factor is whole
+            high = factor.to(tl.bfloat16)
+            factor -= high.to(tl.float32)
+            middle = factor.to(tl.bfloat16)
+            total = tl.dot(value, (factor - middle.to(tl.float32)).to(tl.bfloat16), total)
+            total = tl.dot(value, high, tl.dot(value, middle, total))
+        else:
+            total = tl.dot(wide, factor, total, input_precision=_PRECISION)
+        squares += tl.sum(wide * wide, 1)
     total = tl.where(output[None, :] == SHAPE.num_outputs, squares[:, None], total)
     target = sums + (tl.program_id(1) * num_tokens + token)[:, None] * SHAPE.block_outputs + output[None, :]
     tl.store(target, total, mask=is_token[:, None])

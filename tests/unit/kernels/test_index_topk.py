@@ -41,6 +41,8 @@ check(q, torch.zeros_like(weights), keys, 7)  # all scores are equal: the first
 check(q, -weights.abs(), keys, 7)  # 0 and -0 are equal
 check(q * 1e4, weights.abs(), keys, 7)
 check(q, weights, keys, 200)  # more than there are
+none = dataclasses.replace(keys, most=0, positions=torch.zeros_like(keys.positions))
+check(q, weights, none, 7)  # nobody sees a row
 # A bound of the rows, and the workspace, change nothing.
 found = check(q, weights, keys, 6)
 loose = dataclasses.replace(keys, most=900)
