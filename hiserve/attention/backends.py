@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hiserve.attention.base import Attention, AttentionShape, LaterAttention, is_hopper
+from hiserve.attention.indexed import IndexedAttention
 from hiserve.attention.latent import ExpandedPrompts, open_with
 from hiserve.attention.paired import GraphedAttention, PairedAttention
 from hiserve.attention.union import UnionAttention
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 # Module and class that compute expanded prompts of latent attention on Hopper, and the elements of keys and values it has.
 _PROMPTS = ("hiserve.attention.flashinfer_latent", "FlashInferPrompts")
 _PROMPT_DIMS = ((192, 128), (256, 256))
+_CHOSEN = ("hiserve.attention.indexed", "attend_chosen")
 # Heads times rows from which graphs of absorbed queries are FlashInfer's. On an H200, rows of 8,192 tokens with 20 heads take
 # 23 us with both kernels if there is one, 27 and 49 us if there are 4; a row of 1,024 tokens takes 17 us, and Triton's 11.
 _MIN_QUERIES = 80
@@ -44,6 +46,7 @@ class _Backend:
     has_trees: bool = True  # supports ``ForwardInputs.tree_mask``
     # Module and class that compute absorbed queries of ``AttentionShape.latent``; None has no latent attention.
     absorbed: tuple[str, str] | None = None
+    chosen: tuple[str, str] | None = None  # module and function that attend to chosen rows; None has none
     min_latent: int = 1  # least elements of latents and rotated keys, which are powers of 2 if it is more
     latent_dims: tuple[int, int] | None = None  # the elements of latents and rotated keys that it supports; None is any
     latent_heads: int = (
@@ -62,6 +65,7 @@ class _Backend:
             "hidden first positions": (shape.hides_first, self.has_hidden_first),
             "tree masks": (has_trees, self.has_trees),
             "latent attention": (shape.latent is not None, self.absorbed is not None),
+            "attention to chosen tokens": (shape.num_chosen > 0, self.chosen is not None),
         }
         lacks = [name for name, (is_needed, is_there) in features.items() if is_needed and not is_there]
         return f"has no {' and no '.join(lacks)}" if lacks else None
@@ -104,7 +108,14 @@ class _Backend:
 
     def open(self, shape: AttentionShape) -> Attention:
         """Imports the module and creates the backend."""
-        return open_with(shape, self.class_for(shape))
+        plain = open_with(shape, self.class_for(shape))
+        return self.indexed(shape, plain) if shape.num_chosen else plain
+
+    def indexed(self, shape: AttentionShape, plain: Attention) -> Attention:
+        """Imports what attends to chosen rows, beside ``plain`` for steps whose rows are all chosen."""
+        assert self.chosen is not None, self.name
+        module, name = self.chosen
+        return IndexedAttention(shape, plain, getattr(importlib.import_module(module), name))
 
 
 # In order of preference: the error of one backend names the first other one that supports the arguments.
@@ -116,6 +127,7 @@ _BACKENDS = {
         package="triton",
         max_group=128,
         absorbed=("hiserve.attention.latent_triton", "TritonLatentAttention"),
+        chosen=("hiserve.attention.latent_triton", "attend_chosen"),
         min_latent=16,
     ),
     "flashinfer": _Backend(
@@ -140,12 +152,14 @@ _BACKENDS = {
         has_hidden_first=False,
         has_trees=False,
         absorbed=("hiserve.attention.cpu", "CpuAttention"),
+        chosen=_CHOSEN,
     ),
     "reference": _Backend(
         "hiserve.attention.reference_attention",
         "ReferenceAttention",
         devices=("cpu", "cuda"),
         absorbed=("hiserve.attention.reference_attention", "ReferenceAttention"),
+        chosen=_CHOSEN,
     ),
 }
 
@@ -241,6 +255,10 @@ def _open_fastest(
     rows that decode.
     """
     fits = fitting_backends(shape, device, has_trees=has_trees)
+    if shape.num_chosen:
+        # Few graphs are of rows that see no more tokens than are chosen: none has a schedule that the host makes.
+        plain = _open_fastest(replace(shape, num_chosen=0), device, is_serving, has_trees=has_trees, has_drafts=True)
+        return _BACKENDS[fits[0]].indexed(shape, plain)
     make: Callable[[AttentionShape], Attention] = _BACKENDS[fits[0]].class_for(shape)
     has_prompts, has_graphs = "flashinfer" in fits[1:], _has_graphs(shape, device, has_trees or has_drafts)
     if (has_prompts or has_graphs) and is_hopper(device):

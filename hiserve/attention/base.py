@@ -41,6 +41,7 @@ class AttentionShape:
             ``nope_dim + rope_dim`` and outputs ``value_dim``. None is grouped-query attention.
         score_scalar: Scores are scaled by its inverse square root; None is ``head_dim``.
         first_layer: The first layer with attention: what all layers share is made there, in each replay of a graph.
+        num_chosen: Of latent attention with an index: a token sees the so many tokens that the index chooses; 0 is all.
         is_union: Layers attend over rows of several groups, which heads share as keys and values (``attention.union``).
     """
 
@@ -57,6 +58,7 @@ class AttentionShape:
     score_scalar: float | None = None
     first_layer: int = 0
     is_union: bool = False
+    num_chosen: int = 0
 
     @property
     def scale(self) -> float:

@@ -163,7 +163,7 @@ class LatentAttention:
         cut = self._num_absorbed
         out = q.new_empty((*q.shape[:2], self._latent.value_dim)) if out is None else out
         if cut:
-            latents = self._absorbed.forward(self._absorb(q[:cut], kv.to_keys), k[:cut], v[:cut], kv, layer)
+            latents = self._absorbed.forward(absorb(q[:cut], kv.to_keys), k[:cut], v[:cut], kv, layer)
             torch.bmm(latents.transpose(0, 1), kv.to_values.transpose(1, 2), out=out[:cut].transpose(0, 1))
         if self._prompts is not None:
             keys, values = self._expand(k[cut:, 0], kv)
@@ -177,14 +177,6 @@ class LatentAttention:
             mine = slice(row.start, row.start + row.num_new)
             out[mine] = self._expand_and_attend(row, q[mine], k[mine, 0], kv)
         return out
-
-    def _absorb(self, q: Tensor, to_keys: Tensor) -> Tensor:
-        """Returns queries of rows, ``[T, num_heads, rank + rope_dim]``."""
-        plain, turned = q.split_with_sizes((self._latent.nope_dim, self._latent.rope_dim), -1)
-        absorbed = q.new_empty((*q.shape[:2], self._shape.head_dim))
-        torch.bmm(plain.transpose(0, 1), to_keys, out=absorbed[..., : self._latent.rank].transpose(0, 1))
-        absorbed[..., self._latent.rank :] = turned
-        return absorbed
 
     def _expand_and_attend(self, row: _LongRow, q: Tensor, new: Tensor, kv: LatentKV) -> Tensor:
         """Attends over the new keys, then over the cached ones, some at a time.
@@ -224,6 +216,24 @@ class LatentAttention:
         torch.bmm(each_head, kv.to_values.transpose(1, 2), out=values.transpose(0, 1))
         keys[..., self._latent.nope_dim :] = rotated[:, None]
         return keys, values
+
+
+def absorb(q: Tensor, to_keys: Tensor) -> Tensor:
+    """Multiplies queries by their heads' projections of keys.
+
+    Args:
+        q: ``[T, num_heads, nope_dim + rope_dim]``.
+        to_keys: As in ``LatentKV``.
+
+    Returns:
+        Queries of rows, ``[T, num_heads, rank + rope_dim]``.
+    """
+    _, nope_dim, rank = to_keys.shape
+    plain, turned = q.split_with_sizes((nope_dim, q.shape[2] - nope_dim), -1)
+    absorbed = q.new_empty((*q.shape[:2], rank + turned.shape[2]))
+    torch.bmm(plain.transpose(0, 1), to_keys, out=absorbed[..., :rank].transpose(0, 1))
+    absorbed[..., rank:] = turned
+    return absorbed
 
 
 def attend_dense(q: Tensor, keys: Tensor, values: Tensor, scale: float, *, is_causal: bool) -> tuple[Tensor, Tensor]:

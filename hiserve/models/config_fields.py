@@ -206,23 +206,26 @@ def refuse_oversize(fields: ConfigFields, path: Path) -> None:
             )
 
 
+_INDEX = "index_topk"
 # Parts of models that are not read, by a field that a model with such a part has, or its beginning: what they are.
 _FOREIGN = {
     "dspark_": "drafts of DSpark; heads that draft one token after another are supported",
     "compress_ratios": "layers with compressed rows; layers that store a row for each token are supported",
-    "index_topk": "attention to chosen tokens; attention to all tokens is supported",
+    _INDEX: "attention to chosen tokens; attention to all tokens is supported",
 }
 
 
-def refuse_foreign(raw: dict[str, Any], architecture: str) -> None:
+def refuse_foreign(raw: dict[str, Any], architecture: str, *, has_index: bool) -> None:
     """Checks that a configuration of a model without compressed attention has no field of a part that would be left out.
+
+    ``has_index`` says that the family reads the fields of an index.
 
     Raises:
         ModelError: It has one, and the model would compute something else.
     """
     for name, value in raw.items():
         for start, part in _FOREIGN.items():
-            if value and name.startswith(start):
+            if value and name.startswith(start) and not (has_index and start == _INDEX):
                 raise ModelError(f"{architecture} with {name} is not supported yet: {part}.", param="model")
 
 

@@ -319,4 +319,5 @@ def attention_shape(
         score_scalar=config.score_scalar,
         first_layer=0 if config.delta is None else min(set(range(config.num_layers)) - config.delta.layers),
         is_union=config.compressed is not None,
+        num_chosen=0 if config.index is None else config.index.most,
     )

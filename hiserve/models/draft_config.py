@@ -122,8 +122,9 @@ def read_draft_model(folder: Path, target_folder: Path, target: ModelConfig) -> 
     model = read_model_config(folder)
     if model.vocab_size != target.vocab_size:
         raise _misfit("The draft model", folder, f"it has {model.vocab_size} tokens, the model {target.vocab_size}")
-    if model.compressed is not None:
-        raise _misfit("The draft model", folder, "its layers with compressed rows are supported in the model alone")
+    for part, is_there in (("layers with compressed rows", model.compressed), ("layers with an index", model.index)):
+        if is_there is not None:
+            raise _misfit("The draft model", folder, f"its {part} are supported in the model alone")
     ours, theirs = (_vocabulary(each) for each in (target_folder, folder))
     if ours is not None and theirs is not None and ours != theirs:
         raise _misfit("The draft model", folder, "its tokenizer.json gives tokens other numbers than the model's")

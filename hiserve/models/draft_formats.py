@@ -94,6 +94,17 @@ _DEEPSEEK = DraftFormat(
     carries_normed=True,
     ignored=("model.layers.{num_layers}.embed_tokens.weight", "model.layers.{num_layers}.shared_head.head.weight"),
 )
+# Heads have an index too. Ours see all tokens: drafts need not be exact.
+_INDEXED = msgspec.structs.replace(
+    _DEEPSEEK,
+    ignored=(
+        *_DEEPSEEK.ignored,
+        *(
+            f"model.layers.{{num_layers}}.self_attn.indexer.{name}"
+            for name in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
+        ),
+    ),
+)
 _MIMO = DraftFormat(
     title="MTP of MiMo",
     kind="mtp",
@@ -140,6 +151,8 @@ def mtp_format(architecture: str) -> DraftFormat:
     """Returns the format of the MTP heads of an architecture."""
     if FAMILIES[architecture].has_states:
         return _STATES
+    if FAMILIES[architecture].has_index:
+        return _INDEXED
     return {"MiMoForCausalLM": _MIMO, "DeepseekV4ForCausalLM": _STREAMS}.get(architecture, _DEEPSEEK)
 
 

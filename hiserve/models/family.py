@@ -13,6 +13,9 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     has_qk_norm: bool = False  # RMSNorm on each query and key head
     has_qkv_bias: bool = False  # queries, keys and values have a bias, regardless of config.json
     has_latents: bool = False  # latent attention, and experts with a biased choice among groups
+    has_index: bool = False  # of these, layers whose tokens see those that an index chooses
+    # Some of these layers take the choice of a layer before them, and neighbours are rotated together.
+    shares_index: bool = False
     is_compressed: bool = False  # attention over a window and compressed rows, several streams, and hashed experts
     has_out_norms: bool = False  # RMSNorm on the outputs of attention and MLP, before they are added
     has_wide_norms: bool = False  # norms have float32 weights
@@ -167,6 +170,13 @@ _QWEN35_MOE = _qwen_states(
 
 _NOT_LATENT = frozenset({"decoder_sparse_step", "mlp_only_layers", "mlp_bias", "head_dim", "num_key_value_heads"})
 _LATENT_EXPERTS: dict[str, Any] = {"n_shared_experts": 1, "norm_topk_prob": True}
+_WIDE_EXPERTS: dict[str, Any] = _LATENT_EXPERTS | {
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "routed_scaling_factor": 2.5,
+}
+_INDEXED: dict[str, Any] = _WIDE_EXPERTS | {"index_head_dim": 128, "index_topk": 2048}
 
 FAMILIES = {
     "LlamaForCausalLM": Family(ignored=_WINDOW | _EXPERTS),
@@ -231,9 +241,7 @@ FAMILIES = {
     "DeepseekV3ForCausalLM": Family(
         has_latents=True,
         ignored=_WINDOW | _NOT_LATENT | {"mlp_layer_types"},
-        defaults={"q_lora_rank": 1536, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4}
-        | _LATENT_EXPERTS
-        | {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "routed_scaling_factor": 2.5},
+        defaults={"q_lora_rank": 1536, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4} | _WIDE_EXPERTS,
     ),
     "Glm4MoeLiteForCausalLM": Family(
         has_latents=True,
@@ -241,6 +249,21 @@ FAMILIES = {
         defaults={"q_lora_rank": 768, "first_k_dense_replace": 1}
         | _LATENT_EXPERTS
         | {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "routed_scaling_factor": 1.8},
+    ),
+    "DeepseekV32ForCausalLM": Family(
+        has_latents=True,
+        has_index=True,
+        ignored=_WINDOW | _NOT_LATENT | {"rope_interleave", "indexer_rope_interleave"},
+        defaults={"q_lora_rank": 1536, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "index_n_heads": 64}
+        | _INDEXED,
+    ),
+    "GlmMoeDsaForCausalLM": Family(
+        has_latents=True,
+        has_index=True,
+        shares_index=True,
+        ignored=_WINDOW | _NOT_LATENT | {"rope_interleave"},
+        defaults={"q_lora_rank": 2048, "first_k_dense_replace": 3, "n_group": 1, "topk_group": 1, "index_n_heads": 32}
+        | _INDEXED,
     ),
     "DeepseekV4ForCausalLM": Family(
         is_compressed=True,

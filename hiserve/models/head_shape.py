@@ -41,5 +41,6 @@ def one_layer(model: ModelConfig) -> ModelConfig:
         local_layers=frozenset(),
         experts=experts,
         delta=None,
+        index=None,
         num_mtp_layers=0,
     )

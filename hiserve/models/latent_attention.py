@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from hiserve.attention.base import Attention, LatentShape
+from hiserve.attention.indexed import IndexedAttention
 from hiserve.core.forward import ForwardInputs, LatentKV, LayerKV
 from hiserve.kernels.ops import Ops
 from hiserve.layers import Linear, RMSNorm, Rotation
+from hiserve.models.index_config import IndexConfig
 from hiserve.models.latent_config import LatentConfig
 from hiserve.models.model_config import ModelConfig
+from hiserve.models.row_index import RowIndex
 
 _EPS = 1e-6  # of the norms of latents, whatever the model's other norms have
 
@@ -23,7 +26,9 @@ class LatentSelfAttention:
 
     Attributes:
         layer: Index of the layer.
-        into: From the layer's input: queries or their latent, then the latent of keys and values, then the rotated key.
+        into: From the layer's input: queries or their latent, then the latent of keys and values, then the rotated key, then the
+            index's key and the weights of its heads.
+        sizes: Rows of ``into``: of the queries, of latent and key together, and of the index.
         query_norm: Of the queries' latent; None where ``into`` gives queries.
         query_up: From that latent to queries, likewise.
         row_weight: ``[rank]``, of the norm of the latent of keys and values.
@@ -31,11 +36,13 @@ class LatentSelfAttention:
         to_values: Likewise.
         out: ``[hidden_size, num_heads * value_dim]``.
         config: Its shape.
+        index: Chooses the tokens that a token sees; None where all are seen, or the choice is that of a layer before.
         ops: Of its device.
     """
 
     layer: int
     into: Linear
+    sizes: tuple[int, ...]
     query_norm: RMSNorm | None
     query_up: Linear | None
     row_weight: Tensor
@@ -43,13 +50,19 @@ class LatentSelfAttention:
     to_values: Tensor
     out: Linear
     config: LatentConfig
+    index: RowIndex | None
     ops: Ops
 
     def __call__(
         self, x: Tensor, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV, attention: Attention
     ) -> Tensor:
         """Stores the step's rows and attends. Returns ``[T, num_heads * value_dim]``, before ``out``."""
-        q, k, v = self.store(x, inputs, rotation, kv)
+        source, row, *of_index = self._project(x)
+        if self.index is not None:
+            assert isinstance(attention, IndexedAttention), type(attention)
+            key, weights = of_index
+            self.index(source, key, weights, inputs, rotation, kv, attention)
+        q, k, v = self._store(source, row, inputs, rotation, kv)
         latents = LatentKV(k=kv.k, v=kv.v, to_keys=self.to_keys, to_values=self.to_values)
         return attention.forward(q, k, v, latents, self.layer).flatten(1)
 
@@ -58,12 +71,20 @@ class LatentSelfAttention:
 
         Queries are ``[T, num_heads, nope_dim + rope_dim]``, rows ``[T, 1, rank + rope_dim]``.
         """
+        source, row = self._project(x)
+        return self._store(source, row, inputs, rotation, kv)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Returns queries or their latent, normed, then rows before their norm, then what the index has of the input."""
+        source, *others = self.into(x).split_with_sizes(self.sizes, -1)
+        return (source if self.query_norm is None else self.query_norm(source), *others)
+
+    def _store(
+        self, source: Tensor, row: Tensor, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV
+    ) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config
-        projected = self.into(x)
-        q, row = projected.split_with_sizes((projected.shape[1] - config.width, config.width), -1)
-        if self.query_norm is not None and self.query_up is not None:
-            q = self.query_up(self.query_norm(q))
-        q = q.view(x.shape[0], -1, config.key_dim)
+        q = source if self.query_up is None else self.query_up(source)
+        q = q.view(source.shape[0], -1, config.key_dim)
         q, rows = self.ops.store_latents(q, row, self.row_weight, _EPS, rotation.cos, rotation.sin, kv, inputs.slots)
         return q, rows, rows[..., : config.rank]
 
@@ -76,16 +97,22 @@ def make_latent_attention(
     assert latent is not None
     into, up = parameters.pop(ours + "latents"), parameters.pop(ours + "latent_up")
     query_up = parameters.pop(ours + "query_up", None)
+    sizes = [config.num_heads * latent.key_dim if query_up is None else query_up.shape[1], latent.width]
     if latent.is_interleaved:
-        _pair_halves(into[None, -latent.rope_dim :])
-        queries = into[: -latent.width] if query_up is None else query_up
+        _pair_halves(into[None, sizes[0] + latent.rank : sum(sizes)])
+        queries = into[: sizes[0]] if query_up is None else query_up
         _pair_halves(queries.view(config.num_heads, latent.key_dim, -1)[:, latent.nope_dim :])
+    index = None
+    if config.index is not None and layer in config.index.layers:
+        index = _make_index(config.index, latent.rope_dim, into[sum(sizes) :], parameters, ours)
+        sizes += [config.index.width, config.index.num_heads]
     to_keys, to_values = up.view(config.num_heads, -1, latent.rank).split_with_sizes(
         (latent.nope_dim, latent.value_dim), 1
     )
     return LatentSelfAttention(
         layer=layer,
         into=Linear(into),
+        sizes=tuple(sizes),
         query_norm=None if query_up is None else RMSNorm(parameters.pop(ours + "query_latent_norm"), _EPS, ops),
         query_up=None if query_up is None else Linear(query_up),
         row_weight=parameters.pop(ours + "latent_norm"),
@@ -93,8 +120,19 @@ def make_latent_attention(
         to_values=to_values,
         out=Linear(parameters.pop(ours + "out"), is_after_attention=True),
         config=latent,
+        index=index,
         ops=ops,
     )
+
+
+def _make_index(config: IndexConfig, rope_dim: int, into: Tensor, parameters: dict[str, Tensor], ours: str) -> RowIndex:
+    """As ``make_latent_attention``; ``into`` are its rows of the projection of the layer's input, keys first."""
+    up, norm, bias = (parameters.pop(ours + name) for name in ("index_up", "index_norm", "index_norm_bias"))
+    if config.is_interleaved:
+        _pair_halves(up.view(config.num_heads, config.width, -1)[:, :rope_dim])
+        for each in (into, norm[:, None], bias[:, None]):
+            _pair_halves(each[None, :rope_dim])
+    return RowIndex(Linear(up), norm, bias, config)
 
 
 def _pair_halves(rows: Tensor) -> None:

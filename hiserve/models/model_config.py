@@ -29,6 +29,7 @@ from hiserve.models.delta_config import DeltaConfig, read_delta, read_partial_di
 from hiserve.models.experts_config import ExpertsConfig, read_experts, read_hashed_experts
 from hiserve.models.family import FAMILIES, Family
 from hiserve.models.generation_config import GenerationConfig, SamplingDefaults, as_ids, read_generation
+from hiserve.models.index_config import IndexConfig, read_index
 from hiserve.models.latent_config import LatentConfig, read_latent
 from hiserve.models.quantization import refuse_quantization
 from hiserve.models.refusals import read_activation, refuse_nonsense, refuse_unsupported
@@ -76,6 +77,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_attention_gates: bool = False
     partial_dim: int | None = None  # elements of a head that are rotated, where these are not all
     latent: LatentConfig | None = None  # latent attention in place of grouped-query attention
+    index: IndexConfig | None = None  # of latent attention: an index chooses the tokens that a token sees
     compressed: CompressedConfig | None = (
         None  # likewise attention over a window and compressed rows, with several streams
     )
@@ -105,6 +107,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         mlp = 3 * self.hidden_size * self.intermediate_size
         mlp += 2 * self.intermediate_size + self.hidden_size if self.has_mlp_bias else 0
         total = self.num_attention_layers * layer + self.hidden_size
+        if self.index is not None:
+            total += self.index.num_params(self.hidden_size)
         if self.delta is not None:
             total += len(self.delta.layers) * (self.delta.num_params(self.hidden_size) + 2 * self.hidden_size)
         total += self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
@@ -130,13 +134,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def slot_elements(self) -> int:
         """Elements that a token stores, all layers together, but for rows that stand for several tokens."""
         num_planes = 2 if self.latent is None and self.compressed is None else 1
-        return num_planes * self.num_attention_layers * self.num_kv_heads * self.head_dim
+        keys = 0 if self.index is None else self.index.slot_elements
+        return num_planes * self.num_attention_layers * self.num_kv_heads * self.head_dim + keys
 
     def facts(self) -> ModelFacts:
         """Returns the facts that ``core.resolve`` needs."""
         num_windows = sum(window is not None for window in self.windows) if self.tail_window else 0
         num_planes = 2 if self.compressed is None else 1
         attention_elements = 0 if self.latent is None else self.latent.step_elements(self.num_heads)
+        if self.index is not None:
+            attention_elements += self.index.step_elements()
         if self.compressed is not None:
             attention_elements = self.compressed.step_elements(self.num_heads, self.hidden_size)
         return ModelFacts(
@@ -159,7 +166,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 mlp_elements=self._mlp_elements(),
                 vocab_size=self.vocab_size,
                 latent_elements=attention_elements,
-                index_ratio=0 if self.compressed is None else self.compressed.index_ratio,
+                index_ratio=self.compressed.index_ratio if self.compressed is not None else int(self.index is not None),
             ),
         )
 
@@ -178,10 +185,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return elements if self.delta is None else max(elements, self.delta.step_elements())
 
     def kv_groups(self, dtype: str) -> tuple[CacheGroupSpec, ...]:
-        """Returns the KV groups of its layers, stored as ``dtype``: one, but for compressed attention."""
-        if self.compressed is not None:
+        """Returns the KV groups of its layers, stored as ``dtype``: one, but for compressed attention and beside an index."""
+        if self.compressed is not None or self.index is not None:
             return self.cache_plan(dtype, frees_windows=False).groups
-        kv = CacheGroupSpec(
+        return (self._kv_group(dtype),)
+
+    def _kv_group(self, dtype: str) -> CacheGroupSpec:
+        return CacheGroupSpec(
             name="kv",
             num_layers=self.num_attention_layers,
             num_kv_heads=self.num_kv_heads,
@@ -190,7 +200,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             codec="kv" if self.latent is None else "latent",
             value_dim=None if self.latent is None else self.latent.rank,
         )
-        return (kv,)
 
     @property
     def tail_window(self) -> int:
@@ -201,7 +210,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return max(widths) if self.latent is None and 0 < len(widths) < len(self.windows) else 0
 
     def cache_plan(self, dtype: str, *, frees_windows: bool, max_draft: int = 0) -> CachePlan:
-        """Returns the groups of its layers, stored as ``dtype``: one; two where the pages of windows are freed; beside states three.
+        """Returns the groups of its layers, stored as ``dtype``: one; two with an index or freed windows; beside states three.
 
         ``max_draft`` is the most drafts of a row in a step, by which what rows carry along is sized.
         """
@@ -209,7 +218,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             return compressed_plan(
                 self.compressed, dtype, frees_windows=frees_windows and self.tail_window > 0, max_draft=max_draft
             )
-        (kv,) = self.kv_groups(dtype)
+        kv = self._kv_group(dtype)
+        if self.index is not None:
+            return self.index.cache_plan(kv)
         if self.delta is not None:
             return self.delta.cache_plan(kv, self.num_layers, max_draft)
         if not (frees_windows and self.tail_window):
@@ -279,10 +290,11 @@ def parse_config(raw: dict[str, Any], path: Path, generation: GenerationConfig) 
     if family.is_compressed:
         spelled = respell_compressed(spelled, path)
     else:
-        refuse_foreign(spelled, architecture)
+        refuse_foreign(spelled, architecture, has_index=family.has_index)
     fields = _checked(spelled, path, architecture)
     heads = fields.num_attention_heads
     latent = read_latent(fields) if family.has_latents else None
+    index = read_index(spelled, fields, path, shares=family.shares_index) if family.has_index else None
     compressed = read_compressed(spelled, fields, path) if family.is_compressed else None
     delta = read_delta(fields, is_interleaved=family.has_fused_states) if family.has_states else None
     kv_heads = fields.num_key_value_heads or heads
@@ -320,6 +332,7 @@ def parse_config(raw: dict[str, Any], path: Path, generation: GenerationConfig) 
         has_out_bias=bool(fields.attention_bias),
         has_mlp_bias=bool(fields.mlp_bias),
         latent=latent,
+        index=index,
         compressed=compressed,
         delta=delta,
         has_attention_gates=family.has_states,

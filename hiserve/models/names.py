@@ -9,6 +9,7 @@ from enum import Enum
 
 from hiserve.models.delta_config import DeltaConfig
 from hiserve.models.experts_config import ExpertsConfig
+from hiserve.models.index_config import IndexConfig
 from hiserve.models.latent_config import LatentConfig
 from hiserve.models.model_config import ModelConfig
 
@@ -137,7 +138,8 @@ def layer_table(
     elif config.latent is None:
         table |= _attention(config, ours, theirs + "self_attn.", width or hidden)
     else:
-        table |= _latent_attention(config.latent, config.num_heads, hidden, ours, theirs + "self_attn.")
+        index = config.index if config.index is not None and layer in config.index.layers else None
+        table |= _latent_attention(config.latent, index, config.num_heads, hidden, ours, theirs + "self_attn.")
     table |= _mlp_norms(config, ours, theirs)
     if config.experts is not None and config.experts.is_in(layer):
         return table | _experts(config.experts, hidden, ours, theirs, naming)
@@ -190,7 +192,7 @@ def _delta(delta: DeltaConfig, hidden: int, ours: str, theirs: str) -> dict[str,
 
 
 def _latent_attention(
-    latent: LatentConfig, num_heads: int, hidden: int, ours: str, theirs: str
+    latent: LatentConfig, index: IndexConfig | None, num_heads: int, hidden: int, ours: str, theirs: str
 ) -> dict[str, tuple[TensorSource, ...]]:
     queries, row = num_heads * latent.key_dim, (theirs + "kv_a_proj_with_mqa.weight", (latent.width, hidden))
     table = {
@@ -202,8 +204,17 @@ def _latent_attention(
     }
     if latent.query_rank is None:
         return table | {ours + "latents": stack((theirs + "q_proj.weight", (queries, hidden)), row)}
+    into = [(theirs + "q_a_proj.weight", (latent.query_rank, hidden)), row]
+    if index is not None:
+        its, queries_of_index = theirs + "indexer.", index.num_heads * index.width
+        into += [(its + "wk.weight", (index.width, hidden)), (its + "weights_proj.weight", (index.num_heads, hidden))]
+        table |= {
+            ours + "index_up": stack((its + "wq_b.weight", (queries_of_index, latent.query_rank))),
+            ours + "index_norm": stack((its + "k_norm.weight", (index.width,))),
+            ours + "index_norm_bias": stack((its + "k_norm.bias", (index.width,))),
+        }
     return table | {
-        ours + "latents": stack((theirs + "q_a_proj.weight", (latent.query_rank, hidden)), row),
+        ours + "latents": stack(*into),
         ours + "query_latent_norm": stack((theirs + "q_a_layernorm.weight", (latent.query_rank,))),
         ours + "query_up": stack((theirs + "q_b_proj.weight", (queries, latent.query_rank))),
     }

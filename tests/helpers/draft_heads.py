@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hiserve.attention.backends import open_attention
 from hiserve.attention.base import AttentionShape
-from hiserve.attention.latent import open_with
-from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.cache.storage.device import DevicePool
 from hiserve.core.forward import ForwardInputs, StateRows
 from hiserve.core.kv_groups import CacheGroupSpec, CachePlan
@@ -105,13 +104,13 @@ class Paged:
     Args:
         groups: What is stored.
         shape: Of attention.
-        plan: Of a model with states, which the rows carry along.
+        plan: Of a model with several groups.
     """
 
     def __init__(self, groups: Sequence[CacheGroupSpec], shape: AttentionShape, plan: CachePlan | None = None) -> None:
         torch.set_num_threads(1)
         self.page_size = shape.page_size
-        self.attention = open_with(shape, ReferenceAttention)
+        self.attention = open_attention("reference", shape, torch.device("cpu"))
         pool = DevicePool(groups if plan is None else plan.groups, NUM_PAGES, self.page_size, "cpu", num_rows=3)
         pool.storage(groups[0].name).fill_(torch.nan)
         self.layers = pool.layers(groups[0].name) if plan is None else pool.model_layers(plan)
@@ -182,7 +181,7 @@ class Drafter:
         self._target = Paged(
             config.kv_groups(dtype),
             attention_shape(config, dtype=element, page_size=page_size),
-            None if config.delta is None else config.cache_plan(dtype, frees_windows=False),
+            None if config.delta is None and config.index is None else config.cache_plan(dtype, frees_windows=False),
         )
         self._own = Paged(
             self.head.groups(dtype), draft_attention_shape(self.draft, dtype=element, page_size=page_size)

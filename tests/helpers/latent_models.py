@@ -48,23 +48,35 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "rope_parameters": YARN},
     "glm4_moe_lite": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
 }
+# Families with an index: with that many heads no score is 0 of all of them, and ties are rare.
+_INDEX: dict[str, Any] = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 12, "first_k_dense_replace": 1}
+INDEXED: dict[str, dict[str, Any]] = {
+    "deepseek_v32": _INDEX | {"n_group": 4, "topk_group": 2, "rope_parameters": YARN},
+    "glm_moe_dsa": _INDEX
+    | {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]}
+    | {"n_group": 1, "topk_group": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+}
 
 
 def save_latent(family: str, folder: Path, *, save: dict[str, Any] | None = None, **overrides: Any) -> Path:
     """Saves a random model of a family, with uneven norms, and biases that change the choice of experts.
 
     Args:
-        family: A key of ``FAMILIES``.
+        family: A key of ``FAMILIES`` or ``INDEXED``.
         folder: Where.
         save: Arguments of ``save_pretrained``.
         **overrides: As in transformers' config.
     """
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | FAMILIES[family] | overrides))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **SHAPE | (FAMILIES | INDEXED)[family] | overrides)
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
+                if name.endswith("bias"):
+                    parameter.normal_(0.0, 0.3)
             elif name.endswith("mlp.gate.weight"):
                 parameter.normal_(0.0, 0.3)
         for name, buffer in model.named_buffers():
@@ -78,16 +90,19 @@ def save_with_mtp(family: str, folder: Path, *, is_right: bool = False, **overri
     """Saves a random model whose last layer is its draft head, in the names of DeepSeek's checkpoints.
 
     Args:
-        family: A key of ``FAMILIES``.
+        family: A key of ``FAMILIES`` or ``INDEXED``.
         folder: Where.
         is_right: The next token depends on the token alone, by embedding and output head, and the head knows it.
         **overrides: As in transformers' config, of the model with one layer more.
     """
     num_layers = SHAPE["num_hidden_layers"]
+    if family in INDEXED:
+        overrides = {"indexer_types": ["full", "shared", "full", "full"]} | overrides
     save_latent(family, folder, num_hidden_layers=num_layers + 1, **overrides)
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {"num_hidden_layers": num_layers, "num_nextn_predict_layers": 1}
-    config.pop("mlp_layer_types", None)
+    for name in ("mlp_layer_types", "layer_types"):
+        config.pop(name, None)
     path.write_text(json.dumps(config | {"first_k_dense_replace": 1}))
     torch.manual_seed(8)
     head, hidden = f"model.layers.{num_layers}.", SHAPE["hidden_size"]

@@ -13,17 +13,17 @@ from hiserve.errors import ModelError
 from hiserve.models.draft_config import read_draft
 from hiserve.models.model_config import read_model_config
 from tests.helpers.draft_heads import Drafter
-from tests.helpers.latent_models import FAMILIES, SHAPE, save_with_mtp
+from tests.helpers.latent_models import FAMILIES, INDEXED, SHAPE, save_with_mtp
 from tests.helpers.models import load_transformers
 
 HIDDEN, NUM_LAYERS, FILE = SHAPE["hidden_size"], SHAPE["num_hidden_layers"], "model.safetensors"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *INDEXED])
 @pytest.mark.parametrize("chunk", [5, 40])
 def test_a_head_gives_the_logits_of_a_layer_of_transformers(tmp_path: Path, family: str, chunk: int) -> None:
-    """The layer sees the embedding of a token beside the model's state of the token before."""
-    folder = save_with_mtp(family, tmp_path)
+    """The layer sees the embedding of a token beside the model's state of the token before; of an index it takes no notice."""
+    folder = save_with_mtp(family, tmp_path, **{} if family in FAMILIES else {"index_topk": 37})
     drafter = Drafter(folder, "mtp")
     text = torch.randint(0, 320, (37,), generator=torch.Generator().manual_seed(2))
     (shown,) = drafter.show([text], chunk)
