@@ -76,7 +76,7 @@ def choose_rows(q: Tensor, weights: Tensor, keys: RangeRows, most: int, scale: f
 
 def _chunk(most: int) -> int:
     """Returns the scores of which a program chooses: at least four times as many, so that each round leaves half of them at most."""
-    return max(_MIN_CHUNK, 4 * triton.next_power_of_2(most))
+    return max(_MIN_CHUNK, 4 * int(triton.next_power_of_2(most)))
 
 
 def _choose_best(scores: Tensor, places: tuple[Tensor, Tensor, Tensor], slots: Tensor, shape: _Shape) -> None:
