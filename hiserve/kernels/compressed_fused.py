@@ -12,3 +12,4 @@ from hiserve.kernels.root_route import route_by_root as route_by_root
 from hiserve.kernels.streams import join_streams as join_streams
 from hiserve.kernels.streams import merge_streams as merge_streams
 from hiserve.kernels.streams import mix_streams as mix_streams
+from hiserve.kernels.streams import pass_streams as pass_streams

@@ -60,6 +60,20 @@ class CompressedOps(Protocol):
     def merge_streams(self, streams: Tensor, out: Tensor, post: Tensor, matrix: Tensor) -> Tensor:
         """Returns the streams behind a block."""
 
+    def pass_streams(
+        self,
+        streams: Tensor,
+        out: Tensor,
+        post: Tensor,
+        matrix: Tensor,
+        weights: MixWeights,
+        *,
+        iterations: int,
+        eps: float,
+        norm_eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Merges, then mixes for the next block."""
+
     def join_streams(self, streams: Tensor, weights: MixWeights, *, eps: float, norm_eps: float) -> Tensor:
         """Returns the sum of the streams behind the last layer."""
 

@@ -10,5 +10,6 @@ from hiserve.kernels.routing import route_by_root as route_by_root
 from hiserve.kernels.streams_reference import join_streams as join_streams
 from hiserve.kernels.streams_reference import merge_streams as merge_streams
 from hiserve.kernels.streams_reference import mix_streams as mix_streams
+from hiserve.kernels.streams_reference import pass_streams as pass_streams
 from hiserve.kernels.union_reference import attend as attend
 from hiserve.kernels.union_reference import choose_rows as choose_rows

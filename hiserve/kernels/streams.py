@@ -1,7 +1,8 @@
 """Several residual streams, mixed around each block, in Triton; ``kernels.streams_reference`` is the twin.
 
 The weights of a mix are few outputs of a product that reads all streams of a token: it is split into parts of its sum, which
-the launch behind it adds up, before it iterates on each token's matrix and sums the streams.
+the launch behind it adds up, before it iterates on each token's matrix and sums the streams. The streams behind a block are
+made where the product of the next mix reads them.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from hiserve.kernels import streams_reference
 from hiserve.kernels.launch import await_previous, early_launch, num_processors, start_next
 from hiserve.kernels.streams_reference import MixWeights
 
-_DECODE_BLOCK = (16, 128)  # tokens of a program, and elements of a product at once
-_PROMPT_BLOCK = (64, 64)  # where there are more tokens than fill all processors with the other
+_DECODE_BLOCK = (16, 64, 4)  # tokens of a program, columns at once, and warps
+_PROMPT_BLOCK = (64, 32, 8)  # where there are more tokens than fill all processors with the other
 _BLOCK_HIDDEN = 1024
-_MAX_PARTS = 32  # a power of 2
+_MAX_PARTS = 64  # a power of 2
 _MIN_OUTPUTS = 16
 _PRECISION = tl.constexpr(
     "tf32x3"
@@ -36,18 +37,54 @@ class _Shape(NamedTuple):
     block_outputs: int  # a power of 2, above ``num_outputs``: one more column has the sum of squares
 
 
+class _Passed(NamedTuple):
+    """What the streams behind a block are made of, and their memory."""
+
+    out: Tensor
+    post: Tensor
+    matrix: Tensor
+    made: Tensor
+
+
 def mix_streams(
     streams: Tensor, weights: MixWeights, *, iterations: int, eps: float, norm_eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Like ``streams_reference.mix_streams``; float64, and numbers of streams that are no power of 2, use the twin."""
-    (num_tokens, count, hidden), device = streams.shape, streams.device
     if not _fits(streams, weights):
         return streams_reference.mix_streams(streams, weights, iterations=iterations, eps=eps, norm_eps=norm_eps)
-    x = streams.new_empty((num_tokens, hidden))
-    post = torch.empty((num_tokens, count), dtype=torch.float32, device=device)
-    matrix = torch.empty((num_tokens, count, count), dtype=torch.float32, device=device)
-    _mix(streams, weights, (x, post, matrix), iterations, eps, norm_eps)
-    return x, post, matrix
+    outs = _new_outs(streams)
+    _mix(streams, None, weights, outs, iterations, eps, norm_eps)
+    return outs
+
+
+def pass_streams(
+    streams: Tensor,
+    out: Tensor,
+    post: Tensor,
+    matrix: Tensor,
+    weights: MixWeights,
+    *,
+    iterations: int,
+    eps: float,
+    norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Like ``streams_reference.pass_streams``; as ``mix_streams``."""
+    if not _fits(streams, weights):
+        return streams_reference.pass_streams(
+            streams, out, post, matrix, weights, iterations=iterations, eps=eps, norm_eps=norm_eps
+        )
+    made, outs = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device), _new_outs(streams)
+    _mix(streams, _Passed(out, post, matrix, made), weights, outs, iterations, eps, norm_eps)
+    return made, *outs
+
+
+def _new_outs(streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns memory of what ``mix_streams`` returns."""
+    num_tokens, count, hidden = streams.shape
+    post, matrix = (
+        streams.new_empty((num_tokens, *shape), dtype=torch.float32) for shape in ((count,), (count, count))
+    )
+    return streams.new_empty((num_tokens, hidden)), post, matrix
 
 
 def join_streams(streams: Tensor, weights: MixWeights, *, eps: float, norm_eps: float) -> Tensor:
@@ -55,7 +92,7 @@ def join_streams(streams: Tensor, weights: MixWeights, *, eps: float, norm_eps: 
     if not _fits(streams, weights):
         return streams_reference.join_streams(streams, weights, eps=eps, norm_eps=norm_eps)
     x = streams.new_empty((streams.shape[0], streams.shape[2]))
-    _mix(streams, weights, (x, None, None), 0, eps, norm_eps)
+    _mix(streams, None, weights, (x, None, None), 0, eps, norm_eps)
     return x
 
 
@@ -90,39 +127,49 @@ def _fits(streams: Tensor, weights: MixWeights) -> bool:
 
 def _mix(
     streams: Tensor,
+    passed: _Passed | None,
     weights: MixWeights,
     outs: tuple[Tensor, Tensor | None, Tensor | None],
     iterations: int,
     eps: float,
     norm_eps: float,
 ) -> None:
-    """Fills the outputs of a mix, without the last two those of a join."""
-    (num_tokens, count, hidden), (num_outputs, size) = streams.shape, weights.weight.shape
+    """Fills the outputs of a mix, without the last two those of a join; first makes the streams behind a block, if one passed."""
+    (num_tokens, count, hidden), num_outputs = streams.shape, weights.weight.shape[0]
     if not num_tokens:  # of a step whose rows draw no token
         return
     assert streams.stride(2) == 1 and all(each.is_contiguous() for each in weights), streams.stride()
+    if passed is not None:
+        is_dense = passed.post.is_contiguous() and passed.matrix.is_contiguous()
+        assert passed.out.stride(1) == 1 and is_dense, passed.out.stride()
     shape = _Shape(count, hidden, num_outputs, max(_MIN_OUTPUTS, triton.next_power_of_2(num_outputs + 1)))
     num_sms = num_processors(streams.device)
-    block_tokens, block_sum = _DECODE_BLOCK if num_tokens <= _DECODE_BLOCK[0] * num_sms else _PROMPT_BLOCK
+    block_tokens, block_sum, num_warps = _DECODE_BLOCK if num_tokens <= _DECODE_BLOCK[0] * num_sms else _PROMPT_BLOCK
     num_blocks = triton.cdiv(num_tokens, block_tokens)
-    most = min(_MAX_PARTS, triton.cdiv(size, block_sum))
+    most = min(_MAX_PARTS, triton.cdiv(hidden, block_sum))
     num_parts = max(1, min(most, 2 * num_sms // num_blocks))
     block = min(_BLOCK_HIDDEN, triton.next_power_of_2(hidden))
     sums = torch.empty((num_parts, num_tokens, shape.block_outputs), dtype=torch.float32, device=streams.device)
     early = early_launch(streams.device)
     _project[(num_blocks, num_parts)](
         streams,
+        *((None,) * 4 if passed is None else passed),
         weights.weight,
         sums,
         num_tokens,
         streams.stride(0),
         streams.stride(1),
+        0 if passed is None else passed.out.stride(0),
         shape,
+        COUNT=count,
         TOKENS=block_tokens,
         BLOCK=block_sum,
-        num_warps=4,
+        num_warps=num_warps,
+        num_stages=3,
         **early,
     )
+    if passed is not None:
+        streams = passed.made
     _weigh[(num_tokens, triton.cdiv(hidden, block) + 1)](
         streams,
         sums,
@@ -144,51 +191,79 @@ def _mix(
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens", "token_stride"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_tokens", "token_stride", "out_stride"])  # type: ignore[untyped-decorator]
 def _project(  # type: ignore[no-untyped-def]
     streams,
+    out,
+    post,
+    matrix,
+    made,
     weight,
     sums,
     num_tokens,
     token_stride,
     stream_stride,
+    out_stride,
     SHAPE: tl.constexpr,  # noqa: N803
+    COUNT: tl.constexpr,  # noqa: N803
     TOKENS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program computes one part of the sums of some tokens: outputs, and squares in the column behind them."""
+    """Each program computes one part of the sums of some tokens: outputs, and squares in the column behind them.
+
+    With the output of a block it first makes the streams behind the block, and stores them.
+    """
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
-    size: tl.constexpr = SHAPE.num_streams * SHAPE.hidden_size
-    share = tl.cdiv(tl.cdiv(size, BLOCK), tl.num_programs(1)) * BLOCK
+    hidden: tl.constexpr = SHAPE.hidden_size
+    span = tl.cdiv(tl.cdiv(hidden, BLOCK), tl.num_programs(1)) * BLOCK
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     output = tl.arange(0, SHAPE.block_outputs)
     is_token, is_output = token < num_tokens, output < SHAPE.num_outputs
     total = tl.full((TOKENS, SHAPE.block_outputs), 0.0, tl.float32)
     squares = tl.full((TOKENS,), 0.0, tl.float32)
-    low = tl.program_id(1) * share
-    for first in range(low, tl.minimum(low + share, size), BLOCK):
-        element = first + tl.arange(0, BLOCK)
-        is_element = element < size
-        place = element // SHAPE.hidden_size * stream_stride + element % SHAPE.hidden_size
-        source = streams + token[:, None] * token_stride + place[None, :]
-        value = tl.load(source, mask=is_token[:, None] & is_element[None, :], other=0.0)
-        row = weight + output[None, :] * size + element[:, None]
-        factor = tl.load(row, mask=is_output[None, :] & is_element[:, None], other=0.0)
-        wide = value.to(tl.float32)
-        if value.dtype == tl.bfloat16:  # in three parts of 8 bits a factor is whole
-            high = factor.to(tl.bfloat16)
-            factor -= high.to(tl.float32)
-            middle = factor.to(tl.bfloat16)
-            total = tl.dot(value, (factor - middle.to(tl.float32)).to(tl.bfloat16), total)
-            total = tl.dot(value, high, tl.dot(value, middle, total))
-        else:
-            total = tl.dot(wide, factor, total, input_precision=_PRECISION)
-        squares += tl.sum(wide * wide, 1)
+    low = tl.program_id(1) * span
+    for first in range(low, tl.minimum(low + span, hidden), BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        mask = is_token[:, None] & (column < hidden)[None, :]
+        source = streams + token[:, None] * token_stride + column[None, :]
+        if out is not None:
+            each = tl.arange(0, COUNT)
+            every = source[:, None, :] + (each * stream_stride)[None, :, None]
+            old = tl.load(every, mask=mask[:, None, :], other=0.0).to(tl.float32)
+            new = tl.load(out + token[:, None] * out_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        for stream in tl.static_range(COUNT):
+            if out is None:
+                value = tl.load(source + stream * stream_stride, mask=mask, other=0.0)
+            else:
+                share = (token[:, None] * COUNT + each[None, :]) * COUNT + stream
+                factor = tl.load(matrix + share, mask=is_token[:, None], other=0.0)
+                gate = tl.load(post + token * COUNT + stream, mask=is_token, other=0.0)
+                merged = gate[:, None] * new + tl.sum(factor[:, :, None] * old, 1)
+                value = merged.to(made.dtype.element_ty)
+                tl.store(made + (token[:, None] * COUNT + stream) * hidden + column[None, :], value, mask=mask)
+            row = weight + output[None, :] * (COUNT * hidden) + (stream * hidden + column)[:, None]
+            line = tl.load(row, mask=is_output[None, :] & (column < hidden)[:, None], other=0.0)
+            total = _product(value, line, total)
+            squares += tl.sum(value.to(tl.float32) * value.to(tl.float32), 1)
     total = tl.where(output[None, :] == SHAPE.num_outputs, squares[:, None], total)
     target = sums + (tl.program_id(1) * num_tokens + token)[:, None] * SHAPE.block_outputs + output[None, :]
     tl.store(target, total, mask=is_token[:, None])
+
+
+@triton.jit
+def _product(value, factor, total):  # type: ignore[no-untyped-def]
+    """Adds a product with float32 factors to a sum."""
+    if value.dtype == tl.bfloat16:  # in three parts of 8 bits a factor is whole
+        high = factor.to(tl.bfloat16)
+        factor -= high.to(tl.float32)
+        middle = factor.to(tl.bfloat16)
+        total = tl.dot(value, (factor - middle.to(tl.float32)).to(tl.bfloat16), total)
+        total = tl.dot(value, high, tl.dot(value, middle, total))
+    else:
+        total = tl.dot(value.to(tl.float32), factor, total, input_precision=_PRECISION)
+    return total
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_parts", "token_stride", "eps", "norm_eps"])  # type: ignore[untyped-decorator]

@@ -66,6 +66,22 @@ def merge_streams(streams: Tensor, out: Tensor, post: Tensor, matrix: Tensor) ->
     return mixed.addcmul_(post[..., None], out[:, None].to(wide)).to(streams.dtype)
 
 
+def pass_streams(
+    streams: Tensor,
+    out: Tensor,
+    post: Tensor,
+    matrix: Tensor,
+    weights: MixWeights,
+    *,
+    iterations: int,
+    eps: float,
+    norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the streams behind a block, as ``merge_streams``, and what ``mix_streams`` makes of them with ``weights``."""
+    made = merge_streams(streams, out, post, matrix)
+    return made, *mix_streams(made, weights, iterations=iterations, eps=eps, norm_eps=norm_eps)
+
+
 def join_streams(streams: Tensor, weights: MixWeights, *, eps: float, norm_eps: float) -> Tensor:
     """Returns the sum of streams behind the last layer, ``[T, hidden_size]``; ``weights`` are the input's alone."""
     mixed = F.linear(norm_plain(streams.flatten(1).to(weights.weight.dtype), norm_eps), weights.weight)

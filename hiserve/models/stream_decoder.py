@@ -73,14 +73,13 @@ class StreamLayer:
         self, streams: Tensor, inputs: ForwardInputs, turns: Turns, kv: LayerKV, attention: UnionAttention
     ) -> Tensor:
         """Stores rows and attends. Maps ``[T, n, hidden_size]`` to the same shape."""
-        x, post, matrix = self.attn_mix.split(streams)
-        out = self.attention(self.input_norm(x), inputs, turns, kv, attention)
-        return self.attn_mix.merge(streams, out, post, matrix)
+        mixed = self.attn_mix.split(streams)
+        return self.attn_mix.merge(mixed, self.attention(self.input_norm(mixed.x), inputs, turns, kv, attention))
 
     def finish(self, streams: Tensor, input_ids: Tensor) -> Tensor:
         """Computes the experts. Maps ``[T, n, hidden_size]`` to the same shape."""
-        x, post, matrix = self.mlp_mix.split(streams)
-        return self.mlp_mix.merge(streams, self.mlp(self.mlp_norm(x), input_ids), post, matrix)
+        mixed = self.mlp_mix.split(streams)
+        return self.mlp_mix.merge(mixed, self.mlp(self.mlp_norm(mixed.x), input_ids))
 
 
 class StreamDecoder:
@@ -134,11 +133,16 @@ class StreamDecoder:
             inputs.before_layer(None)  # loads of several groups are whole, or not there
         streams = self.embedding(inputs.input_ids)[:, None].expand(-1, self._compressed.streams.count, -1)
         turns = self._rotary(inputs.positions)
+        mixed = self._layers[0].attn_mix.split(streams)
         for index, (layer, kv) in enumerate(zip(self._layers, layers, strict=True)):
-            streams = layer.attend(streams, inputs, turns[self._compressed.kinds[index]], kv, attention)
-            if index + 1 < len(self._layers):
-                streams = layer.finish(streams, inputs.input_ids)
-        return (streams,)
+            turn = turns[self._compressed.kinds[index]]
+            out = layer.attention(layer.input_norm(mixed.x), inputs, turn, kv, attention)
+            if index + 1 == len(self._layers):
+                break
+            mixed = layer.mlp_mix.pass_on(mixed, out)
+            out = layer.mlp(layer.mlp_norm(mixed.x), inputs.input_ids)
+            mixed = self._layers[index + 1].attn_mix.pass_on(mixed, out)
+        return (layer.attn_mix.merge(mixed, out),)
 
     def finish(
         self, reached: tuple[Tensor, ...], inputs: ForwardInputs, hidden_states: Tensor | None = None

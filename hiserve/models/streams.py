@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from hiserve.kernels.compressed_ops import CompressedOps, compressed_ops_for
 from hiserve.kernels.streams_reference import MixWeights
 from hiserve.models.compressed_config import StreamsConfig
+
+
+class Mixed(NamedTuple):
+    """Streams before a block, ``[T, n, hidden_size]``, its input, ``[T, hidden_size]``, and weights as of ``mix_streams``."""
+
+    streams: Tensor
+    x: Tensor
+    post: Tensor
+    matrix: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,15 +37,32 @@ class Mix:
     norm_eps: float
     ops: CompressedOps
 
-    def split(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the input of a block and what ``merge`` takes, as ``mix_streams``."""
-        return self.ops.mix_streams(
-            streams, self.weights, iterations=self.config.iterations, eps=self.config.eps, norm_eps=self.norm_eps
+    def split(self, streams: Tensor) -> Mixed:
+        """Mixes the streams before a block."""
+        config = self.config
+        found = self.ops.mix_streams(
+            streams, self.weights, iterations=config.iterations, eps=config.eps, norm_eps=self.norm_eps
         )
+        return Mixed(streams, *found)
 
-    def merge(self, streams: Tensor, out: Tensor, post: Tensor, matrix: Tensor) -> Tensor:
-        """Returns the streams behind a block, as ``merge_streams``."""
-        return self.ops.merge_streams(streams, out, post, matrix)
+    def merge(self, mixed: Mixed, out: Tensor) -> Tensor:
+        """Returns the streams behind a block, from its output."""
+        return self.ops.merge_streams(mixed.streams, out, mixed.post, mixed.matrix)
+
+    def pass_on(self, mixed: Mixed, out: Tensor) -> Mixed:
+        """Mixes the streams behind a block, which another one mixed before it."""
+        config, weights = self.config, self.weights
+        found = self.ops.pass_streams(
+            mixed.streams,
+            out,
+            mixed.post,
+            mixed.matrix,
+            weights,
+            iterations=config.iterations,
+            eps=config.eps,
+            norm_eps=self.norm_eps,
+        )
+        return Mixed(*found)
 
     def join(self, streams: Tensor) -> Tensor:
         """Joins the streams behind the last layer, ``[T, hidden_size]``; its weights are those of the input alone."""

@@ -85,7 +85,7 @@ def test_compressed_rows(ratio: int, num_series: int, context: int) -> None:
     assert_close(carried.rows[1:], rings.rows[1:], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5, 32, 1000])
+@pytest.mark.parametrize("num_tokens", [1, 5, 32, 1000, 3000])
 def test_streams(num_tokens: int) -> None:
     torch.manual_seed(3)
     streams = torch.randn(num_tokens, 4, 4096, device="cuda", dtype=BF16)
@@ -98,6 +98,14 @@ def test_streams(num_tokens: int) -> None:
     assert_close((post, matrix), theirs[1:], atol=1e-5, rtol=1e-5)
     merged = [ops.merge_streams(streams, x, post, matrix) for ops in (compressed_fused, compressed_reference)]
     assert_close(*merged, atol=2e-2, rtol=2e-2)
+    passed = [
+        ops.pass_streams(streams, x, post, matrix, weights, **constants)
+        for ops in (compressed_fused, compressed_reference)
+    ]
+    assert_close(passed[0][0], merged[0], atol=2e-2, rtol=2e-2)
+    assert_close(passed[0][1], passed[1][1], atol=2e-2, rtol=2e-2)
+    again = compressed_reference.mix_streams(passed[0][0], weights, **constants)
+    assert_close(passed[0][2:], again[1:], atol=1e-5, rtol=1e-5)
 
 
 def test_pairs_and_roots() -> None:

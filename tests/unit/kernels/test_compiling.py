@@ -166,6 +166,7 @@ def streams() -> None:
     weights = MixWeights(torch.zeros(24, 4 * 4096), torch.zeros(24), torch.zeros(3))
     _, post, matrix = compressed_fused.mix_streams(x, weights, iterations=20, eps=1e-6, norm_eps=1e-6)
     compressed_fused.merge_streams(x, x[:, 0], post, matrix)
+    compressed_fused.pass_streams(x, x[:, 0], post, matrix, weights, iterations=20, eps=1e-6, norm_eps=1e-6)
     head = MixWeights(weights.weight[:4], weights.base[:4], weights.scale[:1])
     compressed_fused.join_streams(x, head, eps=1e-6, norm_eps=1e-6)
     for given in {"bias": torch.zeros(256)}, {"chosen": torch.zeros(3, 6, dtype=torch.int64)}:

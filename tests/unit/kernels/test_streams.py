@@ -26,10 +26,12 @@ for dtype, count, hidden, num_tokens in ((torch.float32, 4, 300, 3), (torch.floa
     assert ours[0].dtype == dtype and ours[1].dtype == torch.float32
     out = torch.randn(num_tokens, hidden).to(dtype)
     assert_close(*(each.merge_streams(streams, out, *theirs[1:]) for each in (fused, reference)), **close)
+    assert_close(*(each.pass_streams(streams, out, *theirs[1:], weights, **constants) for each in (fused, reference)), **close)
     # The same streams under one address, as of an embedding.
     same = streams[:, :1].expand(-1, count, -1)
     assert_close(*(each.mix_streams(same, weights, **constants) for each in (fused, reference)), **close)
     assert_close(*(each.merge_streams(same, out, *theirs[1:]) for each in (fused, reference)), **close)
+    assert_close(*(each.pass_streams(same, out, *theirs[1:], weights, **constants) for each in (fused, reference)), **close)
     head = MixWeights(weights.weight[:count], weights.base[:count], weights.scale[:1])
     for some in (streams, streams[:0]):  # a step whose rows draw no token has none
         assert_close(*(each.join_streams(some, head, eps=1e-2, norm_eps=1e-3) for each in (fused, reference)), **close)
