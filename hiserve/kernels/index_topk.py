@@ -20,6 +20,8 @@ from hiserve.kernels.launch import await_previous, early_launch, num_processors,
 from hiserve.kernels.union_rows import RangeRows
 
 _NUM_KEYS = 64  # of a tile
+_NUM_WARPS = 4
+_NUM_STAGES = 3  # tiles that are loaded at once
 _WAVES = 4  # programs that compute scores, for each multiprocessor
 _MIN_CHUNK = 4096  # scores in the registers of a program, a power of 2
 _ELEMENTS_PER_WARP = 512
@@ -66,8 +68,8 @@ def choose_rows(q: Tensor, weights: Tensor, keys: RangeRows, most: int, scale: f
             scale,
             most,
             shape,
-            num_warps=4,
-            num_stages=3,
+            num_warps=_NUM_WARPS,
+            num_stages=_NUM_STAGES,
             **early_launch(q.device),
         )
         _choose_best(scores, places, slots[part], shape)
