@@ -8,12 +8,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from hiserve.attention.base import Attention, AttentionShape, LaterAttention, is_hopper
-from hiserve.attention.indexed import IndexedAttention
+from hiserve.attention.indexed import ChosenOps, IndexedAttention
 from hiserve.attention.latent import ExpandedPrompts, open_with
 from hiserve.attention.paired import GraphedAttention, PairedAttention
 from hiserve.attention.union import UnionAttention
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 # Module and class that compute expanded prompts of latent attention on Hopper, and the elements of keys and values it has.
 _PROMPTS = ("hiserve.attention.flashinfer_latent", "FlashInferPrompts")
 _PROMPT_DIMS = ((192, 128), (256, 256))
-_CHOSEN = ("hiserve.attention.indexed", "attend_chosen")
+_CHOSEN = "hiserve.kernels.chosen_reference"
 # Heads times rows from which graphs of absorbed queries are FlashInfer's. On an H200, rows of 8,192 tokens with 20 heads take
 # 23 us with both kernels if there is one, 27 and 49 us if there are 4; a row of 1,024 tokens takes 17 us, and Triton's 11.
 _MIN_QUERIES = 80
@@ -46,8 +46,10 @@ class _Backend:
     has_trees: bool = True  # supports ``ForwardInputs.tree_mask``
     # Module and class that compute absorbed queries of ``AttentionShape.latent``; None has no latent attention.
     absorbed: tuple[str, str] | None = None
-    chosen: tuple[str, str] | None = None  # module and function that attend to chosen rows; None has none
-    min_latent: int = 1  # least elements of latents and rotated keys, which are powers of 2 if it is more
+    chosen: str | None = None  # module that chooses rows and attends to these (``IndexedAttention``); None has none
+    min_latent: int = (
+        1  # least elements of latents, rotated keys and keys of an index, which are powers of 2 if it is more
+    )
     latent_dims: tuple[int, int] | None = None  # the elements of latents and rotated keys that it supports; None is any
     latent_heads: int = (
         0  # query heads of latent attention divide it, except in graphs of rows of one token; 0 is any number
@@ -65,7 +67,7 @@ class _Backend:
             "hidden first positions": (shape.hides_first, self.has_hidden_first),
             "tree masks": (has_trees, self.has_trees),
             "latent attention": (shape.latent is not None, self.absorbed is not None),
-            "attention to chosen tokens": (shape.num_chosen > 0, self.chosen is not None),
+            "attention to chosen tokens": (shape.index is not None, self.chosen is not None),
         }
         lacks = [name for name, (is_needed, is_there) in features.items() if is_needed and not is_there]
         return f"has no {' and no '.join(lacks)}" if lacks else None
@@ -91,8 +93,10 @@ class _Backend:
     def _latent_misfit(self, shape: AttentionShape) -> str | None:
         assert shape.latent is not None
         sizes = (shape.latent.rank, shape.latent.rope_dim)
-        if self.min_latent > 1 and any(size < self.min_latent or size & (size - 1) for size in sizes):
+        if self.min_latent > 1 and not all(_is_power(size, self.min_latent) for size in sizes):
             return f"has no latents or rotated keys but of powers of 2 from {self.min_latent} on"
+        if self.min_latent > 1 and shape.index is not None and not _is_power(shape.index.width, self.min_latent):
+            return f"has no keys of an index but of powers of 2 from {self.min_latent} on"
         if self.latent_dims not in (None, sizes):
             return f"has latents and rotated keys of {self.latent_dims} elements, not of {sizes}"
         if self.latent_heads % shape.num_heads:
@@ -109,13 +113,12 @@ class _Backend:
     def open(self, shape: AttentionShape) -> Attention:
         """Imports the module and creates the backend."""
         plain = open_with(shape, self.class_for(shape))
-        return self.indexed(shape, plain) if shape.num_chosen else plain
+        return plain if shape.index is None else self.indexed(shape, plain)
 
     def indexed(self, shape: AttentionShape, plain: Attention) -> Attention:
         """Imports what attends to chosen rows, beside ``plain`` for steps whose rows are all chosen."""
         assert self.chosen is not None, self.name
-        module, name = self.chosen
-        return IndexedAttention(shape, plain, getattr(importlib.import_module(module), name))
+        return IndexedAttention(shape, plain, cast(ChosenOps, importlib.import_module(self.chosen)))
 
 
 # In order of preference: the error of one backend names the first other one that supports the arguments.
@@ -127,7 +130,7 @@ _BACKENDS = {
         package="triton",
         max_group=128,
         absorbed=("hiserve.attention.latent_triton", "TritonLatentAttention"),
-        chosen=("hiserve.attention.latent_triton", "attend_chosen"),
+        chosen="hiserve.kernels.chosen_triton",
         min_latent=16,
     ),
     "flashinfer": _Backend(
@@ -255,9 +258,9 @@ def _open_fastest(
     rows that decode.
     """
     fits = fitting_backends(shape, device, has_trees=has_trees)
-    if shape.num_chosen:
+    if shape.index is not None:
         # Few graphs are of rows that see no more tokens than are chosen: none has a schedule that the host makes.
-        plain = _open_fastest(replace(shape, num_chosen=0), device, is_serving, has_trees=has_trees, has_drafts=True)
+        plain = _open_fastest(replace(shape, index=None), device, is_serving, has_trees=has_trees, has_drafts=True)
         return _BACKENDS[fits[0]].indexed(shape, plain)
     make: Callable[[AttentionShape], Attention] = _BACKENDS[fits[0]].class_for(shape)
     has_prompts, has_graphs = "flashinfer" in fits[1:], _has_graphs(shape, device, has_trees or has_drafts)
@@ -341,6 +344,11 @@ def fitting_backends(shape: AttentionShape, device: torch.device, *, has_trees: 
     fits = tuple(name for name, backend in _BACKENDS.items() if backend.refusal(shape, device, has_trees) is None)
     assert fits, f"no attention backend for {device}"
     return fits
+
+
+def _is_power(size: int, least: int) -> bool:
+    """Whether a size is a power of 2, and no smaller."""
+    return size >= least and not size & (size - 1)
 
 
 def _name(dtype: torch.dtype) -> str:

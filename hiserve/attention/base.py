@@ -22,6 +22,14 @@ class LatentShape:
     scale: float
 
 
+@dataclass(frozen=True, slots=True)
+class IndexShape:
+    """Shape of an index: keys of ``width`` elements, by whose scores a token chooses the ``most`` tokens that it sees."""
+
+    width: int
+    most: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionShape:
     """Shape of a model's attention.
@@ -41,7 +49,7 @@ class AttentionShape:
             ``nope_dim + rope_dim`` and outputs ``value_dim``. None is grouped-query attention.
         score_scalar: Scores are scaled by its inverse square root; None is ``head_dim``.
         first_layer: The first layer with attention: what all layers share is made there, in each replay of a graph.
-        num_chosen: Of latent attention with an index: a token sees the so many tokens that the index chooses; 0 is all.
+        index: Beside latents, chooses the tokens that a token sees; None where it sees all.
         is_union: Layers attend over rows of several groups, which heads share as keys and values (``attention.union``).
     """
 
@@ -58,7 +66,12 @@ class AttentionShape:
     score_scalar: float | None = None
     first_layer: int = 0
     is_union: bool = False
-    num_chosen: int = 0
+    index: IndexShape | None = None
+
+    @property
+    def computes_padding(self) -> bool:
+        """Whether outputs of tokens that belong to no row are written too."""
+        return self.is_union or self.index is not None
 
     @property
     def scale(self) -> float:

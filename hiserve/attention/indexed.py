@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,31 +10,17 @@ from torch import Tensor
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.attention.latent import absorb
 from hiserve.core.forward import ForwardInputs, LatentKV, LayerKV
-from hiserve.kernels import union_reference
-from hiserve.kernels.compressed_ops import compressed_ops_for
-from hiserve.kernels.union_rows import ChosenRows, RangeRows
-
-AttendChosen: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, float, int], Tensor]
-"""As ``attend_chosen``."""
+from hiserve.kernels.union_rows import RangeRows
 
 
-def attend_chosen(q: Tensor, pool: Tensor, slots: Tensor, counts: Tensor, scale: float, rank: int) -> Tensor:
-    """Attends to rows by slot.
+class ChosenOps(Protocol):
+    """The operations; ``kernels.chosen_reference`` documents each."""
 
-    Args:
-        q: ``[T, num_heads, n]``, absorbed.
-        pool: Rows, ``[num_slots, n]``.
-        slots: int64 ``[T, K]``, of the rows of each token, then anything.
-        counts: int64 ``[T]``. How many of these there are, at least 1.
-        scale: Factor of the scores.
-        rank: Elements of a value, the first of a row.
+    def choose_rows(self, q: Tensor, weights: Tensor, keys: RangeRows, most: int, scale: float) -> Tensor:
+        """Returns the slots of the best rows of each token, in the order of rows."""
 
-    Returns:
-        ``[T, num_heads, rank]``.
-    """
-    is_there = torch.arange(slots.shape[1], device=slots.device) < counts[:, None]
-    found, _ = union_reference.attend(q, [ChosenRows(pool, torch.where(is_there, slots, -1))], None, scale)
-    return found[..., :rank]
+    def attend_chosen(self, q: Tensor, pool: Tensor, slots: Tensor, counts: Tensor, scale: float, rank: int) -> Tensor:
+        """Attends to rows by slot."""
 
 
 class IndexedAttention:
@@ -44,16 +29,16 @@ class IndexedAttention:
     A layer with an index calls ``choose``, then ``forward``; a layer without one calls ``forward`` alone, and takes the last choice.
 
     Args:
-        shape: With ``latent`` and ``num_chosen``.
+        shape: With ``latent`` and ``index``.
         plain: Attends to all rows.
-        attend: To chosen ones.
+        ops: Choose rows, and attend to these.
     """
 
-    def __init__(self, shape: AttentionShape, plain: Attention, attend: AttendChosen) -> None:
-        assert shape.latent is not None and shape.num_chosen and not shape.hides_first, shape
+    def __init__(self, shape: AttentionShape, plain: Attention, ops: ChosenOps) -> None:
+        assert shape.latent is not None and shape.index is not None and not shape.hides_first, shape
         self.needs_host_lengths = plain.needs_host_lengths
-        self._shape, self._latent = shape, shape.latent
-        self._plain, self._attend = plain, attend
+        self._shape, self._latent, self._most = shape, shape.latent, shape.index.most
+        self._plain, self._ops = plain, ops
         self._is_choosing = False
         self._slots: Tensor | None = None  # the last choice
         self._counts: Tensor | None = None
@@ -61,16 +46,17 @@ class IndexedAttention:
     def captured(self, num_rows: int, width: int) -> Attention | None:
         """Returns one whose plain steps expand nothing."""
         plain = self._plain.captured(num_rows, width)
-        return None if plain is None else IndexedAttention(self._shape, plain, self._attend)
+        return None if plain is None else IndexedAttention(self._shape, plain, self._ops)
 
     def ragged(self) -> Attention | None:
-        """Returns None: a layer's choice is no part of the graph of the layer before it."""
-        return None
+        """Likewise."""
+        plain = self._plain.ragged()
+        return None if plain is None else IndexedAttention(self._shape, plain, self._ops)
 
     def plan(self, inputs: ForwardInputs) -> None:
         """Plans the plain attention if it will do: by the bound of the longest row, which in a graph is that of all replays."""
         self._slots = None
-        self._is_choosing = inputs.max_kv_len > self._shape.num_chosen
+        self._is_choosing = inputs.max_kv_len > self._most
         if not self._is_choosing:
             self._plain.plan(inputs)
 
@@ -96,9 +82,8 @@ class IndexedAttention:
             page_rows=self._shape.page_size,
             most=inputs.max_kv_len,
         )
-        ops = compressed_ops_for(q.device)
-        self._counts = (inputs.positions + 1).clamp_(max=self._shape.num_chosen)
-        self._slots = ops.choose_rows(q, weights, seen, self._shape.num_chosen, q.shape[2] ** -0.5)
+        self._counts = (inputs.positions + 1).clamp_(max=self._most)
+        self._slots = self._ops.choose_rows(q, weights, seen, self._most, q.shape[2] ** -0.5)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
         """Attends; ``kv`` is a ``LatentKV``."""
@@ -108,7 +93,9 @@ class IndexedAttention:
             f"no choice in layer {layer}"
         )
         absorbed = absorb(q, kv.to_keys)
-        latents = self._attend(absorbed, kv.k[:, 0], self._slots, self._counts, self._latent.scale, self._latent.rank)
+        latents = self._ops.attend_chosen(
+            absorbed, kv.k[:, 0], self._slots, self._counts, self._latent.scale, self._latent.rank
+        )
         out = q.new_empty((*q.shape[:2], self._latent.value_dim)) if out is None else out
         torch.bmm(latents.transpose(0, 1), kv.to_values.transpose(1, 2), out=out.transpose(0, 1))
         return out

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
 from torch import Tensor
 
 from hiserve.attention.base import Attention, AttentionShape
@@ -13,8 +12,6 @@ from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.core.step_memory import MAX_PROGRAMS, PROGRAM_QUERIES
 from hiserve.kernels.latent_decode import LatentRows, choose_num_parts, decode
 from hiserve.kernels.launch import num_processors
-
-_MAX_TOKENS = 65_535  # of a launch: programs along its second dimension
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,33 +86,3 @@ class TritonLatentAttention:
                 out=out,
             )
         return out
-
-
-def attend_chosen(q: Tensor, pool: Tensor, slots: Tensor, counts: Tensor, scale: float, rank: int) -> Tensor:
-    """Like ``indexed.attend_chosen``: each token is a row of its own, whose pages have one token."""
-    out = q.new_empty((*q.shape[:2], rank))
-    for first in range(0, q.shape[0], _MAX_TOKENS):
-        mine = slice(first, first + _MAX_TOKENS)
-        queries, num_heads = q[mine], q.shape[1]
-        starts = torch.arange(queries.shape[0] + 1, dtype=torch.int32, device=q.device)
-        num_parts = choose_num_parts(
-            queries.shape[0],
-            num_heads,
-            slots.shape[1],
-            q.dtype,
-            num_sms=num_processors(q.device),
-            room=MAX_PROGRAMS * PROGRAM_QUERIES,
-        )
-        decode(
-            queries,
-            pool[:, None],
-            rank,
-            LatentRows(starts, counts[mine], slots[mine]),
-            max_q_len=1,
-            num_parts=num_parts,
-            page_size=1,
-            scale=scale,
-            hides_first=False,
-            out=out[mine],
-        )
-    return out

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hiserve.attention.base import Attention, AttentionShape
+from hiserve.attention.base import Attention, AttentionShape, IndexShape
 from hiserve.core.activation import Activation
 from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
 from hiserve.kernels.ops import Ops, ops_for
@@ -319,5 +319,5 @@ def attention_shape(
         score_scalar=config.score_scalar,
         first_layer=0 if config.delta is None else min(set(range(config.num_layers)) - config.delta.layers),
         is_union=config.compressed is not None,
-        num_chosen=0 if config.index is None else config.index.most,
+        index=None if config.index is None else IndexShape(config.index.width, config.index.most),
     )

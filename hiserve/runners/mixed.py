@@ -205,11 +205,11 @@ class MixedRunner:
             has_states=rows.states is not None,
         )
         # Noise shows whether the replay wrote the output. It has its own generator: torch's cannot be used outside graphs
-        # once a capture has failed. Attention over unions computes padding tokens too.
-        num_fixed = 0 if shape.is_union else buckets[-1]
+        # once a capture has failed.
+        num_fixed = 0 if shape.computes_padding else buckets[-1]
         self._out = torch.empty((num_fixed, shape.num_heads, shape.out_dim), dtype=shape.dtype, device=rows.device)
         self._out.normal_(generator=torch.Generator(rows.device))
-        self._attention = attention if shape.is_union else _FixedOutput(attention, self._out)
+        self._attention = attention if shape.computes_padding else _FixedOutput(attention, self._out)
         self._captured: dict[int, _CapturedMixed] = {}
         self.failed: set[int] = set()  # buckets whose capture failed
 

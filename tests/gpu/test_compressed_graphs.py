@@ -1,7 +1,8 @@
-"""DeepSeek-V4 on CUDA: eager steps and graphs, with drafts and cached prefixes, draw the tokens that transformers finds likeliest."""
+"""DeepSeek-V4, DeepSeek-V3.2 and GLM-5 on CUDA: eager steps and graphs, with drafts and cached prefixes, draw the tokens that transformers finds likeliest."""
 
 from __future__ import annotations
 
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from hiserve import LLM, SamplingParams
+from hiserve.models.model_config import NANO, find_model
 from tests.helpers.compressed_models import add_stream_head, save_compressed
 from tests.helpers.compressed_oracle import expected_logits, prompts_of
+from tests.helpers.latent_models import INDEXED, save_with_mtp
 
 pytestmark = pytest.mark.gpu
 
@@ -37,9 +40,14 @@ DRAFTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_compressed(tmp_path_factory.mktemp("compressed"))
+@pytest.fixture(scope="module", params=["deepseek_v4", *INDEXED])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param in INDEXED:
+        save_with_mtp(request.param, folder, vocab_size=4096, qk_rope_head_dim=16)
+        shutil.copy(find_model(NANO) / "tokenizer.json", folder)
+        return folder
+    save_compressed(folder)
     add_stream_head(folder)
     return folder
 
@@ -62,7 +70,7 @@ def shortfall(folder: Path, prompt: tuple[int, ...], reply: tuple[int, ...]) -> 
 @pytest.mark.parametrize("graphs", ["off", "decode", "all"])
 @pytest.mark.parametrize("spec", DRAFTS)
 def test_every_token_is_the_likeliest(folder: Path, spec: str, graphs: str) -> None:
-    """Replies cross ratios, pages, windows and the index's saturation; the second time they resume from snapshots."""
+    """Replies cross ratios, pages, windows and the index's saturation; the second time they resume from the cache."""
     sampling = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
     with LLM(str(folder), **SETTINGS | DRAFTS[spec], graphs=graphs) as llm:
         told = [[list(each.outputs[0].token_ids) for each in llm.generate(prompts(), sampling)] for _ in range(2)]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hiserve.attention.base import Attention, AttentionShape
+from hiserve.attention.indexed import IndexedAttention
 from hiserve.attention.latent import open_with
 from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.attention.union import UnionAttention
@@ -17,6 +18,7 @@ from hiserve.core import resolve
 from hiserve.engine import build, runner_factory
 from hiserve.engine.executor import Executor
 from hiserve.engine.planner import Planner
+from hiserve.kernels import chosen_reference
 from hiserve.layers import StackedExperts
 from hiserve.models import decoder
 from hiserve.runners import device_rows
@@ -59,7 +61,8 @@ def allow_recording(
     def recordable(shape: AttentionShape, make: Callable[[ReferenceAttention], Attention]) -> Attention:
         if shape.is_union:
             return UnionAttention(shape)
-        return open_with(shape, lambda shape: make(ReferenceAttention(shape)))
+        plain = open_with(shape, lambda shape: make(ReferenceAttention(shape)))
+        return plain if shape.index is None else IndexedAttention(shape, plain, chosen_reference)
 
     def graphs_of(config: Settings, *, on_cpu: bool) -> Any:
         return "off" if config.runner.graphs == "auto" else config.runner.graphs

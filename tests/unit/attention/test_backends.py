@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from hiserve.attention.backends import _BACKENDS, fitting_backends, open_attention, open_draft_attention
-from hiserve.attention.base import AttentionShape, LatentShape
+from hiserve.attention.base import AttentionShape, IndexShape, LatentShape
 from hiserve.attention.cpu import CpuAttention
+from hiserve.attention.indexed import IndexedAttention
 from hiserve.attention.latent import LatentAttention
 from hiserve.attention.paired import GraphedAttention, PairedAttention
 from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.errors import ConfigError
+from hiserve.kernels import chosen_reference
 
 SHAPE = AttentionShape(num_layers=2, num_heads=8, num_kv_heads=2, head_dim=128, page_size=16, dtype=torch.bfloat16)
 SINKS = (torch.zeros(8), None)
@@ -120,6 +122,30 @@ def test_absorbed_queries_that_do_not_decode_are_flashinfers_on_hopper(hopper: d
         assert type(each) is kind and (each.shape.latent, each.shape.head_dim) == (None, 576)
     alone = open_attention("auto", dataclasses.replace(LATENTS, num_heads=20), CUDA)
     assert isinstance(alone, LatentAttention) and isinstance(alone._absorbed, Fake)
+
+
+def test_chosen_rows_are_tritons_beside_the_fastest_for_all_rows(hopper: dict[str, Any]) -> None:
+    """Of steps whose rows are all chosen FlashInfer computes prompts; no graph needs lengths of the host."""
+    hopper.update(TritonLatentAttention=Fake, FlashInferLatentAttention=type("Prompts", (Fake,), {}))
+    shape = dataclasses.replace(LATENTS, index=IndexShape(width=128, most=2048))
+    assert fitting_backends(shape, CUDA) == ("triton", "reference")
+    attention = open_attention("auto", shape, CUDA, has_drafts=False)
+    assert isinstance(attention, IndexedAttention) and not attention.needs_host_lengths
+    plain = attention._plain
+    assert isinstance(plain, LatentAttention) and isinstance(plain._absorbed, PairedAttention)
+    with pytest.raises(ConfigError, match=r"has no attention to chosen tokens.*--attention-backend triton\."):
+        open_attention("flashinfer", shape, CUDA)
+
+
+@pytest.mark.usefixtures("all_installed")
+def test_keys_of_an_index_that_triton_has_not_are_for_the_reference() -> None:
+    for width in (8, 96):
+        shape = dataclasses.replace(LATENTS, index=IndexShape(width=width, most=2048))
+        assert fitting_backends(shape, CUDA) == ("reference",)
+        attention = open_attention("reference", shape, CUDA)
+        assert isinstance(attention, IndexedAttention) and attention._ops is chosen_reference
+    with pytest.raises(ConfigError, match="has no keys of an index but of powers of 2 from 16 on"):
+        open_attention("triton", shape, CUDA)
 
 
 @pytest.mark.parametrize("num_heads", [20, 128])

@@ -22,6 +22,7 @@ from hiserve.kernels import (
     row_codec_triton,
     step_triton,
 )
+from hiserve.kernels.chosen_triton import attend_chosen
 from hiserve.kernels.delta import DeltaShape
 from hiserve.kernels.latent_decode import LatentRows, decode
 from hiserve.kernels.routing import ExpertGroups
@@ -68,6 +69,12 @@ def test_absorbed_queries_of_large_models(compiled: Compiled, name: str) -> None
     shape: dict[str, Any] = SHAPES[name]
     heads, rank, rope_dim = (shape[each] for each in ("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim"))
     attend_latents(heads, rank, rope_dim, num_parts=3, dtype=BF16)
+    assert compiled.names() == ABSORBED
+
+
+def test_absorbed_queries_of_chosen_rows(compiled: Compiled) -> None:
+    q, pool, slots = torch.zeros(2, 128, 576, dtype=BF16), torch.zeros(64, 576, dtype=BF16), torch.zeros(2, 2048).long()
+    attend_chosen(q, pool, slots, torch.tensor([9, 2]), 0.1, 512)
     assert compiled.names() == ABSORBED
 
 

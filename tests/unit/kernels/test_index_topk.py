@@ -41,6 +41,9 @@ check(q, torch.zeros_like(weights), keys, 7)  # all scores are equal: the first
 check(q, -weights.abs(), keys, 7)  # 0 and -0 are equal
 check(q * 1e4, weights.abs(), keys, 7)
 check(q, weights, keys, 200)  # more than there are
+tokens = STEP.paged(WIDTH, 16, 1, None, torch.float32)  # a key of each token
+tokens.pool.copy_(tokens.pool.mul(1.5).round())
+check(q, weights, tokens, 12)
 none = dataclasses.replace(keys, most=0, positions=torch.zeros_like(keys.positions))
 check(q, weights, none, 7)  # nobody sees a row
 # A bound of the rows, and the workspace, change nothing.

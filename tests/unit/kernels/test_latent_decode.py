@@ -94,6 +94,32 @@ torch.empty = lambda size, **how: torch.full(size, torch.nan, **how)
 check(*batch(((700, 1), (3, 1), (40, 1)), 3, 16, 2, torch.float32))
 torch.empty = empty
 """
+CHOSEN = """
+from hiserve.kernels import chosen_reference, chosen_triton
+
+for dtype, heads, most, wanted, most_tokens in (
+    (torch.float32, 3, 40, 3, 65_535), (torch.float16, 20, 7, 1, 2), (torch.float32, 16, 40, 2, 3)
+):
+    torch.manual_seed(heads)
+    chosen_triton.num_processors = lambda device: wanted * 5  # so that rows are split in parts, or are not
+    latent_decode._MIN_PART_KEYS, chosen_triton._MAX_TOKENS = 16, most_tokens
+    pool, q = torch.randn(60, RANK + ROPE).to(dtype), torch.randn(5, heads, RANK + ROPE).to(dtype)
+    pool[0] = torch.nan
+    counts = torch.tensor([1, most, most - 1, 2, most])
+    slots = torch.rand(5, 59).argsort(-1)[:, :most] + 1
+    slots[torch.arange(most) >= counts[:, None]] = -1
+    expected, found = (
+        ops.attend_chosen(q, pool, slots, counts, 0.2, RANK) for ops in (chosen_reference, chosen_triton)
+    )
+    assert found.dtype == dtype and found.shape == (5, heads, RANK)
+    assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    slots[slots < 0] = 2**40  # what lies behind a token's rows is not read
+    assert torch.equal(chosen_triton.attend_chosen(q, pool, slots, counts, 0.2, RANK), found)
+    alone = chosen_reference.attend_chosen(q[3:4], pool, slots[3:4], counts[3:4], 0.2, RANK)
+    both = pool[slots[3, :2]].float()
+    shares = torch.einsum("hn,kn->hk", q[3].float(), both).mul(0.2).softmax(-1)
+    assert_close(alone[0].float(), shares @ both[:, :RANK], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+"""
 HIDDEN = """
 rows = ((0, 1), (40, 2), (0, 6), (300, 1))
 for least in (16, 256):
@@ -134,6 +160,10 @@ def test_ragged_rows_see_what_the_reference_sees() -> None:
 
 def test_parts_of_rows_are_joined_by_their_sums_whatever_the_lengths() -> None:
     run_interpreted(HEADER + SPLIT)
+
+
+def test_chosen_rows_are_those_of_the_twin_and_no_others() -> None:
+    run_interpreted(HEADER + CHOSEN)
 
 
 def test_a_hidden_first_row_is_read_by_nobody() -> None:

@@ -1,0 +1,52 @@
+"""An index beside latents (DeepSeek-V3.2, GLM-5)."""
+
+from hiserve.attention import indexed
+from hiserve.kernels import chosen_reference, chosen_triton
+from hiserve.models import index_config, latent_attention, model_config, row_index
+from tests.e2e import test_index_graphs, test_index_oracle
+from tests.unit.kernels import test_latent_decode
+from tests.unit.models import test_index_config
+
+with indexed.IndexedAttention.plan, test_index_oracle.test_logits_are_those_of_transformers["deepseek"]:
+    "rows that are longer than what is chosen see all tokens"
+    inputs.max_kv_len > self._most
+    False
+with indexed.IndexedAttention.choose, test_index_oracle.test_logits_are_those_of_transformers["deepseek"]:
+    "a short row has one chosen token less"
+    (inputs.positions + 1).clamp_(max=self._most)
+    (inputs.positions + 1).clamp_(max=self._most - 1)
+with row_index._rotate, test_index_oracle.test_logits_are_those_of_transformers["deepseek"]:
+    "the last elements of keys of an index are rotated"
+    torch.cat((rope(turned, rotation.cos, rotation.sin), plain), -1)
+    torch.cat((plain, rope(turned, rotation.cos, rotation.sin)), -1)
+with latent_attention._make_index, test_index_oracle.test_logits_are_those_of_transformers["glm"]:
+    "keys of an index whose neighbours are rotated are normed by the weights of others"
+    (into, norm[:, None], bias[:, None])
+    (into,)
+with indexed.IndexedAttention.plan, test_index_graphs.test_graphs_give_the_tokens_of_transformers["off"]:
+    "a graph is made for rows no longer than its first"
+    inputs.max_kv_len > self._most
+    int(inputs.kv_lens.max()) > self._most
+with index_config.IndexConfig.cache_plan, test_index_config.test_a_token_stores_a_latent_of_each_layer_and_a_key_of_those_that_choose:
+    "layers that take the choice of another have keys too"
+    places = {layer: place for place, layer in enumerate(self.layers)}
+    places = {layer: layer for layer in every}
+with model_config.ModelConfig.slot_elements, test_index_config.test_a_token_stores_a_latent_of_each_layer_and_a_key_of_those_that_choose:
+    "the memory of pages leaves the keys of an index out"
+    0 if self.index is None else self.index.slot_elements
+    0
+with (
+    index_config.read_index,
+    test_index_config.test_an_index_that_makes_no_sense_is_named["changes4-the first layer takes the choice of a layer before it"],
+):
+    "the first layer may take the choice of none"
+    types[:1] == [_SHARED]
+    False
+with chosen_reference.attend_chosen, test_latent_decode.test_chosen_rows_are_those_of_the_twin_and_no_others:
+    "rows behind the chosen ones are seen"
+    torch.arange(slots.shape[1], device=slots.device) < counts[:, None]
+    torch.arange(slots.shape[1], device=slots.device) < counts[:, None] + 1
+with chosen_triton.attend_chosen, test_latent_decode.test_chosen_rows_are_those_of_the_twin_and_no_others:
+    "tokens of a second launch see the rows of the first tokens"
+    LatentRows(starts, counts[mine], slots[mine])
+    LatentRows(starts, counts, slots)
