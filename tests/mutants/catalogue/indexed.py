@@ -29,8 +29,8 @@ with indexed.IndexedAttention.plan, test_index_graphs.test_graphs_give_the_token
     int(inputs.kv_lens.max()) > self._most
 with index_config.IndexConfig.cache_plan, test_index_config.test_a_token_stores_a_latent_of_each_layer_and_a_key_of_those_that_choose:
     "layers that take the choice of another have keys too"
-    places = {layer: place for place, layer in enumerate(self.layers)}
-    places = {layer: layer for layer in every}
+    {layer: place for place, layer in enumerate(self.layers)}
+    {layer: layer for layer in range(rows.num_layers)}
 with model_config.ModelConfig.slot_elements, test_index_config.test_a_token_stores_a_latent_of_each_layer_and_a_key_of_those_that_choose:
     "the memory of pages leaves the keys of an index out"
     0 if self.index is None else self.index.slot_elements

@@ -111,7 +111,7 @@ with refusals._limits, test_window_families.test_a_constant_that_experts_of_gpt_
     False
 with model_config.parse_config, test_window_families.test_a_part_that_would_be_left_out_is_named_with_what_is_supported:
     "a part of a model that is not supported is left out"
-    refuse_foreign(spelled, architecture)
+    refuse_foreign(spelled, architecture, has_index=family.has_index)
     pass
 with config_fields, test_rope.test_numbers_that_make_no_sense_are_named:
     "a factor may be so large that a forward overflows"

@@ -37,8 +37,8 @@ with latent_union._attend, test_latent_union.test_one_or_two_sources_of_any_kind
     num_tiles
 with index_topk._choose, test_index_topk.test_exactly_the_best_rows_and_of_equal_ones_the_first:
     "kernel: one of the equal rows is lost"
-    rank <= left
-    rank < left
+    tl.cumsum(is_equal.to(tl.int32), 0) <= left
+    tl.cumsum(is_equal.to(tl.int32), 0) < left
 with index_topk._order, test_index_topk.test_exactly_the_best_rows_and_of_equal_ones_the_first:
     "kernel: scores below 0 are in the order of their bits"
     (bits >> 31) | _SIGN
