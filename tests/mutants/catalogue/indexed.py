@@ -16,9 +16,9 @@ with indexed.IndexedAttention.choose, test_index_oracle.test_logits_are_those_of
     (inputs.positions + 1).clamp_(max=self._most)
     (inputs.positions + 1).clamp_(max=self._most - 1)
 with row_index._rotate, test_index_oracle.test_logits_are_those_of_transformers["deepseek"]:
-    "the last elements of keys of an index are rotated"
-    torch.cat((rope(turned, rotation.cos, rotation.sin), plain), -1)
-    torch.cat((plain, rope(turned, rotation.cos, rotation.sin)), -1)
+    "keys of an index know no positions"
+    rope(turned, rotation.cos, rotation.sin)
+    turned
 with latent_attention._make_index, test_index_oracle.test_logits_are_those_of_transformers["glm"]:
     "keys of an index whose neighbours are rotated are normed by the weights of others"
     (into, norm[:, None], bias[:, None])
