@@ -164,6 +164,7 @@ class _Worker:
             num_draft=num_draft,
             depth=chosen.runner.overlap,
             max_batched_tokens=chosen.scheduler.max_batched_tokens,
+            has_snapshots=self._snapshot_bytes > 0,
         )
         return msgspec.structs.replace(pool, limits=limits, slot_elements=model.window_elements, element_bytes=element)
 

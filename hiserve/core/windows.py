@@ -17,6 +17,7 @@ class WindowLimits(msgspec.Struct, frozen=True, kw_only=True):
     depth: int  # steps planned ahead
     max_batched_tokens: int  # of a step
     tail_every: int = 0  # tokens of a prompt between two tails, a whole number of pages; 0 is none between
+    has_snapshots: bool = False  # tails have snapshots of states, which lag behind the drafts of a step
 
     @property
     def tail_pages(self) -> int:
@@ -25,9 +26,14 @@ class WindowLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def row_pages(self) -> int:
-        """Most pages of a row that decodes: of its window, and of the tokens and drafts of the steps in flight."""
+        """Most pages of a row that decodes: of its window, and of the tokens and drafts of the steps in flight.
+
+        With snapshots, the window is that of its next one: where a page has fewer tokens than a step has drafts, the row may have
+        settled, and published, some pages behind that.
+        """
         ahead = (self.depth + 1) * (self.num_draft + 1) + self.num_draft
-        return self.tail_pages + 1 + -(-ahead // self.page_size)
+        behind = max(1, -(-self.num_draft // self.page_size)) if self.has_snapshots else 1
+        return self.tail_pages + behind + -(-ahead // self.page_size)
 
     @property
     def step_pages(self) -> int:

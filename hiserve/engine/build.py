@@ -177,6 +177,7 @@ def _window_limits(settings: Settings, model: ModelConfig) -> WindowLimits | Non
         depth=settings.runner.overlap,
         max_batched_tokens=settings.scheduler.max_batched_tokens,
         tail_every=settings.cache.tail_every,
+        has_snapshots=plan.has_snapshots,
     )
 
 

@@ -156,12 +156,11 @@ class RowSnapshots:
         return taken
 
     def keep(self, row: int, store: Store, tail: Tail) -> None:
-        """Leaves a served assignment to its tail; the tail of the boundary before goes, unless somebody wants it."""
+        """Leaves a served assignment to its tail; the tail of the boundary before goes, unless it was used or a row may end there."""
         self._pool.drop(store.slot)  # of a boundary that had a tail, it is free now
-        former = self.latest.get(row)
-        if former is not None and former is not tail and former.is_provisional:
+        former, self.latest[row] = self.latest.get(row), tail
+        if former is not None and former.is_provisional and former not in self.latest.values():
             former.leave_device()
-        self.latest[row] = tail
 
     def release(self, row: int) -> Tail | None:
         """Gives back the slots of a row; returns the tail at the last boundary that it has passed with one."""

@@ -43,12 +43,22 @@ def echo_engine(
     clock: Callable[[], float] = lambda: 0.0,
     num_snapshot_slots: int = 0,
     tail_every: int = 0,
+    window: int = 0,
 ) -> tuple[Engine, Planner, EchoExecutor, PrefixCache]:
     """Makes an engine that reads no clock, so that its arguments decide every step.
 
     Unless given, ``costs`` finds that each step takes a second, which makes loads worth it, and ``timer`` that none takes any
-    time, so that no plan waits for a load.
+    time, so that no plan waits for a load. Window pages are those of two rows, and beside snapshots alone.
     """
+    limits = WindowLimits(
+        window=window,
+        page_size=page_size,
+        num_draft=num_draft,
+        depth=depth,
+        max_batched_tokens=budget,
+        tail_every=tail_every,
+        has_snapshots=num_snapshot_slots > 0,
+    )
     cache = PrefixCache(
         num_pages=num_pages,
         page_size=page_size,
@@ -56,15 +66,11 @@ def echo_engine(
         listener=kv_events,
         num_host_pages=num_host_pages,
         host_admission=host_admission,
-        tails=TailSizes(snapshot_slots=num_snapshot_slots, frames_per_snapshot=FRAMES),
-    )
-    limits = WindowLimits(
-        window=0,
-        page_size=page_size,
-        num_draft=num_draft,
-        depth=depth,
-        max_batched_tokens=budget,
-        tail_every=tail_every,
+        tails=TailSizes(
+            window_pages=limits.most_pages(2) if window else 0,
+            snapshot_slots=num_snapshot_slots,
+            frames_per_snapshot=FRAMES,
+        ),
     )
     planner = Planner(
         cache=cache,

@@ -127,3 +127,25 @@ def test_resume_points_come_from_the_host_whole_or_not_at_all(depth: int, num_dr
         waited += run.executor.host.num_waits
         failed += run.executor.host.num_failed[CopyKind.LOAD]
     assert min(loaded, waited, failed) >= 1, (loaded, waited, failed)
+
+
+@pytest.mark.parametrize(("page_size", "depth"), [(1, 1), (4, 0)])
+def test_rows_with_windows_and_snapshots_hold_no_more_pages_than_they_were_promised(page_size: int, depth: int) -> None:
+    """H1, H12, with pages of two rows."""
+    num_cached = 0
+    for seed in range(500, 503):
+        print("seed", seed)
+        run = SnapshotRun(
+            seed,
+            depth=depth,
+            num_draft=6,
+            num_pages=1 + 120 // page_size,
+            page_size=page_size,
+            num_snapshot_slots=12,
+            window=[1, 5, 9][seed % 3],
+            wants_scores=0.0,
+        ).go()
+        assert run.cache.windows is not None
+        run.cache.windows.check()
+        num_cached += run.engine.stats().cached_tokens
+    assert num_cached > 0

@@ -49,6 +49,10 @@ with row_snapshots.RowSnapshots.keep, test_row_snapshots.test_only_the_newest_sn
     "snapshots: each boundary of a reply keeps its tail"
     former.is_provisional
     False
+with row_snapshots.RowSnapshots.keep, test_row_snapshots.test_a_row_that_goes_on_keeps_the_tail_that_another_row_has_at_the_same_boundary:
+    "INV H9: a row that goes on drops the last tail of another row"
+    former not in self.latest.values()
+    True
 with tails.TailTiers._is_due, test_row_snapshots.test_only_the_newest_snapshot_of_a_reply_goes_to_the_host:
     "snapshots: tails that rows are about to replace go to the host"
     not tail.is_provisional

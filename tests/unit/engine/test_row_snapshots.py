@@ -220,3 +220,14 @@ def test_the_end_of_a_prompt_goes_first_unless_its_reply_ends_within_the_same_pa
     served.ask(1, drawn(1, 20), num_new)
     tails = [tail for node in served.cache.tree.nodes() for tail in (node.tails or {}).values() if tail.is_open]
     assert (min(tail.last_used for tail in tails) == 0) == is_cold and len(tails) == 1 + is_cold
+
+
+def test_a_row_that_goes_on_keeps_the_tail_that_another_row_has_at_the_same_boundary() -> None:
+    """H9: the other, a step behind it, has the same tokens and ends before the next boundary."""
+    served = Served()
+    prompt = drawn(1, 20)
+    served.add(1, prompt, 80)
+    served.add(2, prompt, 44)
+    served.run()
+    turn = np.concatenate((prompt, oracle(prompt, 44), drawn(2, 3)))
+    assert served.ask(3, turn).num_tokens == 3 * PAGE

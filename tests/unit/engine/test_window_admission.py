@@ -8,6 +8,8 @@ import pytest
 from hiserve.cache.index.prefix_cache import Tier
 from hiserve.core.windows import WindowLimits
 from tests.helpers.copying import add, copying_engine, run
+from tests.helpers.echo import oracle
+from tests.helpers.steps import Steps
 
 LIMITS = WindowLimits(window=9, page_size=1, num_draft=0, depth=0, max_batched_tokens=4)
 LONGEST = 40  # tokens of a request; its row is promised less
@@ -41,3 +43,26 @@ def test_a_row_that_loads_its_tail_waits_for_room_for_both(num_spare: int, start
     assert (planner._rows.active.size == 2) == starts
     executor.holds = False
     assert run(engine)[3].host == 19, "it waits for room, and still loads"
+
+
+@pytest.mark.parametrize(("page_size", "num_draft"), [(1, 6), (2, 5), (4, 3), (4, 4)])
+def test_a_row_whose_state_lags_behind_its_drafts_keeps_within_its_bound(page_size: int, num_draft: int) -> None:
+    """H12: all drafts are right; the window before the next snapshot begins behind those of the last step."""
+    window, prompt, num_new = 9, np.arange(3, 12, dtype=np.int32), 80
+    steps = Steps(
+        num_pages=200,
+        page_size=page_size,
+        num_draft=num_draft,
+        budget=16,
+        max_len=200,
+        num_snapshot_slots=30,
+        window=window,
+    )
+    steps.add(1, prompt, max_tokens=num_new)
+    reply, windows, held = oracle(prompt, num_new), steps.rows.windows, []
+    while len(said := steps.said.get(1, [])) < num_new:
+        plan = steps.planner.plan()
+        assert plan is not None and windows is not None
+        held.append(windows.num_held(1))
+        steps.emit(plan, (reply + [0] * num_draft)[len(said) :][: 1 + int(plan.num_draft[0])])
+    assert windows is not None and max(held) <= windows._limits.row_pages, max(held)
