@@ -1,12 +1,14 @@
 """A worker killed by SIGKILL leaves its resume points to its successor: history and tails, each whole, and the same tokens.
 
-Exact, in float64, against an engine that keeps all pages of all layers and reuses none.
+Tails have window pages, or snapshots of recurrent states. Exact, in float64, against an engine that keeps all pages of all
+layers and reuses none.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -24,7 +26,9 @@ from hiserve.cache.storage.segment import Segment, segment_path
 from hiserve.config.options import make_options
 from hiserve.core.digest import chain, namespace_digest, pack_tokens
 from hiserve.core.usage import CacheUse
+from hiserve.models.model_config import NANO, find_model
 from hiserve.scheduler.client import EngineClient
+from tests.helpers.models import save_family
 from tests.helpers.processes import wait_dead
 from tests.helpers.segment_name import segment_name
 from tests.helpers.settings import identified
@@ -38,17 +42,22 @@ SAMPLING = [
     for row in range(len(LENGTHS))
 ]
 HOST: dict[str, Any] = {"host_cache_gib": 0.01, "window_pages": 160, "log_level": "error"}
+STATES = "snapshots, pages of one token, overlap"
 CASES: dict[str, dict[str, Any]] = {
-    "pages of one token": {"page_size": 1, "kv_pages": 600, "window_pages": 400},
+    STATES: {"page_size": 1, "kv_pages": 600, "overlap": 1, "window_pages": "auto"},
     "copied drafts, overlap": {"spec": "ngram", "spec_steps": 3, "overlap": 1},
     "a head's drafts, pages longer than the window": {"spec": "mtp", "spec_steps": 2, "page_size": 16},
 }
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Models with windows, and with recurrent states."""
     torch.set_num_threads(1)
-    return add_mtp(save_windows(tmp_path_factory.mktemp("windows")))
+    windows, states = (tmp_path_factory.mktemp(name) for name in ("windows", "states"))
+    save_family("qwen3_5_text", states, vocab_size=VOCAB)
+    shutil.copy(find_model(NANO) / "tokenizer.json", states)
+    return add_mtp(save_windows(windows)), states
 
 
 @pytest.fixture
@@ -122,9 +131,10 @@ async def engine(**options: Any) -> AsyncIterator[tuple[EngineClient, bytes]]:
 
 @pytest.mark.parametrize("case", CASES)
 async def test_the_successor_of_a_killed_worker_goes_on_at_its_resume_points(
-    case: str, folder: Path, name: str
+    case: str, folders: tuple[Path, Path], name: str
 ) -> None:
     """H5 and H10: every next turn has the whole pages of the turn that the dead worker computed, loaded from the host."""
+    folder = folders[case == STATES]
     first, later = expected(folder)
     page_size = CASES[case].get("page_size", SETTINGS["page_size"])
     settled = [[*prompt, *reply[:-1]] for prompt, reply in zip(prompts(), first, strict=True)]
@@ -136,6 +146,7 @@ async def test_the_successor_of_a_killed_worker_goes_on_at_its_resume_points(
         assert [each.host for each in cached] == [len(each) // page_size * page_size for each in settled]
         (worker,) = (await client.status()).workers
         loads = worker.stats.cache.loads
-        num_tail_pages = [min(len(each) // page_size, -(-(WINDOW - 1) // page_size)) for each in settled]
+        num_seen = 1 if case == STATES else WINDOW - 1  # a snapshot takes a frame at least
+        num_tail_pages = [min(len(each) // page_size, -(-num_seen // page_size)) for each in settled]
         assert worker.incarnation == 2 and loads.num_fulfilled == loads.num_wanted
         assert loads.num_fulfilled >= sum(each.host for each in cached) // page_size + sum(num_tail_pages)
