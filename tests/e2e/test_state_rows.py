@@ -96,7 +96,7 @@ def plain(folder: Path, prompt: list[int]) -> tuple[list[int], dict[int, Tensor]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 9, 23])
-def test_after_any_accept_pattern_the_state_is_that_of_plain_decoding(folder: Path, length: int) -> None:
+def test_hb_11_after_any_accept_pattern_the_state_is_that_of_plain_decoding(folder: Path, length: int) -> None:
     """H6: drafts are right up to a random place, and rejected behind it."""
     prompt = prompt_of(length)
     expected, states = plain(folder, prompt)

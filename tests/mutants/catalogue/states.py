@@ -1,7 +1,7 @@
 """What rows carry along: recurrent states, rings of inputs, snapshots."""
 
 from hiserve.attention import triton
-from hiserve.kernels import step_inputs, step_reference, step_triton
+from hiserve.kernels import delta, step_inputs, step_reference, step_triton
 from hiserve.models import delta_config, delta_layer, gated_attention, weights
 from hiserve.runners import mixed, row_states
 from tests.e2e import test_state_families_oracle, test_state_graphs, test_state_rows
@@ -38,10 +38,14 @@ with row_states.RowStates.restore, test_row_states.test_a_snapshot_is_read_befor
     "INV H7: inputs of a snapshot lie in the ring where they lay in the snapshot"
     positions % ring
     positions % 1 + torch.arange(kept, device=self._device)
-with delta_config.DeltaConfig.groups, test_state_rows.test_after_any_accept_pattern_the_state_is_that_of_plain_decoding[23]:
+with delta_config.DeltaConfig.groups, test_state_rows.test_hb_11_after_any_accept_pattern_the_state_is_that_of_plain_decoding[23]:
     "INV H6: the ring has no room for the inputs of drafts"
     kept + max_draft
     kept + 1
+with delta._advance, test_state_rows.test_hb_11_after_any_accept_pattern_the_state_is_that_of_plain_decoding[9]:
+    "HB-11: the stored state covers drafts that are rejected"
+    at < rows.state_ends
+    at < rows.starts + q_lens[:, 0]
 with (
     delta_layer._ordered,
     test_state_families_oracle.test_a_model_with_states_gives_the_logits_and_tokens_of_transformers["qwen3_next-overrides4-ways4"],

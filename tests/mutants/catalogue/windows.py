@@ -250,6 +250,14 @@ with (
     "INV H12: the bound of a row leaves out the pages that it has published behind its next snapshot"
     max(1, -(-self.num_draft // self.page_size))
     1
+with row_tails.RowTails.cut, test_window_admission.test_a_chunk_that_is_cut_gives_its_window_pages_back:
+    "INV H12: a row keeps the window pages of tokens that its chunk has no more"
+    self.windows.shrink(int(rows[at]), int(computed[at] + most[at]))
+    pass
+with tail_pool.TailMemory.num_pages_in, test_window_pages.test_frames_that_are_no_tail_are_known_by_their_number:
+    "INV H10: any number of frames is taken for a tail"
+    num_frames < 0 or (num_frames and not self.frames_per_page)
+    False
 with windows.WindowLimits.least_pages, test_window_pool.test_a_row_can_start_with_a_load_in_the_smallest_pool:
     "tails: the smallest pool has no room for a load"
     1 + self.row_pages + 1 + self.step_pages + self.tail_pages

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hiserve.cache.index.nodes import Tail, make_root
-from hiserve.cache.index.tail_pool import TailPool
+from hiserve.cache.index.tail_pool import TailMemory, TailPool, TailSizes
 from hiserve.core.windows import WindowLimits, tail_interval
 
 ANY = 0
@@ -182,3 +182,20 @@ def test_rows_whose_prompt_tokens_start_and_end_within_pages_keep_within_their_b
 def test_tails_of_a_prompt_are_as_far_apart_as_their_bytes_ask_for() -> None:
     assert tail_interval(3 * 2**20, 24_576, 16) == 1024
     assert tail_interval(1, 10**6, 16) == 16
+
+
+@pytest.mark.parametrize(
+    ("sizes", "counts"),
+    [
+        (TailSizes(window_pages=9, frames_per_page=2), {0: 0, 3: -1, 4: 2}),
+        (TailSizes(snapshot_slots=9, frames_per_snapshot=3), {0: -1, 2: -1, 3: 0, 4: -1}),
+        (
+            TailSizes(window_pages=9, frames_per_page=2, snapshot_slots=9, frames_per_snapshot=3),
+            {2: -1, 3: 0, 4: -1, 7: 2},
+        ),
+    ],
+)
+def test_frames_that_are_no_tail_are_known_by_their_number(sizes: TailSizes, counts: dict[int, int]) -> None:
+    """H10: those of a former process are adopted whole."""
+    memory = TailMemory(sizes, 4, has_host=True)
+    assert {count: memory.num_pages_in(count) for count in counts} == counts

@@ -66,3 +66,14 @@ def test_a_row_whose_state_lags_behind_its_drafts_keeps_within_its_bound(page_si
         held.append(windows.num_held(1))
         steps.emit(plan, (reply + [0] * num_draft)[len(said) :][: 1 + int(plan.num_draft[0])])
     assert windows is not None and max(held) <= windows._limits.row_pages, max(held)
+
+
+def test_a_chunk_that_is_cut_gives_its_window_pages_back() -> None:
+    """H12: they count as those of prompt tokens in flight."""
+    steps = Steps(num_pages=40, page_size=4, budget=64, tail_every=8, num_snapshot_slots=10, window=9)
+    steps.add(1, np.arange(3, 43, dtype=np.int32))
+    plan = steps.plan()
+    assert steps.rows.windows is not None
+    assert (plan.num_new.tolist(), steps.rows.windows.num_held(1)) == ([12], 3), "it ends before the second boundary"
+    steps.commit()
+    steps.finish()
