@@ -144,10 +144,9 @@ class RowTails:
             return
         for row, most, after in self.snapshots.plan(rows, computed, num_new, num_draft):
             wanted = self._wanted[row]
-            while wanted and wanted[0] <= most:  # the state may have passed it without a slot
-                wanted.pop(0)
             is_wanted = bool(wanted) and wanted[0] <= after
             boundary = wanted.pop(0) if is_wanted else after // self._page_size * self._page_size
+            assert boundary > most, f"the state of row {row} may have passed {boundary}: it covers up to {most} tokens"
             self.snapshots.assign(row, boundary, is_wanted=is_wanted)
             self._set_cut(row)
 

@@ -103,6 +103,16 @@ def test_a_prompt_leaves_the_tail_that_another_request_waits_for() -> None:
     assert not served.plans[0].samples.any()
 
 
+def test_a_request_waits_for_a_boundary_that_a_step_in_flight_passes() -> None:
+    served = Served(depth=1, budget=400)
+    prompt = drawn(1, 4 * PAGE + 3)
+    served.add(1, prompt, 9)
+    served.step()
+    served.add(2, prompt)
+    served.run()
+    assert served.found[2].num_tokens == 4 * PAGE
+
+
 def test_nobody_waits_for_a_boundary_that_was_passed_without_a_slot() -> None:
     served = Served()
     prompt = drawn(1, 9 * PAGE)
