@@ -243,10 +243,7 @@ with windows.WindowLimits.row_pages, test_window_pages.test_the_bound_of_a_row_i
     "INV H12: the bound of a row leaves out its drafts"
     (self.depth + 1) * (self.num_draft + 1) + self.num_draft
     self.depth + 1
-with (
-    windows.WindowLimits.row_pages,
-    test_window_admission.test_a_row_whose_state_lags_behind_its_drafts_keeps_within_its_bound["1-6"],
-):
+with windows.WindowLimits.row_pages, test_window_admission.test_a_row_whose_state_lags_behind_its_drafts_keeps_within_its_bound["1-6"]:
     "INV H12: the bound of a row leaves out the pages that it has published behind its next snapshot"
     max(1, -(-self.num_draft // self.page_size))
     1
