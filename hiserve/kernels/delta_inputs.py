@@ -31,6 +31,7 @@ VARYING = [
     "indptr",
     "num_tokens",
     "room",
+    "until",
 ]
 """Arguments that have other addresses or values for other batches: no variant is compiled for them."""
 
@@ -77,6 +78,16 @@ def span_of(number, indptr, starts, state_lens):  # type: ignore[no-untyped-def]
     begin = tl.load(indptr + number)
     start, state_len = tl.load(starts + number).to(tl.int32), tl.load(state_lens + number).to(tl.int32)
     return begin, start, state_len, start + tl.load(indptr + number + 1) - begin
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_nothing(out, indptr, until, head, value, SIZES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """The programs of the last row store zeros for the tokens behind it, up to ``until``: of a graph they belong to nobody."""
+    if tl.program_id(1) == tl.num_programs(1) - 1:
+        for token in range(tl.load(indptr + tl.num_programs(1)), until):
+            first = tl.full((), 0, tl.int64) + token
+            target = out + (first * SIZES.num_value_heads + head) * SIZES.value_dim + value
+            tl.store(target, tl.zeros_like(value).to(out.dtype.element_ty))
 
 
 class MadeInputs(NamedTuple):

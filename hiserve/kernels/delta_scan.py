@@ -9,7 +9,7 @@ from torch import Tensor
 from hiserve.core.forward import StateRows
 from hiserve.kernels.delta import DeltaPools
 from hiserve.kernels.delta_chunks import SolvedChunks, boundaries_of, chunk_of
-from hiserve.kernels.delta_inputs import VARYING, MadeInputs, entry_of, span_of, where_all
+from hiserve.kernels.delta_inputs import VARYING, MadeInputs, entry_of, span_of, store_nothing, where_all
 from hiserve.kernels.delta_rings import store_inputs
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 
@@ -27,6 +27,7 @@ def scan_chunks(
     rows: StateRows,
     indptr: Tensor,
     out: Tensor,
+    until: int,
 ) -> None:
     """Like ``delta_step.advance``, for states in float32; outputs depend on chunks in their last digits."""
     sizes = made.sizes
@@ -53,6 +54,7 @@ def scan_chunks(
         gates.stride(0),
         mixed.shape[0],
         made.room,
+        until,
         SIZES=sizes,
         BLOCK=block,
         CHUNK=solved.reads.shape[2],
@@ -87,6 +89,7 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
     gates_stride,
     num_tokens,
     room,
+    until,
     SIZES: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     CHUNK: tl.constexpr,  # noqa: N803
@@ -98,10 +101,11 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
     num_blocks: tl.constexpr = SIZES.value_dim // BLOCK
     head, number = tl.program_id(0) // num_blocks, tl.program_id(1)
     begin, start, state_len, end = span_of(number, indptr, starts, state_lens)
+    key, value = tl.arange(0, SIZES.key_dim), tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    store_nothing(out, indptr, until, head, value, SIZES)
     if start < end:
         boundary, state_end = boundaries_of(number, state_len, end, state_ends, snap_at, snap_slots)
         row, slot, first = tl.load(rows + number), tl.load(snap_slots + number), begin.to(tl.int64) - start
-        key, value = tl.arange(0, SIZES.key_dim), tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
         size: tl.constexpr = SIZES.num_value_heads * SIZES.key_dim * SIZES.value_dim
         part = (head * SIZES.key_dim + key)[:, None] * SIZES.value_dim + value[None, :]
         total = tl.load(state + row * size + part, mask=where_all(state_len > 0, key)[:, None], other=0.0)

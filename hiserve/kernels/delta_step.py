@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hiserve.core.forward import StateRows
 from hiserve.kernels.delta import DeltaPools
-from hiserve.kernels.delta_inputs import VARYING, MadeInputs, entry_of, span_of, where_all
+from hiserve.kernels.delta_inputs import VARYING, MadeInputs, entry_of, span_of, store_nothing, where_all
 from hiserve.kernels.delta_rings import store_inputs
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 
@@ -20,7 +20,14 @@ _NUM_WARPS = 1  # sums over keys stay in a warp
 
 
 def advance(
-    made: MadeInputs, mixed: Tensor, gates: Tensor, pools: DeltaPools, rows: StateRows, indptr: Tensor, out: Tensor
+    made: MadeInputs,
+    mixed: Tensor,
+    gates: Tensor,
+    pools: DeltaPools,
+    rows: StateRows,
+    indptr: Tensor,
+    out: Tensor,
+    until: int,
 ) -> None:
     """Advances some rows as ``delta.delta`` does.
 
@@ -32,6 +39,7 @@ def advance(
         rows: Likewise.
         indptr: Likewise.
         out: ``[T, num_value_heads, value_dim]``, contiguous; the tokens of these rows are written.
+        until: Those behind them become 0 up to here.
     """
     sizes = made.sizes
     block = min(_BLOCK_VALUES, sizes.value_dim)
@@ -56,6 +64,7 @@ def advance(
         gates.stride(0),
         mixed.shape[0],
         made.room,
+        until,
         SIZES=sizes,
         BLOCK=block,
         num_warps=_NUM_WARPS,
@@ -85,6 +94,7 @@ def _advance(  # type: ignore[no-untyped-def]
     gates_stride,
     num_tokens,
     room,
+    until,
     SIZES: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
@@ -95,12 +105,13 @@ def _advance(  # type: ignore[no-untyped-def]
     num_blocks: tl.constexpr = SIZES.value_dim // BLOCK
     head, number = tl.program_id(0) // num_blocks, tl.program_id(1)
     begin, start, state_len, end = span_of(number, indptr, starts, state_lens)
+    key, value = tl.arange(0, SIZES.key_dim), tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    store_nothing(out, indptr, until, head, value, SIZES)
     if start < end:
         row = tl.load(rows + number)
         state_end, boundary = tl.load(state_ends + number).to(tl.int32), tl.load(snap_at + number).to(tl.int32)
         slot, first = tl.load(snap_slots + number), begin.to(tl.int64) - start
         boundary = tl.where((slot > 0) & (boundary > state_len) & (boundary <= state_end), boundary, end + 1)
-        key, value = tl.arange(0, SIZES.key_dim), tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
         size: tl.constexpr = SIZES.num_value_heads * SIZES.key_dim * SIZES.value_dim
         part = (head * SIZES.key_dim + key)[:, None] * SIZES.value_dim + value[None, :]
         total = tl.load(state + row * size + part, mask=where_all(state_len > 0, key)[:, None], other=0.0)

@@ -26,8 +26,11 @@ def delta(
         return twin.delta(mixed, gates, weights, pools, inputs, shape)
     assert inputs.state is not None, "a batch without states"
     assert mixed.stride(1) == gates.stride(1) == 1, f"elements {mixed.stride()} and {gates.stride()} apart"
-    out = torch.zeros((mixed.shape[0], shape.num_value_heads, shape.value_dim), dtype=mixed.dtype, device=mixed.device)
-    for group in row_groups(inputs):
+    groups, num_tokens = row_groups(inputs), mixed.shape[0]
+    out = mixed.new_empty((num_tokens, shape.num_value_heads, shape.value_dim))
+    if not groups:
+        out.zero_()
+    for group in groups:
         rows, indptr = inputs.state.cut(group.first, group.end), inputs.qo_indptr[group.first : group.end + 1]
         made = make_inputs(
             mixed,
@@ -41,9 +44,10 @@ def delta(
             dtype=mixed.dtype if group.is_long else pools.state.dtype,
             is_packed=group.is_long,
         )
+        until = num_tokens if group is groups[-1] else 0
         if group.is_long and mixed.dtype in _IN_CHUNKS:
-            solved = solve_chunks(made, rows, indptr, num_tokens=mixed.shape[0], width=group.width)
-            scan_chunks(made, solved, mixed, gates, pools, rows, indptr, out)
+            solved = solve_chunks(made, rows, indptr, num_tokens=num_tokens, width=group.width)
+            scan_chunks(made, solved, mixed, gates, pools, rows, indptr, out, until)
         else:
-            advance(made, mixed, gates, pools, rows, indptr, out)
+            advance(made, mixed, gates, pools, rows, indptr, out, until)
     return out

@@ -212,10 +212,12 @@ def _choose(  # type: ignore[no-untyped-def]
     # Where a token sees no more rows than it may choose there are no scores.
     is_scored = is_row & (place < tl.where(end > most, num_rows, 0))
     order = tl.where(is_row, _order(scores, place, is_scored), 0)
-    least = tl.full((), 0, tl.uint32)
-    for number in range(32):
-        trial = least | (tl.full((), 1, tl.uint32) << (31 - number))
-        least = tl.where(tl.sum((order >= trial).to(tl.int32), 0) >= most, trial, least)
+    least, bit = tl.full((), 0, tl.uint32), tl.full((), 1 << 31, tl.uint32)
+    num_found = tl.full((), -1, tl.int32)
+    while (bit > 0) & (num_found != most):
+        count = tl.sum((order >= (least | bit)).to(tl.int32), 0)
+        least, num_found = tl.where(count >= most, least | bit, least), tl.where(count >= most, count, num_found)
+        bit = bit >> 1
     is_better, is_equal = is_row & (order > least), is_row & (order == least)
     left = most - tl.sum(is_better.to(tl.int32), 0)
     is_chosen = is_better | (is_equal & (tl.cumsum(is_equal.to(tl.int32), 0) <= left))

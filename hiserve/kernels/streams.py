@@ -18,14 +18,24 @@ from hiserve.kernels import streams_reference
 from hiserve.kernels.launch import await_previous, early_launch, num_processors, start_next
 from hiserve.kernels.streams_reference import MixWeights
 
-_DECODE_BLOCK = (16, 64, 4)  # tokens of a program, columns at once, and warps
-_PROMPT_BLOCK = (64, 32, 8)  # where there are more tokens than fill all processors with the other
-_BLOCK_HIDDEN = 1024
-_MAX_PARTS = 64  # a power of 2
+_BLOCK_MERGED = 1024  # columns of a program that merges
 _MIN_OUTPUTS = 16
-_PRECISION = tl.constexpr(
-    "tf32x3"
-)  # of products in float32, on tensor cores: as exact as float32, within a few last digits
+_PRECISION = tl.constexpr("tf32x3")  # of float32 on tensor cores: as exact, but for a few last digits
+
+
+class _Blocks(NamedTuple):
+    """What programs of a mix hold at once; all but warps are powers of 2."""
+
+    tokens: int  # of a product, 16 at least
+    columns: int  # of a product, at once
+    num_warps: int
+    max_parts: int  # of a product's sum
+    hidden: int  # columns of a sum of streams
+    num_sum_warps: int
+
+
+_DECODE = _Blocks(tokens=16, columns=64, num_warps=4, max_parts=64, hidden=1024, num_sum_warps=4)
+_PROMPT = _Blocks(tokens=64, columns=32, num_warps=8, max_parts=4, hidden=4096, num_sum_warps=8)
 
 
 class _Shape(NamedTuple):
@@ -103,7 +113,7 @@ def merge_streams(streams: Tensor, out: Tensor, post: Tensor, matrix: Tensor) ->
         return streams_reference.merge_streams(streams, out, post, matrix)
     assert streams.stride(2) == out.stride(1) == 1 and post.is_contiguous() and matrix.is_contiguous(), streams.stride()
     made = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
-    _merge[(num_tokens, triton.cdiv(hidden, _BLOCK_HIDDEN))](
+    _merge[(num_tokens, triton.cdiv(hidden, _BLOCK_MERGED))](
         streams,
         out,
         post,
@@ -114,7 +124,7 @@ def merge_streams(streams: Tensor, out: Tensor, post: Tensor, matrix: Tensor) ->
         out.stride(0),
         COUNT=count,
         HIDDEN=hidden,
-        BLOCK=min(_BLOCK_HIDDEN, triton.next_power_of_2(hidden)),
+        BLOCK=min(_BLOCK_MERGED, triton.next_power_of_2(hidden)),
         num_warps=4,
         **early_launch(streams.device),
     )
@@ -144,11 +154,11 @@ def _mix(
         assert passed.out.stride(1) == 1 and is_dense, passed.out.stride()
     shape = _Shape(count, hidden, num_outputs, max(_MIN_OUTPUTS, triton.next_power_of_2(num_outputs + 1)))
     num_sms = num_processors(streams.device)
-    block_tokens, block_sum, num_warps = _DECODE_BLOCK if num_tokens <= _DECODE_BLOCK[0] * num_sms else _PROMPT_BLOCK
-    num_blocks = triton.cdiv(num_tokens, block_tokens)
-    most = min(_MAX_PARTS, triton.cdiv(hidden, block_sum))
+    blocks = _DECODE if num_tokens <= _DECODE.tokens * num_sms else _PROMPT
+    num_blocks = triton.cdiv(num_tokens, blocks.tokens)
+    most = min(blocks.max_parts, triton.cdiv(hidden, blocks.columns))
     num_parts = max(1, min(most, 2 * num_sms // num_blocks))
-    block = min(_BLOCK_HIDDEN, triton.next_power_of_2(hidden))
+    block = min(blocks.hidden, triton.next_power_of_2(hidden))
     sums = torch.empty((num_parts, num_tokens, shape.block_outputs), dtype=torch.float32, device=streams.device)
     early = early_launch(streams.device)
     _project[(num_blocks, num_parts)](
@@ -162,9 +172,9 @@ def _mix(
         0 if passed is None else passed.out.stride(0),
         shape,
         COUNT=count,
-        TOKENS=block_tokens,
-        BLOCK=block_sum,
-        num_warps=num_warps,
+        TOKENS=blocks.tokens,
+        BLOCK=blocks.columns,
+        num_warps=blocks.num_warps,
         num_stages=3,
         **early,
     )
@@ -185,8 +195,8 @@ def _mix(
         norm_eps,
         shape,
         BLOCK=block,
-        PARTS=_MAX_PARTS,
-        num_warps=4,
+        PARTS=blocks.max_parts,
+        num_warps=blocks.num_sum_warps,
         **early,
     )
 

@@ -73,7 +73,7 @@ def parts(*given, dtype=bf16, num_sms=132):
     return tile.num_heads, num_parts
 assert parts(32, 64, 640) == (64, 4)
 assert parts(1, 64, 1152) == (16, 32)
-assert parts(4, 64, 640) == (32, 16)
+assert parts(4, 64, 640) == (16, 8)
 assert parts(8192, 64, 640) == (64, 1)
 assert parts(8, 16, 128) == (16, 4)
 for num_tokens in (1, 7, 64, 500, 8192):
