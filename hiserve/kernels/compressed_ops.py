@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hiserve.kernels.compress_reference import CarriedInputs, Compression, StepTokens
+from hiserve.kernels.pairs import PairFrequencies
 from hiserve.kernels.streams_reference import MixWeights
 from hiserve.kernels.union_rows import RangeRows, RowSource
 
@@ -23,14 +24,24 @@ class CompressedOps(Protocol):
     None waits for the device, and shapes depend on shapes and on bounds that the host knows: a CUDA graph can record them.
     """
 
-    def rotate_pairs(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def pair_angles(self, positions: Tensor, kinds: PairFrequencies, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns the cosines and sines of positions, for each kind of layers."""
+
+    def rotate_pairs(self, x: Tensor, cos: Tensor, sin: Tensor, *, is_back: bool = False) -> Tensor:
         """Rotates the last elements of each head, every one paired with its neighbour."""
 
-    def norm_plain(self, x: Tensor, eps: float) -> Tensor:
-        """Scales the last dimension to a root mean square of 1."""
-
-    def norm_and_rotate(self, x: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-        """Norms each head, then rotates it."""
+    def store_rows(
+        self,
+        heads: Tensor,
+        row: Tensor,
+        norm: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        pool: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
+        """Norms and rotates the heads of queries, and a row of each token, which it stores; returns the queries."""
 
     def attend(
         self, q: Tensor, sources: Sequence[RowSource], sink: Tensor | None, scale: float
@@ -84,7 +95,7 @@ class CompressedOps(Protocol):
         scale: float,
         *,
         bias: Tensor | None = None,
-        chosen: Tensor | None = None,
+        given: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns shares and numbers of the best experts, or shares of given ones."""
 

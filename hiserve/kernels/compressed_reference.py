@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from hiserve.kernels.compress_reference import compress as compress
-from hiserve.kernels.pairs import norm_and_rotate as norm_and_rotate
-from hiserve.kernels.pairs import norm_plain as norm_plain
+from hiserve.kernels.pairs import pair_angles as pair_angles
 from hiserve.kernels.pairs import rotate_pairs as rotate_pairs
+from hiserve.kernels.pairs import store_rows as store_rows
 from hiserve.kernels.routing import route_by_root as route_by_root
 from hiserve.kernels.streams_reference import join_streams as join_streams
 from hiserve.kernels.streams_reference import merge_streams as merge_streams

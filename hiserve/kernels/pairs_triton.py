@@ -1,4 +1,4 @@
-"""Rotation of adjacent pairs, and a norm without weights, in Triton; ``kernels.pairs`` is the twin."""
+"""Rotation of adjacent pairs, the norms before it, and its angles, in Triton; ``kernels.pairs`` is the twin."""
 
 from __future__ import annotations
 
@@ -9,49 +9,112 @@ from torch import Tensor
 
 from hiserve.kernels import pairs
 from hiserve.kernels.launch import await_previous, early_launch, start_next
+from hiserve.kernels.pairs import PairFrequencies
 
 _ELEMENTS = 4096  # of a program
 
 
-def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def pair_angles(positions: Tensor, kinds: PairFrequencies, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Like ``pairs.pair_angles``."""
+    num_kinds, num_pairs = kinds.frequencies.shape
+    shape = (num_kinds, positions.shape[0], num_pairs)
+    cos, sin = (torch.empty(shape, dtype=dtype, device=positions.device) for _ in range(2))
+    _angles_kernel[(positions.shape[0], num_kinds)](
+        positions,
+        kinds.frequencies,
+        kinds.factors,
+        kinds.ratios,
+        cos,
+        sin,
+        PAIRS=num_pairs,
+        BLOCK=triton.next_power_of_2(num_pairs),
+        num_warps=1,
+        **early_launch(positions.device),
+    )
+    return cos, sin
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _angles_kernel(  # type: ignore[no-untyped-def]
+    positions,
+    frequencies,
+    factors,
+    ratios,
+    cos,
+    sin,
+    PAIRS: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
+):
+    """Each program computes the angles of one token for one kind of layers."""
+    token, kind, pair = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
+    mask = pair < PAIRS
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
+    ratio, factor = tl.load(ratios + kind), tl.load(factors + kind)
+    position = tl.load(positions + token) // ratio * ratio
+    angle = position.to(tl.float32) * tl.load(frequencies + kind * PAIRS + pair, mask=mask, other=0.0)
+    target = (kind * tl.num_programs(0) + token) * PAIRS + pair
+    tl.store(cos + target, (tl.cos(angle) * factor).to(cos.dtype.element_ty), mask=mask)
+    tl.store(sin + target, (tl.sin(angle) * factor).to(sin.dtype.element_ty), mask=mask)
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, *, is_back: bool = False) -> Tensor:
     """Like ``pairs.rotate_pairs``; float64, and heads whose elements are no power of 2, use the twin."""
-    return _turn(x, cos, sin, None) if _fits(x) else pairs.rotate_pairs(x, cos, sin)
+    if not _fits(x):
+        return pairs.rotate_pairs(x, cos, sin, is_back=is_back)
+    return _turn(x, cos, sin, is_back=is_back)
 
 
-def norm_plain(x: Tensor, eps: float) -> Tensor:
-    """Like ``pairs.norm_plain``, for ``[T, heads, n]``; as ``rotate_pairs``."""
-    return _turn(x, None, None, eps) if _fits(x) and x.ndim == 3 else pairs.norm_plain(x, eps)
-
-
-def norm_and_rotate(x: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    """Like ``pairs.norm_and_rotate``; as ``rotate_pairs``."""
-    return _turn(x, cos, sin, eps) if _fits(x) else pairs.norm_and_rotate(x, eps, cos, sin)
+def store_rows(
+    heads: Tensor, row: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, pool: Tensor, slots: Tensor
+) -> Tensor:
+    """Like ``pairs.store_rows``; as ``rotate_pairs``."""
+    if not _fits(heads):
+        return pairs.store_rows(heads, row, norm, eps, cos, sin, pool, slots)
+    assert row.stride(1) == pool.stride(1) == slots.stride(0) == 1, (row.stride(), pool.stride(), slots.stride())
+    return _turn(heads, cos, sin, (row, norm, pool, slots), eps)
 
 
 def _fits(x: Tensor) -> bool:
     return x.dtype != torch.float64 and not x.shape[-1] & (x.shape[-1] - 1)
 
 
-def _turn(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float | None) -> Tensor:
+def _turn(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    stored: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    *,
+    is_back: bool = False,
+) -> Tensor:
+    """Turns heads; with ``stored`` it norms them before, and stores rows: these, weights of their norm, pool and slots."""
     num_tokens, num_heads, width = x.shape
-    assert x.stride(2) == 1, x.stride()
-    assert cos is None or (cos.stride(1) == 1 and sin is not None and sin.stride() == cos.stride()), "turns lie apart"
+    assert x.stride(2) == 1 and cos.stride(1) == 1 and sin.stride() == cos.stride(), "heads or turns lie apart"
     out = torch.empty((num_tokens, num_heads, width), dtype=x.dtype, device=x.device)
     block_heads = max(1, min(triton.next_power_of_2(num_heads), _ELEMENTS // width))
-    _turn_kernel[(num_tokens, triton.cdiv(num_heads, block_heads))](
+    row, norm, pool, slots = (None,) * 4 if stored is None else stored
+    _turn_kernel[(num_tokens, triton.cdiv(num_heads, block_heads) + (stored is not None))](
         x,
         cos,
         sin,
         out,
-        eps or 0.0,
+        row,
+        norm,
+        pool,
+        slots,
+        eps,
         x.stride(0),
         x.stride(1),
-        0 if cos is None else cos.stride(0),
+        cos.stride(0),
         num_heads,
+        0 if row is None else row.stride(0),
+        0 if pool is None else pool.stride(0),
         WIDTH=width,
-        PAIRS=0 if cos is None else cos.shape[1],
+        PAIRS=cos.shape[1],
         BLOCK_HEADS=block_heads,
-        IS_NORMED=eps is not None,
+        IS_BACK=is_back,
         num_warps=max(1, min(8, block_heads * width // 512)),
         **early_launch(x.device),
     )
@@ -59,42 +122,69 @@ def _turn(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float | None) 
 
 
 @triton.jit(
-    do_not_specialize=["eps", "token_stride", "head_stride", "turn_stride", "num_heads"],
-    do_not_specialize_on_alignment=["x"],
+    do_not_specialize=["eps", "token_stride", "head_stride", "turn_stride", "num_heads", "row_stride", "slot_stride"],
+    do_not_specialize_on_alignment=["x", "row"],
 )  # type: ignore[untyped-decorator]
 def _turn_kernel(  # type: ignore[no-untyped-def]
     x,
     cos,
     sin,
     out,
+    row,
+    norm,
+    pool,
+    slots,
     eps,
     token_stride,
     head_stride,
     turn_stride,
     num_heads,
+    row_stride,
+    slot_stride,
     WIDTH: tl.constexpr,  # noqa: N803
     PAIRS: tl.constexpr,  # noqa: N803
     BLOCK_HEADS: tl.constexpr,  # noqa: N803
-    IS_NORMED: tl.constexpr,  # noqa: N803
+    IS_BACK: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program norms and turns some heads of a token; the norm is rounded to the type of heads."""
+    """Each program turns some heads of a token; with rows it norms them before, and the last one stores the token's row."""
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
-    token = tl.program_id(0).to(tl.int64)
-    head, column = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS), tl.arange(0, WIDTH)
-    mask = (head < num_heads)[:, None]
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     source = x + token * token_stride + head[:, None] * head_stride + column[None, :]
-    value = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    if IS_NORMED:
+    target = out + (token * num_heads + head[:, None]) * WIDTH + column[None, :]
+    mask = (head < num_heads)[:, None]
+    turns = cos + token * turn_stride, sin + token * turn_stride
+    if row is None:
+        value = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        value = _turned(value, turns, BLOCK_HEADS, WIDTH, PAIRS, IS_BACK)
+        tl.store(target, value.to(out.dtype.element_ty), mask=mask)
+    elif tl.program_id(1) + 1 < tl.num_programs(1):
+        value = tl.load(source, mask=mask, other=0.0).to(tl.float32)
         value *= tl.rsqrt(tl.sum(value * value, 1) / WIDTH + eps)[:, None]
         value = value.to(x.dtype.element_ty).to(tl.float32)
-    if PAIRS > 0:
-        even, odd = tl.split(tl.reshape(value, [BLOCK_HEADS, WIDTH // 2, 2]))
-        pair = tl.arange(0, WIDTH // 2) - (WIDTH // 2 - PAIRS)
-        cosine = tl.load(cos + token * turn_stride + pair, mask=pair >= 0, other=1.0)[None, :]
-        sine = tl.load(sin + token * turn_stride + pair, mask=pair >= 0, other=0.0)[None, :]
-        turned = tl.join(even * cosine - odd * sine, odd * cosine + even * sine)
-        value = tl.reshape(turned, [BLOCK_HEADS, WIDTH])
-    target = out + (token * num_heads + head[:, None]) * WIDTH + column[None, :]
-    tl.store(target, value.to(out.dtype.element_ty), mask=mask)
+        value = _turned(value, turns, BLOCK_HEADS, WIDTH, PAIRS, IS_BACK)
+        tl.store(target, value.to(out.dtype.element_ty), mask=mask)
+    else:
+        weight = tl.load(norm + column)
+        made = tl.load(row + token * row_stride + column).to(tl.float32)
+        made *= tl.rsqrt(tl.sum(made * made, 0) / WIDTH + eps)
+        made = made.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
+        made = made.to(row.dtype.element_ty).to(tl.float32)[None, :]
+        made = _turned(made, turns, 1, WIDTH, PAIRS, IS_BACK)
+        slot = pool + tl.load(slots + token) * slot_stride + column[None, :]
+        tl.store(slot, made.to(pool.dtype.element_ty))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _turned(value, turns, ROWS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, IS_BACK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Rotates the last pairs of ``[ROWS, WIDTH]``."""
+    even, odd = tl.split(tl.reshape(value, [ROWS, WIDTH // 2, 2]))
+    pair = tl.arange(0, WIDTH // 2) - (WIDTH // 2 - PAIRS)
+    cosine = tl.load(turns[0] + pair, mask=pair >= 0, other=1.0)[None, :]
+    sine = tl.load(turns[1] + pair, mask=pair >= 0, other=0.0)[None, :]
+    if IS_BACK:
+        sine = -sine
+    turned = tl.join(even * cosine - odd * sine, odd * cosine + even * sine)
+    return tl.reshape(turned, [ROWS, WIDTH])

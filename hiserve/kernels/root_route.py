@@ -15,20 +15,27 @@ _LINEAR = tl.constexpr(20.0)  # above, softplus is its argument
 
 
 def route_by_root(
-    logits: Tensor, num_per_token: int, scale: float, *, bias: Tensor | None = None, chosen: Tensor | None = None
+    logits: Tensor,
+    num_per_token: int,
+    scale: float,
+    *,
+    bias: Tensor | None = None,
+    given: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Like ``routing.route_by_root``; of equal scores the first. float64 uses the twin."""
     num_tokens, num_experts = logits.shape
     if logits.dtype != torch.float32:
-        return routing.route_by_root(logits, num_per_token, scale, bias=bias, chosen=chosen)
-    assert logits.is_contiguous() and (chosen is None or chosen.is_contiguous()), f"rows {logits.stride()} apart"
-    assert bias is not None or chosen is not None, "neither a bias nor experts"
+        return routing.route_by_root(logits, num_per_token, scale, bias=bias, given=given)
+    table, rows = (None, None) if given is None else given
+    assert logits.is_contiguous() and (table is None or table.is_contiguous()), f"rows {logits.stride()} apart"
+    assert bias is not None or table is not None, "neither a bias nor experts"
     shares = torch.empty((num_tokens, num_per_token), dtype=torch.float32, device=logits.device)
     numbers = torch.empty((num_tokens, num_per_token), dtype=torch.int64, device=logits.device)
     _route_by_root[(num_tokens,)](
         logits,
         bias,
-        chosen,
+        table,
+        rows,
         shares,
         numbers,
         scale,
@@ -57,7 +64,8 @@ def _root(logit):  # type: ignore[no-untyped-def]
 def _route_by_root(  # type: ignore[no-untyped-def]
     logits,
     bias,
-    chosen,
+    table,
+    rows,
     shares,
     numbers,
     scale,
@@ -73,7 +81,7 @@ def _route_by_root(  # type: ignore[no-untyped-def]
     is_expert, is_place = expert < NUM_EXPERTS, place < NUM_CHOSEN
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
-    if chosen is None:
+    if table is None:
         score = _root(tl.load(logits + token * NUM_EXPERTS + expert, mask=is_expert, other=0.0))
         left = tl.where(is_expert, score + tl.load(bias + expert, mask=is_expert, other=0.0), -float("inf"))
         share = tl.full([BLOCK_CHOSEN], 0.0, tl.float32)
@@ -85,7 +93,8 @@ def _route_by_root(  # type: ignore[no-untyped-def]
             number = tl.where(place == turn, best, number)
             left = tl.where(is_best, -float("inf"), left)
     else:
-        number = tl.load(chosen + token * NUM_CHOSEN + place, mask=is_place, other=0).to(tl.int32)
+        chosen = table + tl.load(rows + token).to(tl.int64) * NUM_CHOSEN
+        number = tl.load(chosen + place, mask=is_place, other=0).to(tl.int32)
         share = _root(tl.load(logits + token * NUM_EXPERTS + number, mask=is_place, other=0.0))
         share = tl.where(is_place, share, 0.0)
     share = share / (tl.sum(share, 0) + _SPARE) * scale

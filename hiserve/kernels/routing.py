@@ -56,7 +56,12 @@ def route_in_groups(
 
 
 def route_by_root(
-    logits: Tensor, num_per_token: int, scale: float, *, bias: Tensor | None = None, chosen: Tensor | None = None
+    logits: Tensor,
+    num_per_token: int,
+    scale: float,
+    *,
+    bias: Tensor | None = None,
+    given: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Chooses the experts of each token by the root of the softplus of their logits (DeepSeek-V4), or takes given ones.
 
@@ -65,14 +70,17 @@ def route_by_root(
         num_per_token: Experts of a token.
         scale: Factor of the shares, which sum to 1 before.
         bias: ``[num_experts]``, of the type of the logits, added for the choice alone; None where experts are given.
-        chosen: int64 ``[T, num_per_token]``. The experts that are given; they may be the same.
+        given: int64 ``[N, num_per_token]``, experts, which may be the same, and int32 ``[T]``, the row of each token there.
 
     Returns:
         Shares ``[T, num_per_token]``, of the type of the logits, and experts, int64 of the same shape.
     """
     scores = F.softplus(logits).sqrt()
-    if chosen is None:
+    if given is None:
         assert bias is not None, "neither a bias nor experts"
         chosen = (scores + bias).topk(num_per_token, -1).indices
+    else:
+        table, rows = given
+        chosen = table.index_select(0, rows)
     shares = scores.gather(-1, chosen)
     return shares / (shares.sum(-1, keepdim=True) + SPARE) * scale, chosen

@@ -12,7 +12,7 @@ from hiserve.core.forward import ForwardInputs, GroupedKV, LayerKV
 from hiserve.kernels.compress_reference import CarriedInputs, Compression, StepTokens
 from hiserve.kernels.compressed_ops import CompressedOps, compressed_ops_for
 from hiserve.kernels.ops import Ops
-from hiserve.kernels.union_rows import ChosenRows, RangeRows, RowSource
+from hiserve.kernels.union_rows import ChosenRows, RangeRows
 from hiserve.layers import Linear, RMSNorm
 from hiserve.models.compressed_cache import HEAVY, INDEX, SPARSE, inputs_of
 from hiserve.models.compressed_config import CompressedConfig, LayerKind
@@ -91,9 +91,9 @@ class Indexer:
             turns: Of the step.
         """
         ops = self.compressor.ops
-        heads = ops.rotate_pairs(q.reshape(q.shape[0], self.num_heads, -1), turns.cos, turns.sin)
-        scaled = weights.to(turns.cos.dtype) * self.num_heads**-0.5
-        return ops.choose_rows(heads, scaled, keys, self.most, heads.shape[2] ** -0.5)
+        heads = ops.rotate_pairs(q.view(q.shape[0], self.num_heads, -1), turns.cos, turns.sin)
+        scale = (self.num_heads * heads.shape[2]) ** -0.5
+        return ops.choose_rows(heads, weights.to(turns.cos.dtype), keys, self.most, scale)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +105,7 @@ class CompressedSelfAttention:
         sizes: Rows of each of these in ``into``.
         query_norm: Of the queries' latent.
         query_up: From that latent to queries, then to the indexer's.
-        row_norm: Of rows.
+        row_norm: ``[width]``, weights of the norm of rows.
         sinks: ``[num_heads]``, float32 or float64.
         out_groups: ``[num_groups, out_rank, num_heads * width / num_groups]``.
         out: From these projections, one after the other.
@@ -120,7 +120,7 @@ class CompressedSelfAttention:
     sizes: tuple[int, ...]
     query_norm: RMSNorm
     query_up: Linear
-    row_norm: RMSNorm
+    row_norm: Tensor
     sinks: Tensor
     out_groups: Tensor
     out: Linear
@@ -134,14 +134,14 @@ class CompressedSelfAttention:
         """Returns the rows of ``x``, ``[T, width]``, before their norm."""
         return self.into(x).split_with_sizes(self.sizes, 1)[1]
 
-    def store(
-        self, row: Tensor, inputs: ForwardInputs, turns: Turns, kv: LayerKV, attention: UnionAttention
-    ) -> RowSource:
-        """Norms, rotates and stores the step's rows ``[T, width]`` of the window; returns the rows that its tokens see."""
-        rows = self.ops.rotate_pairs(self.row_norm(row)[:, None], turns.cos, turns.sin)
-        window = attention.window_rows(inputs, kv, self.config.window)
-        window.pool.index_copy_(0, inputs.slots if inputs.window_slots is None else inputs.window_slots, rows[:, 0])
-        return window
+    def store(self, heads: Tensor, row: Tensor, inputs: ForwardInputs, turns: Turns, kv: LayerKV) -> Tensor:
+        """Norms, rotates and stores the step's rows ``[T, width]`` of the window; returns normed and rotated heads of queries.
+
+        ``heads`` are ``[T, n, width]``; there may be none.
+        """
+        slots = inputs.slots if inputs.window_slots is None else inputs.window_slots
+        cos, sin = turns.cos, turns.sin
+        return self.ops.store_rows(heads, row, self.row_norm, self.eps, cos, sin, kv.k[:, 0], slots)
 
     def __call__(
         self, x: Tensor, inputs: ForwardInputs, turns: Turns, kv: LayerKV, attention: UnionAttention
@@ -151,8 +151,8 @@ class CompressedSelfAttention:
         latent, row, *others = self.into(x).split_with_sizes(self.sizes, 1)
         ups = self.query_up(self.query_norm(latent))
         heads = ups[:, : num_heads * width].reshape(-1, num_heads, width)
-        q = ops.norm_and_rotate(heads, self.eps, turns.cos, turns.sin)
-        sources = [self.store(row, inputs, turns, kv, attention)]
+        q = self.store(heads, row, inputs, turns, kv)
+        sources = [attention.window_rows(inputs, kv, self.config.window)]
         if self.compressor is not None:
             assert isinstance(kv, GroupedKV), type(kv)
             seen = attention.history_rows(inputs, kv, self.compressor.group, self.compressor.how.ratio)
@@ -164,12 +164,15 @@ class CompressedSelfAttention:
                 slots = self.indexer(ups[:, num_heads * width :], others[4], keys, turns)
                 sources[-1] = ChosenRows(seen.pool, slots)
         found, _ = ops.attend(q, sources, self.sinks, width**-0.5)
-        return self.project(ops.rotate_pairs(found, turns.cos, -turns.sin))
+        return self.project(ops.rotate_pairs(found, turns.cos, turns.sin, is_back=True))
 
     def project(self, found: Tensor) -> Tensor:
         """Projects the heads' outputs ``[T, num_heads, width]``, group by group, then all to ``[T, hidden_size]``."""
-        groups = found.view(found.shape[0], self.out_groups.shape[0], -1).transpose(0, 1)
-        return self.out(torch.bmm(groups, self.out_groups.mT).transpose(0, 1).flatten(1))
+        num_tokens, (num_groups, rank, _) = found.shape[0], self.out_groups.shape
+        made = found.new_empty((num_tokens, num_groups, rank))
+        groups = found.view(num_tokens, num_groups, -1).transpose(0, 1)
+        torch.bmm(groups, self.out_groups.mT, out=made.transpose(0, 1))
+        return self.out(made.flatten(1))
 
 
 def make_compressed_attention(
@@ -200,7 +203,7 @@ def make_compressed_attention(
         sizes=tuple(sizes),
         query_norm=RMSNorm(parameters.pop(ours + "query_latent_norm"), eps, norms),
         query_up=Linear(parameters.pop(ours + "query_up")),
-        row_norm=RMSNorm(parameters.pop(ours + "row_norm"), eps, norms),
+        row_norm=parameters.pop(ours + "row_norm"),
         sinks=parameters.pop(ours + "sinks"),
         out_groups=out_groups.view(compressed.num_groups, -1, out_groups.shape[1]),
         out=Linear(parameters.pop(ours + "out"), is_after_attention=True),

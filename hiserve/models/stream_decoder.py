@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from hiserve.attention.union import UnionAttention
 from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
 from hiserve.kernels.compressed_ops import CompressedOps, compressed_ops_for
 from hiserve.kernels.ops import Ops, ops_for
+from hiserve.kernels.pairs import PairFrequencies
 from hiserve.layers import Embedding, Experts, GatedMLP, Linear, RMSNorm
 from hiserve.models.compressed_attention import CompressedSelfAttention, Turns, make_compressed_attention
 from hiserve.models.compressed_config import LayerKind
@@ -50,9 +50,9 @@ class HashedExperts:
 
     def __call__(self, x: Tensor, input_ids: Tensor) -> Tensor:
         """Maps ``[T, hidden_size]`` to the same shape; ``input_ids`` are int32 ``[T]``."""
-        chosen = None if self.table is None else self.table.index_select(0, input_ids)
+        given = None if self.table is None else (self.table, input_ids)
         shares, chosen = self.ops.route_by_root(
-            self.router(x), self.num_per_token, self.scale, bias=self.bias, chosen=chosen
+            self.router(x), self.num_per_token, self.scale, bias=self.bias, given=given
         )
         mixed = self.experts(x, shares, chosen)
         return mixed if self.shared is None else mixed + self.shared(x)
@@ -160,46 +160,34 @@ class StreamDecoder:
         return ForwardOutputs(logits=logits, hidden_states=streams.flatten(1) if keeps else None)
 
 
-class _Angles(NamedTuple):
-    """Frequencies, float32 ``[rope_dim / 2]``, and the factor of cosines and sines."""
-
-    frequencies: Tensor
-    factor: float
-
-
 class Rotary:
-    """Angles of a step, by the kinds of layers."""
+    """Angles of a step, by the kinds of layers: of all in one launch."""
 
     def __init__(self, config: ModelConfig, max_len: int, like: Tensor) -> None:
-        compressed = config.compressed
+        compressed, device = config.compressed, like.device
         assert compressed is not None, config.architecture
         own, local = config.rope, config.local_rope or config.rope
+        ratios = {LayerKind.SPARSE: compressed.sparse_ratio, LayerKind.HEAVY: compressed.heavy_ratio}
         self._dtype = torch.promote_types(like.dtype, torch.float32)
-        self._ratios = {LayerKind.SPARSE: compressed.sparse_ratio, LayerKind.HEAVY: compressed.heavy_ratio}
+        self._ops = compressed_ops_for(device)
         self._kinds = tuple(dict.fromkeys(compressed.kinds))
-        self._own, self._local = (
-            _Angles(rotary_frequencies(rope, compressed.rope_dim, max_len).to(like.device), rope.attention_factor)
-            for rope in (own, local)
+        # Of tokens with compressed rows, then of each kind: of tokens with a window alone, or of its rows.
+        ropes = [own, *(local if kind is LayerKind.WINDOW else own for kind in self._kinds)]
+        found = [rotary_frequencies(rope, compressed.rope_dim, max_len) for rope in ropes]
+        self._angles = PairFrequencies(
+            frequencies=torch.stack(found).to(device),
+            factors=torch.tensor([rope.attention_factor for rope in ropes], dtype=torch.float32, device=device),
+            ratios=torch.tensor([1, *(ratios.get(kind, 1) for kind in self._kinds)], device=device),
         )
 
     def __call__(self, positions: Tensor) -> dict[LayerKind, Turns]:
         """Returns the rotations of int64 positions ``[T]``."""
+        cos, sin = self._ops.pair_angles(positions, self._angles, self._dtype)
         turns: dict[LayerKind, Turns] = {}
-        cos, sin = self._turn(positions, self._own)
-        for kind in self._kinds:
-            if kind is LayerKind.WINDOW:
-                local_cos, local_sin = self._turn(positions, self._local)
-                turns[kind] = Turns(local_cos, local_sin, cos, sin)  # it has no compressed rows
-            else:
-                ratio = self._ratios[kind]
-                row_cos, row_sin = self._turn(positions // ratio * ratio, self._own)
-                turns[kind] = Turns(cos, sin, row_cos, row_sin)
+        for place, kind in enumerate(self._kinds, start=1):
+            of_tokens = place if kind is LayerKind.WINDOW else 0
+            turns[kind] = Turns(cos[of_tokens], sin[of_tokens], cos[place], sin[place])
         return turns
-
-    def _turn(self, positions: Tensor, angles: _Angles) -> tuple[Tensor, Tensor]:
-        """Angles are float32 products for every type of the model, as in ``kernels.reference.rotations``."""
-        turned = positions.to(torch.float32)[:, None] * angles.frequencies
-        return (turned.cos() * angles.factor).to(self._dtype), (turned.sin() * angles.factor).to(self._dtype)
 
 
 def make_stream_layer(config: ModelConfig, parameters: dict[str, Tensor], index: int, ops: Ops) -> StreamLayer:

@@ -64,8 +64,8 @@ class StreamHead:
         streams = streams + embedded[:, None]
         turns, wanted = self._rotary(inputs.positions)[LayerKind.WINDOW], inputs.logits_rows
         if not wanted.shape[0]:
-            x = layer.input_norm(layer.attn_mix.split(streams).x)
-            layer.attention.store(layer.attention.row(x), inputs, turns, kv, attention)
+            row = layer.attention.row(layer.input_norm(layer.attn_mix.split(streams).x))
+            layer.attention.store(row[:, None, :][:, :0], row, inputs, turns, kv)
             return self._output(embedded[:0]), hidden_states[:0]
         streams = layer.attend(streams, inputs, turns, kv, attention).index_select(0, wanted)
         streams = layer.finish(streams, inputs.input_ids.index_select(0, wanted))

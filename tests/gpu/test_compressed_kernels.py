@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from hiserve.kernels import compressed_fused, compressed_reference
 from hiserve.kernels.latent_union import choose_parts
 from hiserve.kernels.launch import num_processors
+from hiserve.kernels.pairs import PairFrequencies
 from hiserve.kernels.streams_reference import MixWeights
 from hiserve.kernels.union_rows import ChosenRows, RangeRows
 from tests.helpers.compressed_cases import KINDS, CompressedStep
@@ -110,11 +111,20 @@ def test_streams(num_tokens: int) -> None:
 
 def test_pairs_and_roots() -> None:
     torch.manual_seed(4)
-    x, angles = torch.randn(7, 64, 512, device="cuda", dtype=BF16), torch.randn(7, 32, device="cuda")
-    turned = [
-        ops.norm_and_rotate(x, 1e-6, angles.cos(), angles.sin()) for ops in (compressed_fused, compressed_reference)
-    ]
-    assert_close(*turned, atol=2e-2, rtol=2e-2)
+    x, norm = torch.randn(7, 65, 512, device="cuda", dtype=BF16), torch.rand(512, device="cuda", dtype=BF16)
+    positions = torch.tensor([0, 3, 4, 127, 5000, 100_000, 1_048_575], device="cuda")
+    kinds = PairFrequencies(
+        10_000.0 ** -torch.rand(2, 32, device="cuda"), torch.ones(2, device="cuda"), torch.tensor([1, 4], device="cuda")
+    )
+    found = []
+    for ops in (compressed_fused, compressed_reference):
+        cos, sin = ops.pair_angles(positions, kinds, torch.float32)
+        pool = torch.zeros(9, 512, device="cuda", dtype=BF16)
+        slots = torch.arange(7, device="cuda") + 1
+        heads = ops.store_rows(x[:, 1:], x[:, 0], norm, 1e-6, cos[0], sin[0], pool, slots)
+        found.append((cos, sin, heads, pool, ops.rotate_pairs(x, cos[1], sin[1], is_back=True)))
+    assert_close(found[0][:2], found[1][:2], atol=1e-5, rtol=1e-5)
+    assert_close(found[0][2:], found[1][2:], atol=2e-2, rtol=2e-2)
     logits, bias = torch.randn(500, 256, device="cuda") * 4, torch.randn(256, device="cuda")
     ours, theirs = (ops.route_by_root(logits, 6, 1.5, bias=bias) for ops in (compressed_fused, compressed_reference))
     assert torch.equal(ours[1], theirs[1])

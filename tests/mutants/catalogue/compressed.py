@@ -1,7 +1,7 @@
 """Layers with compressed rows and several streams (DeepSeek-V4)."""
 
 from hiserve.attention import union
-from hiserve.kernels import compress_reference, union_rows
+from hiserve.kernels import compress_reference, pairs, union_rows
 from hiserve.models import compressed_attention, compressed_cache, compressed_config, packed_rows, stream_decoder, weights
 from hiserve.runners import mixed
 from tests.e2e import test_compressed_oracle, test_stream_graphs, test_stream_heads
@@ -18,12 +18,12 @@ with union_rows.slots_of, test_compressed_oracle.test_a_token_sees_the_rows_of_i
     (positions + source.ratio) // source.ratio
 with compressed_attention.CompressedSelfAttention.__call__, test_compressed_oracle.test_logits_are_those_of_transformers["plain"]:
     "outputs are not turned back"
-    -turns.sin
-    turns.sin
-with stream_decoder.Rotary.__call__, test_compressed_oracle.test_logits_are_those_of_transformers["plain"]:
+    ops.rotate_pairs(found, turns.cos, turns.sin, is_back=True)
+    ops.rotate_pairs(found, turns.cos, turns.sin)
+with pairs.pair_angles, test_compressed_oracle.test_logits_are_those_of_transformers["plain"]:
     "compressed rows have the position of the token that ends them"
-    positions // ratio * ratio
-    positions
+    positions // ratios * ratios
+    positions.expand(ratios.shape[0], -1)
 with stream_decoder.StreamDecoder.finish[2], test_compressed_oracle.test_tokens_of_other_shapes["ratios 2 and 8"]:
     "the last layer's experts take the tokens of other rows"
     streams.index_select(0, rows)

@@ -1,6 +1,16 @@
 """Kernels of compressed attention and of streams, and their torch twins (DeepSeek-V4)."""
 
-from hiserve.kernels import compress, compress_reference, index_topk, latent_union, root_route, row_codecs, streams, union_reference
+from hiserve.kernels import (
+    compress,
+    compress_reference,
+    index_topk,
+    latent_union,
+    pairs_triton,
+    root_route,
+    row_codecs,
+    streams,
+    union_reference,
+)
 from tests.unit.kernels import (
     test_compress,
     test_compress_reference,
@@ -55,6 +65,10 @@ with streams._merge, test_streams.test_streams_are_those_of_the_twin:
     "kernel: all streams are mixed by the weights of the first"
     (token * COUNT + other) * COUNT
     token * COUNT * COUNT
+with pairs_triton._turn_kernel, test_streams.test_pairs_are_turned_as_by_the_twin:
+    "kernel: a row of the window is stored without the weights of its norm"
+    made.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
+    made.to(weight.dtype).to(tl.float32)
 with root_route._route_by_root, test_streams.test_roots_choose_what_the_twin_chooses:
     "kernel: the bias of an expert is part of its share by roots"
     tl.where(is_best, score, 0.0)

@@ -25,6 +25,7 @@ from hiserve.kernels import (
 from hiserve.kernels.chosen_triton import attend_chosen
 from hiserve.kernels.delta import DeltaShape
 from hiserve.kernels.latent_decode import LatentRows, decode
+from hiserve.kernels.pairs import PairFrequencies
 from hiserve.kernels.routing import ExpertGroups
 from hiserve.kernels.row_codecs import PACKED_V4
 from hiserve.kernels.step_ops import TokenMasks
@@ -176,12 +177,17 @@ def streams() -> None:
     compressed_fused.pass_streams(x, x[:, 0], post, matrix, weights, iterations=20, eps=1e-6, norm_eps=1e-6)
     head = MixWeights(weights.weight[:4], weights.base[:4], weights.scale[:1])
     compressed_fused.join_streams(x, head, eps=1e-6, norm_eps=1e-6)
-    for given in {"bias": torch.zeros(256)}, {"chosen": torch.zeros(3, 6, dtype=torch.int64)}:
+    table = torch.zeros(9, 6, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
+    for given in {"bias": torch.zeros(256)}, {"given": table}:
         compressed_fused.route_by_root(torch.zeros(3, 256), 6, 1.5, **given)
-    heads, angles = torch.zeros(3, 64, 512, dtype=BF16), torch.zeros(3, 32)
-    compressed_fused.norm_and_rotate(heads, 1e-6, angles, angles)
-    compressed_fused.rotate_pairs(heads[:, :1], angles, angles)
-    compressed_fused.norm_plain(heads, 1e-6)
+    positions, frequencies = torch.zeros(3, dtype=torch.int64), torch.zeros(4, 32)
+    kinds = PairFrequencies(frequencies, frequencies[:, 0].contiguous(), positions.new_ones(4))
+    cos, sin = (each[1] for each in compressed_fused.pair_angles(positions, kinds, torch.float32))
+    heads, pool = torch.zeros(3, 64, 512, dtype=BF16), torch.zeros(128, 512, dtype=BF16)
+    for some in heads, heads[:, :0]:
+        compressed_fused.store_rows(some, heads[:, 0], pool[0], 1e-6, cos, sin, pool, positions)
+    compressed_fused.rotate_pairs(heads, cos, sin, is_back=True)
+    compressed_fused.rotate_pairs(heads[..., :128], cos, sin)
 
 
 def pack() -> None:
@@ -252,7 +258,7 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
     "streams": (
         streams,
         {f"streams.{name}" for name in ("_project", "_weigh", "_merge")}
-        | {"pairs_triton._turn_kernel", "root_route._route_by_root"},
+        | {"pairs_triton._turn_kernel", "pairs_triton._angles_kernel", "root_route._route_by_root"},
     ),
     "packed": (pack, {f"row_codec_triton.{name}" for name in ("_store_packed", "_load_packed")}),
     "pages": (pages, {"page_lists._list_pages", "page_copy._copy_pages"}),

@@ -43,8 +43,24 @@ for dtype, shape, turned in ((torch.float32, (3, 5, 32), 4), (torch.float16, (2,
     close = dict(rtol=1e-6, atol=1e-6) if dtype == torch.float32 else dict(rtol=2e-3, atol=2e-3)
     x = torch.randn(shape[0], shape[1] * shape[2] + 5).to(dtype)[:, 5:].view(shape) if shape[1] == 1 else torch.randn(shape).to(dtype)
     cos, sin = torch.randn(2, shape[0], turned)
-    for name, given in (("rotate_pairs", (cos, sin)), ("norm_plain", (1e-3,)), ("norm_and_rotate", (1e-3, cos, sin))):
-        assert_close(*(getattr(each, name)(x, *given) for each in (fused, reference)), **close)
+    for how in ({}, dict(is_back=True)):
+        assert_close(*(each.rotate_pairs(x, cos, sin, **how) for each in (fused, reference)), **close)
+    row, slots = torch.randn(shape[0], shape[2] + 3).to(dtype)[:, 3:], torch.randperm(5)[: shape[0]]
+    for norm, heads in ((torch.rand(shape[2]).to(dtype), x), (torch.rand(shape[2]), x[:, :0])):
+        pools = torch.full((2, 5, shape[2]), torch.nan, dtype=dtype)
+        found = [
+            each.store_rows(heads, row, norm, 1e-3, cos, sin, pool, slots)
+            for each, pool in zip((fused, reference), pools, strict=True)
+        ]
+        assert_close(*found, **close)
+        assert_close(*pools, equal_nan=True, **close)
+        assert pools[0].isnan().any(1).sum() == 5 - shape[0]
+
+kinds = reference.PairFrequencies(torch.rand(3, 6), torch.tensor([1.0, 1.5, 1.0]), torch.tensor([1, 1, 4]))
+positions = torch.tensor([0, 3, 4, 1000, 77])
+ours, theirs = (each.pair_angles(positions, kinds, torch.float32) for each in (fused, reference))
+assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+assert torch.equal(ours[0][2, 0], ours[0][2, 1]) and not torch.equal(ours[0][1, 0], ours[0][1, 1])
 """
 ROUTES = """
 from hiserve.kernels import root_route as fused, routing as reference
@@ -52,8 +68,8 @@ from hiserve.kernels import root_route as fused, routing as reference
 for num_experts, count in ((256, 6), (12, 3)):
     logits, bias = torch.randn(5, num_experts) * 4, torch.randn(num_experts)
     logits[0, :4] = torch.tensor([60.0, -60.0, -9.0, 20.5])
-    given = torch.randint(0, num_experts, (5, count))
-    for how in (dict(bias=bias), dict(chosen=given)):
+    given = torch.randint(0, num_experts, (9, count)), torch.tensor([8, 0, 3, 3, 1], dtype=torch.int32)
+    for how in (dict(bias=bias), dict(given=given)):
         ours, theirs = (each.route_by_root(logits, count, 1.5, **how) for each in (fused, reference))
         assert torch.equal(ours[1], theirs[1])
         assert_close(ours[0], theirs[0], rtol=2e-6, atol=1e-7)
