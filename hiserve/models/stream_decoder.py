@@ -176,8 +176,8 @@ class Rotary:
         found = [rotary_frequencies(rope, compressed.rope_dim, max_len) for rope in ropes]
         self._angles = PairFrequencies(
             frequencies=torch.stack(found).to(device),
-            factors=torch.tensor([rope.attention_factor for rope in ropes], dtype=torch.float32, device=device),
-            ratios=torch.tensor([1, *(ratios.get(kind, 1) for kind in self._kinds)], device=device),
+            factors=torch.tensor([rope.attention_factor for rope in ropes], dtype=torch.float32).to(device),
+            ratios=torch.tensor([1, *(ratios.get(kind, 1) for kind in self._kinds)]).to(device),
         )
 
     def __call__(self, positions: Tensor) -> dict[LayerKind, Turns]:

@@ -55,6 +55,7 @@ ALLOWED = (
     Allowed("models/weights.py", "_refuse_strange_experts", "*", _LOADING),
     Allowed("models/weights.py", "_tokens", "*", _LOADING),
     Allowed("models/frequencies.py", "rotary_frequencies", "tensor of values", "when the model is built"),
+    Allowed("models/stream_decoder.py", "Rotary.__init__", "tensor of values", _MADE),
     Allowed("models/reading.py", "*", "*", "while weights are read, before the first step"),
     Allowed("runners/canary.py", "Canary.*", "*", _DEBUGGING),
     Allowed("runners/canary.py", "_describe", "int(tensor)", _DEBUGGING),
