@@ -31,6 +31,7 @@ from hiserve.models.model_config import NANO, ModelConfig
 SHAPES = {
     "glm-4.7-flash": 0.60,
     "v3-like": 0.60,
+    "v3.2-like": 0.60,
     "gpt-oss-20b": 0.70,
     "gemma-3-27b": 0.70,
     "qwen3.5-35b-a3b": 0.60,
@@ -67,6 +68,9 @@ class Least:
             weights -= self._expert_params * (1 - share) ** num_rows  # those that no row chooses
         seen = sum(context if window is None else min(context, window) for window in self._windows)
         stored = seen * model.slot_elements / len(self._windows)
+        if model.index is not None:  # no key of the index, where all rows are chosen
+            most, keys = model.index.most, model.index.slot_elements
+            stored = min(context, most) * (model.slot_elements - keys) + (context > most) * context * keys
         if model.compressed is not None:
             stored += compressed_elements(model.compressed, context)
         return self._element * (weights + num_rows * stored) + num_rows * self.carried_bytes()
@@ -85,6 +89,10 @@ class Least:
         width = 2 * model.head_dim if latent is None else latent.key_dim + latent.value_dim
         pairs = sum(_num_pairs(length, window) for window in self._windows)
         flop = 2 * params * length
+        if (index := model.index) is not None:
+            pairs = len(self._windows) * _num_pairs(length, index.most)
+            scored = _num_pairs(length, None) - _num_pairs(min(length, index.most), None)
+            flop += 2 * len(index.layers) * index.num_heads * index.width * scored
         if compressed is not None:
             sparse, heavy = compressed.count(LayerKind.SPARSE), compressed.count(LayerKind.HEAVY)
             rows = _num_pairs_of(length, compressed.sparse_ratio)

@@ -48,6 +48,7 @@ HYBRID_PARTS = {
     "compressed": "kernels of compressed attention and of streams, widths of DeepSeek-V4-Flash, rows x tokens",
     "delta": "kernels of the gated delta rule, heads of Qwen3.5-35B-A3B, rows x tokens",
     "v3-like": "DeepSeek-V3 shape of six layers, decode step of rows x context, and prompts",
+    "v3.2-like": "DeepSeek-V3.2 shape of six layers, decode step of rows x context, and prompts",
     "glm-4.7-flash": "GLM-4.7-Flash shape, decode step of rows x context, and prompts",
     "gpt-oss-20b": "gpt-oss-20b shape, decode step of rows x context, and prompts",
     "gemma-3-27b": "Gemma-3-27B shape, decode step of rows x context, and prompts",

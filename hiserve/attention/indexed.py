@@ -96,6 +96,8 @@ class IndexedAttention:
         latents = self._ops.attend_chosen(
             absorbed, kv.k[:, 0], self._slots, self._counts, self._latent.scale, self._latent.rank
         )
+        if layer + 1 == self._shape.num_layers:  # drafts, which come next, have that memory
+            self._slots = self._counts = None
         out = q.new_empty((*q.shape[:2], self._latent.value_dim)) if out is None else out
         torch.bmm(latents.transpose(0, 1), kv.to_values.transpose(1, 2), out=out.transpose(0, 1))
         return out

@@ -61,6 +61,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
             "gemma-3-27b",
             "glm-4.7-flash",
             "v3-like",
+            "v3.2-like",
             "qwen3.5-35b-a3b",
             "v4-flash-like",
         ]

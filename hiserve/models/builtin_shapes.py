@@ -32,10 +32,40 @@ _LATENT: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 
+_V3: dict[str, Any] = _LATENT | {
+    "vocab_size": 129_280,
+    "hidden_size": 7168,
+    "intermediate_size": 18_432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "n_routed_experts": 32,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 163_840,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+
 _SLIDING, _SPARSE, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 
 # The fields that are read of the public config.json of Llama-3.1-8B, Qwen3-0.6B, Qwen3-8B, gpt-oss-20b, Gemma-3-27B,
-# GLM-4.7-Flash and Qwen3.5-35B-A3B; of DeepSeek-V3 in full width, cut to 6 layers, of which 5 have 32 experts; and of
+# GLM-4.7-Flash and Qwen3.5-35B-A3B; of DeepSeek-V3 and V3.2 in full width, cut to 6 layers, of which 5 have 32 experts; and of
 # DeepSeek-V4-Flash in full width, cut to 6 layers of all kinds with 64 experts. What the families fill in is left out.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {
@@ -119,36 +149,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 202_752,
         "rope_theta": 1e6,
     },
-    "v3-like": _LATENT
+    "v3-like": _V3 | {"architectures": ["DeepseekV3ForCausalLM"]},
+    "v3.2-like": _V3
     | {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "vocab_size": 129_280,
-        "hidden_size": 7168,
-        "intermediate_size": 18_432,
-        "moe_intermediate_size": 2048,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 128,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
-        "n_routed_experts": 32,
-        "num_experts_per_tok": 8,
-        "n_group": 8,
-        "topk_group": 4,
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 2.5,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 163_840,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 40.0,
-            "original_max_position_embeddings": 4096,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 2048,
     },
     "qwen3.5-35b-a3b": {
         "architectures": ["Qwen3_5MoeForCausalLM"],

@@ -13,6 +13,7 @@ from hiserve.models.config_fields import ConfigFields, Count, Size, convert
 
 KEYS = "index"  # the group of the keys
 _FULL, _SHARED = "full", "shared"
+_SLOT_ELEMENTS = 4  # of 16 bits: slots have 64
 _LETTERS = {"F": _FULL, "S": _SHARED}
 _MOST = {"index_n_heads": 2**12, "index_head_dim": 2**14}
 
@@ -39,8 +40,8 @@ class IndexConfig(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.layers) * self.width
 
     def step_elements(self) -> int:
-        """Returns elements of a token in one layer: queries, as they come and rotated, weights, and a key."""
-        return 2 * self.num_heads * self.width + self.num_heads + 4 * self.width
+        """Returns elements of a token in one layer: queries, as they come and rotated, weights, a key, and the slots of its choice."""
+        return 2 * self.num_heads * self.width + self.num_heads + 4 * self.width + _SLOT_ELEMENTS * self.most
 
     def cache_plan(self, rows: CacheGroupSpec) -> CachePlan:
         """Returns the groups of all layers; ``rows`` are the latents, of all layers."""

@@ -66,6 +66,17 @@ def test_compressed_rows_are_scanned_by_their_index_and_those_chosen_are_read(
     assert v4.decode_bytes(1, context) - v4.decode_bytes(1, 0) == pytest.approx(2 * read)
 
 
+def test_an_index_beside_latents_is_scanned_where_it_must_choose() -> None:
+    v32, v3 = (Least(shape_config(name), "bfloat16") for name in ("v3.2-like", "v3-like"))
+    for context, keys, rows in ((2048, 0, 2048), (8192, 8192, 2048)):
+        read = 6 * (keys * 128 + rows * 576)
+        assert v32.decode_bytes(1, context) - v32.decode_bytes(1, 0) == pytest.approx(2 * read)
+    per_token = 2 * 6 * (1536 * 64 * 128 + (128 + 64) * 7168 + 2 * 128)
+    assert v32.prompt_flop(2048) - v3.prompt_flop(2048) == pytest.approx(2048 * per_token)
+    more = v32.prompt_flop(2049) - v32.prompt_flop(2048)
+    assert more - (v32.prompt_flop(2048) - v32.prompt_flop(2047)) == pytest.approx(2 * 6 * 64 * 128 * 2049)
+
+
 def test_the_inputs_of_compressed_rows_are_written_once_and_read_once() -> None:
     v4 = Least(shape_config("v4-flash-like"), "bfloat16")
     assert v4.carried_bytes() == 2 * 4 * 2 * (4 * 512 + 4 * 128 + 2 * 512)

@@ -19,7 +19,7 @@ from tests.helpers.models import Engine, save_llama
 from tests.helpers.plans import HandPlanner
 
 FILE = "model.safetensors"
-QUANTIZED = ("_proj.weight", "_proj_with_mqa.weight")
+QUANTIZED = ("_proj.weight", "_proj_with_mqa.weight", "indexer.wq_b.weight", "indexer.wk.weight")
 
 
 @pytest.fixture
@@ -101,11 +101,12 @@ def test_long_matrices_are_multiplied_stripe_by_stripe(folder: Path) -> None:
         assert torch.equal(part, tensors[each].float() * torch.stack(blocks))
 
 
-def test_a_model_of_experts_and_latents_computes_with_the_products(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+def test_a_model_of_experts_and_latents_computes_with_the_products(tmp_path: Path, family: str) -> None:
     """The same logits as of a checkpoint that holds the products."""
-    folder = save_latent("deepseek_v3", tmp_path / "fp8")
+    folder = save_latent(family, tmp_path / "fp8")
     quantize(folder, torch.float32)
-    plain = save_latent("deepseek_v3", tmp_path / "plain")
+    plain = save_latent(family, tmp_path / "plain")
     tensors = load_file(folder / FILE)
     for name in [name for name in tensors if name + "_scale_inv" in tensors]:
         tensors[name] = product(tensors, name, torch.float32)

@@ -13,7 +13,7 @@ from hiserve.errors import ModelError
 from hiserve.models.draft_config import read_draft
 from hiserve.models.model_config import read_model_config
 from tests.helpers.draft_heads import Drafter
-from tests.helpers.latent_models import FAMILIES, INDEXED, SHAPE, save_with_mtp
+from tests.helpers.latent_models import FAMILIES, INDEXED, SHAPE, save_latent, save_with_mtp
 from tests.helpers.models import load_transformers
 
 HIDDEN, NUM_LAYERS, FILE = SHAPE["hidden_size"], SHAPE["num_hidden_layers"], "model.safetensors"
@@ -82,3 +82,11 @@ def test_auto_takes_the_head_that_the_files_have(tmp_path: Path) -> None:
     assert read_draft(options, folder, config) is None
     with pytest.raises(ModelError, match=rf"lacks tensors model\.layers\.{NUM_LAYERS}"):
         Drafter(folder, "mtp")
+
+
+def test_a_model_with_an_index_is_no_draft_model(tmp_path: Path) -> None:
+    """Its layers have two groups of rows, those of drafts one."""
+    folder = save_latent("deepseek_v32", tmp_path)
+    options = make_options(model=str(folder), spec=f"draft:{folder}")
+    with pytest.raises(ModelError, match="its layers with an index are supported in the model alone"):
+        read_draft(options, folder, read_model_config(folder))
