@@ -33,7 +33,7 @@ _OLD_SPELLINGS = {
 }
 
 # Far above any model; beyond these, the shapes, names and tables of a model would themselves fill memory.
-_MOST = {
+MOST = {
     "vocab_size": 2**24,
     "hidden_size": 2**20,
     "num_hidden_layers": 2**12,
@@ -194,16 +194,21 @@ def refuse_oversize(fields: ConfigFields, path: Path) -> None:
     Raises:
         ModelError: A size is larger.
     """
-    sizes = {name: getattr(fields, name) or 0 for name in _MOST}
-    facts = {f"{name} is {size}, and the most is {_MOST[name]}": size > _MOST[name] for name, size in sizes.items()}
+    sizes = {name: getattr(fields, name) or 0 for name in MOST}
+    facts = {f"{name} is {size}, and the most is {MOST[name]}": size > MOST[name] for name, size in sizes.items()}
     experts = 3 * sizes["num_hidden_layers"] * sizes["num_experts"]
     facts[f"its experts have {experts} matrices, and the most is {MAX_EXPERT_MATRICES}"] = experts > MAX_EXPERT_MATRICES
     for fact, is_so in facts.items():
         if is_so:
-            raise ModelError(
-                f"{path.name} in {str(path.parent)!r} makes no sense: {fact}. Correct it, or fetch the file again.",
-                param="model",
-            )
+            raise nonsense(path, fact)
+
+
+def nonsense(path: Path, fact: str) -> ModelError:
+    """Returns the error of a file whose fields are out of range, or contradict each other."""
+    return ModelError(
+        f"{path.name} in {str(path.parent)!r} makes no sense: {fact}. Correct it, or fetch the file again.",
+        param="model",
+    )
 
 
 _INDEX = "index_topk"

@@ -173,15 +173,12 @@ def read_partial_dim(fields: ConfigFields, head_dim: int) -> int:
         ModelError: They are not pairs.
     """
     rope = fields.rope_parameters
-    share = (
-        fields.partial_rotary_factor
-        if rope is None or rope.partial_rotary_factor is None
-        else rope.partial_rotary_factor
-    )
-    dim = int(head_dim * (1.0 if share is None else share))
-    if not 0 < dim <= head_dim or dim % 2:
+    in_rope = None if rope is None else rope.partial_rotary_factor
+    share = next(each for each in (in_rope, fields.partial_rotary_factor, 1.0) if each is not None)
+    if not 0 < share <= 1 or int(head_dim * share) < 1 or int(head_dim * share) % 2:
         raise ModelError(
-            f"config.json makes no sense: partial_rotary_factor {share} of a head_dim of {head_dim} is {dim}, but RoPE turns pairs.",
+            f"config.json makes no sense: partial_rotary_factor is {share}, and pairs of a head's {head_dim} elements are wanted. "
+            "Fetch it again.",
             param="model",
         )
-    return dim
+    return int(head_dim * share)

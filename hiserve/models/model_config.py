@@ -14,7 +14,8 @@ from hiserve.core.step_memory import DEFAULT_PAGE_SIZE, ModelFacts, StepShape
 from hiserve.errors import ModelError
 from hiserve.models.checkpoint import Download, fetch, is_hub_name
 from hiserve.models.compressed_cache import compressed_page_size, compressed_plan, page_multiple, ratio_elements
-from hiserve.models.compressed_config import CompressedConfig, LayerKind, read_compressed, respell_compressed
+from hiserve.models.compressed_config import CompressedConfig, LayerKind, read_compressed
+from hiserve.models.compressed_spelling import respell_compressed
 from hiserve.models.config_fields import (
     ConfigFields,
     convert,

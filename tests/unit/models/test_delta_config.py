@@ -71,8 +71,9 @@ def test_layers_lie_in_the_groups_of_their_kind(tmp_path: Path) -> None:
         ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim 1 is below 2"),
         ({"linear_key_head_dim": None}, "lack linear_key_head_dim"),
         ({"linear_value_head_dim": 2**20}, "linear_value_head_dim is 1048576"),
-        ({"partial_rotary_factor": 0.2}, "partial_rotary_factor 0.2 of a head_dim of 16 is 3"),
-        ({"partial_rotary_factor": 2.0}, "partial_rotary_factor 2.0 of a head_dim of 16 is 32"),
+        ({"partial_rotary_factor": 0.2}, "partial_rotary_factor is 0.2, and pairs of a head's 16 elements"),
+        ({"partial_rotary_factor": 2.0}, "partial_rotary_factor is 2.0, and"),
+        ({"partial_rotary_factor": float("nan")}, "partial_rotary_factor is nan, and"),
     ],
 )
 def test_what_cannot_be_computed_is_refused_by_name(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
