@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ def load_parameters(
                 parameter.remainder_(config.experts.num_experts)
         return parameters
     rename = text_name if config.compressed is None else compressed_name
-    held = {rename(source): tensor for source, tensor in held_tensors(folder, param="model").items()}
+    held = _renamed(folder, rename, param="model")
     sources = set(held) - scale_names(held)
     ignored = {source for source in sources if _is_ignored(source, config)}
     table = table_of(config, ExpertNaming.of(sources - ignored))
@@ -161,6 +161,23 @@ def held_tensors(folder: Path, *, param: str) -> dict[str, StoredTensor]:
     for path in weight_files(folder, param=param):
         with _opened(path, param):  # the library checks the header
             held |= stored_tensors(path)
+    return held
+
+
+def _renamed(folder: Path, rename: Callable[[str], str], *, param: str) -> dict[str, StoredTensor]:
+    """Returns the tensors of a checkpoint by the names that tables have for them; arguments as for ``held_tensors``.
+
+    Raises:
+        ModelError: As ``held_tensors``, or two tensors have one name, of which nobody knows the right one.
+    """
+    held: dict[str, StoredTensor] = {}
+    for source, tensor in held_tensors(folder, param=param).items():
+        if (name := rename(source)) in held:
+            raise ModelError(
+                f"{str(folder)!r} has {name} under two names, {source} and another. Take all files from one checkpoint.",
+                param=param,
+            )
+        held[name] = tensor
     return held
 
 
@@ -310,7 +327,7 @@ def load_head_parameters(
         tokens = torch.arange(head.vocab_size, device=device) if is_reduced else None
         return draw_parameters(head.table(draft.model), dtype, device, _norm_dtype(draft.model, dtype)), tokens
     rename = compressed_name if draft.model.compressed is not None else str
-    held = {rename(source): tensor for source, tensor in held_tensors(draft.folder, param="spec").items()}
+    held = _renamed(draft.folder, rename, param="spec")
     sources = set(held) - scale_names(held) - head.ignored
     if head.is_in_model:
         prefix = head.format.prefix or head.named(head.format.layer)

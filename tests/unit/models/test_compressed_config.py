@@ -192,6 +192,18 @@ def test_a_table_of_experts_that_are_not_there_is_refused(tmp_path: Path) -> Non
             load_parameters(tmp_path, config, torch.float32, torch.device("cpu"), "auto")
 
 
+def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save_compressed(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    (name,) = [each for each in tensors if compressed_name(each) == "model.layers.1.self_attn.kv_norm.weight"]
+    save_file(tensors | {compressed_name(name): tensors[name] + 1}, path, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"has model.layers.1.self_attn.kv_norm.weight under two names"):
+        load_parameters(tmp_path, read_model_config(tmp_path), torch.float32, torch.device("cpu"), "auto")
+
+
 def test_each_kind_of_layer_stores_what_it_reads(saved: Path) -> None:
     config = read_model_config(saved)
     plan = config.cache_plan("float64", frees_windows=True, max_draft=3)
