@@ -24,6 +24,7 @@ BAR, FAST_BAR = 0.97, 1.3  # of ``auto`` over no drafts: everywhere, and alone w
 FAST_ACCEPTANCE = 0.7
 CONCURRENCIES = {"cuda": (1, 4, 8, 16, 32), "cpu": (1, 4)}
 SEED = 7  # of the prompts
+_UNUSED = ("batches", "temperatures", "sources", "dataset", "path")  # options of other sweeps
 
 
 class RehearsedEngine(SpecEngine, Protocol):
@@ -125,6 +126,13 @@ def rehearse_engines(
 
 def fitted(config: Options, sweep: SweepOptions, rehearsal: RehearsalOptions) -> SweepOptions:
     """Returns the options with numbers of requests that fit the device, and one proposer. Raises ConfigError."""
+    unused = {name for name in _UNUSED if getattr(sweep, name) != getattr(SweepOptions(), name)}
+    if unused:
+        named = ", ".join("--" + name for name in sorted(unused))
+        raise ConfigError(
+            f"--sweep has greedy requests of random tokens, --concurrency at once, and takes no {named}. Leave them out.",
+            param=min(unused),
+        )
     check_sweep(config, sweep)
     if len(sweep.proposers) > 1:
         raise ConfigError("--sweep measures one proposer. Name one, and run it again for another.", param="proposers")

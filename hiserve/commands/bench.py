@@ -54,6 +54,7 @@ from hiserve.bench.summary import Summary, by_round, goodput, num_without_ids, p
 from hiserve.bench.workload import Run
 from hiserve.commands.progress import progress
 from hiserve.config.options import Options, flat, without_secrets
+from hiserve.errors import ConfigError
 from hiserve.models.builtin_shapes import read_model
 
 _T = TypeVar("_T")
@@ -169,9 +170,11 @@ def _offline(config: Options, arguments: Mapping[str, Any]) -> int:
 
 
 def _spec(config: Options, arguments: Mapping[str, Any]) -> int:
-    sweep = pick(SweepOptions, arguments)
-    if pick(RehearsalOptions, arguments).sweep:
+    sweep, rehearsal = pick(SweepOptions, arguments), pick(RehearsalOptions, arguments)
+    if rehearsal.sweep:
         return _rehearsed(config, sweep, arguments)
+    if rehearsal != RehearsalOptions():
+        raise ConfigError("--acceptances and --concurrency are of --sweep. Add it, or use --batches.", param="sweep")
     plotter, console = _plotter(arguments), Console(highlight=False)
     with progress("cases") as begin:
         found = sweep_engines(config, sweep, lambda settings: hiserve.LLM(in_process=True, **settings), begin)

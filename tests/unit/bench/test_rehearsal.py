@@ -125,6 +125,7 @@ def test_ctrl_c_before_the_first_case_is_one() -> None:
         ({"steps": ("0",)}, "--steps has none"),
         ({"proposers": ("mtp", "eagle3")}, "one proposer"),
         ({"steps": ("9999",)}, "--steps has '9999'"),
+        ({"temperatures": (0.8,), "batches": (3,)}, "takes no --batches, --temperatures"),
     ],
 )
 def test_sweeps_of_nothing_are_refused(given: dict[str, Any], words: str) -> None:

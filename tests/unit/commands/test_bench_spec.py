@@ -57,6 +57,7 @@ def test_lists_of_options_are_checked_one_by_one(capsys: Any) -> None:
     for given, words in (
         (["--batches", "1", "0"], "--batches is 0; the least is 1"),
         (["--sources", "disk"], "give one of cold, device, host"),
+        (["--concurrency", "2"], "--acceptances and --concurrency are of --sweep"),
     ):
         assert cli.main(["bench", "spec", *given]) == 1
         assert words in capsys.readouterr().err
