@@ -18,6 +18,7 @@ from hiserve.text.helpers.fair_threads import FairThreads
 from hiserve.text.helpers.pool import HelperPool
 from hiserve.text.prompt.parts import Place, place_after, retained
 from hiserve.text.prompt.reply_tokens import ReplyTokenCache, Splice, chat_steps, with_thoughts
+from hiserve.text.prompt.spelled_tokens import SpelledTokens
 from hiserve.text.prompt.steps import PromptLimit, Render, Steps, text_steps
 from hiserve.text.reader.buffer import Event
 from hiserve.text.template.chat_template import TOO_SLOW, ChatTemplate
@@ -51,6 +52,7 @@ class PromptEncoder:
         self._template = template
         self._reply_cache = reply_cache
         self._split_points = SplitPoints(tokenizer)
+        self._spelled_tokens = None if template is None else SpelledTokens(tokenizer, template)
         self._threads = FairThreads(num_threads, "hiserve-encode")
         self.helpers = HelperPool(template)
 
@@ -111,7 +113,7 @@ class PromptEncoder:
             RequestError: The model has no chat template, or it refuses these messages.
             ContextLengthError: The messages are far too long.
         """
-        if self._template is None:
+        if self._spelled_tokens is None:
             raise RequestError("this model has no chat template; use /v1/completions.", param="messages")
         shown = sum(len(turn.text) for turn in chat.turns)
         self._check_length(shown, max_tokens, truncate, param="messages")
@@ -121,7 +123,9 @@ class PromptEncoder:
             max_chars = max(max_chars, 4 * chat.num_chars)
         limit = _prompt_limit(max_tokens, truncate, "messages")
         splices = self._reply_cache.splices
-        steps = chat_steps(chat, known, self._split_points, limit, max_chars=max_chars, splices=splices)
+        steps = chat_steps(
+            chat, known, self._split_points, limit, self._spelled_tokens, max_chars=max_chars, splices=splices
+        )
         return truncated(await self._run(steps, caller), truncate, max_tokens)
 
     def place(self, chat: Conversation, namespace: bytes, prompt: Int32Array, at: int) -> Place:

@@ -22,6 +22,7 @@ from hiserve.core.digest import namespace_digest
 from hiserve.core.plan import Int32Array
 from hiserve.text.conversation import Call, Conversation, Result, Text, Thought, Turn
 from hiserve.text.prompt.known_replies import KnownReply, canonical
+from hiserve.text.prompt.spelled_tokens import SpelledTokens, joined, pieces
 from hiserve.text.prompt.steps import PromptLimit, Render, Steps, join_steps, run_steps
 from hiserve.text.reader.buffer import Event, Kind
 from hiserve.text.reader.formats import ReplyFormat
@@ -180,7 +181,13 @@ def encode_chat(
         RequestError: The template refuses the messages.
     """
     steps = chat_steps(
-        chat, known, SplitPoints(tokenizer), PromptLimit(MAX_INT32), max_chars=max_chars, splices=splices
+        chat,
+        known,
+        SplitPoints(tokenizer),
+        PromptLimit(MAX_INT32),
+        SpelledTokens(tokenizer, template),
+        max_chars=max_chars,
+        splices=splices,
     )
     return run_steps(steps, tokenizer, template, max_s)
 
@@ -190,11 +197,12 @@ def chat_steps(
     known: Mapping[int, KnownReply],
     split_points: SplitPoints,
     limit: PromptLimit,
+    spelled_tokens: SpelledTokens,
     *,
     max_chars: int | None = None,
     splices: Counter[Splice] | None = None,
 ) -> Steps:
-    """Renders a conversation and encodes it; known replies keep their ids. Returns the prompt, int32 ``[n]``.
+    """Renders a conversation and encodes it; known replies keep their ids, and words of users are text. Returns the prompt, int32 ``[n]``.
 
     A thought that the client left out is put back before. The template is rendered a second time with a placeholder before
     the first part of each known reply. If the text without the placeholders is exactly the true text, the placeholders are
@@ -211,6 +219,7 @@ def chat_steps(
         known: Replies among its turns, by index. Ids that spell something else are ignored.
         split_points: Where texts may be cut, for the model's tokenizer.
         limit: Of the prompt.
+        spelled_tokens: Of the model: those in the words of users and tools are encoded as text.
         max_chars: As for ``ChatTemplate.render``.
         splices: Counts the turns of the assistant.
 
@@ -218,8 +227,8 @@ def chat_steps(
         ContextLengthError: The prompt is too long.
         RequestError: The template refuses the messages.
     """
-    chat = with_thoughts(chat, known)
-    text: str = yield Render(chat, max_chars)
+    chat, separator = spelled_tokens.divided(with_thoughts(chat, known))
+    text, cuts = joined((yield Render(chat, max_chars)), separator)
     tokenizer = split_points.tokenizer
     count = Counter[Splice]() if splices is None else splices
     count[Splice.UNKNOWN] += sum(turn.role == "assistant" and i not in known for i, turn in enumerate(chat.turns))
@@ -227,7 +236,7 @@ def chat_steps(
         count[Splice.TOKENIZER] += len(known)
         known = {}
     shown = {i: reply for i, reply in known.items() if reply.first[1].rstrip() in text}
-    spelled: str = (yield Render(_with_placeholders(chat, shown), None)) if shown else text
+    spelled, _ = joined((yield Render(_with_placeholders(chat, shown), None)), separator) if shown else (text, [])
     places = _places(text, spelled, shown)
     if places is None:
         count[Splice.INSPECTED] += len(shown)
@@ -238,12 +247,13 @@ def chat_steps(
         found = shown[i].place(text, place, tokenizer) if place >= 0 else None
         if found is not None and found[0] >= at:
             start, end, ids = found
-            parts += [text[at:start], ids]
+            parts += [*pieces(text, at, start, cuts), ids]
             at = end
             count[Splice.KEPT if len(ids) == len(shown[i].ids) else Splice.CUT] += 1
         elif place >= 0:
             count[Splice.CHANGED] += 1
-    return (yield from join_steps([*parts, text[at:]], split_points, limit))
+    parts += pieces(text, at, len(text), cuts)
+    return (yield from join_steps(parts, split_points, limit))
 
 
 def with_thoughts(chat: Conversation, known: Mapping[int, KnownReply]) -> Conversation:
@@ -279,9 +289,9 @@ def _with_placeholder(turn: Turn, kind: Kind, placeholder: str) -> Turn:
 
 def _places(text: str, spelled: str, known: Collection[int]) -> dict[int, int] | None:
     """Returns where the placeholders are in the true text, in order; None if the template does more than show the parts."""
-    pieces = _PLACEHOLDER_PATTERN.split(spelled)
-    numbers = list(map(int, pieces[1::2]))
-    if "".join(pieces[::2]) != text or len(set(numbers)) < len(numbers) or not set(numbers) <= set(known):
+    split = _PLACEHOLDER_PATTERN.split(spelled)
+    numbers = list(map(int, split[1::2]))
+    if "".join(split[::2]) != text or len(set(numbers)) < len(numbers) or not set(numbers) <= set(known):
         return None
-    ends = accumulate(map(len, pieces[::2]))
+    ends = accumulate(map(len, split[::2]))
     return dict(zip(numbers, ends, strict=False))

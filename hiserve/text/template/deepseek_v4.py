@@ -12,6 +12,7 @@ SIGNS = ("<｜DSML｜tool_calls>", "<｜DSML｜invoke name=", "<｜DSML｜parame
 _BEGIN, _END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 _USER, _ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
 _OPEN, _CLOSE = "<think>", "</think>"
+MARKS = (_BEGIN, _END, _USER, _ASSISTANT, _OPEN, _CLOSE)
 _MAX_EFFORT = "max"
 # The words that the model was trained on, to the letter: its documentation of prompts gives them.
 _TOOLS = """## Tools

@@ -25,7 +25,7 @@ class _Row(NamedTuple):
 
 
 # By the architecture of their models.
-ENCODERS = {"DeepseekV4ForCausalLM": _Row(deepseek_v4.encode, deepseek_v4.SIGNS)}
+ENCODERS = {"DeepseekV4ForCausalLM": _Row(deepseek_v4.encode, deepseek_v4.SIGNS + deepseek_v4.MARKS)}
 
 
 class EncodedTemplate(ChatTemplate):
