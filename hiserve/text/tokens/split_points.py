@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import product
 
+import numpy as np
+
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ContextLengthError
 from hiserve.text.tokens.tokenizer import Tokenizer
@@ -70,8 +72,9 @@ class SplitPoints:
         if any(token.rstrip and token.content[-1:].isalpha() for token in added):
             return None
         contents, places = [token.content for token in added], []
+        typed = [self._typed(content) for content in contents]
         for letters, examples in SCRIPTS.items():
-            followers = [each for each in FOLLOWERS if self._is_cut(contents, letters, examples, each)]
+            followers = [each for each in FOLLOWERS if self._is_cut(typed, letters, examples, each)]
             if followers:
                 places.append(f"(?<=[{letters}])[{''.join(followers)}]")
         tokens = [re.escape(token) for token in contents[:_MOST_TOKENS] if self._is_cut_before(token, contents)]
@@ -92,11 +95,16 @@ class SplitPoints:
                 return found[-1]
         return None
 
+    def _typed(self, content: str) -> str:
+        """Returns an added token as texts have it: with spaces, where the tokenizer makes ``▁`` of these before it looks."""
+        spaced = content.replace("▁", " ")
+        return spaced if np.array_equal(self._encode(spaced), self._encode(content)) else content
+
     def _is_cut(self, added: list[str], letters: str, examples: str, follower: str) -> bool:
-        """Whether a text may be cut between any of these letters and the follower."""
-        across = re.compile(f"[{letters}][{follower}{'▁' if follower == ' ' else ''}]")
-        if any(map(across.search, added)):
+        """Whether a text may be cut between any of these letters and the follower; ``added`` are as texts have them."""
+        if any(map(re.compile(f"[{letters}][{follower}]").search, added)):
             return False
+        across = re.compile(f"[{letters}][{follower}{'▁' if follower == ' ' else ''}]")
         texts = [(left + letter, follower + right) for left, letter, right in product(_LEFT, examples, _RIGHT)]
         has_words = all(self._are_words_cut(left, right) for left, right in texts)
         if not has_words and any(map(across.search, self.tokenizer.vocab.values())):

@@ -2,7 +2,7 @@
 
 from hiserve.attention import union
 from hiserve.kernels import compress_reference, pairs, union_rows
-from hiserve.models import compressed_attention, compressed_cache, compressed_config, packed_rows, stream_decoder, weights
+from hiserve.models import compressed_attention, compressed_cache, compressed_spelling, packed_rows, stream_decoder, weights
 from hiserve.runners import mixed
 from tests.e2e import test_compressed_oracle, test_stream_graphs, test_stream_heads
 from tests.unit.models import test_compressed_config, test_packed_rows
@@ -28,7 +28,7 @@ with stream_decoder.StreamDecoder.finish[2], test_compressed_oracle.test_tokens_
     "the last layer's experts take the tokens of other rows"
     streams.index_select(0, rows)
     streams[: rows.shape[0]]
-with compressed_config._rotations, test_compressed_config.test_released_files_name_ratios_and_numbers_of_layers:
+with compressed_spelling._rotations, test_compressed_config.test_released_files_name_ratios_and_numbers_of_layers:
     "YaRN scales the cosines of compressed layers"
     compress.setdefault("attention_factor", 1.0)
     pass
@@ -56,3 +56,11 @@ with mixed.StaticInputs.fill, test_static_inputs.test_every_token_has_its_place_
     "padding tokens keep the positions of the step before"
     static.positions[num_tokens:bucket].zero_()
     pass
+with weights._renamed, test_compressed_config.test_a_tensor_under_two_names_is_refused:
+    "of a tensor under two names the last is taken"
+    (name := rename(source)) in held
+    (name := rename(source)) is None
+with compressed_spelling._layer_types, test_compressed_config.test_what_is_not_supported_is_refused_by_name:
+    "ratios that contradict the types of layers are ignored"
+    ratio != known.get(kind, ratio)
+    False

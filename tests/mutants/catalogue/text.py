@@ -1,6 +1,6 @@
 """Text: detokenizer, stop texts, templates, remembered replies."""
 
-from hiserve.text.prompt import known_replies
+from hiserve.text.prompt import known_replies, spelled_tokens
 from hiserve.text.reader import buffer as reply_buffer
 from hiserve.text.reader import calls as call_reader
 from hiserve.text.reader import json_values, output
@@ -15,6 +15,7 @@ from tests.unit.text import (
     test_known_replies,
     test_output,
     test_reader,
+    test_spelled_tokens,
     test_split_points,
     test_template,
     test_template_sandbox,
@@ -109,3 +110,11 @@ with reply_buffer.EventLog.add, test_reader.test_content_alone_has_no_event_and_
     "content without an event of its own is no part of the reply that is kept"
     Event(CONTENT, plain, self._num_tokens, events[0].start), *events
     (*events,)
+with spelled_tokens.pieces, test_spelled_tokens.test_special_tokens_in_words_are_text_for_any_template:
+    "a user ends a turn by a token spelled out"
+    start < place < end
+    False
+with spelled_tokens.SpelledTokens.__init__, test_spelled_tokens.test_no_word_of_a_user_or_a_tool_is_a_mark_of_deepseek_v4:
+    "tokens that the template writes and that are not special are taken from users"
+    token.special or token.content in source
+    token.special

@@ -227,3 +227,16 @@ def test_a_text_without_a_place_to_cut_is_refused_where_it_is_too_long(from_end:
         made("byte level").tokenizer.encode(text[: encoding_steps.PIECE_CHARS + 1000], add_special_tokens=True).tolist()
     )
     assert encoded("byte level", text[: encoding_steps.PIECE_CHARS + 1000], PromptLimit(10**9)) == whole
+
+
+def test_marks_with_the_sign_of_a_space_leave_cuts_at_spaces() -> None:
+    """As ``<｜begin▁of▁sentence｜>`` of DeepSeek; where a normalizer makes that sign of spaces, no cut is within such a mark."""
+    mark = AddedToken("<｜begin▁of▁sentence｜>", special=True, normalized=False)
+    plain = tiny_text.byte_level_backend()
+    plain.add_special_tokens([mark])
+    assert SplitPoints(Tokenizer(plain)).first("one two", 0, 7) == 3
+    spaces = tiny_text.byte_level_backend()
+    spaces.normalizer = normalizers.Replace(" ", "▁")
+    spaces.add_tokens([AddedToken("of▁sentence", normalized=True)])
+    found = SplitPoints(Tokenizer(spaces))
+    assert not found.exist or found.first("of sentence", 0, 11) is None
