@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import torch
 from torch import Tensor
 
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.core.forward import ForwardInputs, GroupedKV, LayerKV
-from hiserve.kernels.union_rows import ChosenRows, RangeRows, RowSource, slots_of
+from hiserve.kernels.compressed_ops import compressed_ops_for
+from hiserve.kernels.union_rows import ChosenRows, RangeRows, RowSource
 
 
 class UnionAttention:
@@ -62,13 +60,8 @@ class UnionAttention:
 
         The pages of a draft begin where its head took part, so positions count from there: ``kv_lens`` say how many they are.
         """
-        ends = inputs.qo_indptr[1:].long().index_select(0, inputs.token_rows)
-        index = torch.arange(inputs.positions.shape[0], device=inputs.positions.device)
-        positions = inputs.kv_lens.index_select(0, inputs.token_rows) - ends + index
-        slots = slots_of(replace(rows, positions=positions))
-        assert rows.window is not None, "only windows hide their first row"
-        slots[:, 0].masked_fill_(positions < rows.window, -1)
-        return ChosenRows(rows.pool, slots)
+        ops = compressed_ops_for(inputs.kv_lens.device)
+        return ChosenRows(rows.pool, ops.slots_behind_first(rows, inputs.kv_lens, inputs.qo_indptr))
 
     def history_rows(self, inputs: ForwardInputs, kv: GroupedKV, group: str, ratio: int) -> RangeRows:
         """Returns the compressed rows of a group, each of ``ratio`` tokens."""

@@ -13,3 +13,4 @@ from hiserve.kernels.streams import join_streams as join_streams
 from hiserve.kernels.streams import merge_streams as merge_streams
 from hiserve.kernels.streams import mix_streams as mix_streams
 from hiserve.kernels.streams import pass_streams as pass_streams
+from hiserve.kernels.window_slots import slots_behind_first as slots_behind_first

@@ -48,6 +48,9 @@ class CompressedOps(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Attends by one softmax over all rows of all sources and a sink; returns values and logarithms."""
 
+    def slots_behind_first(self, source: RangeRows, kv_lens: Tensor, qo_indptr: Tensor) -> Tensor:
+        """Returns the slots of a window without row 0, which may never have been written."""
+
     def choose_rows(self, q: Tensor, weights: Tensor, keys: RangeRows, most: int, scale: float) -> Tensor:
         """Returns the slots of the best rows of each token, in the order of rows."""
 

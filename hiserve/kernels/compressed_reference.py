@@ -13,3 +13,4 @@ from hiserve.kernels.streams_reference import mix_streams as mix_streams
 from hiserve.kernels.streams_reference import pass_streams as pass_streams
 from hiserve.kernels.union_reference import attend as attend
 from hiserve.kernels.union_reference import choose_rows as choose_rows
+from hiserve.kernels.union_rows import slots_behind_first as slots_behind_first

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -71,6 +71,26 @@ def slots_of(source: RowSource, first: int = 0, end: int | None = None) -> Tenso
     entry = torch.where(is_seen, row // source.page_rows, 0)
     pages = source.table[token_rows[:, None], entry].long()
     return torch.where(is_seen, pages * source.page_rows + row % source.page_rows, -1)
+
+
+def slots_behind_first(source: RangeRows, kv_lens: Tensor, qo_indptr: Tensor) -> Tensor:
+    """Returns the slots of a window without row 0, which may never have been written.
+
+    Args:
+        source: With a window; its positions are not read: those of a row's last tokens end at its length.
+        kv_lens: int64 ``[B]``.
+        qo_indptr: int32 ``[B + 1]``. Row b has tokens ``qo_indptr[b]`` to ``qo_indptr[b + 1]``.
+
+    Returns:
+        As ``slots_of``, of all tokens.
+    """
+    assert source.window is not None, "only windows hide their first row"
+    ends = qo_indptr[1:].long().index_select(0, source.token_rows)
+    token = torch.arange(source.token_rows.shape[0], device=kv_lens.device)
+    positions = kv_lens.index_select(0, source.token_rows) - ends + token
+    slots = slots_of(replace(source, positions=positions))
+    slots[:, 0].masked_fill_(positions < source.window, -1)
+    return slots
 
 
 def slots_at_ends(source: RangeRows) -> Tensor:

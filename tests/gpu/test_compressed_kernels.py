@@ -109,6 +109,14 @@ def test_streams(num_tokens: int) -> None:
     assert_close(passed[0][2:], again[1:], atol=1e-5, rtol=1e-5)
 
 
+def test_slots_of_a_window_without_the_first_row() -> None:
+    torch.manual_seed(9)
+    window = CompressedStep(num_rows=4, context=700, device="cuda").range(1, 512, 8, 128)
+    kv_lens, starts = torch.tensor([2, 128, 129, 700], device="cuda"), torch.arange(0, 9, 2, device="cuda").int()
+    ours, theirs = (ops.slots_behind_first(window, kv_lens, starts) for ops in (compressed_fused, compressed_reference))
+    assert torch.equal(ours, theirs)
+
+
 def test_pairs_and_roots() -> None:
     torch.manual_seed(4)
     x, norm = torch.randn(7, 65, 512, device="cuda", dtype=BF16), torch.rand(512, device="cuda", dtype=BF16)

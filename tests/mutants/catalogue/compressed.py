@@ -1,6 +1,5 @@
 """Layers with compressed rows and several streams (DeepSeek-V4)."""
 
-from hiserve.attention import union
 from hiserve.kernels import compress_reference, pairs, union_rows
 from hiserve.models import compressed_attention, compressed_cache, compressed_spelling, packed_rows, stream_decoder, weights
 from hiserve.runners import mixed
@@ -36,9 +35,9 @@ with compressed_cache.compressed_plan, test_compressed_config.test_each_kind_of_
     "rings have no room for drafts that were refused"
     2 * (1 + max_draft)
     1 + max_draft
-with union.UnionAttention._without_first, test_stream_heads.test_its_logits_are_those_of_the_layer_in_transformers:
+with union_rows.slots_behind_first, test_stream_heads.test_its_logits_are_those_of_the_layer_in_transformers:
     "a draft sees the slot of the first token, which nobody wrote"
-    positions < rows.window
+    positions < source.window
     positions < 0
 with packed_rows.check_packed, test_packed_rows.test_what_is_missing_is_named:
     "packed experts may lack their scales"

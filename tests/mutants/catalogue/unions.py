@@ -10,6 +10,7 @@ from hiserve.kernels import (
     row_codecs,
     streams,
     union_reference,
+    window_slots,
 )
 from tests.unit.kernels import (
     test_compress,
@@ -19,6 +20,7 @@ from tests.unit.kernels import (
     test_row_codecs,
     test_streams,
     test_union_reference,
+    test_window_slots,
 )
 
 with union_reference.merge, test_union_reference.test_any_partition_and_order_of_the_sources_gives_the_same:
@@ -65,6 +67,10 @@ with streams._merge, test_streams.test_streams_are_those_of_the_twin:
     "kernel: all streams are mixed by the weights of the first"
     (token * COUNT + other) * COUNT
     token * COUNT * COUNT
+with window_slots._list_slots, test_window_slots.test_the_first_row_is_hidden_and_no_other:
+    "kernel: a draft sees the slot of the first token, which nobody wrote"
+    (place < width) & (number > 0) & (number <= position)
+    (place < width) & (number <= position)
 with pairs_triton._turn_kernel, test_streams.test_pairs_are_turned_as_by_the_twin:
     "kernel: a row of the window is stored without the weights of its norm"
     made.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)

@@ -164,6 +164,7 @@ def compressed() -> None:
     case.attend(compressed_fused, 200, ("none",))
     small.attend(compressed_fused, 4, ("chosen",))
     case.choose(compressed_fused)
+    compressed_fused.slots_behind_first(case.range(1, 512, 128, 128), torch.ones(4).long(), torch.zeros(5).int())
     case.compress(compressed_fused, 4, 2)
     case.compress(compressed_fused, 128, 1)
 
@@ -253,7 +254,8 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
         compressed,
         {f"latent_union.{name}" for name in ("_attend", "_join")}
         | {f"index_topk.{name}" for name in ("_score", "_choose")}
-        | {f"compress.{name}" for name in ("_make", "_keep")},
+        | {f"compress.{name}" for name in ("_make", "_keep")}
+        | {"window_slots._list_slots"},
     ),
     "streams": (
         streams,
