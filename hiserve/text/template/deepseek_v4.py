@@ -66,7 +66,7 @@ def encode(variables: Mapping[str, Any]) -> str:
     """
     messages: Sequence[Message] = variables["messages"]
     tools = variables.get("tools")
-    thinks = _thinks(variables)
+    thinks = is_thinking(variables)
     keeps_all = bool(tools) or not variables.get("drop_thinking", not variables.get("preserve_thinking", False))
     asked = max((index for index, each in enumerate(messages) if each["role"] == "user"), default=-1)
     parts = [_BEGIN, _EFFORT if thinks and variables.get("reasoning_effort") == _MAX_EFFORT else ""]
@@ -75,7 +75,7 @@ def encode(variables: Mapping[str, Any]) -> str:
         parts.append(messages[index]["content"])
         index += 1
     if tools:
-        schemas = "\n".join(_json(tool["function"]) for tool in tools)
+        schemas = "\n".join(spell_json(tool["function"]) for tool in tools)
         parts.append("\n\n" + _TOOLS.replace("{schemas}", schemas))
     calls: list[Any] = []
     while index < len(messages):
@@ -97,7 +97,7 @@ def encode(variables: Mapping[str, Any]) -> str:
     return "".join(parts)
 
 
-def _thinks(variables: Mapping[str, Any]) -> bool:
+def is_thinking(variables: Mapping[str, Any]) -> bool:
     """Whether the reply begins with a thought."""
     mode = variables.get("thinking_mode")
     if mode is not None:
@@ -112,19 +112,20 @@ def _reply(message: Message, *, shows_thought: bool) -> str:
     thought = _OPEN + message.get("reasoning_content", "") if shows_thought else ""
     text = _ASSISTANT + thought + _CLOSE + (message["content"] or "")
     if calls := message.get("tool_calls"):
-        spelled = "\n".join(_call(each["function"]) for each in calls)
+        spelled = "\n".join(spell_call(each["function"]) for each in calls)
         text += f"\n\n<｜DSML｜tool_calls>\n{spelled}\n</｜DSML｜tool_calls>"
     return text + _END
 
 
-def _call(function: Mapping[str, Any]) -> str:
+def spell_call(function: Mapping[str, Any]) -> str:
+    """Returns a call in the markup of DeepSeek, as V3.2 and V4 spell it."""
     arguments = function["arguments"]
     if not isinstance(arguments, dict):
         arguments = {"arguments": arguments}
     lines = []
     for name, value in arguments.items():
         is_text = isinstance(value, str)
-        spelled = value if is_text else _json(value)
+        spelled = value if is_text else spell_json(value)
         lines.append(f'<｜DSML｜parameter name="{name}" string="{str(is_text).lower()}">{spelled}</｜DSML｜parameter>')
     shown = "\n".join(lines)
     return f'<｜DSML｜invoke name="{function["name"]}">\n{shown}\n</｜DSML｜invoke>'
@@ -132,15 +133,19 @@ def _call(function: Mapping[str, Any]) -> str:
 
 def _blocks(messages: Sequence[Message], calls: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the texts of one turn of the user: results, in the order of their calls, at the places of results; and words."""
-    order = {call["id"]: place for place, call in enumerate(calls) if "id" in call}
-    results = [each for each in messages if each["role"] == "tool"]
-    results.sort(key=lambda each: order.get(each.get("tool_call_id"), len(order)))
-    ordered = iter(results)
+    ordered = iter(in_order_of_calls([each for each in messages if each["role"] == "tool"], calls))
     return [
         f"<tool_result>{next(ordered)['content']}</tool_result>" if each["role"] == "tool" else each["content"]
         for each in messages
     ]
 
 
-def _json(value: Any) -> str:
+def in_order_of_calls(results: Sequence[Message], calls: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Returns results in the order of their calls, those of others last."""
+    order = {call["id"]: place for place, call in enumerate(calls) if "id" in call}
+    return sorted(results, key=lambda each: order.get(each.get("tool_call_id"), len(order)))
+
+
+def spell_json(value: Any) -> str:
+    """Returns JSON whose letters are not escaped."""
     return json.dumps(value, ensure_ascii=False)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jinja2
 
 from hiserve.errors import ContextLengthError, RequestError
-from hiserve.text.template import deepseek_v4
+from hiserve.text.template import deepseek_v4, deepseek_v32
 from hiserve.text.template.budget import RenderBudget
 from hiserve.text.template.chat_template import TEMPLATE_FAILURES, ChatTemplate, Sources
 
@@ -25,7 +25,10 @@ class _Row(NamedTuple):
 
 
 # By the architecture of their models.
-ENCODERS = {"DeepseekV4ForCausalLM": _Row(deepseek_v4.encode, deepseek_v4.SIGNS + deepseek_v4.MARKS)}
+ENCODERS = {
+    "DeepseekV4ForCausalLM": _Row(deepseek_v4.encode, deepseek_v4.SIGNS + deepseek_v4.MARKS),
+    "DeepseekV32ForCausalLM": _Row(deepseek_v32.encode, deepseek_v32.SIGNS + deepseek_v4.MARKS),
+}
 
 
 class EncodedTemplate(ChatTemplate):

@@ -3,9 +3,11 @@
 from hiserve.attention import indexed
 from hiserve.kernels import chosen_reference, chosen_triton
 from hiserve.models import index_config, latent_attention, model_config, row_index
+from hiserve.text.template import deepseek_v32
 from tests.e2e import test_index_graphs, test_index_oracle
 from tests.unit.kernels import test_latent_decode
 from tests.unit.models import test_index_config
+from tests.unit.text import test_deepseek_v32_prompts
 
 with indexed.IndexedAttention.plan, test_index_oracle.test_logits_are_those_of_transformers["deepseek"]:
     "rows that are longer than what is chosen see all tokens"
@@ -50,3 +52,7 @@ with chosen_triton.attend_chosen, test_latent_decode.test_chosen_rows_are_those_
     "tokens of a second launch see the rows of the first tokens"
     LatentRows(starts, counts[mine], slots[mine])
     LatentRows(starts, counts, slots)
+with deepseek_v32.encode, test_deepseek_v32_prompts.test_results_stand_in_the_order_of_the_calls_and_the_thought_goes_on:
+    "thoughts before the last turn of the user stay in prompts of DeepSeek-V3.2"
+    thinks and first > asked
+    thinks
