@@ -114,7 +114,7 @@ with spelled_tokens.pieces, test_spelled_tokens.test_special_tokens_in_words_are
     "a user ends a turn by a token spelled out"
     start < place < end
     False
-with spelled_tokens.SpelledTokens.__init__, test_spelled_tokens.test_no_word_of_a_user_or_a_tool_is_a_mark_of_deepseek_v4:
+with spelled_tokens.SpelledTokens.__init__, test_spelled_tokens.test_no_word_of_a_user_or_a_tool_is_a_mark_of_deepseek:
     "tokens that the template writes and that are not special are taken from users"
     token.special or token.content in source
     token.special
