@@ -223,10 +223,7 @@ def _make_inputs(  # type: ignore[no-untyped-def]
         total = total / (1.0 + tl.exp(-total))
         if is_key:
             norm = tl.rsqrt(tl.sum(total * total, 1) + _NORM_EPS)
-            norm = tl.where(
-                slab < SIZES.num_key_heads, norm * SIZES.key_dim**-0.5, norm
-            )  # a choice of numbers is float32
-            total = total * norm[:, None]
+            total *= tl.where(slab < SIZES.num_key_heads, norm * SIZES.key_dim**-0.5, norm)[:, None]
         entry, is_live = entry_of(t, start, begin, number, num_tokens, room, SIZES), t < end
         target = heads + entry[:, None] * SIZES.num_channels + channel[None, :]
         tl.store(target, total.to(heads.dtype.element_ty), mask=is_live[:, None] & in_head)
