@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hiserve.core.kv_groups import Space
-from hiserve.core.step_memory import step_memory
+from hiserve.core.step_memory import SCORE_BYTES, step_memory
 from hiserve.errors import ModelError
 from hiserve.models.compressed_config import LayerKind
 from hiserve.models.compressed_names import compressed_name, compressed_table
@@ -236,9 +236,9 @@ def test_scores_of_the_index_are_counted(saved: Path, tmp_path: Path) -> None:
         sizes: dict[str, Any] = {"dtype_bytes": 2, "max_rows": 4, "max_tokens": 100, "page_size": 16, "graphs": "off"}
         return step_memory(step, max_len=max_len, **sizes)["scores of the index"]
 
-    assert counted(4096) == 100 * 1024 * 4
-    assert counted(2**20) == (64 << 20) // (2**18 * 4) * 2**18 * 4
-    assert counted(2**27) == 2**25 * 4
+    assert counted(4096) == 100 * 1024 * SCORE_BYTES
+    assert counted(2**20) == (64 << 20) // (2**18 * SCORE_BYTES) * 2**18 * SCORE_BYTES
+    assert counted(2**27) == 2**25 * SCORE_BYTES
     heavy = read_model_config(save_compressed(tmp_path, layer_types=[HEAVY] * 5)).facts().step
     assert heavy.index_ratio == 0
 
