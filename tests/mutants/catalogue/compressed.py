@@ -1,7 +1,7 @@
 """Layers with compressed rows and several streams (DeepSeek-V4)."""
 
 from hiserve.kernels import compress_reference, pairs, union_rows
-from hiserve.models import compressed_attention, compressed_cache, compressed_spelling, packed_rows, stream_decoder, weights
+from hiserve.models import compressed_attention, compressed_cache, compressed_spelling, packed_rows, stream_decoder, stream_head, weights
 from hiserve.runners import mixed
 from tests.e2e import test_compressed_oracle, test_stream_graphs, test_stream_heads
 from tests.unit.models import test_compressed_config, test_packed_rows
@@ -63,3 +63,11 @@ with compressed_spelling._layer_types, test_compressed_config.test_what_is_not_s
     "ratios that contradict the types of layers are ignored"
     ratio != known.get(kind, ratio)
     False
+with compressed_cache.page_multiple, test_compressed_config.test_a_page_has_whole_rows_of_all_ratios:
+    "a row stands for tokens of two pages"
+    math.lcm(*config.ratios)
+    max(config.ratios)
+with stream_head.StreamHead.forward, test_stream_heads.test_its_logits_are_those_of_the_layer_in_transformers:
+    "a chunk of a prompt without logits stores no rows for drafts"
+    layer.attention.store(row[:, None, :][:, :0], row, inputs, turns, kv)
+    pass

@@ -227,6 +227,13 @@ def test_each_kind_of_layer_stores_what_it_reads(saved: Path) -> None:
     assert (facts.page_size, facts.page_multiple) == (128, 16)
 
 
+def test_a_page_has_whole_rows_of_all_ratios(tmp_path: Path) -> None:
+    """Also where neither ratio divides the other."""
+    rates = {"compress_ratios": None, "num_hidden_layers": 5, "compress_rates": {SPARSE: 4, HEAVY: 6}}
+    facts = parse(tmp_path, FLASH | rates).facts()
+    assert (facts.page_size, facts.page_multiple) == (132, 12)
+
+
 def test_scores_of_the_index_are_counted(saved: Path, tmp_path: Path) -> None:
     """For as many tokens at once as fit, and one at least."""
     step = read_model_config(saved).facts().step
