@@ -20,6 +20,7 @@ TOOLS = [{"type": "function", "function": {"name": "look", "description": "", "p
 KEEP_SWITCHES: dict[str, bool] = {"preserve_thinking": True, "clear_thinking": False}
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 EFFORT_SWITCH = "reasoning_effort"
+EFFORTS = ("low", "high", "max")  # values of which families know some
 SWITCHES = frozenset({*KEEP_SWITCHES, *THINKING_SWITCHES, EFFORT_SWITCH})
 
 
@@ -77,18 +78,19 @@ def probe(template: ChatTemplate) -> TemplateAbilities:
     is_kept = PROBE in text(USER, THOUGHT, USER)
     is_shown = is_kept or PROBE in text(USER, THOUGHT) or PROBE in text(USER, CALL, RESULT)
     said = Turn("assistant", (Text(PROBE),))
+    thinking_switch = next(
+        (name for name in THINKING_SWITCHES if text(USER, **{name: True}) != text(USER, **{name: False})), ""
+    )
+    thinks = {thinking_switch: True} if thinking_switch else {}
+    efforts = {text(USER, **thinks, **{EFFORT_SWITCH: effort}) for effort in EFFORTS} - {""}
     _, shown, turn_end = text(USER, said, add_generation_prompt=False).rpartition(PROBE)
     return TemplateAbilities(
         tools=template.shows_tools,
         later_system=template.shows_later_system,
         thoughts="always" if is_kept else "turn" if is_shown else "never",
         keep_switch=keep_switch,
-        thinking_switch=next(
-            (name for name in THINKING_SWITCHES if text(USER, **{name: True}) != text(USER, **{name: False})), ""
-        ),
-        effort_switch=(
-            EFFORT_SWITCH if text(USER, reasoning_effort="low") != text(USER, reasoning_effort="high") else ""
-        ),
+        thinking_switch=thinking_switch,
+        effort_switch=EFFORT_SWITCH if len(efforts) > 1 else "",
         turn_end=turn_end if shown else "",
     )
 

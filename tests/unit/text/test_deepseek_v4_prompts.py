@@ -129,4 +129,5 @@ def test_it_takes_the_place_of_a_template_that_is_not_there(tmp_path: Any) -> No
 def test_its_abilities_are_found_as_those_of_a_template() -> None:
     abilities = probe(TEMPLATE)
     assert abilities.tools and not abilities.later_system and abilities.thinking_switch == "enable_thinking"
+    assert abilities.effort_switch == "reasoning_effort"  # shown with thoughts alone
     assert abilities.turn_end == END and not TEMPLATE.shows_errors and TEMPLATE.takes_spoken_calls
