@@ -81,8 +81,8 @@ def probe(template: ChatTemplate) -> TemplateAbilities:
     thinking_switch = next(
         (name for name in THINKING_SWITCHES if text(USER, **{name: True}) != text(USER, **{name: False})), ""
     )
-    thinks = {thinking_switch: True} if thinking_switch else {}
-    efforts = {text(USER, **thinks, **{EFFORT_SWITCH: effort}) for effort in EFFORTS} - {""}
+    thinks: dict[str, Any] = {thinking_switch: True} if thinking_switch else {}
+    efforts = {text(USER, **thinks | {EFFORT_SWITCH: effort}) for effort in EFFORTS} - {""}
     _, shown, turn_end = text(USER, said, add_generation_prompt=False).rpartition(PROBE)
     return TemplateAbilities(
         tools=template.shows_tools,
