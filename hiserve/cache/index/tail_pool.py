@@ -247,7 +247,7 @@ class TailMemory:
         """Takes its pages and its slot from a tail on the device."""
         held = list(self.held(tail))
         assert held, "a tail without pages leaves the device"
-        tail.pages, tail.slots, tail.device_ready_op, tail.is_provisional = None, NO_PAGES, 0, False
+        tail.pages, tail.slots, tail.device_ready_op = None, NO_PAGES, 0
         for pool, ours in held:
             pool.forget(tail, ours)
 
