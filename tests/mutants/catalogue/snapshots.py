@@ -33,6 +33,20 @@ with row_snapshots.RowSnapshots.take_due, test_snapshots.test_random_workloads_r
     "INV H7: a tail gets a slot that its step has not stored into yet"
     min(int(self.folded[row]), num_published)
     num_published + 1
+with (
+    row_snapshots.RowSnapshots.take_due,
+    test_row_snapshots.test_of_two_boundaries_that_steps_in_flight_pass_the_later_has_its_tail_at_once,
+):
+    "INV H9: the later of two boundaries waits for the next page"
+    stores[0].boundary if stores else _NEVER
+    _NEVER
+with (
+    row_snapshots.RowSnapshots.want,
+    test_row_snapshots.test_a_boundary_that_a_request_has_waited_for_keeps_its_tail_until_the_request_gets_a_row,
+):
+    "the tail that a request waits for goes with the next boundary of its row"
+    store.is_wanted |= store.boundary == boundary
+    pass
 with row_snapshots.RowSnapshots.admit, test_snapshots.test_random_workloads_resume_from_the_states_of_their_prefixes["0-0"]:
     "INV H1: a row does not hold the slot that it starts from"
     self._pool.hold(slots)
@@ -53,6 +67,10 @@ with row_snapshots.RowSnapshots.keep, test_row_snapshots.test_a_row_that_goes_on
     "INV H9: a row that goes on drops the last tail of another row"
     former not in self.latest.values()
     True
+with tails.TailTiers.keep, test_row_snapshots.test_a_boundary_that_the_host_has_stays_on_the_device_when_a_row_has_passed_it_again:
+    "snapshots: a boundary that was used before goes with the next one of the row that passes it"
+    slots.size > 0 and tail.frames is None
+    slots.size > 0
 with tails.TailTiers._is_due, test_row_snapshots.test_only_the_newest_snapshot_of_a_reply_goes_to_the_host:
     "snapshots: tails that rows are about to replace go to the host"
     not tail.is_provisional

@@ -113,6 +113,26 @@ def test_a_request_waits_for_a_boundary_that_a_step_in_flight_passes() -> None:
     assert served.found[2].num_tokens == 4 * PAGE
 
 
+def test_a_boundary_that_a_request_has_waited_for_keeps_its_tail_until_the_request_gets_a_row() -> None:
+    """A third request takes the last row meanwhile, and the first goes on to its next boundary."""
+    served = Served(depth=1, max_rows=2)
+    prompt = drawn(1, 5 * PAGE + 4)
+    served.add(1, prompt, 20)
+    served.step()  # 64 tokens, whose end nobody wanted
+    served.add(2, np.concatenate((prompt[: 4 * PAGE], drawn(2, 9))))
+    served.add(3, drawn(3, 9), 20)
+    served.run()
+    assert served.found[2].num_tokens == 4 * PAGE
+
+
+def test_of_two_boundaries_that_steps_in_flight_pass_the_later_has_its_tail_at_once() -> None:
+    """H9: the reply ends before another page is published."""
+    served = Served(depth=1, num_draft=3, page_size=4)
+    prompt = drawn(9, 9)
+    served.ask(1, prompt, 9)
+    assert served.ask(2, np.concatenate((prompt, oracle(prompt, 9), drawn(1, 3)))).num_tokens == 16
+
+
 def test_nobody_waits_for_a_boundary_that_was_passed_without_a_slot() -> None:
     served = Served()
     prompt = drawn(1, 9 * PAGE)
@@ -191,6 +211,19 @@ def test_only_the_newest_snapshot_of_a_reply_goes_to_the_host() -> None:
     turn = np.concatenate((prompt, oracle(prompt, 100), [5]))
     use = served.ask(2, turn)
     assert (use.host, use.num_tokens) == (112, 112)
+
+
+def test_a_boundary_that_the_host_has_stays_on_the_device_when_a_row_has_passed_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = Served(num_host_pages=400)
+    prompt = drawn(1, 20)
+    served.ask(1, prompt, 100)
+    served.cache.flush(Tier.DEVICE)
+    monkeypatch.setattr(served.planner._costs, "is_worth_loading", lambda *measures: False)
+    served.ask(2, prompt, 140)
+    use = served.ask(3, np.concatenate((prompt, oracle(prompt, 100), [5])))
+    assert (use.device, use.host) == (112, 0)
 
 
 def test_a_model_without_snapshots_gets_plans_without_columns_for_them() -> None:

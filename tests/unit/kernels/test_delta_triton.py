@@ -85,7 +85,8 @@ for shape, dtype, chunk in (
     pair.step((1, 0, 0, 2, 1))
     pair.step((1, 1, 1, 2, 0), (2, 0, 0, end, 0, 6, 1), (3, 0, 0, 3), widths=[1, end + 3, 1])
     if dtype == torch.float32:
-        pair.step((2, end, end, end + 5, 2, end + 2, 2), (3, 3, 3, 5, 1))
+        # Slot 1 is that of another row, whose boundary this one has passed before.
+        pair.step((2, end, end, end + 5, 2, end + 2, 2), (3, 3, 3, 5, 1, 3, 1))
         pair.step((2, end + 4, end + 3, end + 9, 0, end + 4, 3), (3, 4, 4, 8, 0, 6, 1))
 """
 ODD = """
