@@ -48,23 +48,24 @@ def copy_input(new, old, gate, target, is_new, is_old, SIZES: tl.constexpr, BLOC
 @triton.jit  # type: ignore[untyped-decorator]
 def store_inputs(  # type: ignore[no-untyped-def]
     ring,
+    row,
     snap_ring,
     slot,
     boundary,
-    mixed,
-    gates,
+    given,
     start,
     end,
-    mixed_stride,
-    gates_stride,
     SIZES: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
     """Writes the program's channels of the inputs before a boundary into a snapshot, then the row's newest into its ring.
 
-    The latter overwrite what the former read. ``mixed`` and ``gates`` point to position 0, which lies before the batch; a boundary
-    behind the end is none.
+    The latter overwrite what the former read. ``given`` has new inputs and gates, their strides, and where position 0 lies before
+    the batch; a boundary behind the end is none.
     """
+    mixed, gates, mixed_stride, gates_stride, first = given
+    mixed, gates = mixed + first * mixed_stride, gates + first * gates_stride
+    ring += row * (SIZES.ring * SIZES.entry_size)
     if boundary <= end:
         for place in range(SIZES.taps - 1):
             position = (boundary - SIZES.taps + 1 + place).to(tl.int64)

@@ -123,10 +123,9 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
                 tl.store(state + row * size + part, total)
             if (high == boundary) & (low < boundary):
                 tl.store(snap_state + slot * size + part, total)
-        new, gate = mixed + first * mixed_stride, gates + first * gates_stride
+        given = (mixed, gates, mixed_stride, gates_stride, first)
         boundary = tl.where(boundary > state_len, boundary, end + 1)
-        own = ring + row * (SIZES.ring * SIZES.entry_size)
-        store_inputs(own, snap_ring, slot, boundary, new, gate, start, end, mixed_stride, gates_stride, SIZES, BLOCK)
+        store_inputs(ring, row, snap_ring, slot, boundary, given, start, end, SIZES, BLOCK)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

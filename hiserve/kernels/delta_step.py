@@ -108,14 +108,12 @@ def _advance(  # type: ignore[no-untyped-def]
     key, value = tl.arange(0, SIZES.key_dim), tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
     store_nothing(out, indptr, until, head, value, SIZES)
     if start < end:
-        row = tl.load(rows + number)
+        row, slot, first = tl.load(rows + number), tl.load(snap_slots + number), begin.to(tl.int64) - start
         state_end, boundary = tl.load(state_ends + number).to(tl.int32), tl.load(snap_at + number).to(tl.int32)
-        slot, first = tl.load(snap_slots + number), begin.to(tl.int64) - start
         boundary = tl.where((slot > 0) & (boundary > state_len) & (boundary <= state_end), boundary, end + 1)
         size: tl.constexpr = SIZES.num_value_heads * SIZES.key_dim * SIZES.value_dim
         part = (head * SIZES.key_dim + key)[:, None] * SIZES.value_dim + value[None, :]
         total = tl.load(state + row * size + part, mask=where_all(state_len > 0, key)[:, None], other=0.0)
-        own = ring + row * (SIZES.ring * SIZES.entry_size)
         keys: tl.constexpr = SIZES.num_key_heads * SIZES.key_dim
         v_channel = 2 * keys + head * SIZES.value_dim + value
         q_channel = head // (SIZES.num_value_heads // SIZES.num_key_heads) * SIZES.key_dim + key
@@ -134,5 +132,5 @@ def _advance(  # type: ignore[no-untyped-def]
                 tl.store(state + row * size + part, total)
             if t + 1 == boundary:
                 tl.store(snap_state + slot * size + part, total)
-        new, gate = mixed + first * mixed_stride, gates + first * gates_stride
-        store_inputs(own, snap_ring, slot, boundary, new, gate, start, end, mixed_stride, gates_stride, SIZES, BLOCK)
+        given = (mixed, gates, mixed_stride, gates_stride, first)
+        store_inputs(ring, row, snap_ring, slot, boundary, given, start, end, SIZES, BLOCK)

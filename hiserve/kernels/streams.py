@@ -153,33 +153,11 @@ def _mix(
         is_dense = passed.post.is_contiguous() and passed.matrix.is_contiguous()
         assert passed.out.stride(1) == 1 and is_dense, passed.out.stride()
     shape = _Shape(count, hidden, num_outputs, max(_MIN_OUTPUTS, triton.next_power_of_2(num_outputs + 1)))
-    num_sms = num_processors(streams.device)
-    blocks = _DECODE if num_tokens <= _DECODE.tokens * num_sms else _PROMPT
-    num_blocks = triton.cdiv(num_tokens, blocks.tokens)
-    most = min(blocks.max_parts, triton.cdiv(hidden, blocks.columns))
-    num_parts = max(1, min(most, 2 * num_sms // num_blocks))
-    block = min(blocks.hidden, triton.next_power_of_2(hidden))
-    sums = torch.empty((num_parts, num_tokens, shape.block_outputs), dtype=torch.float32, device=streams.device)
-    early = early_launch(streams.device)
-    _project[(num_blocks, num_parts)](
-        streams,
-        *((None,) * 4 if passed is None else passed),
-        weights.weight,
-        sums,
-        num_tokens,
-        streams.stride(0),
-        streams.stride(1),
-        0 if passed is None else passed.out.stride(0),
-        shape,
-        COUNT=count,
-        TOKENS=blocks.tokens,
-        BLOCK=blocks.columns,
-        num_warps=blocks.num_warps,
-        num_stages=3,
-        **early,
-    )
+    blocks = _DECODE if num_tokens <= _DECODE.tokens * num_processors(streams.device) else _PROMPT
+    sums = _project_parts(streams, passed, weights.weight, shape, blocks)
     if passed is not None:
         streams = passed.made
+    block = min(blocks.hidden, triton.next_power_of_2(hidden))
     _weigh[(num_tokens, triton.cdiv(hidden, block) + 1)](
         streams,
         sums,
@@ -187,7 +165,7 @@ def _mix(
         weights.scale,
         *outs,
         num_tokens,
-        num_parts,
+        sums.shape[0],
         streams.stride(0),
         streams.stride(1),
         iterations,
@@ -197,8 +175,35 @@ def _mix(
         BLOCK=block,
         PARTS=blocks.max_parts,
         num_warps=blocks.num_sum_warps,
-        **early,
+        **early_launch(streams.device),
     )
+
+
+def _project_parts(streams: Tensor, passed: _Passed | None, weight: Tensor, shape: _Shape, blocks: _Blocks) -> Tensor:
+    """Returns the product of the streams with a weight in parts of its sum, float32 ``[parts, T, shape.block_outputs]``."""
+    num_tokens, device = streams.shape[0], streams.device
+    num_blocks = triton.cdiv(num_tokens, blocks.tokens)
+    most = min(blocks.max_parts, triton.cdiv(shape.hidden_size, blocks.columns))
+    num_parts = max(1, min(most, 2 * num_processors(device) // num_blocks))
+    sums = torch.empty((num_parts, num_tokens, shape.block_outputs), dtype=torch.float32, device=device)
+    _project[(num_blocks, num_parts)](
+        streams,
+        *((None,) * 4 if passed is None else passed),
+        weight,
+        sums,
+        num_tokens,
+        streams.stride(0),
+        streams.stride(1),
+        0 if passed is None else passed.out.stride(0),
+        shape,
+        COUNT=shape.num_streams,
+        TOKENS=blocks.tokens,
+        BLOCK=blocks.columns,
+        num_warps=blocks.num_warps,
+        num_stages=3,
+        **early_launch(device),
+    )
+    return sums
 
 
 @triton.jit(do_not_specialize=["num_tokens", "token_stride", "out_stride"])  # type: ignore[untyped-decorator]
