@@ -17,6 +17,7 @@ from hiserve.kernels.delta_triton import delta
 from hiserve.kernels.experts import mix_experts, route
 from hiserve.kernels.gated_norm import gated_rms_norm
 from hiserve.kernels.group_route import route_in_groups
+from hiserve.kernels.index_store import rotate_first, store_index_keys
 from hiserve.kernels.latent_store import store_latents
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 from hiserve.kernels.skinny_linear import linear
@@ -30,9 +31,11 @@ __all__ = [
     "mix_experts",
     "rms_norm",
     "rotate_and_store",
+    "rotate_first",
     "rotations",
     "route",
     "route_in_groups",
+    "store_index_keys",
     "store_latents",
 ]
 

@@ -60,6 +60,22 @@ class Ops(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Rotates the queries of latent attention, norms and rotates rows, and writes these into their slots."""
 
+    def store_index_keys(
+        self,
+        key: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        pool: Tensor,
+        slots: Tensor,
+    ) -> None:
+        """Norms the keys of an index, rotates their first elements, and writes them into their slots."""
+
+    def rotate_first(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotates the first elements of each head; ``x`` may be overwritten."""
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention: bool) -> Tensor:
         """Projects ``[T, n]`` to the weight's type. After an attention a device may launch it without overlap, which the attention needs."""
 

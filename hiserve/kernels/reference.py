@@ -10,6 +10,8 @@ from hiserve.core.activation import GELU_TANH, SILU, Activation
 from hiserve.core.forward import LayerKV
 from hiserve.kernels.delta import delta as delta
 from hiserve.kernels.gated_norm import gated_rms_norm as gated_rms_norm
+from hiserve.kernels.index_rows import rotate_first as rotate_first
+from hiserve.kernels.index_rows import store_index_keys as store_index_keys
 from hiserve.kernels.routing import route_in_groups as route_in_groups
 
 _MASK32 = 0xFFFFFFFF

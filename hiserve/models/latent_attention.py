@@ -104,7 +104,7 @@ def make_latent_attention(
         _pair_halves(queries.view(config.num_heads, latent.key_dim, -1)[:, latent.nope_dim :])
     index = None
     if config.index is not None and layer in config.index.layers:
-        index = _make_index(config.index, latent.rope_dim, into[sum(sizes) :], parameters, ours)
+        index = _make_index(config.index, latent.rope_dim, into[sum(sizes) :], parameters, ours, ops)
         sizes += [config.index.width, config.index.num_heads]
     to_keys, to_values = up.view(config.num_heads, -1, latent.rank).split_with_sizes(
         (latent.nope_dim, latent.value_dim), 1
@@ -125,14 +125,16 @@ def make_latent_attention(
     )
 
 
-def _make_index(config: IndexConfig, rope_dim: int, into: Tensor, parameters: dict[str, Tensor], ours: str) -> RowIndex:
+def _make_index(
+    config: IndexConfig, rope_dim: int, into: Tensor, parameters: dict[str, Tensor], ours: str, ops: Ops
+) -> RowIndex:
     """As ``make_latent_attention``; ``into`` are its rows of the projection of the layer's input, keys first."""
     up, norm, bias = (parameters.pop(ours + name) for name in ("index_up", "index_norm", "index_norm_bias"))
     if config.is_interleaved:
         _pair_halves(up.view(config.num_heads, config.width, -1)[:, :rope_dim])
         for each in (into, norm[:, None], bias[:, None]):
             _pair_halves(each[None, :rope_dim])
-    return RowIndex(Linear(up), norm, bias, config)
+    return RowIndex(Linear(up), norm, bias, config, ops)
 
 
 def _pair_halves(rows: Tensor) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from hiserve.attention.indexed import IndexedAttention
 from hiserve.core.forward import ForwardInputs, GroupedKV, LayerKV
-from hiserve.kernels.reference import rope
+from hiserve.kernels.ops import Ops
 from hiserve.layers import Linear, Rotation
 from hiserve.models.index_config import KEYS, IndexConfig
 
@@ -27,12 +26,14 @@ class RowIndex:
         norm: ``[width]``, of keys.
         norm_bias: Likewise.
         config: Its shape.
+        ops: Of its device.
     """
 
     up: Linear
     norm: Tensor
     norm_bias: Tensor
     config: IndexConfig
+    ops: Ops
 
     def __call__(
         self,
@@ -57,16 +58,9 @@ class RowIndex:
         """
         assert isinstance(kv, GroupedKV), "a layer with an index, but no memory for its keys"
         keys = kv.beside[KEYS]
-        normed = torch.nn.functional.layer_norm(key, self.norm.shape, self.norm, self.norm_bias, _EPS)
-        keys.index_copy_(0, inputs.slots, _rotate(normed[:, None], rotation)[:, 0])
+        turns = (rotation.cos, rotation.sin)
+        self.ops.store_index_keys(key, self.norm, self.norm_bias, _EPS, *turns, keys, inputs.slots)
         if attention.is_choosing:
             queries = self.up(latent).view(latent.shape[0], self.config.num_heads, -1)
             scaled = weights.to(rotation.cos.dtype) * self.config.num_heads**-0.5
-            attention.choose(_rotate(queries, rotation), scaled, keys, inputs)
-
-
-def _rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotates the first elements of heads ``[T, heads, width]``."""
-    size = rotation.cos.shape[2]
-    turned, plain = x.split_with_sizes((size, x.shape[2] - size), -1)
-    return torch.cat((rope(turned, rotation.cos, rotation.sin), plain), -1)
+            attention.choose(self.ops.rotate_first(queries, *turns), scaled, keys, inputs)

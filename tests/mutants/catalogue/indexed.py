@@ -1,11 +1,11 @@
 """An index beside latents (DeepSeek-V3.2, GLM-5)."""
 
 from hiserve.attention import indexed
-from hiserve.kernels import chosen_reference, chosen_triton
-from hiserve.models import index_config, latent_attention, model_config, row_index
+from hiserve.kernels import chosen_reference, chosen_triton, index_rows, index_store
+from hiserve.models import index_config, latent_attention, model_config
 from hiserve.text.template import deepseek_v32
 from tests.e2e import test_index_graphs, test_index_oracle
-from tests.unit.kernels import test_latent_decode
+from tests.unit.kernels import test_index_store, test_latent_decode
 from tests.unit.models import test_index_config
 from tests.unit.text import test_deepseek_v32_prompts
 
@@ -17,10 +17,10 @@ with indexed.IndexedAttention.choose, test_index_oracle.test_logits_are_those_of
     "a short row has one chosen token less"
     (inputs.positions + 1).clamp_(max=self._most)
     (inputs.positions + 1).clamp_(max=self._most - 1)
-with row_index._rotate, test_index_oracle.test_logits_are_those_of_transformers["deepseek"]:
+with index_rows.rotate_first, test_index_oracle.test_logits_are_those_of_transformers["deepseek"]:
     "keys of an index know no positions"
-    rope(turned, rotation.cos, rotation.sin)
-    turned
+    torch.cat((rotated, plain), -1)
+    x
 with latent_attention._make_index, test_index_oracle.test_logits_are_those_of_transformers["glm"]:
     "keys of an index whose neighbours are rotated are normed by the weights of others"
     (into, norm[:, None], bias[:, None])
@@ -56,3 +56,7 @@ with deepseek_v32.encode, test_deepseek_v32_prompts.test_results_stand_in_the_or
     "thoughts before the last turn of the user stay in prompts of DeepSeek-V3.2"
     thinks and first > asked
     thinks
+with index_store._store_index_keys, test_index_store.test_keys_and_queries_of_an_index_are_those_of_the_twin:
+    "kernel: elements that are not there count in the variance of a key"
+    tl.where(is_rest, plain - mean, 0.0)
+    plain - mean

@@ -17,6 +17,7 @@ from hiserve.kernels import (
     draft_triton,
     draw,
     fused,
+    index_store,
     page_copy,
     page_lists,
     row_codec_triton,
@@ -208,6 +209,14 @@ def pages() -> None:
         page_copy.copy_pages(planes, held, table[:, :2], to_planes=to_planes, max_programs=2)
 
 
+def index_rows() -> None:
+    """Of DeepSeek-V3.2."""
+    cos = torch.zeros(3, 1, 64)
+    key, weight, pool = torch.zeros(3, 128, dtype=BF16), torch.zeros(128, dtype=BF16), torch.zeros(32, 128, dtype=BF16)
+    index_store.store_index_keys(key, weight, weight, 1e-6, cos, cos, pool, torch.zeros(3, dtype=torch.int64))
+    index_store.rotate_first(torch.zeros(3, 64, 128, dtype=BF16), cos, cos)
+
+
 def advance_states() -> None:
     """The heads of Qwen3.5-35B-A3B, and small ones in float64."""
     large = DeltaShape(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128)
@@ -228,6 +237,10 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
         store,
         {f"fused.{name}_kernel" for name in ("_norm", "_rotations", "_rotate_and_store", "_act_mul")}
         | {"latent_store._store_latents"},
+    ),
+    "index": (
+        index_rows,
+        {"index_store._store_index_keys", "index_store._rotate_first"},
     ),
     "experts": (
         mix,

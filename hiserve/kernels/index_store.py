@@ -1,0 +1,132 @@
+"""The keys of an index beside latents, and the rotation of its queries, in Triton; ``kernels.index_rows`` is the twin."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hiserve.kernels.launch import await_previous, early_launch, start_next
+
+_BLOCK_HEADS = 16
+
+
+def store_index_keys(
+    key: Tensor, weight: Tensor, bias: Tensor, eps: float, cos: Tensor, sin: Tensor, pool: Tensor, slots: Tensor
+) -> None:
+    """Like ``index_rows.store_index_keys``."""
+    (num_tokens, width), rope_dim = key.shape, cos.shape[2]
+    assert key.stride(1) == pool.stride(1) == 1 and pool.shape[1] == width, (key.stride(), pool.stride())
+    _store_index_keys[(num_tokens,)](
+        key,
+        weight,
+        bias,
+        cos,
+        sin,
+        pool,
+        slots,
+        eps,
+        key.stride(0),
+        pool.stride(0),
+        WIDTH=width,
+        HALF=rope_dim // 2,
+        BLOCK_PLAIN=triton.next_power_of_2(max(1, width - rope_dim)),
+        BLOCK_PAIRS=triton.next_power_of_2(rope_dim // 2),
+        num_warps=1,
+        **early_launch(key.device),
+    )
+
+
+def rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Like ``index_rows.rotate_first``, in place."""
+    num_tokens, num_heads, width = x.shape
+    assert x.is_contiguous(), x.stride()
+    _rotate_first[(num_tokens, triton.cdiv(num_heads, _BLOCK_HEADS))](
+        x,
+        cos,
+        sin,
+        NUM_HEADS=num_heads,
+        WIDTH=width,
+        HALF=cos.shape[2] // 2,
+        BLOCK_HEADS=_BLOCK_HEADS,
+        BLOCK_PAIRS=triton.next_power_of_2(cos.shape[2] // 2),
+        num_warps=2,
+        **early_launch(x.device),
+    )
+    return x
+
+
+@triton.jit(do_not_specialize=["eps"])  # type: ignore[untyped-decorator]
+def _store_index_keys(  # type: ignore[no-untyped-def]
+    key,
+    weight,
+    bias,
+    cos,
+    sin,
+    pool,
+    slots,
+    eps,
+    key_stride,
+    slot_stride,
+    WIDTH: tl.constexpr,  # noqa: N803
+    HALF: tl.constexpr,  # noqa: N803
+    BLOCK_PLAIN: tl.constexpr,  # noqa: N803
+    BLOCK_PAIRS: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
+):
+    """Each program handles one token: the two halves that are rotated, and what lies behind them."""
+    wide: tl.constexpr = cos.dtype.element_ty
+    dtype: tl.constexpr = pool.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    pair, rest = tl.arange(0, BLOCK_PAIRS), 2 * HALF + tl.arange(0, BLOCK_PLAIN)
+    is_pair, is_rest = pair < HALF, rest < WIDTH
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
+    mine, target = key + token * key_stride, pool + tl.load(slots + token) * slot_stride
+    one = tl.load(mine + pair, mask=is_pair, other=0.0).to(wide)
+    other = tl.load(mine + HALF + pair, mask=is_pair, other=0.0).to(wide)
+    plain = tl.load(mine + rest, mask=is_rest, other=0.0).to(wide)
+    mean = (tl.sum(one, 0) + tl.sum(other, 0) + tl.sum(plain, 0)) / WIDTH
+    one, other = tl.where(is_pair, one - mean, 0.0), tl.where(is_pair, other - mean, 0.0)
+    plain = tl.where(is_rest, plain - mean, 0.0)
+    scale = tl.rsqrt((tl.sum(one * one, 0) + tl.sum(other * other, 0) + tl.sum(plain * plain, 0)) / WIDTH + eps)
+    one = one * scale * tl.load(weight + pair, mask=is_pair, other=0.0).to(wide)
+    one = (one + tl.load(bias + pair, mask=is_pair, other=0.0).to(wide)).to(dtype).to(wide)
+    other = other * scale * tl.load(weight + HALF + pair, mask=is_pair, other=0.0).to(wide)
+    other = (other + tl.load(bias + HALF + pair, mask=is_pair, other=0.0).to(wide)).to(dtype).to(wide)
+    plain = plain * scale * tl.load(weight + rest, mask=is_rest, other=0.0).to(wide)
+    plain = plain + tl.load(bias + rest, mask=is_rest, other=0.0).to(wide)
+    angle = token * (2 * HALF) + HALF + pair  # the second half, whose sines have their own sign
+    cosine = tl.load(cos + angle, mask=is_pair, other=0.0)
+    sine = tl.load(sin + angle, mask=is_pair, other=0.0)
+    tl.store(target + pair, (one * cosine - other * sine).to(dtype), mask=is_pair)
+    tl.store(target + HALF + pair, (other * cosine + one * sine).to(dtype), mask=is_pair)
+    tl.store(target + rest, plain.to(dtype), mask=is_rest)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rotate_first(  # type: ignore[no-untyped-def]
+    x,
+    cos,
+    sin,
+    NUM_HEADS: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,  # noqa: N803
+    HALF: tl.constexpr,  # noqa: N803
+    BLOCK_HEADS: tl.constexpr,  # noqa: N803
+    BLOCK_PAIRS: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
+):
+    """Each program rotates some heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    head, pair = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK_PAIRS)
+    mask = (head < NUM_HEADS)[:, None] & (pair < HALF)[None, :]
+    place = x + (token * NUM_HEADS + head[:, None]) * WIDTH + pair[None, :]
+    angle = token * (2 * HALF) + HALF + pair
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
+    cosine = tl.load(cos + angle, mask=pair < HALF, other=0.0)[None, :]
+    sine = tl.load(sin + angle, mask=pair < HALF, other=0.0)[None, :]
+    one = tl.load(place, mask=mask, other=0.0).to(cos.dtype.element_ty)
+    other = tl.load(place + HALF, mask=mask, other=0.0).to(cos.dtype.element_ty)
+    tl.store(place, (one * cosine - other * sine).to(x.dtype.element_ty), mask=mask)
+    tl.store(place + HALF, (other * cosine + one * sine).to(x.dtype.element_ty), mask=mask)
