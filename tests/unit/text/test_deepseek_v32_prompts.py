@@ -12,20 +12,7 @@ from hiserve.text.reader.formats import find_format
 from hiserve.text.template import deepseek_v32
 from hiserve.text.template.encoders import EncodedTemplate, load_template
 from hiserve.text.template.probes import probe
-from tests.unit.text.test_deepseek_v4_prompts import (
-    ASSISTANT,
-    BEGIN,
-    CALLED,
-    CALLS,
-    END,
-    FOUND,
-    HI,
-    MORE,
-    SAID,
-    SYSTEM,
-    TOOL,
-    USER,
-)
+from tests.helpers.deepseek_chats import ASSISTANT, BEGIN, CALLED, CALLS, END, FOUND, HI, MORE, SAID, SYSTEM, TOOL, USER
 
 TEMPLATE = EncodedTemplate("DeepseekV32ForCausalLM")
 CALLS_HERE = CALLS.replace("tool_calls", "function_calls")

@@ -7,36 +7,14 @@ from typing import Any
 import pytest
 
 from hiserve.errors import ContextLengthError, RequestError
-from hiserve.text.conversation import Call, Conversation, Result, Text, Thought, Turn
+from hiserve.text.conversation import Call, Conversation, Text, Turn
 from hiserve.text.reader.formats import find_format
 from hiserve.text.template import deepseek_v4
 from hiserve.text.template.encoders import ENCODERS, EncodedTemplate, load_template, template_of
 from hiserve.text.template.probes import probe
+from tests.helpers.deepseek_chats import ASSISTANT, BEGIN, CALLED, CALLS, END, FOUND, HI, MORE, SAID, SYSTEM, TOOL, USER
 
 TEMPLATE = EncodedTemplate("DeepseekV4ForCausalLM")
-BEGIN, END, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
-TOOL = {
-    "type": "function",
-    "function": {"name": "look", "description": "Sieht nach: „ja“", "parameters": {"type": "object"}},
-}
-SYSTEM, HI, MORE = Turn("system", (Text("Be brief."),)), Turn("user", (Text("Hi"),)), Turn("user", (Text("More"),))
-SAID = Turn("assistant", (Thought("hm"), Text("Yes")))
-CALLED = Turn(
-    "assistant",
-    (Thought("look"), Text("So:"), Call("a", "look", '{"where": "in \\"x\\"", "times": 2}'), Call("b", "look", "{}")),
-)
-FOUND = (Turn("tool", (Result("b", "second"),)), Turn("tool", (Result("a", "first"),)))
-CALLS = """
-
-<｜DSML｜tool_calls>
-<｜DSML｜invoke name="look">
-<｜DSML｜parameter name="where" string="true">in "x"</｜DSML｜parameter>
-<｜DSML｜parameter name="times" string="false">2</｜DSML｜parameter>
-</｜DSML｜invoke>
-<｜DSML｜invoke name="look">
-
-</｜DSML｜invoke>
-</｜DSML｜tool_calls>"""
 
 
 def prompt(*turns: Turn, tools: Any = None, ends: bool = True, goes_on: bool = False, **variables: Any) -> str:
