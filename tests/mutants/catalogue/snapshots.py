@@ -71,6 +71,10 @@ with tails.TailTiers.keep, test_row_snapshots.test_a_boundary_that_the_host_has_
     "snapshots: a boundary that was used before goes with the next one of the row that passes it"
     slots.size > 0 and tail.frames is None
     slots.size > 0
+with tails.TailTiers.settle, test_row_snapshots.test_only_the_newest_snapshot_of_a_reply_goes_to_the_host:
+    "INV H9: the last snapshot of a reply whose history is on the host stays off it"
+    self.enqueue(tail)
+    pass
 with tails.TailTiers._is_due, test_row_snapshots.test_only_the_newest_snapshot_of_a_reply_goes_to_the_host:
     "snapshots: tails that rows are about to replace go to the host"
     not tail.is_provisional

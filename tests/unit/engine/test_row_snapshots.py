@@ -202,13 +202,13 @@ def test_a_row_holds_the_slot_that_it_starts_from_until_its_first_step_is_done()
 def test_only_the_newest_snapshot_of_a_reply_goes_to_the_host() -> None:
     served = Served(num_host_pages=400)
     prompt = drawn(1, 20)
-    served.ask(1, prompt, 100)
+    served.ask(1, prompt, 108)  # its history is on the host long before it ends
     assert served.cache.tails is not None and served.cache.snapshots is not None
     tails = [tail for node in served.cache.tree.nodes() for tail in (node.tails or {}).values() if tail.is_open]
     ends = sorted(sum(1 for _ in tail.node.digests[: tail.at]) for tail in tails if tail.frames is not None)
     assert len(ends) == len(tails) == 2, "the ends of prompt and reply"
     served.cache.flush(Tier.DEVICE)
-    turn = np.concatenate((prompt, oracle(prompt, 100), [5]))
+    turn = np.concatenate((prompt, oracle(prompt, 108), [5]))
     use = served.ask(2, turn)
     assert (use.host, use.num_tokens) == (112, 112)
 
