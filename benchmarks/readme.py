@@ -284,7 +284,7 @@ def figure_of(given: Found) -> str:
     value = f"{figure.value:,.0f}" if figure.value >= 100 else f"{figure.value:.3g}"
     ratio = "-" if figure.ratio is None else f"{figure.ratio:.2f}"
     name = figure.name.split(" decode, ")[-1]  # the row says which shape it is
-    return f"{name}: {value} {figure.unit}, {ratio} (≥ {figure.bar}{'' if figure.is_met else ': missed'})"
+    return f"{name}: {value} {figure.unit}, {ratio} (≥ {figure.bar:.3g}{'' if figure.is_met else ': missed'})"
 
 
 def peer_rows() -> list[str]:
