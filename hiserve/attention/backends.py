@@ -47,9 +47,8 @@ class _Backend:
     # Module and class that compute absorbed queries of ``AttentionShape.latent``; None has no latent attention.
     absorbed: tuple[str, str] | None = None
     chosen: str | None = None  # module that chooses rows and attends to these (``IndexedAttention``); None has none
-    min_latent: int = (
-        1  # least elements of latents, rotated keys and keys of an index, which are powers of 2 if it is more
-    )
+    # Least elements of latents, rotated keys and keys of an index, which are powers of 2 if it is more.
+    min_latent: int = 1
     latent_dims: tuple[int, int] | None = None  # the elements of latents and rotated keys that it supports; None is any
     latent_heads: int = (
         0  # query heads of latent attention divide it, except in graphs of rows of one token; 0 is any number

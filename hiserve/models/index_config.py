@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 
 from hiserve.core.kv_groups import CacheGroupSpec, CachePlan
-from hiserve.errors import ModelError
-from hiserve.models.config_fields import ConfigFields, Count, Size, convert
+from hiserve.models.config_fields import ConfigFields, Count, Size, convert, nonsense
 
 KEYS = "index"  # the group of the keys
 _FULL, _SHARED = "full", "shared"
@@ -89,7 +88,7 @@ def read_index(raw: dict[str, Any], fields: ConfigFields, path: Path, *, shares:
     own = convert(raw, _Fields, path)
     count, rope_dim = fields.num_hidden_layers, fields.qk_rope_head_dim or 0
     types = _types(own, count) if shares else [_FULL] * count
-    nonsense = {
+    facts = {
         **{
             f"{name} is {getattr(own, name)}, and the most is {most}": getattr(own, name) > most
             for name, most in _MOST.items()
@@ -102,12 +101,9 @@ def read_index(raw: dict[str, Any], fields: ConfigFields, path: Path, *, shares:
         f"{len(types)} layers have an indexer's type, and num_hidden_layers is {count}": len(types) < count,
         "the first layer takes the choice of a layer before it": types[:1] == [_SHARED],
     }
-    for fact, is_so in nonsense.items():
+    for fact, is_so in facts.items():
         if is_so:
-            raise ModelError(
-                f"{path.name} in {str(path.parent)!r} makes no sense: {fact}. Correct it, or fetch the file again.",
-                param="model",
-            )
+            raise nonsense(path, fact)
     return IndexConfig(
         query_rank=fields.q_lora_rank or 0,
         num_heads=own.index_n_heads,
