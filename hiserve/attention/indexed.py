@@ -70,7 +70,7 @@ class IndexedAttention:
 
         Args:
             q: ``[T, heads, n]``, of the index.
-            weights: ``[T, heads]``, of the heads' scores, float32, or float64 for float64.
+            weights: ``[T, heads]``, of the heads' scores, which are divided by the root of ``heads * n``; float32, or float64 for float64.
             keys: ``[slots, n]``, this step's included.
             inputs: Of the step.
         """
@@ -83,7 +83,7 @@ class IndexedAttention:
             most=inputs.max_kv_len,
         )
         self._counts = (inputs.positions + 1).clamp_(max=self._most)
-        self._slots = self._ops.choose_rows(q, weights, seen, self._most, q.shape[2] ** -0.5)
+        self._slots = self._ops.choose_rows(q, weights, seen, self._most, (q.shape[1] * q.shape[2]) ** -0.5)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
         """Attends; ``kv`` is a ``LatentKV``."""

@@ -62,5 +62,5 @@ class RowIndex:
         self.ops.store_index_keys(key, self.norm, self.norm_bias, _EPS, *turns, keys, inputs.slots)
         if attention.is_choosing:
             queries = self.up(latent).view(latent.shape[0], self.config.num_heads, -1)
-            scaled = weights.to(rotation.cos.dtype) * self.config.num_heads**-0.5
-            attention.choose(self.ops.rotate_first(queries, *turns), scaled, keys, inputs)
+            wide = weights.to(rotation.cos.dtype)
+            attention.choose(self.ops.rotate_first(queries, *turns), wide, keys, inputs)
