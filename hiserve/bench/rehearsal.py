@@ -158,7 +158,8 @@ class RehearsedPair:
     """An engine without drafts and one with rehearsed ones, and the same requests for both.
 
     The recording is what the second engine says with all drafts right: rounding may make it another reply than that
-    of the first, after which nothing would be accepted.
+    of the first, after which nothing would be accepted. Prompts are found on the device where there is a prefix cache: all
+    requests begin in one step, whatever becomes of drafts, so that steps have the shapes of the recording.
     """
 
     def __init__(self, plain: SpecEngine, engine: RehearsedEngine, prompts: list[Tokens], sweep: SweepOptions) -> None:
@@ -191,7 +192,7 @@ class RehearsedPair:
         )
 
     def _run(self, engine: SpecEngine) -> tuple[BatchResult, list[Tokens]]:
-        prepare(engine, self._prompts, COLD)
+        prepare(engine, self._prompts, COLD if engine.settings.cache.disable_prefix_cache else "device")
         return run_batch(engine, self._prompts, self._params)
 
     def _rehearse(self, acceptance: float) -> None:

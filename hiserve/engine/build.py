@@ -126,7 +126,9 @@ def _compose(
         runners = prepare_runners(
             settings, model, model_config, draft, pool, rows, proposer, None if waits_for_compilers else serving.is_set
         )
-        controller = _controller(settings, runners, rows, measurements, has_head=head is not None)
+        controller = _controller(
+            settings, runners, rows, measurements, model_config.vocab_size, has_head=head is not None
+        )
         serving.set()
     depth = _depth(settings, runners)
     facts = EngineFacts(
@@ -209,7 +211,13 @@ def _depth(settings: Settings, runners: Dispatch) -> int:
 
 
 def _controller(
-    settings: Settings, runners: Dispatch, rows: DeviceRows, measurements: StartupMeasurements, *, has_head: bool
+    settings: Settings,
+    runners: Dispatch,
+    rows: DeviceRows,
+    measurements: StartupMeasurements,
+    vocab_size: int,
+    *,
+    has_head: bool,
 ) -> DraftController | None:
     """Measures the costs of drafts, where their number is chosen, unless an earlier worker has."""
     tiers = settings.spec.tiers
@@ -219,7 +227,7 @@ def _controller(
     costs = measurements.draft_costs
     if costs is None:
         with torch.inference_mode():
-            costs = DraftTimer(runners, rows).measure(tiers, settings.scheduler.max_running_requests)
+            costs = DraftTimer(runners, rows, vocab_size).measure(tiers, settings.scheduler.max_running_requests)
     return DraftController(costs, warm_steps)
 
 

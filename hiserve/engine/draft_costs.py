@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hiserve.config.options import MAX_SPEC_STEPS
 from hiserve.core.plan import BatchPlan, RowAdmit, TableWrites
 from hiserve.core.request import SamplingParams
 from hiserve.core.startup_measurements import FloatArray, StepCosts
@@ -21,6 +22,7 @@ from hiserve.runners.gate import PendingLoads, admit
 REPEATS = 2  # of which the fastest counts; one more comes first
 CPU_REPEATS = 1  # likewise; steps on a CPU are long
 CONTEXT, LONG_CONTEXT = 64, 1024  # tokens stored of each row
+SEED = 5  # of the tokens
 MAX_LONG_ROWS = 4  # on a CPU, where the time of stored tokens grows with each row
 
 
@@ -33,11 +35,18 @@ class _Seconds:
 
 
 class DraftTimer:
-    """Times steps and their drafts, on free rows and free pages; the runners have a proposer."""
+    """Times steps and their drafts, on free rows and free pages; the runners have a proposer.
 
-    def __init__(self, runners: Dispatch, rows: DeviceRows) -> None:
+    Args:
+        vocab_size: Tokens are drawn below it, each row its own: with one token for all, all would choose the same experts,
+            and reading those of more tokens would seem to cost nothing.
+    """
+
+    def __init__(self, runners: Dispatch, rows: DeviceRows, vocab_size: int) -> None:
         self._runners = runners
         self._rows = rows
+        size = rows.state.tokens.shape[0], LONG_CONTEXT + MAX_SPEC_STEPS + 1
+        self._tokens = np.random.default_rng(SEED).integers(vocab_size, size=size, dtype=np.int32)
 
     def measure(self, tiers: Sequence[int], max_rows: int) -> StepCosts:
         """Returns the costs of steps that verify and propose each of these numbers of drafts, ascending from 0.
@@ -117,6 +126,8 @@ class DraftTimer:
     def _once(self, num_rows: int, num_draft: int, num_propose: int, context: int) -> _Seconds:
         plan = self._plan(num_rows, num_draft, num_propose, context)
         self._rows.apply(plan)
+        tokens = self._rows.state.tokens[:, : self._tokens.shape[1]]
+        tokens.copy_(torch.from_numpy(self._tokens[:, : tokens.shape[1]]))  # drafts too, which no admission writes
         decision = admit(plan, PendingLoads(), self._runners.coverage, self._runners.facts(plan))
         begin = self._now()
         launched_step = self._runners.run(plan, decision)
@@ -150,7 +161,6 @@ class DraftTimer:
             owners=np.tile(np.zeros_like(pages), num_rows),
         )
         each, sampling = np.ones(num_rows, dtype=np.int32), SamplingParams(seed=0, temperature=0.0)
-        known = np.zeros(context, dtype=np.int32)
         return BatchPlan(
             step_id=0,
             rows=numbers,
@@ -164,7 +174,9 @@ class DraftTimer:
             table=TableWrites() if is_over else table,
             admit=()
             if is_over
-            else tuple(RowAdmit(int(row), known, context, context - 1, sampling) for row in numbers),
+            else tuple(
+                RowAdmit(int(row), self._tokens[row, :context], context, context - 1, sampling) for row in numbers
+            ),
         )
 
 

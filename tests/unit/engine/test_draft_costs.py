@@ -8,9 +8,14 @@ import pytest
 import torch
 
 from hiserve import LLM
+from hiserve.core.plan import BatchPlan
 from hiserve.core.startup_measurements import StartupMeasurements
 from hiserve.engine.draft_costs import DraftTimer, _Seconds, without_stalls
 from hiserve.errors import ConfigError
+from hiserve.runners.device_rows import DeviceRows
+from hiserve.runners.dispatch import Dispatch
+from hiserve.runners.gate import Decision
+from hiserve.runners.step_output import LaunchedStep
 from tests.helpers.cache_paths import SETTINGS, pool
 from tests.helpers.tiered import engine_of
 
@@ -21,7 +26,7 @@ def test_steps_are_measured_and_leave_no_trace() -> None:
         executor = engine_of(llm)._executor
         rows = executor._rows  # type: ignore[attr-defined]
         with torch.inference_mode():
-            costs = DraftTimer(executor._runners, rows).measure(tiers, 4)  # type: ignore[attr-defined]
+            costs = DraftTimer(executor._runners, rows, 300).measure(tiers, 4)  # type: ignore[attr-defined]
         assert not rows.known_len.any() and not rows.computed_len.any()
         assert (rows.entry_owner < 0).all() and not rows.page_table.any()
         assert llm.generate("Two cappuccinos, please.")[0].outputs[0].drafts is not None
@@ -45,8 +50,33 @@ def test_a_step_behind_which_nothing_is_drafted_costs_what_it_takes_then(monkeyp
     monkeypatch.setattr(DraftTimer, "_time", took)
     with LLM(**SETTINGS | pool(16) | {"host_cache_gib": 0, "spec": "ngram", "spec_steps": 3}) as llm:
         executor = engine_of(llm)._executor
-        costs = DraftTimer(executor._runners, executor._rows).measure((0, 1, 3), 1)  # type: ignore[attr-defined]
+        costs = DraftTimer(executor._runners, executor._rows, 300).measure((0, 1, 3), 1)  # type: ignore[attr-defined]
     assert costs.follow == [[1.0, 4.0, 6.0]]
+
+
+def test_each_row_has_tokens_and_drafts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one token for all, all choose the same experts: verifying seems to read no more of them than decoding."""
+    seen: list[list[tuple[int, ...]]] = []
+    run = Dispatch.run
+    with LLM(**SETTINGS | pool(16) | {"host_cache_gib": 0, "spec": "ngram", "spec_steps": 3}) as llm:
+        executor = engine_of(llm)._executor
+        rows: DeviceRows = executor._rows  # type: ignore[attr-defined]
+
+        def watched(runners: Dispatch, plan: BatchPlan, decision: Decision) -> LaunchedStep:
+            ends = rows.known_len.tolist()
+            new = [slice(ends[row] - 1, ends[row] + 3) for row in plan.rows.tolist()]
+            seen.append(
+                [tuple(rows.state.tokens[row, each].tolist()) for row, each in zip(plan.rows, new, strict=True)]
+            )
+            return run(runners, plan, decision)
+
+        monkeypatch.setattr(Dispatch, "run", watched)
+        with torch.inference_mode():
+            DraftTimer(executor._runners, rows, 300).measure((0, 3), 4)  # type: ignore[attr-defined]
+    assert max(len(each) for each in seen) == 4
+    for each in seen:
+        tokens = [token for row in each for token in row]
+        assert len(set(tokens)) > 0.7 * len(tokens) and max(tokens) < 300, tokens
 
 
 def test_what_took_longer_than_more_of_the_same_was_held_up() -> None:
