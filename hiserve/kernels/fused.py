@@ -15,7 +15,7 @@ from hiserve.core.forward import LayerKV
 from hiserve.kernels.activate import activate
 from hiserve.kernels.delta_triton import delta
 from hiserve.kernels.experts import mix_experts, route
-from hiserve.kernels.gated_norm import gated_rms_norm
+from hiserve.kernels.gated_norm_triton import gated_rms_norm
 from hiserve.kernels.group_route import route_in_groups
 from hiserve.kernels.index_store import rotate_first, store_index_keys
 from hiserve.kernels.latent_store import store_latents

@@ -222,6 +222,8 @@ def advance_states() -> None:
     large = DeltaShape(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128)
     small = DeltaShape(num_key_heads=1, num_value_heads=2, key_dim=16, value_dim=16)
     for shape, dtype, lengths in ((large, BF16, (2, 40)), (small, torch.float64, (2,))):
+        heads = torch.zeros(2, shape.num_value_heads, shape.value_dim, dtype=dtype)
+        fused.gated_rms_norm(heads, heads, heads[0, 0], 1e-6)
         layer = Layer(random_weights(shape, dtype), nan_pools(2, 6, 1, shape, dtype), shape, delta_triton.delta)
         for num_tokens in lengths:
             layer.step([Chunk(1, 0, 0, random_inputs(num_tokens, shape, dtype))])
@@ -261,7 +263,8 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
     ),
     "states": (
         advance_states,
-        {"delta_inputs._make_inputs", "delta_step._advance", "delta_chunks._solve_chunks", "delta_scan._scan_chunks"},
+        {"delta_inputs._make_inputs", "delta_step._advance", "delta_chunks._solve_chunks", "delta_scan._scan_chunks"}
+        | {"gated_norm_triton._gated_norm_kernel"},
     ),
     "compressed": (
         compressed,

@@ -129,10 +129,25 @@ for dtype in DTYPES:
                 close(ours_is, theirs_is, dtype)
             assert torch.equal(made[0][2].isnan(), made[1][2].isnan()), "other slots were written"
 """
+GATED_NORMS = """
+# Whole blocks of heads, parts of one, uneven sizes; gates are a part of a wider projection.
+for dtype in DTYPES:
+    for tokens, heads, size in ((2, 8, 16), (1, 5, 24), (3, 1, 64), (0, 4, 16)):
+        x, weight = randn(tokens, heads, size, dtype=dtype, scale=9), 1 + randn(size, dtype=dtype)
+        both = randn(tokens, 7 + heads * size, dtype=dtype, scale=4)
+        gate, before = both[:, 7:].view(x.shape), (x.clone(), both.clone())
+        got, expected = (ops.gated_rms_norm(x, gate, weight, 1e-5) for ops in (fused, reference))
+        close(got, expected, dtype)
+        assert torch.equal(x, before[0]) and torch.equal(both, before[1])
+        if dtype == torch.float16 and tokens:  # rounded where the twin rounds
+            assert (got == expected).float().mean() > 0.98
+    tiny = torch.full((1, 2, 16), 1e-4, dtype=dtype)
+    close(*(ops.gated_rms_norm(tiny, tiny + 1, tiny[0, 0] + 1, 1e-5) for ops in (fused, reference)), dtype)
+"""
 
 
 def test_fused_kernels_compute_what_their_twins_do() -> None:
-    run_interpreted(HEADER + NORMS + ACTIVATIONS + ROTATIONS + HEADS + LATENTS)
+    run_interpreted(HEADER + NORMS + ACTIVATIONS + ROTATIONS + HEADS + LATENTS + GATED_NORMS)
 
 
 @pytest.mark.parametrize("name", [name for name in vars(Ops) if not name.startswith("_")])
