@@ -56,7 +56,7 @@ class Layers:
         def random(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
             return torch.randn(size, device=device, dtype=dtype)
 
-        weights = DeltaWeights(random(shape.num_channels, TAPS), random(state[1]), random(state[1]))
+        weights = DeltaWeights(random(TAPS, shape.num_channels).t(), random(state[1]), random(state[1]))
         pools = [
             DeltaPools(
                 random(num_rows + 1, NUM_DRAFT + TAPS - 1, entry),

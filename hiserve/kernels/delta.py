@@ -43,7 +43,7 @@ class DeltaWeights:
     """Weights of a layer.
 
     Attributes:
-        conv: ``[C, K]``. Taps of each channel, the last for the token itself.
+        conv: ``[C, K]``. Taps of each channel, the last for the token itself. Kernels are faster where those of a tap lie together.
         a_log: ``[num_value_heads]``. Logarithm of the rate of decay.
         dt_bias: ``[num_value_heads]``. Added to the gate of decay.
     """

@@ -56,6 +56,15 @@ class DeltaSizes(NamedTuple):
     ring: int
 
 
+def sizes_of(weights: DeltaWeights, pools: DeltaPools, shape: DeltaShape) -> DeltaSizes:
+    """Returns the constants of a layer."""
+    taps, ring = pools.snap_ring.shape[1] + 1, pools.ring.shape[1]
+    channels, entry = shape.num_channels, pools.ring.shape[2]
+    assert ring >= taps - 1 and weights.conv.shape == (channels, taps), f"{weights.conv.shape}, rings of {ring}"
+    dims = shape.key_dim, shape.value_dim
+    return DeltaSizes(shape.num_key_heads, shape.num_value_heads, *dims, channels, entry, taps, ring)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def entry_of(t, start, begin, number, num_tokens, room, SIZES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Returns where a token lies in the made tensors, of the batch's row ``number``, whose new ones begin at ``begin``."""
@@ -126,7 +135,7 @@ def make_inputs(
     Args:
         mixed: As of ``delta.delta``; rows may lie apart.
         gates: Likewise.
-        weights: Contiguous.
+        weights: Of which channels of a tap should lie together.
         pools: Likewise.
         rows: Some rows of the batch.
         indptr: int32 ``[len(rows) + 1]``. Their new tokens.
@@ -136,16 +145,13 @@ def make_inputs(
         is_packed: Whether the memory is for all tokens of the batch, whatever their rows, not for as many of each row.
     """
     (num_tokens, channels), num_rows = mixed.shape, rows.rows.shape[0]
-    taps, ring = pools.snap_ring.shape[1] + 1, pools.ring.shape[1]
-    reach = ring - taps + 1
-    assert reach >= 0 and weights.conv.shape == (channels, taps), f"{weights.conv.shape}, rings of {ring}"
-    dims = (shape.key_dim, shape.value_dim)
+    sizes = sizes_of(weights, pools, shape)
+    reach = sizes.ring - sizes.taps + 1
     room = 0 if is_packed else reach + width
     num_entries = num_rows * room + is_packed * (num_tokens + num_rows * reach)
-    sizes = DeltaSizes(shape.num_key_heads, shape.num_value_heads, *dims, channels, pools.ring.shape[2], taps, ring)
     heads = mixed.new_empty((num_entries, channels), dtype=dtype)
     factors = mixed.new_empty((num_entries, 2 * shape.num_value_heads), dtype=pools.state.dtype)
-    block = _BLOCK_PACKED if is_packed else _BLOCK
+    block, dim = _BLOCK_PACKED if is_packed else _BLOCK, max(shape.key_dim, shape.value_dim)
     grid = (2 * shape.num_key_heads + shape.num_value_heads, triton.cdiv(reach + width, block), num_rows)
     _make_inputs[grid](
         mixed,
@@ -162,12 +168,13 @@ def make_inputs(
         factors,
         mixed.stride(0),
         gates.stride(0),
+        *weights.conv.stride(),
         num_tokens,
         room,
         SIZES=sizes,
         BLOCK=block,
-        BLOCK_DIM=max(dims),
-        num_warps=max(1, block * max(dims) // _ELEMENTS_PER_WARP),
+        BLOCK_DIM=dim,
+        num_warps=max(1, block * dim // _ELEMENTS_PER_WARP),
         **early_launch(mixed.device),
     )
     return MadeInputs(heads, factors, room, sizes)
@@ -189,6 +196,8 @@ def _make_inputs(  # type: ignore[no-untyped-def]
     factors,
     mixed_stride,
     gates_stride,
+    channel_stride,
+    tap_stride,
     num_tokens,
     room,
     SIZES: tl.constexpr,  # noqa: N803
@@ -201,7 +210,6 @@ def _make_inputs(  # type: ignore[no-untyped-def]
     await_previous(IS_EARLY)
     wide: tl.constexpr = factors.dtype.element_ty
     num_key_slabs: tl.constexpr = 2 * SIZES.num_key_heads
-    taps: tl.constexpr = SIZES.taps
     slab, number = tl.program_id(0), tl.program_id(2)
     begin, start, state_len, end = span_of(number, indptr, starts, state_lens)
     low = state_len + tl.program_id(1) * BLOCK
@@ -211,19 +219,11 @@ def _make_inputs(  # type: ignore[no-untyped-def]
         channel = first + tl.where(is_key, 0, (slab - num_key_slabs) * SIZES.value_dim) + column
         in_head = (column < tl.where(is_key, SIZES.key_dim, SIZES.value_dim))[None, :]
         own, token = ring + tl.load(rows + number) * (SIZES.ring * SIZES.entry_size), begin.to(tl.int64) - start
-        total = tl.full((BLOCK, BLOCK_DIM), 0.0, wide)
-        for tap in tl.static_range(0, taps):
-            ago = taps - 1 - tap
-            is_new = (t >= start + ago) & (t < end + ago)
-            is_old = (t >= ago) & (t < start + ago)
-            new = mixed + ((token + t - ago) * mixed_stride)[:, None] + channel[None, :]
-            old = own + ((t - ago) % SIZES.ring * SIZES.entry_size)[:, None] + channel[None, :]
-            factor = tl.load(conv + channel[None, :] * SIZES.taps + tap, mask=in_head, other=0.0).to(wide)
-            total += either(new, old, is_new[:, None] & in_head, is_old[:, None] & in_head).to(wide) * factor
-        total = total / (1.0 + tl.exp(-total))
+        new = mixed + token * mixed_stride
+        taps = conv + channel * channel_stride
+        total, _ = convolved(new, own, taps, tap_stride, mixed_stride, channel, in_head, t, start, end, SIZES, wide)
         if is_key:
-            norm = tl.rsqrt(tl.sum(total * total, 1) + _NORM_EPS)
-            total *= tl.where(slab < SIZES.num_key_heads, norm * SIZES.key_dim**-0.5, norm)[:, None]
+            total = normed(total) * tl.where(slab < SIZES.num_key_heads, SIZES.key_dim**-0.5, 1.0)
         entry, is_live = entry_of(t, start, begin, number, num_tokens, room, SIZES), t < end
         target = heads + entry[:, None] * SIZES.num_channels + channel[None, :]
         tl.store(target, total.to(heads.dtype.element_ty), mask=is_live[:, None] & in_head)
@@ -232,11 +232,49 @@ def _make_inputs(  # type: ignore[no-untyped-def]
             gate = gates + (token + t) * gates_stride + head
             kept = own + t % SIZES.ring * SIZES.entry_size + SIZES.num_channels
             place = factors + entry * (2 * SIZES.num_value_heads) + head
-            _make_factors(place, gate, kept + head, a_log + head, dt_bias + head, t < start, is_live, SIZES)
+            make_factors(place, gate, kept + head, a_log + head, dt_bias + head, t < start, is_live, SIZES)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _make_factors(target, new, old, a_log, dt_bias, is_old, is_live, SIZES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def convolved(  # type: ignore[no-untyped-def]
+    new,
+    old,
+    conv,
+    tap_stride,
+    stride,
+    channel,
+    is_channel,
+    t,
+    start,
+    end,
+    SIZES: tl.constexpr,  # noqa: N803
+    wide: tl.constexpr,
+):
+    """Returns channels of the tokens at positions ``t`` after the convolution and its SiLU, in a wide type, and the inputs themselves.
+
+    ``new`` is where the new input of position 0 would lie, ``old`` the row's ring, ``conv`` the channels' first taps.
+    """
+    taps: tl.constexpr = SIZES.taps
+    total = tl.zeros((t.shape[0], channel.shape[0]), wide)
+    x = tl.zeros((t.shape[0], channel.shape[0]), new.dtype.element_ty)
+    for tap in tl.static_range(0, taps):
+        ago = taps - 1 - tap
+        is_new, is_old = (t >= start + ago) & (t < end + ago), (t >= ago) & (t < start + ago)
+        near = new + ((t - ago).to(tl.int64) * stride)[:, None] + channel[None, :]
+        far = old + ((t - ago) % SIZES.ring * SIZES.entry_size)[:, None] + channel[None, :]
+        x = either(near, far, is_new[:, None] & is_channel, is_old[:, None] & is_channel)
+        total += x.to(wide) * tl.load(conv[None, :] + tap * tap_stride, mask=is_channel, other=0.0).to(wide)
+    return total / (1.0 + tl.exp(-total)), x
+
+
+@triton.jit
+def normed(x):  # type: ignore[no-untyped-def]
+    """Scales rows to a length of 1."""
+    return x * tl.rsqrt(tl.sum(x * x, 1) + _NORM_EPS)[:, None]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def make_factors(target, new, old, a_log, dt_bias, is_old, is_live, SIZES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Computes the factors of one head from the gates of some tokens, in the step or in the ring."""
     wide: tl.constexpr = target.dtype.element_ty
     is_new = is_live & (is_old == 0)

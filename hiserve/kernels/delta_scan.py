@@ -121,7 +121,7 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
             tl.store(target, read.to(out.dtype.element_ty), mask=(is_live & (t >= start))[:, None])
             if high == state_end:
                 tl.store(state + row * size + part, total)
-            if (high == boundary) & (low < boundary):
+            if high == boundary:
                 tl.store(snap_state + slot * size + part, total)
         given = (mixed, gates, mixed_stride, gates_stride, first)
         boundary = tl.where(boundary > state_len, boundary, end + 1)

@@ -9,6 +9,8 @@ from hiserve.core.forward import ForwardInputs
 from hiserve.kernels import delta as twin
 from hiserve.kernels.delta import DeltaPools, DeltaShape, DeltaWeights, row_groups
 from hiserve.kernels.delta_chunks import solve_chunks
+from hiserve.kernels.delta_few import advance_few
+from hiserve.kernels.delta_few_inputs import make_few_inputs
 from hiserve.kernels.delta_inputs import make_inputs
 from hiserve.kernels.delta_scan import scan_chunks
 from hiserve.kernels.delta_step import advance
@@ -32,6 +34,11 @@ def delta(
         out.zero_()
     for group in groups:
         rows, indptr = inputs.state.cut(group.first, group.end), inputs.qo_indptr[group.first : group.end + 1]
+        until = num_tokens if group is groups[-1] else 0
+        if not group.is_long and mixed.dtype in _IN_CHUNKS:
+            few = make_few_inputs(mixed, gates, weights, pools, rows, indptr, shape, width=group.width)
+            advance_few(few, pools, rows, indptr, out, until)
+            continue
         made = make_inputs(
             mixed,
             gates,
@@ -44,7 +51,6 @@ def delta(
             dtype=mixed.dtype if group.is_long else pools.state.dtype,
             is_packed=group.is_long,
         )
-        until = num_tokens if group is groups[-1] else 0
         if group.is_long and mixed.dtype in _IN_CHUNKS:
             solved = solve_chunks(made, rows, indptr, num_tokens=num_tokens, width=group.width)
             scan_chunks(made, solved, mixed, gates, pools, rows, indptr, out, until)

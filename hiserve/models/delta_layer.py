@@ -62,7 +62,7 @@ def make_delta_layer(
     return DeltaLayer(
         into=Linear(into),
         weights=DeltaWeights(
-            conv=parameters.pop(ours + "delta_conv"),
+            conv=parameters.pop(ours + "delta_conv").t().contiguous().t(),
             a_log=parameters.pop(ours + "decay_rate"),
             dt_bias=parameters.pop(ours + "decay_bias"),
         ),

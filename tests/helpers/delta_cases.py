@@ -46,7 +46,9 @@ def random_weights(shape: DeltaShape, dtype: torch.dtype, taps: int = TAPS) -> D
     heads = shape.num_value_heads
     conv = torch.randn(shape.num_channels, taps, dtype=torch.float64) / taps**0.5
     return DeltaWeights(
-        conv.to(dtype), torch.rand(heads).mul_(4).add_(0.05).log_().to(dtype), torch.randn(heads).to(dtype)
+        conv.to(dtype).t().contiguous().t(),
+        torch.rand(heads).mul_(4).add_(0.05).log_().to(dtype),
+        torch.randn(heads).to(dtype),
     )
 
 
