@@ -39,6 +39,14 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         DType,
         about("Type of weights and KV cache; auto is the checkpoint's, and float32 on CPU. float64 is for tests."),
     ] = "auto"
+    state_dtype: Annotated[
+        Literal["float32", "bfloat16", "float64"],
+        about(
+            "Type in which recurrent states are kept, of models that have them; bfloat16 takes half of the memory, on all tiers, and rounds a "
+            "state whenever it is stored. With --dtype float64 it is float64.",
+            is_debug=True,
+        ),
+    ] = "float32"
     max_model_len: Annotated[
         int | Auto,
         about(

@@ -57,8 +57,8 @@ class DeltaWeights:
 class DeltaPools:
     """States of R rows and S snapshots in one layer; row 0 and slot 0 take what padding writes.
 
-    An input is a token's channels, then its gates: ``[C + 2 * num_value_heads]``, the activations' type. The state is float32,
-    or float64 for float64. Memory without an owner may hold anything, NaN included.
+    An input is a token's channels, then its gates: ``[C + 2 * num_value_heads]``, the activations' type. States have one of their own.
+    Memory without an owner may hold anything, NaN included.
 
     Attributes:
         ring: ``[R, ring, C + 2 * num_value_heads]``. The input of position p lies at ``p % ring``; at least ``q + K - 2`` of
@@ -73,6 +73,11 @@ class DeltaPools:
     state: Tensor
     snap_ring: Tensor
     snap_state: Tensor
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The type of sums: that of the states, float32 at least; states are rounded where they are stored alone."""
+        return torch.promote_types(self.state.dtype, torch.float32)
 
 
 def delta(
@@ -159,9 +164,9 @@ def _advance(
     kept = pools.ring[rows.rows[:, None], position % ring]
     source = torch.where(is_new[..., None], entries[token.clamp(max=entries.shape[0] - 1)], kept)
     source = torch.where((is_new | is_old)[..., None], source, 0.0)
-    made = _Made.of(source, weights, shape, pools.state.dtype)
+    made = _Made.of(source, weights, shape, pools.wide)
     is_folded = (rows.state_lens > 0)[:, None, None, None]
-    state = stored = kept_state = torch.where(is_folded, pools.state[rows.rows], 0.0)
+    state = stored = kept_state = torch.where(is_folded, pools.state[rows.rows], 0.0).to(pools.wide)
     reads = []
     for column in range(reach + width):
         at = position[:, column + taps - 1]
@@ -177,10 +182,10 @@ def _advance(
     )
     is_used = q_lens[:, 0] > 0
     own = torch.where(is_used, rows.rows, 0)
-    pools.state.index_copy_(0, own, stored)
+    pools.state.index_copy_(0, own, stored.to(pools.state.dtype))
     takes = is_used & (rows.state_lens < rows.snap_at) & (rows.snap_at <= rows.state_ends)
     slots = torch.where(takes, rows.snap_slots, 0)
-    pools.snap_state.index_copy_(0, slots, kept_state)
+    pools.snap_state.index_copy_(0, slots, kept_state.to(pools.state.dtype))
     first = (rows.snap_at - rows.starts + reach).clamp(0, reach + width)
     lasts = first[:, None] + torch.arange(taps - 1, device=entries.device)
     pools.snap_ring.index_copy_(0, slots, source[torch.arange(len(slots), device=slots.device)[:, None], lasts])
@@ -191,7 +196,7 @@ def _advance(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Made:
-    """What the recurrence reads of N tokens of B rows, in the type of the state.
+    """What the recurrence reads of N tokens of B rows, in the type of sums.
 
     Attributes:
         q: ``[B, N, num_value_heads, key_dim, 1]``.

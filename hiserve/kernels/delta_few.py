@@ -2,8 +2,7 @@
 
 The changes of some tokens depend on the state before them, by one product a token, and on each other, by products of keys that
 ``delta_few_inputs`` has made. So the state is multiplied once for each key and query and changed once for each token that it
-takes; drafts do not change it. A program keeps some columns of a head's state in registers. All products are those of the
-state's type, as token by token.
+takes; drafts do not change it. A program keeps some columns of a head's state in registers, in float32, as all sums and products.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def _advance_few(  # type: ignore[no-untyped-def]
     size: tl.constexpr = SIZES.num_value_heads * SIZES.key_dim * SIZES.value_dim
     part = (head * SIZES.key_dim + key)[:, None] * SIZES.value_dim + value[None, :]
     is_there = where_all((state_len > 0) & (start < end), key)[:, None]
-    total = tl.load(state + row * size + part, mask=is_there, other=0.0)
+    total = tl.load(state + row * size + part, mask=is_there, other=0.0).to(tl.float32)
     await_previous(IS_EARLY)
     store_nothing(out, indptr, until, head, value, SIZES)
     if start < end:
@@ -121,9 +120,9 @@ def _advance_few(  # type: ignore[no-untyped-def]
             certain = tl.where(high == end, tl.minimum(end, state_end), high) - low
             total = _change(total, given, changes, faded, first, certain, SIZES, TOKENS)
             if (low < state_end) & (state_end <= high):
-                tl.store(state + row * size + part, total)
+                tl.store(state + row * size + part, total.to(state.dtype.element_ty))
             if high == boundary:
-                tl.store(snap_state + slot * size + part, total)
+                tl.store(snap_state + slot * size + part, total.to(state.dtype.element_ty))
             low = high
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,7 +21,7 @@ _LARGE = 1024  # elements of a program from which on it has more of both
 
 
 class FewInputs(NamedTuple):
-    """What the recurrence reads of the tokens of each row from its state on, in the type of its sums.
+    """What the recurrence reads of the tokens of each row from its state on, in float32.
 
     Attributes:
         heads: ``[rows, room, C]``: queries, keys and values, convolved; queries and keys are normed, queries scaled.
@@ -52,9 +53,9 @@ def make_few_inputs(
     num_rows, sizes = rows.rows.shape[0], sizes_of(weights, pools, shape)
     room = sizes.ring - sizes.taps + 1 + width
     tokens = max(_MIN_TOKENS, triton.next_power_of_2(room))
-    heads = pools.state.new_empty((num_rows, room, sizes.num_channels))
-    factors = pools.state.new_empty((num_rows, room, 2 * sizes.num_value_heads))
-    pairs = pools.state.new_empty((num_rows, sizes.num_key_heads, 2, tokens, tokens))
+    heads = mixed.new_empty((num_rows, room, sizes.num_channels), dtype=torch.float32)
+    factors = mixed.new_empty((num_rows, room, 2 * sizes.num_value_heads), dtype=torch.float32)
+    pairs = mixed.new_empty((num_rows, sizes.num_key_heads, 2, tokens, tokens), dtype=torch.float32)
     is_small = tokens * max(sizes.key_dim, sizes.value_dim) <= _LARGE
     _make_few_inputs[(sizes.num_key_heads + sizes.num_value_heads, num_rows)](
         mixed,

@@ -81,6 +81,12 @@ def where_all(condition, index):  # type: ignore[no-untyped-def]
     return index < tl.where(condition, 1 << 30, 0)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def load_state(places, is_there, key, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Loads columns of a state, ``[key_dim, N]``, in the type of sums; zeros if it is not there."""
+    return tl.load(places, mask=where_all(is_there, key)[:, None], other=0.0).to(dtype)
+
+
 @triton.jit
 def span_of(number, indptr, starts, state_lens):  # type: ignore[no-untyped-def]
     """Returns a row's first token in the batch; the position of it, that of its state's end, and the end of the row."""
@@ -104,7 +110,7 @@ class MadeInputs(NamedTuple):
 
     Attributes:
         heads: ``[entries, C]``: queries, keys and values, convolved; queries and keys are normed, queries scaled.
-        factors: ``[entries, 2 * num_value_heads]``, the state's type: the share of a change that is written, and the logarithm of
+        factors: ``[entries, 2 * num_value_heads]``, the type of sums: the share of a change that is written, and the logarithm of
             the share of the state that is kept.
         room: Entries of a row: tokens that it may replay, then new ones. 0: new tokens lie at their indices in the batch, and
             those to replay after all of them.
@@ -150,7 +156,7 @@ def make_inputs(
     room = 0 if is_packed else reach + width
     num_entries = num_rows * room + is_packed * (num_tokens + num_rows * reach)
     heads = mixed.new_empty((num_entries, channels), dtype=dtype)
-    factors = mixed.new_empty((num_entries, 2 * shape.num_value_heads), dtype=pools.state.dtype)
+    factors = mixed.new_empty((num_entries, 2 * shape.num_value_heads), dtype=pools.wide)
     block, dim = _BLOCK_PACKED if is_packed else _BLOCK, max(shape.key_dim, shape.value_dim)
     grid = (2 * shape.num_key_heads + shape.num_value_heads, triton.cdiv(reach + width, block), num_rows)
     _make_inputs[grid](

@@ -9,7 +9,7 @@ from torch import Tensor
 from hiserve.core.forward import StateRows
 from hiserve.kernels.delta import DeltaPools
 from hiserve.kernels.delta_chunks import SolvedChunks, boundaries_of, chunk_of
-from hiserve.kernels.delta_inputs import VARYING, MadeInputs, entry_of, span_of, store_nothing, where_all
+from hiserve.kernels.delta_inputs import VARYING, MadeInputs, entry_of, load_state, span_of, store_nothing
 from hiserve.kernels.delta_rings import store_inputs
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 
@@ -29,7 +29,7 @@ def scan_chunks(
     out: Tensor,
     until: int,
 ) -> None:
-    """Like ``delta_step.advance``, for states in float32; outputs depend on chunks in their last digits."""
+    """Like ``delta_step.advance``, for sums in float32; outputs depend on chunks in their last digits."""
     sizes = made.sizes
     block = min(_BLOCK_VALUES, sizes.value_dim)
     _scan_chunks[(sizes.num_value_heads * (sizes.value_dim // block), rows.rows.shape[0])](
@@ -108,7 +108,7 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
         row, slot, first = tl.load(rows + number), tl.load(snap_slots + number), begin.to(tl.int64) - start
         size: tl.constexpr = SIZES.num_value_heads * SIZES.key_dim * SIZES.value_dim
         part = (head * SIZES.key_dim + key)[:, None] * SIZES.value_dim + value[None, :]
-        total = tl.load(state + row * size + part, mask=where_all(state_len > 0, key)[:, None], other=0.0)
+        total = load_state(state + row * size + part, state_len > 0, key, tl.float32)
         most = tl.cdiv(boundary - state_len, CHUNK) + tl.cdiv(state_end - boundary, CHUNK)
         for turn in range(most + tl.cdiv(end - state_end, CHUNK)):
             low, high = chunk_of(turn, state_len, boundary, state_end, end, CHUNK)
@@ -120,9 +120,9 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
             target = out + ((first + t) * SIZES.num_value_heads + head)[:, None] * SIZES.value_dim + value[None, :]
             tl.store(target, read.to(out.dtype.element_ty), mask=(is_live & (t >= start))[:, None])
             if high == state_end:
-                tl.store(state + row * size + part, total)
+                tl.store(state + row * size + part, total.to(state.dtype.element_ty))
             if high == boundary:
-                tl.store(snap_state + slot * size + part, total)
+                tl.store(snap_state + slot * size + part, total.to(state.dtype.element_ty))
         given = (mixed, gates, mixed_stride, gates_stride, first)
         boundary = tl.where(boundary > state_len, boundary, end + 1)
         store_inputs(ring, row, snap_ring, slot, boundary, given, start, end, SIZES, BLOCK)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hiserve.core.forward import StateRows
 from hiserve.kernels.delta import DeltaPools
-from hiserve.kernels.delta_inputs import VARYING, MadeInputs, entry_of, span_of, store_nothing, where_all
+from hiserve.kernels.delta_inputs import VARYING, MadeInputs, entry_of, load_state, span_of, store_nothing
 from hiserve.kernels.delta_rings import store_inputs
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 
@@ -113,7 +113,7 @@ def _advance(  # type: ignore[no-untyped-def]
         boundary = tl.where((slot > 0) & (boundary > state_len) & (boundary <= state_end), boundary, end + 1)
         size: tl.constexpr = SIZES.num_value_heads * SIZES.key_dim * SIZES.value_dim
         part = (head * SIZES.key_dim + key)[:, None] * SIZES.value_dim + value[None, :]
-        total = tl.load(state + row * size + part, mask=where_all(state_len > 0, key)[:, None], other=0.0)
+        total = load_state(state + row * size + part, state_len > 0, key, factors.dtype.element_ty)
         keys: tl.constexpr = SIZES.num_key_heads * SIZES.key_dim
         v_channel = 2 * keys + head * SIZES.value_dim + value
         q_channel = head // (SIZES.num_value_heads // SIZES.num_key_heads) * SIZES.key_dim + key
@@ -129,8 +129,8 @@ def _advance(  # type: ignore[no-untyped-def]
                 target = out + ((first + t) * SIZES.num_value_heads + head) * SIZES.value_dim + value
                 tl.store(target, tl.sum(total * q[:, None], 0).to(out.dtype.element_ty))
             if t + 1 == state_end:
-                tl.store(state + row * size + part, total)
+                tl.store(state + row * size + part, total.to(state.dtype.element_ty))
             if t + 1 == boundary:
-                tl.store(snap_state + slot * size + part, total)
+                tl.store(snap_state + slot * size + part, total.to(state.dtype.element_ty))
         given = (mixed, gates, mixed_stride, gates_stride, first)
         store_inputs(ring, row, snap_ring, slot, boundary, given, start, end, SIZES, BLOCK)

@@ -17,7 +17,7 @@ from hiserve.kernels.delta_step import advance
 
 _MIN_HEAD = 16  # elements; a power of 2
 _IN_CHUNKS = (torch.bfloat16, torch.float16)
-"""Types whose prompts are computed chunk by chunk. Of wider ones each token has the same operations, whatever the step."""
+"""Types of which many tokens are computed at once, with sums in float32. Otherwise each has the same operations, whatever the step."""
 
 
 def delta(
@@ -29,13 +29,14 @@ def delta(
     assert inputs.state is not None, "a batch without states"
     assert mixed.stride(1) == gates.stride(1) == 1, f"elements {mixed.stride()} and {gates.stride()} apart"
     groups, num_tokens = row_groups(inputs), mixed.shape[0]
+    in_chunks = mixed.dtype in _IN_CHUNKS and pools.wide == torch.float32
     out = mixed.new_empty((num_tokens, shape.num_value_heads, shape.value_dim))
     if not groups:
         out.zero_()
     for group in groups:
         rows, indptr = inputs.state.cut(group.first, group.end), inputs.qo_indptr[group.first : group.end + 1]
         until = num_tokens if group is groups[-1] else 0
-        if not group.is_long and mixed.dtype in _IN_CHUNKS:
+        if in_chunks and not group.is_long:
             few = make_few_inputs(mixed, gates, weights, pools, rows, indptr, shape, width=group.width)
             advance_few(few, pools, rows, indptr, out, until)
             continue
@@ -48,10 +49,10 @@ def delta(
             indptr,
             shape,
             width=group.width,
-            dtype=mixed.dtype if group.is_long else pools.state.dtype,
+            dtype=mixed.dtype if in_chunks else pools.wide,
             is_packed=group.is_long,
         )
-        if group.is_long and mixed.dtype in _IN_CHUNKS:
+        if in_chunks:
             solved = solve_chunks(made, rows, indptr, num_tokens=num_tokens, width=group.width)
             scan_chunks(made, solved, mixed, gates, pools, rows, indptr, out, until)
         else:

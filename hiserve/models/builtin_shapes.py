@@ -235,7 +235,7 @@ def read_model(settings: Model) -> tuple[Path, ModelConfig]:
     With a built-in shape the folder gives tokenizer, chat template, end tokens and sampling defaults, no weights.
 
     Raises:
-        ConfigError: A built-in shape without dummy weights.
+        ConfigError: A built-in shape without dummy weights, or a type of states for a model without any.
         ModelError: As ``find_model`` and ``read_model_config``; or the folder's vocabulary is larger than the shape's.
     """
     if settings.shape is not None and settings.load_format != "dummy":
@@ -247,8 +247,8 @@ def read_model(settings: Model) -> tuple[Path, ModelConfig]:
     folder = find_model(settings.model, settings.revision)
     model = read_model_config(folder)
     if settings.shape is None:
-        return folder, model
-    shape = shape_config(settings.shape)
+        return folder, _with_states(model, settings)
+    shape = _with_states(shape_config(settings.shape), settings)
     if model.vocab_size > shape.vocab_size:
         raise ModelError(
             f"the {model.vocab_size} tokens of {settings.model!r} are more than the {shape.vocab_size} of --shape "
@@ -261,3 +261,20 @@ def read_model(settings: Model) -> tuple[Path, ModelConfig]:
         "sampling_defaults": model.sampling_defaults,
     }
     return folder, msgspec.structs.replace(shape, **text)
+
+
+def _with_states(model: ModelConfig, settings: Model) -> ModelConfig:
+    """Returns a model whose states are kept as the settings say.
+
+    Raises:
+        ConfigError: It has none, and the settings ask for another type than the default.
+    """
+    given = settings.state_dtype
+    if model.delta is not None:
+        return msgspec.structs.replace(model, delta=msgspec.structs.replace(model.delta, state_dtype=given))
+    if given != Model().state_dtype:
+        raise ConfigError(
+            f"--state-dtype is {given}, but {settings.shape or settings.model!r} has no recurrent states. Leave it out.",
+            param="state_dtype",
+        )
+    return model

@@ -34,6 +34,7 @@ class DeltaConfig(msgspec.Struct, frozen=True, kw_only=True):
     value_dim: int  # elements of a value's head
     conv_width: int  # tokens that the convolution sees
     is_interleaved: bool  # the checkpoint has all projections of a key head beside each other (Qwen3-Next)
+    state_dtype: str = "float32"  # of stored states, except with float64: those are float64
 
     @property
     def num_channels(self) -> int:
@@ -74,7 +75,7 @@ class DeltaConfig(msgspec.Struct, frozen=True, kw_only=True):
             num_kv_heads=self.num_value_heads,
             head_dim=self.key_dim,
             value_dim=self.value_dim,
-            dtype="float64" if dtype == "float64" else "float32",
+            dtype=dtype if dtype == "float64" else self.state_dtype,
             codec="state",
             space=Space.ROW,
         )

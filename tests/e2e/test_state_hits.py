@@ -24,6 +24,7 @@ from hiserve.cache.storage.device import DevicePool
 from hiserve.engine import tier_transfers
 from hiserve.engine.host_loads import LoadCostModel
 from hiserve.engine.loop import Engine
+from hiserve.errors import ConfigError
 from hiserve.llm.outputs import RequestOutput
 from hiserve.models.model_config import NANO, find_model
 from tests.helpers.compressed_models import save_compressed
@@ -249,6 +250,28 @@ def test_the_next_process_resumes_from_snapshots_of_the_last(folder: Path) -> No
             num_reusable = [(len(prompt) - 1) // PAGE * PAGE for prompt in prompts_of()]
             assert [output.cached.num_tokens for output in again] == num_reusable
             assert sum(output.cached.host for output in again) > 0
+
+
+def test_narrow_states_are_kept_and_loaded_as_they_are_and_a_cache_of_others_is_refused(folder: Path) -> None:
+    prompts = prompts_of()[4:]
+    with segment_name() as name:
+        settings = HOST | {"dtype": "float32", "state_dtype": "bfloat16", "host_cache_name": name}
+        with LLM(model=str(folder), **settings) as llm:
+            llm.generate(prompts, GREEDY)
+            from_device = llm.generate(prompts, GREEDY)
+            leave_device(llm)
+            from_host = llm.generate(prompts, GREEDY)
+            assert told(from_host) == told(from_device), "of the same snapshots"
+            assert all(len(set(tokens)) > 5 for tokens in told(from_host)), "of states that are numbers"
+            assert (
+                min(output.cached.device for output in from_device)
+                > 0
+                < min(output.cached.host for output in from_host)
+            )
+        del llm
+        gc.collect()  # the lock of the name goes with the last view of its memory
+        with pytest.raises(ConfigError, match="another --dtype, --state-dtype"):
+            LLM(model=str(folder), **settings | {"state_dtype": "float32"})
 
 
 WIDE, FEW = HOST | {"page_size": 16, "kv_pages": 120}, slice(1, None, 2)

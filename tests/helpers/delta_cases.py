@@ -58,17 +58,23 @@ def random_inputs(num_tokens: int, shape: DeltaShape, dtype: torch.dtype) -> Ten
 
 
 def nan_pools(
-    num_rows: int, ring: int, num_slots: int, shape: DeltaShape, dtype: torch.dtype, taps: int = TAPS
+    num_rows: int,
+    ring: int,
+    num_slots: int,
+    shape: DeltaShape,
+    dtype: torch.dtype,
+    taps: int = TAPS,
+    state_dtype: torch.dtype | None = None,
 ) -> DeltaPools:
-    """Pools without any state."""
+    """Pools without any state; their type is float32 at least where none is given."""
     width = shape.num_channels + 2 * shape.num_value_heads
     state = (shape.num_value_heads, shape.key_dim, shape.value_dim)
-    wide = torch.promote_types(dtype, torch.float32)
+    kept = state_dtype or torch.promote_types(dtype, torch.float32)
     return DeltaPools(
         torch.full((num_rows, ring, width), torch.nan, dtype=dtype),
-        torch.full((num_rows, *state), torch.nan, dtype=wide),
+        torch.full((num_rows, *state), torch.nan, dtype=kept),
         torch.full((num_slots, taps - 1, width), torch.nan, dtype=dtype),
-        torch.full((num_slots, *state), torch.nan, dtype=wide),
+        torch.full((num_slots, *state), torch.nan, dtype=kept),
     )
 
 

@@ -26,9 +26,9 @@ FLAGS = """
     --drain-timeout-s --metrics-compat --kv-canary --disable-prefix-cache --host-cache-gib --shape
     --host-cache-name --host-admission --cache-verify --eviction
     --attention-backend --graphs --graph-gate --graph-max-len --grammar-threads --spec --spec-steps
-    --store --store-gib --store-prefetch --store-prefetch-timeout-s --tail-share --tail-every
+    --store --store-gib --store-prefetch --store-prefetch-timeout-s --tail-share --tail-every --state-dtype
 """
-MAX_FLAGS, MAX_SHOWN = 65, 48
+MAX_FLAGS, MAX_SHOWN = 66, 48
 
 
 def value_of(config: Options, setting: Flag) -> Any:

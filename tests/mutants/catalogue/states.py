@@ -6,7 +6,7 @@ from hiserve.models import delta_config, delta_layer, gated_attention, weights
 from hiserve.runners import mixed, row_states
 from tests.e2e import test_state_families_oracle, test_state_graphs, test_state_rows
 from tests.unit.attention import test_triton
-from tests.unit.kernels import test_delta_triton, test_step_triton
+from tests.unit.kernels import test_delta, test_delta_triton, test_step_triton
 from tests.unit.models import test_delta_config, test_state_heads
 from tests.unit.runners import test_row_states
 
@@ -80,3 +80,14 @@ with weights.load_head_parameters, test_state_heads.test_a_head_gives_the_logits
     "norms of a head that are stored less 1 are taken as they are"
     _offset_norms(parameters, draft.model)
     pass
+with (
+    delta_config.DeltaConfig.groups,
+    test_delta_config.test_states_have_the_type_of_the_settings_and_inputs_that_of_the_model["bfloat16-bfloat16-bfloat16"],
+):
+    "states are not of the type that the settings ask for"
+    dtype if dtype == "float64" else self.state_dtype
+    dtype if dtype == "float64" else "float32"
+with delta.DeltaPools.wide, test_delta.test_states_of_another_type_are_rounded_where_they_are_stored_alone:
+    "a narrow state is rounded after each token"
+    torch.promote_types(self.state.dtype, torch.float32)
+    self.state.dtype

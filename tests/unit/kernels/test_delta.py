@@ -259,3 +259,20 @@ def test_the_memory_of_a_step_counts_what_the_kernels_of_prompts_keep() -> None:
     projected, heads, factors = 2 * (8192 + 64 + 4096), 2 * 8192, 4 * 64
     solved = 2 * 32 * (128 + 128 + DELTA_CHUNK)
     assert 2 * config.step_elements() == projected + heads + factors + solved + 2 * 4096
+
+
+def test_states_of_another_type_are_rounded_where_they_are_stored_alone() -> None:
+    """Sums stay wide: a step from a stored state is one of float32 from there."""
+    torch.manual_seed(6)
+    weights, inputs = random_weights(SHAPE, torch.float32), random_inputs(12, SHAPE, torch.float32)
+    narrow, wide = (
+        Layer(weights, nan_pools(3, 5, 2, SHAPE, torch.float32, TAPS, dtype), SHAPE)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    for start, end in ((0, 7), (7, 12)):
+        step = Chunk(1, start, start, inputs[start:end], snap_at=end, snap_slot=1)
+        assert torch.equal(narrow.step([step])[0], wide.step([step])[0])
+        for name in ("state", "snap_state"):
+            wide_state = getattr(wide.pools, name)
+            assert torch.equal(getattr(narrow.pools, name)[1], wide_state[1].bfloat16()), name
+            wide_state[1] = wide_state[1].bfloat16()

@@ -13,15 +13,17 @@ from hiserve.kernels.delta_triton import delta
 from tests.helpers.delta_cases import Chunk, Layer, batch_of, nan_pools, random_inputs, random_weights
 
 torch.set_num_threads(1)
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 3e-3}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 1e-2}
 
 class Pair:
     # A layer of the twin and one of the kernels, with the same steps.
-    def __init__(self, shape, dtype, ring, taps=4):
+    def __init__(self, shape, dtype, ring, taps=4, state_dtype=None):
         torch.manual_seed(ring)
         weights = random_weights(shape, dtype, taps)
-        self.layers = [Layer(weights, nan_pools(6, ring, 4, shape, dtype, taps), shape) for _ in range(2)]
-        self.layers[1].run, self.tolerance = delta, TOLERANCE[dtype]
+        self.layers = [Layer(weights, nan_pools(6, ring, 4, shape, dtype, taps, state_dtype), shape) for _ in range(2)]
+        self.layers[1].run = delta
+        self.tolerance = max(TOLERANCE[dtype], TOLERANCE.get(state_dtype, 0))
+        self.kept = TOLERANCE[state_dtype] if state_dtype else self.tolerance
         self.inputs = random_inputs(60, shape, dtype)
 
     def step(self, *chunks, **more):
@@ -34,19 +36,20 @@ class Pair:
         for name in ("ring", "state", "snap_ring", "snap_state"):
             # Row 0 and slot 0 take what padding writes.
             wants, ours = (getattr(layer.pools, name)[1:] for layer in self.layers)
-            assert_close(ours, wants, rtol=self.tolerance, atol=self.tolerance, equal_nan=True, msg=name)
+            assert_close(ours, wants, rtol=self.kept, atol=self.kept, equal_nan=True, msg=name)
 """
 STEPS = """
 delta_step._BLOCK_VALUES = delta_few._BLOCK_VALUES = 16
-for shape, dtype, ring, taps, is_few in (
-    (DeltaShape(1, 2, 16, 32), torch.float32, 7, 4, True),  # in float32 to see more digits than 16 bits have
-    (DeltaShape(1, 2, 16, 32), torch.float32, 7, 4, False),
-    (DeltaShape(2, 2, 32, 16), torch.float16, 6, 4, True),
-    (DeltaShape(1, 2, 16, 16), torch.float64, 4, 2, False),
+for shape, dtype, ring, taps, is_few, state_dtype in (
+    (DeltaShape(1, 2, 16, 32), torch.float32, 7, 4, True, None),  # in float32 to see more digits than 16 bits have
+    (DeltaShape(1, 2, 16, 16), torch.float32, 7, 4, False, torch.bfloat16),
+    (DeltaShape(2, 2, 32, 16), torch.float16, 6, 4, True, torch.bfloat16),
+    (DeltaShape(1, 2, 16, 16), torch.float16, 6, 4, True, torch.float64),  # token by token
+    (DeltaShape(1, 2, 16, 32), torch.float64, 4, 2, False, None),
 ):
     delta_triton._IN_CHUNKS = (dtype,) * is_few
     delta_few._BLOCK_TOKENS = 4 if dtype == torch.float32 else 8
-    pair = Pair(shape, dtype, ring, taps)
+    pair = Pair(shape, dtype, ring, taps, state_dtype)
     # (row, start, state_len, end, drafts, snap_at, slot): new rows, one of them with a snapshot before the convolution is full.
     pair.step((1, 0, 0, 5, 0, 2, 1), (2, 0, 0, 3, 2), (3, 0, 0, 1), num_spare=1)
     # Replays of one and two drafts, a snapshot in a replay, one that a draft does not reach, and one at the end of the step.
@@ -82,14 +85,15 @@ for types in (), (torch.float32,):
 PROMPTS = """
 twin.MAX_STEP_TOKENS = 3
 usual = delta_triton._IN_CHUNKS
-for shape, dtype, chunk in (
-    (DeltaShape(1, 2, 16, 32), torch.float32, 16),
-    (DeltaShape(1, 1, 32, 16), torch.float16, 16),
-    (DeltaShape(1, 1, 16, 16), torch.float64, 0),
+for shape, dtype, chunk, state_dtype in (
+    (DeltaShape(1, 2, 16, 32), torch.float32, 16, None),
+    (DeltaShape(1, 1, 32, 16), torch.float16, 16, torch.bfloat16),
+    (DeltaShape(1, 1, 16, 16), torch.float16, 0, torch.float64),
+    (DeltaShape(1, 1, 16, 16), torch.float64, 0, None),
 ):
     delta_chunks._CHUNK, delta_scan._BLOCK_VALUES = chunk, 16
     delta_triton._IN_CHUNKS = (torch.float32, *usual)  # to see more digits than 16 bits have
-    pair, end = Pair(shape, dtype, 5), 24 if chunk else 7
+    pair, end = Pair(shape, dtype, 5, state_dtype=state_dtype), 24 if chunk else 7
     # A row that decodes, and prompts: one of which is short, one with a snapshot, one whose last tokens may be rejected.
     pair.step((1, 0, 0, 2, 1))
     pair.step((1, 1, 1, 2, 0), (2, 0, 0, end, 0, 6, 1), (3, 0, 0, 3), widths=[1, end + 3, 1])

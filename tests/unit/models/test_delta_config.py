@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from hiserve.errors import ModelError
+from hiserve.errors import ConfigError, ModelError
+from hiserve.models.builtin_shapes import read_model
 from hiserve.models.decoder import attention_shape
 from hiserve.models.delta_config import INPUTS, STATE
 from hiserve.models.gated_attention import paired_halves
 from hiserve.models.model_config import ModelConfig, read_model_config
+from tests.helpers.settings import make_options
 
 FIELDS: dict[str, Any] = {
     "architectures": ["Qwen3_5ForCausalLM"],
@@ -57,6 +59,36 @@ def test_layers_lie_in_the_groups_of_their_kind(tmp_path: Path) -> None:
     width = 2 * 2 * 8 + 6 * 12 + 2 * 6
     assert (inputs.head_dim, inputs.ring, inputs.dtype) == (width, 3 + 5, "bfloat16")
     assert inputs.snapshot_bytes == 6 * 3 * width * 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "kept"),
+    [
+        ("bfloat16", "float32", "float32"),
+        ("bfloat16", "bfloat16", "bfloat16"),
+        ("float32", "float64", "float64"),
+        ("float64", "bfloat16", "float64"),
+    ],
+)
+def test_states_have_the_type_of_the_settings_and_inputs_that_of_the_model(
+    dtype: str, given: str, kept: str, tmp_path: Path
+) -> None:
+    read(tmp_path)
+    _, config = read_model(make_options(model=str(tmp_path), state_dtype=given).model)
+    _, state, inputs = config.cache_plan(dtype, frees_windows=True).groups
+    assert (state.dtype, inputs.dtype) == (kept, dtype)
+    carried = config.facts().carried
+    assert carried is not None
+    assert carried.row[dtype] == state.row_bytes + inputs.row_bytes
+    assert carried.snapshot[dtype] == state.snapshot_bytes + inputs.snapshot_bytes
+
+
+def test_a_type_of_states_is_refused_where_there_are_none() -> None:
+    with pytest.raises(
+        ConfigError, match=r"--state-dtype is bfloat16, but 'hiserve-nano' has no recurrent states. Leave it out"
+    ) as refused:
+        read_model(make_options(state_dtype="bfloat16").model)
+    assert refused.value.param == "state_dtype"
 
 
 @pytest.mark.parametrize(
