@@ -1,4 +1,4 @@
-# hiserve: make demo | test | test-long | test-clients | test-browser | test-matrix | test-gpu | mutants | mutants-pure | bench | bench-gpu | docs | nano-heads
+# hiserve: make demo | test | test-wide | test-long | test-clients | test-browser | test-matrix | test-gpu | mutants | mutants-pure | bench | bench-gpu | docs | nano-heads
 PYTHON ?= python3
 PIP_ARGS ?=
 MINUTES ?= 30
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALL := -m pip install --disable-pip-version-check $(PIP_ARGS)
 ARGS ?=
 
-.PHONY: test-browser demo test test-long test-clients test-coding test-matrix test-gpu mutants mutants-pure check bench bench-gpu docs nano-heads clean
+.PHONY: test-browser demo test test-wide test-long test-clients test-coding test-matrix test-gpu mutants mutants-pure check bench bench-gpu docs nano-heads clean
 
 $(VENV)/.installed: pyproject.toml
 	@echo "installing hiserve and PyTorch into $(VENV); a first time takes some minutes"
@@ -34,6 +34,9 @@ test-matrix:  ## the suite on each Python that is there, with each torch
 
 test-gpu: $(VENV)/.installed-dev  ## the GPU suite; its log goes to benchmarks/results (COMMIT=... without a checkout)
 	$(BIN)/python -m tools.gpu_suite $(if $(COMMIT),--commit $(COMMIT)) $(ARGS)
+
+test-wide: $(VENV)/.installed-dev  ## more cases of what `make test` runs: all pairs of factors, longer runs
+	$(BIN)/python -m pytest -m wide -n 3 --dist loadfile
 
 test-long: $(VENV)/.installed-dev  ## the full products and the soaks
 	$(BIN)/python -m pytest -m long --timeout 3600

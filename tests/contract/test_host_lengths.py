@@ -22,11 +22,12 @@ from tests.helpers.cache_paths import SETTINGS, pool
 from tests.helpers.recorded import HostLengthAttention, RecordableAttention
 from tests.helpers.recorded_llm import allow_recording
 from tests.helpers.tiered import engine_of
+from tests.helpers.widening import some
 
 SEED, NUM_NEW, STEPS = 61, 20, 3
 SPECS = {"off": "off", "ngram": "ngram", "draft_model": f"draft:{NANO}", "eagle3": "eagle3", "mtp": "mtp"}
 DEPTHS = pytest.mark.parametrize("depth", [0, 1], ids=["depth 0", "depth 1"])
-PROPOSERS = pytest.mark.parametrize("proposer", SPECS)
+PROPOSERS = pytest.mark.parametrize("proposer", some(SPECS, "off", "eagle3"))
 Make = Callable[[ReferenceAttention], Attention]
 
 

@@ -29,6 +29,7 @@ from tests.helpers.cache_paths import (
     store_hits,
     warm_restart,
 )
+from tests.helpers.widening import usual
 
 SEED = 41
 NUM_NEW = 16
@@ -69,7 +70,7 @@ def named(case: Case) -> str:
     return f"{path.__name__}-{remainder}_over-depth_{depth}-{'greedy' if is_greedy else 'drawn'}"
 
 
-@pytest.mark.parametrize("case", list(pairwise(ALL)), ids=named)
+@pytest.mark.parametrize("case", usual(pairwise(ALL)), ids=named)
 def test_the_tokens_are_those_of_an_engine_without_cache(case: Case, tmp_path: Path) -> None:
     path, remainder, depth, is_greedy = case
     path(work_of(remainder, is_greedy, SEED), tmp_path, overlap=depth)

@@ -1,6 +1,6 @@
 """Every family against transformers: logits in float32, tokens in float64, through the whole engine.
 
-Sizes, RoPE scalings and spellings are covered pairwise here; the full product runs behind ``long``.
+Each family, size, RoPE scaling and spelling occurs twice here, each pair of them behind ``wide``; the full product behind ``long``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from hiserve.layers import MoE
 from hiserve.models.model_config import read_model_config
 from tests.helpers.models import FAMILIES, Engine, load_transformers, save_family, spell_as_before
 from tests.helpers.oracle import NUM_PAGES, Subject, check_logits, check_tokens, continuation, prompts_of
+from tests.helpers.widening import usual
 
 ROPE: dict[str, dict[str, Any]] = {
     "default": {},
@@ -82,8 +83,8 @@ def full_product() -> list[Case]:
     return [(*model, *way) for model, way in zip(itertools.product(*models), itertools.cycle(itertools.product(*ways)))]
 
 
-USUAL = pairwise()
-OTHERS = [pytest.param(*case, marks=pytest.mark.long) for case in full_product() if case not in USUAL]
+PAIRS = pairwise()
+OTHERS = [pytest.param(*case, marks=pytest.mark.long) for case in full_product() if case not in PAIRS]
 
 
 def rope_parameters(kind: str, head_dim: int) -> dict[str, Any]:
@@ -97,7 +98,9 @@ def rope_parameters(kind: str, head_dim: int) -> dict[str, Any]:
     return given
 
 
-@pytest.mark.parametrize(tuple(AXES), [*USUAL, *OTHERS])
+@pytest.mark.parametrize(
+    tuple(AXES), [*(pytest.param(*case.values[0], marks=case.marks) for case in usual(PAIRS)), *OTHERS]
+)
 def test_a_model_gives_the_logits_and_tokens_of_transformers(
     tmp_path: Path,
     family: str,
@@ -183,7 +186,7 @@ def test_a_sliding_window_moves_as_in_transformers(tmp_path: Path, case: str, ch
 def test_the_usual_cases_bring_every_pair_together() -> None:
     for one, other in itertools.combinations(range(len(AXES)), 2):
         values = list(AXES.values())
-        assert {(case[one], case[other]) for case in USUAL} == set(itertools.product(values[one], values[other]))
+        assert {(case[one], case[other]) for case in PAIRS} == set(itertools.product(values[one], values[other]))
 
 
 def test_experts_stand_in_the_layers_that_the_configuration_names(tmp_path: Path) -> None:

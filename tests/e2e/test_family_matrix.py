@@ -37,6 +37,7 @@ from tests.helpers.gated import run_until
 from tests.helpers.models import SHAPE, save_family
 from tests.helpers.recorded_llm import allow_recording
 from tests.helpers.tiered import check_whole, engine_of
+from tests.helpers.widening import usual
 from tools.nano.head_files import export_head
 from tools.nano.heads import Eagle3Head, MTPHead
 from tools.nano.model import Nano, NanoConfig
@@ -130,7 +131,7 @@ def run(case: Case, folders: dict[str, Path], folder: Path, patch: pytest.Monkey
     assert all((num_replays > 10) == (graphs == "all") for num_replays in replays), replays
 
 
-@pytest.mark.parametrize("case", list(pairwise(ALL)), ids=named)
+@pytest.mark.parametrize("case", usual(pairwise(ALL)), ids=named)
 def test_windows_and_experts_change_nothing(
     case: Case, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

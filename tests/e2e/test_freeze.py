@@ -33,6 +33,7 @@ def test_a_few_workloads_and_the_session_are_as_recorded() -> None:
     assert f"{num_same} of {num_same} are as recorded" in said
 
 
+@pytest.mark.wide
 @pytest.mark.timeout(900)
 def test_no_delay_of_memory_copies_store_or_steps_reaches_a_plan() -> None:
     said = check("1", "mtp on the host", "store", seed="4", program=("tests.helpers.late_freeze",))

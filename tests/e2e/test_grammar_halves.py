@@ -23,6 +23,7 @@ from tests.helpers.cache_paths import SETTINGS
 from tests.helpers.grammars import GRAMMARS, compile_first
 from tests.helpers.recorded_llm import allow_recording
 from tests.helpers.tiered import engine_of
+from tests.helpers.widening import some
 
 TEXT = "I would like a large latte with oat milk, and"
 MAX_TOKENS = 45  # of the reply that is cut: 15 steps or more with two drafts, whatever the model accepts
@@ -36,8 +37,8 @@ ASKED = {
 CHOSEN = 3  # a request under a regex, greedy
 AT = (1, 5, 11)  # of the steps in halves: after its forward, and before its masks
 HIT = dict(zip(AT, (CHOSEN, 1, 2), strict=True))  # by step, a request that runs longer; the others are under a schema
-# The steps in which memory runs out or a worker dies: of prompts alone, and of rows that decode. Later ones are alike.
-FATAL = pytest.mark.parametrize("at", [*AT[:2], pytest.param(AT[2], marks=pytest.mark.long)])
+# The steps in which memory runs out or a worker dies: of prompts alone, of rows that decode, and a later one.
+FATAL = pytest.mark.parametrize("at", some(AT, AT[1]))
 AHEAD: dict[str, Any] = {"overlap": 1, "spec": "off"}
 DRAFTS: dict[str, Any] = {"overlap": 1, "spec": "eagle3", "spec_steps": 2}
 HOW = pytest.mark.parametrize("how", [AHEAD, DRAFTS], ids=["ahead", "drafts"])

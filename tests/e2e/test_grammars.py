@@ -32,6 +32,7 @@ from tests.helpers.grammars import (
 from tests.helpers.models import load_transformers
 from tests.helpers.oracle import next_logits
 from tests.helpers.tiered import engine_of
+from tests.helpers.widening import some
 
 TEXTS = ("I would like a large latte with oat milk, and", "Hello! Can you help me find a restaurant for tonight?")
 END, NUM_NEW = 1, 40
@@ -190,7 +191,7 @@ def requests() -> list[tuple[str, SamplingParams]]:
     return asked + [(text, ASKED[how]) for text in TEXTS for how in ("greedy", "free")]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", some(VARIANTS, "head", "ahead with drafts", "few pages with drafts"))
 def test_replies_do_not_depend_on_drafts_overlap_or_other_requests(
     plain: list[tuple[list[int], str | None]], variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,7 +237,7 @@ def test_scores_are_the_models_own() -> None:
 
 
 @pytest.mark.parametrize("end", ["<|system|>", "</think>"], ids=["token", "text"])
-@pytest.mark.parametrize("name", ["drafts", "ahead", "few pages"])
+@pytest.mark.parametrize("name", some(["drafts", "ahead", "few pages"], "drafts"))
 def test_a_budget_ends_the_thought_and_changes_nothing_else(name: str, end: str) -> None:
     budget, mark = 7, nano_tokenizer().encode(end, add_special_tokens=False).tolist()
     asked = [params for about, params in ASKED.items() if about != "penalties"]

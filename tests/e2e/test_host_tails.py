@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import random
 from functools import lru_cache, partial
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from tests.helpers.tiered import (
     seal,
     transfers_of,
 )
+from tests.helpers.widening import some
 from tests.helpers.window_models import SETTINGS, VOCAB, WINDOW, WindowPool, save_with_heads
 
 NUM_NEW = 14
@@ -93,14 +95,16 @@ CASES: dict[str, dict[str, Any]] = {
     "preemption": {"kv_pages": 45, "max_model_len": 128},
     "pages that more than one request used": {"host_admission": "write_through_selective"},
 }
+HOW = {"greedy": GREEDY, "drawn": DRAWN}
+TURNS = some(product(CASES, HOW), *zip(CASES, cycle(HOW)))
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "how"), TURNS)
 def test_tokens_do_not_depend_on_the_tier_of_a_resume_point(
-    case: str, sampling: SamplingParams, folder: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, how: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """H5 with tiers; H1 and H2 after each step."""
+    sampling = HOW[how]
     first, later = expected(folder, sampling)
     pools = WindowPool(monkeypatch)
     with LLM(model=str(folder), **HOST | CASES[case]) as llm:

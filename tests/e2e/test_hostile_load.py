@@ -38,7 +38,7 @@ SEED = 41
 LONG_S = 300.0
 NUM_SENDERS = 2
 # The short run has so many of each sender, and of each operation: in a time, a loaded machine would send too few.
-NUM_SENT, NUM_EXAMPLES = 250, 12
+NUM_SENT, NUM_EXAMPLES = 120, 6
 ABORT = "/abort_request"
 SECONDS = [None, pytest.param(LONG_S, marks=[pytest.mark.long, pytest.mark.timeout(int(LONG_S) + 900)])]
 

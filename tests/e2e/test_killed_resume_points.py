@@ -33,6 +33,7 @@ from tests.helpers.processes import wait_dead
 from tests.helpers.segment_name import segment_name
 from tests.helpers.settings import identified
 from tests.helpers.waiting import until
+from tests.helpers.widening import some
 from tests.helpers.window_models import SETTINGS, VOCAB, WINDOW, add_mtp, save_windows
 
 NUM_NEW = 14
@@ -130,7 +131,7 @@ async def engine(**options: Any) -> AsyncIterator[tuple[EngineClient, bytes]]:
         await asyncio.to_thread(wait_dead, [pid])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some(CASES, STATES))
 async def test_the_successor_of_a_killed_worker_goes_on_at_its_resume_points(
     case: str, folders: tuple[Path, Path], name: str
 ) -> None:

@@ -31,6 +31,7 @@ from tests.helpers.cache_paths import (
 )
 from tests.helpers.latent_models import FAMILIES, save_with_mtp
 from tests.helpers.recorded_llm import allow_recording
+from tests.helpers.widening import usual
 
 SEED, NUM_NEW, VOCAB = 61, 16, 4096  # tokens of hiserve-nano's tokenizer
 PATHS: tuple[Callable[..., None], ...] = (preemption, device_hits, host_hits, store_hits)
@@ -77,7 +78,7 @@ def run(case: Case, folders: dict[str, Path], folder: Path, patch: pytest.Monkey
     assert all((num_replays > 10) == (graphs == "all") for num_replays in replays), replays
 
 
-@pytest.mark.parametrize("case", list(pairwise(ALL)), ids=named)
+@pytest.mark.parametrize("case", usual(pairwise(ALL)), ids=named)
 def test_rows_of_latents_change_nothing(
     case: Case, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ from tests.helpers.cache_paths import (
 from tests.helpers.recorded_llm import allow_recording
 from tests.helpers.tiered import check_whole, counts_of, leave_device, transfers_of
 from tests.helpers.transfers import hold_copies
+from tests.helpers.widening import usual
 
 SEED, NUM_NEW, PAGE, SLOW_S = 47, 14, 16, 0.01
 
@@ -61,7 +62,7 @@ PATHS: tuple[Callable[..., None], ...] = (preemption, store_hits, storm, slow_lo
 MORE_PATHS: tuple[Callable[..., None], ...] = (*PATHS, chunks, host_hits)
 PROPOSERS, DEPTHS, GATES = ("off", "ngram", "draft_model", "eagle3", "mtp"), (0, 1), ("precise", "strict")
 GRAPHS, HOW = ("all", "decode"), ("greedy", "drawn", "penalised")
-SOME: list[Case] = list(pairwise(list(product(PATHS, PROPOSERS, DEPTHS, GATES, (2,), GRAPHS, HOW))))
+SOME = usual(pairwise(list(product(PATHS, PROPOSERS, DEPTHS, GATES, (2,), GRAPHS, HOW))))
 ALL: list[Case] = list(product(MORE_PATHS, PROPOSERS, DEPTHS, GATES, (2, "auto"), GRAPHS, HOW))
 SPECS = {"off": "off", "ngram": "ngram", "draft_model": f"draft:{NANO}", "eagle3": "eagle3", "mtp": "mtp"}
 SAMPLING = {

@@ -33,7 +33,7 @@ MAX_ROUNDS = 12
 MAX_HELD = 2  # objects of a class: a thread holds the last order it carried out until it has another
 MAX_MIB_A_MIN = 1.0  # where there is time to measure it
 MAX_MIB = 1.5  # from one round to the next, where there is not: a page of either tier is 0.25
-LENGTHS = ["short", pytest.param("long", marks=pytest.mark.long)]
+LENGTHS = [pytest.param("short", marks=pytest.mark.wide), pytest.param("long", marks=pytest.mark.long)]
 
 
 @pytest.fixture(scope="module")

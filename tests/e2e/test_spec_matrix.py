@@ -27,6 +27,7 @@ from tests.helpers.cache_paths import (
     storm,
 )
 from tests.helpers.dialogues import trained
+from tests.helpers.widening import usual
 
 SEED = 43
 NUM_NEW = 22
@@ -61,7 +62,7 @@ def named(case: Case) -> str:
     return f"{path.__name__}-{proposer}-{steps}-page_{page_size}-depth_{depth}-{'greedy' if is_greedy else 'drawn'}"
 
 
-@pytest.mark.parametrize("case", list(pairwise(ALL)), ids=named)
+@pytest.mark.parametrize("case", usual(pairwise(ALL)), ids=named)
 def test_speculation_changes_nothing(case: Case, tmp_path: Path) -> None:
     path, proposer, steps, page_size, depth, is_greedy = case
     path(work_of(is_greedy), tmp_path, page_size, overlap=depth, spec=trained(proposer), spec_steps=steps)

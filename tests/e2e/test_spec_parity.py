@@ -16,6 +16,7 @@ from tests.helpers.cache_paths import HOST, pool
 from tests.helpers.dialogues import held_out_prompts
 from tests.helpers.drafted import Draft, Drafted, nano, save_heads
 from tests.helpers.tiered import leave_device
+from tests.helpers.widening import some
 from tests.unit.tools.head_oracle import HeadOracle
 from tools.nano.accept_served import bundled_head
 from tools.nano.heads import AUX_LAYERS, Eagle3Head, Seen, observe, unroll
@@ -57,7 +58,8 @@ def check(oracle: Oracle, drafts: list[Draft]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "page_size", "depth"), [("eagle3", 16, 0), ("eagle3", 1, 1), ("mtp", 16, 1), ("mtp", 4, 0)]
+    ("kind", "page_size", "depth"),
+    some([("eagle3", 16, 0), ("eagle3", 1, 1), ("mtp", 16, 1), ("mtp", 4, 0)], ("eagle3", 1, 1), ("mtp", 4, 0)),
 )
 def test_drafts_are_those_of_the_head_wherever_the_prompt_came_from(
     heads: dict[str, Path], kind: str, page_size: int, depth: int

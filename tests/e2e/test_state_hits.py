@@ -33,6 +33,7 @@ from tests.helpers.fake_cuda import FakeCuda, install
 from tests.helpers.models import save_family
 from tests.helpers.segment_name import segment_name
 from tests.helpers.tiered import cache_of, check_whole, counts_of, engine_of, garble_host, leave_device, rest, seal
+from tests.helpers.widening import some
 
 NUM_NEW, VOCAB, PAGE, ALL = 14, 4096, 4, slice(None)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
@@ -141,9 +142,10 @@ CASES: dict[str, dict[str, Any]] = {
     "tails within prompts": {"tail_every": 8, "max_batched_tokens": 64},
     "preemption": {"kv_pages": 45, "max_model_len": 128},
 }
+USUAL = "pages of one token", "chunks of a few tokens", "drafts, overlap", "tails within prompts", "preemption"
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some(CASES, *USUAL))
 def test_tokens_do_not_depend_on_the_snapshot_that_a_request_resumes_from(
     case: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,7 +170,15 @@ def test_tokens_do_not_depend_on_the_snapshot_that_a_request_resumes_from(
 HOST = SETTINGS | {"host_cache_gib": 0.02}
 
 
-@pytest.mark.parametrize("case", ["plain", "long pages", "drafts, overlap", "few slots", "preemption"])
+@pytest.mark.parametrize(
+    "case",
+    some(
+        ["plain", "long pages", "drafts, overlap", "few slots", "preemption"],
+        "long pages",
+        "drafts, overlap",
+        "few slots",
+    ),
+)
 def test_tokens_do_not_depend_on_the_tier_of_a_snapshot(
     case: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
