@@ -16,35 +16,27 @@ from torch import Tensor
 
 from hiserve.kernels import streams_reference
 from hiserve.kernels.launch import await_previous, early_launch, num_processors, start_next
+from hiserve.kernels.stream_sums import StreamsShape, SumBlocks, weigh
 from hiserve.kernels.streams_reference import MixWeights
 
 _BLOCK_MERGED = 1024  # columns of a program that merges
 _MIN_OUTPUTS = 16
+_TOGETHER = tl.constexpr(8)  # columns of a load of 16-bit elements, all in one thread
 _PRECISION = tl.constexpr("tf32x3")  # of float32 on tensor cores: as exact, but for a few last digits
 
 
 class _Blocks(NamedTuple):
-    """What programs of a mix hold at once; all but warps are powers of 2."""
+    """What a program of a product holds at once; all but warps are powers of 2."""
 
     tokens: int  # of a product, 16 at least
     columns: int  # of a product, at once
     num_warps: int
-    max_parts: int  # of a product's sum
-    hidden: int  # columns of a sum of streams
-    num_sum_warps: int
+    num_stages: int  # blocks of columns in flight, and one
+    sums: SumBlocks
 
 
-_DECODE = _Blocks(tokens=16, columns=64, num_warps=4, max_parts=64, hidden=1024, num_sum_warps=4)
-_PROMPT = _Blocks(tokens=64, columns=32, num_warps=8, max_parts=4, hidden=4096, num_sum_warps=8)
-
-
-class _Shape(NamedTuple):
-    """Compile-time constants."""
-
-    num_streams: int  # a power of 2
-    hidden_size: int
-    num_outputs: int  # of the product
-    block_outputs: int  # a power of 2, above ``num_outputs``: one more column has the sum of squares
+_DECODE = _Blocks(tokens=16, columns=64, num_warps=4, num_stages=3, sums=SumBlocks(64, 1, 1024, 4))
+_PROMPT = _Blocks(tokens=64, columns=32, num_warps=4, num_stages=3, sums=SumBlocks(4, 32, 2048, 4))
 
 
 class _Passed(NamedTuple):
@@ -152,38 +144,21 @@ def _mix(
     if passed is not None:
         is_dense = passed.post.is_contiguous() and passed.matrix.is_contiguous()
         assert passed.out.stride(1) == 1 and is_dense, passed.out.stride()
-    shape = _Shape(count, hidden, num_outputs, max(_MIN_OUTPUTS, triton.next_power_of_2(num_outputs + 1)))
+    shape = StreamsShape(count, hidden, num_outputs, max(_MIN_OUTPUTS, triton.next_power_of_2(num_outputs + 1)))
     blocks = _DECODE if num_tokens <= _DECODE.tokens * num_processors(streams.device) else _PROMPT
     sums = _project_parts(streams, passed, weights.weight, shape, blocks)
     if passed is not None:
         streams = passed.made
-    block = min(blocks.hidden, triton.next_power_of_2(hidden))
-    _weigh[(num_tokens, triton.cdiv(hidden, block) + 1)](
-        streams,
-        sums,
-        weights.base,
-        weights.scale,
-        *outs,
-        num_tokens,
-        sums.shape[0],
-        streams.stride(0),
-        streams.stride(1),
-        iterations,
-        eps,
-        norm_eps,
-        shape,
-        BLOCK=block,
-        PARTS=blocks.max_parts,
-        num_warps=blocks.num_sum_warps,
-        **early_launch(streams.device),
-    )
+    weigh(streams, sums, weights, outs, (iterations, eps, norm_eps), shape, blocks.sums)
 
 
-def _project_parts(streams: Tensor, passed: _Passed | None, weight: Tensor, shape: _Shape, blocks: _Blocks) -> Tensor:
+def _project_parts(
+    streams: Tensor, passed: _Passed | None, weight: Tensor, shape: StreamsShape, blocks: _Blocks
+) -> Tensor:
     """Returns the product of the streams with a weight in parts of its sum, float32 ``[parts, T, shape.block_outputs]``."""
     num_tokens, device = streams.shape[0], streams.device
     num_blocks = triton.cdiv(num_tokens, blocks.tokens)
-    most = min(blocks.max_parts, triton.cdiv(shape.hidden_size, blocks.columns))
+    most = min(blocks.sums.max_parts, triton.cdiv(shape.hidden_size, blocks.columns))
     num_parts = max(1, min(most, 2 * num_processors(device) // num_blocks))
     sums = torch.empty((num_parts, num_tokens, shape.block_outputs), dtype=torch.float32, device=device)
     _project[(num_blocks, num_parts)](
@@ -200,13 +175,13 @@ def _project_parts(streams: Tensor, passed: _Passed | None, weight: Tensor, shap
         TOKENS=blocks.tokens,
         BLOCK=blocks.columns,
         num_warps=blocks.num_warps,
-        num_stages=3,
+        num_stages=blocks.num_stages,
         **early_launch(device),
     )
     return sums
 
 
-@triton.jit(do_not_specialize=["num_tokens", "token_stride", "out_stride"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator]
 def _project(  # type: ignore[no-untyped-def]
     streams,
     out,
@@ -234,37 +209,50 @@ def _project(  # type: ignore[no-untyped-def]
     hidden: tl.constexpr = SHAPE.hidden_size
     span = tl.cdiv(tl.cdiv(hidden, BLOCK), tl.num_programs(1)) * BLOCK
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
-    output = tl.arange(0, SHAPE.block_outputs)
-    is_token, is_output = token < num_tokens, output < SHAPE.num_outputs
+    is_token = token < num_tokens
+    output, each = tl.arange(0, SHAPE.block_outputs), tl.arange(0, COUNT)
+    if out is not None:
+        gates, factors = _shares(post, matrix, token, is_token, COUNT)
     total = tl.full((TOKENS, SHAPE.block_outputs), 0.0, tl.float32)
-    squares = tl.full((TOKENS,), 0.0, tl.float32)
+    squares = tl.full((TOKENS, BLOCK // _TOGETHER), 0.0, tl.float32)
     low = tl.program_id(1) * span
     for first in range(low, tl.minimum(low + span, hidden), BLOCK):
         column = first + tl.arange(0, BLOCK)
-        mask = is_token[:, None] & (column < hidden)[None, :]
+        is_column = column < hidden
+        mask = is_token[:, None] & is_column[None, :]
         source = streams + token[:, None] * token_stride + column[None, :]
         if out is not None:
-            each = tl.arange(0, COUNT)
             every = source[:, None, :] + (each * stream_stride)[None, :, None]
             old = tl.load(every, mask=mask[:, None, :], other=0.0).to(tl.float32)
-            new = tl.load(out + token[:, None] * out_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+            new = tl.load(out + token[:, None] * out_stride + column[None, :], mask=mask, other=0.0)
+            new = tl.where((each == 0)[None, :, None], new.to(tl.float32)[:, None, :], 0.0)
         for stream in tl.static_range(COUNT):
             if out is None:
                 value = tl.load(source + stream * stream_stride, mask=mask, other=0.0)
             else:
-                share = (token[:, None] * COUNT + each[None, :]) * COUNT + stream
-                factor = tl.load(matrix + share, mask=is_token[:, None], other=0.0)
-                gate = tl.load(post + token * COUNT + stream, mask=is_token, other=0.0)
-                merged = gate[:, None] * new + tl.sum(factor[:, :, None] * old, 1)
+                merged = tl.sum(gates[stream][:, None, None] * new + factors[stream][:, :, None] * old, 1)
                 value = merged.to(made.dtype.element_ty)
-                tl.store(made + (token[:, None] * COUNT + stream) * hidden + column[None, :], value, mask=mask)
+                target = made + (token[:, None] * COUNT + stream) * hidden + column[None, :]
+                tl.store(target, value, mask=mask)
             row = weight + output[None, :] * (COUNT * hidden) + (stream * hidden + column)[:, None]
-            line = tl.load(row, mask=is_output[None, :] & (column < hidden)[:, None], other=0.0)
+            line = tl.load(row, mask=(output < SHAPE.num_outputs)[None, :] & is_column[:, None], other=0.0)
             total = _product(value, line, total)
-            squares += tl.sum(value.to(tl.float32) * value.to(tl.float32), 1)
-    total = tl.where(output[None, :] == SHAPE.num_outputs, squares[:, None], total)
+            square = value.to(tl.float32) * value.to(tl.float32)
+            squares += tl.sum(tl.reshape(square, [TOKENS, BLOCK // _TOGETHER, _TOGETHER]), 2)
+    total = tl.where(output[None, :] == SHAPE.num_outputs, tl.sum(squares, 1)[:, None], total)
     target = sums + (tl.program_id(1) * num_tokens + token)[:, None] * SHAPE.block_outputs + output[None, :]
     tl.store(target, total, mask=is_token[:, None])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _shares(post, matrix, token, is_token, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Returns of each new stream what it takes of the output, ``[tokens]``, and of the old streams, ``[tokens, COUNT]``."""
+    gates, factors, other = (), (), tl.arange(0, COUNT)
+    for stream in tl.static_range(COUNT):
+        gates += (tl.load(post + token * COUNT + stream, mask=is_token, other=0.0),)  # type: ignore[assignment]
+        share = (token[:, None] * COUNT + other[None, :]) * COUNT + stream
+        factors += (tl.load(matrix + share, mask=is_token[:, None], other=0.0),)  # type: ignore[assignment]
+    return gates, factors
 
 
 @triton.jit
@@ -281,69 +269,7 @@ def _product(value, factor, total):  # type: ignore[no-untyped-def]
     return total
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_parts", "token_stride", "eps", "norm_eps"])  # type: ignore[untyped-decorator]
-def _weigh(  # type: ignore[no-untyped-def]
-    streams,
-    sums,
-    base,
-    scale,
-    x,
-    post,
-    matrix,
-    num_tokens,
-    num_parts,
-    token_stride,
-    stream_stride,
-    iterations,
-    eps,
-    norm_eps,
-    SHAPE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    PARTS: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
-    """The first program of a token makes the weights of the output and of the streams; each other sums some columns."""
-    count: tl.constexpr = SHAPE.num_streams
-    start_next(IS_EARLY)
-    await_previous(IS_EARLY)
-    token, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    stream, part = tl.arange(0, count), tl.arange(0, PARTS)
-    mine, is_part = sums + (part * num_tokens + token) * SHAPE.block_outputs, part < num_parts
-    squares = tl.sum(tl.load(mine + SHAPE.num_outputs, mask=is_part, other=0.0), 0)
-    normed = tl.rsqrt(squares / (count * SHAPE.hidden_size) + norm_eps)
-    if number > 0:
-        gate = _total(mine, is_part, stream) * normed * tl.load(scale) + tl.load(base + stream)
-        pre = 1.0 / (1.0 + tl.exp(-gate)) + eps
-        column = (number - 1) * BLOCK + tl.arange(0, BLOCK)
-        mask = column < SHAPE.hidden_size
-        source = streams + token * token_stride + stream[:, None] * stream_stride + column[None, :]
-        value = tl.load(source, mask=mask[None, :], other=0.0).to(tl.float32)
-        total = tl.sum(value * pre[:, None], 0).to(x.dtype.element_ty)
-        tl.store(x + token * SHAPE.hidden_size + column, total, mask=mask)
-    elif matrix is not None:
-        gate = _total(mine, is_part, count + stream) * normed * tl.load(scale + 1) + tl.load(base + count + stream)
-        tl.store(post + token * count + stream, 2.0 / (1.0 + tl.exp(-gate)))
-        flat = tl.arange(0, count * count)
-        square = _total(mine, is_part, 2 * count + flat) * normed * tl.load(scale + 2) + tl.load(
-            base + 2 * count + flat
-        )
-        square = tl.reshape(square, [count, count])
-        square = tl.exp(square - tl.max(square, 1)[:, None])
-        square = square / tl.sum(square, 1)[:, None] + eps
-        square = square / (tl.sum(square, 0)[None, :] + eps)
-        for _ in range(iterations - 1):
-            square = square / (tl.sum(square, 1)[:, None] + eps)
-            square = square / (tl.sum(square, 0)[None, :] + eps)
-        tl.store(matrix + token * (count * count) + flat, tl.reshape(square, [count * count]))
-
-
-@triton.jit
-def _total(parts, is_part, output):  # type: ignore[no-untyped-def]
-    """Returns the sum of some outputs over all parts."""
-    return tl.sum(tl.load(parts[:, None] + output[None, :], mask=is_part[:, None], other=0.0), 0)
-
-
-@triton.jit(do_not_specialize=["token_stride", "out_stride"])  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
 def _merge(  # type: ignore[no-untyped-def]
     streams,
     out,

@@ -188,7 +188,6 @@ def streams() -> None:
     heads, pool = torch.zeros(3, 64, 512, dtype=BF16), torch.zeros(128, 512, dtype=BF16)
     for some in heads, heads[:, :0]:
         compressed_fused.store_rows(some, heads[:, 0], pool[0], 1e-6, cos, sin, pool, positions)
-    compressed_fused.rotate_pairs(heads, cos, sin, is_back=True)
     compressed_fused.rotate_pairs(heads[..., :128], cos, sin)
 
 
@@ -275,7 +274,7 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
     ),
     "streams": (
         streams,
-        {f"streams.{name}" for name in ("_project", "_weigh", "_merge")}
+        {"streams._project", "stream_sums._weigh", "streams._merge"}
         | {"pairs_triton._turn_kernel", "pairs_triton._angles_kernel", "root_route._route_by_root"},
     ),
     "packed": (pack, {f"row_codec_triton.{name}" for name in ("_store_packed", "_load_packed")}),

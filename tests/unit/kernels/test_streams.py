@@ -13,9 +13,15 @@ torch.manual_seed(5)
 """
 STREAMS = """
 from hiserve.kernels import streams as fused, streams_reference as reference
+from hiserve.kernels.stream_sums import SumBlocks
 from hiserve.kernels.streams_reference import MixWeights
 
-for dtype, count, hidden, num_tokens in ((torch.float32, 4, 300, 3), (torch.float16, 2, 128, 18), (torch.float32, 3, 16, 2)):
+fused._PROMPT = fused._PROMPT._replace(sums=SumBlocks(4, 2, 64, 4))
+for dtype, count, hidden, num_tokens, num_processors in (
+    (torch.float32, 4, 300, 3, 16), (torch.float16, 2, 128, 18, 16), (torch.float32, 3, 16, 2, 16),
+    (torch.float32, 2, 80, 3, 0),  # as a prompt: blocks of other sizes, and the last program has a token less
+):
+    fused.num_processors = lambda device: num_processors
     close = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=2e-3, atol=2e-3)
     streams = torch.randn(num_tokens, count, hidden).to(dtype)
     num_outputs = (2 + count) * count
@@ -43,8 +49,7 @@ for dtype, shape, turned in ((torch.float32, (3, 5, 32), 4), (torch.float16, (2,
     close = dict(rtol=1e-6, atol=1e-6) if dtype == torch.float32 else dict(rtol=2e-3, atol=2e-3)
     x = torch.randn(shape[0], shape[1] * shape[2] + 5).to(dtype)[:, 5:].view(shape) if shape[1] == 1 else torch.randn(shape).to(dtype)
     cos, sin = torch.randn(2, shape[0], turned)
-    for how in ({}, dict(is_back=True)):
-        assert_close(*(each.rotate_pairs(x, cos, sin, **how) for each in (fused, reference)), **close)
+    assert_close(*(each.rotate_pairs(x, cos, sin) for each in (fused, reference)), **close)
     row, slots = torch.randn(shape[0], shape[2] + 3).to(dtype)[:, 3:], torch.randperm(5)[: shape[0]]
     for norm, heads in ((torch.rand(shape[2]).to(dtype), x), (torch.rand(shape[2]), x[:, :0])):
         pools = torch.full((2, 5, shape[2]), torch.nan, dtype=dtype)
