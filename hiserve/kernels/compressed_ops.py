@@ -27,7 +27,7 @@ class CompressedOps(Protocol):
     def pair_angles(self, positions: Tensor, kinds: PairFrequencies, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns the cosines and sines of positions, for each kind of layers."""
 
-    def rotate_pairs(self, x: Tensor, cos: Tensor, sin: Tensor, *, is_back: bool = False) -> Tensor:
+    def rotate_pairs(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotates the last elements of each head, every one paired with its neighbour."""
 
     def store_rows(
@@ -44,9 +44,14 @@ class CompressedOps(Protocol):
         """Norms and rotates the heads of queries, and a row of each token, which it stores; returns the queries."""
 
     def attend(
-        self, q: Tensor, sources: Sequence[RowSource], sink: Tensor | None, scale: float
+        self,
+        q: Tensor,
+        sources: Sequence[RowSource],
+        sink: Tensor | None,
+        scale: float,
+        turns: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Attends by one softmax over all rows of all sources and a sink; returns values and logarithms."""
+        """Attends by one softmax over all rows of all sources and a sink; returns values, turned back, and logarithms."""
 
     def slots_behind_first(self, source: RangeRows, kv_lens: Tensor, qo_indptr: Tensor) -> Tensor:
         """Returns the slots of a window without row 0, which may never have been written."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from hiserve.core.step_memory import MAX_PROGRAMS, PROGRAM_QUERIES
 from hiserve.kernels import union_reference
 from hiserve.kernels.launch import await_previous, early_launch, num_processors, start_next
+from hiserve.kernels.pairs_triton import turned
 from hiserve.kernels.union_rows import ChosenRows, RowSource
 
 MAX_PARTS = 32
@@ -36,7 +37,7 @@ class _Tile(NamedTuple):
     num_heads: int  # a power of 2, 16 at least
     num_keys: int  # likewise
     num_warps: int
-    num_stages: int  # loads of rows in flight
+    num_stages: int  # twice the loads of rows in flight, as their slots are loaded before them, and one
 
 
 class _Source(NamedTuple):
@@ -56,17 +57,24 @@ class _Shape(NamedTuple):
     width: int
     block_heads: int
     num_keys: int
+    num_pairs: int  # that are turned, 0 is none
 
 
 _WIDE_TILE = _Tile(16, 16, 4, 2)  # of float32, whose products take no tensor cores
-_TILES = (_Tile(64, 32, 8, 2), _Tile(32, 64, 8, 2), _Tile(16, 32, 4, 3))
+_TILES = (_Tile(64, 32, 8, 5), _Tile(32, 64, 8, 2), _Tile(16, 32, 4, 3))
 _VARYING = ["first_stride", "first_count", "second_stride", "second_count", "num_tokens"]
 
 
-def attend(q: Tensor, sources: Sequence[RowSource], sink: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor,
+    sources: Sequence[RowSource],
+    sink: Tensor | None,
+    scale: float,
+    turns: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Like ``union_reference.attend``, of one or two sources; float64 uses the twin. Widths are powers of 2, 16 at least."""
     if q.dtype == torch.float64:
-        return union_reference.attend(q, sources, sink, scale)
+        return union_reference.attend(q, sources, sink, scale, turns)
     num_tokens, num_heads, width = q.shape
     assert 1 <= len(sources) <= 2, f"{len(sources)} sources"
     assert width >= 16 and not width & (width - 1), f"rows of {width} elements"
@@ -76,7 +84,9 @@ def attend(q: Tensor, sources: Sequence[RowSource], sink: Tensor | None, scale: 
     tile, num_parts = choose_parts(
         num_tokens, num_heads, sum(_most(each) for each in sources), q.dtype, num_processors(q.device)
     )
-    shape = _Shape(num_heads, width, tile.num_heads, tile.num_keys)
+    cos, sin = turns or (None, None)
+    assert all(each.is_contiguous() for each in turns or ()), "turns lie apart"
+    shape = _Shape(num_heads, width, tile.num_heads, tile.num_keys, 0 if cos is None else cos.shape[1])
     part_out, part_lse = out, lse
     if num_parts > 1:
         size = (num_parts, num_tokens, num_heads)
@@ -98,7 +108,7 @@ def attend(q: Tensor, sources: Sequence[RowSource], sink: Tensor | None, scale: 
         *second_ends,
         part_out,
         part_lse,
-        sink if num_parts == 1 else None,
+        *((sink, cos, sin) if num_parts == 1 else (None,) * 3),
         num_tokens,
         scale * math.log2(math.e),
         shape,
@@ -109,7 +119,7 @@ def attend(q: Tensor, sources: Sequence[RowSource], sink: Tensor | None, scale: 
         **early,
     )
     if num_parts > 1:
-        given = (part_out, part_lse, sink, out, lse, num_tokens, num_parts)
+        given = (part_out, part_lse, sink, cos, sin, out, lse, num_tokens, num_parts)
         _join[(num_tokens, num_heads)](*given, shape, PARTS=_NUM_JOINED, **early)
     return out, lse
 
@@ -189,7 +199,11 @@ def _attend_rows(queries, source, low, high, scale, state, SHAPE: tl.constexpr, 
             page = tl.load(index + key // SOURCE.page_rows, mask=is_key, other=0)
             slot = page.to(tl.int64) * SOURCE.page_rows + key % SOURCE.page_rows
         rows = tl.load(pool + slot[:, None] * slot_stride + column[None, :], mask=is_key[:, None], other=0.0)
-        scores = tl.dot(queries, tl.trans(rows), input_precision="ieee") * scale
+        scores = tl.full((SHAPE.block_heads, SHAPE.num_keys), 0.0, tl.float32)
+        if (
+            start < high
+        ):  # always: out of a branch, Triton spreads a product over warps that the next product does not prefer
+            scores = tl.dot(queries, tl.trans(rows), input_precision="ieee") * scale
         scores = tl.where(is_key[None, :], scores, -float("inf"))
         better = tl.maximum(best, tl.max(scores, 1))
         base = tl.where(better == -float("inf"), 0.0, better)
@@ -218,6 +232,8 @@ def _attend(  # type: ignore[no-untyped-def]
     out,
     lse,
     sink,
+    cos,
+    sin,
     num_tokens,
     scale,
     SHAPE: tl.constexpr,  # noqa: N803
@@ -239,43 +255,45 @@ def _attend(  # type: ignore[no-untyped-def]
     share = tl.maximum(tl.cdiv(num_tiles, num_parts), 1)
     low, high = part * share, tl.minimum((part + 1) * share, num_tiles)
     is_head, cell = head < SHAPE.num_heads, token * SHAPE.num_heads + head
-    target = part.to(tl.int64) * num_tokens * SHAPE.num_heads + cell
     if (part > 0) & (low >= num_tiles):
-        tl.store(lse + target, tl.full((SHAPE.block_heads,), -float("inf"), tl.float32), mask=is_head)
+        cell += part.to(tl.int64) * num_tokens * SHAPE.num_heads
+        tl.store(lse + cell, tl.full((SHAPE.block_heads,), -float("inf"), tl.float32), mask=is_head)
     else:
         column = tl.arange(0, SHAPE.width)
         queries = tl.load(q + cell[:, None] * SHAPE.width + column[None, :], mask=is_head[:, None], other=0.0)
         best = tl.full((SHAPE.block_heads,), -float("inf"), tl.float32)
-        total = tl.full((SHAPE.block_heads,), 0.0, tl.float32)
         summed = tl.full((SHAPE.block_heads, SHAPE.width), 0.0, tl.float32)
-        state = (best, total, summed)
-        source = (first_pool, first_slot_stride, first_index + (token if FIRST.is_chosen else row) * first_stride)
+        state = (best, tl.full((SHAPE.block_heads,), 0.0, tl.float32), summed)
+        first_index += (token if FIRST.is_chosen else row) * first_stride
+        second_index += (token if SECOND.is_chosen else row) * second_stride
+        source = (first_pool, first_slot_stride, first_index)
         begin, end = first + low * SHAPE.num_keys, tl.minimum(first + high * SHAPE.num_keys, first_end)
         state = _attend_rows(queries, source, begin, end, scale, state, SHAPE, FIRST)
         if SECOND.is_there:
-            source = (
-                second_pool,
-                second_slot_stride,
-                second_index + (token if SECOND.is_chosen else row) * second_stride,
-            )
+            source = (second_pool, second_slot_stride, second_index)
             begin = second + tl.maximum(low - before, 0) * SHAPE.num_keys
             end = tl.minimum(second + (high - before) * SHAPE.num_keys, second_end)
             state = _attend_rows(queries, source, begin, end, scale, state, SHAPE, SECOND)
-        _store(out, lse, sink, target, head, is_head, state, SHAPE)
+        _store(out, lse, sink, cos, sin, token, part, head, num_tokens, state, SHAPE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store(out, lse, sink, target, head, is_head, state, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Stores values, divided by their sum and that of a sink, and logarithms without it."""
+def _store(out, lse, sink, cos, sin, token, part, head, num_tokens, state, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Stores values, divided by their sum and that of a sink and turned back, and logarithms without the sink."""
     best, total, summed = state
+    is_head, target = head < SHAPE.num_heads, (part.to(tl.int64) * num_tokens + token) * SHAPE.num_heads + head
     sees = total > 0.0
     logs = tl.where(sees, best + tl.log2(tl.where(sees, total, 1.0)), -float("inf"))
     shares = 1.0 / tl.where(sees, total, 1.0)
     if sink is not None:
         beside = tl.load(sink + head, mask=is_head, other=0.0).to(tl.float32) * _LOG2_E
         shares /= 1.0 + tl.exp2(beside - tl.where(sees, logs, beside))
+    summed *= shares[:, None]
+    if cos is not None:
+        place = token * SHAPE.num_pairs
+        summed = turned(summed, (cos + place, sin + place), SHAPE.block_heads, SHAPE.width, SHAPE.num_pairs, True)
     values = out + target[:, None] * SHAPE.width + tl.arange(0, SHAPE.width)[None, :]
-    tl.store(values, (summed * shares[:, None]).to(out.dtype.element_ty), mask=is_head[:, None])
+    tl.store(values, summed.to(out.dtype.element_ty), mask=is_head[:, None])
     tl.store(lse + target, logs * _LN_2, mask=is_head)
 
 
@@ -284,6 +302,8 @@ def _join(  # type: ignore[no-untyped-def]
     part_out,
     part_lse,
     sink,
+    cos,
+    sin,
     out,
     lse,
     num_tokens,
@@ -292,7 +312,7 @@ def _join(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program joins the parts of one head of a token, ``PARTS`` at a time, and the sink."""
+    """Each program joins the parts of one head of a token, ``PARTS`` at a time, and the sink, and turns the sum back."""
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -318,5 +338,10 @@ def _join(  # type: ignore[no-untyped-def]
     if sink is not None:
         beside = tl.load(sink + head).to(tl.float32) * _LOG2_E
         share /= 1.0 + tl.exp2(beside - tl.where(sees, logs, beside))
-    tl.store(out + cell * SHAPE.width + column, (summed * share).to(out.dtype.element_ty))
+    summed *= share
+    if cos is not None:
+        place, summed = token * SHAPE.num_pairs, tl.reshape(summed, [1, SHAPE.width])
+        summed = turned(summed, (cos + place, sin + place), 1, SHAPE.width, SHAPE.num_pairs, True)
+        summed = tl.reshape(summed, [SHAPE.width])
+    tl.store(out + cell * SHAPE.width + column, summed.to(out.dtype.element_ty))
     tl.store(lse + cell, logs * _LN_2)

@@ -59,11 +59,11 @@ def _angles_kernel(  # type: ignore[no-untyped-def]
     tl.store(sin + target, (tl.sin(angle) * factor).to(sin.dtype.element_ty), mask=mask)
 
 
-def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, *, is_back: bool = False) -> Tensor:
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Like ``pairs.rotate_pairs``; float64, and heads whose elements are no power of 2, use the twin."""
     if not _fits(x):
-        return pairs.rotate_pairs(x, cos, sin, is_back=is_back)
-    return _turn(x, cos, sin, is_back=is_back)
+        return pairs.rotate_pairs(x, cos, sin)
+    return _turn(x, cos, sin)
 
 
 def store_rows(
@@ -86,8 +86,6 @@ def _turn(
     sin: Tensor,
     stored: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
     eps: float = 0.0,
-    *,
-    is_back: bool = False,
 ) -> Tensor:
     """Turns heads; with ``stored`` it norms them before, and stores rows: these, weights of their norm, pool and slots."""
     num_tokens, num_heads, width = x.shape
@@ -114,7 +112,6 @@ def _turn(
         WIDTH=width,
         PAIRS=cos.shape[1],
         BLOCK_HEADS=block_heads,
-        IS_BACK=is_back,
         num_warps=max(1, min(8, block_heads * width // 512)),
         **early_launch(x.device),
     )
@@ -122,8 +119,7 @@ def _turn(
 
 
 @triton.jit(
-    do_not_specialize=["eps", "token_stride", "head_stride", "turn_stride", "num_heads", "row_stride", "slot_stride"],
-    do_not_specialize_on_alignment=["x", "row"],
+    do_not_specialize=["eps", "num_heads"],
 )  # type: ignore[untyped-decorator]
 def _turn_kernel(  # type: ignore[no-untyped-def]
     x,
@@ -144,7 +140,6 @@ def _turn_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,  # noqa: N803
     PAIRS: tl.constexpr,  # noqa: N803
     BLOCK_HEADS: tl.constexpr,  # noqa: N803
-    IS_BACK: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
     """Each program turns some heads of a token; with rows it norms them before, and the last one stores the token's row."""
@@ -158,13 +153,13 @@ def _turn_kernel(  # type: ignore[no-untyped-def]
     turns = cos + token * turn_stride, sin + token * turn_stride
     if row is None:
         value = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-        value = _turned(value, turns, BLOCK_HEADS, WIDTH, PAIRS, IS_BACK)
+        value = turned(value, turns, BLOCK_HEADS, WIDTH, PAIRS, False)
         tl.store(target, value.to(out.dtype.element_ty), mask=mask)
     elif tl.program_id(1) + 1 < tl.num_programs(1):
         value = tl.load(source, mask=mask, other=0.0).to(tl.float32)
         value *= tl.rsqrt(tl.sum(value * value, 1) / WIDTH + eps)[:, None]
         value = value.to(x.dtype.element_ty).to(tl.float32)
-        value = _turned(value, turns, BLOCK_HEADS, WIDTH, PAIRS, IS_BACK)
+        value = turned(value, turns, BLOCK_HEADS, WIDTH, PAIRS, False)
         tl.store(target, value.to(out.dtype.element_ty), mask=mask)
     else:
         weight = tl.load(norm + column)
@@ -172,14 +167,14 @@ def _turn_kernel(  # type: ignore[no-untyped-def]
         made *= tl.rsqrt(tl.sum(made * made, 0) / WIDTH + eps)
         made = made.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
         made = made.to(row.dtype.element_ty).to(tl.float32)[None, :]
-        made = _turned(made, turns, 1, WIDTH, PAIRS, IS_BACK)
+        made = turned(made, turns, 1, WIDTH, PAIRS, False)
         slot = pool + tl.load(slots + token) * slot_stride + column[None, :]
         tl.store(slot, made.to(pool.dtype.element_ty))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _turned(value, turns, ROWS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, IS_BACK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Rotates the last pairs of ``[ROWS, WIDTH]``."""
+def turned(value, turns, ROWS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, IS_BACK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Rotates the last pairs of float32 ``[ROWS, WIDTH]`` by the cosines and sines at two pointers, or back."""
     even, odd = tl.split(tl.reshape(value, [ROWS, WIDTH // 2, 2]))
     pair = tl.arange(0, WIDTH // 2) - (WIDTH // 2 - PAIRS)
     cosine = tl.load(turns[0] + pair, mask=pair >= 0, other=1.0)[None, :]

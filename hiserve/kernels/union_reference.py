@@ -7,12 +7,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hiserve.kernels.pairs import rotate_pairs
 from hiserve.kernels.union_rows import RangeRows, RowSource, slots_of
 
 _NUM_ELEMENTS = 1 << 23  # of gathered rows in memory at once
 
 
-def attend(q: Tensor, sources: Sequence[RowSource], sink: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor,
+    sources: Sequence[RowSource],
+    sink: Tensor | None,
+    scale: float,
+    turns: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Attends by one softmax over all rows of all sources, each of which is key and value, and a sink, which has no value.
 
     Args:
@@ -20,6 +27,8 @@ def attend(q: Tensor, sources: Sequence[RowSource], sink: Tensor | None, scale: 
         sources: Of rows of ``n`` elements, at least one.
         sink: ``[H]``, a score that is not scaled, float32, or float64 for float64; None is none.
         scale: Factor of the scores of rows.
+        turns: Cosines and sines, ``[T, m]``, as of ``pairs.rotate_pairs``: values, whose rows are turned by their positions,
+            are turned back by their token's. None leaves them.
 
     Returns:
         ``[T, H, n]``, of the type of ``q``, zeros where a token sees no row; and the natural logarithm of the sum of
@@ -40,7 +49,8 @@ def attend(q: Tensor, sources: Sequence[RowSource], sink: Tensor | None, scale: 
         lse = scores.logsumexp(-1) if scores.shape[2] else scores.new_full(scores.shape[:2], -torch.inf)
         total = lse if sink is None else torch.logaddexp(lse, sink.to(wide))
         shares = scores.sub_(total.masked_fill(total == -torch.inf, 0)[..., None]).exp_()
-        out[part], sums[part] = torch.einsum("thk,tkn->thn", shares, rows), lse
+        values, sums[part] = torch.einsum("thk,tkn->thn", shares, rows), lse
+        out[part] = values if turns is None else rotate_pairs(values, *(angles[part] for angles in turns), is_back=True)
     return out, sums
 
 

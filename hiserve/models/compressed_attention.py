@@ -163,8 +163,8 @@ class CompressedSelfAttention:
                 self.indexer.compressor(others[2], others[3], inputs, kv, keys, turns)
                 slots = self.indexer(ups[:, num_heads * width :], others[4], keys, turns)
                 sources[-1] = ChosenRows(seen.pool, slots)
-        found, _ = ops.attend(q, sources, self.sinks, width**-0.5)
-        return self.project(ops.rotate_pairs(found, turns.cos, turns.sin, is_back=True))
+        found, _ = ops.attend(q, sources, self.sinks, width**-0.5, (turns.cos, turns.sin))
+        return self.project(found)
 
     def project(self, found: Tensor) -> Tensor:
         """Projects the heads' outputs ``[T, num_heads, width]``, group by group, then all to ``[T, hidden_size]``."""

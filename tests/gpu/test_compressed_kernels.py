@@ -130,7 +130,7 @@ def test_pairs_and_roots() -> None:
         pool = torch.zeros(9, 512, device="cuda", dtype=BF16)
         slots = torch.arange(7, device="cuda") + 1
         heads = ops.store_rows(x[:, 1:], x[:, 0], norm, 1e-6, cos[0], sin[0], pool, slots)
-        found.append((cos, sin, heads, pool, ops.rotate_pairs(x, cos[1], sin[1], is_back=True)))
+        found.append((cos, sin, heads, pool, ops.rotate_pairs(x, cos[1], sin[1])))
     assert_close(found[0][:2], found[1][:2], atol=1e-5, rtol=1e-5)
     assert_close(found[0][2:], found[1][2:], atol=2e-2, rtol=2e-2)
     logits, bias = torch.randn(500, 256, device="cuda") * 4, torch.randn(256, device="cuda")

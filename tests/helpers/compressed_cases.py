@@ -98,6 +98,7 @@ class CompressedStep:
         """Attends over a window, beside nothing else, all compressed rows, or chosen ones."""
         window = self.range(1, self.width, num_tokens, 128)
         q, sink = self.randn(num_tokens, self.num_heads, self.width), torch.randn(self.num_heads, device=self.device)
+        cos, sin = torch.randn(2, num_tokens, min(32, self.width // 4), device=self.device)
         found = []
         for other in others:
             beside: list[RangeRows | ChosenRows] = []
@@ -107,7 +108,7 @@ class CompressedStep:
                 pool = self.range(4, self.width, num_tokens).pool
                 slots = torch.randint(-1, len(pool), (num_tokens, self.most), device=self.device)
                 beside = [ChosenRows(pool, slots)]
-            found.append(ops.attend(q, [window, *beside], sink, self.width**-0.5))
+            found.append(ops.attend(q, [window, *beside], sink, self.width**-0.5, (cos, sin)))
         return found
 
     def choose(self, ops: CompressedOps) -> Tensor:

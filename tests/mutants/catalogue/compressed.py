@@ -17,8 +17,8 @@ with union_rows.slots_of, test_compressed_oracle.test_a_token_sees_the_rows_of_i
     (positions + source.ratio) // source.ratio
 with compressed_attention.CompressedSelfAttention.__call__, test_compressed_oracle.test_logits_are_those_of_transformers["plain"]:
     "outputs are not turned back"
-    ops.rotate_pairs(found, turns.cos, turns.sin, is_back=True)
-    ops.rotate_pairs(found, turns.cos, turns.sin)
+    ops.attend(q, sources, self.sinks, width**-0.5, (turns.cos, turns.sin))
+    ops.attend(q, sources, self.sinks, width**-0.5)
 with pairs.pair_angles, test_compressed_oracle.test_logits_are_those_of_transformers["plain"]:
     "compressed rows have the position of the token that ends them"
     positions // ratios * ratios

@@ -8,6 +8,7 @@ from hiserve.kernels import (
     pairs_triton,
     root_route,
     row_codecs,
+    stream_sums,
     streams,
     union_reference,
     window_slots,
@@ -47,6 +48,10 @@ with latent_union._attend, test_latent_union.test_one_or_two_sources_of_any_kind
     "kernel: a part reads rows of the part behind it"
     tl.minimum((part + 1) * share, num_tiles)
     num_tiles
+with latent_union._join, test_latent_union.test_one_or_two_sources_of_any_kind_in_any_parts:
+    "kernel: what is joined from parts is not turned back"
+    turned(summed, (cos + place, sin + place), 1, SHAPE.width, SHAPE.num_pairs, True)
+    summed
 with index_topk._choose, test_index_topk.test_exactly_the_best_rows_and_of_equal_ones_the_first:
     "kernel: one of the equal rows is lost"
     tl.cumsum(is_equal.to(tl.int32), 0) <= left
@@ -67,6 +72,10 @@ with streams._merge, test_streams.test_streams_are_those_of_the_twin:
     "kernel: all streams are mixed by the weights of the first"
     (token * COUNT + other) * COUNT
     token * COUNT * COUNT
+with stream_sums._weigh, test_streams.test_streams_are_those_of_the_twin:
+    "kernel: a program of a prompt sums the streams of its first token for all"
+    first + (number - 1) // num_blocks
+    first
 with window_slots._list_slots, test_window_slots.test_the_first_row_is_hidden_and_no_other:
     "kernel: a draft sees the slot of the first token, which nobody wrote"
     (place < width) & (number > 0) & (number <= position)

@@ -25,8 +25,8 @@ def sources(dtype, num_chosen=20):
     pool[torch.ones(60, dtype=torch.bool).index_fill_(0, slots.clamp(min=0).flatten(), False)] = torch.nan
     return window, prefix, ChosenRows(pool, slots)
 
-def check(q, sources, sink):
-    expected, found = (each.attend(q, sources, sink, SCALE) for each in (union_reference, latent_union))
+def check(q, sources, sink, turns=None):
+    expected, found = (each.attend(q, sources, sink, SCALE, turns) for each in (union_reference, latent_union))
     assert found[0].dtype == q.dtype and not found[0].isnan().any()
     assert_close(found, expected, atol=TOLERANCE[q.dtype], rtol=TOLERANCE[q.dtype])
     return found
@@ -38,8 +38,9 @@ for dtype, num_parts, num_heads in ((torch.float32, 1, 3), (torch.float32, 3, 17
     torch.manual_seed(num_heads)
     window, prefix, some = sources(dtype)
     q, sink = torch.randn(NUM_TOKENS, num_heads, WIDTH).to(dtype), torch.randn(num_heads)
+    turns = None if num_heads > 3 else torch.randn(2, NUM_TOKENS, 6).unbind()
     for given in {1: ([window], [some], [some, prefix]), 2: ([window, prefix],), 3: ([window, some],)}[num_parts]:
-        check(q, given, sink)
+        check(q, given, sink, turns)
     if num_heads > 3:
         continue  # as one head more than a program has
     nothing = ChosenRows(some.pool[:20], torch.full((NUM_TOKENS, 20), -1))
