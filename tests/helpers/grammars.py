@@ -41,7 +41,7 @@ _TAGGED_CALL = (
     rf"<parameter=guests>\n([1-9]|1[0-9]|20)\n</parameter>|bye>){_SPACE}</function>"
 )
 _TAGGED = rf"<tool_call>{_SPACE}{_TAGGED_CALL}({_SPACE}{_TAGGED_CALL})*{_SPACE}</tool_call>"
-TAGGED_PATTERN = rf"\n?{_TAGGED}({_SPACE}{_TAGGED})*"
+TAGGED_PATTERN = rf"\n{{0,2}}{_TAGGED}({_SPACE}{_TAGGED})*"
 RULES_PATTERN = r"[A-Z][a-z]{1,7}(, [A-Z][a-z]{1,7})*\."
 TOOL_SCHEMA = {
     "type": "object",

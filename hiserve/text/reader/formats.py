@@ -139,7 +139,7 @@ FORMATS = (
         ("<function=", ""),
         ("<tool_call>", "</tool_call>"),
         THINK,
-        call_lines=1,
+        call_lines=2,
         arguments="tagged",
         name_ends=(">",),
         key=("<parameter=", ">"),

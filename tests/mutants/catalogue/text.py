@@ -118,3 +118,10 @@ with spelled_tokens.SpelledTokens.__init__, test_spelled_tokens.test_no_word_of_
     "tokens that the template writes and that are not special are taken from users"
     token.special or token.content in source
     token.special
+with (
+    reply_marks.ReplySyntax._searches,
+    test_known_replies.test_an_agents_steps_with_the_template_of_qwen3_5_keep_their_tokens["False-False"],
+):
+    "the second line break before the calls of Qwen3.5 is content"
+    MarkSearch([*calls, *thoughts], self.row.call_lines)
+    MarkSearch([*calls, *thoughts], 1)

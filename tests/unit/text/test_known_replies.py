@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.errors import RequestError
 from hiserve.text.abilities import Abilities
 from hiserve.text.conversation import Conversation
 from hiserve.text.prompt.known_replies import canonical
@@ -28,10 +29,10 @@ RESULT = {"role": "tool", "content": "found"}
 class Agent:
     """A loop of calls with one model, whose memory of replies it keeps."""
 
-    def __init__(self, name: str, *, by_token: bool = False) -> None:
+    def __init__(self, name: str, *, by_token: bool = False, template: str = "") -> None:
         self.row = BY_NAME[name]
         self.tokenizer = tokenizer_of(name, by_token=by_token)
-        self.template = ChatTemplate((TEMPLATES / f"{name}.jinja").read_text())
+        self.template = ChatTemplate((TEMPLATES / f"{template or name}.jinja").read_text())
         self.abilities = Abilities(self.tokenizer, TokenBytes(self.tokenizer), self.template)
         self.cache = ReplyTokenCache(row=self.row)
         self.kwargs: dict[str, Any] = {}
@@ -327,3 +328,77 @@ def test_messages_with_headers_keep_their_tokens(by_token: bool) -> None:
         agent.counts()
         assert agent.encode(messages)[: len(known)] == known
         assert agent.counts() == {"kept": number + 1}
+
+
+QWEN = """\
+so be it
+</think>
+
+Let me look.
+
+<tool_call>
+<function=look>
+<parameter=flag>
+True
+</parameter>
+<parameter=entries>
+[1, "x"]
+</parameter>
+<parameter=note>
+None
+</parameter>
+</function>
+</tool_call>
+<tool_call>
+<function=look>
+<parameter=text>
+a
+b
+</parameter>
+</function>
+</tool_call>"""
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("by_token", [False, True])
+def test_an_agents_steps_with_the_template_of_qwen3_5_keep_their_tokens(by_token: bool, keeps: bool) -> None:
+    """It opens a thought in the prompt, spells values as Python does, and shows results in a turn of the user."""
+    agent = Agent("qwen3_coder", by_token=by_token, template="qwen3_5")
+    assert agent.abilities.format is agent.row
+    shows = agent.abilities.template
+    assert (shows.thoughts, shows.keep_switch, shows.thinking_switch) == (
+        "turn",
+        "preserve_thinking",
+        "enable_thinking",
+    )
+    assert shows.tools and not shows.later_system
+    agent.kwargs = shows.variables(keep=keeps)
+    messages = [USER]
+    for number in range(2):
+        known, message = agent.reply(messages, QWEN)
+        assert (message["content"], message["reasoning_content"]) == ("Let me look.", "so be it")
+        arguments = [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]]
+        assert arguments == [{"flag": True, "entries": [1, "x"], "note": None}, {"text": "a\nb"}]
+        agent.counts()
+        whole = [*messages, message, RESULT, RESULT]
+        del (message := respelled(message, separators=(",", ":")))["reasoning_content"]
+        messages = [*messages, message, RESULT, RESULT]
+        ids = agent.encode(messages)
+        assert ids[: len(known)] == known and agent.counts() == {"kept": number + 1}
+        if not number:
+            assert agent.tokenizer.decode(ids, skip_hidden=False) == agent.render(whole)
+    ids = agent.encode([*messages, USER])
+    assert (ids[: len(known)] == known) == keeps
+    assert agent.counts() == {"kept" if keeps else "hidden": 2}
+
+
+def test_thoughts_of_qwen3_5_are_turned_off_in_the_prompt_and_its_refusals_are_the_callers() -> None:
+    agent = Agent("qwen3_coder", template="qwen3_5")
+    agent.kwargs = agent.abilities.template.variables(thinking=False)
+    assert agent.render([USER]).endswith("<think>\n\n</think>\n\n")
+    _, message = agent.reply([USER], "so be it")
+    assert (message["content"], message["reasoning_content"]) == ("so be it", "")
+    reminded = agent.render([USER, {"role": "system", "content": "Be brief."}, USER])
+    assert "Be brief." in reminded and "<|im_start|>system\nBe brief." not in reminded
+    with pytest.raises(RequestError, match="No question of a user"):
+        agent.render([{"role": "system", "content": "Be brief."}])
