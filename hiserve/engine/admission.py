@@ -101,7 +101,7 @@ class Admission:
         num_host = self._num_to_load(match)
         num_cached = match.num_tokens + num_host
         request.in_flight_prefix = find_in_flight_prefix(request, num_cached, self._rows, cache.page_size)
-        if request.in_flight_prefix is not None or (num_host and not self._host_loads.has_room):
+        if request.in_flight_prefix is not None or (num_host and not self._may_load(match)):
             return None
         if tails is not None and not tails.has_room(limit, loads_tail=num_host > 0):
             return None
@@ -120,12 +120,15 @@ class Admission:
 
     def _num_to_load(self, match: Match) -> int:
         """Returns how many of a match's host tokens to load: all, or none where computing them is faster."""
-        if self._cache.tails is not None and not self._cache.tails.has_slot_for(match.host_tail):
-            return 0
         page_size = self._cache.page_size
         num_before = self._host_loads.num_pages_to_load * page_size
         is_worth = self._costs.is_worth_loading(match.num_host_tokens, num_before, match.num_to_load * page_size)
         return match.num_host_tokens if is_worth else 0
+
+    def _may_load(self, match: Match) -> bool:
+        """Whether a load may begin now, with a slot for its snapshot: a transfer, or a few steps of a row, hold each that is in use."""
+        tails = self._cache.tails
+        return self._host_loads.has_room and (tails is None or tails.has_slot_for(match.host_tail))
 
     def _note_use(self, request: Request, num_device: int, num_host: int) -> None:
         """Records the cached tokens of a request at its first admission, and the reason for the miss after them."""

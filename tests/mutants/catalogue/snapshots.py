@@ -91,9 +91,9 @@ with row_tails.RowTails.want, test_row_snapshots.test_nobody_waits_for_a_boundar
     "a request waits for a boundary that its row has passed without a slot"
     num_tokens > num_computed
     True
-with admission.Admission._num_to_load, test_row_snapshots.test_a_prompt_whose_snapshot_finds_no_slot_is_computed:
+with admission.Admission._may_load, test_row_snapshots.test_a_prompt_whose_snapshot_finds_no_slot_waits_for_one:
     "a snapshot is loaded into a slot that is not there"
-    self._cache.tails.has_slot_for(match.host_tail)
+    tails.has_slot_for(match.host_tail)
     True
 with window_pool.rows_within, test_snapshot_slots.test_fewer_requests_run_at_once_if_what_they_carry_takes_more_than_a_quarter:
     "states of requests leave no memory to the cache"

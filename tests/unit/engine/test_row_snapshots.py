@@ -233,8 +233,8 @@ def test_a_model_without_snapshots_gets_plans_without_columns_for_them() -> None
     assert all(admit.restore_slot == 0 for plan in served.plans for admit in plan.admit)
 
 
-def test_a_prompt_whose_snapshot_finds_no_slot_is_computed() -> None:
-    """Loads under way hold all of them; nobody waits for their end."""
+def test_a_prompt_whose_snapshot_finds_no_slot_waits_for_one() -> None:
+    """Loads under way hold all of them; a transfer and a step later the first is free."""
     limits = WindowLimits(window=0, page_size=4, num_draft=0, depth=0, max_batched_tokens=64)
     engine, executor, cache = copying_engine(
         num_pages=400, num_host_pages=400, page_size=4, windows=limits, num_snapshot_slots=3
@@ -249,12 +249,38 @@ def test_a_prompt_whose_snapshot_finds_no_slot_is_computed() -> None:
         add(engine, uid, prompt)
     for _ in range(5):
         engine.step()
+    assert engine._planner._rows.active.size == 2
     executor.holds = False
     found = run(engine)
     assert engine.stats().preemptions == 0
     loads = [copy for copy in executor.copies if copy.kind is CopyKind.LOAD]
-    assert [copy.slots.size for copy in loads] == [1, 1] and loads[0].slots[0] != loads[1].slots[0]
-    assert sorted(use.host for use in found.values()) in ([16, 16], [0, 16, 16])
+    assert [copy.slots.size for copy in loads] == [1, 1, 1] and loads[0].slots[0] != loads[1].slots[0]
+    assert [found[uid].host for uid in (10, 11, 12)] == [16, 16, 16]
+
+
+@pytest.mark.parametrize("num_steps", [4, 6])  # an offload has the slot then, a row that passes a boundary
+def test_a_prompt_gets_a_slot_before_the_rows_that_run(num_steps: int) -> None:
+    """All pass a boundary in every other step, and there is one slot; whoever waits for it is next."""
+    limits = WindowLimits(window=0, page_size=2, num_draft=0, depth=1, max_batched_tokens=64)
+    engine, executor, cache = copying_engine(
+        num_pages=400, num_host_pages=400, page_size=2, windows=limits, num_snapshot_slots=2, depth=1
+    )
+    prompt = np.arange(100, 120)
+    add(engine, 1, prompt)
+    run(engine)
+    cache.flush(Tier.DEVICE)
+    assert cache.snapshots is not None
+    for uid in range(10, 13):
+        add(engine, uid, np.arange(200 + 5 * uid, 205 + 5 * uid), max_tokens=60)
+    for _ in range(num_steps):
+        engine.step()
+    assert engine._planner._rows.active.size == 3
+    assert not cache.snapshots.has_page
+    add(engine, 20, prompt)
+    for _ in range(2):
+        engine.step()
+    assert [copy.slots.size for copy in executor.copies if copy.kind is CopyKind.LOAD] == [1]
+    run(engine)
 
 
 @pytest.mark.parametrize(("num_new", "is_cold"), [(2, False), (40, True)])
