@@ -38,9 +38,12 @@ SEED = 41
 LONG_S = 300.0
 NUM_SENDERS = 2
 # The short run has so many of each sender, and of each operation: in a time, a loaded machine would send too few.
-NUM_SENT, NUM_EXAMPLES = 120, 6
+NUM_SENT, NUM_EXAMPLES = 250, 12
 ABORT = "/abort_request"
-SECONDS = [None, pytest.param(LONG_S, marks=[pytest.mark.long, pytest.mark.timeout(int(LONG_S) + 900)])]
+SECONDS = [
+    pytest.param(None, marks=pytest.mark.wide),
+    pytest.param(LONG_S, marks=[pytest.mark.long, pytest.mark.timeout(int(LONG_S) + 900)]),
+]
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.live import Live, serve
+from tests.helpers.widening import some
 
 PAGE = 16
 NUM_PAGES = 40
@@ -25,7 +26,7 @@ def num_cached(live: Live, prompt: list[int], priority: int) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-@pytest.mark.parametrize("policy", ["lru", "priority"])
+@pytest.mark.parametrize("policy", some(["lru", "priority"], "priority"))
 def test_a_prefix_of_high_priority_outlives_newer_ones_under_the_policy_that_says_so(
     policy: str, tmp_path: Path
 ) -> None:

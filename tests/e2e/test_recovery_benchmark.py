@@ -32,6 +32,7 @@ def test_at_the_limit_of_a_command_the_processes_that_it_started_end_too() -> No
     wait_dead([int(stopped.value.stdout)], timeout_s=PATIENCE_S)
 
 
+@pytest.mark.wide
 def test_a_worker_that_is_killed_under_load_is_replaced_in_time_and_finds_its_prefixes_on_the_host(
     tmp_path: Path,
 ) -> None:

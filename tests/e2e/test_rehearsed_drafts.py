@@ -15,6 +15,7 @@ from hiserve.models.builtin_shapes import SHAPES
 from hiserve.spec.rehearsed import chances
 from tests.helpers.cache_paths import SETTINGS, Work, answer, pool
 from tests.helpers.dialogues import trained
+from tests.helpers.widening import some
 
 STEPS, NUM_NEW, NUM_ROWS = 3, 64, 4
 SAMPLING = [
@@ -41,7 +42,7 @@ def texts(work: Work) -> dict[int, list[int]]:
     return {seed: prompt + expected.token_ids for seed, (prompt, expected) in pairs}
 
 
-@pytest.mark.parametrize("acceptance", [0.0, 0.27, 0.7, 1.0])
+@pytest.mark.parametrize("acceptance", some([0.0, 0.27, 0.7, 1.0], 0.27, 1.0))
 def test_tokens_are_the_same_and_so_many_drafts_are_accepted(llm: Any, work: Work, acceptance: float) -> None:
     llm.flush()
     llm.rehearse(texts(work), acceptance)

@@ -14,6 +14,7 @@ from hiserve.llm.outputs import RequestOutput
 from hiserve.models.model_config import NANO
 from tests.helpers.cache_paths import SETTINGS, check, pool
 from tests.helpers.drafted import save_heads
+from tests.helpers.widening import some
 from tools.nano.heads import HEADS
 
 NUM_NEW = 40
@@ -44,7 +45,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("how", SAMPLING)
-@pytest.mark.parametrize(("steps", "depth"), [(1, 0), (3, 1), (7, 0)])
+@pytest.mark.parametrize(("steps", "depth"), some([(1, 0), (3, 1), (7, 0)], (3, 1)))
 def test_a_model_that_drafts_for_itself_is_right_every_time(
     plain: dict[str, list[RequestOutput]], how: str, steps: int, depth: int
 ) -> None:
