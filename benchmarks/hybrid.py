@@ -49,9 +49,11 @@ class Least:
     Args:
         model: Its shape.
         dtype: Type name.
+        packs_rows: Rows of compressed attention are packed.
     """
 
-    def __init__(self, model: ModelConfig, dtype: str) -> None:
+    def __init__(self, model: ModelConfig, dtype: str, *, packs_rows: bool = False) -> None:
+        self._packs_rows = packs_rows
         self._model, self._dtype, self._element = model, dtype, DTYPE_BYTES[dtype]
         self._table = model.vocab_size * model.hidden_size
         self._layers = model.num_params - self._table * (1 if model.tie_embeddings else 2)
@@ -71,9 +73,18 @@ class Least:
         if model.index is not None:  # no key of the index, where all rows are chosen
             most, keys = model.index.most, model.index.slot_elements
             stored = min(context, most) * (model.slot_elements - keys) + (context > most) * context * keys
+        stored *= self._element
         if model.compressed is not None:
-            stored += compressed_elements(model.compressed, context)
-        return self._element * (weights + num_rows * stored) + num_rows * self.carried_bytes()
+            stored = self._compressed_bytes(model.compressed, seen, context)
+        return self._element * weights + num_rows * (stored + self.carried_bytes())
+
+    def _compressed_bytes(self, compressed: CompressedConfig, seen: float, context: float) -> float:
+        """Bytes of the rows of so many tokens of windows, of all layers, and of compressed rows after so many tokens."""
+        row, key = compressed.width * self._element, compressed.index_width * self._element
+        if self._packs_rows:
+            assert compressed.packed_row is not None and compressed.packed_key is not None, compressed
+            row, key = compressed.packed_row.row_bytes, compressed.packed_key.row_bytes
+        return seen * row + compressed_bytes(compressed, context, row, key)
 
     def carried_bytes(self) -> int:
         """Bytes of a row's states, read and written, and of a token's inputs, each of which is written once and read once."""
@@ -113,11 +124,14 @@ class Least:
         return experts.num_layers(model.num_layers) * experts.num_experts * one
 
 
-def compressed_elements(compressed: CompressedConfig, context: float) -> float:
-    """Returns the elements of compressed rows that a token reads after so many: the index, those it chooses, and all heavy ones."""
+def compressed_bytes(compressed: CompressedConfig, context: float, row: int, key: int) -> float:
+    """Returns the bytes of compressed rows that a token reads after so many: the index, those it chooses, and all heavy ones.
+
+    A row has ``row`` bytes, a key of the index ``key``.
+    """
     rows = context // compressed.sparse_ratio
-    sparse = rows * compressed.index_width + min(rows, compressed.index_topk) * compressed.width
-    heavy = context // compressed.heavy_ratio * compressed.width
+    sparse = rows * key + min(rows, compressed.index_topk) * row
+    heavy = context // compressed.heavy_ratio * row
     return compressed.count(LayerKind.SPARSE) * sparse + compressed.count(LayerKind.HEAVY) * heavy
 
 
@@ -136,7 +150,7 @@ def measure_shape(bench: Bench, shape: str) -> Part:
     """Times steady decode steps, short rows first, whose prefixes longer ones find; then prompts that come at once."""
     part, drive = Part(), bench.engine(shape)
     dtype, is_tiny = drive.settings.model.dtype, bench.sizes.settings["device"] == "cpu"
-    least = Least(drive.model, dtype)
+    least = Least(drive.model, dtype, packs_rows=drive.settings.cache.packs_rows)
     contexts = [64, 256] if is_tiny else [1024, 8192, *([LONG[shape]] if shape in LONG else [])]
     page_size = drive.settings.cache.page_size
     for context in contexts:

@@ -18,6 +18,7 @@ from benchmarks.gpu.ceilings import median_s, recorded
 from benchmarks.gpu.driving import Part
 from benchmarks.gpu.figures import Figure
 from hiserve.core.forward import StateRows
+from hiserve.core.row_shapes import PackedPages, PackedShape, packed_key, packed_row
 from hiserve.kernels.compress_reference import CarriedInputs, Compression, StepTokens
 from hiserve.kernels.compressed_ops import compressed_ops_for
 from hiserve.kernels.streams_reference import MixWeights
@@ -35,9 +36,10 @@ class Widths:
 
     Args:
         device: ``cpu`` takes tiny ones.
+        packs_rows: Rows and keys of the index are packed.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, *, packs_rows: bool = False) -> None:
         is_tiny = device == "cpu"
         self.device, self.dtype = torch.device(device), torch.float32 if is_tiny else torch.bfloat16
         self.width, self.num_heads = (32, 4) if is_tiny else (512, 64)
@@ -47,6 +49,12 @@ class Widths:
         self.scans = ((2, 600),) if is_tiny else ((32, 131072), (1, 131072), (32, 8192))
         self.batches = (1, 3) if is_tiny else (1, 32, 8192)
         self.ops = compressed_ops_for(self.device)
+        self.shapes = dict[int, PackedShape | None]()
+        if packs_rows:
+            self.shapes = {
+                self.width: packed_row(self.width, 8 if is_tiny else 64),
+                self.index_width: packed_key(self.index_width),
+            }
 
     @property
     def element(self) -> int:
@@ -54,6 +62,15 @@ class Widths:
 
     def randn(self, *size: int) -> Tensor:
         return torch.randn(size, device=self.device, dtype=self.dtype)
+
+    def row_bytes(self, width: int) -> int:
+        shape = self.shapes.get(width)
+        return width * self.element if shape is None else shape.row_bytes
+
+    def packed(self, pool: Tensor, ratio: int) -> PackedPages | None:
+        """Returns how a pool holds rows, if they are packed."""
+        shape = next((each for each in self.shapes.values() if each and each.row_bytes == pool.shape[1]), None)
+        return None if shape is None else PackedPages(shape, PAGE_SIZE // ratio)
 
     def rows(self, num_rows: int, context: int, ratio: int, pool: Tensor, window: int | None = None) -> RangeRows:
         """Returns one token a row, the last of its context, and pages that are drawn anew."""
@@ -70,6 +87,7 @@ class Widths:
             most=max(1, context // ratio),
             ratio=ratio,
             window=window,
+            packed=self.packed(pool, ratio),
         )
 
     def pool(self, num_rows: int, context: int, ratio: int, width: int) -> Tensor:
@@ -77,7 +95,10 @@ class Widths:
         page_rows = PAGE_SIZE // ratio
         num_pages = 2 * num_rows * -(-context // PAGE_SIZE) + 1
         if self.device.type != "cpu":
-            num_pages = max(num_pages, MIN_READ // (page_rows * width * self.element))
+            num_pages = max(num_pages, MIN_READ // (page_rows * self.row_bytes(width)))
+        if width in self.shapes:  # bytes of small numbers
+            size = (num_pages * page_rows, self.row_bytes(width))
+            return torch.randint(64, size, device=self.device, dtype=torch.uint8)
         return self.randn(num_pages * page_rows, width)
 
     def seconds(self, calls: Iterable[Callable[[], object]]) -> float:
@@ -99,10 +120,14 @@ class Widths:
 
 def measure_compressed(device: str, limits: dict[str, float]) -> Part:
     """Times attention by the kinds of layers, the index, compressors and streams."""
-    part, widths = Part(), Widths(device)
+    part = Part()
     torch.manual_seed(SEED)
-    for measure in (_attentions, _scans, _compressors, _streams):
-        for name, seconds, num_bytes, bar in measure(widths):
+    widths, packed = Widths(device), Widths(device, packs_rows=True)
+    found = [(measure, widths, "") for measure in (_attentions, _scans, _compressors, _streams)]
+    found += [(measure, packed, ", packed") for measure in (_attentions, _scans)]
+    for measure, sizes, beside in found:
+        for what, seconds, num_bytes, bar in measure(sizes):
+            name = what + beside
             limit_s = num_bytes / limits["copy_bytes_per_s"]
             figure = Figure(name, 1e6 * seconds, "us", limit_s / seconds, bar, "bandwidth limit")
             part.figures.append(figure)
@@ -120,7 +145,7 @@ def _attentions(widths: Widths) -> Iterable[Found]:
         q = widths.randn(num_rows, widths.num_heads, widths.width)
         for kind, ratio in (("window", 0), ("chosen", 4), ("all of 128", 128)):
             beside = 0 if not ratio else context // ratio if ratio == 128 else min(widths.most, context // ratio)
-            num_bytes = num_rows * (widths.window + beside) * widths.width * widths.element
+            num_bytes = num_rows * (widths.window + beside) * widths.row_bytes(widths.width)
             num_bytes += 2 * q.numel() * widths.element
             pool = widths.pool(num_rows, context, ratio or PAGE_SIZE, widths.width)
             calls = []
@@ -130,7 +155,7 @@ def _attentions(widths: Widths) -> Iterable[Found]:
                     sources.append(widths.rows(num_rows, context, 128, pool))
                 elif ratio:
                     slots = torch.randint(PAGE_SIZE, len(pool), (num_rows, beside), device=widths.device)
-                    sources.append(ChosenRows(pool, slots))
+                    sources.append(ChosenRows(pool, slots, widths.packed(pool, 4)))
                 calls.append(partial(widths.ops.attend, q, sources, sink, scale))
             yield f"attention, {kind}, {num_rows} x {context}", widths.seconds(calls), num_bytes, None
 
@@ -140,10 +165,10 @@ def _scans(widths: Widths) -> Iterable[Found]:
         pool = widths.pool(num_rows, context, 4, widths.index_width)
         q = widths.randn(num_rows, widths.index_heads, widths.index_width)
         weights = torch.rand(num_rows, widths.index_heads, device=widths.device)
-        num_bytes = num_rows * (context // 4) * widths.index_width * widths.element
+        num_bytes = num_rows * (context // 4) * widths.row_bytes(widths.index_width)
         sets = [widths.rows(num_rows, context, 4, pool) for _ in range(widths.num_sets(num_bytes))]
         calls = [partial(widths.ops.choose_rows, q, weights, keys, widths.most, 0.1) for keys in sets]
-        bar = BAR if (num_rows, context) == (32, 131072) else None
+        bar = BAR if (num_rows, context) == (32, 131072) and not widths.shapes else None
         yield f"index, {num_rows} x {context}", widths.seconds(calls), num_bytes, bar
 
 

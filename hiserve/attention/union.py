@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.core.forward import ForwardInputs, GroupedKV, LayerKV
+from hiserve.core.row_shapes import PackedPages, PackedShape
 from hiserve.kernels.compressed_ops import compressed_ops_for
 from hiserve.kernels.union_rows import ChosenRows, RangeRows, RowSource
 
@@ -40,8 +42,15 @@ class UnionAttention:
         """Is not called: layers differ in the rows that they see."""
         raise AssertionError(f"layer {layer} attends over the union of several groups of rows")
 
-    def window_rows(self, inputs: ForwardInputs, kv: LayerKV, window: int) -> RowSource:
-        """Returns the rows of the window of each token."""
+    def packed(self, pool: Tensor, shape: PackedShape | None, ratio: int = 1) -> PackedPages | None:
+        """Returns how a pool holds rows, each of ``ratio`` tokens: memory of bytes holds packed ones."""
+        if pool.dtype != torch.uint8:
+            return None
+        assert shape is not None and pool.shape[-1] == shape.row_bytes, (pool.shape, shape)
+        return PackedPages(shape, self._page_size // ratio)
+
+    def window_rows(self, inputs: ForwardInputs, kv: LayerKV, window: int, shape: PackedShape | None) -> RowSource:
+        """Returns the rows of the window of each token; ``shape`` is that of packed ones."""
         table = inputs.page_table if inputs.window_table is None else inputs.window_table
         rows = RangeRows(
             pool=kv.k[:, 0],
@@ -51,6 +60,7 @@ class UnionAttention:
             page_rows=self._page_size,
             most=inputs.max_kv_len,
             window=window,
+            packed=self.packed(kv.k, shape),
         )
         return self._without_first(inputs, rows) if self._hides_first else rows
 
@@ -61,16 +71,20 @@ class UnionAttention:
         The pages of a draft begin where its head took part, so positions count from there: ``kv_lens`` say how many they are.
         """
         ops = compressed_ops_for(inputs.kv_lens.device)
-        return ChosenRows(rows.pool, ops.slots_behind_first(rows, inputs.kv_lens, inputs.qo_indptr))
+        return ChosenRows(rows.pool, ops.slots_behind_first(rows, inputs.kv_lens, inputs.qo_indptr), rows.packed)
 
-    def history_rows(self, inputs: ForwardInputs, kv: GroupedKV, group: str, ratio: int) -> RangeRows:
-        """Returns the compressed rows of a group, each of ``ratio`` tokens."""
+    def history_rows(
+        self, inputs: ForwardInputs, kv: GroupedKV, group: str, ratio: int, shape: PackedShape | None
+    ) -> RangeRows:
+        """Returns the compressed rows of a group, each of ``ratio`` tokens; ``shape`` is that of packed ones."""
+        pool = kv.beside[group]
         return RangeRows(
-            pool=kv.beside[group],
+            pool=pool,
             table=inputs.page_table,
             token_rows=inputs.token_rows,
             positions=inputs.positions,
             page_rows=self._page_size // ratio,
             most=inputs.max_kv_len // ratio,
             ratio=ratio,
+            packed=self.packed(pool, shape, ratio),
         )

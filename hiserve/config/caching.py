@@ -26,6 +26,13 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
             most=MAX_INT32,
         ),
     ] = "auto"
+    kv_rows: Annotated[
+        Literal["plain", "packed"],
+        about(
+            "How the device, and the host, keep what attention reads: plain, in the type of the model; packed, in 8 bits with "
+            "scales, as released engines keep the rows of DeepSeek-V4, which changes its logits a little. Other models have plain rows alone."
+        ),
+    ] = "plain"
     window_pages: Annotated[
         int | Auto,
         about(

@@ -61,6 +61,11 @@ class CacheSettings(Cache, frozen=True, kw_only=True):
     host_cache_gib: float
 
     @property
+    def packs_rows(self) -> bool:
+        """Whether rows are packed."""
+        return self.kv_rows == "packed"
+
+    @property
     def frees_windows(self) -> bool:
         """Whether layers with a window have pages of their own."""
         return self.window_pages > 0

@@ -11,7 +11,7 @@ import msgspec
 from hiserve.config.caching import Cache
 from hiserve.config.options import DTYPE_BYTES
 
-ELEMENT_BYTES = DTYPE_BYTES | {"int32": 4}
+ELEMENT_BYTES = DTYPE_BYTES | {"int32": 4, "uint8": 1}
 
 
 class Space(StrEnum):
@@ -37,10 +37,10 @@ class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     # Content of a slot. ``kv``: one key and one value vector per KV head. ``token_position``: the token id as key, the
     # position as value. ``boundary``: the keys of a page are one vector, the hidden state of its last token; the first of
     # its values is 1 if the draft head has computed the page. ``latent``: one row for all heads, whose first ``value_dim``
-    # elements are also the value. ``state``: of each head a matrix, ``[head_dim, value_dim]``. ``inputs``: one vector.
+    # elements are also the value. ``packed``: likewise, all of it, as bytes (``core.row_shapes``). ``state``: of each head a matrix, ``[head_dim, value_dim]``. ``inputs``: one vector.
     codec: str = "kv"
     space: Space = Space.HISTORY
-    value_dim: int | None = None  # of ``latent`` and ``state``; None for the others
+    value_dim: int | None = None  # of ``latent``, ``packed`` and ``state``; None for the others
     ratio: int = 1  # tokens that a row stands for: a page of P tokens has P / ratio rows
     ring: int = 0  # of ``ROW``: the inputs of position p lie at ``p % ring``; 0 is a state
     snapshot_rows: int = 0  # of a ring: its newest rows that a request reads which is resumed at a boundary

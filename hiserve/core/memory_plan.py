@@ -108,6 +108,7 @@ class _Worker:
     def __init__(self, chosen: Chosen, model: ModelFacts, machine: Machine) -> None:
         self._chosen, self._model, self._machine = chosen, model, machine
         self._cache = chosen.given.cache
+        self._packs_rows = self._cache.kv_rows == "packed"
         self._replicas = chosen.given.parallel.replicas
         element = DTYPE_BYTES[chosen.model.dtype]
         params = {"weights": model.num_params} | ({"draft weights": model.draft.num_params} if model.draft else {})
@@ -128,13 +129,17 @@ class _Worker:
     def _page_items(self, element: int) -> dict[str, int]:
         """Returns the bytes of a page, by the item that they are part of."""
         page_size, draft = self._chosen.page_size, self._model.draft
-        slot_bytes = (self._model.slot_elements - self.windows.slot_elements) * element
+        rows = self._model.stored_bytes(element, packs_rows=self._packs_rows)
+        slot_bytes = rows.token - self.windows.slot_bytes
         slot_bytes += sum(group.slot_bytes for group in debug_groups(self._cache))
-        rare = sum(elements * (page_size // ratio) for elements, ratio in self._model.ratio_elements)
-        items = {"KV pool": page_size * slot_bytes + rare * element}
+        rare = sum(num_bytes * (page_size // ratio) for num_bytes, ratio in rows.ratios)
+        items = {"KV pool": page_size * slot_bytes + rare}
         if draft is not None:
             hidden = page_hidden_group(draft.step.feature_size, page_size, self._chosen.model.dtype)
-            items["KV pool of drafts"] = page_size * (draft.slot_elements * element + hidden.slot_bytes)
+            slot_bytes = draft.slot_elements * element
+            if self._packs_rows and draft.packed is not None:
+                slot_bytes = draft.packed.token
+            items["KV pool of drafts"] = page_size * (slot_bytes + hidden.slot_bytes)
         return items
 
     def _plan_windows(self, element: int, num_draft: int) -> WindowPool:
@@ -166,7 +171,10 @@ class _Worker:
             max_batched_tokens=chosen.scheduler.max_batched_tokens,
             has_snapshots=self._snapshot_bytes > 0,
         )
-        return msgspec.structs.replace(pool, limits=limits, slot_elements=model.window_elements, element_bytes=element)
+        slot_bytes = model.window_elements * element
+        if self._packs_rows and slot_bytes:  # all layers have a window
+            slot_bytes = model.stored_bytes(element, packs_rows=True).token
+        return msgspec.structs.replace(pool, limits=limits, slot_bytes=slot_bytes)
 
     def rows_within(self) -> int:
         """Returns the requests that run at once; see ``window_pool.rows_within``."""

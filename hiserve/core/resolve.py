@@ -72,6 +72,7 @@ def _choose(options: Options, model: ModelFacts, machine: Machine) -> Chosen:
     device = _device(options, machine)
     on_cpu = device == "cpu"
     _check_backend(options, on_cpu=on_cpu)
+    _check_rows(options, model)
     scheduler, runner, replicas = options.scheduler, options.runner, options.parallel.replicas
     length = _or(options.model.max_model_len, model.context_length)
     if length > model.context_length:
@@ -199,6 +200,15 @@ def _graphs(options: Options, *, on_cpu: bool) -> Graphs:
             param="graphs",
         )
     return graphs
+
+
+def _check_rows(options: Options, model: ModelFacts) -> None:
+    if options.cache.kv_rows == "packed" and model.packed is None:
+        raise ConfigError(
+            "--kv-rows is packed, but rows of this model cannot be: those of DeepSeek-V4 are, if 8, 16, 32 or 64 of their numbers "
+            "are rotated, of up to 8 times as many, and keys of its index have a power of 2 of numbers. Leave --kv-rows out.",
+            param="kv_rows",
+        )
 
 
 def _check_backend(options: Options, *, on_cpu: bool) -> None:

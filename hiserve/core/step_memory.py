@@ -73,6 +73,13 @@ class DraftShape(msgspec.Struct, frozen=True, kw_only=True):
     feature_size: int  # elements of it that a page keeps for its last token
 
 
+class StoredBytes(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of the rows that a model stores, all layers together."""
+
+    token: int  # of the rows of one token
+    ratios: tuple[tuple[int, int], ...] = ()  # of a row that stands for several tokens, and these
+
+
 class DraftFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A draft head or draft model, as ``resolve`` needs it."""
 
@@ -80,6 +87,7 @@ class DraftFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_params: int
     slot_elements: int  # KV elements per token, all layers together
     step: DraftShape  # of a draft forward
+    packed: StoredBytes | None = None  # of its rows if they are packed; None if they cannot be
 
 
 DEFAULT_PAGE_SIZE = 16  # tokens
@@ -101,6 +109,15 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     carried: CarriedBytes | None = None  # recurrent states and rings of inputs; None without any
     step: StepShape  # of a step
     draft: DraftFacts | None = None  # its draft head or model; None without a checkpoint of one
+    packed: StoredBytes | None = None  # of its rows if they are packed; None if they cannot be
+
+    def stored_bytes(self, element_bytes: int, *, packs_rows: bool) -> StoredBytes:
+        """Returns the bytes of its rows, packed or in elements of so many bytes."""
+        if packs_rows:
+            assert self.packed is not None, "rows of this model cannot be packed"
+            return self.packed
+        ratios = tuple((elements * element_bytes, ratio) for elements, ratio in self.ratio_elements)
+        return StoredBytes(token=self.slot_elements * element_bytes, ratios=ratios)
 
 
 def index_tokens(num_tokens: int, num_rows: int) -> int:

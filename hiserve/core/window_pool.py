@@ -40,8 +40,7 @@ class WindowPool(msgspec.Struct, frozen=True, kw_only=True):
     """The pool of layers with a window, and that of snapshots, which share the memory of tails."""
 
     limits: WindowLimits | None  # None without a pool of windows
-    slot_elements: int  # elements of a token in these layers
-    element_bytes: int
+    slot_bytes: int  # of a token in these layers
     share: float | Auto = "auto"  # ``--tail-share``
     snapshot_bytes: int = 0  # of a snapshot; 0 of a model without
     page_size: int = 0  # tokens of a page; needed with snapshots
@@ -49,7 +48,7 @@ class WindowPool(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def page_bytes(self) -> int:
         """Bytes of a page; 0 without a pool."""
-        return 0 if self.limits is None else self.limits.page_size * self.slot_elements * self.element_bytes
+        return 0 if self.limits is None else self.limits.page_size * self.slot_bytes
 
     def image_bytes(self, page_bytes: int) -> int:
         """Returns the bytes of a page on the host, where it takes whole pages of the other layers; 0 without a pool."""
@@ -189,4 +188,4 @@ def rows_within(given: int | Auto, rows: int, row_bytes: int, room: int) -> int:
     return rows
 
 
-NO_WINDOW_POOL = WindowPool(limits=None, slot_elements=0, element_bytes=0)
+NO_WINDOW_POOL = WindowPool(limits=None, slot_bytes=0)

@@ -24,6 +24,7 @@ from hiserve.config.settings import Settings
 from hiserve.core.digest import chain_of
 from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.machine import free_cuda_bytes
+from hiserve.core.row_shapes import PACKED_CAPABILITY
 from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
 from hiserve.core.windows import WindowLimits
 from hiserve.engine.draft_costs import DraftTimer
@@ -35,7 +36,7 @@ from hiserve.engine.planner import Planner
 from hiserve.engine.runner_factory import MakeProposer, open_proposer, prepare_runners
 from hiserve.engine.startup import await_memory
 from hiserve.engine.tier_transfers import TierTransfers, make_registrar, make_transfers, recover_host_pages
-from hiserve.errors import ResourceError
+from hiserve.errors import ConfigError, ResourceError
 from hiserve.grammar.matcher import Vocabulary
 from hiserve.models.builtin_shapes import read_model
 from hiserve.models.draft_config import DraftConfig, page_groups, read_draft
@@ -151,6 +152,15 @@ def _compose(
     )
 
 
+def _check_capability(settings: Settings, capability: tuple[int, int]) -> None:
+    if settings.cache.packs_rows and capability < PACKED_CAPABILITY:
+        least, found = (".".join(map(str, each)) for each in (PACKED_CAPABILITY, capability))
+        raise ConfigError(
+            f"--kv-rows is packed, which takes a GPU of compute capability {least} or later, but this one has {found}. Leave --kv-rows out.",
+            param="kv_rows",
+        )
+
+
 def _device_rows(settings: Settings, model_config: ModelConfig, pool: DevicePool) -> DeviceRows:
     return DeviceRows(
         settings.scheduler.max_running_requests,
@@ -187,6 +197,8 @@ def _load(
     settings: Settings, folder: Path, model_config: ModelConfig, draft: DraftConfig | None
 ) -> tuple[AnyDecoder, DraftHead | None]:
     """Reads the weights of the model and of the draft head."""
+    if settings.model.device == "cuda":
+        _check_capability(settings, torch.cuda.get_device_capability())
     max_len = settings.model.max_model_len
     loading: dict[str, Any] = {name: getattr(settings.model, name) for name in ("dtype", "device", "load_format")}
     aux_layers = () if draft is None else draft.aux_layers

@@ -122,6 +122,9 @@ class CheckedEngine:
         self._num_pages = -(-MAX_LEN // page_size)  # of each row
         num_pages = 1 + LATE_ROW * self._num_pages
         groups = page_groups(settings, loaded.shape, loaded.draft, max_draft=WIDTH - 1)
+        plan = loaded.shape.cache_plan(
+            dtype, frees_windows=False, max_draft=WIDTH - 1, packs_rows=settings.cache.packs_rows
+        )
         pool = DevicePool(groups, num_pages, page_size, settings.model.device, num_rows=LATE_ROW + 1)
         self._layers = pool.layers("kv")
         self._draft_layers: Sequence[LayerKV] = () if loaded.draft is None else pool.layers("draft")
@@ -150,7 +153,7 @@ class CheckedEngine:
         self.runners = make_runners(
             msgspec.structs.replace(settings.runner, graphs="all" if has_graphs else "off"),
             loaded.model,
-            pool.model_layers(loaded.shape.cache_plan(dtype, frees_windows=False, max_draft=WIDTH - 1)),
+            pool.model_layers(plan),
             self._rows,
             attention_shape(loaded.shape, dtype=getattr(torch, dtype), page_size=page_size, sinks=loaded.model.sinks),
             max_batched_tokens=len(ROWS) * PROMPT_LEN,

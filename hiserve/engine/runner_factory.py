@@ -63,7 +63,8 @@ def prepare_runners(
         max_batched_tokens=max_tokens,
         num_draft=num_draft,
     )
-    plan = model_config.cache_plan(dtype, frees_windows=settings.cache.frees_windows, max_draft=num_draft)
+    frees_windows, packs_rows = settings.cache.frees_windows, settings.cache.packs_rows
+    plan = model_config.cache_plan(dtype, frees_windows=frees_windows, max_draft=num_draft, packs_rows=packs_rows)
     runners = make_runners(
         settings.runner,
         model,
@@ -92,7 +93,7 @@ def prepare_runners(
             graphs="off",
             widths=settings.spec.widths,
             draft=None if draft is None else draft.memory_shape(model_config.hidden_size),
-            frees_windows=settings.cache.frees_windows,
+            frees_windows=frees_windows,
         )
         profile_steps(
             runners,

@@ -16,6 +16,7 @@ from torch import Tensor
 from hiserve.kernels import compress_reference
 from hiserve.kernels.compress_reference import CarriedInputs, Compression, StepTokens
 from hiserve.kernels.launch import await_previous, early_launch, start_next
+from hiserve.kernels.row_codec_triton import store_row, tile_of
 from hiserve.kernels.union_rows import RangeRows
 
 _MAX_PLACES = 16  # tokens of a row at once
@@ -34,6 +35,7 @@ class _Shape(NamedTuple):
     page_rows: int
     pairs: int  # that are turned
     places: int  # tokens at once
+    tile: int  # of packed rows, else 0
 
 
 def compress(
@@ -58,7 +60,8 @@ def compress(
     )
     places = min(_MAX_PLACES, triton.next_power_of_2(how.ratio))
     sizes = (carried.rows.shape[1], carried.snapshots.shape[1], target.page_rows, turns[0].shape[1], places)
-    shape = _Shape(width, how.ratio, how.num_series, *sizes)
+    tile = tile_of(target.packed, target.pool, width, target.page_rows)
+    shape = _Shape(width, how.ratio, how.num_series, *sizes, tile)
     early = early_launch(values.device)
     given = (values, scores, how.bias, carried.rows, tokens.starts, state.rows, target.positions, target.token_rows)
     strides = (num_tokens, values.stride(0), scores.stride(0))
@@ -126,9 +129,10 @@ def _make(  # type: ignore[no-untyped-def]
             made = _weigh(given, last, shift, tl.load(starts + row), value_stride, score_stride, SHAPE)
             number = last // SHAPE.ratio
             page = tl.load(table + row * table_stride + number // SHAPE.page_rows).to(tl.int64)
-            slot = pool + (page * SHAPE.page_rows + number % SHAPE.page_rows) * slot_stride
+            slot = page * SHAPE.page_rows + number % SHAPE.page_rows
             turn = program * SHAPE.pairs
-            _store(made, norm, cos + turn, sin + turn, slot, eps, values.dtype.element_ty, SHAPE)
+            made = _turned(made, norm, cos + turn, sin + turn, eps, values.dtype.element_ty, SHAPE)
+            store_row(made, pool, slot, slot_stride, SHAPE.width, SHAPE.tile, SHAPE.page_rows)
     else:
         row = program - num_tokens
         boundary, slot = tl.load(snap_at + row), tl.load(snap_slots + row)
@@ -176,8 +180,8 @@ def _weigh(given, last, shift, start, value_stride, score_stride, SHAPE: tl.cons
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store(made, norm, cos, sin, slot, eps, DTYPE: tl.constexpr, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Norms a row, turns its last pairs and stores it; rounded where the twin is."""
+def _turned(made, norm, cos, sin, eps, DTYPE: tl.constexpr, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Norms a row and turns its last pairs; rounded where the twin is."""
     column, pair = tl.arange(0, SHAPE.width), tl.arange(0, SHAPE.width // 2) - (SHAPE.width // 2 - SHAPE.pairs)
     made *= tl.rsqrt(tl.sum(made * made, 0) / SHAPE.width + eps)
     made = (made.to(norm.dtype.element_ty) * tl.load(norm + column)).to(DTYPE).to(tl.float32)
@@ -185,7 +189,7 @@ def _store(made, norm, cos, sin, slot, eps, DTYPE: tl.constexpr, SHAPE: tl.const
     cosine = tl.load(cos + pair, mask=pair >= 0, other=1.0)
     sine = tl.load(sin + pair, mask=pair >= 0, other=0.0)
     turned = tl.join(even * cosine - odd * sine, odd * cosine + even * sine)
-    tl.store(slot + column, tl.reshape(turned, [SHAPE.width]).to(slot.dtype.element_ty))
+    return tl.reshape(turned, [SHAPE.width]).to(DTYPE).to(tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

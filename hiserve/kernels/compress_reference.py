@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hiserve.core.forward import StateRows
 from hiserve.kernels.pairs import rotate_pairs
+from hiserve.kernels.row_codecs import store_packed
 from hiserve.kernels.union_rows import RangeRows
 
 
@@ -103,7 +104,10 @@ def compress(
     place = positions[token] // how.ratio
     pages = target.table[rows, torch.where(is_end, place // target.page_rows, 0)].long()
     slots = torch.where(is_end, pages * target.page_rows + place % target.page_rows, 0)
-    target.pool.index_copy_(0, slots, turned.to(target.pool.dtype))
+    if target.packed is None:
+        target.pool.index_copy_(0, slots, turned.to(target.pool.dtype))
+    else:
+        store_packed(target.pool, slots, turned, target.packed)
     _store_snapshots(kept, carried.snapshots, tokens.state)
     _keep(inputs, carried.rows, tokens, positions, target.token_rows)
 

@@ -9,6 +9,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from hiserve.core.row_shapes import PackedPages
 from hiserve.kernels.compress_reference import CarriedInputs, Compression, StepTokens
 from hiserve.kernels.pairs import PairFrequencies
 from hiserve.kernels.streams_reference import MixWeights
@@ -40,6 +41,7 @@ class CompressedOps(Protocol):
         sin: Tensor,
         pool: Tensor,
         slots: Tensor,
+        packed: PackedPages | None = None,
     ) -> Tensor:
         """Norms and rotates the heads of queries, and a row of each token, which it stores; returns the queries."""
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from hiserve.core.step_memory import index_tokens
 from hiserve.kernels import union_reference
 from hiserve.kernels.launch import await_previous, early_launch, num_processors, start_next
+from hiserve.kernels.row_codec_triton import load_keys, tile_of
 from hiserve.kernels.union_rows import RangeRows
 
 _NUM_KEYS = 64  # of a tile
@@ -37,6 +38,7 @@ class _Shape(NamedTuple):
     num_keys: int
     page_rows: int
     ratio: int
+    tile: int  # of packed keys, else 0
 
 
 def choose_rows(q: Tensor, weights: Tensor, keys: RangeRows, most: int, scale: float) -> Tensor:
@@ -45,11 +47,14 @@ def choose_rows(q: Tensor, weights: Tensor, keys: RangeRows, most: int, scale: f
         return union_reference.choose_rows(q, weights, keys, most, scale)
     num_tokens, num_heads, width = q.shape
     assert keys.window is None and width >= 16 and not width & (width - 1), (keys.window, width)
-    assert keys.pool.dtype == q.dtype and keys.pool.stride(1) == keys.table.stride(1) == 1, keys.pool.dtype
+    tile = tile_of(keys.packed, keys.pool, width, keys.page_rows)
+    assert tile or keys.pool.dtype == q.dtype, keys.pool.dtype
+    assert keys.pool.stride(1) == keys.table.stride(1) == 1, (keys.pool.stride(), keys.table.stride())
     q, weights = q.contiguous(), weights.contiguous()
     slots = torch.empty((num_tokens, most), dtype=torch.int64, device=q.device)
     step = index_tokens(num_tokens, keys.width)
-    shape = _Shape(num_heads, max(16, triton.next_power_of_2(num_heads)), width, _NUM_KEYS, keys.page_rows, keys.ratio)
+    block_heads = max(16, triton.next_power_of_2(num_heads))
+    shape = _Shape(num_heads, block_heads, width, _NUM_KEYS, keys.page_rows, keys.ratio, tile)
     num_parts = max(1, min(_WAVES * num_processors(q.device) // step, triton.cdiv(keys.width, _NUM_KEYS)))
     for first in range(0, num_tokens, step):
         part = slice(first, first + step)
@@ -161,9 +166,15 @@ def _score(  # type: ignore[no-untyped-def]
             is_row = row < end
             page = tl.load(entry + row // SHAPE.page_rows, mask=is_row, other=0)
             slot = page.to(tl.int64) * SHAPE.page_rows + row % SHAPE.page_rows
-            keys = tl.load(pool + slot[:, None] * slot_stride + column[None, :], mask=is_row[:, None], other=0.0)
+            dtype: tl.constexpr = q.dtype.element_ty
+            if SHAPE.tile:
+                keys, factors = load_keys(pool, slot, is_row, dtype, SHAPE.width, SHAPE.page_rows)
+            else:
+                keys = tl.load(pool + slot[:, None] * slot_stride + column[None, :], mask=is_row[:, None], other=0.0)
             products = tl.maximum(tl.dot(keys, queries, input_precision="ieee") * scale, 0.0)
             found = tl.sum(products * weight[None, :], 1)
+            if SHAPE.tile:
+                found *= factors
             tl.store(scores + token * num_rows + row, found, mask=is_row)
 
 

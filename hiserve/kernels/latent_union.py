@@ -20,7 +20,9 @@ from torch import Tensor
 from hiserve.core.step_memory import MAX_PROGRAMS, PROGRAM_QUERIES
 from hiserve.kernels import union_reference
 from hiserve.kernels.launch import await_previous, early_launch, num_processors, start_next
+from hiserve.kernels.packed_union import add_tile, attend_packed
 from hiserve.kernels.pairs_triton import turned
+from hiserve.kernels.row_codec_triton import tile_of
 from hiserve.kernels.union_rows import ChosenRows, RowSource
 
 MAX_PARTS = 32
@@ -48,6 +50,7 @@ class _Source(NamedTuple):
     page_rows: int = 1
     ratio: int = 1
     window: int = 0  # 0 is none
+    tile: int = 0  # of packed rows, else 0
 
 
 class _Shape(NamedTuple):
@@ -62,6 +65,7 @@ class _Shape(NamedTuple):
 
 _WIDE_TILE = _Tile(16, 16, 4, 2)  # of float32, whose products take no tensor cores
 _TILES = (_Tile(64, 32, 8, 5), _Tile(32, 64, 8, 2), _Tile(16, 32, 4, 3))
+_PACKED_TILES = (_Tile(64, 32, 8, 5), _Tile(16, 32, 4, 3))  # of 32 heads and 64 rows registers spill
 _VARYING = ["first_stride", "first_count", "second_stride", "second_count", "num_tokens"]
 
 
@@ -78,12 +82,14 @@ def attend(
     num_tokens, num_heads, width = q.shape
     assert 1 <= len(sources) <= 2, f"{len(sources)} sources"
     assert width >= 16 and not width & (width - 1), f"rows of {width} elements"
-    assert all(each.pool.stride(1) == 1 and each.pool.dtype == q.dtype for each in sources), "rows unlike queries"
+    assert all(each.pool.stride(1) == 1 for each in sources), [each.pool.stride() for each in sources]
+    is_packed = sources[0].packed is not None
+    assert all((each.packed is not None) == is_packed for each in sources), "packed rows beside others"
+    assert is_packed or all(each.pool.dtype == q.dtype for each in sources), "rows unlike queries"
     q = q.contiguous()
     out, lse = torch.empty_like(q), q.new_empty((num_tokens, num_heads), dtype=torch.float32)
-    tile, num_parts = choose_parts(
-        num_tokens, num_heads, sum(_most(each) for each in sources), q.dtype, num_processors(q.device)
-    )
+    num_rows = sum(_most(each) for each in sources)
+    tile, num_parts = choose_parts(num_tokens, num_heads, num_rows, q.dtype, num_processors(q.device), is_packed)
     cos, sin = turns or (None, None)
     assert all(each.is_contiguous() for each in turns or ()), "turns lie apart"
     shape = _Shape(num_heads, width, tile.num_heads, tile.num_keys, 0 if cos is None else cos.shape[1])
@@ -91,8 +97,8 @@ def attend(
     if num_parts > 1:
         size = (num_parts, num_tokens, num_heads)
         part_out, part_lse = (q.new_empty(each, dtype=torch.float32) for each in ((*size, width), size))
-    (first, *first_ends), first_kind = _describe(sources[0])
-    (second, *second_ends), second_kind = _describe(sources[-1])
+    (first, *first_ends), first_kind = _describe(sources[0], width)
+    (second, *second_ends), second_kind = _describe(sources[-1], width)
     if len(sources) == 1:
         second_kind = _Source(is_there=False)
     ranges = next((each for each in sources if not isinstance(each, ChosenRows)), None)
@@ -124,7 +130,9 @@ def attend(
     return out, lse
 
 
-def choose_parts(num_tokens: int, num_heads: int, num_rows: int, dtype: torch.dtype, num_sms: int) -> tuple[_Tile, int]:
+def choose_parts(
+    num_tokens: int, num_heads: int, num_rows: int, dtype: torch.dtype, num_sms: int, is_packed: bool = False
+) -> tuple[_Tile, int]:
     """Returns the tile of a launch and the parts of each token: one wave of programs, if there are that many rows.
 
     Results of all parts together have no more elements than the memory plan counts. ``num_rows`` bounds those of a token.
@@ -133,7 +141,8 @@ def choose_parts(num_tokens: int, num_heads: int, num_rows: int, dtype: torch.dt
     if dtype == torch.float32:
         tiles: tuple[_Tile, ...] = (_WIDE_TILE,)
     else:
-        tiles = tuple(each for each in _TILES if each.num_heads <= max(16, triton.next_power_of_2(num_heads)))
+        some = _PACKED_TILES if is_packed else _TILES
+        tiles = tuple(each for each in some if each.num_heads <= max(16, triton.next_power_of_2(num_heads)))
     for tile in tiles:
         num_programs = num_tokens * triton.cdiv(num_heads, tile.num_heads)
         most = max(1, min(MAX_PARTS, room, triton.cdiv(num_rows, tile.num_keys)))
@@ -146,14 +155,17 @@ def _most(source: RowSource) -> int:
     return source.slots.shape[1] if isinstance(source, ChosenRows) else source.width
 
 
-def _describe(source: RowSource) -> tuple[tuple[Tensor, int, Tensor, int, int], _Source]:
+def _describe(source: RowSource, width: int) -> tuple[tuple[Tensor, int, Tensor, int, int], _Source]:
     """Returns the pool and the distance of its rows, table or slots and theirs, the chosen rows of a token; and constants."""
     pool = source.pool, source.pool.stride(0)
     if isinstance(source, ChosenRows):
         assert source.slots.stride(1) == 1, source.slots.stride()
-        return (*pool, source.slots, source.slots.stride(0), source.slots.shape[1]), _Source(True, True)
+        page_rows = 1 if source.packed is None else source.packed.page_rows
+        kind = _Source(True, True, page_rows, tile=tile_of(source.packed, source.pool, width, page_rows))
+        return (*pool, source.slots, source.slots.stride(0), source.slots.shape[1]), kind
     assert source.table.stride(1) == 1, source.table.stride()
-    kind = _Source(True, False, source.page_rows, source.ratio, source.window or 0)
+    tile = tile_of(source.packed, source.pool, width, source.page_rows)
+    kind = _Source(True, False, source.page_rows, source.ratio, source.window or 0, tile)
     return (*pool, source.table, source.table.stride(0), 0), kind
 
 
@@ -199,19 +211,33 @@ def _attend_rows(queries, source, low, high, scale, state, SHAPE: tl.constexpr, 
             page = tl.load(index + key // SOURCE.page_rows, mask=is_key, other=0)
             slot = page.to(tl.int64) * SOURCE.page_rows + key % SOURCE.page_rows
         rows = tl.load(pool + slot[:, None] * slot_stride + column[None, :], mask=is_key[:, None], other=0.0)
-        scores = tl.full((SHAPE.block_heads, SHAPE.num_keys), 0.0, tl.float32)
-        if (
-            start < high
-        ):  # always: out of a branch, Triton spreads a product over warps that the next product does not prefer
-            scores = tl.dot(queries, tl.trans(rows), input_precision="ieee") * scale
-        scores = tl.where(is_key[None, :], scores, -float("inf"))
-        better = tl.maximum(best, tl.max(scores, 1))
-        base = tl.where(better == -float("inf"), 0.0, better)
-        shares, kept = tl.exp2(scores - base[:, None]), tl.exp2(best - base)
-        total = total * kept + tl.sum(shares, 1)
-        summed = tl.dot(shares.to(rows.dtype), rows, summed * kept[:, None], input_precision="ieee")
-        best = better
+        best, total, summed = add_tile(queries, rows, is_key, scale, start < high, best, total, summed)
     return best, total, summed
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_plain(  # type: ignore[no-untyped-def]
+    queries,
+    one,
+    two,
+    ends,
+    tiles,
+    scale,
+    state,
+    SHAPE: tl.constexpr,  # noqa: N803
+    FIRST: tl.constexpr,  # noqa: N803
+    SECOND: tl.constexpr,  # noqa: N803
+):
+    """Adds tiles of the first source to a softmax, then those of the second; each is its pool, the distance of rows, and its index."""
+    first, first_end, second, second_end = ends
+    low, before, high = tiles
+    begin, end = first + low * SHAPE.num_keys, tl.minimum(first + high * SHAPE.num_keys, first_end)
+    state = _attend_rows(queries, one, begin, end, scale, state, SHAPE, FIRST)
+    if SECOND.is_there:
+        begin = second + tl.maximum(low - before, 0) * SHAPE.num_keys
+        end = tl.minimum(second + (high - before) * SHAPE.num_keys, second_end)
+        state = _attend_rows(queries, two, begin, end, scale, state, SHAPE, SECOND)
+    return state
 
 
 @triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
@@ -264,16 +290,13 @@ def _attend(  # type: ignore[no-untyped-def]
         best = tl.full((SHAPE.block_heads,), -float("inf"), tl.float32)
         summed = tl.full((SHAPE.block_heads, SHAPE.width), 0.0, tl.float32)
         state = (best, tl.full((SHAPE.block_heads,), 0.0, tl.float32), summed)
-        first_index += (token if FIRST.is_chosen else row) * first_stride
-        second_index += (token if SECOND.is_chosen else row) * second_stride
-        source = (first_pool, first_slot_stride, first_index)
-        begin, end = first + low * SHAPE.num_keys, tl.minimum(first + high * SHAPE.num_keys, first_end)
-        state = _attend_rows(queries, source, begin, end, scale, state, SHAPE, FIRST)
-        if SECOND.is_there:
-            source = (second_pool, second_slot_stride, second_index)
-            begin = second + tl.maximum(low - before, 0) * SHAPE.num_keys
-            end = tl.minimum(second + (high - before) * SHAPE.num_keys, second_end)
-            state = _attend_rows(queries, source, begin, end, scale, state, SHAPE, SECOND)
+        one = (first_pool, first_slot_stride, first_index + (token if FIRST.is_chosen else row) * first_stride)
+        two = (second_pool, second_slot_stride, second_index + (token if SECOND.is_chosen else row) * second_stride)
+        ends, tiles = (first, first_end, second, second_end), (low, before, high)
+        if FIRST.tile:
+            state = attend_packed(queries, one, two, ends, tiles, scale, state, SHAPE, FIRST, SECOND)
+        else:
+            state = _attend_plain(queries, one, two, ends, tiles, scale, state, SHAPE, FIRST, SECOND)
         _store(out, lse, sink, cos, sin, token, part, head, num_tokens, state, SHAPE)
 
 

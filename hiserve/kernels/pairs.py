@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hiserve.core.row_shapes import PackedPages
 from hiserve.kernels.reference import rms_norm
+from hiserve.kernels.row_codecs import store_packed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +60,15 @@ def norm_plain(x: Tensor, eps: float) -> Tensor:
 
 
 def store_rows(
-    heads: Tensor, row: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, pool: Tensor, slots: Tensor
+    heads: Tensor,
+    row: Tensor,
+    norm: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    pool: Tensor,
+    slots: Tensor,
+    packed: PackedPages | None = None,
 ) -> Tensor:
     """Norms and rotates queries and rows, and writes rows into their slots.
 
@@ -69,12 +79,16 @@ def store_rows(
         eps: Of both norms.
         cos: As for ``rotate_pairs``.
         sin: Likewise.
-        pool: ``[slots, n]``.
+        pool: ``[slots, n]``, or packed.
         slots: int64 ``[T]``.
+        packed: How ``pool`` holds rows in 8 bits; None is as they are.
 
     Returns:
         The queries, ``[T, heads, n]``.
     """
-    rows = rotate_pairs(rms_norm(row, norm, eps)[:, None], cos, sin)
-    pool.index_copy_(0, slots, rows[:, 0])
+    rows = rotate_pairs(rms_norm(row, norm, eps)[:, None], cos, sin)[:, 0]
+    if packed is None:
+        pool.index_copy_(0, slots, rows)
+    else:
+        store_packed(pool, slots, rows, packed)
     return rotate_pairs(norm_plain(heads, eps), cos, sin)

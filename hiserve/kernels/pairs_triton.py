@@ -7,9 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hiserve.core.row_shapes import PackedPages
 from hiserve.kernels import pairs
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 from hiserve.kernels.pairs import PairFrequencies
+from hiserve.kernels.row_codec_triton import store_row, tile_of
 
 _ELEMENTS = 4096  # of a program
 
@@ -67,13 +69,21 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def store_rows(
-    heads: Tensor, row: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, pool: Tensor, slots: Tensor
+    heads: Tensor,
+    row: Tensor,
+    norm: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    pool: Tensor,
+    slots: Tensor,
+    packed: PackedPages | None = None,
 ) -> Tensor:
     """Like ``pairs.store_rows``; as ``rotate_pairs``."""
     if not _fits(heads):
-        return pairs.store_rows(heads, row, norm, eps, cos, sin, pool, slots)
+        return pairs.store_rows(heads, row, norm, eps, cos, sin, pool, slots, packed)
     assert row.stride(1) == pool.stride(1) == slots.stride(0) == 1, (row.stride(), pool.stride(), slots.stride())
-    return _turn(heads, cos, sin, (row, norm, pool, slots), eps)
+    return _turn(heads, cos, sin, (row, norm, pool, slots), eps, packed)
 
 
 def _fits(x: Tensor) -> bool:
@@ -86,13 +96,15 @@ def _turn(
     sin: Tensor,
     stored: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
     eps: float = 0.0,
+    packed: PackedPages | None = None,
 ) -> Tensor:
-    """Turns heads; with ``stored`` it norms them before, and stores rows: these, weights of their norm, pool and slots."""
+    """Turns heads; with ``stored`` it norms them before, and stores rows: these, weights of their norm, pool and slots; ``packed`` is the pool's."""
     num_tokens, num_heads, width = x.shape
     assert x.stride(2) == 1 and cos.stride(1) == 1 and sin.stride() == cos.stride(), "heads or turns lie apart"
     out = torch.empty((num_tokens, num_heads, width), dtype=x.dtype, device=x.device)
     block_heads = max(1, min(triton.next_power_of_2(num_heads), _ELEMENTS // width))
     row, norm, pool, slots = (None,) * 4 if stored is None else stored
+    page_rows = 1 if packed is None else packed.page_rows
     _turn_kernel[(num_tokens, triton.cdiv(num_heads, block_heads) + (stored is not None))](
         x,
         cos,
@@ -112,6 +124,8 @@ def _turn(
         WIDTH=width,
         PAIRS=cos.shape[1],
         BLOCK_HEADS=block_heads,
+        TILE=0 if pool is None else tile_of(packed, pool, width, page_rows),
+        PAGE_ROWS=page_rows,
         num_warps=max(1, min(8, block_heads * width // 512)),
         **early_launch(x.device),
     )
@@ -140,6 +154,8 @@ def _turn_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,  # noqa: N803
     PAIRS: tl.constexpr,  # noqa: N803
     BLOCK_HEADS: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr,  # noqa: N803
+    PAGE_ROWS: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
     """Each program turns some heads of a token; with rows it norms them before, and the last one stores the token's row."""
@@ -168,8 +184,9 @@ def _turn_kernel(  # type: ignore[no-untyped-def]
         made = made.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
         made = made.to(row.dtype.element_ty).to(tl.float32)[None, :]
         made = turned(made, turns, 1, WIDTH, PAIRS, False)
-        slot = pool + tl.load(slots + token) * slot_stride + column[None, :]
-        tl.store(slot, made.to(pool.dtype.element_ty))
+        # As an activation of this type would be.
+        made = tl.reshape(made, [WIDTH]).to(row.dtype.element_ty).to(tl.float32)
+        store_row(made, pool, tl.load(slots + token), slot_stride, WIDTH, TILE, PAGE_ROWS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

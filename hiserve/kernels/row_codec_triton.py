@@ -1,55 +1,31 @@
-"""Rows in 8 bits in Triton; ``kernels.row_codecs`` is the twin, byte by byte."""
+"""Rows in 8 bits within kernels of Triton: packed as they are stored, unpacked in registers; ``kernels.row_codecs`` is the twin.
+
+Kernels know them by two constants: numbers of a row, a power of 2, and of its tiles. Rows have one tile in bfloat16, the last;
+keys of an index have one tile in all; a tile of 0 numbers stands for rows that are not packed.
+"""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from hiserve.core.row_shapes import PackedPages
 from hiserve.kernels import row_codecs
-from hiserve.kernels.launch import await_previous, early_launch, start_next
-from hiserve.kernels.row_codecs import PACKED_V4, PackedShape
 
 _LARGEST, _LEAST = tl.constexpr(row_codecs.LARGEST), tl.constexpr(row_codecs.LEAST)
 
 
-def store_packed(pages: Tensor, slots: Tensor, rows: Tensor, page_rows: int, shape: PackedShape = PACKED_V4) -> None:
-    """Like ``row_codecs.store_packed``."""
-    assert pages.is_contiguous() and pages.shape[1] >= page_rows * shape.row_bytes, pages.shape
-    assert rows.stride(1) == 1 and rows.shape[1] == shape.width, rows.shape
-    _store_packed[(slots.shape[0],)](
-        pages,
-        slots,
-        rows,
-        pages.shape[1],
-        rows.stride(0),
-        PAGE_ROWS=page_rows,
-        SHAPE=shape,
-        TILES=triton.next_power_of_2(shape.num_tiles),
-        PLAIN=triton.next_power_of_2(shape.plain),
-        num_warps=1,
-        **early_launch(rows.device),
-    )
-
-
-def load_packed(pages: Tensor, slots: Tensor, page_rows: int, shape: PackedShape = PACKED_V4) -> Tensor:
-    """Like ``row_codecs.load_packed``."""
-    assert pages.is_contiguous() and slots.is_contiguous(), slots.stride()
-    out = torch.empty((*slots.shape, shape.width), dtype=torch.float32, device=pages.device)
-    _load_packed[(slots.numel(),)](
-        pages,
-        slots,
-        out,
-        pages.shape[1],
-        PAGE_ROWS=page_rows,
-        SHAPE=shape,
-        TILES=triton.next_power_of_2(shape.num_tiles),
-        PLAIN=triton.next_power_of_2(shape.plain),
-        num_warps=1,
-        **early_launch(pages.device),
-    )
-    return out
+def tile_of(packed: PackedPages | None, pool: Tensor, width: int, page_rows: int) -> int:
+    """Returns the numbers of a tile in rows of ``width`` numbers, in pages of ``page_rows``; 0 if they are not packed."""
+    if packed is None:
+        return 0
+    shape = packed.shape
+    assert shape.width == width and packed.page_rows == page_rows, (packed, width, page_rows)
+    assert (shape.plain == 0 and shape.tile == width) if shape.has_wide_scales else shape.plain == shape.tile, shape
+    assert shape.scale_bytes == (4 if shape.has_wide_scales else 8), shape
+    assert pool.is_contiguous() and pool.shape[1] == shape.row_bytes, (pool.shape, pool.stride(), shape)
+    return shape.tile
 
 
 @triton.jit
@@ -71,76 +47,91 @@ def _small(value):  # type: ignore[no-untyped-def]
     return (tl.where(positive < 0.015625, subnormal, normal) | sign).to(tl.uint8)
 
 
-@triton.jit(do_not_specialize=["page_bytes", "row_stride"], do_not_specialize_on_alignment=["rows"])  # type: ignore[untyped-decorator]
-def _store_packed(  # type: ignore[no-untyped-def]
-    pages,
-    slots,
-    rows,
-    page_bytes,
-    row_stride,
+@triton.jit  # type: ignore[untyped-decorator]
+def places_of(pool, slot, WIDTH: tl.constexpr, TILE: tl.constexpr, PAGE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Returns where the numbers of rows begin, and where their scales do."""
+    value_bytes: tl.constexpr = WIDTH if TILE == WIDTH else WIDTH + TILE
+    scale_bytes: tl.constexpr = 4 if TILE == WIDTH else 8
+    place = slot.to(tl.uint32)  # a pool has no more than 2**31 of them, and of slot -1 nothing is read
+    page, row = place // PAGE_ROWS, place % PAGE_ROWS
+    first = pool + page.to(tl.int64) * (PAGE_ROWS * (value_bytes + scale_bytes))
+    return first + row * value_bytes, first + PAGE_ROWS * value_bytes + row * scale_bytes
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_row(  # type: ignore[no-untyped-def]
+    row,
+    pool,
+    slot,
+    slot_stride,
+    WIDTH: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr,  # noqa: N803
     PAGE_ROWS: tl.constexpr,  # noqa: N803
-    SHAPE: tl.constexpr,  # noqa: N803
-    TILES: tl.constexpr,  # noqa: N803
-    PLAIN: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program packs one row."""
-    value_bytes: tl.constexpr = SHAPE.scaled + 2 * SHAPE.plain
-    num_tiles: tl.constexpr = SHAPE.scaled // SHAPE.tile
-    start_next(IS_EARLY)
-    await_previous(IS_EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row)
-    page = pages + slot // PAGE_ROWS * page_bytes
-    place = page + slot % PAGE_ROWS * value_bytes
-    scale = page + PAGE_ROWS * value_bytes + slot % PAGE_ROWS * (num_tiles + 1)
-    tile, element, plain = tl.arange(0, TILES), tl.arange(0, SHAPE.tile), tl.arange(0, PLAIN)
-    column, is_tile = tile[:, None] * SHAPE.tile + element[None, :], tile < num_tiles
-    source = rows + row * row_stride
-    value = _rounded(tl.load(source + column, mask=is_tile[:, None], other=0.0)).to(tl.float32, bitcast=True)
+    """Stores a row, float32 ``[WIDTH]``, in a slot."""
+    if TILE == 0:
+        tl.store(pool + slot * slot_stride + tl.arange(0, WIDTH), row.to(pool.dtype.element_ty))
+    else:
+        place, scale = places_of(pool, slot, WIDTH, TILE, PAGE_ROWS)
+        value = _rounded(row).to(tl.float32, bitcast=True)
+        if TILE == WIDTH:
+            factor = tl.maximum(tl.max(tl.abs(value), 0), _LEAST) * (1 / _LARGEST)
+            small = _small(tl.div_rn(value, tl.broadcast_to(factor, [WIDTH])))
+            tl.store(place + tl.arange(0, WIDTH), small)
+            tl.store(scale.to(tl.pointer_type(tl.float32), bitcast=True), factor)
+        else:
+            _store_tiles(tl.reshape(value, [WIDTH // TILE, TILE]), place, scale, WIDTH, TILE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_tiles(value, place, scale, WIDTH: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Stores the tiles of a row, each with its scale, the last in bfloat16."""
+    num_tiles: tl.constexpr = WIDTH // TILE - 1
+    tile, element = tl.arange(0, WIDTH // TILE), tl.arange(0, TILE)
+    is_scaled = tile < num_tiles
     bits = (tl.maximum(tl.max(tl.abs(value), 1), _LEAST) * (1 / _LARGEST)).to(tl.int32, bitcast=True)
     exponent = (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).to(tl.int32)
     factor = ((127 - exponent) << 23).to(tl.float32, bitcast=True)  # 2 to the power of less the exponent
-    tl.store(place + column, _small(value * factor[:, None]), mask=is_tile[:, None])
-    tl.store(scale + tile, tl.minimum(tl.maximum(exponent + 127, 0), 255).to(tl.uint8), mask=is_tile)
-    tl.store(scale + num_tiles, tl.full((), 0, tl.uint8))
-    half = _rounded(tl.load(source + SHAPE.scaled + plain, mask=plain < SHAPE.plain, other=0.0)) >> 16
-    tl.store(place + SHAPE.scaled + 2 * plain, (half & 255).to(tl.uint8), mask=plain < SHAPE.plain)
-    tl.store(place + SHAPE.scaled + 2 * plain + 1, ((half >> 8) & 255).to(tl.uint8), mask=plain < SHAPE.plain)
+    column = tile[:, None] * TILE + element[None, :]
+    tl.store(place + column, _small(value * factor[:, None]), mask=is_scaled[:, None])
+    tl.store(scale + tile, tl.minimum(tl.maximum(exponent + 127, 0), 255).to(tl.uint8), mask=is_scaled)
+    for pad in tl.static_range(num_tiles, 8):
+        tl.store(scale + pad, tl.full((), 0, tl.uint8))
+    last = (place + num_tiles * TILE).to(tl.pointer_type(tl.int16), bitcast=True)
+    half = (value.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+    tl.store(last + column - num_tiles * TILE, half, mask=(tile >= num_tiles)[:, None])
 
 
-@triton.jit(do_not_specialize=["page_bytes"])  # type: ignore[untyped-decorator]
-def _load_packed(  # type: ignore[no-untyped-def]
-    pages,
-    slots,
-    out,
-    page_bytes,
+@triton.jit  # type: ignore[untyped-decorator]
+def load_rows(place, scale, is_there, DTYPE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Returns the rows at places ``[K]``, ``[K, WIDTH]`` of a type; zeros where there is none, and nothing is read."""
+    num_tiles: tl.constexpr = WIDTH // TILE - 1
+    tile, element = tl.arange(0, WIDTH // TILE), tl.arange(0, TILE)
+    is_scaled = is_there[:, None] & (tile < num_tiles)[None, :]
+    column = tile[:, None] * TILE + element[None, :]
+    small = tl.load(place[:, None, None] + column[None, :, :], mask=is_scaled[:, :, None], other=0)
+    # All scales of a row at once: bytes alone would not be loaded ahead of their use.
+    scales = tl.load(scale.to(tl.pointer_type(tl.int64), bitcast=True), mask=is_there, other=0)
+    exponent = ((scales[:, None] >> (8 * tile)[None, :]) & 255).to(tl.int32)
+    factor = (exponent << 23).to(tl.float32, bitcast=True).to(DTYPE)
+    scaled = small.to(tl.float8e4nv, bitcast=True).to(DTYPE) * factor[:, :, None]
+    last = (place + num_tiles * TILE).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+    plain = tl.load(last[:, None] + element[None, :], mask=is_there[:, None], other=0.0).to(DTYPE)
+    rows = tl.where((tile < num_tiles)[None, :, None], scaled, plain[:, None, :])
+    return tl.reshape(rows, [place.shape[0], WIDTH])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_keys(  # type: ignore[no-untyped-def]
+    pool,
+    slot,
+    is_there,
+    DTYPE: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,  # noqa: N803
     PAGE_ROWS: tl.constexpr,  # noqa: N803
-    SHAPE: tl.constexpr,  # noqa: N803
-    TILES: tl.constexpr,  # noqa: N803
-    PLAIN: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program unpacks one row; zeros for slot -1, of which nothing is read."""
-    value_bytes: tl.constexpr = SHAPE.scaled + 2 * SHAPE.plain
-    num_tiles: tl.constexpr = SHAPE.scaled // SHAPE.tile
-    start_next(IS_EARLY)
-    await_previous(IS_EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row)
-    tile, element, plain = tl.arange(0, TILES), tl.arange(0, SHAPE.tile), tl.arange(0, PLAIN)
-    num_there = tl.where(slot < 0, 0, num_tiles)
-    page = pages + tl.maximum(slot, 0) // PAGE_ROWS * page_bytes
-    place = page + tl.maximum(slot, 0) % PAGE_ROWS * value_bytes
-    scale = page + PAGE_ROWS * value_bytes + tl.maximum(slot, 0) % PAGE_ROWS * (num_tiles + 1)
-    column = tile[:, None] * SHAPE.tile + element[None, :]
-    small = tl.load(place + column, mask=(tile < num_there)[:, None], other=0).to(tl.float8e4nv, bitcast=True)
-    exponent = tl.load(scale + tile, mask=tile < num_there, other=127).to(tl.int32)
-    factor = (exponent << 23).to(tl.float32, bitcast=True)
-    target = out + row * (SHAPE.scaled + SHAPE.plain)
-    tl.store(target + column, small.to(tl.float32) * factor[:, None], mask=(tile < num_tiles)[:, None])
-    is_there = plain < tl.where(slot < 0, 0, SHAPE.plain)
-    low = tl.load(place + SHAPE.scaled + 2 * plain, mask=is_there, other=0).to(tl.uint16)
-    high = tl.load(place + SHAPE.scaled + 2 * plain + 1, mask=is_there, other=0).to(tl.uint16)
-    rest = (low | (high << 8)).to(tl.bfloat16, bitcast=True).to(tl.float32)
-    tl.store(target + SHAPE.scaled + plain, rest, mask=plain < SHAPE.plain)
+    """Returns the keys of an index of slots ``[K]`` as ``load_rows``, and factors ``[K]`` of their products, above 0."""
+    place, scale = places_of(pool, slot, WIDTH, WIDTH, PAGE_ROWS)
+    small = tl.load(place[:, None] + tl.arange(0, WIDTH)[None, :], mask=is_there[:, None], other=0)
+    factors = tl.load(scale.to(tl.pointer_type(tl.float32), bitcast=True), mask=is_there, other=1.0)
+    return small.to(tl.float8e4nv, bitcast=True).to(DTYPE), factors

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hiserve.kernels.pairs import rotate_pairs
-from hiserve.kernels.union_rows import RangeRows, RowSource, slots_of
+from hiserve.kernels.union_rows import RangeRows, RowSource, rows_at, slots_of
 
 _NUM_ELEMENTS = 1 << 23  # of gathered rows in memory at once
 
@@ -41,11 +41,9 @@ def attend(
     for first in range(0, q.shape[0], step):
         part = slice(first, first + step)
         slots = [slots_of(each, part.start, part.stop) for each in sources]
-        found = [each.pool[some.clamp(min=0)] for each, some in zip(sources, slots, strict=True)]
-        is_none = torch.cat(slots, 1) < 0
-        rows = torch.cat(found, 1).to(wide).masked_fill_(is_none[..., None], 0)
+        rows = torch.cat([rows_at(each, some, wide) for each, some in zip(sources, slots, strict=True)], 1)
         scores = torch.einsum("thn,tkn->thk", q[part].to(wide), rows).mul_(scale)
-        scores.masked_fill_(is_none[:, None], -torch.inf)
+        scores.masked_fill_((torch.cat(slots, 1) < 0)[:, None], -torch.inf)
         lse = scores.logsumexp(-1) if scores.shape[2] else scores.new_full(scores.shape[:2], -torch.inf)
         total = lse if sink is None else torch.logaddexp(lse, sink.to(wide))
         shares = scores.sub_(total.masked_fill(total == -torch.inf, 0)[..., None]).exp_()
@@ -93,16 +91,15 @@ def choose_rows(q: Tensor, weights: Tensor, keys: RangeRows, most: int, scale: f
         part = slice(first, first + step)
         slots = slots_of(keys, part.start, part.stop)
         if num_rows > most:
-            scores = _scores(q[part], weights[part], keys.pool, slots, scale)
+            scores = _scores(q[part], weights[part], keys, slots, scale)
             best = scores.argsort(dim=-1, descending=True, stable=True)[:, :most]
             slots = slots.gather(1, best.sort(-1).values)
         out[part, : slots.shape[1]] = slots
     return out
 
 
-def _scores(q: Tensor, weights: Tensor, pool: Tensor, slots: Tensor, scale: float) -> Tensor:
+def _scores(q: Tensor, weights: Tensor, keys: RangeRows, slots: Tensor, scale: float) -> Tensor:
     """Returns the scores of rows, ``[T, K]``; -inf of those that are none."""
-    wide, is_none = weights.dtype, slots < 0
-    rows = pool[slots.clamp(min=0)].to(wide).masked_fill_(is_none[..., None], 0)
-    products = torch.einsum("thn,tkn->thk", q.to(wide), rows).mul_(scale).relu_()
-    return torch.einsum("thk,th->tk", products, weights).masked_fill_(is_none, -torch.inf)
+    wide = weights.dtype
+    products = torch.einsum("thn,tkn->thk", q.to(wide), rows_at(keys, slots, wide)).mul_(scale).relu_()
+    return torch.einsum("thk,th->tk", products, weights).masked_fill_(slots < 0, -torch.inf)

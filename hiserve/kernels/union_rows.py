@@ -8,6 +8,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from hiserve.core.row_shapes import PackedPages
+from hiserve.kernels.row_codecs import load_packed
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RangeRows:
@@ -17,7 +20,7 @@ class RangeRows:
 
     Attributes:
         pool: ``[slots, n]``. Row v of request b lies at ``table[b, v // page_rows] * page_rows + v % page_rows``. Rows that no
-            token sees may hold anything, NaN included.
+            token sees may hold anything, NaN included. Packed, uint8 ``[slots, row_bytes]``.
         table: int32 ``[B, W]``. Entries whose rows no token sees mean nothing.
         token_rows: int64 ``[T]``. Which of the B rows of the batch a token belongs to.
         positions: int64 ``[T]``.
@@ -25,6 +28,7 @@ class RangeRows:
         most: Upper bound of the rows that one token sees, known to the host; in a captured graph that of any replay.
         ratio: Tokens of a row.
         window: Only with ratio 1; None is none.
+        packed: How ``pool`` holds rows in 8 bits, in pages of ``page_rows``; None is as they are.
     """
 
     pool: Tensor
@@ -35,6 +39,7 @@ class RangeRows:
     most: int
     ratio: int = 1
     window: int | None = None
+    packed: PackedPages | None = None
 
     @property
     def width(self) -> int:
@@ -47,12 +52,14 @@ class ChosenRows:
     """Rows by slot.
 
     Attributes:
-        pool: ``[slots, n]``.
+        pool: ``[slots, n]``, or packed.
         slots: int64 ``[T, K]``. -1 is none; a slot that is there twice counts twice.
+        packed: As of ``RangeRows``.
     """
 
     pool: Tensor
     slots: Tensor
+    packed: PackedPages | None = None
 
 
 RowSource: TypeAlias = RangeRows | ChosenRows
@@ -71,6 +78,13 @@ def slots_of(source: RowSource, first: int = 0, end: int | None = None) -> Tenso
     entry = torch.where(is_seen, row // source.page_rows, 0)
     pages = source.table[token_rows[:, None], entry].long()
     return torch.where(is_seen, pages * source.page_rows + row % source.page_rows, -1)
+
+
+def rows_at(source: RowSource, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the rows of slots ``[T, K]``, ``[T, K, n]``; zeros for slot -1."""
+    if source.packed is not None:
+        return load_packed(source.pool, slots, source.packed).to(dtype)
+    return source.pool[slots.clamp(min=0)].to(dtype).masked_fill_((slots < 0)[..., None], 0)
 
 
 def slots_behind_first(source: RangeRows, kv_lens: Tensor, qo_indptr: Tensor) -> Tensor:

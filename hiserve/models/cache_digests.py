@@ -43,7 +43,7 @@ def cache_namespace(
         weights: From ``weight_digests``, or a substitute for dummy weights.
         dtype: Element type name of the KV cache.
         page_size: Tokens per page.
-        extra_groups: Names of the groups that exist for debugging, or have pages of their own.
+        extra_groups: Names of the groups that exist for debugging, have pages of their own, or hold packed rows.
         secret: The server's, for a cache that outlives it: without it a digest does not reveal what it stands for.
     """
     shard, layout = "1/1", "+".join((LAYOUT_VERSION, *extra_groups))

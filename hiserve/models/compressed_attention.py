@@ -134,14 +134,23 @@ class CompressedSelfAttention:
         """Returns the rows of ``x``, ``[T, width]``, before their norm."""
         return self.into(x).split_with_sizes(self.sizes, 1)[1]
 
-    def store(self, heads: Tensor, row: Tensor, inputs: ForwardInputs, turns: Turns, kv: LayerKV) -> Tensor:
+    def store(
+        self,
+        heads: Tensor,
+        row: Tensor,
+        inputs: ForwardInputs,
+        turns: Turns,
+        kv: LayerKV,
+        attention: UnionAttention,
+    ) -> Tensor:
         """Norms, rotates and stores the step's rows ``[T, width]`` of the window; returns normed and rotated heads of queries.
 
         ``heads`` are ``[T, n, width]``; there may be none.
         """
         slots = inputs.slots if inputs.window_slots is None else inputs.window_slots
         cos, sin = turns.cos, turns.sin
-        return self.ops.store_rows(heads, row, self.row_norm, self.eps, cos, sin, kv.k[:, 0], slots)
+        packed = attention.packed(kv.k, self.config.packed_row)
+        return self.ops.store_rows(heads, row, self.row_norm, self.eps, cos, sin, kv.k[:, 0], slots, packed)
 
     def __call__(
         self, x: Tensor, inputs: ForwardInputs, turns: Turns, kv: LayerKV, attention: UnionAttention
@@ -151,18 +160,19 @@ class CompressedSelfAttention:
         latent, row, *others = self.into(x).split_with_sizes(self.sizes, 1)
         ups = self.query_up(self.query_norm(latent))
         heads = ups[:, : num_heads * width].reshape(-1, num_heads, width)
-        q = self.store(heads, row, inputs, turns, kv)
-        sources = [attention.window_rows(inputs, kv, self.config.window)]
+        q = self.store(heads, row, inputs, turns, kv, attention)
+        sources = [attention.window_rows(inputs, kv, self.config.window, self.config.packed_row)]
         if self.compressor is not None:
             assert isinstance(kv, GroupedKV), type(kv)
-            seen = attention.history_rows(inputs, kv, self.compressor.group, self.compressor.how.ratio)
+            group, ratio = self.compressor.group, self.compressor.how.ratio
+            seen = attention.history_rows(inputs, kv, group, ratio, self.config.packed_row)
             self.compressor(others[0], others[1], inputs, kv, seen, turns)
             sources.append(seen)
             if self.indexer is not None:
-                keys = attention.history_rows(inputs, kv, INDEX, self.config.sparse_ratio)
+                keys = attention.history_rows(inputs, kv, INDEX, ratio, self.config.packed_key)
                 self.indexer.compressor(others[2], others[3], inputs, kv, keys, turns)
                 slots = self.indexer(ups[:, num_heads * width :], others[4], keys, turns)
-                sources[-1] = ChosenRows(seen.pool, slots)
+                sources[-1] = ChosenRows(seen.pool, slots, seen.packed)
         found, _ = ops.attend(q, sources, self.sinks, width**-0.5, (turns.cos, turns.sin))
         return self.project(found)
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from hiserve.core.kv_groups import CacheGroupSpec, CachePlan, Space
+from hiserve.core.row_shapes import PackedShape
+from hiserve.core.step_memory import StoredBytes
 from hiserve.models.compressed_config import CompressedConfig, LayerKind
 
 PAGE_SIZE = 128
@@ -38,47 +42,57 @@ def ratio_elements(config: CompressedConfig) -> tuple[tuple[int, int], ...]:
     return tuple(each for each in found if each[0])
 
 
-def compressed_plan(config: CompressedConfig, dtype: str, *, frees_windows: bool, max_draft: int) -> CachePlan:
+def packed_bytes(config: CompressedConfig) -> StoredBytes | None:
+    """Returns bytes of packed rows of all layers; None if they cannot be packed."""
+    row, key, num_sparse = config.packed_row, config.packed_key, config.count(LayerKind.SPARSE)
+    if row is None or (key is None and num_sparse):
+        return None
+    sparse = num_sparse * (row.row_bytes + key.row_bytes) if key is not None else 0
+    found = ((sparse, config.sparse_ratio), (config.count(LayerKind.HEAVY) * row.row_bytes, config.heavy_ratio))
+    return StoredBytes(token=len(config.kinds) * row.row_bytes, ratios=tuple(each for each in found if each[0]))
+
+
+def _rows(name: str, num_layers: int, width: int, dtype: str, packed: PackedShape | None) -> CacheGroupSpec:
+    """Returns a group of rows of ``width`` elements, or of packed ones."""
+    size = width if packed is None else packed.row_bytes
+    return CacheGroupSpec(
+        name=name,
+        num_layers=num_layers,
+        num_kv_heads=1,
+        head_dim=size,
+        dtype=dtype if packed is None else "uint8",
+        codec="latent" if packed is None else "packed",
+        value_dim=size,
+    )
+
+
+def compressed_plan(
+    config: CompressedConfig, dtype: str, *, frees_windows: bool, max_draft: int, packs_rows: bool
+) -> CachePlan:
     """Returns the groups of all layers.
 
     Args:
         config: The shape.
-        dtype: Of rows; inputs are at least float32.
+        dtype: Of rows that are not packed; inputs are at least float32.
         frees_windows: Windows have pages of their own.
         max_draft: Most drafts of a row in a step. Rings have room for those that were refused, and for the step after these.
+        packs_rows: Rows are packed.
     """
+    assert not packs_rows or packed_bytes(config) is not None, "these rows cannot be packed"
+    row, key = (config.packed_row, config.packed_key) if packs_rows else (None, None)
     counts = {kind: config.count(kind) for kind in LayerKind}
-    groups = [
-        CacheGroupSpec(
-            name=WINDOW,
-            num_layers=len(config.kinds),
-            num_kv_heads=1,
-            head_dim=config.width,
-            dtype=dtype,
-            codec="latent",
-            value_dim=config.width,
-            space=Space.WINDOW if frees_windows else Space.HISTORY,
-        )
-    ]
+    windows = _rows(WINDOW, len(config.kinds), config.width, dtype, row)
+    groups = [msgspec.structs.replace(windows, space=Space.WINDOW if frees_windows else Space.HISTORY)]
     wide = "float64" if dtype == "float64" else "float32"
-    for name, kind, width, num_series in (
-        (SPARSE, LayerKind.SPARSE, config.width, 2),
-        (INDEX, LayerKind.SPARSE, config.index_width, 2),
-        (HEAVY, LayerKind.HEAVY, config.width, 1),
+    for name, kind, width, packed, num_series in (
+        (SPARSE, LayerKind.SPARSE, config.width, row, 2),
+        (INDEX, LayerKind.SPARSE, config.index_width, key, 2),
+        (HEAVY, LayerKind.HEAVY, config.width, row, 1),
     ):
         if not counts[kind]:
             continue
         ratio = config.sparse_ratio if kind is LayerKind.SPARSE else config.heavy_ratio
-        rows = CacheGroupSpec(
-            name=name,
-            num_layers=counts[kind],
-            num_kv_heads=1,
-            head_dim=width,
-            dtype=dtype,
-            codec="latent",
-            value_dim=width,
-            ratio=ratio,
-        )
+        rows = msgspec.structs.replace(_rows(name, counts[kind], width, dtype, packed), ratio=ratio)
         # A resume at a boundary that all ratios divide reads the first series of the last row's tokens, or nothing.
         inputs = CacheGroupSpec(
             name=inputs_of(name),

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from hiserve.core.row_shapes import PackedShape, packed_key, packed_row
 from hiserve.errors import ModelError
 from hiserve.models.config_fields import ConfigFields, Count, Epsilon, Size, convert, nonsense
 
@@ -57,6 +58,16 @@ class CompressedConfig(msgspec.Struct, frozen=True, kw_only=True):
     def ratios(self) -> tuple[int, ...]:
         """The different ratios of the layers, ascending."""
         return tuple(sorted({self.ratio(layer) for layer in range(len(self.kinds))} - {0}))
+
+    @property
+    def packed_row(self) -> PackedShape | None:
+        """Rows in 8 bits; None if they do not fit into tiles."""
+        return packed_row(self.width, self.rope_dim)
+
+    @property
+    def packed_key(self) -> PackedShape | None:
+        """Likewise of the index."""
+        return packed_key(self.index_width)
 
     @property
     def index_ratio(self) -> int:

@@ -83,9 +83,10 @@ class DraftConfig(msgspec.Struct, frozen=True, kw_only=True):
             feature_size=self.feature_size,
         )
 
-    def kv_groups(self, dtype: str) -> tuple[CacheGroupSpec, ...]:
-        """Returns the KV groups of its layers, stored as ``dtype``."""
-        return tuple(msgspec.structs.replace(group, name="draft") for group in self.model.kv_groups(dtype))
+    def kv_groups(self, dtype: str, *, packs_rows: bool = False) -> tuple[CacheGroupSpec, ...]:
+        """Returns the KV groups of its layers, stored as ``dtype``, or packed as the model's."""
+        groups = self.model.kv_groups(dtype, packs_rows=packs_rows)
+        return tuple(msgspec.structs.replace(group, name="draft") for group in groups)
 
 
 def find_draft(kind: DraftKind, source: str | None, folder: Path, target: ModelConfig) -> DraftConfig:
@@ -353,8 +354,9 @@ def page_groups(
     max_draft = config.spec.tiers[-1] if max_draft is None else max_draft
     dtype, drafts = config.model.dtype, tuple[CacheGroupSpec, ...]()
     if draft is not None:
-        drafts = (*draft.kv_groups(dtype), page_hidden_group(draft.feature_size, config.cache.page_size, dtype))
-    plan = model.cache_plan(dtype, frees_windows=frees_windows, max_draft=max_draft)
+        hidden = page_hidden_group(draft.feature_size, config.cache.page_size, dtype)
+        drafts = (*draft.kv_groups(dtype, packs_rows=config.cache.packs_rows), hidden)
+    plan = model.cache_plan(dtype, frees_windows=frees_windows, max_draft=max_draft, packs_rows=config.cache.packs_rows)
     return (*plan.groups, *drafts, *debug_groups(config.cache))
 
 
@@ -373,5 +375,6 @@ def model_facts(config: Options, folder: Path, model: ModelConfig) -> ModelFacts
         num_params=draft.num_params,
         slot_elements=shape.slot_elements,
         step=draft.memory_shape(model.hidden_size),
+        packed=shape.facts().packed,
     )
     return msgspec.structs.replace(model.facts(), draft=facts)

@@ -12,8 +12,8 @@ from hiserve.core.activation import Activation
 from hiserve.core.kv_groups import CacheGroupSpec, CachePlan, Space, carried_bytes
 from hiserve.core.step_memory import DEFAULT_PAGE_SIZE, ModelFacts, StepShape
 from hiserve.errors import ModelError
+from hiserve.models import compressed_cache
 from hiserve.models.checkpoint import Download, fetch, is_hub_name
-from hiserve.models.compressed_cache import compressed_page_size, compressed_plan, page_multiple, ratio_elements
 from hiserve.models.compressed_config import CompressedConfig, LayerKind, read_compressed
 from hiserve.models.compressed_spelling import respell_compressed
 from hiserve.models.config_fields import (
@@ -154,9 +154,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             slot_elements=self.slot_elements,
             window=self.tail_window,
             window_elements=num_planes * num_windows * self.num_kv_heads * self.head_dim,
-            ratio_elements=() if self.compressed is None else ratio_elements(self.compressed),
+            ratio_elements=() if self.compressed is None else compressed_cache.ratio_elements(self.compressed),
+            packed=None if self.compressed is None else compressed_cache.packed_bytes(self.compressed),
             page_size=self._page_size,
-            page_multiple=1 if self.compressed is None else page_multiple(self.compressed),
+            page_multiple=1 if self.compressed is None else compressed_cache.page_multiple(self.compressed),
             carried=carried_bytes(lambda dtype, drafts: self.cache_plan(dtype, frees_windows=False, max_draft=drafts)),
             step=StepShape(
                 num_layers=self.num_layers,
@@ -175,7 +176,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def _page_size(self) -> int:
         """Tokens of a page under ``auto``: with states more, because a prefix can be resumed at few of its boundaries anyway."""
         if self.compressed is not None:
-            return compressed_page_size(self.compressed)
+            return compressed_cache.compressed_page_size(self.compressed)
         return DEFAULT_PAGE_SIZE if self.delta is None else STATE_PAGE_SIZE
 
     def _mlp_elements(self) -> int:
@@ -185,10 +186,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             elements = max(elements, self.experts.step_elements(self.hidden_size))
         return elements if self.delta is None else max(elements, self.delta.step_elements())
 
-    def kv_groups(self, dtype: str) -> tuple[CacheGroupSpec, ...]:
+    def kv_groups(self, dtype: str, *, packs_rows: bool = False) -> tuple[CacheGroupSpec, ...]:
         """Returns the KV groups of its layers, stored as ``dtype``: one, but for compressed attention and beside an index."""
         if self.compressed is not None or self.index is not None:
-            return self.cache_plan(dtype, frees_windows=False).groups
+            return self.cache_plan(dtype, frees_windows=False, packs_rows=packs_rows).groups
         return (self._kv_group(dtype),)
 
     def _kv_group(self, dtype: str) -> CacheGroupSpec:
@@ -210,14 +211,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         widths = [window for window in self.windows if window is not None]
         return max(widths) if self.latent is None and 0 < len(widths) < len(self.windows) else 0
 
-    def cache_plan(self, dtype: str, *, frees_windows: bool, max_draft: int = 0) -> CachePlan:
+    def cache_plan(self, dtype: str, *, frees_windows: bool, max_draft: int = 0, packs_rows: bool = False) -> CachePlan:
         """Returns the groups of its layers, stored as ``dtype``: one; two with an index or freed windows; beside states three.
 
-        ``max_draft`` is the most drafts of a row in a step, by which what rows carry along is sized.
+        ``max_draft`` is the most drafts of a row in a step, by which what rows carry along is sized. ``packs_rows`` is of
+        compressed attention alone: rows of other models stay as they are.
         """
         if self.compressed is not None:
-            return compressed_plan(
-                self.compressed, dtype, frees_windows=frees_windows and self.tail_window > 0, max_draft=max_draft
+            frees = frees_windows and self.tail_window > 0
+            return compressed_cache.compressed_plan(
+                self.compressed, dtype, frees_windows=frees, max_draft=max_draft, packs_rows=packs_rows
             )
         kv = self._kv_group(dtype)
         if self.index is not None:

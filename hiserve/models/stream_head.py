@@ -65,7 +65,7 @@ class StreamHead:
         turns, wanted = self._rotary(inputs.positions)[LayerKind.WINDOW], inputs.logits_rows
         if not wanted.shape[0]:
             row = layer.attention.row(layer.input_norm(layer.attn_mix.split(streams).x))
-            layer.attention.store(row[:, None, :][:, :0], row, inputs, turns, kv)
+            layer.attention.store(row[:, None, :][:, :0], row, inputs, turns, kv, attention)
             return self._output(embedded[:0]), hidden_states[:0]
         streams = layer.attend(streams, inputs, turns, kv, attention).index_select(0, wanted)
         streams = layer.finish(streams, inputs.input_ids.index_select(0, wanted))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from hiserve.core.forward import StateRows
+from hiserve.core.row_shapes import PackedPages, PackedShape, packed_key, packed_row
 from hiserve.kernels.compress_reference import CarriedInputs, Compression, StepTokens
 from hiserve.kernels.compressed_ops import CompressedOps
-from hiserve.kernels.union_rows import ChosenRows, RangeRows
+from hiserve.kernels.row_codecs import store_packed
+from hiserve.kernels.union_rows import ChosenRows, RangeRows, rows_at
 
 NOBODY = 2**31 - 1  # in a table: no page
 KINDS = ("none", "heavy", "chosen")  # what a token sees besides its window
@@ -59,6 +62,7 @@ class CompressedStep:
     Args:
         context: Tokens of each row.
         most: Rows that an index chooses.
+        packs_rows: Rows and keys are packed.
     """
 
     def __init__(
@@ -72,9 +76,11 @@ class CompressedStep:
         most: int = 64,
         dtype: torch.dtype = torch.bfloat16,
         device: str = "cpu",
+        packs_rows: bool = False,
     ) -> None:
         self.width, self.num_heads, self.index_width, self.most = width, num_heads, index_width, most
         self.num_rows, self.context, self.dtype, self.device = num_rows, context, dtype, torch.device(device)
+        self.packs_rows = packs_rows
 
     def randn(self, *size: int) -> Tensor:
         return torch.randn(size, device=self.device).to(self.dtype)
@@ -92,7 +98,9 @@ class CompressedStep:
         order = torch.randperm(self.num_rows * pages, device=self.device) + 1
         pool = self.randn((self.num_rows * pages + 1) * page_rows, width)
         table = order.view(self.num_rows, pages).int()
-        return RangeRows(pool, table, token_rows, positions, page_rows, most, ratio, window)
+        rows = RangeRows(pool, table, token_rows, positions, page_rows, most, ratio, window)
+        shape = packed_key(width) if width == self.index_width else packed_row(width, min(64, width // 4))
+        return packed_rows(rows, shape, page_rows) if self.packs_rows and shape is not None else rows
 
     def attend(self, ops: CompressedOps, num_tokens: int, others: Sequence[str] = KINDS) -> list[tuple[Tensor, Tensor]]:
         """Attends over a window, beside nothing else, all compressed rows, or chosen ones."""
@@ -105,9 +113,9 @@ class CompressedStep:
             if other == "heavy":
                 beside = [self.range(128, self.width, num_tokens)]
             if other == "chosen":
-                pool = self.range(4, self.width, num_tokens).pool
-                slots = torch.randint(-1, len(pool), (num_tokens, self.most), device=self.device)
-                beside = [ChosenRows(pool, slots)]
+                some = self.range(4, self.width, num_tokens)
+                slots = torch.randint(-1, len(some.pool), (num_tokens, self.most), device=self.device)
+                beside = [ChosenRows(some.pool, slots, some.packed)]
             found.append(ops.attend(q, [window, *beside], sink, self.width**-0.5, (cos, sin)))
         return found
 
@@ -118,7 +126,7 @@ class CompressedStep:
         return ops.choose_rows(q, weights, keys, self.most, self.index_width**-0.5)
 
     def compress(self, ops: CompressedOps, ratio: int, num_series: int) -> tuple[Tensor, CarriedInputs]:
-        """Returns the pool of rows and the rings."""
+        """Returns the pool of rows, unpacked, and the rings."""
         target, wide = self.range(ratio, self.width, self.num_rows), num_series * self.width
         how = Compression(torch.randn(ratio, wide, device=self.device), self.randn(self.width), 1e-6, num_series)
         ring = torch.randn(self.num_rows + 1, num_series * ratio + 8, 2 * wide, device=self.device)
@@ -130,7 +138,19 @@ class CompressedStep:
         angles = torch.randn(2, self.num_rows, min(32, self.width // 4), device=self.device)
         values, scores = self.randn(self.num_rows, 2 * wide + 8)[:, 8:].split(wide, 1)
         ops.compress(values, scores, how, carried, tokens, target, (angles[0], angles[1]))
-        return target.pool, carried
+        every = torch.arange(len(target.pool), device=self.device)
+        return rows_at(target, every[None], self.dtype)[0], carried
+
+
+_Source = TypeVar("_Source", RangeRows, ChosenRows)
+
+
+def packed_rows(source: _Source, shape: PackedShape, page_rows: int) -> _Source:
+    """Returns the same rows, packed; the bytes of those that nobody sees are no numbers."""
+    pages, seen = PackedPages(shape, page_rows), (~source.pool.isnan().any(1)).nonzero()[:, 0]
+    pool = torch.full((len(source.pool), shape.row_bytes), 255, dtype=torch.uint8, device=source.pool.device)
+    store_packed(pool, seen, source.pool[seen], pages)
+    return replace(source, pool=pool, packed=pages)
 
 
 def random_compression(width: int, ratio: int, num_series: int, dtype: torch.dtype) -> Compression:

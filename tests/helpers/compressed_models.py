@@ -21,6 +21,7 @@ from tests.helpers.tiered import engine_of
 
 WINDOW, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 VOCAB = 256
+NOT_A_NUMBER = 255  # each byte of one in E4M3, bfloat16 or float32
 YARN = {"rope_type": "yarn", "factor": 16.0, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 256}
 # Few index heads would often score 0, where transformers breaks ties in another order.
 SHAPE: dict[str, Any] = {
@@ -127,7 +128,7 @@ def randomise(model: torch.nn.Module) -> None:
 def poison(pool: DevicePool) -> DevicePool:
     """Makes all memory of a pool NaN: nobody has written any of it."""
     for storage in pool._storages.values():
-        storage.fill_(torch.nan)
+        storage.fill_(NOT_A_NUMBER if storage.dtype == torch.uint8 else torch.nan)
     for snapshots in pool._snapshots.values():
         snapshots.fill_(torch.nan)
     return pool
@@ -168,7 +169,8 @@ class PoisonedPool:
                     if planner._in_flight and not num_pages:
                         continue  # a step in flight may read a page in whose place its row has the tree's now
                     pages = storage.view(*storage.shape[:2], num_pages or cache.page_owner.size, -1)
-                    pages[:, :, free[bool(num_pages)]] = torch.nan
+                    is_packed = storage.dtype == torch.uint8
+                    pages[:, :, free[bool(num_pages)]] = NOT_A_NUMBER if is_packed else torch.nan
             if cache.snapshots is not None:
                 unheld = (cache.snapshots.num_refs == 0).nonzero()[0][1:].tolist()
                 for memory in pool.carried.values():

@@ -178,6 +178,7 @@ class Engine:
         widths: Tokens of each row for which whole steps are captured.
         windows: Of each layer, whatever the model's own are; empty leaves those.
         num_snapshots: Slots of snapshots, slot 0 included.
+        packs_rows: Rows are packed.
     """
 
     def __init__(
@@ -198,11 +199,12 @@ class Engine:
         widths: tuple[int, ...] = (1,),
         windows: tuple[int | None, ...] = (),
         num_snapshots: int = 1,
+        packs_rows: bool = False,
     ) -> None:
         config = read_model_config(folder)
         self.model = load_decoder(folder, config, dtype=dtype, device=device, load_format=load_format, max_len=max_len)
         max_draft = max(*widths, 8) - 1  # some tests add graphs of more tokens a row
-        plan = config.cache_plan(dtype, frees_windows=False, max_draft=max_draft)
+        plan = config.cache_plan(dtype, frees_windows=False, max_draft=max_draft, packs_rows=packs_rows)
         self.pool = DevicePool(
             plan.groups, num_pages, page_size, device, num_rows=max_rows + 1, num_snapshots=num_snapshots
         )

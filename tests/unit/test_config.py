@@ -18,7 +18,7 @@ ALL = list(flags().values())
 NUMBERS = [setting for setting in ALL if setting.kind in ("int", "float")]
 WHOLE = [setting for setting in ALL if setting.kind == "int"]
 FLAGS = """
-    --host --port --served-model-name --dtype --max-model-len --kv-pages --window-pages --page-size --max-running-requests
+    --host --port --served-model-name --dtype --max-model-len --kv-pages --kv-rows --window-pages --page-size --max-running-requests
     --max-batched-tokens --overlap --policy --replicas --devices --cpu-threads --load-format --device --log-level --debug
     --revision --chat-template --reply-format --thoughts --sampling-defaults --max-queued-requests --max-queued-tokens --queue-timeout-s
     --request-timeout-s --step-timeout-s --api-key --admin-api-key --metrics-key --seal-key --responses-store --keep-volatile --share-prefixes --max-request-bytes --strict-fields --otel-endpoint
@@ -28,7 +28,7 @@ FLAGS = """
     --attention-backend --graphs --graph-gate --graph-max-len --grammar-threads --spec --spec-steps
     --store --store-gib --store-prefetch --store-prefetch-timeout-s --tail-share --tail-every --state-dtype
 """
-MAX_FLAGS, MAX_SHOWN = 66, 48
+MAX_FLAGS, MAX_SHOWN = 67, 49
 
 
 def value_of(config: Options, setting: Flag) -> Any:

@@ -98,7 +98,9 @@ class SegmentLayout:
         if other.page_size != self.page_size:
             words.append(f"pages of {other.page_size} tokens, not {self.page_size} (--page-size)")
         if other.namespace != self.namespace:
-            words.append("another model, other weights, or another --dtype, --state-dtype, --store or --kv-canary")
+            words.append(
+                "another model, other weights, or another --dtype, --state-dtype, --kv-rows, --store or --kv-canary"
+            )
         elif other.page_bytes != self.page_bytes:
             words.append(f"pages of {other.page_bytes} bytes, not {self.page_bytes}")
         if not words and other.num_pages != self.num_pages:

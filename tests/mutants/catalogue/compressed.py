@@ -69,5 +69,5 @@ with compressed_cache.page_multiple, test_compressed_config.test_a_page_has_whol
     max(config.ratios)
 with stream_head.StreamHead.forward, test_stream_heads.test_its_logits_are_those_of_the_layer_in_transformers:
     "a chunk of a prompt without logits stores no rows for drafts"
-    layer.attention.store(row[:, None, :][:, :0], row, inputs, turns, kv)
+    layer.attention.store(row[:, None, :][:, :0], row, inputs, turns, kv, attention)
     pass

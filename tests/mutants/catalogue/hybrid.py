@@ -30,8 +30,8 @@ with rows.RowState.publish, test_hybrid_reports_drafts.test_hb_04_a_head_takes_n
     full = np.minimum(self.settled[rows], self.known[rows]) // page_size - min(1, self._num_ahead)
 with memory_plan._Worker._page_items, test_hybrid_reports_sizes.test_hb_05_pages_stay_as_long_as_they_are_whatever_other_layers_store[16]:
     "HB-05: pages of history have room for the layers with a window"
-    self._model.slot_elements - self.windows.slot_elements
-    self._model.slot_elements
+    rows.token - self.windows.slot_bytes
+    rows.token
 with row_tails.RowTails.admit, test_hybrid_reports_hits.test_hb_06_a_chat_keeps_the_boundaries_that_can_come_back_and_no_others:
     "HB-06: every page of a prompt gets a tail"
     range(every, prompt_end, every) if every else ()

@@ -1,18 +1,26 @@
 """Kernels of compressed attention and of streams, and their torch twins (DeepSeek-V4)."""
 
+from hiserve.cache.storage import cache_identity
+from hiserve.core import memory_plan
 from hiserve.kernels import (
     compress,
     compress_reference,
     index_topk,
     latent_union,
+    packed_union,
     pairs_triton,
     root_route,
+    row_codec_triton,
     row_codecs,
     stream_sums,
     streams,
     union_reference,
+    union_rows,
     window_slots,
 )
+from hiserve.models import compressed_attention
+from tests.e2e import test_packed_oracle
+from tests.unit.core import test_packed_rows_plan
 from tests.unit.kernels import (
     test_compress,
     test_compress_reference,
@@ -28,10 +36,10 @@ with union_reference.merge, test_union_reference.test_any_partition_and_order_of
     "parts that are joined forget the sink"
     torch.logaddexp(lse, sink.to(lse.dtype))
     lse
-with union_reference.attend, test_union_reference.test_all_sources_and_the_sink_share_one_softmax:
+with union_rows.rows_at, test_union_reference.test_all_sources_and_the_sink_share_one_softmax:
     "rows of nobody are read: NaN times 0"
-    torch.cat(found, 1).to(wide).masked_fill_(is_none[..., None], 0)
-    torch.cat(found, 1).to(wide)
+    source.pool[slots.clamp(min=0)].to(dtype).masked_fill_((slots < 0)[..., None], 0)
+    source.pool[slots.clamp(min=0)].to(dtype)
 with union_reference.choose_rows, test_union_reference.test_the_best_rows_are_chosen_and_of_equal_ones_the_first:
     "of equal rows the last are chosen"
     scores.argsort(dim=-1, descending=True, stable=True)
@@ -88,6 +96,38 @@ with root_route._route_by_root, test_streams.test_roots_choose_what_the_twin_cho
     "kernel: the bias of an expert is part of its share by roots"
     tl.where(is_best, score, 0.0)
     tl.where(is_best, left, 0.0)
+with row_codec_triton.places_of, test_row_codecs.test_kernels_write_the_bytes_of_the_twin:
+    "kernel: the scales of a page lie behind its first row"
+    first + PAGE_ROWS * value_bytes + row * scale_bytes
+    first + value_bytes + row * scale_bytes
+with packed_union.attend_packed, test_row_codecs.test_kernels_read_packed_rows_as_the_twin_does:
+    "kernel: packed rows of the second source have the scales of the first"
+    tl.where(is_first, scales, others)
+    scales
+with row_codec_triton.load_rows, test_row_codecs.test_kernels_read_packed_rows_as_the_twin_does:
+    "kernel: rotated numbers of packed rows are those of the first tile"
+    place + num_tiles * TILE
+    place
+with index_topk._score, test_row_codecs.test_kernels_read_packed_rows_as_the_twin_does:
+    "kernel: scores of packed keys lack their scales"
+    found *= factors
+    pass
+with row_codecs.load_packed, test_row_codecs.test_slots_of_any_shape_are_read_exactly["shape0"]:
+    "packed rows are read with the scale of their first tile"
+    scales.view(-1, shape.num_tiles, 1).to(torch.int32)
+    scales.view(-1, shape.num_tiles, 1)[:, :1].to(torch.int32)
+with compressed_attention.CompressedSelfAttention.store, test_packed_oracle.test_logits_are_those_of_rounded_rows:
+    "packed rows of the window lie one by one, in no pages"
+    attention.packed(kv.k, self.config.packed_row)
+    attention.packed(kv.k, self.config.packed_row, attention._page_size)
+with cache_identity.identify, test_packed_rows_plan.test_packed_and_plain_rows_share_no_pages:
+    "a cache of plain rows is read as one of packed rows"
+    group.codec == "packed"
+    False
+with memory_plan._Worker._plan_windows, test_packed_rows_plan.test_the_memory_plan_counts_packed_rows:
+    "the pool of windows is planned for plain rows"
+    model.stored_bytes(element, packs_rows=True).token
+    slot_bytes
 with row_codecs.scale_exponents, test_row_codecs.test_scales_are_the_least_powers_of_two_that_fit:
     "a scale is too small for the largest number of its tile"
     (bits & 0x7FFFFF) != 0

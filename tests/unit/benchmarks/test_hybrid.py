@@ -64,6 +64,9 @@ def test_compressed_rows_are_scanned_by_their_index_and_those_chosen_are_read(
     v4 = Least(shape_config("v4-flash-like"), "bfloat16")
     read = 2 * (scanned * 128 + chosen * 512) + 2 * heavy * 512 + 6 * window * 512
     assert v4.decode_bytes(1, context) - v4.decode_bytes(1, 0) == pytest.approx(2 * read)
+    packed = Least(shape_config("v4-flash-like"), "bfloat16", packs_rows=True)
+    read = 2 * (scanned * 132 + chosen * 584) + 2 * heavy * 584 + 6 * window * 584
+    assert packed.decode_bytes(1, context) - packed.decode_bytes(1, 0) == pytest.approx(read)
 
 
 def test_an_index_beside_latents_is_scanned_where_it_must_choose() -> None:

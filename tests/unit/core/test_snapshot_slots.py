@@ -69,7 +69,7 @@ def test_a_store_is_refused_and_the_message_says_what_to_do() -> None:
 
 def test_windows_and_snapshots_share_as_a_tail_does() -> None:
     limits = WindowLimits(window=128, page_size=128, num_draft=0, depth=0, max_batched_tokens=128)
-    pool = WindowPool(limits=limits, slot_elements=1000, element_bytes=2, snapshot_bytes=3 * 256_000, page_size=128)
+    pool = WindowPool(limits=limits, slot_bytes=2_000, snapshot_bytes=3 * 256_000, page_size=128)
     page_bytes = 12_800
     assert pool.page_bytes == 256_000 and limits.tail_pages == 1
     assert pool.tail_share(page_bytes) == MOST_SHARE
@@ -86,6 +86,6 @@ def test_a_model_without_states_has_no_slots() -> None:
 
 
 def test_the_smallest_pool_has_room_for_a_row_and_a_load() -> None:
-    pool = WindowPool(limits=None, slot_elements=0, element_bytes=0, snapshot_bytes=10**6, page_size=16)
+    pool = WindowPool(limits=None, slot_bytes=0, snapshot_bytes=10**6, page_size=16)
     assert pool.size_slots(10, 10 * 64, 10**9) == LEAST_SLOTS
     assert pool.pages_beside("auto", LEAST_SLOTS * 10**6 + 640, 64) == 10

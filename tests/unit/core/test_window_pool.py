@@ -9,7 +9,7 @@ from hiserve.core.windows import WindowLimits
 from hiserve.errors import ConfigError, ResourceError
 
 LIMITS = WindowLimits(window=128, page_size=16, num_draft=3, depth=1, max_batched_tokens=512)
-POOL = WindowPool(limits=LIMITS, slot_elements=12_288, element_bytes=2)  # of gpt-oss-20b
+POOL = WindowPool(limits=LIMITS, slot_bytes=24_576)  # of gpt-oss-20b
 PAGE_BYTES = 16 * 12_288 * 2  # of its other layers
 ROOM = 2**40
 
@@ -37,7 +37,7 @@ def test_no_pool_takes_nothing() -> None:
 def test_windows_get_their_share_of_the_memory_of_both(window: int) -> None:
     """t / (t + 1500 h), with bounds: a window of 128 tokens is the one between them."""
     limits = WindowLimits(window=window, page_size=16, num_draft=0, depth=0, max_batched_tokens=64)
-    pool = WindowPool(limits=limits, slot_elements=12_288, element_bytes=2)
+    pool = WindowPool(limits=limits, slot_bytes=24_576)
     beside = pool.bytes_per_page(PAGE_BYTES)
     tail, history = limits.tail_pages * pool.page_bytes, PAGE_BYTES / 16
     asked = tail / (tail + TAIL_TOKENS * history)
@@ -48,7 +48,7 @@ def test_windows_get_their_share_of_the_memory_of_both(window: int) -> None:
 
 def test_between_the_bounds_the_share_is_that_of_a_tail() -> None:
     limits = WindowLimits(window=1024, page_size=16, num_draft=0, depth=0, max_batched_tokens=64)
-    pool = WindowPool(limits=limits, slot_elements=12_288, element_bytes=2)
+    pool = WindowPool(limits=limits, slot_bytes=24_576)
     beside = pool.bytes_per_page(PAGE_BYTES)
     assert beside / (beside + PAGE_BYTES) == pytest.approx(1024 / (1024 + TAIL_TOKENS))
 
@@ -58,7 +58,7 @@ def test_auto_holds_a_row_a_tail_and_a_step_at_least_and_no_more_than_all_could_
     assert few == (LIMITS.least_pages, "beside 10 KV pages")
     many, _ = POOL.size("auto", 10_000, 10_000 * PAGE_BYTES, 8, ROOM)
     assert LIMITS.least_pages < many == int(POOL.bytes_per_page(PAGE_BYTES) * 10_000 / POOL.page_bytes)
-    tiny = WindowPool(limits=LIMITS, slot_elements=1, element_bytes=2)  # its share would be more pages than there are
+    tiny = WindowPool(limits=LIMITS, slot_bytes=2)  # its share would be more pages than there are
     assert tiny.size("auto", 100, 100 * PAGE_BYTES, 8, ROOM)[0] == 100 + LIMITS.most_pages(8)
 
 
@@ -105,7 +105,7 @@ def test_an_image_takes_whole_pages_of_the_host() -> None:
 
 
 def test_a_given_share_and_distance_replace_those_of_auto() -> None:
-    half = WindowPool(limits=LIMITS, slot_elements=12_288, element_bytes=2, share=0.5)
+    half = WindowPool(limits=LIMITS, slot_bytes=24_576, share=0.5)
     assert half.tail_share(PAGE_BYTES) == 0.5 and half.bytes_per_page(PAGE_BYTES) == PAGE_BYTES
     assert POOL.tail_every("auto", PAGE_BYTES) == 8 * 128
     assert [POOL.tail_every(given, PAGE_BYTES) for given in (0, 1, 16, 100)] == [0, 16, 16, 112]

@@ -11,6 +11,7 @@ import torch
 from hiserve.attention.triton import TritonAttention
 from hiserve.core.activation import GELU_TANH, Activation
 from hiserve.core.forward import LayerKV
+from hiserve.core.row_shapes import PACKED_V4, PackedPages
 from hiserve.kernels import (
     compressed_fused,
     delta_triton,
@@ -20,7 +21,6 @@ from hiserve.kernels import (
     index_store,
     page_copy,
     page_lists,
-    row_codec_triton,
     step_triton,
 )
 from hiserve.kernels.chosen_triton import attend_chosen
@@ -28,7 +28,6 @@ from hiserve.kernels.delta import DeltaShape
 from hiserve.kernels.latent_decode import LatentRows, decode
 from hiserve.kernels.pairs import PairFrequencies
 from hiserve.kernels.routing import ExpertGroups
-from hiserve.kernels.row_codecs import PACKED_V4
 from hiserve.kernels.step_ops import TokenMasks
 from hiserve.kernels.streams_reference import MixWeights
 from hiserve.models.builtin_shapes import SHAPES
@@ -192,10 +191,20 @@ def streams() -> None:
 
 
 def pack() -> None:
-    """Rows of DeepSeek-V4."""
-    kept, slots = torch.zeros(2, 64 * PACKED_V4.row_bytes, dtype=torch.uint8), torch.zeros(3, dtype=torch.int64)
-    row_codec_triton.store_packed(kept, slots, torch.zeros(3, 512, dtype=BF16), 64)
-    row_codec_triton.load_packed(kept, slots, 64)
+    """Rows of DeepSeek-V4 in 8 bits: stored, made, chosen by an index, and read; and of a small model."""
+    case, small = (
+        CompressedStep(packs_rows=True),
+        CompressedStep(width=32, num_heads=4, dtype=torch.float32, packs_rows=True),
+    )
+    case.attend(compressed_fused, 200, ("chosen",))
+    small.attend(compressed_fused, 4, ("heavy",))
+    case.choose(compressed_fused)
+    case.compress(compressed_fused, 4, 2)
+    pool, slots = torch.zeros(128, PACKED_V4.row_bytes, dtype=torch.uint8), torch.zeros(3, dtype=torch.int64)
+    heads, turns = torch.zeros(3, 64, 512, dtype=BF16), torch.zeros(3, 32)
+    compressed_fused.store_rows(
+        heads, heads[:, 0], heads[0, 0], 1e-6, turns, turns, pool, slots, PackedPages(PACKED_V4, 128)
+    )
 
 
 def pages() -> None:
@@ -277,7 +286,11 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
         {"streams._project", "stream_sums._weigh", "streams._merge"}
         | {"pairs_triton._turn_kernel", "pairs_triton._angles_kernel", "root_route._route_by_root"},
     ),
-    "packed": (pack, {f"row_codec_triton.{name}" for name in ("_store_packed", "_load_packed")}),
+    "packed": (
+        pack,
+        {"latent_union._attend", "latent_union._join", "index_topk._score", "index_topk._choose"}
+        | {"compress._make", "compress._keep", "pairs_triton._turn_kernel"},
+    ),
     "pages": (pages, {"page_lists._list_pages", "page_copy._copy_pages"}),
 }
 

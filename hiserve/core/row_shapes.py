@@ -1,0 +1,80 @@
+"""Rows of numbers in 8 bits: how many bytes they take, and where these lie in a page."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+LEAST_TILE, MOST_TILE = 8, 64  # numbers of a scale in a row; with fewer, scales would take more than an eighth of it
+MOST_TILES = 8  # of a row; the scales of all but one are 8 bytes at most, which kernels read at once
+WIDE_SCALE_BYTES = 4  # float32
+PACKED_CAPABILITY = (8, 9)  # the least of a GPU with instructions for E4M3
+
+
+class PackedShape(NamedTuple):
+    """Numbers of a row: those in 8 bits (E4M3), in tiles that have a scale each, then those in bfloat16.
+
+    A page keeps the numbers of all its rows, then their scales.
+
+    Attributes:
+        scaled: Numbers in 8 bits, a multiple of ``tile``.
+        plain: Numbers in bfloat16.
+        tile: Numbers of a scale, a power of 2.
+        has_wide_scales: Scales are float32; else powers of 2, of which a byte keeps the exponent plus 127.
+    """
+
+    scaled: int
+    plain: int
+    tile: int
+    has_wide_scales: bool = False
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row."""
+        return self.scaled + self.plain
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a row's numbers."""
+        return self.scaled + 2 * self.plain
+
+    @property
+    def num_tiles(self) -> int:
+        """Scales of a row."""
+        return self.scaled // self.tile
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a row's scales; those of one byte are filled up with zeros to a multiple of 8, as a row of V4 has it."""
+        return WIDE_SCALE_BYTES * self.num_tiles if self.has_wide_scales else -(-self.num_tiles // 8) * 8
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.value_bytes + self.scale_bytes
+
+
+class PackedPages(NamedTuple):
+    """How memory of bytes holds packed rows: pages of ``page_rows * shape.row_bytes`` bytes, one after the other."""
+
+    shape: PackedShape
+    page_rows: int
+
+
+PACKED_V4 = PackedShape(448, 64, 64)
+"""A row of DeepSeek-V4, 584 bytes."""
+
+
+def packed_row(width: int, rope_dim: int) -> PackedShape | None:
+    """Returns a row whose last ``rope_dim`` numbers, which are rotated, stay in bfloat16; each tile has as many.
+
+    None if these are no power of 2 between 8 and 64, or do not fill the row, or are all of it, or less than an eighth.
+    """
+    is_tile = LEAST_TILE <= rope_dim <= MOST_TILE and not rope_dim & (rope_dim - 1)
+    if not is_tile or width % rope_dim or not 2 <= width // rope_dim <= MOST_TILES:
+        return None
+    return PackedShape(width - rope_dim, rope_dim, rope_dim)
+
+
+def packed_key(width: int) -> PackedShape | None:
+    """Returns a key of an index, all of whose numbers have one scale; None if these are no power of 2."""
+    return PackedShape(width, 0, width, True) if width >= LEAST_TILE and not width & (width - 1) else None
