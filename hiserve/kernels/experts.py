@@ -36,11 +36,18 @@ class _Tile:
     stages: int  # loads in flight
 
 
-# The fastest of eleven on an H200, for experts of Qwen3-30B-A3B; ascending rows.
+# Of the product with gate and up, which has two sums for each column, and of the other; ascending rows of the first.
+# The fastest of eleven on an H200, for experts of Qwen3-30B-A3B.
 _TILES = (
-    _Tile(rows=16, columns=32, depth=128, warps=4, stages=4),
-    _Tile(rows=64, columns=64, depth=64, warps=4, stages=4),
-    _Tile(rows=128, columns=128, depth=64, warps=8, stages=3),
+    (
+        _Tile(rows=16, columns=32, depth=128, warps=4, stages=4),
+        _Tile(rows=16, columns=32, depth=128, warps=4, stages=4),
+    ),
+    (_Tile(rows=64, columns=64, depth=64, warps=4, stages=4), _Tile(rows=64, columns=64, depth=64, warps=4, stages=4)),
+    (
+        _Tile(rows=128, columns=128, depth=64, warps=8, stages=3),
+        _Tile(rows=128, columns=128, depth=64, warps=8, stages=3),
+    ),
 )
 
 
@@ -127,16 +134,16 @@ def mix_experts(
     num_experts, num_chosen, num_all = gate_up.shape[0], chosen.numel(), gate_up.shape[0] + (shared is not None)
     num_pairs = num_chosen + (0 if shared is None else x.shape[0])
     order, ends = _group(chosen, num_experts, num_pairs)
-    tile = _tile_for(num_chosen, num_experts)
-    # Every block has a pair, and only an expert's last block may be partly filled.
-    max_blocks = min(num_pairs, num_pairs // tile.rows + num_all)
     activated, made = (x.new_empty((num_pairs, width)) for width in (down.shape[2], x.shape[1]))
     shared_gate_up, shared_down = (None, None) if shared is None else shared
     products = (
         (x, gate_up, shared_gate_up, gate_up_bias, activated, activation),
         (activated, down, shared_down, down_bias, made, None),
     )
-    for source, weight, also, bias, out, gate in products:
+    tiles = _tiles_for(num_chosen, num_experts)
+    for (source, weight, also, bias, out, gate), tile in zip(products, tiles, strict=True):
+        # Every block has a pair, and only an expert's last block may be partly filled.
+        max_blocks = min(num_pairs, num_pairs // tile.rows + num_all)
         _product_kernel[(max_blocks * triton.cdiv(out.shape[1], tile.columns),)](
             source,
             weight,
@@ -155,6 +162,7 @@ def mix_experts(
             ROWS=tile.rows,
             COLUMNS=tile.columns,
             DEPTH=tile.depth,
+            IS_EVEN=source.shape[1] % tile.depth == 0,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
@@ -180,9 +188,9 @@ def _sum(made: Tensor, shares: Tensor, *, has_shared: bool) -> Tensor:
     return out
 
 
-def _tile_for(num_pairs: int, num_experts: int) -> _Tile:
-    """Returns the tallest tile of which an expert's share of the pairs fills half, or else the lowest."""
-    filled = [tile for tile in _TILES if 2 * num_pairs >= tile.rows * num_experts]
+def _tiles_for(num_pairs: int, num_experts: int) -> tuple[_Tile, _Tile]:
+    """Returns the tallest tiles of which an expert's share of the pairs fills half, or else the lowest."""
+    filled = [tiles for tiles in _TILES if 2 * num_pairs >= tiles[0].rows * num_experts]
     return filled[-1] if filled else _TILES[0]
 
 
@@ -262,12 +270,16 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
     DEPTH: tl.constexpr,  # noqa: N803
+    IS_EVEN: tl.constexpr,  # noqa: N803
 ):
     """Each program multiplies a block of an expert's rows with a block of its weights.
 
     With an activation rows are those of the pairs' tokens, weights are those of gate and up, and results are in the
     order of experts. Without, rows are in the order of experts and results in the order of pairs. The weights of the
     last expert are ``shared``, if given; its pairs, from ``num_chosen`` on, are as many as tokens.
+
+    What lies behind the last row or column is read in place of nothing and stored nowhere, so that loads have no mask;
+    of a row's elements, where blocks of them do not fill it, those behind its end are masked.
     """
     IS_GATED: tl.constexpr = ACTIVATION is not None  # noqa: N806
     block = tl.program_id(0) // tl.cdiv(num_columns, COLUMNS)
@@ -276,11 +288,11 @@ def _product_kernel(  # type: ignore[no-untyped-def]
         return
     row = start + tl.arange(0, ROWS)
     is_row = row < end
-    pair = tl.load(order + row, mask=is_row, other=0)
+    pair = tl.load(order + tl.minimum(row, end - 1))
     column = tl.program_id(0) % tl.cdiv(num_columns, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < num_columns
     element = tl.arange(0, DEPTH)
-    read = pair // num_per_token if IS_GATED else row
+    read = pair // num_per_token if IS_GATED else tl.minimum(row, end - 1)
     if shared is not None and IS_GATED:
         read = tl.where(pair < num_chosen, read, pair - num_chosen)
     rows = source + read.to(tl.int64)[:, None] * depth + element[None, :]
@@ -288,16 +300,15 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     matrix = weight + expert.to(tl.int64) * matrix_rows * depth
     if shared is not None:
         matrix = tl.where(expert < num_experts - 1, matrix, shared)
-    columns = matrix + column.to(tl.int64)[None, :] * depth + element[:, None]
+    columns = matrix + (column % num_columns).to(tl.int64)[None, :] * depth + element[:, None]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     total_up = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, depth, DEPTH):
         is_element = element < depth - first
-        values = tl.load(rows + first, mask=is_row[:, None] & is_element[None, :], other=0.0)
-        mask = is_column[None, :] & is_element[:, None]
-        total = tl.dot(values, tl.load(columns + first, mask=mask, other=0.0), total, input_precision="ieee")
+        values = _part(rows + first, is_element[None, :], IS_EVEN)
+        total = tl.dot(values, _part(columns + first, is_element[:, None], IS_EVEN), total, input_precision="ieee")
         if IS_GATED:
-            up = tl.load(columns + num_columns.to(tl.int64) * depth + first, mask=mask, other=0.0)
+            up = _part(columns + num_columns.to(tl.int64) * depth + first, is_element[:, None], IS_EVEN)
             total_up = tl.dot(values, up, total_up, input_precision="ieee")
     dtype: tl.constexpr = out.dtype.element_ty
     if bias is not None:
@@ -325,6 +336,15 @@ def _find_block(ends, num_experts, block, EXPERTS: tl.constexpr, ROWS: tl.conste
     nth = block - tl.sum(tl.where(is_before, blocks_of, 0), 0)
     start = tl.sum(tl.where(is_mine, start_of, 0), 0) + nth * ROWS
     return expert, start, tl.sum(tl.where(is_mine, end_of, 0), 0), tl.max(last_of, 0)
+
+
+@triton.jit
+def _part(values, is_element, IS_EVEN: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    if IS_EVEN:
+        part = tl.load(values)
+    else:
+        part = tl.load(values, mask=is_element, other=0.0)
+    return part
 
 
 @triton.jit
