@@ -12,7 +12,8 @@ from hiserve.kernels.row_codec_triton import load_rows, places_of
 def add_tile(queries, rows, is_key, scale, is_more, best, total, summed):  # type: ignore[no-untyped-def]
     """Adds a tile of rows to a softmax. ``is_more`` is true, which the compiler does not know.
 
-    Out of a branch, Triton spreads a product over warps that the next product does not prefer.
+    If Triton sees that another product follows the first one, it gives all warps to heads, so that warps beyond 16 heads each
+    repeat the work of others. It does not look behind a branch.
     """
     scores = tl.full((queries.shape[0], rows.shape[0]), 0.0, tl.float32)
     if is_more:
