@@ -221,19 +221,23 @@ def main() -> None:
     from hiserve.kernels import index_topk, latent_union  # noqa: PLC0415 - Triton is not installed everywhere
 
     torch.manual_seed(SEED)
-    rate, widths = ceilings.copy_rate("cuda", 8 << 30), Widths("cuda")
-    tiles = latent_union._TILES
-    for heads, keys, warps, stages in product((16, 32, 64), (32, 64), (4, 8), (2, 3)):
-        latent_union._TILES = (latent_union._Tile(heads, keys, warps, stages),)
+    rate, widths, packed = ceilings.copy_rate("cuda", 8 << 30), Widths("cuda"), Widths("cuda", packs_rows=True)
+    tiles, packed_tiles = latent_union._TILES, latent_union._PACKED_TILES
+    cases = product((16, 32, 64), (16, 32, 64), (4, 8), (2, 3, 5), (("plain", widths), ("packed", packed)))
+    for heads, keys, warps, stages, (kind, sizes) in cases:
+        latent_union._TILES = latent_union._PACKED_TILES = (latent_union._Tile(heads, keys, warps, stages),)
         try:
-            for name, seconds, num_bytes, _ in _attentions(widths):
+            for name, seconds, num_bytes, _ in _attentions(sizes):
                 print(
-                    f"{heads} heads, {keys} rows, {warps} warps, {stages} stages: {name}: {1e6 * seconds:.1f} us, {num_bytes / rate / seconds:.2f}",
+                    f"{kind}, {heads} heads, {keys} rows, {warps} warps, {stages} stages: {name}: {1e6 * seconds:.1f} us, {num_bytes / rate / seconds:.2f}",
                     flush=True,
                 )
         except Exception as error:  # noqa: BLE001 - a tile may not fit
-            print(f"{heads} heads, {keys} rows, {warps} warps, {stages} stages: {type(error).__name__}", flush=True)
-    latent_union._TILES = tiles
+            print(
+                f"{kind}, {heads} heads, {keys} rows, {warps} warps, {stages} stages: {type(error).__name__}",
+                flush=True,
+            )
+    latent_union._TILES, latent_union._PACKED_TILES = tiles, packed_tiles
     for keys, waves, chunk in product((64, 128), (4, 8), (2048, 4096, 8192)):
         index_topk._NUM_KEYS, index_topk._WAVES, index_topk._MIN_CHUNK = keys, waves, chunk
         for name, seconds, num_bytes, _ in _scans(widths):

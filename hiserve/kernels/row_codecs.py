@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hiserve.core.row_shapes import WIDE_SCALE_BYTES, PackedPages
+from hiserve.core.row_shapes import PackedPages
 
 LARGEST = 448.0  # of E4M3
 LEAST = 1e-4  # the least magnitude that a scale follows
@@ -37,24 +37,21 @@ def store_packed(pool: Tensor, slots: Tensor, rows: Tensor, pages: PackedPages) 
         scales = torch.nn.functional.pad(scales, (0, shape.scale_bytes - shape.num_tiles))
     small = small.clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)
     values = torch.cat((small, narrow[:, shape.scaled :].contiguous().view(torch.uint8)), 1)
-    first, second = _places(pool, slots, pages)
-    flat = pool.view(-1)
-    flat.index_copy_(0, _spread(first, shape.value_bytes), values.flatten())
-    flat.index_copy_(0, _spread(second, shape.scale_bytes), scales.flatten())
+    place = (slots // pages.page_rows, slots % pages.page_rows)
+    for parts, new in zip(_parts(pool, pages), (values, scales), strict=True):
+        parts.index_put_(place, new)
 
 
 def load_packed(pool: Tensor, slots: Tensor, pages: PackedPages) -> Tensor:
     """Returns the rows of slots, float32 ``[*slots.shape, shape.width]``; zeros for slot -1. As ``store_packed``."""
-    shape, is_none, flat = pages.shape, slots < 0, pool.view(-1)
-    first, second = _places(pool, slots.clamp(min=0).flatten(), pages)
-    values = flat[_spread(first, shape.value_bytes)].view(-1, shape.value_bytes)
-    scales = flat[_spread(second, shape.num_tiles * (WIDE_SCALE_BYTES if shape.has_wide_scales else 1))]
+    shape, is_none, place = pages.shape, slots < 0, slots.clamp(min=0).flatten()
+    values, scales = (each[place // pages.page_rows, place % pages.page_rows] for each in _parts(pool, pages))
     small = values[:, : shape.scaled].contiguous().view(torch.float8_e4m3fn).float()
     small = small.view(-1, shape.num_tiles, shape.tile)
     if shape.has_wide_scales:
-        scaled = small * scales.view(torch.float32).view(-1, shape.num_tiles, 1)
+        scaled = small * scales.view(torch.float32)[..., None]
     else:
-        scaled = torch.ldexp(small, scales.view(-1, shape.num_tiles, 1).to(torch.int32) - 127)
+        scaled = torch.ldexp(small, scales[:, : shape.num_tiles, None].to(torch.int32) - 127)
     plain = values[:, shape.scaled :].contiguous().view(torch.bfloat16).float()
     rows = torch.cat((scaled.flatten(1), plain), 1)
     return rows.view(*slots.shape, shape.width).masked_fill_(is_none[..., None], 0)
@@ -66,14 +63,13 @@ def scale_exponents(largest: Tensor) -> Tensor:
     return (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).to(torch.int32)
 
 
-def _places(pool: Tensor, slots: Tensor, pages: PackedPages) -> tuple[Tensor, Tensor]:
-    """Returns where the numbers and the scales of rows begin, among all bytes."""
-    (shape, page_rows), page_bytes = pages, pages.page_rows * pages.shape.row_bytes
+def _parts(pool: Tensor, pages: PackedPages) -> tuple[Tensor, Tensor]:
+    """Returns views of the numbers and of the scales of all rows, ``[num_pages, page_rows, bytes]`` each."""
+    shape, page_rows = pages
+    page_bytes = page_rows * shape.row_bytes
     assert pool.dtype == torch.uint8 and pool.numel() % page_bytes == 0, f"{pool.numel()} bytes, pages of {page_bytes}"
-    page, row = slots // page_rows * page_bytes, slots % page_rows
-    return page + row * shape.value_bytes, page + page_rows * shape.value_bytes + row * shape.scale_bytes
-
-
-def _spread(first: Tensor, count: int) -> Tensor:
-    """Returns ``count`` adjacent indices from each first one, in one row."""
-    return (first[:, None] + torch.arange(count, device=first.device)).flatten()
+    parts = pool.view(-1, page_bytes).split_with_sizes(
+        (page_rows * shape.value_bytes, page_rows * shape.scale_bytes), 1
+    )
+    values, scales = (each.unflatten(1, (page_rows, -1)) for each in parts)
+    return values, scales

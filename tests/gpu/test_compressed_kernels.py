@@ -105,7 +105,7 @@ def test_a_stored_row_has_the_bytes_of_the_twin_but_where_its_numbers_are_rounde
     pages, pools = PackedPages(PACKED_V4, 128), torch.full((2, 256, 584), 255, dtype=torch.uint8, device="cuda")
     for ops, pool in zip((compressed_fused, compressed_reference), pools, strict=True):
         ops.store_rows(x[:, :0], x[:, 0], norm, 1e-6, angles.cos(), angles.sin(), pool, slots, pages)
-    assert (pools[0] != pools[1]).float().mean() < 0.01
+    assert (pools[0] != pools[1]).float().mean() < 0.05
     assert_close(*(load_packed(pool, slots, pages) for pool in pools), rtol=0.13, atol=2e-2)
 
 

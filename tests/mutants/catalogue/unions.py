@@ -114,8 +114,8 @@ with index_topk._score, test_row_codecs.test_kernels_read_packed_rows_as_the_twi
     pass
 with row_codecs.load_packed, test_row_codecs.test_slots_of_any_shape_are_read_exactly["shape0"]:
     "packed rows are read with the scale of their first tile"
-    scales.view(-1, shape.num_tiles, 1).to(torch.int32)
-    scales.view(-1, shape.num_tiles, 1)[:, :1].to(torch.int32)
+    scales[:, : shape.num_tiles, None].to(torch.int32)
+    scales[:, :1, None].to(torch.int32)
 with compressed_attention.CompressedSelfAttention.store, test_packed_oracle.test_logits_are_those_of_rounded_rows:
     "packed rows of the window lie one by one, in no pages"
     attention.packed(kv.k, self.config.packed_row)
