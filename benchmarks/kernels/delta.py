@@ -161,41 +161,25 @@ def _patched(module: Any, **values: int) -> Iterator[None]:
 
 def main() -> None:
     """Prints times of each size of blocks: of steps by rows, and of prompts."""
-    from hiserve.kernels import delta_chunks, delta_few, delta_few_inputs, delta_scan  # noqa: PLC0415 - Triton is not installed everywhere
+    from hiserve.kernels import delta_chunks, delta_scan, delta_step  # noqa: PLC0415 - Triton is not installed everywhere
 
     torch.manual_seed(SEED)
     device, rate = torch.device("cuda"), ceilings.copy_rate("cuda", 8 << 30)
     for num_rows in (1, 8, 32):
         layers = Layers.of(SHAPE, device, num_rows)
         limit = step_bytes(SHAPE, num_rows, num_rows) / rate
-
-        def told(layers: Layers = layers, num_rows: int = num_rows, limit: float = limit) -> str:
-            decode = layers.seconds([1] * num_rows)
-            verify = layers.seconds([1 + NUM_DRAFT] * num_rows, NUM_DRAFT, NUM_DRAFT - 1)
-            return f"{1e6 * decode:8.1f} us ({limit / decode:.2f} of the limit), verify {1e6 * verify:8.1f} us"
-
-        for block, warps, most in (
-            (32, 1, 144),
-            (32, 1, 168),
-            (32, 1, 200),
-            (16, 1, 96),
-            (16, 1, 128),
-            (8, 1, 80),
-            (64, 4, 96),
-        ):
-            with _patched(delta_few, _BLOCK_VALUES=block, _NUM_WARPS=warps, _MAX_REGISTERS=most):
-                print(f"rows {num_rows:2}, {block:3} values, {warps} warps, {most} registers: {told()}", flush=True)
-        for warps, most in ((2, 168), (4, 96), (4, 112), (8, 80), (8, 96)):
-            with _patched(delta_few_inputs, _NUM_WARPS=warps, _MAX_REGISTERS=most):
-                print(f"rows {num_rows:2}, inputs by {warps} warps, {most} registers: {told()}", flush=True)
+        for block, warps in product((16, 32, 64, 128), (1, 2, 4, 8)):
+            with _patched(delta_step, _BLOCK_VALUES=block, _NUM_WARPS=warps):
+                decode = layers.seconds([1] * num_rows)
+                verify = layers.seconds([1 + NUM_DRAFT] * num_rows, NUM_DRAFT, NUM_DRAFT - 1)
+            told = f"{1e6 * decode:8.1f} us ({limit / decode:.2f} of the limit), verify {1e6 * verify:8.1f} us"
+            print(f"rows {num_rows:2}, {block:3} values, {warps} warps: {told}", flush=True)
     layers = Layers.of(SHAPE, device, 8)
     for chunk, block, warps in product((16, 32, 64), (32, 64, 128), (4, 8)):
         with _patched(delta_chunks, _CHUNK=chunk), _patched(delta_scan, _BLOCK_VALUES=block, _NUM_WARPS=warps):
             alone, at_once = layers.seconds([8192], start=0), layers.seconds([1024] * 8, start=0)
-        print(
-            f"chunks of {chunk}, {block:3} values, {warps} warps: 1 x 8192 {1e3 * alone:6.2f} ms, 8 x 1024 {1e3 * at_once:6.2f} ms",
-            flush=True,
-        )
+        told = f"1 x 8192 {1e3 * alone:6.2f} ms, 8 x 1024 {1e3 * at_once:6.2f} ms"
+        print(f"chunks of {chunk}, {block:3} values, {warps} warps: {told}", flush=True)
 
 
 if __name__ == "__main__":

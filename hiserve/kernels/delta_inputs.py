@@ -212,8 +212,8 @@ def _make_inputs(  # type: ignore[no-untyped-def]
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
     """Each program computes some tokens of a row for one head of queries, keys or values."""
-    start_next(IS_EARLY)
     await_previous(IS_EARLY)
+    start_next(IS_EARLY)  # The next kernel reads states before its own wait: all that was before this one has ended.
     wide: tl.constexpr = factors.dtype.element_ty
     num_key_slabs: tl.constexpr = 2 * SIZES.num_key_heads
     slab, number = tl.program_id(0), tl.program_id(2)
@@ -227,7 +227,7 @@ def _make_inputs(  # type: ignore[no-untyped-def]
         own, token = ring + tl.load(rows + number) * (SIZES.ring * SIZES.entry_size), begin.to(tl.int64) - start
         new = mixed + token * mixed_stride
         taps = conv + channel * channel_stride
-        total, _ = convolved(new, own, taps, tap_stride, mixed_stride, channel, in_head, t, start, end, SIZES, wide)
+        total = convolved(new, own, taps, tap_stride, mixed_stride, channel, in_head, t, start, end, SIZES, wide)
         if is_key:
             total = normed(total) * tl.where(slab < SIZES.num_key_heads, SIZES.key_dim**-0.5, 1.0)
         entry, is_live = entry_of(t, start, begin, number, num_tokens, room, SIZES), t < end
@@ -256,13 +256,12 @@ def convolved(  # type: ignore[no-untyped-def]
     SIZES: tl.constexpr,  # noqa: N803
     wide: tl.constexpr,
 ):
-    """Returns channels of the tokens at positions ``t`` after the convolution and its SiLU, in a wide type, and the inputs themselves.
+    """Returns channels of the tokens at positions ``t`` after the convolution and its SiLU, in a wide type.
 
     ``new`` is where the new input of position 0 would lie, ``old`` the row's ring, ``conv`` the channels' first taps.
     """
     taps: tl.constexpr = SIZES.taps
     total = tl.zeros((t.shape[0], channel.shape[0]), wide)
-    x = tl.zeros((t.shape[0], channel.shape[0]), new.dtype.element_ty)
     for tap in tl.static_range(0, taps):
         ago = taps - 1 - tap
         is_new, is_old = (t >= start + ago) & (t < end + ago), (t >= ago) & (t < start + ago)
@@ -270,7 +269,7 @@ def convolved(  # type: ignore[no-untyped-def]
         far = old + ((t - ago) % SIZES.ring * SIZES.entry_size)[:, None] + channel[None, :]
         x = either(near, far, is_new[:, None] & is_channel, is_old[:, None] & is_channel)
         total += x.to(wide) * tl.load(conv[None, :] + tap * tap_stride, mask=is_channel, other=0.0).to(wide)
-    return total / (1.0 + tl.exp(-total)), x
+    return total / (1.0 + tl.exp(-total))
 
 
 @triton.jit

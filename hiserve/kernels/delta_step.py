@@ -99,21 +99,25 @@ def _advance(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Each program advances some columns of one head's state over the tokens of one row."""
+    """Each program advances some columns of one head's state over the tokens of one row.
+
+    States are read before the wait: whatever wrote them had ended when the launch before, which writes none, let this one begin.
+    """
     start_next(IS_EARLY)
-    await_previous(IS_EARLY)
     num_blocks: tl.constexpr = SIZES.value_dim // BLOCK
     head, number = tl.program_id(0) // num_blocks, tl.program_id(1)
-    begin, start, state_len, end = span_of(number, indptr, starts, state_lens)
     key, value = tl.arange(0, SIZES.key_dim), tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    begin, start, state_len, end = span_of(number, indptr, starts, state_lens)
+    row = tl.load(rows + number)
+    size: tl.constexpr = SIZES.num_value_heads * SIZES.key_dim * SIZES.value_dim
+    part = (head * SIZES.key_dim + key)[:, None] * SIZES.value_dim + value[None, :]
+    total = load_state(state + row * size + part, (state_len > 0) & (start < end), key, factors.dtype.element_ty)
+    await_previous(IS_EARLY)
     store_nothing(out, indptr, until, head, value, SIZES)
     if start < end:
-        row, slot, first = tl.load(rows + number), tl.load(snap_slots + number), begin.to(tl.int64) - start
+        slot, first = tl.load(snap_slots + number), begin.to(tl.int64) - start
         state_end, boundary = tl.load(state_ends + number).to(tl.int32), tl.load(snap_at + number).to(tl.int32)
         boundary = tl.where((slot > 0) & (boundary > state_len) & (boundary <= state_end), boundary, end + 1)
-        size: tl.constexpr = SIZES.num_value_heads * SIZES.key_dim * SIZES.value_dim
-        part = (head * SIZES.key_dim + key)[:, None] * SIZES.value_dim + value[None, :]
-        total = load_state(state + row * size + part, state_len > 0, key, factors.dtype.element_ty)
         keys: tl.constexpr = SIZES.num_key_heads * SIZES.key_dim
         v_channel = 2 * keys + head * SIZES.value_dim + value
         q_channel = head // (SIZES.num_value_heads // SIZES.num_key_heads) * SIZES.key_dim + key

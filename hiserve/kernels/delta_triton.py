@@ -9,15 +9,13 @@ from hiserve.core.forward import ForwardInputs
 from hiserve.kernels import delta as twin
 from hiserve.kernels.delta import DeltaPools, DeltaShape, DeltaWeights, row_groups
 from hiserve.kernels.delta_chunks import solve_chunks
-from hiserve.kernels.delta_few import advance_few
-from hiserve.kernels.delta_few_inputs import make_few_inputs
 from hiserve.kernels.delta_inputs import make_inputs
 from hiserve.kernels.delta_scan import scan_chunks
 from hiserve.kernels.delta_step import advance
 
 _MIN_HEAD = 16  # elements; a power of 2
 _IN_CHUNKS = (torch.bfloat16, torch.float16)
-"""Types of which many tokens are computed at once, with sums in float32. Otherwise each has the same operations, whatever the step."""
+"""Types whose prompts are computed chunk by chunk, with sums in float32. Otherwise each token has the same operations, whatever the step."""
 
 
 def delta(
@@ -36,10 +34,6 @@ def delta(
     for group in groups:
         rows, indptr = inputs.state.cut(group.first, group.end), inputs.qo_indptr[group.first : group.end + 1]
         until = num_tokens if group is groups[-1] else 0
-        if in_chunks and not group.is_long:
-            few = make_few_inputs(mixed, gates, weights, pools, rows, indptr, shape, width=group.width)
-            advance_few(few, pools, rows, indptr, out, until)
-            continue
         made = make_inputs(
             mixed,
             gates,
@@ -49,10 +43,10 @@ def delta(
             indptr,
             shape,
             width=group.width,
-            dtype=mixed.dtype if in_chunks else pools.wide,
+            dtype=mixed.dtype if in_chunks and group.is_long else pools.wide,
             is_packed=group.is_long,
         )
-        if in_chunks:
+        if in_chunks and group.is_long:
             solved = solve_chunks(made, rows, indptr, num_tokens=num_tokens, width=group.width)
             scan_chunks(made, solved, mixed, gates, pools, rows, indptr, out, until)
         else:

@@ -5,8 +5,6 @@ from hiserve.kernels import (
     attention_decode,
     delta,
     delta_chunks,
-    delta_few,
-    delta_few_inputs,
     delta_inputs,
     delta_rings,
     delta_step,
@@ -158,27 +156,7 @@ with delta_chunks.chunk_of, test_delta_triton.test_prompts_fold_and_snapshot_as_
     "kernel: a chunk passes the end of the certain tokens, whose state is then lost"
     tl.where(number < second, state_end, end)
     end
-with delta_few._advance_few, test_delta_triton.test_steps_of_few_tokens_replay_fold_and_snapshot_as_the_twin_does:
-    "kernel of few tokens: the stored state covers drafts"
-    tl.minimum(end, state_end)
-    end
-with delta_few._end_of, test_delta_triton.test_steps_of_few_tokens_replay_fold_and_snapshot_as_the_twin_does:
-    "kernel of few tokens: the changes that a state takes pass the boundary of its snapshot"
-    tl.where(boundary > low, tl.minimum(boundary, limit), limit)
-    limit
-with delta_few._read, test_delta_triton.test_steps_of_few_tokens_replay_fold_and_snapshot_as_the_twin_does:
-    "kernel of few tokens: changes do not depend on each other"
-    tl.where(index < token, tl.load(pair, mask=index < token, other=0.0) * shrink, 0.0)
-    tl.zeros_like(shrink)
-with delta_few_inputs._keep, test_delta_triton.test_steps_of_few_tokens_replay_fold_and_snapshot_as_the_twin_does:
-    "kernel of few tokens: a step of more inputs than the ring holds keeps any of those that fall on one place"
-    (t >= start) & (t < end) & (t >= end - SIZES.ring)
-    (t >= start) & (t < end) & (t < start + SIZES.ring)
-with delta_few_inputs.boundary_of, test_delta_triton.test_steps_of_few_tokens_replay_fold_and_snapshot_as_the_twin_does:
-    "kernel of few tokens: a snapshot covers drafts"
-    (slot > 0) & (boundary > state_len) & (boundary <= state_end)
-    (slot > 0) & (boundary > state_len)
-with delta_few_inputs._make_few_inputs, test_launch.test_a_kernel_lets_the_next_one_read_before_its_wait_only_after_its_own:
+with delta_inputs._make_inputs, test_launch.test_a_kernel_lets_the_next_one_read_before_its_wait_only_after_its_own:
     "a kernel reads states before those that wrote them have ended"
     await_previous(IS_EARLY)
     pass

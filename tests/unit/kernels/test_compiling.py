@@ -272,7 +272,7 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
     "states": (
         advance_states,
         {"delta_inputs._make_inputs", "delta_step._advance", "delta_chunks._solve_chunks", "delta_scan._scan_chunks"}
-        | {"delta_few_inputs._make_few_inputs", "delta_few._advance_few", "gated_norm_triton._gated_norm_kernel"},
+        | {"gated_norm_triton._gated_norm_kernel"},
     ),
     "compressed": (
         compressed,

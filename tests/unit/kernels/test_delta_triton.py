@@ -7,7 +7,7 @@ from tests.helpers.interpreted import run_interpreted
 HEADER = """
 import torch
 from torch.testing import assert_close
-from hiserve.kernels import delta as twin, delta_chunks, delta_few, delta_scan, delta_step, delta_triton
+from hiserve.kernels import delta as twin, delta_chunks, delta_scan, delta_step, delta_triton
 from hiserve.kernels.delta import DeltaShape
 from hiserve.kernels.delta_triton import delta
 from tests.helpers.delta_cases import Chunk, Layer, batch_of, nan_pools, random_inputs, random_weights
@@ -39,16 +39,13 @@ class Pair:
             assert_close(ours, wants, rtol=self.kept, atol=self.kept, equal_nan=True, msg=name)
 """
 STEPS = """
-delta_step._BLOCK_VALUES = delta_few._BLOCK_VALUES = 16
-for shape, dtype, ring, taps, is_few, state_dtype in (
-    (DeltaShape(1, 2, 16, 32), torch.float32, 7, 4, True, None),  # in float32 to see more digits than 16 bits have
-    (DeltaShape(1, 2, 16, 16), torch.float32, 7, 4, False, torch.bfloat16),
-    (DeltaShape(2, 2, 32, 16), torch.float16, 6, 4, True, torch.bfloat16),
-    (DeltaShape(1, 1, 16, 16), torch.float16, 6, 4, True, torch.float64),  # token by token
-    (DeltaShape(1, 1, 16, 32), torch.float64, 4, 2, False, None),
+delta_step._BLOCK_VALUES = 16
+for shape, dtype, ring, taps, state_dtype in (
+    (DeltaShape(1, 2, 16, 32), torch.float32, 7, 4, None),
+    (DeltaShape(2, 2, 32, 16), torch.float16, 6, 4, torch.bfloat16),
+    (DeltaShape(1, 1, 16, 16), torch.float16, 6, 4, torch.float64),
+    (DeltaShape(1, 2, 16, 16), torch.float64, 4, 2, None),
 ):
-    delta_triton._IN_CHUNKS = (dtype,) * is_few
-    delta_few._BLOCK_TOKENS = 4 if dtype == torch.float32 else 8
     pair = Pair(shape, dtype, ring, taps, state_dtype)
     # (row, start, state_len, end, drafts, snap_at, slot): new rows, one of them with a snapshot before the convolution is full.
     pair.step((1, 0, 0, 5, 0, 2, 1), (2, 0, 0, 3, 2), (3, 0, 0, 1), num_spare=1)
@@ -56,31 +53,25 @@ for shape, dtype, ring, taps, is_few, state_dtype in (
     pair.step((1, 5, 5, 7, 1, 7, 2), (2, 2, 1, 4, 1, 2, 3), (3, 1, 1, 3, 0, 3, 1))
     if dtype == torch.float32:
         pair.step((1, 7, 6, 8, 0, 7, 2), (2, 4, 3, 5, 0), (3, 3, 3, 4, 0, 3, 2))
-    if is_few and dtype == torch.float32:
-        # Changes of more tokens than are made at once: drafts behind those that the state takes, and a snapshot between these.
-        pair.step((1, 8, 8, 16, 5), (2, 5, 5, 13, 2, 7, 1))
-        pair.step((1, 14, 11, 16, 0, 15, 2))
 """
 PADDING = """
 # As in a graph for larger steps: padded rows, a row without tokens, tokens of no row, bounds for more tokens; views of one tensor.
 torch.use_deterministic_algorithms(True)  # memory that nobody has written is NaN
 shape = DeltaShape(1, 2, 16, 16)
-for types in (), (torch.float32,):
-    delta_triton._IN_CHUNKS = types
-    pair = Pair(shape, torch.float32, 5)
-    pair.step((2, 0, 0, 4))
-    before = pair.layers[1].pools.state[2].clone()
-    chunks = [Chunk(0, 0, 0, pair.inputs[:2]), Chunk(0, 0, 0, pair.inputs[:2]), Chunk(1, 0, 0, pair.inputs[:3])]
-    batch, outs = batch_of(chunks, 1, [3, 3, 3, 3]), []
-    mixed, gates = torch.cat([chunk.inputs for chunk in chunks] + [pair.inputs[:2]]).split_with_sizes((64, 4), 1)
-    for layer in pair.layers:
-        layer.pools.state[0], layer.pools.ring[0] = torch.nan, torch.nan
-        outs.append(layer.run(mixed, gates, layer.weights, layer.pools, batch, shape))
-    assert_close(outs[1], outs[0], rtol=2e-5, atol=2e-5)
-    assert (outs[1][7:] == 0).all() and not outs[1].isnan().any()
-    assert torch.equal(pair.layers[1].pools.state[2], before)
-    assert pair.layers[1].pools.snap_state[1:].isnan().all() and pair.layers[1].pools.snap_ring[1:].isnan().all()
-    pair.step((2, 4, 4, 6))
+pair = Pair(shape, torch.float32, 5)
+pair.step((2, 0, 0, 4))
+before = pair.layers[1].pools.state[2].clone()
+chunks = [Chunk(0, 0, 0, pair.inputs[:2]), Chunk(0, 0, 0, pair.inputs[:2]), Chunk(1, 0, 0, pair.inputs[:3])]
+batch, outs = batch_of(chunks, 1, [3, 3, 3, 3]), []
+mixed, gates = torch.cat([chunk.inputs for chunk in chunks] + [pair.inputs[:2]]).split_with_sizes((64, 4), 1)
+for layer in pair.layers:
+    layer.pools.state[0], layer.pools.ring[0] = torch.nan, torch.nan
+    outs.append(layer.run(mixed, gates, layer.weights, layer.pools, batch, shape))
+assert_close(outs[1], outs[0], rtol=2e-5, atol=2e-5)
+assert (outs[1][7:] == 0).all() and not outs[1].isnan().any()
+assert torch.equal(pair.layers[1].pools.state[2], before)
+assert pair.layers[1].pools.snap_state[1:].isnan().all() and pair.layers[1].pools.snap_ring[1:].isnan().all()
+pair.step((2, 4, 4, 6))
 """
 PROMPTS = """
 twin.MAX_STEP_TOKENS = 3

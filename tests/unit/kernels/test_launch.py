@@ -16,12 +16,12 @@ FOLDER = Path(hiserve.kernels.__path__[0])
 WEIGHTS = ("weight",)  # parameters that no kernel of a step writes
 # Kernels that read more before the wait, the kernel that is launched before each, and what they read, which that does not write.
 READERS = {
-    ("delta_few.py", "_advance_few"): (
-        ("delta_few_inputs.py", "_make_few_inputs"),
+    ("delta_step.py", "_advance"): (
+        ("delta_inputs.py", "_make_inputs"),
         ("state", "rows", "starts", "state_lens", "indptr"),
     )
 }
-HELPERS = ("span_of", "where_all")  # of which the first reads "starts", "state_lens" and "indptr"
+HELPERS = ("span_of", "load_state")  # of which the first reads "starts", "state_lens" and "indptr", the other "state"
 
 
 @pytest.mark.parametrize(

@@ -39,16 +39,6 @@ import pytest
         ("ngram_search", "_draft_ngrams", ("rows",)),
         ("delta_inputs", "_make_inputs", ("rows", "starts", "state_lens", "indptr", "num_tokens", "room")),
         (
-            "delta_few_inputs",
-            "_make_few_inputs",
-            ("rows", "starts", "state_lens", "state_ends", "snap_at", "snap_slots", "indptr", "room"),
-        ),
-        (
-            "delta_few",
-            "_advance_few",
-            ("rows", "starts", "state_lens", "state_ends", "snap_at", "snap_slots", "indptr", "room", "until"),
-        ),
-        (
             "delta_chunks",
             "_solve_chunks",
             ("starts", "state_lens", "state_ends", "snap_at", "snap_slots", "indptr", "num_tokens", "room"),
