@@ -109,9 +109,8 @@ def _advance(  # type: ignore[no-untyped-def]
     key, value = tl.arange(0, SIZES.key_dim), tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
     begin, start, state_len, end = span_of(number, indptr, starts, state_lens)
     row = tl.load(rows + number)
-    size: tl.constexpr = SIZES.num_value_heads * SIZES.key_dim * SIZES.value_dim
-    part = (head * SIZES.key_dim + key)[:, None] * SIZES.value_dim + value[None, :]
-    total = load_state(state + row * size + part, (state_len > 0) & (start < end), key, factors.dtype.element_ty)
+    part = ((row * SIZES.num_value_heads + head) * SIZES.key_dim + key)[:, None] * SIZES.value_dim + value[None, :]
+    total = load_state(state + part, (state_len > 0) & (start < end), key, factors.dtype.element_ty)
     await_previous(IS_EARLY)
     store_nothing(out, indptr, until, head, value, SIZES)
     if start < end:
@@ -133,8 +132,9 @@ def _advance(  # type: ignore[no-untyped-def]
                 target = out + ((first + t) * SIZES.num_value_heads + head) * SIZES.value_dim + value
                 tl.store(target, tl.sum(total * q[:, None], 0).to(out.dtype.element_ty))
             if t + 1 == state_end:
-                tl.store(state + row * size + part, total.to(state.dtype.element_ty))
+                tl.store(state + part, total.to(state.dtype.element_ty))
             if t + 1 == boundary:
-                tl.store(snap_state + slot * size + part, total.to(state.dtype.element_ty))
+                behind = (slot - row) * (SIZES.num_value_heads * SIZES.key_dim * SIZES.value_dim)
+                tl.store(snap_state + behind + part, total.to(state.dtype.element_ty))
         given = (mixed, gates, mixed_stride, gates_stride, first)
         store_inputs(ring, row, snap_ring, slot, boundary, given, start, end, SIZES, BLOCK)
