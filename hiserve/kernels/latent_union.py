@@ -65,7 +65,7 @@ class _Shape(NamedTuple):
 
 _WIDE_TILE = _Tile(16, 16, 4, 2)  # of float32, whose products take no tensor cores
 _TILES = (_Tile(64, 32, 8, 2), _Tile(32, 64, 8, 2), _Tile(16, 32, 4, 3))
-_PACKED_TILES = (_Tile(64, 32, 8, 5), _Tile(16, 32, 4, 3))  # of 32 heads and 64 rows registers spill
+_PACKED_TILES = (_Tile(64, 32, 8, 2), _Tile(16, 32, 4, 3))  # of 32 heads and 64 rows registers spill
 _VARYING = ["first_stride", "first_count", "second_stride", "second_count", "num_tokens"]
 
 

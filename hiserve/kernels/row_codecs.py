@@ -71,5 +71,5 @@ def _parts(pool: Tensor, pages: PackedPages) -> tuple[Tensor, Tensor]:
     parts = pool.view(-1, page_bytes).split_with_sizes(
         (page_rows * shape.value_bytes, page_rows * shape.scale_bytes), 1
     )
-    values, scales = (each.unflatten(1, (page_rows, -1)) for each in parts)
+    values, scales = (each.view(each.shape[0], page_rows, -1) for each in parts)
     return values, scales
