@@ -132,9 +132,10 @@ def _advance(  # type: ignore[no-untyped-def]
                 target = out + ((first + t) * SIZES.num_value_heads + head) * SIZES.value_dim + value
                 tl.store(target, tl.sum(total * q[:, None], 0).to(out.dtype.element_ty))
             if t + 1 == state_end:
-                tl.store(state + part, total.to(state.dtype.element_ty))
+                tl.store(state + part, total)
             if t + 1 == boundary:
-                behind = (slot - row) * (SIZES.num_value_heads * SIZES.key_dim * SIZES.value_dim)
-                tl.store(snap_state + behind + part, total.to(state.dtype.element_ty))
+                tl.store(
+                    snap_state + (slot - row) * (SIZES.num_value_heads * SIZES.key_dim * SIZES.value_dim) + part, total
+                )
         given = (mixed, gates, mixed_stride, gates_stride, first)
         store_inputs(ring, row, snap_ring, slot, boundary, given, start, end, SIZES, BLOCK)
