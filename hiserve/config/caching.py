@@ -37,7 +37,7 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
         int | Auto,
         about(
             "Size of the device pool of layers with a window, in a model that has others too; 0 keeps their pages as long as "
-            "the others'. auto is 0 with --store and with --kv-canary, else a share of --kv-pages.",
+            "the others'. auto is 0 with --kv-canary, else a share of --kv-pages.",
             unit="pages",
             least=0,
             most=MAX_INT32,

@@ -143,13 +143,7 @@ class _Worker:
         return items
 
     def _plan_windows(self, element: int, num_draft: int) -> WindowPool:
-        chosen, model, store = self._chosen, self._model, self._cache.store
-        if self._snapshot_bytes and store is not None:
-            raise ConfigError(
-                f"--store is {store!r}, but requests of this model resume from snapshots of its states, which do not go to a store. "
-                "Leave out --store; --host-cache-name keeps them for the next server.",
-                param="store",
-            )
+        chosen, model = self._chosen, self._model
         pool = msgspec.structs.replace(
             NO_WINDOW_POOL,
             share=self._cache.tail_share,
@@ -158,7 +152,6 @@ class _Worker:
         )
         obstacles = {
             "the model has not both layers with a window and layers without": not model.window,
-            "their prefixes do not go to a store, and --store is given": self._cache.store is not None,
             "they have no canary, and --kv-canary is given": self._cache.kv_canary,
         }
         if not plan_windows(self._cache.window_pages, [fact for fact, is_so in obstacles.items() if is_so]):

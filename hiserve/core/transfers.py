@@ -115,10 +115,19 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoreLookup:
-    """A lookup of the number of leading pages that a store has. Answered once."""
+    """A lookup of the number of leading pages that a store has, up to the deepest with a tail behind it. Answered once.
 
-    uid: int  # the request
-    digests: list[bytes]  # of the pages, at least one, in the order of their prefix
+    Attributes:
+        uid: The request.
+        digests: Of the pages, at least one, in the order of their prefix.
+        num_here: Leading pages that are cached: the store needs a tail behind them, and not them.
+        needs_tail: Whether boundaries need tails.
+    """
+
+    uid: int
+    digests: list[bytes]
+    num_here: int = 0
+    needs_tail: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +138,7 @@ class CopyAck:
     reason: str = ""  # of a failure, one word for a counter; empty if all bytes arrived
     num_bytes: int = 0
     seconds: float = 0.0  # duration, without waits
-    num_pages: int = 0  # leading pages of a PREFETCH that arrived
+    num_pages: int = 0  # leading pages of a PREFETCH that arrived, and all frames of its tail if that did, behind them
 
     @property
     def is_ok(self) -> bool:

@@ -119,7 +119,7 @@ def _compose(
     check_unchanged(settings, folder, model_config, draft)
     namespace = settings.cache_identity.namespace
     host = None if segment is None else _host_pool(settings, segment, groups, namespace)
-    cache = _cache(settings, namespace, host, kv_events)
+    cache = _cache(settings, namespace, model_config.tail_window, host, kv_events)
     tier_transfers = None if host is None else _tier_transfers(settings, host, cache, pool, startup_s, undo)
     with _phase(startup_s, "prepare runners"):
         proposer = make_proposer(settings, draft, head, pool, rows)
@@ -266,7 +266,9 @@ def _planner(
     )
 
 
-def _cache(settings: Settings, namespace: bytes, host: HostPool | None, kv_events: KvEventSender | None) -> PrefixCache:
+def _cache(
+    settings: Settings, namespace: bytes, window: int, host: HostPool | None, kv_events: KvEventSender | None
+) -> PrefixCache:
     num_host_pages = 0 if host is None else host.num_pages
     return PrefixCache(
         num_pages=settings.cache.kv_pages,
@@ -280,6 +282,7 @@ def _cache(settings: Settings, namespace: bytes, host: HostPool | None, kv_event
             frames_per_page=0 if host is None else host.frames_per_page,
             snapshot_slots=settings.cache.snapshot_slots,
             frames_per_snapshot=0 if host is None else host.frames_per_snapshot,
+            window=window,
         ),
         max_upload_pages=0 if settings.cache.store is None else max(1, num_host_pages // UPLOAD_SHARE),
         host_admission=HostAdmission(settings.cache.host_admission),

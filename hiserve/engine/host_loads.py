@@ -165,9 +165,13 @@ class LoadCostModel:
             return 0
         return num_tokens if num_tokens * per_token <= left_s else int(left_s / per_token)
 
-    def is_worth_fetching(self, num_tokens: int, num_before: int) -> bool:
-        """Whether fetching these tokens from a store is faster than computing them; see ``num_in_time``."""
-        return self.num_in_time(num_tokens, num_before, self._prefill_s(num_tokens)) == num_tokens
+    def is_worth_fetching(self, num_tokens: int, num_before: int, num_moved: int = 0) -> bool:
+        """Whether fetching these tokens from a store is faster than computing them; see ``num_in_time``.
+
+        With a tail, and where some of their pages are here, the bytes are those of the history of ``num_moved`` tokens.
+        """
+        num_moved = num_moved or num_tokens
+        return self.num_in_time(num_moved, num_before, self._prefill_s(num_tokens)) == num_moved
 
     def _prefill_s(self, num_tokens: int) -> float:
         """Returns the seconds of computing tokens; infinite until steps were measured."""

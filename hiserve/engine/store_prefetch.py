@@ -29,14 +29,24 @@ class _PrefetchRequest:
 
     request: Request
     since: float  # when it came
-    num_cached: int  # pages of the prompt that were here then
+    num_cached: int  # pages of the prompt that it could be resumed behind then
+    num_history: int  # pages of the prompt that are here, at least as many
     digests: list[bytes]  # of the pages after those that the store was asked for
-    end: int = 0  # pages of the prompt up to the end of the stored ones; 0 until the store has answered
+    end: int = (
+        0  # pages of the prompt up to the end of the stored ones, with their tail; 0 until the store has answered
+    )
+    num_frames: int = 0  # of the tail there; 0 where boundaries need none
     has_answer: bool = False
     op: int = 0  # the prefetch that it waits for, its own or another request's; 0 without one
     num_arrived: int = 0  # pages after ``num_cached`` that came while it waited
     is_late: bool = False  # it has waited long enough
     is_over: bool = False  # it waits for nothing more
+
+    @property
+    def num_left(self) -> int:
+        """Host pages that are still to come, those of the tail at the end included."""
+        is_whole = self.num_cached + self.num_arrived >= self.end
+        return 0 if is_whole else max(0, self.end - self.num_history) + self.num_frames
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,10 +112,11 @@ class StorePrefetcher:
         """Adds a waiting request; the store is asked for its missing pages with a later plan."""
         if not self._has_store:
             return
-        num_cached, digests = self._cache.store.missing(request.tenant, request.prefix_key)
+        num_cached, num_here, digests = self._cache.store.missing(request.tenant, request.prefix_key)
         if not digests:
             return
-        wanted = self._prefetches[request.uid] = _PrefetchRequest(request, self._clock(), num_cached, digests)
+        wanted = _PrefetchRequest(request, self._clock(), num_cached, num_here, digests)
+        self._prefetches[request.uid] = wanted
         if self._has_late_answer():
             self._cache_counters.not_fetched(len(digests), "store_behind")
             wanted.is_over = True
@@ -125,7 +136,7 @@ class StorePrefetcher:
         return False
 
     def num_stored_tokens(self, uid: int) -> int:
-        """Returns the tokens that arrived for a request while it waited."""
+        """Returns the tokens that a request can be resumed behind since something arrived for it while it waited."""
         wanted = self._prefetches.get(uid)
         return 0 if wanted is None else wanted.num_arrived * self._cache.page_size
 
@@ -146,7 +157,8 @@ class StorePrefetcher:
         while self._to_look_up and len(self._looking_up) < MAX_LOOKUPS:
             uid = next(iter(self._to_look_up))
             wanted = self._looking_up[uid] = self._to_look_up.pop(uid)
-            lookups.append(StoreLookup(uid, wanted.digests))
+            num_here = wanted.num_history - wanted.num_cached
+            lookups.append(StoreLookup(uid, wanted.digests, num_here, needs_tail=self._cache.tails is not None))
         uploads, stages = self._cache.store.begin_uploads()
         copies = [self._order(upload, CopyKind.UPLOAD) for upload in uploads] + stages
         self._open |= {stage.op: _PendingCopy(stage, self._clock()) for stage in stages}
@@ -157,6 +169,7 @@ class StorePrefetcher:
         for uid, num_pages in answers:
             wanted = self._looking_up.pop(uid)
             wanted.end, wanted.has_answer = wanted.num_cached + num_pages, True
+            wanted.num_frames = self._cache.store.num_frames_before(wanted.end)
             if wanted.is_over:
                 self._cache_counters.not_fetched(num_pages, TOO_LATE)
             wanted.is_over |= not num_pages
@@ -194,13 +207,13 @@ class StorePrefetcher:
 
     def _begin_fetches(self) -> list[PageCopy]:
         """Begins the prefetches that requests wait for, and ends those that cannot arrive in time."""
-        sizes = [order.copy.host_pages.size for order in self._open.values() if order.copy.kind is CopyKind.PREFETCH]
+        sizes = [order.copy.num_host_pages for order in self._open.values() if order.copy.kind is CopyKind.PREFETCH]
         num_open, num_before = len(sizes), sum(sizes)
         copies: list[PageCopy] = []
         for wanted in self._prefetches.values():
             if not wanted.end or wanted.op or wanted.is_over:
                 continue
-            num_wanted = min(wanted.end - wanted.num_cached - wanted.num_arrived, MAX_PAGES)
+            num_wanted = wanted.num_left if wanted.num_frames else min(wanted.num_left, MAX_PAGES)
             num_pages, reason = self._num_in_time(wanted, num_wanted, num_before)
             if num_wanted <= 0:
                 wanted.is_over = True
@@ -216,15 +229,19 @@ class StorePrefetcher:
         return copies
 
     def _num_in_time(self, wanted: _PrefetchRequest, num_pages: int, num_before: int) -> tuple[int, str]:
-        """Returns how many of a request's next pages can arrive before its wait is over, or 0 and the reason."""
+        """Returns how many of a request's next pages can arrive before its wait is over, or 0 and the reason.
+
+        Where boundaries need tails, all or none: with a part of them no request resumes.
+        """
         if not self._max_wait_s:
             return num_pages, ""  # no request waits
-        page_size = self._cache.page_size
+        page_size, has_tail = self._cache.page_size, wanted.num_frames > 0
         wait_s = wanted.since + self._max_wait_s - self._clock()
         num_tokens = self._costs.num_in_time(num_pages * page_size, num_before * page_size, wait_s)
-        if num_tokens < page_size:
+        if num_tokens < (num_pages * page_size if has_tail else page_size):
             return 0, TOO_LATE
-        if self._compares_costs and not self._costs.is_worth_fetching(num_tokens, num_before * page_size):
+        num_usable = (wanted.end - wanted.num_cached) * page_size if has_tail else num_tokens
+        if self._compares_costs and not self._costs.is_worth_fetching(num_usable, num_before * page_size, num_tokens):
             return 0, MissReason.NOT_WORTH_LOADING
         return num_tokens // page_size, ""
 
@@ -234,33 +251,53 @@ class StorePrefetcher:
         if not wanted.num_cached <= num_here < wanted.end:
             wanted.is_over = True
             return None
-        arriving = self._cache.store.prefetch_of(wanted.digests[num_here - wanted.num_cached])
+        arriving = self._prefetch_of_next(wanted)
         if arriving:
             wanted.op = arriving
             return None
-        num_pages = min(wanted.end - num_here, max_pages, self._cache.store.num_available_on_host)
-        if not num_pages:
+        num_pages, tail_at = self._part(wanted, max_pages)
+        if not (num_pages or tail_at):
             has_just_begun = self._clock() - self._began_s < FIRST_PAGES_S
             if self._cache.stats().host.num_pages or not has_just_begun:
                 self._give_up(wanted, HOST_FULL)
             return None
-        num_more = wanted.end - num_here - num_pages
-        begun = self._cache.store.begin_prefetch(wanted.request.tenant, wanted.request.prefix_key, num_pages, num_more)
+        num_more = 0 if tail_at else wanted.num_left - num_pages
+        request = wanted.request
+        begun = self._cache.store.begin_prefetch(
+            request.tenant, request.prefix_key, num_pages, num_more, tail_at=tail_at
+        )
         if begun is None:
             wanted.is_over = True
             return None
         wanted.op = begun.op
         return self._order(begun, CopyKind.PREFETCH, wanted)
 
+    def _prefetch_of_next(self, wanted: _PrefetchRequest) -> int:
+        """Returns the prefetch of what a request needs next, or 0: a page, and the tail when all pages are here."""
+        is_tail = wanted.num_history >= wanted.end
+        last = wanted.end if is_tail else wanted.num_history + 1
+        return self._cache.store.prefetch_of(wanted.digests[last - wanted.num_cached - 1], of_tail=is_tail)
+
+    def _part(self, wanted: _PrefetchRequest, max_pages: int) -> tuple[int, int]:
+        """Returns the pages of the next prefetch of a request, and its end if it brings the tail there; no pages without room."""
+        room, num_pages = self._cache.store.num_available_on_host, max(0, wanted.end - wanted.num_history)
+        if not wanted.num_frames:
+            return min(num_pages, max_pages, room), 0
+        if wanted.num_left > room:
+            return 0, 0
+        return (num_pages, wanted.end) if num_pages <= MAX_PAGES else (MAX_PAGES, 0)
+
     def _order(self, begun: RunOp, kind: CopyKind, wanted: _PrefetchRequest | None = None) -> PageCopy:
-        copy = PageCopy(begun.op, kind, NO_PAGES, begun.run.pages, 0, begun.run)
+        run = begun.run if begun.run.digests else None
+        copy = PageCopy(begun.op, kind, NO_PAGES, begun.run.pages, 0, run, image=begun.image)
         self._open[begun.op] = _PendingCopy(copy, self._clock(), wanted)
         return copy
 
     def _note_arrived(self, wanted: _PrefetchRequest) -> int:
-        """Updates how far the prompt of a request is cached; returns it in pages."""
+        """Updates how far the prompt of a request is cached; returns the pages that it can be resumed behind."""
         match = self._cache.match(wanted.request.tenant, wanted.request.prefix_key)
         num_here = (match.num_tokens + match.num_host_tokens) // self._cache.page_size
+        wanted.num_history = match.num_history_tokens // self._cache.page_size
         wanted.num_arrived = max(wanted.num_arrived, num_here - wanted.num_cached)
         return num_here
 
@@ -270,9 +307,9 @@ class StorePrefetcher:
         self._to_look_up.pop(wanted.request.uid, None)
         op, wanted.op = wanted.op, 0
         if wanted.end:
-            num_here = self._note_arrived(wanted)
+            self._note_arrived(wanted)
             order = self._open.get(op)
-            num_coming = order.copy.host_pages.size if order is not None else 0
-            self._cache_counters.not_fetched(max(0, wanted.end - num_here - num_coming), reason)
+            num_coming = order.copy.num_host_pages if order is not None else 0
+            self._cache_counters.not_fetched(max(0, wanted.num_left - num_coming), reason)
         if op and not any(other.op == op for other in self._prefetches.values()):
             self._cache.store.abort_prefetch(op)

@@ -38,7 +38,10 @@ class CopyStats(msgspec.Struct, frozen=True):
 
 
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of a store, and the operations of one process on it since it was opened. All counts are of pages."""
+    """The content of a store, and the operations of one process on it since it was opened.
+
+    All counts are of pages; a tail, which the store keeps as one object, is one of them.
+    """
 
     num_pages: int = 0  # present now, as far as this process knows; other processes may share the store
     num_bytes: int = 0  # their size

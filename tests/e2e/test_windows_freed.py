@@ -188,11 +188,7 @@ def test_a_prompt_waits_for_the_tail_of_the_row_ahead(folder: Path) -> None:
 
 
 REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
-    (
-        {"host_cache_gib": 0.01, "store": "file:nowhere"},
-        "not go to a store, and --store is given. Leave --window-pages out",
-    ),
-    ({"kv_canary": True}, "they have no canary"),
+    ({"kv_canary": True}, "they have no canary, and --kv-canary is given. Leave --window-pages out"),
     ({"window_pages": 9}, "a row, a tail and the tokens of a step take 16"),
 )
 
@@ -209,11 +205,11 @@ def test_a_model_with_one_kind_of_layer_has_no_window_pages() -> None:
         LLM(model="hiserve-nano", **SETTINGS)
 
 
-@pytest.mark.parametrize("has_store", [False, True])
-def test_auto_frees_windows_where_there_is_no_store(has_store: bool, folder: Path, tmp_path: Path) -> None:
-    store = {"store": f"file:{tmp_path / 'store'}"} if has_store else {}
-    with LLM(model=str(folder), **SETTINGS | {"window_pages": "auto", "host_cache_gib": 0.05} | store) as llm:
-        assert (engine_of(llm)._planner._cache.windows is None) == has_store
+@pytest.mark.parametrize("has_canary", [False, True])
+def test_auto_frees_windows_where_there_is_no_canary(has_canary: bool, folder: Path, tmp_path: Path) -> None:
+    more = {"kv_canary": True} if has_canary else {"store": f"file:{tmp_path / 'store'}", "host_cache_gib": 0.05}
+    with LLM(model=str(folder), **SETTINGS | {"window_pages": "auto"} | more) as llm:
+        assert (engine_of(llm)._planner._cache.windows is None) == has_canary
         assert len(told(llm.generate(prompts_of(), GREEDY))) == 8
 
 

@@ -47,6 +47,10 @@ class TailModel:
         self._before |= {name: names[: at + 1] for at, name in enumerate(names)}
         return names
 
+    def before(self, name: bytes) -> list[bytes]:
+        """The names of the prefixes that a known one begins with, itself the last."""
+        return self._before[name]
+
     @property
     def cached(self) -> dict[Tier, set[bytes]]:
         """The readable prefixes of each tier."""

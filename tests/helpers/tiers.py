@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from hiserve.cache.index.locks import path
-from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache, PrefixLock, TierListener
+from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache, PrefixLock, TailSizes, TierListener
+from hiserve.cache.index.tail_pool import NO_TAILS
 from hiserve.core.digest import chain, namespace_digest, pack_tokens
 from hiserve.core.plan import Int32Array
 from hiserve.core.transfers import PageCopy, PageRun
@@ -32,6 +33,7 @@ def new_cache(
     admission: HostAdmission = HostAdmission.WRITE_THROUGH,
     max_upload_pages: int = 0,
     listener: TierListener | None = None,
+    tails: TailSizes = NO_TAILS,
 ) -> PrefixCache:
     return PrefixCache(
         num_pages=num_pages,
@@ -41,6 +43,7 @@ def new_cache(
         host_admission=admission,
         max_upload_pages=max_upload_pages,
         listener=listener,
+        tails=tails,
     )
 
 

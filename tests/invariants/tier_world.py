@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 
 from hiserve.cache.index.prefix_cache import HostAdmission, Match, PrefixCache, PrefixLock, Tier
-from hiserve.cache.index.store_sync import RESERVED_SHARE
+from hiserve.cache.index.uploads import RESERVED_SHARE
 from hiserve.core.transfers import CopyKind, PageCopy, PageRun
 from tests.invariants import kv_checks, tier_checks
 from tests.invariants.index_checks import check_structure

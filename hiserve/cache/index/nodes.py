@@ -41,6 +41,7 @@ class Tail:
         last_used: Logical time of its last use.
         priority: Of the node, at the last use.
         account: Charged for its window pages, its slot and its frames.
+        is_uploading: An upload reads ``frames``, which stay.
         is_provisional: A row passed its boundary, and may replace it by that of the next one: it is not offloaded yet.
         retained_until_s: Others go first until then (see ``Retention``); 0 is not retained, and closed.
         num_retained: Frames that count in the quota of its account.
@@ -54,6 +55,7 @@ class Tail:
         "frames",
         "host_ready_op",
         "is_provisional",
+        "is_uploading",
         "last_used",
         "node",
         "num_retained",
@@ -75,7 +77,7 @@ class Tail:
         self.priority = node.priority
         self.account = node.account
         self.retained_until_s = self.num_retained = 0
-        self.is_provisional = False
+        self.is_provisional = self.is_uploading = False
         self._pools = pools
 
     @property
@@ -111,7 +113,7 @@ class Tail:
     @property
     def is_host_evictable(self) -> bool:
         """Whether the host may evict its frames."""
-        return self.frames is not None and not self.pending_op
+        return self.frames is not None and not (self.pending_op or self.is_uploading)
 
     @property
     def digest(self) -> bytes:
@@ -355,3 +357,8 @@ def _place(tail: Tail, node: Node, at: int) -> None:
         tail.node, tail.at = node, at
         node.tails = {} if node.tails is None else node.tails
         node.tails[at] = tail
+
+
+def is_ready_on_host(node: Node) -> bool:
+    """Whether host pages may follow this node: it is a root, or its host copy is filled."""
+    return node.is_root or (node.host_pages.size > 0 and not node.host_ready_op)

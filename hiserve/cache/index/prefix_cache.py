@@ -15,13 +15,15 @@ from hiserve.cache.index.prefixes import HostAdmission, Match, Prefixes
 from hiserve.cache.index.radix import RadixTree
 from hiserve.cache.index.reports import PrefixCacheStats, Tier, TierListener, outline
 from hiserve.cache.index.store_prefixes import StorePrefixes
-from hiserve.cache.index.store_sync import RunOp, StoreSync, Uploads
+from hiserve.cache.index.store_sync import RunOp, StoreSync
 from hiserve.cache.index.tail_pool import NO_TAILS, TailMemory, TailPool, TailSizes
-from hiserve.cache.index.tails import TailTiers
+from hiserve.cache.index.tail_uploads import TailUploads
+from hiserve.cache.index.tails import TailTiers, UploadedTails
 from hiserve.cache.index.tier_pages import TierPages
 from hiserve.cache.index.tiers import CacheTiers
 from hiserve.cache.index.transfer_ops import SubtreeRemoval, TransferOps
 from hiserve.cache.index.transfers import MANY_COPIES, Transfers
+from hiserve.cache.index.uploads import Uploads
 from hiserve.config.caching import EvictionOrder
 from hiserve.core.digest import Chain, chain
 from hiserve.core.plan import Int32Array
@@ -100,10 +102,8 @@ class PrefixCache:
         listener: TierListener | None = None,
         link: Chain = chain,
     ) -> None:
-        self.page_size = page_size
-        self.namespace = namespace
-        self._listener = listener
-        self._has_host = num_host_pages > 0
+        self.page_size, self.namespace = page_size, namespace
+        self._listener, self._has_host = listener, num_host_pages > 0
         self.tree = RadixTree(page_size, link)
         self.device = TierPages[Node](Tier.DEVICE, num_pages, Eviction(eviction, ON_DEVICE), listener=listener)
         ready = num_ready_host_pages if num_host_pages else 1  # page 0 alone: none to allocate
@@ -113,20 +113,22 @@ class PrefixCache:
         self.tiers = CacheTiers(self.tree, self.device, self.host, has_host=self._has_host)
         self.locks = Locks(self.tiers)
         self.ops = TransferOps(self.tiers)
-        self._removal = SubtreeRemoval(self.tiers, self.locks, self.ops)
-        self.store_sync = StoreSync(self.tiers, self.locks, self.ops)
-        self.uploads = Uploads(self.tiers, self.locks, self.ops, max_upload_pages)
+        tiers, locks, ops = self.tiers, self.locks, self.ops
+        self._removal = SubtreeRemoval(tiers, locks, ops)
+        self.uploads = Uploads(tiers, locks, ops, max_upload_pages)
         uploads, admits = self.uploads if max_upload_pages else None, host_admission if self._has_host else None
         offloaded, inserted = (uploads, None) if host_admission is HostAdmission.SELECTIVE else (None, uploads)
+        stored = UploadedTails.KEPT if inserted else UploadedTails.OFFLOADED if offloaded else UploadedTails.NONE
         memory = TailMemory(tails, page_size, has_host=self._has_host)
         self.windows, self.snapshots, self._tail_pools = memory.windows, memory.snapshots, memory.pools
-        self.tails = None if memory.is_empty else TailTiers(self.tiers, self.locks, self.ops, memory)
-        assert self.tails is None or not max_upload_pages, "tails do not go to a store"
-        self.transfers = Transfers(self.tiers, self.locks, self.ops, self._removal, offloaded, self.tails)
-        self._prefixes = Prefixes(
-            namespace, self.tiers, self.locks, self.ops, self.transfers, inserted, admits, self.tails
-        )
-        self.store = StorePrefixes(self._prefixes, self.host, self.store_sync, self.uploads)
+        self.tails = None if memory.is_empty else TailTiers(tiers, locks, ops, memory, stored)
+        self.store_sync = StoreSync(tiers, locks, ops, self.tails)
+        self.transfers = Transfers(tiers, locks, ops, self._removal, offloaded, self.tails)
+        self._prefixes = Prefixes(namespace, tiers, locks, ops, self.transfers, inserted, admits, self.tails)
+        of_tails = None
+        if self.tails is not None and uploads is not None:
+            of_tails = TailUploads(tiers, locks, ops, memory, self.tails, self.transfers, uploads)
+        self.store = StorePrefixes(self._prefixes, self.host, self.store_sync, self.uploads, of_tails)
         self.page_owner, self.num_arrived = self.device.pages.owner, self.transfers.num_arrived
         self.host_times = self.tiers.retention.host_times
 
@@ -301,7 +303,7 @@ class PrefixCache:
         Args:
             op: ``PageCopy.op`` or ``RunOp.op``.
             ok: Whether all bytes arrived.
-            num_pages: Leading pages of a PREFETCH that arrived.
+            num_pages: Leading pages of a PREFETCH that arrived, and the frames of its tail, if this arrived behind them.
 
         Returns:
             The locks that lost pages by a failed load. Their rows must be computed again from the end of ``lock.pages``.
@@ -311,10 +313,8 @@ class PrefixCache:
             return self.transfers.complete(op, ok=ok)
         if kind is CopyKind.PREFETCH:
             self.store_sync.end_prefetch(op, num_pages)
-        elif kind is CopyKind.STAGE:
-            self.uploads.end_stage(op, ok=ok)
         else:
-            self.uploads.end_upload(op)
+            self.store.end_upload(op, is_stage=kind is CopyKind.STAGE, ok=ok)
         return []
 
     def copies_in_flight(self) -> list[int]:
@@ -380,7 +380,7 @@ class PrefixCache:
             num_retained=sum(self.tiers.retention.quota.held.values()),
             num_not_retained=self.tiers.retention.quota.num_ignored,
             num_without_room=self.transfers.num_without_room + (self.tails.num_without_room if self.tails else 0),
-            num_not_uploaded=self.uploads.num_not_uploaded,
+            num_not_uploaded=self.store.num_not_uploaded,
             num_prefetches_wanted=self.store_sync.num_wanted,
             num_prefetched=self.store_sync.num_prefetched,
             not_prefetched=self.store_sync.unfulfilled,

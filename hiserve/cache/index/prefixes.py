@@ -11,11 +11,11 @@ import numpy as np
 
 from hiserve.cache.index.locks import Locks, PrefixLock, path
 from hiserve.cache.index.nodes import Node, Tail
-from hiserve.cache.index.store_sync import Uploads
 from hiserve.cache.index.tails import TailTiers
 from hiserve.cache.index.tiers import CacheTiers
 from hiserve.cache.index.transfer_ops import TransferOps
 from hiserve.cache.index.transfers import Transfers
+from hiserve.cache.index.uploads import Uploads
 from hiserve.core.digest import namespace_digest
 from hiserve.core.plan import Int32Array
 
@@ -211,20 +211,31 @@ class Prefixes:
         self._tiers.clock += 1
         return self._tails.keep(node, node.num_pages - num_left, pages, slots)
 
-    def missing(self, tenant: bytes, key: bytes) -> tuple[int, list[bytes]]:
-        """See ``PrefixCache``."""
+    def missing(self, tenant: bytes, key: bytes) -> tuple[int, int, list[bytes]]:
+        """See ``StorePrefixes``."""
         match = self.match(tenant, key)
-        node, num_cached = match._node, (match.num_tokens + match.num_host_tokens) // self._page_size
-        used = node.num_pages - match._num_beyond
+        num_cached = (match.num_tokens + match.num_host_tokens) // self._page_size
+        node, num_beyond = _before(match._node, match._num_beyond)
+        used = node.num_pages - num_beyond
         rest = self.usable(key)[num_cached * self._page_bytes :]
-        return num_cached, self._tree.chain(node.digests[used - 1 if used else 0], rest)
+        num_history = match.num_history_tokens // self._page_size
+        return num_cached, num_history, self._tree.chain(node.digests[used - 1 if used else 0], rest)
 
-    def rest_of(self, tenant: bytes, key: bytes, max_pages: int) -> tuple[Node, bytes] | None:
-        """Returns the last node of the cached prefix of a prompt, and the tokens of up to ``max_pages`` pages after it."""
+    def rest_of(self, tenant: bytes, key: bytes, max_pages: int, num_most: int) -> tuple[Node, bytes] | None:
+        """Returns the last node of the cached pages of a prompt, and the tokens of up to ``max_pages`` pages after it.
+
+        With ``num_most``, the node ends behind so many pages at the latest; else None if no whole page is left.
+        """
         match = self.match(tenant, key)
-        start = match.num_tokens + match.num_host_tokens
-        rest = self.usable(key)[4 * start :][: max_pages * self._page_bytes]
-        return (self._end_of(match, 0), rest) if rest else None
+        start = match.num_history_tokens // self._page_size
+        if num_most:
+            start = min(start, num_most)
+        rest = self.usable(key)[start * self._page_bytes :][: max_pages * self._page_bytes]
+        if not (rest or num_most):
+            return None
+        assert not num_most or start + len(rest) // self._page_bytes == num_most, f"{num_most} pages end behind {start}"
+        num_resumable = (match.num_tokens + match.num_host_tokens) // self._page_size
+        return self._end_of(match, num_resumable - start), rest
 
     def root(self, tenant: bytes) -> Node:
         """Returns the root of a tenant's prompts; a new one is not in the tree yet."""
@@ -237,10 +248,7 @@ class Prefixes:
 
     def _end_of(self, match: Match, num_less: int) -> Node:
         """Returns the node that ends ``num_less`` pages before the match, after a split if necessary."""
-        node, num_beyond = match._node, match._num_beyond + num_less
-        while node.parent is not None and num_beyond >= node.num_pages:  # another lock may have split this node
-            num_beyond -= node.num_pages
-            node = node.parent
+        node, num_beyond = _before(match._node, match._num_beyond + num_less)  # another lock may have split it
         if node.is_root:
             return self._tree.add_root(node)
         return self._tree.split(node, node.num_pages - num_beyond) if num_beyond else node
@@ -265,6 +273,14 @@ class Prefixes:
             self._transfers.enqueue(end)
             if self._uploads is not None:
                 self._uploads.offer(end, end.digests[-count:])
+
+
+def _before(node: Node, num_pages: int) -> tuple[Node, int]:
+    """Returns the node of a path whose end, or a part of it, is so many pages before the end of the path, and those in it."""
+    while node.parent is not None and num_pages >= node.num_pages:
+        num_pages -= node.num_pages
+        node = node.parent
+    return node, num_pages
 
 
 def deepest_tail(node: Node, num_pages: int, has: Callable[[Tail], bool]) -> tuple[Tail | None, int]:

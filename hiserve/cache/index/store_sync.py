@@ -1,51 +1,49 @@
-"""Pages between host and store: prefetches, recovery at start, and uploads, also past a full host."""
+"""Pages and tails that come to the host: prefetches from a store, and the recovery of a former process."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from hiserve.cache.index.locks import Locks, path, raise_priority
-from hiserve.cache.index.nodes import Node
+from hiserve.cache.index.nodes import Node, is_ready_on_host
+from hiserve.cache.index.tails import TailTiers
 from hiserve.cache.index.tiers import CacheTiers
 from hiserve.cache.index.transfer_ops import TransferOps
 from hiserve.core.plan import Int32Array
-from hiserve.core.transfers import NO_PAGES, CopyKind, PageCopy, PageRun
-
-MAX_RUN_PAGES = 256  # of one upload
-MAX_STAGED_PAGES = 64  # host pages that uploads of pages on the device alone pass through
-RESERVED_SHARE = 8  # one in so many host pages is reserved for them, up to ``MAX_STAGED_PAGES``
-MAX_LOOKED = 64  # nodes that one call of ``take`` examines
-
-Part = tuple[Node, int, int]  # pages of a node: first, end
+from hiserve.core.transfers import NO_PAGES, CopyKind, PageRun, TailImage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunOp:
-    """Pages to read from a store into host pages, or to write there from them."""
+    """Pages and a tail to read from a store into host pages, or to write there from them."""
 
     op: int
-    run: PageRun  # the pages, and their content
+    run: PageRun  # the pages, and their content; none where the tail is copied alone
+    image: TailImage | None = None  # the tail at their end
 
 
 class StoreSync:
     """Begins and ends prefetches, and recovers the pages of a former process.
 
+    Args:
+        tails: Those of the pages; None where each boundary is a resume point.
+
     Attributes:
-        num_wanted: Pages of prefetches that were begun, or could not begin.
+        num_wanted: Pages of prefetches that were begun, or could not begin; frames of tails are pages here.
         num_prefetched: Of them, inserted pages.
         unfulfilled: Of them, pages neither inserted nor in flight, by reason.
     """
 
-    def __init__(self, tiers: CacheTiers, locks: Locks, ops: TransferOps) -> None:
+    def __init__(self, tiers: CacheTiers, locks: Locks, ops: TransferOps, tails: TailTiers | None) -> None:
         self._tiers = tiers
         self._locks = locks
         self._ops = ops
-        self._runs: dict[int, PageRun] = {}
+        self._tails = tails
+        self._begun: dict[int, RunOp] = {}
         self._arriving: dict[bytes, int] = {}
+        self._arriving_tails: dict[bytes, int] = {}  # by the digest of the page before the boundary
         self.num_wanted = 0
         self.num_prefetched = 0
         self.unfulfilled: Counter[str] = Counter()
@@ -54,63 +52,92 @@ class StoreSync:
         """Whether a prefetch will insert a page."""
         return self.arriving_by(digest) > 0
 
-    def arriving_by(self, digest: bytes) -> int:
-        """Returns the number of the prefetch that will insert a page, or 0."""
-        number = self._arriving.get(digest, 0)
+    def arriving_by(self, digest: bytes, *, of_tail: bool = False) -> int:
+        """Returns the number of the prefetch that will insert a page, or the tail behind it; 0 without one."""
+        number = (self._arriving_tails if of_tail else self._arriving).get(digest, 0)
         return 0 if number and self._ops[number].lock.is_lost else number
 
-    def begin_prefetch(self, end: Node, key: bytes, num_more: int = 0) -> RunOp | None:
+    def begin_prefetch(self, end: Node, key: bytes, num_more: int = 0, *, num_frames: int = 0) -> RunOp | None:
         """Allocates host pages for the pages of ``key``, after node ``end`` of the cached prefix; see ``PrefixCache``.
+
+        Args:
+            end: The last node of the prefix.
+            key: Packed tokens; may be empty where a tail is fetched.
+            num_more: Pages that the store has after those.
+            num_frames: Of the tail behind the last page; 0 fetches none. Then all is fetched, or nothing.
 
         Returns:
             The pages to read; None if the host has no room, the end is not on the host, or the first page is in flight.
             ``unfulfilled`` counts pages that were left out.
         """
         digests = self._tiers.tree.chain(end.digests[-1], key)
-        self.num_wanted += len(digests)
+        num_wanted = len(digests) + num_frames
+        self.num_wanted += num_wanted
         path_lock = self._locks.lock_host(end)
-        count = min(len(digests), self._tiers.host.num_available)
-        refusal = self._refusal(end, digests[0], count)
-        self.unfulfilled[refusal or "host_full"] += len(digests) - (0 if refusal else count)
+        count = min(num_wanted, self._tiers.host.num_available)
+        if num_frames and count < num_wanted:
+            count = 0
+        refusal = self._refusal(end, digests, count)
+        self.unfulfilled[refusal or "host_full"] += num_wanted - (0 if refusal else count)
         if refusal:
             self.num_wanted += num_more
             self.unfulfilled[refusal] += num_more
             self._locks.drop(path_lock)
             return None
         pages = self._tiers.allocate_host(count)
+        count -= num_frames
         op = self._ops.begin(CopyKind.PREFETCH, path_lock, pages)
         *_, root = path(end)
         run = PageRun(
-            pages=pages,
+            pages=pages[:count],
             namespace=root.digests[0],
             parent=end.digests[-1],
             digests=digests[:count],
             key=key[: count * self._tiers.tree.page_bytes],
         )
-        self._runs[op.number] = run
+        image = None
+        if num_frames:
+            image = TailImage(pages[count:], root.digests[0], (run.digests or end.digests)[-1])
+            self._arriving_tails[image.digest] = op.number
+        begun = self._begun[op.number] = RunOp(op.number, run, image)
         self._arriving.update(dict.fromkeys(run.digests, op.number))
-        return RunOp(op.number, run)
+        return begun
 
     def end_prefetch(self, number: int, num_pages: int) -> int:
-        """Ends a prefetch of which so many leading pages arrived; returns how many of them were inserted."""
-        op, run = self._ops.end(number), self._runs.pop(number)
+        """Ends a prefetch of which so many leading pages arrived, those of a tail last; returns how many of them were inserted."""
+        op, begun = self._ops.end(number), self._begun.pop(number)
+        run, image = begun.run, begun.image
         for digest in run.digests:
             if self._arriving.get(digest) == number:
                 del self._arriving[digest]
-        self.unfulfilled["not_delivered"] += len(run.digests) - num_pages
+        if image is not None and self._arriving_tails.get(image.digest) == number:
+            del self._arriving_tails[image.digest]
+        self.unfulfilled["not_delivered"] += op.num_pages - num_pages
         num_new = 0
         if op.lock.is_lost or not is_ready_on_host(op.lock.node):
             self.unfulfilled["place_lost"] += num_pages
-            self._tiers.free_host(run.pages)
+            self._tiers.free_host(op.host_pages)
         else:
-            self._tiers.free_host(run.pages[num_pages:])
-            if num_pages:
-                key = run.key[: num_pages * self._tiers.tree.page_bytes]
-                num_new = self.insert(op.lock.node, key, run.digests[:num_pages], run.pages[:num_pages])
+            self._tiers.free_host(op.host_pages[num_pages:])
+            num_history = min(num_pages, run.pages.size)
+            if num_history:
+                key = run.key[: num_history * self._tiers.tree.page_bytes]
+                num_new = self.insert(op.lock.node, key, run.digests[:num_history], run.pages[:num_history])
+            if image is not None and num_pages == op.num_pages:
+                num_new += self._insert_tail(op.lock.node, run, image)
             self.unfulfilled["here_already"] += num_pages - num_new
         self.num_prefetched += num_new
         self._locks.drop(op.lock)
         return num_new
+
+    def _insert_tail(self, node: Node, run: PageRun, image: TailImage) -> int:
+        """Inserts a tail behind a run that follows a node; returns its frames, or 0 if it is not of use."""
+        assert self._tails is not None
+        end, at, num_pages = self._tiers.tree.find(node, run.key)
+        if num_pages < len(run.digests) or not is_ready_on_host(end):
+            self._tiers.free_host(image.frames)
+            return 0
+        return self._tails.put_on_host(end, at, image.frames)
 
     def abort_prefetch(self, number: int) -> None:
         """See ``PrefixCache``; ``end_prefetch`` then frees the pages."""
@@ -171,11 +198,11 @@ class StoreSync:
             tiers.free_host(each)
         return num_new
 
-    def _refusal(self, end: Node, digest: bytes, room: int) -> str:
+    def _refusal(self, end: Node, digests: list[bytes], room: int) -> str:
         """Returns the reason why a prefetch cannot begin; empty if it can."""
         if not is_ready_on_host(end):
             return "not_backed"
-        if self.is_arriving(digest):
+        if self.arriving_by(digests[0]) if digests else self.arriving_by(end.digests[-1], of_tail=True):
             return "in_flight"
         return "" if room else "host_full"
 
@@ -191,181 +218,3 @@ class StoreSync:
         tiers.queue(next(step for step in path(parent) if not step.is_on_host_only))
         tiers.queue(child)
         tiers.tree_epoch += 1
-
-
-class Uploads:
-    """Uploads every offered page to the store, parents before children, each once.
-
-    A page waits (``LostPages.awaited``) until its upload begins, which reads it on the host. A page that a full host lacks
-    is staged: copied to a host page that no match finds, and from there to the store.
-
-    Args:
-        max_pages: Most host pages locked by uploads; 0 without a store.
-
-    Attributes:
-        num_not_staged: Pages whose copy to a staging page failed.
-    """
-
-    def __init__(self, tiers: CacheTiers, locks: Locks, ops: TransferOps, max_pages: int) -> None:
-        self._tiers = tiers
-        self._locks = locks
-        self._ops = ops
-        self._max_pages = max_pages
-        num_reserved = max(1, min(MAX_STAGED_PAGES, max_pages, tiers.host.pages.num_pages // RESERVED_SHARE))
-        tiers.host.num_reserved = num_reserved if max_pages else 0
-        self._awaited = tiers.lost.awaited
-        self._queue: OrderedDict[Node, None] = OrderedDict()
-        self._sweep_at = 1024
-        self._stuck_at = -1  # ``num_ended`` of the ops when nothing could begin
-        self._num_pages = 0  # of ops in flight
-        self._stages: dict[int, PageRun] = {}
-        self._staged: dict[int, int] = {}  # staging pages of uploads, by op
-        self._uploads: list[RunOp] = []
-        self._copies: list[PageCopy] = []
-        self.num_not_staged = 0
-
-    @property
-    def has_uploads(self) -> bool:
-        """Whether ``take`` has anything to begin or to return."""
-        is_stuck = self._stuck_at == self._ops.num_ended
-        return bool(self._uploads) or (bool(self._queue) and not is_stuck and self._num_pages < self._max_pages)
-
-    @property
-    def num_waiting(self) -> int:
-        """Pages whose upload has not begun, those being staged not counted."""
-        return len(self._awaited) + sum(upload.run.pages.size for upload in self._uploads)
-
-    @property
-    def num_not_uploaded(self) -> int:
-        """Offered pages whose upload will never begin."""
-        return self._tiers.lost.num_awaited_lost + self.num_not_staged
-
-    def offer(self, end: Node, digests: list[bytes]) -> None:
-        """Queues new pages: the last ones of the path that ends with a node."""
-        self._awaited.update(digests)
-        self._queue[end] = None
-        self._stuck_at = -1
-        if len(self._queue) >= self._sweep_at:
-            self._queue = OrderedDict.fromkeys(node for node in self._queue if self._waiting(node))
-            self._sweep_at = max(1024, 2 * len(self._queue))
-
-    def take(self) -> tuple[list[RunOp], list[PageCopy]]:
-        """Begins the uploads and stages that can begin; see ``PrefixCache.begin_uploads``."""
-        for _ in range(min(len(self._queue), MAX_LOOKED)):
-            room = min(self._max_pages - self._num_pages, MAX_RUN_PAGES)
-            if room <= 0:
-                break
-            node, _ = self._queue.popitem(last=False)
-            parts = self._waiting(node)
-            if not parts:
-                continue
-            if is_ready_on_host(parts[0][0]):
-                self._upload(_leading(parts, room, on_host=True))
-            elif self._must_stage(node, parts[0][0]):
-                host = self._tiers.host
-                room = min(room, host.pages.num_free + host.num_evictable, MAX_STAGED_PAGES - self._num_staged)
-                if room > 0:
-                    self._stage(_leading(parts, room, on_host=False))
-            if self._waiting(node):
-                self._queue[node] = None
-        uploads, copies = self._uploads, self._copies
-        self._uploads, self._copies = [], []
-        self._stuck_at = -1 if uploads or copies else self._ops.num_ended
-        return uploads, copies
-
-    def end_stage(self, number: int, *, ok: bool) -> None:
-        """Ends a copy to staging pages; begins the upload if it succeeded."""
-        tiers, op, run = self._tiers, self._ops.end(number), self._stages.pop(number)
-        if ok:
-            *_, root = path(op.lock.node)
-            upload = self._ops.begin(CopyKind.UPLOAD, self._locks.lock_host(tiers.tree.add_root(root)), run.pages)
-            upload.deferred_host_frees.append(run.pages)  # no node has them
-            self._staged[upload.number] = run.pages.size
-            self._uploads.append(RunOp(upload.number, run))
-        else:
-            tiers.free_host(run.pages)
-            self._num_pages -= run.pages.size
-            self.num_not_staged += run.pages.size
-        self._locks.drop(op.lock)
-
-    def end_upload(self, number: int) -> None:
-        """Ends an upload."""
-        op = self._ops.end(number)
-        assert op.kind is CopyKind.UPLOAD, f"op {number} is no upload"
-        self._staged.pop(number, None)
-        self._num_pages -= op.host_pages.size
-        self._locks.drop(op.lock)
-
-    @property
-    def _num_staged(self) -> int:
-        return sum(run.pages.size for run in self._stages.values()) + sum(self._staged.values())
-
-    def _waiting(self, node: Node) -> list[Part]:
-        """Returns the pages that wait at the end of a path, or of the rest of it, first to last."""
-        while not node.num_pages and node.parent is not None:
-            node = node.parent
-        parts: list[Part] = []
-        while node.parent is not None and node.digests[-1] in self._awaited:
-            start = node.num_pages - 1
-            while start and node.digests[start - 1] in self._awaited:
-                start -= 1
-            parts.append((node, start, node.num_pages))
-            if start:
-                break
-            node = node.parent
-        return parts[::-1]
-
-    def _must_stage(self, end: Node, node: Node) -> bool:
-        """Whether a node is on the device alone, and its offload is not next."""
-        host = self._tiers.host
-        is_next = end.is_queued and host.pages.num_free > host.num_reserved
-        return not (node.pending_op or node.host_pages.size or is_next)
-
-    def _upload(self, parts: list[Part]) -> None:
-        run = self._run_of(parts, np.concatenate([node.host_pages[start:end] for node, start, end in parts]))
-        op = self._ops.begin(CopyKind.UPLOAD, self._locks.lock_host(parts[-1][0]), run.pages)
-        self._uploads.append(RunOp(op.number, run))
-
-    def _stage(self, parts: list[Part]) -> None:
-        pages = np.concatenate([node.pages[start:end] for node, start, end in parts])
-        after_step = max(node.written_step for node, _, _ in parts)
-        path_lock = self._locks.lock(parts[-1][0], is_use=False)
-        run = self._run_of(parts, self._tiers.allocate_host(pages.size, num_left=0))
-        op = self._ops.begin(CopyKind.STAGE, path_lock, run.pages, pages)
-        self._stages[op.number] = run
-        self._copies.append(PageCopy(op.number, CopyKind.OFFLOAD, pages, run.pages, after_step, run))
-
-    def _run_of(self, parts: list[Part], pages: Int32Array) -> PageRun:
-        """Removes pages from those that wait, and returns their content."""
-        first, start, _ = parts[0]
-        assert first.parent is not None
-        *_, root = path(first)
-        page_bytes = self._tiers.tree.page_bytes
-        digests = [digest for node, start, end in parts for digest in node.digests[start:end]]
-        self._awaited.difference_update(digests)
-        self._num_pages += pages.size
-        return PageRun(
-            pages=pages,
-            namespace=root.digests[0],
-            parent=first.digests[start - 1] if start else first.parent.digests[-1],
-            digests=digests,
-            key=b"".join(node.key[start * page_bytes : end * page_bytes] for node, start, end in parts),
-        )
-
-
-def _leading(parts: list[Part], room: int, *, on_host: bool) -> list[Part]:
-    """Returns up to ``room`` leading pages that are all on the host, or all on the device alone."""
-    leading: list[Part] = []
-    for node, start, end in parts:
-        is_there = is_ready_on_host(node) if on_host else not (node.host_pages.size or node.pending_op)
-        if not (room and is_there):
-            break
-        end = min(end, start + room)
-        leading.append((node, start, end))
-        room -= end - start
-    return leading
-
-
-def is_ready_on_host(node: Node) -> bool:
-    """Whether host pages may follow this node: it is a root, or its host copy is filled."""
-    return node.is_root or (node.host_pages.size > 0 and not node.host_ready_op)

@@ -186,12 +186,14 @@ class TailSizes:
         snapshot_slots: Slots of snapshots, the padding slot included; 0 of a model without recurrent states and rings that a
             request reads at a boundary.
         frames_per_snapshot: Host pages that the image of a snapshot takes.
+        window: Of the widest layer with a window: a token at position p sees positions above p - window. Needed with a store.
     """
 
     window_pages: int = 0
     frames_per_page: int = 1
     snapshot_slots: int = 0
     frames_per_snapshot: int = 1
+    window: int = 1
 
 
 NO_TAILS = TailSizes()
@@ -212,6 +214,7 @@ class TailMemory:
         self.snapshots = TailPool(sizes.snapshot_slots, page_size) if sizes.snapshot_slots else None
         self.frames_per_page = sizes.frames_per_page if has_host and self.windows is not None else 0
         self.frames_per_snapshot = sizes.frames_per_snapshot if has_host and self.snapshots is not None else 0
+        self._window, self._page_size = sizes.window, page_size
 
     @property
     def is_empty(self) -> bool:
@@ -254,6 +257,11 @@ class TailMemory:
     def num_frames(self, tail: Tail) -> int:
         """Returns the frames that a tail on the device takes on the host; 0 without a host tier."""
         return tail.num_pages * self.frames_per_page + tail.slots.size * self.frames_per_snapshot
+
+    def num_frames_before(self, num_pages: int) -> int:
+        """Returns the frames that the tail at a boundary takes, behind so many pages of its prefix."""
+        first = max(0, num_pages * self._page_size - self._window + 1) // self._page_size
+        return (num_pages - first) * self.frames_per_page + self.frames_per_snapshot
 
     def num_pages_in(self, num_frames: int) -> int:
         """Returns the window pages whose images are in the frames of a tail; negative if they are not those of one."""

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from enum import Enum
 
 import numpy as np
 
 from hiserve.cache.index.eviction import TenantShares
-from hiserve.cache.index.locks import Locks, path
-from hiserve.cache.index.nodes import Node, Tail
+from hiserve.cache.index.locks import Locks
+from hiserve.cache.index.nodes import Node, Tail, is_ready_on_host
 from hiserve.cache.index.retention import RetentionEnds, RetentionQuota
-from hiserve.cache.index.store_sync import is_ready_on_host
 from hiserve.cache.index.tail_pool import TailMemory
 from hiserve.cache.index.tiers import CacheTiers
-from hiserve.cache.index.transfer_ops import TransferOp, TransferOps
+from hiserve.cache.index.transfer_ops import TransferOp, TransferOps, image_of
 from hiserve.core.plan import Int32Array
 from hiserve.core.transfers import NO_PAGES, CopyKind, PageCopy, TailImage
+
+
+class UploadedTails(Enum):
+    """Which tails a store is to have."""
+
+    NONE = "none"
+    KEPT = "kept"  # all but those that a row replaces
+    OFFLOADED = "offloaded"  # those that came to the host
 
 
 class TailTiers:
@@ -26,20 +34,26 @@ class TailTiers:
 
     Args:
         memory: Of the tails on the device.
+        uploads: Tails that a store is to have.
 
     Attributes:
+        to_upload: Those of them that were not taken yet, and the frames that each takes; closed ones may be among them.
         ends: Of the retention of tails.
         num_without_room: Frames of tails that were not offloaded because no host page could be freed.
     """
 
-    def __init__(self, tiers: CacheTiers, locks: Locks, ops: TransferOps, memory: TailMemory) -> None:
+    def __init__(
+        self, tiers: CacheTiers, locks: Locks, ops: TransferOps, memory: TailMemory, uploads: UploadedTails
+    ) -> None:
         self._tiers = tiers
         self._locks = locks
         self._ops = ops
         self._memory = memory
+        self._uploads = uploads
         self._on_device, self._on_host = tiers.device.require_tails(), tiers.host.require_tails()
         self._queue: OrderedDict[Tail, None] = OrderedDict()  # to be offloaded; the history of each was on the host
         self.ends = RetentionEnds[Tail](lambda: (tail for tail in self._all() if tail.retained_until_s))
+        self.to_upload: OrderedDict[Tail, int] = OrderedDict()
         self.num_without_room = 0
 
     # --- on the device ----------------------------------------------------------------------
@@ -51,7 +65,8 @@ class TailTiers:
         """
         node.tails = {} if node.tails is None else node.tails
         tail = node.tails.get(at)
-        if tail is None or not tail.is_open:
+        is_new = tail is None or not tail.is_open
+        if tail is None or is_new:
             tail = node.tails[at] = Tail(node, at, 0, self)
         if tail.pages is None:
             self._memory.keep(tail, pages, slots)
@@ -61,10 +76,14 @@ class TailTiers:
             self._tiers.queue_copy(node)
         self.touch(tail, self._tiers.clock)
         self.enqueue(tail)
+        if is_new and not tail.is_provisional and self._uploads is UploadedTails.KEPT:
+            self._offer(tail)
         return tail
 
     def settle(self, tail: Tail) -> None:
         """Counts as a use of an open tail, and makes a provisional one like all others, which goes to the host."""
+        if tail.is_provisional and self._uploads is UploadedTails.KEPT:
+            self._offer(tail)
         tail.is_provisional = False
         self._tiers.clock += 1
         self.touch(tail, self._tiers.clock)
@@ -167,11 +186,41 @@ class TailTiers:
         if op is not None:
             op.deferred_host_frees.append(frames)
         else:
-            self._tiers.host.num_evictable -= frames.size
-            self._tiers.free_host(frames)
+            self._tiers.host.num_evictable -= 0 if tail.is_uploading else frames.size
+            self._ops.free_host(frames)
+        tail.is_uploading = False
         if tail.pages is None:
             self._end_retention(tail)
+        self._reorder(tail)  # the device could not take it while it was on its way
         self._tiers.queue_copy(tail.node)
+
+    # --- to a store ---------------------------------------------------------------------------
+
+    def _offer(self, tail: Tail) -> None:
+        self.to_upload[tail] = self._memory.num_frames(tail) if tail.frames is None else tail.frames.size
+
+    @property
+    def num_queued(self) -> int:
+        """Tails that wait for their offload."""
+        return len(self._queue)
+
+    def is_on_its_way(self, tail: Tail) -> bool:
+        """Whether a transfer between device and host uses a tail, or its offload is to begin."""
+        return tail in self._queue or self._op_of(tail) is not None
+
+    def begin_upload(self, tail: Tail) -> TailImage:
+        """Keeps the frames of a tail that no transfer uses where they are, while an upload reads them; see ``end_upload``."""
+        assert tail.frames is not None and tail.is_host_evictable and not self._op_of(tail), "a transfer uses the tail"
+        tail.is_uploading = True
+        self._tiers.host.num_evictable -= tail.frames.size
+        return image_of(tail, tail.frames)
+
+    def end_upload(self, tail: Tail, frames: Int32Array) -> None:
+        """Lets the host evict the frames of an uploaded tail again, if they are still those that were read."""
+        if tail.is_uploading and tail.frames is frames:
+            tail.is_uploading = False
+            self._tiers.host.num_evictable += 0 if self._op_of(tail) else frames.size
+            self._reorder(tail)
 
     # --- to the host --------------------------------------------------------------------------
 
@@ -231,7 +280,7 @@ class TailTiers:
         tail.frames, tail.host_ready_op = frames, op.number
         self._tiers.host.shares.charge(tail.account, count)
         self._record_retention(tail)
-        return [PageCopy(op.number, op.kind, NO_PAGES, NO_PAGES, 0, None, pages, _image(tail, frames), slots)]
+        return [PageCopy(op.number, op.kind, NO_PAGES, NO_PAGES, 0, None, pages, image_of(tail, frames), slots)]
 
     # --- to the device --------------------------------------------------------------------------
 
@@ -263,9 +312,9 @@ class TailTiers:
         for pool, held in self._memory.held(tail):
             pool.num_pinned += held.size
         tail.device_ready_op = op.number
-        self._tiers.host.num_evictable -= tail.frames.size
+        self._tiers.host.num_evictable -= 0 if tail.is_uploading else tail.frames.size
         self._tiers.tree_epoch += 1
-        return _image(tail, tail.frames)
+        return image_of(tail, tail.frames)
 
     def last_step(self, tail: Tail) -> int:
         """Returns the last step whose forward may touch what a tail was given on the device."""
@@ -281,7 +330,7 @@ class TailTiers:
             pool.unpin(held)
         is_here = op.number in (tail.device_ready_op, tail.host_ready_op)
         num_arrived = op.num_pages - op.host_pages.size if ok and is_here else 0
-        if tail.frames is not None and (op.kind is CopyKind.LOAD or is_here):
+        if tail.frames is not None and not tail.is_uploading and (op.kind is CopyKind.LOAD or is_here):
             self._tiers.host.num_evictable += tail.frames.size
         if is_here:
             tail.device_ready_op = tail.host_ready_op = 0
@@ -295,6 +344,8 @@ class TailTiers:
             tail.leave_host()
         elif is_here:
             (self._on_device if op.kind is CopyKind.LOAD else self._on_host).add_tail(tail.digest)
+            if op.kind is CopyKind.OFFLOAD and self._uploads is UploadedTails.OFFLOADED:
+                self._offer(tail)
         self._reorder(tail)
         return num_arrived
 
@@ -311,27 +362,37 @@ class TailTiers:
             taken = tiers.host.pages.allocate(image.frames)
             assert taken is not None and (taken == image.frames).all(), f"host pages {image.frames} are not all free"
             node, at = places.get(image.digest, (None, 0))
-            is_taken = node is not None and node.tails is not None and at in node.tails
-            if node is None or is_taken or self._memory.num_pages_in(image.frames.size) < 0:
+            if node is None:
                 tiers.free_host(image.frames)
                 continue
-            tail = Tail(node, at, node.last_used, self)
-            tail.frames = image.frames
-            node.tails = {at: tail} if node.tails is None else node.tails | {at: tail}
-            self._on_host.add_tail(tail.digest)
-            tiers.host.num_evictable += image.frames.size
-            tiers.host.shares.charge(tail.account, image.frames.size)
-            tiers.host.eviction.add(tail)
-            tiers.tree_epoch += 1
-            num_recovered += image.frames.size
-            if until_s := min(image.retained_until_s, node.retained_until_s):
-                self._begin_retention(tail, until_s)
+            num_inserted = self.put_on_host(node, at, image.frames)
+            num_recovered += num_inserted
+            until_s = min(image.retained_until_s, node.retained_until_s)
+            if num_inserted and until_s and node.tails is not None:
+                self._begin_retention(node.tails[at], until_s)
         return num_recovered
+
+    def put_on_host(self, node: Node, at: int, frames: Int32Array) -> int:
+        """Gives a boundary on the host a tail that came whole from elsewhere, in frames taken for it.
+
+        Returns:
+            The frames; 0 if it has a tail there already, or they are not as many as those of a tail: they are freed then.
+        """
+        tiers, tail = self._tiers, (node.tails or {}).get(at)
+        if (tail is not None and tail.frames is not None) or self._memory.num_pages_in(frames.size) < 0:
+            tiers.free_host(frames)
+            return 0
+        if tail is None or not tail.is_open:
+            tail = Tail(node, at, node.last_used, self)
+            node.tails = {at: tail} if node.tails is None else node.tails | {at: tail}
+        tail.frames = frames
+        self._on_host.add_tail(tail.digest)
+        if not tail.pending_op:  # else at the end of the load
+            tiers.host.num_evictable += frames.size
+        tiers.host.shares.charge(tail.account, frames.size)
+        tiers.host.eviction.add(tail)
+        tiers.tree_epoch += 1
+        return frames.size
 
     def _op_of(self, tail: Tail) -> TransferOp | None:
         return next((op for op in self._ops if op.tail is tail), None)
-
-
-def _image(tail: Tail, frames: Int32Array) -> TailImage:
-    *_, root = path(tail.node)
-    return TailImage(frames=frames, namespace=root.digests[0], digest=tail.digest)

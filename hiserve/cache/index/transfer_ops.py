@@ -12,7 +12,7 @@ from hiserve.cache.index.nodes import Node, Tail, clear
 from hiserve.cache.index.reports import Tier
 from hiserve.cache.index.tiers import CacheTiers
 from hiserve.core.plan import Int32Array
-from hiserve.core.transfers import NO_PAGES, CopyKind
+from hiserve.core.transfers import NO_PAGES, CopyKind, TailImage
 
 
 @dataclass(slots=True, eq=False)
@@ -243,6 +243,12 @@ class SubtreeRemoval:
         if node.host_pages.size and not node.host_ready_op:
             host.remove(node.digests)
         self._ops.free(node)
+
+
+def image_of(tail: Tail, frames: Int32Array) -> TailImage:
+    """Returns the image of a tail in frames."""
+    *_, root = path(tail.node)
+    return TailImage(frames=frames, namespace=root.digests[0], digest=tail.digest)
 
 
 def nodes_in(op: TransferOp) -> list[Node]:

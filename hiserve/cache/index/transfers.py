@@ -9,10 +9,10 @@ import numpy as np
 
 from hiserve.cache.index.locks import Locks, PrefixLock, path
 from hiserve.cache.index.nodes import Node
-from hiserve.cache.index.store_sync import Uploads
 from hiserve.cache.index.tails import TailTiers
 from hiserve.cache.index.tiers import CacheTiers
 from hiserve.cache.index.transfer_ops import SubtreeRemoval, TransferOp, TransferOps, nodes_in
+from hiserve.cache.index.uploads import Uploads
 from hiserve.core.plan import Int32Array
 from hiserve.core.transfers import DEVICE_KINDS, NO_PAGES, CopyKind, PageCopy, PageRun
 

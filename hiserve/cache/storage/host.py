@@ -124,6 +124,14 @@ class HostPool:
         """Writes images into frames, all of whose bytes they have; see ``images`` and ``contents``."""
         self._bytes.index_copy_(0, torch.from_numpy(frames).long(), images.view(-1, self.layout.page_bytes))
 
+    def read_frames(self, frames: Int32Array) -> memoryview:
+        """Returns a copy of the bytes in frames, behind each other."""
+        return np.take(self._pages, frames, axis=0).reshape(-1).data
+
+    def write_frames(self, frames: Int32Array, content: memoryview) -> None:
+        """Writes bytes into frames, all of which they fill."""
+        self.put_images(frames, torch.frombuffer(content, dtype=torch.uint8))
+
     def begin(self, run: PageRun) -> None:
         """Declares a copy into pages that are FREE."""
         self.records.begin(run)

@@ -25,7 +25,7 @@ assert _HEADER.size == HEADER_BYTES
 
 
 class PageStore(Protocol):
-    """Pages by key, on a slow medium that may fail.
+    """Pages of history and tails by key, on a slow medium that may fail. Here a page is either.
 
     A store is a cache: it may lose any page at any time, and a failure is a miss. Methods raise only for
     mistakes of the caller. Methods may block without limit, so they are called from dedicated
@@ -44,7 +44,7 @@ class PageStore(Protocol):
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
         """Reads pages up to the first that is missing or damaged.
 
-        ``buffers`` are writable, each of exactly the page's size. Returns how many leading buffers hold their pages,
+        ``buffers`` are writable, each of exactly its page's size. Returns how many leading buffers hold their pages,
         verified; the others are undefined.
         """
 
@@ -73,6 +73,15 @@ def store_key(digest: bytes, draft_revision: int = 0) -> bytes:
         draft_revision: Of the draft head that wrote the draft part, 0 to 2**64 - 1; 0 where it is not valid.
     """
     return hashlib.sha256(b"hiserve page\0" + draft_revision.to_bytes(8, "little") + digest).digest()
+
+
+def tail_key(digest: bytes) -> bytes:
+    """Returns the key of a tail in a store: all frames of its image behind each other, so that it is there whole or not at all.
+
+    Args:
+        digest: 16 bytes. Of the page before its boundary; see ``store_key``.
+    """
+    return hashlib.sha256(b"hiserve tail\0" + digest).digest()
 
 
 def seal(key: bytes, page: memoryview) -> bytes:

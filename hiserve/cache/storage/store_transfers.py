@@ -9,10 +9,13 @@ from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
 
+import numpy as np
+
 from hiserve.cache.storage.host import HostPool
-from hiserve.cache.storage.store import PageStore, store_key
+from hiserve.cache.storage.store import PageStore, store_key, tail_key
+from hiserve.core.plan import Int32Array
 from hiserve.core.step_faults import fault_of
-from hiserve.core.transfers import STORE_LANES, CopyAck, CopyKind, PageCopy, PageRun, StoreLookup
+from hiserve.core.transfers import STORE_LANES, CopyAck, CopyKind, PageCopy, PageRun, StoreLookup, TailImage
 from hiserve.errors import InvariantError
 from hiserve.ipc.cache_stats import StoreStats
 
@@ -70,13 +73,15 @@ class StoreTransfers:
         self._fetches.put(partial(self._look_up, lookup))
 
     def start(self, copy: PageCopy) -> None:
-        """Queues a prefetch, which needs FREE pages, or an upload, which needs VALID ones; returns at once."""
-        assert copy.run is not None, f"copy {copy.op} has no run"
+        """Queues a prefetch, which needs FREE pages, or an upload, which needs VALID ones; returns at once.
+
+        An upload is of pages, or of a tail.
+        """
         if copy.kind is CopyKind.PREFETCH:
-            self._fetches.put(partial(self._prefetch, copy.op, copy.run))
+            self._fetches.put(partial(self._prefetch, copy))
         else:
             assert copy.kind is CopyKind.UPLOAD, f"copy {copy.op} is no transfer of a store"
-            self._uploads.put(partial(self._upload, copy.op, copy.run))
+            self._uploads.put(partial(self._upload, copy))
 
     def clear(self) -> None:
         """Empties the store after the uploads that have begun; returns at once."""
@@ -127,34 +132,63 @@ class StoreTransfers:
     def _look_up(self, lookup: StoreLookup) -> None:
         if self._is_closing.is_set():
             return
-        self._found.append((lookup.uid, self._store.exists([store_key(digest) for digest in lookup.digests])))
+        digests, num_here = lookup.digests, lookup.num_here
+        count = num_here + self._store.exists([store_key(digest) for digest in digests[num_here:]])
+        if lookup.needs_tail:
+            while count and not self._store.exists([tail_key(digests[count - 1])]):
+                count -= 1
+        self._found.append((lookup.uid, count))
         self._wake()
 
-    def _prefetch(self, op: int, run: PageRun) -> None:
+    def _prefetch(self, copy: PageCopy) -> None:
+        """Reads the leading pages that are there, and the tail behind them if all are, and it is whole."""
         if self._is_closing.is_set():
             return
         begin = time.perf_counter()
-        self._host.begin(run)
-        count = _count(partial(self._store.get, _keys(run), self._buffers(run)))
+        if copy.run is not None:
+            self._host.begin(copy.run)
+        if copy.image is not None:
+            self._host.begin_tail(copy.image)
+        count = _count(partial(self._get, copy))
         if self._is_closing.is_set():
             return  # the ack would not be read; a restart does not recover pages that are not VALID
+        pages = copy.all_host_pages
         if count:
-            self._host.finish(run.pages[:count])
-        self._host.free(run.pages[count:])
-        self._end(op, count, begin, "" if count == run.pages.size else NOT_DELIVERED)
+            self._host.finish(pages[:count])
+        self._host.free(pages[count:])
+        self._end(copy.op, count, begin, "" if count == pages.size else NOT_DELIVERED)
 
-    def _upload(self, op: int, run: PageRun) -> None:
-        """Uploads the leading pages that match their checksums: a damaged page must not get a valid header."""
-        begin = time.perf_counter()
-        if not self._host.wait_sealed(run.pages, self._checksum_timeout_s):
-            self._end(op, 0, begin, NO_CHECKSUM)
+    def _get(self, copy: PageCopy) -> int:
+        """Returns how many of the host pages of a prefetch were filled; the frames of its tail are the last."""
+        keys, buffers, num_pages = _keys(copy.run), self._buffers(copy.host_pages), copy.host_pages.size
+        if copy.image is None:
+            return self._store.get(keys, buffers)
+        image = np.empty(copy.image.frames.size * self._host.layout.page_bytes, dtype=np.uint8).data
+        count = self._store.get([*keys, tail_key(copy.image.digest)], [*buffers, image])
+        if count > num_pages:
+            self._host.write_frames(copy.image.frames, image)
+        return copy.num_host_pages if count > num_pages else count
+
+    def _upload(self, copy: PageCopy) -> None:
+        """Uploads the leading pages that match their checksums, or a whole tail: what is damaged must not get a valid header."""
+        begin, pages = time.perf_counter(), copy.all_host_pages
+        if not self._host.wait_sealed(pages, self._checksum_timeout_s):
+            self._end(copy.op, 0, begin, NO_CHECKSUM)
             return
-        is_intact = [self._host.verify(page) for page in run.pages.tolist()]
+        is_intact = [self._host.verify(page) for page in pages.tolist()]
         num_intact = (*is_intact, False).index(False)
         begin = time.perf_counter()
-        count = _count(partial(self._store.put, _keys(run)[:num_intact], self._buffers(run)[:num_intact]))
-        self._end(op, count, begin, REFUSED if count < num_intact else "" if num_intact == run.pages.size else GARBLED)
+        if copy.image is None:
+            count = _count(partial(self._store.put, _keys(copy.run)[:num_intact], self._buffers(pages[:num_intact])))
+        else:
+            num_intact = num_intact if num_intact == pages.size else 0
+            count = num_intact and pages.size * _count(partial(self._put_tail, copy.image))
+        reason = REFUSED if count < num_intact else "" if num_intact == pages.size else GARBLED
+        self._end(copy.op, count, begin, reason)
         self._is_closing.wait(count * self._upload_s_per_page)
+
+    def _put_tail(self, image: TailImage) -> int:
+        return self._store.put([tail_key(image.digest)], [self._host.read_frames(image.frames)])
 
     def _clear(self) -> None:
         self._store.clear()
@@ -164,8 +198,8 @@ class StoreTransfers:
         self._acks.append(CopyAck(op, reason, num_bytes, time.perf_counter() - begin, count))
         self._wake()
 
-    def _buffers(self, run: PageRun) -> list[memoryview]:
-        return [self._host.buffer(page) for page in run.pages.tolist()]
+    def _buffers(self, pages: Int32Array) -> list[memoryview]:
+        return [self._host.buffer(page) for page in pages.tolist()]
 
 
 def _count(call: Callable[[], int]) -> int:
@@ -178,5 +212,5 @@ def _count(call: Callable[[], int]) -> int:
         return 0
 
 
-def _keys(run: PageRun) -> list[bytes]:
-    return [store_key(digest, run.draft_revision) for digest in run.digests]
+def _keys(run: PageRun | None) -> list[bytes]:
+    return [] if run is None else [store_key(digest, run.draft_revision) for digest in run.digests]

@@ -1,6 +1,6 @@
 """Copies between tiers: loads, offloads, prefetches, uploads."""
 
-from hiserve.cache.index import eviction, locks, prefixes, radix, store_sync, tiers, transfer_ops, transfers
+from hiserve.cache.index import eviction, locks, prefixes, radix, store_sync, tiers, transfer_ops, transfers, uploads
 from hiserve.cache.storage import page_streams, transfer
 from hiserve.engine import cache_counters, rows, tier_transfers
 from tests.invariants import test_reported_bugs_costs, test_reported_bugs_index, test_reported_bugs_streams, test_tier_machine
@@ -102,7 +102,7 @@ with tiers.CacheTiers.put_on_device, test_tiers.test_events_tell_what_each_tier_
     "INV 33: an event announces a load before it has arrived"
     not ready_op
     True
-with store_sync.Uploads._must_stage, test_uploads.test_a_full_host_is_passed_by:
+with uploads.Uploads._must_stage, test_uploads.test_a_full_host_is_passed_by:
     "uploads stop when the host is full"
     not (node.pending_op or node.host_pages.size or is_next)
     False

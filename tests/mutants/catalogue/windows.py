@@ -71,7 +71,7 @@ with tails.TailTiers._reorder, test_tails.test_match_knows_the_deepest_resume_po
     pass
 with nodes.Tail.is_host_evictable, test_tails.test_match_knows_the_deepest_resume_point_of_each_tier:
     "the host evicts frames that a copy reads or writes"
-    self.frames is not None and (not self.pending_op)
+    self.frames is not None and (not (self.pending_op or self.is_uploading))
     self.frames is not None
 with tails.TailTiers.assign_account, test_tail_shares.test_an_account_is_charged_for_adopted_tails_wherever_they_are:
     "adopted tails have no place in the order of their account"
@@ -142,17 +142,17 @@ with tails.TailTiers.touch, test_tail_shares.test_a_tail_has_the_priority_of_the
     "a tail keeps the priority of its first request"
     tail.last_used, tail.priority = last_used, tail.node.priority
     tail.last_used = last_used
-with tails.TailTiers.recover, test_tails.test_tails_of_a_former_process_are_adopted_whole_and_once:
+with tails.TailTiers.put_on_host, test_tails.test_tails_of_a_former_process_are_adopted_whole_and_once:
     "INV H11: nobody is told of adopted resume points"
     self._on_host.add_tail(tail.digest)
     pass
-with tails.TailTiers.recover, test_tails.test_a_node_adopts_the_tails_of_all_its_boundaries:
+with tails.TailTiers.put_on_host, test_tails.test_a_node_adopts_the_tails_of_all_its_boundaries:
     "of two adopted tails of a node the last one alone is found, and the frames of the other are lost"
     node.tails | {at: tail}
     {at: tail}
 with tails.TailTiers.recover, test_tail_shares.test_an_adopted_tail_is_charged_and_retained_as_its_history_is:
     "INV 77: the next process forgets the retention of tails"
-    self._begin_retention(tail, until_s)
+    self._begin_retention(node.tails[at], until_s)
     pass
 with nodes.Tail.assign_account, test_tail_shares.test_an_adopted_tail_is_charged_and_retained_as_its_history_is:
     "INV 70: an adopted tail counts for nobody"
@@ -314,10 +314,10 @@ with transfers.Transfers.begin_load, test_tails.test_a_load_waits_for_the_last_f
     "INV 26: a load does not wait for the forwards that may touch its window pages"
     max(after_step, self._tails.last_step(tail))
     after_step
-with tails.TailTiers.recover, test_tails.test_tails_of_a_former_process_are_adopted_whole_and_once:
+with tails.TailTiers.put_on_host, test_tails.test_tails_of_a_former_process_are_adopted_whole_and_once:
     "INV H10: a part of a window page is adopted"
-    node is None or is_taken or self._memory.num_pages_in(image.frames.size) < 0
-    node is None or is_taken
+    self._memory.num_pages_in(frames.size) < 0
+    False
 with records.Records.recover, test_tail_records.test_a_tail_is_recovered_whole_and_behind_its_history:
     "INV H10: the records of adopted frames are free"
     kept[tail.frames] = True

@@ -98,8 +98,8 @@ with rows.RowState.release, test_reported_bugs_life.test_tc_42_a_request_aborted
     pass
 with store_sync.StoreSync.end_prefetch, test_reported_bugs_life.test_tc_43_prefetches_without_end_keep_no_memory:
     "TC-43: ended prefetches are kept in memory"
-    self._runs.pop(number)
-    self._runs[number]
+    self._begun.pop(number)
+    self._begun[number]
 with store_prefetch.StorePrefetcher.is_awaited, test_store_prefetch.test_tc_44_a_request_is_let_go_by_its_deadline_whatever_the_store_does:
     "TC-44: a request waits for the store without end"
     self._clock() - wanted.since < self._max_wait_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hiserve.cache.index import store_sync as uploads
+from hiserve.cache.index import uploads
 from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache, RunOp, Tier
 from hiserve.core.transfers import CopyKind, PageCopy
 from tests.helpers.tiers import (

@@ -13,7 +13,6 @@ from hiserve.core.machine import GIB, Machine
 from hiserve.core.resolve import Resolved, resolve
 from hiserve.core.window_pool import LEAST_SLOTS, MOST_SHARE, NO_WINDOW_POOL, TAIL_TOKENS, WindowPool
 from hiserve.core.windows import WindowLimits
-from hiserve.errors import ConfigError
 from tests.helpers.model_facts import LARGE
 from tests.helpers.settings import make_options
 
@@ -62,9 +61,9 @@ def test_drafts_lengthen_the_rings_of_rows() -> None:
     assert drafts["states of requests"] == 6 * plain["states of requests"]
 
 
-def test_a_store_is_refused_and_the_message_says_what_to_do() -> None:
-    with pytest.raises(ConfigError, match=r"snapshots of its states, which do not go to a store\. Leave out --store"):
-        planned(10 * MIB, store="file:/tmp/x")
+def test_with_a_store_there_are_as_many_slots_as_without() -> None:
+    plain, stored = (planned(10 * MIB, **options).settings.cache for options in ({}, {"store": "file:/tmp/x"}))
+    assert stored.snapshot_slots == plain.snapshot_slots > 0
 
 
 def test_windows_and_snapshots_share_as_a_tail_does() -> None:

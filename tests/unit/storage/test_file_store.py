@@ -157,6 +157,17 @@ def test_a_page_larger_than_the_cap_is_refused_and_evicts_nothing(tmp_path: Path
     assert (store.stats().num_refused, store.stats().num_evicted) == (1, 0)
 
 
+def test_a_tail_counts_by_its_bytes_and_goes_before_the_history_that_is_read_with_it(tmp_path: Path) -> None:
+    tail = blanks(1, 3 * PAGE_BYTES)
+    store = FileStore(tmp_path, 4 * FILE_BYTES + (FILE_BYTES + 2 * PAGE_BYTES))
+    store.put(KEYS[4:5], tail)
+    store.put(KEYS[:4], pages(KEYS[:4]))
+    assert store.stats().num_evicted == 0
+    assert store.get(KEYS[:5], [*blanks(4), *tail]) == 5
+    store.put(OTHERS[:1], pages(OTHERS[:1]))
+    assert (store.exists(KEYS[4:5]), store.exists(KEYS[:4]), store.stats().num_evicted) == (0, 4, 1)
+
+
 def test_a_cap_that_was_lowered_is_kept_at_the_next_write(tmp_path: Path) -> None:
     FileStore(tmp_path, PLENTY).put(KEYS, pages(KEYS))
     store = FileStore(tmp_path, 5 * FILE_BYTES)

@@ -15,7 +15,7 @@ from hiserve.cache.storage.segment import PageLayout, Segment
 from hiserve.cache.storage.store import PageStore, store_key
 from hiserve.cache.storage.store_transfers import GARBLED, NO_CHECKSUM, NOT_DELIVERED, REFUSED, StoreTransfers
 from hiserve.core.kv_groups import CacheGroupSpec
-from hiserve.core.transfers import CopyAck, CopyKind, PageCopy, PageRun, StoreLookup
+from hiserve.core.transfers import CopyAck, CopyKind, PageCopy, PageRun, StoreLookup, TailImage
 from hiserve.errors import InvariantError
 from tests.helpers.host import PAGE_SIZE, content, make_layout, make_run
 from tests.helpers.sim_store import Fault, SimStore, Step
@@ -303,3 +303,97 @@ def test_a_thread_that_fails_is_heard_of(make: Callable[..., StoreTransfers]) ->
     transfers.look_up(StoreLookup(1, RUN.digests))
     with pytest.raises(InvariantError, match="keeps no promise"):
         next_ack(transfers)
+
+
+FRAMES = np.array([5, 11], dtype=np.int32)
+TAIL = TailImage(FRAMES, RUN.namespace, RUN.digests[-1])
+
+
+def write_tail(host: HostPool, image: TailImage) -> bytes:
+    """Fills the frames of a tail; returns their bytes."""
+    host.begin_tail(image)
+    for frame in image.frames.tolist():
+        host.buffer(frame)[:] = content(bytes([frame]), PAGE_BYTES).data
+    host.finish(image.frames)
+    return b"".join(bytes(host.buffer(frame)) for frame in image.frames.tolist())
+
+
+def copy_of_tail(kind: CopyKind, run: PageRun | None = None, frames: Sequence[int] = FRAMES) -> PageCopy:
+    image = TailImage(np.array(frames, dtype=np.int32), TAIL.namespace, TAIL.digest)
+    return PageCopy(7, kind, NOTHING, NOTHING if run is None else run.pages, 0, run, image=image)
+
+
+@pytest.fixture
+def stored(host: HostPool) -> tuple[SimStore, bytes]:
+    """A store with the pages and the tail behind them, and the bytes of this."""
+    store, image = filled_store(RUN), write_tail(host, TAIL)
+    transfers = StoreTransfers(store, host, **DEFAULTS)
+    transfers.start(copy_of_tail(CopyKind.UPLOAD))
+    ack = next_ack(transfers)
+    assert (ack.op, ack.reason, ack.num_pages, ack.num_bytes) == (7, "", 2, 2 * PAGE_BYTES)
+    store.close = lambda: None  # type: ignore[method-assign]
+    transfers.close()
+    assert store.stats().num_pages == len(RUN.digests) + 1
+    return store, image
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_tail_comes_with_the_history_before_it(
+    is_alone: bool, host: HostPool, make: Callable[..., StoreTransfers], stored: tuple[SimStore, bytes]
+) -> None:
+    store, image = stored
+    transfers = make(store)
+    transfers.start(copy_of_tail(CopyKind.PREFETCH, None if is_alone else RUN, (8, 2)))
+    ack = next_ack(transfers)
+    assert (ack.reason, ack.num_pages) == ("", 2 if is_alone else 5)
+    assert states(host) == [PageState.FREE if is_alone else PageState.VALID] * 3
+    assert [host.records.state(frame) for frame in (8, 2)] == [PageState.VALID] * 2
+    assert bytes(host.buffer(8)) + bytes(host.buffer(2)) == image
+    assert host.records.digest(8) == TAIL.digest
+
+
+@pytest.mark.parametrize(
+    ("step", "num_pages"),
+    [(Step(Fault.LIE, after=3), 3), (Step(Fault.FAIL, after=3), 3), (Step(Fault.LIE, after=1), 1)],
+)
+def test_a_tail_that_is_damaged_or_whose_history_is_does_not_come(
+    step: Step, num_pages: int, host: HostPool, make: Callable[..., StoreTransfers], stored: tuple[SimStore, bytes]
+) -> None:
+    store, _ = stored
+    store._script = iter([step])
+    transfers = make(store)
+    transfers.start(copy_of_tail(CopyKind.PREFETCH, RUN, (8, 2)))
+    ack = next_ack(transfers)
+    assert (ack.reason, ack.num_pages) == (NOT_DELIVERED, num_pages)
+    assert [host.records.state(frame) for frame in (8, 2)] == [PageState.FREE] * 2
+
+
+def test_a_tail_of_which_a_frame_changed_is_not_stored(host: HostPool, make: Callable[..., StoreTransfers]) -> None:
+    store = SimStore()
+    write_tail(host, TAIL)
+    assert host.wait_checksums(TIMEOUT_S)
+    host.buffer(11)[0] ^= 1
+    transfers = make(store)
+    transfers.start(copy_of_tail(CopyKind.UPLOAD))
+    ack = next_ack(transfers)
+    assert (ack.reason, ack.num_pages) == (GARBLED, 0) and store.stats().num_pages == 0
+
+
+@pytest.mark.parametrize(
+    ("num_here", "missing", "found"), [(0, (), 3), (0, (1,), 0), (2, (0, 1), 3), (3, (0, 1, 2), 3)]
+)
+def test_a_lookup_ends_at_the_deepest_tail_behind_pages_that_are_here_or_there(
+    num_here: int,
+    missing: tuple[int, ...],
+    found: int,
+    make: Callable[..., StoreTransfers],
+    stored: tuple[SimStore, bytes],
+) -> None:
+    store, _ = stored
+    for at in missing:
+        del store._pages[store_key(RUN.digests[at])]
+    more = make_run([1, 2, 5, 6, 7], [1, 2, 3, 4, 5])
+    store.put([store_key(more.digests[3])], [memoryview(bytearray(PAGE_BYTES))])
+    transfers = make(store)
+    transfers.look_up(StoreLookup(7, more.digests, num_here, needs_tail=True))
+    assert next_found(transfers) == (7, found)

@@ -1,0 +1,68 @@
+"""Tails in stores: uploaded and fetched whole."""
+
+from hiserve.cache.index import prefixes, store_sync, tail_uploads, tails
+from hiserve.cache.storage import store_transfers
+from hiserve.engine import store_prefetch
+from tests.e2e import test_store_tails
+from tests.invariants import test_stored_tails, test_tails
+from tests.unit.engine import test_tail_prefetch
+from tests.unit.storage import test_store_transfers
+
+with tail_uploads.TailUploads._may_begin, test_stored_tails.test_resume_points_go_to_a_store_and_come_back_whole:
+    "INV H10: a tail is uploaded before its history"
+    self._uploads.is_awaited(tail.digest)
+    False
+with (
+    tail_uploads.TailUploads._must_stage,
+    test_store_tails.test_a_server_resumes_at_the_deepest_point_that_the_one_before_it_stored["a host of a few tails"],
+):
+    "a full host keeps tails from the store"
+    count <= host.pages.num_free + host.num_evictable and self._memory.has_spare(tail)
+    False
+with tail_uploads.TailUploads.end, test_stored_tails.test_resume_points_go_to_a_store_and_come_back_whole:
+    "the window pages and the slot of a staged tail stay taken"
+    pool.unpin(held)
+    pass
+with tails.TailTiers.begin_upload, test_stored_tails.test_resume_points_go_to_a_store_and_come_back_whole:
+    "the host counts on frames that an upload reads"
+    self._tiers.host.num_evictable -= tail.frames.size
+    pass
+with tails.TailTiers.leave_host, test_stored_tails.test_resume_points_go_to_a_store_and_come_back_whole:
+    "frames that an upload reads are given to others"
+    self._ops.free_host(frames)
+    self._tiers.free_host(frames)
+with store_sync.StoreSync.end_prefetch, test_stored_tails.test_resume_points_go_to_a_store_and_come_back_whole:
+    "INV H10: a tail is found that did not arrive"
+    image is not None and num_pages == op.num_pages
+    image is not None
+with prefixes.Prefixes.missing, test_stored_tails.test_resume_points_go_to_a_store_and_come_back_whole:
+    "a store is asked for pages of another prefix where the cached history goes on behind the resume point"
+    _before(match._node, match._num_beyond)
+    (match._node, match._num_beyond)
+with store_transfers.StoreTransfers._get, test_store_transfers.test_a_tail_that_is_damaged_or_whose_history_is_does_not_come:
+    "INV H10: a damaged tail is taken from a store"
+    copy.num_host_pages if count > num_pages else count
+    copy.num_host_pages if count >= num_pages else count
+with store_transfers.StoreTransfers._upload, test_store_transfers.test_a_tail_of_which_a_frame_changed_is_not_stored:
+    "a damaged tail gets a valid header in the store"
+    num_intact if num_intact == pages.size else 0
+    num_intact
+with (
+    store_transfers.StoreTransfers._look_up,
+    test_store_transfers.test_a_lookup_ends_at_the_deepest_tail_behind_pages_that_are_here_or_there,
+):
+    "a lookup tells of pages without a tail"
+    lookup.needs_tail
+    False
+with store_prefetch.StorePrefetcher._num_in_time, test_tail_prefetch.test_a_resume_point_that_cannot_be_in_time_as_a_whole_is_not_begun:
+    "a part of a resume point is fetched, which is of no use"
+    num_pages * page_size if has_tail else page_size
+    page_size
+with store_prefetch.StorePrefetcher._part, test_tail_prefetch.test_history_comes_in_pieces_and_the_tail_with_the_last:
+    "a tail comes before its history"
+    (num_pages, wanted.end) if num_pages <= MAX_PAGES else (MAX_PAGES, 0)
+    (num_pages, wanted.end)
+with tails.TailTiers.leave_host, test_tails.test_a_tail_whose_offload_lost_its_place_makes_room_for_rows:
+    "a tail whose offload lost its place on the host is never evicted from the device"
+    self._reorder(tail)
+    pass

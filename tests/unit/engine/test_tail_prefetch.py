@@ -1,0 +1,139 @@
+"""Requests that wait for a resume point from a store: history and tail come whole, or the wait ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from hiserve.cache.index.prefix_cache import TailSizes
+from hiserve.core.transfers import CopyKind, StoreLookup
+from hiserve.engine.store_prefetch import MAX_PAGES
+from tests.helpers.tiers import PAGE_SIZE, TENANT, prompt
+from tests.unit.engine.store_desk import TIMEOUT_S, Desk
+
+WINDOW_PAGES, FRAMES = 2, 3
+NUM_FRAMES = WINDOW_PAGES * FRAMES
+LONG = range(1, MAX_PAGES + 11)
+
+
+def desk_of(**options: int) -> Desk:
+    """A tail of two window pages takes six frames."""
+    sizes = TailSizes(window_pages=40, frames_per_page=FRAMES, window=WINDOW_PAGES * PAGE_SIZE)
+    return Desk(tails=sizes, **options)
+
+
+def resumable(desk: Desk, *pages: int) -> int:
+    match = desk.cache.match(TENANT, prompt(*pages))
+    return (match.num_tokens + match.num_host_tokens) // PAGE_SIZE
+
+
+def test_history_comes_in_pieces_and_the_tail_with_the_last() -> None:
+    desk = desk_of(num_host_pages=400)
+    desk.fetch(1, *LONG)
+    (first,) = desk.copies.values()
+    assert (first.host_pages.size, first.image) == (MAX_PAGES, None)
+    desk.end()
+    assert desk.is_awaited(1) and resumable(desk, *LONG) == 0
+    desk.send()
+    (last,) = desk.copies.values()
+    assert last.kind is CopyKind.PREFETCH and last.host_pages.size == 10 and last.image is not None
+    assert last.image.frames.size == NUM_FRAMES and last.run is not None and last.image.digest == last.run.digests[-1]
+    desk.end()
+    desk.send()
+    assert not desk.is_awaited(1) and resumable(desk, *LONG) == len(LONG)
+    assert desk.prefetcher.num_stored_tokens(1) == len(LONG) * PAGE_SIZE
+    assert desk.cache_counters.stats().prefetches.num_fulfilled == len(LONG) + NUM_FRAMES
+    desk.prefetcher.drop(1)
+    desk.check()
+
+
+def test_a_tail_that_does_not_arrive_ends_the_wait_and_comes_alone_for_another() -> None:
+    desk = desk_of()
+    desk.fetch(1, 5, 6, 7)
+    desk.end(num_pages=3)
+    desk.send()
+    assert not desk.is_awaited(1) and resumable(desk, 5, 6, 7) == 0 and not desk.copies
+    assert desk.unfulfilled()["not_delivered"] == NUM_FRAMES
+    for uid in (2, 3):
+        desk.add(uid, 5, 6, 7)
+    lookups, _ = desk.prefetcher.take()
+    assert [(each.num_here, each.needs_tail, len(each.digests)) for each in lookups] == [(3, True, 3)] * 2
+    for uid in (2, 3):
+        desk.answer(uid, 3)
+    desk.send()
+    (copy,) = desk.copies.values()  # of both
+    assert copy.run is None and copy.image is not None and copy.num_host_pages == NUM_FRAMES
+    assert copy.image.digest == lookups[0].digests[-1]
+    desk.end()
+    desk.send()
+    assert resumable(desk, 5, 6, 7) == 3 and not desk.is_awaited(2) and not desk.is_awaited(3)
+    for uid in (1, 2, 3):
+        desk.prefetcher.drop(uid)
+    desk.check()
+
+
+def test_a_resume_point_before_the_end_of_what_is_here_is_fetched() -> None:
+    desk = desk_of()
+    desk.fetch(1, 5, 6, 7)
+    desk.end(num_pages=3)
+    desk.fetch(2, 5, 6)
+    desk.add(3, 5, 6, 7, 8)
+    desk.send()
+    desk.answer(3, 2)
+    desk.send()
+    (copy,) = desk.copies.values()
+    assert copy.run is None
+    desk.end()
+    desk.send()
+    assert resumable(desk, 5, 6, 7, 8) == 2 and not desk.is_awaited(3)
+    for uid in (1, 2, 3):
+        desk.prefetcher.drop(uid)
+    desk.check()
+
+
+@pytest.mark.parametrize(("fetch_s", "is_begun"), [(0.9 * TIMEOUT_S / 9, True), (1.1 * TIMEOUT_S / 9, False)])
+def test_a_resume_point_that_cannot_be_in_time_as_a_whole_is_not_begun(fetch_s: float, is_begun: bool) -> None:
+    desk = desk_of()
+    desk.measure(fetch_s=fetch_s, prefill_s=1e3)
+    desk.fetch(1, 5, 6, 7)
+    assert bool(desk.copies) == is_begun == desk.is_awaited(1)
+    if is_begun:
+        desk.end()
+    else:
+        assert desk.unfulfilled() == {"too_late": 3 + NUM_FRAMES}
+    desk.prefetcher.drop(1)
+    desk.check()
+
+
+@pytest.mark.parametrize(("prefill_s", "is_begun"), [(2.9, False), (3.1, True)])
+def test_the_bytes_of_a_tail_weigh_against_the_tokens_that_it_saves(prefill_s: float, is_begun: bool) -> None:
+    """Three pages of tokens take as long to compute as nine to fetch, or they are computed."""
+    desk = desk_of()
+    desk.measure(fetch_s=1e-3, prefill_s=prefill_s * 1e-3)
+    desk.fetch(1, 5, 6, 7)
+    assert bool(desk.copies) == is_begun
+    if is_begun:
+        desk.end()
+    else:
+        assert desk.unfulfilled() == {"not_worth_loading": 3 + NUM_FRAMES}
+    desk.prefetcher.drop(1)
+    desk.check()
+
+
+def test_a_resume_point_that_is_too_large_for_the_host_is_not_begun() -> None:
+    desk = desk_of(num_host_pages=9)
+    desk.fetch(1, 5, 6, 7)
+    desk.now_s += 0.1
+    assert not desk.copies and not desk.is_awaited(1) and desk.unfulfilled() == {"host_full": 3 + NUM_FRAMES}
+    desk.prefetcher.drop(1)
+    desk.check()
+
+
+def test_what_a_lookup_asks_says_what_is_here() -> None:
+    desk = desk_of()
+    desk.add(1, 5, 6, 7)
+    ((lookup,), _) = desk.prefetcher.take()
+    assert isinstance(lookup, StoreLookup) and (lookup.num_here, lookup.needs_tail) == (0, True)
+    desk.answer(1, 0)
+    assert not desk.is_awaited(1)
+    desk.prefetcher.drop(1)
+    desk.check()
