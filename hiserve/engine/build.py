@@ -127,9 +127,7 @@ def _compose(
         runners = prepare_runners(
             settings, model, model_config, draft, pool, rows, proposer, None if waits_for_compilers else serving.is_set
         )
-        controller = _controller(
-            settings, runners, rows, measurements, model_config.vocab_size, has_head=head is not None
-        )
+        controller = _controller(settings, runners, rows, measurements, model_config, has_head=head is not None)
         serving.set()
     depth = _depth(settings, runners)
     facts = EngineFacts(
@@ -227,7 +225,7 @@ def _controller(
     runners: Dispatch,
     rows: DeviceRows,
     measurements: StartupMeasurements,
-    vocab_size: int,
+    model: ModelConfig,
     *,
     has_head: bool,
 ) -> DraftController | None:
@@ -239,7 +237,7 @@ def _controller(
     costs = measurements.draft_costs
     if costs is None:
         with torch.inference_mode():
-            costs = DraftTimer(runners, rows, vocab_size).measure(tiers, settings.scheduler.max_running_requests)
+            costs = DraftTimer(runners, rows, model.vocab_size).measure(tiers, settings.scheduler.max_running_requests)
     return DraftController(costs, warm_steps)
 
 

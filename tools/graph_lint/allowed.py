@@ -75,6 +75,8 @@ ALLOWED = (
     Allowed("runners/device_rows.py", "DeviceRows.warm_up", "allocation", _AT_START),
     Allowed("runners/step_output.py", "_positions", "allocation", _CACHED),
     Allowed("engine/draft_costs.py", "DraftTimer._now", "synchronize", _AT_START),
+    Allowed("engine/draft_costs.py", "DraftTimer._once", "int(tensor)", _AT_START),
+    Allowed("engine/draft_costs.py", "DraftTimer._once", "tensor of values", _AT_START),
     Allowed("engine/executor.py", "Executor._finish", ".numpy()", _ON_CPU),
     Allowed("engine/executor.py", "Executor._finish", "allocation", _PINNED),
     Allowed(
