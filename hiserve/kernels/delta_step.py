@@ -72,6 +72,13 @@ def advance(
     )
 
 
+@triton.jit
+def ends_of(number, state_len, end, slot, state_ends, snap_at):  # type: ignore[no-untyped-def]
+    """Returns the end of a row's certain tokens, and where its snapshot is taken: behind its end without one."""
+    state_end, boundary = tl.load(state_ends + number).to(tl.int32), tl.load(snap_at + number).to(tl.int32)
+    return state_end, tl.where((slot > 0) & (boundary > state_len) & (boundary <= state_end), boundary, end + 1)
+
+
 @triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
 def _advance(  # type: ignore[no-untyped-def]
     heads,
@@ -115,8 +122,7 @@ def _advance(  # type: ignore[no-untyped-def]
     store_nothing(out, indptr, until, head, value, SIZES)
     if start < end:
         slot, first = tl.load(snap_slots + number), begin.to(tl.int64) - start
-        state_end, boundary = tl.load(state_ends + number).to(tl.int32), tl.load(snap_at + number).to(tl.int32)
-        boundary = tl.where((slot > 0) & (boundary > state_len) & (boundary <= state_end), boundary, end + 1)
+        state_end, boundary = ends_of(number, state_len, end, slot, state_ends, snap_at)
         keys: tl.constexpr = SIZES.num_key_heads * SIZES.key_dim
         v_channel = 2 * keys + head * SIZES.value_dim + value
         q_channel = head // (SIZES.num_value_heads // SIZES.num_key_heads) * SIZES.key_dim + key
@@ -134,8 +140,7 @@ def _advance(  # type: ignore[no-untyped-def]
             if t + 1 == state_end:
                 tl.store(state + part, total)
             if t + 1 == boundary:
-                tl.store(
-                    snap_state + (slot - row) * (SIZES.num_value_heads * SIZES.key_dim * SIZES.value_dim) + part, total
-                )
+                behind = (slot - row) * (SIZES.num_value_heads * SIZES.key_dim * SIZES.value_dim)
+                tl.store(snap_state + behind + part, total)
         given = (mixed, gates, mixed_stride, gates_stride, first)
         store_inputs(ring, row, snap_ring, slot, boundary, given, start, end, SIZES, BLOCK)
