@@ -8,8 +8,6 @@ without a block end at once. There are no atomic additions: results are bitwise 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -17,38 +15,12 @@ from torch import Tensor
 
 from hiserve.core.activation import SILU, Activation
 from hiserve.kernels import reference
-from hiserve.kernels.activate import activate
+from hiserve.kernels.expert_products import multiply, tiles_for
 from hiserve.kernels.few_experts import MAX_TOKENS, mix_few
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 
 _SCANS = ((1024, 4), (8192, 8))  # pairs at a time and warps: for few pairs, for many
 _SUM_BLOCK = 512
-
-
-@dataclass(frozen=True, slots=True)
-class _Tile:
-    """Tile of a program of a product by experts."""
-
-    rows: int  # pairs of a token and an expert
-    columns: int  # rows of the expert's weights
-    depth: int  # elements of a row at a time
-    warps: int  # of 32 threads
-    stages: int  # loads in flight
-
-
-# Of the product with gate and up, which has two sums for each column, and of the other; ascending rows of the first.
-# The fastest of eleven on an H200, for experts of Qwen3-30B-A3B.
-_TILES = (
-    (
-        _Tile(rows=16, columns=32, depth=128, warps=4, stages=4),
-        _Tile(rows=16, columns=32, depth=128, warps=4, stages=4),
-    ),
-    (_Tile(rows=64, columns=64, depth=64, warps=4, stages=4), _Tile(rows=64, columns=64, depth=64, warps=4, stages=4)),
-    (
-        _Tile(rows=128, columns=128, depth=64, warps=8, stages=3),
-        _Tile(rows=128, columns=128, depth=64, warps=8, stages=3),
-    ),
-)
 
 
 def route(logits: Tensor, num_per_token: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
@@ -131,41 +103,14 @@ def mix_experts(
     assert shared is None or (gate_up_bias is None and shared[1].shape == down.shape[1:]), "another shape"
     if 1 <= x.shape[0] <= MAX_TOKENS:
         return mix_few(x, shares, chosen, gate_up, down, (gate_up_bias, down_bias), shared, activation)
-    num_experts, num_chosen, num_all = gate_up.shape[0], chosen.numel(), gate_up.shape[0] + (shared is not None)
+    num_experts, num_chosen = gate_up.shape[0], chosen.numel()
     num_pairs = num_chosen + (0 if shared is None else x.shape[0])
     order, ends = _group(chosen, num_experts, num_pairs)
     activated, made = (x.new_empty((num_pairs, width)) for width in (down.shape[2], x.shape[1]))
     shared_gate_up, shared_down = (None, None) if shared is None else shared
-    products = (
-        (x, gate_up, shared_gate_up, gate_up_bias, activated, activation),
-        (activated, down, shared_down, down_bias, made, None),
-    )
-    tiles = _tiles_for(num_chosen, num_experts)
-    for (source, weight, also, bias, out, gate), tile in zip(products, tiles, strict=True):
-        # Every block has a pair, and only an expert's last block may be partly filled.
-        max_blocks = min(num_pairs, num_pairs // tile.rows + num_all)
-        _product_kernel[(max_blocks * triton.cdiv(out.shape[1], tile.columns),)](
-            source,
-            weight,
-            also,
-            bias,
-            order,
-            ends,
-            out,
-            num_all,
-            num_chosen,
-            out.shape[1],
-            source.shape[1],
-            chosen.shape[1],
-            EXPERTS=triton.next_power_of_2(num_all),
-            ACTIVATION=gate,
-            ROWS=tile.rows,
-            COLUMNS=tile.columns,
-            DEPTH=tile.depth,
-            IS_EVEN=source.shape[1] % tile.depth == 0,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+    tiles = tiles_for(num_chosen, num_experts)
+    multiply(x, gate_up, shared_gate_up, gate_up_bias, order, ends, activated, chosen, activation, tiles[0])
+    multiply(activated, down, shared_down, down_bias, order, ends, made, chosen, None, tiles[1])
     return _sum(made, shares, has_shared=shared is not None)
 
 
@@ -186,12 +131,6 @@ def _sum(made: Tensor, shares: Tensor, *, has_shared: bool) -> Tensor:
         **early_launch(made.device),
     )
     return out
-
-
-def _tiles_for(num_pairs: int, num_experts: int) -> tuple[_Tile, _Tile]:
-    """Returns the tallest tiles of which an expert's share of the pairs fills half, or else the lowest."""
-    filled = [tiles for tiles in _TILES if 2 * num_pairs >= tiles[0].rows * num_experts]
-    return filled[-1] if filled else _TILES[0]
 
 
 def _group(chosen: Tensor, num_experts: int, num_pairs: int) -> tuple[Tensor, Tensor]:
@@ -249,107 +188,6 @@ def _group_kernel(  # type: ignore[no-untyped-def]
         tl.store(order + end + rank - 1, pair, mask=is_mine)
         end += tl.sum(is_mine.to(tl.int32), 0)
     tl.store(ends + expert, end)
-
-
-@triton.jit(do_not_specialize=["num_per_token", "num_experts", "num_chosen"])  # type: ignore[untyped-decorator]
-def _product_kernel(  # type: ignore[no-untyped-def]
-    source,
-    weight,
-    shared,
-    bias,
-    order,
-    ends,
-    out,
-    num_experts,
-    num_chosen,
-    num_columns,
-    depth,
-    num_per_token,
-    EXPERTS: tl.constexpr,  # noqa: N803
-    ACTIVATION: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
-    DEPTH: tl.constexpr,  # noqa: N803
-    IS_EVEN: tl.constexpr,  # noqa: N803
-):
-    """Each program multiplies a block of an expert's rows with a block of its weights.
-
-    With an activation rows are those of the pairs' tokens, weights are those of gate and up, and results are in the
-    order of experts. Without, rows are in the order of experts and results in the order of pairs. The weights of the
-    last expert are ``shared``, if given; its pairs, from ``num_chosen`` on, are as many as tokens.
-
-    What lies behind the last row or column is read in place of nothing and stored nowhere, so that loads have no mask;
-    of a row's elements, where blocks of them do not fill it, those behind its end are masked.
-    """
-    IS_GATED: tl.constexpr = ACTIVATION is not None  # noqa: N806
-    block = tl.program_id(0) // tl.cdiv(num_columns, COLUMNS)
-    expert, start, end, num_blocks = _find_block(ends, num_experts, block, EXPERTS, ROWS)
-    if block >= num_blocks:
-        return
-    row = start + tl.arange(0, ROWS)
-    is_row = row < end
-    pair = tl.load(order + tl.minimum(row, end - 1))
-    column = tl.program_id(0) % tl.cdiv(num_columns, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
-    is_column = column < num_columns
-    element = tl.arange(0, DEPTH)
-    read = pair // num_per_token if IS_GATED else tl.minimum(row, end - 1)
-    if shared is not None and IS_GATED:
-        read = tl.where(pair < num_chosen, read, pair - num_chosen)
-    rows = source + read.to(tl.int64)[:, None] * depth + element[None, :]
-    matrix_rows = 2 * num_columns if IS_GATED else num_columns
-    matrix = weight + expert.to(tl.int64) * matrix_rows * depth
-    if shared is not None:
-        matrix = tl.where(expert < num_experts - 1, matrix, shared)
-    columns = matrix + (column % num_columns).to(tl.int64)[None, :] * depth + element[:, None]
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    total_up = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, depth, DEPTH):
-        is_element = element < depth - first
-        values = _part(rows + first, is_element[None, :], IS_EVEN)
-        total = tl.dot(values, _part(columns + first, is_element[:, None], IS_EVEN), total, input_precision="ieee")
-        if IS_GATED:
-            up = _part(columns + num_columns.to(tl.int64) * depth + first, is_element[:, None], IS_EVEN)
-            total_up = tl.dot(values, up, total_up, input_precision="ieee")
-    dtype: tl.constexpr = out.dtype.element_ty
-    if bias is not None:
-        biases = bias + expert.to(tl.int64) * matrix_rows + column
-        total += _row(biases, is_column)
-        total_up += _row(biases + num_columns, is_column & IS_GATED)
-    if IS_GATED:
-        total = activate(total.to(dtype).to(tl.float32), total_up.to(dtype).to(tl.float32), dtype, ACTIVATION)
-    target = out + (row if IS_GATED else pair).to(tl.int64)[:, None] * num_columns + column[None, :]
-    tl.store(target, total.to(dtype), mask=is_row[:, None] & is_column[None, :])
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _find_block(ends, num_experts, block, EXPERTS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Returns the expert of a block of rows, its first row, the end of the expert's rows, and the number of all blocks."""
-    expert_of = tl.arange(0, EXPERTS)
-    is_expert = expert_of < num_experts
-    end_of = tl.load(ends + expert_of, mask=is_expert, other=0)
-    start_of = tl.load(ends + expert_of - 1, mask=is_expert & (expert_of > 0), other=0)
-    blocks_of = tl.where(is_expert, (end_of - start_of + ROWS - 1) // ROWS, 0)
-    last_of = tl.cumsum(blocks_of, 0)
-    is_before = last_of <= block
-    expert = tl.sum(is_before.to(tl.int32), 0)
-    is_mine = expert_of == expert
-    nth = block - tl.sum(tl.where(is_before, blocks_of, 0), 0)
-    start = tl.sum(tl.where(is_mine, start_of, 0), 0) + nth * ROWS
-    return expert, start, tl.sum(tl.where(is_mine, end_of, 0), 0), tl.max(last_of, 0)
-
-
-@triton.jit
-def _part(values, is_element, IS_EVEN: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    if IS_EVEN:
-        part = tl.load(values)
-    else:
-        part = tl.load(values, mask=is_element, other=0.0)
-    return part
-
-
-@triton.jit
-def _row(values, mask):  # type: ignore[no-untyped-def]
-    return tl.load(values, mask=mask, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit(do_not_specialize=["first_shared"])  # type: ignore[untyped-decorator]

@@ -254,8 +254,13 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
     ),
     "experts": (
         mix,
-        {f"experts.{name}_kernel" for name in ("_route", "_group", "_product", "_sum")}
-        | {"group_route._route_in_groups", "few_experts._gate_kernel", "few_experts._down_kernel"},
+        {f"experts.{name}_kernel" for name in ("_route", "_group", "_sum")}
+        | {
+            "expert_products._product_kernel",
+            "group_route._route_in_groups",
+            "few_experts._gate_kernel",
+            "few_experts._down_kernel",
+        },
     ),
     "products": (project, {f"skinny_linear.{name}_kernel" for name in ("_row", "_tile", "_sum")}),
     "draw": (draw_tokens, {f"draw.{name}" for name in ("_find_best", "_find_drawn", "_join_parts")}),

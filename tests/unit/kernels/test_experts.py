@@ -51,9 +51,10 @@ for tokens, count, num_experts in ((1, 1, 1), (50, 3, 4), (700, 2, 3), (4700, 2,
 """
 MIXES = """
 few_experts._GATE = few_experts._DOWN = few_experts._Block(2, 16)  # less than a row
-# (tokens, experts, experts per token, hidden, inner): one token, uneven sizes, experts without tokens, tall blocks
+# (tokens, experts, experts per token, hidden, inner): one token, uneven sizes, experts without tokens, tall blocks, tall
+# ones of which the last are filled by half, or less, and whose rows blocks fill
 for tokens, num_experts, count, hidden, inner in (
-    (1, 6, 2, 40, 24), (9, 5, 2, 70, 40), (35, 2, 2, 48, 33), (70, 2, 2, 48, 33), (0, 4, 2, 16, 16)):
+    (1, 6, 2, 40, 24), (9, 5, 2, 70, 40), (35, 2, 2, 48, 33), (70, 2, 2, 48, 33), (130, 4, 2, 64, 64), (0, 4, 2, 16, 16)):
     for dtype, tolerance in TOLERANCE.items():
         x = randn(tokens, hidden, dtype=dtype)
         gate_up = randn(num_experts, 2 * inner, hidden, dtype=dtype, scale=0.2)
