@@ -229,7 +229,8 @@ def _make_inputs(  # type: ignore[no-untyped-def]
         taps = conv + channel * channel_stride
         total = convolved(new, own, taps, tap_stride, mixed_stride, channel, in_head, t, start, end, SIZES, wide)
         if is_key:
-            total = normed(total) * tl.where(slab < SIZES.num_key_heads, SIZES.key_dim**-0.5, 1.0)
+            total = normed(total)  # a choice between two factors would have 32 bits
+            total = tl.where(slab < SIZES.num_key_heads, total * SIZES.key_dim**-0.5, total)
         entry, is_live = entry_of(t, start, begin, number, num_tokens, room, SIZES), t < end
         target = heads + entry[:, None] * SIZES.num_channels + channel[None, :]
         tl.store(target, total.to(heads.dtype.element_ty), mask=is_live[:, None] & in_head)
