@@ -18,7 +18,7 @@ class Tile:
 
     rows: int  # pairs of a token and an expert
     columns: int  # rows of the expert's weights
-    depth: int  # elements of a row at a time
+    depth: int  # elements of a row at a time, of 2 bytes; half as many of 4
     warps: int  # of 32 threads
     stages: int  # loads in flight
 
@@ -71,7 +71,7 @@ def multiply(
         activation: Of gate and up.
         tile: Of each program.
     """
-    num_pairs, num_all = order.shape[0], ends.shape[0]
+    num_pairs, num_all, depth = order.shape[0], ends.shape[0], 2 * tile.depth // source.element_size()
     # Every block has a pair, and only an expert's last block may be partly filled.
     max_blocks = min(num_pairs, num_pairs // tile.rows + num_all)
     _product_kernel[(max_blocks * triton.cdiv(out.shape[1], tile.columns),)](
@@ -91,8 +91,8 @@ def multiply(
         ACTIVATION=activation,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
-        DEPTH=tile.depth,
-        IS_EVEN=source.shape[1] % tile.depth == 0,
+        DEPTH=depth,
+        IS_EVEN=source.shape[1] % depth == 0,
         HALVES=tile.rows > 64,  # products of fewer rows than 64 take as long as those of 64
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -120,6 +120,9 @@ def mix() -> None:
             x, shares, chosen, gate_up, down, *biases, activation=Activation(slope=1.702, shift=1.0, limit=7.0)
         )
         fused.mix_experts(x, shares, chosen, gate_up, down, shared=(gate_up[0], down[0]))
+    wide = (each.float() for each in (x, shares, gate_up, down))  # the tallest tiles have to fit these too
+    x, shares, gate_up, down = wide
+    fused.mix_experts(x, shares, chosen, gate_up, down)
 
 
 def project() -> None:
