@@ -272,6 +272,22 @@ def gpu() -> Iterator[Entry]:
             yield said, "; ".join(map(figure_of, barred)), run
 
 
+def sweeps() -> Iterator[Entry]:
+    """Yields the entries of ``hiserve bench spec --sweep``: drafts whose number is chosen step by step."""
+    for path in sorted(RESULTS.glob("spec_sweep*.json")):
+        run = result(path.stem)
+        chosen = [case for case in run["cases"] if case["steps"] == "auto"]
+        ratios = [case["figures"]["speedup"] for case in chosen if case["figures"]["bar"] < 1]
+        fast = [case["figures"] for case in chosen if case["figures"]["bar"] > 1]
+        yield (
+            f"{run['config']['model']['shape']} shape, rehearsed drafts at the cost of its MTP head, their number chosen step by "
+            "step: tokens a second over those without drafts, the least; with one request and 0.7 of the drafts right",
+            f"{min(ratios):.2f} {at_least(min(ratios), 0.97)} of {len(ratios)}; "
+            + ", ".join(f"{each['speedup']:.2f} {at_least(each['speedup'], each['bar'])}" for each in fast),
+            run,
+        )
+
+
 def figures_of(name: str, part: Found) -> list[Found]:
     """Returns the figures of a part; of replays under traffic it counts the gate's own reasons, not the written ratio."""
     if name != "traffic":
@@ -308,7 +324,9 @@ def peer_rows() -> list[str]:
 
 
 def rows() -> list[Entry]:
-    return [each for part in (cpu, heads, partial(surface, result), recovery, soak, tiers, gpu) for each in part()]
+    return [
+        each for part in (cpu, heads, partial(surface, result), recovery, soak, tiers, gpu, sweeps) for each in part()
+    ]
 
 
 def figures_page() -> str:
