@@ -12,9 +12,6 @@ first store and before its first load of memory that a kernel may have written. 
 - only data that was on the device before the step may be read before the wait: weights. The lookup of embeddings,
   before a step's first layer, is a normal launch, and so has waited for the kernels that wrote the weights.
 
-A kernel that calls ``start_next`` only after its own wait gives the next one more: when that begins, all kernels before the two have
-ended, and it may read before its wait whatever they wrote. The rule of stores is unchanged.
-
 Other libraries' kernels between ours begin when ours have ended, or wait for that themselves.
 """
 
