@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,8 @@ from tests.helpers.widening import some
 
 SEED, NUM_NEW, STEPS = 61, 20, 3
 SPECS = {"off": "off", "ngram": "ngram", "draft_model": f"draft:{NANO}", "eagle3": "eagle3", "mtp": "mtp"}
-DEPTHS = pytest.mark.parametrize("depth", [0, 1], ids=["depth 0", "depth 1"])
 PROPOSERS = pytest.mark.parametrize("proposer", some(SPECS, "off", "eagle3"))
+DRAFTS = pytest.mark.parametrize("proposer", some(SPECS, "eagle3"))
 Make = Callable[[ReferenceAttention], Attention]
 
 
@@ -75,8 +76,7 @@ def open_with(patch: pytest.MonkeyPatch, make: Make) -> list[bool]:
     return told
 
 
-@DEPTHS
-@PROPOSERS
+@pytest.mark.parametrize(("proposer", "depth"), some(product(SPECS, (0, 1)), ("off", 1), ("eagle3", 1)))
 def test_lengths_that_a_backend_plans_with_are_exact(
     proposer: str, depth: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -103,7 +103,7 @@ def test_no_step_is_planned_ahead_where_drafts_may_be_chosen_later(monkeypatch: 
         assert engine_of(llm)._depth == 0
 
 
-@PROPOSERS
+@DRAFTS
 def test_graphs_that_are_planned_before_each_replay_get_exact_lengths_too(
     proposer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +125,7 @@ class DecodeGraphs(HostLengthAttention):
         return super().captured(num_rows, width) if width == 1 else None
 
 
-@PROPOSERS
+@DRAFTS
 def test_a_backend_of_graphs_alone_gets_exact_lengths_beside_one_that_needs_none(
     proposer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from hiserve.models.model_config import NANO
 from tests.e2e.live import Live, serve
 from tests.helpers.reply_formats import TEMPLATES
 from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.widening import in_turn
 
 LOOK: Any = {
     "name": "look",
@@ -71,8 +72,7 @@ async def test_a_streamed_message_equals_the_whole_one_and_its_usage_sums(client
     assert whole.usage.output_tokens == streamed.usage.output_tokens <= 32
 
 
-@pytest.mark.parametrize("display", ["summarized", "omitted"])
-@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(("is_stream", "display"), in_turn([False, True], ["summarized", "omitted"]))
 async def test_the_next_step_of_an_agent_computes_what_is_new(
     client: anthropic.AsyncAnthropic, live: Live, display: Literal["summarized", "omitted"], is_stream: bool
 ) -> None:

@@ -148,6 +148,7 @@ def test_a_flag_nobody_knows(tmp_path: Path, model: Path) -> None:
 # --- known to the worker -------------------------------------------------------------------------
 
 
+@pytest.mark.wide  # the test of the usual log level has the same line
 def test_a_tensor_that_is_missing(tmp_path: Path, model: Path) -> None:
     tensors = load_file(model / WEIGHTS)
     del tensors[MISSING]
@@ -162,7 +163,9 @@ def test_a_tensor_nobody_asked_for(tmp_path: Path, model: Path) -> None:
     assert "model.surprise.weight" in serve(tmp_path, str(model)).refusal()
 
 
-@pytest.mark.parametrize("flags", [[], ["--debug"]], ids=["plain", "debug"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param([], id="plain", marks=pytest.mark.wide), pytest.param(["--debug"], id="debug")]
+)
 def test_a_file_that_was_cut_short(tmp_path: Path, model: Path, flags: list[str]) -> None:
     whole = (model / WEIGHTS).read_bytes()
     (model / WEIGHTS).write_bytes(whole[: len(whole) // 2])

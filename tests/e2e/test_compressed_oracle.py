@@ -83,11 +83,13 @@ def test_hb_19_rows_do_not_depend_on_chunks(folders: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.wide),
         {"window_pages": 0, "max_batched_tokens": 7},
         {"page_size": 64, "overlap": 1},
         {"spec": "ngram", "spec_steps": 3, "overlap": 1},
-        {"spec": "ngram", "spec_steps": 5, "max_batched_tokens": 64, "page_size": 32},
+        pytest.param(
+            {"spec": "ngram", "spec_steps": 5, "max_batched_tokens": 64, "page_size": 32}, marks=pytest.mark.wide
+        ),
     ],
     ids=str,
 )

@@ -53,6 +53,7 @@ def test_figures_of_one_row_are_of_many_held_out_prompts_and_others_of_several_r
     assert FULL.spec.repeats >= 3
 
 
+@pytest.mark.wide
 def test_speculation_is_measured_on_a_widened_model_with_real_heads() -> None:
     torch.set_num_threads(1)
     part = measure_spec(Bench(TINY, {"copy_bytes_per_s": 1e10, "matmul_flop_per_s": 2e10}, {}))

@@ -41,7 +41,11 @@ HIT = dict(zip(AT, (CHOSEN, 1, 2), strict=True))  # by step, a request that runs
 FATAL = pytest.mark.parametrize("at", some(AT, AT[1]))
 AHEAD: dict[str, Any] = {"overlap": 1, "spec": "off"}
 DRAFTS: dict[str, Any] = {"overlap": 1, "spec": "eagle3", "spec_steps": 2}
+WIDE = pytest.mark.wide
 HOW = pytest.mark.parametrize("how", [AHEAD, DRAFTS], ids=["ahead", "drafts"])
+DRAFTING = pytest.mark.parametrize(
+    "how", [pytest.param(AHEAD, id="ahead", marks=WIDE), pytest.param(DRAFTS, id="drafts")]
+)
 Replies = dict[int, tuple[list[int], FinishReason]]
 
 
@@ -98,7 +102,15 @@ class Run:
         return next((row for row in rows.active.tolist() if rows.uid[row] == uid), None)
 
 
-LATE = pytest.mark.parametrize("late", [False, True], ids=["before", "while masks are computed"])
+LATE = pytest.mark.parametrize(
+    ("late", "how"),
+    [
+        pytest.param(False, AHEAD, id="before-ahead", marks=WIDE),
+        pytest.param(False, DRAFTS, id="before-drafts"),
+        pytest.param(True, AHEAD, id="while masks are computed-ahead"),
+        pytest.param(True, DRAFTS, id="while masks are computed-drafts", marks=WIDE),
+    ],
+)
 
 
 @contextmanager
@@ -154,7 +166,6 @@ def test_a_forward_is_launched_before_the_step_before_it_is_known_and_its_draw_a
     assert num_hidden == len(halves)
 
 
-@HOW
 @LATE
 def test_an_abort_between_the_halves_ends_one_request_alone(alone: Replies, how: dict[str, Any], late: bool) -> None:
     with running(**how) as run:
@@ -166,7 +177,6 @@ def test_an_abort_between_the_halves_ends_one_request_alone(alone: Replies, how:
     assert found == {uid: reply for uid, reply in alone.items() if uid not in HIT.values()}
 
 
-@HOW
 @LATE
 def test_a_preemption_between_the_halves_changes_no_reply(alone: Replies, how: dict[str, Any], late: bool) -> None:
     with running(**how) as run:
@@ -181,7 +191,7 @@ def test_a_preemption_between_the_halves_changes_no_reply(alone: Replies, how: d
         assert run.engine.stats().preemptions == len(HIT)
 
 
-@HOW
+@DRAFTING
 def test_a_matcher_that_fails_between_the_halves_fails_its_request_alone(alone: Replies, how: dict[str, Any]) -> None:
     with running(**how) as run:
 
@@ -212,8 +222,14 @@ FAULTS: dict[str, tuple[type, str]] = {
 }
 
 
-@HOW
-@pytest.mark.parametrize("half", FAULTS)
+@pytest.mark.parametrize(
+    ("half", "how"),
+    [
+        pytest.param(half, how, id=f"{half}-{name}", marks=[] if (turn + place) % 2 else [WIDE])
+        for turn, half in enumerate(FAULTS)
+        for place, (name, how) in enumerate({"ahead": AHEAD, "drafts": DRAFTS}.items())
+    ],
+)
 @FATAL
 def test_memory_that_runs_out_in_either_half_changes_no_reply(
     alone: Replies, how: dict[str, Any], half: str, at: int, monkeypatch: pytest.MonkeyPatch
@@ -236,7 +252,7 @@ def test_memory_that_runs_out_in_either_half_changes_no_reply(
     assert left < 0
 
 
-@HOW
+@DRAFTING
 @FATAL
 def test_a_worker_killed_between_the_halves_is_followed_by_one_that_goes_on(
     alone: Replies, how: dict[str, Any], at: int
@@ -257,7 +273,14 @@ def test_a_worker_killed_between_the_halves_is_followed_by_one_that_goes_on(
     assert found == alone
 
 
-@pytest.mark.parametrize("how", [AHEAD, DRAFTS, DRAFTS | {"overlap": 0}], ids=["ahead", "drafts", "drafts at depth 0"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(AHEAD, id="ahead"),
+        pytest.param(DRAFTS, id="drafts"),
+        pytest.param(DRAFTS | {"overlap": 0}, id="drafts at depth 0", marks=WIDE),
+    ],
+)
 def test_draws_under_grammars_are_replayed(
     alone: Replies, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

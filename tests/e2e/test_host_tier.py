@@ -11,6 +11,7 @@ import pytest
 from hiserve import LLM, SamplingParams
 from hiserve.ipc.messages import WorkerStats
 from tests.helpers.tiered import check_whole, engine_of
+from tests.helpers.widening import some
 
 PAGE = 16
 SMALL: dict[str, Any] = {
@@ -57,7 +58,7 @@ def expected() -> list[list[int]]:
     return tokens
 
 
-@pytest.fixture(params=[0, 1], ids=["depth 0", "depth 1"])
+@pytest.fixture(params=some([0, 1], 1), ids=["depth 0", "depth 1"])
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
     with LLM(host_cache_gib=0.2, overlap=request.param, **SMALL) as made:
         yield made

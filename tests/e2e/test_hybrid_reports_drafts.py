@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def replays(executors: list[Executor]) -> dict[str, int]:
     return dict(executors[-1].gate_counts().get("replay", {}))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", some(MODELS, "latents"))
 def test_hb_03_a_head_takes_no_page_from_a_repeated_prompt(model: str, folders: dict[str, Path]) -> None:
     with LLM(model=str(folders[model]), **SETTINGS | MTP | MODELS[model][1]) as llm:
         for length in (PAGE + 1, 2 * PAGE, 40, 43, 81):
@@ -88,7 +89,7 @@ def test_hb_03_a_head_takes_no_page_from_a_repeated_prompt(model: str, folders: 
             assert told([again]) == told([first])
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", some(MODELS, "windows"))
 def test_hb_04_a_head_takes_no_page_from_the_next_turn(model: str, folders: dict[str, Path]) -> None:
     """Each turn has the whole pages of all that the one before has computed."""
     with LLM(model=str(folders[model]), **SETTINGS | MTP | MODELS[model][1]) as llm:
@@ -101,7 +102,7 @@ def test_hb_04_a_head_takes_no_page_from_the_next_turn(model: str, folders: dict
                 history = [*history, *told([output])[0], *drawn(10 + turn, 3)]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", some(MODELS, "windows"))
 def test_hb_14_a_prompt_as_long_as_a_token_and_its_drafts_is_no_verify_step(
     model: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +118,7 @@ def test_hb_14_a_prompt_as_long_as_a_token_and_its_drafts_is_no_verify_step(
         assert replays(executors)["verify"] > 0
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", some(MODELS, "windows"))
 def test_hb_15_a_verify_graph_serves_every_length(
     model: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,8 +135,7 @@ def test_hb_15_a_verify_graph_serves_every_length(
         assert found["verify"] > 2 * WINDOW and sum(executors[-1].gate_counts().get("eager", {}).values()) <= 3, found
 
 
-@pytest.mark.parametrize("overlap", some([0, 1], 1))
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "overlap"), some(product(MODELS, (0, 1)), ("windows", 0), ("latents", 1)))
 def test_hb_16_the_token_after_a_rejection_is_right_with_graphs(
     model: str, overlap: int, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +149,7 @@ def test_hb_16_the_token_after_a_rejection_is_right_with_graphs(
     assert num_refused(outputs) > 4 * NUM_NEW, "hardly a draft was refused: the test shows nothing"
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", some(MODELS, "latents"))
 def test_hb_17_drafts_and_a_host_tier_together_change_nothing(model: str, folders: dict[str, Path]) -> None:
     """Pages leave the device with what the head keeps in them, and come back with it, while drafts are verified."""
     prompts = [drawn(seed, 60 + seed) for seed in range(4)]

@@ -30,6 +30,7 @@ from hiserve.llm.offline_backends import InProcess
 from hiserve.llm.outputs import ChoiceBuilder
 from tests.helpers.processes import children, wait_dead
 from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.widening import some
 
 PAGE = 16
 SMALL: dict[str, Any] = {
@@ -160,6 +161,7 @@ def test_a_second_turn_comes_from_the_cache(llm: LLM) -> None:
     assert again.outputs[0].token_ids == first.outputs[0].token_ids
 
 
+@pytest.mark.parametrize("llm", some(MODES, "in process"), indirect=True)
 def test_without_the_prefix_cache_nothing_is_reused_and_the_tokens_are_the_same(llm: LLM) -> None:
     prompt = [400 + 7 * at % 900 for at in range(70)]
     expected = tokens_of(llm.generate(prompt, GREEDY))
@@ -260,6 +262,7 @@ def test_a_stop_text_ends_the_work_too(engines: dict[str, LLM]) -> None:
     assert generated <= len(result.outputs[0].token_ids) + 1 + num_drafts
 
 
+@pytest.mark.parametrize("llm", some(MODES, "processes"), indirect=True)
 def test_any_number_of_prompts_is_read_as_there_is_room(llm: LLM) -> None:
     read = 0
 
@@ -331,6 +334,7 @@ def test_arrays_are_prompts_and_int32_ones_are_taken_as_they_are(llm: LLM, dtype
     assert (llm.generate(ids, GREEDY)[0].tokens is ids) == (dtype is np.int32)
 
 
+@pytest.mark.parametrize("llm", some(MODES, "in process"), indirect=True)
 def test_the_first_prompts_run_while_the_rest_are_read(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []
     taken = ChoiceBuilder.take
@@ -563,6 +567,7 @@ def test_drafts_tell_what_they_cost_where_their_number_is_chosen() -> None:
 # --- two workers --------------------------------------------------------------------------------
 
 
+@pytest.mark.wide  # test_processes.py asks the same of the client
 def test_a_conversation_returns_to_the_worker_that_holds_its_prefix() -> None:
     rng = np.random.default_rng(11)
     histories = [rng.integers(3, 4096, size=100).tolist() for _ in range(4)]

@@ -26,6 +26,7 @@ from hiserve.text.tokens.tokenizer import Tokenizer
 from tests.e2e.live import COMMAND, Live, serve
 from tests.helpers.processes import wait_dead
 from tests.helpers.waiting import PATIENCE_S, wait_until
+from tests.helpers.widening import some
 
 MODEL = NANO
 QUESTIONS = [
@@ -218,12 +219,15 @@ async def test_models_are_listed(client: openai.AsyncOpenAI) -> None:
     assert [model.id for model in models.data] == [MODEL]
 
 
-async def test_the_next_turn_hits_the_whole_history_of_a_sampled_reply(client: openai.AsyncOpenAI, live: Live) -> None:
+@pytest.mark.parametrize("repeats", some([1, 2], 1))
+async def test_the_next_turn_hits_the_whole_history_of_a_sampled_reply(
+    client: openai.AsyncOpenAI, live: Live, repeats: int
+) -> None:
     """Conversations at temperature 0.7, and hotter ones whose sampled ids are not the tokenizer's own choice."""
     page_size = live.info()["config"]["cache"]["page_size"]
     tokenizer = Tokenizer.load(find_model(MODEL))
     num_unusual = 0
-    for seed, question in enumerate(QUESTIONS * 2):
+    for seed, question in enumerate(QUESTIONS * repeats):
         messages: list[Any] = [user(f"{question} ({seed})")]
         history = 0
         for turn in range(4):

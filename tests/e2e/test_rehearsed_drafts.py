@@ -104,7 +104,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("shape", SMALL)
+@pytest.mark.parametrize("shape", some(SMALL, "qwen3.5-35b-a3b"))
 def test_the_head_of_a_shape_with_random_weights_is_rehearsed(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut down to small sizes: its windows, states, compressed rows and head are all there."""
     monkeypatch.setitem(SHAPES, shape, SHAPES[shape] | SMALL[shape])

@@ -16,6 +16,7 @@ import pytest_asyncio
 from hiserve.models.model_config import NANO
 from tests.e2e.live import Live, serve
 from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.widening import in_turn
 
 PAGE = 16
 QUESTION = "I would like a small latte with oat milk, please. Can you also find me a table for two tonight?"
@@ -142,11 +143,12 @@ MOVE = r"(up|down) [1-9]( \"\w{2}\")?"
 RULES = 'start: ("up" | "down") " " /[1-9]/ [more]\nmore: " \\"" LETTER ~ 2 "\\""\nLETTER: /\\w/'
 
 
-@pytest.mark.parametrize("choice", [{"type": "custom", "name": "move"}, "required"])
-@pytest.mark.parametrize(("syntax", "definition"), [("regex", MOVE), ("lark", RULES)])
+@pytest.mark.parametrize(("syntax", "is_named"), in_turn(["regex", "lark"], [True, False]))
 async def test_the_input_of_a_custom_tool_is_held_to_its_grammar(
-    client: openai.AsyncOpenAI, choice: Any, syntax: str, definition: str
+    client: openai.AsyncOpenAI, syntax: str, is_named: bool
 ) -> None:
+    choice: Any = {"type": "custom", "name": "move"} if is_named else "required"
+    definition = {"regex": MOVE, "lark": RULES}[syntax]
     tool: Any = {
         "type": "custom",
         "name": "move",

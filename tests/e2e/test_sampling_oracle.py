@@ -13,6 +13,7 @@ from hiserve.ipc.messages import Admit
 from hiserve.models.model_config import NANO, find_model, read_model_config
 from tests.helpers.models import load_transformers
 from tests.helpers.oracle import Subject, continuation, engine_of, generate, make_subject
+from tests.helpers.widening import in_turn
 
 ASKED = {
     "penalties": SamplingParams(
@@ -31,8 +32,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return make_subject("llama", tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize(("name", "depth"), in_turn(ASKED, [1, 0]))
 def test_replies_over_prefixes_chunks_and_preemptions(subject: Subject, name: str, depth: int) -> None:
     oracle = load_transformers(subject.folder, torch.float64)
     wanted = {}

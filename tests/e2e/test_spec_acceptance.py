@@ -14,6 +14,7 @@ from hiserve.models.model_config import NANO, find_model
 from tests.helpers.cache_paths import HOST, SETTINGS, pool
 from tests.helpers.dialogues import held_out_prompts
 from tests.helpers.tiered import leave_device
+from tests.helpers.widening import some
 from tools.nano.accept import SOURCES, figures, prompts_of
 from tools.nano.accept_served import BARS, MAX_DIFFERENCE, STEPS, bundled_head, greedy_drafts, predict, serve
 from tools.nano.head_files import load_target
@@ -50,7 +51,7 @@ def test_a_head_is_as_small_as_promised(kind: str) -> None:
     assert sum(files.values()) <= MAX_BYTES[kind]
 
 
-@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("kind", some(STEPS, "eagle3"))
 def test_served_drafts_are_accepted_as_predicted_wherever_their_prompt_came_from(kind: str, target: Nano) -> None:
     head = bundled_head(kind, target)
     with LLM(**ENGINE | HOST | {"host_cache_gib": 0.05, "spec": kind, "spec_steps": STEPS[kind]}) as llm:

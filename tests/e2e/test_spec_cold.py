@@ -48,7 +48,7 @@ def work() -> Any:
     ("kind", "page_size", "depth"),
     [
         ("eagle3", 4, 1),
-        ("draft_model", 16, 0),
+        pytest.param("draft_model", 16, 0, marks=pytest.mark.wide),
         *[
             pytest.param(*case, marks=pytest.mark.long)
             for case in itertools.product(("eagle3", "mtp", "draft_model"), (1, 4, 16), (0, 1))
@@ -103,6 +103,7 @@ def table() -> StepCosts:
     return step_costs(rows, tiers, verify, follow, np.full(2, 0.2))
 
 
+@pytest.mark.wide
 def test_a_head_that_is_never_right_computes_hardly_anything(tmp_path: Path) -> None:
     spec = f"eagle3:{save_heads(tmp_path, 19)['eagle3']}"
     sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=400, ignore_eos=True)

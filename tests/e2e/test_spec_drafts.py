@@ -14,7 +14,7 @@ from hiserve.llm.outputs import RequestOutput
 from hiserve.models.model_config import NANO
 from tests.helpers.cache_paths import SETTINGS, check, pool
 from tests.helpers.drafted import save_heads
-from tests.helpers.widening import some
+from tests.helpers.widening import in_turn, some
 from tools.nano.heads import HEADS
 
 NUM_NEW = 40
@@ -84,8 +84,7 @@ def test_rows_draft_up_to_their_end_and_beyond_it(
         assert len(result.prompt_token_ids) + len(result.outputs[0].token_ids) == max_len
 
 
-@pytest.mark.parametrize("kind", HEADS)
-@pytest.mark.parametrize("how", SAMPLING)
+@pytest.mark.parametrize(("how", "kind"), in_turn(SAMPLING, HEADS))
 def test_a_head_that_knows_nothing_costs_no_token(
     plain: dict[str, list[RequestOutput]], heads: dict[str, Path], how: str, kind: str
 ) -> None:

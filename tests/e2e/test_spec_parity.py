@@ -59,7 +59,7 @@ def check(oracle: Oracle, drafts: list[Draft]) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "page_size", "depth"),
-    some([("eagle3", 16, 0), ("eagle3", 1, 1), ("mtp", 16, 1), ("mtp", 4, 0)], ("eagle3", 1, 1), ("mtp", 4, 0)),
+    some([("eagle3", 16, 0), ("eagle3", 1, 1), ("mtp", 16, 1), ("mtp", 4, 0)], ("eagle3", 1, 1)),
 )
 def test_drafts_are_those_of_the_head_wherever_the_prompt_came_from(
     heads: dict[str, Path], kind: str, page_size: int, depth: int

@@ -13,6 +13,7 @@ from torch import Tensor
 from hiserve.core.plan import BatchPlan, SnapshotWrites
 from tests.helpers.models import Engine, save_family
 from tests.helpers.plans import HandPlanner, int32
+from tests.helpers.widening import some
 
 PAGE, NUM_PAGES, NUM_SLOTS = 4, 120, 4
 NUM_NEW = 20
@@ -95,7 +96,7 @@ def plain(folder: Path, prompt: list[int]) -> tuple[list[int], dict[int, Tensor]
     return tokens, states
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 9, 23])
+@pytest.mark.parametrize("length", some([1, 2, 3, 4, 5, 9, 23], 1, 4, 9, 23))
 def test_hb_11_after_any_accept_pattern_the_state_is_that_of_plain_decoding(folder: Path, length: int) -> None:
     """H6: drafts are right up to a random place, and rejected behind it."""
     prompt = prompt_of(length)
@@ -122,7 +123,7 @@ def test_hb_11_after_any_accept_pattern_the_state_is_that_of_plain_decoding(fold
     rows.engine.executor.close()
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 4, 7, 64])
+@pytest.mark.parametrize("chunk", some([1, 3, 4, 7, 64], 3, 4, 64))
 def test_a_snapshot_is_the_state_of_a_cold_run_and_a_row_goes_on_from_it(folder: Path, chunk: int) -> None:
     """H7, and H5 of one hit, in another row, whose last tenant was someone else."""
     prompt, boundary = prompt_of(22), 12

@@ -112,7 +112,7 @@ def test_its_logits_are_those_of_the_layer_in_transformers(saved: tuple[Path, An
 @pytest.mark.parametrize(
     "options",
     [
-        {"spec_steps": 1},
+        pytest.param({"spec_steps": 1}, marks=pytest.mark.wide),
         {"spec_steps": 3, "overlap": 1, "max_batched_tokens": 64},
         {"spec_steps": 4, "window_pages": 0, "page_size": 32},
     ],

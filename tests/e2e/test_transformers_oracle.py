@@ -14,6 +14,7 @@ from hiserve.core.request import SamplingParams
 from tests.helpers.models import Engine, load_transformers
 from tests.helpers.oracle import MODELS, NUM_NEW, SAMPLED, Subject, make_subject
 from tests.helpers.plans import GREEDY, HandPlanner
+from tests.helpers.widening import in_turn
 
 MIN_DISTINCT = 20
 MAX_LOGIT_DIFFERENCE = 1e-4
@@ -82,13 +83,13 @@ def generate(
             return out
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
 @pytest.mark.parametrize(
-    ("attention", "page_size", "shuffle_seed"), [("cpu", 16, None), ("cpu", 4, 7), ("reference", 16, 7)]
+    ("chunk", "way"), in_turn([1, 7, 16, 64], [("cpu", 4, 7), ("reference", 16, 7), ("cpu", 16, None)])
 )
 def test_float64_greedy_tokens_are_equal_in_ragged_batches_of_any_chunk(
-    subject: Subject, chunk: int, attention: str, page_size: int, shuffle_seed: int | None
+    subject: Subject, chunk: int, way: tuple[str, int, int | None]
 ) -> None:
+    attention, page_size, shuffle_seed = way
     engine = Engine(subject.folder, dtype="float64", attention=attention, page_size=page_size, num_pages=NUM_PAGES)
     planner = HandPlanner(page_size, NUM_PAGES, shuffle_seed)
     assert generate(engine, planner, subject, chunk, depth=0) == subject.greedy

@@ -77,7 +77,7 @@ def check(
 @pytest.mark.parametrize(
     ("case", "chunk", "depth", "page_size", "spec", "window_pages"),
     [
-        ("plain", 7, 0, 4, "off", 200),
+        pytest.param("plain", 7, 0, 4, "off", 200, marks=pytest.mark.wide),
         ("plain", 64, 1, 16, "ngram", 200),
         ("capped, own head", 13, 1, 2, "off", 200),
         ("linear", 64, 0, 4, "off", 200),
@@ -155,7 +155,7 @@ GPT_OSS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("case", "chunk", "depth", "page_size", "spec", "window_pages"),
     [
-        ("yarn", 7, 0, 4, "off", 200),
+        pytest.param("yarn", 7, 0, 4, "off", 200, marks=pytest.mark.wide),
         ("yarn", 64, 1, 16, "ngram", 200),
         ("no rope scaling, all experts", 13, 1, 2, "off", 200),
         ("full layers first", 64, 0, 4, "off", 0),

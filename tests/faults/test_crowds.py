@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e.live import Live
 from tests.faults.harness import Crowd, body_of, check_idle, open_files, scripts, serving, worker_pid
+from tests.helpers.widening import some
 
 QUEUED = 8
 SEED = 31
@@ -40,14 +41,15 @@ async def test_ten_times_too_many_users_are_served_or_refused(live: Live) -> Non
     assert worker_pid(live) == worker
 
 
-async def test_connections_cut_at_any_byte_disturb_nobody(live: Live) -> None:
+@pytest.mark.parametrize("num_cut", some([20, 60], 20))
+async def test_connections_cut_at_any_byte_disturb_nobody(live: Live, num_cut: int) -> None:
     """In the head, in the body, and in the reply; cleanly and by a reset."""
     print(f"seed {SEED + 2}")
     rng = np.random.default_rng(SEED + 2)
     worker, files = worker_pid(live), open_files(live)
     host, port = live.url.removeprefix("http://").split(":")
     async with Crowd(live.url, SEED + 3, num_users=3, leaving=0).talking() as crowd:
-        for _ in range(60):
+        for _ in range(num_cut):
             turn = scripts()[rng.integers(len(scripts()))][0]
             content = json.dumps(body_of(turn)).encode()
             whole = (

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable
+from itertools import cycle, product
 from typing import Any
 
 import pytest
 
 
 def usual(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Returns cases as parameters: first some in which each value of a factor occurs twice, then all others, which are ``wide``."""
+    """Returns cases as parameters: first some in which each value of each factor occurs, then all others, which are ``wide``."""
     left = list(cases)
-    values = Counter(each for case in left for each in enumerate(case))
-    wanted = Counter({each: min(2, count) for each, count in values.items()})
+    wanted = {each for case in left for each in enumerate(case)}
     found = []
     while wanted:
-        best = max(left, key=lambda case: len(wanted.keys() & enumerate(case)))
+        best = max(left, key=lambda case: len(wanted & set(enumerate(case))))
         left.remove(best)
         found.append(best)
-        wanted -= Counter(enumerate(best))
+        wanted -= set(enumerate(best))
     return [*(pytest.param(case) for case in found), *(pytest.param(case, marks=pytest.mark.wide) for case in left)]
 
 
@@ -32,3 +31,10 @@ def some(cases: Iterable[Any], *usual: Any) -> list[Any]:
         values: Collection[Any] = case if isinstance(case, tuple) else (case,)
         found.append(pytest.param(*values, marks=() if case in usual else pytest.mark.wide))
     return found
+
+
+def in_turn(cases: Iterable[Any], values: Iterable[Any]) -> list[Any]:
+    """Returns each case with each value as parameters: usual is each case with one value, which take turns; all else is ``wide``."""
+    cases, values = list(cases), list(values)
+    assert len(cases) >= len(values), f"{len(cases)} cases have no turn for each of {len(values)} values"
+    return some(product(cases, values), *zip(cases, cycle(values), strict=False))

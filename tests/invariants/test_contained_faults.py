@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 
 import pytest
 
 from hiserve.engine.oom_recovery import LOAD_FAILED
+from tests.helpers.widening import some
 from tests.invariants.planner_run import Run
 
 
-@pytest.mark.parametrize("num_draft", [0, 2])
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize(("depth", "num_draft"), some(product((0, 1, 2), (0, 2)), (0, 2), (1, 0), (2, 2)))
 def test_steps_given_up_half_done_change_no_token_and_no_score(depth: int, num_draft: int) -> None:
     seen: Counter[str] = Counter()
     for seed in range(400, 406):
@@ -37,8 +38,7 @@ def test_steps_given_up_half_done_change_no_token_and_no_score(depth: int, num_d
     assert all(seen[each] for each in wanted), seen
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("depth", "overlaps"), some(product((0, 1), (False, True)), (0, False), (1, True)))
 def test_copies_of_steps_given_up_end_like_any_others(depth: int, overlaps: bool) -> None:
     seen: Counter[str] = Counter()
     for seed in range(420, 425):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule, run_state_machine_as_test
 
+from tests.helpers.widening import some
 from tests.invariants.index_machine import IndexMachine, picks, symbols, tenants
 
 
@@ -89,13 +91,13 @@ def run(kind: type[IndexMachine], page_size: int, max_examples: int, paths: tupl
         assert ran[path], f"{path} never happened; the sequences miss it"
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_index_agrees_with_the_model(page_size: int) -> None:
+@pytest.mark.parametrize(("page_size", "num_runs"), some(product((1, 4, 16), (60, 200)), (1, 60), (4, 60), (16, 60)))
+def test_index_agrees_with_the_model(page_size: int, num_runs: int) -> None:
     paths = ("hits", "evicted", "refused", "published", "moved", "moved in part", "remembered", "stale matches")
-    run(IndexMachine, page_size, 200, paths)
+    run(IndexMachine, page_size, num_runs, paths)
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("page_size", some([1, 4], 4))
 def test_retained_pages_go_last_until_their_time(page_size: int) -> None:
     paths = ("retained", "beyond the quota", "no longer retained", "retained evicted")
     run(RetentionMachine, page_size, 100, paths)

@@ -10,9 +10,16 @@ import pytest
 from hiserve.cache.index.prefix_cache import HostAdmission
 from hiserve.core.transfers import CopyKind
 from hiserve.engine.host_loads import LoadCostModel
+from tests.helpers.widening import some
 from tests.invariants.planner_run import Run
 
 CASES = list(itertools.product((0, 1, 2), (False, True), HostAdmission))
+USUAL = [
+    (0, False, HostAdmission.WRITE_THROUGH),
+    (1, True, HostAdmission.SELECTIVE),
+    (2, False, HostAdmission.SELECTIVE),
+    (2, True, HostAdmission.WRITE_THROUGH),
+]
 
 
 class Fickle(LoadCostModel):
@@ -44,7 +51,7 @@ def run(seed: int, depth: int, overlaps: bool, admission: HostAdmission, **optio
     ).go()
 
 
-@pytest.mark.parametrize(("depth", "overlaps", "admission"), CASES)
+@pytest.mark.parametrize(("depth", "overlaps", "admission"), some(CASES, *USUAL))
 def test_random_workloads_over_both_tiers_match_the_oracle(
     depth: int, overlaps: bool, admission: HostAdmission
 ) -> None:

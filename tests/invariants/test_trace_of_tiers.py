@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 
 from tests.helpers.copying import FILLER, add, copying_engine, run
+from tests.helpers.widening import some
 from tests.invariants.conversation_trace import MAX_LEN, PAGE, requests
 
 NUM_DIFFERENT, NUM_REQUESTS = 120, 250  # of the trace, and drawn from them: its users come back
-ENDLESS = 60_000
+NUM_PAGES, ENDLESS = 700, 60_000
 PRIORITIES = (0, 0, 0, 1, 7, -2)
 
 
@@ -77,19 +80,16 @@ class TierOracle:
         tier.difference_update(victims[: max(0, count)])
 
 
-@pytest.mark.parametrize("by_priority", [False, True], ids=["lru", "priority"])
 @pytest.mark.parametrize(
-    ("num_pages", "num_host_pages"),
-    [(700, 0), (700, ENDLESS)],
-    ids=["device", "endless host"],
+    ("num_host_pages", "by_priority"),
+    some(product((0, ENDLESS), (False, True)), (0, False), (ENDLESS, True)),
+    ids=["device, lru", "device, priority", "endless host, lru", "endless host, priority"],
 )
-def test_a_trace_finds_on_each_tier_what_the_account_says(
-    num_pages: int, num_host_pages: int, by_priority: bool
-) -> None:
+def test_a_trace_finds_on_each_tier_what_the_account_says(num_host_pages: int, by_priority: bool) -> None:
     print("seed 3")
     rng = np.random.default_rng(3)
     engine, executor, cache = copying_engine(
-        num_pages=num_pages + 1,
+        num_pages=NUM_PAGES + 1,
         num_host_pages=num_host_pages + 1 if num_host_pages else 0,
         page_size=PAGE,
         max_rows=2,
@@ -97,7 +97,7 @@ def test_a_trace_finds_on_each_tier_what_the_account_says(
         budget=1024,
         eviction="priority" if by_priority else "lru",
     )
-    oracle = TierOracle(num_pages, num_host_pages, by_priority)
+    oracle = TierOracle(NUM_PAGES, num_host_pages, by_priority)
     totals = np.zeros(2, dtype=np.int64)
     trace = requests()[:NUM_DIFFERENT]
     for uid in range(NUM_REQUESTS):

@@ -8,13 +8,16 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.tiers import BAR, RATIOS, Scale, simulate
+from tests.helpers.widening import some
 
 SEED = 2
 CASES = [(order, ratio, Scale()) for order in ("in turn", "zipf") for ratio in RATIOS]
 LARGE_STEPS = [("in turn", 0.5, Scale(step=64))]
 
 
-@pytest.mark.parametrize(("order", "ratio", "scale"), [*CASES, *LARGE_STEPS])
+@pytest.mark.parametrize(
+    ("order", "ratio", "scale"), some([*CASES, *LARGE_STEPS], CASES[0], CASES[3], CASES[6], CASES[9], *LARGE_STEPS)
+)
 def test_the_tiers_add_up(order: str, ratio: float, scale: Scale) -> None:
     """64 conversations; without write-backs, a host no larger than the device finds nothing."""
     print(f"seed {SEED}")

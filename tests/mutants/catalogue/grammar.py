@@ -103,7 +103,7 @@ with compiler.Compiler.compile_again, test_grammars.test_a_grammar_is_compiled_a
     "a request waits while a grammar is compiled that has a matcher"
     all(each.done() for each in self._compiled.values())
     True
-with matcher.MatcherThreads.advance, test_matcher.test_matchers_that_advance_side_by_side_are_where_each_alone_is["40"]:
+with matcher.MatcherThreads.advance, test_matcher.test_matchers_that_advance_side_by_side_are_where_each_alone_is["136"]:
     "INV 72: a matcher that advances beside others sees tokens after the end of its grammar"
     has_taken and matcher._goes_on(token)
     has_taken

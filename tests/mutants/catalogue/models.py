@@ -84,7 +84,7 @@ with weights._offset_norms, test_window_families.test_norms_of_a_16_bit_model_ar
     pass
 with (
     decoder.Decoder.trunk,
-    test_window_families_oracle.test_gemma3_gives_the_logits_and_tokens_of_transformers["no window reached-64-1-4-off"],
+    test_window_families_oracle.test_gemma3_gives_the_logits_and_tokens_of_transformers["no window reached-64-1-4-off-0"],
 ):
     "INV 18: layers with a window rotate as the others"
     rotations[index in self._local_layers]

@@ -26,6 +26,7 @@ from hiserve.models.weights import load_parameters
 from tests.helpers.draft_heads import Drafter, make_head, save_head
 from tests.helpers.models import Engine
 from tests.helpers.plans import HandPlanner
+from tests.helpers.widening import in_turn
 from tools.nano.head_files import load_target
 from tools.nano.heads import Eagle3Head, MTPHead
 from tools.nano.model import NanoConfig
@@ -236,19 +237,20 @@ def drafted(drafter: Drafter, text: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("float64", 1e-9)])
-@pytest.mark.parametrize(("kind", "draft_vocab_size"), [("eagle3", 4500), ("eagle3", None), ("mtp", None)])
+@pytest.mark.parametrize(
+    ("drafts", "numbers"),
+    in_turn([("eagle3", 4500), ("eagle3", None), ("mtp", None)], [("float32", 1e-4), ("float64", 1e-9)]),
+)
 def test_a_head_drafts_what_the_narrow_one_drafts_and_no_padded_token(
-    kind: DraftKind,
-    draft_vocab_size: int | None,
-    dtype: str,
-    tolerance: float,
+    drafts: tuple[DraftKind, int | None],
+    numbers: tuple[str, float],
     heads: dict[DraftKind, Path],
     empty_folder: Path,
     widened: Widened,
     wide_folder: Path,
     prompts: list[list[int]],
 ) -> None:
+    (kind, draft_vocab_size), (dtype, tolerance) = drafts, numbers
     write_head(widened, widen_head(widened, heads[kind], draft_vocab_size), torch.float64, CPU, empty_folder)
     text = torch.tensor((prompts[0] + prompts[3])[:40])
     narrow = drafted(Drafter(FOLDER, kind, heads[kind], dtype=dtype), text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hiserve.core.request import FinishReason, SamplingParams, SpecParams
 from hiserve.core.usage import DraftUse
 from hiserve.engine.planner import Planner
 from hiserve.engine.queue import Request
+from tests.helpers.widening import usual
 
 EOS = 9
 PAGE = 4
@@ -211,10 +213,9 @@ class Model:
                 self.told_ends[uid] = FinishReason(finish)
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize(("budget", "num_pages"), [(64, 60), (11, 60), (7, 13), (64, 13)])
-@pytest.mark.parametrize("num_draft", [0, 1, 3])
-def test_every_plan_is_what_its_rows_want_one_by_one(depth: int, budget: int, num_pages: int, num_draft: int) -> None:
+@pytest.mark.parametrize("case", usual(product((0, 1, 3), ((64, 60), (11, 60), (7, 13), (64, 13)), (0, 1, 2))))
+def test_every_plan_is_what_its_rows_want_one_by_one(case: tuple[int, tuple[int, int], int]) -> None:
+    num_draft, (budget, num_pages), depth = case
     accepted = cut = preempted = mixed = 0
     for seed in range(6):
         model = Model(depth=depth, num_draft=num_draft, budget=budget, num_pages=num_pages, seed=seed)

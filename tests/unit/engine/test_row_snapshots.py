@@ -19,6 +19,7 @@ from hiserve.ipc.messages import Admit
 from tests.helpers.copying import add, copying_engine, run
 from tests.helpers.echo import EchoExecutor, oracle
 from tests.helpers.engines import echo_engine
+from tests.helpers.widening import in_turn
 
 PAGE = 16
 
@@ -64,9 +65,8 @@ def drawn(seed: int, length: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(3, 200, length).astype(np.int32)
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("num_draft", [0, 1, 3, 6])
-def test_neither_drafts_nor_steps_ahead_cost_a_next_turn_more_than_a_page(depth: int, num_draft: int) -> None:
+@pytest.mark.parametrize(("num_draft", "depth"), in_turn([0, 1, 3, 6], [0, 1]))
+def test_neither_drafts_nor_steps_ahead_cost_a_next_turn_more_than_a_page(num_draft: int, depth: int) -> None:
     """H9: of prompt and reply all is cached but the last token, in whole pages; with snapshots a page less at most."""
     served = Served(depth=depth, num_draft=num_draft)
     lost = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import product
 from typing import Any
 
 import jsonschema
@@ -28,6 +27,7 @@ from tests.helpers import tiny_text
 from tests.helpers.chats import chat_of
 from tests.helpers.reply_formats import NAMES, SIZES, TEMPLATES, marks_of, read, token_bytes, tokenizer_of
 from tests.helpers.tool_grammars import PARAMETERS, abilities_of, allowed_by, drawn, end_of, vocabulary_of
+from tests.helpers.widening import in_turn
 
 HI = {"role": "user", "content": "Hi"}
 FUNCTIONS = ("look", "ns__find-it.v2")
@@ -78,7 +78,7 @@ def read_back(
     return read(reader, said, sizes, FinishReason.STOP)[0]
 
 
-@pytest.mark.parametrize(("name", "by_token"), [*product(HELD, [False, True]), ("harmony", True)])
+@pytest.mark.parametrize(("name", "by_token"), [*in_turn(HELD, [True, False]), ("harmony", True)])
 @given(data=st.data())
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_a_reply_of_the_grammar_reads_back_as_valid_calls(name: str, by_token: bool, data: st.DataObject) -> None:
@@ -116,7 +116,7 @@ def test_a_reply_of_the_grammar_reads_back_as_valid_calls(name: str, by_token: b
 TEXTS = Grammar.of("json", json.dumps({"type": "object", "properties": {"a": {"enum": ["<b>", 5]}}, "required": ["a"]}))
 
 
-@pytest.mark.parametrize(("name", "by_token"), [*product(HELD, [False, True]), ("harmony", True)])
+@pytest.mark.parametrize(("name", "by_token"), [*in_turn(HELD, [True, False]), ("harmony", True)])
 @given(data=st.data())
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_reply_beside_a_format_is_a_text_of_it_or_calls(name: str, by_token: bool, data: st.DataObject) -> None:

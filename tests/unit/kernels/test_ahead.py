@@ -35,6 +35,7 @@ from tests.helpers.cache_paths import SETTINGS
 from tests.helpers.drafted import save_heads
 from tests.helpers.recorded import RecordedCapture
 from tests.helpers.tiered import engine_of
+from tests.helpers.widening import some
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:TRITON_DEFAULT_FP_FUSION"
@@ -260,7 +261,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("spec", ["off", "ngram", "eagle3"])
+@pytest.mark.parametrize("spec", some(["off", "ngram", "eagle3"], "off", "eagle3"))
 def test_what_graphs_and_steps_launch_was_compiled_before(
     spec: str, tmp_path: Path, toolchain: Toolchain, num_compiled: list[int]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import product
 
 import msgspec
 import numpy as np
@@ -13,6 +14,7 @@ from hiserve.core.startup_measurements import StepCosts
 from hiserve.spec import adaptive
 from hiserve.spec.adaptive import DWELL_STEPS, Acceptance, DraftController, Times
 from tests.helpers.step_costs import step_costs
+from tests.helpers.widening import in_turn, usual
 
 ROWS = np.array([1, 2, 4, 8, 16, 32, 48, 64, 96, 128])
 K = 5
@@ -132,11 +134,9 @@ def run(
 # --- goodput ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "chances", [GOOD, FAIR, FIRST_ONLY, POOR, NEVER], ids=["good", "fair", "first", "poor", "never"]
-)
-@pytest.mark.parametrize("rows", [1, 4, 16, 64, 128])
-def test_work_of_one_kind_is_done_as_fast_as_with_the_best_fixed_number(rows: int, chances: tuple[float, ...]) -> None:
+@pytest.mark.parametrize("case", usual(product((1, 4, 16, 64, 128), (GOOD, FAIR, FIRST_ONLY, POOR, NEVER))))
+def test_work_of_one_kind_is_done_as_fast_as_with_the_best_fixed_number(case: tuple[int, tuple[float, ...]]) -> None:
+    rows, chances = case
     assert run(Phase(1500, rows, chances)).share >= BAR
 
 
@@ -176,9 +176,8 @@ def test_a_place_that_was_given_up_is_found_again() -> None:
     assert out.shares.min() >= BAR, out.shares
 
 
-@pytest.mark.parametrize("chances", [GOOD, FAIR, POOR], ids=["good", "fair", "poor"])
-@pytest.mark.parametrize("order", [1, -1], ids=["growing", "shrinking"])
-def test_a_batch_that_grows_or_shrinks_is_followed(order: int, chances: tuple[float, ...]) -> None:
+@pytest.mark.parametrize(("chances", "order"), in_turn([GOOD, FAIR, POOR], [1, -1]))
+def test_a_batch_that_grows_or_shrinks_is_followed(chances: tuple[float, ...], order: int) -> None:
     rows = np.minimum(1 + np.arange(2560) // 20, 128)[::order]
     assert run(Phase(rows.size, rows, chances)).share >= BAR
 
@@ -189,8 +188,7 @@ def test_a_batch_that_jumps_is_followed(period: int) -> None:
     assert run(Phase(rows.size, rows, FAIR)).share >= 1.0
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("drafts_count_before", [False, True])
+@pytest.mark.parametrize(("depth", "drafts_count_before"), in_turn([0, 1, 2], [False, True]))
 def test_a_choice_may_be_verified_any_number_of_steps_later(depth: int, drafts_count_before: bool) -> None:
     for rows, chances in ((1, POOR), (16, FAIR)):
         assert run(Phase(1200, rows, chances), depth=depth, drafts_count_before=drafts_count_before).share >= BAR
@@ -222,11 +220,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("factors", WRONG.values(), ids=WRONG.keys())
-@pytest.mark.parametrize(("rows", "chances"), [(1, GOOD), (64, POOR)])
-def test_a_wrong_table_does_not_cost_for_ever(
-    rows: int, chances: tuple[float, ...], factors: tuple[float, ...]
-) -> None:
+@pytest.mark.parametrize(("table", "work"), in_turn(WRONG, [(1, GOOD), (64, POOR)]))
+def test_a_wrong_table_does_not_cost_for_ever(table: str, work: tuple[int, tuple[float, ...]]) -> None:
+    (rows, chances), factors = work, WRONG[table]
     learning, after = Phase(1500, rows, chances), Phase(1000, rows, chances)
     assert run(learning, after, believed=wrong(factors)).shares[1] >= BAR
 

@@ -21,6 +21,7 @@ from hiserve.text.tokens.detokenizer import TokenBytes
 from tests.helpers import tiny_text
 from tests.helpers.chats import chat_of
 from tests.helpers.reply_formats import NAMES, TEMPLATES, TOOLS, tokenizer_of
+from tests.helpers.widening import in_turn
 
 USER = {"role": "user", "content": "Hi"}
 RESULT = {"role": "tool", "content": "found"}
@@ -104,8 +105,7 @@ def respelled(message: dict[str, Any], **separators: Any) -> dict[str, Any]:
     return message | {"tool_calls": calls}
 
 
-@pytest.mark.parametrize("by_token", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "by_token"), in_turn(NAMES, [False, True]))
 def test_an_agents_next_prompt_begins_with_the_tokens_of_this_one(name: str, by_token: bool) -> None:
     agent = Agent(name, by_token=by_token)
     said = "so be it" if agent.row.thought[0] else ""
@@ -270,8 +270,9 @@ def dropping(agent: Agent) -> None:
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize("by_token", [False, True])
-@pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name].thought[0]])
+@pytest.mark.parametrize(
+    ("name", "by_token"), in_turn([name for name in NAMES if BY_NAME[name].thought[0]], [False, True])
+)
 def test_an_agents_steps_compute_what_is_new_though_the_client_drops_thoughts(
     name: str, by_token: bool, keeps: bool
 ) -> None:

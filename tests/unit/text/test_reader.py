@@ -30,6 +30,7 @@ from tests.helpers.reply_formats import (
     token_bytes,
     tokenizer_of,
 )
+from tests.helpers.widening import in_turn
 
 RUNNING, STOP, LENGTH = FinishReason.RUNNING, FinishReason.STOP, FinishReason.LENGTH
 CALLING = ReplyStart(TOOLS)
@@ -102,8 +103,7 @@ ARGUMENTS = st.fixed_dictionaries({}, optional=VALUES)
 CALLS = st.lists(st.tuples(st.sampled_from(["look", "ns__find-it.v2"]), ARGUMENTS), max_size=3)
 
 
-@pytest.mark.parametrize("by_token", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "by_token"), in_turn(NAMES, [False, True]))
 @given(data=st.data())
 @settings(max_examples=30, deadline=None)
 def test_what_a_template_shows_is_read_back(name: str, by_token: bool, data: st.DataObject) -> None:
@@ -160,8 +160,7 @@ def fragments(name: str) -> st.SearchStrategy[list[str]]:
     return st.lists(st.sampled_from([*marks, *marks, *pieces]) | WORDS, max_size=14)
 
 
-@pytest.mark.parametrize("by_token", [False, True])
-@pytest.mark.parametrize("name", [row.name for row in FORMATS])
+@pytest.mark.parametrize(("name", "by_token"), in_turn([row.name for row in FORMATS], [False, True]))
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
 def test_any_chunking_gives_the_same_events_and_loses_no_text(name: str, by_token: bool, data: st.DataObject) -> None:
@@ -367,8 +366,7 @@ def test_a_call_whose_closing_mark_is_missing_ends_with_the_reply_alone(finish: 
         assert '{"text": "a' in "".join(event.text for event in events)
 
 
-@pytest.mark.parametrize("by_token", [False, True])
-@pytest.mark.parametrize("name", [*NAMES, "harmony"])
+@pytest.mark.parametrize(("name", "by_token"), in_turn([*NAMES, "harmony"], [False, True]))
 def test_a_call_that_is_cut_anywhere_after_its_name_leaves_no_content(name: str, by_token: bool) -> None:
     given = {"text": 'say "hi"', "number": 5, "more": {"a": ["x"]}}
     message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": given}}]}
