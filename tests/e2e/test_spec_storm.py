@@ -34,6 +34,7 @@ EXACT: dict[str, Any] = {"device": "cpu", "dtype": "float64", "max_batched_token
         *[pytest.param("mtp", steps, LONG, marks=pytest.mark.long) for steps in (1, 3)],
     ],
 )
+@pytest.mark.wide  # in every run: the storm of test_spec_matrix.py
 def test_a_storm_changes_no_token_and_no_acceptance(kind: str, steps: int | str, load: Load) -> None:
     spec: dict[str, Any] = {"spec": trained(kind), "spec_steps": steps}
     endless, small = {"kv_pages": 20 * load.num_requests}, {"kv_pages": load.kv_pages, "host_cache_gib": 0.1}

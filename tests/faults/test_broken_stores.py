@@ -106,7 +106,7 @@ async def test_a_shared_memory_that_is_full_when_a_worker_starts_again(tmp_path:
 @pytest.mark.parametrize(
     ("worker", "flags"),
     [
-        ("stall_s=0.02,failing=0.3,lying=0.3", ("--store-prefetch", "wait")),
+        pytest.param("stall_s=0.02,failing=0.3,lying=0.3", ("--store-prefetch", "wait"), marks=pytest.mark.wide),
         pytest.param("stall_s=0.1", ("--store-prefetch-timeout-s", "0.05"), marks=pytest.mark.long),
     ],
     ids=["slow, failing and lying", "stalled"],
@@ -120,6 +120,7 @@ async def test_a_store_that_cannot_be_relied_on(tmp_path: Path, worker: str, fla
         assert prefetches["num_wanted"] > 0 and sum(prefetches["unfulfilled"].values()) > 0, prefetches
 
 
+@pytest.mark.wide  # in every run: test_everything_at_once.py
 async def test_bits_that_flip_in_what_is_cached(tmp_path: Path) -> None:
     """On the host and in the store, again and again, while users talk."""
     rng = np.random.default_rng(SEED)

@@ -43,6 +43,7 @@ def check_recovery(info: dict[str, Any]) -> None:
     assert abs(sum(recovery["phases"].values()) - recovery["total_s"]) < 0.1
 
 
+@pytest.mark.wide  # in every run: test_everything_at_once.py, and test_process_lives.py of the clients
 async def test_workers_that_die_of_a_fault_or_a_signal_cost_nobody_a_token(tmp_path: Path) -> None:
     with serving(tmp_path, worker="tests.faults.worker fatal=30:90,lives=1") as live:
         files = open_files(live)

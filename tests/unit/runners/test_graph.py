@@ -32,6 +32,7 @@ from tests.helpers.models import Engine, save_llama
 from tests.helpers.plans import GREEDY, HandPlanner
 from tests.helpers.recorded import RecordedCapture, make_recordable, warnings_of
 from tests.helpers.scripted import verify
+from tests.helpers.widening import in_turn
 
 PAGE, NUM_PAGES, VOCAB = 16, 64, 320
 SAMPLING = pytest.mark.parametrize("sampling", [GREEDY, FREE, SAMPLED], ids=["greedy", "free", "filtered"])
@@ -104,8 +105,7 @@ def stagger(subject: Engine, prompts: dict[int, list[int]], sampling: SamplingPa
     return out
 
 
-@SAMPLING
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4])
+@pytest.mark.parametrize(("num_rows", "sampling"), in_turn([1, 2, 3, 4], [GREEDY, FREE, SAMPLED]))
 def test_replays_over_garbage_give_the_tokens_of_eager_steps(
     subject: Engine, eager: Engine, num_rows: int, sampling: SamplingParams
 ) -> None:
