@@ -118,7 +118,7 @@ class StorePrefetcher:
         wanted = _PrefetchRequest(request, self._clock(), num_cached, num_here, digests)
         self._prefetches[request.uid] = wanted
         if self._has_late_answer():
-            self._cache_counters.not_fetched(len(digests), "store_behind")
+            self._cache_counters.not_fetched(num_cached + len(digests) - num_here, "store_behind")
             wanted.is_over = True
         else:
             self._to_look_up[request.uid] = wanted
@@ -171,7 +171,7 @@ class StorePrefetcher:
             wanted.end, wanted.has_answer = wanted.num_cached + num_pages, True
             wanted.num_frames = self._cache.store.num_frames_before(wanted.end)
             if wanted.is_over:
-                self._cache_counters.not_fetched(num_pages, TOO_LATE)
+                self._cache_counters.not_fetched(wanted.num_left, TOO_LATE)
             wanted.is_over |= not num_pages
 
     def complete(self, acks: Sequence[CopyAck]) -> list[CopyAck]:

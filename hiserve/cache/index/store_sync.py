@@ -137,7 +137,11 @@ class StoreSync:
         if num_pages < len(run.digests) or not is_ready_on_host(end):
             self._tiers.free_host(image.frames)
             return 0
-        return self._tails.put_on_host(end, at, image.frames)
+        num_new = self._tails.put_on_host(end, at, image.frames)
+        if num_new and end.tails is not None:  # nobody has locked it yet: behind old history it would be the next to go
+            self._use(end)
+            self._tails.touch(end.tails[at], self._tiers.clock)
+        return num_new
 
     def abort_prefetch(self, number: int) -> None:
         """See ``PrefixCache``; ``end_prefetch`` then frees the pages."""
@@ -210,11 +214,17 @@ class StoreSync:
         tiers = self._tiers
         child = tiers.tree.add_child(Node(key, NO_PAGES, digests, parent))
         tiers.put_on_host(child, pages.copy())
-        tiers.clock += 1
-        child.last_used = tiers.clock
-        self._locks.touch(parent)
         raise_priority(parent, child.priority)
-        # The only node of the path that may be waiting for eviction was used just now, too.
-        tiers.queue(next(step for step in path(parent) if not step.is_on_host_only))
+        self._use(parent)
+        child.last_used = tiers.clock
         tiers.queue(child)
         tiers.tree_epoch += 1
+
+    def _use(self, node: Node) -> None:
+        """Counts as a use of the path to a node."""
+        self._tiers.clock += 1
+        self._locks.touch(node)
+        # The only nodes of the path that may be waiting for eviction, each from a tier, were used just now, too.
+        on_device = next(step for step in path(node) if not step.is_on_host_only)
+        for step in {node, on_device}:
+            self._tiers.queue(step)

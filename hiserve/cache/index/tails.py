@@ -390,6 +390,7 @@ class TailTiers:
         if not tail.pending_op:  # else at the end of the load
             tiers.host.num_evictable += frames.size
         tiers.host.shares.charge(tail.account, frames.size)
+        self._record_retention(tail)
         tiers.host.eviction.add(tail)
         tiers.tree_epoch += 1
         return frames.size

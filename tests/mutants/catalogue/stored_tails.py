@@ -5,6 +5,7 @@ from hiserve.cache.storage import store_transfers
 from hiserve.engine import store_prefetch
 from tests.e2e import test_store_tails
 from tests.invariants import test_stored_tails, test_tails
+from tests.unit.cache import test_tail_shares
 from tests.unit.engine import test_tail_prefetch
 from tests.unit.storage import test_store_transfers
 
@@ -66,3 +67,15 @@ with tails.TailTiers.leave_host, test_tails.test_a_tail_whose_offload_lost_its_p
     "a tail whose offload lost its place on the host is never evicted from the device"
     self._reorder(tail)
     pass
+with tails.TailTiers.put_on_host, test_tail_shares.test_the_records_get_the_time_of_a_retained_tail_that_comes_from_a_store:
+    "the next process does not retain a tail that came from a store"
+    self._record_retention(tail)
+    pass
+with store_sync.StoreSync._insert_tail, test_tail_prefetch.test_a_tail_that_came_alone_is_not_the_next_to_leave_a_full_host:
+    "what a request waited for leaves a full host before the request is admitted"
+    self._use(end)
+    pass
+with store_prefetch.StorePrefetcher.found, test_tail_prefetch.test_what_is_here_does_not_count_as_left_in_a_store_that_is_late:
+    "pages that are here count as left in a store"
+    self._cache_counters.not_fetched(wanted.num_left, TOO_LATE)
+    self._cache_counters.not_fetched(num_pages, TOO_LATE)

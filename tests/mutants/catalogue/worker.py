@@ -110,7 +110,7 @@ with store_prefetch.StorePrefetcher._fetch, test_store_prefetch.test_a_prefetch_
     pass
 with store_prefetch.StorePrefetcher.found, test_store_prefetch.test_an_answer_that_comes_after_the_wait_is_counted_and_begins_nothing:
     "pages of a late answer of the store are not counted"
-    self._cache_counters.not_fetched(num_pages, TOO_LATE)
+    self._cache_counters.not_fetched(wanted.num_left, TOO_LATE)
     pass
 with (
     store_prefetch.StorePrefetcher._end_prefetch,

@@ -304,6 +304,19 @@ def test_the_records_get_the_time_of_every_retained_tail_and_the_next_process_re
     assert [tails_of(after)[at].retained_until_s for at in (1, 2, 3)] == [10, 0, 10]
 
 
+def test_the_records_get_the_time_of_a_retained_tail_that_comes_from_a_store() -> None:
+    """A row has left it on the device meanwhile, and its request retains it."""
+    cache = make_host_cache(8)
+    lock = compute(cache, 2, ends=(2,))
+    cache.retain(lock, 2 * PAGE, 10)
+    cache.release(lock)
+    cache.host_times.take()
+    ((_, tail),) = tails_of(cache).items()
+    frames = cache.tiers.allocate_host(TAIL * FRAMES)
+    assert cache.tails is not None and cache.tails.put_on_host(tail.node, tail.at, frames) == TAIL * FRAMES
+    assert [each.tolist() for each in cache.host_times.take()] == [frames.tolist(), [10] * (TAIL * FRAMES)]
+
+
 @pytest.mark.parametrize(("eviction", "first"), [("lru", 1), ("priority", 2)])
 def test_a_tail_has_the_priority_of_the_requests_that_used_it(eviction: EvictionOrder, first: int) -> None:
     cache = make_host_cache(8, eviction)

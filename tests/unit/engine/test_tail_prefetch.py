@@ -128,6 +128,36 @@ def test_a_resume_point_that_is_too_large_for_the_host_is_not_begun() -> None:
     desk.check()
 
 
+def test_what_is_here_does_not_count_as_left_in_a_store_that_is_late() -> None:
+    desk = desk_of()
+    desk.fetch(1, 5, 6, 7)
+    desk.end(num_pages=3)
+    desk.add(2, 5, 6, 7)
+    desk.send()
+    desk.now_s += TIMEOUT_S
+    assert not desk.is_awaited(2)
+    desk.add(3, 5, 6, 7, 8)
+    desk.answer(2, 3)
+    assert desk.unfulfilled() == {"not_delivered": NUM_FRAMES, "store_behind": 1, "too_late": NUM_FRAMES}
+    for uid in (1, 2, 3):
+        desk.prefetcher.drop(uid)
+    desk.check()
+
+
+def test_a_tail_that_came_alone_is_not_the_next_to_leave_a_full_host() -> None:
+    """Its history came before that of another prompt."""
+    desk = desk_of(num_host_pages=21)  # two are reserved: room for eighteen
+    desk.fetch(1, 5, 6, 7)
+    desk.end(num_pages=3)
+    for uid, pages in ((2, (8, 9)), (3, (5, 6, 7)), (4, (10,))):
+        desk.fetch(uid, *pages)
+        desk.end()
+    assert [resumable(desk, *pages) for pages in ((5, 6, 7), (8, 9), (10,))] == [3, 0, 1]
+    for uid in (1, 2, 3, 4):
+        desk.prefetcher.drop(uid)
+    desk.check()
+
+
 def test_what_a_lookup_asks_says_what_is_here() -> None:
     desk = desk_of()
     desk.add(1, 5, 6, 7)
