@@ -10,6 +10,7 @@ from hiserve.kernels import (
     delta_step,
     draft_reference,
     draw,
+    expert_products,
     few_experts,
     fused,
     gated_norm_triton,
@@ -116,6 +117,14 @@ with few_experts._gate_kernel, test_experts.test_the_turn_of_the_expert_that_com
     "an expert that computes all tokens reads a choice behind those of the last"
     tl.load(chosen + token * NUM_CHOSEN + turn, mask=turn < NUM_CHOSEN, other=0)
     tl.load(chosen + token * NUM_CHOSEN + turn)
+with expert_products._multiply, test_experts.test_products_of_experts_read_nothing_beside_their_tensors:
+    "products of experts read behind the last expert's columns"
+    (column % num_columns).to(tl.int64)
+    column.to(tl.int64)
+with expert_products._multiply, test_experts.test_products_of_experts_read_nothing_beside_their_tensors:
+    "products of experts read behind the last pair"
+    tl.load(order + tl.minimum(row, end - 1))
+    tl.load(order + row)
 with delta._advance, test_delta.test_chunks_and_rejected_drafts_change_no_bit_with_the_least_ring["2"]:
     "INV H6: the stored state covers drafts"
     at < rows.state_ends
