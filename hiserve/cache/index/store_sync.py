@@ -226,5 +226,5 @@ class StoreSync:
         self._locks.touch(node)
         # The only nodes of the path that may be waiting for eviction, each from a tier, were used just now, too.
         on_device = next(step for step in path(node) if not step.is_on_host_only)
-        for step in {node, on_device}:
+        for step in (on_device,) if node is on_device else (on_device, node):
             self._tiers.queue(step)
