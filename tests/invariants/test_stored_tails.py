@@ -193,12 +193,13 @@ class StoredRuns(Runs):
         assert not self.cache.uploads.num_pages and not self.cache.uploads._awaited
 
 
-def test_nobody_waits_for_tails_that_left_before_their_upload_and_they_are_counted() -> None:
+def cache_of_a_tail(num_host_pages: int) -> PrefixCache:
+    """Two pages and their tail wait for their uploads."""
     cache = PrefixCache(
         num_pages=20,
         page_size=PAGE,
         namespace=NAMESPACE,
-        num_host_pages=40,
+        num_host_pages=num_host_pages,
         max_upload_pages=10,
         tails=TailSizes(window_pages=20, frames_per_page=FRAMES, window=2 * PAGE),
     )
@@ -211,10 +212,28 @@ def test_nobody_waits_for_tails_that_left_before_their_upload_and_they_are_count
     cache.windows.drop(held)
     cache.release(lock)
     assert cache.store.num_to_upload == 2 + 2 * FRAMES
+    return cache
+
+
+def test_nobody_waits_for_tails_that_left_before_their_upload_and_they_are_counted() -> None:
+    cache = cache_of_a_tail(num_host_pages=40)
     cache.flush()
     assert cache.store.num_to_upload == 0
     assert cache.store.begin_uploads() == ([], [])
     assert cache.stats().num_not_uploaded == 2 + 2 * FRAMES
+
+
+@pytest.mark.parametrize("num_spare", [0, 1])
+def test_nobody_waits_for_a_tail_that_does_not_fit_on_the_host(num_spare: int) -> None:
+    """Else a server that ends would wait for its upload as long as it may. Page 0 of the host holds nothing."""
+    cache = cache_of_a_tail(num_host_pages=2 * FRAMES + num_spare)
+    for _ in range(6):
+        offloads = cache.begin_offloads(8)
+        uploads, stages = cache.store.begin_uploads()
+        for copy in (*offloads, *uploads, *stages):
+            cache.complete(copy.op, ok=True)
+    assert cache.store.num_to_upload == 0 and not cache.store.has_uploads
+    assert cache.stats().num_not_uploaded == (0 if num_spare else 2 * FRAMES)
 
 
 @pytest.mark.parametrize("admission", HostAdmission)

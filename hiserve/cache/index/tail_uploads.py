@@ -28,7 +28,7 @@ class TailUploads:
         uploads: Of the history; both share a bound on the host pages that uploads lock.
 
     Attributes:
-        num_not_uploaded: Frames of tails that left the cache while they waited, or that were not staged.
+        num_not_uploaded: Frames of tails that left the cache while they waited, were not staged, or do not fit on the host.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class TailUploads:
         copies: list[PageCopy] = []
         for _ in range(min(len(self._queue), MAX_LOOKED)):
             tail, count = self._queue.popitem(last=False)
-            if not tail.is_open:
+            if not tail.is_open or count >= self._tiers.host.pages.num_pages:  # page 0 holds nothing
                 self.num_not_uploaded += count
             elif not self._may_begin(tail, count):
                 self._queue[tail] = count
