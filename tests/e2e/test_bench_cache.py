@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from hiserve import cli
 from tests.e2e.live import serve
 
@@ -14,6 +16,7 @@ CONVERSATIONS = ("--num-conversations", "6", "--group-size", "2", "--num-rounds"
 LENGTHS = ("--request-length", "20", "--output-length", "4", "--flush-cache")
 
 
+@pytest.mark.wide
 def test_a_working_set_that_fits_the_host_is_as_good_as_endless(tmp_path: Path) -> None:
     output, plot = tmp_path / "run.json", tmp_path / "run.png"
     with serve(tmp_path, *SERVER, "--cpu-threads", "1", "--log-level", "warning") as live:

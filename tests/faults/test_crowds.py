@@ -23,6 +23,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         yield made
 
 
+@pytest.mark.wide
 async def test_a_third_of_the_users_leave_and_the_others_get_their_tokens(live: Live) -> None:
     worker, files = worker_pid(live), open_files(live)
     async with Crowd(live.url, SEED, leaving=0.3).talking() as crowd:

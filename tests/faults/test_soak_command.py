@@ -66,6 +66,7 @@ def test_a_soak_strikes_its_server_and_tells_what_it_survived(
     assert "violations: 0" in told and "kill-worker" in told
 
 
+@pytest.mark.wide
 def test_a_soak_of_a_running_server_only_loads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "soak.json"
     with serve(tmp_path, *SERVER) as live:

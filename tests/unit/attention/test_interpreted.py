@@ -8,7 +8,7 @@ from tests.helpers.interpreted import PORTABLE, interpreted, run_interpreted
 
 ALL = "triton-cpu"
 SIMILAR = (
-    "(any_number and plain) or (what_is_behind and (33-freed or 1-freed or 7-kept))"
+    "(any_number and (plain or all)) or (what_is_behind and (33-freed or 1-freed or 7-kept))"
     " or (their_share and (12-chains or None-ragged))"
 )  # to one that runs
 SOME = f"{ALL} and not each_plan and not bounds and (not ragged_batches or 16-True-2-80 or 64-False-8-128) and not ({SIMILAR})"

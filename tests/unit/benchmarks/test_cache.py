@@ -13,6 +13,7 @@ from tests.helpers.models import save_family
 PREFIX = 128  # tokens
 
 
+@pytest.mark.wide
 def test_a_prefix_without_a_regular_tail_comes_whole_from_the_host(tmp_path: Path) -> None:
     """As that of Gemma-3, which is shorter than the distance of two tails: the first prompt that shares it leaves one."""
     settings = TINY.settings | {
