@@ -32,9 +32,8 @@ class _PrefetchRequest:
     num_cached: int  # pages of the prompt that it could be resumed behind then
     num_history: int  # pages of the prompt that are here, at least as many
     digests: list[bytes]  # of the pages after those that the store was asked for
-    end: int = (
-        0  # pages of the prompt up to the end of the stored ones, with their tail; 0 until the store has answered
-    )
+    # Pages of the prompt up to the end of the stored ones, with their tail; 0 until the store has answered.
+    end: int = 0
     num_frames: int = 0  # of the tail there; 0 where boundaries need none
     has_answer: bool = False
     op: int = 0  # the prefetch that it waits for, its own or another request's; 0 without one
