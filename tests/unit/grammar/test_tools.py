@@ -80,7 +80,7 @@ def read_back(
 
 @pytest.mark.parametrize(("name", "by_token"), [*in_turn(HELD, [True, False]), ("harmony", True)])
 @given(data=st.data())
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_a_reply_of_the_grammar_reads_back_as_valid_calls(name: str, by_token: bool, data: st.DataObject) -> None:
     schemas = data.draw(st.lists(PARAMETERS, min_size=1, max_size=2), "parameters")
     choice, is_single = data.draw(st.sampled_from(CHOICES), "choice"), data.draw(st.booleans(), "single")

@@ -105,7 +105,7 @@ CALLS = st.lists(st.tuples(st.sampled_from(["look", "ns__find-it.v2"]), ARGUMENT
 
 @pytest.mark.parametrize(("name", "by_token"), in_turn(NAMES, [False, True]))
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_what_a_template_shows_is_read_back(name: str, by_token: bool, data: st.DataObject) -> None:
     row = BY_NAME[name]
     calls = data.draw(CALLS, "calls")
@@ -162,7 +162,7 @@ def fragments(name: str) -> st.SearchStrategy[list[str]]:
 
 @pytest.mark.parametrize(("name", "by_token"), in_turn([row.name for row in FORMATS], [False, True]))
 @given(data=st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_chunking_gives_the_same_events_and_loses_no_text(name: str, by_token: bool, data: st.DataObject) -> None:
     tokenizer = tokenizer_of(name, by_token=by_token)
     text = "".join(data.draw(fragments(name), "fragments"))
