@@ -62,12 +62,14 @@ class TailImage:
         namespace: 16 bytes. Digest of the root of the prefix.
         digest: 16 bytes. Of the page before the boundary.
         retained_until_s: Of a recovered tail: the time until which its process retained it; 0 where it did not.
+        history: Digests of all pages before the boundary, first to last; empty of a copy that is not of a store.
     """
 
     frames: NDArray[np.int32]
     namespace: bytes
     digest: bytes
     retained_until_s: int = 0
+    history: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

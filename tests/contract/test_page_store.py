@@ -76,6 +76,14 @@ def test_a_page_that_is_there_is_not_written_again(store: PageStore) -> None:
     assert store.stats().num_pages == 12
 
 
+def test_what_needs_pages_before_it_is_stored_with_all_of_them_alone(store: PageStore) -> None:
+    for count in (2, 3):
+        store.put(KEYS[:count], pages(KEYS[:count]))
+        assert store.put(KEYS[3:4], pages(KEYS[3:4]), KEYS[:3]) == store.exists(KEYS[3:4]) == (count == 3)
+    assert store.stats().num_refused == 1
+    assert store.get(KEYS[3:4], blanks(1), STRANGE) == 1  # they need not be there
+
+
 def test_counts_are_of_pages(store: PageStore) -> None:
     store.put(KEYS[:5], pages(KEYS[:5]))
     store.get(KEYS[:7], blanks(7))

@@ -64,7 +64,7 @@ class SimStore:
                 return len(keys)
             return next((index for index, key in enumerate(keys[:limit]) if key not in self._pages), limit)
 
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview], before: Sequence[bytes] = ()) -> int:
         """See ``PageStore``."""
         step = self._begin()
         count = 0
@@ -83,11 +83,12 @@ class SimStore:
             self._counts.update(num_hits=count, num_misses=len(keys) - count)
         return count
 
-    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview], before: Sequence[bytes] = ()) -> int:
         """See ``PageStore``."""
         step = self._begin()
         limit = _limit(step, keys, Fault.FAIL, Fault.HANG, Fault.FULL)
         with self._lock:
+            limit = limit if all(key in self._pages for key in before) else 0
             for index, (key, buffer) in enumerate(zip(keys[:limit], buffers, strict=False)):
                 if key not in self._pages:
                     self._pages[key] = bytearray(seal(key, buffer)) + buffer

@@ -77,6 +77,7 @@ class StoredRuns(Runs):
             before = self.model.before(order.image.digest)
             assert self.begun.issuperset(before) and not order.run.digests, "the store gets a tail without its history"
             assert order.image.frames.size == self.num_frames(len(before))
+            assert order.image.history == tuple(before), "other pages than its history count as used with a tail"
             assert order.image.namespace == namespace_digest(NAMESPACE, b"")
 
     def end_upload(self) -> None:
@@ -106,6 +107,7 @@ class StoredRuns(Runs):
         if begun is not None:
             assert begun.image is not None and begun.image.digest == digests[end - num_cached - 1]
             assert begun.image.frames.size == num_frames
+            assert begun.image.history == tuple(self.model.before(digests[end - num_cached - 1]))
             assert begun.run.digests == digests[num_here - num_cached : end - num_cached]
             assert (
                 store.prefetch_of([*begun.run.digests, begun.image.digest][0], of_tail=not begun.run.digests)

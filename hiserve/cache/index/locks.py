@@ -283,6 +283,13 @@ def path(node: Node) -> Iterator[Node]:
         step = step.parent
 
 
+def path_digests(node: Node, num_less: int = 0) -> tuple[bytes, ...]:
+    """Returns the digests of the pages of a path, first to last, without the last ``num_less`` of its last node."""
+    *nodes, _ = path(node)
+    digests = [digest for step in nodes[::-1] for digest in step.digests]
+    return tuple(digests[: len(digests) - num_less])
+
+
 def path_pages(node: Node) -> tuple[Int32Array, Int32Array]:
     """Returns the device pages of a path, and the host pages of its end that is on the host alone."""
     nodes = list(path(node))

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hiserve.cache.index.locks import Locks, path, raise_priority
+from hiserve.cache.index.locks import Locks, path, path_digests, raise_priority
 from hiserve.cache.index.nodes import Node, is_ready_on_host
 from hiserve.cache.index.tails import TailTiers
 from hiserve.cache.index.tiers import CacheTiers
@@ -97,7 +97,8 @@ class StoreSync:
         )
         image = None
         if num_frames:
-            image = TailImage(pages[count:], root.digests[0], (run.digests or end.digests)[-1])
+            history = (*path_digests(end), *run.digests)
+            image = TailImage(pages[count:], root.digests[0], history[-1], history=history)
             self._arriving_tails[image.digest] = op.number
         begun = self._begun[op.number] = RunOp(op.number, run, image)
         self._arriving.update(dict.fromkeys(run.digests, op.number))

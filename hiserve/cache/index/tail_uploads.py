@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 
-from hiserve.cache.index.locks import Locks, PathLock
+from hiserve.cache.index.locks import Locks, PathLock, path_digests
 from hiserve.cache.index.nodes import Tail, is_ready_on_host
 from hiserve.cache.index.store_sync import RunOp
 from hiserve.cache.index.tail_pool import TailMemory
@@ -140,13 +141,13 @@ class TailUploads:
         return count <= host.pages.num_free + host.num_evictable and self._memory.has_spare(tail)
 
     def _upload(self, tail: Tail) -> None:
-        image = self._tails.begin_upload(tail)
-        self._uploads.num_pages += image.frames.size
-        self._read[self._begin(image).number] = tail, image.frames
+        frames = self._tails.begin_upload(tail)
+        self._uploads.num_pages += frames.size
+        self._read[self._begin(_stored_image_of(tail, frames)).number] = tail, frames
 
     def _stage(self, tail: Tail, count: int) -> PageCopy:
         assert tail.pages is not None
-        image = image_of(tail, self._tiers.allocate_host(count, num_left=0))
+        image = _stored_image_of(tail, self._tiers.allocate_host(count, num_left=0))
         op = self._ops.begin(CopyKind.STAGE, self._lock(image), image.frames)
         op.window_pages, op.slots = tail.pages, tail.slots
         for pool, held in self._memory.held(tail):
@@ -165,3 +166,8 @@ class TailUploads:
     def _lock(self, image: TailImage) -> PathLock:
         """Locks nothing but the root: the image is whole without the nodes that it was made of."""
         return self._locks.lock_host(self._tiers.tree.add_root(self._tiers.tree.root(image.namespace)))
+
+
+def _stored_image_of(tail: Tail, frames: Int32Array) -> TailImage:
+    """Returns the image of a tail in frames, as a store is given it: with its history."""
+    return replace(image_of(tail, frames), history=path_digests(tail.node, tail.node.num_pages - tail.at))

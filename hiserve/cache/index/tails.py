@@ -208,12 +208,12 @@ class TailTiers:
         """Whether a transfer between device and host uses a tail, or its offload is to begin."""
         return tail in self._queue or self._op_of(tail) is not None
 
-    def begin_upload(self, tail: Tail) -> TailImage:
+    def begin_upload(self, tail: Tail) -> Int32Array:
         """Keeps the frames of a tail that no transfer uses where they are, while an upload reads them; see ``end_upload``."""
         assert tail.frames is not None and tail.is_host_evictable and not self._op_of(tail), "a transfer uses the tail"
         tail.is_uploading = True
         self._tiers.host.num_evictable -= tail.frames.size
-        return image_of(tail, tail.frames)
+        return tail.frames
 
     def end_upload(self, tail: Tail, frames: Int32Array) -> None:
         """Lets the host evict the frames of an uploaded tail again, if they are still those that were read."""

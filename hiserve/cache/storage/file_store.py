@@ -87,7 +87,7 @@ class FileStore:
     def exists(self, keys: Sequence[bytes]) -> int:
         return next((index for index, key in enumerate(keys) if not self._has(key)), len(keys))
 
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview], before: Sequence[bytes] = ()) -> int:
         count = 0
         for key, buffer in zip(keys, buffers, strict=True):
             if self._is_closed:
@@ -98,19 +98,23 @@ class FileStore:
             if outcome is not _Read.WHOLE:
                 break
             count += 1
-        self._use(keys[:count])
+        self._use([*before, *keys[:count]])
         self._count(num_hits=count, num_misses=len(keys) - count)
         return count
 
-    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview], before: Sequence[bytes] = ()) -> int:
         count = num_stored = 0
+        self._move_to_end(before)  # else they might make room for what is of no use without them
+        has_all_before = self.exists(before) == len(before)
         for key, buffer in zip(keys, buffers, strict=True):
+            if not has_all_before:
+                break
             if not self._has(key):
                 if not self._write(key, buffer):
                     break
                 num_stored += 1
             count += 1
-        self._use(keys[:count])
+        self._use([*before, *keys[:count]])
         self._count(num_stored=num_stored, num_refused=len(keys) - count)
         if self._unlisted_bytes * _LISTINGS_PER_CAP > self._cap_bytes:
             self._list()
@@ -226,15 +230,19 @@ class FileStore:
     def _use(self, keys: Sequence[bytes]) -> None:
         """Marks pages of one prefix as just used, in reverse order: a prefix is useless without its start."""
         now = time.time_ns()
-        with self._lock:
-            for key in reversed(keys):
-                if key in self._sizes:
-                    self._sizes.move_to_end(key)
+        self._move_to_end(keys)
         for index, key in enumerate(keys):
             try:
                 os.utime(self._path(key), ns=(now - index, now - index), follow_symlinks=False)
             except OSError as error:
                 self._record_error(error)
+
+    def _move_to_end(self, keys: Sequence[bytes]) -> None:
+        """Makes pages of one prefix the last to be removed, of them its end before its start."""
+        with self._lock:
+            for key in reversed(keys):
+                if key in self._sizes:
+                    self._sizes.move_to_end(key)
 
     def _remember(self, key: bytes, size: int) -> None:
         with self._lock:

@@ -35,21 +35,27 @@ class PageStore(Protocol):
     A page's bytes never change, so a present key need not be written again. Pages are passed in
     the order of their prefix; where a store must choose, the end of a prefix is removed before its start.
 
+    A tail is of no use without its history: it is passed with the keys of all of it (``before``), which count as used with
+    it, and it is removed before them.
+
     Every page has a header in the store (``seal``), and ``get`` checks it (``is_intact``): the medium is not trusted.
     """
 
     def exists(self, keys: Sequence[bytes]) -> int:
         """Returns the number of leading keys that are present. A hint: ``get`` may find fewer."""
 
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
-        """Reads pages up to the first that is missing or damaged.
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview], before: Sequence[bytes] = ()) -> int:
+        """Reads pages up to the first that is missing or damaged. Pages ``before`` them count as used.
 
         ``buffers`` are writable, each of exactly its page's size. Returns how many leading buffers hold their pages,
         verified; the others are undefined.
         """
 
-    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
-        """Writes pages that are missing, up to the first failure; returns how many leading pages are present."""
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview], before: Sequence[bytes] = ()) -> int:
+        """Writes pages that are missing, up to the first failure; returns how many leading pages are present.
+
+        Pages ``before`` them count as used. If one of these is missing, nothing is written.
+        """
 
     def clear(self) -> int:
         """Removes every page, of all servers; returns how many."""

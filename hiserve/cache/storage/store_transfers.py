@@ -164,7 +164,8 @@ class StoreTransfers:
         if copy.image is None:
             return self._store.get(keys, buffers)
         image = np.empty(copy.image.frames.size * self._host.layout.page_bytes, dtype=np.uint8).data
-        count = self._store.get([*keys, tail_key(copy.image.digest)], [*buffers, image])
+        before = [store_key(digest) for digest in copy.image.history[: len(copy.image.history) - num_pages]]
+        count = self._store.get([*keys, tail_key(copy.image.digest)], [*buffers, image], before)
         if count > num_pages:
             self._host.write_frames(copy.image.frames, image)
         return copy.num_host_pages if count > num_pages else count
@@ -188,7 +189,8 @@ class StoreTransfers:
         self._is_closing.wait(count * self._upload_s_per_page)
 
     def _put_tail(self, image: TailImage) -> int:
-        return self._store.put([tail_key(image.digest)], [self._host.read_frames(image.frames)])
+        before = [store_key(digest) for digest in image.history]
+        return self._store.put([tail_key(image.digest)], [self._host.read_frames(image.frames)], before)
 
     def _clear(self) -> None:
         self._store.clear()

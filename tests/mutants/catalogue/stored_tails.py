@@ -1,13 +1,13 @@
 """Tails in stores: uploaded and fetched whole."""
 
 from hiserve.cache.index import prefixes, store_sync, tail_uploads, tails
-from hiserve.cache.storage import store_transfers
+from hiserve.cache.storage import file_store, store_transfers
 from hiserve.engine import store_prefetch
 from tests.e2e import test_store_tails
 from tests.invariants import test_stored_tails, test_tails
 from tests.unit.cache import test_tail_shares
 from tests.unit.engine import test_tail_prefetch
-from tests.unit.storage import test_store_transfers
+from tests.unit.storage import test_file_store, test_store_transfers
 
 with tail_uploads.TailUploads._may_begin, test_stored_tails.test_resume_points_go_to_a_store_and_come_back_whole:
     "INV H10: a tail is uploaded before its history"
@@ -83,3 +83,11 @@ with tail_uploads.TailUploads.take, test_stored_tails.test_nobody_waits_for_a_ta
     "a server that ends waits for a tail that never gets to the store"
     count >= self._tiers.host.pages.num_pages
     False
+with file_store.FileStore.put, test_file_store.test_a_full_store_removes_no_history_before_its_tails[False]:
+    "a full store keeps tails whose history it has removed"
+    self._use([*before, *keys[:count]])
+    self._use(keys[:count])
+with file_store.FileStore.put, test_file_store.test_a_full_store_removes_no_history_before_its_tails[False]:
+    "a store takes a tail whose history it has removed"
+    self.exists(before) == len(before)
+    True

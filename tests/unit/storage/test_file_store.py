@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import random
 import shutil
 import stat
 import subprocess
@@ -166,6 +167,38 @@ def test_a_tail_counts_by_its_bytes_and_goes_before_the_history_that_is_read_wit
     assert store.get(KEYS[:5], [*blanks(4), *tail]) == 5
     store.put(OTHERS[:1], pages(OTHERS[:1]))
     assert (store.exists(KEYS[4:5]), store.exists(KEYS[:4]), store.stats().num_evicted) == (0, 4, 1)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_full_store_removes_no_history_before_its_tails(tmp_path: Path, restarts: bool) -> None:
+    """Conversations share their first pages; each turn adds pages, then a tail, or reads those of a turn."""
+    rng = random.Random(3)
+    store = FileStore(tmp_path, 12 * FILE_BYTES)
+    history = [KEYS[:2]] * 4
+    tails: dict[bytes, list[bytes]] = {}
+    num_read = 0
+    for step in range(60):
+        number = rng.randrange(4)
+        if rng.randrange(3):
+            before = history[number]
+            if len(before) > 5 or store.exists(before) < len(before):
+                before = KEYS[:2]
+                store.put(before, pages(before))
+            *new, tail = (rng.randbytes(32) for _ in range(rng.randint(2, 3)))
+            store.put(new, pages(new))
+            history[number] = tails[tail] = [*before, *new]
+            store.put([tail], pages([tail]), tails[tail])
+        elif tails:
+            tail = rng.choice([*tails])
+            start = rng.randint(0, len(tails[tail]))
+            wanted = [*tails[tail][start:], tail]
+            num_read += store.get(wanted, blanks(len(wanted)), tails[tail][:start]) == len(wanted)
+        if restarts and step % 9 == 0:
+            store = FileStore(tmp_path, 12 * FILE_BYTES)
+        there = [keys for tail, keys in tails.items() if store.exists([tail])]
+        assert all(store.exists(keys) == len(keys) for keys in there), f"step {step}: a tail without its history"
+        assert there
+    assert store.stats().num_evicted and num_read > 5
 
 
 def test_a_cap_that_was_lowered_is_kept_at_the_next_write(tmp_path: Path) -> None:

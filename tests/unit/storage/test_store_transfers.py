@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from hiserve.cache.storage.host import HostPool
 from hiserve.cache.storage.records import PageState
 from hiserve.cache.storage.segment import PageLayout, Segment
-from hiserve.cache.storage.store import PageStore, store_key
+from hiserve.cache.storage.store import PageStore, store_key, tail_key
 from hiserve.cache.storage.store_transfers import GARBLED, NO_CHECKSUM, NOT_DELIVERED, REFUSED, StoreTransfers
 from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.transfers import CopyAck, CopyKind, PageCopy, PageRun, StoreLookup, TailImage
@@ -141,11 +142,11 @@ def test_pages_that_do_not_arrive_are_free_again(
 class Starved(SimStore):
     """Needs more memory than there is."""
 
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview], before: Sequence[bytes] = ()) -> int:
         np.empty(1 << 55, dtype=np.uint8)
         raise AssertionError("there was as much")
 
-    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview], before: Sequence[bytes] = ()) -> int:
         return self.get(keys, buffers)
 
 
@@ -269,7 +270,7 @@ def test_what_hangs_keeps_its_own_pages_and_hinders_neither_others_nor_the_end(
 class Stuck(SimStore):
     """Not even closing it wakes what hangs in it."""
 
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview], before: Sequence[bytes] = ()) -> int:
         threading.Event().wait()
         return 0
 
@@ -306,7 +307,7 @@ def test_a_thread_that_fails_is_heard_of(make: Callable[..., StoreTransfers]) ->
 
 
 FRAMES = np.array([5, 11], dtype=np.int32)
-TAIL = TailImage(FRAMES, RUN.namespace, RUN.digests[-1])
+TAIL = TailImage(FRAMES, RUN.namespace, RUN.digests[-1], history=tuple(RUN.digests))
 
 
 def write_tail(host: HostPool, image: TailImage) -> bytes:
@@ -319,7 +320,7 @@ def write_tail(host: HostPool, image: TailImage) -> bytes:
 
 
 def copy_of_tail(kind: CopyKind, run: PageRun | None = None, frames: Sequence[int] = FRAMES) -> PageCopy:
-    image = TailImage(np.array(frames, dtype=np.int32), TAIL.namespace, TAIL.digest)
+    image = replace(TAIL, frames=np.array(frames, dtype=np.int32))
     return PageCopy(7, kind, NOTHING, NOTHING if run is None else run.pages, 0, run, image=image)
 
 
@@ -350,6 +351,39 @@ def test_a_tail_comes_with_the_history_before_it(
     assert [host.records.state(frame) for frame in (8, 2)] == [PageState.VALID] * 2
     assert bytes(host.buffer(8)) + bytes(host.buffer(2)) == image
     assert host.records.digest(8) == TAIL.digest
+
+
+class Used(SimStore):
+    """Records what each call names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[list[bytes]] = []
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview], before: Sequence[bytes] = ()) -> int:
+        self.calls.append([*before, *keys])
+        return super().get(keys, buffers)
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview], before: Sequence[bytes] = ()) -> int:
+        self.calls.append([*before, *keys])
+        return super().put(keys, buffers)
+
+
+def test_all_of_its_history_is_used_with_a_tail(host: HostPool, make: Callable[..., StoreTransfers]) -> None:
+    store = Used()
+    SimStore.put(store, [*map(store_key, RUN.digests)], [memoryview(bytearray(PAGE_BYTES))] * 3)
+    transfers = make(store)
+    write_tail(host, TAIL)
+    part = replace(make_run([7], [3]), digests=RUN.digests[2:])
+    for copy in (
+        copy_of_tail(CopyKind.UPLOAD),
+        copy_of_tail(CopyKind.PREFETCH, None, (8, 2)),
+        copy_of_tail(CopyKind.PREFETCH, part, (3, 6)),
+    ):
+        transfers.start(copy)
+        next_ack(transfers)
+    keys = [*map(store_key, RUN.digests), tail_key(TAIL.digest)]
+    assert store.calls == [keys, keys, keys]
 
 
 @pytest.mark.parametrize(
