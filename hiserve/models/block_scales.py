@@ -13,7 +13,7 @@ from torch import Tensor
 from hiserve.errors import ModelError
 from hiserve.models.checkpoint import StoredTensor
 from hiserve.models.names import TensorSource
-from hiserve.models.quantization import BLOCK
+from hiserve.models.quantize import BLOCK
 
 FP8 = "F8_E4M3"
 SCALE_SUFFIX = "_scale_inv"

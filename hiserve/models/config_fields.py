@@ -155,6 +155,7 @@ class ConfigFields(msgspec.Struct):
     full_attention_interval: Size | None = None
     shared_expert_intermediate_size: Size | None = None
     quantization_config: Any = None
+    expert_dtype: Any = None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import msgspec
 from hiserve.config.settings import DType
 from hiserve.core.activation import Activation
 from hiserve.core.kv_groups import CacheGroupSpec, CachePlan, Space, carried_bytes
+from hiserve.core.quantization import Quantization
 from hiserve.core.step_memory import DEFAULT_PAGE_SIZE, ModelFacts, StepShape
 from hiserve.errors import ModelError
 from hiserve.models import compressed_cache
@@ -32,7 +33,7 @@ from hiserve.models.family import FAMILIES, Family
 from hiserve.models.generation_config import GenerationConfig, SamplingDefaults, as_ids, read_generation
 from hiserve.models.index_config import IndexConfig, read_index
 from hiserve.models.latent_config import LatentConfig, read_latent
-from hiserve.models.quantization import refuse_quantization
+from hiserve.models.quantize import read_quantization
 from hiserve.models.refusals import read_activation, refuse_nonsense, refuse_unsupported
 from hiserve.models.rope import RopeConfig, read_local_rope, read_rope, stretched_context
 
@@ -79,10 +80,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     partial_dim: int | None = None  # elements of a head that are rotated, where these are not all
     latent: LatentConfig | None = None  # latent attention in place of grouped-query attention
     index: IndexConfig | None = None  # of latent attention: an index chooses the tokens that a token sees
-    compressed: CompressedConfig | None = (
-        None  # likewise attention over a window and compressed rows, with several streams
-    )
-    dtype: DType  # type name of the stored weights
+    # Likewise attention over a window and compressed rows, with several streams.
+    compressed: CompressedConfig | None = None
+    dtype: DType  # type name of the stored weights, or of those that quantized ones stand for
+    quantization: Quantization | None = None
     eos_token_ids: tuple[int, ...]  # tokens that end a reply
     bos_token_id: int | None  # token that starts a text, or None
     sampling_defaults: SamplingDefaults  # for requests that omit parameters
@@ -301,10 +302,7 @@ def parse_config(raw: dict[str, Any], path: Path, generation: GenerationConfig) 
     index = read_index(spelled, fields, path, shares=family.shares_index) if family.has_index else None
     compressed = read_compressed(spelled, fields, path) if family.is_compressed else None
     delta = read_delta(fields, is_interleaved=family.has_fused_states) if family.has_states else None
-    kv_heads = fields.num_key_value_heads or heads
-    head_dim = fields.head_dim or fields.hidden_size // heads
-    if latent is not None:
-        kv_heads, head_dim = 1, latent.width
+    kv_heads, head_dim = _key_shape(fields, latent)
     dtype = fields.dtype or "float32"
     refuse_nonsense(fields, path.parent, kv_heads, head_dim, dtype)
     partial_dim = read_partial_dim(fields, head_dim) if family.has_states else None
@@ -343,10 +341,19 @@ def parse_config(raw: dict[str, Any], path: Path, generation: GenerationConfig) 
         partial_dim=partial_dim,
         num_mtp_layers=fields.num_nextn_predict_layers or 0,
         dtype=cast(DType, dtype),
+        quantization=read_quantization(fields, architecture),
         eos_token_ids=ends or (),
         bos_token_id=fields.bos_token_id,
         sampling_defaults=generation.sampling_defaults,
     )
+
+
+def _key_shape(fields: ConfigFields, latent: LatentConfig | None) -> tuple[int, int]:
+    """Returns key and value heads, and elements of a head."""
+    if latent is not None:
+        return 1, latent.width
+    heads = fields.num_attention_heads
+    return fields.num_key_value_heads or heads, fields.head_dim or fields.hidden_size // heads
 
 
 def _layer_fields(
@@ -380,7 +387,6 @@ def _checked(spelled: dict[str, Any], path: Path, architecture: str) -> ConfigFi
     fields = convert(spelled, ConfigFields, path)
     refuse_oversize(fields, path)
     refuse_unsupported(fields, architecture, has_partial_rotation=FAMILIES[architecture].has_states)
-    refuse_quantization(fields.quantization_config, architecture)
     return fields
 
 
