@@ -315,6 +315,11 @@ class Engine:
         """Whether pages that outlive this process are on their way to slower tiers, or wait for it."""
         return self._has_persistent_tiers and self._is_consistent and self._planner.is_copying
 
+    @property
+    def has_unsaved_pages(self) -> bool:
+        """Whether ``is_copying``, or pages wait for the store that cannot get there."""
+        return self.is_copying or self._planner.num_to_upload > 0
+
     def finish_copies(self, timeout_s: float) -> None:
         """Steps until every page is on its slower tiers, or the time is over."""
         end_s = time.monotonic() + timeout_s

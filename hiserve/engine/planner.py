@@ -191,6 +191,11 @@ class Planner:
         """Whether pages are being copied to slower tiers, or wait for that."""
         return self._host_loads.has_copies or self._prefetcher.is_uploading
 
+    @property
+    def num_to_upload(self) -> int:
+        """Pages that wait for the store, those included that cannot get there."""
+        return self._cache.store.num_to_upload
+
     def complete_transfers(self, acks: Sequence[CopyAck], found: Sequence[tuple[int, int]] = ()) -> None:
         """Completes copies, and lookups of (uid, pages) that a store has; a row whose load failed starts over."""
         for request, error in self.grammars.take_errors():
@@ -206,7 +211,7 @@ class Planner:
 
     def grow_host(self, num_pages: int) -> None:
         """Makes host pages below ``num_pages`` usable."""
-        self._cache.grow_host(num_pages)
+        self._prefetcher.grow_host(num_pages)
 
     def stats(self, store: StoreStats | None = None, dropped: int = 0, gate: GateCounts | None = None) -> WorkerStats:
         """Returns gauges and counters as of now; the arguments are the counts of the executing half."""

@@ -145,8 +145,8 @@ class WorkerService:
         """Whether the scheduler sent ``Stop``, and no page is left to copy, or no time for it."""
         if self._stop_at_s == math.inf or (self._engine.is_copying and time.monotonic() < self._stop_at_s):
             return False
-        if self._engine.is_copying:
-            logger.warning("pages that were being copied to the host or the store are lost: no time was left for them")
+        if self._engine.has_unsaved_pages:
+            logger.warning("pages on their way to the host or the store are lost: there is no time or no room for them")
         return True
 
     def _turn(self) -> None:

@@ -16,7 +16,7 @@ from hiserve.engine.queue import Request
 MAX_WAIT_S = 60.0  # of a request that waits for the store to the end
 MAX_LOOKUPS = 64  # without an answer
 MAX_PREFETCHES = 8  # under way
-FIRST_PAGES_S = 5.0  # after the start: a host that has no page ready by then has no memory
+GROWTH_S = 5.0  # a host that gets no usable page for so long gets no more: it has no memory
 MAX_PAGES = 256  # of one prefetch: a longer prefix comes in parts, which can be used as they arrive
 TOO_LATE = "too_late"  # a reason, beside those of ``cache_stats``
 STALL_S = 5.0  # at shutdown, uploads to a store that has not answered for so long are dropped
@@ -88,7 +88,8 @@ class StorePrefetcher:
         self._to_look_up: dict[int, _PrefetchRequest] = {}
         self._looking_up: dict[int, _PrefetchRequest] = {}
         self._open: dict[int, _PendingCopy] = {}
-        self._began_s = clock()
+        self._num_ready_host_pages = 0
+        self._grew_s = clock()  # when the host got its last usable pages; at first, the start
         self._answered_s = 0.0
 
     @property
@@ -101,11 +102,18 @@ class StorePrefetcher:
 
     @property
     def is_uploading(self) -> bool:
-        """Whether pages wait for the store or are on their way there; False after ``STALL_S`` without an answer."""
-        if not (self._open or self._cache.store.num_to_upload):
-            return False
-        oldest_s = min((order.since for order in self._open.values()), default=self._clock())
+        """Whether pages are on their way to the store, or can be begun; False after ``STALL_S`` without an answer."""
+        store = self._cache.store
+        if not self._open:
+            return store.has_uploads or (store.num_to_upload > 0 and store.is_host_partial and self._may_grow)
+        oldest_s = min(order.since for order in self._open.values())
         return self._clock() - max(oldest_s, self._answered_s) < STALL_S
+
+    def grow_host(self, num_pages: int) -> None:
+        """Makes host pages below ``num_pages`` usable."""
+        if num_pages > self._num_ready_host_pages:
+            self._num_ready_host_pages, self._grew_s = num_pages, self._clock()
+        self._cache.grow_host(num_pages)
 
     def add(self, request: Request) -> None:
         """Adds a waiting request; the store is asked for its missing pages with a later plan."""
@@ -199,6 +207,11 @@ class StorePrefetcher:
                 self._note_arrived(wanted)
                 wanted.is_over |= wanted is order.wanted and not ack.is_ok
 
+    @property
+    def _may_grow(self) -> bool:
+        """Whether the host may still get usable pages, if it has not all."""
+        return self._clock() - self._grew_s < GROWTH_S
+
     def _has_late_answer(self) -> bool:
         """Whether the store has not answered for a request whose wait is over."""
         prefetches = [*self._looking_up.values(), *(order.wanted for order in self._open.values())]
@@ -256,8 +269,7 @@ class StorePrefetcher:
             return None
         num_pages, tail_at = self._part(wanted, max_pages)
         if not (num_pages or tail_at):
-            has_just_begun = self._clock() - self._began_s < FIRST_PAGES_S
-            if self._cache.stats().host.num_pages or not has_just_begun:
+            if self._cache.stats().host.num_pages or not self._may_grow:
                 self._give_up(wanted, HOST_FULL)
             return None
         num_more = 0 if tail_at else wanted.num_left - num_pages

@@ -208,6 +208,10 @@ class FakeEngine:
     def is_copying(self) -> bool:
         return False
 
+    @property
+    def has_unsaved_pages(self) -> bool:
+        return False
+
     def crash_snapshot(self) -> CrashSnapshot:
         return CrashSnapshot([StepSnapshot(self._num_steps, sorted(self._requests), len(self._requests), 0, [], [])])
 

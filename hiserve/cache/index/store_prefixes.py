@@ -36,6 +36,11 @@ class StorePrefixes:
         """Host pages that a prefetch can take now."""
         return self._host.num_available
 
+    @property
+    def is_host_partial(self) -> bool:
+        """Whether host pages are not usable yet (``PrefixCache.grow_host``)."""
+        return self._host.pages.num_ready < self._host.pages.num_pages
+
     def missing(self, tenant: bytes, key: bytes) -> tuple[int, int, list[bytes]]:
         """Returns what of a prompt is cached, and what is not. Changes nothing.
 

@@ -13,7 +13,7 @@ from hiserve.cache.index.tails import TailTiers
 from hiserve.cache.index.tiers import CacheTiers
 from hiserve.cache.index.transfer_ops import TransferOp, TransferOps, image_of
 from hiserve.cache.index.transfers import Transfers
-from hiserve.cache.index.uploads import MAX_LOOKED, Uploads
+from hiserve.cache.index.uploads import MAX_LOOKED, FruitlessLooks, Uploads
 from hiserve.core.plan import Int32Array
 from hiserve.core.transfers import NO_PAGES, CopyKind, PageCopy, PageRun, TailImage
 
@@ -50,7 +50,7 @@ class TailUploads:
         self._transfers = transfers
         self._uploads = uploads
         self._queue: OrderedDict[Tail, int] = OrderedDict()
-        self._stuck_at: tuple[int, ...] = ()  # what decides whether a tail may begin, when none could
+        self._fruitless = FruitlessLooks()
         self._read: dict[int, tuple[Tail, Int32Array]] = {}  # by op: the tail that an upload reads, and its frames
         self._stages: dict[int, TailImage] = {}
         self._staged: set[int] = set()  # uploads of what was staged
@@ -66,7 +66,7 @@ class TailUploads:
         """Whether ``take`` has anything to begin or to return."""
         if self._orders or self._tails.to_upload:
             return True
-        return bool(self._queue) and self._stuck_at != self._moment()
+        return bool(self._queue) and not self._fruitless.are_all(len(self._queue), self._state())
 
     @property
     def num_waiting(self) -> int:
@@ -84,7 +84,8 @@ class TailUploads:
         self._queue |= self._tails.to_upload
         self._tails.to_upload.clear()
         copies: list[PageCopy] = []
-        for _ in range(min(len(self._queue), MAX_LOOKED)):
+        num_looked = min(len(self._queue), MAX_LOOKED)
+        for _ in range(num_looked):
             tail, count = self._queue.popitem(last=False)
             if not tail.is_open or count >= self._tiers.host.pages.num_pages:  # page 0 holds nothing
                 self.num_not_uploaded += count
@@ -95,7 +96,7 @@ class TailUploads:
             else:
                 copies.append(self._stage(tail, count))
         orders, self._orders = self._orders, []
-        self._stuck_at = () if orders or copies else self._moment()
+        self._fruitless.add(num_looked, self._state(), has_begun=bool(orders or copies))
         return orders, copies
 
     def end(self, number: int, *, ok: bool) -> None:
@@ -119,7 +120,7 @@ class TailUploads:
                 self.num_not_uploaded += image.frames.size
         self._locks.drop(op.lock)
 
-    def _moment(self) -> tuple[int, ...]:
+    def _state(self) -> tuple[int, ...]:
         """Returns numbers of which one changes before a tail may begin that may not now."""
         host, transfers = self._tiers.host, self._transfers
         spare = (pool.num_spare for pool in self._memory.pools)

@@ -22,6 +22,23 @@ MAX_LOOKED = 64  # nodes that one call of ``take`` examines
 Part = tuple[Node, int, int]  # pages of a node: first, end
 
 
+class FruitlessLooks:
+    """Counts what was examined and could not begin, at one state of the cache: all of a queue, or a part of it."""
+
+    def __init__(self) -> None:
+        self._state: tuple[int, ...] = ()
+        self._count = 0
+
+    def add(self, count: int, state: tuple[int, ...], *, has_begun: bool) -> None:
+        """Adds one call that examined so many, of which some or none could begin."""
+        self._count = 0 if has_begun else count + (self._count if state == self._state else 0)
+        self._state = state
+
+    def are_all(self, num_queued: int, state: tuple[int, ...]) -> bool:
+        """Whether all that is queued was examined in vain, and nothing has changed since."""
+        return state == self._state and self._count >= num_queued
+
+
 class Uploads:
     """Uploads every offered page to the store, parents before children, each once.
 
@@ -46,7 +63,7 @@ class Uploads:
         self._awaited = tiers.lost.awaited
         self._queue: OrderedDict[Node, None] = OrderedDict()
         self._sweep_at = 1024
-        self._stuck_at = -1  # ``num_ended`` of the ops when nothing could begin
+        self._fruitless = FruitlessLooks()
         self.num_pages = 0
         self._stages: dict[int, PageRun] = {}
         self._staging: set[bytes] = set()  # the pages of stages
@@ -58,8 +75,10 @@ class Uploads:
     @property
     def has_uploads(self) -> bool:
         """Whether ``take`` has anything to begin or to return."""
-        is_stuck = self._stuck_at == self._ops.num_ended
-        return bool(self._uploads) or (bool(self._queue) and not is_stuck and self.num_pages < self._max_pages)
+        if self._uploads:
+            return True
+        has_room = self.num_pages < self._max_pages
+        return has_room and bool(self._queue) and not self._fruitless.are_all(len(self._queue), self._state())
 
     def is_awaited(self, digest: bytes) -> bool:
         """Whether the upload of a page is to begin."""
@@ -83,14 +102,15 @@ class Uploads:
         """Queues new pages: the last ones of the path that ends with a node."""
         self._awaited.update(digests)
         self._queue[end] = None
-        self._stuck_at = -1
+        self._fruitless = FruitlessLooks()
         if len(self._queue) >= self._sweep_at:
             self._queue = OrderedDict.fromkeys(node for node in self._queue if self._waiting(node))
             self._sweep_at = max(1024, 2 * len(self._queue))
 
     def take(self) -> tuple[list[RunOp], list[PageCopy]]:
         """Begins the uploads and stages that can begin; see ``PrefixCache.begin_uploads``."""
-        for _ in range(min(len(self._queue), MAX_LOOKED)):
+        num_looked = min(len(self._queue), MAX_LOOKED)
+        for _ in range(num_looked):
             room = min(self._max_pages - self.num_pages, MAX_RUN_PAGES)
             if room <= 0:
                 break
@@ -109,7 +129,7 @@ class Uploads:
                 self._queue[node] = None
         uploads, copies = self._uploads, self._copies
         self._uploads, self._copies = [], []
-        self._stuck_at = -1 if uploads or copies else self._ops.num_ended
+        self._fruitless.add(num_looked, self._state(), has_begun=bool(uploads or copies))
         return uploads, copies
 
     def end_stage(self, number: int, *, ok: bool) -> None:
@@ -139,6 +159,11 @@ class Uploads:
     @property
     def _num_staged(self) -> int:
         return sum(run.pages.size for run in self._stages.values()) + sum(self._staged.values())
+
+    def _state(self) -> tuple[int, ...]:
+        """Returns numbers of which one changes before an upload may begin that may not now."""
+        host = self._tiers.host
+        return self._ops.num_ended, host.pages.num_free, host.num_evictable
 
     def _waiting(self, node: Node) -> list[Part]:
         """Returns the pages that wait at the end of a path, or of the rest of it, first to last."""

@@ -119,6 +119,13 @@ with (
     "a prefetch that failed for one request is over for all"
     wanted is order.wanted and not ack.is_ok
     not ack.is_ok
+with (
+    store_prefetch.StorePrefetcher.is_uploading,
+    test_store_prefetch.test_uploads_that_cannot_begin_are_not_waited_for_at_the_end_until_they_can,
+):
+    "the end waits for uploads that cannot begin"
+    store.has_uploads or (store.num_to_upload > 0 and store.is_host_partial and self._may_grow)
+    store.num_to_upload > 0
 with store_prefetch.StorePrefetcher.is_uploading, test_store_prefetch.test_a_store_that_answers_nothing_is_given_up_at_the_end:
     "INV 65: shutdown waits for a store that never answers"
     self._clock() - max(oldest_s, self._answered_s) < STALL_S

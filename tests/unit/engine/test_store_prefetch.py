@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from hiserve.cache.index.uploads import MAX_LOOKED
 from hiserve.config.caching import StorePrefetch
 from hiserve.core.transfers import CopyAck, CopyKind
 from hiserve.engine.host_loads import MAX_SKIPPED
 from hiserve.engine.store_prefetch import (
-    FIRST_PAGES_S,
+    GROWTH_S,
     MAX_LOOKUPS,
     MAX_PAGES,
     MAX_PREFETCHES,
@@ -313,7 +314,7 @@ def test_a_host_that_never_has_a_page_ready_keeps_nobody() -> None:
     pages.num_ready = 1
     desk.fetch(1, 5, 6)
     assert desk.is_awaited(1)
-    desk.now_s += FIRST_PAGES_S
+    desk.now_s += GROWTH_S
     desk.send()
     assert not desk.is_awaited(1) and desk.unfulfilled() == {"host_full": 2}
     desk.fetch(2, 5, 6)
@@ -544,6 +545,48 @@ def test_tc_41_orders_are_polled_for_while_idle_but_not_for_ever() -> None:
     desk.now_s += POLL_S + 0.1
     assert not desk.has_work()
     desk.end()
+    desk.check()
+
+
+def test_uploads_that_cannot_begin_are_not_waited_for_at_the_end_until_they_can() -> None:
+    """Something else has all pages of the host."""
+    desk = Desk(num_host_pages=4)
+    held = desk.cache.tiers.allocate_host(3, num_left=0)
+    for page in range(100, 100 + MAX_LOOKED + 9):
+        desk.cache.release(serve(desk.cache, page))
+    for is_first in (True, False):
+        assert desk.prefetcher.is_uploading == is_first and desk.cache.store.num_to_upload == MAX_LOOKED + 9
+        desk.send()
+        assert desk.prefetcher.is_uploading == is_first, "one call does not examine all"
+        desk.send()
+        assert not desk.copies and not desk.prefetcher.is_uploading
+    desk.cache.tiers.free_host(held)
+    assert desk.prefetcher.is_uploading
+    for _ in range(2 * (MAX_LOOKED + 9)):
+        store(desk.cache)
+        desk.send()
+        for op in list(desk.copies):
+            desk.end(op)
+    assert not desk.cache.store.num_to_upload and not desk.prefetcher.is_uploading
+    desk.check()
+
+
+def test_uploads_wait_at_the_end_while_the_memory_of_the_host_is_being_touched() -> None:
+    desk = Desk(num_host_pages=4)
+    pages, held = desk.cache.host.pages, desk.cache.tiers.allocate_host(3, num_left=0)
+    pages.num_ready = 1
+    desk.cache.release(serve(desk.cache, 5))
+    desk.send()
+    desk.now_s += GROWTH_S - 1
+    assert not desk.cache.store.has_uploads and desk.prefetcher.is_uploading
+    desk.prefetcher.grow_host(1)
+    desk.now_s += GROWTH_S - 1
+    assert desk.prefetcher.is_uploading
+    desk.prefetcher.grow_host(1)
+    desk.now_s += 2
+    assert not desk.prefetcher.is_uploading
+    pages.num_ready = 4
+    desk.cache.tiers.free_host(held)
     desk.check()
 
 
