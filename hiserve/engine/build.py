@@ -127,7 +127,7 @@ def _compose(
         runners = prepare_runners(
             settings, model, model_config, draft, pool, rows, proposer, None if waits_for_compilers else serving.is_set
         )
-        controller = _controller(settings, runners, rows, measurements, model_config, has_head=head is not None)
+        controller = _controller(settings, runners, rows, pool, measurements, model_config, has_head=head is not None)
         serving.set()
     depth = _depth(settings, runners)
     facts = EngineFacts(
@@ -224,6 +224,7 @@ def _controller(
     settings: Settings,
     runners: Dispatch,
     rows: DeviceRows,
+    pool: DevicePool,
     measurements: StartupMeasurements,
     model: ModelConfig,
     *,
@@ -237,7 +238,8 @@ def _controller(
     costs = measurements.draft_costs
     if costs is None:
         with torch.inference_mode():
-            costs = DraftTimer(runners, rows, model.vocab_size).measure(tiers, settings.scheduler.max_running_requests)
+            timer = DraftTimer(runners, rows, pool, model.vocab_size)
+            costs = timer.measure(tiers, settings.scheduler.max_running_requests)
     return DraftController(costs, warm_steps)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hiserve.cache.storage.device import DevicePool
 from hiserve.config.options import MAX_SPEC_STEPS
 from hiserve.core.plan import BatchPlan, RowAdmit, TableWrites
 from hiserve.core.request import SamplingParams
@@ -38,13 +39,16 @@ class DraftTimer:
     """Times steps and their drafts, on free rows and free pages; the runners have a proposer.
 
     Args:
+        pool: Its first pages are cleared first: they hold what the memory held before, and with NaN there all rows would choose
+            the same experts.
         vocab_size: Tokens are drawn below it, each row its own: with one token for all, all would choose the same experts,
             and reading those of more tokens would seem to cost nothing.
     """
 
-    def __init__(self, runners: Dispatch, rows: DeviceRows, vocab_size: int) -> None:
+    def __init__(self, runners: Dispatch, rows: DeviceRows, pool: DevicePool, vocab_size: int) -> None:
         self._runners = runners
         self._rows = rows
+        self._pool = pool
         size = rows.state.tokens.shape[0], LONG_CONTEXT + MAX_SPEC_STEPS + 1
         self._tokens = np.random.default_rng(SEED).integers(vocab_size, size=size, dtype=np.int32)
 
@@ -55,6 +59,7 @@ class DraftTimer:
             ConfigError: Rows or the pool are too short to measure.
         """
         most, room = tiers[-1], min(self._rows.max_len, self._num_places())
+        self._pool.clear(1 + -(-(LONG_CONTEXT + 2 * most + 2) // self._rows.page_size), 1 + max_rows)
         if room <= 2 * most + 2:
             raise ConfigError(
                 f"--spec-steps auto measures {most} drafts, which takes more than {2 * most + 2} tokens of a request, but one "

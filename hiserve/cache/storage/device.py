@@ -74,6 +74,7 @@ class DevicePool:
         num_rows: int = 0,
         num_snapshots: int = 1,
     ) -> None:
+        self._groups, self._page_size = groups, page_size
         self._storages: dict[str, Tensor] = {}
         self._layers: dict[str, tuple[LayerKV, ...]] = {}
         self._snapshots: dict[str, Tensor] = {}
@@ -89,6 +90,14 @@ class DevicePool:
                 self._snapshots[group.name] = storage.new_empty(snapshot_shape(group, num_snapshots))
             if not is_row:
                 self._layers[group.name] = layer_views(storage, group.value_dim)
+
+    def clear(self, num_pages: int, num_rows: int) -> None:
+        """Writes zeros into the first pages of each group, the padding page included, and into what the first rows carry along."""
+        for group in self._groups:
+            if group.space is Space.ROW:
+                self._storages[group.name][:, :num_rows].zero_()
+            else:
+                self._storages[group.name][:, :, : num_pages * group.page_rows(self._page_size)].zero_()
 
     @property
     def num_bytes(self) -> int:

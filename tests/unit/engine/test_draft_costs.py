@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
 import torch
 
 from hiserve import LLM
+from hiserve.cache.storage.device import DevicePool
+from hiserve.config.options import MAX_SPEC_STEPS
+from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.plan import BatchPlan
 from hiserve.core.startup_measurements import StartupMeasurements
-from hiserve.engine.draft_costs import DraftTimer, _Seconds, without_stalls
+from hiserve.engine import build
+from hiserve.engine.draft_costs import LONG_CONTEXT, DraftTimer, _Seconds, without_stalls
 from hiserve.errors import ConfigError
 from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.dispatch import Dispatch
@@ -20,13 +27,37 @@ from tests.helpers.cache_paths import SETTINGS, pool
 from tests.helpers.tiered import engine_of
 
 
-def test_steps_are_measured_and_leave_no_trace() -> None:
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[DevicePool]:
+    """The pools of the engines that are built; each holds NaN."""
+    made: list[DevicePool] = []
+
+    def poisoned(groups: Sequence[CacheGroupSpec], *sizes: Any) -> DevicePool:
+        made.append(DevicePool(groups, *sizes))
+        for group in groups:
+            made[-1].storage(group.name).fill_(torch.nan)
+        return made[-1]
+
+    monkeypatch.setattr(build, "DevicePool", poisoned)
+    return made
+
+
+def test_what_the_memory_held_before_is_not_measured(pools: list[DevicePool]) -> None:
+    """With NaN in the pages that it attends to, a row would choose the experts of all others."""
+    with LLM(**SETTINGS | pool(16, 2000) | {"host_cache_gib": 0, "spec_steps": "auto"}) as llm:
+        assert llm.draft_costs is not None
+        kv = pools[0].storage("kv")
+        num_cleared = 16 * (1 + -(-(LONG_CONTEXT + 2 * MAX_SPEC_STEPS + 2) // 16))
+        assert kv[:, :, : 16 + 160].isfinite().all() and kv[:, :, num_cleared:].isnan().all()
+
+
+def test_steps_are_measured_and_leave_no_trace(pools: list[DevicePool]) -> None:
     tiers = (0, 1, 3)
     with LLM(**SETTINGS | pool(16) | {"host_cache_gib": 0, "spec": "ngram", "spec_steps": 3}) as llm:
         executor = engine_of(llm)._executor
         rows = executor._rows  # type: ignore[attr-defined]
         with torch.inference_mode():
-            costs = DraftTimer(executor._runners, rows, 300).measure(tiers, 4)  # type: ignore[attr-defined]
+            costs = DraftTimer(executor._runners, rows, pools[0], 300).measure(tiers, 4)  # type: ignore[attr-defined]
         assert not rows.known_len.any() and not rows.computed_len.any()
         assert (rows.entry_owner < 0).all() and not rows.page_table.any()
         assert llm.generate("Two cappuccinos, please.")[0].outputs[0].drafts is not None
@@ -43,18 +74,20 @@ def test_steps_are_measured_and_leave_no_trace() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(measurements), type=StartupMeasurements) == measurements
 
 
-def test_a_step_behind_which_nothing_is_drafted_costs_what_it_takes_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_behind_which_nothing_is_drafted_costs_what_it_takes_then(
+    monkeypatch: pytest.MonkeyPatch, pools: list[DevicePool]
+) -> None:
     def took(_meter: DraftTimer, _num_rows: int, num_draft: int, num_propose: int, *_context: int) -> _Seconds:
         return _Seconds(10.0 + num_draft, 1.0 + num_draft + 2 * num_propose)
 
     monkeypatch.setattr(DraftTimer, "_time", took)
     with LLM(**SETTINGS | pool(16) | {"host_cache_gib": 0, "spec": "ngram", "spec_steps": 3}) as llm:
         executor = engine_of(llm)._executor
-        costs = DraftTimer(executor._runners, executor._rows, 300).measure((0, 1, 3), 1)  # type: ignore[attr-defined]
+        costs = DraftTimer(executor._runners, executor._rows, pools[0], 300).measure((0, 1, 3), 1)  # type: ignore[attr-defined]
     assert costs.follow == [[1.0, 4.0, 6.0]]
 
 
-def test_each_row_has_tokens_and_drafts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_row_has_tokens_and_drafts_of_its_own(monkeypatch: pytest.MonkeyPatch, pools: list[DevicePool]) -> None:
     """With one token for all, all choose the same experts: verifying seems to read no more of them than decoding."""
     seen: list[list[tuple[int, ...]]] = []
     run = Dispatch.run
@@ -72,7 +105,7 @@ def test_each_row_has_tokens_and_drafts_of_its_own(monkeypatch: pytest.MonkeyPat
 
         monkeypatch.setattr(Dispatch, "run", watched)
         with torch.inference_mode():
-            DraftTimer(executor._runners, rows, 300).measure((0, 3), 4)  # type: ignore[attr-defined]
+            DraftTimer(executor._runners, rows, pools[0], 300).measure((0, 3), 4)  # type: ignore[attr-defined]
     assert max(len(each) for each in seen) == 4
     for each in seen:
         tokens = [token for row in each for token in row]

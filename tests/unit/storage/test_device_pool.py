@@ -73,3 +73,20 @@ def test_rows_carry_rings_and_states_along_and_layers_see_all_of_their_groups() 
     first.beside["rare"].fill_(2.0)
     second.beside["inputs"].fill_(3.0)
     assert pool.storage("rare")[1].eq(2).all() and pool.storage("inputs")[1].eq(3).all()
+
+
+def test_the_first_pages_and_rows_are_cleared_and_no_others() -> None:
+    groups = [
+        group("kv"),
+        msgspec.structs.replace(group("rows", dtype="uint8"), ratio=2),
+        msgspec.structs.replace(group("swa"), space=Space.WINDOW),
+        msgspec.structs.replace(group("ring"), space=Space.ROW, codec="inputs", ring=3),
+    ]
+    pool = DevicePool(groups, 9, PAGE, "cpu", num_window_pages=4, num_rows=5)
+    for each in groups:
+        pool.storage(each.name).fill_(7)
+    pool.clear(6, 3)
+    for name, count in (("kv", 6 * PAGE), ("rows", 6 * PAGE // 2), ("swa", 4 * PAGE)):
+        storage = pool.storage(name)
+        assert (storage[:, :, :count] == 0).all() and (storage[:, :, count:] == 7).all(), name
+    assert (pool.storage("ring")[:, :3] == 0).all() and (pool.storage("ring")[:, 3:] == 7).all()
