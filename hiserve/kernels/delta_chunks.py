@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hiserve.core.forward import StateRows
 from hiserve.core.step_memory import DELTA_CHUNK
-from hiserve.kernels.delta_inputs import VARYING, MadeInputs, entry_of, span_of
+from hiserve.kernels.delta_inputs import VARYING, MadeInputs, ends_of, entry_of, span_of
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 
 _CHUNK = DELTA_CHUNK  # a power of 2, 16 at least
@@ -76,18 +76,10 @@ def solve_chunks(made: MadeInputs, rows: StateRows, indptr: Tensor, *, num_token
     return SolvedChunks(keys, values, reads)
 
 
-@triton.jit
-def boundaries_of(number, state_len, end, state_ends, snap_at, snap_slots):  # type: ignore[no-untyped-def]
-    """Returns where a row's snapshot is taken, or ``state_len`` without one, and the end of its certain tokens."""
-    state_end, boundary = tl.load(state_ends + number).to(tl.int32), tl.load(snap_at + number).to(tl.int32)
-    state_end = tl.minimum(tl.maximum(state_end, state_len), end)
-    has = (tl.load(snap_slots + number) > 0) & (boundary > state_len) & (boundary <= state_end)
-    return tl.where(has, boundary, state_len), state_end
-
-
 @triton.jit  # type: ignore[untyped-decorator]
 def chunk_of(number, state_len, boundary, state_end, end, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Returns first and end of a chunk of a row: the state is stored at ends of chunks alone."""
+    boundary = tl.where(boundary <= end, boundary, state_len)
     first = tl.cdiv(boundary - state_len, CHUNK)
     second = first + tl.cdiv(state_end - boundary, CHUNK)
     low = tl.where(number < second, boundary + (number - first) * CHUNK, state_end + (number - second) * CHUNK)
@@ -120,7 +112,7 @@ def _solve_chunks(  # type: ignore[no-untyped-def]
     await_previous(IS_EARLY)
     head, number = tl.program_id(0), tl.program_id(2)
     begin, start, state_len, end = span_of(number, indptr, starts, state_lens)
-    boundary, state_end = boundaries_of(number, state_len, end, state_ends, snap_at, snap_slots)
+    state_end, boundary = ends_of(number, state_len, end, tl.load(snap_slots + number), state_ends, snap_at)
     low, high = chunk_of(tl.program_id(1), state_len, boundary, state_end, end, CHUNK)
     if (start < end) & (low < high):
         index, key, value = tl.arange(0, CHUNK), tl.arange(0, SIZES.key_dim), tl.arange(0, SIZES.value_dim)

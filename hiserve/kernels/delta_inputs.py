@@ -95,6 +95,14 @@ def span_of(number, indptr, starts, state_lens):  # type: ignore[no-untyped-def]
     return begin, start, state_len, start + tl.load(indptr + number + 1) - begin
 
 
+@triton.jit
+def ends_of(number, state_len, end, slot, state_ends, snap_at):  # type: ignore[no-untyped-def]
+    """Returns the end of a row's certain tokens, and where its snapshot is taken: behind its end without one."""
+    state_end, boundary = tl.load(state_ends + number).to(tl.int32), tl.load(snap_at + number).to(tl.int32)
+    state_end = tl.minimum(tl.maximum(state_end, state_len), end)
+    return state_end, tl.where((slot > 0) & (boundary > state_len) & (boundary <= state_end), boundary, end + 1)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def store_nothing(out, indptr, until, head, value, SIZES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """The programs of the last row store zeros for the tokens behind it, up to ``until``: of a graph they belong to nobody."""

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from hiserve.core.forward import StateRows
 from hiserve.kernels.delta import DeltaPools
-from hiserve.kernels.delta_chunks import SolvedChunks, boundaries_of, chunk_of
-from hiserve.kernels.delta_inputs import VARYING, MadeInputs, entry_of, load_state, span_of, store_nothing
+from hiserve.kernels.delta_chunks import SolvedChunks, chunk_of
+from hiserve.kernels.delta_inputs import VARYING, MadeInputs, ends_of, entry_of, load_state, span_of, store_nothing
 from hiserve.kernels.delta_rings import store_inputs
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 
@@ -104,12 +104,13 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
     key, value = tl.arange(0, SIZES.key_dim), tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
     store_nothing(out, indptr, until, head, value, SIZES)
     if start < end:
-        boundary, state_end = boundaries_of(number, state_len, end, state_ends, snap_at, snap_slots)
         row, slot, first = tl.load(rows + number), tl.load(snap_slots + number), begin.to(tl.int64) - start
+        state_end, boundary = ends_of(number, state_len, end, slot, state_ends, snap_at)
         size: tl.constexpr = SIZES.num_value_heads * SIZES.key_dim * SIZES.value_dim
         part = (head * SIZES.key_dim + key)[:, None] * SIZES.value_dim + value[None, :]
         total = load_state(state + row * size + part, state_len > 0, key, tl.float32)
-        most = tl.cdiv(boundary - state_len, CHUNK) + tl.cdiv(state_end - boundary, CHUNK)
+        split = tl.where(boundary <= end, boundary, state_len)
+        most = tl.cdiv(split - state_len, CHUNK) + tl.cdiv(state_end - split, CHUNK)
         for turn in range(most + tl.cdiv(end - state_end, CHUNK)):
             low, high = chunk_of(turn, state_len, boundary, state_end, end, CHUNK)
             t = low + tl.arange(0, CHUNK)
@@ -124,7 +125,6 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
             if high == boundary:
                 tl.store(snap_state + slot * size + part, total.to(state.dtype.element_ty))
         given = (mixed, gates, mixed_stride, gates_stride, first)
-        boundary = tl.where(boundary > state_len, boundary, end + 1)
         store_inputs(ring, row, snap_ring, slot, boundary, given, start, end, SIZES, BLOCK)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hiserve.core.forward import StateRows
 from hiserve.kernels.delta import DeltaPools
-from hiserve.kernels.delta_inputs import VARYING, MadeInputs, entry_of, load_state, span_of, store_nothing
+from hiserve.kernels.delta_inputs import VARYING, MadeInputs, ends_of, entry_of, load_state, span_of, store_nothing
 from hiserve.kernels.delta_rings import store_inputs
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 
@@ -70,13 +70,6 @@ def advance(
         num_warps=_NUM_WARPS,
         **early_launch(mixed.device),
     )
-
-
-@triton.jit
-def ends_of(number, state_len, end, slot, state_ends, snap_at):  # type: ignore[no-untyped-def]
-    """Returns the end of a row's certain tokens, and where its snapshot is taken: behind its end without one."""
-    state_end, boundary = tl.load(state_ends + number).to(tl.int32), tl.load(snap_at + number).to(tl.int32)
-    return state_end, tl.where((slot > 0) & (boundary > state_len) & (boundary <= state_end), boundary, end + 1)
 
 
 @triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]

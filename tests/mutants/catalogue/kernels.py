@@ -145,7 +145,7 @@ with delta_step._advance, test_delta_triton.test_steps_of_few_tokens_replay_fold
     "kernel: the stored state covers drafts"
     t + 1 == state_end
     t + 1 == end
-with delta_step.ends_of, test_delta_triton.test_steps_of_few_tokens_replay_fold_and_snapshot_as_the_twin_does:
+with delta_inputs.ends_of, test_delta_triton.test_steps_of_few_tokens_replay_fold_and_snapshot_as_the_twin_does:
     "kernel: a snapshot covers drafts"
     (slot > 0) & (boundary > state_len) & (boundary <= state_end)
     (slot > 0) & (boundary > state_len)

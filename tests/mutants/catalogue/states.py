@@ -1,7 +1,7 @@
 """What rows carry along: recurrent states, rings of inputs, snapshots."""
 
 from hiserve.attention import triton
-from hiserve.kernels import delta, delta_scan, step_inputs, step_reference, step_triton
+from hiserve.kernels import delta, delta_inputs, step_inputs, step_reference, step_triton
 from hiserve.models import delta_config, delta_layer, gated_attention, weights
 from hiserve.runners import mixed, row_states
 from tests.e2e import test_state_families_oracle, test_state_graphs, test_state_rows
@@ -46,10 +46,10 @@ with delta._advance, test_state_rows.test_hb_11_after_any_accept_pattern_the_sta
     "HB-11: the stored state covers drafts that are rejected"
     at < rows.state_ends
     at < rows.starts + q_lens[:, 0]
-with delta_scan._scan_chunks, test_delta_triton.test_prompts_fold_and_snapshot_as_the_twin_does:
+with delta_inputs.ends_of, test_delta_triton.test_prompts_fold_and_snapshot_as_the_twin_does:
     "INV H7: a prompt writes its inputs into the snapshot of a boundary that it has passed before"
-    tl.where(boundary > state_len, boundary, end + 1)
-    boundary
+    (slot > 0) & (boundary > state_len) & (boundary <= state_end)
+    (slot > 0) & (boundary <= state_end)
 with (
     delta_layer._ordered,
     test_state_families_oracle.test_a_model_with_states_gives_the_logits_and_tokens_of_transformers["qwen3_next-overrides4-ways4"],

@@ -1,6 +1,6 @@
 """Tails in stores: uploaded and fetched whole."""
 
-from hiserve.cache.index import prefixes, store_sync, tail_uploads, tails
+from hiserve.cache.index import prefixes, retention, store_sync, tail_uploads, tails
 from hiserve.cache.storage import file_store, store_transfers
 from hiserve.engine import store_prefetch
 from tests.e2e import test_store_tails
@@ -91,3 +91,7 @@ with file_store.FileStore.put, test_file_store.test_a_full_store_removes_no_hist
     "a store takes a tail whose history it has removed"
     self.exists(before) == len(before)
     True
+with retention.Retention.retain, test_tail_shares.test_a_prefix_longer_than_the_quota_leaves_room_for_the_tail_that_it_needs:
+    "pages take the quota of the tail without which they cannot be resumed behind"
+    self.quota.room(node.account) - num_beside
+    self.quota.room(node.account)
