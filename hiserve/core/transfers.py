@@ -117,7 +117,7 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoreLookup:
-    """A lookup of the number of leading pages that a store has, up to the deepest with a tail behind it. Answered once.
+    """A lookup of the leading pages of a prompt that a store has. Answered once, by ``StoreEnds``.
 
     Attributes:
         uid: The request.
@@ -130,6 +130,11 @@ class StoreLookup:
     digests: list[bytes]
     num_here: int = 0
     needs_tail: bool = False
+
+
+# Of the answer to a lookup: its uid, and where what the store has can end, in pages, ascending. Where boundaries need tails, the
+# deepest ones with a tail; else the number of pages. Empty if it has nothing.
+StoreEnds = tuple[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)

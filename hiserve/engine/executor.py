@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hiserve.core.plan import BatchPlan, Int32Array, MaskPlan, StepFault, StepResult
 from hiserve.core.step_faults import fault_of, first_line
-from hiserve.core.transfers import CopyAck
+from hiserve.core.transfers import CopyAck, StoreEnds
 from hiserve.engine.tier_transfers import TierTransfers
 from hiserve.errors import EngineError
 from hiserve.ipc.cache_stats import StoreStats
@@ -136,8 +136,8 @@ class Executor:
         """
         return [] if self._tier_transfers is None else self._tier_transfers.take_acks(wait_s)
 
-    def take_found(self) -> list[tuple[int, int]]:
-        """Returns (uid, pages) of the lookups in the store that were answered since the last call."""
+    def take_found(self) -> list[StoreEnds]:
+        """Returns the answers to lookups in the store since the last call."""
         return [] if self._tier_transfers is None else self._tier_transfers.take_found()
 
     def store_stats(self) -> StoreStats | None:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from hiserve.core.plan import BatchPlan, Int32Array, MaskPlan, StepResult
 from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
-from hiserve.core.transfers import CopyAck
+from hiserve.core.transfers import CopyAck, StoreEnds
 from hiserve.engine.grammars import Masks
 from hiserve.engine.kv_event_sender import KvEventSender
 from hiserve.engine.planner import Planner
@@ -50,8 +50,8 @@ class PlanExecutor(Protocol):
     def take_acks(self, wait_s: float = 0.0) -> list[CopyAck]:
         """Returns the copies between tiers that have ended; waits up to ``wait_s`` seconds for one."""
 
-    def take_found(self) -> list[tuple[int, int]]:
-        """Returns (uid, pages) of the lookups in the store that were answered since the last call."""
+    def take_found(self) -> list[StoreEnds]:
+        """Returns the answers to lookups in the store since the last call."""
 
     def store_stats(self) -> StoreStats | None:
         """Returns the counts of the store beyond the host, without waiting for it; None without one."""

@@ -21,7 +21,7 @@ from hiserve.core.plan import (
     StepResult,
 )
 from hiserve.core.request import FinishReason
-from hiserve.core.transfers import CopyAck
+from hiserve.core.transfers import CopyAck, StoreEnds
 from hiserve.core.windows import WindowLimits
 from hiserve.engine.admission import Admission
 from hiserve.engine.budget import Allocation, allocate_tokens, decode_first
@@ -196,8 +196,8 @@ class Planner:
         """Pages that wait for the store, those included that cannot get there."""
         return self._cache.store.num_to_upload
 
-    def complete_transfers(self, acks: Sequence[CopyAck], found: Sequence[tuple[int, int]] = ()) -> None:
-        """Completes copies, and lookups of (uid, pages) that a store has; a row whose load failed starts over."""
+    def complete_transfers(self, acks: Sequence[CopyAck], found: Sequence[StoreEnds] = ()) -> None:
+        """Completes copies, and lookups of what a store has; a row whose load failed starts over."""
         for request, error in self.grammars.take_errors():
             self._waiting.remove(request)
             self._prefetcher.drop(request.uid)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hiserve.cache.index.prefix_cache import MissReason, PrefixCache, RunOp
 from hiserve.config.caching import StorePrefetch
-from hiserve.core.transfers import NO_PAGES, CopyAck, CopyKind, PageCopy, StoreLookup
+from hiserve.core.transfers import NO_PAGES, CopyAck, CopyKind, PageCopy, StoreEnds, StoreLookup
 from hiserve.engine.cache_counters import HOST_FULL, CacheCounters
 from hiserve.engine.host_loads import LoadCostModel
 from hiserve.engine.queue import Request
@@ -18,6 +18,7 @@ MAX_LOOKUPS = 64  # without an answer
 MAX_PREFETCHES = 8  # under way
 GROWTH_S = 5.0  # a host that gets no usable page for so long gets no more: it has no memory
 MAX_PAGES = 256  # of one prefetch: a longer prefix comes in parts, which can be used as they arrive
+NOT_BACKED = "not_backed"  # a reason that ``StoreSync`` gives too
 TOO_LATE = "too_late"  # a reason, beside those of ``cache_stats``
 STALL_S = 5.0  # at shutdown, uploads to a store that has not answered for so long are dropped
 POLL_S = 2.0  # an idle worker polls for copies up to this age
@@ -32,9 +33,11 @@ class _PrefetchRequest:
     num_cached: int  # pages of the prompt that it could be resumed behind then
     num_history: int  # pages of the prompt that are here, at least as many
     digests: list[bytes]  # of the pages after those that the store was asked for
-    # Pages of the prompt up to the end of the stored ones, with their tail; 0 until the store has answered.
+    # Pages of the prompt up to the end that it waits for, with the tail there; 0 until the store has answered.
     end: int = 0
     num_frames: int = 0  # of the tail there; 0 where boundaries need none
+    earlier_ends: list[int] = field(default_factory=list)  # other resume points that the store has, ascending
+    num_stored: int = 0  # pages of the prompt up to the end of all that the store has
     has_answer: bool = False
     op: int = 0  # the prefetch that it waits for, its own or another request's; 0 without one
     num_arrived: int = 0  # pages after ``num_cached`` that came while it waited
@@ -150,7 +153,7 @@ class StorePrefetcher:
     def may_have_more(self, uid: int, num_tokens: int) -> bool:
         """Whether the store has more of a waiting request's prompt than its first ``num_tokens``, or has not answered."""
         wanted = self._prefetches.get(uid)
-        return wanted is not None and (not wanted.has_answer or num_tokens < wanted.end * self._cache.page_size)
+        return wanted is not None and (not wanted.has_answer or num_tokens < wanted.num_stored * self._cache.page_size)
 
     def drop(self, uid: int) -> None:
         """Forgets a request that was admitted or aborted."""
@@ -171,15 +174,16 @@ class StorePrefetcher:
         self._open |= {stage.op: _PendingCopy(stage, self._clock()) for stage in stages}
         return tuple(lookups), (*copies, *self._begin_fetches())
 
-    def found(self, answers: Sequence[tuple[int, int]]) -> None:
-        """Takes the answers of lookups: (uid, pages) that the store has."""
-        for uid, num_pages in answers:
+    def found(self, answers: Sequence[StoreEnds]) -> None:
+        """Takes the answers of lookups."""
+        for uid, ends in answers:
             wanted = self._looking_up.pop(uid)
-            wanted.end, wanted.has_answer = wanted.num_cached + num_pages, True
+            *wanted.earlier_ends, wanted.end = [wanted.num_cached + end for end in ends] or [wanted.num_cached]
+            wanted.num_stored, wanted.has_answer = wanted.end, True
             wanted.num_frames = self._cache.store.num_frames_before(wanted.end)
             if wanted.is_over:
                 self._cache_counters.not_fetched(wanted.num_left, TOO_LATE)
-            wanted.is_over |= not num_pages
+            wanted.is_over |= not ends
 
     def complete(self, acks: Sequence[CopyAck]) -> list[CopyAck]:
         """Completes copies; returns those that were not begun here."""
@@ -225,9 +229,10 @@ class StorePrefetcher:
         for wanted in self._prefetches.values():
             if not wanted.end or wanted.op or wanted.is_over:
                 continue
-            num_wanted = wanted.num_left if wanted.num_frames else min(wanted.num_left, MAX_PAGES)
-            num_pages, reason = self._num_in_time(wanted, num_wanted, num_before)
-            if num_wanted <= 0:
+            num_wanted, num_pages, reason = self._num_in_time(wanted, num_before)
+            while num_wanted and not num_pages and self._step_back(wanted, reason):
+                num_wanted, num_pages, reason = self._num_in_time(wanted, num_before)
+            if not num_wanted:
                 wanted.is_over = True
             elif not num_pages:
                 self._costs.skip_fetch()
@@ -240,11 +245,27 @@ class StorePrefetcher:
             num_before += num_pages
         return copies
 
-    def _num_in_time(self, wanted: _PrefetchRequest, num_pages: int, num_before: int) -> tuple[int, str]:
-        """Returns how many of a request's next pages can arrive before its wait is over, or 0 and the reason.
+    def _step_back(self, wanted: _PrefetchRequest, reason: str) -> bool:
+        """Lets a request wait for the resume point before the one that it cannot get; False if the store has none."""
+        if not wanted.earlier_ends:
+            return False
+        self._note_arrived(wanted)
+        num_left = wanted.num_left
+        wanted.end = wanted.earlier_ends.pop()
+        wanted.num_frames = self._cache.store.num_frames_before(wanted.end)
+        self._cache_counters.not_fetched(num_left - wanted.num_left, reason)
+        return True
+
+    def _num_in_time(self, wanted: _PrefetchRequest, num_before: int) -> tuple[int, int, str]:
+        """Returns a request's next pages, and how many of them can arrive before its wait is over, or 0 and the reason.
 
         Where boundaries need tails, all or none: with a part of them no request resumes.
         """
+        num_pages = wanted.num_left if wanted.num_frames else min(wanted.num_left, MAX_PAGES)
+        num_in_time, reason = self._num_affordable(wanted, num_pages, num_before)
+        return num_pages, num_in_time, reason
+
+    def _num_affordable(self, wanted: _PrefetchRequest, num_pages: int, num_before: int) -> tuple[int, str]:
         if not self._max_wait_s:
             return num_pages, ""  # no request waits
         page_size, has_tail = self._cache.page_size, wanted.num_frames > 0
@@ -267,9 +288,12 @@ class StorePrefetcher:
         if arriving:
             wanted.op = arriving
             return None
+        if wanted.num_frames and not self._has_history(wanted):
+            return None
         num_pages, tail_at = self._part(wanted, max_pages)
         if not (num_pages or tail_at):
-            if self._cache.stats().host.num_pages or not self._may_grow:
+            has_memory = self._cache.stats().host.num_pages or not self._may_grow
+            if has_memory and not self._step_back(wanted, HOST_FULL):
                 self._give_up(wanted, HOST_FULL)
             return None
         num_more = 0 if tail_at else wanted.num_left - num_pages
@@ -288,6 +312,12 @@ class StorePrefetcher:
         is_tail = wanted.num_history >= wanted.end
         last = wanted.end if is_tail else wanted.num_history + 1
         return self._cache.store.prefetch_of(wanted.digests[last - wanted.num_cached - 1], of_tail=is_tail)
+
+    def _has_history(self, wanted: _PrefetchRequest) -> bool:
+        """Whether the host has the cached history before a tail; else it is offloaded, or a tail before it is fetched."""
+        request = wanted.request
+        is_here = self._cache.store.back_up(request.tenant, request.prefix_key, wanted.end, wanted.num_left)
+        return (is_here is None and not self._step_back(wanted, NOT_BACKED)) or bool(is_here)
 
     def _part(self, wanted: _PrefetchRequest, max_pages: int) -> tuple[int, int]:
         """Returns the pages of the next prefetch of a request, and its end if it brings the tail there; no pages without room."""

@@ -21,7 +21,7 @@ from hiserve.cache.storage.store_transfers import StoreTransfers
 from hiserve.cache.storage.transfer import TransferEngine
 from hiserve.core.plan import BatchPlan
 from hiserve.core.request import MAX_RETAIN_S
-from hiserve.core.transfers import DEVICE_KINDS, CopyAck, CopyKind
+from hiserve.core.transfers import DEVICE_KINDS, CopyAck, CopyKind, StoreEnds
 from hiserve.ipc.cache_stats import StoreStats
 from hiserve.runners.gate import PendingLoads
 
@@ -179,8 +179,8 @@ class TierTransfers:
                 self._open_loads.discard(ack.op)
         return acks + ended
 
-    def take_found(self) -> list[tuple[int, int]]:
-        """Returns (uid, pages) of the lookups that were answered since the last call."""
+    def take_found(self) -> list[StoreEnds]:
+        """Returns the answers to lookups since the last call."""
         return [] if self._store is None else self._store.take_found()
 
     def store_stats(self) -> StoreStats | None:

@@ -10,7 +10,7 @@ from hiserve.cache.index.prefix_cache import PrefixCache, TailSizes
 from hiserve.config.caching import EvictionOrder
 from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import SamplingParams
-from hiserve.core.transfers import CopyAck, PageCopy
+from hiserve.core.transfers import CopyAck, PageCopy, StoreEnds
 from hiserve.core.usage import CacheUse
 from hiserve.core.windows import WindowLimits
 from hiserve.engine.host_loads import LoadCostModel
@@ -56,7 +56,7 @@ class CopyingExecutor:
     def gate_counts(self) -> dict[str, dict[str, int]]:
         return {}
 
-    def take_found(self) -> list[tuple[int, int]]:
+    def take_found(self) -> list[StoreEnds]:
         return []
 
     def take_acks(self, wait_s: float = 0.0) -> list[CopyAck]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from hiserve.core.plan import BatchPlan, Scores, StepFault, StepResult
 from hiserve.core.request import SamplingParams
-from hiserve.core.transfers import CopyAck
+from hiserve.core.transfers import CopyAck, StoreEnds
 from tests.helpers.echo_host import EchoHost
 from tests.helpers.echo_states import EchoStates
 
@@ -150,7 +150,7 @@ class EchoExecutor:
     def gate_counts(self) -> dict[str, dict[str, int]]:
         return {}
 
-    def take_found(self) -> list[tuple[int, int]]:
+    def take_found(self) -> list[StoreEnds]:
         return []
 
     def take_acks(self, wait_s: float = 0.0) -> list[CopyAck]:

@@ -55,7 +55,7 @@ class VirtualDevice:
         self._open: dict[int, tuple[str, float, float]] = {}  # copies: kind, when it ends, how long it takes
         self._asked: dict[int, float] = {}  # lookups: when they are answered
         self._acks: list[tuple[float, int, Any]] = []
-        self._found: list[tuple[float, int, int]] = []
+        self._found: list[tuple[float, int, Any]] = []
         names.wait_for_host(executor, READY_S)
         names.wait_for_store(executor, READY_S)
 
@@ -92,12 +92,12 @@ class VirtualDevice:
         self._acks = self._acks[len(due) :]
         return [ack for _, _, ack in due]
 
-    def take_found(self) -> list[tuple[int, int]]:
+    def take_found(self) -> list[tuple[int, Any]]:
         """Returns the lookups that are answered by the clock."""
         self._gather()
         due = [each for each in self._found if each[0] <= self._clock.now_s]
         self._found = self._found[len(due) :]
-        return [(uid, num_pages) for _, uid, num_pages in due]
+        return [(uid, answer) for _, uid, answer in due]
 
     def _is_due(self) -> bool:
         return any(each[0] <= self._clock.now_s for each in (*self._acks, *self._found))
@@ -106,7 +106,7 @@ class VirtualDevice:
         """Waits until the executor's threads have carried out all that was ordered."""
         for attempt in range(MAX_POLLS):
             self._acks += map(self._told, self._executor.take_acks(REAL_WAIT_S if attempt else 0.0))
-            self._found += [(self._asked.pop(uid), uid, count) for uid, count in self._executor.take_found()]
+            self._found += [(self._asked.pop(uid), uid, answer) for uid, answer in self._executor.take_found()]
             if not self._open and not self._asked:
                 break
         else:

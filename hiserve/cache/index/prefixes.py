@@ -10,11 +10,11 @@ from operator import attrgetter
 import numpy as np
 
 from hiserve.cache.index.locks import Locks, PrefixLock, path
-from hiserve.cache.index.nodes import Node, Tail
+from hiserve.cache.index.nodes import Node, Tail, is_ready_on_host
 from hiserve.cache.index.tails import TailTiers
 from hiserve.cache.index.tiers import CacheTiers
 from hiserve.cache.index.transfer_ops import TransferOps
-from hiserve.cache.index.transfers import Transfers
+from hiserve.cache.index.transfers import Transfers, unbacked
 from hiserve.cache.index.uploads import Uploads
 from hiserve.core.digest import namespace_digest
 from hiserve.core.plan import Int32Array
@@ -236,6 +236,21 @@ class Prefixes:
         assert not num_most or start + len(rest) // self._page_bytes == num_most, f"{num_most} pages end behind {start}"
         num_resumable = (match.num_tokens + match.num_host_tokens) // self._page_size
         return self._end_of(match, num_resumable - start), rest
+
+    def back_up(self, tenant: bytes, key: bytes, num_pages: int, num_more: int) -> bool | None:
+        """See ``StorePrefixes``."""
+        match, host = self.match(tenant, key), self._tiers.host
+        num_pages = min(match.num_history_tokens // self._page_size, num_pages)
+        if not num_pages:
+            return True
+        node = self._end_of(match, (match.num_tokens + match.num_host_tokens) // self._page_size - num_pages)
+        if is_ready_on_host(node):
+            return True
+        num_missing = sum(step.num_pages for step in unbacked(node))
+        if num_missing > host.num_unused or num_missing + num_more > host.num_available:
+            return None
+        self._transfers.enqueue(node)
+        return False
 
     def root(self, tenant: bytes) -> Node:
         """Returns the root of a tenant's prompts; a new one is not in the tree yet."""

@@ -54,6 +54,20 @@ class StorePrefixes:
         """Returns the frames of the tail at a boundary of a prompt, behind so many pages; 0 where boundaries need none."""
         return 0 if self._tail_uploads is None else self._tail_uploads.num_frames_before(num_pages)
 
+    def back_up(self, tenant: bytes, key: bytes, num_pages: int, num_more: int) -> bool | None:
+        """Queues the cached ones of the first pages of a prompt for offload, if the host lacks some of them.
+
+        Args:
+            tenant: Of the prompt.
+            key: The whole prompt, packed.
+            num_pages: Pages of the prompt.
+            num_more: Host pages that a prefetch behind them takes.
+
+        Returns:
+            Whether the host has them all; None if it has no room for the others.
+        """
+        return self._prefixes.back_up(tenant, key, num_pages, num_more)
+
     def prefetch_of(self, digest: bytes, *, of_tail: bool = False) -> int:
         """Returns the number of the prefetch of a page, or of the tail behind it; 0 without one.
 

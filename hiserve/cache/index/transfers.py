@@ -158,7 +158,7 @@ class Transfers:
         while self._queue and host.num_unused and max_pages > 0 and len(copies) < max_copies:
             node = self._queue.popleft()
             node.is_queued = False
-            chain = _unbacked(_surviving(node))
+            chain = unbacked(_surviving(node))
             blocking = _blocking(chain)
             if blocking:
                 self._block(chain[-1], self._ops[blocking])
@@ -180,7 +180,7 @@ class Transfers:
             if not leaf.is_unbacked:
                 tiers.mark_spare(leaf)
                 continue
-            chain = _unbacked(leaf)
+            chain = unbacked(leaf)
             num_pages, blocking = sum(node.num_pages for node in chain), _blocking(chain)
             if blocking:
                 self._block(leaf, self._ops[blocking])
@@ -340,7 +340,7 @@ def _surviving(node: Node) -> Node:
     return node
 
 
-def _unbacked(node: Node) -> list[Node]:
+def unbacked(node: Node) -> list[Node]:
     """Returns the nodes of a path that the host lacks, first to last."""
     nodes: list[Node] = []
     while node.num_pages and not node.host_pages.size:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from queue import SimpleQueue
 
 import numpy as np
@@ -15,10 +16,11 @@ from hiserve.cache.storage.host import HostPool
 from hiserve.cache.storage.store import PageStore, store_key, tail_key
 from hiserve.core.plan import Int32Array
 from hiserve.core.step_faults import fault_of
-from hiserve.core.transfers import STORE_LANES, CopyAck, CopyKind, PageCopy, PageRun, StoreLookup, TailImage
+from hiserve.core.transfers import STORE_LANES, CopyAck, CopyKind, PageCopy, PageRun, StoreEnds, StoreLookup, TailImage
 from hiserve.errors import InvariantError
 from hiserve.ipc.cache_stats import StoreStats
 
+MAX_ENDS = 8  # resume points of an answer
 NOT_DELIVERED = "not_delivered"
 REFUSED = "store_refused"
 NO_CHECKSUM = "no_checksum"
@@ -60,7 +62,7 @@ class StoreTransfers:
         self._checksum_timeout_s = checksum_timeout_s
         self._close_timeout_s = close_timeout_s
         self._acks: deque[CopyAck] = deque()
-        self._found: deque[tuple[int, int]] = deque()
+        self._found: deque[StoreEnds] = deque()
         self._failure: Exception | None = None
         self._is_closing = threading.Event()
         self._fetches: SimpleQueue[Job | None] = SimpleQueue()
@@ -97,8 +99,8 @@ class StoreTransfers:
             raise InvariantError(f"the store's thread failed: {self._failure}") from self._failure
         return [self._acks.popleft() for _ in range(len(self._acks))]
 
-    def take_found(self) -> list[tuple[int, int]]:
-        """Returns (uid, pages) of the lookups that were answered since the last call."""
+    def take_found(self) -> list[StoreEnds]:
+        """Returns the answers to lookups since the last call."""
         return [self._found.popleft() for _ in range(len(self._found))]
 
     def stats(self) -> StoreStats:
@@ -134,10 +136,11 @@ class StoreTransfers:
             return
         digests, num_here = lookup.digests, lookup.num_here
         count = num_here + self._store.exists([store_key(digest) for digest in digests[num_here:]])
+        ends = [count] if count else []
         if lookup.needs_tail:
-            while count and not self._store.exists([tail_key(digests[count - 1])]):
-                count -= 1
-        self._found.append((lookup.uid, count))
+            has_tail = (end for end in range(count, 0, -1) if self._store.exists([tail_key(digests[end - 1])]))
+            ends = [*islice(has_tail, MAX_ENDS)][::-1]
+        self._found.append((lookup.uid, tuple(ends)))
         self._wake()
 
     def _prefetch(self, copy: PageCopy) -> None:

@@ -48,14 +48,11 @@ with store_transfers.StoreTransfers._upload, test_store_transfers.test_a_tail_of
     "a damaged tail gets a valid header in the store"
     num_intact if num_intact == pages.size else 0
     num_intact
-with (
-    store_transfers.StoreTransfers._look_up,
-    test_store_transfers.test_a_lookup_ends_at_the_deepest_tail_behind_pages_that_are_here_or_there,
-):
+with store_transfers.StoreTransfers._look_up, test_store_transfers.test_a_lookup_finds_the_tails_behind_pages_that_are_here_or_there:
     "a lookup tells of pages without a tail"
     lookup.needs_tail
     False
-with store_prefetch.StorePrefetcher._num_in_time, test_tail_prefetch.test_a_resume_point_that_cannot_be_in_time_as_a_whole_is_not_begun:
+with store_prefetch.StorePrefetcher._num_affordable, test_tail_prefetch.test_a_resume_point_that_cannot_be_in_time_as_a_whole_is_not_begun:
     "a part of a resume point is fetched, which is of no use"
     num_pages * page_size if has_tail else page_size
     page_size
@@ -95,3 +92,18 @@ with retention.Retention.retain, test_tail_shares.test_a_prefix_longer_than_the_
     "pages take the quota of the tail without which they cannot be resumed behind"
     self.quota.room(node.account) - num_beside
     self.quota.room(node.account)
+with (
+    store_prefetch.StorePrefetcher._begin_fetches,
+    test_tail_prefetch.test_the_resume_point_before_comes_in_place_of_one_that_cannot["5-600-too_late-1-3"],
+):
+    "a resume point that cannot arrive in time is not replaced by one before it"
+    num_wanted and not num_pages and self._step_back(wanted, reason)
+    False
+with store_prefetch.StorePrefetcher._fetch, test_tail_prefetch.test_a_tail_whose_history_the_device_has_comes_behind_it[True]:
+    "a tail whose history is on its way to the host is not fetched"
+    wanted.num_frames and not self._has_history(wanted)
+    False
+with prefixes.Prefixes.back_up, test_tail_prefetch.test_no_history_is_waited_for_that_a_full_host_does_not_take:
+    "a request waits for history that the host does not get"
+    num_missing > host.num_unused or num_missing + num_more > host.num_available
+    num_missing + num_more > host.num_available

@@ -51,8 +51,9 @@ class Desk:
         self.asked |= {lookup.uid: len(lookup.digests) for lookup in lookups}
         self.copies |= {copy.op: copy for copy in copies}
 
-    def answer(self, uid: int, num_pages: int) -> None:
-        self.prefetcher.found([(uid, num_pages)])
+    def answer(self, uid: int, *ends: int) -> None:
+        """What the store has can end after so many pages; 0 is nothing."""
+        self.prefetcher.found([(uid, tuple(end for end in ends if end))])
 
     def end(self, op: int | None = None, num_pages: int | None = None) -> None:
         """Ends the only copy, or one of them; whole unless told otherwise."""

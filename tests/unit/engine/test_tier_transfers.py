@@ -104,7 +104,7 @@ def test_an_answer_of_the_store_ends_the_wait_for_copies(bench: TransferBench) -
             assert waiting.result(60.0) == []
         finally:
             bench.engine.wake()
-    assert copier.take_found() == [(7, 0)]
+    assert copier.take_found() == [(7, ())]
     beyond.close()
 
 

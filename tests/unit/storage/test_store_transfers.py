@@ -14,9 +14,9 @@ from hiserve.cache.storage.host import HostPool
 from hiserve.cache.storage.records import PageState
 from hiserve.cache.storage.segment import PageLayout, Segment
 from hiserve.cache.storage.store import PageStore, store_key, tail_key
-from hiserve.cache.storage.store_transfers import GARBLED, NO_CHECKSUM, NOT_DELIVERED, REFUSED, StoreTransfers
+from hiserve.cache.storage.store_transfers import GARBLED, MAX_ENDS, NO_CHECKSUM, NOT_DELIVERED, REFUSED, StoreTransfers
 from hiserve.core.kv_groups import CacheGroupSpec
-from hiserve.core.transfers import CopyAck, CopyKind, PageCopy, PageRun, StoreLookup, TailImage
+from hiserve.core.transfers import CopyAck, CopyKind, PageCopy, PageRun, StoreEnds, StoreLookup, TailImage
 from hiserve.errors import InvariantError
 from tests.helpers.host import PAGE_SIZE, content, make_layout, make_run
 from tests.helpers.sim_store import Fault, SimStore, Step
@@ -82,7 +82,7 @@ def next_ack(transfers: StoreTransfers) -> CopyAck:
     raise AssertionError("no ack came")
 
 
-def next_found(transfers: StoreTransfers) -> tuple[int, int]:
+def next_found(transfers: StoreTransfers) -> StoreEnds:
     end = time.monotonic() + TIMEOUT_S
     while not (found := transfers.take_found()):
         assert time.monotonic() < end, "no answer came"
@@ -109,9 +109,9 @@ def test_a_lookup_tells_how_many_leading_pages_are_there(make: Callable[..., Sto
     transfers = make(filled_store(RUN))
     more = make_run([1, 2, 5, 6, 7], [1, 2, 3, 4, 5])
     transfers.look_up(StoreLookup(7, more.digests))
-    assert next_found(transfers) == (7, 3)
+    assert next_found(transfers) == (7, (3,))
     transfers.look_up(StoreLookup(8, more.digests[3:]))
-    assert next_found(transfers) == (8, 0)
+    assert next_found(transfers) == (8, ())
 
 
 def test_a_prefetch_brings_pages_that_are_valid_and_get_a_checksum(
@@ -190,7 +190,7 @@ def test_a_store_is_emptied_behind_the_uploads_that_were_begun(
         assert time.monotonic() < end, "it was not emptied"
         time.sleep(0.001)
     transfers.look_up(StoreLookup(7, RUN.digests))
-    assert next_found(transfers) == (7, 0)
+    assert next_found(transfers) == (7, ())
 
 
 def test_pages_of_another_draft_revision_are_not_found(host: HostPool, make: Callable[..., StoreTransfers]) -> None:
@@ -261,7 +261,7 @@ def test_what_hangs_keeps_its_own_pages_and_hinders_neither_others_nor_the_end(
     transfers.start(copy_of(other, CopyKind.PREFETCH, 2))
     assert next_ack(transfers).op == 2
     transfers.look_up(StoreLookup(1, RUN.digests))
-    assert next_found(transfers) == (1, 3)
+    assert next_found(transfers) == (1, (3,))
     assert states(host) == [PageState.WRITING] * 3
     check_close_ends(transfers)
     assert states(host) == [PageState.WRITING] * 3  # late bytes make nothing valid after the end
@@ -414,12 +414,13 @@ def test_a_tail_of_which_a_frame_changed_is_not_stored(host: HostPool, make: Cal
 
 
 @pytest.mark.parametrize(
-    ("num_here", "missing", "found"), [(0, (), 3), (0, (1,), 0), (2, (0, 1), 3), (3, (0, 1, 2), 3)]
+    ("num_here", "missing", "found"),
+    [(0, (), (2, 3)), (0, (1,), ()), (1, (1,), ()), (2, (0, 1), (2, 3)), (2, (2,), (2,)), (3, (0, 1, 2), (2, 3))],
 )
-def test_a_lookup_ends_at_the_deepest_tail_behind_pages_that_are_here_or_there(
+def test_a_lookup_finds_the_tails_behind_pages_that_are_here_or_there(
     num_here: int,
     missing: tuple[int, ...],
-    found: int,
+    found: tuple[int, ...],
     make: Callable[..., StoreTransfers],
     stored: tuple[SimStore, bytes],
 ) -> None:
@@ -427,7 +428,18 @@ def test_a_lookup_ends_at_the_deepest_tail_behind_pages_that_are_here_or_there(
     for at in missing:
         del store._pages[store_key(RUN.digests[at])]
     more = make_run([1, 2, 5, 6, 7], [1, 2, 3, 4, 5])
-    store.put([store_key(more.digests[3])], [memoryview(bytearray(PAGE_BYTES))])
+    blank = [memoryview(bytearray(PAGE_BYTES))]
+    store.put([store_key(more.digests[3])], blank)
+    store.put([tail_key(more.digests[1])], blank)
     transfers = make(store)
     transfers.look_up(StoreLookup(7, more.digests, num_here, needs_tail=True))
     assert next_found(transfers) == (7, found)
+
+
+def test_a_lookup_finds_the_deepest_of_many_tails(make: Callable[..., StoreTransfers]) -> None:
+    run, store = make_run([*range(1, 13)], [*range(12)]), SimStore()
+    for key in (store_key, tail_key):
+        store.put([*map(key, run.digests)], [memoryview(bytearray(PAGE_BYTES))] * 12)
+    transfers = make(store)
+    transfers.look_up(StoreLookup(7, run.digests, needs_tail=True))
+    assert next_found(transfers) == (7, tuple(range(13 - MAX_ENDS, 13)))
