@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hiserve.text.conversation import Message
-from hiserve.text.template.deepseek_v4 import MARKS, in_order_of_calls, is_thinking, spell_call, spell_json
+from hiserve.text.template.deepseek_v4 import (
+    MARKS,
+    in_order_of_calls,
+    is_thinking,
+    spell_call,
+    spell_format,
+    spell_json,
+)
 
 SIGNS = ("<｜DSML｜function_calls>", "<｜DSML｜invoke name=", "<｜DSML｜parameter name=")
 _BEGIN, _END, _USER, _ASSISTANT, _OPEN, _CLOSE = MARKS
@@ -46,7 +53,8 @@ def encode(variables: Mapping[str, Any]) -> str:
     """Returns the prompt of a conversation; as a ``ChatEncoder``.
 
     Besides the variables of all templates it reads ``thinking``, or ``enable_thinking``: thoughts, which are off by default;
-    ``thinking_mode``, ``thinking`` or ``chat``, in their place. Thoughts before the user's last turn are left out.
+    ``thinking_mode``, ``thinking`` or ``chat``, in their place; ``response_format``, any JSON. Thoughts before the user's last turn
+    are left out.
 
     Raises:
         ValueError: A turn has no place in such a prompt.
@@ -61,6 +69,7 @@ def encode(variables: Mapping[str, Any]) -> str:
     if tools:
         schemas = "\n".join(spell_json(tool["function"]) for tool in tools)
         parts.append("\n\n" + _TOOLS.replace("{schemas}", schemas))
+    parts.append(spell_format(variables))
     calls: list[Any] = []
     while index < len(messages):
         role, first = messages[index]["role"], index

@@ -13,6 +13,8 @@ _BEGIN, _END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 _USER, _ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
 _OPEN, _CLOSE = "<think>", "</think>"
 MARKS = (_BEGIN, _END, _USER, _ASSISTANT, _OPEN, _CLOSE)
+# Short tasks that a model does beside a conversation, and the marks by which a prompt asks for them.
+TASKS = {name: f"<｜{name}｜>" for name in ("action", "query", "authority", "domain", "title", "read_url")}
 _MAX_EFFORT = "max"
 # The words that the model was trained on, to the letter: its documentation of prompts gives them.
 _TOOLS = """## Tools
@@ -44,6 +46,7 @@ Otherwise, output directly after </think> with tool calls or final response.
 
 You MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.
 """
+_FORMAT = "## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
 _EFFORT = """Reasoning Effort: Absolute maximum with no shortcuts permitted.
 You MUST be very thorough in your thinking and comprehensively decompose the problem to resolve the root cause, rigorously \
 stress-testing your logic against all potential paths, edge cases, and adversarial scenarios.
@@ -59,7 +62,7 @@ def encode(variables: Mapping[str, Any]) -> str:
     Besides the variables of all templates it reads ``thinking``, or ``enable_thinking``: thoughts, which are off by default;
     ``thinking_mode``, ``thinking`` or ``chat``, in their place; ``drop_thinking``, or the inverse ``preserve_thinking``:
     those before the user's last turn are left out, unless there are tools; ``reasoning_effort``, of which ``max`` alone is
-    known to the model.
+    known to the model; ``response_format``, any JSON. The field ``task`` of a user's turn asks for one of ``TASKS`` as its reply.
 
     Raises:
         ValueError: A turn has no place in such a prompt.
@@ -77,24 +80,47 @@ def encode(variables: Mapping[str, Any]) -> str:
     if tools:
         schemas = "\n".join(spell_json(tool["function"]) for tool in tools)
         parts.append("\n\n" + _TOOLS.replace("{schemas}", schemas))
+    parts.append(spell_format(variables))
     calls: list[Any] = []
+    task = ""  # that the next reply does: the text before it
     while index < len(messages):
         role = messages[index]["role"]
         if role == "assistant":
-            parts.append(_reply(messages[index], shows_thought=thinks and (keeps_all or index > asked)))
-            calls = messages[index].get("tool_calls") or []
+            parts.append(task or _begin_reply(messages[index], shows_thought=thinks and (keeps_all or index > asked)))
+            parts.append(_say(messages[index]))
+            calls, task = messages[index].get("tool_calls") or [], ""
             index += 1
         elif role in ("user", "tool"):
             end = index
-            while end < len(messages) and messages[end]["role"] in ("user", "tool"):
+            while end < len(messages) and messages[end]["role"] in ("user", "tool") and not task:
+                task = _spell_task(messages[end], thinks=thinks)
                 end += 1
+            if task and end < len(messages) and messages[end]["role"] != "assistant":
+                raise ValueError("a task of a turn that no reply follows")
             parts.append(_USER + "\n\n".join(_blocks(messages[index:end], calls)))
             index = end
         else:
             raise ValueError(f"a turn of the role {role} behind others")
     if variables.get("add_generation_prompt"):
-        parts.append(_ASSISTANT + (_OPEN if thinks else _CLOSE))
+        parts.append(task or _ASSISTANT + (_OPEN if thinks else _CLOSE))
     return "".join(parts)
+
+
+def spell_format(variables: Mapping[str, Any]) -> str:
+    """Returns the words that ask for replies of ``response_format``, behind the system's text and the tools; empty without one."""
+    wanted = variables.get("response_format")
+    return f"\n\n{_FORMAT}{spell_json(wanted)}" if wanted else ""
+
+
+def _spell_task(message: Message, *, thinks: bool) -> str:
+    """Returns the text before the reply that does the task of a user's turn; empty without one."""
+    name = message.get("task") if message["role"] == "user" else None
+    if name is None:
+        return ""
+    if name not in TASKS:
+        raise ValueError(f"the task {name[:100]!r} is none of {', '.join(TASKS)}")
+    begin = _ASSISTANT + (_OPEN if thinks else _CLOSE) if name == "action" else ""
+    return begin + TASKS[name]
 
 
 def is_thinking(variables: Mapping[str, Any]) -> bool:
@@ -107,10 +133,15 @@ def is_thinking(variables: Mapping[str, Any]) -> bool:
     return bool(variables.get("thinking", variables.get("enable_thinking", False)))
 
 
-def _reply(message: Message, *, shows_thought: bool) -> str:
-    """Returns a turn of the assistant. One without its thought ends the thought at once, as prompts for such replies do."""
+def _begin_reply(message: Message, *, shows_thought: bool) -> str:
+    """Returns the beginning of a turn of the assistant. Without its thought it ends at once, as prompts for such replies do."""
     thought = _OPEN + message.get("reasoning_content", "") if shows_thought else ""
-    text = _ASSISTANT + thought + _CLOSE + (message["content"] or "")
+    return _ASSISTANT + thought + _CLOSE
+
+
+def _say(message: Message) -> str:
+    """Returns the rest of a turn of the assistant."""
+    text: str = message["content"] or ""
     if calls := message.get("tool_calls"):
         spelled = "\n".join(spell_call(each["function"]) for each in calls)
         text += f"\n\n<｜DSML｜tool_calls>\n{spelled}\n</｜DSML｜tool_calls>"

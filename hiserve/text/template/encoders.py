@@ -26,7 +26,9 @@ class _Row(NamedTuple):
 
 # By the architecture of their models.
 ENCODERS = {
-    "DeepseekV4ForCausalLM": _Row(deepseek_v4.encode, deepseek_v4.SIGNS + deepseek_v4.MARKS),
+    "DeepseekV4ForCausalLM": _Row(
+        deepseek_v4.encode, deepseek_v4.SIGNS + deepseek_v4.MARKS + (*deepseek_v4.TASKS.values(),)
+    ),
     "DeepseekV32ForCausalLM": _Row(deepseek_v32.encode, deepseek_v32.SIGNS + deepseek_v4.MARKS),
 }
 

@@ -45,6 +45,14 @@ def test_tools_stand_behind_the_system_text() -> None:
     assert prompt(HI, tools=[TOOL]).startswith(f"{BEGIN}\n\n## Tools\n")
 
 
+def test_the_format_of_replies_stands_behind_the_system_text_and_the_tools() -> None:
+    asked = "\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
+    text = prompt(SYSTEM, HI, response_format={"type": "object"})
+    assert text == f'{BEGIN}Be brief.{asked}{{"type": "object"}}{USER}Hi{ASSISTANT}</think>'
+    head, _, _ = prompt(SYSTEM, HI, tools=[TOOL], response_format={"type": "object"}).partition(USER)
+    assert head.endswith(f'\n</functions>\n{asked}{{"type": "object"}}')
+
+
 def test_results_stand_in_the_order_of_the_calls_and_the_thought_goes_on() -> None:
     begin = f"{BEGIN}{USER}Hi{ASSISTANT}"
     called = f"So:{CALLS_HERE}{END}"

@@ -75,6 +75,47 @@ def test_the_largest_effort_stands_before_all_else() -> None:
     assert prompt(SYSTEM, HI, thinking=True, reasoning_effort="low") == prompt(SYSTEM, HI, thinking=True)
 
 
+ASKED = "\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
+
+
+def test_the_format_of_replies_stands_behind_the_system_text_and_the_tools() -> None:
+    wanted = {"type": "object", "title": "„ja“"}
+    text = prompt(SYSTEM, HI, response_format=wanted)
+    assert text == f'{BEGIN}Be brief.{ASKED}{{"type": "object", "title": "„ja“"}}{USER}Hi{ASSISTANT}</think>'
+    head, _, _ = prompt(SYSTEM, HI, tools=[TOOL], response_format=wanted).partition(USER)
+    assert head.endswith(f'to invoke tool calls.\n{ASKED}{{"type": "object", "title": "„ja“"}}')
+    assert prompt(SYSTEM, HI, response_format=None) == prompt(SYSTEM, HI)
+
+
+def ask_for(task: str, text: str = "Hi") -> Turn:
+    return Turn("user", (Text(text),), {"task": task})
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_task_of_the_user_is_the_mark_before_its_reply(thinking: bool) -> None:
+    ending = "<think>" if thinking else "</think>"
+    for task in ("query", "authority", "domain", "title", "read_url"):
+        assert prompt(ask_for(task), thinking=thinking) == f"{BEGIN}{USER}Hi<｜{task}｜>"
+    assert prompt(ask_for("action"), thinking=thinking) == f"{BEGIN}{USER}Hi{ASSISTANT}{ending}<｜action｜>"
+    told = prompt(ask_for("title"), SAID, ask_for("action", "More"), SAID, MORE, thinking=thinking, drop_thinking=False)
+    assert told == (
+        f"{BEGIN}{USER}Hi<｜title｜>Yes{END}{USER}More{ASSISTANT}{ending}<｜action｜>Yes{END}{USER}More{ASSISTANT}{ending}"
+    )
+
+
+def test_a_task_that_is_not_known_or_has_no_reply_is_refused() -> None:
+    with pytest.raises(RequestError, match="the task 'joke' is none of action, query, authority"):
+        prompt(ask_for("joke"))
+    with pytest.raises(RequestError, match="a task of a turn that no reply follows"):
+        prompt(ask_for("title"), MORE)
+    assert prompt(ask_for("title"), ends=False) == f"{BEGIN}{USER}Hi"
+
+
+def test_results_and_words_before_a_task_are_its_turn() -> None:
+    results = "<tool_result>first</tool_result>\n\n<tool_result>second</tool_result>"
+    assert prompt(HI, CALLED, *FOUND, ask_for("query", "So?")).endswith(f"{END}{USER}{results}\n\nSo?<｜query｜>")
+
+
 def test_a_reply_is_continued_within_its_text() -> None:
     text = prompt(HI, Turn("assistant", (Text("Ye"),)), ends=False, goes_on=True)
     assert text == f"{BEGIN}{USER}Hi{ASSISTANT}</think>Ye"

@@ -12,7 +12,7 @@ from hiserve.text.conversation import Conversation, Result, Text, Turn
 from hiserve.text.prompt.reply_tokens import encode_chat
 from hiserve.text.prompt.spelled_tokens import SpelledTokens
 from hiserve.text.template.chat_template import ChatTemplate
-from hiserve.text.template.deepseek_v4 import MARKS
+from hiserve.text.template.deepseek_v4 import MARKS, TASKS
 from hiserve.text.template.encoders import ENCODERS, EncodedTemplate
 from hiserve.text.tokens.tokenizer import Tokenizer
 from tests.helpers import tiny_text
@@ -21,11 +21,13 @@ TEMPLATE = ChatTemplate(tiny_text.TEMPLATE, {"bos_token": "<|bos|>"})
 ENCODER = EncodedTemplate("DeepseekV4ForCausalLM")
 
 
-def deepseek_tokenizer() -> Tokenizer:
+def deepseek_tokenizer(*more: str) -> Tokenizer:
     """Of its tokens only those at both ends are special, as in the released one."""
     backend = tiny_text.byte_level_backend()
     backend.add_special_tokens([tokenizers.AddedToken(mark, normalized=False) for mark in MARKS[:2]])
-    backend.add_tokens([tokenizers.AddedToken(mark, normalized=False) for mark in (*MARKS[2:], "｜DSML｜", "  ")])
+    backend.add_tokens(
+        [tokenizers.AddedToken(mark, normalized=False) for mark in (*MARKS[2:], "｜DSML｜", "  ", *more)]
+    )
     return Tokenizer(backend)
 
 
@@ -51,6 +53,13 @@ def test_no_word_of_a_user_or_a_tool_is_a_mark_of_deepseek(role: str, architectu
         found, prompt = counts(chat, encoder, tokenizer)
         assert prompt == encoder.render(chat)
         assert found == Counter([MARKS[0], *turn, MARKS[4]])
+
+
+def test_no_word_of_a_user_is_the_mark_of_a_task() -> None:
+    tokenizer = deepseek_tokenizer(*TASKS.values())
+    chat = Conversation(turns=(Turn("user", (Text("a<｜title｜>"),), {"task": "query"}),))
+    found, prompt = counts(chat, ENCODER, tokenizer)
+    assert prompt == ENCODER.render(chat) and found == Counter([MARKS[0], MARKS[2], "<｜query｜>"])
 
 
 def test_words_of_others_and_tokens_of_no_control_stay_as_they_are() -> None:
