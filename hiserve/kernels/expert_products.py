@@ -23,19 +23,22 @@ class Tile:
     stages: int  # loads in flight
 
 
+# Ascending rows.
+Tiles = tuple[tuple[Tile, Tile], ...]
+
 # Of the product with gate and up, which has two sums for each column, and of the other; ascending rows of the first.
 # The fastest on an H200: of eleven for experts of Qwen3-30B-A3B, the tallest of nine for those of DeepSeek-V4 and Qwen3.5;
 # for gpt-oss three stages of the wide one were 2 % faster.
 _LOW = Tile(rows=16, columns=32, depth=128, warps=4, stages=4)
 _MIDDLE = Tile(rows=64, columns=64, depth=64, warps=4, stages=4)
 _TALL = Tile(rows=128, columns=128, depth=64, warps=8, stages=4)
-_TILES = ((_LOW, _LOW), (_MIDDLE, _MIDDLE), (_TALL, replace(_TALL, columns=256)))
+TILES: Tiles = ((_LOW, _LOW), (_MIDDLE, _MIDDLE), (_TALL, replace(_TALL, columns=256)))
 
 
-def tiles_for(num_pairs: int, num_experts: int) -> tuple[Tile, Tile]:
+def tiles_for(tiles: Tiles, num_pairs: int, num_experts: int) -> tuple[Tile, Tile]:
     """Returns the tallest tiles of which an expert's share of the pairs fills half, or else the lowest."""
-    filled = [tiles for tiles in _TILES if 2 * num_pairs >= tiles[0].rows * num_experts]
-    return filled[-1] if filled else _TILES[0]
+    filled = [each for each in tiles if 2 * num_pairs >= each[0].rows * num_experts]
+    return filled[-1] if filled else tiles[0]
 
 
 def multiply(
@@ -121,7 +124,7 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     last expert are ``shared``, if given; its pairs, from ``num_chosen`` on, are as many as tokens.
     """
     block = tl.program_id(0) // tl.cdiv(num_columns, COLUMNS)
-    expert, start, end, num_blocks = _find_block(ends, num_experts, block, EXPERTS, ROWS)
+    expert, start, end, num_blocks = find_block(ends, num_experts, block, EXPERTS, ROWS)
     if block >= num_blocks:
         return
     column = tl.program_id(0) % tl.cdiv(num_columns, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
@@ -200,7 +203,7 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _find_block(ends, num_experts, block, EXPERTS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def find_block(ends, num_experts, block, EXPERTS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Returns the expert of a block of rows, its first row, the end of the expert's rows, and the number of all blocks."""
     expert_of = tl.arange(0, EXPERTS)
     is_expert = expert_of < num_experts

@@ -8,6 +8,8 @@ without a block end at once. There are no atomic additions: results are bitwise 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -15,9 +17,11 @@ from torch import Tensor
 
 from hiserve.core.activation import SILU, Activation
 from hiserve.kernels import reference
-from hiserve.kernels.expert_products import multiply, tiles_for
+from hiserve.kernels.expert_products import TILES, multiply, tiles_for
 from hiserve.kernels.few_experts import MAX_TOKENS, mix_few
 from hiserve.kernels.launch import await_previous, early_launch, start_next
+from hiserve.kernels.packed_products import PACKED_TILES, multiply_packed
+from hiserve.kernels.packed_weights import PackedWeights, Weights
 
 _SCANS = ((1024, 4), (8192, 8))  # pairs at a time and warps: for few pairs, for many
 _SUM_BLOCK = 512
@@ -87,15 +91,16 @@ def mix_experts(
     x: Tensor,
     shares: Tensor,
     chosen: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Weights,
+    down: Weights,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     activation: Activation = SILU,
-    shared: tuple[Tensor, Tensor] | None = None,
+    shared: tuple[Weights, Weights] | None = None,
 ) -> Tensor:
     """Like ``reference.mix_experts``, but only its own experts compute a token. float64 uses the reference."""
-    if x.dtype == torch.float64:
+    is_packed = isinstance(gate_up, PackedWeights)
+    if x.dtype == torch.float64 or (is_packed and x.dtype == torch.float32):
         return reference.mix_experts(x, shares, chosen, gate_up, down, gate_up_bias, down_bias, activation, shared)
     weights = (x, gate_up, down, *(shared or ()))
     assert all(each.is_contiguous() for each in weights), [each.stride() for each in weights]
@@ -108,9 +113,10 @@ def mix_experts(
     order, ends = _group(chosen, num_experts, num_pairs)
     activated, made = (x.new_empty((num_pairs, width)) for width in (down.shape[2], x.shape[1]))
     shared_gate_up, shared_down = (None, None) if shared is None else shared
-    tiles = tiles_for(num_chosen, num_experts)
-    multiply(x, gate_up, shared_gate_up, gate_up_bias, order, ends, activated, chosen, activation, tiles[0])
-    multiply(activated, down, shared_down, down_bias, order, ends, made, chosen, None, tiles[1])
+    product: Any = multiply_packed if is_packed else multiply
+    first, second = tiles_for(PACKED_TILES if is_packed else TILES, num_chosen, num_experts)
+    product(x, gate_up, shared_gate_up, gate_up_bias, order, ends, activated, chosen, activation, first)
+    product(activated, down, shared_down, down_bias, order, ends, made, chosen, None, second)
     return _sum(made, shares, has_shared=shared is not None)
 
 

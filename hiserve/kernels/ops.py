@@ -11,6 +11,7 @@ from torch import Tensor
 from hiserve.core.activation import SILU, Activation
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.kernels.delta import DeltaPools, DeltaShape, DeltaWeights
+from hiserve.kernels.packed_weights import Weights
 from hiserve.kernels.routing import ExpertGroups
 
 # Imported by name: triton, which CUDA kernels need, is not installed everywhere.
@@ -95,12 +96,12 @@ class Ops(Protocol):
         x: Tensor,
         shares: Tensor,
         chosen: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: Weights,
+        down: Weights,
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         activation: Activation = SILU,
-        shared: tuple[Tensor, Tensor] | None = None,
+        shared: tuple[Weights, Weights] | None = None,
     ) -> Tensor:
         """Returns each token's sum of its chosen experts' outputs, weighted by shares, and of a shared one."""
 

@@ -12,6 +12,7 @@ from hiserve.kernels.delta import delta as delta
 from hiserve.kernels.gated_norm import gated_rms_norm as gated_rms_norm
 from hiserve.kernels.index_rows import rotate_first as rotate_first
 from hiserve.kernels.index_rows import store_index_keys as store_index_keys
+from hiserve.kernels.packed_weights import Weights, plain
 from hiserve.kernels.routing import route_in_groups as route_in_groups
 
 _MASK32 = 0xFFFFFFFF
@@ -202,12 +203,12 @@ def mix_experts(
     x: Tensor,
     shares: Tensor,
     chosen: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Weights,
+    down: Weights,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     activation: Activation = SILU,
-    shared: tuple[Tensor, Tensor] | None = None,
+    shared: tuple[Weights, Weights] | None = None,
 ) -> Tensor:
     """Returns each token's sum of its chosen experts' outputs, weighted by shares, in the dtype of the shares.
 
@@ -228,6 +229,7 @@ def mix_experts(
     Returns:
         ``[T, n]``, in the dtype of ``x``.
     """
+    gate_up, down = plain(gate_up, x.dtype), plain(down, x.dtype)
     share = shares.new_zeros(x.shape[0], gate_up.shape[0]).scatter_(1, chosen, shares)
     is_chosen = torch.zeros_like(share, dtype=torch.bool).scatter_(1, chosen, True)
     out = shares.new_zeros(x.shape)
@@ -237,7 +239,8 @@ def mix_experts(
         made = F.linear(inner, down[expert], biases[1]) * share[:, expert, None]
         out += torch.where(is_chosen[:, expert, None], made, 0.0)
     if shared is not None:
-        out += F.linear(act_mul(F.linear(x, shared[0]), activation), shared[1])
+        into, back = (plain(each, x.dtype) for each in shared)
+        out += F.linear(act_mul(F.linear(x, into), activation), back)
     return out.to(x.dtype)
 
 

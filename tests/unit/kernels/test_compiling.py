@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from hiserve.attention.triton import TritonAttention
 from hiserve.core.activation import GELU_TANH, Activation
@@ -26,6 +28,7 @@ from hiserve.kernels import (
 from hiserve.kernels.chosen_triton import attend_chosen
 from hiserve.kernels.delta import DeltaShape
 from hiserve.kernels.latent_decode import LatentRows, decode
+from hiserve.kernels.packed_weights import PackedWeights, Weights
 from hiserve.kernels.pairs import PairFrequencies
 from hiserve.kernels.routing import ExpertGroups
 from hiserve.kernels.step_ops import TokenMasks
@@ -36,7 +39,9 @@ from tests.helpers.compiled import Compiled, launched_kernels
 from tests.helpers.compressed_cases import CompressedStep
 from tests.helpers.delta_cases import Chunk, Layer, nan_pools, random_inputs, random_weights
 from tests.helpers.draft_cases import draft_case
+from tests.helpers.packed_cases import random_4, random_8
 from tests.helpers.step_cases import copied, random_case
+from tests.helpers.widening import some
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # told by Triton on the CPU
 
@@ -125,6 +130,35 @@ def mix() -> None:
     fused.mix_experts(x, shares, chosen, gate_up, down)
 
 
+def mix_packed(num_tokens: int, kind: str, shared: str) -> None:
+    """As ``mix``, of experts packed in 4 or 8 bits at the widths of gpt-oss, where none computes all, and of DeepSeek-V4."""
+    generator, width, inner = torch.Generator().manual_seed(1), 2880 if shared == "none" else 4096, 128
+    weights: dict[str, tuple[Weights, Weights]] = {
+        "4": (random_4(generator, 4, 2 * inner, width), random_4(generator, 4, width, inner)),
+        "8": (random_8(generator, 4, 2 * inner, width, num_parts=2), random_8(generator, 4, width, inner)),
+        "plain": (torch.zeros(1, 2 * inner, width, dtype=BF16), torch.zeros(1, width, inner, dtype=BF16)),
+    }
+    biases = torch.zeros(4, 2 * inner, dtype=BF16), torch.zeros(4, width, dtype=BF16)
+    x, chosen = torch.zeros(num_tokens, width, dtype=BF16), torch.zeros(num_tokens, 2, dtype=torch.int64)
+    fused.mix_experts(
+        x,
+        torch.zeros(num_tokens, 2),
+        chosen,
+        *weights[kind],
+        *(biases if shared == "none" else (None, None)),
+        activation=Activation(slope=1.702, shift=1.0, limit=7.0),
+        shared=None if shared == "none" else first_of(*weights[shared]),
+    )
+
+
+def first_of(*weights: Weights) -> tuple[Weights, Weights]:
+    first, second = (
+        each[0] if isinstance(each, Tensor) else PackedWeights(each.codes[0], each.scales[0], each.columns)
+        for each in weights
+    )
+    return first, second
+
+
 def project() -> None:
     """One row, few rows of a deep weight, whose product is split, and rows by a wide weight."""
     fused.linear(torch.zeros(3, 96, dtype=BF16), torch.zeros(8, 96), None, is_after_attention=False)
@@ -188,8 +222,8 @@ def streams() -> None:
     kinds = PairFrequencies(frequencies, frequencies[:, 0].contiguous(), positions.new_ones(4))
     cos, sin = (each[1] for each in compressed_fused.pair_angles(positions, kinds, torch.float32))
     heads, pool = torch.zeros(3, 64, 512, dtype=BF16), torch.zeros(128, 512, dtype=BF16)
-    for some in heads, heads[:, :0]:
-        compressed_fused.store_rows(some, heads[:, 0], pool[0], 1e-6, cos, sin, pool, positions)
+    for given in heads, heads[:, :0]:
+        compressed_fused.store_rows(given, heads[:, 0], pool[0], 1e-6, cos, sin, pool, positions)
     compressed_fused.rotate_pairs(heads[..., :128], cos, sin)
 
 
@@ -240,6 +274,8 @@ def advance_states() -> None:
             layer.step([Chunk(1, 0, 0, random_inputs(num_tokens, shape, dtype))])
 
 
+FEW = {"few_experts._gate_kernel", "few_experts._down_kernel"}
+MANY = {"experts._group_kernel", "packed_products._packed_kernel", "experts._sum_kernel"}
 DECODED = {"attention_schedule._schedule", "attention_decode._attend"}
 EXTENDED = {"attention_extend._extend", "attention_extend._join"}
 # What is run, and the kernels that it launches.
@@ -310,5 +346,24 @@ def test_kernels_of_a_kind_compile(compiled: Compiled, name: str) -> None:
     assert compiled.names() == kernels
 
 
+# The least rows, those of the middle and of the tallest tiles, and a token alone.
+MIXED = {1: FEW, 2: MANY, 64: MANY, 400: MANY}
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "kind", "shared"),
+    some(
+        product(MIXED, "48", ("none", "plain", "8")),
+        (1, "4", "8"),
+        (2, "4", "none"),
+        (400, "4", "plain"),
+        (400, "8", "8"),
+    ),
+)
+def test_packed_experts_compile(compiled: Compiled, num_tokens: int, kind: str, shared: str) -> None:
+    mix_packed(num_tokens, kind, shared)
+    assert compiled.names() == MIXED[num_tokens]
+
+
 def test_every_kernel_is_among_them() -> None:
-    assert set.union(ABSORBED, *(kernels for _, kernels in RUNS.values())) == launched_kernels()
+    assert set.union(ABSORBED, MANY, *(kernels for _, kernels in RUNS.values())) == launched_kernels()
