@@ -14,6 +14,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from benchmarks.gpu import ceilings
 from benchmarks.gpu.driving import Bench, Part, decode, run, setting, timed_part
 from benchmarks.gpu.figures import Figure, table
@@ -25,6 +27,7 @@ from benchmarks.record import ENGINE, Record, gpu_parser
 from hiserve.config.options import DTYPE_BYTES
 from hiserve.core.kv_groups import Space
 from hiserve.models.compressed_config import CompressedConfig, LayerKind
+from hiserve.models.experts_config import packed_size
 from hiserve.models.model_config import NANO, ModelConfig
 
 # With the bar of prompts.
@@ -33,18 +36,23 @@ SHAPES = {
     "v3-like": 0.60,
     "v3.2-like": 0.60,
     "gpt-oss-20b": 0.70,
+    "gpt-oss-20b-mxfp4": 0.70,
     "gemma-3-27b": 0.70,
     "qwen3.5-35b-a3b": 0.60,
     "v4-flash-like": 0.60,
+    "v4-flash-like-fp4": 0.60,
 }
-LONG = {"v4-flash-like": 131_072}  # tokens after which one row decodes as well
-PAGE_SIZES = {"v4-flash-like": 128}  # tokens for which its longest rows stand; others have pages of 16
+LONG = {"v4-flash-like": 131_072, "v4-flash-like-fp4": 131_072}  # tokens after which one row decodes as well
+PAGE_SIZES = {
+    "v4-flash-like": 128,
+    "v4-flash-like-fp4": 128,
+}  # tokens for which its longest rows stand; others have pages of 16
 DECODE_BAR = 0.65
 REPEATS = 2  # of prompts
 
 
 class Least:
-    """The least that a step of a model must read, write or multiply; all weights and rows are of one type.
+    """The least that a step of a model must read, write or multiply; all rows and, but for packed experts, weights are of one type.
 
     Args:
         model: Its shape.
@@ -64,10 +72,11 @@ class Least:
     def decode_bytes(self, num_rows: int, context: float) -> float:
         """Bytes of rows that attend over so many tokens each: weights, the output head, keys and values, what rows carry."""
         model = self._model
-        weights = self._layers + self._table
+        packed = model.facts().packed_experts
+        weights = self._element * (self._layers + self._table - packed.num_params) + packed.num_bytes
         if model.experts is not None:
             share = model.experts.num_per_token / model.experts.num_experts
-            weights -= self._expert_params * (1 - share) ** num_rows  # those that no row chooses
+            weights -= self._expert_bytes * (1 - share) ** num_rows  # those that no row chooses
         seen = sum(context if window is None else min(context, window) for window in self._windows)
         stored = seen * model.slot_elements / len(self._windows)
         if model.index is not None:  # no key of the index, where all rows are chosen
@@ -76,7 +85,7 @@ class Least:
         stored *= self._element
         if model.compressed is not None:
             stored = self._compressed_bytes(model.compressed, seen, context)
-        return self._element * weights + num_rows * (stored + self.carried_bytes())
+        return weights + num_rows * (stored + self.carried_bytes())
 
     def _compressed_bytes(self, compressed: CompressedConfig, seen: float, context: float) -> float:
         """Bytes of the rows of so many tokens of windows, of all layers, and of compressed rows after so many tokens."""
@@ -114,6 +123,15 @@ class Least:
             state = delta.num_value_heads * delta.key_dim * delta.value_dim
             flop += 3 * 2 * len(delta.layers) * state * length
         return flop + 2 * model.num_heads * width * pairs
+
+    @property
+    def _expert_bytes(self) -> int:
+        """Bytes of all experts that compute some tokens only."""
+        model = self._model
+        assert model.experts is not None
+        chosen = msgspec.structs.replace(model.experts, shared_size=0)
+        packed = packed_size(chosen, model.quantization, model.hidden_size, model.num_layers)
+        return packed.num_bytes or self._element * self._expert_params
 
     @property
     def _expert_params(self) -> int:

@@ -51,9 +51,11 @@ HYBRID_PARTS = {
     "v3.2-like": "DeepSeek-V3.2 shape of six layers, decode step of rows x context, and prompts",
     "glm-4.7-flash": "GLM-4.7-Flash shape, decode step of rows x context, and prompts",
     "gpt-oss-20b": "gpt-oss-20b shape, decode step of rows x context, and prompts",
+    "gpt-oss-20b-mxfp4": "gpt-oss-20b shape with packed experts, decode step of rows x context, and prompts",
     "gemma-3-27b": "Gemma-3-27B shape, decode step of rows x context, and prompts",
     "qwen3.5-35b-a3b": "Qwen3.5-35B-A3B shape, decode step of rows x context, and prompts",
     "v4-flash-like": "DeepSeek-V4-Flash shape of six layers, decode step of rows x context, and prompts",
+    "v4-flash-like-fp4": "DeepSeek-V4-Flash shape of six layers with packed experts, decode step of rows x context, and prompts",
 }
 # Rows of the README's table: parts of benchmarks.gpu that compare with the peer, and the name of a figure there.
 PEER_PARTS = {

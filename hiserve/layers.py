@@ -14,6 +14,7 @@ from hiserve.attention.base import Attention
 from hiserve.core.activation import SILU, Activation
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.kernels.ops import Ops, ops_for
+from hiserve.kernels.packed_weights import Weights
 from hiserve.kernels.routing import ExpertGroups
 
 
@@ -240,13 +241,13 @@ class StackedExperts:
             computes every token; None without.
     """
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Weights
+    down: Weights
     ops: Ops
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     activation: Activation = SILU
-    shared: tuple[Tensor, Tensor] | None = None
+    shared: tuple[Weights, Weights] | None = None
 
     def __call__(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
         biases = self.gate_up_bias, self.down_bias

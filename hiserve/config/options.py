@@ -66,12 +66,14 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
             "qwen3-0.6b",
             "qwen3-8b",
             "gpt-oss-20b",
+            "gpt-oss-20b-mxfp4",
             "gemma-3-27b",
             "glm-4.7-flash",
             "v3-like",
             "v3.2-like",
             "qwen3.5-35b-a3b",
             "v4-flash-like",
+            "v4-flash-like-fp4",
         ]
         | None,
         about(

@@ -11,7 +11,8 @@ from hiserve.core.devices import least_memory
 from hiserve.core.kv_groups import debug_groups, page_hidden_group
 from hiserve.core.machine import GIB, Machine
 from hiserve.core.memory_sizes import MemoryPlan
-from hiserve.core.step_memory import CONTEXT_BYTES, SPARE_SHARE, ModelFacts, step_memory
+from hiserve.core.packed_experts import PackedSize, unpacks_in_tiles
+from hiserve.core.step_memory import CONTEXT_BYTES, SPARE_SHARE, DraftFacts, ModelFacts, step_memory
 from hiserve.core.transfers import STAGING_BYTES
 from hiserve.core.window_pool import NO_WINDOW_POOL, WindowPool, plan_windows, rows_within
 from hiserve.core.windows import WindowLimits
@@ -111,8 +112,8 @@ class _Worker:
         self._packs_rows = self._cache.kv_rows == "packed"
         self._replicas = chosen.given.parallel.replicas
         element = DTYPE_BYTES[chosen.model.dtype]
-        params = {"weights": model.num_params} | ({"draft weights": model.draft.num_params} if model.draft else {})
-        self._weights = {item: num_params * element for item, num_params in params.items()}
+        owners = {"weights": model} | ({"draft weights": model.draft} if model.draft else {})
+        self._weights = {item: _weight_bytes(owner, chosen.model) for item, owner in owners.items()}
         dtype, num_draft = chosen.model.dtype, choose_spec(chosen.given, model, chosen.model.max_model_len)[0].tiers[-1]
         carried = model.carried
         self.row_bytes = 0 if carried is None else carried.row[dtype] + num_draft * carried.draft[dtype]
@@ -361,6 +362,11 @@ class _Worker:
                 (MAX_CPU_HOST_BYTES, "the most on cpu"),
             ]
         return [(room // 2, "half of the memory that is left"), (4 * pool, "four times the KV pool")]
+
+
+def _weight_bytes(owner: ModelFacts | DraftFacts, model: ModelSettings) -> int:
+    packed = owner.packed_experts if unpacks_in_tiles(model.device, model.dtype) else PackedSize()
+    return (owner.num_params - packed.num_params) * DTYPE_BYTES[model.dtype] + packed.num_bytes
 
 
 def _gib(num_bytes: int) -> str:

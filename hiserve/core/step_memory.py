@@ -8,6 +8,7 @@ import msgspec
 
 from hiserve.config.settings import DType, Graphs
 from hiserve.core.kv_groups import CarriedBytes
+from hiserve.core.packed_experts import PackedSize
 from hiserve.core.plan import MASK_BITS, MAX_SCORED_TOKENS
 
 CONTEXT_BYTES = (
@@ -85,6 +86,7 @@ class DraftFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str  # ``eagle3``, ``mtp`` or ``draft_model``
     num_params: int
+    packed_experts: PackedSize = PackedSize()  # of these, on a device whose products upcast them
     slot_elements: int  # KV elements per token, all layers together
     step: DraftShape  # of a draft forward
     packed: StoredBytes | None = None  # of its rows if they are packed; None if they cannot be
@@ -101,6 +103,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     window: int = 0  # the widest, of a model that has layers with and without one; else 0
     window_elements: int = 0  # of ``slot_elements``, those of layers with a window
     num_params: int
+    packed_experts: PackedSize = PackedSize()  # of these, on a device whose products upcast them
     slot_elements: int  # KV elements per token, all layers together
     # Of groups whose rows stand for several tokens: elements of a row, all layers together, and its tokens.
     ratio_elements: tuple[tuple[int, int], ...] = ()

@@ -99,7 +99,7 @@ def mix_experts(
     shared: tuple[Weights, Weights] | None = None,
 ) -> Tensor:
     """Like ``reference.mix_experts``, but only its own experts compute a token. float64 uses the reference."""
-    is_packed = isinstance(gate_up, PackedWeights)
+    is_packed = any(isinstance(each, PackedWeights) for each in (gate_up, down, *(shared or ())))
     if x.dtype == torch.float64 or (is_packed and x.dtype == torch.float32):
         return reference.mix_experts(x, shares, chosen, gate_up, down, gate_up_bias, down_bias, activation, shared)
     weights = (x, gate_up, down, *(shared or ()))

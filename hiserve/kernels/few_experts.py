@@ -49,7 +49,7 @@ def mix_few(
 ) -> Tensor:
     """Like ``experts.mix_experts``; ``biases`` are those of ``gate_up`` and of ``down``."""
     (num_tokens, hidden), num_chosen, inner = x.shape, chosen.shape[1], down.shape[2]
-    is_packed = isinstance(gate_up, PackedWeights)
+    is_packed = isinstance(gate_up, PackedWeights) or isinstance(down, PackedWeights)
     num_turns = num_chosen + (shared is not None)
     activated, out = x.new_empty((num_tokens, num_turns, inner)), torch.empty_like(x)
     shared_gate_up, shared_down = (None, None) if shared is None else shared

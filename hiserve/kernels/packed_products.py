@@ -102,36 +102,33 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
     expert, start, end, num_blocks = find_block(ends, num_experts, tl.program_id(0) // num_tiles, EXPERTS, ROWS)
     if tl.program_id(0) // num_tiles >= num_blocks:
         return
-    first_column = tl.program_id(0) % num_tiles * COLUMNS
-    column = first_column + tl.arange(0, COLUMNS)
+    column = tl.program_id(0) % num_tiles * COLUMNS + tl.arange(0, COLUMNS)
     row = start + tl.arange(0, ROWS)
     pair = tl.load(order + tl.minimum(row, end - 1))
     read = pair // num_per_token if IS_GATED else tl.minimum(row, end - 1)
     if shared_codes is not None and IS_GATED:
         read = tl.where(pair < num_chosen, read, pair - num_chosen)
     rows = source + read.to(tl.int64) * depth
-    is_shared = shared_codes is not None and expert == num_experts - 1
+    is_shared = expert == num_experts - 1  # if there is one
     if shared_codes is not None:
-        expert = tl.where(expert < num_experts - 1, expert, 0)  # the first of its own tensors
-    if shared_codes is not None and KIND == SHARED_KIND:
-        codes = tl.where(is_shared, shared_codes, codes)
-        scales = tl.where(is_shared, shared_scales, scales)
+        expert = tl.where(is_shared, 0, expert)  # the first of its own tensors
+        if KIND == SHARED_KIND:
+            codes = tl.where(is_shared, shared_codes, codes)
+            scales = tl.where(is_shared, shared_scales, scales)
     if shared_codes is not None and KIND != SHARED_KIND and is_shared:
         total, total_up = _sums(
-            rows, shared_codes, shared_scales, expert, first_column, column, num_columns, depth, NUM_SUMS, SHARED_KIND,
-            ROWS, COLUMNS, IS_EVEN,
+            rows, shared_codes, shared_scales, expert, column, num_columns, depth, NUM_SUMS, SHARED_KIND, ROWS, COLUMNS, IS_EVEN
         )  # fmt: skip
     else:
         total, total_up = _sums(
-            rows, codes, scales, expert, first_column, column, num_columns, depth, NUM_SUMS, KIND, ROWS, COLUMNS, IS_EVEN,
-        )  # fmt: skip
+            rows, codes, scales, expert, column, num_columns, depth, NUM_SUMS, KIND, ROWS, COLUMNS, IS_EVEN
+        )
     dtype: tl.constexpr = out.dtype.element_ty
     is_column = column < num_columns
     if bias is not None:
         biases = bias + expert.to(tl.int64) * NUM_SUMS * num_columns + column
-        total += tl.load(biases, mask=is_column, other=0.0).to(tl.float32)[:, None]
-        if IS_GATED:
-            total_up += tl.load(biases + num_columns, mask=is_column, other=0.0).to(tl.float32)[:, None]
+        total += _column(biases, is_column)
+        total_up += _column(biases + num_columns, is_column & IS_GATED)
     if IS_GATED:
         total = activate(total.to(dtype).to(tl.float32), total_up.to(dtype).to(tl.float32), dtype, ACTIVATION)
     target = out + (row if IS_GATED else pair).to(tl.int64)[:, None] * num_columns + column[None, :]
@@ -144,7 +141,6 @@ def _sums(  # type: ignore[no-untyped-def]
     codes,
     scales,
     expert,
-    first_column,
     column,
     num_columns,
     depth,
@@ -181,13 +177,15 @@ def _sums(  # type: ignore[no-untyped-def]
         numbers = codes + matrix_row[:, None] * depth + element[None, :]
         numbers_up = numbers + num_columns.to(tl.int64) * depth
         num_scales = tl.cdiv(num_columns, BLOCK) * num_blocks
+        # All columns of a program have the same scales.
+        scale_row = tl.program_id(0) % tl.cdiv(num_columns, COLUMNS) * COLUMNS // BLOCK
         for first in range(0, depth, STEP):
             values = _values(rows, first, depth, STEP, IS_EVEN)
             is_element = (element < depth - first)[None, :]
             factor = 1.0
             factor_up = 1.0
             if KIND == "e4m3":
-                place = scales + expert * NUM_SUMS * num_scales + first_column // BLOCK * num_blocks + first // BLOCK
+                place = scales + expert * NUM_SUMS * num_scales + scale_row * num_blocks + first // BLOCK
                 factor = tl.load(place)
                 if NUM_SUMS == 2:
                     factor_up = tl.load(place + num_scales)
@@ -196,6 +194,11 @@ def _sums(  # type: ignore[no-untyped-def]
                 up = _numbers(numbers_up + first, factor_up, is_element, dtype, KIND, IS_EVEN)
                 total_up = tl.dot(up, values, total_up)
     return total, total_up
+
+
+@triton.jit
+def _column(values, mask):  # type: ignore[no-untyped-def]
+    return tl.load(values, mask=mask, other=0.0).to(tl.float32)[:, None]
 
 
 @triton.jit  # type: ignore[untyped-decorator]

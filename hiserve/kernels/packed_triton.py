@@ -5,12 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hiserve.kernels import packed_weights
+from hiserve.core import packed_experts
 
-BLOCK = tl.constexpr(packed_weights.BLOCK)
-GROUP = tl.constexpr(packed_weights.GROUP)
-WORDS = tl.constexpr(packed_weights.WORDS)
-GROUPS = tl.constexpr(packed_weights.BLOCK // packed_weights.GROUP)
+BLOCK = tl.constexpr(packed_experts.BLOCK)
+GROUP = tl.constexpr(packed_experts.GROUP)
+WORDS = tl.constexpr(packed_experts.WORDS)
+GROUPS = tl.constexpr(packed_experts.BLOCK // packed_experts.GROUP)
 
 # Two products of 16 bits in one instruction, which the compiler does not find: each is added to -0.
 _MULTIPLY_BF16 = tl.constexpr(

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-GROUP = 32  # 4-bit numbers of a row with one scale
-BLOCK = 128  # numbers of a row that are loaded at once; with 8 bits rows and columns that share a scale
+from hiserve.core.packed_experts import BLOCK, GROUP, WORDS
+
 PLAIN = "plain"  # the kind of numbers that have the type of the states
-WORDS = 16  # of a block in 4 bits
 LARGEST_SCALE = 128  # code of 2: the factors of larger scales are infinite in 16 bits
 _GROUPS = BLOCK // GROUP
 _BIAS = 127  # of the exponents that are scales

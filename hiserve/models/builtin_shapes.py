@@ -64,9 +64,62 @@ _V3: dict[str, Any] = _LATENT | {
 
 _SLIDING, _SPARSE, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 
+_GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "num_hidden_layers": 24,
+    "num_experts": 32,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+_V4_FLASH: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "vocab_size": 129_280,
+    "hidden_size": 4096,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 6,
+    "layer_types": [_SLIDING, _SLIDING, _SPARSE, _HEAVY, _SPARSE, _HEAVY],
+    "mlp_layer_types": ["hash_moe"] * 3 + ["moe"] * 3,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024,
+    "o_groups": 8,
+    "o_lora_rank": 1024,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "compress_rates": {_SPARSE: 4, _HEAVY: 128},
+    "sliding_window": 128,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 6,
+    "scoring_func": "sqrtsoftplus",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 10.0,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 1_048_576,
+    "rope_parameters": {
+        "main": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.125},
+        "compress": {"rope_type": "default", "rope_theta": 1.6e5, "partial_rotary_factor": 0.125},
+    },
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+_FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+
 # The fields that are read of the public config.json of Llama-3.1-8B, Qwen3-0.6B, Qwen3-8B, gpt-oss-20b, Gemma-3-27B,
 # GLM-4.7-Flash and Qwen3.5-35B-A3B; of DeepSeek-V3 and V3.2 in full width, cut to 6 layers, of which 5 have 32 experts; and of
-# DeepSeek-V4-Flash in full width, cut to 6 layers of all kinds with 64 experts. What the families fill in is left out.
+# DeepSeek-V4-Flash in full width, cut to 6 layers of all kinds with 64 experts; the last ones and gpt-oss also as they are
+# released, with packed experts. What the families fill in is left out.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {
         "architectures": ["LlamaForCausalLM"],
@@ -106,14 +159,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "tie_word_embeddings": False,
     },
-    "gpt-oss-20b": {
-        "architectures": ["GptOssForCausalLM"],
-        "num_hidden_layers": 24,
-        "num_experts": 32,
-        "swiglu_limit": 7.0,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-    },
+    "gpt-oss-20b": _GPT_OSS,
+    "gpt-oss-20b-mxfp4": _GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}},
     "gemma-3-27b": {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "hidden_size": 5376,
@@ -181,46 +228,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
     },
-    "v4-flash-like": {
-        "architectures": ["DeepseekV4ForCausalLM"],
-        "vocab_size": 129_280,
-        "hidden_size": 4096,
-        "moe_intermediate_size": 2048,
-        "num_hidden_layers": 6,
-        "layer_types": [_SLIDING, _SLIDING, _SPARSE, _HEAVY, _SPARSE, _HEAVY],
-        "mlp_layer_types": ["hash_moe"] * 3 + ["moe"] * 3,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 1,
-        "head_dim": 512,
-        "qk_rope_head_dim": 64,
-        "q_lora_rank": 1024,
-        "o_groups": 8,
-        "o_lora_rank": 1024,
-        "index_n_heads": 64,
-        "index_head_dim": 128,
-        "index_topk": 512,
-        "compress_rates": {_SPARSE: 4, _HEAVY: 128},
-        "sliding_window": 128,
-        "n_routed_experts": 64,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 6,
-        "scoring_func": "sqrtsoftplus",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.5,
-        "swiglu_limit": 10.0,
-        "hc_mult": 4,
-        "hc_sinkhorn_iters": 20,
-        "hc_eps": 1e-6,
-        "num_nextn_predict_layers": 1,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 1_048_576,
-        "rope_parameters": {
-            "main": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.125},
-            "compress": {"rope_type": "default", "rope_theta": 1.6e5, "partial_rotary_factor": 0.125},
-        },
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-    },
+    "v4-flash-like": _V4_FLASH,
+    "v4-flash-like-fp4": _V4_FLASH | {"quantization_config": _FP8_BLOCKS, "expert_dtype": "fp4"},
 }
 
 

@@ -13,6 +13,7 @@ from hiserve.attention.base import Attention, AttentionShape, IndexShape
 from hiserve.core.activation import Activation
 from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
 from hiserve.kernels.ops import Ops, ops_for
+from hiserve.kernels.packed_weights import Weights
 from hiserve.kernels.routing import ExpertGroups
 from hiserve.layers import (
     Embedding,
@@ -246,14 +247,13 @@ def _linear(parameters: dict[str, Tensor], name: str, *, is_after_attention: boo
 def make_experts(
     config: ExpertsConfig, activation: Activation, parameters: dict[str, Tensor], ours: str, ops: Ops
 ) -> tuple[Experts, GatedMLP | None]:
-    """Makes stacked experts ``[num_experts, rows, columns]``; on the CPU one packed MLP per expert.
+    """Makes stacked experts ``[num_experts, rows, columns]``, which may be packed; of plain ones on the CPU one MLP each.
 
     Returns:
         The experts, and the shared one, or None if there is none or the experts have it.
     """
     gate_up, down = (
-        matrices.view(config.num_experts, -1, matrices.shape[1])
-        for matrices in (parameters.pop(ours + "experts_gate_up"), parameters.pop(ours + "experts_down"))
+        _matrices(parameters.pop(ours + name), config.num_experts) for name in ("experts_gate_up", "experts_down")
     )
     gate_up_bias, down_bias = (
         parameters.pop(ours + name, None) for name in ("experts_gate_up_bias", "experts_down_bias")
@@ -261,13 +261,12 @@ def make_experts(
     shared = None
     if config.shared_size:
         shared = parameters.pop(ours + "shared_gate_up"), parameters.pop(ours + "shared_down")
-    is_sparse = gate_up.device.type == "cpu"
-    # The products of the others.
-    joins = not is_sparse and not config.has_shared_gate and config.shared_size == config.intermediate_size
+    on_cpu = isinstance(gate_up, Tensor) and gate_up.device.type == "cpu"
+    joins = not on_cpu and config.joins_shared
     experts: Experts = StackedExperts(
         gate_up, down, ops, gate_up_bias, down_bias, activation, shared if joins else None
     )
-    if is_sparse:
+    if on_cpu and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
         none = [None] * config.num_experts
         biases = (none if bias is None else bias for bias in (gate_up_bias, down_bias))
         each = zip(gate_up, down, *biases, strict=True)
@@ -277,6 +276,10 @@ def make_experts(
     if shared is None or joins:
         return experts, None
     return experts, GatedMLP(Linear(shared[0]), Linear(shared[1]), ops, activation)
+
+
+def _matrices(weights: Weights, num_experts: int) -> Weights:
+    return weights.view(num_experts, -1, weights.shape[1]) if isinstance(weights, Tensor) else weights
 
 
 def _moe(config: ExpertsConfig, activation: Activation, parameters: dict[str, Tensor], ours: str, ops: Ops) -> MoE:

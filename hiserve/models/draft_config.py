@@ -373,6 +373,7 @@ def model_facts(config: Options, folder: Path, model: ModelConfig) -> ModelFacts
     facts = DraftFacts(
         kind=draft.kind,
         num_params=draft.num_params,
+        packed_experts=shape.facts().packed_experts,
         slot_elements=shape.slot_elements,
         step=draft.memory_shape(model.hidden_size),
         packed=shape.facts().packed,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from hiserve.core.packed_experts import PackedSize, packed_bytes, stays_packed
+from hiserve.core.quantization import Quantization, QuantSpec
 from hiserve.errors import ModelError
 from hiserve.models.config_fields import ConfigFields
 
@@ -46,6 +48,11 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_shared_gate: bool = False  # the output of the shared expert is multiplied by the sigmoid of a gate of the token
     shared_size: int = 0  # width of the shared expert, an MLP that computes every token; 0 without
 
+    @property
+    def joins_shared(self) -> bool:
+        """Whether the shared expert can be part of the products of the others."""
+        return not self.has_shared_gate and 0 < self.shared_size == self.intermediate_size
+
     def is_in(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""
         return (layer + 1) % self.step == 0 and layer not in self.dense_layers
@@ -77,6 +84,35 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Returns elements of a token in the experts of a layer, outputs included."""
         mixed = self.num_per_token * (self.intermediate_size + hidden_size) + 4 * self.num_experts
         return mixed + (3 * self.shared_size + hidden_size if self.shared_size else 0)
+
+
+def packed_specs(experts: ExpertsConfig, quantization: Quantization | None, hidden_size: int) -> dict[str, QuantSpec]:
+    """Returns the parameters of a layer that stay packed where products upcast them, by name, and how they are stored."""
+    spec = None if quantization is None else quantization.experts
+    if quantization is None or spec is None or not stays_packed(spec, hidden_size, experts.intermediate_size):
+        return {}
+    found, dense = {"experts_gate_up": spec, "experts_down": spec}, quantization.linears
+    if dense is not None and dense.kind == "e4m3" and experts.joins_shared and stays_packed(dense):
+        found |= {"shared_gate_up": dense, "shared_down": dense}
+    return found
+
+
+def packed_size(
+    experts: ExpertsConfig | None, quantization: Quantization | None, hidden_size: int, num_layers: int
+) -> PackedSize:
+    """Returns the size of all parameters of a model's layers that stay packed where products upcast them."""
+    if experts is None:
+        return PackedSize()
+    num_params, num_bytes = 0, 0
+    for name, spec in packed_specs(experts, quantization, hidden_size).items():
+        count = experts.num_experts if name.startswith("experts") else 1
+        rows, columns, num_parts = hidden_size, experts.intermediate_size, 1
+        if name.endswith("gate_up"):
+            rows, columns, num_parts = 2 * experts.intermediate_size, hidden_size, 2
+        num_params += count * rows * columns
+        num_bytes += count * packed_bytes(spec, rows, columns, num_parts)
+    layers = experts.num_layers(num_layers)
+    return PackedSize(num_params=layers * num_params, num_bytes=layers * num_bytes)
 
 
 def read_experts(fields: ConfigFields, *, has_groups: bool, has_bias: bool) -> ExpertsConfig | None:

@@ -28,7 +28,7 @@ from hiserve.models.config_fields import (
     which_slide,
 )
 from hiserve.models.delta_config import DeltaConfig, read_delta, read_partial_dim
-from hiserve.models.experts_config import ExpertsConfig, read_experts, read_hashed_experts
+from hiserve.models.experts_config import ExpertsConfig, packed_size, read_experts, read_hashed_experts
 from hiserve.models.family import FAMILIES, Family
 from hiserve.models.generation_config import GenerationConfig, SamplingDefaults, as_ids, read_generation
 from hiserve.models.index_config import IndexConfig, read_index
@@ -152,6 +152,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             context_length=self.context_length,
             checkpoint_dtype=self.dtype,
             num_params=self.num_params,
+            packed_experts=packed_size(self.experts, self.quantization, self.hidden_size, self.num_layers),
             slot_elements=self.slot_elements,
             window=self.tail_window,
             window_elements=num_planes * num_windows * self.num_kv_heads * self.head_dim,
@@ -361,8 +362,7 @@ def _layer_fields(
 ) -> dict[str, Any]:
     """Returns what differs from layer to layer: rotations, windows and experts; and the longest context."""
     rope, local_rope = read_rope(fields, rotary_dim), read_local_rope(fields, rotary_dim)
-    if local_rope == rope:
-        local_rope = None
+    local_rope = None if local_rope == rope else local_rope
     context_length = stretched_context(fields, rope)
     if compressed is None:
         slides = [] if local_rope is None else which_slide(fields)

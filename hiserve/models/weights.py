@@ -17,6 +17,7 @@ from hiserve.models.checkpoint import StoredTensor, stored_tensors, weight_files
 from hiserve.models.compressed_names import compressed_name, compressed_table
 from hiserve.models.conversion import read_converted
 from hiserve.models.draft_config import DraftConfig
+from hiserve.models.expert_weights import draw_packed, packed_parameters, read_packed_experts
 from hiserve.models.family import FAMILIES
 from hiserve.models.model_config import ModelConfig
 from hiserve.models.names import (
@@ -42,7 +43,7 @@ _TABLE = "expert_table"  # that of the name of a parameter of experts' numbers
 
 def load_parameters(
     folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, load_format: str
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """Allocates every parameter on the device and fills it.
 
     ``load_format`` is ``auto``, which reads safetensors, or ``dummy``, which draws weights from a fixed seed and reads
@@ -53,7 +54,7 @@ def load_parameters(
     """
     norm_dtype = _norm_dtype(config, dtype)
     if load_format == "dummy":
-        parameters = draw_parameters(table_of(config), dtype, device, norm_dtype)
+        parameters = draw_parameters(table_of(config), config, dtype, device, norm_dtype)
         for name, parameter in parameters.items():
             if config.experts is not None and name.endswith(_TABLE):
                 parameter.remainder_(config.experts.num_experts)
@@ -67,7 +68,7 @@ def load_parameters(
     compare(
         folder, title, {piece.source for pieces in table.values() for piece in pieces}, sources - ignored, param="model"
     )
-    parameters = read_parameters(held, table, dtype, device, param="model", norm_dtype=norm_dtype)
+    parameters = read_parameters(held, table, config, dtype, device, param="model", norm_dtype=norm_dtype)
     _refuse_strange_experts(parameters, config)
     _offset_norms(parameters, config)
     return parameters
@@ -91,19 +92,23 @@ def table_of(config: ModelConfig, naming: ExpertNaming = ExpertNaming.EACH) -> d
 
 def draw_parameters(
     table: dict[str, tuple[TensorSource, ...]],
+    config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
     norm_dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Draws every parameter of a table from a fixed seed; norms are 1. ``norm_dtype`` as for ``read_parameters``."""
-    parameters = _allocate(table, dtype, device, norm_dtype)
+    """Draws every parameter of a table from a fixed seed; norms are 1. Other arguments as for ``read_parameters``."""
+    packed = packed_parameters(table, config, dtype, device)
+    rest = {name: pieces for name, pieces in table.items() if name not in packed}
+    parameters: dict[str, Any] = _allocate(rest, dtype, device, norm_dtype)
     _draw(parameters, device)
-    return parameters
+    return parameters | draw_packed(packed, device)
 
 
 def read_parameters(
     held: dict[str, StoredTensor],
     table: dict[str, tuple[TensorSource, ...]],
+    config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
     *,
@@ -114,28 +119,34 @@ def read_parameters(
 
     ``param`` is the setting that names the checkpoint; ``norm_dtype`` the type of norms, None that of the others.
 
+    Returns:
+        The parameters; those of experts that stay packed are ``PackedWeights``.
+
     Raises:
-        ModelError: A file is damaged, or a tensor has the wrong shape or type.
+        ModelError: A file is damaged, or a tensor has the wrong shape, type or scale.
     """
     for pieces in table.values():
         for piece in pieces:
             _check(held, piece, param)
-    parameters = _allocate(table, dtype, device, norm_dtype)
+    packed = packed_parameters(table, config, dtype, device, held)
+    rest = {name: pieces for name, pieces in table.items() if name not in packed}
+    parameters: dict[str, Any] = _allocate(rest, dtype, device, norm_dtype)
     wanted = [
         (piece.source, parameters[name][piece.start : piece.start + piece.num_rows])
-        for name, pieces in table.items()
+        for name, pieces in rest.items()
         for piece in pieces
         if not piece.is_converted
     ]
-    packed = [each for each in wanted if held[each[0]].dtype == FP4]
+    unpacked = [each for each in wanted if held[each[0]].dtype == FP4]
     wanted = [each for each in wanted if held[each[0]].dtype != FP4]
     scaled = scaled_weights(held, wanted, device)
     targets = [(held[source], part) for source, part in wanted] + [(scale, memory) for scale, memory, _ in scaled]
     try:
         read_chunks(plan_chunks(targets), device)
         multiply(scaled)
-        read_packed(held, packed, device)
-        read_converted(held, table, parameters, device)
+        read_packed(held, unpacked, device)
+        read_converted(held, rest, parameters, device)
+        parameters |= read_packed_experts(held, packed, device, param=param)
     except (OSError, EOFError) as error:
         raise ModelError(
             f"the weights cannot be read: {error}. Fetch them again, and do not change them while they are read.",
@@ -325,7 +336,8 @@ def load_head_parameters(
     is_reduced = head.vocab_size < draft.model.vocab_size
     if load_format == "dummy":
         tokens = torch.arange(head.vocab_size, device=device) if is_reduced else None
-        return draw_parameters(head.table(draft.model), dtype, device, _norm_dtype(draft.model, dtype)), tokens
+        norm_dtype = _norm_dtype(draft.model, dtype)
+        return draw_parameters(head.table(draft.model), draft.model, dtype, device, norm_dtype), tokens
     rename = compressed_name if draft.model.compressed is not None else str
     held = _renamed(draft.folder, rename, param="spec")
     sources = set(held) - scale_names(held) - head.ignored
@@ -340,7 +352,7 @@ def load_head_parameters(
     title = f"a head in the format {head.format.title} as described by config.json"
     compare(draft.folder, title, wanted, sources, param="spec")
     norm_dtype = _norm_dtype(draft.model, dtype)
-    parameters = read_parameters(held, table, dtype, device, param="spec", norm_dtype=norm_dtype)
+    parameters = read_parameters(held, table, draft.model, dtype, device, param="spec", norm_dtype=norm_dtype)
     _offset_norms(parameters, draft.model)
     if maps is None or maps not in wanted:
         return parameters, None

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from hiserve.models.model_config import read_model_config
 from hiserve.models.weights import load_parameters
 from tests.helpers.models import Engine, load_transformers, save_family
 from tests.helpers.oracle import NUM_NEW, NUM_PAGES, Subject, check_logits, check_tokens, continuation, generate
+from tests.helpers.packed_models import pack_gpt_oss
 from tests.helpers.window_models import WindowPool
 
 WINDOW = 12
@@ -175,41 +175,11 @@ def test_gpt_oss_gives_the_logits_and_tokens_of_transformers(
     check(tmp_path, monkeypatch, chunk, depth, page_size, spec, window_pages)
 
 
-def pack(folder: Path, is_sharded: bool) -> None:
-    """Replaces the experts of a checkpoint by random packed ones, and writes what they stand for beside it."""
-    generator = torch.Generator().manual_seed(4)
-    plain, packed = load_file(folder / "model.safetensors"), {}
-    for name, tensor in list(plain.items()):
-        packed[name] = tensor
-        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            continue
-        count, columns, rows = tensor.shape
-        blocks = torch.randint(0, 256, (count, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
-        scales = torch.randint(120, 126, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
-        del packed[name]
-        packed |= {name + "_blocks": blocks, name + "_scales": scales}
-        plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).float()
-    (folder / "plain").mkdir()
-    (folder / "plain" / "config.json").write_text((folder / "config.json").read_text())
-    save_file(plain, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
-    raw = json.loads((folder / "config.json").read_text())
-    raw["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    (folder / "config.json").write_text(json.dumps(raw))
-    if not is_sharded:
-        save_file(packed, folder / "model.safetensors")
-        return
-    (folder / "model.safetensors").unlink()
-    files = {name: f"model-{number % 5}.safetensors" for number, name in enumerate(sorted(packed))}
-    for file in set(files.values()):
-        save_file({name: tensor for name, tensor in packed.items() if files[name] == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-
-
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_packed_experts_are_those_that_transformers_unpacks(tmp_path: Path, is_sharded: bool) -> None:
     """Blocks and scales of one tensor may lie in different files."""
     save_family("gpt_oss", tmp_path)
-    pack(tmp_path, is_sharded)
+    pack_gpt_oss(tmp_path, is_sharded)
     oracle = load_transformers(tmp_path / "plain", torch.float32)
     check_logits(oracle, Engine(tmp_path, num_pages=NUM_PAGES), prompts_around(WINDOW))
     config, device = read_model_config(tmp_path), torch.device("cpu")

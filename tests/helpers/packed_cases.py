@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Generator
 
-from hiserve.kernels.packed_weights import BLOCK, GROUP, PackedWeights, pack_words
+from hiserve.core.packed_experts import BLOCK, GROUP
+from hiserve.kernels.packed_weights import PackedWeights, pack_words
 
 
 def random_4(generator: Generator, *shape: int, scales: tuple[int, int] = (122, 126)) -> PackedWeights:

@@ -17,6 +17,8 @@ from hiserve.kernels import (
     group_route,
     latent_decode,
     latent_store,
+    packed_products,
+    packed_triton,
     reference,
     step_inputs,
     step_reference,
@@ -35,6 +37,7 @@ from tests.unit.kernels import (
     test_large_pools,
     test_latent_decode,
     test_launch,
+    test_packed_experts,
     test_random,
     test_reference,
     test_routing,
@@ -125,6 +128,22 @@ with expert_products._multiply, test_experts.test_products_of_experts_read_nothi
     "products of experts read behind the last pair"
     tl.load(order + tl.minimum(row, end - 1))
     tl.load(order + row)
+with packed_triton.unpack_pairs, test_packed_experts.test_numbers_are_upcast_exactly:
+    "kernel: all groups of a block of packed weights have the scale of the first"
+    (scales >> (8 * NUMBER)) & 255
+    scales & 255
+with packed_products._sums, test_packed_experts.test_products_are_those_with_plain_weights:
+    "kernel: up has the scales of gate"
+    place + num_scales
+    place
+with packed_products._packed_kernel, test_packed_experts.test_products_are_those_with_plain_weights:
+    "kernel: the shared expert beside packed ones is the last of these"
+    tl.where(is_shared, 0, expert)
+    expert
+with few_experts._products_4, test_packed_experts.test_experts_mix_as_their_twin_does:
+    "kernel: a token alone multiplies the numbers of each pair in the wrong order"
+    even.to(tl.float32) * even_value[None, :]
+    even.to(tl.float32) * odd_value[None, :]
 with delta._advance, test_delta.test_chunks_and_rejected_drafts_change_no_bit_with_the_least_ring["2"]:
     "INV H6: the stored state covers drafts"
     at < rows.state_ends

@@ -7,6 +7,7 @@ from hiserve.models import (
     config_fields,
     conversion,
     decoder,
+    expert_weights,
     head_shape,
     latent_attention,
     latent_config,
@@ -21,6 +22,7 @@ from tests.unit.kernels import test_routing
 from tests.unit.models import (
     test_block_scales,
     test_conversion,
+    test_expert_weights,
     test_latent_config,
     test_latent_heads,
     test_model_config,
@@ -93,6 +95,14 @@ with conversion.mxfp4_pairs, test_conversion.test_every_byte_under_every_scale_i
     "INV 18: the upper half of a packed byte comes first"
     (codes & 15, codes >> 4)
     (codes >> 4, codes & 15)
+with expert_weights._pack, test_expert_weights.test_packed_parameters_stand_for_those_that_are_unpacked:
+    "packed gates and ups of gpt-oss stay interleaved"
+    pieces[0].is_interleaved
+    False
+with expert_weights._check_exponents, test_expert_weights.test_scales_that_make_no_sense_are_refused:
+    "a scale that products do not upcast is read"
+    exponent > LARGEST_SCALE
+    False
 with block_scales.multiply, test_block_scales.test_long_matrices_are_multiplied_stripe_by_stripe:
     "rows of an FP8 weight take the scales of the first rows"
     scales[first // BLOCK : (first + _STRIPE) // BLOCK]

@@ -7,8 +7,10 @@ import pytest
 from benchmarks.hybrid import SHAPES, Least
 from hiserve.models.builtin_shapes import shape_config
 
+PACKED = {"gpt-oss-20b-mxfp4": "gpt-oss-20b", "v4-flash-like-fp4": "v4-flash-like"}
 
-@pytest.mark.parametrize("shape", SHAPES)
+
+@pytest.mark.parametrize("shape", [name for name in SHAPES if name not in PACKED])
 def test_a_token_of_an_empty_row_reads_its_own_experts_and_many_rows_read_all(shape: str) -> None:
     model = shape_config(shape)
     least = Least(model, "bfloat16")
@@ -25,6 +27,24 @@ def test_a_token_of_an_empty_row_reads_its_own_experts_and_many_rows_read_all(sh
     spared = experts.num_layers(model.num_layers) * (experts.num_experts - experts.num_per_token)
     spared *= 3 * model.hidden_size * experts.intermediate_size
     assert least.decode_bytes(1, 0) == pytest.approx(everything - 2 * spared)
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers", "matrix", "shared"),
+    [
+        # Rows of 2880 numbers end within a block; 17 words a block.
+        ("gpt-oss-20b-mxfp4", 24, 3 * 2880 * 23 * 17 * 4, 0),
+        ("v4-flash-like-fp4", 6, (2 * 2048 * 32 + 4096 * 16) * 17 * 4, 3 * (2048 * 4096 + 16 * 32 * 4)),
+    ],
+)
+def test_packed_experts_are_read_as_they_are(shape: str, layers: int, matrix: int, shared: int) -> None:
+    model, plain = shape_config(shape), Least(shape_config(PACKED[shape]), "bfloat16")
+    experts, least = model.experts, Least(model, "bfloat16")
+    assert experts is not None
+    params = 3 * model.hidden_size * experts.intermediate_size
+    for num_rows, count in ((1, experts.num_per_token), (10_000, experts.num_experts)):
+        saved = layers * (count * (2 * params - matrix) + (2 * params - shared if shared else 0))
+        assert plain.decode_bytes(num_rows, 0) - least.decode_bytes(num_rows, 0) == pytest.approx(saved)
 
 
 def test_latents_are_read_once_and_windows_no_further_than_they_reach() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,13 +14,13 @@ from torch import Tensor
 from hiserve.errors import ModelError
 from hiserve.models.model_config import read_model_config
 from hiserve.models.weights import load_parameters
+from tests.helpers.block_scaled import quantize
 from tests.helpers.latent_models import save_latent
 from tests.helpers.models import Engine, save_llama
 from tests.helpers.plans import HandPlanner
 from tests.helpers.widening import some
 
 FILE = "model.safetensors"
-QUANTIZED = ("_proj.weight", "_proj_with_mqa.weight", "indexer.wq_b.weight", "indexer.wk.weight")
 
 
 @pytest.fixture
@@ -30,24 +29,6 @@ def folder(tmp_path: Path) -> Path:
     save_llama(tmp_path, hidden_size=160, intermediate_size=300, num_hidden_layers=1, vocab_size=64)
     quantize(tmp_path, torch.float32)
     return tmp_path
-
-
-def quantize(folder: Path, scale_type: torch.dtype) -> None:
-    """Stores the matrices of all layers as FP8, with uneven scales."""
-    torch.manual_seed(7)
-    tensors = load_file(folder / FILE)
-    for name in [name for name in tensors if name.endswith(QUANTIZED)]:
-        rows, columns = tensors[name].shape
-        blocks = (-(-rows // 128), -(-columns // 128))
-        scales = torch.rand(blocks) * 0.02 + 1e-4
-        if scale_type == torch.float8_e8m0fnu:
-            scales = 2.0 ** torch.randint(-12, -5, blocks)
-        tensors[name] = torch.randn(rows, columns).mul_(60).to(torch.float8_e4m3fn)
-        tensors[name + "_scale_inv"] = scales.to(scale_type)
-    save_file(tensors, folder / FILE)
-    config = json.loads((folder / "config.json").read_text())
-    method = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"}
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
 
 
 def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:

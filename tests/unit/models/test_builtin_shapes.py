@@ -26,12 +26,14 @@ NUM_PARAMS = {
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
     "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-20b-mxfp4": 20_914_757_184,
     "gemma-3-27b": 27_009_346_304,
     "glm-4.7-flash": 29_943_393_920,
     "v3-like": 10_640_235_680,
     "v3.2-like": 10_640_235_680 + 6 * (1536 * 64 * 128 + (128 + 64) * 7168 + 2 * 128),
     "qwen3.5-35b-a3b": 34_660_610_688,
     "v4-flash-like": 11_571_014_281,
+    "v4-flash-like-fp4": 11_571_014_281,
 }
 # In bfloat16.
 SLOT_BYTES = {
@@ -39,12 +41,14 @@ SLOT_BYTES = {
     "qwen3-0.6b": 112 << 10,
     "qwen3-8b": 144 << 10,
     "gpt-oss-20b": 48 << 10,
+    "gpt-oss-20b-mxfp4": 48 << 10,
     "gemma-3-27b": 496 << 10,
     "glm-4.7-flash": 47 * 576 * 2,
     "v3-like": 6 * 576 * 2,
     "v3.2-like": 6 * 576 * 2,  # beside the keys of its index
     "qwen3.5-35b-a3b": 10 * 2 * 2 * 256 * 2,
     "v4-flash-like": 6 * 512 * 2,  # beside rows that stand for several tokens
+    "v4-flash-like-fp4": 6 * 512 * 2,
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,53 +14,14 @@ from hiserve.errors import ModelError
 from hiserve.models import packed_rows
 from hiserve.models.model_config import read_model_config
 from hiserve.models.weights import load_parameters
-from tests.helpers.compressed_models import save_compressed
+from tests.helpers.packed_models import save_released
 
 FILE = "model.safetensors"
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-DENSE = (".wq_a.", ".wq_b.", ".wkv.", ".wo_a.", ".wo_b.", "shared_experts.w1.", "shared_experts.w2.")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Its dense matrices outside compressors are FP8, its experts packed; what they stand for lies in ``plain``."""
-    save_compressed(tmp_path)
-    generator = torch.Generator().manual_seed(6)
-    tensors, plain = load_file(tmp_path / FILE), {}
-    for name, tensor in load_file(tmp_path / FILE).items():
-        plain[name] = tensor
-        rows = tensor.shape[0]
-        scale = name.removesuffix("weight") + "scale"
-        if ".experts." in name:
-            codes = torch.randint(0, 256, (rows, tensor.shape[1] // 2), generator=generator, dtype=torch.uint8)
-            exponents = torch.randint(118, 126, (rows, tensor.shape[1] // 32), generator=generator, dtype=torch.uint8)
-            tensors[name], tensors[scale] = codes.view(torch.int8), exponents.view(torch.float8_e8m0fnu)
-            plain[name] = unpacked(codes, exponents)
-        elif any(part in name for part in DENSE) and ".compressor." not in name:
-            exponents = torch.randint(-9, -4, (-(-rows // 128), -(-tensor.shape[1] // 128)), generator=generator)
-            stored = torch.randn(tensor.shape, generator=generator).mul_(20).to(torch.float8_e4m3fn)
-            tensors[name], tensors[scale] = stored, (2.0**exponents).to(torch.float8_e8m0fnu)
-            blocks = (2.0**exponents).repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)
-            plain[name] = stored.float() * blocks[:, : tensor.shape[1]]
-    save_file(tensors, tmp_path / FILE)
-    (tmp_path / "plain").mkdir()
-    save_file(plain, tmp_path / "plain" / FILE)
-    path = tmp_path / "config.json"
-    (tmp_path / "plain" / "config.json").write_text(path.read_text())
-    method = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": method, "expert_dtype": "fp4"}))
-    return tmp_path
-
-
-def unpacked(codes: Tensor, exponents: Tensor) -> Tensor:
-    """Value by value, the lower half of a byte first."""
-    found = torch.empty(codes.shape[0], 2 * codes.shape[1])
-    for row in range(found.shape[0]):
-        for column in range(found.shape[1]):
-            code = int(codes[row, column // 2]) >> 4 * (column % 2) & 15
-            value = VALUES[code & 7] * (-1.0 if code & 8 else 1.0)
-            found[row, column] = value * 2.0 ** (int(exponents[row, column // 32]) - 127)
-    return found
+    return save_released(tmp_path)
 
 
 def load(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
