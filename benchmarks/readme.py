@@ -156,6 +156,22 @@ def heads() -> Iterator[Entry]:
         " and ".join(speedups),
         speed,
     )
+    replies = result("reply_drafts")
+    summary, bars = replies["summary"], replies["bars"]
+    gains = (at_least(summary[f"gain, depth {depth}"], bars["gain"]) for depth in (0, 1))
+    yield (
+        "n-gram drafts in held-out agent sessions, the replies before searched too: accepted drafts of a step, with no step and with one "
+        "planned ahead, over those of the request alone",
+        ", ".join(f"{summary[f'gain, depth {depth}']:.2f} × {bar}" for depth, bar in enumerate(gains)),
+        replies,
+    )
+    yield (
+        "search of 65,536 kept tokens for a row of a step, in the planning thread: alone, and of 32 rows",
+        ", ".join(
+            below(case["row_us"], ".1f", " µs", bars["row_us"]) for case in replies["planning"] if case["rows"] in (1, 32)
+        ),
+        replies,
+    )
 
 
 def recovery() -> Iterator[Entry]:

@@ -23,6 +23,7 @@ GraphGate = Literal["precise", "strict"]
 Graphs = Literal["auto", "off", "decode", "all"]
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 MAX_SPEC_STEPS = 15
+MAX_SPEC_HISTORY = 1 << 20
 AUTO_TIERS = (0, 1, 2, 3, 5)  # numbers of drafts of ``auto``; each has its own graphs
 MIN_AUTO_LEN = 2 * AUTO_TIERS[-1] + 3  # shortest request, in tokens, for which the costs of drafts can be measured
 
@@ -249,8 +250,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         str,
         about(
             "Proposer of draft tokens: eagle3 or mtp, the model's own head; auto, that head if there is one; off, none; ngram, "
-            "the tokens that followed the same last tokens before; eagle3:PATH or mtp:PATH, a separate head; draft:PATH, a "
-            "small model with the same vocabulary."
+            "the tokens that followed the same last tokens before, in the request or in replies to its tenant; eagle3:PATH or "
+            "mtp:PATH, a separate head; draft:PATH, a small model with the same vocabulary."
         ),
     ] = "auto"
     spec_steps: Annotated[
@@ -262,6 +263,17 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
             most=MAX_SPEC_STEPS,
         ),
     ] = "auto"
+    spec_history: Annotated[
+        int,
+        about(
+            "Tokens of replies that each worker keeps of each tenant for --spec ngram, the latest ones; 0 keeps none, and so "
+            "does --disable-prefix-cache.",
+            unit="tokens",
+            least=0,
+            most=MAX_SPEC_HISTORY,
+            is_debug=True,
+        ),
+    ] = 65_536
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,6 +29,7 @@ class DraftStep:
         kv_bounds: int32 ``[B]``, on the host. Upper bounds of the tokens that each row stores, these included.
         num_draft: Drafts to propose for each sampling row.
         is_greedy: No row samples at random.
+        continuations: int32 ``[S, 2 + N]``, on the device, as of the plan.
         hidden_states: ``[T, n]``, the model's output of ``Proposer.aux_layers`` for each token; None if there are none.
         is_static: The tensors are static inputs of a graph. All rows computed the same number of tokens, and sampled.
     """
@@ -41,6 +42,7 @@ class DraftStep:
     kv_bounds: Int32Array
     num_draft: int
     is_greedy: bool
+    continuations: Tensor | None = None
     hidden_states: Tensor | None = None
     is_static: bool = False
 

@@ -100,7 +100,7 @@ def choose_spec(given: Options, model: ModelFacts, length: int) -> tuple[SpecSet
             who, why = "off", f"requests of {length} tokens are too short to measure what drafts cost"
         else:
             who, why = model.draft.kind, "this head came with the model"
-    return SpecSettings(spec=who, spec_steps=given.spec.spec_steps), why
+    return SpecSettings(**msgspec.structs.asdict(given.spec) | {"spec": who}), why
 
 
 class _Worker:

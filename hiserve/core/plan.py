@@ -20,6 +20,7 @@ Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 
 WORD_BYTES = 4  # of a packed score, as of a token id
+MAX_FOLLOWING = 64  # tokens of a continuation
 MAX_SCORED_TOKENS = 512  # of prompts in one step: each takes a row of logits
 NO_MASK = -1  # in ``MaskPlan.entries``: all tokens are allowed
 MASK_BITS = 32  # tokens of a mask's word
@@ -131,6 +132,10 @@ class BatchPlan:
         max_len: int32 ``[B]``. Upper bound of the row's length after the step (the exact
             length lives on the device).
         num_propose: Drafts to propose, once the step is done, for each row that samples.
+        continuations: int32 ``[S, 2 + N]``, of the rows that sample: tokens of the row that were known when the step was
+            planned; how many of the last of them agree with an earlier reply, 0 for none; the N tokens that follow there.
+            N, at most ``MAX_FOLLOWING``, covers the tokens that steps in flight append, this one included, and ``num_propose``
+            more. None where no replies are searched.
         is_cold: The proposer does not run after the step, and lacks its tokens; ``num_propose`` is 0.
         host_release: int32 ``[H]``. Host pages freed before the copies.
         host_retained: int32 ``[K]``. Host pages whose retention is recorded after the copies were started.
@@ -152,6 +157,7 @@ class BatchPlan:
     num_scored: Int32Array
     max_len: Int32Array
     num_propose: int = 0
+    continuations: Int32Array | None = None
     is_cold: bool = False
     release: Int32Array = field(default_factory=_empty)
     admit: tuple[RowAdmit, ...] = ()

@@ -93,6 +93,10 @@ class DraftStats(msgspec.Struct, frozen=True):
 
     by_source: dict[str, DraftUse] = {}  # by ``CacheUse.source`` of the requests; empty without speculation
     chosen_steps: dict[str, int] = {}  # steps that sample, by the number of drafts after them
+    reply_searches: dict[
+        str, int
+    ] = {}  # of the replies kept, by the result: ``found``, ``none``; empty without such searches
+    kept_reply_tokens: int = 0  # a gauge
 
 
 class GrammarStats(msgspec.Struct, frozen=True):

@@ -46,6 +46,7 @@ from hiserve.models.model_config import ModelConfig
 from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.dispatch import Dispatch
 from hiserve.spec.adaptive import DraftController
+from hiserve.spec.history import ReplyHistory
 
 logger = logging.getLogger(__name__)
 
@@ -255,6 +256,7 @@ def _planner(
         eos_token_ids=model.eos_token_ids,
         num_draft=settings.spec.tiers[-1],
         controller=controller,
+        history=_history(settings),
         # A canary is read when a row starts: its load must have arrived, and not failed, by then.
         overlaps_loads=settings.model.device == "cuda" and not settings.cache.kv_canary,
         store_prefetch=None if settings.cache.store is None else settings.cache.store_prefetch,
@@ -264,6 +266,14 @@ def _planner(
         ),
         windows=_window_limits(settings, model),
     )
+
+
+def _history(settings: Settings) -> ReplyHistory | None:
+    """Returns where replies are kept; None unless drafts come from them, and where requests share nothing."""
+    spec = settings.spec
+    if spec.spec != "ngram" or not spec.spec_history or settings.cache.disable_prefix_cache:
+        return None
+    return ReplyHistory(spec.spec_history)
 
 
 def _cache(

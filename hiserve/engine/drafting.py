@@ -7,10 +7,13 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
-from hiserve.core.plan import BatchPlan, Int32Array
+from hiserve.core.plan import MAX_FOLLOWING, BatchPlan, Int32Array
 from hiserve.core.usage import SOURCES, DraftStats, DraftUse
 from hiserve.engine.rows import RowState
 from hiserve.spec.adaptive import DraftController
+from hiserve.spec.history import LONGEST, ReplyHistory
+
+_BACK = np.arange(1, LONGEST + 2)
 
 
 class Drafting:
@@ -19,12 +22,21 @@ class Drafting:
     Args:
         num_draft: Most drafts after a step; every step has so many without a controller.
         controller: Chooses one number for all rows of a step.
+        history: Of replies, for a proposer that follows continuations.
     """
 
-    def __init__(self, rows: RowState, num_draft: int = 0, controller: DraftController | None = None) -> None:
+    def __init__(
+        self,
+        rows: RowState,
+        num_draft: int = 0,
+        controller: DraftController | None = None,
+        history: ReplyHistory | None = None,
+    ) -> None:
         self._rows = rows
         self._num_draft = num_draft
         self._controller = controller
+        self._history = history
+        self._num_searched = self._num_found = 0  # rows of steps
         self._totals = np.zeros((len(SOURCES), rows.draft_use.shape[1]), dtype=np.int64)
         self._chosen: Counter[int] = Counter()  # planned steps that sample, by drafts after each
 
@@ -49,6 +61,29 @@ class Drafting:
         num_propose = most if state.draft(rows, most) else 0  # of few widths, for graphs
         self._chosen[num_propose] += 1
         return num_propose
+
+    def continuations(self, rows: NDArray[np.int64], num_propose: int) -> Int32Array | None:
+        """Returns ``BatchPlan.continuations`` of sampling rows (int64 ``[S]``) of a step that is counted as planned."""
+        if self._history is None or not num_propose or self._history.is_empty:
+            return None
+        state = self._rows
+        known = state.known[rows]
+        # A row of fewer tokens begins with repetitions of its first one.
+        last = state.tokens[rows[:, None], np.maximum(known[:, None] - _BACK, 0)]
+        last[:, LONGEST] = -1
+        tenants = [state.request(row).tenant for row in rows.tolist()]
+        num_following = min(int(state.pending[rows].max()) + num_propose, MAX_FOLLOWING)
+        found = np.empty((rows.size, 2 + num_following), dtype=np.int32)
+        found[:, 0] = known
+        found[:, 1], found[:, 2:] = self._history.follow(tenants, last, num_following)
+        self._num_searched += rows.size
+        self._num_found += int(np.count_nonzero(found[:, 1]))
+        return found
+
+    def forget(self) -> None:
+        """Forgets all replies."""
+        if self._history is not None:
+            self._history.clear()
 
     def to_verify(self, rows: NDArray[np.int64]) -> Int32Array:
         """Returns how many drafts rows (int64 ``[B]``) verify, int32 ``[B]``: their ``drafted``.
@@ -114,7 +149,11 @@ class Drafting:
         if self._totals.shape[1] == 2:
             return DraftStats()
         by_source = dict(zip(SOURCES, map(_use, self._totals.tolist()), strict=True))
-        return DraftStats(by_source, {str(number): count for number, count in sorted(self._chosen.items())})
+        chosen = {str(number): count for number, count in sorted(self._chosen.items())}
+        if self._history is None:
+            return DraftStats(by_source, chosen)
+        found = {"found": self._num_found, "none": self._num_searched - self._num_found}
+        return DraftStats(by_source, chosen, found, self._history.num_tokens)
 
     def _mean_context(self, rows: NDArray[np.int64]) -> float:
         return float(self._rows.known[rows].mean())

@@ -43,6 +43,7 @@ from hiserve.ipc.messages import GateCounts, WorkerStats
 from hiserve.ipc.updates import RequestUpdates, TokenDelta
 from hiserve.ipc.watching import RowFacts
 from hiserve.spec.adaptive import DraftController
+from hiserve.spec.history import ReplyHistory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,6 +85,7 @@ class Planner:
         max_batched_tokens: Budget of a step, in tokens.
         num_draft: Drafts proposed for a row when it samples, and verified in its next step; 0 is plain decoding.
         controller: Chooses a number up to that for each step; None takes all.
+        history: Keeps replies, for a proposer that follows them.
         overlaps_loads: A row whose load is unfinished may start when no other row runs: its forward waits for the load
             on the device.
         costs: Whether a load is worth it; measured unless given.
@@ -104,6 +106,7 @@ class Planner:
         eos_token_ids: tuple[int, ...],
         num_draft: int = 0,
         controller: DraftController | None = None,
+        history: ReplyHistory | None = None,
         overlaps_loads: bool = False,
         costs: LoadCostModel | None = None,
         store_prefetch: StorePrefetch | None = None,
@@ -135,11 +138,10 @@ class Planner:
             cache_counters=self._cache_counters,
             grammars=self.grammars,
         )
-        self._ends = RowEnds(
-            cache, self._rows, self._waiting, self._host_loads, self.grammars, self._retainer, self._oom_recovery
-        )
+        of_rows = (self._rows, self._waiting, self._host_loads, self.grammars)
+        self._ends = RowEnds(cache, *of_rows, self._retainer, self._oom_recovery, history)
         self._num_draft = num_draft
-        self._drafting = Drafting(self._rows, num_draft, controller)
+        self._drafting = Drafting(self._rows, num_draft, controller, history)
         self._step_id, self._in_flight = 0, deque[InFlight]()
         self._updates = RequestUpdates()
         self._counters = dict.fromkeys(("generated_tokens", "deferred_steps"), 0)
@@ -162,10 +164,12 @@ class Planner:
                 self._prefetcher.drop(request.uid)
                 self._updates.add(TokenDelta(finish=FinishReason.ABORT, uid=request.uid))
         for row in self._rows.active[np.isin(self._rows.uid[self._rows.active], uids)].tolist():
-            self._updates.add(TokenDelta(finish=FinishReason.ABORT, uid=self._ends.release(row).uid))
+            self._updates.add(TokenDelta(finish=FinishReason.ABORT, uid=self._ends.end(row).uid))
 
     def flush(self, tiers: tuple[TierName, ...] = LOCAL_TIERS) -> int:
-        """Evicts every prefix that no running request uses from the worker's own tiers; returns the number of pages."""
+        """Evicts prefixes without a running request from own tiers, and with the device's the replies kept; returns the pages."""
+        if Tier.DEVICE in tiers:
+            self._drafting.forget()
         local = [tier for tier in Tier if tier in tiers]
         return self._cache.flush(None if len(local) == len(Tier) else local[0]) if local else 0
 
@@ -284,6 +288,7 @@ class Planner:
             num_scored=allocation.num_scored,
             max_len=max_len,
             num_propose=num_propose,
+            continuations=self._drafting.continuations(rows[allocation.samples], num_propose),
             is_cold=self._drafting.is_cold,
             release=state.take_released(),
             admit=tuple(admit),
@@ -389,5 +394,5 @@ class Planner:
         report(self._updates, state, self._drafting, rows, counts, finishes, tokens, scores)
         state.publish(settled, plan.step_id)
         for row in rows[finishes != 0].tolist():
-            self._ends.release(row)
+            self._ends.end(row)
         self.grammars.spread(state.reply)

@@ -15,6 +15,7 @@ from hiserve.engine.oom_recovery import OomRecovery
 from hiserve.engine.queue import Request, WaitingQueue
 from hiserve.engine.rows import RowState
 from hiserve.errors import EngineError, ResourceError
+from hiserve.spec.history import ReplyHistory
 
 Failure = tuple[int, str, str]  # uid, code and message of a request
 
@@ -48,6 +49,9 @@ class Retainer:
 class RowEnds:
     """Releases rows; their requests end, fail, or return to the front of the queue.
 
+    Args:
+        history: Keeps replies; None keeps none.
+
     Attributes:
         num_preempted: Rows released for their pages.
         num_stale: Rows whose page table the device refused.
@@ -62,6 +66,7 @@ class RowEnds:
         grammars: GrammarRows,
         retainer: Retainer,
         oom_recovery: OomRecovery,
+        history: ReplyHistory | None = None,
     ) -> None:
         self._cache = cache
         self._rows = rows
@@ -70,6 +75,7 @@ class RowEnds:
         self._grammars = grammars
         self._retainer = retainer
         self._oom_recovery = oom_recovery
+        self._history = history
         self.num_preempted = 0
         self.num_stale = 0
 
@@ -79,6 +85,13 @@ class RowEnds:
         self._grammars.release(row)
         self._retainer.retain(self._rows.lock(row), self._rows.request(row).retain)
         return self._rows.release(row)
+
+    def end(self, row: int) -> Request:
+        """Takes the row from its request, which has ended or was aborted, and keeps its reply for the drafts of others."""
+        request = self.release(row)
+        if self._history is not None:
+            self._history.add(request.tenant, request.tokens, request.num_prompt)
+        return request
 
     def requeue(self, rows: list[int]) -> None:
         """Lets requests start over."""

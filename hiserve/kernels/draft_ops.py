@@ -149,7 +149,15 @@ class DraftOps(Protocol):
         """
 
     def draft_ngrams(
-        self, rows: Tensor, state: RowTensors, *, num_draft: int, min_ngram: int, max_ngram: int, max_known: int
+        self,
+        rows: Tensor,
+        state: RowTensors,
+        continuations: Tensor,
+        *,
+        num_draft: int,
+        min_ngram: int,
+        max_ngram: int,
+        max_known: int,
     ) -> None:
         """Writes after each row's tokens those that followed an earlier occurrence of its last tokens.
 
@@ -157,9 +165,14 @@ class DraftOps(Protocol):
         and of these the latest; its continuation is repeated if it is shorter than the drafts. If fewer than
         ``min_ngram`` tokens agree anywhere, the last token is repeated. Drafts past the row's capacity are not written.
 
+        The row's continuation is used instead if all tokens that the row got since are its first ones, and more tokens agree
+        with it: these, and those before it.
+
         Args:
             rows: int64 ``[S]``. Row numbers, each at most once except row 0. A row without known tokens gets no drafts.
             state: The rows; tokens from ``known_len`` on are changed, and those of row 0, which are meaningless.
+            continuations: int32 ``[S, 2 + N]``, elements adjacent; N at most ``MAX_FOLLOWING``. The place in the row that its continuation begins at,
+                how many tokens before it agree, 0 without a continuation, and its tokens.
             num_draft: Drafts for each row, at least 1.
             min_ngram: Fewest tokens that agree, at least 1.
             max_ngram: Most tokens that are compared.

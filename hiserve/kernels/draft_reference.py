@@ -125,23 +125,44 @@ def _write(kept: Tensor, index: Tensor, values: Tensor, is_kept: Tensor) -> None
 
 
 def draft_ngrams(
-    rows: Tensor, state: RowTensors, *, num_draft: int, min_ngram: int, max_ngram: int, max_known: int
+    rows: Tensor,
+    state: RowTensors,
+    continuations: Tensor,
+    *,
+    num_draft: int,
+    min_ngram: int,
+    max_ngram: int,
+    max_known: int,
 ) -> None:
     row_len = state.tokens.shape[1]
-    known_len = state.known_len.index_select(0, rows)
+    known_len = state.known_len.index_select(0, rows)[:, None]
     tokens = state.tokens.narrow(1, 0, min(max_known, row_len)).index_select(0, rows)
-    distance = _distance(tokens, known_len[:, None], min_ngram, max_ngram)
+    num_agree, distance = _latest(tokens, known_len, min_ngram, max_ngram)
     index = torch.arange(num_draft, device=rows.device)
-    places = known_len[:, None] + index
-    sources = (known_len[:, None] - distance + index % distance).clamp_(min=0)
-    is_placed = (known_len > 0)[:, None] & (places < row_len)
+    places = known_len + index
+    sources = (known_len - distance + index % distance).clamp_(min=0)
+    drafts = tokens.gather(1, sources)
+    if (num_following := continuations.shape[1] - 2) > 0:
+        num_since, agreed = _follow(tokens, known_len, continuations)
+        followed = continuations.gather(1, 2 + (num_since + index).clamp_(0, num_following - 1))
+        drafts = torch.where((agreed > num_agree) & (num_since + index < num_following), followed, drafts)
+    is_placed = (known_len > 0) & (places < row_len)
     flat = torch.where(is_placed, rows[:, None] * row_len + places, 0)
-    drafts = torch.where(is_placed, tokens.gather(1, sources), 0)
-    state.tokens.view(-1).index_copy_(0, flat.view(-1), drafts.view(-1))
+    state.tokens.view(-1).index_copy_(0, flat.view(-1), torch.where(is_placed, drafts, 0).view(-1))
 
 
-def _distance(tokens: Tensor, known_len: Tensor, min_ngram: int, max_ngram: int) -> Tensor:
-    """Tokens from the end of the matching occurrence to each row's last token, int64 ``[S, 1]``; 1 without a match."""
+def _follow(tokens: Tensor, known_len: Tensor, continuations: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens of each row since its continuation began, int64 ``[S, 1]``; how many agree with it, 0 where one of these differs."""
+    begin, agreed, following = continuations[:, :1], continuations[:, 1:2], continuations[:, 2:]
+    num_since, index = known_len - begin, torch.arange(following.shape[1], device=tokens.device)
+    got = tokens.gather(1, (begin + index).clamp_(0, tokens.shape[1] - 1))
+    is_followed = ((got == following) | (index >= num_since)).all(1, keepdim=True)
+    is_followed &= (agreed > 0) & (num_since >= 0) & (num_since < following.shape[1])
+    return num_since, torch.where(is_followed, agreed + num_since, 0)
+
+
+def _latest(tokens: Tensor, known_len: Tensor, min_ngram: int, max_ngram: int) -> tuple[Tensor, Tensor]:
+    """How many tokens agree where most do, int64 ``[S, 1]``, and how many lie between there and the last; 0 and 1 without a match."""
     width = tokens.shape[1]
     ends = torch.arange(width, dtype=torch.int32, device=tokens.device)
     agrees = ends < known_len - 1
@@ -153,4 +174,5 @@ def _distance(tokens: Tensor, known_len: Tensor, min_ngram: int, max_ngram: int)
         score += agrees
     # The longest match wins, and of these the latest.
     best = score.mul_(width).add_(ends).amax(1, keepdim=True).long()
-    return torch.where(best < min_ngram * width, 1, known_len - 1 - best % width)
+    is_found = best >= min_ngram * width
+    return best // width * is_found, torch.where(is_found, known_len - 1 - best % width, 1)

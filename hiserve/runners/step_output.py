@@ -15,6 +15,7 @@ from hiserve.core.drafts import DraftStep
 from hiserve.core.forward import ForwardInputs, ForwardOutputs
 from hiserve.core.plan import BatchPlan, Int32Array, Scores, StepResult
 from hiserve.core.step_memory import DRAWN_SLICE
+from hiserve.core.upload import upload
 from hiserve.kernels.step_ops import StepInputs, TokenMasks
 from hiserve.models.loading import AnyDecoder
 from hiserve.runners.device_rows import DeviceRows
@@ -226,6 +227,7 @@ def draft_step(plan: BatchPlan, launched_step: LaunchedStep) -> DraftStep:
         kv_bounds=plan.max_len,
         num_draft=plan.num_propose,
         is_greedy=launched_step.is_greedy,
+        continuations=None if plan.continuations is None else upload((plan.continuations,), inputs.rows.device)[0],
         hidden_states=None if launched_step.hidden_states is None else launched_step.hidden_states[: plan.num_tokens],
     )
 

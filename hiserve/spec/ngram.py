@@ -1,9 +1,12 @@
 """The proposer without a model: drafts are the tokens that followed an earlier occurrence of the row's last tokens.
 
-The idea is prompt lookup decoding (Saxena 2023): replies repeat what their prompts say.
+The idea is prompt lookup decoding (Saxena 2023): replies repeat what their prompts say. What earlier replies say comes with the
+plan, from ``spec.history``.
 """
 
 from __future__ import annotations
+
+import torch
 
 from hiserve.core.drafts import DraftChain, DraftStep
 from hiserve.kernels.draft_ops import DraftOps
@@ -13,7 +16,7 @@ _MIN_NGRAM, _MAX_NGRAM = 1, 3
 
 
 class NgramProposer:
-    """Looks up each row's last tokens among its earlier ones, on the device.
+    """Looks up each row's last tokens among its earlier ones, on the device, and follows the continuations of the plan.
 
     Args:
         min_ngram: Fewest last tokens that must agree, at least 1.
@@ -30,6 +33,9 @@ class NgramProposer:
         self._ops = ops
         self._min_ngram = min_ngram
         self._max_ngram = max_ngram
+        self._no_continuations = torch.zeros(
+            (state.known_len.shape[0], 2), dtype=torch.int32, device=state.tokens.device
+        )
 
     def is_capturable(self, num_rows: int, width: int) -> bool:
         """Returns False: one launch needs no graph."""
@@ -39,9 +45,11 @@ class NgramProposer:
         """Writes all drafts after the known tokens of each sampling row, in one launch."""
         if not step.sampling.shape[0]:
             return
+        num_rows = step.sampling.shape[0]
         self._ops.draft_ngrams(
             step.rows.index_select(0, step.sampling),
             self._state,
+            self._no_continuations[:num_rows] if step.continuations is None else step.continuations,
             num_draft=step.num_draft,
             min_ngram=self._min_ngram,
             max_ngram=self._max_ngram,

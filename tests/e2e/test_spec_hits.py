@@ -59,7 +59,7 @@ def test_tc_07_speculation_does_not_defeat_prefix_reuse(spec: str, page_size: in
 def test_tc_09_lookups_in_the_text_work_over_the_host_tier(steps: int) -> None:
     """A row that begins behind a loaded prefix is looked up in the whole of its text, as if it had been computed."""
     uses = []
-    with LLM(**SETTINGS | pool(PAGE) | HOST, spec="ngram", spec_steps=steps) as llm:
+    with LLM(**SETTINGS | pool(PAGE) | HOST, spec="ngram", spec_steps=steps, spec_history=0) as llm:
         prompts = [[*prompt, *prompt[1:], *prompt[1:14]] for prompt in conversations(llm)[::7][:2]]
         work = answer(prompts, [msgspec.structs.replace(GREEDY, max_tokens=30)] * 2)
         for order in (1, -1):  # each has another row, where another's text stood

@@ -20,9 +20,9 @@ ASKED: list[dict[str, Any] | None] = [None, {"enabled": False}, {"num_steps": 1}
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with serve(
-        tmp_path_factory.mktemp("live"), *FLAGS, "--spec", "ngram", "--spec-steps", "3", "--metrics-compat", "vllm"
-    ) as running:
+    # Without the replies before, a request has the same drafts each time.
+    drafts = ("--spec", "ngram", "--spec-steps", "3", "--spec-history", "0")
+    with serve(tmp_path_factory.mktemp("live"), *FLAGS, *drafts, "--metrics-compat", "vllm") as running:
         yield running
         running.wait_idle()
 

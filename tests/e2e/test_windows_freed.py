@@ -133,7 +133,9 @@ def test_tokens_depend_neither_on_freed_pages_nor_on_hits(
         assert windows.num_tails == 0 and windows.num_free == windows.num_pages - 1
 
 
-@pytest.mark.parametrize("options", [{}, {"spec": "ngram", "spec_steps": 3, "overlap": 1}], ids=["plain", "drafts"])
+@pytest.mark.parametrize(
+    "options", [{}, {"spec": "ngram", "spec_steps": 3, "spec_history": 0, "overlap": 1}], ids=["plain", "drafts"]
+)
 def test_drafts_shorten_no_hit(options: dict[str, Any], folder: Path) -> None:
     """H9: a repeated prompt of L tokens has floor_P(L - 1), a next turn floor_P(settled)."""
     rng = np.random.default_rng(1)

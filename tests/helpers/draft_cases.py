@@ -198,6 +198,39 @@ def looked_up(known: list[int], num_draft: int, min_ngram: int, max_ngram: int) 
     return [followed[index % len(followed)] for index in range(num_draft)]
 
 
+def continuations_of(generator: torch.Generator, rows: Tensor, state: RowTensors, num_following: int) -> Tensor:
+    """Continuations that most rows have followed until now; a part have not, or none. Tokens from 1000 on come from them alone."""
+    found = torch.full((rows.shape[0], 2 + num_following), 1000, dtype=torch.int32)
+    for index, row in enumerate(rows.tolist()):
+        known = int(state.known_len[row])
+        num_since, agreed, spoiled = torch.randint(0, 6, (3,), generator=generator).tolist()
+        begin = max(0, known - num_since + 1)  # at times it begins after the row's end
+        found[index, 0], found[index, 1] = begin, agreed
+        got = state.tokens[row, begin:known][:num_following]
+        found[index, 2 : 2 + got.shape[0]] = got
+        if spoiled < 2 and num_following:
+            found[index, 2 + (spoiled + num_since) % num_following] = 1001
+    return found
+
+
+def drafts_after(
+    known: list[int], continuation: list[int], num_draft: int, min_ngram: int, max_ngram: int
+) -> list[int]:
+    """As ``looked_up``, or what is left of a continuation if the text follows it and more tokens agree."""
+    begin, agreed, *following = continuation
+    drafts = looked_up(known, num_draft, min_ngram, max_ngram)
+    ends = _ends_before(known, min_ngram, max_ngram)
+    own = max(
+        (size for size in range(1, max_ngram + 1) if ends and known[-size:] == known[: ends[0]][-size:]), default=0
+    )
+    since = known[begin:]
+    is_followed = agreed > 0 and begin <= len(known) and following[: len(since)] == since
+    if known and is_followed and agreed + len(since) > own:
+        left = following[len(since) :][:num_draft]
+        drafts[: len(left)] = left
+    return drafts
+
+
 def _ends_before(known: list[int], min_ngram: int, max_ngram: int) -> list[int]:
     """Where the longest end of a text that it has twice ended before, the latest place first."""
     for size in range(max_ngram, min_ngram - 1, -1):

@@ -13,6 +13,7 @@ from hiserve.engine.loop import Engine, EngineFacts, StepTimer
 from hiserve.engine.planner import Planner
 from hiserve.engine.row_ends import Retainer
 from hiserve.spec.adaptive import DraftController
+from hiserve.spec.history import ReplyHistory
 from tests.helpers.echo import EchoExecutor
 from tests.helpers.echo_host import FRAMES, EchoHost
 from tests.helpers.echo_states import EchoStates
@@ -39,6 +40,7 @@ def echo_engine(
     fault_rate: float = 0.0,
     costs: LoadCostModel | None = None,
     controller: DraftController | None = None,
+    history: ReplyHistory | None = None,
     timer: StepTimer | None = None,
     clock: Callable[[], float] = lambda: 0.0,
     num_snapshot_slots: int = 0,
@@ -82,6 +84,7 @@ def echo_engine(
         overlaps_loads=overlaps_loads,
         costs=costs or LoadCostModel(budget, clock=itertools.count().__next__),
         controller=controller,
+        history=history,
         retainer=Retainer(cache, clock),
         windows=limits if num_snapshot_slots else None,
     )

@@ -80,6 +80,8 @@ class DraftInfo(msgspec.Struct, frozen=True):
 
     by_source: dict[str, SpecTokensDetails] = {}
     chosen_steps: dict[str, int] = {}
+    reply_searches: dict[str, int] = {}
+    kept_reply_tokens: int = 0
 
 
 class WorkerCounters(WorkerStats, frozen=True):
@@ -314,6 +316,7 @@ def _worker_info(worker: WorkerFacts) -> WorkerInfo:
     """Returns a worker with its drafts in the form of ``usage``."""
     stats = worker.stats
     by_source = {source: draft_details(use) for source, use in stats.drafts.by_source.items()}
-    drafts = DraftInfo(by_source, stats.drafts.chosen_steps)
+    counts = stats.drafts
+    drafts = DraftInfo(by_source, counts.chosen_steps, counts.reply_searches, counts.kept_reply_tokens)
     counters = WorkerCounters(**msgspec.structs.asdict(stats) | {"drafts": drafts})
     return WorkerInfo(**msgspec.structs.asdict(worker) | {"stats": counters})

@@ -212,6 +212,8 @@ WORKER_COUNTERS: tuple[Row[WorkerStats], ...] = (
         "Drafts accepted at each position, from 0."),
     Row("counter", "spec_decode_chosen_steps", ("num_steps",), lambda it: it.drafts.chosen_steps,
         "Steps, by how many drafts were to follow each token drawn."),
+    Row("counter", "spec_decode_reply_searches", ("result",), lambda it: it.drafts.reply_searches,
+        "Rows of steps before n-gram drafts, by whether the kept replies have their last tokens."),
     Row("counter", "grammar_masks", (), lambda it: it.grammars.masks,
         "Masks computed: of each place at which a token was drawn under a grammar."),
     Row("counter", "grammar_refused_drafts", (), lambda it: it.grammars.refused_drafts,

@@ -4,12 +4,13 @@ from hiserve.cache.storage import transfer
 from hiserve.engine import drafting, page_tables, planner, rows
 from hiserve.kernels import draft_reference
 from hiserve.runners import device_rows, draft_graphs, gate
-from hiserve.spec import adaptive, head, rehearsed
+from hiserve.spec import adaptive, head, history, rehearsed
 from tests.e2e import test_rehearsed_drafts, test_spec_acceptance, test_spec_drafts, test_spec_hits, test_spec_parity, test_spec_sources
 from tests.invariants import test_reported_bugs_drafts
-from tests.unit.engine import test_drafting
+from tests.unit.engine import test_drafting, test_reply_drafts
+from tests.unit.kernels import test_ngram_search
 from tests.unit.runners import test_draft_graphs
-from tests.unit.spec import test_adaptive, test_cold
+from tests.unit.spec import test_adaptive, test_cold, test_history
 
 with draft_reference.draft_hidden_states, test_spec_sources.test_prompts_that_part_right_behind_a_page_keep_their_acceptance:
     "INV 45: a prompt continues after a page with the hidden states of another row"
@@ -79,6 +80,26 @@ with rehearsed.RehearsedProposer.draft, test_rehearsed_drafts.test_tokens_are_th
     "all requests rehearse the reply of the first"
     seeds.clamp(0, num_requests - 1) * max_len
     seeds * 0
+with history.ReplyHistory.follow, test_history.test_rows_of_a_step_are_searched_at_once:
+    "n-gram drafts: a tenant gets what was said to another"
+    self._regions.get(tenant, 0) << self._num_bits
+    1 << self._num_bits
+with history.ReplyHistory._forget_oldest, test_history.test_the_tenant_whose_last_reply_is_oldest_makes_room_and_leaves_nothing:
+    "n-gram drafts: a tenant's region still has the replies to another"
+    self._text[region * self._stride : (region + 1) * self._stride] = 0
+    pass
+with draft_reference._follow, test_ngram_search.test_a_continuation_is_followed_while_more_tokens_agree_with_it:
+    "n-gram drafts: a continuation is followed though another token came"
+    (got == following) | (index >= num_since)
+    index >= 0
+with drafting.Drafting.continuations, test_reply_drafts.test_a_row_of_few_tokens_is_not_searched_with_those_of_the_request_before_it:
+    "n-gram drafts: a short row is searched with the tokens of the request before it"
+    np.maximum(known[:, None] - _BACK, 0)
+    known[:, None] - _BACK
+with planner.Planner.flush, test_reply_drafts.test_a_flush_of_the_device_forgets_replies:
+    "n-gram drafts: a flush leaves replies"
+    self._drafting.forget()
+    pass
 with rehearsed.RehearsedReplies.record, test_rehearsed_drafts.test_tokens_are_the_same_and_so_many_drafts_are_accepted:
     "rehearsed drafts are right less often than asked for"
     chances(seeds, positions) < acceptance

@@ -15,6 +15,7 @@ from hiserve.core.request import FinishReason, SamplingParams, SpecParams
 from hiserve.core.usage import DraftUse
 from hiserve.engine.planner import Planner
 from hiserve.engine.queue import Request
+from hiserve.spec.history import ReplyHistory
 from tests.helpers.widening import usual
 
 EOS = 9
@@ -71,6 +72,7 @@ class Model:
             max_batched_tokens=budget,
             eos_token_ids=(EOS,),
             num_draft=num_draft,
+            history=ReplyHistory(500) if num_draft else None,
         )
         self.rows: dict[int, Row] = {}  # longest tenancy first
         self.limits: dict[int, int] = {}
@@ -83,7 +85,7 @@ class Model:
         self.used: dict[int, DraftUse] = {}
         self.told_use: dict[int, DraftUse | None] = {}
         self.num_drawing: dict[int, int] = {}
-        self.num_accepted = self.num_cut = self.num_preempted = self.num_mixed = 0
+        self.num_continued = self.num_accepted = self.num_cut = self.num_preempted = self.num_mixed = 0
 
     def add(self, uid: int) -> None:
         prompt = self.rng.integers(10, 200, int(self.rng.integers(1, 24))).astype(np.int32)
@@ -148,7 +150,19 @@ class Model:
             assert (self.planner._rows.tables.pages[number, : -(-end // PAGE)] > 0).all()
         is_wanted = any(samples and self.rows[number].max_draft for number, (_, _, samples) in expected.items())
         assert plan.num_propose == (self.num_draft if is_wanted else 0)
+        self.check_continuations(plan)
         self.flying.append((plan, [self.rows[number] for number in numbers]))
+
+    def check_continuations(self, plan: BatchPlan) -> None:
+        """They begin where the host's knowledge ends, and reach as far as drafts may."""
+        if plan.continuations is None:
+            assert not (plan.num_propose and self.ends), "replies are kept and drafts wanted"
+            return
+        sampling = plan.rows[plan.samples]
+        ahead = max(self.rows[number].most_known - self.rows[number].known for number in sampling.tolist())
+        assert plan.continuations.shape == (sampling.size, 2 + ahead + plan.num_propose)
+        assert plan.continuations[:, 0].tolist() == [self.rows[number].known for number in sampling.tolist()]
+        self.num_continued += 1
 
     def commit(self) -> None:
         plan, rows = self.flying.popleft()
@@ -216,7 +230,7 @@ class Model:
 @pytest.mark.parametrize("case", usual(product((0, 1, 3), ((64, 60), (11, 60), (7, 13), (64, 13)), (0, 1, 2))))
 def test_every_plan_is_what_its_rows_want_one_by_one(case: tuple[int, tuple[int, int], int]) -> None:
     num_draft, (budget, num_pages), depth = case
-    accepted = cut = preempted = mixed = 0
+    accepted = cut = preempted = mixed = continued = 0
     for seed in range(6):
         model = Model(depth=depth, num_draft=num_draft, budget=budget, num_pages=num_pages, seed=seed)
         for uid in range(9):
@@ -230,7 +244,8 @@ def test_every_plan_is_what_its_rows_want_one_by_one(case: tuple[int, tuple[int,
             assert set(model.told_use.values()) == {None}
         accepted, cut = accepted + model.num_accepted, cut + model.num_cut
         preempted, mixed = preempted + model.num_preempted, mixed + model.num_mixed
+        continued += model.num_continued
     assert mixed, "no step had both prompts and decoding rows"
-    assert bool(accepted) == bool(num_draft)
+    assert bool(accepted) == bool(continued) == bool(num_draft)
     assert cut or not num_draft, "no reply ended inside an accepted run"
     assert bool(preempted) == (num_pages == 13)

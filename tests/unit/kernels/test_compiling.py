@@ -191,7 +191,8 @@ def draft() -> None:
     case = draft_case(torch.Generator().manual_seed(1))
     case.outputs(draft_triton)
     lengths = {"num_draft": 3, "min_ngram": 1, "max_ngram": 3, "max_known": 9}
-    draft_triton.draft_ngrams(case.rows, case.state, **lengths)
+    continuations = torch.zeros((case.rows.shape[0], 5), dtype=torch.int32)
+    draft_triton.draft_ngrams(case.rows, case.state, continuations, **lengths)
 
 
 def compressed() -> None:

@@ -36,7 +36,7 @@ import pytest
             "_keep_hidden_states",
             ("rows", "first", "token_rows", "offsets", "legal", "qo_indptr", "table"),
         ),
-        ("ngram_search", "_draft_ngrams", ("rows",)),
+        ("ngram_search", "_draft_ngrams", ("rows", "continuations")),
         ("delta_inputs", "_make_inputs", ("rows", "starts", "state_lens", "indptr", "num_tokens", "room")),
         (
             "delta_chunks",

@@ -169,6 +169,15 @@ async def test_drafts_are_counted_by_source_and_position_and_never_fall(server: 
     assert await after(2, stats(NOTHING, HOST, k3=1)) == [10, 30, 14, 12, 12, 6, 13, 1, 4, 1]
 
 
+async def test_searches_of_replies_are_counted_by_their_result(server: Server) -> None:
+    drafts = DraftStats(reply_searches={"found": 5, "none": 2}, kept_reply_tokens=70)
+    server.engine.incarnation, server.engine.stats = 1, WorkerStats(drafts=drafts)
+    name = "hiserve:spec_decode_reply_searches_total"
+    assert [await server.metric(name, result=result) for result in ("found", "none")] == [5, 2]
+    info = (await server.get("/server_info")).json
+    assert info["workers"][0]["stats"]["drafts"]["kept_reply_tokens"] == 70
+
+
 async def test_without_speculation_there_are_no_series(server: Server) -> None:
     lines = (await server.get("/metrics")).text.splitlines()
     assert not [line for line in lines if line.startswith("hiserve:spec_")]

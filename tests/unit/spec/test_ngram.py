@@ -15,7 +15,7 @@ from tests.helpers.draft_cases import looked_up, repeating_state
 KNOWN_LENS = [0, 9, 7, 0, 12]
 
 
-def step(num_draft: int, sampling: list[int]) -> DraftStep:
+def step(num_draft: int, sampling: list[int], continuations: torch.Tensor | None = None) -> DraftStep:
     """Rows 4, 1, 2, one that forgot its tokens, and padding; row 2 is in the midst of its prompt."""
     rows = torch.tensor([4, 1, 2, 3, 0])
     known = np.array(KNOWN_LENS, dtype=np.int32)[rows.numpy()]
@@ -28,6 +28,7 @@ def step(num_draft: int, sampling: list[int]) -> DraftStep:
         kv_bounds=np.maximum(known - 1, 1),
         num_draft=num_draft,
         is_greedy=True,
+        continuations=continuations,
     )
 
 
@@ -45,6 +46,16 @@ def test_rows_that_sample_get_drafts_and_the_others_none(min_ngram: int, max_ngr
         wanted[row][known : known + 3] = looked_up(wanted[row][:known], 3, min_ngram, max_ngram)
     assert state.tokens.tolist() == wanted
     assert state.known_len.tolist() == KNOWN_LENS
+
+
+def test_rows_follow_the_continuations_of_their_step() -> None:
+    """Each its own: continuations are those of the rows that sample, in their order."""
+    state, wanted = repeating(), repeating().tokens.tolist()
+    continuations = torch.tensor([[KNOWN_LENS[4], 9, 71, 72, 73], [KNOWN_LENS[1], 9, 81, 82, 83]], dtype=torch.int32)
+    propose(NgramProposer(state, draft_reference), step(num_draft=3, sampling=[0, 1], continuations=continuations))
+    for row, drafts in ((4, [71, 72, 73]), (1, [81, 82, 83])):
+        wanted[row][KNOWN_LENS[row] : KNOWN_LENS[row] + 3] = drafts
+    assert state.tokens.tolist() == wanted
 
 
 @pytest.mark.parametrize(("num_draft", "sampling"), [(0, [0, 1]), (3, [])])
