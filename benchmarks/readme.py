@@ -168,7 +168,9 @@ def heads() -> Iterator[Entry]:
     yield (
         "search of 65,536 kept tokens for a row of a step, in the planning thread: alone, and of 32 rows",
         ", ".join(
-            below(case["row_us"], ".1f", " µs", bars["row_us"]) for case in replies["planning"] if case["rows"] in (1, 32)
+            below(case["row_us"], ".1f", " µs", bars["row_us"])
+            for case in replies["planning"]
+            if case["rows"] in (1, 32)
         ),
         replies,
     )

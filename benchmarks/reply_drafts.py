@@ -1,11 +1,11 @@
 """N-gram drafts that search the replies before, against those that search their request alone, in recorded agent sessions.
 
-Usage: ``python -m benchmarks.reply_drafts --data FOLDER [--steps 5]``; the folder has ``agent_*.jsonl.gz``. The held-out
-sessions of each recording are answered in the order of their times, and one tenant's. A step appends the accepted drafts and one token,
-as recorded; continuations are searched with the tokens that the planner knows: those before the step in flight with depth 0, and
-before two with depth 1. ``longest`` finds every agreement of up to 16 tokens, as a suffix automaton would. Then the CPU time of the
-planning thread: of continuations, for a row of a step, and of keeping a reply, for a token. Bars: 1.3 x the accepted drafts of a step, 30 us
-a row.
+Usage: ``python -m benchmarks.reply_drafts --data FOLDER [--steps 5]``; the folder has ``agent_*.jsonl.gz``, of LMCache's agent
+traces (Apache-2.0). The held-out sessions of each recording are answered in the order of their times, and are one tenant's. A
+step appends the accepted drafts and one token, as recorded; continuations are searched with the tokens that the planner knows:
+those before the step in flight with depth 0, and before two with depth 1. ``longest`` finds every agreement of up to 16 tokens, as
+a suffix automaton would. Then the CPU time of the planning thread: of continuations, for a row of a step, and of keeping a reply,
+for a token. Bars: 1.3 x the accepted drafts of a step, 30 us a row.
 """
 
 from __future__ import annotations
