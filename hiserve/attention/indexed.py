@@ -10,6 +10,8 @@ from torch import Tensor
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.attention.latent import absorb
 from hiserve.core.forward import ForwardInputs, LatentKV, LayerKV
+from hiserve.core.row_shapes import PackedPages, PackedShape
+from hiserve.kernels.row_codecs import pages_of
 from hiserve.kernels.union_rows import RangeRows
 
 
@@ -65,14 +67,21 @@ class IndexedAttention:
         """Whether the step's layers must choose."""
         return self._is_choosing
 
-    def choose(self, q: Tensor, weights: Tensor, keys: Tensor, inputs: ForwardInputs) -> None:
+    def packed(self, pool: Tensor, shape: PackedShape | None) -> PackedPages | None:
+        """Returns how a pool of keys holds them in 8 bits; None if it does not."""
+        return pages_of(pool, shape, self._shape.page_size)
+
+    def choose(
+        self, q: Tensor, weights: Tensor, keys: Tensor, inputs: ForwardInputs, packed: PackedPages | None = None
+    ) -> None:
         """Chooses the rows of each token by their scores: the best, and of equal ones the first.
 
         Args:
             q: ``[T, heads, n]``, of the index.
             weights: ``[T, heads]``, of the heads' scores, which are divided by the root of ``heads * n``; float32, or float64 for float64.
-            keys: ``[slots, n]``, this step's included.
+            keys: ``[slots, n]``, or packed, this step's included.
             inputs: Of the step.
+            packed: From ``packed``.
         """
         seen = RangeRows(
             pool=keys,
@@ -81,6 +90,7 @@ class IndexedAttention:
             positions=inputs.positions,
             page_rows=self._shape.page_size,
             most=inputs.max_kv_len,
+            packed=packed,
         )
         self._counts = (inputs.positions + 1).clamp_(max=self._most)
         self._slots = self._ops.choose_rows(q, weights, seen, self._most, (q.shape[1] * q.shape[2]) ** -0.5)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.core.forward import ForwardInputs, GroupedKV, LayerKV
 from hiserve.core.row_shapes import PackedPages, PackedShape
 from hiserve.kernels.compressed_ops import compressed_ops_for
+from hiserve.kernels.row_codecs import pages_of
 from hiserve.kernels.union_rows import ChosenRows, RangeRows, RowSource
 
 
@@ -44,10 +44,7 @@ class UnionAttention:
 
     def packed(self, pool: Tensor, shape: PackedShape | None, ratio: int = 1) -> PackedPages | None:
         """Returns how a pool holds rows, each of ``ratio`` tokens: memory of bytes holds packed ones."""
-        if pool.dtype != torch.uint8:
-            return None
-        assert shape is not None and pool.shape[-1] == shape.row_bytes, (pool.shape, shape)
-        return PackedPages(shape, self._page_size // ratio)
+        return pages_of(pool, shape, self._page_size // ratio)
 
     def window_rows(self, inputs: ForwardInputs, kv: LayerKV, window: int, shape: PackedShape | None) -> RowSource:
         """Returns the rows of the window of each token; ``shape`` is that of packed ones."""

@@ -30,7 +30,8 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
         Literal["plain", "packed"],
         about(
             "How the device, and the host, keep what attention reads: plain, in the type of the model; packed, in 8 bits with "
-            "scales, as released engines keep the rows of DeepSeek-V4, which changes its logits a little. Other models have plain rows alone."
+            "scales, as released engines keep the rows of DeepSeek-V4, which changes its logits a little, and the keys of an index beside "
+            "latents (DeepSeek-V3.2, GLM-5), whose latents stay plain. Other models have plain rows alone."
         ),
     ] = "plain"
     window_pages: Annotated[

@@ -206,7 +206,8 @@ def _check_rows(options: Options, model: ModelFacts) -> None:
     if options.cache.kv_rows == "packed" and model.packed is None:
         raise ConfigError(
             "--kv-rows is packed, but rows of this model cannot be: those of DeepSeek-V4 are, if 8, 16, 32 or 64 of their numbers "
-            "are rotated, of up to 8 times as many, and keys of its index have a power of 2 of numbers. Leave --kv-rows out.",
+            "are rotated, of up to 8 times as many, and keys of an index, if they have a power of 2 of numbers, 8 at least. Leave "
+            "--kv-rows out.",
             param="kv_rows",
         )
 

@@ -78,6 +78,7 @@ class StoredBytes(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the rows that a model stores, all layers together."""
 
     token: int  # of the rows of one token
+    elements: int = 0  # of a token, beside these bytes: those that stay in the type of the model
     ratios: tuple[tuple[int, int], ...] = ()  # of a row that stands for several tokens, and these
 
 
@@ -118,7 +119,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the bytes of its rows, packed or in elements of so many bytes."""
         if packs_rows:
             assert self.packed is not None, "rows of this model cannot be packed"
-            return self.packed
+            token = self.packed.token + self.packed.elements * element_bytes
+            return StoredBytes(token=token, ratios=self.packed.ratios)
         ratios = tuple((elements * element_bytes, ratio) for elements, ratio in self.ratio_elements)
         return StoredBytes(token=self.slot_elements * element_bytes, ratios=ratios)
 

@@ -6,9 +6,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hiserve.core.row_shapes import PackedPages
+from hiserve.kernels.row_codecs import store_packed
+
 
 def store_index_keys(
-    key: Tensor, weight: Tensor, bias: Tensor, eps: float, cos: Tensor, sin: Tensor, pool: Tensor, slots: Tensor
+    key: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    pool: Tensor,
+    slots: Tensor,
+    packed: PackedPages | None = None,
 ) -> None:
     """Norms keys, less their mean, rotates their first elements, and writes them into their slots.
 
@@ -19,11 +30,16 @@ def store_index_keys(
         eps: Added to the variance.
         cos: From ``reference.rotations``, ``[T, 1, m]``, ``m`` at most ``n``.
         sin: Likewise.
-        pool: ``[num_slots, n]``.
+        pool: ``[num_slots, n]``, or packed.
         slots: int64 ``[T]``.
+        packed: How ``pool`` holds keys in 8 bits; None is as they are.
     """
     normed = F.layer_norm(key, weight.shape, weight, bias, eps)
-    pool.index_copy_(0, slots, rotate_first(normed[:, None], cos, sin)[:, 0])
+    keys = rotate_first(normed[:, None], cos, sin)[:, 0]
+    if packed is None:
+        pool.index_copy_(0, slots, keys)
+    else:
+        store_packed(pool, slots, keys, packed)
 
 
 def rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

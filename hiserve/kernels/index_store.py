@@ -6,17 +6,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hiserve.core.row_shapes import PackedPages
 from hiserve.kernels.launch import await_previous, early_launch, start_next
+from hiserve.kernels.row_codec_triton import store_key, tile_of
 
 _BLOCK_HEADS = 16
 
 
 def store_index_keys(
-    key: Tensor, weight: Tensor, bias: Tensor, eps: float, cos: Tensor, sin: Tensor, pool: Tensor, slots: Tensor
+    key: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    pool: Tensor,
+    slots: Tensor,
+    packed: PackedPages | None = None,
 ) -> None:
     """Like ``index_rows.store_index_keys``."""
     (num_tokens, width), rope_dim = key.shape, cos.shape[2]
-    assert key.stride(1) == pool.stride(1) == 1 and pool.shape[1] == width, (key.stride(), pool.stride())
+    assert key.stride(1) == pool.stride(1) == 1, (key.stride(), pool.stride())
+    page_rows = 1 if packed is None else packed.page_rows
+    tile = tile_of(packed, pool, width, page_rows)
+    assert tile or (pool.shape[1] == width and pool.dtype == key.dtype), (pool.shape, pool.dtype)
     _store_index_keys[(num_tokens,)](
         key,
         weight,
@@ -29,6 +42,8 @@ def store_index_keys(
         key.stride(0),
         pool.stride(0),
         WIDTH=width,
+        TILE=tile,
+        PAGE_ROWS=page_rows,
         HALF=rope_dim // 2,
         BLOCK_PLAIN=triton.next_power_of_2(max(1, width - rope_dim)),
         BLOCK_PAIRS=triton.next_power_of_2(rope_dim // 2),
@@ -69,6 +84,8 @@ def _store_index_keys(  # type: ignore[no-untyped-def]
     key_stride,
     slot_stride,
     WIDTH: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr,  # noqa: N803
+    PAGE_ROWS: tl.constexpr,  # noqa: N803
     HALF: tl.constexpr,  # noqa: N803
     BLOCK_PLAIN: tl.constexpr,  # noqa: N803
     BLOCK_PAIRS: tl.constexpr,  # noqa: N803
@@ -76,13 +93,13 @@ def _store_index_keys(  # type: ignore[no-untyped-def]
 ):
     """Each program handles one token: the two halves that are rotated, and what lies behind them."""
     wide: tl.constexpr = cos.dtype.element_ty
-    dtype: tl.constexpr = pool.dtype.element_ty
+    dtype: tl.constexpr = key.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     pair, rest = tl.arange(0, BLOCK_PAIRS), 2 * HALF + tl.arange(0, BLOCK_PLAIN)
     is_pair, is_rest = pair < HALF, rest < WIDTH
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
-    mine, target = key + token * key_stride, pool + tl.load(slots + token) * slot_stride
+    mine, slot = key + token * key_stride, tl.load(slots + token)
     one = tl.load(mine + pair, mask=is_pair, other=0.0).to(wide)
     other = tl.load(mine + HALF + pair, mask=is_pair, other=0.0).to(wide)
     plain = tl.load(mine + rest, mask=is_rest, other=0.0).to(wide)
@@ -99,9 +116,15 @@ def _store_index_keys(  # type: ignore[no-untyped-def]
     angle = token * (2 * HALF) + HALF + pair  # the second half, whose sines have their own sign
     cosine = tl.load(cos + angle, mask=is_pair, other=0.0)
     sine = tl.load(sin + angle, mask=is_pair, other=0.0)
-    tl.store(target + pair, (one * cosine - other * sine).to(dtype), mask=is_pair)
-    tl.store(target + HALF + pair, (other * cosine + one * sine).to(dtype), mask=is_pair)
-    tl.store(target + rest, plain.to(dtype), mask=is_rest)
+    turned, partner = (one * cosine - other * sine).to(dtype), (other * cosine + one * sine).to(dtype)
+    if TILE:
+        parts, places = (turned, partner, tl.where(is_rest, plain, 0.0).to(dtype)), (pair, HALF + pair, rest)
+        store_key(parts, places, (is_pair, is_pair, is_rest), pool, slot, WIDTH, PAGE_ROWS)
+    else:
+        target = pool + slot * slot_stride
+        tl.store(target + pair, turned, mask=is_pair)
+        tl.store(target + HALF + pair, partner, mask=is_pair)
+        tl.store(target + rest, plain.to(dtype), mask=is_rest)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hiserve.core.activation import SILU, Activation
 from hiserve.core.forward import ForwardInputs, LayerKV
+from hiserve.core.row_shapes import PackedPages
 from hiserve.kernels.delta import DeltaPools, DeltaShape, DeltaWeights
 from hiserve.kernels.packed_weights import Weights
 from hiserve.kernels.routing import ExpertGroups
@@ -71,6 +72,7 @@ class Ops(Protocol):
         sin: Tensor,
         pool: Tensor,
         slots: Tensor,
+        packed: PackedPages | None = None,
     ) -> None:
         """Norms the keys of an index, rotates their first elements, and writes them into their slots."""
 

@@ -84,6 +84,24 @@ def store_row(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def store_key(parts, places, are_there, pool, slot, WIDTH: tl.constexpr, PAGE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Stores a key of an index that comes in three parts, at places of its numbers; those that are not there are 0."""
+    one, two, three = parts
+    one, two = _rounded(one).to(tl.float32, bitcast=True), _rounded(two).to(tl.float32, bitcast=True)
+    three = _rounded(three).to(tl.float32, bitcast=True)
+    largest = tl.maximum(tl.max(tl.abs(one), 0), tl.max(tl.abs(two), 0))
+    factor = tl.maximum(tl.maximum(largest, tl.max(tl.abs(three), 0)), _LEAST) * (1 / _LARGEST)
+    place, scale = places_of(pool, slot, WIDTH, WIDTH, PAGE_ROWS)
+    tl.store(scale.to(tl.pointer_type(tl.float32), bitcast=True), factor)
+    small = _small(tl.div_rn(one, tl.broadcast_to(factor, one.shape)))
+    tl.store(place + places[0], small, mask=are_there[0])
+    small = _small(tl.div_rn(two, tl.broadcast_to(factor, two.shape)))
+    tl.store(place + places[1], small, mask=are_there[1])
+    small = _small(tl.div_rn(three, tl.broadcast_to(factor, three.shape)))
+    tl.store(place + places[2], small, mask=are_there[2])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _store_tiles(value, place, scale, WIDTH: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Stores the tiles of a row, each with its scale, the last in bfloat16."""
     num_tiles: tl.constexpr = WIDTH // TILE - 1

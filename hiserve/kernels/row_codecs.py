@@ -9,10 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hiserve.core.row_shapes import PackedPages
+from hiserve.core.row_shapes import PackedPages, PackedShape
 
 LARGEST = 448.0  # of E4M3
 LEAST = 1e-4  # the least magnitude that a scale follows
+
+
+def pages_of(pool: Tensor, shape: PackedShape | None, page_rows: int) -> PackedPages | None:
+    """Returns how a pool ``[slots, ...]`` holds rows in pages of so many: memory of bytes holds packed ones."""
+    if pool.dtype != torch.uint8:
+        return None
+    assert shape is not None and pool.shape[-1] == shape.row_bytes, (pool.shape, shape)
+    return PackedPages(shape, page_rows)
 
 
 def store_packed(pool: Tensor, slots: Tensor, rows: Tensor, pages: PackedPages) -> None:

@@ -42,8 +42,10 @@ def ratio_elements(config: CompressedConfig) -> tuple[tuple[int, int], ...]:
     return tuple(each for each in found if each[0])
 
 
-def packed_bytes(config: CompressedConfig) -> StoredBytes | None:
-    """Returns bytes of packed rows of all layers; None if they cannot be packed."""
+def packed_bytes(config: CompressedConfig | None) -> StoredBytes | None:
+    """Returns bytes of packed rows of all layers; None if there are none, or they cannot be packed."""
+    if config is None:
+        return None
     row, key, num_sparse = config.packed_row, config.packed_key, config.count(LayerKind.SPARSE)
     if row is None or (key is None and num_sparse):
         return None

@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 
 from hiserve.core.kv_groups import CacheGroupSpec, CachePlan
+from hiserve.core.row_shapes import PackedShape, packed_key
+from hiserve.core.step_memory import StoredBytes
 from hiserve.models.config_fields import ConfigFields, Count, Size, convert, nonsense
 
 KEYS = "index"  # the group of the keys
@@ -34,6 +36,11 @@ class IndexConfig(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.layers) * ((self.width + self.num_heads) * hidden_size + queries + 2 * self.width)
 
     @property
+    def packed_key(self) -> PackedShape | None:
+        """A key in 8 bits; None if it cannot be."""
+        return packed_key(self.width)
+
+    @property
     def slot_elements(self) -> int:
         """Elements that a token stores, all layers together."""
         return len(self.layers) * self.width
@@ -42,16 +49,19 @@ class IndexConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Returns elements of a token in one layer: queries, as they come and rotated, weights, a key, and the slots of its choice."""
         return 2 * self.num_heads * self.width + self.num_heads + 4 * self.width + _SLOT_ELEMENTS * self.most
 
-    def cache_plan(self, rows: CacheGroupSpec) -> CachePlan:
+    def cache_plan(self, rows: CacheGroupSpec, *, packs_keys: bool) -> CachePlan:
         """Returns the groups of all layers; ``rows`` are the latents, of all layers."""
+        packed = self.packed_key if packs_keys else None
+        assert packed is not None or not packs_keys, f"keys of {self.width} numbers cannot be packed"
+        size = self.width if packed is None else packed.row_bytes
         keys = CacheGroupSpec(
             name=KEYS,
             num_layers=len(self.layers),
             num_kv_heads=1,
-            head_dim=self.width,
-            dtype=rows.dtype,
-            codec="latent",
-            value_dim=self.width,
+            head_dim=size,
+            dtype=rows.dtype if packed is None else "uint8",
+            codec="latent" if packed is None else "packed",
+            value_dim=size,
         )
         every, places = range(rows.num_layers), {layer: place for place, layer in enumerate(self.layers)}
         return CachePlan(
@@ -59,6 +69,14 @@ class IndexConfig(msgspec.Struct, frozen=True, kw_only=True):
             layers=tuple((rows.name, layer) for layer in every),
             beside=tuple(((KEYS, places[layer]),) if layer in places else () for layer in every),
         )
+
+
+def index_packed_bytes(config: IndexConfig | None, slot_elements: int) -> StoredBytes | None:
+    """Returns what a token stores with packed keys, of ``slot_elements`` all groups together; None if there are none to pack."""
+    key = None if config is None else config.packed_key
+    if config is None or key is None:
+        return None
+    return StoredBytes(token=len(config.layers) * key.row_bytes, elements=slot_elements - config.slot_elements)
 
 
 class _Fields(msgspec.Struct):

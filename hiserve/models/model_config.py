@@ -31,7 +31,7 @@ from hiserve.models.delta_config import DeltaConfig, read_delta, read_partial_di
 from hiserve.models.experts_config import ExpertsConfig, packed_size, read_experts, read_hashed_experts
 from hiserve.models.family import FAMILIES, Family
 from hiserve.models.generation_config import GenerationConfig, SamplingDefaults, as_ids, read_generation
-from hiserve.models.index_config import IndexConfig, read_index
+from hiserve.models.index_config import IndexConfig, index_packed_bytes, read_index
 from hiserve.models.latent_config import LatentConfig, read_latent
 from hiserve.models.quantize import read_quantization
 from hiserve.models.refusals import read_activation, refuse_nonsense, refuse_unsupported
@@ -157,7 +157,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             window=self.tail_window,
             window_elements=num_planes * num_windows * self.num_kv_heads * self.head_dim,
             ratio_elements=() if self.compressed is None else compressed_cache.ratio_elements(self.compressed),
-            packed=None if self.compressed is None else compressed_cache.packed_bytes(self.compressed),
+            packed=compressed_cache.packed_bytes(self.compressed) or index_packed_bytes(self.index, self.slot_elements),
             page_size=self._page_size,
             page_multiple=1 if self.compressed is None else compressed_cache.page_multiple(self.compressed),
             carried=carried_bytes(lambda dtype, drafts: self.cache_plan(dtype, frees_windows=False, max_draft=drafts)),
@@ -217,7 +217,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the groups of its layers, stored as ``dtype``: one; two with an index or freed windows; beside states three.
 
         ``max_draft`` is the most drafts of a row in a step, by which what rows carry along is sized. ``packs_rows`` is of
-        compressed attention alone: rows of other models stay as they are.
+        compressed attention, and of keys of an index: rows of other models stay as they are.
         """
         if self.compressed is not None:
             frees = frees_windows and self.tail_window > 0
@@ -226,7 +226,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         kv = self._kv_group(dtype)
         if self.index is not None:
-            return self.index.cache_plan(kv)
+            return self.index.cache_plan(kv, packs_keys=packs_rows)
         if self.delta is not None:
             return self.delta.cache_plan(kv, self.num_layers, max_draft)
         if not (frees_windows and self.tail_window):

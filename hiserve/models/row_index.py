@@ -59,8 +59,9 @@ class RowIndex:
         assert isinstance(kv, GroupedKV), "a layer with an index, but no memory for its keys"
         keys = kv.beside[KEYS]
         turns = (rotation.cos, rotation.sin)
-        self.ops.store_index_keys(key, self.norm, self.norm_bias, _EPS, *turns, keys, inputs.slots)
+        packed = attention.packed(keys, self.config.packed_key)
+        self.ops.store_index_keys(key, self.norm, self.norm_bias, _EPS, *turns, keys, inputs.slots, packed)
         if attention.is_choosing:
             queries = self.up(latent).view(latent.shape[0], self.config.num_heads, -1)
             wide = weights.to(rotation.cos.dtype)
-            attention.choose(self.ops.rotate_first(queries, *turns), wide, keys, inputs)
+            attention.choose(self.ops.rotate_first(queries, *turns), wide, keys, inputs, packed)

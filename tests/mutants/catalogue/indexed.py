@@ -1,10 +1,10 @@
 """An index beside latents (DeepSeek-V3.2, GLM-5)."""
 
 from hiserve.attention import indexed
-from hiserve.kernels import chosen_reference, chosen_triton, index_rows, index_store
-from hiserve.models import index_config, latent_attention, model_config
+from hiserve.kernels import chosen_reference, chosen_triton, index_rows, index_store, row_codec_triton
+from hiserve.models import index_config, latent_attention, model_config, row_index
 from hiserve.text.template import deepseek_v32
-from tests.e2e import test_index_graphs, test_index_oracle
+from tests.e2e import test_index_graphs, test_index_oracle, test_packed_keys
 from tests.unit.kernels import test_index_store, test_latent_decode
 from tests.unit.models import test_index_config
 from tests.unit.text import test_deepseek_v32_prompts
@@ -60,3 +60,11 @@ with index_store._store_index_keys, test_index_store.test_keys_and_queries_of_an
     "kernel: elements that are not there count in the variance of a key"
     tl.where(is_rest, plain - mean, 0.0)
     plain - mean
+with row_codec_triton.store_key, test_index_store.test_packed_keys_have_the_bytes_of_the_codec:
+    "kernel: numbers that are not rotated do not count in the scale of a packed key"
+    tl.maximum(largest, tl.max(tl.abs(three), 0))
+    largest
+with row_index.RowIndex.__call__, test_packed_keys.test_logits_are_those_of_rounded_keys["deepseek_v32"]:
+    "packed keys are read as keys that are not packed"
+    attention.choose(self.ops.rotate_first(queries, *turns), wide, keys, inputs, packed)
+    attention.choose(self.ops.rotate_first(queries, *turns), wide, keys, inputs)

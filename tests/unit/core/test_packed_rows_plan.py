@@ -19,6 +19,7 @@ from hiserve.models.builtin_shapes import shape_config
 from hiserve.models.draft_config import page_groups, read_draft
 from hiserve.models.model_config import read_model_config
 from tests.helpers.compressed_models import add_stream_head, save_compressed
+from tests.helpers.latent_models import save_with_mtp
 from tests.helpers.model_facts import LAPTOP, NANO
 
 
@@ -42,6 +43,24 @@ def test_a_row_of_v4_has_584_bytes_and_a_key_of_its_index_132() -> None:
     packed = shape.cache_plan("bfloat16", frees_windows=True, packs_rows=True)
     assert (packed.layers, packed.beside, packed.row_bytes) == (plain.layers, plain.beside, plain.row_bytes)
     assert packed.page_bytes(Space.HISTORY, 128) < 0.57 * plain.page_bytes(Space.HISTORY, 128)
+
+
+def test_a_key_of_an_index_beside_latents_has_132_bytes_and_latents_stay_plain() -> None:
+    shape = shape_config("v3.2-like")
+    plan = shape.cache_plan("bfloat16", frees_windows=False, packs_rows=True)
+    sizes = {group.name: (group.codec, group.slot_bytes // group.num_layers) for group in plan.groups}
+    assert sizes == {"kv": ("latent", 1152), "index": ("packed", 132)}
+
+
+@pytest.mark.parametrize("spec", ["off", "mtp"])
+def test_the_memory_plan_counts_packed_keys(spec: str, tmp_path: Path) -> None:
+    save_with_mtp("deepseek_v32", tmp_path)
+    launch = prepared(tmp_path, spec=spec)
+    settings, parts = launch.resolved.settings, launch.resolved.memory.parts
+    groups = page_groups(settings, launch.model, read_draft(settings, launch.folder, launch.model))
+    assert {group.name: group.codec for group in groups}["index"] == "packed"
+    held = sum(num_bytes for item, num_bytes in parts.items() if item.startswith("KV pool"))
+    assert held == sum(64 * group.page_bytes(settings.cache.page_size) for group in groups)
 
 
 @pytest.mark.parametrize(

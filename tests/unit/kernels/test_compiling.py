@@ -13,7 +13,7 @@ from torch import Tensor
 from hiserve.attention.triton import TritonAttention
 from hiserve.core.activation import GELU_TANH, Activation
 from hiserve.core.forward import LayerKV
-from hiserve.core.row_shapes import PACKED_V4, PackedPages
+from hiserve.core.row_shapes import PACKED_V4, PackedPages, packed_key
 from hiserve.kernels import (
     compressed_fused,
     delta_triton,
@@ -259,7 +259,10 @@ def index_rows() -> None:
     """Of DeepSeek-V3.2."""
     cos = torch.zeros(3, 1, 64)
     key, weight, pool = torch.zeros(3, 128, dtype=BF16), torch.zeros(128, dtype=BF16), torch.zeros(32, 128, dtype=BF16)
-    index_store.store_index_keys(key, weight, weight, 1e-6, cos, cos, pool, torch.zeros(3, dtype=torch.int64))
+    slots, shape = torch.zeros(3, dtype=torch.int64), packed_key(128)
+    assert shape is not None
+    for memory, packed in ((pool, None), (torch.zeros(32, 132, dtype=torch.uint8), PackedPages(shape, 16))):
+        index_store.store_index_keys(key, weight, weight, 1e-6, cos, cos, memory, slots, packed)
     index_store.rotate_first(torch.zeros(3, 64, 128, dtype=BF16), cos, cos)
 
 
