@@ -1,8 +1,6 @@
-"""The model worker: ``python -m hiserve.engine.worker ENDPOINT``, started by the supervisor."""
+"""The model worker, which the supervisor starts by ``ipc/launcher.py``."""
 
 from __future__ import annotations
-
-import sys
 
 from hiserve.cache.storage.segment import Segment
 from hiserve.config.settings import Settings
@@ -18,5 +16,6 @@ def build(settings: Settings, host_fd: int, replica: int, measurements: StartupM
     return build_engine(settings, segment, replica, measurements, waits_for_compilers=False)
 
 
-if __name__ == "__main__":
-    sys.exit(serve(sys.argv[1], build))
+def main(endpoint: str) -> int:
+    """Serves the scheduler that listens at ``endpoint``; returns the exit code."""
+    return serve(endpoint, build)

@@ -30,7 +30,7 @@ from hiserve.scheduler.worker_process import CpuUsage, RecoveryTimes, WorkerProc
 
 logger = logging.getLogger(__name__)
 
-WORKER_COMMAND = (sys.executable, "-m", "hiserve.engine.worker")
+WORKER_COMMAND = (sys.executable, "-m", "hiserve.ipc.launcher", "hiserve.engine.worker")
 RESTART_DELAYS_S = (0.0, 1.0, 2.0, 5.0)
 # Consecutive workers without output of the requests they had; isolating one culprit of 1,000 requests takes 12.
 MAX_USELESS = 16

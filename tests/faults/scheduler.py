@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from hiserve.scheduler.process import main
+from hiserve.scheduler.supervisor import WORKER_COMMAND
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[2], (sys.executable, "-m", *sys.argv[1].split())))
+    sys.exit(main(sys.argv[2], (*WORKER_COMMAND[:-1], *sys.argv[1].split())))

@@ -1,4 +1,4 @@
-"""A real worker that may take no more memory from some step on: ``python -m tests.faults.starved STEP MIB ENDPOINT``.
+"""A real worker that may take no more memory from some step on: ``tests.faults.starved STEP MIB ENDPOINT``.
 
 From that step on its address space may grow by so many MiB, and no further: what asks for more is refused by the kernel.
 """
@@ -6,7 +6,6 @@ From that step on its address space may grow by so many MiB, and no further: wha
 from __future__ import annotations
 
 import resource
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +46,5 @@ class Starved:
         return self._engine.step()
 
 
-if __name__ == "__main__":
-
-    def starve(*settings: Any) -> Any:
-        return Starved(build(*settings), int(sys.argv[1]), int(sys.argv[2]) * MIB)
-
-    sys.exit(serve(sys.argv[3], starve))
+def main(step: str, spare_mib: str, endpoint: str) -> int:
+    return serve(endpoint, lambda *settings: Starved(build(*settings), int(step), int(spare_mib) * MIB))  # type: ignore[arg-type,return-value]

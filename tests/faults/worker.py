@@ -1,4 +1,4 @@
-"""A real worker in which something breaks: ``python -m tests.faults.worker NAME=VALUE,... ENDPOINT``.
+"""A real worker in which something breaks: ``tests.faults.worker NAME=VALUE,... ENDPOINT``.
 
 ``fatal=LOW:HIGH``: a step between these raises what a dead device raises; ``hang=LOW:HIGH``: it never ends;
 ``starved=LOW:HIGH``: from it on the kernel refuses more memory. ``poison=TOKEN``: a request that begins with it is too much.
@@ -100,7 +100,9 @@ class Poisoned:
         return self._engine.step()
 
 
-def main(wanted: dict[str, str], endpoint: str) -> int:
+def main(faults: str, endpoint: str) -> int:
+    given = dict(pair.split("=") for pair in faults.split(","))
+    wanted = {} if is_sound(given) else given
     seed = int.from_bytes(os.urandom(4))
     print(f"worker {os.getpid()}: seed {seed}, {wanted}", file=sys.stderr, flush=True)
     rng = np.random.default_rng(seed)
@@ -130,8 +132,3 @@ def is_sound(wanted: dict[str, str]) -> bool:
     num_lives = len(path.read_bytes()) if path.exists() else 0
     path.write_bytes(b"." * (num_lives + 1))
     return num_lives >= int(wanted["lives"])
-
-
-if __name__ == "__main__":
-    given = dict(pair.split("=") for pair in sys.argv[1].split(","))
-    sys.exit(main({} if is_sound(given) else given, sys.argv[2]))

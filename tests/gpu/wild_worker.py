@@ -1,4 +1,4 @@
-"""A real worker whose device reads and writes where nothing is: ``python -m tests.gpu.wild_worker LOW:HIGH ENDPOINT``.
+"""A real worker whose device reads and writes where nothing is: ``tests.gpu.wild_worker LOW:HIGH ENDPOINT``.
 
 A kernel of Triton's, launched before a step between these on the stream of the steps, is off by terabytes. The first worker
 of a server does that; those after it are sound.
@@ -62,12 +62,8 @@ class Wild:
 
 
 def main(steps: str, endpoint: str) -> int:
+    if is_sound({"lives": "1"}):
+        return serve(endpoint, build)
     step = int(np.random.default_rng(int.from_bytes(os.urandom(4))).integers(*map(int, steps.split(":"))))
     print(f"worker {os.getpid()}: its device goes wild before step {step}", file=sys.stderr, flush=True)
     return serve(endpoint, lambda *settings: Wild(build(*settings), step))  # type: ignore[arg-type,return-value]
-
-
-if __name__ == "__main__":
-    if is_sound({"lives": "1"}):
-        sys.exit(serve(sys.argv[2], build))
-    sys.exit(main(sys.argv[1], sys.argv[2]))
