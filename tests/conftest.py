@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -18,6 +19,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        atexit.register(os._exit, 0)  # the first is called last: taking all modules apart would take 4 s of CPU
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -49,9 +51,3 @@ def pytest_collection_finish() -> None:
     """Keeps what collecting has made, which stays to the end, out of garbage collections: a full one takes 0.3 s of CPU with it."""
     gc.freeze()
     gc.enable()
-
-
-def pytest_sessionfinish() -> None:
-    """Lets it go: libraries report at the end what is left of them."""
-    gc.enable()
-    gc.unfreeze()

@@ -13,6 +13,7 @@ from hiserve.core.request import FinishReason
 from hiserve.text.reader.buffer import Event, EventLog, Kind
 from hiserve.text.reader.formats import BY_NAME, FORMATS, ReplyFormat
 from hiserve.text.reader.reader import Reader
+from hiserve.text.template.chat_template import ChatTemplate
 from hiserve.text.tokens.detokenizer import TokenBytes
 from hiserve.text.tokens.tokenizer import Tokenizer
 from tests.helpers import tiny_text
@@ -39,6 +40,11 @@ def marks_of(row: ReplyFormat) -> list[str]:
     marks = [*row.thought, *row.section, *row.call, *row.name_ends, *row.name_prefixes, row.id_mark, *row.fence]
     marks += [*row.key, *row.value, row.end, *row.header, *row.header_starts, *row.header_marks, *row.message_ends]
     return sorted({mark for mark in marks if len(mark) > 1})
+
+
+@cache
+def template_of(name: str) -> ChatTemplate:
+    return ChatTemplate((TEMPLATES / f"{name}.jinja").read_text())
 
 
 @cache

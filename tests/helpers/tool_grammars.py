@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from hiserve.grammar.matcher import Matcher, Vocabulary
 from hiserve.text.abilities import Abilities
 from hiserve.text.reader.formats import BY_NAME
-from hiserve.text.template.chat_template import ChatTemplate
 from tests.helpers import tiny_text
-from tests.helpers.reply_formats import TEMPLATES, marks_of, token_bytes, tokenizer_of
+from tests.helpers.reply_formats import marks_of, template_of, token_bytes, tokenizer_of
 
 NUM_DRAWN = 600
 Schema = dict[str, Any]
@@ -36,8 +35,9 @@ def vocabulary_of(name: str, *, by_token: bool) -> Vocabulary:
 
 @cache
 def abilities_of(name: str, *, by_token: bool) -> Abilities:
-    template = ChatTemplate((TEMPLATES / f"{name}.jinja").read_text())
-    return Abilities(tokenizer_of(name, by_token=by_token), token_bytes(name, by_token=by_token), template, name)
+    return Abilities(
+        tokenizer_of(name, by_token=by_token), token_bytes(name, by_token=by_token), template_of(name), name
+    )
 
 
 def allowed_by(matcher: Matcher, vocab_size: int) -> list[int]:
@@ -45,6 +45,16 @@ def allowed_by(matcher: Matcher, vocab_size: int) -> list[int]:
     matcher.mask(words)
     assert not matcher.error, matcher.error
     return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+
+
+@cache
+def closing_tokens(name: str, *, by_token: bool) -> frozenset[int]:
+    """The tokens whose text closes something: a string, a list, a call, the reply."""
+    tokenizer = tokenizer_of(name, by_token=by_token)
+    marks = [mark[:size] for mark in marks_of(BY_NAME[name]) for size in range(1, len(mark) + 1)]
+    closing = {*'"}]<|', *marks, tokenizer.decode([end_of(name)], skip_hidden=False)}
+    texts = (tokenizer.decode([token], skip_hidden=False) for token in range(len(tokenizer.vocab)))
+    return frozenset(token for token, text in enumerate(texts) if text in closing)
 
 
 def drawn(name: str, start: Matcher, seed: int, *, by_token: bool, lead: str = "") -> list[int] | None:
@@ -55,14 +65,11 @@ def drawn(name: str, start: Matcher, seed: int, *, by_token: bool, lead: str = "
     tokenizer, rng, matcher = tokenizer_of(name, by_token=by_token), random.Random(seed), start.copy()
     said: list[int] = tokenizer.encode(lead, add_special_tokens=False).tolist()
     assert matcher.advance(said) is None and not matcher.error
-    marks = [mark[:size] for mark in marks_of(BY_NAME[name]) for size in range(1, len(mark) + 1)]
-    end, haste = end_of(name), rng.choice([1, 4, 30])
-    closing = {*'"}]<|', *marks, tokenizer.decode([end], skip_hidden=False)}
+    end, haste, closing = end_of(name), rng.choice([1, 4, 30]), closing_tokens(name, by_token=by_token)
     while len(said) < NUM_DRAWN:
         allowed = allowed_by(matcher, len(tokenizer.vocab))
         weight = haste * (1 + len(said) // 40)
-        spelled = [tokenizer.decode([token], skip_hidden=False) for token in allowed]
-        said += rng.choices(allowed, [weight if text in closing else 1 for text in spelled])
+        said += rng.choices(allowed, [weight if token in closing else 1 for token in allowed])
         is_over = matcher.advance(said[-1:]) is not None
         assert not matcher.error, matcher.error
         if is_over:

@@ -25,7 +25,7 @@ from hiserve.text.reader.reader import Reader, ReplyStart
 from hiserve.text.template.chat_template import ChatTemplate
 from tests.helpers import tiny_text
 from tests.helpers.chats import chat_of
-from tests.helpers.reply_formats import NAMES, SIZES, TEMPLATES, marks_of, read, token_bytes, tokenizer_of
+from tests.helpers.reply_formats import NAMES, SIZES, TEMPLATES, marks_of, read, template_of, token_bytes, tokenizer_of
 from tests.helpers.tool_grammars import PARAMETERS, abilities_of, allowed_by, drawn, end_of, vocabulary_of
 from tests.helpers.widening import in_turn
 
@@ -161,7 +161,7 @@ def test_calls_as_a_template_shows_them_are_of_the_grammar(name: str, by_token: 
         ("rest", {}),
         ("look", {"text": ""}),
     ]
-    template = ChatTemplate((TEMPLATES / f"{name}.jinja").read_text())
+    template = template_of(name)
     user = {"role": "user", "content": "Hi"}
     for some in (calls[:1], calls):
         message = {"role": "assistant", "content": ""} | {
@@ -347,7 +347,7 @@ def test_each_mark_that_is_a_token_is_spelled_by_it() -> None:
 @pytest.mark.parametrize("thought", ["", "<|channel|>analysis<|message|>so: {}<|end|><|start|>assistant"])
 def test_a_call_that_is_a_message_follows_a_thought_and_ends_the_reply(thought: str) -> None:
     given = [tool("look", {"type": "object", "properties": {"text": {"type": "string"}}}, strict=True), tool("rest")]
-    template, user = ChatTemplate((TEMPLATES / "harmony.jinja").read_text()), {"role": "user", "content": "Hi"}
+    template, user = template_of("harmony"), {"role": "user", "content": "Hi"}
     call = {"type": "function", "function": {"name": "look", "arguments": {"text": "a"}}}
     message = {"role": "assistant", "content": "", "tool_calls": [call]}
     whole = template.render(chat_of([user, message], add_generation_prompt=False))

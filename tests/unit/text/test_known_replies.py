@@ -20,7 +20,7 @@ from hiserve.text.template.chat_template import ChatTemplate
 from hiserve.text.tokens.detokenizer import TokenBytes
 from tests.helpers import tiny_text
 from tests.helpers.chats import chat_of
-from tests.helpers.reply_formats import NAMES, TEMPLATES, TOOLS, tokenizer_of
+from tests.helpers.reply_formats import NAMES, TOOLS, template_of, tokenizer_of
 from tests.helpers.widening import in_turn
 
 USER = {"role": "user", "content": "Hi"}
@@ -33,7 +33,7 @@ class Agent:
     def __init__(self, name: str, *, by_token: bool = False, template: str = "") -> None:
         self.row = BY_NAME[name]
         self.tokenizer = tokenizer_of(name, by_token=by_token)
-        self.template = ChatTemplate((TEMPLATES / f"{template or name}.jinja").read_text())
+        self.template = template_of(template or name)
         self.abilities = Abilities(self.tokenizer, TokenBytes(self.tokenizer), self.template)
         self.cache = ReplyTokenCache(row=self.row)
         self.kwargs: dict[str, Any] = {}

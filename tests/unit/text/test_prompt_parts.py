@@ -14,7 +14,7 @@ from hiserve.text.prompt.parts import place_after, retained
 from hiserve.text.prompt.reply_tokens import with_thoughts
 from hiserve.text.template.chat_template import ChatTemplate
 from tests.helpers.chats import chat_of
-from tests.helpers.reply_formats import NAMES, TEMPLATES, TOOLS
+from tests.helpers.reply_formats import NAMES, TOOLS, template_of
 from tests.helpers.thinking_templates import FAMILIES
 
 WORDS = st.text("abc de.\n", min_size=1, max_size=30).filter(str.strip)
@@ -44,7 +44,7 @@ PARTS = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_part_is_found_by_the_text_before_it(name: str) -> None:
-    template = ChatTemplate((TEMPLATES / f"{name}.jinja").read_text())
+    template = template_of(name)
     chat = chat_of(HISTORY, tools=TOOLS)
     text, at = template.render(chat), 0
     parts = list(PARTS)
@@ -101,7 +101,7 @@ def test_thoughts_are_those_that_the_template_was_given() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_marked_part_is_retained_up_to_the_next_one(name: str) -> None:
-    template = ChatTemplate((TEMPLATES / f"{name}.jinja").read_text())
+    template = template_of(name)
     chat = chat_of(HISTORY, tools=TOOLS)
     text = template.render(chat)
     ends = {

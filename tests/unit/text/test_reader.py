@@ -17,7 +17,6 @@ from hiserve.text.reader.buffer import Event, EventLog, Kind, called, thought
 from hiserve.text.reader.formats import BY_NAME, FORMATS, find_format
 from hiserve.text.reader.marks import ReplySyntax
 from hiserve.text.reader.reader import Reader, ReplyStart
-from hiserve.text.template.chat_template import ChatTemplate
 from tests.helpers import tiny_text
 from tests.helpers.chats import chat_of
 from tests.helpers.reply_formats import (
@@ -27,6 +26,7 @@ from tests.helpers.reply_formats import (
     TOOLS,
     marks_of,
     read,
+    template_of,
     token_bytes,
     tokenizer_of,
 )
@@ -120,7 +120,7 @@ def test_what_a_template_shows_is_read_back(name: str, by_token: bool, data: st.
     message = {"role": "assistant", "content": content, "reasoning_content": said} | {
         "tool_calls": [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in calls]
     }
-    template = ChatTemplate((TEMPLATES / f"{name}.jinja").read_text())
+    template = template_of(name)
     user = {"role": "user", "content": "Hi"}
     prompt = template.render(chat_of([user]))
     whole = template.render(chat_of([user, message], add_generation_prompt=False))
@@ -299,7 +299,7 @@ def test_a_closing_mark_within_a_string_of_json_is_text(name: str, data: st.Data
     ]
     strings = data.draw(st.lists(st.sampled_from([*ends, '"', "\\", "]", "{", "é"]) | WORDS, max_size=4), "strings")
     given = {"entries": ["".join(strings), strings], "more": {"".join(strings): 1}, "number": 5}
-    template, user = ChatTemplate((TEMPLATES / f"{name}.jinja").read_text()), {"role": "user", "content": "Hi"}
+    template, user = template_of(name), {"role": "user", "content": "Hi"}
     call = {"function": {"name": "look", "arguments": given}}
     message = {"role": "assistant", "content": "", "tool_calls": [call]}
     whole = template.render(chat_of([user, message], add_generation_prompt=False))
@@ -370,7 +370,7 @@ def test_a_call_whose_closing_mark_is_missing_ends_with_the_reply_alone(finish: 
 def test_a_call_that_is_cut_anywhere_after_its_name_leaves_no_content(name: str, by_token: bool) -> None:
     given = {"text": 'say "hi"', "number": 5, "more": {"a": ["x"]}}
     message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": given}}]}
-    template, user = ChatTemplate((TEMPLATES / f"{name}.jinja").read_text()), {"role": "user", "content": "Hi"}
+    template, user = template_of(name), {"role": "user", "content": "Hi"}
     whole = template.render(chat_of([user, message], add_generation_prompt=False))
     text = whole.removeprefix(template.render(chat_of([user]))).removesuffix("<|end|>")
     start = ReplyStart(TOOLS, is_thinking=text.startswith(("</think>", "\n</think>")))
@@ -426,7 +426,7 @@ def test_spans_cover_every_token_and_marks_belong_to_what_follows() -> None:
 def test_every_value_is_read_in_deltas_of_any_size(name: str, size: int) -> None:
     given = {"text": 'say "hi" to \\ all\n and <b>', "number": 5, "more": {"a": ["x y"]}, "note": 'a "b"'}
     message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": given}}]}
-    template, user = ChatTemplate((TEMPLATES / f"{name}.jinja").read_text()), {"role": "user", "content": "Hi"}
+    template, user = template_of(name), {"role": "user", "content": "Hi"}
     whole = template.render(chat_of([user, message], add_generation_prompt=False))
     text = whole.removeprefix(template.render(chat_of([user]))).removesuffix("<|end|>")
     start = ReplyStart(TOOLS, is_thinking=text.startswith(("</think>", "\n</think>")))
@@ -515,7 +515,7 @@ def test_messages_are_read_by_their_headers(by_token: bool, parts: list[str], si
     events, _, num_tokens = read(reader("harmony", by_token=by_token), ids, sizes, STOP)
     assert shown(events) == expected
     check_spans(events, num_tokens)
-    template = ChatTemplate((TEMPLATES / "harmony.jinja").read_text())
+    template = template_of("harmony")
     auto = Abilities(tokenizer, token_bytes("harmony", by_token=by_token), template)
     assert auto.format is BY_NAME["harmony"]
 

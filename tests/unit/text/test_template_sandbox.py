@@ -18,7 +18,7 @@ from tests.helpers.chats import chat_of
 from tests.helpers.slowness import least_cpu_s
 from tests.helpers.widening import some
 
-MAX_S = 0.15
+MAX_S = 0.05
 GROW = "{% set ns = namespace(x=START) %}{% for i in range(100) %}{% set ns.x = STEP %}{% endfor %}"
 SHARED = GROW.replace("START", "[1]").replace("STEP", "[ns.x, ns.x]")
 TWIN = SHARED.replace("ns", "y")
