@@ -30,7 +30,15 @@ TORCH_FREE = (
     "hiserve.engine.planner",
     "hiserve.engine.service",
 )
-LISTING = "import sys, importlib; importlib.import_module(sys.argv[1]); print(*sys.modules)"
+HEAVY = {"torch", "triton", "flashinfer", "transformers"}
+# What each module has loaded of these, with all that were imported before it: if one loads any, the first that does is told.
+LISTING = """
+import importlib, sys
+heavy, *modules = sys.argv[1:]
+for module in modules:
+    importlib.import_module(module)
+    print(module, *(name for name in heavy.split() if name in sys.modules))
+"""
 
 
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -61,30 +69,32 @@ def test_the_package_is_where_the_test_looks() -> None:
     assert len(FILES) > 50
 
 
-@pytest.mark.parametrize("path", FILES, ids=named)
-def test_a_file_says_what_it_is_for_and_stays_short(path: Path) -> None:
-    text = path.read_text()
-    tree = ast.parse(text)
-    assert ast.get_docstring(tree), "the module has no docstring"
-    assert len(text.splitlines()) <= MAX_FILE_LINES
-    long = {function.name: num_lines(function) for function in functions(tree)}
-    assert {name: lines for name, lines in long.items() if lines > MAX_FUNCTION_LINES} == {}
+@pytest.fixture(scope="module")
+def trees() -> dict[str, ast.Module]:
+    return {named(path): ast.parse(path.read_text()) for path in FILES}
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if named(path) != HANDS_ON_ENVIRONMENT], ids=named)
-def test_nothing_reads_the_environment(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert not (attributes | imported) & {"environ", "environb", "getenv", "getenvb"}
+def test_files_say_what_they_are_for_and_stay_short(trees: dict[str, ast.Module]) -> None:
+    assert [name for name, tree in trees.items() if not ast.get_docstring(tree)] == [], "they have no docstring"
+    long = {named(path): lines for path in FILES if (lines := len(path.read_text().splitlines())) > MAX_FILE_LINES}
+    assert long == {}
+    sizes = {(name, function.name): num_lines(function) for name, tree in trees.items() for function in functions(tree)}
+    assert {place: lines for place, lines in sizes.items() if lines > MAX_FUNCTION_LINES} == {}
 
 
-@pytest.mark.parametrize("module", TORCH_FREE)
-def test_importing_the_planning_half_and_the_front_end_loads_no_torch(module: str) -> None:
-    done = subprocess.run([sys.executable, "-c", LISTING, module], cwd=ROOT, capture_output=True, text=True, check=True)
-    loaded = set(done.stdout.split())
-    assert module in loaded
-    assert not loaded & {"torch", "triton", "flashinfer", "transformers"}
+def test_nothing_reads_the_environment(trees: dict[str, ast.Module]) -> None:
+    found: dict[str, set[str]] = {}
+    for name, tree in trees.items():
+        attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+        found[name] = (attributes | imported) & {"environ", "environb", "getenv", "getenvb"}
+    assert [name for name, words in found.items() if words] == [HANDS_ON_ENVIRONMENT]
+
+
+def test_importing_the_planning_half_and_the_front_end_loads_no_torch() -> None:
+    command = [sys.executable, "-c", LISTING, " ".join(HEAVY), *TORCH_FREE]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == list(TORCH_FREE), "each module, and behind it nothing heavy"
 
 
 INDEX = ROOT / "hiserve/cache/index"

@@ -90,7 +90,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     (snippet,) = of("is_serve")
     argv = shlex.split(snippet.text)[2:]
     at = argv.index("--port")
-    with serve(tmp_path_factory.mktemp("readme"), *argv[:at], *argv[at + 2 :]) as live:
+    with serve(tmp_path_factory.mktemp("readme"), *argv[:at], *argv[at + 2 :], "--spec", "auto") as live:
         assert f":{argv[at + 1]}" not in live.url
         yield live
 

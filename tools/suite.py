@@ -28,12 +28,16 @@ CHECKS = {
 
 
 def run_checks(names: list[str]) -> list[str]:
-    """Runs some of ``CHECKS``; returns those that failed."""
+    """Runs some of ``CHECKS``, all at once, and prints what they say, one after the other; returns those that failed."""
     tools = Path(sys.executable).parent
-    failed = []
+    running = {}
     for name in names:
         tool, *arguments = CHECKS[name]
-        if subprocess.run([tools / tool, *arguments], cwd=ROOT, check=False).returncode:
+        running[name] = subprocess.Popen([tools / tool, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    failed = []
+    for name, process in running.items():
+        print(process.communicate()[0], end="", flush=True)
+        if process.returncode:
             failed.append(name)
     return failed
 

@@ -17,8 +17,10 @@ import httpx
 
 from tests.helpers.waiting import PATIENCE_S
 
-# Every server drafts; only one that is to choose the number of drafts measures at start what they cost, 1.5 s of CPU.
-DRAFTS = ("--spec-steps", "3")
+# A server that chooses the number of drafts measures at start what they cost, 1.5 s of CPU. Servers of tests draft so many,
+# or none unless a test says so.
+DRAFTS = ("--spec", "auto", "--spec-steps", "3")
+PLAIN = ("--spec", "off")
 COMMAND = (sys.executable, "-c", "import sys; from hiserve.cli import main; sys.exit(main())")
 
 
@@ -91,14 +93,14 @@ def serve(
 
     Args:
         folder: For its log.
-        flags: Of ``hiserve serve``; they win over ``DRAFTS``.
+        flags: Of ``hiserve serve``; they win over ``PLAIN``.
         command: What stands for ``hiserve``.
         environment: Variables beside those of this process.
     """
     log = folder / "serve.log"
     with log.open("w") as sink:
         process = subprocess.Popen(
-            [*command, "serve", "--port", "0", *DRAFTS, *flags],
+            [*command, "serve", "--port", "0", *PLAIN, *flags],
             stdout=subprocess.PIPE,
             stderr=sink,
             text=True,

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from hiserve.models.model_config import NANO
-from tests.e2e.live import Live, serve
+from tests.e2e.live import DRAFTS, Live, serve
 from tests.helpers.reply_formats import TEMPLATES
 from tests.helpers.waiting import PATIENCE_S
 from tests.helpers.widening import in_turn
@@ -34,7 +34,7 @@ STEP = (
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    flags = ("--cpu-threads", "1", "--chat-template", str(TEMPLATES / "hermes.jinja"), "--seal-key", "a key")
+    flags = ("--cpu-threads", "1", "--chat-template", str(TEMPLATES / "hermes.jinja"), "--seal-key", "a key", *DRAFTS)
     with serve(tmp_path_factory.mktemp("anthropic"), *flags) as running:
         yield running
 

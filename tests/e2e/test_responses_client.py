@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from hiserve.models.model_config import NANO
-from tests.e2e.live import Live, serve
+from tests.e2e.live import DRAFTS, Live, serve
 from tests.helpers.waiting import PATIENCE_S
 from tests.helpers.widening import in_turn
 
@@ -26,7 +26,7 @@ QUESTION = "I would like a small latte with oat milk, please. Can you also find 
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("live")
     flags = ("--cpu-threads", "1", "--page-size", str(PAGE), "--responses-store", f"sqlite:{folder / 'kept.db'}")
-    with serve(folder, *flags) as running:
+    with serve(folder, *flags, *DRAFTS) as running:
         yield running
 
 

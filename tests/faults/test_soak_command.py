@@ -15,10 +15,21 @@ from hiserve.bench.options import SoakOptions
 from hiserve.bench.soak.soak_run import SoakOutcome, soak
 from hiserve.bench.soak.soak_summary import REFUSALS
 from hiserve.config.options import make_options
-from tests.e2e.live import serve
+from tests.e2e.live import DRAFTS, serve
 
 SIZES = ["--page-size", "16", "--kv-pages", "80", "--max-model-len", "512", "--max-running-requests", "4"]
-SERVER = [*SIZES, "--dtype", "float64", "--cpu-threads", "1", "--log-level", "warning", "--max-queued-requests", "6"]
+SERVER = [
+    *SIZES,
+    *DRAFTS,
+    "--dtype",
+    "float64",
+    "--cpu-threads",
+    "1",
+    "--log-level",
+    "warning",
+    "--max-queued-requests",
+    "6",
+]
 FEW = ["--num-dialogues", "2", "--num-agents", "2", "--num-turns", "2", "--prefix-length", "96", "--output-length", "8"]
 LOAD = [
     "--users",

@@ -1,7 +1,7 @@
 """Messages between processes and to routers."""
 
-from hiserve.ipc import channel, child, codec, updates
-from tests.unit.ipc import test_channel, test_child, test_codec, test_strangers, test_updates
+from hiserve.ipc import channel, child, codec, launcher, updates
+from tests.unit.ipc import test_channel, test_child, test_codec, test_launcher, test_strangers, test_updates
 
 with updates.RequestUpdates.check, test_codec.test_columns_that_contradict_each_other_are_malformed:
     "INV 62: columns of different lengths are accepted"
@@ -39,3 +39,7 @@ with child.bound_memory, test_child.test_memory_is_bounded_beyond_what_a_process
     "the bound of a helper's memory counts what the threads of its libraries hold"
     num_pages * resource.getpagesize() + num_bytes
     num_bytes
+with launcher.main, test_launcher.test_what_is_imported_is_never_looked_through:
+    "what a worker has imported is looked through in every full garbage collection"
+    gc.freeze()
+    gc.get_freeze_count()
