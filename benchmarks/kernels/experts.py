@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.gpu import ceilings
 from benchmarks.gpu.ceilings import median_s, recorded
 from hiserve.core.activation import SILU
-from hiserve.kernels import experts, few_experts
+from hiserve.kernels import experts, few_packed
 from hiserve.kernels.expert_products import Tile
 from hiserve.kernels.packed_products import multiply_packed
 from hiserve.kernels.packed_weights import PackedWeights, packed_size, plain
@@ -123,15 +123,17 @@ def compare_blocks(sizes: Sizes, weights: tuple[PackedWeights, PackedWeights], r
     routed, x = choices(sizes, 1), torch.randn(1, sizes.hidden, device=DEVICE).to(torch.bfloat16)
     num_bytes = sum(each.codes.nbytes + each.scales.nbytes for each in weights)
     limit = sizes.read_share(1) * num_bytes / rate
-    for name in ("_PACKED_GATE", "_PACKED_DOWN"):
-        former, found = getattr(few_experts, name), []
-        for columns, depth in product((1, 2, 4, 8, 16), (512, 1024, 2048)):
-            setattr(few_experts, name, few_experts._Block(columns, depth))
-            found.append((seconds(lambda *given: experts.mix_experts(x, *given, *weights), routed), columns, depth))
-        setattr(few_experts, name, former)
-        for taken, columns, depth in sorted(found)[:4]:
-            told = f"{1e6 * taken:9.1f} us both, {limit / taken:.2f} of the limit"
-            print(f"  {name} {columns:2} columns, {depth} deep: {told}", flush=True)
+    for name in ("_GATE", "_DOWN"):
+        former, found = getattr(few_packed, name), []
+        for columns, warps, stages in product((16, 32, 64, 128), (1, 2, 4), (4, 6)):
+            if 16 * warps <= columns <= 64 * warps:
+                setattr(few_packed, name, {"COLUMNS": columns, "num_warps": warps, "num_stages": stages})
+                taken = seconds(lambda *given: experts.mix_experts(x, *given, *weights), routed)
+                found.append((taken, columns, warps, stages))
+        setattr(few_packed, name, former)
+        for taken, columns, warps, stages in sorted(found)[:4]:
+            told = f"{1e6 * taken:9.1f} us both launches, {limit / taken:.2f} of the limit"
+            print(f"  {name:5} {columns:3} columns, {warps} warps, {stages} stages: {told}", flush=True)
 
 
 def main() -> None:

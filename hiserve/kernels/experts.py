@@ -8,6 +8,7 @@ without a block end at once. There are no atomic additions: results are bitwise 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from hiserve.core.activation import SILU, Activation
 from hiserve.kernels import reference
 from hiserve.kernels.expert_products import TILES, multiply, tiles_for
 from hiserve.kernels.few_experts import MAX_TOKENS, mix_few
+from hiserve.kernels.few_packed import mix_few_packed
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 from hiserve.kernels.packed_products import PACKED_TILES, multiply_packed
 from hiserve.kernels.packed_weights import PackedWeights, Weights
@@ -107,7 +109,8 @@ def mix_experts(
     assert all(bias is None or bias.is_contiguous() for bias in (gate_up_bias, down_bias))
     assert shared is None or (gate_up_bias is None and shared[1].shape == down.shape[1:]), "another shape"
     if 1 <= x.shape[0] <= MAX_TOKENS:
-        return mix_few(x, shares, chosen, gate_up, down, (gate_up_bias, down_bias), shared, activation)
+        few: Callable[..., Tensor] = mix_few_packed if is_packed else mix_few
+        return few(x, shares, chosen, gate_up, down, (gate_up_bias, down_bias), shared, activation)
     num_experts, num_chosen = gate_up.shape[0], chosen.numel()
     num_pairs = num_chosen + (0 if shared is None else x.shape[0])
     order, ends = _group(chosen, num_experts, num_pairs)

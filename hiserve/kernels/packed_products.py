@@ -94,7 +94,7 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
 ):
     """Each program multiplies a block of an expert's rows with a block of its weights; as ``expert_products``' kernel.
 
-    What lies behind the last row or column is read in place of nothing and stored nowhere.
+    What lies behind the last column is read in place of nothing and stored nowhere.
     """
     IS_GATED: tl.constexpr = ACTIVATION is not None  # noqa: N806
     NUM_SUMS: tl.constexpr = 2 if IS_GATED else 1  # noqa: N806
@@ -108,7 +108,7 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
     read = pair // num_per_token if IS_GATED else tl.minimum(row, end - 1)
     if shared_codes is not None and IS_GATED:
         read = tl.where(pair < num_chosen, read, pair - num_chosen)
-    rows = source + read.to(tl.int64) * depth
+    rows, is_row = source + read.to(tl.int64) * depth, row < end
     is_shared = expert == num_experts - 1  # if there is one
     if shared_codes is not None:
         expert = tl.where(is_shared, 0, expert)  # the first of its own tensors
@@ -116,12 +116,12 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
             codes = tl.where(is_shared, shared_codes, codes)
             scales = tl.where(is_shared, shared_scales, scales)
     if shared_codes is not None and KIND != SHARED_KIND and is_shared:
-        total, total_up = _sums(
-            rows, shared_codes, shared_scales, expert, column, num_columns, depth, NUM_SUMS, SHARED_KIND, ROWS, COLUMNS, IS_EVEN
+        total, total_up = packed_sums(
+            rows, is_row, shared_codes, shared_scales, expert, column, num_columns, depth, NUM_SUMS, SHARED_KIND, IS_EVEN
         )  # fmt: skip
     else:
-        total, total_up = _sums(
-            rows, codes, scales, expert, column, num_columns, depth, NUM_SUMS, KIND, ROWS, COLUMNS, IS_EVEN
+        total, total_up = packed_sums(
+            rows, is_row, codes, scales, expert, column, num_columns, depth, NUM_SUMS, KIND, IS_EVEN
         )
     dtype: tl.constexpr = out.dtype.element_ty
     is_column = column < num_columns
@@ -132,12 +132,13 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
     if IS_GATED:
         total = activate(total.to(dtype).to(tl.float32), total_up.to(dtype).to(tl.float32), dtype, ACTIVATION)
     target = out + (row if IS_GATED else pair).to(tl.int64)[:, None] * num_columns + column[None, :]
-    tl.store(target, total.to(dtype).T, mask=(row < end)[:, None] & is_column[None, :])
+    tl.store(target, total.to(dtype).T, mask=is_row[:, None] & is_column[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sums(  # type: ignore[no-untyped-def]
+def packed_sums(  # type: ignore[no-untyped-def]
     rows,
+    is_row,
     codes,
     scales,
     expert,
@@ -146,11 +147,14 @@ def _sums(  # type: ignore[no-untyped-def]
     depth,
     NUM_SUMS: tl.constexpr,  # noqa: N803
     KIND: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
     IS_EVEN: tl.constexpr,  # noqa: N803
 ):
-    """Returns the products of rows with the first matrix of an expert, and with the second one, float32 ``[COLUMNS, ROWS]``."""
+    """Returns the products of rows with the first matrix of an expert, and with the second one, float32 ``[COLUMNS, ROWS]``.
+
+    Nothing is read of rows of a block of few that are none: that would be as much as its weights are.
+    """
+    ROWS: tl.constexpr = rows.shape[0]  # noqa: N806
+    COLUMNS: tl.constexpr = column.shape[0]  # noqa: N806
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
     total_up = tl.zeros([COLUMNS, ROWS], tl.float32)
     dtype: tl.constexpr = rows.dtype.element_ty
@@ -166,7 +170,7 @@ def _sums(  # type: ignore[no-untyped-def]
             if NUM_SUMS == 2:
                 packed_up, factor_up = tl.load(words_up + block * WORDS), tl.load(factors_up + block)
             for group in tl.static_range(GROUPS):
-                values = _values(rows, block * BLOCK + group * GROUP, depth, GROUP, IS_EVEN)
+                values = _values(rows, is_row, block * BLOCK + group * GROUP, depth, GROUP, IS_EVEN)
                 total = tl.dot(unpack_group(packed, factor, group, dtype), values, total)
                 if NUM_SUMS == 2:
                     total_up = tl.dot(unpack_group(packed_up, factor_up, group, dtype), values, total_up)
@@ -178,9 +182,9 @@ def _sums(  # type: ignore[no-untyped-def]
         numbers_up = numbers + num_columns.to(tl.int64) * depth
         num_scales = tl.cdiv(num_columns, BLOCK) * num_blocks
         # All columns of a program have the same scales.
-        scale_row = tl.program_id(0) % tl.cdiv(num_columns, COLUMNS) * COLUMNS // BLOCK
+        scale_row = tl.min(column, 0) // BLOCK
         for first in range(0, depth, STEP):
-            values = _values(rows, first, depth, STEP, IS_EVEN)
+            values = _values(rows, is_row, first, depth, STEP, IS_EVEN)
             is_element = (element < depth - first)[None, :]
             factor = 1.0
             factor_up = 1.0
@@ -202,11 +206,11 @@ def _column(values, mask):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _values(rows, first, depth, COUNT: tl.constexpr, IS_EVEN: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _values(rows, is_row, first, depth, COUNT: tl.constexpr, IS_EVEN: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Returns elements of rows, ``[COUNT, ROWS]``; zeros behind their end."""
     element = first + tl.arange(0, COUNT)
-    places = rows[None, :] + element[:, None]
-    return tl.load(places) if IS_EVEN else tl.load(places, mask=(element < depth)[:, None], other=0.0)
+    is_there = is_row[None, :] if IS_EVEN else is_row[None, :] & (element < depth)[:, None]
+    return tl.load(rows[None, :] + element[:, None], mask=is_there, other=0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -22,12 +22,12 @@ _MULTIPLY_F16 = tl.constexpr(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def unpack_pairs(words, scales, NUMBER: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Returns the even and the odd numbers of a group of each block, in a type of 16 bits.
+def unpack_group(words, scales, NUMBER: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Returns a group of a block of rows, ``[N, GROUP]``, in a type of 16 bits.
 
     Args:
-        words: int32, of blocks.
-        scales: int32, which broadcast to them.
+        words: int32 ``[N, WORDS]``.
+        scales: int32 ``[N]``.
         NUMBER: Of the group in its block.
         DTYPE: bfloat16 or float16.
 
@@ -43,7 +43,7 @@ def unpack_pairs(words, scales, NUMBER: tl.constexpr, DTYPE: tl.constexpr):  # t
         pairs |= words << (LOW - PLACE) & BITS
     else:
         pairs |= words >> (PLACE - LOW) & BITS
-    exponent = (scales >> (8 * NUMBER)) & 255
+    exponent = ((scales >> (8 * NUMBER)) & 255)[:, None]
     if IS_BF16:
         factor = exponent + 126 << 7
         factor |= factor << 16
@@ -57,13 +57,6 @@ def unpack_pairs(words, scales, NUMBER: tl.constexpr, DTYPE: tl.constexpr):  # t
         even, odd = tl.inline_asm_elementwise(
             _MULTIPLY_F16, "=h,=h,r,r", [pairs, factor], (tl.float16, tl.float16), is_pure=True, pack=1
         )
-    return even, odd
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def unpack_group(words, scales, NUMBER: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Returns a group of one block of rows: words ``[N, WORDS]`` and scales ``[N]`` give ``[N, GROUP]``."""
-    even, odd = unpack_pairs(words, scales[:, None], NUMBER, DTYPE)
     return tl.reshape(tl.join(even, odd), [words.shape[0], GROUP])
 
 

@@ -12,6 +12,7 @@ from hiserve.kernels import (
     draw,
     expert_products,
     few_experts,
+    few_packed,
     fused,
     gated_norm_triton,
     group_route,
@@ -128,11 +129,11 @@ with expert_products._multiply, test_experts.test_products_of_experts_read_nothi
     "products of experts read behind the last pair"
     tl.load(order + tl.minimum(row, end - 1))
     tl.load(order + row)
-with packed_triton.unpack_pairs, test_packed_experts.test_numbers_are_upcast_exactly:
+with packed_triton.unpack_group, test_packed_experts.test_numbers_are_upcast_exactly:
     "kernel: all groups of a block of packed weights have the scale of the first"
     (scales >> (8 * NUMBER)) & 255
     scales & 255
-with packed_products._sums, test_packed_experts.test_products_are_those_with_plain_weights:
+with packed_products.packed_sums, test_packed_experts.test_products_are_those_with_plain_weights:
     "kernel: up has the scales of gate"
     place + num_scales
     place
@@ -140,10 +141,10 @@ with packed_products._packed_kernel, test_packed_experts.test_products_are_those
     "kernel: the shared expert beside packed ones is the last of these"
     tl.where(is_shared, 0, expert)
     expert
-with few_experts._products_4, test_packed_experts.test_experts_mix_as_their_twin_does:
-    "kernel: a token alone multiplies the numbers of each pair in the wrong order"
-    even.to(tl.float32) * even_value[None, :]
-    even.to(tl.float32) * odd_value[None, :]
+with few_packed._down_kernel, test_packed_experts.test_experts_mix_as_their_twin_does:
+    "kernel: a token alone takes the activated row of its first packed expert for all"
+    rows + turn * depth
+    rows
 with delta._advance, test_delta.test_chunks_and_rejected_drafts_change_no_bit_with_the_least_ring["2"]:
     "INV H6: the stored state covers drafts"
     at < rows.state_ends

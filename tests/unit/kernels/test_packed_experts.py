@@ -8,7 +8,7 @@ HEADER = """
 import torch
 from torch.testing import assert_close
 from hiserve.core.activation import SILU, Activation
-from hiserve.kernels import experts, few_experts, reference
+from hiserve.kernels import experts, reference
 from hiserve.kernels.expert_products import Tile, multiply
 from hiserve.kernels.packed_products import PACKED_TILES, multiply_packed
 from hiserve.kernels.packed_weights import plain
@@ -74,7 +74,6 @@ for kind, tokens, tile, others, activation in (
 
 
 MIXES = """
-few_experts._PACKED_GATE = few_experts._PACKED_DOWN = few_experts._Block(64, 128)  # more columns than these, and less than a row
 hidden, inner = 160, 96
 for kind, others in (("4", None), ("4", "plain"), ("8", "8"), ("4", "8"), ("8", "plain")):
     make = {"4": lambda *shape, **_: random_4(generator, *shape), "8": lambda *shape, **more: random_8(generator, *shape, **more),
