@@ -89,12 +89,13 @@ def test_every_token_is_the_likeliest(folder: Path, spec: str, graphs: str) -> N
     check(folder, NEAR, spec=spec, graphs=graphs)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v4", "deepseek_v32"])
 @pytest.mark.parametrize(("graphs", "spec"), [("off", "off"), ("all", "off"), ("all", "mtp")])
 def test_every_token_is_the_likeliest_with_packed_rows(
-    tmp_path_factory: pytest.TempPathFactory, spec: str, graphs: str
+    tmp_path_factory: pytest.TempPathFactory, name: str, spec: str, graphs: str
 ) -> None:
     """Without logits of transformers, which has no such rows; prefixes come back from the host, too."""
-    folder = saved("deepseek_v4", tmp_path_factory.mktemp("packed"))
+    folder = saved(name, tmp_path_factory.mktemp("packed"))
     check(folder, NEAR_PACKED, spec=spec, graphs=graphs, kv_rows="packed", host_cache_gib=0.02, kv_pages=40)
 
 

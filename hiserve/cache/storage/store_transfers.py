@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from itertools import islice
 from queue import SimpleQueue
 
 import numpy as np
@@ -21,6 +20,7 @@ from hiserve.errors import InvariantError
 from hiserve.ipc.cache_stats import StoreStats
 
 MAX_ENDS = 8  # resume points of an answer
+MAX_PAGES_BEFORE = 512  # of a resume point before the deepest: each boundary without one costs a look at the medium
 NOT_DELIVERED = "not_delivered"
 REFUSED = "store_refused"
 NO_CHECKSUM = "no_checksum"
@@ -138,10 +138,19 @@ class StoreTransfers:
         count = num_here + self._store.exists([store_key(digest) for digest in digests[num_here:]])
         ends = [count] if count else []
         if lookup.needs_tail:
-            has_tail = (end for end in range(count, 0, -1) if self._store.exists([tail_key(digests[end - 1])]))
-            ends = [*islice(has_tail, MAX_ENDS)][::-1]
+            ends = self._tails_before(digests[:count])
         self._found.append((lookup.uid, tuple(ends)))
         self._wake()
+
+    def _tails_before(self, digests: list[bytes]) -> list[int]:
+        """Returns the ends of the deepest tails of a prefix, ascending; a tail that is far before the deepest is not looked for."""
+        ends: list[int] = []
+        for end in range(len(digests), 0, -1):
+            if len(ends) == MAX_ENDS or (ends and ends[0] - end > MAX_PAGES_BEFORE):
+                break
+            if self._store.exists([tail_key(digests[end - 1])]):
+                ends.append(end)
+        return ends[::-1]
 
     def _prefetch(self, copy: PageCopy) -> None:
         """Reads the leading pages that are there, and the tail behind them if all are, and it is whole."""

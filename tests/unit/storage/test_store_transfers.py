@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hiserve.cache.storage import store_transfers
 from hiserve.cache.storage.host import HostPool
 from hiserve.cache.storage.records import PageState
 from hiserve.cache.storage.segment import PageLayout, Segment
@@ -436,10 +437,15 @@ def test_a_lookup_finds_the_tails_behind_pages_that_are_here_or_there(
     assert next_found(transfers) == (7, found)
 
 
-def test_a_lookup_finds_the_deepest_of_many_tails(make: Callable[..., StoreTransfers]) -> None:
+def test_a_lookup_finds_the_deepest_of_many_tails(
+    make: Callable[..., StoreTransfers], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, store = make_run([*range(1, 13)], [*range(12)]), SimStore()
     for key in (store_key, tail_key):
         store.put([*map(key, run.digests)], [memoryview(bytearray(PAGE_BYTES))] * 12)
     transfers = make(store)
     transfers.look_up(StoreLookup(7, run.digests, needs_tail=True))
     assert next_found(transfers) == (7, tuple(range(13 - MAX_ENDS, 13)))
+    monkeypatch.setattr(store_transfers, "MAX_PAGES_BEFORE", 2)
+    transfers.look_up(StoreLookup(8, run.digests, needs_tail=True))
+    assert next_found(transfers) == (8, (10, 11, 12))
