@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from hiserve.core.activation import SILU, Activation
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.kernels.ops import Ops, ops_for
 from hiserve.kernels.packed_weights import Weights
+from hiserve.kernels.quantized import QuantizedWeight
 from hiserve.kernels.routing import ExpertGroups
 
 
@@ -47,17 +49,24 @@ class Linear:
         is_after_attention: The input is an attention's output.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, is_after_attention: bool = False) -> None:
+    def __init__(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, *, is_after_attention: bool = False
+    ) -> None:
         self._weight, self._bias = weight, bias
-        self._project: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-        if can_pack(weight):
+        self._project: Callable[[Tensor, Any, Tensor | None], Tensor]
+        if isinstance(weight, QuantizedWeight):
+            self._project = partial(ops_for(weight.device).quantized_linear, is_after_attention=is_after_attention)
+        elif can_pack(weight):
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
             self._project = _packed_linear
         else:
             self._project = partial(ops_for(weight.device).linear, is_after_attention=is_after_attention)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Projects ``[T, in_features]``, of the weight's type or a narrower one, to the weight's type."""
+        """Projects ``[T, in_features]``, of the weight's type or a narrower one, to the weight's type.
+
+        Inputs of a quantized weight may have any floating type, which the product has too.
+        """
         return self._project(x, self._weight, self._bias)
 
 

@@ -40,6 +40,13 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         DType,
         about("Type of weights and KV cache; auto is the checkpoint's, and float32 on CPU. float64 is for tests."),
     ] = "auto"
+    quantize: Annotated[
+        Literal["off", "fp8", "int4"],
+        about(
+            "Rounds the weights of attention's projections and of MLPs when they are loaded: to 8 bits (E4M3, a scale for each output), "
+            "or to 4 (a scale for each 128 inputs of an output). A checkpoint that is quantized itself stays as it is, with off."
+        ),
+    ] = "off"
     state_dtype: Annotated[
         Literal["float32", "bfloat16", "float64"],
         about(

@@ -365,8 +365,11 @@ class _Worker:
 
 
 def _weight_bytes(owner: ModelFacts | DraftFacts, model: ModelSettings) -> int:
-    packed = owner.packed_experts if unpacks_in_tiles(model.device, model.dtype) else PackedSize()
-    return (owner.num_params - packed.num_params) * DTYPE_BYTES[model.dtype] + packed.num_bytes
+    sizes = [owner.packed_experts if unpacks_in_tiles(model.device, model.dtype) else PackedSize()]
+    if isinstance(owner, ModelFacts):
+        sizes.append(owner.quantized_linears)
+    num_whole = owner.num_params - sum(each.num_params for each in sizes)
+    return num_whole * DTYPE_BYTES[model.dtype] + sum(each.num_bytes for each in sizes)
 
 
 def _gib(num_bytes: int) -> str:

@@ -105,6 +105,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     window_elements: int = 0  # of ``slot_elements``, those of layers with a window
     num_params: int
     packed_experts: PackedSize = PackedSize()  # of these, on a device whose products upcast them
+    quantized_linears: PackedSize = PackedSize()  # likewise, on any device
     slot_elements: int  # KV elements per token, all layers together
     # Of groups whose rows stand for several tokens: elements of a row, all layers together, and its tokens.
     ratio_elements: tuple[tuple[int, int], ...] = ()

@@ -20,6 +20,7 @@ from hiserve.kernels.group_route import route_in_groups
 from hiserve.kernels.index_store import rotate_first, store_index_keys
 from hiserve.kernels.latent_store import store_latents
 from hiserve.kernels.launch import await_previous, early_launch, start_next
+from hiserve.kernels.quantized_linear import quantized_linear
 from hiserve.kernels.skinny_linear import linear
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "gated_rms_norm",
     "linear",
     "mix_experts",
+    "quantized_linear",
     "rms_norm",
     "rotate_and_store",
     "rotate_first",

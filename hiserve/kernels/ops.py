@@ -13,6 +13,7 @@ from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.core.row_shapes import PackedPages
 from hiserve.kernels.delta import DeltaPools, DeltaShape, DeltaWeights
 from hiserve.kernels.packed_weights import Weights
+from hiserve.kernels.quantized import QuantizedWeight
 from hiserve.kernels.routing import ExpertGroups
 
 # Imported by name: triton, which CUDA kernels need, is not installed everywhere.
@@ -81,6 +82,11 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention: bool) -> Tensor:
         """Projects ``[T, n]`` to the weight's type. After an attention a device may launch it without overlap, which the attention needs."""
+
+    def quantized_linear(
+        self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, *, is_after_attention: bool
+    ) -> Tensor:
+        """Projects ``[T, n]`` by a weight in 8 or 4 bits; otherwise as ``linear``."""
 
     def act_mul(self, gate_up: Tensor, activation: Activation = SILU) -> Tensor:
         """Returns the activation of gate and up."""

@@ -13,6 +13,7 @@ from hiserve.kernels.gated_norm import gated_rms_norm as gated_rms_norm
 from hiserve.kernels.index_rows import rotate_first as rotate_first
 from hiserve.kernels.index_rows import store_index_keys as store_index_keys
 from hiserve.kernels.packed_weights import Weights, plain
+from hiserve.kernels.quantized import quantized_linear as quantized_linear
 from hiserve.kernels.routing import route_in_groups as route_in_groups
 
 _MASK32 = 0xFFFFFFFF

@@ -36,7 +36,7 @@ def _rounded(value):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _small(value):  # type: ignore[no-untyped-def]
+def to_e4m3(value):  # type: ignore[no-untyped-def]
     """Rounds finite numbers to E4M3, as ``_rounded`` does: by bits, which is the same on all devices."""
     positive = tl.minimum(tl.abs(value), _LARGEST)
     bits = positive.to(tl.int32, bitcast=True)
@@ -76,7 +76,7 @@ def store_row(  # type: ignore[no-untyped-def]
         value = _rounded(row).to(tl.float32, bitcast=True)
         if TILE == WIDTH:
             factor = tl.maximum(tl.max(tl.abs(value), 0), _LEAST) * (1 / _LARGEST)
-            small = _small(tl.div_rn(value, tl.broadcast_to(factor, [WIDTH])))
+            small = to_e4m3(tl.div_rn(value, tl.broadcast_to(factor, [WIDTH])))
             tl.store(place + tl.arange(0, WIDTH), small)
             tl.store(scale.to(tl.pointer_type(tl.float32), bitcast=True), factor)
         else:
@@ -111,7 +111,7 @@ def _store_tiles(value, place, scale, WIDTH: tl.constexpr, TILE: tl.constexpr): 
     exponent = (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).to(tl.int32)
     factor = ((127 - exponent) << 23).to(tl.float32, bitcast=True)  # 2 to the power of less the exponent
     column = tile[:, None] * TILE + element[None, :]
-    tl.store(place + column, _small(value * factor[:, None]), mask=is_scaled[:, None])
+    tl.store(place + column, to_e4m3(value * factor[:, None]), mask=is_scaled[:, None])
     tl.store(scale + tile, tl.minimum(tl.maximum(exponent + 127, 0), 255).to(tl.uint8), mask=is_scaled)
     for pad in tl.static_range(num_tiles, 8):
         tl.store(scale + pad, tl.full((), 0, tl.uint8))

@@ -133,19 +133,7 @@ def _tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_early: bool
         num_stages=6 if num_tiles * num_parts <= count else 4,  # one program to a multiprocessor, or two
         **early_launch(x.device, is_early),
     )
-    if num_parts > 1:
-        _sum_kernel[(triton.cdiv(out.numel(), _SUM_BLOCK),)](
-            parts,
-            bias,
-            out,
-            out.numel(),
-            num_columns,
-            num_parts,
-            BLOCK=_SUM_BLOCK,
-            num_warps=4,
-            **early_launch(x.device),
-        )
-    return out
+    return out if num_parts == 1 else sum_parts(parts, bias, out)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
@@ -187,6 +175,22 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
         total += tl.load(bias + column).to(tl.float32)[:, None]
     target = out + (part * num_rows + row)[:, None] * num_columns + column[None, :]
     tl.store(target, total.T.to(out.dtype.element_ty), mask=is_row[:, None])
+
+
+def sum_parts(parts: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """Writes the sum of float32 ``[num_parts, *out.shape]``, in this order, and of ``bias`` to ``out``; returns it."""
+    _sum_kernel[(triton.cdiv(out.numel(), _SUM_BLOCK),)](
+        parts,
+        bias,
+        out,
+        out.numel(),
+        out.shape[1],
+        parts.shape[0],
+        BLOCK=_SUM_BLOCK,
+        num_warps=4,
+        **early_launch(out.device),
+    )
+    return out
 
 
 @triton.jit(do_not_specialize=["num_parts"])  # type: ignore[untyped-decorator]

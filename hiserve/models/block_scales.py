@@ -1,6 +1,6 @@
-"""FP8 checkpoints whose weights have a scale for each block of 128 by 128 (DeepSeek-V3, arXiv:2412.19437).
+"""Scales of FP8 checkpoints: of a weight, of each row, or of each block of 128 by 128 (DeepSeek-V3, arXiv:2412.19437).
 
-Weights are multiplied by their scales when they are read, and are then of the model's type.
+Weights that do not stay in FP8 are multiplied by their scales when they are read, and are then of the model's type.
 """
 
 from __future__ import annotations
@@ -20,8 +20,14 @@ SCALE_SUFFIX = "_scale_inv"
 _SCALE_DTYPES = ("F32", "BF16", "F8_E8M0")  # the last are powers of 2
 _SCALED_DTYPES = (FP8, "I8")  # the second are ``packed_rows``
 _STRIPE = 16 * BLOCK  # rows that are multiplied at once
+BLOCKS = (BLOCK, BLOCK)
+_TITLES = {
+    BLOCKS: f"one scale for each block of {BLOCK} by {BLOCK}",
+    (1, 0): "one scale for each row",
+    (0, 0): "one scale",
+}
 
-Scaled = list[tuple[StoredTensor, Tensor, Tensor]]
+Scaled = list[tuple[str, Tensor, Tensor]]
 
 
 def scale_names(held: Mapping[str, StoredTensor]) -> set[str]:
@@ -33,8 +39,12 @@ def scale_names(held: Mapping[str, StoredTensor]) -> set[str]:
     }
 
 
-def check_scale(held: Mapping[str, StoredTensor], piece: TensorSource, param: str) -> None:
-    """Checks that an FP8 weight has scales; ``param`` is the setting that names the checkpoint.
+def check_scale(
+    held: Mapping[str, StoredTensor], piece: TensorSource, param: str, group: tuple[int, int] = BLOCKS
+) -> None:
+    """Checks that an FP8 weight has scales, each of a ``group`` of rows and columns, where 0 is all.
+
+    ``param`` is the setting that names the checkpoint.
 
     Raises:
         ModelError: They are missing, of another shape or type, or the weight is no matrix.
@@ -42,7 +52,7 @@ def check_scale(held: Mapping[str, StoredTensor], piece: TensorSource, param: st
     folder = str(held[piece.source].path.parent)
     if len(piece.shape) != 2:
         raise ModelError(
-            f"tensor {piece.source} holds {FP8} in the shape {list(piece.shape)}; only matrices have scales of blocks. "
+            f"tensor {piece.source} holds {FP8} in the shape {list(piece.shape)}; only matrices have scales. "
             f"Give a checkpoint with a tensor for each matrix instead of {folder!r}.",
             param=param,
         )
@@ -53,44 +63,76 @@ def check_scale(held: Mapping[str, StoredTensor], piece: TensorSource, param: st
             "download complete?",
             param=param,
         )
-    wanted = _num_blocks(piece.shape)
-    if scale.shape != wanted or scale.dtype not in _SCALE_DTYPES:
+    wanted, *others = _shapes(piece.shape, group)
+    if scale.shape not in (wanted, *others) or scale.dtype not in _SCALE_DTYPES:
         raise ModelError(
             f"tensor {piece.source}{SCALE_SUFFIX} holds {scale.dtype} {list(scale.shape)}; {' or '.join(_SCALE_DTYPES)} "
-            f"{list(wanted)} is wanted, one scale for each block of {BLOCK} by {BLOCK}. Give another checkpoint than "
-            f"{folder!r}.",
+            f"{list(wanted)} is wanted, {_TITLES[group]}. Give another checkpoint than {folder!r}.",
             param=param,
         )
+
+
+def check_values(scales: Mapping[str, Tensor], param: str) -> None:
+    """Checks scales that have been read, of any floating type, by name; ``param`` as for ``check_scale``.
+
+    Raises:
+        ModelError: One is 0, NaN or infinite.
+    """
+    if not scales:
+        return
+    good = torch.stack([((wide := each.float()).isfinite() & (wide != 0)).all() for each in scales.values()])
+    for name, is_good in zip(scales, good.tolist(), strict=True):
+        if not is_good:
+            raise ModelError(
+                f"tensor {name} has a scale that is 0, NaN or infinite, and weights would be too. Fetch the checkpoint again.",
+                param=param,
+            )
 
 
 def scaled_weights(
     held: Mapping[str, StoredTensor], wanted: Collection[tuple[str, Tensor]], device: torch.device
 ) -> Scaled:
-    """Returns for each FP8 weight the tensor of its scales, memory for them, and the part of a parameter that it fills.
+    """Returns for each FP8 weight the name of its scales, memory for them, and the part of a parameter that it fills.
 
     Args:
-        held: The tensors of the checkpoint, by name. That of the scales of a weight ``[n, m]`` is
-            ``[ceil(n / BLOCK), ceil(m / BLOCK)]``, of one of ``_SCALE_DTYPES``.
+        held: The tensors of the checkpoint, by name; ``check_scale`` has accepted those of scales.
         wanted: Names of tensors with their parts of parameters, each of the tensor's shape and of any floating type.
         device: Of the memory for scales, which is float32 and not yet written.
     """
     found = []
     for source, weight in wanted:
         if held[source].dtype == FP8:
-            scale = held[source + SCALE_SUFFIX]
-            found.append((scale, torch.empty(scale.shape, dtype=torch.float32, device=device), weight))
+            scale = source + SCALE_SUFFIX
+            found.append((scale, torch.empty(held[scale].shape, dtype=torch.float32, device=device), weight))
     return found
 
 
-def multiply(weights: Scaled) -> None:
-    """Multiplies weights in place by their scales, which have been read; each product is rounded once."""
+def multiply(weights: Scaled, param: str) -> None:
+    """Multiplies weights in place by their scales, which have been read; each product is rounded once.
+
+    Raises:
+        ModelError: As ``check_values``.
+    """
+    check_values({name: scales for name, scales, _ in weights}, param)
     for _, scales, weight in weights:
         wide = torch.promote_types(weight.dtype, torch.float32)
+        has_blocks = scales.dim() == 2 and scales.shape == _num_blocks((weight.shape[0], weight.shape[1]))
+        factors = scales if has_blocks else scales.flatten().expand(weight.shape[0])[:, None]
         for first in range(0, weight.shape[0], _STRIPE):
             part = weight[first : first + _STRIPE]
-            factors = scales[first // BLOCK : (first + _STRIPE) // BLOCK]
-            factors = factors.repeat_interleave(BLOCK, 0)[: part.shape[0]]
-            part.copy_(part.to(wide) * factors.repeat_interleave(BLOCK, 1)[:, : part.shape[1]])
+            mine = factors[first : first + _STRIPE]
+            if has_blocks:
+                mine = factors[first // BLOCK : (first + _STRIPE) // BLOCK]
+                mine = mine.repeat_interleave(BLOCK, 0)[: part.shape[0]]
+                mine = mine.repeat_interleave(BLOCK, 1)[:, : part.shape[1]]
+            part.copy_(part.to(wide) * mine)
+
+
+def _shapes(shape: tuple[int, ...], group: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
+    """Returns the shapes that scales of a weight may have, the usual one first."""
+    if group == BLOCKS:
+        return (_num_blocks(shape),)
+    return ((shape[0], 1), (shape[0],)) if group[0] else ((), (1,), (1, 1))
 
 
 def _num_blocks(shape: tuple[int, ...]) -> tuple[int, ...]:

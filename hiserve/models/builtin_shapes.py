@@ -11,6 +11,7 @@ from hiserve.config.options import Model
 from hiserve.errors import ConfigError, ModelError
 from hiserve.models.generation_config import GenerationConfig
 from hiserve.models.model_config import ModelConfig, find_model, parse_config, read_model_config
+from hiserve.models.quantize import make_quantization
 
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -244,7 +245,8 @@ def read_model(settings: Model) -> tuple[Path, ModelConfig]:
     With a built-in shape the folder gives tokenizer, chat template, end tokens and sampling defaults, no weights.
 
     Raises:
-        ConfigError: A built-in shape without dummy weights, or a type of states for a model without any.
+        ConfigError: A built-in shape without dummy weights, a type of states for a model without any, or weights to quantize
+            that are quantized.
         ModelError: As ``find_model`` and ``read_model_config``; or the folder's vocabulary is larger than the shape's.
     """
     if settings.shape is not None and settings.load_format != "dummy":
@@ -256,8 +258,8 @@ def read_model(settings: Model) -> tuple[Path, ModelConfig]:
     folder = find_model(settings.model, settings.revision)
     model = read_model_config(folder)
     if settings.shape is None:
-        return folder, _with_states(model, settings)
-    shape = _with_states(shape_config(settings.shape), settings)
+        return folder, _as_asked(model, settings)
+    shape = _as_asked(shape_config(settings.shape), settings)
     if model.vocab_size > shape.vocab_size:
         raise ModelError(
             f"the {model.vocab_size} tokens of {settings.model!r} are more than the {shape.vocab_size} of --shape "
@@ -270,6 +272,23 @@ def read_model(settings: Model) -> tuple[Path, ModelConfig]:
         "sampling_defaults": model.sampling_defaults,
     }
     return folder, msgspec.structs.replace(shape, **text)
+
+
+def _as_asked(model: ModelConfig, settings: Model) -> ModelConfig:
+    """Returns a model whose weights are quantized and whose states are kept as the settings say.
+
+    Raises:
+        ConfigError: As ``_with_states``, or its weights are quantized already.
+    """
+    if settings.quantize != "off":
+        if model.quantization is not None:
+            raise ConfigError(
+                f"--quantize is {settings.quantize}, but the weights of {settings.model!r} are quantized already, by "
+                f"{model.quantization.method}. Leave it out.",
+                param="quantize",
+            )
+        model = msgspec.structs.replace(model, quantization=make_quantization(settings.quantize))
+    return _with_states(model, settings)
 
 
 def _with_states(model: ModelConfig, settings: Model) -> ModelConfig:

@@ -7,7 +7,7 @@ import re
 from hiserve.models.compressed_config import CompressedConfig, LayerKind
 from hiserve.models.experts_config import ExpertsConfig
 from hiserve.models.model_config import ModelConfig
-from hiserve.models.names import ExpertNaming, Form, Part, TensorSource, stack
+from hiserve.models.names import ExpertNaming, Form, Part, TensorSource, parameter_table, stack
 
 Table = dict[str, tuple[TensorSource, ...]]
 
@@ -47,6 +47,11 @@ def compressed_name(source: str) -> str:
     for pattern, replacement in _RELEASED:
         source = pattern.sub(replacement, source)
     return source
+
+
+def table_of(config: ModelConfig, naming: ExpertNaming = ExpertNaming.EACH) -> Table:
+    """Returns every parameter of a model's decoder and the checkpoint tensors stacked in it."""
+    return parameter_table(config, naming) if config.compressed is None else compressed_table(config, naming)
 
 
 def compressed_table(config: ModelConfig, naming: ExpertNaming = ExpertNaming.EACH) -> Table:

@@ -14,6 +14,7 @@ from hiserve.core.step_memory import DraftFacts, DraftShape, ModelFacts
 from hiserve.errors import ConfigError, ModelError
 from hiserve.models.builtin_shapes import SHAPES
 from hiserve.models.checkpoint import tensor_names
+from hiserve.models.compressed_names import table_of
 from hiserve.models.config_fields import convert, read_json
 from hiserve.models.draft_formats import (
     EAGLE3_FORMATS,
@@ -30,6 +31,7 @@ from hiserve.models.generation_config import GenerationConfig
 from hiserve.models.head_shape import has_experts_behind, one_layer
 from hiserve.models.model_config import ModelConfig, find_model, parse_config, read_model_config
 from hiserve.models.names import bundled_prefixes
+from hiserve.models.quantized_names import kept_size
 
 DraftKind = Literal["eagle3", "mtp", "draft_model"]
 
@@ -367,8 +369,11 @@ def model_facts(config: Options, folder: Path, model: ModelConfig) -> ModelFacts
         ConfigError, ModelError: As ``read_draft``.
     """
     draft = read_draft(config, folder, model)
+    own = model.facts()
+    if model.quantization is not None:
+        own = msgspec.structs.replace(own, quantized_linears=kept_size(table_of(model), model.quantization))
     if draft is None:
-        return model.facts()
+        return own
     shape = draft.model
     facts = DraftFacts(
         kind=draft.kind,
@@ -378,4 +383,4 @@ def model_facts(config: Options, folder: Path, model: ModelConfig) -> ModelFacts
         step=draft.memory_shape(model.hidden_size),
         packed=shape.facts().packed,
     )
-    return msgspec.structs.replace(model.facts(), draft=facts)
+    return msgspec.structs.replace(own, draft=facts)

@@ -11,14 +11,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hiserve.core.quantization import Quantization, QuantSpec
 from hiserve.errors import ModelError
-from hiserve.models.block_scales import FP8, check_scale, multiply, scale_names, scaled_weights
+from hiserve.kernels.quantized import quantize
+from hiserve.models.block_scales import FP8, multiply, scale_names, scaled_weights
 from hiserve.models.checkpoint import StoredTensor, stored_tensors, weight_files
-from hiserve.models.compressed_names import compressed_name, compressed_table
+from hiserve.models.compressed_names import compressed_name, table_of
 from hiserve.models.conversion import read_converted
 from hiserve.models.draft_config import DraftConfig
 from hiserve.models.expert_weights import draw_packed, packed_parameters, read_packed_experts
 from hiserve.models.family import FAMILIES
+from hiserve.models.four_bits import packed_names, packed_weights
 from hiserve.models.model_config import ModelConfig
 from hiserve.models.names import (
     ExpertNaming,
@@ -26,25 +29,27 @@ from hiserve.models.names import (
     TensorSource,
     bundled_prefixes,
     parameter_shape,
-    parameter_table,
     text_name,
 )
-from hiserve.models.packed_rows import FP4, check_packed, read_packed
-from hiserve.models.reading import TORCH_DTYPES, plan_chunks, read_chunks
+from hiserve.models.packed_rows import FP4, read_packed
+from hiserve.models.quantize import MADE
+from hiserve.models.quantized_names import kept_specs, read_name
+from hiserve.models.quantized_weights import read_kept, spell_out
+from hiserve.models.reading import plan_chunks, read_chunks
+from hiserve.models.tensor_checks import check_tensor
 
 _DUMMY_SEED = 0
 _DUMMY_STD = 0.02
 _MAX_NAMES = 5
 # Ends of the names of parameters that are float32 whatever the model's type is.
 _WIDE = ("choice_bias", "sinks", "position_bias", "mix", "mix_base", "mix_scale", "decay_rate", "decay_bias")
-_WHOLE = ("I64", "I32")
 _TABLE = "expert_table"  # that of the name of a parameter of experts' numbers
 
 
 def load_parameters(
     folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, load_format: str
 ) -> dict[str, Any]:
-    """Allocates every parameter on the device and fills it.
+    """Allocates every parameter on the device and fills it: a tensor, or a ``QuantizedWeight`` of one that stays quantized.
 
     ``load_format`` is ``auto``, which reads safetensors, or ``dummy``, which draws weights from a fixed seed and reads
     no file.
@@ -54,27 +59,32 @@ def load_parameters(
     """
     norm_dtype = _norm_dtype(config, dtype)
     if load_format == "dummy":
-        parameters = draw_parameters(table_of(config), config, dtype, device, norm_dtype)
+        parameters = draw_parameters(table_of(config), config, dtype, device, norm_dtype, keeps=True)
         for name, parameter in parameters.items():
             if config.experts is not None and name.endswith(_TABLE):
                 parameter.remainder_(config.experts.num_experts)
         return parameters
     rename = text_name if config.compressed is None else compressed_name
-    held = _renamed(folder, rename, param="model")
-    sources = set(held) - scale_names(held)
+    held = _renamed(folder, rename, config.quantization, param="model")
+    sources = _weight_names(held, config.quantization)
     ignored = {source for source in sources if _is_ignored(source, config)}
     table = table_of(config, ExpertNaming.of(sources - ignored))
     title = f"{config.architecture} as described by config.json"
     compare(
         folder, title, {piece.source for pieces in table.values() for piece in pieces}, sources - ignored, param="model"
     )
-    parameters = read_parameters(held, table, config, dtype, device, param="model", norm_dtype=norm_dtype)
+    parameters = read_parameters(held, table, config, dtype, device, param="model", norm_dtype=norm_dtype, keeps=True)
     _refuse_strange_experts(parameters, config)
     _offset_norms(parameters, config)
     return parameters
 
 
-def _offset_norms(parameters: dict[str, Tensor], config: ModelConfig) -> None:
+def _weight_names(held: dict[str, StoredTensor], quantization: Quantization | None) -> set[str]:
+    """Returns the names of tensors, those of a quantized weight as one."""
+    return set(held) - scale_names(held) - packed_names(held, quantization) | set(packed_weights(held, quantization))
+
+
+def _offset_norms(parameters: dict[str, Any], config: ModelConfig) -> None:
     if config.norm_offset:
         for name, parameter in parameters.items():
             if name.endswith("norm"):
@@ -85,23 +95,25 @@ def _norm_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if config.has_wide_norms else dtype
 
 
-def table_of(config: ModelConfig, naming: ExpertNaming = ExpertNaming.EACH) -> dict[str, tuple[TensorSource, ...]]:
-    """Returns every parameter of a model's decoder and the checkpoint tensors stacked in it."""
-    return parameter_table(config, naming) if config.compressed is None else compressed_table(config, naming)
-
-
 def draw_parameters(
     table: dict[str, tuple[TensorSource, ...]],
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
     norm_dtype: torch.dtype | None = None,
-) -> dict[str, Tensor]:
+    *,
+    keeps: bool = False,
+) -> dict[str, Any]:
     """Draws every parameter of a table from a fixed seed; norms are 1. Other arguments as for ``read_parameters``."""
     packed = packed_parameters(table, config, dtype, device)
-    rest = {name: pieces for name, pieces in table.items() if name not in packed}
-    parameters: dict[str, Any] = _allocate(rest, dtype, device, norm_dtype)
-    _draw(parameters, device)
+    kept, generator = kept_specs(table, config.quantization) if keeps else {}, None
+    parameters: dict[str, Any] = {}
+    for name, pieces in table.items():
+        if name in packed:
+            continue
+        one = _allocate({name: pieces}, dtype, device, norm_dtype)
+        generator = _draw(one, device, generator)
+        parameters[name] = quantize(one[name], kept[name]) if name in kept else one[name]
     return parameters | draw_packed(packed, device)
 
 
@@ -114,22 +126,27 @@ def read_parameters(
     *,
     param: str,
     norm_dtype: torch.dtype | None = None,
-) -> dict[str, Tensor]:
+    keeps: bool = False,
+) -> dict[str, Any]:
     """Reads every parameter of a table, in the order of the files; ``held_tensors`` gave ``held``, which has all.
 
-    ``param`` is the setting that names the checkpoint; ``norm_dtype`` the type of norms, None that of the others.
+    ``param`` is the setting that names the checkpoint; ``norm_dtype`` the type of norms, None that of the others; ``keeps``
+    says that linears stay in fewer bits, or become so, as the configuration says.
 
     Returns:
-        The parameters; those of experts that stay packed are ``PackedWeights``.
+        The parameters; those of experts that stay packed are ``PackedWeights``, and such linears ``QuantizedWeight``.
 
     Raises:
         ModelError: A file is damaged, or a tensor has the wrong shape, type or scale.
     """
+    quantization = config.quantization
+    four_bits = packed_weights(held, quantization)
     for pieces in table.values():
         for piece in pieces:
-            _check(held, piece, param)
+            check_tensor(held, four_bits, piece, quantization, param=param)
     packed = packed_parameters(table, config, dtype, device, held)
-    rest = {name: pieces for name, pieces in table.items() if name not in packed}
+    kept = _kept(held, table, quantization) if keeps else {}
+    rest = {name: pieces for name, pieces in table.items() if name not in packed and name not in kept}
     parameters: dict[str, Any] = _allocate(rest, dtype, device, norm_dtype)
     wanted = [
         (piece.source, parameters[name][piece.start : piece.start + piece.num_rows])
@@ -137,22 +154,40 @@ def read_parameters(
         for piece in pieces
         if not piece.is_converted
     ]
+    spelled = [each for each in wanted if each[0] in four_bits]
+    wanted = [each for each in wanted if each[0] not in four_bits]
     unpacked = [each for each in wanted if held[each[0]].dtype == FP4]
     wanted = [each for each in wanted if held[each[0]].dtype != FP4]
     scaled = scaled_weights(held, wanted, device)
-    targets = [(held[source], part) for source, part in wanted] + [(scale, memory) for scale, memory, _ in scaled]
+    targets = [(held[source], part) for source, part in wanted + [(scale, memory) for scale, memory, _ in scaled]]
     try:
         read_chunks(plan_chunks(targets), device)
-        multiply(scaled)
+        multiply(scaled, param)
         read_packed(held, unpacked, device)
         read_converted(held, rest, parameters, device)
         parameters |= read_packed_experts(held, packed, device, param=param)
+        if quantization is not None:
+            spell_out(held, spelled, quantization, device, param=param)
+            parameters |= read_kept(held, kept, quantization, device, param=param)
     except (OSError, EOFError) as error:
         raise ModelError(
             f"the weights cannot be read: {error}. Fetch them again, and do not change them while they are read.",
             param=param,
         ) from None
     return parameters
+
+
+def _kept(
+    held: dict[str, StoredTensor], table: dict[str, tuple[TensorSource, ...]], quantization: Quantization | None
+) -> dict[str, tuple[tuple[TensorSource, ...], QuantSpec]]:
+    """Returns the parameters that stay quantized; one of which a part is not stored like that is spelled out."""
+    four_bits, kept = packed_weights(held, quantization), {}
+    for name, spec in kept_specs(table, quantization).items():
+        sources = [piece.source for piece in table[name]]
+        is_stored = all(each in four_bits or (each in held and held[each].dtype == FP8) for each in sources)
+        if is_stored != (quantization is not None and quantization.method == MADE):
+            kept[name] = (table[name], spec)
+    return kept
 
 
 def read_tensor(held: dict[str, StoredTensor], source: str, *, param: str) -> Tensor:
@@ -175,7 +210,9 @@ def held_tensors(folder: Path, *, param: str) -> dict[str, StoredTensor]:
     return held
 
 
-def _renamed(folder: Path, rename: Callable[[str], str], *, param: str) -> dict[str, StoredTensor]:
+def _renamed(
+    folder: Path, rename: Callable[[str], str], quantization: Quantization | None, *, param: str
+) -> dict[str, StoredTensor]:
     """Returns the tensors of a checkpoint by the names that tables have for them; arguments as for ``held_tensors``.
 
     Raises:
@@ -183,7 +220,9 @@ def _renamed(folder: Path, rename: Callable[[str], str], *, param: str) -> dict[
     """
     held: dict[str, StoredTensor] = {}
     for source, tensor in held_tensors(folder, param=param).items():
-        if (name := rename(source)) in held:
+        if (name := read_name(rename(source), quantization)) is None:
+            continue
+        if name in held:
             raise ModelError(
                 f"{str(folder)!r} has {name} under two names, {source} and another. Take all files from one checkpoint.",
                 param=param,
@@ -209,8 +248,9 @@ def _allocate(
     return parameters
 
 
-def _draw(parameters: dict[str, Tensor], device: torch.device) -> None:
-    generator = torch.Generator(device).manual_seed(_DUMMY_SEED)
+def _draw(parameters: dict[str, Tensor], device: torch.device, generator: torch.Generator | None) -> torch.Generator:
+    """Draws parameters; returns the generator to draw others with, which is made if there is none."""
+    generator = generator or torch.Generator(device).manual_seed(_DUMMY_SEED)
     for name, parameter in parameters.items():
         if name.endswith(("norm", "delta_gain")):
             parameter.fill_(1.0)
@@ -218,6 +258,7 @@ def _draw(parameters: dict[str, Tensor], device: torch.device) -> None:
             parameter.random_(generator=generator)
         else:
             parameter.normal_(0.0, _DUMMY_STD, generator=generator)
+    return generator
 
 
 def compare(folder: Path, title: str, wanted: set[str], held: set[str], *, param: str) -> None:
@@ -248,39 +289,6 @@ def _is_ignored(source: str, config: ModelConfig) -> bool:
     is_copy = source.endswith("rotary_emb.inv_freq") or (source == "lm_head.weight" and config.tie_embeddings)
     others = FAMILIES[config.architecture].ignored_tensors
     return is_copy or source.startswith((*bundled_prefixes(config), *others))
-
-
-def _check(held: dict[str, StoredTensor], piece: TensorSource, param: str) -> None:
-    tensor = held[piece.source]
-    folder = tensor.path.parent
-    if tensor.dtype == FP4 and piece.form is Form.PLAIN and len(piece.shape) > 1:
-        check_packed(held, piece, param)
-        return
-    if tensor.shape != piece.shape:
-        raise ModelError(
-            f"tensor {piece.source} has shape {list(tensor.shape)}; config.json asks for {list(piece.shape)}. Take both "
-            f"files in {str(folder)!r} from one checkpoint.",
-            param=param,
-        )
-    stored = TORCH_DTYPES.get(tensor.dtype)
-    is_packed = piece.form is Form.MXFP4
-    if piece.form is Form.NUMBERS:
-        if tensor.dtype not in _WHOLE:
-            raise ModelError(
-                f"tensor {piece.source} holds {tensor.dtype}, and whole numbers ({' or '.join(_WHOLE)}) are supported there. Give "
-                f"another checkpoint than {str(folder)!r}.",
-                param=param,
-            )
-        return
-    if tensor.dtype == FP8 and piece.form is Form.PLAIN:
-        check_scale(held, piece, param)
-    elif stored is None or tensor.dtype.startswith("F8") or stored.is_floating_point == is_packed:
-        needed = "bytes (U8)" if is_packed else f"floating-point numbers, or {FP8} with scales of blocks,"
-        raise ModelError(
-            f"tensor {piece.source} holds {tensor.dtype}, and {needed} are supported there. Give another checkpoint than "
-            f"{str(folder)!r}.",
-            param=param,
-        )
 
 
 def _refuse_strange_experts(parameters: dict[str, Tensor], config: ModelConfig) -> None:
@@ -339,8 +347,9 @@ def load_head_parameters(
         norm_dtype = _norm_dtype(draft.model, dtype)
         return draw_parameters(head.table(draft.model), draft.model, dtype, device, norm_dtype), tokens
     rename = compressed_name if draft.model.compressed is not None else str
-    held = _renamed(draft.folder, rename, param="spec")
-    sources = set(held) - scale_names(held) - head.ignored
+    quantization = draft.model.quantization
+    held = _renamed(draft.folder, rename, quantization, param="spec")
+    sources = _weight_names(held, quantization) - head.ignored
     if head.is_in_model:
         prefix = head.format.prefix or head.named(head.format.layer)
         sources = {source for source in sources if source.startswith(prefix)}

@@ -57,7 +57,7 @@ with mixed.StaticInputs.fill, test_static_inputs.test_every_token_has_its_place_
     pass
 with weights._renamed, test_compressed_config.test_a_tensor_under_two_names_is_refused:
     "of a tensor under two names the last is taken"
-    (name := rename(source)) in held
+    name in held
     (name := rename(source)) is None
 with compressed_spelling._layer_types, test_compressed_config.test_what_is_not_supported_is_refused_by_name:
     "ratios that contradict the types of layers are ignored"

@@ -1,13 +1,15 @@
 """Models, their configurations and weights."""
 
 from hiserve.attention import backends, latent
-from hiserve.kernels import routing
+from hiserve.kernels import quantized, routing
 from hiserve.models import (
     block_scales,
+    builtin_shapes,
     config_fields,
     conversion,
     decoder,
     expert_weights,
+    four_bits,
     head_shape,
     latent_attention,
     latent_config,
@@ -26,6 +28,7 @@ from tests.unit.models import (
     test_latent_config,
     test_latent_heads,
     test_model_config,
+    test_quantized_weights,
     test_reading,
     test_rope,
     test_weights,
@@ -105,11 +108,31 @@ with expert_weights._check_exponents, test_expert_weights.test_scales_that_make_
     False
 with block_scales.multiply, test_block_scales.test_long_matrices_are_multiplied_stripe_by_stripe:
     "rows of an FP8 weight take the scales of the first rows"
-    scales[first // BLOCK : (first + _STRIPE) // BLOCK]
-    scales[: _STRIPE // BLOCK]
+    factors[first // BLOCK : (first + _STRIPE) // BLOCK]
+    factors[: _STRIPE // BLOCK]
 with block_scales.check_scale, test_block_scales.test_what_cannot_be_multiplied_is_refused_by_name["blocks"]:
     "an FP8 weight may have scales of other blocks"
-    scale.shape != wanted
+    scale.shape not in (wanted, *others)
+    False
+with quantized.unpack_codes, test_quantized_weights.test_every_value_of_a_format_is_read["int"]:
+    "halves of a byte are columns of the other half of a tile"
+    (tiles & 15, tiles >> 4)
+    (tiles >> 4, tiles & 15)
+with four_bits.unpack_weight, test_quantized_weights.test_every_value_of_a_format_is_read["gptq"]:
+    "zero points of GPTQ are those that are stored, which are one less"
+    1 if method == "gptq" else 0
+    0
+with four_bits._order, test_quantized_weights.test_what_is_missing_or_makes_no_sense_is_named:
+    "groups may have any number of inputs"
+    torch.equal(groups[order].long(), adjacent)
+    True
+with block_scales.check_values, test_quantized_weights.test_what_is_missing_or_makes_no_sense_is_named:
+    "a scale may be 0"
+    (wide != 0)
+    True
+with builtin_shapes._as_asked, test_quantized_weights.test_weights_that_are_quantized_are_not_quantized_again:
+    "--quantize replaces the quantization of a checkpoint"
+    model.quantization is not None
     False
 with head_shape.one_layer, test_latent_heads.test_a_head_gives_the_logits_of_a_layer_of_transformers:
     "the draft head of a model of experts has an MLP"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from hiserve.attention.triton import TritonAttention
 from hiserve.core.activation import GELU_TANH, Activation
 from hiserve.core.forward import LayerKV
+from hiserve.core.quantization import QuantSpec
 from hiserve.core.row_shapes import PACKED_V4, PackedPages, packed_key
 from hiserve.kernels import (
     compressed_fused,
@@ -23,6 +24,7 @@ from hiserve.kernels import (
     index_store,
     page_copy,
     page_lists,
+    quantized_linear,
     step_triton,
 )
 from hiserve.kernels.chosen_triton import attend_chosen
@@ -30,6 +32,7 @@ from hiserve.kernels.delta import DeltaShape
 from hiserve.kernels.latent_decode import LatentRows, decode
 from hiserve.kernels.packed_weights import PackedWeights, Weights
 from hiserve.kernels.pairs import PairFrequencies
+from hiserve.kernels.quantized import QuantizedWeight, pack_codes
 from hiserve.kernels.routing import ExpertGroups
 from hiserve.kernels.step_ops import TokenMasks
 from hiserve.kernels.streams_reference import MixWeights
@@ -165,6 +168,31 @@ def project() -> None:
     fused.linear(torch.zeros(1, 96, dtype=BF16), torch.zeros(64, 96, dtype=BF16), None, is_after_attention=False)
     deep = torch.zeros(64, 2048, dtype=BF16)
     fused.linear(torch.zeros(4, 2048, dtype=BF16), deep, torch.zeros(64, dtype=BF16), is_after_attention=False)
+
+
+def weights_in_few_bits() -> dict[str, QuantizedWeight]:
+    """Scales of rows, of blocks and of groups; with zero points and an order."""
+    codes, scales = torch.zeros(128, 2048, dtype=torch.float8_e4m3fn), torch.ones(128)
+    small, large = QuantSpec(4, "uint", (1, 32)), QuantSpec(4, "int", (1, 128))
+    packed, of_groups = (
+        (pack_codes(codes.view(torch.uint8), each) for each in (small, large)),
+        torch.ones(64, 128, dtype=BF16),
+    )
+    zeros, order = of_groups.to(torch.uint8), torch.zeros(2048, dtype=torch.int32)
+    shape = (128, 2048)
+    return {
+        "rows": QuantizedWeight(QuantSpec(8, "e4m3", (1, 0)), shape, codes, scales),
+        "blocks": QuantizedWeight(QuantSpec(8, "e4m3", (128, 128), "token"), shape, codes, scales[:16].view(1, 16)),
+        "small": QuantizedWeight(small, shape, next(packed), of_groups, zeros, order),
+        "large": QuantizedWeight(large, shape, next(packed), of_groups[:16]),
+    }
+
+
+def project_in_few_bits(cases: Sequence[tuple[str, int]]) -> None:
+    weights = weights_in_few_bits()
+    for name, num_rows in cases:
+        x = torch.zeros(num_rows, 2048, dtype=BF16)
+        fused.quantized_linear(x, weights[name], x[0, :128], is_after_attention=False)
 
 
 def draw_tokens() -> None:
@@ -306,6 +334,13 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
         },
     ),
     "products": (project, {f"skinny_linear.{name}_kernel" for name in ("_row", "_tile", "_sum")}),
+    "few bits": (
+        lambda: project_in_few_bits(
+            (("rows", 100), ("rows", 200), ("blocks", 200), ("small", 2), ("large", 100), ("large", 200))
+        ),
+        {"quantized_linear._fp8_kernel", "quantized_linear._int4_kernel", "skinny_linear._sum_kernel"}
+        | {f"scaled_products.{name}_kernel" for name in ("_round", "_upcast", "_block")},
+    ),
     "draw": (draw_tokens, {f"draw.{name}" for name in ("_find_best", "_find_drawn", "_join_parts")}),
     "step": (
         step,
@@ -341,6 +376,13 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
     ),
     "pages": (pages, {"page_lists._list_pages", "page_copy._copy_pages"}),
 }
+
+
+def test_weights_of_few_bits_are_widened_by_instructions(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; the kernels of the runs below convert them as the interpreter can."""
+    monkeypatch.setattr(quantized_linear, "has_instructions", lambda *_: True)
+    project_in_few_bits((("blocks", 2), ("small", 2)))
+    assert {"quantized_linear._fp8_kernel", "quantized_linear._int4_kernel"} < compiled.names()
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -18,6 +18,7 @@ from tests.helpers.block_scaled import quantize
 from tests.helpers.latent_models import save_latent
 from tests.helpers.models import Engine, save_llama
 from tests.helpers.plans import HandPlanner
+from tests.helpers.quantized import values_of
 from tests.helpers.widening import some
 
 FILE = "model.safetensors"
@@ -38,7 +39,9 @@ def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
 
 
 def load(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    return load_parameters(folder, read_model_config(folder), dtype, torch.device("cpu"), "auto")
+    """Returns the values of every parameter, also of those that stay in FP8."""
+    found = load_parameters(folder, read_model_config(folder), dtype, torch.device("cpu"), "auto")
+    return {name: values_of(each, dtype) for name, each in found.items()}
 
 
 def product(tensors: dict[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
@@ -95,7 +98,7 @@ def test_long_matrices_are_multiplied_stripe_by_stripe(folder: Path) -> None:
 
 @pytest.mark.parametrize("family", some(["deepseek_v3", "deepseek_v32"], "deepseek_v32"))
 def test_a_model_of_experts_and_latents_computes_with_the_products(tmp_path: Path, family: str) -> None:
-    """The same logits as of a checkpoint that holds the products."""
+    """The same logits as of a checkpoint that holds the products, up to the rounding of sums."""
     folder = save_latent(family, tmp_path / "fp8")
     quantize(folder, torch.float32)
     plain = save_latent(family, tmp_path / "plain")
@@ -106,7 +109,7 @@ def test_a_model_of_experts_and_latents_computes_with_the_products(tmp_path: Pat
     save_file(tensors, plain / FILE)
     prompts = {1: list(range(5, 25))}
     found = [Engine(each).logits(HandPlanner(16, 64), prompts, chunk=9)[1] for each in (folder, plain)]
-    assert torch.equal(*found)
+    torch.testing.assert_close(*found, atol=1e-4, rtol=0)
 
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"

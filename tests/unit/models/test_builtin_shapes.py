@@ -16,8 +16,9 @@ from hiserve.config.options import flags, make_options
 from hiserve.engine.build import build_engine
 from hiserve.errors import ConfigError, ModelError
 from hiserve.models.builtin_shapes import SHAPES, read_model, shape_config
+from hiserve.models.compressed_names import table_of
 from hiserve.models.model_config import NANO, find_model, read_model_config
-from hiserve.models.weights import load_parameters, table_of
+from hiserve.models.weights import load_parameters
 from tests.helpers.checkpoint_folder import LLAMA
 from tests.helpers.settings import identified
 
@@ -72,7 +73,7 @@ def test_a_shape_has_the_parameters_and_the_kv_of_the_public_model(name: str) ->
 
 def test_the_parameters_of_a_shape_are_made_on_the_device_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """On ``meta`` nothing is allocated: 16 GB of the host's memory would be noticed."""
-    monkeypatch.setattr("hiserve.models.weights._draw", lambda parameters, device: None)
+    monkeypatch.setattr("hiserve.models.weights._draw", lambda *_: None)
     device = torch.device("meta")
     made = load_parameters(Path("nowhere"), shape_config("llama-8b"), torch.bfloat16, device, "dummy")
     assert {parameter.device for parameter in made.values()} == {device}

@@ -114,7 +114,7 @@ def test_parameters_are_counted_as_transformers_counts_them(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("architecture", "given"),
     [
-        ("GptOssForCausalLM", {"quant_method": "gptq"}),
+        ("GptOssForCausalLM", {"quant_method": "bitsandbytes"}),
         ("LlamaForCausalLM", {"quant_method": "mxfp4"}),
         ("LlamaForCausalLM", 3),
     ],

@@ -270,13 +270,11 @@ def test_an_unsupported_architecture_is_named_whatever_else_its_file_says(tmp_pa
     ("changes", "named"),
     [
         ({"hidden_act": "gelu"}, "hidden_act gelu"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config of the quant_method gptq"),
-        ({"quantization_config": {"quant_method": ["fp8"]}}, "quantization_config of the quant_method ['fp8']"),
-        ({"quantization_config": "fp8"}, "weight_block_size None"),
         (
-            {"quantization_config": {"quant_method": "fp8"}},
-            "weight_block_size None is not supported yet; [128, 128] is",
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "quantization_config of the quant_method bitsandbytes",
         ),
+        ({"quantization_config": {"quant_method": ["fp8"]}}, "quantization_config of the quant_method ['fp8']"),
         ({"quantization_config": FP8 | {"weight_block_size": [64, 128]}}, "weight_block_size [64, 128]"),
         ({"quantization_config": FP8 | {"fmt": "e5m2"}}, "fmt e5m2"),
         ({"rope_parameters": {"rope_type": "mrope", "factor": 4.0}}, "mrope"),

@@ -15,6 +15,7 @@ from hiserve.models import packed_rows
 from hiserve.models.model_config import read_model_config
 from hiserve.models.weights import load_parameters
 from tests.helpers.packed_models import save_released
+from tests.helpers.quantized import values_of
 
 FILE = "model.safetensors"
 
@@ -25,7 +26,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    return load_parameters(folder, read_model_config(folder), dtype, torch.device("cpu"), "auto")
+    found = load_parameters(folder, read_model_config(folder), dtype, torch.device("cpu"), "auto")
+    return {name: values_of(each, dtype) for name, each in found.items()}
 
 
 def test_what_was_packed_is_what_it_stands_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

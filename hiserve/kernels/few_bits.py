@@ -1,0 +1,77 @@
+"""Numbers of 8 and 4 bits in registers, as numbers of 16 bits; exact.
+
+For bfloat16 on a GPU both are written in its instructions, four codes at a time. Compilers convert E4M3 by way of float16,
+whose conversion to bfloat16 has an eighth of the rate of other instructions, and treat each 4-bit code alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# Sign and seven bits of E4M3 as the last ones of the exponent and the first of the mantissa of bfloat16, whose exponents
+# count from another number: a product with 2**120 corrects that, subnormal numbers included.
+_E4M3 = tl.constexpr("""{
+.reg .b32 a, b, c;
+cvt.u32.u16 a, $1;
+prmt.b32 a, 0, a, 0x5040;
+shr.u32 c, a, 4;
+and.b32 c, c, 0x07f007f0;
+lop3.b32 c, a, 0x80008000, c, 0xea;
+mov.b32 a, 0x7b807b80;
+mov.b32 b, 0x80008000;
+fma.rn.bf16x2 $0, c, a, b;
+}""")
+# Four bits as the last ones of 128 in bfloat16.
+_HALVES = tl.constexpr("""{
+.reg .b32 a, b;
+and.b32 a, $4, 0x0f0f0f0f;
+shr.u32 b, $4, 4;
+and.b32 b, b, 0x0f0f0f0f;
+prmt.b32 $0, a, 0x43434343, 0x4140;
+prmt.b32 $1, a, 0x43434343, 0x4342;
+prmt.b32 $2, b, 0x43434343, 0x4140;
+prmt.b32 $3, b, 0x43434343, 0x4342;
+}""")
+# The bits of a 16-bit number whose last four are the units: 2**10 and 2**7.
+_MAGIC = {torch.float16: 0x6400, torch.bfloat16: 0x4300}
+
+
+def magic_of(dtype: torch.dtype) -> int:
+    """Returns the bits that make a number of a 16-bit type of a 4-bit code; see ``widen_halves``."""
+    return _MAGIC[dtype]
+
+
+def has_instructions(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether kernels for numbers of this type run as instructions of a GPU, and these are written for it."""
+    return device.type == "cuda" and dtype == torch.bfloat16
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def widen_e4m3(codes, DTYPE: tl.constexpr, HAS_INSTRUCTIONS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Returns the numbers that uint8 codes of E4M3 stand for, which are not NaN, in a 16-bit type."""
+    if HAS_INSTRUCTIONS:
+        return tl.inline_asm_elementwise(_E4M3, "=r,h", [codes], tl.bfloat16, is_pure=True, pack=2)
+    return codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def widen_halves(  # type: ignore[no-untyped-def]
+    packed,
+    DTYPE: tl.constexpr,  # noqa: N803
+    MAGIC: tl.constexpr,  # noqa: N803
+    HAS_INSTRUCTIONS: tl.constexpr,  # noqa: N803
+):
+    """Returns the lower and the upper codes of bytes, each plus the number whose bits are ``MAGIC``."""
+    if HAS_INSTRUCTIONS:
+        return tl.inline_asm_elementwise(
+            _HALVES, "=r,=r,=r,=r,r", [packed], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    return widen_code(packed & 15, DTYPE, MAGIC), widen_code(packed >> 4, DTYPE, MAGIC)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def widen_code(code, DTYPE: tl.constexpr, MAGIC: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Returns numbers of 0 to 16 plus the number whose bits are ``MAGIC``."""
+    return (code.to(tl.uint16) + MAGIC).to(tl.uint16).to(DTYPE, bitcast=True)

@@ -1,0 +1,204 @@
+"""Projections by weights in 8 and 4 bits, which are widened to the type of the inputs in the tile."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hiserve.core.quantization import TILE_ROWS
+from hiserve.core.row_shapes import PACKED_CAPABILITY
+from hiserve.kernels import quantized
+from hiserve.kernels.few_bits import has_instructions, magic_of, widen_code, widen_e4m3, widen_halves
+from hiserve.kernels.launch import await_previous, early_launch, num_processors, start_next
+from hiserve.kernels.quantized import MIDDLE, QuantizedWeight
+from hiserve.kernels.scaled_products import multiply_rounded, multiply_slices
+from hiserve.kernels.skinny_linear import sum_parts
+
+_TILE_ROWS = (16, 32, 64, 128)
+_MAX_EXACT_ROWS = 32  # of inputs that may be rounded: with more, products in 8 bits are faster
+_DEPTH = 128  # of a tile in 8 bits
+_MIN_BLOCKS = 4  # of depth, for each part
+# Programs of a multiprocessor: those in 4 bits have half of the bytes in flight, and each waits for its conversions.
+_PROGRAMS = {8: 2, 4: 4}
+_STAGES = {16: 6, 32: 5, 64: 4, 128: 3}  # tiles of depth in flight, by the rows of a tile
+
+
+def quantized_linear(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None, *, is_after_attention: bool = False
+) -> Tensor:
+    """Like ``quantized.quantized_linear``, for weights that were on the device before the step.
+
+    Weights of whole tiles are never spelled out: few rows of a 16-bit type use a kernel that reads the weight once and
+    widens it in its tiles. More rows are rounded to the weight's type, where its spec allows that, or multiplied by one
+    slice of the weight after the other.
+    """
+    num_rows = x.shape[0]
+    if x.dtype.itemsize != 2 or not num_rows or not _has_kernels(weight):
+        return quantized.quantized_linear(x, weight, bias)
+    is_rounded = weight.spec.activations == "token"
+    if num_rows <= (_MAX_EXACT_ROWS if is_rounded else _TILE_ROWS[-1]):
+        return _tiled_linear(x, weight, bias, is_early=not is_after_attention)
+    return multiply_rounded(x, weight, bias) if is_rounded else multiply_slices(x, weight, bias)
+
+
+def _has_kernels(weight: QuantizedWeight) -> bool:
+    (num_columns, depth), device = weight.shape, weight.device
+    if weight.spec.bits == 8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < PACKED_CAPABILITY:
+        return False
+    return num_columns % TILE_ROWS == 0 and depth % _tile_depth(weight) == 0
+
+
+def _tile_depth(weight: QuantizedWeight) -> int:
+    return _DEPTH if weight.spec.bits == 8 else 2 * weight.spec.half_tile
+
+
+def _tiled_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, is_early: bool) -> Tensor:
+    """Splits few tiles along their depth until each multiprocessor has its programs; the parts are summed in order."""
+    assert x.is_contiguous(), x.stride()
+    (num_rows, depth), num_columns, bits = x.shape, weight.shape[0], weight.spec.bits
+    num_tiles, count = num_columns // TILE_ROWS, num_processors(x.device) * _PROGRAMS[bits]
+    num_parts = max(1, min(count // num_tiles, depth // _tile_depth(weight) // _MIN_BLOCKS))
+    out = x.new_empty((num_rows, num_columns))
+    parts = out if num_parts == 1 else x.new_empty((num_parts, num_rows, num_columns), dtype=torch.float32)
+    rows = next(rows for rows in _TILE_ROWS if num_rows <= rows)
+    sizes = (num_rows, num_columns, depth)
+    settings = {"ROWS": rows, "num_warps": 4, "num_stages": _STAGES[rows], **early_launch(x.device, is_early)}
+    settings["HAS_INSTRUCTIONS"] = has_instructions(x.device, x.dtype)
+    bias_here = bias if num_parts == 1 else None
+    if bits == 8:
+        _fp8_kernel[(num_tiles, num_parts)](
+            x,
+            weight.codes.view(torch.uint8),
+            weight.scales,
+            bias_here,
+            parts,
+            *sizes,
+            COLUMNS=TILE_ROWS,
+            DEPTH=_DEPTH,
+            HAS_BLOCKS=weight.scales.dim() == 2,
+            **settings,
+        )
+    else:
+        _int4_kernel[(num_tiles, num_parts)](
+            x,
+            weight.codes,
+            weight.scales,
+            weight.zeros,
+            weight.order,
+            bias_here,
+            parts,
+            *sizes,
+            COLUMNS=TILE_ROWS,
+            HALF=weight.spec.half_tile,
+            GROUP=weight.spec.group[1],
+            MAGIC=magic_of(x.dtype),
+            MIDDLE_ZERO=MIDDLE,
+            **settings,
+        )
+    return out if num_parts == 1 else sum_parts(parts, bias, out)
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+def _fp8_kernel(  # type: ignore[no-untyped-def]
+    x,
+    codes,
+    scales,
+    bias,
+    out,
+    num_rows,
+    num_columns,
+    depth,
+    ROWS: tl.constexpr,  # noqa: N803
+    COLUMNS: tl.constexpr,  # noqa: N803
+    DEPTH: tl.constexpr,  # noqa: N803
+    HAS_BLOCKS: tl.constexpr,  # noqa: N803
+    HAS_INSTRUCTIONS: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
+):
+    """Like ``skinny_linear._tile_kernel``. Scales multiply sums: of a block of ``DEPTH`` inputs, or of all."""
+    await_previous(IS_EARLY)
+    part, num_parts = tl.program_id(1), tl.num_programs(1)
+    row = tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    element = tl.arange(0, DEPTH)
+    is_row = row < num_rows
+    num_blocks = depth // DEPTH
+    columns = codes + column.to(tl.int64)[:, None] * depth + element[None, :]
+    rows = x + row[None, :] * depth + element[:, None]
+    if HAS_BLOCKS:
+        scales += tl.program_id(0) * COLUMNS // DEPTH * num_blocks
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for block in range(part * num_blocks // num_parts, (part + 1) * num_blocks // num_parts):
+        weights = widen_e4m3(tl.load(columns + block * DEPTH), x.dtype.element_ty, HAS_INSTRUCTIONS)
+        values = tl.load(rows + block * DEPTH, mask=is_row[None, :], other=0.0)
+        if HAS_BLOCKS:
+            total += tl.dot(weights, values, input_precision="ieee") * tl.load(scales + block)
+        else:
+            total = tl.dot(weights, values, total, input_precision="ieee")
+    start_next(IS_EARLY)
+    if not HAS_BLOCKS:
+        total *= tl.load(scales + column)[:, None]
+    if bias is not None:
+        total += tl.load(bias + column).to(tl.float32)[:, None]
+    target = out + (part * num_rows + row)[:, None] * num_columns + column[None, :]
+    tl.store(target, total.T.to(out.dtype.element_ty), mask=is_row[:, None])
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+def _int4_kernel(  # type: ignore[no-untyped-def]
+    x,
+    codes,
+    scales,
+    zeros,
+    order,
+    bias,
+    out,
+    num_rows,
+    num_columns,
+    depth,
+    ROWS: tl.constexpr,  # noqa: N803
+    COLUMNS: tl.constexpr,  # noqa: N803
+    HALF: tl.constexpr,  # noqa: N803
+    GROUP: tl.constexpr,  # noqa: N803
+    MAGIC: tl.constexpr,  # noqa: N803
+    MIDDLE_ZERO: tl.constexpr,  # noqa: N803
+    HAS_INSTRUCTIONS: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
+):
+    """Like ``_fp8_kernel``, for tiles of 4-bit codes, each of whose halves is one group or half of one.
+
+    A code becomes a number by its bits alone, as the last ones of a number of 2**7 or 2**10; zero points are subtracted
+    with as much more. Both are exact, and so is their difference.
+    """
+    await_previous(IS_EARLY)
+    part, num_parts = tl.program_id(1), tl.num_programs(1)
+    row = tl.arange(0, ROWS)
+    tile_row = tl.arange(0, COLUMNS)
+    column = tl.program_id(0) * COLUMNS + tile_row
+    element = tl.arange(0, HALF)
+    is_row = row < num_rows
+    num_tiles = depth // (2 * HALF)
+    tiles = codes + tl.program_id(0).to(tl.int64) * COLUMNS * (depth // 2) + tile_row[:, None] * HALF + element[None, :]
+    rows = x + row[None, :] * depth
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for tile in range(part * num_tiles // num_parts, (part + 1) * num_tiles // num_parts):
+        packed = tl.load(tiles + tile * (COLUMNS * HALF))
+        low, high = widen_halves(packed, x.dtype.element_ty, MAGIC, HAS_INSTRUCTIONS)
+        for half in tl.static_range(2):
+            first = (2 * tile + half) * HALF
+            inputs = first + element
+            if order is not None:
+                inputs = tl.load(order + inputs)
+            values = tl.load(rows + inputs[:, None], mask=is_row[None, :], other=0.0)
+            place = first // GROUP * num_columns + column
+            zero = tl.full([COLUMNS], MIDDLE_ZERO, tl.uint8) if zeros is None else tl.load(zeros + place)
+            weights = (low if half == 0 else high) - widen_code(zero, x.dtype.element_ty, MAGIC)[:, None]
+            found = tl.dot(weights, values, input_precision="ieee")
+            total += found * tl.load(scales + place).to(tl.float32)[:, None]
+    start_next(IS_EARLY)
+    if bias is not None:
+        total += tl.load(bias + column).to(tl.float32)[:, None]
+    target = out + (part * num_rows + row)[:, None] * num_columns + column[None, :]
+    tl.store(target, total.T.to(out.dtype.element_ty), mask=is_row[:, None])

@@ -1,0 +1,176 @@
+"""Weights that stay in 8 or 4 bits on the device: read as they are stored, or made of those in 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hiserve.core.quantization import Quantization, QuantSpec
+from hiserve.errors import ModelError
+from hiserve.kernels.quantized import QuantizedWeight, dequantize, pack_codes, quantize
+from hiserve.models.block_scales import SCALE_SUFFIX, check_values
+from hiserve.models.checkpoint import StoredTensor
+from hiserve.models.conversion import MAX_STAGED_BYTES
+from hiserve.models.four_bits import FourBits, Parts, packed_weights, unpack_weight
+from hiserve.models.names import TensorSource
+from hiserve.models.quantize import MADE
+from hiserve.models.reading import TORCH_DTYPES, plan_chunks, read_chunks
+
+Kept = Mapping[str, tuple[tuple[TensorSource, ...], QuantSpec]]
+_Staged = dict[str, dict[str, Tensor]]  # the parts of each tensor of a parameter
+
+
+def read_kept(
+    held: Mapping[str, StoredTensor],
+    kept: Kept,
+    quantization: Quantization,
+    device: torch.device,
+    *,
+    param: str,
+    staged_bytes: int = MAX_STAGED_BYTES,
+) -> dict[str, QuantizedWeight]:
+    """Reads parameters that stay quantized.
+
+    Args:
+        held: The tensors of the checkpoint, by name, which have been checked.
+        kept: The tensors that are stacked in each parameter, and how it is quantized.
+        quantization: Of the model.
+        device: Of the weights.
+        param: The setting that names the checkpoint.
+        staged_bytes: Of stored tensors that are on the device at once, if one parameter does not need more.
+
+    Raises:
+        ModelError: Scales or groups make no sense.
+        OSError: A file cannot be read; ``EOFError``: it is shorter than it was.
+    """
+    packed, wanted = packed_weights(held, quantization), {}
+    for name, (pieces, _) in kept.items():
+        wanted[name] = {each.source: _parts(held, packed, each.source, quantization) for each in pieces}
+    made = {}
+    for name, staged in _stage(wanted, device, staged_bytes):
+        spec = kept[name][1]
+        if quantization.method == MADE:
+            made[name] = quantize(torch.cat([parts["values"] for parts in staged.values()]), spec)
+        elif spec.bits == 8:
+            made[name] = _join_eight_bits(staged, spec, param)
+        else:
+            unpacked = {source: _unpacked(parts, source, quantization, param) for source, parts in staged.items()}
+            made[name] = _join_four_bits(unpacked, spec, param)
+    return made
+
+
+def spell_out(
+    held: Mapping[str, StoredTensor],
+    targets: Sequence[tuple[str, Tensor]],
+    quantization: Quantization,
+    device: torch.device,
+    *,
+    param: str,
+    staged_bytes: int = MAX_STAGED_BYTES,
+) -> None:
+    """Reads weights in 4 bits into parts of parameters of a floating type; other arguments as for ``read_kept``."""
+    packed, spec = packed_weights(held, quantization), quantization.linears
+    assert spec is not None or not targets
+    parts_of = dict(targets)
+    wanted = {source: {source: packed[source]} for source in parts_of}
+    for source, staged in _stage(wanted, device, staged_bytes):
+        assert spec is not None
+        one = {source: _unpacked(staged[source], source, quantization, param)}
+        parts_of[source].copy_(dequantize(_join_four_bits(one, spec, param), parts_of[source].dtype))
+
+
+def _parts(
+    held: Mapping[str, StoredTensor], packed: Mapping[str, Parts], source: str, quantization: Quantization
+) -> Parts:
+    if source in packed:
+        return packed[source]
+    if quantization.method == MADE:
+        return {"values": held[source]}
+    return {"codes": held[source], "scales": held[source + SCALE_SUFFIX]}
+
+
+def _stage(
+    wanted: Mapping[str, Mapping[str, Parts]], device: torch.device, staged_bytes: int
+) -> Iterator[tuple[str, _Staged]]:
+    """Yields each parameter with its tensors as they are stored, on the device; several are read at once."""
+    names: list[str] = []
+    total = 0
+    sizes = {name: sum(_num_bytes(parts) for parts in sources.values()) for name, sources in wanted.items()}
+    for name in wanted:
+        if names and total + sizes[name] > staged_bytes:
+            yield from _read({each: wanted[each] for each in names}, device).items()
+            names, total = [], 0
+        names.append(name)
+        total += sizes[name]
+    yield from _read({each: wanted[each] for each in names}, device).items()
+
+
+def _num_bytes(parts: Parts) -> int:
+    return sum(TORCH_DTYPES[each.dtype].itemsize * torch.Size(each.shape).numel() for each in parts.values())
+
+
+def _read(wanted: Mapping[str, Mapping[str, Parts]], device: torch.device) -> dict[str, _Staged]:
+    staged, targets = {}, []
+    for name, sources in wanted.items():
+        staged[name] = {
+            source: {
+                part: torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype], device=device)
+                for part, tensor in parts.items()
+            }
+            for source, parts in sources.items()
+        }
+        targets += [
+            (tensor, staged[name][source][part]) for source, parts in sources.items() for part, tensor in parts.items()
+        ]
+    read_chunks(plan_chunks(targets), device)
+    return staged
+
+
+def _unpacked(parts: Mapping[str, Tensor], source: str, quantization: Quantization, param: str) -> FourBits:
+    check_values({f"of the scales of {source}": parts["scales"]}, param)
+    return unpack_weight(parts, source, quantization, param=param)
+
+
+def _join_eight_bits(staged: _Staged, spec: QuantSpec, param: str) -> QuantizedWeight:
+    """Stacks rows. A scale for a whole tensor becomes one for each of its rows."""
+    codes, scales = [], []
+    for source, parts in staged.items():
+        check_values({source + SCALE_SUFFIX: parts["scales"]}, param)
+        codes.append(parts["codes"])
+        scale = parts["scales"].float()
+        if spec.group[1]:
+            scales.append(scale)
+        else:
+            scales.append(scale.flatten().expand(codes[-1].shape[0]))
+    joined = torch.cat(codes)
+    return QuantizedWeight(spec, (joined.shape[0], joined.shape[1]), joined, torch.cat(scales))
+
+
+def _join_four_bits(unpacked: Mapping[str, FourBits], spec: QuantSpec, param: str) -> QuantizedWeight:
+    """Stacks rows.
+
+    Raises:
+        ModelError: Their columns are in different orders.
+    """
+    (first_name, first), *others = unpacked.items()
+    for name, each in others:
+        orders = [order for order in (first.order, each.order) if order is not None]
+        if len(orders) == 1 or (orders and not torch.equal(*orders)):
+            raise ModelError(
+                f"the inputs of {first_name} and {name} are sorted in different orders (g_idx), and these weights are multiplied "
+                "together. Give a checkpoint without act-order.",
+                param=param,
+            )
+    weights = unpacked.values()
+    codes = torch.cat([each.codes for each in weights])
+    zeros = [each.zeros for each in weights if each.zeros is not None]
+    return QuantizedWeight(
+        spec,
+        (codes.shape[0], codes.shape[1]),
+        pack_codes(codes, spec),
+        torch.cat([each.scales for each in weights], 1),
+        torch.cat(zeros, 1) if zeros else None,
+        first.order,
+    )

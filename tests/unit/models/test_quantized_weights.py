@@ -1,0 +1,197 @@
+"""Checkpoints in 8 and 4 bits: every value bit for bit, the memory that they take, and every way to be incomplete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hiserve.config.options import make_options
+from hiserve.errors import ConfigError, ModelError
+from hiserve.kernels.quantized import QuantizedWeight
+from hiserve.models import quantized_weights
+from hiserve.models.builtin_shapes import read_model
+from hiserve.models.cache_digests import shape_digest
+from hiserve.models.draft_config import model_facts
+from hiserve.models.model_config import read_model_config
+from hiserve.models.weights import load_parameters
+from tests.helpers.models import save_llama, save_qwen3
+from tests.helpers.quantized import FILE, FORMATS, quantize_checkpoint, values_of
+
+CPU = torch.device("cpu")
+KEPT = {
+    "qkv": ("self_attn", "qkv"),
+    "gate_up": ("mlp", ("gate", "up")),
+    "out": ("self_attn", "o"),
+    "down": ("mlp", ("down",)),
+}
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float64, load_format: str = "auto") -> dict[str, Any]:
+    return load_parameters(folder, read_model_config(folder), dtype, CPU, load_format)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_value_of_a_format_is_read(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = quantize_checkpoint(save_llama(tmp_path, num_hidden_layers=2), name)
+    monkeypatch.setitem(quantized_weights.read_kept.__kwdefaults__, "staged_bytes", 20_000)  # one, or some
+    found = load(tmp_path)
+    for layer in range(2):
+        for ours, (block, names) in KEPT.items():
+            stacked = torch.cat([plain[f"model.layers.{layer}.{block}.{each}_proj.weight"] for each in names])
+            parameter = found[f"layers.{layer}.{ours}"]
+            assert isinstance(parameter, QuantizedWeight) and parameter.spec.bits == FORMATS[name].bits
+            assert torch.equal(values_of(parameter, torch.float64), stacked.double())
+    assert torch.equal(found["head"], plain["lm_head.weight"].double())
+
+
+@pytest.mark.parametrize("name", ["fp8", "channel", "gptq_v2"])
+def test_what_cannot_stay_quantized_is_spelled_out(tmp_path: Path, name: str) -> None:
+    """One of three projections that are multiplied together is whole; the output head is quantized."""
+
+    def is_quantized(source: str) -> bool:
+        return source == "lm_head.weight" or (source.endswith("_proj.weight") and "k_proj" not in source)
+
+    plain = quantize_checkpoint(save_llama(tmp_path, num_hidden_layers=1), name, is_quantized)
+    found = load(tmp_path)
+    stacked = torch.cat([plain[f"model.layers.0.self_attn.{each}_proj.weight"].double() for each in "qkv"])
+    assert isinstance(found["layers.0.out"], QuantizedWeight)
+    assert torch.equal(found["layers.0.qkv"], stacked) and torch.equal(found["head"], plain["lm_head.weight"])
+
+
+def test_the_memory_plan_counts_the_bytes_that_weights_take(tmp_path: Path) -> None:
+    for name, shape in (
+        ("channel", {}),
+        ("uint", {}),
+        ("gptq", {}),
+        (None, {"quantize": "fp8"}),
+        (None, {"quantize": "int4"}),
+    ):
+        folder = save_qwen3(tmp_path / f"{name} {shape}", hidden_size=128, intermediate_size=160)
+        if name is not None:
+            quantize_checkpoint(folder, name)
+        options = make_options(model=str(folder), dtype="bfloat16", **shape)
+        config = read_model(options.model)[1]
+        facts = model_facts(options, folder, config)
+        for load_format in ("auto", "dummy"):
+            found = load_parameters(folder, config, torch.bfloat16, CPU, load_format)
+            kept = [each for each in found.values() if isinstance(each, QuantizedWeight)]
+            assert len(kept) == 4 * config.num_layers
+            assert facts.quantized_linears.num_params == sum(each.shape[0] * each.shape[1] for each in kept)
+            order = sum(each.order.nbytes for each in kept if each.order is not None)
+            least = sum(each.num_bytes for each in kept) - order
+            assert 0 <= facts.quantized_linears.num_bytes - least <= (least // 8 if load_format == "dummy" else 0), (
+                name,
+                shape,
+            )
+            others = sum(each.nbytes for each in found.values() if isinstance(each, Tensor))
+            assert (facts.num_params - facts.quantized_linears.num_params) * 2 == others
+
+
+@pytest.mark.parametrize(("scheme", "most"), [("fp8", 0.04), ("int4", 0.12)])
+def test_weights_are_rounded_when_they_are_loaded(tmp_path: Path, scheme: str, most: float) -> None:
+    """As large as the whole weights, up to the rounding; a row of zeros stays one, and the identity differs."""
+    save_llama(tmp_path, num_hidden_layers=1, hidden_size=128, head_dim=64)
+    key = "model.layers.0.mlp.down_proj.weight"
+    edit(tmp_path, lambda tensors: tensors[key][3].zero_())
+    whole, plain = read_model(make_options(model=str(tmp_path)).model)[1], load(tmp_path)
+    config = read_model(make_options(model=str(tmp_path), quantize=scheme).model)[1]
+    found = load_parameters(tmp_path, config, torch.float32, CPU, "auto")
+    for name in KEPT:
+        ours, theirs = found[f"layers.0.{name}"], plain[f"layers.0.{name}"]
+        assert isinstance(ours, QuantizedWeight)
+        assert ours.spec.group == ((1, 0) if scheme == "fp8" else (1, 32 if name == "down" else 128))
+        error = (values_of(ours, torch.float64) - theirs).norm() / theirs.norm()
+        assert 0 < error < most, (name, error)
+    assert not values_of(found["layers.0.down"], torch.float32)[3].any()
+    assert shape_digest(config, None, 64) != shape_digest(whole, None, 64)
+
+
+def test_weights_that_are_quantized_are_not_quantized_again(tmp_path: Path) -> None:
+    quantize_checkpoint(save_llama(tmp_path, num_hidden_layers=1), "awq")
+    with pytest.raises(ConfigError, match=r"--quantize is fp8, but .* are quantized already, by awq") as refused:
+        read_model(make_options(model=str(tmp_path), quantize="fp8").model)
+    assert refused.value.param == "quantize"
+
+
+def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / FILE)
+    change(tensors)
+    save_file(tensors, folder / FILE)
+
+
+OUT = "model.layers.0.self_attn.o_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "fact"),
+    [
+        ("awq", lambda tensors: tensors.pop(f"{OUT}.scales"), rf"lacks {OUT}\.scales"),
+        ("uint", lambda tensors: tensors.pop(f"{OUT}.weight_zero_point"), rf"lacks {OUT}\.weight_zero_point"),
+        ("int", lambda tensors: tensors.pop(f"{OUT}.weight_packed"), rf"lacks {OUT}\.weight_packed"),
+        ("channel", lambda tensors: tensors.pop(f"{OUT}.weight_scale"), rf"lacks its scales, {OUT}\.weight_scale"),
+        (
+            "channel",
+            lambda tensors: tensors.update({f"{OUT}.weight_scale": torch.ones(2, 1)}),
+            rf"{OUT}\.weight_scale_inv holds F32 \[2, 1\]; .* \[64, 1\] is wanted, one scale for each row",
+        ),
+        (
+            "fp8",
+            lambda tensors: tensors.update({f"{OUT}.weight_scale": torch.ones(64)}),
+            r"holds F32 \[64\]; .* \[\] is wanted, one scale",
+        ),
+        (
+            "gptq",
+            lambda tensors: tensors.update({f"{OUT}.qweight": torch.ones(8, 32, dtype=torch.int32)}),
+            rf"{OUT}\.qweight holds I32 \[8, 32\]; I32 \[8, 64\] is wanted",
+        ),
+        (
+            "gptq",
+            lambda tensors: tensors.update({f"{OUT}.qzeros": torch.ones(2, 8, dtype=torch.int32)}),
+            rf"{OUT}\.weight has zero points other than 8",
+        ),
+        (
+            "gptq_v2",
+            lambda tensors: tensors.update({f"{OUT}.g_idx": torch.zeros(64, dtype=torch.int32)}),
+            rf"the groups of {OUT}\.weight do not have 32 inputs each",
+        ),
+        (
+            "gptq_v2",
+            lambda tensors: tensors.update(
+                {"model.layers.0.mlp.up_proj.g_idx": torch.arange(64, dtype=torch.int32).flip(0) // 32}
+            ),
+            r"gate_proj\.weight and model\.layers\.0\.mlp\.up_proj\.weight are sorted in different orders",
+        ),
+        ("awq", lambda tensors: tensors[f"{OUT}.scales"][0, 0].zero_(), rf"{OUT}\.weight has a scale that is 0"),
+        ("channel", lambda tensors: tensors[f"{OUT}.weight_scale"][0].fill_(torch.nan), r"a scale that is 0, NaN"),
+        (
+            "channel",
+            lambda tensors: (
+                tensors.update({"lm_head.weight": torch.ones(320, 64).to(torch.float8_e4m3fn)})
+                or tensors.update({"lm_head.weight_scale": torch.zeros(320, 1)})
+            ),
+            r"lm_head\.weight_scale_inv has a scale that is 0",
+        ),
+    ],
+)
+def test_what_is_missing_or_makes_no_sense_is_named(
+    tmp_path: Path, name: str, change: Callable[[dict[str, Tensor]], object], fact: str
+) -> None:
+    quantize_checkpoint(save_llama(tmp_path, num_hidden_layers=1), name)
+    edit(tmp_path, change)
+    with pytest.raises(ModelError, match=fact) as refused:
+        load(tmp_path)
+    assert refused.value.param == "model"
+
+
+def test_a_group_that_does_not_divide_is_named(tmp_path: Path) -> None:
+    quantize_checkpoint(save_llama(tmp_path, num_hidden_layers=1), "awq")
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"group_size": 32', '"group_size": 128'))
+    with pytest.raises(ModelError, match=r"q_proj\.weight .* a scale for each 128 inputs does not divide them"):
+        load(tmp_path)
