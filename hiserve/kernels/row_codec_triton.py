@@ -93,11 +93,11 @@ def store_key(parts, places, are_there, pool, slot, WIDTH: tl.constexpr, PAGE_RO
     factor = tl.maximum(tl.maximum(largest, tl.max(tl.abs(three), 0)), _LEAST) * (1 / _LARGEST)
     place, scale = places_of(pool, slot, WIDTH, WIDTH, PAGE_ROWS)
     tl.store(scale.to(tl.pointer_type(tl.float32), bitcast=True), factor)
-    small = _small(tl.div_rn(one, tl.broadcast_to(factor, one.shape)))
+    small = to_e4m3(tl.div_rn(one, tl.broadcast_to(factor, one.shape)))
     tl.store(place + places[0], small, mask=are_there[0])
-    small = _small(tl.div_rn(two, tl.broadcast_to(factor, two.shape)))
+    small = to_e4m3(tl.div_rn(two, tl.broadcast_to(factor, two.shape)))
     tl.store(place + places[1], small, mask=are_there[1])
-    small = _small(tl.div_rn(three, tl.broadcast_to(factor, three.shape)))
+    small = to_e4m3(tl.div_rn(three, tl.broadcast_to(factor, three.shape)))
     tl.store(place + places[2], small, mask=are_there[2])
 
 
