@@ -37,7 +37,11 @@ MAX_TOKENS = 4 * (WARM + TIMED)
 LENGTHS = {2: 2, 3: 7, 4: 15, 5: 17, 6: 15, 7: 13, 8: 10, 9: 8, 10: 5, 11: 4, 12: 2, 13: 1, 14: 1}
 WAYS = ("free", "constrained", "beside")
 BARS = {"off": 1.05, "3 drafts": 1.08, "beside": 1.03, "qwen3-0.6b": 1.25}
-SPECS: dict[str, dict[str, Any]] = {"off": {"spec": "off"}, "3 drafts": {"spec": "ngram", "spec_steps": 3}}
+# Rounds repeat the prompts: replies to them would be the drafts of the next round.
+SPECS: dict[str, dict[str, Any]] = {
+    "off": {"spec": "off"},
+    "3 drafts": {"spec": "ngram", "spec_steps": 3, "spec_history": 0},
+}
 ON_CPU: dict[str, Any] = {"device": "cpu", "cpu_threads": 1, "model": NANO, "host_cache_gib": 0, "kv_pages": 4096}
 Case = tuple[str, dict[str, Any]]
 

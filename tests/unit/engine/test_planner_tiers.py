@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from hiserve.cache.index.prefix_cache import HostAdmission
+from hiserve.core.plan import BatchPlan
 from hiserve.core.request import SamplingParams
-from hiserve.core.transfers import CopyKind
+from hiserve.core.transfers import CopyAck, CopyKind
 from hiserve.core.usage import CacheUse
 from hiserve.engine import host_loads
 from hiserve.engine.host_loads import LoadCostModel
@@ -189,6 +190,35 @@ def test_rows_start_in_the_order_of_their_loads_not_with_the_last_of_them() -> N
     said, used = run(engine)
     assert said == {uid: oracle(prompt(21, seed=uid - 7), 1) for uid in (8, 9)}
     assert [used[uid].host for uid in (8, 9)] == [20, 20]
+
+
+def test_a_row_whose_load_has_ended_decodes_while_another_still_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both were admitted with one plan; the second joins the first step that is planned after the end of its own load."""
+    engine, _, executor, _ = echo_engine(
+        num_pages=20, page_size=PAGE, max_len=48, eos=(), num_host_pages=60, overlaps_loads=True, depth=1
+    )
+    for uid, seed in enumerate((1, 2, 3, 4, 5)):
+        add(engine, uid, prompt(21, seed), 1)
+        run(engine)
+    plans: list[BatchPlan] = []
+    held: list[CopyAck] = []
+    submit, take_acks = executor.submit, executor.take_acks
+
+    def late_acks(wait_s: float = 0.0) -> list[CopyAck]:
+        loads = [copy.op for copy in plans[0].copies if copy.kind is CopyKind.LOAD] if plans else []
+        acks = [*held, *take_acks(wait_s)]
+        held[:] = [ack for ack in acks if ack.op in loads[1:] and len(plans) < 6]
+        return [ack for ack in acks if ack not in held]
+
+    monkeypatch.setattr(executor, "submit", lambda plan: plans.append(plan) or submit(plan))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(executor, "take_acks", late_acks)
+    for uid in (8, 9):
+        add(engine, uid, prompt(21, seed=uid - 7), 12)
+    said, used = run(engine)
+    assert said == {uid: oracle(prompt(21, seed=uid - 7), 12) for uid in (8, 9)}
+    assert [used[uid].host for uid in (8, 9)] == [20, 20]
+    (first, _) = [copy.op for copy in plans[0].copies if copy.kind is CopyKind.LOAD]
+    assert [(plan.rows.size, plan.waits) for plan in plans[:8]] == [(1, (first,)), *[(1, ())] * 5, *[(2, ())] * 2]
 
 
 def test_a_row_that_waits_for_its_load_stays_out_of_the_step_of_others() -> None:
