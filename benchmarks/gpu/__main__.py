@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.gpu import ceilings
 from benchmarks.gpu.driving import Bench, Part, setting, timed_part
+from benchmarks.gpu.few_bits import measure_few_bits
 from benchmarks.gpu.figures import table
 from benchmarks.gpu.profiling import measure_profile
 from benchmarks.gpu.sizes import FULL, LARGE, SEED, SMALL, TINY
@@ -39,6 +40,7 @@ from benchmarks.record import SERVER, Record, gpu_parser
 PARTS: dict[str, Callable[[Bench], Part]] = {
     "decode": partial(measure_decode, shape=LARGE),
     "prefill": measure_prefill,
+    "few-bits": measure_few_bits,
     "peers": measure_peers,
     "chats": measure_chats,
     "profile": partial(measure_profile, shape=LARGE),
