@@ -40,7 +40,6 @@ from benchmarks.record import SERVER, Record, gpu_parser
 PARTS: dict[str, Callable[[Bench], Part]] = {
     "decode": partial(measure_decode, shape=LARGE),
     "prefill": measure_prefill,
-    "few-bits": measure_few_bits,
     "peers": measure_peers,
     "chats": measure_chats,
     "profile": partial(measure_profile, shape=LARGE),
@@ -53,6 +52,7 @@ PARTS: dict[str, Callable[[Bench], Part]] = {
     "overlap": measure_overlap,
     "small-http": partial(measure_http, shape=SMALL),
     "spec": measure_spec,
+    "few-bits": measure_few_bits,
 }
 
 
