@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,9 +21,15 @@ from tests.helpers.quantized import values_of
 FILE = "model.safetensors"
 
 
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_released(tmp_path_factory.mktemp("released"))
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return save_released(tmp_path)
+def folder(released: Path, tmp_path: Path) -> Path:
+    """The tests' own, to break."""
+    return shutil.copytree(released, tmp_path, dirs_exist_ok=True)
 
 
 def load(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
