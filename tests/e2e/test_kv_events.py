@@ -35,6 +35,7 @@ SMALL: dict[str, Any] = {
     "max_model_len": 512,
     "kv_pages": 60,
     "max_running_requests": 4,
+    "spec": "off",
     "cpu_threads": 1,
     "log_level": "warning",
 }
