@@ -52,7 +52,7 @@ def weights_of(kind, *shape, num_parts):
     made.codes[made.codes & 0x60 == 0] = 0
     return made
 
-hidden, inner = 160, 136  # neither ends with a block of either kind; columns end with a part of a tile
+hidden, inner = 160, 72  # neither ends with a block of either kind; columns end with a part of a tile
 low, middle, tall = (tile for tile, _ in PACKED_TILES)
 for kind, tokens, tile, others, activation in (
     ("4", 3, low, None, LIMITED), ("4", 5, middle, "plain", SILU), ("4", 3, low, "8", LIMITED), ("4", 3, low, "4", None),
@@ -75,7 +75,7 @@ for kind, tokens, tile, others, activation in (
 
 MIXES = """
 hidden, inner = 160, 96
-for kind, others in (("4", None), ("4", "plain"), ("8", "8"), ("4", "8"), ("8", "plain")):
+for kind, others in (("4", None), ("8", "8"), ("4", "8"), ("8", "plain")):
     make = {"4": lambda *shape, **_: random_4(generator, *shape), "8": lambda *shape, **more: random_8(generator, *shape, **more),
             "plain": lambda *shape, **_: randn(*shape, scale=0.2)}
     weights = make[kind](3, 2 * inner, hidden, num_parts=2), make[kind](3, hidden, inner)
@@ -88,7 +88,7 @@ for kind, others in (("4", None), ("4", "plain"), ("8", "8"), ("4", "8"), ("8", 
         both = None if shared is None else tuple(plain(weight, HALF) for weight in shared)
         expected = reference.mix_experts(x, *routed, *plains, *biases, LIMITED, both)
         assert torch.equal(reference.mix_experts(x, *routed, *weights, *biases, LIMITED, shared), expected)
-        assert found.dtype == HALF and expected.std() > 0.2, expected.std()
+        assert found.dtype == HALF and expected.std() > 0.1, expected.std()
         assert_close(found, expected, atol=4e-3 * expected.abs().max().item(), rtol=4e-3)
     wide = [each.float() for each in (x, *biases) if each is not None]
     if others is None:  # of other types the twin computes
