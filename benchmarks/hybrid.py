@@ -27,8 +27,10 @@ from benchmarks.record import ENGINE, Record, gpu_parser
 from hiserve.config.options import DTYPE_BYTES
 from hiserve.core.kv_groups import Space
 from hiserve.models.compressed_config import CompressedConfig, LayerKind
+from hiserve.models.compressed_names import table_of
 from hiserve.models.experts_config import packed_size
 from hiserve.models.model_config import NANO, ModelConfig
+from hiserve.models.quantized_names import kept_size
 
 # With the bar of prompts.
 SHAPES = {
@@ -72,8 +74,9 @@ class Least:
     def decode_bytes(self, num_rows: int, context: float) -> float:
         """Bytes of rows that attend over so many tokens each: weights, the output head, keys and values, what rows carry."""
         model = self._model
-        packed = model.facts().packed_experts
-        weights = self._element * (self._layers + self._table - packed.num_params) + packed.num_bytes
+        sizes = model.facts().packed_experts, kept_size(table_of(model), model.quantization)
+        weights = float(self._element * (self._layers + self._table - sum(each.num_params for each in sizes)))
+        weights += sum(each.num_bytes for each in sizes)
         if model.experts is not None:
             share = model.experts.num_per_token / model.experts.num_experts
             weights -= self._expert_bytes * (1 - share) ** num_rows  # those that no row chooses
