@@ -13,7 +13,7 @@ from hiserve.kernels.quantized import QuantizedWeight, dequantize, pack_codes, q
 from hiserve.kernels.scaled_products import round_tokens
 from tests.helpers.cuda import generate, graph_engine, prompts_of
 from tests.helpers.models import save_llama
-from tests.helpers.quantized import quantize_checkpoint
+from tests.helpers.quantized import MOST_LOSS, held_out_losses, quantize_checkpoint
 from tests.helpers.scripted import check_graphs
 
 pytestmark = pytest.mark.gpu
@@ -100,3 +100,11 @@ def test_a_quantized_model_in_graphs_computes_what_it_does_without(tmp_path: Pat
         found.append(generate(subject, prompts, 40))
         subject.executor.close()
     assert found[0] == found[1]
+
+
+def test_held_out_text_is_about_as_likely() -> None:
+    """In bfloat16; prompts are computed with inputs in 8 bits too."""
+    losses = held_out_losses(29, "cuda")
+    found = {scheme: losses[scheme] / losses["off"] for scheme in MOST_LOSS}
+    print(losses, found, flush=True)
+    assert all(found[scheme] <= most for scheme, most in MOST_LOSS.items()), (losses, found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,10 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hiserve import LLM, SamplingParams
 from hiserve.kernels.quantized import QuantizedWeight, dequantize
+from tests.helpers.dialogues import held_out_prompts
 
 FILE = "model.safetensors"
 GROUP = 32
+MOST_LOSS = {"fp8": 1.005, "int4": 1.03}  # of hiserve-nano, times that of whole weights
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of each of eight neighbours, its place in a number of 32 bits
 
 
@@ -62,6 +66,20 @@ FORMATS = {
 def values_of(parameter: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """Returns the values of a parameter."""
     return dequantize(parameter, dtype) if isinstance(parameter, QuantizedWeight) else parameter
+
+
+def held_out_losses(count: int, device: str) -> dict[str, float]:
+    """Returns the mean loss of tokens of held-out text, in nats, of hiserve-nano with each value of ``--quantize``."""
+    prompts = held_out_prompts("coffee", "services", "pytask", "python")[::-1][:count]
+    scored = SamplingParams(temperature=0.0, seed=0, max_tokens=1, prompt_logprobs=0)
+    settings: dict[str, Any] = {"spec": "off", "host_cache_gib": 0, "kv_pages": 512, "log_level": "warning"}
+    losses = {}
+    for scheme in ("off", "fp8", "int4"):
+        with LLM(in_process=True, device=device, quantize=scheme, cpu_threads=1, **settings) as llm:
+            results = llm.generate(prompts, scored)
+        scores = [each.logprob for result in results for each in (result.prompt_logprobs or ())[1:] if each is not None]
+        losses[scheme] = -statistics.fmean(scores)
+    return losses
 
 
 def quantize_checkpoint(
