@@ -39,6 +39,7 @@ GPU_PARTS = {
     "overlap": "Qwen3-0.6B shape, decode step planned ahead; ratio: time with --overlap 0 / time",
     "http": "Llama-8B shape over HTTP; ratio: throughput over HTTP / in one process",
     "small-http": "Qwen3-0.6B shape over HTTP; ratio: throughput over HTTP / in one process",
+    "few-bits": "Llama-8B shape with weights in 8 and 4 bits; ratio: time with weights in 16 bits / time",
     "spec": "hiserve-nano and its draft heads widened to the Llama-8B shape; ratios: speed-up over plain decoding / (accept length / "
     "least cost of a cycle); throughput of adaptive drafts / best fixed number; equal replies",
 }

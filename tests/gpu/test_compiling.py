@@ -87,13 +87,18 @@ def work(rng: random.Random, num_rows: int) -> tuple[list[list[int]], list[Sampl
     return prompts, sampling
 
 
-@pytest.mark.parametrize("backend", ["auto", "triton"])
-@pytest.mark.parametrize("spec", ["off", "ngram", "eagle3"])
-def test_nothing_is_compiled_while_requests_wait(tmp_path: Path, spec: str, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("spec", "backend", "quantize"),
+    [
+        *((spec, backend, "off") for spec in ("off", "ngram", "eagle3") for backend in ("auto", "triton")),
+        *(("ngram", "triton", scheme) for scheme in ("fp8", "int4")),
+    ],
+)
+def test_nothing_is_compiled_while_requests_wait(tmp_path: Path, spec: str, backend: str, quantize: str) -> None:
     print(f"seed {SEED}")
     rng = random.Random(SEED)
     named = f"{spec}:{save_heads(tmp_path, SEED)[spec]}" if spec == "eagle3" else spec
-    with LLM(**SETTINGS | SIZES, spec=named, attention_backend=backend) as llm:
+    with LLM(**SETTINGS | SIZES, spec=named, attention_backend=backend, quantize=quantize) as llm:
         choice: Any = engine_of(llm)._planner._drafting  # type: ignore[attr-defined]
         if spec != "off":
             choice._controller = Changing(rng)
