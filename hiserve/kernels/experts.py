@@ -9,6 +9,7 @@ without a block end at once. There are no atomic additions: results are bitwise 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,13 +18,14 @@ import triton.language as tl
 from torch import Tensor
 
 from hiserve.core.activation import SILU, Activation
+from hiserve.core.row_shapes import PACKED_CAPABILITY
 from hiserve.kernels import reference
 from hiserve.kernels.expert_products import TILES, multiply, tiles_for
 from hiserve.kernels.few_experts import MAX_TOKENS, mix_few
 from hiserve.kernels.few_packed import mix_few_packed
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 from hiserve.kernels.packed_products import PACKED_TILES, multiply_packed
-from hiserve.kernels.packed_weights import PackedWeights, Weights
+from hiserve.kernels.packed_weights import PackedWeights, Weights, plain
 
 _SCANS = ((1024, 4), (8192, 8))  # pairs at a time and warps: for few pairs, for many
 _SUM_BLOCK = 512
@@ -101,11 +103,14 @@ def mix_experts(
     shared: tuple[Weights, Weights] | None = None,
 ) -> Tensor:
     """Like ``reference.mix_experts``, but only its own experts compute a token. float64 uses the reference."""
+    if _lacks_e4m3(x.device):
+        gate_up, down, *both = (_without_e4m3(each, x.dtype) for each in (gate_up, down, *(shared or ())))
+        shared = (both[0], both[1]) if both else None
     is_packed = any(isinstance(each, PackedWeights) for each in (gate_up, down, *(shared or ())))
     if x.dtype == torch.float64 or (is_packed and x.dtype == torch.float32):
         return reference.mix_experts(x, shares, chosen, gate_up, down, gate_up_bias, down_bias, activation, shared)
     weights = (x, gate_up, down, *(shared or ()))
-    assert all(each.is_contiguous() for each in weights), [each.stride() for each in weights]
+    assert all(each.is_contiguous() for each in weights), f"gaps in one of {[tuple(each.shape) for each in weights]}"
     assert all(bias is None or bias.is_contiguous() for bias in (gate_up_bias, down_bias))
     assert shared is None or (gate_up_bias is None and shared[1].shape == down.shape[1:]), "another shape"
     if 1 <= x.shape[0] <= MAX_TOKENS:
@@ -121,6 +126,16 @@ def mix_experts(
     product(x, gate_up, shared_gate_up, gate_up_bias, order, ends, activated, chosen, activation, first)
     product(activated, down, shared_down, down_bias, order, ends, made, chosen, None, second)
     return _sum(made, shares, has_shared=shared is not None)
+
+
+@cache
+def _lacks_e4m3(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < PACKED_CAPABILITY
+
+
+def _without_e4m3(weights: Weights, dtype: torch.dtype) -> Weights:
+    """Unpacks what kernels of an older GPU cannot: in every step, so that this is slow."""
+    return plain(weights, dtype) if isinstance(weights, PackedWeights) and weights.kind == "e4m3" else weights
 
 
 def _sum(made: Tensor, shares: Tensor, *, has_shared: bool) -> Tensor:
