@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -20,9 +22,34 @@ _TILE_ROWS = (16, 32, 64, 128)
 _MAX_EXACT_ROWS = 32  # of inputs that may be rounded: with more, products in 8 bits are faster
 _DEPTH = 128  # of a tile in 8 bits
 _MIN_BLOCKS = 4  # of depth, for each part
-# Programs of a multiprocessor: those in 4 bits have half of the bytes in flight, and each waits for its conversions.
-_PROGRAMS = {8: 2, 4: 4}
-_STAGES = {16: 6, 32: 5, 64: 4, 128: 3}  # tiles of depth in flight, by the rows of a tile
+
+
+class _Tile(NamedTuple):
+    """Sizes of a program.
+
+    Attributes:
+        columns: Of the result, where these divide it; else ``TILE_ROWS``.
+        num_stages: Tiles of depth in flight.
+        programs: Of a multiprocessor, until which the depth is split.
+    """
+
+    columns: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+
+# By the bits of a code and the rows of a tile.
+_TILES = {
+    (8, 16): _Tile(64, 4, 6, 2),
+    (8, 32): _Tile(64, 4, 5, 2),
+    (8, 64): _Tile(64, 4, 4, 2),
+    (8, 128): _Tile(64, 4, 3, 2),
+    (4, 16): _Tile(64, 4, 6, 4),
+    (4, 32): _Tile(64, 4, 5, 4),
+    (4, 64): _Tile(64, 4, 4, 4),
+    (4, 128): _Tile(64, 4, 3, 4),
+}
 
 
 def quantized_linear(
@@ -58,13 +85,16 @@ def _tiled_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, is_ea
     """Splits few tiles along their depth until each multiprocessor has its programs; the parts are summed in order."""
     assert x.is_contiguous(), x.stride()
     (num_rows, depth), num_columns, bits = x.shape, weight.shape[0], weight.spec.bits
-    num_tiles, count = num_columns // TILE_ROWS, num_processors(x.device) * _PROGRAMS[bits]
+    rows = next(rows for rows in _TILE_ROWS if num_rows <= rows)
+    tile = _TILES[bits, rows]
+    columns = TILE_ROWS if num_columns % tile.columns else tile.columns
+    num_tiles, count = num_columns // columns, num_processors(x.device) * tile.programs
     num_parts = max(1, min(count // num_tiles, depth // _tile_depth(weight) // _MIN_BLOCKS))
     out = x.new_empty((num_rows, num_columns))
     parts = out if num_parts == 1 else x.new_empty((num_parts, num_rows, num_columns), dtype=torch.float32)
-    rows = next(rows for rows in _TILE_ROWS if num_rows <= rows)
     sizes = (num_rows, num_columns, depth)
-    settings = {"ROWS": rows, "num_warps": 4, "num_stages": _STAGES[rows], **early_launch(x.device, is_early)}
+    settings = {"ROWS": rows, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    settings |= early_launch(x.device, is_early)
     settings["HAS_INSTRUCTIONS"] = has_instructions(x.device, x.dtype)
     bias_here = bias if num_parts == 1 else None
     if bits == 8:
@@ -75,7 +105,7 @@ def _tiled_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, is_ea
             bias_here,
             parts,
             *sizes,
-            COLUMNS=TILE_ROWS,
+            COLUMNS=columns,
             DEPTH=_DEPTH,
             HAS_BLOCKS=weight.scales.dim() == 2,
             **settings,
