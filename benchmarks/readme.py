@@ -293,6 +293,23 @@ def gpu() -> Iterator[Entry]:
             yield said, "; ".join(map(figure_of, barred)), run
 
 
+def quantized() -> Iterator[Entry]:
+    """Yields the entries of weights in fewer bits."""
+    run = result("quantized")
+    for name, ratios in run["ratios"].items():
+        if name != "off":
+            bars = run["bars"][name]
+            said = [
+                f"{case}: {ratio:.2f} ×" + f" {at_least(ratio, bars[case])}" * (case in bars)
+                for case, ratio in ratios.items()
+            ]
+            yield (
+                f"Llama-8B shape, `--quantize {name}`: speed of rows that decode and of prompts / in bfloat16",
+                "; ".join(said),
+                run,
+            )
+
+
 def sweeps() -> Iterator[Entry]:
     """Yields the entries of ``hiserve bench spec --sweep``: drafts whose number is chosen step by step."""
     for path in sorted(RESULTS.glob("spec_sweep*.json")):
@@ -346,7 +363,9 @@ def peer_rows() -> list[str]:
 
 def rows() -> list[Entry]:
     return [
-        each for part in (cpu, heads, partial(surface, result), recovery, soak, tiers, gpu, sweeps) for each in part()
+        each
+        for part in (cpu, heads, partial(surface, result), recovery, soak, tiers, gpu, quantized, sweeps)
+        for each in part()
     ]
 
 

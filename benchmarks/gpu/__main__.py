@@ -18,7 +18,6 @@ import torch
 
 from benchmarks.gpu import ceilings
 from benchmarks.gpu.driving import Bench, Part, setting, timed_part
-from benchmarks.gpu.few_bits import measure_few_bits
 from benchmarks.gpu.figures import table
 from benchmarks.gpu.profiling import measure_profile
 from benchmarks.gpu.sizes import FULL, LARGE, SEED, SMALL, TINY
@@ -52,7 +51,6 @@ PARTS: dict[str, Callable[[Bench], Part]] = {
     "overlap": measure_overlap,
     "small-http": partial(measure_http, shape=SMALL),
     "spec": measure_spec,
-    "few-bits": measure_few_bits,
 }
 
 

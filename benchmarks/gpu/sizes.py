@@ -30,9 +30,6 @@ BARS = {
     "speculation": 0.75,
     "adaptive": 0.97,
     "same tokens": 1.0,
-    "fp8 decode": 1.7,
-    "fp8 prefill": 1.5,
-    "int4 decode": 2.4,
 }
 # config.json of the shapes to which hiserve-nano is widened; of the smaller one every part is wider than nano's.
 SPEC_SHAPES: dict[str, dict[str, Any]] = {

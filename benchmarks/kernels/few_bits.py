@@ -1,8 +1,8 @@
 """Products of a layer of Llama-8B with weights in 8 and 4 bits, alone: ``python -m benchmarks.kernels.few_bits``.
 
 It compares ways to split and to pipeline the kernel of few rows, each with the bytes that it must read at the rate of a copy, and
-prints them, the fastest first; then the products of many rows; both beside weights of 16 bits. ``benchmarks.gpu`` has the whole model
-as its part ``few-bits``.
+prints them, the fastest first; then the products of many rows; both beside weights of 16 bits. ``benchmarks.quantized`` has the whole
+model.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hiserve.models.quantize import make_quantization
 
 SEED = 20261128
 REPEATS = 10
+COLUMNS = {8: (64, 128), 4: (64,)}  # of a tile, by bits
 NUM_SETS = 2  # of weights, which are read in turn, so that no cache holds them
 WEIGHTS = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28_672, 4096), "down": (4096, 14_336)}
 NUM_PROMPT = 8192  # tokens of a step of prompts
@@ -53,24 +54,21 @@ def compare(name: str, plain: dict[str, list[Tensor]], copy_rate: float) -> None
     spec = SPECS[name]
     assert spec is not None
     made = {each: [quantize(weight, spec) for weight in weights] for each, weights in plain.items()}
-    programs, stages = dict(quantized_linear._PROGRAMS), dict(quantized_linear._STAGES)
+    tiles = dict(quantized_linear._TILES)
     for num_rows in (1, 8, 32):
         rows = 16 if num_rows <= 16 else 32
         for which, weights in made.items():
             x = torch.randn(num_rows, weights[0].shape[1], device=DEVICE).to(torch.bfloat16)
             wide, limit, found = seconds(plain[which], x), weights[0].num_bytes / copy_rate, []
-            for count, depth in product((1, 2, 3, 4, 6, 8), (3, 4, 6, 8)):
-                quantized_linear._PROGRAMS[spec.bits], quantized_linear._STAGES[rows] = count, depth
+            for columns, warps, depth, count in product(COLUMNS[spec.bits], (4, 8), (3, 4, 6, 8), (1, 2, 3, 4, 6, 8)):
+                quantized_linear._TILES[spec.bits, rows] = tile = quantized_linear.Tile(columns, warps, depth, count)
                 try:
-                    found.append((seconds(weights, x), count, depth))
+                    found.append((seconds(weights, x), tile))
                 except Exception as error:  # noqa: BLE001 - of stages that do not fit the others are of interest
-                    print(f"  {count} programs, {depth} stages: {str(error).splitlines()[0]}", flush=True)
-            quantized_linear._PROGRAMS |= programs
-            quantized_linear._STAGES |= stages
+                    print(f"  {tile}: {str(error).splitlines()[0]}", flush=True)
+            quantized_linear._TILES |= tiles
             now = seconds(weights, x)
-            told = ", ".join(
-                f"{1e6 * taken:.1f} ({count} programs, {depth} stages)" for taken, count, depth in sorted(found)[:4]
-            )
+            told = ", ".join(f"{1e6 * taken:.1f} {tuple(tile)}" for taken, tile in sorted(found)[:4])
             print(
                 f"{name} {which} x {num_rows}: {1e6 * now:.1f} us, {limit / now:.2f} of the limit, {wide / now:.2f} x 16 bits; {told}",
                 flush=True,

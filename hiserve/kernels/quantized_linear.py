@@ -24,7 +24,7 @@ _DEPTH = 128  # of a tile in 8 bits
 _MIN_BLOCKS = 4  # of depth, for each part
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     """Sizes of a program.
 
     Attributes:
@@ -39,16 +39,17 @@ class _Tile(NamedTuple):
     programs: int
 
 
-# By the bits of a code and the rows of a tile.
+# By the bits of a code and the rows of a tile. Of 4 bits the columns are those of a tile of codes. Those of 16 and 32 rows were the
+# fastest of 40 in the sum of a layer of Llama-8B on an H200.
 _TILES = {
-    (8, 16): _Tile(64, 4, 6, 2),
-    (8, 32): _Tile(64, 4, 5, 2),
-    (8, 64): _Tile(64, 4, 4, 2),
-    (8, 128): _Tile(64, 4, 3, 2),
-    (4, 16): _Tile(64, 4, 6, 4),
-    (4, 32): _Tile(64, 4, 5, 4),
-    (4, 64): _Tile(64, 4, 4, 4),
-    (4, 128): _Tile(64, 4, 3, 4),
+    (8, 16): Tile(128, 8, 3, 3),
+    (8, 32): Tile(64, 4, 4, 4),
+    (8, 64): Tile(64, 4, 4, 2),
+    (8, 128): Tile(64, 4, 3, 2),
+    (4, 16): Tile(64, 4, 6, 4),
+    (4, 32): Tile(64, 4, 3, 4),
+    (4, 64): Tile(64, 4, 4, 4),
+    (4, 128): Tile(64, 4, 3, 4),
 }
 
 
