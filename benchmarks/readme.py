@@ -299,10 +299,8 @@ def quantized() -> Iterator[Entry]:
     for name, ratios in run["ratios"].items():
         if name != "off":
             bars = run["bars"][name]
-            said = [
-                f"{case}: {ratio:.2f} ×" + f" {at_least(ratio, bars[case])}" * (case in bars)
-                for case, ratio in ratios.items()
-            ]
+            told = {case: at_least(ratio, bars[case]) if case in bars else "" for case, ratio in ratios.items()}
+            said = [f"{case}: {ratio:.2f} × {told[case]}".rstrip() for case, ratio in ratios.items()]
             yield (
                 f"Llama-8B shape, `--quantize {name}`: speed of rows that decode and of prompts / in bfloat16",
                 "; ".join(said),
