@@ -140,14 +140,16 @@ def test_drafts_shorten_no_hit(options: dict[str, Any], folder: Path) -> None:
     """H9: a repeated prompt of L tokens has floor_P(L - 1), a next turn floor_P(settled)."""
     rng = np.random.default_rng(1)
     with LLM(model=str(folder), **SETTINGS | {"window_pages": 400} | options) as llm:
-        for length in range(1, 3 * PAGE + WINDOW):
-            prompt = rng.integers(7, VOCAB, length).tolist()
-            (first,) = llm.generate([prompt], GREEDY)
-            (again,) = llm.generate([prompt], GREEDY)
-            assert again.cached.num_tokens == (length - 1) // PAGE * PAGE
-            settled = length + NUM_NEW - 1  # of the last token nothing was computed
-            (turn,) = llm.generate([[*prompt, *told([first])[0], 8, 9]], GREEDY)
-            assert turn.cached.num_tokens == settled // PAGE * PAGE, length
+        for shortest in range(1, 3 * PAGE + WINDOW, 4):  # side by side, as many as there are rows
+            lengths = range(shortest, min(shortest + 4, 3 * PAGE + WINDOW))
+            prompts = [rng.integers(7, VOCAB, length).tolist() for length in lengths]
+            replies = told(llm.generate(prompts, GREEDY))
+            again = llm.generate(prompts, GREEDY)
+            assert [each.cached.num_tokens for each in again] == [(length - 1) // PAGE * PAGE for length in lengths]
+            asked = [[*prompt, *reply, 8, 9] for prompt, reply in zip(prompts, replies, strict=True)]
+            settled = [length + NUM_NEW - 1 for length in lengths]  # of the last token nothing was computed
+            turns = llm.generate(asked, GREEDY)
+            assert [each.cached.num_tokens for each in turns] == [length // PAGE * PAGE for length in settled]
 
 
 def poison_below(engine: Engine, pools: WindowPool, prompt: list[int], position: int) -> None:
