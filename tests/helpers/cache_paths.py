@@ -196,10 +196,11 @@ def pairs_of(case: Case) -> set[tuple[int, Any, int, Any]]:
 
 def pairwise(cases: list[Case]) -> Iterator[Case]:
     """Yields cases until each pair of two factors' values has occurred, those first that bring most new ones."""
-    missing = set().union(*map(pairs_of, cases))
+    pairs = {case: pairs_of(case) for case in cases}
+    missing = set().union(*pairs.values())
     while missing:
-        best = max(cases, key=lambda case: len(pairs_of(case) & missing))
-        missing -= pairs_of(best)
+        best = max(cases, key=lambda case: len(pairs[case] & missing))
+        missing -= pairs[best]
         yield best
 
 

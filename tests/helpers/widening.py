@@ -11,15 +11,15 @@ import pytest
 
 def usual(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
     """Returns cases as parameters: first some in which each value of each factor occurs, then all others, which are ``wide``."""
-    left = list(cases)
-    wanted = {each for case in left for each in enumerate(case)}
+    left = [(case, set(enumerate(case))) for case in cases]
+    wanted = {each for _, its in left for each in its}
     found = []
     while wanted:
-        best = max(left, key=lambda case: len(wanted & set(enumerate(case))))
+        best = max(left, key=lambda each: len(wanted & each[1]))
         left.remove(best)
-        found.append(best)
-        wanted -= set(enumerate(best))
-    return [*(pytest.param(case) for case in found), *(pytest.param(case, marks=pytest.mark.wide) for case in left)]
+        found.append(best[0])
+        wanted -= best[1]
+    return [*(pytest.param(case) for case in found), *(pytest.param(case, marks=pytest.mark.wide) for case, _ in left)]
 
 
 def some(cases: Iterable[Any], *usual: Any) -> list[Any]:
