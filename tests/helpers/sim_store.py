@@ -88,7 +88,6 @@ class SimStore:
         step = self._begin()
         limit = _limit(step, keys, Fault.FAIL, Fault.HANG, Fault.FULL)
         with self._lock:
-            limit = limit if all(key in self._pages for key in before) else 0
             for index, (key, buffer) in enumerate(zip(keys[:limit], buffers, strict=False)):
                 if key not in self._pages:
                     self._pages[key] = bytearray(seal(key, buffer)) + buffer

@@ -12,11 +12,12 @@ import stat
 import threading
 import time
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 
+from hiserve.cache.storage.page_order import PageOrder
 from hiserve.cache.storage.store import HEADER_BYTES, PageStore, is_intact, read_secret, seal
 from hiserve.cache.storage.store_directory import MARKER, claim, share_marker
 from hiserve.config.caching import Cache
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class FileStore:
-    """Pages as files ``DIR/ab/abcd...``, at most ``cap_bytes`` of them; the least recently used are removed first.
+    """Pages as files ``DIR/ab/abcd...``, at most ``cap_bytes`` of them; see ``PageOrder`` for those that are removed first.
 
     A page is written to a temporary file, which is renamed and not synced: no reader sees a partial file, and a page
     damaged by a loss of power fails its check. The time of its last use is the file's mtime, so that it survives a restart.
@@ -74,9 +75,8 @@ class FileStore:
         self._paused_until = clock()
         self._is_closed = False
         self._lock = threading.Lock()  # around the fields below, never around a read or a write
-        self._sizes: OrderedDict[bytes, int] = OrderedDict()  # by key, least recently used first
+        self._order = PageOrder()
         self._doubted: set[bytes] = set()  # of them, those to be written again
-        self._num_bytes = 0
         self._tag = os.urandom(4).hex()  # in the names of this object's temporary files
         self._num_drafts = 0
         self._unlisted_bytes = 0
@@ -104,11 +104,9 @@ class FileStore:
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview], before: Sequence[bytes] = ()) -> int:
         count = num_stored = 0
-        self._move_to_end(before)  # else they might make room for what is of no use without them
-        has_all_before = self.exists(before) == len(before)
+        with self._lock:
+            self._order.use(before)  # else they might make room for what is of no use without them
         for key, buffer in zip(keys, buffers, strict=True):
-            if not has_all_before:
-                break
             if not self._has(key):
                 if not self._write(key, buffer):
                     break
@@ -129,7 +127,7 @@ class FileStore:
     def stats(self) -> StoreStats:
         """Takes no lock, because listing a large directory holds the lock for long."""
         return StoreStats(
-            num_pages=len(self._sizes), num_bytes=self._num_bytes, last_error=self._last_error, **self._counts
+            num_pages=len(self._order), num_bytes=self._order.num_bytes, last_error=self._last_error, **self._counts
         )
 
     def close(self) -> None:
@@ -141,7 +139,7 @@ class FileStore:
         """Whether a page is present, in memory or in the directory."""
         if self._is_closed or key in self._doubted:
             return False
-        if key in self._sizes:
+        if key in self._order:
             return True
         try:
             status = os.lstat(self._path(key))
@@ -213,9 +211,9 @@ class FileStore:
         """Removes the least recently used pages until ``size`` more bytes fit."""
         while True:
             with self._lock:
-                if not self._sizes or self._num_bytes + size <= self._cap_bytes:
+                oldest = self._order.next()
+                if oldest is None or self._order.num_bytes + size <= self._cap_bytes:
                     return
-                oldest = next(iter(self._sizes))
             self._count(num_evicted=int(self._remove(oldest)))
 
     def _remove(self, key: bytes) -> bool:
@@ -230,29 +228,22 @@ class FileStore:
     def _use(self, keys: Sequence[bytes]) -> None:
         """Marks pages of one prefix as just used, in reverse order: a prefix is useless without its start."""
         now = time.time_ns()
-        self._move_to_end(keys)
+        with self._lock:
+            self._order.use(keys)
         for index, key in enumerate(keys):
             try:
                 os.utime(self._path(key), ns=(now - index, now - index), follow_symlinks=False)
             except OSError as error:
                 self._record_error(error)
 
-    def _move_to_end(self, keys: Sequence[bytes]) -> None:
-        """Makes pages of one prefix the last to be removed, of them its end before its start."""
-        with self._lock:
-            for key in reversed(keys):
-                if key in self._sizes:
-                    self._sizes.move_to_end(key)
-
     def _remember(self, key: bytes, size: int) -> None:
         with self._lock:
-            self._num_bytes += size - self._sizes.get(key, 0)
-            self._sizes[key] = size
+            self._order.add(key, size)
             self._doubted.discard(key)
 
     def _forget(self, key: bytes) -> None:
         with self._lock:
-            self._num_bytes -= self._sizes.pop(key, 0)
+            self._order.remove(key)
 
     def _count(self, **counts: int) -> None:
         with self._lock:
@@ -271,7 +262,8 @@ class FileStore:
     def _list(self) -> None:
         """Reads the present files and their times of use from the directory; removes leftover temporary files."""
         self._unlisted_bytes = 0
-        known = set(self._sizes)
+        with self._lock:
+            known = set(self._order.by_use())
         found: list[tuple[int, bytes, int]] = []
         for entry in self._entries():
             try:
@@ -284,13 +276,13 @@ class FileStore:
                 self._record_error(error)
         found.sort()
         with self._lock:
-            sizes = OrderedDict((key, size) for _, key, size in found)
-            for key, size in self._sizes.items():  # written while the directory was read
-                if key not in known:
-                    sizes[key] = size
-            self._sizes = sizes
-            self._num_bytes = sum(sizes.values())
-            self._doubted &= sizes.keys()
+            written = [key for key in self._order.by_use() if key not in known]  # while the directory was read
+            self._order.retain([*(key for _, key, _ in found), *written])
+            for _, key, size in found:
+                self._order.add(key, size)
+            for key in [*(key for _, key, _ in found), *written]:
+                self._order.use([key])
+            self._doubted &= set(self._order.by_use())
 
     def _entries(self) -> Iterator[os.DirEntry[str]]:
         """Yields the files in the folders of this store."""

@@ -32,11 +32,9 @@ class PageStore(Protocol):
     threads; several threads may call at once. After ``close`` every lookup misses.
 
     Keys have ``KEY_BYTES`` bytes and are collision-free even if an attacker chooses prompts (see ``store_key``).
-    A page's bytes never change, so a present key need not be written again. Pages are passed in
-    the order of their prefix; where a store must choose, the end of a prefix is removed before its start.
-
-    A tail is of no use without its history: it is passed with the keys of all of it (``before``), which count as used with
-    it, and it is removed before them.
+    A page's bytes never change, so a present key need not be written again. Pages are passed in the order of their prefix,
+    behind some that come before them in it (``before``), which count as used too: of history the last one at least, of a tail
+    all. Where a store must choose, the end of a prefix is removed before its start, in whatever calls they were written.
 
     Every page has a header in the store (``seal``), and ``get`` checks it (``is_intact``): the medium is not trusted.
     """
@@ -54,7 +52,7 @@ class PageStore(Protocol):
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview], before: Sequence[bytes] = ()) -> int:
         """Writes pages that are missing, up to the first failure; returns how many leading pages are present.
 
-        Pages ``before`` them count as used. If one of these is missing, nothing is written.
+        Pages ``before`` them count as used; they need not be present.
         """
 
     def clear(self) -> int:

@@ -174,7 +174,7 @@ class StoreTransfers:
         """Returns how many of the host pages of a prefetch were filled; the frames of its tail are the last."""
         keys, buffers, num_pages = _keys(copy.run), self._buffers(copy.host_pages), copy.host_pages.size
         if copy.image is None:
-            return self._store.get(keys, buffers)
+            return self._store.get(keys, buffers, _before(copy.run))
         image = np.empty(copy.image.frames.size * self._host.layout.page_bytes, dtype=np.uint8).data
         before = [store_key(digest) for digest in copy.image.history[: len(copy.image.history) - num_pages]]
         count = self._store.get([*keys, tail_key(copy.image.digest)], [*buffers, image], before)
@@ -192,7 +192,8 @@ class StoreTransfers:
         num_intact = (*is_intact, False).index(False)
         begin = time.perf_counter()
         if copy.image is None:
-            count = _count(partial(self._store.put, _keys(copy.run)[:num_intact], self._buffers(pages[:num_intact])))
+            keys, buffers = _keys(copy.run)[:num_intact], self._buffers(pages[:num_intact])
+            count = _count(partial(self._store.put, keys, buffers, _before(copy.run)))
         else:
             num_intact = num_intact if num_intact == pages.size else 0
             count = num_intact and pages.size * _count(partial(self._put_tail, copy.image))
@@ -202,6 +203,8 @@ class StoreTransfers:
 
     def _put_tail(self, image: TailImage) -> int:
         before = [store_key(digest) for digest in image.history]
+        if self._store.exists(before) < len(before):
+            return 0  # a tail is of no use without its history
         return self._store.put([tail_key(image.digest)], [self._host.read_frames(image.frames)], before)
 
     def _clear(self) -> None:
@@ -228,3 +231,8 @@ def _count(call: Callable[[], int]) -> int:
 
 def _keys(run: PageRun | None) -> list[bytes]:
     return [] if run is None else [store_key(digest, run.draft_revision) for digest in run.digests]
+
+
+def _before(run: PageRun | None) -> list[bytes]:
+    """Returns the key of the page before a run, if there is one."""
+    return [] if run is None or run.parent == run.namespace else [store_key(run.parent, run.draft_revision)]

@@ -1,7 +1,7 @@
 """Tails in stores: uploaded and fetched whole."""
 
 from hiserve.cache.index import prefixes, retention, store_sync, tail_uploads, tails
-from hiserve.cache.storage import file_store, store_transfers
+from hiserve.cache.storage import file_store, page_order, store_transfers
 from hiserve.engine import store_prefetch
 from tests.e2e import test_store_tails
 from tests.invariants import test_stored_tails, test_tails
@@ -84,10 +84,14 @@ with file_store.FileStore.put, test_file_store.test_a_full_store_removes_no_hist
     "a full store keeps tails whose history it has removed"
     self._use([*before, *keys[:count]])
     self._use(keys[:count])
-with file_store.FileStore.put, test_file_store.test_a_full_store_removes_no_history_before_its_tails[False]:
+with store_transfers.StoreTransfers._put_tail, test_store_transfers.test_a_tail_is_not_stored_where_a_page_before_it_is_missing:
     "a store takes a tail whose history it has removed"
-    self.exists(before) == len(before)
-    True
+    self._store.exists(before) < len(before)
+    False
+with page_order.PageOrder._push, test_file_store.test_the_end_of_a_prefix_goes_before_a_start_that_another_call_wrote:
+    "a full store removes the first turns of conversations, without which the others are of no use"
+    page is None or self._num_behind[key] > 0
+    page is None
 with retention.Retention.retain, test_tail_shares.test_a_prefix_longer_than_the_quota_leaves_room_for_the_tail_that_it_needs:
     "pages take the quota of the tail without which they cannot be resumed behind"
     self.quota.room(node.account) - num_beside

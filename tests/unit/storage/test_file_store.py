@@ -29,7 +29,7 @@ from tests.helpers.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 FILE_BYTES = HEADER_BYTES + PAGE_BYTES
-OTHERS = make_keys("y", 20)
+OTHERS, STRANGE = make_keys("y", 20), make_keys("z", 20)
 
 
 def files(directory: Path) -> list[str]:
@@ -185,9 +185,11 @@ def test_a_full_store_removes_no_history_before_its_tails(tmp_path: Path, restar
                 before = KEYS[:2]
                 store.put(before, pages(before))
             *new, tail = (rng.randbytes(32) for _ in range(rng.randint(2, 3)))
-            store.put(new, pages(new))
-            history[number] = tails[tail] = [*before, *new]
-            store.put([tail], pages([tail]), tails[tail])
+            store.put(new, pages(new), before[-1:])
+            history[number] = [*before, *new]
+            if store.exists(history[number]) == len(history[number]):
+                tails[tail] = history[number]
+                store.put([tail], pages([tail]), tails[tail])
         elif tails:
             tail = rng.choice([*tails])
             start = rng.randint(0, len(tails[tail]))
@@ -199,6 +201,20 @@ def test_a_full_store_removes_no_history_before_its_tails(tmp_path: Path, restar
         assert all(store.exists(keys) == len(keys) for keys in there), f"step {step}: a tail without its history"
         assert there
     assert store.stats().num_evicted and num_read > 5
+
+
+def test_the_end_of_a_prefix_goes_before_a_start_that_another_call_wrote(tmp_path: Path) -> None:
+    """Turns of two conversations in their order, then pages of others: without its first turn a conversation is of no use."""
+    store = FileStore(tmp_path, 9 * FILE_BYTES)
+    for keys, start in ((KEYS, 0), (OTHERS, 0), (KEYS, 2), (OTHERS, 2), (KEYS, 4)):
+        store.put(keys[start : start + 2], pages(keys[start : start + 2]), keys[max(0, start - 1) : start])
+    assert store.get(OTHERS[:2], blanks(2)) == 2
+    found = [(store.exists(KEYS), store.exists(OTHERS))]
+    for key in STRANGE[:8]:
+        store.put([key], pages([key]))
+        found.append((store.exists(KEYS), store.exists(OTHERS)))
+    assert found == [(6, 3), (6, 2), (5, 2), (4, 2), (3, 2), (2, 2), (1, 2), (0, 2), (0, 1)]
+    assert store.stats().num_pages == 9
 
 
 def test_a_cap_that_was_lowered_is_kept_at_the_next_write(tmp_path: Path) -> None:

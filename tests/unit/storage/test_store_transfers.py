@@ -387,6 +387,32 @@ def test_all_of_its_history_is_used_with_a_tail(host: HostPool, make: Callable[.
     assert store.calls == [keys, keys, keys]
 
 
+def test_the_page_before_a_run_is_used_with_it(host: HostPool, make: Callable[..., StoreTransfers]) -> None:
+    store, first = Used(), written(host, make_run([3], [1]))
+    transfers = make(store)
+    second = written(host, replace(make_run([4], [2]), parent=first.digests[0]))
+    for run in (first, second):
+        for kind in (CopyKind.UPLOAD, CopyKind.PREFETCH):
+            if kind is CopyKind.PREFETCH:
+                host.free(run.pages)
+            transfers.start(copy_of(run, kind))
+            next_ack(transfers)
+    keys = [store_key(each.digests[0]) for each in (first, second)]
+    assert store.calls == [keys[:1], keys[:1], keys, keys]
+
+
+def test_a_tail_is_not_stored_where_a_page_before_it_is_missing(
+    host: HostPool, make: Callable[..., StoreTransfers]
+) -> None:
+    store = filled_store(RUN)
+    del store._pages[store_key(RUN.digests[1])]
+    write_tail(host, TAIL)
+    transfers = make(store)
+    transfers.start(copy_of_tail(CopyKind.UPLOAD))
+    ack = next_ack(transfers)
+    assert (ack.reason, ack.num_pages) == (REFUSED, 0) and store.stats().num_pages == 2
+
+
 @pytest.mark.parametrize(
     ("step", "num_pages"),
     [(Step(Fault.LIE, after=3), 3), (Step(Fault.FAIL, after=3), 3), (Step(Fault.LIE, after=1), 1)],
