@@ -1,6 +1,6 @@
 """Numbers of 8 and 4 bits in registers, as numbers of 16 bits; exact.
 
-For bfloat16 on a GPU both are written in its instructions, four codes at a time. Compilers convert E4M3 by way of float16,
+For bfloat16 on a GPU both are written in its instructions, for several codes at a time. Compilers convert E4M3 by way of float16,
 whose conversion to bfloat16 has an eighth of the rate of other instructions, and treat each 4-bit code alone.
 """
 
@@ -13,15 +13,18 @@ import triton.language as tl
 # Sign and seven bits of E4M3 as the last ones of the exponent and the first of the mantissa of bfloat16, whose exponents
 # count from another number: a product with 2**120 corrects that, subnormal numbers included.
 _E4M3 = tl.constexpr("""{
-.reg .b32 a, b, c;
-cvt.u32.u16 a, $1;
-prmt.b32 a, 0, a, 0x5040;
-shr.u32 c, a, 4;
+.reg .b32 a, b, c, d;
+shl.b32 a, $2, 8;
+shl.b32 b, $2, 4;
+shr.u32 c, $2, 4;
+and.b32 b, b, 0x07f007f0;
 and.b32 c, c, 0x07f007f0;
-lop3.b32 c, a, 0x80008000, c, 0xea;
+lop3.b32 b, a, 0x80008000, b, 0xea;
+lop3.b32 c, $2, 0x80008000, c, 0xea;
 mov.b32 a, 0x7b807b80;
-mov.b32 b, 0x80008000;
-fma.rn.bf16x2 $0, c, a, b;
+mov.b32 d, 0x80008000;
+fma.rn.bf16x2 $0, b, a, d;
+fma.rn.bf16x2 $1, c, a, d;
 }""")
 # Four bits as the last ones of 128 in bfloat16.
 _HALVES = tl.constexpr("""{
@@ -49,11 +52,24 @@ def has_instructions(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def widen_e4m3(codes, DTYPE: tl.constexpr, HAS_INSTRUCTIONS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Returns the numbers that uint8 codes of E4M3 stand for, which are not NaN, in a 16-bit type."""
+def widen_e4m3(pairs, DTYPE: tl.constexpr, HAS_INSTRUCTIONS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Returns the numbers that the lower and the upper bytes of int16 are in E4M3, none of them NaN, in a 16-bit type."""
     if HAS_INSTRUCTIONS:
-        return tl.inline_asm_elementwise(_E4M3, "=r,h", [codes], tl.bfloat16, is_pure=True, pack=2)
-    return codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+        return tl.inline_asm_elementwise(_E4M3, "=r,=r,r", [pairs], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
+    low, high = (pairs & 255).to(tl.uint8), (pairs >> 8 & 255).to(tl.uint8)
+    return low.to(tl.float8e4nv, bitcast=True).to(DTYPE), high.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def place_of(column):  # type: ignore[no-untyped-def]
+    """Returns the byte of a column of a weight in 8 bits, whose halves of 128 columns are interleaved."""
+    return column // 128 * 128 + column % 64 * 2 + column // 64 % 2
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def column_at(place):  # type: ignore[no-untyped-def]
+    """Returns the column of a byte, as ``place_of`` places it."""
+    return place // 128 * 128 + place % 2 * 64 + place // 2 % 64
 
 
 @triton.jit  # type: ignore[untyped-decorator]

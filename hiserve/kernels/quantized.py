@@ -12,13 +12,15 @@ from hiserve.core.quantization import TILE_ROWS, QuantSpec
 
 LARGEST = 448.0  # of E4M3
 MIDDLE = 8  # the zero point of ``int``
+PAIRED = 128  # columns in 8 bits whose halves are interleaved
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedWeight:
     """A weight ``[rows, columns]``; all tensors are contiguous and on one device.
 
-    In 8 bits a value is its code times the scale of its row, or of its block. In 4 bits it is its code less a zero point,
+    In 8 bits a value is its code times the scale of its row, or of its block. If columns are a multiple of 128, the bytes of
+    each 128 are those of its two halves in turn: a number of 16 bits then holds a column of both. In 4 bits it is its code less a zero point,
     times the scale of its row and group of columns. Codes of 4 bits lie in tiles, which kernels read at once: of each
     ``2 * spec.half_tile`` columns of 64 rows, a byte has a column of the first half in its lower bits, and the same one of the
     second half in its upper bits. Both are filled up with zeros.
@@ -65,11 +67,30 @@ def unpack_codes(weight: QuantizedWeight) -> Tensor:
     return halves.reshape(tiles.shape[0] * TILE_ROWS, -1)[:rows, :columns]
 
 
+def join_halves(codes: Tensor) -> Tensor:
+    """Returns codes of 8 bits ``[rows, columns]`` in the order of ``QuantizedWeight.codes``."""
+    rows, columns = codes.shape
+    if columns % PAIRED:
+        return codes
+    halves = codes.view(torch.uint8).view(rows, columns // PAIRED, 2, PAIRED // 2)
+    return halves.transpose(2, 3).reshape(rows, columns).view(codes.dtype)
+
+
+def split_halves(codes: Tensor) -> Tensor:
+    """Returns codes as ``join_halves`` took them."""
+    rows, columns = codes.shape
+    if columns % PAIRED:
+        return codes
+    pairs = codes.view(torch.uint8).view(rows, columns // PAIRED, PAIRED // 2, 2)
+    return pairs.transpose(2, 3).reshape(rows, columns).view(codes.dtype)
+
+
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """Returns the values ``[rows, columns]`` of a weight, each rounded once from float32, or from float64 for float64."""
     wide = torch.promote_types(dtype, torch.float32)
     if weight.spec.bits == 8:
-        return (weight.codes.to(wide) * spread_scales(weight.scales, weight.spec.group, weight.shape)).to(dtype)
+        codes = split_halves(weight.codes)
+        return (codes.to(wide) * spread_scales(weight.scales, weight.spec.group, weight.shape)).to(dtype)
     group = weight.spec.group[1]
     zeros = MIDDLE if weight.zeros is None else weight.zeros.to(wide).repeat_interleave(group, 0).T
     values = (unpack_codes(weight).to(wide) - zeros) * weight.scales.to(wide).repeat_interleave(group, 0).T
@@ -113,7 +134,7 @@ def quantize(weight: Tensor, spec: QuantSpec) -> QuantizedWeight:
             largest = filled.view(-(-rows // of_rows), of_rows, -(-columns // group), group).amax((1, 3))
         scales = torch.where(largest > 0, largest / LARGEST, 1.0)
         small = (wide / spread_scales(scales, spec.group, (rows, columns))).clamp_(-LARGEST, LARGEST)
-        return QuantizedWeight(spec, (rows, columns), small.to(torch.float8_e4m3fn), scales)
+        return QuantizedWeight(spec, (rows, columns), join_halves(small.to(torch.float8_e4m3fn)), scales)
     groups = wide.view(rows, columns // group, group)
     scales = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)) / -MIDDLE
     scales = torch.where(scales == 0, 1.0, scales).to(torch.bfloat16)

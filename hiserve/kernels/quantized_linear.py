@@ -101,7 +101,7 @@ def _tiled_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, is_ea
     if bits == 8:
         _fp8_kernel[(num_tiles, num_parts)](
             x,
-            weight.codes.view(torch.uint8),
+            weight.codes.view(torch.int16),
             weight.scales,
             bias_here,
             parts,
@@ -148,26 +148,33 @@ def _fp8_kernel(  # type: ignore[no-untyped-def]
     HAS_INSTRUCTIONS: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Like ``skinny_linear._tile_kernel``. Scales multiply sums: of a block of ``DEPTH`` inputs, or of all."""
+    """Like ``skinny_linear._tile_kernel``. Scales multiply sums: of a block of ``DEPTH`` inputs, or of all.
+
+    Codes are read two at a time, one of each half of ``DEPTH``, each of which has a product of its own: elements of 16 bits
+    come from shared memory as the matrix instructions take them, and one wait serves all instructions of a half.
+    """
     await_previous(IS_EARLY)
     part, num_parts = tl.program_id(1), tl.num_programs(1)
     row = tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    element = tl.arange(0, DEPTH)
+    element = tl.arange(0, DEPTH // 2)
     is_row = row < num_rows
     num_blocks = depth // DEPTH
-    columns = codes + column.to(tl.int64)[:, None] * depth + element[None, :]
+    columns = codes + column.to(tl.int64)[:, None] * (depth // 2) + element[None, :]
     rows = x + row[None, :] * depth + element[:, None]
     if HAS_BLOCKS:
         scales += tl.program_id(0) * COLUMNS // DEPTH * num_blocks
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
     for block in range(part * num_blocks // num_parts, (part + 1) * num_blocks // num_parts):
-        weights = widen_e4m3(tl.load(columns + block * DEPTH), x.dtype.element_ty, HAS_INSTRUCTIONS)
-        values = tl.load(rows + block * DEPTH, mask=is_row[None, :], other=0.0)
+        low, high = widen_e4m3(tl.load(columns + block * (DEPTH // 2)), x.dtype.element_ty, HAS_INSTRUCTIONS)
+        first = tl.load(rows + block * DEPTH, mask=is_row[None, :], other=0.0)
+        second = tl.load(rows + block * DEPTH + DEPTH // 2, mask=is_row[None, :], other=0.0)
         if HAS_BLOCKS:
-            total += tl.dot(weights, values, input_precision="ieee") * tl.load(scales + block)
+            found = tl.dot(high, second, tl.dot(low, first, input_precision="ieee"), input_precision="ieee")
+            total += found * tl.load(scales + block)
         else:
-            total = tl.dot(weights, values, total, input_precision="ieee")
+            total = tl.dot(low, first, total, input_precision="ieee")
+            total = tl.dot(high, second, total, input_precision="ieee")
     start_next(IS_EARLY)
     if not HAS_BLOCKS:
         total *= tl.load(scales + column)[:, None]

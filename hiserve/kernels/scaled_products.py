@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hiserve.core.quantization import TILE_ROWS
+from hiserve.kernels.few_bits import column_at, place_of
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 from hiserve.kernels.quantized import LARGEST, MIDDLE, QuantizedWeight
 from hiserve.kernels.row_codec_triton import to_e4m3
@@ -45,8 +46,10 @@ def multiply_rounded(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) ->
 def round_tokens(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Rounds contiguous ``[T, n]`` to E4M3 with a float32 scale for each token and ``group`` inputs, a divisor of ``n``.
 
+    Both are multiples of 128.
+
     Returns:
-        Codes ``[T, n]`` and scales ``[T, n / group]``.
+        Codes ``[T, n]``, in the order of a weight's, and scales ``[T, n / group]``.
     """
     (num_rows, depth), block = x.shape, triton.next_power_of_2(group)
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
@@ -145,10 +148,10 @@ def _round_kernel(  # type: ignore[no-untyped-def]
     place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     element = tl.arange(0, BLOCK)
     is_element = element < group
-    here = place.to(tl.int64) * group + element
-    values = tl.load(x + here, mask=is_element, other=0.0).to(tl.float32)
+    first = place.to(tl.int64) * group
+    values = tl.load(x + first + column_at(element), mask=is_element, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(values), 0), LEAST) / LARGEST
-    tl.store(codes + here, to_e4m3(values / scale), mask=is_element)
+    tl.store(codes + first + element, to_e4m3(values / scale), mask=is_element)
     tl.store(scales + place, scale)
 
 
@@ -176,7 +179,7 @@ def _upcast_kernel(  # type: ignore[no-untyped-def]
     begin = tl.program_id(1) * WIDTH
     element = tl.arange(0, WIDTH)
     if IS_WIDE:
-        values = tl.load(codes + row.to(tl.int64)[:, None] * depth + begin + element[None, :]).to(tl.float32)
+        values = tl.load(codes + row.to(tl.int64)[:, None] * depth + begin + place_of(element)[None, :]).to(tl.float32)
         if GROUP > 0:
             values *= tl.load(scales + row // GROUP * (depth // GROUP) + begin // GROUP)[:, None]
         else:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hiserve.core.quantization import Quantization, QuantSpec
 from hiserve.errors import ModelError
-from hiserve.kernels.quantized import QuantizedWeight, dequantize, pack_codes, quantize
+from hiserve.kernels.quantized import QuantizedWeight, dequantize, join_halves, pack_codes, quantize
 from hiserve.models.block_scales import SCALE_SUFFIX, check_values
 from hiserve.models.checkpoint import StoredTensor
 from hiserve.models.conversion import MAX_STAGED_BYTES
@@ -144,7 +144,7 @@ def _join_eight_bits(staged: _Staged, spec: QuantSpec, param: str) -> QuantizedW
             scales.append(scale)
         else:
             scales.append(scale.flatten().expand(codes[-1].shape[0]))
-    joined = torch.cat(codes)
+    joined = join_halves(torch.cat(codes))
     return QuantizedWeight(spec, (joined.shape[0], joined.shape[1]), joined, torch.cat(scales))
 
 

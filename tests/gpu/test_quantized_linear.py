@@ -9,7 +9,7 @@ import torch
 
 from hiserve.core.quantization import QuantSpec
 from hiserve.kernels import quantized, quantized_linear
-from hiserve.kernels.quantized import QuantizedWeight, dequantize, pack_codes, quantize
+from hiserve.kernels.quantized import QuantizedWeight, dequantize, pack_codes, quantize, split_halves
 from hiserve.kernels.scaled_products import round_tokens
 from tests.helpers.cuda import generate, graph_engine, prompts_of
 from tests.helpers.models import save_llama
@@ -57,6 +57,7 @@ def test_products_are_those_of_the_values(name: str, dtype: torch.dtype, monkeyp
         if is_rounded:
             group = 128 if "blocks" in name else 4096
             codes, scales = round_tokens(x, group)
+            codes = split_halves(codes)
             inputs = (codes.double().view(num_rows, -1, group) * scales.double()[..., None]).flatten(1)
             tolerance = 1e-2
         expected = inputs @ values.T + bias.double()
