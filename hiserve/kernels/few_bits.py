@@ -60,13 +60,13 @@ def widen_e4m3(pairs, DTYPE: tl.constexpr, HAS_INSTRUCTIONS: tl.constexpr):  # t
     return low.to(tl.float8e4nv, bitcast=True).to(DTYPE), high.to(tl.float8e4nv, bitcast=True).to(DTYPE)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def place_of(column):  # type: ignore[no-untyped-def]
     """Returns the byte of a column of a weight in 8 bits, whose halves of 128 columns are interleaved."""
     return column // 128 * 128 + column % 64 * 2 + column // 64 % 2
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def column_at(place):  # type: ignore[no-untyped-def]
     """Returns the column of a byte, as ``place_of`` places it."""
     return place // 128 * 128 + place % 2 * 64 + place // 2 % 64

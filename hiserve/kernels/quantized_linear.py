@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -94,7 +94,7 @@ def _tiled_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, is_ea
     out = x.new_empty((num_rows, num_columns))
     parts = out if num_parts == 1 else x.new_empty((num_parts, num_rows, num_columns), dtype=torch.float32)
     sizes = (num_rows, num_columns, depth)
-    settings = {"ROWS": rows, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    settings: dict[str, Any] = {"ROWS": rows, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
     settings |= early_launch(x.device, is_early)
     settings["HAS_INSTRUCTIONS"] = has_instructions(x.device, x.dtype)
     bias_here = bias if num_parts == 1 else None
