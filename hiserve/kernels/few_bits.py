@@ -26,23 +26,27 @@ mov.b32 d, 0x80008000;
 fma.rn.bf16x2 $0, b, a, d;
 fma.rn.bf16x2 $1, c, a, d;
 }""")
-# Four bits as the last ones of 128 in bfloat16.
-_HALVES = tl.constexpr("""{
-.reg .b32 a, b;
-and.b32 a, $4, 0x0f0f0f0f;
-shr.u32 b, $4, 4;
-and.b32 b, b, 0x0f0f0f0f;
-prmt.b32 $0, a, 0x43434343, 0x4140;
-prmt.b32 $1, a, 0x43434343, 0x4342;
-prmt.b32 $2, b, 0x43434343, 0x4140;
-prmt.b32 $3, b, 0x43434343, 0x4342;
-}""")
+# Four bits as the last ones of 128 in bfloat16; then, of codes without zero points of their own, less 128 and 8.
+_QUARTERS = """{
+.reg .b32 a, b, c;
+shr.u32 a, $4, 4;
+shr.u32 b, $4, 8;
+shr.u32 c, $4, 12;
+lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
+lop3.b32 $1, a, 0x000f000f, 0x43004300, 0xea;
+lop3.b32 $2, b, 0x000f000f, 0x43004300, 0xea;
+lop3.b32 $3, c, 0x000f000f, 0x43004300, 0xea;
+"""
+_LESS = "mov.b32 a, 0x3f803f80;\nmov.b32 b, 0xc308c308;\n" + "".join(
+    f"fma.rn.bf16x2 ${each}, ${each}, a, b;\n" for each in range(4)
+)
+_RAISED, _CENTERED = tl.constexpr(_QUARTERS + "}"), tl.constexpr(_QUARTERS + _LESS + "}")
 # The bits of a 16-bit number whose last four are the units: 2**10 and 2**7.
 _MAGIC = {torch.float16: 0x6400, torch.bfloat16: 0x4300}
 
 
 def magic_of(dtype: torch.dtype) -> int:
-    """Returns the bits that make a number of a 16-bit type of a 4-bit code; see ``widen_halves``."""
+    """Returns the bits that make a number of a 16-bit type of a 4-bit code; see ``widen_quarters``."""
     return _MAGIC[dtype]
 
 
@@ -73,18 +77,31 @@ def column_at(place):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def widen_halves(  # type: ignore[no-untyped-def]
+def widen_quarters(  # type: ignore[no-untyped-def]
     packed,
     DTYPE: tl.constexpr,  # noqa: N803
     MAGIC: tl.constexpr,  # noqa: N803
+    IS_CENTERED: tl.constexpr,  # noqa: N803
     HAS_INSTRUCTIONS: tl.constexpr,  # noqa: N803
 ):
-    """Returns the lower and the upper codes of bytes, each plus the number whose bits are ``MAGIC``."""
+    """Returns the four codes of int16, from the lowest bits on: less 8, or plus the number whose bits are ``MAGIC``."""
     if HAS_INSTRUCTIONS:
+        text: tl.constexpr = _CENTERED if IS_CENTERED else _RAISED
         return tl.inline_asm_elementwise(
-            _HALVES, "=r,=r,=r,=r,r", [packed], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            text,
+            "=r,=r,=r,=r,r",
+            [packed],
+            (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
         )
-    return widen_code(packed & 15, DTYPE, MAGIC), widen_code(packed >> 4, DTYPE, MAGIC)
+    middle = widen_code(tl.full([1, 1], 8, tl.uint16), DTYPE, MAGIC) * IS_CENTERED
+    return (
+        widen_code(packed & 15, DTYPE, MAGIC) - middle,
+        widen_code(packed >> 4 & 15, DTYPE, MAGIC) - middle,
+        widen_code(packed >> 8 & 15, DTYPE, MAGIC) - middle,
+        widen_code(packed >> 12 & 15, DTYPE, MAGIC) - middle,
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -22,8 +22,8 @@ class QuantizedWeight:
     In 8 bits a value is its code times the scale of its row, or of its block. If columns are a multiple of 128, the bytes of
     each 128 are those of its two halves in turn: a number of 16 bits then holds a column of both. In 4 bits it is its code less a zero point,
     times the scale of its row and group of columns. Codes of 4 bits lie in tiles, which kernels read at once: of each
-    ``2 * spec.half_tile`` columns of 64 rows, a byte has a column of the first half in its lower bits, and the same one of the
-    second half in its upper bits. Both are filled up with zeros.
+    ``2 * spec.half_tile`` columns of 64 rows, a number of 16 bits has a column of each quarter, the first in its lowest bits.
+    Tiles are filled up with zeros.
 
     Attributes:
         spec: Of the storage.
@@ -56,15 +56,18 @@ def pack_codes(codes: Tensor, spec: QuantSpec) -> Tensor:
     """Returns 4-bit codes, uint8 ``[rows, columns]`` of 0 to 15, in the tiles of ``QuantizedWeight.codes``."""
     (rows, columns), half = codes.shape, spec.half_tile
     filled = F.pad(codes, (0, -columns % (2 * half), 0, -rows % TILE_ROWS))
-    halves = filled.view(-1, TILE_ROWS, filled.shape[1] // (2 * half), 2, half)
-    return (halves[..., 0, :] | halves[..., 1, :] << 4).transpose(1, 2).contiguous()
+    quarters = filled.view(-1, TILE_ROWS, filled.shape[1] // (2 * half), 4, half // 2)
+    pairs = torch.stack((quarters[..., 0, :], quarters[..., 2, :]), -1)
+    pairs |= torch.stack((quarters[..., 1, :], quarters[..., 3, :]), -1) << 4
+    return pairs.flatten(-2).transpose(1, 2).contiguous()
 
 
 def unpack_codes(weight: QuantizedWeight) -> Tensor:
     """Returns the 4-bit codes of a weight as ``pack_codes`` took them."""
     (rows, columns), tiles = weight.shape, weight.codes.transpose(1, 2)
-    halves = torch.stack((tiles & 15, tiles >> 4), -2)
-    return halves.reshape(tiles.shape[0] * TILE_ROWS, -1)[:rows, :columns]
+    low, high = tiles.view(*tiles.shape[:3], -1, 2).unbind(-1)
+    quarters = torch.stack((low & 15, low >> 4, high & 15, high >> 4), -2)
+    return quarters.reshape(tiles.shape[0] * TILE_ROWS, -1)[:rows, :columns]
 
 
 def join_halves(codes: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ from torch import Tensor
 from hiserve.core.quantization import TILE_ROWS
 from hiserve.core.row_shapes import PACKED_CAPABILITY
 from hiserve.kernels import quantized
-from hiserve.kernels.few_bits import has_instructions, magic_of, widen_code, widen_e4m3, widen_halves
+from hiserve.kernels.few_bits import has_instructions, magic_of, widen_code, widen_e4m3, widen_quarters
 from hiserve.kernels.launch import await_previous, early_launch, num_processors, start_next
-from hiserve.kernels.quantized import MIDDLE, QuantizedWeight
+from hiserve.kernels.quantized import QuantizedWeight
 from hiserve.kernels.scaled_products import multiply_rounded, multiply_slices
 from hiserve.kernels.skinny_linear import sum_parts
 
@@ -114,7 +114,7 @@ def _tiled_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, is_ea
     else:
         _int4_kernel[(num_tiles, num_parts)](
             x,
-            weight.codes,
+            weight.codes.view(torch.int16),
             weight.scales,
             weight.zeros,
             weight.order,
@@ -125,7 +125,6 @@ def _tiled_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, is_ea
             HALF=weight.spec.half_tile,
             GROUP=weight.spec.group[1],
             MAGIC=magic_of(x.dtype),
-            MIDDLE_ZERO=MIDDLE,
             **settings,
         )
     return out if num_parts == 1 else sum_parts(parts, bias, out)
@@ -201,13 +200,12 @@ def _int4_kernel(  # type: ignore[no-untyped-def]
     HALF: tl.constexpr,  # noqa: N803
     GROUP: tl.constexpr,  # noqa: N803
     MAGIC: tl.constexpr,  # noqa: N803
-    MIDDLE_ZERO: tl.constexpr,  # noqa: N803
     HAS_INSTRUCTIONS: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
     """Like ``_fp8_kernel``, for tiles of 4-bit codes, each of whose halves is one group or half of one.
 
-    A code becomes a number by its bits alone, as the last ones of a number of 2**7 or 2**10; zero points are subtracted
+    Codes are read four at a time, one of each quarter of a tile, each of which has a product of its own. A code becomes a number by its bits alone, as the last ones of a number of 2**7 or 2**10; zero points are subtracted
     with as much more. Both are exact, and so is their difference.
     """
     await_previous(IS_EARLY)
@@ -215,26 +213,33 @@ def _int4_kernel(  # type: ignore[no-untyped-def]
     row = tl.arange(0, ROWS)
     tile_row = tl.arange(0, COLUMNS)
     column = tl.program_id(0) * COLUMNS + tile_row
-    element = tl.arange(0, HALF)
+    QUARTER: tl.constexpr = HALF // 2  # noqa: N806
+    element = tl.arange(0, QUARTER)
     is_row = row < num_rows
     num_tiles = depth // (2 * HALF)
-    tiles = codes + tl.program_id(0).to(tl.int64) * COLUMNS * (depth // 2) + tile_row[:, None] * HALF + element[None, :]
+    tiles = codes + tl.program_id(0).to(tl.int64) * COLUMNS * (depth // 4)
+    tiles += tile_row[:, None] * QUARTER + element[None, :]
     rows = x + row[None, :] * depth
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
     for tile in range(part * num_tiles // num_parts, (part + 1) * num_tiles // num_parts):
-        packed = tl.load(tiles + tile * (COLUMNS * HALF))
-        low, high = widen_halves(packed, x.dtype.element_ty, MAGIC, HAS_INSTRUCTIONS)
+        packed = tl.load(tiles + tile * (COLUMNS * QUARTER))
+        quarters = widen_quarters(packed, x.dtype.element_ty, MAGIC, zeros is None, HAS_INSTRUCTIONS)
         for half in tl.static_range(2):
             first = (2 * tile + half) * HALF
-            inputs = first + element
-            if order is not None:
-                inputs = tl.load(order + inputs)
-            values = tl.load(rows + inputs[:, None], mask=is_row[None, :], other=0.0)
             place = first // GROUP * num_columns + column
-            zero = tl.full([COLUMNS], MIDDLE_ZERO, tl.uint8) if zeros is None else tl.load(zeros + place)
-            weights = (low if half == 0 else high) - widen_code(zero, x.dtype.element_ty, MAGIC)[:, None]
-            found = tl.dot(weights, values, input_precision="ieee")
-            total += found * tl.load(scales + place).to(tl.float32)[:, None]
+            if half == 0 or GROUP <= HALF:
+                found = tl.zeros([COLUMNS, ROWS], tl.float32)
+            for quarter in tl.static_range(2):
+                inputs = first + quarter * QUARTER + element
+                if order is not None:
+                    inputs = tl.load(order + inputs)
+                values = tl.load(rows + inputs[:, None], mask=is_row[None, :], other=0.0)
+                weights = quarters[2 * half + quarter]
+                if zeros is not None:
+                    weights -= widen_code(tl.load(zeros + place), x.dtype.element_ty, MAGIC)[:, None]
+                found = tl.dot(weights, values, found, input_precision="ieee")
+            if half == 1 or GROUP <= HALF:
+                total += found * tl.load(scales + place).to(tl.float32)[:, None]
     start_next(IS_EARLY)
     if bias is not None:
         total += tl.load(bias + column).to(tl.float32)[:, None]

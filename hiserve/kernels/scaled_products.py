@@ -186,8 +186,11 @@ def _upcast_kernel(  # type: ignore[no-untyped-def]
             values *= tl.load(scales + row)[:, None]
     else:
         tile = (row // ROWS).to(tl.int64) * (depth // (2 * WIDTH)) + begin // (2 * WIDTH)
-        packed = tl.load(codes + (tile * ROWS + row % ROWS)[:, None] * WIDTH + element[None, :])
-        code = (packed >> (4 * (begin // WIDTH % 2)) & 15).to(tl.float32)
+        column = begin % (2 * WIDTH) + element
+        quarter = column // (WIDTH // 2)
+        byte = column % (WIDTH // 2) * 2 + quarter // 2
+        packed = tl.load(codes + (tile * ROWS + row % ROWS)[:, None] * WIDTH + byte[None, :]).to(tl.int32)
+        code = (packed >> (quarter % 2 * 4)[None, :] & 15).to(tl.float32)
         place = begin // GROUP * num_rows + row
         zero = MIDDLE_ZERO if zeros is None else tl.load(zeros + place).to(tl.float32)[:, None]
         values = (code - zero) * tl.load(scales + place).to(tl.float32)[:, None]

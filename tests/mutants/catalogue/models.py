@@ -115,9 +115,9 @@ with block_scales.check_scale, test_block_scales.test_what_cannot_be_multiplied_
     scale.shape not in (wanted, *others)
     False
 with quantized.unpack_codes, test_quantized_weights.test_every_value_of_a_format_is_read["int"]:
-    "halves of a byte are columns of the other half of a tile"
-    (tiles & 15, tiles >> 4)
-    (tiles >> 4, tiles & 15)
+    "codes of a number are columns of other quarters of a tile"
+    (low & 15, low >> 4, high & 15, high >> 4)
+    (low & 15, high & 15, low >> 4, high >> 4)
 with four_bits.unpack_weight, test_quantized_weights.test_every_value_of_a_format_is_read["gptq"]:
     "zero points of GPTQ are those that are stored, which are one less"
     1 if method == "gptq" else 0
