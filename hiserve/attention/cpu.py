@@ -15,6 +15,7 @@ from torch import Tensor
 from hiserve.attention.base import AttentionShape
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.core.plan import Int32Array, Int64Array
+from hiserve.kernels.row_codecs import load_heads
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,6 +130,8 @@ class CpuAttention:
             if row.num_new == row.kv_len:
                 keys = new_keys.narrow(2, row.start + first, num_keys)
                 values = new_values.narrow(2, row.start + first, num_keys)
+            elif kv.scales is not None:
+                keys, values = map(_heads_first, load_heads(kv, self._slots(place, first, num_keys), q.dtype))
             elif place.pages is None:
                 keys = pool_keys.narrow(2, place.first_slot + first, num_keys)
                 values = pool_values.narrow(2, place.first_slot + first, num_keys)
@@ -148,6 +151,12 @@ class CpuAttention:
             outputs.append(attended[0].transpose(0, 1))
         joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         return joined if out is None else out.copy_(joined)
+
+    def _slots(self, place: _Place, first: int, num_keys: int) -> Tensor | slice:
+        if place.pages is None:
+            return slice(place.first_slot + first, place.first_slot + first + num_keys)
+        slots = place.pages[:, None] * self._page_size + torch.arange(self._page_size)
+        return slots.flatten().narrow(0, first - place.start, num_keys)
 
     def _gather(self, pool: Tensor, pages: Tensor, first: int, num_keys: int) -> Tensor:
         skipped, offset = divmod(first, self._page_size)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hiserve.attention.base import AttentionShape
 from hiserve.core.forward import ForwardInputs, LayerKV
+from hiserve.kernels.row_codecs import load_heads
 
 
 class ReferenceAttention:
@@ -71,8 +72,9 @@ class ReferenceAttention:
         grouped = self._pad(q.to(wide)).view(*self._padded, kv_heads, -1, q.shape[2])
         # Hidden slots may hold NaN, and 0 * NaN is NaN: their scores are overwritten, their values zeroed.
         slots = self._slots[self._shape.window(layer)]
-        values = kv.v[slots].to(wide).masked_fill_(hidden.all(1)[:, :, None, None], 0)
-        scores = torch.einsum("bqhgd,bnhd->bhgqn", grouped, kv.k[slots].to(wide)) * self._shape.scale
+        keys, values = load_heads(kv, slots, wide)
+        values = values.masked_fill(hidden.all(1)[:, :, None, None], 0)
+        scores = torch.einsum("bqhgd,bnhd->bhgqn", grouped, keys) * self._shape.scale
         scores.masked_fill_(hidden[:, None, None], -torch.inf)
         lse = scores.logsumexp(-1)
         if self._shape.sinks and (sinks := self._shape.sinks[layer]) is not None:

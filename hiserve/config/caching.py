@@ -11,6 +11,7 @@ from hiserve.config.serving import MAX_INT32, Auto
 
 CacheVerify = Literal["off", "store", "all"]
 EvictionOrder = Literal["lru", "priority"]
+KVDType = Literal["bf16", "fp8"]
 StorePrefetch = Literal["best_effort", "timeout", "wait"]
 
 
@@ -26,14 +27,14 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
             most=MAX_INT32,
         ),
     ] = "auto"
-    kv_rows: Annotated[
-        Literal["plain", "packed"],
+    kv_dtype: Annotated[
+        KVDType | Auto,
         about(
-            "How the device, and the host, keep what attention reads: plain, in the type of the model; packed, in 8 bits with "
-            "scales, as released engines keep the rows of DeepSeek-V4, which changes its logits a little, and the keys of an index beside "
-            "latents (DeepSeek-V3.2, GLM-5), whose latents stay plain. Other models have plain rows alone."
+            "How all tiers keep what attention reads: bf16, in the type of the model; fp8, in 8 bits (E4M3) with scales, which takes "
+            "about half of the memory and changes logits a little. auto is fp8 if the checkpoint was made for it, else bf16. Of latents "
+            "(DeepSeek-V2, V3) nothing is in 8 bits but the keys of an index beside them (V3.2, GLM-5)."
         ),
-    ] = "plain"
+    ] = "auto"
     window_pages: Annotated[
         int | Auto,
         about(

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from hiserve.config.caching import Cache
+from hiserve.config.caching import Cache, KVDType
 from hiserve.config.options import AUTO_TIERS, Model, Options, Runner, Scheduler, Spec
 from hiserve.config.serving import Server
 
@@ -53,6 +53,7 @@ class CacheSettings(Cache, frozen=True, kw_only=True):
     """The prefix cache and the sizes of its tiers."""
 
     kv_pages: int
+    kv_dtype: KVDType
     window_pages: int
     snapshot_slots: int  # for snapshots of recurrent states, the padding slot included; 0 of models without
     tail_share: float
@@ -63,7 +64,7 @@ class CacheSettings(Cache, frozen=True, kw_only=True):
     @property
     def packs_rows(self) -> bool:
         """Whether rows are packed."""
-        return self.kv_rows == "packed"
+        return self.kv_dtype == "fp8"
 
     @property
     def frees_windows(self) -> bool:

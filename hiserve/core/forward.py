@@ -17,12 +17,14 @@ class LayerKV:
     Slot ``page * page_size + offset`` holds one token. Slots without an owner may hold anything, NaN included.
 
     Attributes:
-        k: ``[num_slots, num_kv_heads, head_dim]``, the group's dtype, on the device.
+        k: ``[num_slots, num_kv_heads, head_dim]``, the group's dtype, on the device. If packed, uint8: bits of E4M3.
         v: Like ``k``; where one row is both, a view of its first elements.
+        scales: Of packed keys and values, int32 ``[num_slots, scale_words]`` (``core.row_shapes``); None of others.
     """
 
     k: Tensor
     v: Tensor
+    scales: Tensor | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

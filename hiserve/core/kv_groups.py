@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 
 import msgspec
 
 from hiserve.config.caching import Cache
 from hiserve.config.options import DTYPE_BYTES
+from hiserve.core.row_shapes import scale_words
 
 ELEMENT_BYTES = DTYPE_BYTES | {"int32": 4, "uint8": 1}
+_SCALES = "_scales"  # ends the name of a group of scales
 
 
 class Space(StrEnum):
@@ -37,10 +39,12 @@ class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     # Content of a slot. ``kv``: one key and one value vector per KV head. ``token_position``: the token id as key, the
     # position as value. ``boundary``: the keys of a page are one vector, the hidden state of its last token; the first of
     # its values is 1 if the draft head has computed the page. ``latent``: one row for all heads, whose first ``value_dim``
-    # elements are also the value. ``packed``: likewise, all of it, as bytes (``core.row_shapes``). ``state``: of each head a matrix, ``[head_dim, value_dim]``. ``inputs``: one vector.
+    # elements are also the value. ``packed``: likewise, all of it, as bytes (``core.row_shapes``). ``heads``: as ``kv``, in 8 bits,
+    # and ``scales``: their scales (``core.row_shapes.scale_words``). ``state``: of each head a matrix, ``[head_dim, value_dim]``.
+    # ``inputs``: one vector.
     codec: str = "kv"
     space: Space = Space.HISTORY
-    value_dim: int | None = None  # of ``latent``, ``packed`` and ``state``; None for the others
+    value_dim: int | None = None  # of ``latent``, ``packed``, ``scales`` and ``state``; None for the others
     ratio: int = 1  # tokens that a row stands for: a page of P tokens has P / ratio rows
     ring: int = 0  # of ``ROW``: the inputs of position p lie at ``p % ring``; 0 is a state
     snapshot_rows: int = 0  # of a ring: its newest rows that a request reads which is resumed at a boundary
@@ -116,6 +120,39 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
     def has_snapshots(self) -> bool:
         """Whether a request can be resumed only where there is a snapshot."""
         return self.snapshot_bytes > 0
+
+
+def scales_of(group: str) -> str:
+    """Returns the name of the group that has the scales of another."""
+    return group + _SCALES
+
+
+def pack_heads(groups: Iterable[CacheGroupSpec]) -> tuple[CacheGroupSpec, ...]:
+    """Returns groups whose keys and values are in 8 bits, each with a group of their scales after it; others stay as they are."""
+    packed: list[CacheGroupSpec] = []
+    for group in groups:
+        if group.codec != "kv":
+            packed.append(group)
+            continue
+        words = scale_words(group.num_kv_heads)
+        packed += [
+            msgspec.structs.replace(group, codec="heads", dtype="uint8"),
+            msgspec.structs.replace(
+                group,
+                name=scales_of(group.name),
+                num_kv_heads=1,
+                head_dim=words,
+                value_dim=words,
+                dtype="int32",
+                codec="scales",
+            ),
+        ]
+    return tuple(packed)
+
+
+def rename(group: CacheGroupSpec, name: str) -> CacheGroupSpec:
+    """Returns a group under the name of another, or as its scales."""
+    return msgspec.structs.replace(group, name=scales_of(name) if group.codec == "scales" else name)
 
 
 class CarriedBytes(msgspec.Struct, frozen=True, kw_only=True):

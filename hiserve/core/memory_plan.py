@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from hiserve.config.caching import KVDType
 from hiserve.config.options import DTYPE_BYTES, MIN_AUTO_LEN, Options
 from hiserve.config.serving import MAX_INT32
 from hiserve.config.settings import ModelSettings, RunnerSettings, SchedulerSettings, SpecSettings
@@ -33,6 +34,7 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerSettings  # rows and tokens of the largest step
     runner: RunnerSettings
     page_size: int  # tokens per page
+    kv_dtype: KVDType  # of what attention reads
     devices: tuple[int, ...]  # CUDA devices of the replicas by number; empty on cpu
 
     @property
@@ -109,7 +111,7 @@ class _Worker:
     def __init__(self, chosen: Chosen, model: ModelFacts, machine: Machine) -> None:
         self._chosen, self._model, self._machine = chosen, model, machine
         self._cache = chosen.given.cache
-        self._packs_rows = self._cache.kv_rows == "packed"
+        self._packs_rows = chosen.kv_dtype == "fp8"
         self._replicas = chosen.given.parallel.replicas
         element = DTYPE_BYTES[chosen.model.dtype]
         owners = {"weights": model} | ({"draft weights": model.draft} if model.draft else {})
@@ -165,10 +167,8 @@ class _Worker:
             max_batched_tokens=chosen.scheduler.max_batched_tokens,
             has_snapshots=self._snapshot_bytes > 0,
         )
-        slot_bytes = model.window_elements * element
-        if self._packs_rows and slot_bytes:  # all layers have a window
-            slot_bytes = model.stored_bytes(element, packs_rows=True).token
-        return msgspec.structs.replace(pool, limits=limits, slot_bytes=slot_bytes)
+        rows = model.stored_bytes(element, packs_rows=self._packs_rows)
+        return msgspec.structs.replace(pool, limits=limits, slot_bytes=rows.window)
 
     def rows_within(self) -> int:
         """Returns the requests that run at once; see ``window_pool.rows_within``."""

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from hiserve.config.caching import KVDType
 from hiserve.config.flags import flag_of
 from hiserve.config.options import Options, flags
 from hiserve.config.serving import MAX_INT32, Auto
@@ -63,7 +64,10 @@ def resolve(options: Options, model: ModelFacts, machine: Machine) -> Resolved:
         if memory.window_pages or memory.snapshot_slots
         else dict.fromkeys(("tail_share", "tail_every"), "no boundary needs a tail")
     )
-    decisions = _decisions(options, settings, memory.reasons | no_windows)
+    packed = (
+        {"kv_dtype": "the checkpoint was made for it; each token has its own scales"} if model.asks_for_packed else {}
+    )
+    decisions = _decisions(options, settings, memory.reasons | no_windows | packed)
     return Resolved(settings=settings, decisions=decisions, memory=memory)
 
 
@@ -72,7 +76,6 @@ def _choose(options: Options, model: ModelFacts, machine: Machine) -> Chosen:
     device = _device(options, machine)
     on_cpu = device == "cpu"
     _check_backend(options, on_cpu=on_cpu)
-    _check_rows(options, model)
     scheduler, runner, replicas = options.scheduler, options.runner, options.parallel.replicas
     length = _or(options.model.max_model_len, model.context_length)
     if length > model.context_length:
@@ -106,6 +109,7 @@ def _choose(options: Options, model: ModelFacts, machine: Machine) -> Chosen:
             graphs=_graphs(options, on_cpu=on_cpu),
         ),
         page_size=_page_size(options, model),
+        kv_dtype=_kv_dtype(options, model),
         devices=choose_devices(options, len(machine.cuda_memory_bytes), on_cpu=on_cpu),
     )
 
@@ -136,6 +140,7 @@ def _settings(chosen: Chosen, memory: MemoryPlan) -> Settings:
             CacheSettings,
             options.cache,
             kv_pages=memory.kv_pages,
+            kv_dtype=chosen.kv_dtype,
             window_pages=memory.window_pages,
             snapshot_slots=memory.snapshot_slots,
             tail_share=memory.tail_share,
@@ -202,14 +207,18 @@ def _graphs(options: Options, *, on_cpu: bool) -> Graphs:
     return graphs
 
 
-def _check_rows(options: Options, model: ModelFacts) -> None:
-    if options.cache.kv_rows == "packed" and model.packed is None:
+def _kv_dtype(options: Options, model: ModelFacts) -> KVDType:
+    given = options.cache.kv_dtype
+    if given == "fp8" and model.packed is None:
         raise ConfigError(
-            "--kv-rows is packed, but rows of this model cannot be: those of DeepSeek-V4 are, if 8, 16, 32 or 64 of their numbers "
-            "are rotated, of up to 8 times as many, and keys of an index, if they have a power of 2 of numbers, 8 at least. Leave "
-            "--kv-rows out.",
-            param="kv_rows",
+            "--kv-dtype is fp8, but this model cannot have it: keys and values of heads can, if heads have a multiple of 16 "
+            "elements; rows of DeepSeek-V4 can, if 8, 16, 32 or 64 of their numbers are rotated, of up to 8 times as many; keys of "
+            "an index can, if they have a power of 2 of numbers, 8 at least; latents cannot. Leave --kv-dtype out.",
+            param="kv_dtype",
         )
+    if given == "auto":
+        return "fp8" if model.asks_for_packed and model.packed is not None else "bf16"
+    return given
 
 
 def _check_backend(options: Options, *, on_cpu: bool) -> None:

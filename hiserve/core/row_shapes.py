@@ -64,6 +64,26 @@ PACKED_V4 = PackedShape(448, 64, 64)
 """A row of DeepSeek-V4, 584 bytes."""
 
 
+LARGEST_SMALL = 448.0  # of E4M3
+LEAST_EXPONENT = -15  # of the scale of a head: with it products of 8-bit numbers and scales are exact in float16 too
+HEAD_MULTIPLE = 16  # elements: rows of packed heads begin at a multiple of 16 bytes, as the copy engine needs it
+
+
+def scale_words(num_kv_heads: int) -> int:
+    """Returns the words of 4 bytes that keep the scales of a token's keys and values, of two heads each.
+
+    Bytes are the exponents of powers of 2, plus 127: of a key, of its value, and so on. Kernels load a word at once.
+    """
+    return (num_kv_heads + 1) // 2
+
+
+def packed_heads_bytes(num_kv_heads: int, head_dim: int) -> int | None:
+    """Returns the bytes of the packed keys and values of a token in a layer; None if heads of this size cannot be packed."""
+    if head_dim % HEAD_MULTIPLE:
+        return None
+    return 2 * num_kv_heads * head_dim + 4 * scale_words(num_kv_heads)
+
+
 def packed_row(width: int, rope_dim: int) -> PackedShape | None:
     """Returns a row whose last ``rope_dim`` numbers, which are rotated, stay in bfloat16; each tile has as many.
 

@@ -78,6 +78,7 @@ class StoredBytes(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the rows that a model stores, all layers together."""
 
     token: int  # of the rows of one token
+    window: int = 0  # of these, those of layers that have a window where others have none
     elements: int = 0  # of a token, beside these bytes: those that stay in the type of the model
     ratios: tuple[tuple[int, int], ...] = ()  # of a row that stands for several tokens, and these
 
@@ -115,15 +116,18 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     step: StepShape  # of a step
     draft: DraftFacts | None = None  # its draft head or model; None without a checkpoint of one
     packed: StoredBytes | None = None  # of its rows if they are packed; None if they cannot be
+    asks_for_packed: bool = False  # the checkpoint was made for keys and values in 8 bits
 
     def stored_bytes(self, element_bytes: int, *, packs_rows: bool) -> StoredBytes:
         """Returns the bytes of its rows, packed or in elements of so many bytes."""
         if packs_rows:
             assert self.packed is not None, "rows of this model cannot be packed"
             token = self.packed.token + self.packed.elements * element_bytes
-            return StoredBytes(token=token, ratios=self.packed.ratios)
+            return StoredBytes(token=token, window=self.packed.window, ratios=self.packed.ratios)
         ratios = tuple((elements * element_bytes, ratio) for elements, ratio in self.ratio_elements)
-        return StoredBytes(token=self.slot_elements * element_bytes, ratios=ratios)
+        return StoredBytes(
+            token=self.slot_elements * element_bytes, window=self.window_elements * element_bytes, ratios=ratios
+        )
 
 
 def index_tokens(num_tokens: int, num_rows: int) -> int:

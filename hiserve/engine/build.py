@@ -155,8 +155,8 @@ def _check_capability(settings: Settings, capability: tuple[int, int]) -> None:
     if settings.cache.packs_rows and capability < PACKED_CAPABILITY:
         least, found = (".".join(map(str, each)) for each in (PACKED_CAPABILITY, capability))
         raise ConfigError(
-            f"--kv-rows is packed, which takes a GPU of compute capability {least} or later, but this one has {found}. Leave --kv-rows out.",
-            param="kv_rows",
+            f"--kv-dtype is fp8, which takes a GPU of compute capability {least} or later, but this one has {found}. Use --kv-dtype bf16.",
+            param="kv_dtype",
         )
 
 

@@ -28,6 +28,7 @@ from hiserve.core.request import SamplingParams
 from hiserve.engine.executor import Executor
 from hiserve.engine.runner_factory import make_runners, open_proposer
 from hiserve.ipc.messages import GateCounts, GraphReport, StepCheck
+from hiserve.kernels.row_codecs import load_heads
 from hiserve.models.builtin_shapes import read_model
 from hiserve.models.decoder import attention_shape
 from hiserve.models.draft_config import DraftConfig, page_groups, read_draft
@@ -155,7 +156,13 @@ class CheckedEngine:
             loaded.model,
             pool.model_layers(plan),
             self._rows,
-            attention_shape(loaded.shape, dtype=getattr(torch, dtype), page_size=page_size, sinks=loaded.model.sinks),
+            attention_shape(
+                loaded.shape,
+                dtype=getattr(torch, dtype),
+                page_size=page_size,
+                sinks=loaded.model.sinks,
+                packs_rows=settings.cache.packs_rows,
+            ),
             max_batched_tokens=len(ROWS) * PROMPT_LEN,
             widths=(1, WIDTH),
             proposer=open_proposer(settings, loaded.draft, loaded.head, pool, self._rows),
@@ -272,7 +279,7 @@ class CheckedEngine:
         firsts = [page_size * (1 + (row - 1) * self._num_pages) + part.computed for row, part in parts.items()]
         slots = [torch.arange(part.num_new) + first for first, part in zip(firsts, parts.values(), strict=True)]
         places = torch.cat(slots).to(self._rows.device)
-        return torch.stack([plane.index_select(0, places).float() for kv in layers for plane in (kv.k, kv.v)])
+        return torch.stack([plane for kv in layers for plane in load_heads(kv, places, torch.float32)])
 
 
 @contextmanager

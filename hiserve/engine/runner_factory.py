@@ -70,9 +70,7 @@ def prepare_runners(
         model,
         pool.model_layers(plan),
         rows,
-        attention_shape(
-            model_config, dtype=getattr(torch, dtype), page_size=settings.cache.page_size, sinks=model.sinks
-        ),
+        _shape(settings, model, model_config),
         max_batched_tokens=max_tokens,
         widths=settings.spec.widths,
         canary=Canary(rows, pool.layers(CANARY.name)[0]) if settings.cache.kv_canary else None,
@@ -104,6 +102,16 @@ def prepare_runners(
             budget_bytes=sum(budget.values()),
         )
     return runners
+
+
+def _shape(settings: Settings, model: AnyDecoder, model_config: ModelConfig) -> AttentionShape:
+    return attention_shape(
+        model_config,
+        dtype=getattr(torch, settings.model.dtype),
+        page_size=settings.cache.page_size,
+        sinks=model.sinks,
+        packs_rows=settings.cache.packs_rows,
+    )
 
 
 def make_runners(
@@ -202,5 +210,8 @@ def _draft_attention(
     settings: Settings, draft: DraftConfig, sinks: tuple[torch.Tensor | None, ...], rows: DeviceRows
 ) -> Attention:
     dtype = getattr(torch, settings.model.dtype)
-    shape = draft_attention_shape(draft, dtype=dtype, page_size=settings.cache.page_size, sinks=sinks)
+    cache = settings.cache
+    shape = draft_attention_shape(
+        draft, dtype=dtype, page_size=cache.page_size, sinks=sinks, packs_rows=cache.packs_rows
+    )
     return open_draft_attention(settings.runner.attention_backend, shape, rows.device)

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hiserve.core.forward import LayerKV
+from hiserve.kernels.attention_blocks import ALL_ONE, fit_half, fold_packed
 from hiserve.kernels.attention_schedule import FIELDS, MAX_QUERIES, Schedule, ScheduledRows, first_seen
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 
@@ -26,6 +27,14 @@ _LOG2_E = tl.constexpr(math.log2(math.e))
 _LN_2 = tl.constexpr(math.log(2))
 _NUM_JOINED = tl.constexpr(8192)
 """Elements of parts that are joined at once: 64 for each thread of four warps."""
+
+
+class _Pool(NamedTuple):
+    """Keys, values, and the scales of packed ones."""
+
+    k: Tensor
+    v: Tensor
+    scales: Tensor | None
 
 
 class _Rows(NamedTuple):
@@ -78,7 +87,7 @@ def decode(
 
     Args:
         q: ``[T, num_heads, head_dim]``, heads adjacent, tokens at any distance.
-        kv: The layer's pool, ``[num_slots, num_kv_heads, head_dim]``.
+        kv: The layer's pool, ``[num_slots, num_kv_heads, head_dim]``; may be packed.
         rows: The rows of these tokens. A row without tokens must be of length 1; it is not read.
         schedule: For these rows.
         page_size: Tokens per page.
@@ -106,8 +115,7 @@ def decode(
     assert num_programs == num_kv_heads * triton.cdiv(rows.max_q_len * shape.group, shape.num_queries), num_programs
     _attend[(num_programs, schedule.parts.shape[0])](
         q,
-        kv.k,
-        kv.v,
+        _Pool(kv.k, kv.v, kv.scales),
         _Rows(rows.page_table, tree_mask, schedule.parts, schedule.counts),
         _Results(out, lse, sinks, part_out, part_lse),
         q.stride(0),
@@ -119,6 +127,7 @@ def decode(
         shape,
         num_warps=schedule.tile.num_warps,
         num_stages=schedule.tile.num_stages,
+        maxnreg=schedule.tile.max_registers,
         **early_launch(q.device),
     )
     return out
@@ -144,8 +153,7 @@ def _shape(q: Tensor, kv: LayerKV, rows: ScheduledRows, schedule: Schedule, page
 @triton.jit(do_not_specialize=["table_stride", "max_q_len", "window", "scale"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     q,
-    k_pool,
-    v_pool,
+    pool,
     rows,
     results,
     q_stride,
@@ -176,9 +184,9 @@ def _attend(  # type: ignore[no-untyped-def]
         seen = tl.load(rows.tree_mask + start + token, is_query, other=0)
         if window is not None:  # a token's depth in the tree is its number of ancestors
             depth = tl.sum((seen[:, None] >> tl.arange(0, 64)[None, :]) & 1, 1).to(tl.int32) - 1
-    to_kv_head = tl.program_id(0) % (SHAPE.num_heads // SHAPE.group) * SHAPE.head_dim
+    kv_head = tl.program_id(0) % (SHAPE.num_heads // SHAPE.group)
     mixed, top, total = _attend_part(
-        queries, k_pool + to_kv_head, v_pool + to_kv_head, rows.page_table + row * table_stride,
+        queries, pool, kv_head, rows.page_table + row * table_stride,
         token, depth, seen, prefix, first, end, slot_stride, window, scale, SHAPE
     )  # fmt: skip
     if num_parts == 1:
@@ -206,8 +214,8 @@ def _queries(number, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # no
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_part(  # type: ignore[no-untyped-def]
     queries,
-    k_pool,
-    v_pool,
+    pool,
+    kv_head,
     pages,
     token,
     depth,
@@ -229,24 +237,35 @@ def _attend_part(  # type: ignore[no-untyped-def]
     mixed = tl.zeros([QUERIES, DIM], tl.float32)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
+    k_pool, v_pool = pool.k + kv_head * SHAPE.head_dim, pool.v + kv_head * SHAPE.head_dim
+    scale_words: tl.constexpr = (SHAPE.num_heads // SHAPE.group + 1) // 2
+    units = top
+    if pool.scales is not None:
+        queries, units = fit_half(queries)
+        units *= scale
     # Page numbers are loaded one step before their keys and values, so that these are pipelined num_stages ahead.
     page = tl.load(pages + key // SHAPE.page_size, (key >= begin) & (key < end), other=0)
     for _ in range(first, end, KEYS):
         is_key = (key >= begin) & (key < end)
-        at = (page.to(tl.int64) * SHAPE.page_size + key % SHAPE.page_size) * slot_stride
+        slot = page.to(tl.int64) * SHAPE.page_size + key % SHAPE.page_size
+        at = slot * slot_stride
         page = tl.load(pages + (key + KEYS) // SHAPE.page_size, key + KEYS < end, other=0)
         is_element = is_key[:, None] & (dim < SHAPE.head_dim)[None, :]
-        keys = tl.load(k_pool + at[:, None] + dim, is_element, other=0.0)
-        values = tl.load(v_pool + at[:, None] + dim, is_element, other=0.0)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        keys = tl.load(k_pool + at[:, None] + dim, is_element, other=0)
+        values = tl.load(v_pool + at[:, None] + dim, is_element, other=0)
         sees = is_key[None, :] & _sees(token, depth, seen, key - prefix, window)
-        scores = tl.where(sees, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        offset = tl.where(higher == float("-inf"), 0.0, higher)
-        weights, rescale = tl.exp2(scores - offset[:, None]), tl.exp2(top - offset)
-        total = total * rescale + tl.sum(weights, 1)
-        mixed = tl.dot(weights.to(values.dtype), values, mixed * rescale[:, None], input_precision="ieee")
-        top = higher
+        if pool.scales is None:
+            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+            scores = tl.where(sees, scores, float("-inf"))
+            higher = tl.maximum(top, tl.max(scores, 1))
+            offset = tl.where(higher == float("-inf"), 0.0, higher)
+            weights, rescale = tl.exp2(scores - offset[:, None]), tl.exp2(top - offset)
+            total = total * rescale + tl.sum(weights, 1)
+            mixed = tl.dot(weights.to(values.dtype), values, mixed * rescale[:, None], input_precision="ieee")
+            top = higher
+        else:
+            words = tl.load(pool.scales + slot * scale_words + kv_head // 2, is_key, other=ALL_ONE)
+            top, total, mixed = fold_packed(queries, keys, values, words, kv_head, sees, units, top, total, mixed)
         key += KEYS
     return mixed, top, total
 

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hiserve.core.forward import LayerKV
 from hiserve.core.plan import Int32Array
-from hiserve.kernels.attention_blocks import close, fold, fold_all_seen, gather
+from hiserve.kernels.attention_blocks import close, fit_half, fold, fold_all_seen, gather, load_scales
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _MIN_QUERIES = 16
@@ -139,7 +139,8 @@ def extend(
         q: ``[T, num_heads, head_dim]``, heads adjacent. Like ``k`` and ``v`` 16-byte aligned.
         k: ``[T, num_kv_heads, head_dim]``. This step's keys, which are already in their slots.
         v: Like ``k``.
-        kv: The layer's pool.
+        kv: The layer's pool. If it is packed, ``k`` and ``v`` are rounded likewise: what a token gives does not depend on the
+            step in which it was computed.
         qo_indptr: int32 ``[B + 1]``, of these rows; may start above 0.
         kv_lens: int32 or int64 ``[B]``. Tokens each row attends over, its new ones included.
         page_table: int32 ``[B, W]``. Entries of keys that no token sees are not read.
@@ -175,6 +176,7 @@ def extend(
             values,
             _blocks(keys, shape),
             _blocks(values, shape),
+            None if is_fresh else kv.scales,
             qo_indptr,
             kv_lens,
             page_table,
@@ -232,25 +234,9 @@ def _blocks(x: Tensor, shape: _Shape) -> TensorDescriptor:
     do_not_specialize_on_alignment=["qo_indptr", "kv_lens", "page_table", "tree_mask"],
 )
 def _extend(  # type: ignore[no-untyped-def]
-    q,
-    k,
-    v,
-    k_blocks,
-    v_blocks,
-    qo_indptr,
-    kv_lens,
-    page_table,
-    tree_mask,
-    results,
-    q_stride,
-    kv_stride,
-    table_stride,
-    num_tokens,
-    window,
-    scale,
-    leaves_fresh,
-    shape: tl.constexpr,
-):
+    q, k, v, k_blocks, v_blocks, scales, qo_indptr, kv_lens, page_table, tree_mask, results,
+    q_stride, kv_stride, table_stride, num_tokens, window, scale, leaves_fresh, shape: tl.constexpr
+):  # fmt: skip
     """One program: some new tokens of a row, one KV head, one part of the keys. Those with the most keys come first."""
     num_queries: tl.constexpr = shape.num_queries
     block_dim: tl.constexpr = shape.block_dim
@@ -279,6 +265,9 @@ def _extend(  # type: ignore[no-untyped-def]
     mixed = tl.zeros([num_queries, block_dim], tl.float32)
     pages = page_table + row.to(tl.int64) * table_stride
     k, v = k + kv_head * shape.head_dim, v + kv_head * shape.head_dim
+    if scales is not None:
+        queries, units = fit_half(queries)
+        scale *= units
     for number in tl.range(0, low_all - low + high - high_all, num_stages=2):
         block = low + number + tl.where(low + number < low_all, 0, high_all - low_all)
         key = block * shape.num_keys + tl.arange(0, shape.num_keys)
@@ -286,9 +275,10 @@ def _extend(  # type: ignore[no-untyped-def]
         place = _places(key, is_key, start, pages, shape)
         keys, values = gather(k, place, is_key, kv_stride, shape), gather(v, place, is_key, kv_stride, shape)
         sees = _sees(key, is_key, prefix, prefix + token, window, seen, shape)
-        top, total, mixed = fold(queries, keys, values, sees, scale, top, total, mixed)
+        words = load_scales(scales, place, kv_head, is_key, shape)
+        top, total, mixed = fold(queries, keys, values, words, kv_head, sees, scale, top, total, mixed)
     top, total, mixed = fold_all_seen(
-        queries, k, v, k_blocks, v_blocks, kv_head, pages, start, low_all, high_all, kv_stride, scale, top, total, mixed, shape
+        queries, k, v, k_blocks, v_blocks, scales, kv_head, pages, start, low_all, high_all, kv_stride, scale, top, total, mixed, shape
     )  # fmt: skip
     cell = (part * num_tokens + start + token) * (shape.num_kv_heads * shape.group) + head
     close(mixed, top, total, cell, head, is_query, results, shape)

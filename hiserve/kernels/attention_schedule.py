@@ -33,11 +33,13 @@ class KeyTile(NamedTuple):
         num_keys: Keys of a block, a power of two, at least 16.
         num_warps: Warps of a program.
         num_stages: Blocks whose loads are in flight at once.
+        max_registers: Most registers of a thread; None is what the compiler takes.
     """
 
     num_keys: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 class ScheduledRows(NamedTuple):
@@ -83,7 +85,10 @@ class Schedule(NamedTuple):
 
 
 def tile_for(head_dim: int, dtype: torch.dtype) -> KeyTile:
-    """Returns the tile that was fastest, or nearly so, in every batch tried on an H200."""
+    """Returns the tile that was fastest, or nearly so, in every batch tried on an H200; ``dtype`` is that of the pool."""
+    if dtype == torch.uint8:
+        # Widened, elements take the registers of 16 bits: of more than 160 only two programs would fit a multiprocessor.
+        return KeyTile(num_keys=64 if head_dim <= 128 else 32, num_warps=4, num_stages=3, max_registers=160)
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
     return KeyTile(num_keys=64 if row_bytes <= 256 else 32, num_warps=4, num_stages=3)
 

@@ -21,6 +21,7 @@ from hiserve.kernels.index_store import rotate_first, store_index_keys
 from hiserve.kernels.latent_store import store_latents
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 from hiserve.kernels.quantized_linear import quantized_linear
+from hiserve.kernels.row_codec_triton import store_halves
 from hiserve.kernels.skinny_linear import linear
 
 __all__ = [
@@ -161,7 +162,7 @@ def _rotations_kernel(  # type: ignore[no-untyped-def]
 def rotate_and_store(
     qkv: Tensor, qk_weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, kv: LayerKV, slots: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Like ``reference.rotate_and_store``: keys are rotated in place in ``qkv``, queries into a new tensor."""
+    """Like ``reference.rotate_and_store``: keys are rotated, and rounded as values, in place; queries go to a new tensor."""
     num_tokens, num_all, head_dim = qkv.shape
     num_kv_heads = kv.k.shape[1]
     num_heads = num_all - 2 * num_kv_heads
@@ -179,6 +180,7 @@ def rotate_and_store(
         q,
         kv.k,
         kv.v,
+        kv.scales,
         eps,
         kv.k.stride(0),
         NUM_HEADS=num_heads,
@@ -194,23 +196,14 @@ def rotate_and_store(
 
 @triton.jit(do_not_specialize=["eps"])  # type: ignore[untyped-decorator]
 def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
-    qkv,
-    qk_weight,
-    cos,
-    sin,
-    slots,
-    q,
-    pool_k,
-    pool_v,
-    eps,
-    slot_stride,
+    qkv, qk_weight, cos, sin, slots, q, pool_k, pool_v, scales, eps, slot_stride,
     NUM_HEADS: tl.constexpr,  # noqa: N803
     NUM_KV_HEADS: tl.constexpr,  # noqa: N803
     HALF: tl.constexpr,  # noqa: N803
     BLOCK_HEADS: tl.constexpr,  # noqa: N803
     BLOCK_PAIRS: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
-):
+):  # fmt: skip
     """Each program handles some heads of one token, of one kind: queries, then keys, then values."""
     query_blocks: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     key_blocks: tl.constexpr = (NUM_KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -227,10 +220,13 @@ def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
     first, second = tl.load(source, mask=mask, other=0.0), tl.load(source + HALF, mask=mask, other=0.0)
-    slot = tl.load(slots + token) * slot_stride + head * (2 * HALF) + pair
+    slot = tl.load(slots + token)
+    stored = slot * slot_stride + head * (2 * HALF) + pair
     if is_value:
-        tl.store(pool_v + slot, first, mask=mask)
-        tl.store(pool_v + slot + HALF, second, mask=mask)
+        first, second = store_halves(first, second, pool_v, scales, slot, stored, HALF, head, 1, mask, NUM_KV_HEADS)
+        if scales is not None:
+            tl.store(source, first, mask=mask)
+            tl.store(source + HALF, second, mask=mask)
     else:
         wide: tl.constexpr = cos.dtype.element_ty
         dtype: tl.constexpr = qkv.dtype.element_ty
@@ -250,10 +246,11 @@ def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
             tl.store(target, turned, mask=mask)
             tl.store(target + HALF, partner, mask=mask)
         else:
+            turned, partner = store_halves(
+                turned, partner, pool_k, scales, slot, stored, HALF, head, 0, mask, NUM_KV_HEADS
+            )
             tl.store(source, turned, mask=mask)
             tl.store(source + HALF, partner, mask=mask)
-            tl.store(pool_k + slot, turned, mask=mask)
-            tl.store(pool_k + slot + HALF, partner, mask=mask)
 
 
 def act_mul(gate_up: Tensor, activation: Activation = SILU) -> Tensor:

@@ -15,6 +15,7 @@ from hiserve.kernels.index_rows import store_index_keys as store_index_keys
 from hiserve.kernels.packed_weights import Weights, plain
 from hiserve.kernels.quantized import quantized_linear as quantized_linear
 from hiserve.kernels.routing import route_in_groups as route_in_groups
+from hiserve.kernels.row_codecs import store_heads
 
 _MASK32 = 0xFFFFFFFF
 _PHILOX_M = (0xD2511F53, 0xCD9E8D57)
@@ -80,10 +81,13 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (wide * cos).addcmul_(wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
-def store_kv(kv: LayerKV, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Writes keys and values ``[T, num_kv_heads, head_dim]`` into their slots, int64 ``[T]``."""
+def store_kv(kv: LayerKV, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Writes keys and values ``[T, num_kv_heads, head_dim]`` into their slots, int64 ``[T]``; returns them as they are read."""
+    if kv.scales is not None:
+        return store_heads(kv, slots, k, v)
     kv.k.index_copy_(0, slots, k)
     kv.v.index_copy_(0, slots, v)
+    return k, v
 
 
 def rotate_and_store(
@@ -102,8 +106,8 @@ def rotate_and_store(
         slots: int64 ``[T]``.
 
     Returns:
-        Queries ``[T, num_heads, head_dim]``, keys and values ``[T, num_kv_heads, head_dim]``; they may be views of one
-        tensor. Queries are contiguous on a GPU.
+        Queries ``[T, num_heads, head_dim]``, keys and values ``[T, num_kv_heads, head_dim]``, rounded if they are packed; they
+        may be views of one tensor. Queries are contiguous on a GPU.
     """
     num_kv_heads = kv.k.shape[1]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
@@ -111,8 +115,7 @@ def rotate_and_store(
     if qk_weight is not None:
         qk = rms_norm(qk, qk_weight, eps)
     q, k = rope(qk, cos, sin).split_with_sizes((num_heads, num_kv_heads), 1)
-    store_kv(kv, slots, k, v)
-    return q, k, v
+    return q, *store_kv(kv, slots, k, v)
 
 
 def store_latents(

@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hiserve.core.row_shapes import PackedPages
+from hiserve.core.row_shapes import LEAST_EXPONENT, PackedPages
 from hiserve.kernels import row_codecs
 
 _LARGEST, _LEAST = tl.constexpr(row_codecs.LARGEST), tl.constexpr(row_codecs.LEAST)
+_LEAST_EXPONENT = tl.constexpr(LEAST_EXPONENT)
 
 
 def tile_of(packed: PackedPages | None, pool: Tensor, width: int, page_rows: int) -> int:
@@ -45,6 +46,78 @@ def to_e4m3(value):  # type: ignore[no-untyped-def]
     subnormal = (positive * 512.0 + 12582912.0).to(tl.int32, bitcast=True) & 255
     sign = (value.to(tl.int32, bitcast=True) >> 24) & 128
     return (tl.where(positive < 0.015625, subnormal, normal) | sign).to(tl.uint8)
+
+
+@triton.jit
+def _scale_exponents(largest):  # type: ignore[no-untyped-def]
+    """As ``row_codecs.scale_exponents``."""
+    bits = (tl.maximum(largest, _LEAST) * (1 / _LARGEST)).to(tl.int32, bitcast=True)
+    return (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).to(tl.int32)
+
+
+@triton.jit
+def power_of_2(exponent):  # type: ignore[no-untyped-def]
+    """2 to the power of exponents from -126 on, float32; infinite from 128 on."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_halves(  # type: ignore[no-untyped-def]
+    one,
+    other,
+    pool,
+    scales,
+    slot,
+    place,
+    half,
+    head,
+    which,
+    mask,
+    NUM_HEADS: tl.constexpr,  # noqa: N803
+):
+    """Stores heads of keys or values: as they are, or in 8 bits, each with a power of 2 as its scale (``row_codecs.store_heads``).
+
+    Args:
+        one: ``[H, half]``, the first halves of heads.
+        other: The second halves.
+        pool: Of a plane.
+        scales: int32, of both planes; None if they are not packed.
+        slot: Of the token.
+        place: Of the elements of ``one``, from the start of the pool.
+        half: Elements from ``one`` to ``other``.
+        head: Which KV heads they are, ``[H, 1]``.
+        which: 0 of keys, 1 of values.
+        mask: Which elements there are.
+        NUM_HEADS: KV heads.
+
+    Returns:
+        Both halves as they are read, of their type.
+    """
+    if scales is None:
+        tl.store(pool + place, one, mask=mask)
+        tl.store(pool + place + half, other, mask=mask)
+    else:
+        first, second = one.to(tl.float32), other.to(tl.float32)
+        largest = tl.maximum(tl.abs(first), tl.abs(second))
+        # Of what is not finite no number is read: its scale is infinite.
+        largest = tl.where((first != first) | (second != second), float("inf"), largest)
+        exponent = tl.maximum(_scale_exponents(tl.max(largest, 1)[:, None]), _LEAST_EXPONENT)
+        row = scales.to(tl.pointer_type(tl.uint8), bitcast=True) + slot * (4 * ((NUM_HEADS + 1) // 2)) + which
+        tl.store(row + 2 * head, (exponent + 127).to(tl.uint8), mask=head < NUM_HEADS)
+        if NUM_HEADS % 2 != 0:  # the bytes of a page depend on its tokens alone, those that nobody reads too
+            tl.store(row + 2 * NUM_HEADS, tl.full((), 0, tl.uint8))
+        divided, factor = power_of_2(-exponent), power_of_2(exponent)
+        small, others = to_e4m3(first * divided), to_e4m3(second * divided)
+        tl.store(pool + place, small, mask=mask)
+        tl.store(pool + place + half, others, mask=mask)
+        one, other = (_widened(small) * factor).to(one.dtype), (_widened(others) * factor).to(one.dtype)
+    return one, other
+
+
+@triton.jit
+def _widened(small):  # type: ignore[no-untyped-def]
+    """Bits of E4M3 as float32."""
+    return small.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -107,8 +180,7 @@ def _store_tiles(value, place, scale, WIDTH: tl.constexpr, TILE: tl.constexpr): 
     num_tiles: tl.constexpr = WIDTH // TILE - 1
     tile, element = tl.arange(0, WIDTH // TILE), tl.arange(0, TILE)
     is_scaled = tile < num_tiles
-    bits = (tl.maximum(tl.max(tl.abs(value), 1), _LEAST) * (1 / _LARGEST)).to(tl.int32, bitcast=True)
-    exponent = (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).to(tl.int32)
+    exponent = _scale_exponents(tl.max(tl.abs(value), 1))
     factor = ((127 - exponent) << 23).to(tl.float32, bitcast=True)  # 2 to the power of less the exponent
     column = tile[:, None] * TILE + element[None, :]
     tl.store(place + column, to_e4m3(value * factor[:, None]), mask=is_scaled[:, None])

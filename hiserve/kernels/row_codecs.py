@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hiserve.core.row_shapes import PackedPages, PackedShape
+from hiserve.core.forward import LayerKV
+from hiserve.core.row_shapes import LEAST_EXPONENT, PackedPages, PackedShape
 
 LARGEST = 448.0  # of E4M3
 LEAST = 1e-4  # the least magnitude that a scale follows
@@ -69,6 +70,57 @@ def scale_exponents(largest: Tensor) -> Tensor:
     """Returns the least e, int32, with ``largest <= 448 * 2**e``, up to the rounding of 1/448; of bits, so that it is exact."""
     bits = (largest.float().clamp(min=LEAST) * (1 / LARGEST)).view(torch.int32)
     return (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).to(torch.int32)
+
+
+def store_heads(kv: LayerKV, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Writes keys and values into their slots in 8 bits: a head of a token has the least power of 2 that lets it fit as its scale.
+
+    Args:
+        kv: The layer's pool, with scales.
+        slots: int64 ``[T]``.
+        k: ``[T, num_kv_heads, head_dim]``, any floating type.
+        v: Like ``k``.
+
+    Returns:
+        Keys and values as they are read from the pool, of the type they had: for what reads those of the step itself.
+    """
+    assert kv.scales is not None
+    planes, scales = (kv.k, kv.v), kv.scales.new_zeros((*slots.shape, kv.scales.shape[1])).view(torch.uint8)
+    rounded = []
+    for which, (pool, x) in enumerate(zip(planes, (k, v), strict=True)):
+        wide = x.float()
+        # Of what is not finite no number is read: its scale is infinite.
+        exponents = scale_exponents(wide.nan_to_num(nan=torch.inf, posinf=torch.inf).abs().amax(-1))
+        exponents = exponents.clamp_(min=LEAST_EXPONENT)
+        small = (wide * _powers_of_2(-exponents)).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+        pool.index_copy_(0, slots, small.view(torch.uint8))
+        scales[:, which : 2 * x.shape[1] : 2] = (exponents + 127).to(torch.uint8)
+        rounded.append((small.float() * _powers_of_2(exponents)).to(x.dtype))
+    kv.scales.index_copy_(0, slots, scales.view(torch.int32))
+    return rounded[0], rounded[1]
+
+
+def load_heads(kv: LayerKV, slots: Tensor | slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns the keys and values of slots, ``[*slots.shape, num_kv_heads, head_dim]``; of packed ones as ``store_heads``."""
+    if kv.scales is None:
+        return kv.k[slots].to(dtype), kv.v[slots].to(dtype)
+    scales, num_heads = kv.scales[slots].view(torch.uint8).to(torch.int32) - 127, kv.k.shape[1]
+    k, v = (
+        _widened(pool[slots]).mul_(_powers_of_2(scales[..., which : 2 * num_heads : 2])).to(dtype)
+        for which, pool in enumerate((kv.k, kv.v))
+    )
+    return k, v
+
+
+def _widened(bits: Tensor) -> Tensor:
+    """Returns finite numbers of E4M3 as float32. On a CPU torch's own conversion takes ten times as long."""
+    wide = bits.to(torch.int16)
+    return ((wide & 128) << 8 | (wide & 127) << 7).view(torch.float16).float().mul_(256.0)  # exponents differ by 8
+
+
+def _powers_of_2(exponents: Tensor) -> Tensor:
+    """Returns float32 ``[..., 1]`` of exponents from -126 on; infinite from 128 on."""
+    return ((exponents + 127) << 23).view(torch.float32)[..., None]
 
 
 def _parts(pool: Tensor, pages: PackedPages) -> tuple[Tensor, Tensor]:

@@ -51,7 +51,8 @@ def packed_bytes(config: CompressedConfig | None) -> StoredBytes | None:
         return None
     sparse = num_sparse * (row.row_bytes + key.row_bytes) if key is not None else 0
     found = ((sparse, config.sparse_ratio), (config.count(LayerKind.HEAVY) * row.row_bytes, config.heavy_ratio))
-    return StoredBytes(token=len(config.kinds) * row.row_bytes, ratios=tuple(each for each in found if each[0]))
+    token = len(config.kinds) * row.row_bytes
+    return StoredBytes(token=token, window=token, ratios=tuple(each for each in found if each[0]))
 
 
 def _rows(name: str, num_layers: int, width: int, dtype: str, packed: PackedShape | None) -> CacheGroupSpec:

@@ -302,11 +302,17 @@ def _moe(config: ExpertsConfig, activation: Activation, parameters: dict[str, Te
 
 
 def attention_shape(
-    config: ModelConfig, *, dtype: torch.dtype, page_size: int, sinks: tuple[Tensor | None, ...] = ()
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    page_size: int,
+    sinks: tuple[Tensor | None, ...] = (),
+    packs_rows: bool = False,
 ) -> AttentionShape:
     """Returns the shape of the attention in every layer.
 
-    ``dtype`` is that of queries, keys and values; ``sinks`` are the decoder's.
+    ``dtype`` is that of queries, and of keys and values that are not packed; ``sinks`` are the decoder's; ``packs_rows`` as for
+    ``ModelConfig.cache_plan``.
     """
     assert bool(sinks) == config.has_sinks, f"{len(sinks)} layers with sinks"
     return AttentionShape(
@@ -321,6 +327,7 @@ def attention_shape(
         sinks=sinks,
         score_scalar=config.score_scalar,
         first_layer=0 if config.delta is None else min(set(range(config.num_layers)) - config.delta.layers),
+        packs_heads=packs_rows and not (config.latent or config.compressed) and config.packed_bytes is not None,
         is_union=config.compressed is not None,
         index=None if config.index is None else IndexShape(config.index.width, config.index.most),
     )

@@ -9,7 +9,7 @@ import msgspec
 
 from hiserve.config.options import Options
 from hiserve.config.settings import Settings
-from hiserve.core.kv_groups import CacheGroupSpec, debug_groups, page_hidden_group
+from hiserve.core.kv_groups import CacheGroupSpec, debug_groups, page_hidden_group, rename
 from hiserve.core.step_memory import DraftFacts, DraftShape, ModelFacts
 from hiserve.errors import ConfigError, ModelError
 from hiserve.models.builtin_shapes import SHAPES
@@ -87,8 +87,7 @@ class DraftConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def kv_groups(self, dtype: str, *, packs_rows: bool = False) -> tuple[CacheGroupSpec, ...]:
         """Returns the KV groups of its layers, stored as ``dtype``, or packed as the model's."""
-        groups = self.model.kv_groups(dtype, packs_rows=packs_rows)
-        return tuple(msgspec.structs.replace(group, name="draft") for group in groups)
+        return tuple(rename(group, "draft") for group in self.model.kv_groups(dtype, packs_rows=packs_rows))
 
 
 def find_draft(kind: DraftKind, source: str | None, folder: Path, target: ModelConfig) -> DraftConfig:

@@ -254,8 +254,13 @@ def _ops(target: AnyDecoder) -> Ops:
 
 
 def draft_attention_shape(
-    draft: DraftConfig, *, dtype: torch.dtype, page_size: int, sinks: tuple[Tensor | None, ...] = ()
+    draft: DraftConfig,
+    *,
+    dtype: torch.dtype,
+    page_size: int,
+    sinks: tuple[Tensor | None, ...] = (),
+    packs_rows: bool = False,
 ) -> AttentionShape:
     """Like ``attention_shape``, of a draft head or model. A head hides position 0: its token has no state before it."""
-    shape = attention_shape(draft.model, dtype=dtype, page_size=page_size, sinks=sinks)
+    shape = attention_shape(draft.model, dtype=dtype, page_size=page_size, sinks=sinks, packs_rows=packs_rows)
     return replace(shape, hides_first=draft.head is not None)

@@ -9,11 +9,11 @@ import msgspec
 
 from hiserve.config.settings import DType
 from hiserve.core.activation import Activation
-from hiserve.core.kv_groups import CacheGroupSpec, CachePlan, Space, carried_bytes
+from hiserve.core.kv_groups import CacheGroupSpec, CachePlan, carried_bytes, pack_heads
 from hiserve.core.quantization import Quantization
-from hiserve.core.step_memory import DEFAULT_PAGE_SIZE, ModelFacts, StepShape
+from hiserve.core.step_memory import DEFAULT_PAGE_SIZE, ModelFacts, StepShape, StoredBytes
 from hiserve.errors import ModelError
-from hiserve.models import compressed_cache
+from hiserve.models import compressed_cache, head_cache
 from hiserve.models.checkpoint import Download, fetch, is_hub_name
 from hiserve.models.compressed_config import CompressedConfig, LayerKind, read_compressed
 from hiserve.models.compressed_spelling import respell_compressed
@@ -32,9 +32,10 @@ from hiserve.models.experts_config import ExpertsConfig, packed_size, read_exper
 from hiserve.models.family import FAMILIES, Family
 from hiserve.models.generation_config import GenerationConfig, SamplingDefaults, as_ids, read_generation
 from hiserve.models.index_config import IndexConfig, index_packed_bytes, read_index
+from hiserve.models.kv_scheme import asks_for_packed
 from hiserve.models.latent_config import LatentConfig, read_latent
 from hiserve.models.quantize import read_quantization
-from hiserve.models.refusals import read_activation, refuse_nonsense, refuse_unsupported
+from hiserve.models.refusals import read_activation, read_architecture, refuse_nonsense, refuse_unsupported
 from hiserve.models.rope import RopeConfig, read_local_rope, read_rope, stretched_context
 
 NANO = "hiserve-nano"
@@ -84,6 +85,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     compressed: CompressedConfig | None = None
     dtype: DType  # type name of the stored weights, or of those that quantized ones stand for
     quantization: Quantization | None = None
+    packs_rows: bool = False  # the checkpoint was made for keys and values in 8 bits
     eos_token_ids: tuple[int, ...]  # tokens that end a reply
     bos_token_id: int | None  # token that starts a text, or None
     sampling_defaults: SamplingDefaults  # for requests that omit parameters
@@ -141,7 +143,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def facts(self) -> ModelFacts:
         """Returns the facts that ``core.resolve`` needs."""
-        num_windows = sum(window is not None for window in self.windows) if self.tail_window else 0
         num_planes = 2 if self.compressed is None else 1
         attention_elements = 0 if self.latent is None else self.latent.step_elements(self.num_heads)
         if self.index is not None:
@@ -155,9 +156,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             packed_experts=packed_size(self.experts, self.quantization, self.hidden_size, self.num_layers),
             slot_elements=self.slot_elements,
             window=self.tail_window,
-            window_elements=num_planes * num_windows * self.num_kv_heads * self.head_dim,
+            window_elements=num_planes * self._num_windows * self.num_kv_heads * self.head_dim,
             ratio_elements=() if self.compressed is None else compressed_cache.ratio_elements(self.compressed),
-            packed=compressed_cache.packed_bytes(self.compressed) or index_packed_bytes(self.index, self.slot_elements),
+            packed=self.packed_bytes,
+            asks_for_packed=self.packs_rows,
             page_size=self._page_size,
             page_multiple=1 if self.compressed is None else compressed_cache.page_multiple(self.compressed),
             carried=carried_bytes(lambda dtype, drafts: self.cache_plan(dtype, frees_windows=False, max_draft=drafts)),
@@ -192,7 +194,20 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the KV groups of its layers, stored as ``dtype``: one, but for compressed attention and beside an index."""
         if self.compressed is not None or self.index is not None:
             return self.cache_plan(dtype, frees_windows=False, packs_rows=packs_rows).groups
-        return (self._kv_group(dtype),)
+        groups = (self._kv_group(dtype),)
+        return pack_heads(groups) if packs_rows and self.packed_bytes is not None else groups
+
+    @property
+    def packed_bytes(self) -> StoredBytes | None:
+        """Bytes of what attention reads in 8 bits; None if it cannot be packed."""
+        if self.compressed is not None or self.latent is not None:
+            return compressed_cache.packed_bytes(self.compressed) or index_packed_bytes(self.index, self.slot_elements)
+        return head_cache.packed_bytes(self.num_attention_layers, self._num_windows, self.num_kv_heads, self.head_dim)
+
+    @property
+    def _num_windows(self) -> int:
+        """Layers with a window, if others have none."""
+        return sum(window is not None for window in self.windows) if self.tail_window else 0
 
     def _kv_group(self, dtype: str) -> CacheGroupSpec:
         return CacheGroupSpec(
@@ -216,8 +231,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def cache_plan(self, dtype: str, *, frees_windows: bool, max_draft: int = 0, packs_rows: bool = False) -> CachePlan:
         """Returns the groups of its layers, stored as ``dtype``: one; two with an index or freed windows; beside states three.
 
-        ``max_draft`` is the most drafts of a row in a step, by which what rows carry along is sized. ``packs_rows`` is of
-        compressed attention, and of keys of an index: rows of other models stay as they are.
+        ``max_draft`` is the most drafts of a row in a step, by which what rows carry along is sized. ``packs_rows``: what
+        attention reads is in 8 bits; of latents the keys of their index alone.
         """
         if self.compressed is not None:
             frees = frees_windows and self.tail_window > 0
@@ -228,19 +243,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.index is not None:
             return self.index.cache_plan(kv, packs_keys=packs_rows)
         if self.delta is not None:
-            return self.delta.cache_plan(kv, self.num_layers, max_draft)
-        if not (frees_windows and self.tail_window):
-            return CachePlan(groups=(kv,), layers=tuple((kv.name, index) for index in range(self.num_layers)))
-        layers, counts = list[tuple[str, int]](), {"kv": 0, "swa": 0}
-        for window in self.windows:
-            name = "kv" if window is None else "swa"
-            layers.append((name, counts[name]))
-            counts[name] += 1
-        groups = (
-            msgspec.structs.replace(kv, num_layers=counts["kv"]),
-            msgspec.structs.replace(kv, name="swa", num_layers=counts["swa"], space=Space.WINDOW),
-        )
-        return CachePlan(groups=groups, layers=tuple(layers), window=self.tail_window)
+            plan = self.delta.cache_plan(kv, self.num_layers, max_draft)
+        else:
+            plan = head_cache.heads_plan(kv, self.windows, frees_windows=frees_windows and self.tail_window > 0)
+        return head_cache.packed_plan(plan) if packs_rows and self.packed_bytes is not None else plan
 
 
 def find_model(name: str, revision: str | None = None, *, download: Download | None = None) -> Path:
@@ -290,7 +296,7 @@ def parse_config(raw: dict[str, Any], path: Path, generation: GenerationConfig) 
     Raises:
         ModelError: As ``read_model_config``.
     """
-    architecture = _architecture(raw.get("architectures"))
+    architecture = read_architecture(raw.get("architectures"))
     family = FAMILIES[architecture]
     spelled = family.complete(respell(raw, path))
     if family.is_compressed:
@@ -343,6 +349,7 @@ def parse_config(raw: dict[str, Any], path: Path, generation: GenerationConfig) 
         num_mtp_layers=fields.num_nextn_predict_layers or 0,
         dtype=cast(DType, dtype),
         quantization=read_quantization(fields, architecture),
+        packs_rows=asks_for_packed(fields.quantization_config),
         eos_token_ids=ends or (),
         bos_token_id=fields.bos_token_id,
         sampling_defaults=generation.sampling_defaults,
@@ -388,13 +395,3 @@ def _checked(spelled: dict[str, Any], path: Path, architecture: str) -> ConfigFi
     refuse_oversize(fields, path)
     refuse_unsupported(fields, architecture, has_partial_rotation=FAMILIES[architecture].has_states)
     return fields
-
-
-def _architecture(given: Any) -> str:
-    """Returns the one architecture a checkpoint names."""
-    name = given[0] if isinstance(given, list) and given else given or "(none given)"
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise ModelError(
-            f"architecture {name} is not supported. Supported: {', '.join(sorted(FAMILIES))}.", param="model"
-        )
-    return name

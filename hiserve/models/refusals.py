@@ -9,9 +9,23 @@ from hiserve.config.options import DTYPE_BYTES
 from hiserve.core.activation import GELU_TANH, SILU, Activation
 from hiserve.errors import ModelError
 from hiserve.models.config_fields import ConfigFields
-from hiserve.models.family import Family
+from hiserve.models.family import FAMILIES, Family
 
 _ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH}
+
+
+def read_architecture(given: Any) -> str:
+    """Returns the one architecture a checkpoint names.
+
+    Raises:
+        ModelError: It is not supported, or there is none.
+    """
+    name = given[0] if isinstance(given, list) and given else given or "(none given)"
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ModelError(
+            f"architecture {name} is not supported. Supported: {', '.join(sorted(FAMILIES))}.", param="model"
+        )
+    return name
 
 
 def _activation(fields: ConfigFields) -> str:

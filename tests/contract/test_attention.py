@@ -165,6 +165,36 @@ def test_everything_at_once(subject: Subject) -> None:
         subject.check(subject.case(TREES, window=window, **options), layer=1, has_trees=True)
 
 
+PACKED: dict[str, dict[str, Any]] = {  # odd numbers of heads, whose words of scales are half empty, too
+    "windows": {"window": 12, "sinks": True, "group": 2, "num_kv_heads": 3, "adjacent": False},
+    "adjacent": {"num_kv_heads": 1, "group": 8, "head_dim": 128},
+    "trees": {"trees": True, "hides_first": True, "window": 40, "num_kv_heads": 4},
+}
+
+
+PACKED_LENGTHS = ((16, 1), (100, 1), (63, 2), (0, 5), (0, 33), (150, 20))
+
+
+@pytest.mark.parametrize(
+    ("subject", "name"),
+    [
+        pytest.param(*each.values, name, marks=each.marks, id=f"{each.id}-{name}")
+        for each in (*WITH_SINKS, *OTHER_TYPES)
+        for name in PACKED
+        if name != "trees" or each in (*FULL, *OTHER_TYPES)
+    ],
+)
+def test_keys_and_values_in_8_bits_are_what_they_stand_for(subject: Subject, name: str) -> None:
+    """Of heads and tokens of all magnitudes; what is unowned is NaN with infinite scales."""
+    options = PACKED[name]
+    case = subject.case(TREES if name == "trees" else PACKED_LENGTHS, packs=True, **options)
+    for layer in (0, 1) if name == "windows" else (0,):
+        got, expected = case.run(subject.open(case.shape), layer).cpu().double(), case.oracle(layer)[0]
+        bound = min(1e-2, TOLERANCE[subject.dtype])
+        error = (got - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1).clamp(min=1e-3)
+        assert error.max() <= bound, (layer, error)
+
+
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # by numpy, in Triton's interpreter
 @pytest.mark.parametrize("subject", PLAIN)
 def test_a_row_sent_to_the_sink_leaves_its_neighbours_alone(subject: Subject) -> None:

@@ -87,7 +87,7 @@ def test_tokens_do_not_depend_on_chunks_pages_hits_drafts_and_tiers(
     told = []
     for options in ({}, ON):
         pools = PoisonedPool(monkeypatch)
-        with LLM(model=str(tmp_path), **SETTINGS | {"kv_rows": "packed", "page_size": PAGE} | options) as llm:
+        with LLM(model=str(tmp_path), **SETTINGS | {"kv_dtype": "fp8", "page_size": PAGE} | options) as llm:
             engine = pools.watch(llm)
             first = [list(each.outputs[0].token_ids) for each in llm.generate(prompts, sampling)]
             turns = [[*prompt, *reply] for prompt, reply in zip(prompts, first, strict=True)]

@@ -115,7 +115,7 @@ def test_tokens_do_not_depend_on_chunks_pages_hits_drafts_and_tiers(
     told = []
     for options in ({}, ON):
         pools = PoisonedPool(monkeypatch)
-        with LLM(model=str(folder), **SETTINGS | {"kv_rows": "packed"} | options) as llm:
+        with LLM(model=str(folder), **SETTINGS | {"kv_dtype": "fp8"} | options) as llm:
             engine = pools.watch(llm)
             first = [list(each.outputs[0].token_ids) for each in llm.generate(prompts, sampling)]
             turns = [[*prompt, *reply] for prompt, reply in zip(prompts, first, strict=True)]

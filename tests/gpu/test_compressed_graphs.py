@@ -96,11 +96,11 @@ def test_every_token_is_the_likeliest_with_packed_rows(
 ) -> None:
     """Without logits of transformers, which has no such rows; prefixes come back from the host, too."""
     folder = saved(name, tmp_path_factory.mktemp("packed"))
-    check(folder, NEAR_PACKED, spec=spec, graphs=graphs, kv_rows="packed", host_cache_gib=0.02, kv_pages=40)
+    check(folder, NEAR_PACKED, spec=spec, graphs=graphs, kv_dtype="fp8", host_cache_gib=0.02, kv_pages=40)
 
 
 def check(folder: Path, near: float, *, spec: str, **settings: Any) -> None:
-    packs_rows = settings.get("kv_rows") == "packed"
+    packs_rows = settings.get("kv_dtype") == "fp8"
     sampling = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
     with LLM(str(folder), **SETTINGS | DRAFTS[spec] | settings) as llm:
         told = [[list(each.outputs[0].token_ids) for each in llm.generate(prompts(), sampling)] for _ in range(2)]

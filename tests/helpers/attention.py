@@ -11,6 +11,8 @@ from torch import Tensor
 
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.core.forward import ForwardInputs, LayerKV
+from hiserve.core.row_shapes import scale_words
+from hiserve.kernels.row_codecs import store_heads
 
 # (tokens cached, tokens new): decode, whole prompts, chunks behind a prefix, page edges of 16 and 64.
 RAGGED = ((0, 5), (16, 1), (15, 1), (0, 33), (40, 7), (63, 2), (100, 1), (0, 1))
@@ -29,6 +31,7 @@ class Case:
         hides_first: Nobody sees position 0, and its slot holds NaN.
         score_scalar: As of ``AttentionShape``.
         trees: New tokens are the nodes of random trees, of any number in a row.
+        packs: Keys and values are packed; the oracle takes them as they are read.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Case:
         hides_first: bool = False,
         score_scalar: float | None = None,
         trees: bool = False,
+        packs: bool = False,
     ) -> None:
         self.lengths, self._device = lengths, torch.device(device)
         seed = page_size * 1000 + group * 100 + head_dim + adjacent + 7 * len(lengths)
@@ -65,6 +69,7 @@ class Case:
             sinks=(self._draw(self.num_heads).to(self._device), None) if sinks else (),
             hides_first=hides_first,
             score_scalar=score_scalar,
+            packs_heads=packs,
         )
         tokens = [(row, place) for row, (cached, new) in enumerate(lengths) for place in range(cached, cached + new)]
         self.masks = [self._mask(new, trees) for _, new in lengths]
@@ -100,12 +105,21 @@ class Case:
         shape, num_kv_heads = self.shape, self.shape.num_kv_heads
         num_slots = (1 + sum(map(len, self.tables))) * shape.page_size
         pool = torch.full((2, num_slots, num_kv_heads, shape.head_dim), torch.nan, dtype=shape.dtype)
+        scales = None
+        if shape.packs_heads:  # bytes of -1 are NaN, and their scales infinite
+            pool = torch.full(pool.shape, 255, dtype=torch.uint8)
+            scales = torch.full((num_slots, scale_words(num_kv_heads)), -1, dtype=torch.int32)
         self.keys, self.values, new = [], [], []
         for row, (cached, num_new) in enumerate(self.lengths):
             kv = self._draw(2, cached + num_new, num_kv_heads, shape.head_dim).to(shape.dtype)
+            if shape.packs_heads:  # heads and tokens of every magnitude
+                kv *= 2.0 ** torch.randint(-6, 6, (*kv.shape[:3], 1), generator=self._generator)
             if shape.hides_first:
                 kv[:, 0] = torch.nan
-            pool[:, self._slots(row)] = kv
+            if shape.packs_heads:
+                kv = torch.stack(store_heads(LayerKV(pool[0], pool[1], scales=scales), self._slots(row), kv[0], kv[1]))
+            else:
+                pool[:, self._slots(row)] = kv
             self.keys.append(kv[0])
             self.values.append(kv[1])
             q = self._draw(num_new, self.num_heads, shape.head_dim).to(shape.dtype)
@@ -113,7 +127,7 @@ class Case:
         qkv = torch.cat(new).to(self._device)
         self.q, self.k, self.v = qkv.split_with_sizes((self.num_heads, num_kv_heads, num_kv_heads), 1)
         pool = pool.to(self._device)
-        self.kv = LayerKV(k=pool[0], v=pool[1])
+        self.kv = LayerKV(k=pool[0], v=pool[1], scales=None if scales is None else scales.to(self._device))
 
     def _inputs(self, tokens: list[tuple[int, int]], trees: bool) -> ForwardInputs:
         ends = [cached + new for cached, new in self.lengths]

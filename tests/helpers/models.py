@@ -219,7 +219,13 @@ class Engine:
             max_draft=max_draft,
             carried=tuple(self.pool.carried.values()),
         )
-        shape = attention_shape(config, dtype=getattr(torch, dtype), page_size=page_size, sinks=self.model.sinks)
+        shape = attention_shape(
+            config,
+            dtype=getattr(torch, dtype),
+            page_size=page_size,
+            sinks=self.model.sinks,
+            packs_rows=packs_rows,
+        )
         if windows:
             shape = dataclasses.replace(shape, windows=windows)
         self.shape = shape

@@ -18,7 +18,7 @@ ALL = list(flags().values())
 NUMBERS = [setting for setting in ALL if setting.kind in ("int", "float")]
 WHOLE = [setting for setting in ALL if setting.kind == "int"]
 FLAGS = """
-    --host --port --served-model-name --dtype --max-model-len --kv-pages --kv-rows --window-pages --page-size --max-running-requests
+    --host --port --served-model-name --dtype --max-model-len --kv-pages --kv-dtype --window-pages --page-size --max-running-requests
     --max-batched-tokens --overlap --policy --replicas --devices --cpu-threads --load-format --device --log-level --debug
     --revision --chat-template --reply-format --thoughts --sampling-defaults --max-queued-requests --max-queued-tokens --queue-timeout-s
     --request-timeout-s --step-timeout-s --api-key --admin-api-key --metrics-key --seal-key --responses-store --keep-volatile --share-prefixes --max-request-bytes --strict-fields --otel-endpoint

@@ -48,7 +48,7 @@ def identify(settings: Settings, folder: Path, model: ModelConfig, directory: Pa
                 *(group.name for group in debug_groups(settings.cache)),
                 *(group.name for group in groups if group.space is Space.WINDOW),
                 *(f"{group.name} {group.dtype}" for group in groups if group.space is Space.ROW),
-                *(f"{group.name} {group.codec}" for group in groups if group.codec == "packed"),
+                *(f"{group.name} {group.codec}" for group in groups if group.codec in ("packed", "heads")),
             ],
             secret=server_secret(settings, directory),
         ),

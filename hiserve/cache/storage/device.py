@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from hiserve.core.forward import GroupedKV, LayerKV, RowMemory
-from hiserve.core.kv_groups import CacheGroupSpec, CachePlan, Space
+from hiserve.core.kv_groups import CacheGroupSpec, CachePlan, Space, scales_of
 
 
 def storage_shape(group: CacheGroupSpec, num_pages: int, page_size: int) -> tuple[int, ...]:
@@ -78,6 +79,7 @@ class DevicePool:
         self._storages: dict[str, Tensor] = {}
         self._layers: dict[str, tuple[LayerKV, ...]] = {}
         self._snapshots: dict[str, Tensor] = {}
+        scales = {group.name for group in groups if group.codec == "scales"}
         for group in groups:
             assert group.name not in self._storages, f"two KV groups are named {group.name!r}"
             count = num_window_pages if group.space is Space.WINDOW else num_pages
@@ -90,6 +92,9 @@ class DevicePool:
                 self._snapshots[group.name] = storage.new_empty(snapshot_shape(group, num_snapshots))
             if not is_row:
                 self._layers[group.name] = layer_views(storage, group.value_dim)
+        for name in [each.name for each in groups if scales_of(each.name) in scales]:
+            pairs = zip(self._layers[name], self._layers[scales_of(name)], strict=True)
+            self._layers[name] = tuple(replace(kv, scales=of_heads.k[:, 0]) for kv, of_heads in pairs)
 
     def clear(self, num_pages: int, num_rows: int) -> None:
         """Writes zeros into the first pages of each group, the padding page included, and into what the first rows carry along."""
@@ -121,6 +126,7 @@ class DevicePool:
         return GroupedKV(
             k=own.k,
             v=own.v,
+            scales=own.scales,
             beside={name: self._memory(name, index) for name, index in others},
             snapshots={name: self._snapshots[name][index] for name, index in places if name in self._snapshots},
         )

@@ -99,7 +99,7 @@ class SegmentLayout:
             words.append(f"pages of {other.page_size} tokens, not {self.page_size} (--page-size)")
         if other.namespace != self.namespace:
             words.append(
-                "another model, other weights, or another --dtype, --state-dtype, --kv-rows, --store or --kv-canary"
+                "another model, other weights, or another --dtype, --state-dtype, --kv-dtype, --store or --kv-canary"
             )
         elif other.page_bytes != self.page_bytes:
             words.append(f"pages of {other.page_bytes} bytes, not {self.page_bytes}")

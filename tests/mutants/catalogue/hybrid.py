@@ -50,8 +50,8 @@ with row_tails.RowTails.release, test_hybrid_reports_hits.test_hb_09_a_prompt_th
     tail.close()
 with draft_config.DraftConfig.kv_groups, test_hybrid_reports_sizes.test_hb_10_a_draft_head_takes_one_layer_of_the_cache:
     "HB-10: a draft head takes many layers of the cache"
-    msgspec.structs.replace(group, name="draft")
-    msgspec.structs.replace(group, name="draft", num_layers=8)
+    rename(group, "draft")
+    msgspec.structs.replace(rename(group, "draft"), num_layers=8)
 with step_reference.fill_inputs[2], test_hybrid_reports_rows.test_hb_12_what_pads_a_step_writes_the_padding_page_of_every_space:
     "HB-12: rows that may not run write window pages of others"
     torch.where(legal[:, None], table, PADDING_PAGE)

@@ -1,7 +1,7 @@
-"""Kernels of compressed attention and of streams, and their torch twins (DeepSeek-V4)."""
+"""Kernels of compressed attention and of streams, and their torch twins (DeepSeek-V4); rows, keys and values in 8 bits."""
 
 from hiserve.cache.storage import cache_identity
-from hiserve.core import memory_plan
+from hiserve.core import memory_plan, resolve
 from hiserve.kernels import (
     compress,
     compress_reference,
@@ -9,6 +9,7 @@ from hiserve.kernels import (
     latent_union,
     packed_union,
     pairs_triton,
+    reference,
     root_route,
     row_codec_triton,
     row_codecs,
@@ -19,7 +20,8 @@ from hiserve.kernels import (
     window_slots,
 )
 from hiserve.models import compressed_attention
-from tests.e2e import test_packed_oracle
+from tests.contract import test_attention
+from tests.e2e import test_packed_heads, test_packed_oracle
 from tests.unit.core import test_packed_rows_plan
 from tests.unit.kernels import (
     test_compress,
@@ -122,12 +124,24 @@ with compressed_attention.CompressedSelfAttention.store, test_packed_oracle.test
     attention.packed(kv.k, self.config.packed_row, attention._page_size)
 with cache_identity.identify, test_packed_rows_plan.test_packed_and_plain_rows_share_no_pages:
     "a cache of plain rows is read as one of packed rows"
-    group.codec == "packed"
+    group.codec in ("packed", "heads")
     False
 with memory_plan._Worker._plan_windows, test_packed_rows_plan.test_the_memory_plan_counts_packed_rows:
     "the pool of windows is planned for plain rows"
-    model.stored_bytes(element, packs_rows=True).token
-    slot_bytes
+    self._packs_rows
+    False
+with row_codecs.load_heads, test_attention.test_keys_and_values_in_8_bits_are_what_they_stand_for:
+    "keys have the scales of values"
+    scales[..., which : 2 * num_heads : 2]
+    scales[..., 1 : 2 * num_heads : 2]
+with reference.rotate_and_store, test_packed_heads.test_logits_do_not_depend_on_chunks_and_differ_a_little_from_those_of_wide_rows:
+    "a prompt reads the keys and values of its own step before they are rounded"
+    (q, *store_kv(kv, slots, k, v))
+    (store_kv(kv, slots, k, v) and q, k, v)
+with resolve._kv_dtype, test_packed_rows_plan.test_auto_is_what_the_checkpoint_was_made_for:
+    "keys and values are wide although the checkpoint was made for 8 bits"
+    model.asks_for_packed
+    False
 with row_codecs.scale_exponents, test_row_codecs.test_scales_are_the_least_powers_of_two_that_fit:
     "a scale is too small for the largest number of its tile"
     (bits & 0x7FFFFF) != 0

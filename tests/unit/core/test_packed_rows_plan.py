@@ -1,7 +1,8 @@
-"""Packed rows in the memory plan and in the cache's identity, and their refusals."""
+"""Packed rows and heads in the memory plan and in the cache's identity, who asks for them, and their refusals."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from hiserve.models.draft_config import page_groups, read_draft
 from hiserve.models.model_config import read_model_config
 from tests.helpers.compressed_models import add_stream_head, save_compressed
 from tests.helpers.latent_models import save_with_mtp
-from tests.helpers.model_facts import LAPTOP, NANO
+from tests.helpers.model_facts import LAPTOP
+from tests.helpers.models import save_family
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prepared(folder: Path, **given: Any) -> Launch:
-    return prepare(make_options(model=str(folder), kv_rows="packed", kv_pages=64, max_model_len=256, **given))
+    return prepare(
+        make_options(**{"model": str(folder), "kv_dtype": "fp8", "kv_pages": 64, "max_model_len": 256} | given)
+    )
 
 
 def test_a_row_of_v4_has_584_bytes_and_a_key_of_its_index_132() -> None:
@@ -79,21 +83,87 @@ def test_the_memory_plan_counts_packed_rows(folder: Path, given: dict[str, Any])
     assert held == sum(pages[group.space] * group.page_bytes(settings.cache.page_size) for group in groups)
 
 
+@pytest.mark.parametrize(
+    ("family", "given"),
+    [
+        ("qwen3", {"spec": "draft:hiserve-nano"}),
+        ("gpt_oss", {}),
+        ("gpt_oss", {"window_pages": 0}),
+        ("qwen3_5_text", {}),
+    ],
+)
+def test_the_memory_plan_counts_packed_heads(tmp_path: Path, family: str, given: dict[str, Any]) -> None:
+    """Of the model, of windows with pages of their own, beside states, and of drafts; a token takes little more than half."""
+    save_family(family, tmp_path, vocab_size=4096, head_dim=64)
+    launch = prepared(tmp_path, **{"spec": "off", "dtype": "bfloat16"} | given)
+    settings, parts = launch.resolved.settings, launch.resolved.memory.parts
+    frees = settings.cache.frees_windows
+    assert frees == (family == "gpt_oss" and not given)
+    draft = read_draft(settings, launch.folder, launch.model)
+    groups = page_groups(settings, launch.model, draft, frees_windows=frees)
+    names = {"kv": "heads", "kv_scales": "scales"} | ({"swa": "heads", "swa_scales": "scales"} if frees else {})
+    names |= {"draft": "heads", "draft_scales": "scales"} if draft else {}
+    codecs = {group.name: group.codec for group in groups if group.space is not Space.ROW}
+    assert {name: codec for name, codec in codecs.items() if codec != "boundary"} == names
+    pages = {Space.HISTORY: 64, Space.WINDOW: settings.cache.window_pages, Space.ROW: 0}
+    held = sum(num_bytes for item, num_bytes in parts.items() if item.startswith("KV pool"))
+    assert held == sum(pages[group.space] * group.page_bytes(settings.cache.page_size) for group in groups)
+    plain = launch.model.cache_plan("bfloat16", frees_windows=frees)
+    packed = launch.model.cache_plan("bfloat16", frees_windows=frees, packs_rows=True)
+    assert (packed.layers, packed.beside, packed.row_bytes) == (plain.layers, plain.beside, plain.row_bytes)
+    assert plain.page_bytes(Space.HISTORY, 16) / packed.page_bytes(Space.HISTORY, 16) >= 1.93
+
+
+def test_a_token_of_llama_8b_takes_half_of_its_bytes() -> None:
+    shape = shape_config("llama-8b")
+    (plain,), packed = shape.kv_groups("bfloat16"), shape.kv_groups("bfloat16", packs_rows=True)
+    sizes = {group.name: group.slot_bytes // group.num_layers for group in packed}
+    assert sizes == {"kv": 2 * 8 * 128, "kv_scales": 16} and plain.slot_bytes / sum(g.slot_bytes for g in packed) > 1.98
+
+
+@pytest.mark.parametrize(
+    ("scheme", "is_packed"),
+    [
+        ({"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}}, True),
+        ({"kv_cache_quant_algo": "FP8"}, True),
+        ({"kv_cache_scheme": {"num_bits": 8, "type": "int"}}, False),
+        ({"kv_cache_scheme": None}, False),
+        ({"kv_cache_quant_algo": "NVFP4"}, False),
+    ],
+    ids=str,
+)
+def test_auto_is_what_the_checkpoint_was_made_for(tmp_path: Path, scheme: dict[str, Any], is_packed: bool) -> None:
+    save_family("qwen3", tmp_path, head_dim=64)
+    path = tmp_path / "config.json"
+    method = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": method | scheme}))
+    found = prepared(tmp_path, spec="off", kv_dtype="auto").resolved
+    assert found.settings.cache.kv_dtype == ("fp8" if is_packed else "bf16")
+    assert any("kv-dtype auto -> fp8: the checkpoint was made for it" in each for each in found.decisions) == is_packed
+    assert prepared(tmp_path, spec="off", kv_dtype="bf16").resolved.settings.cache.kv_dtype == "bf16"
+
+
 def test_packed_and_plain_rows_share_no_pages(folder: Path) -> None:
     model, found = read_model_config(folder), []
-    for kv_rows in ("plain", "packed"):
-        cache = msgspec.structs.replace(prepared(folder, spec="off").resolved.settings.cache, kv_rows=kv_rows)
+    for kv_dtype in ("bf16", "fp8"):
+        cache = msgspec.structs.replace(prepared(folder, spec="off").resolved.settings.cache, kv_dtype=kv_dtype)
         settings = msgspec.structs.replace(prepared(folder, spec="off").resolved.settings, cache=cache)
         found.append(identify(settings, folder, model).cache_identity)
     assert found[0].namespace != found[1].namespace and found[0].page_bytes > found[1].page_bytes
 
 
 def test_other_models_and_shapes_are_refused(tmp_path: Path) -> None:
-    save_compressed(tmp_path, partial_rotary_factor=4 / 32)
-    for refused in (lambda: resolve(make_options(kv_rows="packed"), NANO, LAPTOP), lambda: prepared(tmp_path)):
-        with pytest.raises(ConfigError, match="--kv-rows is packed, but rows of this model cannot be") as caught:
+    save_compressed(tmp_path / "rows", partial_rotary_factor=4 / 32)
+    save_family("qwen3", tmp_path / "heads", head_dim=24)
+    latents = shape_config("v3-like").facts()
+    for refused in (
+        lambda: resolve(make_options(kv_dtype="fp8"), latents, LAPTOP),
+        lambda: prepared(tmp_path / "rows"),
+        lambda: prepared(tmp_path / "heads"),
+    ):
+        with pytest.raises(ConfigError, match="--kv-dtype is fp8, but this model cannot have it") as caught:
             refused()
-        assert caught.value.param == "kv_rows"
+        assert caught.value.param == "kv_dtype"
 
 
 def test_a_gpu_without_instructions_for_8_bits_is_refused(folder: Path) -> None:
@@ -102,6 +172,6 @@ def test_a_gpu_without_instructions_for_8_bits_is_refused(folder: Path) -> None:
         _check_capability(settings, capability)
     with pytest.raises(ConfigError, match=r"of compute capability 8.9 or later, but this one has 8.6") as caught:
         _check_capability(settings, (8, 6))
-    assert caught.value.param == "kv_rows"
-    plain = msgspec.structs.replace(settings.cache, kv_rows="plain")
+    assert caught.value.param == "kv_dtype"
+    plain = msgspec.structs.replace(settings.cache, kv_dtype="bf16")
     _check_capability(msgspec.structs.replace(settings, cache=plain), (8, 0))

@@ -94,10 +94,11 @@ def test_absorbed_queries_of_a_small_model(compiled: Compiled, dtype: torch.dtyp
 
 
 def attend(*lengths: tuple[int, int]) -> None:
-    """Heads in groups, with sinks and a window in the first of two layers."""
-    case = Case(lengths, group=8, head_dim=64, window=128, sinks=True, dtype=BF16)
-    for layer in (0, 1):
-        case.run(TritonAttention(case.shape), layer)
+    """Heads in groups, with sinks and a window in the first of two layers; in 16 bits, and in 8."""
+    for packs, layers in ((False, (0, 1)), (True, (0,))):
+        case = Case(lengths, group=8, head_dim=64, window=128, sinks=True, dtype=BF16, packs=packs)
+        for layer in layers:
+            case.run(TritonAttention(case.shape), layer)
 
 
 def store() -> None:
@@ -109,6 +110,9 @@ def store() -> None:
     kv = LayerKV(*torch.zeros(2, 16, 1, 64, dtype=BF16))
     qkv, norms = torch.zeros(2, 4, 64, dtype=BF16), torch.ones(3, 64, dtype=BF16)
     fused.rotate_and_store(qkv, norms, 1e-6, angles, angles, kv, torch.zeros(2, dtype=torch.int64))
+    scales = torch.zeros(16, 1, dtype=torch.int32)
+    packed = LayerKV(*torch.zeros(2, 16, 1, 64, dtype=torch.uint8), scales=scales)
+    fused.rotate_and_store(qkv, norms, 1e-6, angles, angles, packed, torch.zeros(2, dtype=torch.int64))
     fused.act_mul(torch.zeros(2, 128, dtype=BF16), GELU_TANH)
     rows = LayerKV(*torch.zeros(2, 16, 1, 576, dtype=BF16))
     q, projected, norm = torch.zeros(2, 20, 256, dtype=BF16), torch.zeros(2, 576, dtype=BF16), torch.ones(512)

@@ -129,6 +129,38 @@ for dtype in DTYPES:
                 close(ours_is, theirs_is, dtype)
             assert torch.equal(made[0][2].isnan(), made[1][2].isnan()), "other slots were written"
 """
+PACKED = """
+from hiserve.core.row_shapes import scale_words
+from hiserve.kernels.row_codecs import load_heads
+
+# Of one KV head, of an odd number, of whole blocks and a part of one; of all magnitudes, zeros, and what is not finite.
+for dtype, heads, kv_heads, head_dim in ((torch.float32, 2, 1, 16), (torch.float16, 3, 3, 80), (torch.float16, 9, 9, 32)):
+    qkv, cos, sin, slots = batch(heads, kv_heads, head_dim, 9, torch.float32)
+    qkv = (qkv * 2.0 ** torch.randint(-9, 10, (9, heads + 2 * kv_heads, 1), generator=generator)).to(dtype)
+    qkv[3, -1], qkv[4, -1, 0], qkv[5, heads, 1] = 0, torch.inf, torch.nan
+    made = []
+    for ops in (fused, reference):
+        bits = torch.full((2, NUM_SLOTS, kv_heads, head_dim), 255, dtype=torch.uint8)
+        kv = LayerKV(*bits, scales=torch.full((NUM_SLOTS, scale_words(kv_heads)), -1, dtype=torch.int32))
+        stored = ops.rotate_and_store(qkv.clone(), None, EPS, cos, sin, kv, slots)[1:]
+        for ours_is, its in zip(load_heads(kv, slots, dtype), stored):
+            assert torch.equal(ours_is[:3], its[:3]) and torch.equal(ours_is[6:], its[6:]), "new ones are not read as stored ones"
+        assert not load_heads(kv, slots, dtype)[1][4, -1].isfinite().all() and not stored[1][4, -1].isfinite().all()
+        assert not load_heads(kv, slots, dtype)[0][5, 0].isfinite().all() and not stored[0][5, 0].isfinite().all()
+        others = torch.ones(NUM_SLOTS, dtype=torch.bool)
+        others[slots] = False
+        assert (bits[:, others] == 255).all() and (kv.scales[others] == -1).all(), "other slots were written"
+        finite = slots[[0, 1, 2, 3, 6, 7, 8]]
+        made.append((bits[:, finite], kv.scales[finite]))
+        turned = reference.rotate_and_store(qkv.clone(), None, EPS, cos, sin, pool(kv_heads, head_dim, dtype)[0], slots)[1:]
+        for its, exact in zip(stored, turned):
+            largest = exact[:3].float().abs().amax(-1, keepdim=True)
+            error = (its[:3].float() - exact[:3].float()).abs()
+            assert (error <= torch.maximum(exact[:3].float().abs() / 16, largest / 448 / 500 + 2.0**-24)).all()
+    assert torch.equal(made[0][1], made[1][1])
+    assert (made[0][0] != made[1][0]).float().mean() < 1e-3, "more than products that round differently"
+    assert torch.equal(made[0][0][1], made[1][0][1]), "values are not rotated"
+"""
 GATED_NORMS = """
 # Whole blocks of heads, parts of one, uneven sizes; gates are a part of a wider projection.
 for dtype in DTYPES:
@@ -147,7 +179,7 @@ for dtype in DTYPES:
 
 
 def test_fused_kernels_compute_what_their_twins_do() -> None:
-    run_interpreted(HEADER + NORMS + ACTIVATIONS + ROTATIONS + HEADS + LATENTS + GATED_NORMS)
+    run_interpreted(HEADER + NORMS + ACTIVATIONS + ROTATIONS + HEADS + LATENTS + PACKED + GATED_NORMS)
 
 
 @pytest.mark.parametrize("name", [name for name in vars(Ops) if not name.startswith("_")])

@@ -111,7 +111,7 @@ def test_a_name_whose_digests_know_another_secret_is_refused_with_what_can_have_
     if "store" in change:
         change = {"store": f"file:{tmp_path / 'store'}"}
     with pytest.raises(
-        ConfigError, match="or another --dtype, --state-dtype, --kv-rows, --store or --kv-canary; it was left alone"
+        ConfigError, match="or another --dtype, --state-dtype, --kv-dtype, --store or --kv-canary; it was left alone"
     ) as caught:
         open_segment(config(**given | change), 0, tmp_path)
     assert caught.value.param == "host_cache_name"

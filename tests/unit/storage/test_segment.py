@@ -177,7 +177,7 @@ OTHERS = {
     "page size": (replace(LAYOUT, page_size=8), "pages of 4 tokens, not 8"),
     "model": (
         replace(LAYOUT, namespace=namespace_digest("another model")),
-        "another model, other weights, or another --dtype, --state-dtype, --kv-rows, --store or --kv-canary",
+        "another model, other weights, or another --dtype, --state-dtype, --kv-dtype, --store or --kv-canary",
     ),
     "page bytes": (replace(LAYOUT, page_bytes=256), "pages of 128 bytes, not 256"),
     "size": (replace(LAYOUT, num_pages=20), ".* GiB, not .*--host-cache-gib"),
