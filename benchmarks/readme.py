@@ -294,7 +294,10 @@ def gpu() -> Iterator[Entry]:
 
 
 def quantized() -> Iterator[Entry]:
-    """Yields the entries of weights in fewer bits."""
+    """Yields the entries of keys, values and weights in fewer bits."""
+    run = result("kv_dtype")
+    barred = [figure for part in run["parts"].values() for figure in part["figures"] if figure["bar"] is not None]
+    yield "Llama-8B shape, `--kv-dtype fp8`; ratio to bfloat16", "; ".join(map(figure_of, barred)), run
     run = result("quantized")
     for name, ratios in run["ratios"].items():
         if name != "off":

@@ -87,8 +87,10 @@ class Schedule(NamedTuple):
 def tile_for(head_dim: int, dtype: torch.dtype) -> KeyTile:
     """Returns the tile that was fastest, or nearly so, in every batch tried on an H200; ``dtype`` is that of the pool."""
     if dtype == torch.uint8:
+        if head_dim <= 128:
+            return KeyTile(num_keys=128, num_warps=4, num_stages=2)
         # Widened, elements take the registers of 16 bits: of more than 160 only two programs would fit a multiprocessor.
-        return KeyTile(num_keys=64 if head_dim <= 128 else 32, num_warps=4, num_stages=3, max_registers=160)
+        return KeyTile(num_keys=32, num_warps=4, num_stages=3, max_registers=160)
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
     return KeyTile(num_keys=64 if row_bytes <= 256 else 32, num_warps=4, num_stages=3)
 
