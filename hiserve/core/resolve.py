@@ -64,10 +64,7 @@ def resolve(options: Options, model: ModelFacts, machine: Machine) -> Resolved:
         if memory.window_pages or memory.snapshot_slots
         else dict.fromkeys(("tail_share", "tail_every"), "no boundary needs a tail")
     )
-    packed = (
-        {"kv_dtype": "the checkpoint was made for it; each token has its own scales"} if model.asks_for_packed else {}
-    )
-    decisions = _decisions(options, settings, memory.reasons | no_windows | packed)
+    decisions = _decisions(options, settings, memory.reasons | no_windows | _packed_reason(model))
     return Resolved(settings=settings, decisions=decisions, memory=memory)
 
 
@@ -219,6 +216,14 @@ def _kv_dtype(options: Options, model: ModelFacts) -> KVDType:
     if given == "auto":
         return "fp8" if model.asks_for_packed and model.packed is not None else "bf16"
     return given
+
+
+def _packed_reason(model: ModelFacts) -> dict[str, str]:
+    """Returns why keys and values are, or are not, what the checkpoint was made for."""
+    if not model.asks_for_packed:
+        return {}
+    made_for = "the checkpoint was made for it; each token has its own scales"
+    return {"kv_dtype": made_for if model.packed else "the checkpoint was made for fp8, which its rows do not fit"}
 
 
 def _check_backend(options: Options, *, on_cpu: bool) -> None:

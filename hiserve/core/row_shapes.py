@@ -64,7 +64,6 @@ PACKED_V4 = PackedShape(448, 64, 64)
 """A row of DeepSeek-V4, 584 bytes."""
 
 
-LARGEST_SMALL = 448.0  # of E4M3
 LEAST_EXPONENT = -15  # of the scale of a head: with it products of 8-bit numbers and scales are exact in float16 too
 HEAD_MULTIPLE = 16  # elements: rows of packed heads begin at a multiple of 16 bytes, as the copy engine needs it
 

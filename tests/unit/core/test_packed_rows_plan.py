@@ -143,6 +143,20 @@ def test_auto_is_what_the_checkpoint_was_made_for(tmp_path: Path, scheme: dict[s
     assert prepared(tmp_path, spec="off", kv_dtype="bf16").resolved.settings.cache.kv_dtype == "bf16"
 
 
+def test_heads_that_cannot_be_packed_stay_wide_whatever_the_checkpoint_was_made_for(tmp_path: Path) -> None:
+    save_family("qwen3", tmp_path, head_dim=24)
+    path = tmp_path / "config.json"
+    scheme = {"quant_method": "fp8", "weight_block_size": [128, 128], "kv_cache_quant_algo": "FP8"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": scheme}))
+    found = prepared(tmp_path, spec="off", kv_dtype="auto").resolved
+    assert found.settings.cache.kv_dtype == "bf16"
+    assert any(
+        "auto -> bf16: the checkpoint was made for fp8, which its rows do not fit" in each for each in found.decisions
+    )
+    with pytest.raises(ConfigError, match="this model cannot have it"):
+        prepared(tmp_path, spec="off")
+
+
 def test_packed_and_plain_rows_share_no_pages(folder: Path) -> None:
     model, found = read_model_config(folder), []
     for kv_dtype in ("bf16", "fp8"):
