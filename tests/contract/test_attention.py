@@ -53,10 +53,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     PLAIN = FULL
     WITH_SINKS = FULL
     OTHER_TYPES = []
+    NARROW = [_on_cpu("triton", "float16")]
 else:
     FULL = [_on_cpu("reference"), _on_cpu("reference", "float64")]
     FULL += [_on_gpu("triton", "bfloat16")]
     OTHER_TYPES = [_on_gpu("triton", dtype) for dtype in ("float16", "float32")]  # float32 has tiles of its own
+    NARROW = [_on_gpu("triton", "bfloat16"), _on_gpu("triton", "float16")]
     PLAIN = [*FULL, _on_gpu("flashinfer", "bfloat16"), _on_gpu("paired", "bfloat16")]
     WITH_SINKS = [*FULL, *(_on_cpu("cpu", dtype) for dtype in ("float32", "float64", "bfloat16")), _on_cpu("paired")]
     PLAIN += [_on_cpu("cpu"), _on_cpu("cpu", "float64"), _on_cpu("cpu", "bfloat16"), _on_cpu("paired")]
@@ -193,6 +195,19 @@ def test_keys_and_values_in_8_bits_are_what_they_stand_for(subject: Subject, nam
         bound = min(1e-2, TOLERANCE[subject.dtype])
         error = (got - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1).clamp(min=1e-3)
         assert error.max() <= bound, (layer, error)
+
+
+@pytest.mark.parametrize("subject", NARROW)
+def test_weights_of_large_values_in_8_bits_fit_float16(subject: Subject) -> None:
+    """Scales of values are factors of the weights: without room for them these would be infinite, and outputs NaN."""
+    case = subject.case(((63, 1), (0, 5)), packs=True, num_kv_heads=2)
+    assert case.kv.scales is not None
+    case.kv.scales.view(torch.uint8)[:, 1::2] += 9
+    case.v *= 2.0**9
+    case.values = [values * 2.0**9 for values in case.values]
+    got, expected = case.run(subject.open(case.shape)).cpu().double(), case.oracle()[0]
+    assert expected.abs().max() > 1000
+    assert (got - expected).norm() / expected.norm() < 1e-2
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # by numpy, in Triton's interpreter

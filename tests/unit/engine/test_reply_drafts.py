@@ -54,6 +54,9 @@ def test_a_reply_that_comes_again_is_foreseen_from_its_first_token(depth: int) -
         if not plan.num_propose:
             continue
         assert plan.continuations is not None
+        assert (
+            plan.continuations.shape[1] - 2 > plan.num_propose
+        )  # those that steps in flight append come before the drafts
         uids = driven.rows.uid[plan.rows[plan.samples]].tolist()
         for uid, (begin, agreed, *following) in zip(uids, plan.continuations.tolist(), strict=True):
             reply = [*asked[uid % 10].tolist(), *oracle(asked[uid % 10], NUM_NEW)]

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -64,6 +64,23 @@ def test_counts_are_told_while_the_directory_is_listed(tmp_path: Path) -> None:
         thread.start()
         thread.join(PATIENCE_S)
         assert [stats.num_stored for stats in told] == [20]
+
+
+def test_a_page_that_is_written_while_the_directory_is_listed_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the store would grow beyond its cap by it."""
+    store = FileStore(tmp_path, PLENTY)
+    store.put(KEYS[:3], pages(KEYS[:3]))
+    entries = list(store._entries())
+
+    def listed() -> Iterator[os.DirEntry[str]]:
+        store.put(KEYS[3:5], pages(KEYS[3:5]))
+        yield from entries
+
+    monkeypatch.setattr(store, "_entries", listed)
+    store._list()
+    assert (store.stats().num_pages, store.stats().num_bytes) == (5, 5 * FILE_BYTES)
 
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
