@@ -135,7 +135,8 @@ def quantize(weight: Tensor, spec: QuantSpec) -> QuantizedWeight:
         if group:
             filled = F.pad(wide.abs(), (0, -columns % group, 0, -rows % of_rows))
             largest = filled.view(-(-rows // of_rows), of_rows, -(-columns // group), group).amax((1, 3))
-        scales = torch.where(largest > 0, largest / LARGEST, 1.0)
+        scales = largest / LARGEST
+        scales = torch.where(scales > 0, scales, 1.0)
         small = (wide / spread_scales(scales, spec.group, (rows, columns))).clamp_(-LARGEST, LARGEST)
         return QuantizedWeight(spec, (rows, columns), join_halves(small.to(torch.float8_e4m3fn)), scales)
     groups = wide.view(rows, columns // group, group)

@@ -62,10 +62,14 @@ def packed_parameters(
     for name, pieces in table.items():
         last = name.rpartition(".")[2]
         spec = specs.get(last)
-        if spec is not None and (held is None or all(held[each.source].dtype in _STORED[spec.kind] for each in pieces)):
+        if spec is not None and (held is None or all(_is_stored(held, each, spec.kind) for each in pieces)):
             count = None if last.startswith("shared") else config.experts.num_experts
             found[name] = PackedParameter(pieces, spec.kind, count, 2 if last.endswith("gate_up") else 1)
     return found
+
+
+def _is_stored(held: Mapping[str, StoredTensor], piece: TensorSource, kind: str) -> bool:
+    return piece.source in held and held[piece.source].dtype in _STORED[kind]
 
 
 def draw_packed(packed: Packed, device: torch.device) -> dict[str, PackedWeights]:

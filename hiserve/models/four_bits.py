@@ -29,6 +29,7 @@ _PARTS = {"compressed-tensors": _COMPRESSED, "awq": _AWQ, "gptq": _GPTQ, "gptq_v
 _NUM = 8  # values of 4 bits in a whole number of 32
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # place among 8 of each value of a number, from its lowest bits on
 _SCALE_DTYPES = ("F16", "BF16", "F32")
+_DTYPES = ("I8", "I32", "I64", *_SCALE_DTYPES)
 
 Parts = dict[str, StoredTensor]
 
@@ -96,8 +97,17 @@ def check_packed_weight(
             param=param,
         )
     spelling = {part: last for last, part in _parts_of(quantization).items()}
+    for part, tensor in parts.items():
+        if tensor.dtype not in _DTYPES:
+            raise ModelError(
+                f"tensor {name.removesuffix('weight')}{spelling[part]} holds {tensor.dtype}; {', '.join(_DTYPES)} are supported "
+                "there. Give another checkpoint.",
+                param=param,
+            )
     for part, (wanted, dtypes) in _wanted(quantization, *shape).items():
         found = parts.get(part)
+        if found is None and part == "groups":
+            continue
         if found is None:
             raise ModelError(
                 f"{name} has weights of 4 bits, and the checkpoint lacks {name.removesuffix('weight')}{spelling[part]}. Is the "
@@ -115,19 +125,19 @@ def check_packed_weight(
 def _wanted(
     quantization: Quantization, rows: int, columns: int
 ) -> Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-    """Returns shape and types of the parts that must be there."""
+    """Returns shape and types of the parts, which must be there but for the groups of columns."""
     spec = quantization.linears
     assert spec is not None
-    groups, numbers = columns // spec.group[1], ("I32",)
+    groups, numbers, order = columns // spec.group[1], ("I32",), {"groups": ((columns,), ("I32", "I64"))}
     if quantization.method == "compressed-tensors":
         zeros = {"zeros": ((rows // _NUM, groups), numbers)} if spec.kind == "uint" else {}
-        return {"codes": ((rows, columns // _NUM), numbers), "scales": ((rows, groups), _SCALE_DTYPES)} | zeros
+        return {"codes": ((rows, columns // _NUM), numbers), "scales": ((rows, groups), _SCALE_DTYPES)} | zeros | order
     codes = (columns, rows // _NUM) if quantization.method == "awq" else (columns // _NUM, rows)
     return {
         "codes": (codes, numbers),
         "scales": ((groups, rows), _SCALE_DTYPES),
         "zeros": ((groups, rows // _NUM), numbers),
-    }
+    } | order
 
 
 def unpack_weight(parts: Mapping[str, Tensor], name: str, quantization: Quantization, *, param: str) -> FourBits:
@@ -141,7 +151,10 @@ def unpack_weight(parts: Mapping[str, Tensor], name: str, quantization: Quantiza
     zeros = parts.get("zeros")
     if method == "compressed-tensors":
         codes, scales = _spread(parts["codes"], 1), parts["scales"].T
-        zeros = None if zeros is None or spec.kind == "int" else _spread(zeros, 0).T
+        if zeros is not None and spec.kind == "int":  # some are not packed, and are 0 in the middle
+            zeros = _spread(zeros.flatten(), 0) if zeros.dtype == torch.int32 else zeros + MIDDLE
+        elif zeros is not None:
+            zeros = _spread(zeros, 0).T
     else:
         assert zeros is not None
         scales = parts["scales"]
@@ -152,7 +165,7 @@ def unpack_weight(parts: Mapping[str, Tensor], name: str, quantization: Quantiza
     if spec.kind == "int" and zeros is not None:
         if bool((zeros != MIDDLE).any()):
             raise ModelError(
-                f"{name} has zero points other than {MIDDLE}, but config.json says that weights are symmetric. Set sym to false.",
+                f"{name} has zero points other than {MIDDLE}, but config.json says that weights are symmetric. Set sym or symmetric to false.",
                 param=param,
             )
         zeros = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -46,14 +47,13 @@ def read_quantization(config: ConfigFields, architecture: str) -> Quantization |
             param="model",
         )
     try:
-        spec = _METHODS[method](fields)
+        spec, ignored = _METHODS[method](fields), _read_ignored(fields)
     except _UnsupportedError as error:
         raise ModelError(
             f"{architecture} with quantization_config of {error} is not supported yet; {error.supported}.",
             param="model",
         ) from None
-    ignored = tuple(str(each) for name in _LISTS for each in fields.get(name) or ())
-    name = "gptq_v2" if fields.get("checkpoint_format") == "gptq_v2" else method
+    name = "gptq_v2" if method == "gptq" and fields.get("checkpoint_format") == "gptq_v2" else method
     return Quantization(name, spec, _MXFP4 if config.expert_dtype == "fp4" else spec, ignored)
 
 
@@ -79,6 +79,23 @@ def _require(fields: Fields, name: str, *supported: Any, default: Any = None, pa
         verb = "is" if len(supported) == 1 else "are"
         raise _UnsupportedError(path + name, found, f"{' and '.join(map(str, supported))} {verb}")
     return found
+
+
+def _read_ignored(fields: Fields) -> tuple[str, ...]:
+    found: list[str] = []
+    for name in _LISTS:
+        given = fields.get(name)
+        if given is not None and not (isinstance(given, list) and all(isinstance(each, str) for each in given)):
+            raise _UnsupportedError(name, given, "a list of names is")
+        found += given or ()
+    for pattern in found:
+        try:
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except re.error as error:
+            raise _UnsupportedError(
+                "a module to leave as it is,", f"{pattern} ({error})", "a regular expression is"
+            ) from None
+    return tuple(found)
 
 
 def _read_fp8(fields: Fields) -> QuantSpec:
@@ -108,6 +125,13 @@ def _read_gptq(fields: Fields) -> QuantSpec:
     return QuantSpec(4, "int" if is_symmetric else "uint", (1, _require(fields, "group_size", *GROUPS)))
 
 
+def _read_fields(scheme: Fields, name: str) -> Fields:
+    found = scheme.get(name) or {}
+    if not isinstance(found, dict):
+        raise _UnsupportedError(f"config_groups.{name}", found, "an object is")
+    return found
+
+
 def _read_compressed(fields: Fields) -> QuantSpec:
     """Of compressed-tensors: one scheme for all linears."""
     groups = fields.get("config_groups")
@@ -116,7 +140,7 @@ def _read_compressed(fields: Fields) -> QuantSpec:
         raise _UnsupportedError("config_groups of", f"{len(schemes)} schemes", "one is")
     scheme: Fields = schemes[0]
     _require(scheme, "targets", ["Linear"], path="config_groups.targets: ")
-    weights, inputs = (scheme.get(name) or {} for name in ("weights", "input_activations"))
+    weights, inputs = (_read_fields(scheme, name) for name in ("weights", "input_activations"))
     where = "config_groups.weights."
     kind = _require(weights, "type", "float", "int", default="int", path=where)
     if kind == "float":

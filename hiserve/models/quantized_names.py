@@ -26,7 +26,7 @@ def read_name(source: str, quantization: Quantization | None) -> str | None:
     if source.endswith(_UNREAD):
         return None
     spec = quantization.linears
-    has_eight_bits = spec is not None and spec.bits == 8
+    has_eight_bits = spec is not None and spec.bits == 8 and quantization.method != MADE
     return source.removesuffix(_SCALE) + _READ_SCALE if has_eight_bits and source.endswith(_SCALE) else source
 
 
@@ -51,6 +51,7 @@ def kept_specs(table: Table, quantization: Quantization | None) -> dict[str, Qua
             continue
         has_blocks = spec.bits == 8 and spec.group[1] > 0
         is_cut = has_blocks and any(piece.start % BLOCK for piece in pieces)
+        is_cut |= spec.bits == 4 and pieces[0].shape[1] % spec.group[1] > 0
         if not is_cut and not any(quantization.is_ignored(piece.source.removesuffix(_WEIGHT)) for piece in pieces):
             kept[name] = spec
     return kept

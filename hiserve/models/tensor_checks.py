@@ -11,6 +11,7 @@ from hiserve.models.checkpoint import StoredTensor
 from hiserve.models.four_bits import Parts, check_packed_weight
 from hiserve.models.names import Form, TensorSource
 from hiserve.models.packed_rows import FP4, check_packed
+from hiserve.models.quantize import MADE
 from hiserve.models.reading import TORCH_DTYPES
 
 _WHOLE = ("I64", "I32")
@@ -38,11 +39,21 @@ def check_tensor(
     """
     if piece.source in four_bits:
         assert quantization is not None
+        if piece.source in held:
+            raise ModelError(
+                f"the checkpoint has {piece.source} twice, in 4 bits and whole. Take all files from one checkpoint.",
+                param=param,
+            )
         check_packed_weight(four_bits[piece.source], piece.source, piece.shape, quantization, param=param)
         return
     spec = None if quantization is None else quantization.linears
     tensor = held[piece.source]
     folder = tensor.path.parent
+    if quantization is not None and quantization.method == MADE and tensor.dtype in (FP8, FP4):
+        raise ModelError(
+            f"tensor {piece.source} holds {tensor.dtype}, and --quantize rounds weights that are whole. Leave it out.",
+            param="quantize",
+        )
     if tensor.dtype == FP4 and piece.form is Form.PLAIN and len(piece.shape) > 1:
         check_packed(held, piece, param)
         return
@@ -63,7 +74,7 @@ def check_tensor(
             )
         return
     if tensor.dtype == FP8 and piece.form is Form.PLAIN:
-        check_scale(held, piece, param, BLOCKS if spec is None else spec.group)
+        check_scale(held, piece, param, spec.group if spec is not None and spec.bits == 8 else BLOCKS)
     elif stored is None or tensor.dtype.startswith("F8") or stored.is_floating_point == is_packed:
         needed = "bytes (U8)" if is_packed else f"floating-point numbers, or {FP8} with scales of blocks,"
         raise ModelError(

@@ -14,6 +14,7 @@ from hiserve.core.packed_experts import unpacks_in_tiles
 from hiserve.errors import ModelError
 from hiserve.kernels.packed_weights import PackedWeights
 from hiserve.models import expert_weights
+from hiserve.models.compressed_names import table_of
 from hiserve.models.model_config import read_model_config
 from hiserve.models.weights import load_parameters
 from tests.helpers.block_scaled import quantize
@@ -44,6 +45,7 @@ def save_eights(folder: Path) -> Path:
     return folder
 
 
+CUDA = torch.device("cuda")
 CASES: dict[str, tuple[Callable[[Path], Path], dict[str, str]]] = {
     "gpt-oss": (save_gpt_oss, {"experts_gate_up": "e2m1", "experts_down": "e2m1"}),
     "v4": (
@@ -124,6 +126,14 @@ def test_other_devices_and_types_unpack(folders: dict[str, Path], monkeypatch: p
     for load_format in ("auto", "dummy"):
         found = load(folders["v4"], load_format=load_format)
         assert not any(isinstance(each, PackedWeights) for each in found.values())
+
+
+def test_experts_that_a_checkpoint_has_in_another_format_do_not_stay_packed(folders: dict[str, Path]) -> None:
+    config = read_model_config(folders["v4"])
+    found = [
+        expert_weights.packed_parameters(table_of(config), config, torch.bfloat16, CUDA, held) for held in (None, {})
+    ]
+    assert found[0] and not found[1]
 
 
 def edited(folder: Path, to: Path, name: str, value: float) -> None:

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hiserve.config.options import make_options
+from hiserve.core.quantization import QuantSpec
 from hiserve.errors import ConfigError, ModelError
-from hiserve.kernels.quantized import QuantizedWeight
+from hiserve.kernels.quantized import QuantizedWeight, dequantize, quantize
 from hiserve.models import quantized_weights
 from hiserve.models.builtin_shapes import read_model
 from hiserve.models.cache_digests import shape_digest
@@ -120,6 +121,23 @@ def test_weights_that_are_quantized_are_not_quantized_again(tmp_path: Path) -> N
     assert refused.value.param == "quantize"
 
 
+@pytest.mark.parametrize("scheme", ["fp8", "int4"])
+def test_weights_that_only_their_files_say_are_quantized_are_not_quantized_again(tmp_path: Path, scheme: str) -> None:
+    save_llama(tmp_path, num_hidden_layers=1)
+    key = "model.layers.0.mlp.up_proj.weight"
+    scales = {f"{key}_scale_inv": torch.ones(1, 1)}
+    edit(tmp_path, lambda tensors: tensors.update({key: tensors[key].to(torch.float8_e4m3fn)} | scales))
+    config = read_model(make_options(model=str(tmp_path), quantize=scheme).model)[1]
+    with pytest.raises(ModelError, match=rf"{key} holds F8_E4M3, and --quantize rounds") as refused:
+        load_parameters(tmp_path, config, torch.float32, CPU, "auto")
+    assert refused.value.param == "quantize"
+
+
+def test_the_least_numbers_are_rounded_to_0() -> None:
+    for each in QuantSpec(8, "e4m3", (1, 0)), QuantSpec(4, "int", (1, 32)):
+        assert not dequantize(quantize(torch.full((8, 32), 1e-44), each), torch.float32).any()
+
+
 def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
     tensors = load_file(folder / FILE)
     change(tensors)
@@ -168,6 +186,32 @@ OUT = "model.layers.0.self_attn.o_proj"
             ),
             r"gate_proj\.weight and model\.layers\.0\.mlp\.up_proj\.weight are sorted in different orders",
         ),
+        (
+            "gptq_v2",
+            lambda tensors: tensors.update({f"{OUT}.g_idx": torch.zeros(5, dtype=torch.int32)}),
+            rf"{OUT}\.g_idx holds I32 \[5\]; I32 or I64 \[64\] is wanted",
+        ),
+        (
+            "int",
+            lambda tensors: tensors.update({f"{OUT}.weight_zero_point": torch.ones(64, 2, dtype=torch.int8)}),
+            rf"{OUT}\.weight has zero points other than 8",
+        ),
+        (
+            "int",
+            lambda tensors: tensors.update({f"{OUT}.weight_shape": torch.ones(2, dtype=torch.bool)}),
+            rf"{OUT}\.weight_shape holds BOOL",
+        ),
+        ("awq", lambda tensors: tensors.update({f"{OUT}.weight": torch.ones(64, 64)}), rf"{OUT}\.weight twice"),
+        (
+            "awq",
+            lambda tensors: tensors.update(
+                {
+                    "lm_head.weight": torch.ones(320, 64).to(torch.float8_e4m3fn),
+                    "lm_head.weight_scale_inv": torch.ones(320),
+                }
+            ),
+            r"lm_head\.weight_scale_inv holds F32 \[320\]; .* one scale for each block",
+        ),
         ("awq", lambda tensors: tensors[f"{OUT}.scales"][0, 0].zero_(), rf"{OUT}\.weight has a scale that is 0"),
         ("channel", lambda tensors: tensors[f"{OUT}.weight_scale"][0].fill_(torch.nan), r"a scale that is 0, NaN"),
         (
@@ -190,9 +234,10 @@ def test_what_is_missing_or_makes_no_sense_is_named(
     assert refused.value.param == "model"
 
 
-def test_a_group_that_does_not_divide_is_named(tmp_path: Path) -> None:
+def test_a_group_that_does_not_divide_is_named_and_drawn_weights_are_whole_then(tmp_path: Path) -> None:
     quantize_checkpoint(save_llama(tmp_path, num_hidden_layers=1), "awq")
     path = tmp_path / "config.json"
     path.write_text(path.read_text().replace('"group_size": 32', '"group_size": 128'))
     with pytest.raises(ModelError, match=r"q_proj\.weight .* a scale for each 128 inputs does not divide them"):
         load(tmp_path)
+    assert all(isinstance(each, Tensor) for each in load(tmp_path, load_format="dummy").values())
