@@ -51,6 +51,7 @@ def kept_specs(table: Table, quantization: Quantization | None) -> dict[str, Qua
             continue
         has_blocks = spec.bits == 8 and spec.group[1] > 0
         is_cut = has_blocks and any(piece.start % BLOCK for piece in pieces)
+        # No checkpoint has weights whose last group is cut; those that are drawn are whole then.
         is_cut |= spec.bits == 4 and pieces[0].shape[1] % spec.group[1] > 0
         if not is_cut and not any(quantization.is_ignored(piece.source.removesuffix(_WEIGHT)) for piece in pieces):
             kept[name] = spec

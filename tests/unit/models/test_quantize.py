@@ -13,10 +13,22 @@ from hiserve.models.quantize import read_quantization
 
 BLOCKS = QuantSpec(bits=8, kind="e4m3", group=(128, 128), activations="token")
 FP4 = QuantSpec(bits=4, kind="e2m1", group=(1, 32))
+TENSOR = QuantSpec(bits=8, kind="e4m3", group=(0, 0), activations="token")
 FP8_FIELDS: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
 SCHEME: dict[str, Any] = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
-COMPRESSED: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+INT: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64}
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 128}
+GPTQ: dict[str, Any] = AWQ | {"quant_method": "gptq"}
+
+
+def compressed(form: str = "float-quantized", *others: Any, **scheme: Any) -> dict[str, Any]:
+    groups = dict(enumerate((SCHEME | scheme, *others)))
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
+
+
+def same(method: str, spec: QuantSpec, *ignored: str) -> Quantization:
+    return Quantization(method, spec, spec, ignored)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +36,40 @@ COMPRESSED: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "f
     [
         (None, "LlamaForCausalLM", None, None),
         ({}, "LlamaForCausalLM", None, None),
-        (FP8_FIELDS, "DeepseekV3ForCausalLM", None, Quantization("fp8", BLOCKS, BLOCKS)),
+        (FP8_FIELDS, "DeepseekV3ForCausalLM", None, same("fp8", BLOCKS)),
+        ({"quant_method": "fp8"}, "LlamaForCausalLM", None, same("fp8", TENSOR)),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["head"], "ignore": ["re:a", "b"]},
+            "LlamaForCausalLM",
+            None,
+            same("modelopt", TENSOR, "re:a", "b", "head"),
+        ),
+        (compressed(), "LlamaForCausalLM", None, same("compressed-tensors", QuantSpec(8, "e4m3", (1, 0)))),
+        (
+            compressed(input_activations={"num_bits": 8, "type": "float"}),
+            "LlamaForCausalLM",
+            None,
+            same("compressed-tensors", QuantSpec(8, "e4m3", (1, 0), "token")),
+        ),
+        (
+            compressed("pack-quantized", weights=INT | {"symmetric": False}),
+            "LlamaForCausalLM",
+            None,
+            same("compressed-tensors", QuantSpec(4, "uint", (1, 64))),
+        ),
+        (
+            AWQ | {"checkpoint_format": "gptq_v2"},
+            "LlamaForCausalLM",
+            None,
+            same("awq", QuantSpec(4, "uint", (1, 128))),
+        ),
+        (GPTQ, "LlamaForCausalLM", None, same("gptq", QuantSpec(4, "int", (1, 128)))),
+        (
+            GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"},
+            "LlamaForCausalLM",
+            None,
+            same("gptq_v2", QuantSpec(4, "uint", (1, 128))),
+        ),
         (FP8_FIELDS, "DeepseekV4ForCausalLM", "fp4", Quantization("fp8", BLOCKS, FP4)),
         ({"quant_method": "mxfp4"}, "GptOssForCausalLM", None, Quantization("mxfp4", None, FP4)),
     ],
@@ -41,20 +86,48 @@ def test_a_quantization_is_read(
         (FP8_FIELDS | {"ignore": 5}, "ignore 5 .* a list of names is"),
         (FP8_FIELDS | {"ignore": "lm_head"}, "ignore lm_head .* a list of names is"),
         (FP8_FIELDS | {"ignore": ["re:("]}, r"re:\(.* a regular expression is"),
+        (compressed(weights=[1]), r"config_groups.weights \[1\] .* an object is"),
+        (compressed(input_activations="x"), "input_activations x .* an object"),
+        (compressed("float-quantized", SCHEME), "config_groups of 2 schemes .* one is"),
+        (compressed(targets=["re:.*q_proj"]), "targets: targets "),
+        (compressed(input_activations={"num_bits": 4, "type": "float"}), "input_activations.num_bits 4"),
+        (compressed(weights={"num_bits": 8, "type": "float", "strategy": "group"}), "strategy group"),
         (
-            COMPRESSED | {"config_groups": {"0": SCHEME | {"weights": [1]}}},
-            r"config_groups.weights \[1\] .* an object is",
+            compressed(weights=SCHEME["weights"] | {"strategy": "block", "block_structure": [64, 64]}),
+            "block_structure ",
         ),
-        (
-            COMPRESSED | {"config_groups": {"0": SCHEME | {"input_activations": "x"}}},
-            "input_activations x .* an object",
-        ),
+        (compressed("pack-quantized", weights=INT | {"num_bits": 8}), "weights.num_bits 8"),
+        (compressed("pack-quantized", weights=INT, input_activations={"num_bits": 8}), "beside weights in 4 bits"),
+        (AWQ | {"version": "gemv"}, "version gemv"),
+        (AWQ | {"zero_point": False}, "zero_point False"),
+        (AWQ | {"group_size": -1}, "group_size -1"),
+        (GPTQ | {"bits": 8}, "bits 8"),
+        (GPTQ | {"dynamic": {"-:lm_head": {}}}, "dynamic "),
     ],
 )
-def test_a_field_of_another_type_is_named(given: Any, fact: str) -> None:
+def test_what_is_not_supported_is_named(given: Any, fact: str) -> None:
     with pytest.raises(ModelError, match=fact) as refused:
         read_quantization(config(given), "LlamaForCausalLM")
     assert refused.value.param == "model"
+
+
+def test_modules_are_ignored_by_name_by_part_and_by_pattern() -> None:
+    module = "model.layers.1.mlp.gate_proj"
+    for pattern, found in {
+        module: True,
+        "mlp": True,
+        "layers.1": True,
+        "layers": True,
+        "gate": False,
+        "model.layers.10": False,
+        "*.mlp.*": True,
+        "model.layers.1*": True,
+        "*.mlp": True,
+        "*.attn*": False,
+        "re:.*gate_proj$": True,
+        "re:gate_proj": False,
+    }.items():
+        assert Quantization("fp8", BLOCKS, BLOCKS, ("x", pattern)).is_ignored(module) == found, pattern
 
 
 def config(given: Any, expert_dtype: str | None = None) -> ConfigFields:

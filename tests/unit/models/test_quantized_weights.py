@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,18 @@ from torch import Tensor
 
 from hiserve.config.options import make_options
 from hiserve.core.quantization import QuantSpec
+from hiserve.core.resolve import resolve
 from hiserve.errors import ConfigError, ModelError
 from hiserve.kernels.quantized import QuantizedWeight, dequantize, quantize
 from hiserve.models import quantized_weights
 from hiserve.models.builtin_shapes import read_model
 from hiserve.models.cache_digests import shape_digest
+from hiserve.models.compressed_names import table_of
 from hiserve.models.draft_config import model_facts
 from hiserve.models.model_config import read_model_config
+from hiserve.models.quantized_names import kept_specs
 from hiserve.models.weights import load_parameters
+from tests.helpers.model_facts import LAPTOP
 from tests.helpers.models import save_llama, save_qwen3
 from tests.helpers.quantized import FILE, FORMATS, quantize_checkpoint, values_of
 
@@ -93,6 +98,8 @@ def test_the_memory_plan_counts_the_bytes_that_weights_take(tmp_path: Path) -> N
             )
             others = sum(each.nbytes for each in found.values() if isinstance(each, Tensor))
             assert (facts.num_params - facts.quantized_linears.num_params) * 2 == others
+            parts = resolve(options, facts, LAPTOP).memory.parts
+            assert parts["weights"] == others + facts.quantized_linears.num_bytes
 
 
 @pytest.mark.parametrize(("scheme", "most"), [("fp8", 0.04), ("int4", 0.12)])
@@ -112,6 +119,22 @@ def test_weights_are_rounded_when_they_are_loaded(tmp_path: Path, scheme: str, m
         assert 0 < error < most, (name, error)
     assert not values_of(found["layers.0.down"], torch.float32)[3].any()
     assert shape_digest(config, None, 64) != shape_digest(whole, None, 64)
+
+
+def test_the_memory_plan_counts_modules_that_are_left_as_they_are(tmp_path: Path) -> None:
+    """By what config.json says of them, and blocks that begin within a block of 128 as whole."""
+    quantize_checkpoint(save_llama(tmp_path, num_hidden_layers=2), "channel")
+    path, sizes = tmp_path / "config.json", []
+    for ignored, block in ((["lm_head"], False), (["lm_head", "re:.*[kq]_proj"], False), (["lm_head"], True)):
+        fields = json.loads(path.read_text())
+        fields["quantization_config"]["ignore"] = ignored
+        weights = fields["quantization_config"]["config_groups"]["group_0"]["weights"]
+        weights |= {"strategy": "block", "block_structure": [128, 128]} if block else {}
+        path.write_text(json.dumps(fields))
+        options = make_options(model=str(tmp_path))
+        kept = kept_specs(table_of(read_model(options.model)[1]), read_model(options.model)[1].quantization)
+        sizes.append(sorted({name.rpartition(".")[2] for name in kept}))
+    assert sizes == [["down", "gate_up", "out", "qkv"], ["down", "gate_up", "out"], ["down", "out"]]
 
 
 def test_weights_that_are_quantized_are_not_quantized_again(tmp_path: Path) -> None:
