@@ -150,7 +150,9 @@ def _round_kernel(  # type: ignore[no-untyped-def]
     is_element = element < group
     first = place.to(tl.int64) * group
     values = tl.load(x + first + column_at(element), mask=is_element, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(values), 0), LEAST) / LARGEST
+    # Of what is not finite no number is read: its scale is infinite.
+    sizes = tl.where(tl.abs(values) < float("inf"), tl.abs(values), float("inf"))
+    scale = tl.maximum(tl.max(sizes, 0), LEAST) / LARGEST
     tl.store(codes + first + element, to_e4m3(values / scale), mask=is_element)
     tl.store(scales + place, scale)
 

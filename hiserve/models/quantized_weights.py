@@ -19,6 +19,7 @@ from hiserve.models.quantize import MADE
 from hiserve.models.reading import TORCH_DTYPES, plan_chunks, read_chunks
 
 Kept = Mapping[str, tuple[tuple[TensorSource, ...], QuantSpec]]
+_NAN = 127  # code of E4M3, but for the sign
 _Staged = dict[str, dict[str, Tensor]]  # the parts of each tensor of a parameter
 
 
@@ -52,6 +53,7 @@ def read_kept(
     for name, staged in _stage(wanted, device, staged_bytes):
         spec = kept[name][1]
         if quantization.method == MADE:
+            _refuse_infinite(staged, param)
             made[name] = quantize(torch.cat([parts["values"] for parts in staged.values()]), spec)
         elif spec.bits == 8:
             made[name] = _join_eight_bits(staged, spec, param)
@@ -133,11 +135,23 @@ def _unpacked(parts: Mapping[str, Tensor], source: str, quantization: Quantizati
     return unpack_weight(parts, source, quantization, param=param)
 
 
+def _refuse_infinite(staged: _Staged, param: str) -> None:
+    for source, parts in staged.items():
+        if not bool(parts["values"].isfinite().all()):
+            raise ModelError(
+                f"tensor {source} has NaN or infinity among its weights, which --quantize cannot round. Fetch the checkpoint again, "
+                "or leave --quantize out.",
+                param=param,
+            )
+
+
 def _join_eight_bits(staged: _Staged, spec: QuantSpec, param: str) -> QuantizedWeight:
     """Stacks rows. A scale for a whole tensor becomes one for each of its rows."""
     codes, scales = [], []
     for source, parts in staged.items():
         check_values({source + SCALE_SUFFIX: parts["scales"]}, param)
+        if bool((parts["codes"].view(torch.uint8) & _NAN == _NAN).any()):  # kernels would read another number
+            raise ModelError(f"tensor {source} has NaN among its weights. Fetch the checkpoint again.", param=param)
         codes.append(parts["codes"])
         scale = parts["scales"].float()
         if spec.group[1]:

@@ -69,6 +69,11 @@ for has_blocks in (False, True):
     expected = x.float().view(35, 3, 128).abs().amax(-1) / 448
     assert_close(scales, expected)
     assert_close(codes.float().view(35, 3, 128) * scales[..., None], x.float().view(35, 3, 128), rtol=0.07, atol=1e-3)
+x[3, 130], x[4, 7] = torch.nan, torch.inf
+lacking = [[3, 1], [4, 0]]
+assert scaled_products.round_tokens(x, 128)[1].isinf().nonzero().tolist() == lacking
+got = linear.quantized_linear(x, fp8(192, 384, True, "token"), None)
+assert [row for row in range(35) if not got[row].isfinite().any()] == [3, 4]
 for num_rows in (33, 150):
     weight = fp8(192, 384, True, "token")
     x, bias = randn(num_rows, 384), randn(192)

@@ -156,6 +156,15 @@ def test_weights_that_only_their_files_say_are_quantized_are_not_quantized_again
     assert refused.value.param == "quantize"
 
 
+@pytest.mark.parametrize("scheme", ["fp8", "int4"])
+def test_weights_that_are_not_finite_are_not_rounded(tmp_path: Path, scheme: str) -> None:
+    save_llama(tmp_path, num_hidden_layers=1)
+    edit(tmp_path, lambda tensors: tensors[f"{OUT}.weight"][3, 3].fill_(torch.inf if scheme == "fp8" else torch.nan))
+    config = read_model(make_options(model=str(tmp_path), quantize=scheme).model)[1]
+    with pytest.raises(ModelError, match=rf"{OUT}\.weight has NaN or infinity among .* --quantize cannot round"):
+        load_parameters(tmp_path, config, torch.float32, CPU, "auto")
+
+
 def test_the_least_numbers_are_rounded_to_0() -> None:
     for each in QuantSpec(8, "e4m3", (1, 0)), QuantSpec(4, "int", (1, 32)):
         assert not dequantize(quantize(torch.full((8, 32), 1e-44), each), torch.float32).any()
@@ -223,6 +232,16 @@ OUT = "model.layers.0.self_attn.o_proj"
             "int",
             lambda tensors: tensors.update({f"{OUT}.weight_shape": torch.ones(2, dtype=torch.bool)}),
             rf"{OUT}\.weight_shape holds BOOL",
+        ),
+        (
+            "gptq_v2",
+            lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.g_idx"),
+            r"gate_proj\.weight and model\.layers\.0\.mlp\.up_proj\.weight are sorted in different orders",
+        ),
+        (
+            "channel",
+            lambda tensors: tensors[f"{OUT}.weight"].view(torch.uint8)[5, 5].fill_(255),
+            rf"{OUT}\.weight has NaN among",
         ),
         ("awq", lambda tensors: tensors.update({f"{OUT}.weight": torch.ones(64, 64)}), rf"{OUT}\.weight twice"),
         (
