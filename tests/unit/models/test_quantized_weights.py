@@ -71,6 +71,14 @@ def test_what_cannot_stay_quantized_is_spelled_out(tmp_path: Path, name: str) ->
     assert torch.equal(found["layers.0.qkv"], stacked) and torch.equal(found["head"], plain["lm_head.weight"])
 
 
+def test_zero_points_in_the_middle_change_nothing(tmp_path: Path) -> None:
+    quantize_checkpoint(save_llama(tmp_path, num_hidden_layers=1), "int")
+    plain = values_of(load(tmp_path)["layers.0.out"], torch.float64)
+    for middle in (torch.full((8, 2), -0x77777778, dtype=torch.int32), torch.zeros(64, 2, dtype=torch.int8)):
+        edit(tmp_path, lambda tensors, middle=middle: tensors.update({f"{OUT}.weight_zero_point": middle}))
+        assert torch.equal(values_of(load(tmp_path)["layers.0.out"], torch.float64), plain)
+
+
 def test_the_memory_plan_counts_the_bytes_that_weights_take(tmp_path: Path) -> None:
     for name, shape in (
         ("channel", {}),
@@ -166,8 +174,10 @@ def test_weights_that_are_not_finite_are_not_rounded(tmp_path: Path, scheme: str
 
 
 def test_the_least_numbers_are_rounded_to_0() -> None:
+    least = torch.full((8, 32), 1e-44)
+    least[:, 1] = 0.0
     for each in QuantSpec(8, "e4m3", (1, 0)), QuantSpec(4, "int", (1, 32)):
-        assert not dequantize(quantize(torch.full((8, 32), 1e-44), each), torch.float32).any()
+        assert not dequantize(quantize(least, each), torch.float32).any()
 
 
 def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
