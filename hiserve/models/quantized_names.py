@@ -26,7 +26,7 @@ def read_name(source: str, quantization: Quantization | None) -> str | None:
     if source.endswith(_UNREAD):
         return None
     spec = quantization.linears
-    has_eight_bits = spec is not None and spec.bits == 8 and quantization.method != MADE
+    has_eight_bits = spec is not None and spec.bits == 8
     return source.removesuffix(_SCALE) + _READ_SCALE if has_eight_bits and source.endswith(_SCALE) else source
 
 
