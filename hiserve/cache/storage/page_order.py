@@ -88,9 +88,8 @@ class PageOrder:
             if page is not None and page.used == used:
                 return key
             heapq.heappop(self._last)
-        return min(
-            self._pages, key=lambda key: self._pages[key].used, default=None
-        )  # each is said to be behind another
+        # None is left, or each is said to be behind another.
+        return min(self._pages, key=lambda key: self._pages[key].used, default=None)
 
     def retain(self, keys: Iterable[bytes]) -> None:
         """Removes all pages but these."""
