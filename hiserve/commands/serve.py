@@ -179,6 +179,7 @@ def build_app(handle: EngineHandle, folder: Path, model: ModelConfig, resolved: 
             defaults=frontend.default_sampling,
             spec_steps=settings.spec.tiers[-1],
             page_size=0 if settings.cache.disable_prefix_cache else settings.cache.page_size,
+            end_token_ids=model.eos_token_ids,
         ),
         resolved=resolved,
         tokenizer_info=tokenizer_info(folder),

@@ -75,8 +75,8 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     seal_key: Annotated[
         str | None,
         about(
-            "Secret that seals the thoughts of replies, so that they come back unchanged; the default is a new one at each start. "
-            "Servers that share clients need the same.",
+            "Secret that seals the thoughts of replies, so that they come back unchanged, and draws the seeds of requests without "
+            "one by their x-request-id; the default is a new one at each start. Servers that share clients need the same.",
             is_secret=True,
         ),
     ] = None

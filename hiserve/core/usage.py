@@ -35,6 +35,14 @@ class CacheUse(msgspec.Struct, frozen=True, array_like=True):
         """The tier with most of them, the nearest of equals; ``COLD`` without any. One of ``SOURCES``."""
         return max(SOURCES[1:], key=lambda tier: int(getattr(self, tier))) if self.num_tokens else COLD
 
+    def within(self, num_prompt: int) -> CacheUse:
+        """Returns the use of a prompt of which generated tokens were looked up too: those do not count."""
+        if self.num_tokens <= num_prompt:
+            return self
+        device = min(self.device, num_prompt)
+        host = min(self.host, num_prompt - device)
+        return CacheUse(device, host, num_prompt - device - host)
+
     def __add__(self, other: CacheUse) -> CacheUse:
         """Returns the sum of two prompts, with the miss of the first."""
         return CacheUse(

@@ -141,7 +141,7 @@ class Admission:
         request.note(RequestFacts(cached=cached))
         request.source = cached.source
         self.counters["prompt_tokens"] += request.num_prompt
-        self.counters["cached_tokens"] += num_cached
+        self.counters["cached_tokens"] += min(num_cached, request.num_prompt)
         self._cache_counters.admitted(cached)
 
 

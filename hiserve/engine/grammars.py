@@ -47,6 +47,7 @@ class GrammarRows:
         self._fillers = ThreadPoolExecutor(2, thread_name_prefix="hiserve-masks")  # start with the first masks
         self._matchers: dict[int, Matcher] = {}
         self._errors: list[tuple[Request, HiserveError]] = []
+        self._misled: set[int] = set()  # rows whose reply so far is none that their grammar lets go on
         self._num_masks = self._num_refused = 0
         self.mask_s = 0.0
 
@@ -88,12 +89,15 @@ class GrammarRows:
         if request.matcher is None or grammar is None:
             return
         matcher = self._matchers[row] = self._copies.take(row, grammar, request.matcher)
-        matcher.advance(request.tokens[request.num_prompt :].tolist())
+        end = matcher.advance(request.tokens[request.num_prompt :].tolist())
+        if end is not None or matcher.error:
+            self._misled.add(row)
 
     def release(self, row: int) -> None:
         """Forgets the matcher of a row, if it has one."""
         if self._matchers.pop(row, None) is not None:
             self._copies.release(row)
+            self._misled.discard(row)
 
     def spread(self, reply: Callable[[int], Int32Array]) -> None:
         """Moves rows that share a compiled grammar to others of the same grammar that are ready, some rows at a time.
@@ -197,12 +201,24 @@ class GrammarRows:
             for (begin, row), (matcher, _, _) in zip(places, jobs, strict=True):
                 if matcher.error:
                     entries[begin : begin + width] = NO_MASK
-                    if self._matchers.get(row) is matcher:  # else its request has left the row
-                        message = f"the grammar cannot be followed any further: {matcher.error}. Simplify it."
-                        failed[row] = GrammarLimitError(message)
+                if self._matchers.get(row) is matcher and (
+                    error := self._error_of(row)
+                ):  # else its request has left the row
+                    failed[row] = error
             return MaskPlan(plan.step_id, entries, masks), failed
 
         return wait
+
+    def _error_of(self, row: int) -> HiserveError | None:
+        """Returns why the request of a row with a grammar cannot go on; None if it can."""
+        why = self._matchers[row].error
+        if row in self._misled:
+            why = f": {why}" if why else ", which ends before their last one"
+            return RequestError(
+                f"the tokens of the reply so far (resume_token_ids) do not fit its grammar{why}. Give the tokens and the "
+                "grammar of one reply."
+            )
+        return GrammarLimitError(f"the grammar cannot be followed any further: {why}. Simplify it.") if why else None
 
     def _start_filling(self, jobs: list[Job], masks: Int32Array) -> list[Future[None]]:
         """Starts the masks of the rows with drafts and of those without, which the library computes in calls of their own, at once."""

@@ -30,7 +30,7 @@ class Request:
 
     Attributes:
         uid: Its number at the scheduler.
-        tokens: int32 ``[n]``. Prompt, then the tokens generated before it lost its row.
+        tokens: int32 ``[n]``. Prompt, then the tokens generated before it came here or lost its row.
         num_prompt: Leading tokens that are the prompt.
         sampling: With a seed.
         tenant: Namespace of the request within the worker's cache.

@@ -24,7 +24,7 @@ from hiserve.ipc.watching import RowFacts, StepRecord, Subject, WorkerView
 
 
 class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A request. Frames: prompt int32 ``[n]``."""
+    """A request. Frames: tokens int32 ``[n]``, prompt then generated."""
 
     uid: int  # unique within the client's life, positive
     sampling: SamplingParams  # as requested; the seed may be None
@@ -34,6 +34,7 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True):
     caller: int = 0  # number of its API key, for fair queueing; 0 without keys
     session: bytes = b""  # digest; chooses a worker where no prefix does; empty without one
     retain: Retain = ()
+    num_resumed: int = 0  # tokens at the end that another engine generated for the same request
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):

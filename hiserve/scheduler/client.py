@@ -135,6 +135,7 @@ class EngineClient:
         tag: str = "",
         session: bytes = b"",
         retain: Retain = (),
+        num_resumed: int = 0,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Yields deltas until one has a finish.
 
@@ -142,7 +143,7 @@ class EngineClient:
         task that reads it, aborts the request.
 
         Args:
-            prompt: int32 ``[n]``.
+            prompt: int32 ``[n]``. Prompt, then the resumed tokens.
             sampling: Sampling and stop parameters.
             namespace: Separates tenants' caches.
             choice: Index among the request's choices; part of the random key.
@@ -151,6 +152,8 @@ class EngineClient:
             tag: Name by which ``abort`` finds the request; several requests may share it.
             session: Digest that chooses a worker where no prefix does; empty without one.
             retain: Prefixes that the cache evicts last.
+            num_resumed: Tokens at the end that another engine generated for the same request, which goes on after them as after
+                a replay; they are not yielded.
 
         Raises:
             ContextLengthError: The prompt leaves no room for output. (``max_tokens`` beyond the context
@@ -165,7 +168,7 @@ class EngineClient:
         stream = self._streams[uid] = RequestStream(tag, self._max_unread_bytes)
         self._idle.clear()
         self._process.send(
-            encode(Generate(uid, sampling, namespace, choice, priority, caller, session, retain), prompt)
+            encode(Generate(uid, sampling, namespace, choice, priority, caller, session, retain, num_resumed), prompt)
         )
         try:
             delta = TokenDelta()

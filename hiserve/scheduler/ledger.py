@@ -43,7 +43,7 @@ class Entry:
         retain: Prefixes that the cache evicts last.
         accepted_at_s: Time of acceptance, by a monotonic clock.
         queue_s: Seconds from acceptance to the first worker; -1 before that and when reported.
-        generated: Tokens sent to the client, in order.
+        generated: Tokens that the client has, in order: sent to it, or resumed.
         replica: The worker that runs it; None while queued.
         num_admissions: Workers that it was sent to.
         num_crashes: Deaths of its workers since it last made progress.
@@ -112,7 +112,7 @@ class Entry:
     def correct(self, facts: RequestFacts) -> None:
         """Corrects what its worker reported for the client: sums of all workers, each reported once."""
         if facts.cached is not None:
-            facts.cached = None if self.is_cache_reported else facts.cached
+            facts.cached = None if self.is_cache_reported else facts.cached.within(len(self.prompt))
             self.is_cache_reported = True
         if facts.drafts is not None:
             self.drafts = facts.drafts
@@ -151,17 +151,20 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def accept(self, message: Generate, prompt: Int32Array, now_s: float) -> Entry:
-        """Records a request with its prompt, int32 ``[n]``, and draws its seed if it has none.
+    def accept(self, message: Generate, tokens: Int32Array, now_s: float) -> Entry:
+        """Records a request with its tokens, int32 ``[n]``, and draws its seed if it has none.
 
         Raises:
-            MalformedError: A live request has this uid already.
+            MalformedError: A live request has this uid already, or this one has no prompt.
         """
         if message.uid in self._entries:
             raise MalformedError(f"request {message.uid} was sent twice")
+        num_prompt = len(tokens) - message.num_resumed
+        if not 0 < num_prompt <= len(tokens):
+            raise MalformedError(f"request {message.uid} resumes {message.num_resumed} of {len(tokens)} tokens")
         entry = Entry(
             message.uid,
-            prompt,
+            tokens[:num_prompt],
             message.sampling.seeded(),
             message.namespace,
             message.choice,
@@ -170,6 +173,7 @@ class Ledger:
             accepted_at_s=now_s,
             session=message.session,
             retain=message.retain,
+            generated=array("i", tokens[num_prompt:].tolist()),
         )
         self._entries[entry.uid] = entry
         self.num_accepted += 1

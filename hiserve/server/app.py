@@ -35,6 +35,7 @@ from hiserve.server.openai.routes import OpenAIRoutes
 from hiserve.server.openai.tokenize import TokenRoutes
 from hiserve.server.reply.format import ServedModel
 from hiserve.server.reply.seals import Seals
+from hiserve.server.reply.seeds import Seeds
 from hiserve.server.request.body import BodyLimit, BodyReader
 from hiserve.server.responses.routes import ResponseRoutes
 from hiserve.server.responses.store import open_responses
@@ -88,9 +89,20 @@ def create_app(
     traces = open_traces(server.otel_endpoint, model.name)
     _follow(metrics, encoder, vetting, traces)
     bodies = BodyReader(encoder.helpers, Sizes(model.vocab_size, max_model_len), model.name, is_strict=is_strict)
-    grammars, seals = ToolGrammars(abilities), Seals(server.seal_key)
+    key, grammars = server.seal_key, ToolGrammars(abilities)
     front = FrontEnd(
-        handle, bodies, encoder, format_threads, token_bytes, abilities, metrics, model, vetting, grammars, seals
+        handle,
+        bodies,
+        encoder,
+        format_threads,
+        token_bytes,
+        abilities,
+        metrics,
+        model,
+        vetting,
+        grammars,
+        Seals(key),
+        Seeds(key),
     )
     responses = ResponseRoutes(front, open_responses(server.responses_store))
     dashboard = DashboardRoutes(server)

@@ -108,6 +108,7 @@ async def begin_reply(
         token_bytes=front.token_bytes,
         metrics=front.metrics,
         arrived=arrived,
+        draw_seed=front.draw_seed(request),
         output=partial(front.abilities.output, chat, prompt),
         locate=partial(front.encoder.place, chat, context.namespace, prompt),
         remember=partial(front.encoder.remember, context.namespace, chat),

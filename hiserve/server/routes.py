@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
@@ -20,6 +21,7 @@ from hiserve.server.metrics.registry import Metrics
 from hiserve.server.reply.format import ServedModel
 from hiserve.server.reply.generation import RequestContext
 from hiserve.server.reply.seals import Seals
+from hiserve.server.reply.seeds import Seeds
 from hiserve.server.request.body import Body, BodyReader
 from hiserve.text.abilities import Abilities
 from hiserve.text.body.json import Schema
@@ -95,6 +97,7 @@ class FrontEnd(NamedTuple):
         vetting: Tries out grammars.
         tool_grammars: Of the tools of conversations.
         seals: Signs thoughts in replies and verifies them in requests.
+        seeds: Draws the seeds of requests without one.
     """
 
     handle: EngineHandle
@@ -108,6 +111,11 @@ class FrontEnd(NamedTuple):
     vetting: Vetting
     tool_grammars: ToolGrammars
     seals: Seals
+    seeds: Seeds
+
+    def draw_seed(self, request: Request) -> Callable[[int], int]:
+        """Returns the seed of each prompt of a request, by the index of its first choice."""
+        return partial(self.seeds.draw, tag_of(request))
 
 
 # The first of these that a client sends is the name of its session.

@@ -36,6 +36,7 @@ class Seen:
     tag: str = ""
     session: bytes = b""
     retain: Retain = ()
+    num_resumed: int = 0
     cut: asyncio.Event = field(default_factory=asyncio.Event)
     finished: bool = False
     aborted: bool = False
@@ -114,8 +115,10 @@ class FakeEngineClient:
         tag: str = "",
         session: bytes = b"",
         retain: Retain = (),
+        num_resumed: int = 0,
     ) -> AsyncGenerator[TokenDelta, None]:
-        stream = self._generate(Seen(prompt, sampling, namespace, choice, priority, caller, tag, session, retain))
+        seen = Seen(prompt, sampling, namespace, choice, priority, caller, tag, session, retain, num_resumed)
+        stream = self._generate(seen)
         self._streams.append(stream)  # so that only an explicit close ends it, not the garbage collector
         return stream
 
@@ -236,5 +239,6 @@ def _zeros(seen: Seen, num_tokens: int, *, is_first: bool) -> bytes:
     def packed(count: int, num_top: int | None) -> bytes:
         return b"" if num_top is None else bytes(4 * count * (1 + 2 * num_top))
 
-    prompt = packed(seen.prompt.size - 1, seen.sampling.prompt_logprobs) if is_first else b""
+    is_scored = is_first and not seen.num_resumed
+    prompt = packed(seen.prompt.size - 1, seen.sampling.prompt_logprobs) if is_scored else b""
     return prompt + packed(num_tokens, seen.sampling.logprobs)

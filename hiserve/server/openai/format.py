@@ -54,6 +54,9 @@ class ReplyFormatter(Protocol):
     def opening(self, generation: Generation) -> Chunk | None:
         """Returns the chunk before a choice's first delta, or None when there is none."""
 
+    def resume(self, generation: Generation, shown: OutputDelta) -> None:
+        """Begins a choice after output that its client has, its opening included."""
+
     def chunk(self, output_delta: OutputDelta) -> Chunk | None:
         """Returns the chunk for one delta, or None when the delta has nothing to show."""
 
@@ -106,18 +109,17 @@ class ChatFormatter:
         choice = self._delta(nothing(generation.choice), ChatDelta("assistant", ""))
         return Chunk([choice], **(self._prompt(generation) if generation.choice == 0 else {}))
 
+    def resume(self, _: Generation, shown: OutputDelta) -> None:
+        """Begins a choice after output that its client has: the indices of its calls go on."""
+        self._call_deltas(shown.choice, self._events(shown))
+
     def chunk(self, output_delta: OutputDelta) -> Chunk | None:
         """Returns the chunk for one delta, or None when the delta has nothing to show."""
         shown = ChatDelta(content=output_delta.text or UNSET)
         events = self._events(output_delta)
         if events and (len(events) > 1 or events[0].kind is not CONTENT):
-            first = self._num_calls.get(output_delta.choice, 0)
-            calls = called(events, first)
-            self._num_calls[output_delta.choice] = max((index + 1 for index in calls), default=first)
             shown.reasoning_content = thought(events) or UNSET
-            shown.tool_calls = [
-                self._call_delta(output_delta.choice, index, *call) for index, call in calls.items()
-            ] or UNSET
+            shown.tool_calls = self._call_deltas(output_delta.choice, events) or UNSET
         is_empty = shown.content is UNSET and shown.reasoning_content is UNSET and shown.tool_calls is UNSET
         if is_empty and not (output_delta.finish or self._shows_tokens):
             return None
@@ -158,6 +160,13 @@ class ChatFormatter:
         if (choice, index) in self._custom_calls:
             return MessageCall(index=index, custom=MessageInput(input=arguments))
         return MessageCall(MessageFunction(arguments=arguments), index)
+
+    def _call_deltas(self, choice: int, events: Sequence[Event]) -> list[MessageCall]:
+        """Returns what events add to the calls of a choice."""
+        first = self._num_calls.get(choice, 0)
+        calls = called(events, first)
+        self._num_calls[choice] = max((index + 1 for index in calls), default=first)
+        return [self._call_delta(choice, index, *call) for index, call in calls.items()]
 
     def _events(self, delta: OutputDelta) -> Sequence[Event]:
         """Returns the events of a delta, with inputs in place of the arguments of custom tools."""
@@ -223,6 +232,12 @@ class CompletionFormatter:
         opening = self._open(generation)
         return Chunk([opening]) if self._has_opening else None
 
+    def resume(self, generation: Generation, shown: OutputDelta) -> None:
+        """Begins a choice after output that its client has, its echo included."""
+        self._open(generation)
+        if self._num_top is not None:
+            self._logprobs[generation.choice].skip(shown.tokens)
+
     def chunk(self, output_delta: OutputDelta) -> Chunk | None:
         """Returns the chunk for one delta, or None when the delta has nothing to show."""
         shows_tokens = self._request.return_token_ids or self._num_top is not None
@@ -274,7 +289,7 @@ async def events(
     word: Word,
 ) -> AsyncGenerator[bytes, None]:
     """Yields the events of a reply, those of one delta together."""
-    unopened = {generation.choice: generation for generation in choices.generations}
+    unopened = {generation.choice: generation for generation in choices.generations if not generation.num_resumed}
     head = EventHead(formatter.chunk_head)
     has_usage, has_running_usage = request.has_usage, request.has_running_usage
     so_far: Usage | UnsetType | None = None if has_usage else UNSET

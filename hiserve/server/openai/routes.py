@@ -37,6 +37,7 @@ from hiserve.server.reply.logprobs import check_prompt_scores
 from hiserve.server.request.body import Body
 from hiserve.server.request.custom_tools import NOT_HELD
 from hiserve.server.request.grammar_fields import constrain
+from hiserve.server.request.resumption import check_resumed, resumed_tokens
 from hiserve.server.request.sampling_fields import fit_context
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
 from hiserve.text.body.chat import ChatFields, parse_chat
@@ -75,6 +76,7 @@ class OpenAIRoutes:
         fields = decode(body, ChatOptions)
         custom = CustomTools()
         sampling, chat = fields.sampling(self._model), parse_chat(body, custom.pattern)
+        resumed = self._resumed(fields, sampling.n)
         front.metrics.ignored["tool_grammar"].inc(len(custom.not_held))
         engine = front.handle.require()
         chat_request = ChatRequest(
@@ -93,6 +95,7 @@ class OpenAIRoutes:
         choices, warning = await begin_reply(front, request, engine, chat_request, head["id"], arrived)
         formatter = ChatFormatter(head, fields, front.token_bytes.bytes_of, custom.names)
         warning = named_in(warning, NOT_HELD, custom.not_held)
+        await self._resume(resumed, choices, formatter, engine.max_model_len)
         return warned(await self._answer(request, engine, fields, choices, formatter), warning)
 
     async def completions(self, request: Request) -> Response:
@@ -100,6 +103,7 @@ class OpenAIRoutes:
         arrived, front = time.monotonic(), self._front
         fields = decode(await front.bodies.read(request, COMPLETION), CompletionRequest)
         sampling, given = fields.sampling(self._model), fields.prompts(self._model.vocab_size)
+        resumed = self._resumed(fields, len(given) * sampling.n)
         engine = front.handle.require()
         context = context_of(request, fields.cache_salt, fields.priority, fields.rid, fields.prompt_cache_key)
         encoding = self._encode(given, fields, engine.max_model_len, context.caller)
@@ -109,10 +113,11 @@ class OpenAIRoutes:
             front.vetting, request, sampling, fields.constraint, len(given) * sampling.n
         )
         head = envelope(self._model, "cmpl")
-        choices = self._choices(head["id"], prompts, fields, sampling, context, engine.max_model_len, arrived)
+        choices = self._choices(request, head["id"], prompts, fields, sampling, context, engine.max_model_len, arrived)
         is_whole = fields.truncate_prompt_tokens is None
         texts = [prompt if isinstance(prompt, str) and is_whole else None for prompt in given]
         formatter = CompletionFormatter(head, fields, front.token_bytes, texts)
+        await self._resume(resumed, choices, formatter, engine.max_model_len)
         return warned(await self._answer(request, engine, fields, choices, formatter), warning)
 
     async def models(self, _: Request) -> Response:
@@ -161,8 +166,21 @@ class OpenAIRoutes:
                 prompts.append(truncated(prompt, fields.truncate_prompt_tokens, max_model_len))
         return prompts
 
+    def _resumed(self, fields: OpenAIFields, num_choices: int) -> list[int]:
+        return resumed_tokens(
+            fields.resume_token_ids, self._model, is_stream=bool(fields.stream), num_choices=num_choices
+        )
+
+    async def _resume(self, tokens: list[int], choices: Choices, formatter: ReplyFormatter, max_model_len: int) -> None:
+        """Begins a stream after the tokens that its client has, if it has any."""
+        if tokens:
+            (generation,) = choices.generations
+            check_resumed(tokens, generation.prompt, generation.sampling, self._model, max_model_len)
+            formatter.resume(generation, await choices.resume(tokens))
+
     def _choices(
         self,
+        request: Request,
         name: str,
         prompts: Sequence[Int32Array],
         fields: CompletionRequest,
@@ -186,6 +204,7 @@ class OpenAIRoutes:
                 token_bytes=self._front.token_bytes,
                 metrics=self._front.metrics,
                 arrived=arrived,
+                draw_seed=self._front.draw_seed(request),
                 first=len(made),
                 keeps_tokens=fields.limit != 0,
             )

@@ -15,6 +15,7 @@ from hiserve.errors import RequestError
 from hiserve.server.reply.format import ServedModel, Usage
 from hiserve.server.reply.logprobs import ChatScores, PromptScores, TextScores
 from hiserve.server.request.grammar_fields import OpenAIGrammarFields
+from hiserve.server.request.resumption import ResumeIds
 from hiserve.server.request.sampling_fields import (
     MAX_CHOICES,
     Limits,
@@ -69,6 +70,7 @@ class OpenAIFields(OpenAIGrammarFields, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    resume_token_ids: ResumeIds | None = None
     prompt_cache_key: Name | None = None
     prompt_cache_retention: Retention | None = None
     prompt_cache_options: PromptCacheOptions | None = None

@@ -42,7 +42,8 @@ def each_choice(sampling: SamplingParams) -> list[SamplingParams]:
     """
     if sampling.n == 1:
         return [sampling]
-    first = msgspec.structs.replace(sampling.seeded(), n=1)
+    assert sampling.seed is not None, "the choices would draw seeds of their own"
+    first = msgspec.structs.replace(sampling, n=1)
     return [first] + (sampling.n - 1) * [msgspec.structs.replace(first, prompt_logprobs=None)]
 
 
@@ -55,6 +56,7 @@ def generations(
     token_bytes: TokenBytes,
     metrics: Metrics,
     arrived: float,
+    draw_seed: Callable[[int], int],
     output: Callable[[SamplingParams], ReplyOutput] | None = None,
     first: int = 0,
     keeps_tokens: bool = True,
@@ -71,12 +73,15 @@ def generations(
         token_bytes: Of the model's tokens.
         metrics: Counts the request.
         arrived: ``time.monotonic()`` at arrival.
+        draw_seed: Returns the seed of a prompt without one, by the index of its first choice.
         output: Makes the output of a choice; None makes plain text.
         first: Index of the first choice in the reply.
         keeps_tokens: False drops generated tokens.
         locate: Returns the part of the conversation at which the cached prefix ends.
         remember: Called with each reply.
     """
+    if sampling.seed is None:
+        sampling = msgspec.structs.replace(sampling, seed=draw_seed(first))
     made: list[Generation] = []
     for index, of_choice in enumerate(each_choice(sampling)):
         generation = Generation(
@@ -147,6 +152,11 @@ class Choices:
         """Whether formatting the reply takes long."""
         num_bytes = sum(len(each.scores) + len(each.scorer.prompt_scores) for each in self.generations)
         return len(self.generations) > QUICK_CHOICES or num_bytes > QUICK_SCORE_BYTES
+
+    async def resume(self, tokens: list[int]) -> OutputDelta:
+        """As ``Generation.resume``, of the one choice."""
+        (generation,) = self.generations
+        return await generation.resume(tokens)
 
     def run(self, engine: EngineClient) -> AsyncGenerator[OutputDelta, None]:
         """Yields the deltas of all choices as they arrive. Closing the generator aborts all choices.

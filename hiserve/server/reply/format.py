@@ -34,6 +34,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         defaults: Sampling values of omitted fields.
         spec_steps: Most drafts that a step verifies; 0 without speculation.
         page_size: Tokens that the cache keeps together; 0 without a cache.
+        end_token_ids: Tokens that end every reply, unless its request ignores them.
     """
 
     name: str
@@ -44,6 +45,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     defaults: SamplingParams = SamplingParams()
     spec_steps: int = 0
     page_size: int = 0
+    end_token_ids: tuple[int, ...] = ()
 
 
 class PromptUse(NamedTuple):

@@ -8,10 +8,12 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
+import numpy as np
+
 from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.core.request import FinishReason, Retain, SamplingParams
 from hiserve.core.usage import NOTHING, CacheUse
-from hiserve.errors import HiserveError, InvariantError
+from hiserve.errors import HiserveError, InvariantError, RequestError
 from hiserve.ipc.updates import RequestFacts, TokenDelta
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.metrics.registry import RequestTimer
@@ -21,6 +23,7 @@ from hiserve.text.reader.output import ReplyOutput
 
 # Formatting scores of this size, four to eight bytes for each token, takes a few milliseconds.
 QUICK_SCORE_BYTES = 2**14
+RESUMED_AT_ONCE = 512  # tokens that take a millisecond or two to read
 
 logger = logging.getLogger(__name__)
 Remember = Callable[[str, list[int], Sequence[Event]], None]
@@ -110,8 +113,9 @@ class Generation:
         scorer: The choice that holds the ``prompt_scores``.
         prompt_scores: Of the prompt's tokens but the first, packed; those of the scorer are complete at the first delta
             of each choice of the prompt.
-        tokens: All token ids so far.
-        scores: Of all tokens so far, packed.
+        tokens: All token ids so far, resumed ones included.
+        num_resumed: The first of them, which the client had before.
+        scores: Of all tokens after the resumed ones so far, packed.
         finish: RUNNING until the end.
         stop: The text or token that ended it; None for another end.
     """
@@ -154,6 +158,7 @@ class Generation:
         self.facts = RequestFacts()
         self.prompt_scores = bytearray()
         self.tokens: list[int] = []
+        self.num_resumed = 0
         self.scores = bytearray()
         self.finish = FinishReason.RUNNING
         self.stop: str | int | None = None
@@ -197,6 +202,26 @@ class Generation:
     def _has_calls(self) -> bool:
         return self._events.has_calls
 
+    async def resume(self, tokens: list[int]) -> OutputDelta:
+        """Reads tokens of the reply that another engine generated and the client has; ``run`` goes on after them.
+
+        Returns:
+            The output that the client has.
+
+        Raises:
+            RequestError: The reply ends within them, by a stop text or its one call.
+        """
+        for begin in range(0, len(tokens), RESUMED_AT_ONCE):
+            self._read(tokens[begin : begin + RESUMED_AT_ONCE], FinishReason.RUNNING)
+            if self.finish:
+                raise RequestError(
+                    f"the reply ends with token {len(self.tokens)} of resume_token_ids; nothing is left to resume.",
+                    param="resume_token_ids",
+                )
+            await asyncio.sleep(0)  # other requests come in between
+        self.num_resumed = len(tokens)
+        return self.whole()
+
     async def run(self, engine: EngineClient) -> AsyncGenerator[OutputDelta, None]:
         """Yields deltas until the choice ends. Closing the generator aborts the request.
 
@@ -205,7 +230,14 @@ class Generation:
         """
         reason, detail = "abort", ""
         self.timer.begin()
-        stream = engine.generate(self.prompt, self.sampling, choice=self._choice_index, **self.context._asdict())
+        tokens = np.append(self.prompt, np.array(self.tokens, dtype=np.int32)) if self.tokens else self.prompt
+        stream = engine.generate(
+            tokens,
+            self.sampling,
+            choice=self._choice_index,
+            num_resumed=self.num_resumed,
+            **self.context._asdict(),
+        )
         try:
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
@@ -244,17 +276,22 @@ class Generation:
         if not self._keeps_tokens:
             self.finish = FinishReason.LENGTH if tokens else delta.finish
             return OutputDelta(self.choice, "", [], b"", self.finish, None)
-        text, num_tokens, self.finish, self.stop, events = self._output.push(tokens, delta.finish)
+        text, num_tokens, events = self._read(tokens, delta.finish)
         if num_tokens < len(tokens):
             tokens, scores = tokens[:num_tokens], scores[: num_tokens * self._num_score_bytes]
-        self.tokens += tokens
         self.scores += scores
+        has_calls = bool(self.finish) and self._has_calls
+        return OutputDelta(self.choice, text, tokens, scores, self.finish, self.stop, events, has_calls)
+
+    def _read(self, tokens: list[int], finish: FinishReason) -> tuple[str, int, Sequence[Event]]:
+        """Adds the next tokens to the reply; returns their text, how many of them count, and their events."""
+        text, num_tokens, self.finish, self.stop, events = self._output.push(tokens, finish)
+        self.tokens += tokens[:num_tokens]
         if events:
             self._events.add(events, "".join(self._texts[self._num_logged :]))
             self._num_logged = len(self._texts) + 1
         self._texts.append(text)
-        has_calls = bool(self.finish) and self._has_calls
-        return OutputDelta(self.choice, text, tokens, scores, self.finish, self.stop, events, has_calls)
+        return text, num_tokens, events
 
     def _end(self, reason: str, detail: str = "") -> None:
         """Counts and logs the end once; later calls are for requests that have ended already."""

@@ -171,6 +171,11 @@ class TextLogprobs:
         """Returns the scores of the next tokens."""
         return self._lists(output_delta.tokens, unpack(output_delta.tokens, output_delta.scores, self._num_top))
 
+    def skip(self, tokens: Sequence[int]) -> None:
+        """Passes over tokens whose scores are not shown."""
+        for token in tokens:
+            self._next_offset(token)
+
     def _lists(self, tokens: Sequence[int], scored: Sequence[Scored | None]) -> TextScores:
         return TextScores(
             tokens=[token_text(self._spell(token)) for token in tokens],

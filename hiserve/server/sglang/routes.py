@@ -24,6 +24,7 @@ from hiserve.server.reply.generation import Generation, OutputDelta, nothing
 from hiserve.server.reply.logprobs import Scored, Spell, check_prompt_scores, scored_prompt, token_text, unpack
 from hiserve.server.request.body import Body
 from hiserve.server.request.grammar_fields import constrain
+from hiserve.server.request.resumption import check_resumed, resumed_tokens
 from hiserve.server.request.sampling_fields import fit_context
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
 from hiserve.server.sglang.types import (
@@ -65,6 +66,10 @@ class NativeRoutes:
         self._check_sampling(body.get("sampling_params"))
         fields = decode(body, GenerateRequest)
         prompts = fields.prompts(front.model)
+        num_choices = sum(one.sampling.n for one in prompts)
+        resumed = resumed_tokens(
+            fields.resume_token_ids, front.model, is_stream=bool(fields.stream), num_choices=num_choices
+        )
         engine = front.handle.require()
         encoding = self._encode(prompts, engine.max_model_len, caller_of(request).number)
         encoded = await cancel_on_disconnect(request.receive, encoding)
@@ -72,7 +77,7 @@ class NativeRoutes:
             fit_context(one.sampling, one.limits, len(prompt), engine.max_model_len)
             for one, prompt in zip(prompts, encoded, strict=True)
         ]  # before a grammar is tried
-        warnings, num_choices = set[str](), sum(one.sampling.n for one in prompts)
+        warnings = set[str]()
         for index, (one, sampling) in enumerate(zip(prompts, fitted, strict=True)):
             sampling, warning = await constrain(front.vetting, request, sampling, one.constraint, num_choices)
             prompts[index] = msgspec.structs.replace(one, sampling=sampling)
@@ -80,6 +85,9 @@ class NativeRoutes:
         num_scores = (one.num_prompt_scores(len(prompt)) for one, prompt in zip(prompts, encoded, strict=True))
         check_prompt_scores(sum(num_scores), "logprob_start_len")
         choices, formatters = self._choices(request, fields, prompts, encoded, arrived)
+        if resumed:
+            check_resumed(resumed, encoded[0], prompts[0].sampling, front.model, engine.max_model_len)
+            await choices.resume(resumed)
         is_list = fields.is_batch or len(formatters) > 1
 
         def whole() -> Any:
@@ -131,6 +139,7 @@ class NativeRoutes:
                 token_bytes=front.token_bytes,
                 metrics=front.metrics,
                 arrived=arrived,
+                draw_seed=front.draw_seed(request),
                 first=len(made),
                 keeps_tokens=one.limits.max_tokens != 0,
             )
@@ -240,7 +249,7 @@ class NativeFormatter:
             id=self._name,
             finish_reason=self._finish_reason() if is_over else None,
             prompt_tokens=len(generation.prompt),
-            completion_tokens=len(self._tokens),
+            completion_tokens=self._num_generated,
             cached_tokens=cached.num_tokens,
             cached_tokens_details=StorageTokensDetails(cached.device, cached.host, cached.store),
             cache_miss=cache_miss(cached),
@@ -261,10 +270,14 @@ class NativeFormatter:
                     setattr(meta, name, scores)
         return Generated(self._text, self._tokens, meta)
 
+    @property
+    def _num_generated(self) -> int:
+        return self._generation.num_resumed + len(self._tokens)
+
     def _finish_reason(self) -> FinishInfo:
         output_delta = self._last
         if output_delta.finish is FinishReason.LENGTH:
-            return FinishInfo("length", length=len(self._tokens))
+            return FinishInfo("length", length=self._num_generated)
         if output_delta.finish is FinishReason.ABORT:
             return FinishInfo("abort", message="the request was aborted.")
         ended_by = self._tokens[-1] if output_delta.stop is None and self._tokens else output_delta.stop

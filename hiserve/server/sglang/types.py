@@ -14,6 +14,7 @@ from hiserve.core.request import MAX_LOGPROBS, SamplingParams
 from hiserve.errors import RequestError
 from hiserve.server.reply.format import CacheMiss, ServedModel, SpecTokensDetails
 from hiserve.server.request.grammar_fields import Constraint, GrammarFields, JsonSchema, constraints_of
+from hiserve.server.request.resumption import ResumeIds
 from hiserve.server.request.sampling_fields import (
     MAX_CHOICES,
     Limits,
@@ -87,6 +88,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     logprob_start_len: Start | list[Start | None] | None = None
     top_logprobs_num: NumTop | list[NumTop | None] | None = None
     return_text_in_logprobs: bool | None = None
+    resume_token_ids: ResumeIds | None = None
     stream: bool | None = None
     cache_salt: Name | None = None
     priority: Priority | None = None

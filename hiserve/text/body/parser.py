@@ -21,7 +21,7 @@ MAX_BODY_VALUES = 2**16
 QUICK_BYTES = 2**20
 QUICK_VALUES = 2**16
 QUICK_STRINGS = 2**13
-TOKEN_FIELDS = ("prompt", "input_ids", "tokens")
+TOKEN_FIELDS = ("prompt", "input_ids", "tokens", "resume_token_ids")
 
 _IDS = 1  # msgpack's type of token ids, int32
 

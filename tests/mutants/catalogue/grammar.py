@@ -32,8 +32,8 @@ with grammars.GrammarRows.masks, test_grammars.test_each_place_of_a_row_has_the_
     range(index * width, index * width + len(ahead))
 with grammars.GrammarRows.admit, replies.test_replies_do_not_depend_on_drafts_overlap_or_other_requests["few pages"]:
     "INV 72: a preempted row starts its grammar anew"
-    matcher.advance(request.tokens[request.num_prompt :].tolist())
-    pass
+    end = matcher.advance(request.tokens[request.num_prompt :].tolist())
+    end = None
 with rows.RowState.reply, test_grammars.test_rows_that_move_between_steps_give_the_same_replies:
     "INV 72: a row that moves to another compiled grammar has seen tokens that nothing drew"
     self.tokens[row, self.request(row).num_prompt : self.known[row]]

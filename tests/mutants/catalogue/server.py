@@ -9,8 +9,9 @@ from hiserve.server.messages import format as messages_format
 from hiserve.server.messages import request as messages_request
 from hiserve.server.metrics import registry as metrics
 from hiserve.server.openai import custom_calls
+from hiserve.server.openai import format as openai_format
 from hiserve.server.openai import types as openai_types
-from hiserve.server.reply import choices, seals
+from hiserve.server.reply import choices, generation, seals, seeds
 from hiserve.server.request import body as request_body
 from hiserve.server.request import known_fields, sampling_fields
 from hiserve.server.responses import format as responses_format
@@ -43,6 +44,7 @@ from tests.unit.server import (
     test_metrics,
     test_response_store,
     test_responses,
+    test_resumption,
     test_retention,
     test_schema,
     test_seals,
@@ -252,3 +254,15 @@ with custom_calls.CustomEvents.read, test_custom_tools.test_the_rest_of_an_input
     "the end of an input that was cut is lost"
     is_last
     False
+with generation.Generation.run, test_resumption.test_both_parts_of_a_stream_are_the_whole:
+    "INV 90: the engine takes resumed tokens for a part of the prompt"
+    num_resumed = self.num_resumed
+    num_resumed = 0
+with openai_format.CompletionFormatter.resume, test_resumption.test_both_parts_of_a_stream_are_the_whole:
+    "INV 90: the places of scores begin anew after a break"
+    self._logprobs[generation.choice].skip(shown.tokens)
+    pass
+with seeds.Seeds.draw, test_resumption.test_requests_of_one_id_draw_one_seed_on_servers_with_one_secret:
+    "INV 91: whoever knows an id knows the seed"
+    self._key
+    bytes(32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -11,9 +12,10 @@ from hiserve.config.options import Scheduler
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.core.usage import CacheUse, DraftUse
 from hiserve.errors import UnavailableError
+from hiserve.ipc.codec import MalformedError
 from hiserve.ipc.lifecycle import ReplayStats
 from hiserve.ipc.updates import RequestUpdates, TokenDelta
-from tests.helpers.dispatch import ABORT, STOP, Desk, ready
+from tests.helpers.dispatch import ABORT, STOP, Desk, generate, prompt, ready
 
 PROMPT = (1, 2, 3, 4, 5)
 
@@ -54,6 +56,31 @@ def test_a_request_goes_on_behind_what_the_client_has_with_its_seed_and_its_limi
     desk.report((1, [10], 1))
     assert desk.events.sent[1] == [7, 8, 9, 10]
     assert desk.events.terminals[1] == [STOP]
+    assert desk.is_empty()
+
+
+def test_a_request_that_another_engine_began_goes_on_as_after_a_replay() -> None:
+    """The cached tokens of its reply are no tokens of its prompt."""
+    desk = Desk()
+    begun = msgspec.structs.replace(generate(1, max_tokens=9), num_resumed=3)
+    desk.dispatcher.submit(begun, prompt(*PROMPT, 7, 8, 9))
+    desk.dispatcher.dispatch()
+    message, tokens = desk.events.admits[1]
+    assert (message.num_prompt, tokens) == (len(PROMPT), [*PROMPT, 7, 8, 9])
+    tell(desk, 1, [10], cached=CacheUse(4, 2, 1, "new", 7))
+    assert desk.events.sent[1] == [10]
+    assert desk.events.news[-1].cached == [CacheUse(4, 1, 0)]
+    restart(desk)
+    assert desk.events.admits[1][1] == [*PROMPT, 7, 8, 9, 10]
+    desk.report((1, [11], 1))
+    assert desk.is_empty()
+
+
+@pytest.mark.parametrize("num_resumed", [3, 4, -1])
+def test_a_request_without_a_prompt_is_malformed(num_resumed: int) -> None:
+    desk = Desk()
+    with pytest.raises(MalformedError, match="resumes"):
+        desk.dispatcher.submit(msgspec.structs.replace(generate(1), num_resumed=num_resumed), prompt(1, 2, 3))
     assert desk.is_empty()
 
 

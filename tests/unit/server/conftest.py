@@ -143,6 +143,7 @@ def make_server(
             defaults=defaults or SamplingParams(),
             spec_steps=spec_steps,
             page_size=16,
+            end_token_ids=(tiny_text.END,),
         ),
         resolved=resolved(**settings),
         tokenizer_info=b'{"tokenizer_class": "Tiny"}',

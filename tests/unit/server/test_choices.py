@@ -42,8 +42,6 @@ async def test_each_choice_is_an_engine_request_with_its_index_and_one_common_se
     assert {seen.sampling.seed for seen in second} == {7}
     await server.chat("Hi", n=3)
     assert server.engine.seen[-1].sampling.seed != seed
-    await server.chat("Hi")
-    assert server.engine.seen[-1].sampling.seed is None, "the engine draws it"
 
 
 async def test_a_whole_reply_has_all_choices_in_order_and_counts_the_prompt_once(server: Server) -> None:

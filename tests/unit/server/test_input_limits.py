@@ -66,6 +66,7 @@ TOO_MUCH: dict[str, Any] = {
     "reasoning_effort": "x" * (MAX_NAME_CHARS + 1),
     "regex": "x" * (MAX_REGEX_BYTES + 1),
     "repetition_penalty": 100.1,
+    "resume_token_ids": [5] * 300,
     "response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": [0] * MAX_GRAMMAR_VALUES}}},
     "return_logprob": LONG,
     "return_text_in_logprobs": LONG,

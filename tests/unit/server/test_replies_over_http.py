@@ -167,7 +167,7 @@ async def test_defaults_are_openais(server: Server) -> None:
     await server.chat("Hi")
     await server.complete("Hi")
     chat, text = (seen.sampling for seen in server.engine.seen)
-    assert (chat.temperature, chat.top_p, chat.top_k, chat.seed, chat.ignore_eos) == (1.0, 1.0, 0, None, False)
+    assert (chat.temperature, chat.top_p, chat.top_k, chat.ignore_eos) == (1.0, 1.0, 0, False)
     assert chat.max_tokens is None
     assert text.max_tokens == 16
 
