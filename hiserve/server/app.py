@@ -89,20 +89,9 @@ def create_app(
     traces = open_traces(server.otel_endpoint, model.name)
     _follow(metrics, encoder, vetting, traces)
     bodies = BodyReader(encoder.helpers, Sizes(model.vocab_size, max_model_len), model.name, is_strict=is_strict)
-    key, grammars = server.seal_key, ToolGrammars(abilities)
+    grammars, seals, seeds = ToolGrammars(abilities), Seals(server.seal_key), Seeds(server.seal_key)
     front = FrontEnd(
-        handle,
-        bodies,
-        encoder,
-        format_threads,
-        token_bytes,
-        abilities,
-        metrics,
-        model,
-        vetting,
-        grammars,
-        Seals(key),
-        Seeds(key),
+        handle, bodies, encoder, format_threads, token_bytes, abilities, metrics, model, vetting, grammars, seals, seeds
     )
     responses = ResponseRoutes(front, open_responses(server.responses_store))
     dashboard = DashboardRoutes(server)

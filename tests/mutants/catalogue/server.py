@@ -256,8 +256,8 @@ with custom_calls.CustomEvents.read, test_custom_tools.test_the_rest_of_an_input
     False
 with generation.Generation.run, test_resumption.test_both_parts_of_a_stream_are_the_whole:
     "INV 90: the engine takes resumed tokens for a part of the prompt"
-    num_resumed = self.num_resumed
-    num_resumed = 0
+    self.num_resumed
+    0
 with openai_format.CompletionFormatter.resume, test_resumption.test_both_parts_of_a_stream_are_the_whole:
     "INV 90: the places of scores begin anew after a break"
     self._logprobs[generation.choice].skip(shown.tokens)
