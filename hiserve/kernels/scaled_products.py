@@ -77,8 +77,12 @@ def multiply_slices(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> 
     count = max(TILE_ROWS, _SLICE_BYTES // (x.dtype.itemsize * depth) // TILE_ROWS * TILE_ROWS)
     for first in range(0, num_columns, count):
         last = min(first + count, num_columns)
-        torch.mm(x, _upcast(weight, first, last, x.dtype).T, out=out[:, first:last])
-    return out if bias is None else out.add_(bias)
+        values = _upcast(weight, first, last, x.dtype).T
+        if bias is None:
+            torch.mm(x, values, out=out[:, first:last])
+        else:  # rounded once
+            torch.addmm(bias[first:last], x, values, out=out[:, first:last])
+    return out
 
 
 def _upcast(weight: QuantizedWeight, first: int, last: int, dtype: torch.dtype) -> Tensor:

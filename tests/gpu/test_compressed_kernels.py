@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hiserve.core.row_shapes import PACKED_V4, PackedPages, packed_key
-from hiserve.kernels import compressed_fused, compressed_reference, index_rows, index_store
+from hiserve.kernels import compressed_fused, compressed_reference, index_rows, index_store, reference
 from hiserve.kernels.latent_union import choose_parts
 from hiserve.kernels.launch import num_processors
 from hiserve.kernels.pairs import PairFrequencies
@@ -112,13 +112,14 @@ def test_a_stored_row_has_the_bytes_of_the_twin_but_where_its_numbers_are_rounde
 def test_a_stored_key_of_an_index_has_the_bytes_of_the_twin_but_where_its_numbers_are_rounded() -> None:
     """Of DeepSeek-V3.2."""
     torch.manual_seed(7)
-    key, angles = torch.randn(64, 128, device="cuda", dtype=BF16) * 3, torch.randn(64, 1, 64, device="cuda")
+    key, positions = torch.randn(64, 128, device="cuda", dtype=BF16) * 3, torch.arange(64, device="cuda")
+    angles = reference.rotations(positions, torch.linspace(1, 1e-3, 32, device="cuda"), 1.0, torch.float32)
     weight, bias = (torch.rand(128, device="cuda", dtype=BF16) for _ in range(2))
     shape, slots = packed_key(128), torch.randperm(256, device="cuda")[:64]
     assert shape is not None
     pages, pools = PackedPages(shape, 64), torch.full((2, 256, 132), 255, dtype=torch.uint8, device="cuda")
     for module, pool in zip((index_store, index_rows), pools, strict=True):
-        module.store_index_keys(key, weight, bias, 1e-6, angles.cos(), angles.sin(), pool, slots, pages)
+        module.store_index_keys(key, weight, bias, 1e-6, *angles, pool, slots, pages)
     assert (pools[0] != pools[1]).float().mean() < 0.05
     assert_close(*(load_packed(pool, slots, pages) for pool in pools), rtol=0.13, atol=2e-2)
 

@@ -104,7 +104,7 @@ def test_tokens_of_graphs_are_those_without(tmp_path: Path, family: str, monkeyp
     if family == "gpt_oss":
         pack_gpt_oss(save_family(family, tmp_path, head_dim=64))
     else:
-        quantize(save_latent(family, tmp_path, moe_intermediate_size=136), BF16)
+        quantize(save_latent(family, tmp_path, moe_intermediate_size=136, qk_rope_head_dim=16), BF16)
     kinds, call = set(), StackedExperts.__call__
 
     def watch(self: StackedExperts, *given: Tensor) -> Tensor:
