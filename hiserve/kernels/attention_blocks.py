@@ -183,8 +183,15 @@ def fold_packed(queries, keys, values, words, kv_head, sees, scale, top, total, 
         total: Sums of weights.
         mixed: Weighted sums of values.
     """
-    keys = keys.to(tl.float8e4nv, bitcast=True).to(queries.dtype)
+    shares, decay, top, total = weigh_packed(queries, keys, words, kv_head, sees, scale, top, total)
     values = values.to(tl.float8e4nv, bitcast=True).to(queries.dtype)
+    return top, total, tl.dot(shares, values, mixed * decay[:, None], input_precision="ieee")
+
+
+@triton.jit
+def weigh_packed(queries, keys, words, kv_head, sees, scale, top, total):  # type: ignore[no-untyped-def]
+    """The part of ``fold_packed`` before values: their weights, the factor of the sum so far, top score and sum of weights."""
+    keys = keys.to(tl.float8e4nv, bitcast=True).to(queries.dtype)
     shift = kv_head % 2 * 16
     of_key, of_value = (words >> shift) & 255, (words >> (shift + 8)) & 255
     scores = tl.dot(queries, keys.T, input_precision="ieee") * scale[:, None] * power_of_2(of_key - 127)[None, :]
@@ -195,8 +202,7 @@ def fold_packed(queries, keys, values, words, kv_head, sees, scale, top, total, 
     base = tl.where(new_top == -float("inf"), 0.0, new_top)  # a query that has seen no key yet
     weights, decay = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
     shares = (weights * power_of_2(of_value - 127)[None, :]).to(queries.dtype)
-    mixed = tl.dot(shares, values, mixed * decay[:, None], input_precision="ieee")
-    return new_top, total * decay + tl.sum(weights, 1), mixed
+    return shares, decay, new_top, total * decay + tl.sum(weights, 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

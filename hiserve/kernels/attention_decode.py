@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from hiserve.core.forward import LayerKV
-from hiserve.kernels.attention_blocks import ALL_ONE, fit_half, fold_packed
+from hiserve.kernels.attention_blocks import ALL_ONE, fit_half, weigh_packed
 from hiserve.kernels.attention_schedule import FIELDS, MAX_QUERIES, Schedule, ScheduledRows, first_seen
+from hiserve.kernels.few_bits import widen_e4m3
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 
 MAX_TOKENS = 64
@@ -30,7 +31,7 @@ _NUM_JOINED = tl.constexpr(8192)
 
 
 class _Pool(NamedTuple):
-    """Keys, values, and the scales of packed ones."""
+    """Keys, values, and the scales of packed ones, whose values are read as int16."""
 
     k: Tensor
     v: Tensor
@@ -68,6 +69,7 @@ class _Shape(NamedTuple):
     num_joined: int
     num_keys: int
     hides_first: bool
+    has_instructions: bool
 
 
 def decode(
@@ -115,7 +117,7 @@ def decode(
     assert num_programs == num_kv_heads * triton.cdiv(rows.max_q_len * shape.group, shape.num_queries), num_programs
     _attend[(num_programs, schedule.parts.shape[0])](
         q,
-        _Pool(kv.k, kv.v, kv.scales),
+        _Pool(kv.k, kv.v if kv.scales is None else kv.v.view(torch.int16), kv.scales),
         _Rows(rows.page_table, tree_mask, schedule.parts, schedule.counts),
         _Results(out, lse, sinks, part_out, part_lse),
         q.stride(0),
@@ -147,6 +149,7 @@ def _shape(q: Tensor, kv: LayerKV, rows: ScheduledRows, schedule: Schedule, page
         num_joined=num_queries,
         num_keys=schedule.tile.num_keys,
         hides_first=schedule.hides_first,
+        has_instructions=q.device.type == "cuda" and q.dtype.itemsize == 2,
     )
 
 
@@ -185,7 +188,8 @@ def _attend(  # type: ignore[no-untyped-def]
         if window is not None:  # a token's depth in the tree is its number of ancestors
             depth = tl.sum((seen[:, None] >> tl.arange(0, 64)[None, :]) & 1, 1).to(tl.int32) - 1
     kv_head = tl.program_id(0) % (SHAPE.num_heads // SHAPE.group)
-    mixed, top, total = _attend_part(
+    attend: tl.constexpr = _attend_part if pool.scales is None else _attend_packed
+    mixed, top, total = attend(
         queries, pool, kv_head, rows.page_table + row * table_stride,
         token, depth, seen, prefix, first, end, slot_stride, window, scale, SHAPE
     )  # fmt: skip
@@ -238,36 +242,80 @@ def _attend_part(  # type: ignore[no-untyped-def]
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     k_pool, v_pool = pool.k + kv_head * SHAPE.head_dim, pool.v + kv_head * SHAPE.head_dim
-    scale_words: tl.constexpr = (SHAPE.num_heads // SHAPE.group + 1) // 2
-    units = top
-    if pool.scales is not None:
-        queries, units = fit_half(queries)
-        units *= scale
     # Page numbers are loaded one step before their keys and values, so that these are pipelined num_stages ahead.
     page = tl.load(pages + key // SHAPE.page_size, (key >= begin) & (key < end), other=0)
     for _ in range(first, end, KEYS):
         is_key = (key >= begin) & (key < end)
-        slot = page.to(tl.int64) * SHAPE.page_size + key % SHAPE.page_size
-        at = slot * slot_stride
+        at = (page.to(tl.int64) * SHAPE.page_size + key % SHAPE.page_size) * slot_stride
         page = tl.load(pages + (key + KEYS) // SHAPE.page_size, key + KEYS < end, other=0)
         is_element = is_key[:, None] & (dim < SHAPE.head_dim)[None, :]
         keys = tl.load(k_pool + at[:, None] + dim, is_element, other=0)
         values = tl.load(v_pool + at[:, None] + dim, is_element, other=0)
         sees = is_key[None, :] & _sees(token, depth, seen, key - prefix, window)
-        if pool.scales is None:
-            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
-            scores = tl.where(sees, scores, float("-inf"))
-            higher = tl.maximum(top, tl.max(scores, 1))
-            offset = tl.where(higher == float("-inf"), 0.0, higher)
-            weights, rescale = tl.exp2(scores - offset[:, None]), tl.exp2(top - offset)
-            total = total * rescale + tl.sum(weights, 1)
-            mixed = tl.dot(weights.to(values.dtype), values, mixed * rescale[:, None], input_precision="ieee")
-            top = higher
-        else:
-            words = tl.load(pool.scales + slot * scale_words + kv_head // 2, is_key, other=ALL_ONE)
-            top, total, mixed = fold_packed(queries, keys, values, words, kv_head, sees, units, top, total, mixed)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.where(sees, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        offset = tl.where(higher == float("-inf"), 0.0, higher)
+        weights, rescale = tl.exp2(scores - offset[:, None]), tl.exp2(top - offset)
+        total = total * rescale + tl.sum(weights, 1)
+        mixed = tl.dot(weights.to(values.dtype), values, mixed * rescale[:, None], input_precision="ieee")
+        top = higher
         key += KEYS
     return mixed, top, total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_packed(  # type: ignore[no-untyped-def]
+    queries,
+    pool,
+    kv_head,
+    pages,
+    token,
+    depth,
+    seen,
+    prefix,
+    first,
+    end,
+    slot_stride,
+    window,
+    scale,
+    SHAPE: tl.constexpr,  # noqa: N803
+):
+    """Like ``_attend_part``, of keys and values in 8 bits.
+
+    Values are read two at a time, an even and an odd one, which have products of their own: elements of 16 bits come from
+    shared memory as the matrix instructions take them, bytes would be gathered one by one.
+    """
+    QUERIES: tl.constexpr = SHAPE.num_queries  # noqa: N806
+    KEYS: tl.constexpr = SHAPE.num_keys  # noqa: N806
+    DIM: tl.constexpr = SHAPE.block_dim  # noqa: N806
+    scale_words: tl.constexpr = (SHAPE.num_heads // SHAPE.group + 1) // 2
+    begin = first_seen(prefix, window, SHAPE.hides_first)
+    dim, pair, key = tl.arange(0, DIM), tl.arange(0, DIM // 2), first + tl.arange(0, KEYS)
+    even = tl.zeros([QUERIES, DIM // 2], tl.float32)
+    odd = even
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    k_pool, v_pool = pool.k + kv_head * SHAPE.head_dim, pool.v + kv_head * (SHAPE.head_dim // 2)
+    queries, units = fit_half(queries)
+    units *= scale
+    page = tl.load(pages + key // SHAPE.page_size, (key >= begin) & (key < end), other=0)
+    for _ in range(first, end, KEYS):
+        is_key = (key >= begin) & (key < end)
+        slot = page.to(tl.int64) * SHAPE.page_size + key % SHAPE.page_size
+        page = tl.load(pages + (key + KEYS) // SHAPE.page_size, key + KEYS < end, other=0)
+        is_element = is_key[:, None] & (dim < SHAPE.head_dim)[None, :]
+        keys = tl.load(k_pool + (slot * slot_stride)[:, None] + dim, is_element, other=0)
+        is_pair = is_key[:, None] & (pair < SHAPE.head_dim // 2)[None, :]
+        pairs = tl.load(v_pool + (slot * (slot_stride // 2))[:, None] + pair, is_pair, other=0)
+        words = tl.load(pool.scales + slot * scale_words + kv_head // 2, is_key, other=ALL_ONE)
+        sees = is_key[None, :] & _sees(token, depth, seen, key - prefix, window)
+        shares, decay, top, total = weigh_packed(queries, keys, words, kv_head, sees, units, top, total)
+        low, high = widen_e4m3(pairs, shares.dtype, SHAPE.has_instructions)
+        even = tl.dot(shares, low, even * decay[:, None], input_precision="ieee")
+        odd = tl.dot(shares, high, odd * decay[:, None], input_precision="ieee")
+        key += KEYS
+    return tl.join(even, odd).reshape(QUERIES, DIM), top, total
 
 
 @triton.jit

@@ -26,6 +26,17 @@ mov.b32 d, 0x80008000;
 fma.rn.bf16x2 $0, b, a, d;
 fma.rn.bf16x2 $1, c, a, d;
 }""")
+# To float16 there is an instruction, for two adjacent bytes.
+_E4M3_HALF = tl.constexpr("""{
+.reg .b32 a, b;
+.reg .b16 c, d, e;
+prmt.b32 a, $2, 0, 0x0020;
+prmt.b32 b, $2, 0, 0x0031;
+mov.b32 {c, e}, a;
+mov.b32 {d, e}, b;
+cvt.rn.f16x2.e4m3x2 $0, c;
+cvt.rn.f16x2.e4m3x2 $1, d;
+}""")
 # Four bits as the last ones of 128 in bfloat16; then, of codes without zero points of their own, less 128 and 8.
 _QUARTERS = """{
 .reg .b32 a, b, c;
@@ -58,8 +69,10 @@ def has_instructions(device: torch.device, dtype: torch.dtype) -> bool:
 @triton.jit  # type: ignore[untyped-decorator]
 def widen_e4m3(pairs, DTYPE: tl.constexpr, HAS_INSTRUCTIONS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Returns the numbers that the lower and the upper bytes of int16 are in E4M3, none of them NaN, in a 16-bit type."""
-    if HAS_INSTRUCTIONS:
+    if HAS_INSTRUCTIONS and DTYPE == tl.bfloat16:
         return tl.inline_asm_elementwise(_E4M3, "=r,=r,r", [pairs], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
+    if HAS_INSTRUCTIONS:
+        return tl.inline_asm_elementwise(_E4M3_HALF, "=r,=r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2)
     low, high = (pairs & 255).to(tl.uint8), (pairs >> 8 & 255).to(tl.uint8)
     return low.to(tl.float8e4nv, bitcast=True).to(DTYPE), high.to(tl.float8e4nv, bitcast=True).to(DTYPE)
 
