@@ -84,7 +84,7 @@ class TritonAttention:
         heads, num_sms = (shape.num_heads, shape.num_kv_heads), num_processors(inputs.kv_lens.device)
         if num_short:
             self._short, self._num_short = _cut(inputs, 0, num_short), int(q_lens[:num_short].sum())
-            self._num_extra = choose_num_extra(self._short.all_seen, heads, num_sms, self._tile.num_keys)
+            self._num_extra = choose_num_extra(self._short.all_seen, heads, num_sms, self._tile)
         if num_short < len(q_lens):
             new, bounds = q_lens[num_short:], inputs.kv_bounds[num_short:]
             self._others = _Others(

@@ -149,8 +149,13 @@ def _shape(q: Tensor, kv: LayerKV, rows: ScheduledRows, schedule: Schedule, page
         num_joined=num_queries,
         num_keys=schedule.tile.num_keys,
         hides_first=schedule.hides_first,
-        has_instructions=q.device.type == "cuda" and q.dtype.itemsize == 2,
+        has_instructions=_has_instructions(q),
     )
+
+
+def _has_instructions(q: Tensor) -> bool:
+    """Whether a GPU widens packed values, to float16."""
+    return q.device.type == "cuda" and q.dtype.itemsize == 2
 
 
 @triton.jit(do_not_specialize=["table_stride", "max_q_len", "window", "scale"])  # type: ignore[untyped-decorator]

@@ -34,12 +34,14 @@ class KeyTile(NamedTuple):
         num_warps: Warps of a program.
         num_stages: Blocks whose loads are in flight at once.
         max_registers: Most registers of a thread; None is what the compiler takes.
+        num_programs: Programs that a multiprocessor has at once.
     """
 
     num_keys: int
     num_warps: int
     num_stages: int
     max_registers: int | None = None
+    num_programs: int = 3
 
 
 class ScheduledRows(NamedTuple):
@@ -85,32 +87,37 @@ class Schedule(NamedTuple):
 
 
 def tile_for(head_dim: int, dtype: torch.dtype) -> KeyTile:
-    """Returns the tile that was fastest, or nearly so, in every batch tried on an H200; ``dtype`` is that of the pool."""
+    """Returns the tile that was fastest, or nearly so, in every batch tried on an H200; ``dtype`` is that of the pool.
+
+    Where a multiprocessor has room for two programs alone, all have as many; with more room some get three and others one.
+    """
     if dtype == torch.uint8:
         if head_dim <= 128:
-            return KeyTile(num_keys=128, num_warps=4, num_stages=2)
+            return KeyTile(num_keys=128, num_warps=4, num_stages=2, num_programs=2)
         # Widened, elements take the registers of 16 bits: of more than 160 only two programs would fit a multiprocessor.
         return KeyTile(num_keys=32, num_warps=4, num_stages=3, max_registers=160)
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
-    return KeyTile(num_keys=64 if row_bytes <= 256 else 32, num_warps=4, num_stages=3)
+    if row_bytes == 256:
+        return KeyTile(num_keys=64, num_warps=4, num_stages=4, num_programs=2)
+    return KeyTile(num_keys=64 if row_bytes < 256 else 32, num_warps=4, num_stages=3)
 
 
-def choose_num_extra(rows: ScheduledRows, heads: tuple[int, int], num_sms: int, num_keys: int) -> int:
+def choose_num_extra(rows: ScheduledRows, heads: tuple[int, int], num_sms: int, tile: KeyTile) -> int:
     """Returns how many parts to allow beyond one for each row.
 
-    Two programs on a multiprocessor use all of its bandwidth, three fit. A batch whose rows do not occupy every
-    multiprocessor once gets up to two extra programs on each; a larger one, one. Equal rows thus become one wave of
+    Two programs on a multiprocessor use all of its bandwidth. A batch whose rows do not occupy every multiprocessor once
+    gets up to two extra programs on each, if they fit; a larger one, one. Equal rows thus become one wave of
     programs. The parts of a row are joined sequentially, for all its tokens: rows of several tokens have fewer parts.
     Measured on an H200.
 
     Only shapes of ``rows`` are read. ``heads`` are query heads and KV heads.
     """
     num_rows, num_at_once = rows.kv_lens.shape[0], num_sms // count_programs(rows, heads)
-    num_more_blocks = num_rows * (-(-rows.max_kv_len // num_keys) - 1)
+    num_more_blocks = num_rows * (-(-rows.max_kv_len // tile.num_keys) - 1)
     if num_rows > num_at_once:
         num_extra = num_at_once
     elif rows.max_q_len == 1:
-        num_extra = 2 * num_at_once
+        num_extra = min(2 * num_at_once, tile.num_programs * num_at_once - num_rows)
     else:
         num_extra = min(2 * num_at_once - num_rows, MAX_JOINED * num_rows)
     return max(1, min(num_extra, num_more_blocks))

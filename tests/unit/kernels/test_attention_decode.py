@@ -10,6 +10,7 @@ HEADER = """
 import dataclasses
 import math
 import random
+from itertools import product
 import torch
 import triton.language as tl
 from torch.testing import assert_close
@@ -122,20 +123,22 @@ LAUNCHES = """
 def rows(num_rows, max_q_len=1, max_kv_len=100_000):
     return ScheduledRows(torch.empty(0), torch.empty(num_rows), torch.empty(0), max_q_len, max_kv_len)
 
-for heads in ((32, 8), (16, 8), (4, 1), (64, 64)):
+tile, larger = KeyTile(64, 4, 3), KeyTile(64, 4, 4, num_programs=2)
+for heads, its in product(((32, 8), (16, 8), (4, 1), (64, 64)), (tile, larger)):
     for num_rows in range(1, 400):
-        num_extra = choose_num_extra(rows(num_rows), heads, 132, 64)
+        num_extra = choose_num_extra(rows(num_rows), heads, 132, its)
         num_parts = num_rows * (1 + num_extra // num_rows) * heads[1]  # of rows alike
-        assert num_parts <= 3 * 132 or num_parts == num_rows * heads[1], (heads, num_rows, num_parts)
+        assert num_parts <= its.num_programs * 132 or num_parts == num_rows * heads[1], (heads, num_rows, num_parts)
         assert num_parts >= 132, (heads, num_rows, num_parts)
         assert num_extra * heads[1] > 132 - heads[1], (heads, num_rows)
-assert [choose_num_extra(rows(num_rows), (32, 8), 132, 64) for num_rows in (1, 8, 16, 17)] == [32, 32, 32, 16]
-assert [choose_num_extra(rows(num_rows, max_q_len=16), (32, 8), 132, 64) for num_rows in (1, 2, 8, 16)] == [16, 30, 24, 16]
-assert choose_num_extra(rows(1, max_q_len=17), (32, 8), 132, 64) == 15
-assert choose_num_extra(rows(1, max_q_len=64), (64, 64), 132, 64) == 3
-assert choose_num_extra(rows(1, max_q_len=64), (1024, 64), 132, 64) == 1
-assert choose_num_extra(rows(2, max_kv_len=200), (8, 1), 132, 64) == 6
-assert choose_num_extra(rows(9, max_kv_len=64), (8, 1), 132, 64) == 1
+assert [choose_num_extra(rows(num_rows), (32, 8), 132, larger) for num_rows in (1, 8, 16, 17)] == [31, 24, 16, 16]
+assert [choose_num_extra(rows(num_rows), (32, 8), 132, tile) for num_rows in (1, 8, 16, 17)] == [32, 32, 32, 16]
+assert [choose_num_extra(rows(num_rows, max_q_len=16), (32, 8), 132, tile) for num_rows in (1, 2, 8, 16)] == [16, 30, 24, 16]
+assert choose_num_extra(rows(1, max_q_len=17), (32, 8), 132, tile) == 15
+assert choose_num_extra(rows(1, max_q_len=64), (64, 64), 132, tile) == 3
+assert choose_num_extra(rows(1, max_q_len=64), (1024, 64), 132, tile) == 1
+assert choose_num_extra(rows(2, max_kv_len=200), (8, 1), 132, tile) == 6
+assert choose_num_extra(rows(9, max_kv_len=64), (8, 1), 132, tile) == 1
 """
 REPLAYS = """
 first, second = (Case(lengths, head_dim=16, num_kv_heads=1, window=20, adjacent=False)

@@ -16,6 +16,7 @@ from hiserve.core.forward import LayerKV
 from hiserve.core.quantization import QuantSpec
 from hiserve.core.row_shapes import PACKED_V4, PackedPages, packed_key
 from hiserve.kernels import (
+    attention_decode,
     compressed_fused,
     delta_triton,
     draft_triton,
@@ -385,8 +386,11 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
 def test_weights_of_few_bits_are_widened_by_instructions(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; the kernels of the runs below convert them as the interpreter can."""
     monkeypatch.setattr(quantized_linear, "has_instructions", lambda *_: True)
+    monkeypatch.setattr(attention_decode, "_has_instructions", lambda _: True)
     project_in_few_bits((("blocks", 2), ("small", 2)))
-    assert {"quantized_linear._fp8_kernel", "quantized_linear._int4_kernel"} < compiled.names()
+    case = Case(((9, 1),), group=8, head_dim=64, dtype=BF16, packs=True)
+    case.run(TritonAttention(case.shape), 0)
+    assert {"quantized_linear._fp8_kernel", "quantized_linear._int4_kernel", "attention_decode._attend"} < compiled.names()
 
 
 @pytest.mark.parametrize("name", RUNS)
