@@ -151,7 +151,7 @@ def test_a_server_with_all_tiers_starts_and_answers(tmp_path: Path) -> None:
     argv = shlex.split(snippet.text)[2:]
     argv = [values.get(before, each) for before, each in zip(["", *argv], argv, strict=False)]
     try:
-        with serve(tmp_path, *argv) as live:
+        with serve(tmp_path, *argv, is_fork=False) as live:
             body = {"prompt": "def add(a, b):\n" * 20, "max_tokens": 1}
             usage = [httpx.post(f"{live.url}/v1/completions", json=body, timeout=60).json()["usage"] for _ in range(2)]
         assert usage[1]["prompt_tokens_details"]["cached_tokens"] > 0

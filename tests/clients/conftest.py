@@ -29,6 +29,12 @@ def forced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("forced")
     command = (sys.executable, "-m", "tests.clients.forcing", json.dumps(CALLS), str(folder / "record.jsonl"))
     with serve(
-        folder, "--cpu-threads", "1", *TEMPLATE, command=command, environment={"PYTHONPATH": import_path(ROOT)}
+        folder,
+        "--cpu-threads",
+        "1",
+        *TEMPLATE,
+        command=command,
+        environment={"PYTHONPATH": import_path(ROOT)},
+        is_fork=False,
     ) as running:
         yield running

@@ -126,7 +126,7 @@ def running(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Running]
     record, (tool, arguments) = tmp_path / "record.jsonl", agent.tool
     command = (sys.executable, "-m", "tests.clients.forcing", json.dumps({tool: arguments}), str(record))
     flags = (*long_model(tmp_path / "model"), *TEMPLATE, "--cpu-threads", "1", "--seal-key", SEAL_KEY)
-    with serve(tmp_path, *flags, command=command, environment={"PYTHONPATH": import_path(ROOT)}) as live:
+    with serve(tmp_path, *flags, command=command, environment={"PYTHONPATH": import_path(ROOT)}, is_fork=False) as live:
         yield Running(live, agent, tmp_path)
     kept = ROOT / "build" / "clients"
     kept.mkdir(parents=True, exist_ok=True)

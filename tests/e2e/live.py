@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from tests.helpers.forks import Fork
 from tests.helpers.waiting import PATIENCE_S
 
 # A server that chooses the number of drafts measures at start what they cost, 1.5 s of CPU. Servers of tests draft so many,
@@ -35,7 +36,7 @@ class Live:
     """
 
     url: str
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | Fork
     log: Path
 
     def info(self) -> dict[str, Any]:
@@ -87,7 +88,11 @@ class Live:
 
 @contextlib.contextmanager
 def serve(
-    folder: Path, *flags: str, command: Sequence[str] = COMMAND, environment: dict[str, str] | None = None
+    folder: Path,
+    *flags: str,
+    command: Sequence[str] = COMMAND,
+    environment: dict[str, str] | None = None,
+    is_fork: bool = True,
 ) -> Iterator[Live]:
     """Starts a server on a free port and ends it, processes and all.
 
@@ -96,21 +101,23 @@ def serve(
         flags: Of ``hiserve serve``; they win over ``PLAIN``.
         command: What stands for ``hiserve``.
         environment: Variables beside those of this process.
+        is_fork: Its processes are forks of one that has imported what they run, which saves 3 s of CPU. Not for tests
+            of how processes start or how large they are, nor for commands of other programs.
     """
     log = folder / "serve.log"
     with log.open("w") as sink:
-        process = subprocess.Popen(
-            [*command, "serve", "--port", "0", *PLAIN, *flags],
-            stdout=subprocess.PIPE,
-            stderr=sink,
-            text=True,
-            env=os.environ | (environment or {}),
-        )
+        line = [*command, "serve", "--port", "0", *PLAIN, *flags]
+        variables = os.environ | (environment or {})
+        process: subprocess.Popen[str] | Fork
+        if is_fork:
+            process = Fork(line, sink, variables)
+        else:
+            process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=sink, text=True, env=variables)
     try:
         assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith("listening on "), f"{line!r}; {log.read_text()}"
-        yield Live(line.removeprefix("listening on ").strip(), process, log)
+        first = process.stdout.readline()
+        assert first.startswith("listening on "), f"{first!r}; {log.read_text()}"
+        yield Live(first.removeprefix("listening on ").strip(), process, log)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)

@@ -36,6 +36,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         "100000",
         *SMALL,
         *KEYS,
+        is_fork=False,
     ) as made:
         yield made
 

@@ -117,7 +117,7 @@ def test_a_server_at_work_unpickles_nothing(tmp_path: Path) -> None:
         "--store",
         f"file:{tmp_path}/store",
     )
-    with serve(tmp_path, "--cpu-threads", "1", *flags, "--spec", "ngram", command=command) as live:
+    with serve(tmp_path, "--cpu-threads", "1", *flags, "--spec", "ngram", command=command, is_fork=False) as live:
         use(live)
         live.wait_idle()
         pids = live.pids()

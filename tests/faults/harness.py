@@ -40,7 +40,9 @@ def scripts() -> list[Script]:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *flags: str, worker: str | None = None, before: tuple[str, ...] = ()) -> Iterator[Live]:
+def serving(
+    folder: Path, *flags: str, worker: str | None = None, before: tuple[str, ...] = (), is_fork: bool = True
+) -> Iterator[Live]:
     """Starts a server, and sees that nothing of it is left when it has ended.
 
     Args:
@@ -48,13 +50,19 @@ def serving(folder: Path, *flags: str, worker: str | None = None, before: tuple[
         flags: Of ``hiserve serve``, beside ``FLAGS``.
         worker: Module and arguments of a worker of the test's own.
         before: What stands before its command line, such as ``unshare``.
+        is_fork: As for ``live.serve``.
     """
     own = () if worker is None else (sys.executable, "-m", "tests.faults.serve", worker)
     temporary = folder / "tmp"
     temporary.mkdir()
     seen: set[int] = set()
     with lives.serve(
-        folder, *FLAGS, *flags, command=(*before, *(own or lives.COMMAND)), environment={"TMPDIR": str(temporary)}
+        folder,
+        *FLAGS,
+        *flags,
+        command=(*before, *(own or lives.COMMAND)),
+        environment={"TMPDIR": str(temporary)},
+        is_fork=is_fork and not before,
     ) as live:
         try:
             yield live

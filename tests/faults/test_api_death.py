@@ -33,7 +33,7 @@ async def test_a_killed_api_takes_everything_along_but_the_named_cache(name: str
     turns = [script[0] for script in scripts()]
     for life in ("first", "second"):
         (tmp_path / life).mkdir()
-    with serving(tmp_path / "first", "--host-cache-name", name) as live:
+    with serving(tmp_path / "first", "--host-cache-name", name, is_fork=False) as live:
         async with Crowd(live.url, SEED, num_users=3).talking() as crowd:
             await crowd.until("answered", 6)
         pids = family(live.process.pid)
@@ -51,7 +51,7 @@ async def test_a_killed_api_takes_everything_along_but_the_named_cache(name: str
         assert any(isinstance(end, httpx.HTTPError) for end in ends), "it died when all was said"
         await asyncio.to_thread(wait_dead, pids)
         assert {path.name for path in SHARED_MEMORY.glob(f"hiserve-{name}*")} == {f"hiserve-{name}"}
-    with serving(tmp_path / "second", "--host-cache-name", name) as live:
+    with serving(tmp_path / "second", "--host-cache-name", name, is_fork=False) as live:
         async with Crowd(live.url, SEED, num_users=3, leaving=0).talking() as crowd:
             await crowd.until("answered", 6)
         assert live.counter("hiserve:cached_tokens_total", cache_source="host") > 0

@@ -132,7 +132,7 @@ def test_an_illegal_memory_access_in_a_loaded_server_costs_no_stream_a_token(tmp
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
     low, high = 60, 120  # steps: the prompts take 8, and none says its 900 tokens in 112, six a step
     command = (sys.executable, "-m", "tests.faults.serve", f"tests.gpu.wild_worker {low}:{high}")
-    with lives.serve(tmp_path, *flags, command=command, environment={"TMPDIR": str(tmp_path)}) as live:
+    with lives.serve(tmp_path, *flags, command=command, environment={"TMPDIR": str(tmp_path)}, is_fork=False) as live:
         replies = asyncio.run(all_replies(live.url, prompts, sampling))
         info = live.wait_idle()
         replayed = live.counter("hiserve:graph_gate_total", decision="replay")
