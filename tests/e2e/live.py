@@ -110,7 +110,7 @@ def serve(
         variables = os.environ | (environment or {})
         process: subprocess.Popen[str] | Fork
         if is_fork:
-            process = Fork(line, sink, variables)
+            process = Fork(line, sink.fileno(), variables)
         else:
             process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=sink, text=True, env=variables)
     try:

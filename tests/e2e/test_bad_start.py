@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.live import COMMAND
+from tests.helpers import forks
 from tests.helpers.models import save_llama
 from tests.helpers.processes import wait_dead
 from tests.helpers.tiny_text import TEMPLATE, byte_level_backend
@@ -45,16 +46,20 @@ class Attempt:
     Args:
         scratch: For everything temporary of all its processes.
         argv: After ``hiserve``.
+        is_fork: As for ``live.serve``.
     """
 
-    def __init__(self, scratch: Path, *argv: str) -> None:
+    def __init__(self, scratch: Path, *argv: str, is_fork: bool = True) -> None:
         scratch.mkdir()
         environment = os.environ | {"TMPDIR": str(scratch)}
-        done = subprocess.run(
-            [*COMMAND, *argv], capture_output=True, text=True, timeout=PATIENCE_S, env=environment, check=False
-        )
+        if is_fork:
+            done = forks.run([*COMMAND, *argv], environment)
+        else:
+            done = subprocess.run(
+                [*COMMAND, *argv], capture_output=True, text=True, timeout=PATIENCE_S, env=environment, check=False
+            )
+            wait_dead(pids_with(f"TMPDIR={scratch}"))
         self.returncode, self.stdout, self.stderr = done.returncode, done.stdout, done.stderr
-        wait_dead(pids_with(f"TMPDIR={scratch}"))
         assert list(scratch.iterdir()) == [], "something temporary was left behind"
 
     def refusal(self) -> str:
@@ -186,7 +191,7 @@ def test_at_the_usual_log_level_the_line_is_the_last_and_there_is_no_traceback(t
     tensors = load_file(model / WEIGHTS)
     del tensors[MISSING]
     save_file(tensors, model / WEIGHTS)
-    attempt = Attempt(tmp_path / "scratch", "serve", str(model), "--port", "0")
+    attempt = Attempt(tmp_path / "scratch", "serve", str(model), "--port", "0", is_fork=False)
     assert attempt.returncode == 1
     assert "Traceback" not in attempt.stderr
     assert MISSING in attempt.stderr.splitlines()[-1]

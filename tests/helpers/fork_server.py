@@ -85,7 +85,10 @@ def run(command: Sequence[str]) -> int:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except Exception:  # noqa: BLE001 - whatever the program raises
         traceback.print_exc()
         return 1
     return 0
@@ -124,7 +127,7 @@ def become(
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-    except BaseException:
+    except Exception:  # noqa: BLE001 - nothing may return to the process that was forked
         traceback.print_exc()
     finally:
         os._exit(code)

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import IO
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,17 +22,17 @@ class Fork:
 
     Args:
         command: ``python -c CODE ARGUMENT...`` or ``python -m MODULE ARGUMENT...``.
-        stderr: The file of its standard error.
+        stderr: A descriptor for its standard error.
         environment: Its variables.
     """
 
-    def __init__(self, command: Sequence[str], stderr: IO[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], stderr: int, environment: Mapping[str, str]) -> None:
         self._command = command
         self.returncode: int | None = None
         read, write = os.pipe()
         self._ends, ends = os.pipe()
         request = {"command": command, "folder": os.getcwd(), "environment": dict(environment)}
-        socket.send_fds(_server(), [json.dumps(request).encode()], [write, stderr.fileno(), ends])
+        socket.send_fds(_server(), [json.dumps(request).encode()], [write, stderr, ends])
         os.close(write)
         os.close(ends)
         self.stdout = os.fdopen(read)
@@ -71,6 +70,23 @@ class Fork:
             self.returncode = int(os.read(self._ends, 16))
             os.close(self._ends)
         return self.returncode
+
+
+def run(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Runs a command as ``Fork`` does; returns when all processes that it started have closed their standard error.
+
+    Args:
+        command: As for ``Fork``. It prints less than a pipe holds.
+        environment: Its variables.
+    """
+    read, write = os.pipe()
+    try:
+        fork = Fork(command, write, environment)
+    finally:
+        os.close(write)
+    with os.fdopen(read) as errors, fork.stdout as output:
+        told = errors.read()
+        return subprocess.CompletedProcess(command, fork.wait(), output.read(), told)
 
 
 @cache

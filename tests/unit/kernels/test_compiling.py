@@ -390,7 +390,11 @@ def test_weights_of_few_bits_are_widened_by_instructions(compiled: Compiled, mon
     project_in_few_bits((("blocks", 2), ("small", 2)))
     case = Case(((9, 1),), group=8, head_dim=64, dtype=BF16, packs=True)
     case.run(TritonAttention(case.shape), 0)
-    assert {"quantized_linear._fp8_kernel", "quantized_linear._int4_kernel", "attention_decode._attend"} < compiled.names()
+    assert {
+        "quantized_linear._fp8_kernel",
+        "quantized_linear._int4_kernel",
+        "attention_decode._attend",
+    } < compiled.names()
 
 
 @pytest.mark.parametrize("name", RUNS)
