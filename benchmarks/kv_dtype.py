@@ -163,12 +163,12 @@ def measure_kernel(bench: Bench) -> Part:
     num_pages = 1 + max(sum(-(-sum(row) // PAGE_SIZE) for row in case.rows) for case in cases)
     took: dict[str, dict[str, float]] = {case.name: {} for case in cases}
     for dtype in DTYPES:
-        its = replace(shape, packs_heads=dtype == "fp8")
-        pool = heads_pool(its, num_pages, device, packs=its.packs_heads)
+        its = replace(shape, packs_rows=dtype == "fp8")
+        pool = heads_pool(its, num_pages, device, packs=its.packs_rows)
         for case in cases:
             batch = kernels.Batch(case, its, pool, num_pages, device)
             batch.q = batch.q.contiguous()
-            for tile in (None, *(TILES if its.packs_heads and not is_tiny else ())):
+            for tile in (None, *(TILES if its.packs_rows and not is_tiny else ())):
                 attention = open_attention("reference" if is_tiny else "triton", its, torch.device(device))
                 if tile is not None:
                     assert isinstance(attention, TritonAttention)

@@ -1,7 +1,7 @@
-"""Absorbed queries of latent attention alone: Triton's kernel, and FlashInfer's where it is installed and fits.
+"""Absorbed queries of latent attention alone: Triton's kernel, over rows in 8 bits too, and FlashInfer's where it is installed.
 
-The limit is the longer of reading each row of the cache once, at the rate of a copy, and of all products, at the rate of a
-matrix product. ``benchmarks.hybrid`` has it as its part ``latent_decode``.
+The limit is the longer of reading each row of the cache once, as it is stored, at the rate of a copy, and of all products, at the
+rate of a matrix product. ``benchmarks.hybrid`` has it as its part ``latent_decode``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from benchmarks.gpu.driving import Part
 from benchmarks.gpu.figures import Figure
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.attention.reference_attention import ReferenceAttention
-from hiserve.core.forward import ForwardInputs, LayerKV
+from hiserve.core.forward import ForwardInputs, LatentKV
+from hiserve.core.row_shapes import PackedPages, packed_latent
+from hiserve.kernels.row_codecs import load_packed, store_packed
 
 SEED = 20261123
 RANK, ROPE_DIM, PAGE_SIZE = 512, 64, 16
@@ -34,40 +36,62 @@ def measure_absorbed(device: str, limits: dict[str, float]) -> Part:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     contexts, batches = ((40,), (1, 2)) if device == "cpu" else ((1024, 8192), (1, 8, 32))
     num_pages = 1 + 2 * max(batches) * max(contexts) // PAGE_SIZE
-    pool = torch.randn((num_pages * PAGE_SIZE, 1, RANK + ROPE_DIM), device=device, dtype=dtype)
-    kv = LayerKV(k=pool, v=pool[..., :RANK])
+    pools = _pools(num_pages, device, dtype)
     for model, num_heads in HEADS.items():
         shape = AttentionShape(1, num_heads, 1, RANK + ROPE_DIM, PAGE_SIZE, dtype, score_scalar=192.0)
         for context in contexts:
             for rows in batches:
                 name = f"{model} absorbed, {rows} x {context}"
                 bar = BAR if (rows, context) == (32, 8192) else None
-                found = _measure(shape, kv, rows, context, limits, name, bar)
+                found = _measure(shape, pools, rows, context, limits, name, bar)
                 part.figures += found
                 part.samples[name] = [asdict(figure) for figure in found]
     return part
 
 
+def _pools(num_pages: int, device: str, dtype: torch.dtype) -> tuple[LatentKV, LatentKV]:
+    """Returns a pool in 8 bits, and one of the same numbers."""
+    shape, slots = packed_latent(RANK, ROPE_DIM), torch.arange(num_pages * PAGE_SIZE, device=device)
+    assert shape is not None
+    packed = PackedPages(shape, PAGE_SIZE)
+    bits = torch.empty((slots.shape[0], 1, shape.row_bytes), device=device, dtype=torch.uint8)
+    pool = torch.empty((slots.shape[0], 1, RANK + ROPE_DIM), device=device, dtype=dtype)
+    for some in slots.split(1 << 16):
+        store_packed(bits[:, 0], some, torch.randn((some.shape[0], RANK + ROPE_DIM), device=device), packed)
+        pool[some, 0] = load_packed(bits[:, 0], some, packed).to(dtype)
+    unused = pool[:0, :, :RANK]
+    wide = LatentKV(k=pool, v=pool[..., :RANK], to_keys=unused, to_values=unused)
+    return LatentKV(k=bits, v=bits, to_keys=unused, to_values=unused, packed=packed), wide
+
+
 def _measure(
-    shape: AttentionShape, kv: LayerKV, rows: int, context: int, limits: dict[str, float], name: str, bar: float | None
+    shape: AttentionShape,
+    pools: tuple[LatentKV, LatentKV],
+    rows: int,
+    context: int,
+    limits: dict[str, float],
+    name: str,
+    bar: float | None,
 ) -> list[Figure]:
-    device, num_bytes = kv.k.device, rows * context * kv.k.shape[2] * kv.k.element_size()
-    flop = 2 * rows * context * shape.num_heads * (kv.k.shape[2] + RANK)
-    by_bytes, by_flop = num_bytes / limits["copy_bytes_per_s"], flop / limits["matmul_flop_per_s"]
-    limit_s, what = max((by_bytes, "bandwidth limit"), (by_flop, "matrix product"))
+    packed, wide = pools
+    device, width = wide.k.device, wide.k.shape[2]
+    num_bytes, flop = rows * context * packed.k.shape[2], 2 * rows * context * shape.num_heads * (width + RANK)
     num_sets = 2 if device.type == "cpu" else min(256, max(4, MIN_READ // num_bytes))
     generator = np.random.default_rng(SEED)
-    batches = [_batch(generator, kv, rows, context, device) for _ in range(num_sets)]
-    q = torch.randn((rows, shape.num_heads, kv.k.shape[2]), device=device, dtype=shape.dtype)
+    batches = [_batch(generator, wide, rows, context, device) for _ in range(num_sets)]
+    q = torch.randn((rows, shape.num_heads, width), device=device, dtype=shape.dtype)
     figures, outs = [], {}
     for kernel, attention in _kernels(shape, rows, device).items():
+        kv = packed if kernel.endswith("8 bits") else wide
+        by_bytes = rows * context * kv.k.shape[2] * kv.k.element_size() / limits["copy_bytes_per_s"]
+        limit_s, what = max((by_bytes, "bandwidth limit"), (flop / limits["matmul_flop_per_s"], "matrix product"))
 
-        def step(attention: Attention = attention) -> None:
+        def step(attention: Attention = attention, kv: LatentKV = kv) -> None:
             for inputs in batches:
                 attention.plan(inputs)
                 attention.forward(q, q[:, :1], q[:, :1, :RANK], kv, 0)
 
-        def again(attention: Attention = attention) -> None:
+        def again(attention: Attention = attention, kv: LatentKV = kv) -> None:
             for _ in range(num_sets):
                 attention.forward(q, q[:, :1], q[:, :1, :RANK], kv, 1)  # a later layer, which lists no pages
 
@@ -89,10 +113,10 @@ def _measure(
 def _kernels(shape: AttentionShape, rows: int, device: torch.device) -> dict[str, Attention]:
     """Returns each kernel as graphs of ``rows`` rows have it."""
     if device.type == "cpu":
-        return {"reference": ReferenceAttention(shape)}
+        return {"reference": ReferenceAttention(shape), "reference, 8 bits": ReferenceAttention(shape)}
     from hiserve.attention.latent_triton import TritonLatentAttention  # noqa: PLC0415 - Triton is not installed everywhere
 
-    found: dict[str, Attention] = {"triton": TritonLatentAttention(shape)}
+    found: dict[str, Attention] = {name: TritonLatentAttention(shape) for name in ("triton", "triton, 8 bits")}
     if importlib.util.find_spec("flashinfer") is not None:
         from hiserve.attention.flashinfer_latent import FlashInferLatentAttention  # noqa: PLC0415 - likewise
 
@@ -102,7 +126,9 @@ def _kernels(shape: AttentionShape, rows: int, device: torch.device) -> dict[str
     return found
 
 
-def _batch(generator: np.random.Generator, kv: LayerKV, rows: int, context: int, device: torch.device) -> ForwardInputs:
+def _batch(
+    generator: np.random.Generator, kv: LatentKV, rows: int, context: int, device: torch.device
+) -> ForwardInputs:
     """Returns rows that decode, of pages that are drawn anew."""
     num_pages = -(-context // PAGE_SIZE)
     pages = generator.permutation(np.arange(1, kv.k.shape[0] // PAGE_SIZE))[: rows * num_pages]

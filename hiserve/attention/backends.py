@@ -43,7 +43,7 @@ class _Backend:
     max_group: int | None = None  # most query heads of one KV head; None is any
     has_sinks: bool = True  # supports ``AttentionShape.sinks``
     has_hidden_first: bool = True  # supports ``AttentionShape.hides_first``
-    has_packed_heads: bool = True  # supports ``AttentionShape.packs_heads``
+    has_packed_rows: bool = True  # supports ``AttentionShape.packs_rows``
     has_trees: bool = True  # supports ``ForwardInputs.tree_mask``
     # Module and class that compute absorbed queries of ``AttentionShape.latent``; None has no latent attention.
     absorbed: tuple[str, str] | None = None
@@ -65,7 +65,7 @@ class _Backend:
         features = {
             "attention sinks": (any(sink is not None for sink in shape.sinks), self.has_sinks),
             "hidden first positions": (shape.hides_first, self.has_hidden_first),
-            "keys and values in 8 bits": (shape.packs_heads, self.has_packed_heads),
+            f"{'latents' if shape.latent else 'keys and values'} in 8 bits": (shape.packs_rows, self.has_packed_rows),
             "tree masks": (has_trees, self.has_trees),
             "latent attention": (shape.latent is not None, self.absorbed is not None),
             "attention to chosen tokens": (shape.index is not None, self.chosen is not None),
@@ -143,7 +143,7 @@ _BACKENDS = {
         max_group=16,
         has_sinks=False,
         has_hidden_first=False,
-        has_packed_heads=False,
+        has_packed_rows=False,
         has_trees=False,
         has_device_lengths=False,
         absorbed=("hiserve.attention.flashinfer_latent", "FlashInferLatentAttention"),

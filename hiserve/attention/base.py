@@ -50,7 +50,7 @@ class AttentionShape:
         score_scalar: Scores are scaled by its inverse square root; None is ``head_dim``.
         first_layer: The first layer with attention: what all layers share is made there, in each replay of a graph.
         index: Beside latents, chooses the tokens that a token sees; None where it sees all.
-        packs_heads: The pool has keys and values in 8 bits (``LayerKV.scales``).
+        packs_rows: The pool has keys and values, or latents, in 8 bits (``LayerKV.scales``, ``LatentKV.packed``).
         is_union: Layers attend over rows of several groups, which heads share as keys and values (``attention.union``).
     """
 
@@ -66,7 +66,7 @@ class AttentionShape:
     latent: LatentShape | None = None
     score_scalar: float | None = None
     first_layer: int = 0
-    packs_heads: bool = False
+    packs_rows: bool = False
     is_union: bool = False
     index: IndexShape | None = None
 

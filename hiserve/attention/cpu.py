@@ -130,7 +130,7 @@ class CpuAttention:
             if row.num_new == row.kv_len:
                 keys = new_keys.narrow(2, row.start + first, num_keys)
                 values = new_values.narrow(2, row.start + first, num_keys)
-            elif kv.scales is not None:
+            elif kv.is_packed:
                 keys, values = map(_heads_first, load_heads(kv, self._slots(place, first, num_keys), q.dtype))
             elif place.pages is None:
                 keys = pool_keys.narrow(2, place.first_slot + first, num_keys)

@@ -21,7 +21,16 @@ class ChosenOps(Protocol):
     def choose_rows(self, q: Tensor, weights: Tensor, keys: RangeRows, most: int, scale: float) -> Tensor:
         """Returns the slots of the best rows of each token, in the order of rows."""
 
-    def attend_chosen(self, q: Tensor, pool: Tensor, slots: Tensor, counts: Tensor, scale: float, rank: int) -> Tensor:
+    def attend_chosen(
+        self,
+        q: Tensor,
+        pool: Tensor,
+        slots: Tensor,
+        counts: Tensor,
+        scale: float,
+        rank: int,
+        packed: PackedPages | None = None,
+    ) -> Tensor:
         """Attends to rows by slot."""
 
 
@@ -104,7 +113,7 @@ class IndexedAttention:
         )
         absorbed = absorb(q, kv.to_keys)
         latents = self._ops.attend_chosen(
-            absorbed, kv.k[:, 0], self._slots, self._counts, self._latent.scale, self._latent.rank
+            absorbed, kv.k[:, 0], self._slots, self._counts, self._latent.scale, self._latent.rank, kv.packed
         )
         if layer + 1 == self._shape.num_layers:  # drafts, which come next, have that memory
             self._slots = self._counts = None

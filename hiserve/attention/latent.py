@@ -19,6 +19,7 @@ from hiserve.core.forward import ForwardInputs, LatentKV, LayerKV
 from hiserve.core.plan import Int32Array
 from hiserve.core.step_memory import EXPANDED_KEYS
 from hiserve.kernels.reference import merge
+from hiserve.kernels.row_codecs import load_latents
 
 MIN_EXPANDED = 128
 """Least new tokens of a row that is expanded."""
@@ -192,13 +193,18 @@ class LatentAttention:
         out, lse = self._attend(q, new, kv, is_causal=True)
         for begin in range(hidden, row.num_cached, EXPANDED_KEYS):
             end = min(begin + EXPANDED_KEYS, row.num_cached)
-            out, lse = merge(out, lse, *self._attend(q, self._gather(kv.k, row.pages, begin, end), kv, is_causal=False))
+            out, lse = merge(
+                out, lse, *self._attend(q, self._gather(kv, q.dtype, row.pages, begin, end), kv, is_causal=False)
+            )
         return out.to(q.dtype)
 
-    def _gather(self, pool: Tensor, pages: Tensor, begin: int, end: int) -> Tensor:
+    def _gather(self, kv: LatentKV, dtype: torch.dtype, pages: Tensor, begin: int, end: int) -> Tensor:
         """Returns the rows of the positions ``begin`` to ``end``, ``[end - begin, width]``."""
         page_size = self._shape.page_size
-        first = begin // page_size
+        if kv.packed is not None:
+            position = torch.arange(begin, end, device=pages.device)
+            return load_latents(kv, pages[position // page_size] * page_size + position % page_size, dtype)
+        first, pool = begin // page_size, kv.k
         found = pool.view(-1, page_size, pool.shape[-1]).index_select(0, pages[first : -(-end // page_size)])
         return found.flatten(0, 1)[begin - first * page_size : end - first * page_size]
 

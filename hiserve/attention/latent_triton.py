@@ -8,7 +8,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from hiserve.attention.base import Attention, AttentionShape
-from hiserve.core.forward import ForwardInputs, LayerKV
+from hiserve.core.forward import ForwardInputs, LatentKV, LayerKV
 from hiserve.core.step_memory import MAX_PROGRAMS, PROGRAM_QUERIES
 from hiserve.kernels.latent_decode import LatentRows, choose_num_parts, decode
 from hiserve.kernels.launch import num_processors
@@ -69,7 +69,8 @@ class TritonLatentAttention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
         """Attends in at most two launches for each kind of rows."""
-        rank = kv.v.shape[2]
+        assert isinstance(kv, LatentKV), type(kv)
+        rank = v.shape[2]
         if out is None:
             out = (q.new_zeros if self._has_padding else q.new_empty)((*q.shape[:2], rank))
         for part in self._parts:
@@ -84,5 +85,6 @@ class TritonLatentAttention:
                 scale=self._shape.scale,
                 hides_first=self._shape.hides_first,
                 out=out,
+                packed=kv.packed,
             )
         return out

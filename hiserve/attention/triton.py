@@ -56,7 +56,7 @@ class TritonAttention:
 
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
-        self._tile = tile_for(shape.head_dim, torch.uint8 if shape.packs_heads else shape.dtype)
+        self._tile = tile_for(shape.head_dim, torch.uint8 if shape.packs_rows else shape.dtype)
         self._splits_at = {shape.windows.index(window) for window in shape.windows} or {shape.first_layer}
         self._tree_mask: Tensor | None = None
         self._short: _Rows | None = None

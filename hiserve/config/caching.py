@@ -31,8 +31,7 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
         KVDType | Auto,
         about(
             "How all tiers keep what attention reads: bf16, in the type of the model; fp8, in 8 bits (E4M3) with scales, which takes "
-            "about half of the memory and changes logits a little. auto is fp8 if the checkpoint was made for it, else bf16. Of latents "
-            "(DeepSeek-V2, V3) nothing is in 8 bits but the keys of an index beside them (V3.2, GLM-5)."
+            "about half of the memory and changes logits a little. auto is fp8 if the checkpoint was made for it, else bf16."
         ),
     ] = "auto"
     window_pages: Annotated[

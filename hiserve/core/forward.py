@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 
+import torch
 from torch import Tensor
 
 from hiserve.core.plan import Int32Array
+from hiserve.core.row_shapes import PackedPages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -17,29 +19,39 @@ class LayerKV:
     Slot ``page * page_size + offset`` holds one token. Slots without an owner may hold anything, NaN included.
 
     Attributes:
-        k: ``[num_slots, num_kv_heads, head_dim]``, the group's dtype, on the device. If packed, uint8: bits of E4M3.
-        v: Like ``k``; where one row is both, a view of its first elements.
+        k: ``[num_slots, num_kv_heads, head_dim]``, the group's dtype, on the device. If packed, uint8: bits of E4M3, or of one row
+            that is both, ``[num_slots, 1, row_bytes]``.
+        v: Like ``k``; where one row is both, a view of its first elements, or of all its bytes.
         scales: Of packed keys and values, int32 ``[num_slots, scale_words]`` (``core.row_shapes``); None of others.
+        page_rows: Slots of a page.
     """
 
     k: Tensor
     v: Tensor
     scales: Tensor | None = field(default=None, kw_only=True)
+    page_rows: int = field(default=1, kw_only=True)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it is in 8 bits."""
+        return self.k.dtype == torch.uint8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentKV(LayerKV):
     """A layer whose heads share one row per token: a latent, and a rotated key (DeepSeek-V2, arXiv:2405.04434).
 
-    ``k`` is ``[num_slots, 1, rank + rope_dim]``, ``v`` its first ``rank`` elements.
+    ``k`` is ``[num_slots, 1, rank + rope_dim]``, ``v`` its first ``rank`` elements, unless they are packed.
 
     Attributes:
         to_keys: ``[num_heads, nope_dim, rank]``. A head's key is its product with the latent, then the rotated key.
         to_values: ``[num_heads, value_dim, rank]``, likewise of values.
+        packed: How ``k`` holds rows in 8 bits; None is as they are.
     """
 
     to_keys: Tensor
     to_values: Tensor
+    packed: PackedPages | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

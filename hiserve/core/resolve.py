@@ -210,7 +210,7 @@ def _kv_dtype(options: Options, model: ModelFacts) -> KVDType:
         raise ConfigError(
             "--kv-dtype is fp8, but this model cannot have it: keys and values of heads can, if heads have a multiple of 16 "
             "elements; rows of DeepSeek-V4 can, if 8, 16, 32 or 64 of their numbers are rotated, of up to 8 times as many; keys of "
-            "an index can, if they have a power of 2 of numbers, 8 at least; latents cannot. Leave --kv-dtype out.",
+            "an index can, if they have a power of 2 of numbers, 8 at least; latents can, likewise from 32 on. Leave --kv-dtype out.",
             param="kv_dtype",
         )
     if given == "auto":

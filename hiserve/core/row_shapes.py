@@ -7,6 +7,7 @@ from typing import NamedTuple
 LEAST_TILE, MOST_TILE = 8, 64  # numbers of a scale in a row; with fewer, scales would take more than an eighth of it
 MOST_TILES = 8  # of a row; the scales of all but one are 8 bytes at most, which kernels read at once
 WIDE_SCALE_BYTES = 4  # float32
+LATENT_SCALES = 4  # of a latent, which kernels read at once
 PACKED_CAPABILITY = (8, 9)  # the least of a GPU with instructions for E4M3
 
 
@@ -92,6 +93,15 @@ def packed_row(width: int, rope_dim: int) -> PackedShape | None:
     if not is_tile or width % rope_dim or not 2 <= width // rope_dim <= MOST_TILES:
         return None
     return PackedShape(width - rope_dim, rope_dim, rope_dim)
+
+
+def packed_latent(rank: int, rope_dim: int) -> PackedShape | None:
+    """Returns the row of a latent of ``rank`` numbers, which has four scales, and of a rotated key, which stays in bfloat16.
+
+    None if ``rank`` is no power of 2, or so small that scales would take more than half of it. Of 512 and 64 numbers it has 656 bytes.
+    """
+    tile = rank // LATENT_SCALES
+    return PackedShape(rank, rope_dim, tile, True) if tile >= LEAST_TILE and not rank & (rank - 1) else None
 
 
 def packed_key(width: int) -> PackedShape | None:

@@ -79,7 +79,6 @@ class StoredBytes(msgspec.Struct, frozen=True, kw_only=True):
 
     token: int  # of the rows of one token
     window: int = 0  # of these, those of layers that have a window where others have none
-    elements: int = 0  # of a token, beside these bytes: those that stay in the type of the model
     ratios: tuple[tuple[int, int], ...] = ()  # of a row that stands for several tokens, and these
 
 
@@ -122,8 +121,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the bytes of its rows, packed or in elements of so many bytes."""
         if packs_rows:
             assert self.packed is not None, "rows of this model cannot be packed"
-            token = self.packed.token + self.packed.elements * element_bytes
-            return StoredBytes(token=token, window=self.packed.window, ratios=self.packed.ratios)
+            return self.packed
         ratios = tuple((elements * element_bytes, ratio) for elements, ratio in self.ratio_elements)
         return StoredBytes(
             token=self.slot_elements * element_bytes, window=self.window_elements * element_bytes, ratios=ratios

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hiserve.core.row_shapes import PackedPages
 from hiserve.core.step_memory import MAX_PROGRAMS, PROGRAM_QUERIES
 from hiserve.kernels.index_topk import choose_rows as choose_rows
 from hiserve.kernels.latent_decode import LatentRows, choose_num_parts, decode
@@ -13,7 +14,15 @@ from hiserve.kernels.launch import num_processors
 _MAX_TOKENS = 65_535  # of a launch: programs along its second dimension
 
 
-def attend_chosen(q: Tensor, pool: Tensor, slots: Tensor, counts: Tensor, scale: float, rank: int) -> Tensor:
+def attend_chosen(
+    q: Tensor,
+    pool: Tensor,
+    slots: Tensor,
+    counts: Tensor,
+    scale: float,
+    rank: int,
+    packed: PackedPages | None = None,
+) -> Tensor:
     """Like ``chosen_reference.attend_chosen``: each token is a row of its own, whose pages have one token."""
     num_heads, out = q.shape[1], q.new_empty((*q.shape[:2], rank))
     for first in range(0, q.shape[0], _MAX_TOKENS):
@@ -39,5 +48,6 @@ def attend_chosen(q: Tensor, pool: Tensor, slots: Tensor, counts: Tensor, scale:
             scale=scale,
             hides_first=False,
             out=out[mine],
+            packed=packed,
         )
     return out

@@ -257,7 +257,7 @@ def _divide(x, y):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _words(seed, choice, position, stream, block, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """One random word for each entry of a block, as in ``kernels.reference.gumbel``: four to a counter."""
+    """One random word for each entry of a block, as in ``kernels.noise.gumbel``: four to a counter."""
     counter = (block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     a, b, c, d = tl.philox(seed, counter, position.to(tl.uint32), choice.to(tl.uint32), stream)
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK])

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hiserve.core.row_shapes import PackedPages
+from hiserve.kernels.latent_rows import load_latents, page_rows_of
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 
 MAX_PARTS = 64
@@ -56,6 +58,7 @@ class _Shape(NamedTuple):
     rank: int
     rope_dim: int
     page_size: int
+    packed_rows: int  # of a page, if they are packed; else 0
     num_queries: int
     num_keys: int
     min_part_keys: int
@@ -100,27 +103,31 @@ def decode(
     scale: float,
     hides_first: bool,
     out: Tensor,
+    packed: PackedPages | None = None,
 ) -> None:
     """Attends over the pages of some rows. Reads no slot and no table entry that a row does not own.
 
     Args:
         q: ``[T, num_heads, rank + rope_dim]``, contiguous. float32 or 16 bits.
-        pool: ``[num_slots, 1, rank + rope_dim]``, of the same type; the first ``rank`` elements are the value.
+        pool: ``[num_slots, 1, rank + rope_dim]``, of the same type, or packed; the first ``rank`` elements are the value.
         rank: A power of 2, as is ``rope_dim``; 16 at least.
         rows: The rows; ``T`` may have tokens of others.
         max_q_len: Most tokens of one of them.
         num_parts: Most parts into which the keys of a row are split; the device takes fewer for a short row.
-        page_size: Tokens per page.
+        page_size: Tokens per page of ``rows.page_table``.
         scale: Factor of the scores.
         hides_first: No token sees position 0, whose slot may hold anything.
         out: ``[T, num_heads, rank]``, contiguous; tokens of these rows are written, zeros where one sees no key.
+        packed: How ``pool`` holds rows in 8 bits; None is as they are.
     """
     num_tokens, num_heads, width = q.shape
     assert q.is_contiguous() and out.is_contiguous(), (q.stride(), out.stride())
     assert pool.stride(2) == 1 and rows.page_table.stride(1) == 1, (pool.stride(), rows.page_table.stride())
     tile, early = tile_for(max_q_len * num_heads, q.dtype), early_launch(q.device)
     sizes = (tile.num_queries, tile.num_keys, _MIN_PART_KEYS)
-    shape = _Shape(num_heads, rank, width - rank, page_size, *sizes, hides_first=hides_first)
+    packed_rows = page_rows_of(packed, pool, rank, width - rank)
+    assert packed_rows or (pool.dtype == q.dtype and pool.shape[2] == width), (pool.dtype, pool.shape)
+    shape = _Shape(num_heads, rank, width - rank, page_size, packed_rows, *sizes, hides_first=hides_first)
     num_rows = rows.kv_lens.shape[0]
     part_out, part_lse = out, None
     if num_parts > 1:
@@ -211,9 +218,15 @@ def _attend(  # type: ignore[no-untyped-def]
                 is_key = is_key & (key > 0)
             entry = page_table + row.to(tl.int64) * table_stride + key // SHAPE.page_size
             page = tl.load(entry, mask=is_key, other=0)
-            slot = pool + (page.to(tl.int64) * SHAPE.page_size + key % SHAPE.page_size)[:, None] * slot_stride
-            latents = tl.load(slot + column[None, :], mask=is_key[:, None], other=0.0)
-            turns = tl.load(slot + turned[None, :], mask=is_key[:, None], other=0.0)
+            slot = page.to(tl.int64) * SHAPE.page_size + key % SHAPE.page_size
+            if SHAPE.packed_rows:
+                latents, turns = load_latents(
+                    pool, slot, is_key, plain.dtype, SHAPE.rank, SHAPE.rope_dim, SHAPE.packed_rows
+                )
+            else:
+                place = pool + slot[:, None] * slot_stride
+                latents = tl.load(place + column[None, :], mask=is_key[:, None], other=0.0)
+                turns = tl.load(place + turned[None, :], mask=is_key[:, None], other=0.0)
             scores = tl.dot(plain, tl.trans(latents), input_precision="ieee")
             scores = tl.dot(rotated, tl.trans(turns), scores, input_precision="ieee") * scale
             scores = tl.where(is_key[None, :] & (key[None, :] <= last[:, None]), scores, -float("inf"))

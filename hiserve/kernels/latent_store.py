@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hiserve.core.forward import LayerKV
+from hiserve.core.row_shapes import PackedPages
+from hiserve.kernels.latent_rows import as_stored, page_rows_of, store_latent
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 
 _BLOCK_HEADS = 8
@@ -16,12 +18,21 @@ _MAX_WARPS = 4
 
 
 def store_latents(
-    q: Tensor, row: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, kv: LayerKV, slots: Tensor
+    q: Tensor,
+    row: Tensor,
+    weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    kv: LayerKV,
+    slots: Tensor,
+    packed: PackedPages | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Like ``reference.store_latents``: queries are rotated in place."""
     (num_tokens, num_heads, _), (rank, rope_dim) = q.shape, (weight.shape[0], cos.shape[2])
     assert q.stride(2) == row.stride(1) == kv.k.stride(2) == 1, (q.stride(), row.stride(), kv.k.stride())
-    assert row.shape[1] == kv.k.shape[2] == rank + rope_dim, f"{row.shape} and {kv.k.shape}"
+    page_rows = page_rows_of(packed, kv.k, rank, rope_dim)
+    assert row.shape[1] == rank + rope_dim and (page_rows or kv.k.shape[2] == row.shape[1]), (row.shape, kv.k.shape)
     rows = torch.empty((num_tokens, 1, rank + rope_dim), dtype=row.dtype, device=row.device)
     num_blocks = 1 + triton.cdiv(num_heads, _BLOCK_HEADS)  # of a token: its row, then its queries
     _store_latents[(num_tokens * num_blocks,)](
@@ -42,6 +53,7 @@ def store_latents(
         PLAIN=q.shape[2] - rope_dim,
         RANK=rank,
         HALF=rope_dim // 2,
+        PAGE_ROWS=page_rows,
         BLOCK_HEADS=_BLOCK_HEADS,
         BLOCK_RANK=triton.next_power_of_2(rank),
         BLOCK_PAIRS=triton.next_power_of_2(rope_dim // 2),
@@ -70,6 +82,7 @@ def _store_latents(  # type: ignore[no-untyped-def]
     PLAIN: tl.constexpr,  # noqa: N803
     RANK: tl.constexpr,  # noqa: N803
     HALF: tl.constexpr,  # noqa: N803
+    PAGE_ROWS: tl.constexpr,  # noqa: N803
     BLOCK_HEADS: tl.constexpr,  # noqa: N803
     BLOCK_RANK: tl.constexpr,  # noqa: N803
     BLOCK_PAIRS: tl.constexpr,  # noqa: N803
@@ -88,21 +101,28 @@ def _store_latents(  # type: ignore[no-untyped-def]
     sine = tl.load(sin + angle, mask=pair < HALF, other=0.0)
     if block == 0:
         column = tl.arange(0, BLOCK_RANK)
-        source, stored = row + token * row_stride, pool + tl.load(slots + token) * slot_stride
+        source, slot = row + token * row_stride, tl.load(slots + token)
         target = rows + token * (RANK + 2 * HALF)
         latent = tl.load(source + column, mask=column < RANK, other=0.0).to(wide)
         scale = tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps)
         weights = tl.load(weight + column, mask=column < RANK, other=0.0).to(wide)
         normed = ((latent * scale).to(weight.dtype.element_ty).to(wide) * weights).to(dtype)
+        if PAGE_ROWS:
+            normed, stored = store_latent(normed, pool, slot, RANK, 2 * HALF, PAGE_ROWS)
+        else:
+            stored = pool + slot * slot_stride
+            tl.store(stored + column, normed, mask=column < RANK)
+            stored += RANK
         tl.store(target + column, normed, mask=column < RANK)
-        tl.store(stored + column, normed, mask=column < RANK)
         one = tl.load(source + RANK + pair, mask=pair < HALF, other=0.0).to(wide)
         other = tl.load(source + RANK + HALF + pair, mask=pair < HALF, other=0.0).to(wide)
         turned, partner = (one * cosine - other * sine).to(dtype), (other * cosine + one * sine).to(dtype)
+        if PAGE_ROWS:
+            turned, partner = as_stored(turned), as_stored(partner)
         tl.store(target + RANK + pair, turned, mask=pair < HALF)
         tl.store(target + RANK + HALF + pair, partner, mask=pair < HALF)
-        tl.store(stored + RANK + pair, turned, mask=pair < HALF)
-        tl.store(stored + RANK + HALF + pair, partner, mask=pair < HALF)
+        tl.store(stored + pair, turned.to(stored.dtype.element_ty), mask=pair < HALF)
+        tl.store(stored + HALF + pair, partner.to(stored.dtype.element_ty), mask=pair < HALF)
     else:
         head = (block - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         mask = (head < NUM_HEADS)[:, None] & (pair < HALF)[None, :]

@@ -60,6 +60,7 @@ class Ops(Protocol):
         sin: Tensor,
         kv: LayerKV,
         slots: Tensor,
+        packed: PackedPages | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Rotates the queries of latent attention, norms and rotates rows, and writes these into their slots."""
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hiserve.core.activation import GELU_TANH, SILU, Activation
 from hiserve.core.forward import LayerKV
+from hiserve.core.row_shapes import PackedPages
 from hiserve.kernels.delta import delta as delta
 from hiserve.kernels.gated_norm import gated_rms_norm as gated_rms_norm
 from hiserve.kernels.index_rows import rotate_first as rotate_first
@@ -15,12 +16,7 @@ from hiserve.kernels.index_rows import store_index_keys as store_index_keys
 from hiserve.kernels.packed_weights import Weights, plain
 from hiserve.kernels.quantized import quantized_linear as quantized_linear
 from hiserve.kernels.routing import route_in_groups as route_in_groups
-from hiserve.kernels.row_codecs import store_heads
-
-_MASK32 = 0xFFFFFFFF
-_PHILOX_M = (0xD2511F53, 0xCD9E8D57)
-_PHILOX_W = (0x9E3779B9, 0xBB67AE85)
-_PHILOX_ROUNDS = 10
+from hiserve.kernels.row_codecs import load_packed, store_heads, store_packed
 
 NO_LAST_LOC = -1
 NO_OWNER = -1
@@ -119,7 +115,15 @@ def rotate_and_store(
 
 
 def store_latents(
-    q: Tensor, row: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, kv: LayerKV, slots: Tensor
+    q: Tensor,
+    row: Tensor,
+    weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    kv: LayerKV,
+    slots: Tensor,
+    packed: PackedPages | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotates the queries of latent attention, norms and rotates rows, and writes these into their slots.
 
@@ -132,14 +136,19 @@ def store_latents(
         sin: Likewise.
         kv: The layer's pool, whose rows are in ``k``.
         slots: int64 ``[T]``.
+        packed: How ``kv.k`` holds rows in 8 bits; None is as they are.
 
     Returns:
-        Queries, as ``q``, and rows, ``[T, 1, rank + rope_dim]``.
+        Queries, as ``q``, and rows as they are read, ``[T, 1, rank + rope_dim]``.
     """
     rank, rope_dim = weight.shape[0], cos.shape[2]
     latent, key = row.unsqueeze(1).split_with_sizes((rank, rope_dim), -1)
     rows = torch.cat((rms_norm(latent, weight, eps), rope(key, cos, sin)), -1)
-    kv.k.index_copy_(0, slots, rows)
+    if packed is None:
+        kv.k.index_copy_(0, slots, rows)
+    else:
+        store_packed(kv.k[:, 0], slots, rows[:, 0], packed)
+        rows = load_packed(kv.k[:, 0], slots, packed).to(rows.dtype)[:, None]
     plain, turned = q.split_with_sizes((q.shape[2] - rope_dim, rope_dim), -1)
     return torch.cat((plain, rope(turned, cos, sin)), -1), rows
 
@@ -246,75 +255,6 @@ def mix_experts(
         into, back = (plain(each, x.dtype) for each in shared)
         out += F.linear(act_mul(F.linear(x, into), activation), back)
     return out.to(x.dtype)
-
-
-def philox(counter: Tensor, key: Tensor) -> Tensor:
-    """Philox-4x32-10: four random words for each counter.
-
-    Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. torch has no uint32
-    arithmetic, so words are int64: a 32 x 32 bit product wraps to the correct 64 bits.
-
-    Args:
-        counter: int64 ``[4, ...]``, values in [0, 2**32).
-        key: int64 ``[2, ...]``, values in [0, 2**32); broadcasts to ``counter[:2]``.
-
-    Returns:
-        int64 ``[4, ...]``, values in [0, 2**32).
-    """
-    multipliers, weyl = _pair(*_PHILOX_M, like=counter), _pair(*_PHILOX_W, like=counter)
-    even, odd = counter[0::2], counter[1::2]
-    for _ in range(_PHILOX_ROUNDS):
-        products = (even * multipliers).flip(0)
-        # High halves are sign-extended, odd words and keys exceed 32 bits: one mask clears them all.
-        even = (products >> 32).bitwise_xor_(odd).bitwise_xor_(key).bitwise_and_(_MASK32)
-        odd = products
-        key = key + weyl
-    return torch.stack((even, odd & _MASK32), 1).flatten(0, 1)
-
-
-def _pair(first: int, second: int, like: Tensor) -> Tensor:
-    """Two constants along the first dimension, computed on the device: a copy from the host would block."""
-    pair = first + torch.arange(2, device=like.device) * (second - first)
-    return pair.view(2, *[1] * (like.dim() - 1))
-
-
-def gumbel(seed: Tensor, choice: Tensor, position: Tensor, stream: int, size: int) -> Tensor:
-    """Standard Gumbel noise for every vocabulary entry, a function of its arguments alone.
-
-    Args:
-        seed: int64 ``[S]``, in [0, 2**63).
-        choice: int64 ``[S]``, in [0, 2**32).
-        position: int64 ``[S]``, in [0, 2**32). Absolute position of the token to draw.
-        stream: Separates the uses of random numbers at one position.
-        size: Vocabulary entries.
-
-    Returns:
-        float64 ``[S, size]``, finite.
-    """
-    blocks = torch.arange(-(-size // 4), device=seed.device)  # one counter gives four entries
-    words = _words(seed, choice, position, stream, blocks.expand(seed.shape[0], -1))
-    return _gumbel(words.permute(1, 2, 0).flatten(1)[:, :size])
-
-
-def gumbel_at(seed: Tensor, choice: Tensor, position: Tensor, stream: int, entries: Tensor) -> Tensor:
-    """The noise of ``gumbel`` for some vocabulary entries, int64 ``[S, n]``; returns float64 ``[S, n]``."""
-    words = _words(seed, choice, position, stream, entries // 4)
-    return _gumbel(words.gather(0, (entries % 4)[None])[0])
-
-
-def _words(seed: Tensor, choice: Tensor, position: Tensor, stream: int, blocks: Tensor) -> Tensor:
-    """Four random words for each block ``[S, n]`` of four vocabulary entries: int64 ``[4, S, n]``."""
-    counter = blocks.new_empty((4, *blocks.shape))
-    counter[0] = blocks
-    counter[1] = position[:, None]
-    counter[2] = choice[:, None]
-    counter[3] = stream
-    return philox(counter, torch.stack((seed & _MASK32, seed >> 32)).unsqueeze(-1))
-
-
-def _gumbel(words: Tensor) -> Tensor:
-    uniform = words.to(torch.float64).add_(0.5).mul_(2.0**-32)  # never 0 or 1
-    return uniform.log_().neg_().log_().neg_()
 
 
 def list_pages(

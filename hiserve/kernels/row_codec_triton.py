@@ -30,7 +30,7 @@ def tile_of(packed: PackedPages | None, pool: Tensor, width: int, page_rows: int
 
 
 @triton.jit
-def _rounded(value):  # type: ignore[no-untyped-def]
+def rounded(value):  # type: ignore[no-untyped-def]
     """Rounds finite numbers to bfloat16, to the nearest and of two to the even one, as bits of float32."""
     bits = value.to(tl.float32).to(tl.int32, bitcast=True)
     return (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
@@ -38,7 +38,7 @@ def _rounded(value):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def to_e4m3(value):  # type: ignore[no-untyped-def]
-    """Rounds finite numbers to E4M3, as ``_rounded`` does: by bits, which is the same on all devices."""
+    """Rounds finite numbers to E4M3, as ``rounded`` does: by bits, which is the same on all devices."""
     positive = tl.minimum(tl.abs(value), _LARGEST)
     bits = positive.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
@@ -110,12 +110,12 @@ def store_halves(  # type: ignore[no-untyped-def]
         small, others = to_e4m3(first * divided), to_e4m3(second * divided)
         tl.store(pool + place, small, mask=mask)
         tl.store(pool + place + half, others, mask=mask)
-        one, other = (_widened(small) * factor).to(one.dtype), (_widened(others) * factor).to(one.dtype)
+        one, other = (widened(small) * factor).to(one.dtype), (widened(others) * factor).to(one.dtype)
     return one, other
 
 
 @triton.jit
-def _widened(small):  # type: ignore[no-untyped-def]
+def widened(small):  # type: ignore[no-untyped-def]
     """Bits of E4M3 as float32."""
     return small.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
@@ -146,7 +146,7 @@ def store_row(  # type: ignore[no-untyped-def]
         tl.store(pool + slot * slot_stride + tl.arange(0, WIDTH), row.to(pool.dtype.element_ty))
     else:
         place, scale = places_of(pool, slot, WIDTH, TILE, PAGE_ROWS)
-        value = _rounded(row).to(tl.float32, bitcast=True)
+        value = rounded(row).to(tl.float32, bitcast=True)
         if TILE == WIDTH:
             factor = tl.maximum(tl.max(tl.abs(value), 0), _LEAST) * (1 / _LARGEST)
             small = to_e4m3(tl.div_rn(value, tl.broadcast_to(factor, [WIDTH])))
@@ -160,8 +160,8 @@ def store_row(  # type: ignore[no-untyped-def]
 def store_key(parts, places, are_there, pool, slot, WIDTH: tl.constexpr, PAGE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Stores a key of an index that comes in three parts, at places of its numbers; those that are not there are 0."""
     one, two, three = parts
-    one, two = _rounded(one).to(tl.float32, bitcast=True), _rounded(two).to(tl.float32, bitcast=True)
-    three = _rounded(three).to(tl.float32, bitcast=True)
+    one, two = rounded(one).to(tl.float32, bitcast=True), rounded(two).to(tl.float32, bitcast=True)
+    three = rounded(three).to(tl.float32, bitcast=True)
     largest = tl.maximum(tl.max(tl.abs(one), 0), tl.max(tl.abs(two), 0))
     factor = tl.maximum(tl.maximum(largest, tl.max(tl.abs(three), 0)), _LEAST) * (1 / _LARGEST)
     place, scale = places_of(pool, slot, WIDTH, WIDTH, PAGE_ROWS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hiserve.core.forward import LayerKV
+from hiserve.core.forward import LatentKV, LayerKV
 from hiserve.core.row_shapes import LEAST_EXPONENT, PackedPages, PackedShape
 
 LARGEST = 448.0  # of E4M3
@@ -37,7 +37,8 @@ def store_packed(pool: Tensor, slots: Tensor, rows: Tensor, pages: PackedPages) 
     wide = narrow[:, : shape.scaled].float().view(-1, shape.num_tiles, shape.tile)
     largest = wide.abs().amax(-1)
     if shape.has_wide_scales:
-        factors = largest.clamp_(min=LEAST) * (1 / LARGEST)
+        # Of what is not finite no number is read: its scale is infinite.
+        factors = largest.nan_to_num_(nan=torch.inf, posinf=torch.inf).clamp_(min=LEAST) * (1 / LARGEST)
         small, scales = wide / factors[..., None], factors.view(torch.uint8)
     else:
         exponents = scale_exponents(largest)
@@ -101,7 +102,10 @@ def store_heads(kv: LayerKV, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
 
 
 def load_heads(kv: LayerKV, slots: Tensor | slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns the keys and values of slots, ``[*slots.shape, num_kv_heads, head_dim]``; of packed ones as ``store_heads``."""
+    """Returns the keys and values of slots, ``[*slots.shape, num_kv_heads, head_dim]``; of packed ones as they were stored."""
+    if isinstance(kv, LatentKV) and kv.packed is not None:
+        rows = load_latents(kv, slots, dtype)[..., None, :]
+        return rows, rows[..., : kv.to_keys.shape[2]]
     if kv.scales is None:
         return kv.k[slots].to(dtype), kv.v[slots].to(dtype)
     scales, num_heads = kv.scales[slots].view(torch.uint8).to(torch.int32) - 127, kv.k.shape[1]
@@ -110,6 +114,15 @@ def load_heads(kv: LayerKV, slots: Tensor | slice, dtype: torch.dtype) -> tuple[
         for which, pool in enumerate((kv.k, kv.v))
     )
     return k, v
+
+
+def load_latents(kv: LatentKV, slots: Tensor | slice, dtype: torch.dtype) -> Tensor:
+    """Returns the rows of slots, ``[*slots.shape, rank + rope_dim]``; of packed ones as ``store_packed``."""
+    if kv.packed is None:
+        return kv.k[slots, 0].to(dtype)
+    if isinstance(slots, slice):
+        slots = torch.arange(slots.start, slots.stop, device=kv.k.device)
+    return load_packed(kv.k[:, 0], slots, kv.packed).to(dtype)
 
 
 def _widened(bits: Tensor) -> Tensor:

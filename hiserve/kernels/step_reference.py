@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from hiserve.core.forward import StateRows
-from hiserve.kernels.reference import PADDING_PAGE, gumbel, is_last_loc_legal, is_table_owned, last_loc
+from hiserve.kernels.noise import gumbel
+from hiserve.kernels.reference import PADDING_PAGE, is_last_loc_legal, is_table_owned, last_loc
 from hiserve.kernels.sampling import argmax, masked
 from hiserve.kernels.step_ops import RowTensors, StateTensors, StepInputs, TokenMasks, WindowTensors
 

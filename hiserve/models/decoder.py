@@ -327,7 +327,7 @@ def attention_shape(
         sinks=sinks,
         score_scalar=config.score_scalar,
         first_layer=0 if config.delta is None else min(set(range(config.num_layers)) - config.delta.layers),
-        packs_heads=packs_rows and not (config.latent or config.compressed) and config.packed_bytes is not None,
+        packs_rows=packs_rows and config.compressed is None and config.packed_bytes is not None,
         is_union=config.compressed is not None,
         index=None if config.index is None else IndexShape(config.index.width, config.index.most),
     )

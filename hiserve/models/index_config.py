@@ -9,7 +9,6 @@ import msgspec
 
 from hiserve.core.kv_groups import CacheGroupSpec, CachePlan
 from hiserve.core.row_shapes import PackedShape, packed_key
-from hiserve.core.step_memory import StoredBytes
 from hiserve.models.config_fields import ConfigFields, Count, Size, convert, nonsense
 
 KEYS = "index"  # the group of the keys
@@ -49,10 +48,10 @@ class IndexConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Returns elements of a token in one layer: queries, as they come and rotated, weights, a key, and the slots of its choice."""
         return 2 * self.num_heads * self.width + self.num_heads + 4 * self.width + _SLOT_ELEMENTS * self.most
 
-    def cache_plan(self, rows: CacheGroupSpec, *, packs_keys: bool) -> CachePlan:
+    def cache_plan(self, rows: CacheGroupSpec, *, packs_rows: bool) -> CachePlan:
         """Returns the groups of all layers; ``rows`` are the latents, of all layers."""
-        packed = self.packed_key if packs_keys else None
-        assert packed is not None or not packs_keys, f"keys of {self.width} numbers cannot be packed"
+        packed = self.packed_key if packs_rows else None
+        assert packed is not None or not packs_rows, f"keys of {self.width} numbers cannot be packed"
         size = self.width if packed is None else packed.row_bytes
         keys = CacheGroupSpec(
             name=KEYS,
@@ -69,14 +68,6 @@ class IndexConfig(msgspec.Struct, frozen=True, kw_only=True):
             layers=tuple((rows.name, layer) for layer in every),
             beside=tuple(((KEYS, places[layer]),) if layer in places else () for layer in every),
         )
-
-
-def index_packed_bytes(config: IndexConfig | None, slot_elements: int) -> StoredBytes | None:
-    """Returns what a token stores with packed keys, of ``slot_elements`` all groups together; None if there are none to pack."""
-    key = None if config is None else config.packed_key
-    if config is None or key is None:
-        return None
-    return StoredBytes(token=len(config.layers) * key.row_bytes, elements=slot_elements - config.slot_elements)
 
 
 class _Fields(msgspec.Struct):

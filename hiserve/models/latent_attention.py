@@ -10,7 +10,9 @@ from torch import Tensor
 from hiserve.attention.base import Attention, LatentShape
 from hiserve.attention.indexed import IndexedAttention
 from hiserve.core.forward import ForwardInputs, LatentKV, LayerKV
+from hiserve.core.row_shapes import PackedPages
 from hiserve.kernels.ops import Ops
+from hiserve.kernels.row_codecs import pages_of
 from hiserve.layers import Linear, RMSNorm, Rotation
 from hiserve.models.index_config import IndexConfig
 from hiserve.models.latent_config import LatentConfig
@@ -63,11 +65,11 @@ class LatentSelfAttention:
             key, weights = of_index
             self.index(source, key, weights, inputs, rotation, kv, attention)
         q, k, v = self._store(source, row, inputs, rotation, kv)
-        latents = LatentKV(k=kv.k, v=kv.v, to_keys=self.to_keys, to_values=self.to_values)
+        latents = LatentKV(k=kv.k, v=kv.v, to_keys=self.to_keys, to_values=self.to_values, packed=self._packed(kv))
         return attention.forward(q, k, v, latents, self.layer).flatten(1)
 
     def store(self, x: Tensor, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV) -> tuple[Tensor, Tensor, Tensor]:
-        """Stores rows, and returns queries, rows and their latents.
+        """Stores rows, and returns queries, rows as they are read, and their latents.
 
         Queries are ``[T, num_heads, nope_dim + rope_dim]``, rows ``[T, 1, rank + rope_dim]``.
         """
@@ -85,8 +87,13 @@ class LatentSelfAttention:
         config = self.config
         q = source if self.query_up is None else self.query_up(source)
         q = q.view(source.shape[0], -1, config.key_dim)
-        q, rows = self.ops.store_latents(q, row, self.row_weight, _EPS, rotation.cos, rotation.sin, kv, inputs.slots)
+        turns = rotation.cos, rotation.sin
+        q, rows = self.ops.store_latents(q, row, self.row_weight, _EPS, *turns, kv, inputs.slots, self._packed(kv))
         return q, rows, rows[..., : config.rank]
+
+    def _packed(self, kv: LayerKV) -> PackedPages | None:
+        """Returns how a layer's pool holds rows in 8 bits; None if it does not."""
+        return pages_of(kv.k, self.config.packed_row, kv.page_rows)
 
 
 def make_latent_attention(

@@ -6,6 +6,7 @@ import math
 
 import msgspec
 
+from hiserve.core.row_shapes import PackedShape, packed_latent
 from hiserve.errors import ModelError
 from hiserve.models.config_fields import ConfigFields
 
@@ -31,6 +32,11 @@ class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):
     def width(self) -> int:
         """Elements that a token stores in a layer."""
         return self.rank + self.rope_dim
+
+    @property
+    def packed_row(self) -> PackedShape | None:
+        """A row in 8 bits; None if it cannot be."""
+        return packed_latent(self.rank, self.rope_dim)
 
     @property
     def key_dim(self) -> int:

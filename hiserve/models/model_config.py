@@ -13,7 +13,7 @@ from hiserve.core.kv_groups import CacheGroupSpec, CachePlan, carried_bytes, pac
 from hiserve.core.quantization import Quantization
 from hiserve.core.step_memory import DEFAULT_PAGE_SIZE, ModelFacts, StepShape, StoredBytes
 from hiserve.errors import ModelError
-from hiserve.models import compressed_cache, head_cache
+from hiserve.models import compressed_cache, head_cache, latent_cache
 from hiserve.models.checkpoint import Download, fetch, is_hub_name
 from hiserve.models.compressed_config import CompressedConfig, LayerKind, read_compressed
 from hiserve.models.compressed_spelling import respell_compressed
@@ -31,7 +31,7 @@ from hiserve.models.delta_config import DeltaConfig, read_delta, read_partial_di
 from hiserve.models.experts_config import ExpertsConfig, packed_size, read_experts, read_hashed_experts
 from hiserve.models.family import FAMILIES, Family
 from hiserve.models.generation_config import GenerationConfig, SamplingDefaults, as_ids, read_generation
-from hiserve.models.index_config import IndexConfig, index_packed_bytes, read_index
+from hiserve.models.index_config import IndexConfig, read_index
 from hiserve.models.kv_scheme import asks_for_packed
 from hiserve.models.latent_config import LatentConfig, read_latent
 from hiserve.models.quantize import read_quantization
@@ -194,14 +194,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the KV groups of its layers, stored as ``dtype``: one, but for compressed attention and beside an index."""
         if self.compressed is not None or self.index is not None:
             return self.cache_plan(dtype, frees_windows=False, packs_rows=packs_rows).groups
-        groups = (self._kv_group(dtype),)
+        groups = (self._kv_group(dtype, packs_rows=packs_rows),)
         return pack_heads(groups) if packs_rows and self.packed_bytes is not None else groups
 
     @property
     def packed_bytes(self) -> StoredBytes | None:
         """Bytes of what attention reads in 8 bits; None if it cannot be packed."""
-        if self.compressed is not None or self.latent is not None:
-            return compressed_cache.packed_bytes(self.compressed) or index_packed_bytes(self.index, self.slot_elements)
+        if self.compressed is not None:
+            return compressed_cache.packed_bytes(self.compressed)
+        if self.latent is not None:
+            return latent_cache.packed_bytes(self.latent, self.index, self.num_layers)
         return head_cache.packed_bytes(self.num_attention_layers, self._num_windows, self.num_kv_heads, self.head_dim)
 
     @property
@@ -209,15 +211,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Layers with a window, if others have none."""
         return sum(window is not None for window in self.windows) if self.tail_window else 0
 
-    def _kv_group(self, dtype: str) -> CacheGroupSpec:
+    def _kv_group(self, dtype: str, *, packs_rows: bool = False) -> CacheGroupSpec:
+        if self.latent is not None:
+            packs = packs_rows and self.packed_bytes is not None
+            return latent_cache.latent_group(self.latent, self.num_layers, dtype, packs_rows=packs)
         return CacheGroupSpec(
             name="kv",
             num_layers=self.num_attention_layers,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             dtype=dtype,
-            codec="kv" if self.latent is None else "latent",
-            value_dim=None if self.latent is None else self.latent.rank,
         )
 
     @property
@@ -232,16 +235,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the groups of its layers, stored as ``dtype``: one; two with an index or freed windows; beside states three.
 
         ``max_draft`` is the most drafts of a row in a step, by which what rows carry along is sized. ``packs_rows``: what
-        attention reads is in 8 bits; of latents the keys of their index alone.
+        attention reads is in 8 bits.
         """
         if self.compressed is not None:
             frees = frees_windows and self.tail_window > 0
             return compressed_cache.compressed_plan(
                 self.compressed, dtype, frees_windows=frees, max_draft=max_draft, packs_rows=packs_rows
             )
-        kv = self._kv_group(dtype)
+        kv = self._kv_group(dtype, packs_rows=packs_rows)
         if self.index is not None:
-            return self.index.cache_plan(kv, packs_keys=packs_rows)
+            return self.index.cache_plan(kv, packs_rows=packs_rows)
         if self.delta is not None:
             plan = self.delta.cache_plan(kv, self.num_layers, max_draft)
         else:

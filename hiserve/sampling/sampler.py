@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hiserve.kernels.reference import gumbel, gumbel_at
+from hiserve.kernels.noise import gumbel, gumbel_at
 from hiserve.kernels.sampling import argmax, ascending, likeliest, masked, token_counts
 from hiserve.kernels.step_ops import TokenMasks
 from hiserve.kernels.step_reference import SAMPLE_STREAM

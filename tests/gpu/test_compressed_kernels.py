@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from hiserve.core.row_shapes import PACKED_V4, PackedPages, packed_key
-from hiserve.kernels import compressed_fused, compressed_reference, index_rows, index_store, reference
+from hiserve.core.forward import LayerKV
+from hiserve.core.row_shapes import PACKED_V4, PackedPages, packed_key, packed_latent
+from hiserve.kernels import compressed_fused, compressed_reference, index_rows, index_store, latent_store, reference
 from hiserve.kernels.latent_union import choose_parts
 from hiserve.kernels.launch import num_processors
 from hiserve.kernels.pairs import PairFrequencies
@@ -220,3 +221,24 @@ def test_one_graph_serves_every_length(packs_rows: bool) -> None:
         for found, eager in zip(captured, step(), strict=True):
             assert torch.equal(found, eager), last
         assert not captured[1].isnan().any() and math.isfinite(float(captured[2].sum()))
+
+
+def test_a_stored_latent_has_the_bytes_of_the_twin_but_where_its_numbers_are_rounded() -> None:
+    """Of DeepSeek-V3.2; new rows are read as stored ones."""
+    torch.manual_seed(8)
+    row, angles = torch.randn(64, 576, device="cuda", dtype=BF16) * 3, torch.randn(64, 1, 64, device="cuda")
+    q, weight = torch.randn(64, 20, 192, device="cuda", dtype=BF16), torch.rand(512, device="cuda", dtype=BF16)
+    shape, slots = packed_latent(512, 64), torch.randperm(256, device="cuda")[:64]
+    assert shape is not None
+    pages, pools, given = (
+        PackedPages(shape, 64),
+        torch.full((2, 256, 1, 656), 255, dtype=torch.uint8, device="cuda"),
+        [],
+    )
+    for module, pool in zip((latent_store, reference), pools, strict=True):
+        turns = (angles.cos(), angles.sin())
+        given.append(module.store_latents(q.clone(), row, weight, 1e-6, *turns, LayerKV(k=pool, v=pool), slots, pages))
+        assert torch.equal(given[-1][1][:, 0], load_packed(pool[:, 0], slots, pages).to(BF16))
+    assert_close(given[0][0], given[1][0])
+    assert (pools[0] != pools[1]).float().mean() < 0.05
+    assert_close(*(load_packed(pool[:, 0], slots, pages) for pool in pools), rtol=0.13, atol=2e-2)

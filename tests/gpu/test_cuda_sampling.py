@@ -12,7 +12,7 @@ import torch
 from hiserve.core.plan import Scores
 from hiserve.core.request import SamplingParams
 from hiserve.engine.graph_check import no_sync
-from hiserve.kernels.reference import gumbel, gumbel_at
+from hiserve.kernels.noise import gumbel, gumbel_at
 from hiserve.kernels.sampling import argmax, ascending, likeliest, token_counts
 from tests.gpu.reference_engine import NUM_PAGES, engine
 from tests.helpers.models import Engine, save_llama

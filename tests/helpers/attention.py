@@ -69,7 +69,7 @@ class Case:
             sinks=(self._draw(self.num_heads).to(self._device), None) if sinks else (),
             hides_first=hides_first,
             score_scalar=score_scalar,
-            packs_heads=packs,
+            packs_rows=packs,
         )
         tokens = [(row, place) for row, (cached, new) in enumerate(lengths) for place in range(cached, cached + new)]
         self.masks = [self._mask(new, trees) for _, new in lengths]
@@ -106,17 +106,17 @@ class Case:
         num_slots = (1 + sum(map(len, self.tables))) * shape.page_size
         pool = torch.full((2, num_slots, num_kv_heads, shape.head_dim), torch.nan, dtype=shape.dtype)
         scales = None
-        if shape.packs_heads:  # bytes of -1 are NaN, and their scales infinite
+        if shape.packs_rows:  # bytes of -1 are NaN, and their scales infinite
             pool = torch.full(pool.shape, 255, dtype=torch.uint8)
             scales = torch.full((num_slots, scale_words(num_kv_heads)), -1, dtype=torch.int32)
         self.keys, self.values, new = [], [], []
         for row, (cached, num_new) in enumerate(self.lengths):
             kv = self._draw(2, cached + num_new, num_kv_heads, shape.head_dim).to(shape.dtype)
-            if shape.packs_heads:  # heads and tokens of every magnitude
+            if shape.packs_rows:  # heads and tokens of every magnitude
                 kv *= 2.0 ** torch.randint(-6, 6, (*kv.shape[:3], 1), generator=self._generator)
             if shape.hides_first:
                 kv[:, 0] = torch.nan
-            if shape.packs_heads:
+            if shape.packs_rows:
                 kv = torch.stack(store_heads(LayerKV(pool[0], pool[1], scales=scales), self._slots(row), kv[0], kv[1]))
             else:
                 pool[:, self._slots(row)] = kv

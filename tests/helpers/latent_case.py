@@ -8,7 +8,19 @@ from torch import Tensor
 
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.core.forward import ForwardInputs, LatentKV
+from hiserve.core.row_shapes import PackedPages, packed_latent
+from hiserve.kernels.row_codecs import load_packed, store_packed
 from tests.helpers.attention import NO_PAGE
+
+
+def pack_latents(pool: Tensor, rank: int, page_rows: int) -> tuple[Tensor, PackedPages]:
+    """Returns a pool ``[slots, 1, n]`` in 8 bits, and how it is; the bytes of rows with NaN are no numbers."""
+    shape = packed_latent(rank, pool.shape[2] - rank)
+    assert shape is not None, (rank, pool.shape)
+    pages, there = PackedPages(shape, page_rows), (~pool.isnan().any(-1)).nonzero()[:, 0]
+    packed = torch.full((len(pool), 1, shape.row_bytes), 255, dtype=torch.uint8)
+    store_packed(packed[:, 0], there, pool[there, 0], pages)
+    return packed, pages
 
 
 class LatentCase:
@@ -19,13 +31,20 @@ class LatentCase:
         rows: Tokens cached and new, of each row.
         num_decode: Leading rows that decode.
         device: Of all tensors but ``expected``.
+        packs: The pool is in 8 bits, and new rows are rounded likewise.
 
     Attributes:
         expected: float64 ``[T, num_heads, value_dim]``, on the CPU.
     """
 
     def __init__(
-        self, shape: AttentionShape, rows: tuple[tuple[int, int], ...], *, num_decode: int, device: str = "cpu"
+        self,
+        shape: AttentionShape,
+        rows: tuple[tuple[int, int], ...],
+        *,
+        num_decode: int,
+        device: str = "cpu",
+        packs: bool = False,
     ) -> None:
         assert shape.latent is not None
         self._shape, self._latent = shape, shape.latent
@@ -44,7 +63,11 @@ class LatentCase:
             table[row, : len(pages)] = pages
             positions = torch.arange(cached + new)
             places = pages[positions // shape.page_size] * shape.page_size + positions % shape.page_size
-            self._pool[places] = self._draw(cached + new, 1, shape.head_dim).to(shape.dtype)
+            held = self._draw(cached + new, 1, shape.head_dim).to(shape.dtype)
+            if packs:
+                bits, one = pack_latents(held, rank, 1)
+                held = load_packed(bits[:, 0], torch.arange(len(held)), one).to(shape.dtype)[:, None]
+            self._pool[places] = held
             q = self._draw(new, num_heads, self._latent.nope_dim + self._latent.rope_dim).to(shape.dtype)
             expected.append(self._oracle(q, places))
             if shape.hides_first:
@@ -53,10 +76,10 @@ class LatentCase:
             slots.append(places[cached:])
             fresh.append(self._pool[places[cached:]])
         self.expected = torch.cat(expected)
-        self.q, self.k, pool = torch.cat(queries).to(device), torch.cat(fresh).to(device), self._pool.to(device)
-        self.kv = LatentKV(
-            k=pool, v=pool[..., :rank], to_keys=self._to_keys.to(device), to_values=self._to_values.to(device)
-        )
+        self.q, self.k = torch.cat(queries).to(device), torch.cat(fresh).to(device)
+        pool, packed = pack_latents(self._pool, rank, shape.page_size) if packs else (self._pool, None)
+        pool, matrices = pool.to(device), (self._to_keys.to(device), self._to_values.to(device))
+        self.kv = LatentKV(k=pool, v=pool[..., :rank], to_keys=matrices[0], to_values=matrices[1], packed=packed)
         q_lens = np.array([new for _, new in rows], dtype=np.int32)
         token_rows = torch.repeat_interleave(torch.arange(len(rows)), torch.from_numpy(q_lens).long())
         self.inputs = ForwardInputs(

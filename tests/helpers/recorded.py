@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.kernels import step_reference
-from hiserve.kernels.reference import gumbel
+from hiserve.kernels.noise import gumbel
 from hiserve.kernels.sampling import masked
 from hiserve.kernels.step_ops import TokenMasks
 from tests.helpers.models import Engine

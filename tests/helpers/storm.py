@@ -12,7 +12,7 @@ import torch
 from hiserve import LLM, SamplingParams
 from hiserve.core.usage import DraftUse
 from hiserve.ipc.messages import WorkerStats
-from hiserve.kernels.reference import gumbel
+from hiserve.kernels.noise import gumbel
 from hiserve.kernels.step_reference import SAMPLE_STREAM
 from hiserve.llm.outputs import RequestOutput
 from hiserve.models.model_config import NANO, find_model

@@ -47,9 +47,10 @@ def snapshot_shape(group: CacheGroupSpec, num_slots: int) -> tuple[int, ...]:
     return (group.num_layers, num_slots, group.snapshot_rows, group.num_kv_heads * group.head_dim)
 
 
-def layer_views(storage: Tensor, value_dim: int | None = None) -> tuple[LayerKV, ...]:
-    """Returns the keys and values of each layer of a group, as views of its storage; ``value_dim`` is the group's."""
-    return tuple(LayerKV(k=planes[0], v=planes[-1][..., :value_dim]) for planes in storage)
+def layer_views(storage: Tensor, group: CacheGroupSpec, page_size: int) -> tuple[LayerKV, ...]:
+    """Returns the keys and values of each layer of a group, as views of its storage."""
+    page_rows = group.page_rows(page_size)
+    return tuple(LayerKV(k=planes[0], v=planes[-1][..., : group.value_dim], page_rows=page_rows) for planes in storage)
 
 
 class DevicePool:
@@ -91,7 +92,7 @@ class DevicePool:
             if is_row:
                 self._snapshots[group.name] = storage.new_empty(snapshot_shape(group, num_snapshots))
             if not is_row:
-                self._layers[group.name] = layer_views(storage, group.value_dim)
+                self._layers[group.name] = layer_views(storage, group, page_size)
         for name in [each.name for each in groups if scales_of(each.name) in scales]:
             pairs = zip(self._layers[name], self._layers[scales_of(name)], strict=True)
             self._layers[name] = tuple(replace(kv, scales=of_heads.k[:, 0]) for kv, of_heads in pairs)
@@ -127,6 +128,7 @@ class DevicePool:
             k=own.k,
             v=own.v,
             scales=own.scales,
+            page_rows=own.page_rows,
             beside={name: self._memory(name, index) for name, index in others},
             snapshots={name: self._snapshots[name][index] for name, index in places if name in self._snapshots},
         )

@@ -1,11 +1,11 @@
 """An index beside latents (DeepSeek-V3.2, GLM-5)."""
 
 from hiserve.attention import indexed
-from hiserve.kernels import chosen_reference, chosen_triton, index_rows, index_store, row_codec_triton
+from hiserve.kernels import chosen_reference, chosen_triton, index_rows, index_store, latent_rows, reference, row_codec_triton
 from hiserve.models import index_config, latent_attention, model_config, row_index
 from hiserve.text.template import deepseek_v32
-from tests.e2e import test_index_graphs, test_index_oracle, test_packed_keys
-from tests.unit.kernels import test_index_store, test_latent_decode
+from tests.e2e import test_index_graphs, test_index_oracle, test_packed_latents
+from tests.unit.kernels import test_fused, test_index_store, test_latent_decode
 from tests.unit.models import test_index_config
 from tests.unit.text import test_deepseek_v32_prompts
 
@@ -64,7 +64,19 @@ with row_codec_triton.store_key, test_index_store.test_packed_keys_have_the_byte
     "kernel: numbers that are not rotated do not count in the scale of a packed key"
     tl.maximum(largest, tl.max(tl.abs(three), 0))
     largest
-with row_index.RowIndex.__call__, test_packed_keys.test_logits_are_those_of_rounded_keys["deepseek_v32"]:
+with latent_rows.load_latents, test_latent_decode.test_rows_in_8_bits_are_read_as_the_reference_reads_them:
+    "kernel: all quarters of a packed latent have the scale of the first"
+    tl.load(scale[:, None] + quarter[None, :], mask=is_there[:, None], other=0.0)
+    tl.load(scale[:, None] + 0 * quarter[None, :], mask=is_there[:, None], other=0.0)
+with latent_rows.as_stored, test_fused.test_fused_kernels_compute_what_their_twins_do:
+    "kernel: new rotated keys are read wider than those that are stored in 8 bits"
+    rounded(turned).to(tl.float32, bitcast=True).to(turned.dtype)
+    turned
+with reference.store_latents, test_packed_latents.test_logits_are_those_of_rounded_rows["deepseek_v32"]:
+    "new latents are read as they were before they were packed"
+    load_packed(kv.k[:, 0], slots, packed).to(rows.dtype)[:, None]
+    rows
+with row_index.RowIndex.__call__, test_packed_latents.test_logits_are_those_of_rounded_rows["deepseek_v32"]:
     "packed keys are read as keys that are not packed"
     attention.choose(self.ops.rotate_first(queries, *turns), wide, keys, inputs, packed)
     attention.choose(self.ops.rotate_first(queries, *turns), wide, keys, inputs)

@@ -18,6 +18,7 @@ from hiserve.kernels import (
     group_route,
     latent_decode,
     latent_store,
+    noise,
     packed_products,
     packed_triton,
     reference,
@@ -69,7 +70,7 @@ with step_reference.accept, test_step_triton.test_a_row_emits_its_drafts_up_to_t
     "INV 38: a draft after a rejected one is accepted"
     agrees.to(torch.int64).cumprod(1)
     agrees.to(torch.int64)
-with reference._words, test_random.test_each_part_of_the_key_gives_other_noise:
+with noise._words, test_random.test_each_part_of_the_key_gives_other_noise:
     "INV 11: noise is the same at every position"
     position[:, None]
     0

@@ -45,7 +45,7 @@ def test_a_backend_is_opened_by_its_name() -> None:
     [
         ("flashinfer", CUDA, {"sinks": SINKS}, False, "has no attention sinks"),
         ("flashinfer", CUDA, {"hides_first": True}, False, "has no hidden first positions"),
-        ("flashinfer", CUDA, {"packs_heads": True}, False, "has no keys and values in 8 bits"),
+        ("flashinfer", CUDA, {"packs_rows": True}, False, "has no keys and values in 8 bits"),
         (
             "flashinfer",
             CUDA,

@@ -53,6 +53,19 @@ def test_every_token_sees_its_row_absorbed_and_expanded(
     check(case(), LatentAttention(SHAPE, opened._absorbed, min_expanded))
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("min_expanded", [None, 8])
+def test_rows_in_8_bits_are_read_absorbed_and_expanded(
+    monkeypatch: pytest.MonkeyPatch, backend: str, min_expanded: int | None
+) -> None:
+    """Exactly: by the oracle over rows that are rounded as they are stored."""
+    monkeypatch.setattr(latent, "EXPANDED_KEYS", 3)
+    shape = dataclasses.replace(SHAPE, latent=dataclasses.replace(LATENT, rank=32), head_dim=36, packs_rows=True)
+    opened = open_attention(backend, shape, torch.device("cpu"))
+    assert isinstance(opened, LatentAttention)
+    check(LatentCase(shape, ROWS, num_decode=3, packs=True), LatentAttention(shape, opened._absorbed, min_expanded))
+
+
 @pytest.mark.parametrize("min_expanded", [None, 1, 8])
 @pytest.mark.parametrize("num_keys", [3, 2048])
 def test_a_hidden_first_row_is_read_by_nobody(

@@ -12,7 +12,6 @@ import pytest
 from hiserve.cache.storage.cache_identity import identify
 from hiserve.config.options import make_options
 from hiserve.core.kv_groups import Space
-from hiserve.core.resolve import resolve
 from hiserve.engine.build import _check_capability
 from hiserve.errors import ConfigError
 from hiserve.launch import Launch, prepare
@@ -20,8 +19,7 @@ from hiserve.models.builtin_shapes import shape_config
 from hiserve.models.draft_config import page_groups, read_draft
 from hiserve.models.model_config import read_model_config
 from tests.helpers.compressed_models import add_stream_head, save_compressed
-from tests.helpers.latent_models import save_with_mtp
-from tests.helpers.model_facts import LAPTOP
+from tests.helpers.latent_models import save_latent, save_with_mtp
 from tests.helpers.models import save_family
 
 
@@ -49,20 +47,32 @@ def test_a_row_of_v4_has_584_bytes_and_a_key_of_its_index_132() -> None:
     assert packed.page_bytes(Space.HISTORY, 128) < 0.57 * plain.page_bytes(Space.HISTORY, 128)
 
 
-def test_a_key_of_an_index_beside_latents_has_132_bytes_and_latents_stay_plain() -> None:
+def test_a_latent_has_656_bytes_and_a_key_of_an_index_beside_it_132() -> None:
     shape = shape_config("v3.2-like")
     plan = shape.cache_plan("bfloat16", frees_windows=False, packs_rows=True)
     sizes = {group.name: (group.codec, group.slot_bytes // group.num_layers) for group in plan.groups}
-    assert sizes == {"kv": ("latent", 1152), "index": ("packed", 132)}
+    assert sizes == {"kv": ("packed", 656), "index": ("packed", 132)}
+    assert plan.layers == shape.cache_plan("bfloat16", frees_windows=False).layers
+    (group,) = shape_config("glm-4.7-flash").kv_groups("bfloat16", packs_rows=True)
+    assert (group.codec, group.slot_bytes // group.num_layers) == ("packed", 656)
 
 
-@pytest.mark.parametrize("spec", ["off", "mtp"])
-def test_the_memory_plan_counts_packed_keys(spec: str, tmp_path: Path) -> None:
-    save_with_mtp("deepseek_v32", tmp_path)
+@pytest.mark.parametrize(
+    ("family", "spec", "names"),
+    [
+        ("deepseek_v32", "off", {"kv", "index"}),
+        ("deepseek_v32", "mtp", {"kv", "index", "draft"}),
+        ("deepseek_v3", "mtp", {"kv", "draft"}),
+    ],
+)
+def test_the_memory_plan_counts_packed_latents_and_keys(
+    family: str, spec: str, names: set[str], tmp_path: Path
+) -> None:
+    save_with_mtp(family, tmp_path)
     launch = prepared(tmp_path, spec=spec)
     settings, parts = launch.resolved.settings, launch.resolved.memory.parts
     groups = page_groups(settings, launch.model, read_draft(settings, launch.folder, launch.model))
-    assert {group.name: group.codec for group in groups}["index"] == "packed"
+    assert {group.name for group in groups if group.codec == "packed"} == names
     held = sum(num_bytes for item, num_bytes in parts.items() if item.startswith("KV pool"))
     assert held == sum(64 * group.page_bytes(settings.cache.page_size) for group in groups)
 
@@ -169,9 +179,11 @@ def test_packed_and_plain_rows_share_no_pages(folder: Path) -> None:
 def test_other_models_and_shapes_are_refused(tmp_path: Path) -> None:
     save_compressed(tmp_path / "rows", partial_rotary_factor=4 / 32)
     save_family("qwen3", tmp_path / "heads", head_dim=24)
-    latents = shape_config("v3-like").facts()
+    save_latent("deepseek_v3", tmp_path / "latents", kv_lora_rank=24)
+    save_latent("deepseek_v32", tmp_path / "keys", index_head_dim=24)
     for refused in (
-        lambda: resolve(make_options(kv_dtype="fp8"), latents, LAPTOP),
+        lambda: prepared(tmp_path / "latents"),
+        lambda: prepared(tmp_path / "keys"),
         lambda: prepared(tmp_path / "rows"),
         lambda: prepared(tmp_path / "heads"),
     ):

@@ -43,6 +43,7 @@ from tests.helpers.compiled import Compiled, launched_kernels
 from tests.helpers.compressed_cases import CompressedStep
 from tests.helpers.delta_cases import Chunk, Layer, nan_pools, random_inputs, random_weights
 from tests.helpers.draft_cases import draft_case
+from tests.helpers.latent_case import pack_latents
 from tests.helpers.packed_cases import random_4, random_8
 from tests.helpers.step_cases import copied, random_case
 from tests.helpers.widening import some
@@ -58,11 +59,16 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
     return Compiled(monkeypatch)
 
 
-def attend_latents(num_heads: int, rank: int, rope_dim: int, *, num_parts: int, dtype: torch.dtype) -> None:
+def attend_latents(
+    num_heads: int, rank: int, rope_dim: int, *, num_parts: int, dtype: torch.dtype, packs: bool = False
+) -> None:
     rows = LatentRows(torch.tensor([0, 2, 4]).int(), torch.tensor([9, 2]), torch.zeros(2, 4, dtype=torch.int32))
+    pool, packed = torch.zeros(64, 1, rank + rope_dim, dtype=dtype), None
+    if packs:
+        pool, packed = pack_latents(pool, rank, 16)
     decode(
         torch.zeros(4, num_heads, rank + rope_dim, dtype=dtype),
-        torch.zeros(64, 1, rank + rope_dim, dtype=dtype),
+        pool,
         rank,
         rows,
         max_q_len=2,
@@ -71,6 +77,7 @@ def attend_latents(num_heads: int, rank: int, rope_dim: int, *, num_parts: int, 
         scale=0.1,
         hides_first=False,
         out=torch.zeros(4, num_heads, rank, dtype=dtype),
+        packed=packed,
     )
 
 
@@ -78,13 +85,16 @@ def attend_latents(num_heads: int, rank: int, rope_dim: int, *, num_parts: int, 
 def test_absorbed_queries_of_large_models(compiled: Compiled, name: str) -> None:
     shape: dict[str, Any] = SHAPES[name]
     heads, rank, rope_dim = (shape[each] for each in ("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim"))
-    attend_latents(heads, rank, rope_dim, num_parts=3, dtype=BF16)
+    for packs in (False, True):
+        attend_latents(heads, rank, rope_dim, num_parts=3, dtype=BF16, packs=packs)
     assert compiled.names() == ABSORBED
 
 
 def test_absorbed_queries_of_chosen_rows(compiled: Compiled) -> None:
     q, pool, slots = torch.zeros(2, 128, 576, dtype=BF16), torch.zeros(64, 576, dtype=BF16), torch.zeros(2, 2048).long()
     attend_chosen(q, pool, slots, torch.tensor([9, 2]), 0.1, 512)
+    pool, packed = pack_latents(pool[:, None], 512, 16)
+    attend_chosen(q, pool[:, 0], slots, torch.tensor([9, 2]), 0.1, 512, packed)
     assert compiled.names() == ABSORBED
 
 
@@ -118,6 +128,9 @@ def store() -> None:
     rows = LayerKV(*torch.zeros(2, 16, 1, 576, dtype=BF16))
     q, projected, norm = torch.zeros(2, 20, 256, dtype=BF16), torch.zeros(2, 576, dtype=BF16), torch.ones(512)
     fused.store_latents(q, projected, norm, 1e-6, angles, angles, rows, torch.zeros(2, dtype=torch.int64))
+    bits, packed_rows = pack_latents(rows.k, 512, 16)
+    rows = LayerKV(k=bits, v=bits)
+    fused.store_latents(q, projected, norm, 1e-6, angles, angles, rows, torch.zeros(2, dtype=torch.int64), packed_rows)
 
 
 def mix() -> None:

@@ -161,6 +161,49 @@ for dtype, heads, kv_heads, head_dim in ((torch.float32, 2, 1, 16), (torch.float
     assert (made[0][0] != made[1][0]).float().mean() < 1e-3, "more than products that round differently"
     assert torch.equal(made[0][0][1], made[1][0][1]), "values are not rotated"
 """
+PACKED_LATENTS = """
+from hiserve.core.row_shapes import PackedPages, packed_latent
+from hiserve.kernels.row_codecs import load_packed
+
+# Of all magnitudes, zeros, and what is not finite: of a row, the norm has no scale of its own then.
+for dtype, heads, rank, rope_dim in ((torch.float32, 3, 32, 8), (torch.float16, 9, 64, 16)):
+    pages, tokens = PackedPages(packed_latent(rank, rope_dim), 4), 8
+    _, cos, sin, slots = batch(1, 1, rope_dim, tokens, dtype)
+    both = randn(tokens, heads * (16 + rope_dim) + rank + rope_dim, dtype=dtype)
+    both[3, -rank - rope_dim :] = 0
+    both[4, -1], both[5, -rope_dim - 1] = torch.inf, torch.nan
+    weight = (randn(rank, dtype=torch.float32) * 2.0 ** torch.randint(-9, 10, (rank,), generator=generator)).to(dtype)
+    made = []
+    for ops in (fused, reference):
+        bits = torch.full((NUM_SLOTS, 1, pages.shape.row_bytes), 171, dtype=torch.uint8)
+        q, row = both.clone().split((heads * (16 + rope_dim), rank + rope_dim), 1)
+        kv = LayerKV(k=bits, v=bits)
+        q, rows = ops.store_latents(q.view(tokens, heads, -1), row, weight, EPS, cos, sin, kv, slots, pages)
+        stored = load_packed(bits[:, 0], slots, pages).to(dtype)
+        finite = [0, 1, 2, 3, 6, 7]
+        assert torch.equal(stored[finite], rows[finite, 0]), "new ones are not read as stored ones"
+        assert not stored[4].isfinite().all() and not stored[5, :rank].isfinite().any(), "what is not finite is read as a number"
+        assert not rows[4].isfinite().all() and not rows[5, 0, :rank].isfinite().any()
+        others = torch.ones(NUM_SLOTS, dtype=torch.bool)
+        others[slots] = False
+        untouched = torch.full_like(bits[:, 0], 171)
+        at = load_packed(untouched, others.nonzero()[:, 0], pages)
+        assert torch.equal(load_packed(bits[:, 0], others.nonzero()[:, 0], pages), at), "other slots were written"
+        made.append((q, stored[finite], rows[finite]))
+    close(made[0][0], made[1][0], dtype)
+    exact = torch.full((NUM_SLOTS, 1, rank + rope_dim), 0.0, dtype=dtype)
+    q, row = both.clone().split((heads * (16 + rope_dim), rank + rope_dim), 1)
+    reference.store_latents(q.view(tokens, heads, -1), row, weight, EPS, cos, sin, LayerKV(k=exact, v=exact), slots)
+    exact = exact[slots][finite, 0].float()
+    for _, stored, _ in made:
+        stored = stored.float()
+        assert_close(stored[:, rank:], exact[:, rank:], rtol=2**-8, atol=1e-7)
+        latents = exact[:, :rank].view(len(finite), 4, -1)
+        error = (stored[:, :rank].view(latents.shape) - latents).abs()
+        bound = torch.maximum(latents.abs() / 15, latents.abs().amax(-1, keepdim=True) / 448 / 500) + 2**-22
+        assert (error <= bound).all(), (error / bound).max()
+    assert (made[0][1] != made[1][1]).float().mean() < 0.02, "more than norms that round differently"
+"""
 GATED_NORMS = """
 # Whole blocks of heads, parts of one, uneven sizes; gates are a part of a wider projection.
 for dtype in DTYPES:
@@ -179,7 +222,7 @@ for dtype in DTYPES:
 
 
 def test_fused_kernels_compute_what_their_twins_do() -> None:
-    run_interpreted(HEADER + NORMS + ACTIVATIONS + ROTATIONS + HEADS + LATENTS + PACKED + GATED_NORMS)
+    run_interpreted(HEADER + NORMS + ACTIVATIONS + ROTATIONS + HEADS + LATENTS + PACKED + PACKED_LATENTS + GATED_NORMS)
 
 
 @pytest.mark.parametrize("name", [name for name in vars(Ops) if not name.startswith("_")])

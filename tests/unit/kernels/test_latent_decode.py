@@ -12,14 +12,15 @@ from torch.testing import assert_close
 from hiserve.attention.base import AttentionShape
 from hiserve.attention.latent_triton import TritonLatentAttention
 from hiserve.attention.reference_attention import ReferenceAttention
-from hiserve.core.forward import ForwardInputs, LayerKV
+from hiserve.core.forward import ForwardInputs, LatentKV
 from hiserve.kernels import latent_decode
+from tests.helpers.latent_case import pack_latents
 
 torch.set_num_threads(1)
 RANK, ROPE = 32, 16
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 
-def batch(rows, num_decode, page_size, heads, dtype, hides_first=False):
+def batch(rows, num_decode, page_size, heads, dtype, hides_first=False, packs=False):
     torch.manual_seed(len(rows) + heads + page_size)
     lengths = [cached + new for cached, new in rows]
     pages = [-(-length // page_size) for length in lengths]
@@ -44,7 +45,9 @@ def batch(rows, num_decode, page_size, heads, dtype, hides_first=False):
         q_lens=q_lens, kv_bounds=np.array(lengths, dtype=np.int32), max_kv_len=max(lengths), num_decode=num_decode)
     q = torch.randn(int(q_lens.sum()), heads, RANK + ROPE).to(dtype)
     shape = AttentionShape(1, heads, 1, RANK + ROPE, page_size, dtype, hides_first=hides_first)
-    return shape, inputs, q, LayerKV(k=pool, v=pool[..., :RANK])
+    pool, packed = pack_latents(pool, RANK, page_size) if packs else (pool, None)
+    unused = torch.zeros(heads, 1, RANK)
+    return shape, inputs, q, LatentKV(k=pool, v=pool[..., :RANK], to_keys=unused, to_values=unused, packed=packed)
 
 def attend(attention, inputs, q, kv):
     attention.plan(inputs)
@@ -62,6 +65,12 @@ ROWS = ((5, 1), (0, 1), (33, 1), (40, 3), (0, 9), (17, 5))
 for dtype in TOLERANCE:
     for page_size, heads, num_decode in ((16, 4, 4), (4, 20, 3), (16, 3, 0), (1, 5, 6)):
         check(*batch(ROWS, num_decode, page_size, heads, dtype))
+"""
+PACKED = """
+# Of no row but those that are there anything is read: the others are NaN, scales too.
+for dtype in TOLERANCE:
+    check(*batch(((5, 1), (0, 1), (33, 1), (40, 3), (0, 9)), 3, 4, 5, dtype, packs=True))
+check(*batch(((60, 1), (0, 2)), 1, 16, 3, torch.float32, hides_first=True, packs=True))
 """
 SPLIT = """
 # One row is shorter than a part, one ends with a part.
@@ -115,6 +124,11 @@ for dtype, heads, most, wanted, most_tokens in ((torch.float32, 3, 30, 2, 65_535
     both = pool[slots[1, :2]].float()
     shares = torch.einsum("hn,kn->hk", q[1].float(), both).mul(0.2).softmax(-1)
     assert_close(found[1].float(), shares @ both[:, :RANK], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    pool, packed = pack_latents(pool[:, None], RANK, 4)
+    expected, found = (
+        ops.attend_chosen(q, pool[:, 0], slots, counts, 0.2, RANK, packed) for ops in (chosen_reference, chosen_triton)
+    )
+    assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 """
 HIDDEN = """
 rows = ((0, 1), (40, 2), (0, 6), (300, 1))
@@ -152,6 +166,10 @@ assert num_parts(2, 500 * 128, 1 << 20) == 1
 
 def test_ragged_rows_see_what_the_reference_sees() -> None:
     run_interpreted(HEADER + RAGGED)
+
+
+def test_rows_in_8_bits_are_read_as_the_reference_reads_them() -> None:
+    run_interpreted(HEADER + PACKED)
 
 
 def test_parts_of_rows_are_joined_by_their_sums_whatever_the_lengths() -> None:

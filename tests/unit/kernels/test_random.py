@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hiserve.kernels.reference import gumbel, philox
+from hiserve.kernels.noise import gumbel, philox
 
 # Random123's kat_vectors, philox4x32 with 10 rounds: counter, key, output.
 KNOWN_ANSWERS = [

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hiserve.kernels.reference import gumbel, gumbel_at
+from hiserve.kernels.noise import gumbel, gumbel_at
 from hiserve.kernels.sampling import argmax, ascending, likeliest, token_counts
 
 

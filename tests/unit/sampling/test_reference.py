@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiserve.core.request import SamplingParams
-from hiserve.kernels.reference import gumbel
+from hiserve.kernels.noise import gumbel
 from hiserve.kernels.step_reference import SAMPLE_STREAM
 from hiserve.sampling.params import SamplingRows
 from hiserve.sampling.sampler import MAX_FEW, scores

@@ -1,0 +1,91 @@
+"""Latents in 8 bits within kernels of Triton: packed as they are stored, unpacked in registers; ``kernels.row_codecs`` is the twin.
+
+A row is a latent, whose quarters have a float32 scale each, and a rotated key, which stays in bfloat16.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hiserve.core import row_shapes
+from hiserve.core.row_shapes import PackedPages, packed_latent
+from hiserve.kernels import row_codecs
+from hiserve.kernels.row_codec_triton import rounded, to_e4m3, widened
+
+_SCALES = tl.constexpr(row_shapes.LATENT_SCALES)
+_SCALE_BYTES = tl.constexpr(row_shapes.LATENT_SCALES * row_shapes.WIDE_SCALE_BYTES)
+_LARGEST, _LEAST = tl.constexpr(row_codecs.LARGEST), tl.constexpr(row_codecs.LEAST)
+
+
+def page_rows_of(packed: PackedPages | None, pool: Tensor, rank: int, rope_dim: int) -> int:
+    """Returns the rows of a page of packed latents, as kernels take it; 0 if they are not packed. ``pool`` is ``[slots, ...]``."""
+    if packed is None:
+        return 0
+    assert packed.shape == packed_latent(rank, rope_dim), (packed, rank, rope_dim)
+    assert pool.is_contiguous() and pool.shape[-1] == packed.shape.row_bytes, (pool.shape, pool.stride(), packed)
+    return packed.page_rows
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _places_of(pool, slot, RANK: tl.constexpr, ROPE_DIM: tl.constexpr, PAGE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Returns where the numbers of rows begin, and where their scales do."""
+    value_bytes: tl.constexpr = RANK + 2 * ROPE_DIM
+    place = slot.to(tl.uint32)  # a pool has no more than 2**31 of them
+    page, row = place // PAGE_ROWS, place % PAGE_ROWS
+    first = pool + page.to(tl.int64) * (PAGE_ROWS * (value_bytes + _SCALE_BYTES))
+    scales = (first + PAGE_ROWS * value_bytes + row * _SCALE_BYTES).to(tl.pointer_type(tl.float32), bitcast=True)
+    return first + row * value_bytes, scales
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_latents(  # type: ignore[no-untyped-def]
+    pool,
+    slot,
+    is_there,
+    DTYPE: tl.constexpr,  # noqa: N803
+    RANK: tl.constexpr,  # noqa: N803
+    ROPE_DIM: tl.constexpr,  # noqa: N803
+    PAGE_ROWS: tl.constexpr,  # noqa: N803
+):
+    """Returns the latents of slots ``[K]``, ``[K, RANK]``, and their rotated keys, ``[K, ROPE_DIM]``; zeros where there is none."""
+    place, scale = _places_of(pool, slot, RANK, ROPE_DIM, PAGE_ROWS)
+    tile: tl.constexpr = RANK // _SCALES
+    quarter, element = tl.arange(0, _SCALES), tl.arange(0, tile)
+    column = quarter[:, None] * tile + element[None, :]
+    small = tl.load(place[:, None, None] + column[None, :, :], mask=is_there[:, None, None], other=0)
+    factor = tl.load(scale[:, None] + quarter[None, :], mask=is_there[:, None], other=0.0)
+    latents = tl.reshape((widened(small) * factor[:, :, None]).to(DTYPE), [place.shape[0], RANK])
+    turns = (place + RANK).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+    turned = tl.load(turns[:, None] + tl.arange(0, ROPE_DIM)[None, :], mask=is_there[:, None], other=0.0)
+    return latents, turned.to(DTYPE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_latent(  # type: ignore[no-untyped-def]
+    latent,
+    pool,
+    slot,
+    RANK: tl.constexpr,  # noqa: N803
+    ROPE_DIM: tl.constexpr,  # noqa: N803
+    PAGE_ROWS: tl.constexpr,  # noqa: N803
+):
+    """Stores a latent, ``[RANK]``, in a slot. Returns it as it is read, of its type, and where the rotated key is stored."""
+    place, scale = _places_of(pool, slot, RANK, ROPE_DIM, PAGE_ROWS)
+    tile: tl.constexpr = RANK // _SCALES
+    value = tl.reshape(rounded(latent).to(tl.float32, bitcast=True), [_SCALES, tile])
+    # Of what is not finite no number is read: its scale is infinite.
+    largest = tl.max(tl.where(value != value, float("inf"), tl.abs(value)), 1)
+    factor = tl.maximum(largest, _LEAST) * (1 / _LARGEST)
+    small = to_e4m3(tl.div_rn(value, tl.broadcast_to(factor[:, None], [_SCALES, tile])))
+    tl.store(place + tl.arange(0, RANK), tl.reshape(small, [RANK]))
+    tl.store(scale + tl.arange(0, _SCALES), factor)
+    read = tl.reshape(widened(small) * factor[:, None], [RANK]).to(latent.dtype)
+    return read, (place + RANK).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+
+
+@triton.jit
+def as_stored(turned):  # type: ignore[no-untyped-def]
+    """Rounds elements of a rotated key to bfloat16. Returns them as they are read, of their type."""
+    return rounded(turned).to(tl.float32, bitcast=True).to(turned.dtype)
