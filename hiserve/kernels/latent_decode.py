@@ -171,6 +171,19 @@ def _part_keys(kv_len, num_parts, SHAPE: tl.constexpr):  # type: ignore[no-untyp
     return tl.cdiv(tl.cdiv(kv_len, parts), SHAPE.num_keys) * SHAPE.num_keys
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_keys(pool, slot, slot_stride, is_key, DTYPE: tl.constexpr, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Returns the latents of slots and their rotated keys, plain or packed; zeros where there is none."""
+    if SHAPE.packed_rows:
+        latents, turns = load_latents(pool, slot, is_key, DTYPE, SHAPE.rank, SHAPE.rope_dim, SHAPE.packed_rows)
+    else:
+        place = pool + slot[:, None] * slot_stride
+        latents = tl.load(place + tl.arange(0, SHAPE.rank)[None, :], mask=is_key[:, None], other=0.0)
+        turned = SHAPE.rank + tl.arange(0, SHAPE.rope_dim)
+        turns = tl.load(place + turned[None, :], mask=is_key[:, None], other=0.0)
+    return latents, turns
+
+
 @triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     q,
@@ -219,14 +232,7 @@ def _attend(  # type: ignore[no-untyped-def]
             entry = page_table + row.to(tl.int64) * table_stride + key // SHAPE.page_size
             page = tl.load(entry, mask=is_key, other=0)
             slot = page.to(tl.int64) * SHAPE.page_size + key % SHAPE.page_size
-            if SHAPE.packed_rows:
-                latents, turns = load_latents(
-                    pool, slot, is_key, plain.dtype, SHAPE.rank, SHAPE.rope_dim, SHAPE.packed_rows
-                )
-            else:
-                place = pool + slot[:, None] * slot_stride
-                latents = tl.load(place + column[None, :], mask=is_key[:, None], other=0.0)
-                turns = tl.load(place + turned[None, :], mask=is_key[:, None], other=0.0)
+            latents, turns = _load_keys(pool, slot, slot_stride, is_key, plain.dtype, SHAPE)
             scores = tl.dot(plain, tl.trans(latents), input_precision="ieee")
             scores = tl.dot(rotated, tl.trans(turns), scores, input_precision="ieee") * scale
             scores = tl.where(is_key[None, :] & (key[None, :] <= last[:, None]), scores, -float("inf"))

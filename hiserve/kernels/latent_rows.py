@@ -67,25 +67,40 @@ def store_latent(  # type: ignore[no-untyped-def]
     latent,
     pool,
     slot,
+    slot_stride,
     RANK: tl.constexpr,  # noqa: N803
     ROPE_DIM: tl.constexpr,  # noqa: N803
     PAGE_ROWS: tl.constexpr,  # noqa: N803
 ):
-    """Stores a latent, ``[RANK]``, in a slot. Returns it as it is read, of its type, and where the rotated key is stored."""
-    place, scale = _places_of(pool, slot, RANK, ROPE_DIM, PAGE_ROWS)
-    tile: tl.constexpr = RANK // _SCALES
-    value = tl.reshape(rounded(latent).to(tl.float32, bitcast=True), [_SCALES, tile])
-    # Of what is not finite no number is read: its scale is infinite.
-    largest = tl.max(tl.where(value != value, float("inf"), tl.abs(value)), 1)
-    factor = tl.maximum(largest, _LEAST) * (1 / _LARGEST)
-    small = to_e4m3(tl.div_rn(value, tl.broadcast_to(factor[:, None], [_SCALES, tile])))
-    tl.store(place + tl.arange(0, RANK), tl.reshape(small, [RANK]))
-    tl.store(scale + tl.arange(0, _SCALES), factor)
-    read = tl.reshape(widened(small) * factor[:, None], [RANK]).to(latent.dtype)
-    return read, (place + RANK).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+    """Stores a latent in a slot: as it is, or packed.
+
+    Returns:
+        It as it is read, of its type, and where the rotated key is stored.
+    """
+    column = tl.arange(0, latent.shape[0])
+    if PAGE_ROWS == 0:
+        stored = pool + slot * slot_stride
+        tl.store(stored + column, latent, mask=column < RANK)
+        stored += RANK
+    else:
+        place, scale = _places_of(pool, slot, RANK, ROPE_DIM, PAGE_ROWS)
+        tile: tl.constexpr = RANK // _SCALES
+        value = tl.reshape(rounded(latent).to(tl.float32, bitcast=True), [_SCALES, tile])
+        # Of what is not finite no number is read: its scale is infinite.
+        largest = tl.max(tl.where(value != value, float("inf"), tl.abs(value)), 1)
+        factor = tl.maximum(largest, _LEAST) * (1 / _LARGEST)
+        small = to_e4m3(tl.div_rn(value, tl.broadcast_to(factor[:, None], [_SCALES, tile])))
+        tl.store(place + column, tl.reshape(small, [RANK]))
+        tl.store(scale + tl.arange(0, _SCALES), factor)
+        latent = tl.reshape(widened(small) * factor[:, None], [RANK]).to(latent.dtype)
+        stored = (place + RANK).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+    return latent, stored
 
 
-@triton.jit
-def as_stored(turned):  # type: ignore[no-untyped-def]
-    """Rounds elements of a rotated key to bfloat16. Returns them as they are read, of their type."""
-    return rounded(turned).to(tl.float32, bitcast=True).to(turned.dtype)
+@triton.jit  # type: ignore[untyped-decorator]
+def store_turned(turned, stored, mask, PAGE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Stores elements of a rotated key, of packed rows in bfloat16. Returns them as they are read, of their type."""
+    if PAGE_ROWS:
+        turned = rounded(turned).to(tl.float32, bitcast=True).to(turned.dtype)
+    tl.store(stored, turned.to(stored.dtype.element_ty), mask=mask)
+    return turned

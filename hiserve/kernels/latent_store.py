@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hiserve.core.forward import LayerKV
 from hiserve.core.row_shapes import PackedPages
-from hiserve.kernels.latent_rows import as_stored, page_rows_of, store_latent
+from hiserve.kernels.latent_rows import page_rows_of, store_latent, store_turned
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 
 _BLOCK_HEADS = 8
@@ -107,22 +107,15 @@ def _store_latents(  # type: ignore[no-untyped-def]
         scale = tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps)
         weights = tl.load(weight + column, mask=column < RANK, other=0.0).to(wide)
         normed = ((latent * scale).to(weight.dtype.element_ty).to(wide) * weights).to(dtype)
-        if PAGE_ROWS:
-            normed, stored = store_latent(normed, pool, slot, RANK, 2 * HALF, PAGE_ROWS)
-        else:
-            stored = pool + slot * slot_stride
-            tl.store(stored + column, normed, mask=column < RANK)
-            stored += RANK
+        normed, stored = store_latent(normed, pool, slot, slot_stride, RANK, 2 * HALF, PAGE_ROWS)
         tl.store(target + column, normed, mask=column < RANK)
         one = tl.load(source + RANK + pair, mask=pair < HALF, other=0.0).to(wide)
         other = tl.load(source + RANK + HALF + pair, mask=pair < HALF, other=0.0).to(wide)
         turned, partner = (one * cosine - other * sine).to(dtype), (other * cosine + one * sine).to(dtype)
-        if PAGE_ROWS:
-            turned, partner = as_stored(turned), as_stored(partner)
+        turned = store_turned(turned, stored + pair, pair < HALF, PAGE_ROWS)
+        partner = store_turned(partner, stored + HALF + pair, pair < HALF, PAGE_ROWS)
         tl.store(target + RANK + pair, turned, mask=pair < HALF)
         tl.store(target + RANK + HALF + pair, partner, mask=pair < HALF)
-        tl.store(stored + pair, turned.to(stored.dtype.element_ty), mask=pair < HALF)
-        tl.store(stored + HALF + pair, partner.to(stored.dtype.element_ty), mask=pair < HALF)
     else:
         head = (block - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         mask = (head < NUM_HEADS)[:, None] & (pair < HALF)[None, :]

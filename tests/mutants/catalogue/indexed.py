@@ -68,7 +68,7 @@ with latent_rows.load_latents, test_latent_decode.test_rows_in_8_bits_are_read_a
     "kernel: all quarters of a packed latent have the scale of the first"
     tl.load(scale[:, None] + quarter[None, :], mask=is_there[:, None], other=0.0)
     tl.load(scale[:, None] + 0 * quarter[None, :], mask=is_there[:, None], other=0.0)
-with latent_rows.as_stored, test_fused.test_fused_kernels_compute_what_their_twins_do:
+with latent_rows.store_turned, test_fused.test_fused_kernels_compute_what_their_twins_do:
     "kernel: new rotated keys are read wider than those that are stored in 8 bits"
     rounded(turned).to(tl.float32, bitcast=True).to(turned.dtype)
     turned
