@@ -58,12 +58,8 @@ HYBRID_PARTS = {
     "v4-flash-like": "DeepSeek-V4-Flash shape of six layers, decode step of rows x context, and prompts",
     "v4-flash-like-fp4": "DeepSeek-V4-Flash shape of six layers with packed experts, decode step of rows x context, and prompts",
 }
-# Rows of the README's table: parts of benchmarks.gpu that compare with the peer, and the name of a figure there.
-PEER_PARTS = {
-    "peers": "{} tokens, {} at once",
-    "chats": "64 chats, 6 turns each, one shared system prompt",
-    "conversations": "32 chats of 6k tokens over a device pool of 64k, input tokens",
-}
+# Rows of the README's table: figures of benchmarks.gpu, by part, whose ratio is to a limit of the hardware, and what each limit is.
+LIMITED = {"decode": "bytes at a copy's rate", "prefill": "products at a matrix product's rate"}
 PAGE_HEAD = """# Figures
 
 This page is written by `python benchmarks/readme.py` from `benchmarks/results/`, which holds every raw sample. `make bench` repeats the
@@ -342,23 +338,33 @@ def figure_of(given: Found) -> str:
     return f"{name}: {value} {figure.unit}, {ratio} (≥ {figure.bar:.3g}{'' if figure.is_met else ': missed'})"
 
 
-def peer_rows() -> list[str]:
-    """Returns the README's table: throughput of hiserve beside the peer's, scaled to the machine's measured ceilings."""
-    run = result("gpu_2")
-    lines = ["| workload | hiserve | vLLM | ratio |", "|---|---:|---:|---:|"]
-    for part, name in PEER_PARTS.items():
-        for figure in run["parts"][part]["figures"]:
-            count, _, sizes = figure["name"].partition(" x ")
-            peer = figure["value"] / figure["ratio"]
-            name_ = name.format(sizes.replace("->", "→"), count)
-            lines.append(f"| {name_} | {figure['value']:,.0f} | {peer:,.0f} | {figure['ratio']:.2f} |")
+def limited_figures(run: Found) -> list[tuple[str, Found]]:
+    """Returns figures with the name of a limit of the hardware."""
+    return [
+        (limit, figure)
+        for part, limit in LIMITED.items()
+        for figure in run["parts"][part]["figures"]
+        if PEER not in figure["against"]
+    ]
+
+
+def limit_rows() -> list[str]:
+    """Returns the README's table: steps and prompts of hiserve beside what the hardware allows, measured in the same run."""
+    run = result("gpu")
+    lines = ["| workload | hiserve | of the hardware's limit | the limit |", "|---|---:|---:|---|"]
+    for limit, figure in limited_figures(run):
+        what, sizes = figure["name"].removeprefix("llama-8b ").split(", ")
+        count, size = sizes.split(" x ")
+        value = f"{figure['value']:,.0f}" if figure["value"] >= 100 else f"{figure['value']:.2f}"
+        lines.append(
+            f"| {what}, {count} rows of {int(size):,} tokens | {value} {figure['unit']} | {figure['ratio']:.2f} | {limit} |"
+        )
     hardware = run["hardware"].split(", ")[-1]
     older = "" if is_current(run) else f" {STALE.capitalize()}."
     return [
         *lines,
         "",
-        f"Output tokens per second, but for the last row; Llama-8B shape, bfloat16, {hardware}; `{run['command']}`.{older}",
-        f"{PEER} ran in another session on a machine of the same kind; its figures are scaled by the ceilings measured in both sessions.",
+        f"Llama-8B shape, bfloat16, {hardware}; the rates are those of the same run; `{run['command']}`.{older}",
     ]
 
 
@@ -392,7 +398,7 @@ def main() -> int:
     path = ROOT / "README.md"
     before, rest = path.read_text().split(START)
     _, after = rest.split(END)
-    fresh = {path: before + START + "\n".join(peer_rows()) + "\n" + END + after, PAGE: figures_page()}
+    fresh = {path: before + START + "\n".join(limit_rows()) + "\n" + END + after, PAGE: figures_page()}
     if "--check" in sys.argv:
         return int(any(not each.is_file() or each.read_text() != text for each, text in fresh.items()))
     for each, text in fresh.items():

@@ -104,21 +104,25 @@ def test_no_figure_of_a_peer_passes_for_one_of_the_same_run() -> None:
     lines = [line for line in readme.PAGE.read_text().splitlines() if "vLLM" in line]
     assert lines
     assert all(readme.THEN in line for line in lines)
-    table = (ROOT / "README.md").read_text().split(readme.START)[1].split(readme.END)[0]
-    assert f"{readme.PEER} ran in another session" in table
-    assert (STALE in table.lower()) != record.is_current(readme.result("gpu_2"))
+    assert "vLLM" not in (ROOT / "README.md").read_text().split(readme.START)[1].split(readme.END)[0]
 
 
-def test_the_table_of_the_readme_has_six_rows_each_with_the_figure_and_ratio_of_its_result() -> None:
-    _, _, *rows = [line for line in readme.peer_rows() if line.startswith("|")]
-    assert len(rows) == 6
-    figures = [each for part in readme.PEER_PARTS for each in readme.result("gpu_2")["parts"][part]["figures"]]
+def test_the_table_of_the_readme_has_the_steps_and_prompts_of_one_run_with_their_shares_of_its_limits() -> None:
+    run = readme.result("gpu")
+    _, _, *rows = [line for line in readme.limit_rows() if line.startswith("|")]
+    figures = [each for part in ("decode", "prefill") for each in run["parts"][part]["figures"]]
+    figures = [each for each in figures if each["against"] in ("bandwidth limit", "matrix product")]
+    assert len(rows) == len(figures) == 8
     for row, figure in zip(rows, figures, strict=True):
-        ours, theirs, ratio = (float(cell.replace(",", "")) for cell in row.strip("| ").split("|")[1:])
-        assert ours == round(figure["value"])
-        assert ratio == round(figure["ratio"], 2)
-        assert theirs * figure["ratio"] == pytest.approx(figure["value"], abs=figure["ratio"])
-        assert readme.PEER in figure["against"]
+        workload, value, ratio, _ = (cell.strip() for cell in row.strip("|").split("|"))
+        assert float(ratio) == round(figure["ratio"], 2)
+        number, unit = value.replace(",", "").split(maxsplit=1)
+        assert unit == figure["unit"] and float(number) == pytest.approx(figure["value"], rel=2e-3)
+        assert [word.replace(",", "") for word in workload.split() if word[0].isdigit()] == [
+            word for word in figure["name"].split(", ")[-1].split() if word.isdigit()
+        ]
+    table = "\n".join(readme.limit_rows())
+    assert (STALE in table.lower()) != record.is_current(run)
 
 
 def test_a_spread_is_of_the_samples_and_a_single_one_is_said_to_be_one() -> None:

@@ -1,10 +1,10 @@
-"""The workloads of ``docs/figures.md`` on any server with OpenAI's API: output tokens per second, and times to the first token.
+"""The workloads of ``docs/figures.md`` on servers with OpenAI's API, one after the other on one machine.
 
-Usage: ``python -m benchmarks.peer OUT.json COMMIT (--url URL | --start NAME) [--runs 3] [--only NAME ...] [--tiny] [-- FLAGS]``.
-``--url`` is the address of a server that runs. ``--start`` starts ``hiserve``, ``vllm`` or ``sglang`` with its defaults and FLAGS,
-where it is installed: Llama-8B's shape with random weights and a tokenizer of its vocabulary. Prompts are token ids, and replies
-have their whole length. Each run has prompts of its own, and the first one of a workload is not counted. To compare servers, run
-it for each on one machine. ``--tiny`` takes hiserve-nano on the CPU, or small workloads for the server at ``--url``.
+Usage: ``python -m benchmarks.peers OUT.json COMMIT (--start NAME ... | --url URL ...) [--runs 3] [--only WORKLOAD ...] [--tiny] [-- FLAGS]``.
+``--start hiserve vllm sglang`` starts each that is named, where it is installed, with its defaults: Llama-8B's shape with random weights
+and a tokenizer of its vocabulary. ``--url`` names servers that run. FLAGS are of the server that is started, if it is one. Prompts are
+token ids, and replies have their whole length. Each run has prompts of its own, the same for all servers; the first run of a workload
+is not counted. Ratios are of the first server to the others. ``--tiny`` takes hiserve-nano on the CPU, or small workloads for ``--url``.
 """
 
 from __future__ import annotations
@@ -115,16 +115,16 @@ def is_ready(url: str) -> bool:
 
 
 @contextmanager
-def server(given: argparse.Namespace) -> Iterator[str]:
-    """Yields the address of the server that is measured."""
+def server(name: str, given: argparse.Namespace) -> Iterator[str]:
+    """Yields the address of a server that is measured: one that runs, or one that is started."""
     if given.url:
-        yield given.url.rstrip("/")
+        yield name.rstrip("/")
         return
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), SHAPES[LARGE]["vocab_size"])
         shape = {"model_type": "llama", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2}
         (Path(folder) / "config.json").write_text(json.dumps(shape | SHAPES[LARGE]))
-        command = NANO_COMMAND if given.tiny else COMMANDS[given.start]
+        command = NANO_COMMAND if given.tiny else COMMANDS[name]
         with started([word.replace("{folder}", folder) for word in (*command, *given.flags)]) as url:
             yield url
 
@@ -140,38 +140,55 @@ def measure(url: str, workload: Workload, num_runs: int, vocab_size: int) -> dic
     return {"median": medians(samples), "runs": summaries}
 
 
+def ratios(servers: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Returns, by workload and server, the output tokens of the first server over those of each other."""
+    first, *others = servers
+    found: dict[str, dict[str, float]] = {}
+    for title, ours in servers[first].items():
+        for other in others:
+            if title in servers[other]:
+                theirs = servers[other][title]["median"]["output_tokens_per_s"]
+                found.setdefault(title, {})[other] = ours["median"]["output_tokens_per_s"] / theirs
+    return found
+
+
 def main() -> int:
     given = arguments()
     sizes = TINY if given.tiny else FULL
-    name = given.name or given.start or given.url
-    result = Record.of(given, "python -m benchmarks.peer OUT.json COMMIT ...", "benchmarks/peer.py")
-    result |= {"server": name, "flags": given.flags, "workloads": {}}
-    print(f"{name:<28} {'output/s':>10} {'input/s':>10} {'ttft ms':>10} {'tpot ms':>10}", flush=True)
-    with server(given) as url:
-        for title, workload in workloads(sizes).items():
-            if given.only and title not in given.only:
-                continue
-            found = result["workloads"][title] = measure(url, workload, given.runs, given.vocab_size)
-            result.save()
-            median = found["median"]
-            rates = f"{median['output_tokens_per_s']:>10.0f} {median['input_tokens_per_s']:>10.0f}"
-            print(f"{title:<28} {rates} {median['ttft_ms']:>10.1f} {median['tpot_ms']:>10.2f}", flush=True)
+    result = Record.of(given, "python -m benchmarks.peers OUT.json COMMIT ...", "benchmarks/peers.py")
+    result |= {"flags": given.flags, "servers": {}, "ratios": {}}
+    for name in given.start or given.url:
+        print(f"{name:<28} {'output/s':>10} {'input/s':>10} {'ttft ms':>10} {'tpot ms':>10}", flush=True)
+        found = result["servers"][name] = {}
+        with server(name, given) as url:
+            for title, workload in workloads(sizes).items():
+                if given.only and title not in given.only:
+                    continue
+                found[title] = measure(url, workload, given.runs, given.vocab_size)
+                result["ratios"] = ratios(result["servers"])
+                result.save()
+                median = found[title]["median"]
+                rates = f"{median['output_tokens_per_s']:>10.0f} {median['input_tokens_per_s']:>10.0f}"
+                print(f"{title:<28} {rates} {median['ttft_ms']:>10.1f} {median['tpot_ms']:>10.2f}", flush=True)
+    for title, others in result["ratios"].items():
+        print(title, *(f"{ratio:.3f} of {other}" for other, ratio in others.items()), sep=", ", flush=True)
     return 0
 
 
 def arguments() -> argparse.Namespace:
     parser = gpu_parser(__doc__)
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--url")
-    where.add_argument("--start", choices=COMMANDS)
-    parser.add_argument("--name", help="of the server, with its version; default: as --start or --url")
+    where.add_argument("--url", nargs="+")
+    where.add_argument("--start", nargs="+", choices=COMMANDS)
     parser.add_argument("--runs", type=int, default=3, help="that count, of each workload (3)")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="workloads, by their names in the table")
+    parser.add_argument("--only", nargs="+", metavar="WORKLOAD", help="by their names in the table")
     parser.add_argument(
-        "--vocab-size", type=int, help="of the model at --url (default: as of the model that is started)"
+        "--vocab-size", type=int, help="of the models at --url (default: as of the model that is started)"
     )
     parser.add_argument("flags", nargs="*", help="of the server that is started, after --")
     given = parser.parse_args()
+    if given.flags and len(given.start or ()) != 1:
+        parser.error(f"flags {' '.join(given.flags)} are for one server that is started: --start NAME")
     if given.vocab_size is None:
         given.vocab_size = 2048 if given.tiny else SHAPES[LARGE]["vocab_size"]
     return given

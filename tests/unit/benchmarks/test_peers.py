@@ -1,4 +1,4 @@
-"""The benchmark of any server: its workloads are the engine's, and a server counts as ready when it generates."""
+"""The benchmark of any servers: its workloads are the engine's, and a server counts as ready when it generates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from benchmarks import peer
+from benchmarks import peers
 from benchmarks.gpu.sizes import FULL, TINY
 
 
@@ -48,26 +48,35 @@ def url() -> Iterator[str]:
 
 
 def test_a_server_is_ready_when_it_generates_and_not_when_it_lists_its_models(url: str) -> None:
-    assert [peer.is_ready(url) for _ in range(2)] == [False, True]
-    assert not peer.is_ready("http://127.0.0.1:1")
+    assert [peers.is_ready(url) for _ in range(2)] == [False, True]
+    assert not peers.is_ready("http://127.0.0.1:1")
 
 
 def test_a_server_that_ends_at_its_start_is_told() -> None:
-    with pytest.raises(SystemExit, match="ended with 3"), peer.started([sys.executable, "-c", "raise SystemExit(3)"]):
+    with pytest.raises(SystemExit, match="ended with 3"), peers.started([sys.executable, "-c", "raise SystemExit(3)"]):
         pass
 
 
 def test_the_workloads_are_those_of_the_engine() -> None:
-    found = peer.workloads(FULL)
+    found = peers.workloads(FULL)
     assert list(found) == [
         *(f"{case.rows} x {case.prompt} -> {case.output}" for case in FULL.peers),
         "8 x 8192 -> 1",
         "32 of 96 x 1024 -> 256",
         "64 chats x 6 turns",
     ]
-    assert found["8 x 8192 -> 1"] == peer.Workload(
+    assert found["8 x 8192 -> 1"] == peers.Workload(
         "serve", {"num_prompts": 8, "max_concurrency": 8, "input_length": 8192, "output_length": 1}
     )
-    assert peer.workloads(TINY)["4 chats x 2 turns"] == peer.Workload(
+    assert peers.workloads(TINY)["4 chats x 2 turns"] == peers.Workload(
         "multiturn", {"num_clients": 4, "num_rounds": 2, "request_length": 16, "output_length": 8}
     )
+
+
+def test_ratios_are_of_the_first_server_to_each_other_in_workloads_that_both_ran() -> None:
+    rates = {"ours": {"a": 30.0, "b": 8.0}, "theirs": {"a": 20.0}, "third": {"a": 60.0, "b": 4.0}}
+    servers = {
+        name: {title: {"median": {"output_tokens_per_s": rate}} for title, rate in found.items()}
+        for name, found in rates.items()
+    }
+    assert peers.ratios(servers) == {"a": {"theirs": 1.5, "third": 0.5}, "b": {"third": 2.0}}
