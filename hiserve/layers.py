@@ -14,6 +14,7 @@ from torch import Tensor
 from hiserve.attention.base import Attention
 from hiserve.core.activation import SILU, Activation
 from hiserve.core.forward import ForwardInputs, LayerKV
+from hiserve.distributed.exchange import Exchange
 from hiserve.kernels.ops import Ops, ops_for
 from hiserve.kernels.packed_weights import Weights
 from hiserve.kernels.quantized import QuantizedWeight
@@ -24,16 +25,24 @@ from hiserve.kernels.routing import ExpertGroups
 class Embedding:
     """Looks up one vector per token in ``weight``, ``[vocab_size, hidden_size]``, and multiplies it by ``scale``.
 
-    The output head may share ``weight``, which is therefore not scaled itself.
+    The output head may share ``weight``, which is therefore not scaled itself. A rank of a group has the rows of its tokens,
+    from ``first`` on: tokens of others are 0 there, so that the sum of all ranks is exact.
     """
 
     weight: Tensor
     scale: Tensor | None = None  # ``[]``, of the weight's dtype; None is 1
+    exchange: Exchange | None = None  # None has all tokens
+    first: int = 0
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Returns ``[T, hidden_size]`` for int32 ``[T]``."""
-        found = F.embedding(input_ids, self.weight)
+        found = F.embedding(input_ids, self.weight) if self.exchange is None else self._of_all(self.exchange, input_ids)
         return found if self.scale is None else found.mul_(self.scale)
+
+    def _of_all(self, exchange: Exchange, input_ids: Tensor) -> Tensor:
+        rows, count = input_ids - self.first, self.weight.shape[0]
+        found = F.embedding(rows.clamp(0, count - 1), self.weight)
+        return exchange.sum(found.masked_fill_(((rows < 0) | (rows >= count))[:, None], 0))
 
 
 class Linear:
@@ -70,6 +79,20 @@ class Linear:
         return self._project(x, self._weight, self._bias)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class OutputHead:
+    """States to logits. A rank of a group computes those of its tokens, and has all of them afterwards."""
+
+    linear: Linear
+    vocab_size: int
+    exchange: Exchange | None = None  # None has all tokens
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """Maps ``[T, hidden_size]`` to ``[T, vocab_size]``."""
+        logits = self.linear(states)
+        return logits if self.exchange is None else self.exchange.gather_columns(logits, self.vocab_size)
+
+
 def can_pack(weight: Tensor) -> bool:
     """Whether products with a weight are faster packed, and this build of torch can pack it."""
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -90,11 +113,13 @@ class RMSNorm:
     Attributes:
         weight: ``[n]``, of the type of the states, or float32 to round only the product.
         eps: Added to the mean square.
+        exchange: Of a rank that computes a part of each ``delta``; None computes it whole.
     """
 
     weight: Tensor
     eps: float
     ops: Ops
+    exchange: Exchange | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Norms ``[T, n]``."""
@@ -102,6 +127,8 @@ class RMSNorm:
 
     def add(self, delta: Tensor, residual: Tensor) -> Tensor:
         """Adds ``delta`` to ``residual`` in place, both ``[T, n]``, and norms the sum."""
+        if self.exchange is not None:
+            return self.exchange.reduce_add_norm(delta, residual, self.weight, self.eps)
         return self.ops.add_rms_norm(delta, residual, self.weight, self.eps)
 
 

@@ -29,13 +29,28 @@ class Parallel(msgspec.Struct, frozen=True, kw_only=True):
             most=1024,
         ),
     ] = 1
+    tp: Annotated[
+        int,
+        about(
+            "Devices of each replica, which compute every layer together (tensor parallelism): for models that do not fit on one "
+            "device, and for latency. On cpu processes.",
+            unit="devices",
+            least=1,
+            most=64,
+        ),
+    ] = 1
     devices: Annotated[
         str | None,
         about(
-            "CUDA devices of the replicas, by number: with 2,3 the first runs on device 2 and the second on 3; the default is "
-            "the first devices, one for each replica."
+            "CUDA devices of the replicas, by number: with 2,3 the first runs on device 2 and the second on 3, and with --tp 2 one "
+            "replica on both; the default is the first devices, as many as all replicas have."
         ),
     ] = None
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute, those of all replicas; each has a device of its own on cuda."""
+        return self.replicas * self.tp
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""The CUDA device of each replica: replica r runs on the r-th of ``--devices``, and sees no other."""
+"""The CUDA devices of each replica: with ``--tp N`` replica r runs on N of ``--devices``, from the r·N-th on, and sees no other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"  # CUDA's own variable: the devices tha
 
 
 def choose_devices(options: Options, num_found: int, *, on_cpu: bool) -> tuple[int, ...]:
-    """Returns the number of each replica's device, by default the first ones; empty on cpu.
+    """Returns the number of each rank's device, replica after replica, by default the first ones; empty on cpu.
 
     Args:
         options: As given.
@@ -21,9 +21,10 @@ def choose_devices(options: Options, num_found: int, *, on_cpu: bool) -> tuple[i
         on_cpu: The model runs on cpu.
 
     Raises:
-        ConfigError: A device is unknown or named twice, or there is not one for each replica.
+        ConfigError: A device is unknown or named twice, or there is not one for each rank of each replica.
     """
-    given, replicas = options.parallel.devices, options.parallel.replicas
+    given, replicas, num_ranks = options.parallel.devices, options.parallel.replicas, options.parallel.num_ranks
+    asked = f"{replicas} replicas" + (f" of {options.parallel.tp} devices" if options.parallel.tp > 1 else "")
     if on_cpu:
         if given is not None:
             raise ConfigError(
@@ -32,13 +33,19 @@ def choose_devices(options: Options, num_found: int, *, on_cpu: bool) -> tuple[i
             )
         return ()
     if given is None:
+        if num_ranks > num_found and options.parallel.tp > 1:
+            raise ConfigError(
+                f"--tp is {options.parallel.tp}, so that {asked} take {num_ranks} CUDA devices, but {num_found} were found. Lower "
+                "--tp or --replicas, or use --device cpu.",
+                param="tp",
+            )
         if replicas > num_found:
             raise ConfigError(
                 f"--replicas is {replicas} but {num_found} CUDA devices were found, and each replica needs one of its own. "
                 "Lower --replicas, or use --device cpu.",
                 param="replicas",
             )
-        return tuple(range(replicas))
+        return tuple(range(num_ranks))
     numbers = _numbers(given)
     if unknown := [number for number in numbers if number >= num_found]:
         raise ConfigError(
@@ -49,17 +56,17 @@ def choose_devices(options: Options, num_found: int, *, on_cpu: bool) -> tuple[i
         raise ConfigError(
             f"--devices is {given!r}, which names a device twice. Give each replica one of its own.", param="devices"
         )
-    if len(numbers) != replicas:
+    if len(numbers) != num_ranks:
+        each, which = ("replica", "--replicas") if options.parallel.tp == 1 else ("rank", "--replicas or --tp")
         raise ConfigError(
-            f"--devices is {given!r}, {len(numbers)} of them for {replicas} replicas. Name one device for each replica, or "
-            "change --replicas.",
+            f"--devices is {given!r}, {len(numbers)} of them for {asked}. Name one device for each {each}, or change {which}.",
             param="devices",
         )
     return numbers
 
 
 def devices_of(settings: Settings) -> tuple[int, ...]:
-    """Returns the number of each replica's device; empty on cpu."""
+    """Returns the number of each rank's device, replica after replica; empty on cpu."""
     return () if settings.parallel.devices is None else _numbers(settings.parallel.devices)
 
 
@@ -69,16 +76,21 @@ def least_memory(devices: Sequence[int], memory_bytes: Sequence[int]) -> int:
 
 
 def environment_of(settings: Settings, replica: int, environ: Mapping[str, str] = os.environ) -> dict[str, str] | None:
-    """Returns the environment of a replica's worker, in which its device is the only one; None on cpu.
+    """Returns the environment of a replica's worker, in which its devices are the only ones; None on cpu.
 
     Libraries that take the first device then take the right one, and no process opens a context on another's device.
     """
-    devices = devices_of(settings)
+    devices, size = devices_of(settings), settings.parallel.tp
     if not devices:
         return None
+    return environment_with(devices[replica * size : (replica + 1) * size], environ)
+
+
+def environment_with(devices: Sequence[int], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns an environment in which these of the devices that ``environ`` shows are the only ones."""
     seen = environ.get(VISIBLE_DEVICES)
-    number = devices[replica]
-    return {**environ, VISIBLE_DEVICES: str(number) if seen is None else seen.split(",")[number].strip()}
+    shown = [str(number) if seen is None else seen.split(",")[number].strip() for number in devices]
+    return {**environ, VISIBLE_DEVICES: ",".join(shown)}
 
 
 def _numbers(given: str) -> tuple[int, ...]:

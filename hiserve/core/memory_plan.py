@@ -35,7 +35,7 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
     runner: RunnerSettings
     page_size: int  # tokens per page
     kv_dtype: KVDType  # of what attention reads
-    devices: tuple[int, ...]  # CUDA devices of the replicas by number; empty on cpu
+    devices: tuple[int, ...]  # CUDA devices of the ranks of all replicas by number; empty on cpu
 
     @property
     def on_cpu(self) -> bool:
@@ -112,7 +112,7 @@ class _Worker:
         self._chosen, self._model, self._machine = chosen, model, machine
         self._cache = chosen.given.cache
         self._packs_rows = chosen.kv_dtype == "fp8"
-        self._replicas = chosen.given.parallel.replicas
+        self._num_ranks = chosen.given.parallel.num_ranks  # processes that share the machine's memory
         element = DTYPE_BYTES[chosen.model.dtype]
         owners = {"weights": model} | ({"draft weights": model.draft} if model.draft else {})
         self._weights = {item: _weight_bytes(owner, chosen.model) for item, owner in owners.items()}
@@ -124,7 +124,7 @@ class _Worker:
         self._page = self._page_items(element)
         self.page_bytes = sum(self._page.values())
         if chosen.on_cpu:
-            self.free = machine.memory_bytes // self._replicas
+            self.free = machine.memory_bytes // self._num_ranks
         else:
             self.free = least_memory(chosen.devices, machine.cuda_memory_bytes)
         self._room = self.free - sum(self._weights.values())  # beside the weights
@@ -194,7 +194,7 @@ class _Worker:
         raise ResourceError(
             f"the weights need {_gib(self.free - self._room)} as {self._chosen.model.dtype} but {_gib(self.free)} are free "
             f"for each worker. {'Lower --replicas, u' if on_cpu else 'U'}se a narrower --dtype or a smaller model.",
-            param="replicas" if on_cpu and self._replicas > 1 else "dtype",
+            param="replicas" if on_cpu and self._num_ranks > 1 else "dtype",
         )
 
     def size_pool(self) -> tuple[int, int, dict[str, str]]:
@@ -304,7 +304,7 @@ class _Worker:
         """
         left = self.free - sum(parts.values())
         if left >= 0:
-            return left if self._chosen.on_cpu else self._machine.memory_bytes // self._replicas
+            return left if self._chosen.on_cpu else self._machine.memory_bytes // self._num_ranks
         beside = self._room - pages * self.page_bytes
         scheduler = self._chosen.scheduler
         raise ResourceError(
@@ -328,9 +328,18 @@ class _Worker:
         given, page, where = self._cache.host_cache_gib, self.page_bytes, "memory"
         if self._cache.disable_prefix_cache:
             return 0.0, "the prefix cache is disabled"
+        if self._chosen.given.parallel.tp > 1:
+            if isinstance(given, str):
+                return 0.0, "groups of ranks have no host cache yet"
+            if given:
+                raise ConfigError(
+                    f"--host-cache-gib is {given:.3g}, but with --tp {self._chosen.given.parallel.tp} there is no host cache yet. "
+                    "Leave it out.",
+                    param="host_cache_gib",
+                )
         shares = self._host_shares(pages * page, room)
         if self._cache.host_cache_name is not None:
-            shm = self._machine.shm_bytes // self._replicas
+            shm = self._machine.shm_bytes // self._num_ranks
             shares.append((shm // 2, "half of /dev/shm"))
             room, where = min((room, where), (shm, "/dev/shm"))
         if isinstance(given, str):

@@ -73,7 +73,7 @@ def _choose(options: Options, model: ModelFacts, machine: Machine) -> Chosen:
     device = _device(options, machine)
     on_cpu = device == "cpu"
     _check_backend(options, on_cpu=on_cpu)
-    scheduler, runner, replicas = options.scheduler, options.runner, options.parallel.replicas
+    scheduler, runner, parallel = options.scheduler, options.runner, options.parallel
     length = _or(options.model.max_model_len, model.context_length)
     if length > model.context_length:
         raise ConfigError(
@@ -99,9 +99,9 @@ def _choose(options: Options, model: ModelFacts, machine: Machine) -> Chosen:
             RunnerSettings,
             runner,
             overlap=_or(runner.overlap, 0 if on_cpu else 1),
-            cpu_threads=_or(runner.cpu_threads, max(1, max(1, machine.cores - 1) // replicas)),
+            cpu_threads=_or(runner.cpu_threads, max(1, max(1, machine.cores - 1) // parallel.num_ranks)),
             grammar_threads=_or(
-                runner.grammar_threads, max(1, min(MAX_GRAMMAR_THREADS, machine.cores // 2 // replicas))
+                runner.grammar_threads, max(1, min(MAX_GRAMMAR_THREADS, machine.cores // 2 // parallel.replicas))
             ),
             graphs=_graphs(options, on_cpu=on_cpu),
         ),

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from msgspec.structs import replace
 
 from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache, TailSizes
-from hiserve.cache.storage.cache_identity import check_unchanged
 from hiserve.cache.storage.device import DevicePool
 from hiserve.cache.storage.file_store import open_store
 from hiserve.cache.storage.host import HostPool
@@ -24,26 +21,24 @@ from hiserve.config.settings import Settings
 from hiserve.core.digest import chain_of
 from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.machine import free_cuda_bytes
-from hiserve.core.row_shapes import PACKED_CAPABILITY
 from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
 from hiserve.core.windows import WindowLimits
-from hiserve.engine.draft_costs import DraftTimer
+from hiserve.engine.draft_costs import measure_drafts
+from hiserve.engine.executing_half import LoadedHalf, load_half, phase
 from hiserve.engine.executor import Executor
 from hiserve.engine.grammars import GrammarRows
+from hiserve.engine.group_facts import facts_of
+from hiserve.engine.host_recovery import recover_host_pages
 from hiserve.engine.kv_event_sender import KvEventSender, open_kv_events
 from hiserve.engine.loop import Engine, EngineFacts
 from hiserve.engine.planner import Planner
+from hiserve.engine.ranks import Ranks, end_process
 from hiserve.engine.runner_factory import MakeProposer, open_proposer, prepare_runners
 from hiserve.engine.startup import await_memory
-from hiserve.engine.tier_transfers import TierTransfers, make_registrar, make_transfers, recover_host_pages
-from hiserve.errors import ConfigError, ResourceError
+from hiserve.engine.tier_transfers import TierTransfers, make_registrar, make_transfers
+from hiserve.errors import ConfigError
 from hiserve.grammar.matcher import Vocabulary
-from hiserve.models.builtin_shapes import read_model
-from hiserve.models.draft_config import DraftConfig, page_groups, read_draft
-from hiserve.models.draft_heads import DraftHead, load_draft
-from hiserve.models.loading import AnyDecoder, load_decoder
 from hiserve.models.model_config import ModelConfig
-from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.dispatch import Dispatch
 from hiserve.spec.adaptive import DraftController
 from hiserve.spec.history import ReplyHistory
@@ -62,6 +57,7 @@ def build_engine(
     measurements: StartupMeasurements = NO_MEASUREMENTS,
     *,
     waits_for_compilers: bool = True,
+    ends_process: bool = False,
     make_proposer: MakeProposer = open_proposer,
 ) -> Engine:
     """Loads the model, allocates pool and rows, and joins both halves.
@@ -72,18 +68,32 @@ def build_engine(
         replica: Which worker this is.
         measurements: Of the worker before it, whose memory is waited for.
         waits_for_compilers: Otherwise prompts are computed by Triton until FlashInfer's kernels are compiled.
+        ends_process: The process ends if another rank of its group does, whatever it waits for then.
         make_proposer: Makes what drafts, of the settings.
 
     Raises:
-        ConfigError: The model's files have changed since the identity was computed.
+        ConfigError: The model's files have changed since the identity was computed, or a group has drafts of another kind.
         ModelError: The model cannot be used.
         ResourceError: The device's memory does not suffice, or an address for KV events is in use.
     """
+    if settings.parallel.tp > 1 and make_proposer is not open_proposer:
+        raise ConfigError(
+            f"--tp is {settings.parallel.tp}, but rehearsed drafts are of one process. Leave --tp out.", param="tp"
+        )
     kv_events = open_kv_events(settings, replica)  # first: an address in use costs no time
     with ExitStack() as undo:
         if kv_events is not None:
             undo.callback(kv_events.close)
-        engine = _compose(settings, segment, kv_events, measurements, waits_for_compilers, make_proposer, undo)
+        engine = _compose(
+            settings,
+            segment,
+            kv_events,
+            measurements,
+            make_proposer,
+            undo,
+            waits_for_compilers=waits_for_compilers,
+            ends_process=ends_process,
+        )
         undo.pop_all()
     return engine
 
@@ -93,56 +103,51 @@ def _compose(
     segment: Segment | None,
     kv_events: KvEventSender | None,
     measurements: StartupMeasurements,
-    waits_for_compilers: bool,
     make_proposer: MakeProposer,
     undo: ExitStack,
+    *,
+    waits_for_compilers: bool,
+    ends_process: bool,
 ) -> Engine:
     """Makes the engine; ``undo`` gets a callback for each started thread, in case a later part fails."""
     startup_s: dict[str, float] = {}
     if settings.model.device == "cuda":
-        with _phase(startup_s, "await memory"):
+        with phase(startup_s, "await memory"):
             await_memory(measurements.free_bytes, free_cuda_bytes)
             measurements = replace(measurements, free_bytes=max(measurements.free_bytes, free_cuda_bytes()))
-    torch.set_num_threads(settings.runner.cpu_threads)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    folder, model_config = read_model(settings.model)
-    max_len = settings.model.max_model_len
-    max_rows = settings.scheduler.max_running_requests
-    num_pages, page_size = settings.cache.kv_pages, settings.cache.page_size
-    draft = read_draft(settings, folder, model_config)
-    groups = page_groups(settings, model_config, draft, frees_windows=settings.cache.frees_windows)
-    with _phase(startup_s, "load weights"):
-        model, head = _load(settings, folder, model_config, draft)
-    with _phase(startup_s, "allocate pool"), _memory_error_as_advice(num_pages):
-        sizes = settings.cache.window_pages, max_rows + 1, max(1, settings.cache.snapshot_slots)
-        pool = DevicePool(groups, num_pages, page_size, settings.model.device, *sizes)
-        rows = _device_rows(settings, model_config, pool)
-    check_unchanged(settings, folder, model_config, draft)
+    ranks = None
+    if settings.parallel.tp > 1:
+        ranks = _start_ranks(settings, measurements, ends_process=ends_process, undo=undo)
+    half = load_half(settings, startup_s, None if ranks is None else ranks.exchange)
+    pool, rows = half.pool, half.rows
+    if ranks is not None:
+        ranks.agree(facts_of(settings, half))
     namespace = settings.cache_identity.namespace
-    host = None if segment is None else _host_pool(settings, segment, groups, namespace)
-    cache = _cache(settings, namespace, model_config.tail_window, host, kv_events)
+    host = None if segment is None else _host_pool(settings, segment, half.groups, namespace)
+    cache = _cache(settings, namespace, half.config.tail_window, host, kv_events)
     tier_transfers = None if host is None else _tier_transfers(settings, host, cache, pool, startup_s, undo)
-    with _phase(startup_s, "prepare runners"):
-        proposer = make_proposer(settings, draft, head, pool, rows)
+    with phase(startup_s, "prepare runners"):
+        proposer = make_proposer(settings, half.draft, half.head, pool, rows)
         serving = threading.Event()
-        runners = prepare_runners(
-            settings, model, model_config, draft, pool, rows, proposer, None if waits_for_compilers else serving.is_set
-        )
-        controller = _controller(settings, runners, rows, pool, measurements, model_config, has_head=head is not None)
+        waits = waits_for_compilers or ranks is not None  # all ranks have one backend
+        runners = prepare_runners(settings, half, proposer, None if waits else serving.is_set)
+        controller = _controller(settings, runners, half, measurements)
+        if ranks is not None:
+            ranks.await_ready()
         serving.set()
     depth = _depth(settings, runners)
     facts = EngineFacts(
-        max_running=max_rows,
-        max_len=max_len,
-        num_pages=num_pages - 1,
-        page_size=page_size,
+        max_running=settings.scheduler.max_running_requests,
+        max_len=settings.model.max_model_len,
+        num_pages=settings.cache.kv_pages - 1,
+        page_size=settings.cache.page_size,
         namespace=namespace,
         startup_s=startup_s,
         measurements=measurements if controller is None else replace(measurements, draft_costs=controller.costs),
     )
     return Engine(
-        _planner(settings, cache, folder, model_config, controller),
-        Executor(runners, rows, threaded=depth > 0, tier_transfers=tier_transfers),
+        _planner(settings, cache, half.folder, half.config, controller),
+        Executor(runners, rows, threaded=depth > 0, tier_transfers=tier_transfers, group=ranks),
         depth,
         facts,
         shares_prefixes=not settings.cache.disable_prefix_cache,
@@ -151,29 +156,15 @@ def _compose(
     )
 
 
-def _check_capability(settings: Settings, capability: tuple[int, int]) -> None:
-    if settings.cache.packs_rows and capability < PACKED_CAPABILITY:
-        least, found = (".".join(map(str, each)) for each in (PACKED_CAPABILITY, capability))
-        raise ConfigError(
-            f"--kv-dtype is fp8, which takes a GPU of compute capability {least} or later, but this one has {found}. Use --kv-dtype bf16.",
-            param="kv_dtype",
-        )
-
-
-def _device_rows(settings: Settings, model_config: ModelConfig, pool: DevicePool) -> DeviceRows:
-    return DeviceRows(
-        settings.scheduler.max_running_requests,
-        settings.model.max_model_len,
-        settings.cache.page_size,
-        settings.cache.kv_pages,
-        settings.model.device,
-        eos_token_ids=[token for token in model_config.eos_token_ids if token < model_config.vocab_size],
-        vocab_size=model_config.vocab_size,
-        max_draft=settings.spec.tiers[-1],
-        window=model_config.tail_window,
-        num_window_pages=settings.cache.window_pages,
-        carried=tuple(pool.carried.values()),
-    )
+def _start_ranks(
+    settings: Settings, measurements: StartupMeasurements, *, ends_process: bool, undo: ExitStack
+) -> Ranks:
+    """Starts the other ranks of a group and meets them."""
+    measures = measurements.draft_costs is None
+    ranks = Ranks(settings, end_process if ends_process else lambda: None, measures_drafts=measures)
+    undo.callback(ranks.close)
+    ranks.join(torch.device(settings.model.device))
+    return ranks
 
 
 def _window_limits(settings: Settings, model: ModelConfig) -> WindowLimits | None:
@@ -190,19 +181,6 @@ def _window_limits(settings: Settings, model: ModelConfig) -> WindowLimits | Non
         tail_every=settings.cache.tail_every,
         has_snapshots=plan.has_snapshots,
     )
-
-
-def _load(
-    settings: Settings, folder: Path, model_config: ModelConfig, draft: DraftConfig | None
-) -> tuple[AnyDecoder, DraftHead | None]:
-    """Reads the weights of the model and of the draft head."""
-    if settings.model.device == "cuda":
-        _check_capability(settings, torch.cuda.get_device_capability())
-    max_len = settings.model.max_model_len
-    loading: dict[str, Any] = {name: getattr(settings.model, name) for name in ("dtype", "device", "load_format")}
-    aux_layers = () if draft is None else draft.aux_layers
-    model = load_decoder(folder, model_config, max_len=max_len, aux_layers=aux_layers, **loading)
-    return model, None if draft is None else load_draft(draft, model, max_len=max_len, **loading)
 
 
 def _depth(settings: Settings, runners: Dispatch) -> int:
@@ -224,23 +202,19 @@ def _depth(settings: Settings, runners: Dispatch) -> int:
 def _controller(
     settings: Settings,
     runners: Dispatch,
-    rows: DeviceRows,
-    pool: DevicePool,
+    half: LoadedHalf,
     measurements: StartupMeasurements,
-    model: ModelConfig,
-    *,
-    has_head: bool,
 ) -> DraftController | None:
     """Measures the costs of drafts, where their number is chosen, unless an earlier worker has."""
     tiers = settings.spec.tiers
     if len(tiers) == 1:
         return None
-    warm_steps = WARM_TOKENS + settings.cache.page_size if has_head else None  # it attends from the next page on
+    warm_steps = (
+        WARM_TOKENS + settings.cache.page_size if half.head is not None else None
+    )  # it attends from the next page on
     costs = measurements.draft_costs
     if costs is None:
-        with torch.inference_mode():
-            timer = DraftTimer(runners, rows, pool, model.vocab_size)
-            costs = timer.measure(tiers, settings.scheduler.max_running_requests)
+        costs = measure_drafts(settings, runners, half)
     return DraftController(costs, warm_steps)
 
 
@@ -311,12 +285,12 @@ def _tier_transfers(
 ) -> TierTransfers:
     """Recovers the host pages of a former process, and opens the store."""
     undo.callback(host.close)
-    with _phase(startup_s, "adopt host cache"):
+    with phase(startup_s, "adopt host cache"):
         recover_host_pages(host, cache)
     transfers = make_transfers(settings.model.device, pool, host)
     undo.callback(transfers.close)
     beyond = None
-    with _phase(startup_s, "open store"):
+    with phase(startup_s, "open store"):
         if (store := open_store(settings.cache)) is not None:
             beyond = StoreTransfers(store, host, wake=transfers.wake)
             undo.callback(beyond.close)
@@ -328,25 +302,3 @@ def _host_pool(settings: Settings, segment: Segment, groups: Sequence[CacheGroup
     registrar = make_registrar(settings.model.device)
     link = chain_of(is_strong=settings.cache.store is not None)
     return HostPool(segment, groups, registrar=registrar, verify=settings.cache.cache_verify, link=link)
-
-
-@contextmanager
-def _phase(startup_s: dict[str, float], name: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    startup_s[name] = round(time.perf_counter() - start, 3)
-
-
-@contextmanager
-def _memory_error_as_advice(num_pages: int) -> Iterator[None]:
-    """Turns an allocation failure into an error that names the settings to lower."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "alloc" not in str(error) and "out of memory" not in str(error):
-            raise
-        raise ResourceError(
-            f"no memory for {num_pages} KV pages: {str(error).splitlines()[0]}. "
-            "Lower --kv-pages, --max-running-requests or --max-model-len.",
-            param="kv_pages",
-        ) from None

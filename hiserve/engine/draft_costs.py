@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 
 from hiserve.cache.storage.device import DevicePool
 from hiserve.config.options import MAX_SPEC_STEPS
+from hiserve.config.settings import Settings
 from hiserve.core.plan import BatchPlan, RowAdmit, TableWrites
 from hiserve.core.request import SamplingParams
 from hiserve.core.startup_measurements import FloatArray, StepCosts
+from hiserve.engine.executing_half import LoadedHalf
 from hiserve.errors import ConfigError
 from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.dispatch import Dispatch
@@ -183,6 +185,17 @@ class DraftTimer:
                 RowAdmit(int(row), self._tokens[row, :context], context, context - 1, sampling) for row in numbers
             ),
         )
+
+
+def measure_drafts(settings: Settings, runners: Dispatch, half: LoadedHalf) -> StepCosts:
+    """Measures the numbers of drafts that the settings allow. Which steps run depends on the settings alone: ranks of a group run the same.
+
+    Raises:
+        ConfigError: As ``DraftTimer.measure``.
+    """
+    with torch.inference_mode():
+        timer = DraftTimer(runners, half.rows, half.pool, half.config.vocab_size)
+        return timer.measure(settings.spec.tiers, settings.scheduler.max_running_requests)
 
 
 def without_stalls(seconds: FloatArray) -> FloatArray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -17,13 +16,15 @@ from torch import Tensor
 from hiserve.core.plan import BatchPlan, Int32Array, MaskPlan, StepFault, StepResult
 from hiserve.core.step_faults import fault_of, first_line
 from hiserve.core.transfers import CopyAck, StoreEnds
+from hiserve.engine.decision_log import DecisionLog
+from hiserve.engine.step_group import StepGroup
 from hiserve.engine.tier_transfers import TierTransfers
 from hiserve.errors import EngineError
 from hiserve.ipc.cache_stats import StoreStats
 from hiserve.ipc.messages import GateCounts
 from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.dispatch import Dispatch
-from hiserve.runners.gate import Action, Decision, PendingLoads, Reason, admit
+from hiserve.runners.gate import Action, Decision, PendingLoads, admit
 from hiserve.runners.step_output import DeviceOutput, Draw, LaunchedStep, read_output
 
 MAX_IN_FLIGHT = 4  # more steps than are ever between their submission and the commit of their results
@@ -61,6 +62,7 @@ class Executor:
     Args:
         threaded: On CPU, compute in a thread, so that the caller can plan meanwhile.
         tier_transfers: Copies pages between tiers; None with one tier. Closed at the end.
+        group: The other ranks that execute the same plans; None without.
     """
 
     def __init__(
@@ -70,8 +72,10 @@ class Executor:
         *,
         threaded: bool = False,
         tier_transfers: TierTransfers | None = None,
+        group: StepGroup | None = None,
     ) -> None:
         self._runners = runners
+        self._group = group
         self._rows = rows
         self._tier_transfers = tier_transfers
         self._stream: torch.cuda.Stream | None = None
@@ -86,9 +90,8 @@ class Executor:
             (rows.known_len.shape[0], rows.max_draft), dtype=torch.int32, pin_memory=self._stream is not None
         )
         self._are_copied = None if self._stream is None else torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self._decisions: Counter[tuple[Action, Reason]] = Counter()
+        self._decisions = DecisionLog(MAX_IN_FLIGHT)
         self._is_replay = False  # of the step that is launched now
-        self._passed: deque[tuple[int, Decision]] = deque(maxlen=MAX_IN_FLIGHT)  # the latest steps
 
     def submit(self, plan: BatchPlan) -> Future[StepResult]:
         """Runs or launches a step after those submitted before. An exception inside it is raised by ``result()``.
@@ -146,25 +149,15 @@ class Executor:
 
     def gate_counts(self) -> GateCounts:
         """Returns the gate's decisions until now: decision -> reason -> steps."""
-        counts: GateCounts = {}
-        for (action, reason), count in dict(self._decisions).items():  # a copy: steps may run in another thread
-            counts.setdefault(action.value, {})[reason.value] = count
-        return counts
+        return self._decisions.counts()
 
     def last_decision(self) -> tuple[int, str]:
         """Returns the latest step that passed the gate, and the decision in words; touches no device."""
-        if not self._passed:
-            return 0, ""
-        step_id, decision = self._passed[-1]
-        graph = f" of {decision.bucket}" if decision.bucket else ""
-        loads = f" after loads {decision.loads}" if decision.loads else ""
-        return step_id, f"{decision.action.value}{graph}: {decision.reason.value} {decision.sampling}{loads}".strip()
+        return self._decisions.last()
 
     def decision_of(self, step_id: int) -> tuple[str, str]:
         """Returns the gate's decision on one of the latest steps, and the reason; empty strings for any other."""
-        passed = dict(tuple(self._passed))  # a copy, likewise
-        decision = passed.get(step_id)
-        return ("", "") if decision is None else (decision.action.value, decision.reason.value)
+        return self._decisions.of(step_id)
 
     def clear_store(self) -> None:
         """Begins to empty the store beyond the host; there must be one."""
@@ -180,6 +173,8 @@ class Executor:
         """Finishes the submitted steps and ends the threads."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
+        if self._group is not None:
+            self._group.close()
         self._runners.close()
         if self._tier_transfers is not None:
             self._tier_transfers.close()
@@ -200,18 +195,32 @@ class Executor:
         if self._stream is None or launched.exception() is not None or isinstance(launched.result(), StepResult):
             return cast("Future[StepResult]", launched)
         assert self._thread is not None, f"step {plan.step_id} was launched without a thread to wait for it"
-        return self._thread.submit(_read, plan, *cast("_Launched", launched.result()))
+        return self._thread.submit(self._read, plan, *cast("_Launched", launched.result()))
 
     def _catch_faults(self, plan: BatchPlan, work: Callable[[BatchPlan], T | StepResult]) -> T | StepResult:
         """Does a step, or a half of one. If memory runs out, frees the memory of the step; its rows must be admitted anew."""
         try:
-            return work(plan)
+            done = work(plan)
         except Exception as error:
             kind = fault_of(error)
             if not kind:
+                if self._group is not None:
+                    self._group.check()
                 raise
             fault = StepFault(kind, first_line(error), self._is_replay)
+        else:
+            return self._join(plan, done) if isinstance(done, StepResult) else done
         # The error is gone, and with it the tensors of its frames. Launched work may still run: copies come after it.
+        return self._failed(plan, fault)
+
+    def _join(self, plan: BatchPlan, result: StepResult) -> StepResult:
+        """Returns the result of a step, or that it failed on another rank, where its rows are undefined then."""
+        if self._group is None or not plan.rows.size:
+            return result
+        fault = self._group.fault_of(plan.step_id)
+        return result if fault is None else self._failed(plan, fault)
+
+    def _failed(self, plan: BatchPlan, fault: StepFault) -> StepResult:
         with self._on_stream():
             self._free_memory()
             self._step_done(plan)
@@ -230,6 +239,8 @@ class Executor:
     def _launch_draw(
         self, forward: Future[StepResult | None], masks: MaskPlan | None, plan: BatchPlan
     ) -> _Launched | StepResult:
+        if self._group is not None:
+            self._group.draw(plan.step_id, masks)
         over = forward.result()
         if over is not None:
             return over
@@ -258,7 +269,8 @@ class Executor:
         self._apply(plan)
         self._runners.note(plan)
         self._order_copies(plan)
-        return self._pass_gate(plan) if plan.rows.size else self._nothing()
+        decision = self._decide(plan) if self._group is None else self._group.settle(plan, partial(self._decide, plan))
+        return self._nothing() if decision is None else self._run(plan, decision)
 
     def _apply(self, plan: BatchPlan) -> None:
         """Applies the plan to the rows; again if memory ran out: each change is a final value, not an increment.
@@ -331,18 +343,28 @@ class Executor:
                     self._are_copied.record()
         self._step_done(plan)
 
+    def _read(self, plan: BatchPlan, output: DeviceOutput, host: Tensor, copied: torch.cuda.Event) -> StepResult:
+        """Waits for the copy of an outcome."""
+        copied.synchronize()
+        return self._join(plan, read_output(plan, output, host.numpy()))
+
     def _step_done(self, plan: BatchPlan) -> None:
         """Lets copies begin that come after the step."""
         if self._tier_transfers is not None:
             self._tier_transfers.forward_done(plan.step_id)
 
-    def _pass_gate(self, plan: BatchPlan) -> _Begun:
-        """Runs the step or its first half, or defers it, as the gate decides."""
+    def _decide(self, plan: BatchPlan) -> Decision | None:
+        """Returns the gate's decision on a step; None of a plan without rows."""
+        if not plan.rows.size:
+            return None
+        loads = PendingLoads() if self._tier_transfers is None else self._tier_transfers.loads
+        runners = self._runners
+        return admit(plan, loads, runners.coverage, runners.facts(plan), has_moved=self._rows.has_moved)
+
+    def _run(self, plan: BatchPlan, decision: Decision) -> _Begun:
+        """Runs the step or its first half, or defers it, as was decided."""
         runners, tier_transfers = self._runners, self._tier_transfers
-        loads = PendingLoads() if tier_transfers is None else tier_transfers.loads
-        decision = admit(plan, loads, runners.coverage, runners.facts(plan), has_moved=self._rows.has_moved)
-        self._decisions[decision.action, decision.reason] += 1
-        self._passed.append((plan.step_id, decision))
+        self._decisions.add(plan.step_id, decision)
         if decision.action is Action.DEFER:
             return self._nothing(deferred=decision.reason.value)
         self._is_replay = decision.action is Action.REPLAY
@@ -370,8 +392,3 @@ def _pass_on(done: Future[StepResult], drawn: Future[StepResult]) -> None:
         done.set_result(drawn.result())
     else:
         done.set_exception(error)
-
-
-def _read(plan: BatchPlan, output: DeviceOutput, host: Tensor, copied: torch.cuda.Event) -> StepResult:
-    copied.synchronize()
-    return read_output(plan, output, host.numpy())

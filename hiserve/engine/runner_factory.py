@@ -18,6 +18,7 @@ from hiserve.core.drafts import Proposer
 from hiserve.core.forward import LayerKV
 from hiserve.core.kv_groups import CANARY
 from hiserve.core.step_memory import step_memory
+from hiserve.engine.executing_half import LoadedHalf
 from hiserve.engine.startup import CudaMemoryMeter, compile_steps, profile_steps, warm_up_steps
 from hiserve.kernels.draft_ops import draft_ops_for
 from hiserve.models.decoder import Decoder, attention_shape
@@ -44,16 +45,10 @@ MakeProposer = Callable[[Settings, DraftConfig | None, DraftHead | None, DeviceP
 
 
 def prepare_runners(
-    settings: Settings,
-    model: AnyDecoder,
-    model_config: ModelConfig,
-    draft: DraftConfig | None,
-    pool: DevicePool,
-    rows: DeviceRows,
-    proposer: Proposer | None,
-    is_serving: Callable[[], bool] | None,
+    settings: Settings, half: LoadedHalf, proposer: Proposer | None, is_serving: Callable[[], bool] | None
 ) -> Dispatch:
     """Opens the runners; on CUDA also compiles and warms up their kernels, and measures the largest steps against the budget."""
+    model_config, draft, pool, rows = half.config, half.draft, half.pool, half.rows
     dtype, max_tokens = settings.model.dtype, settings.scheduler.max_batched_tokens
     num_draft, has_kernels = settings.spec.tiers[-1], rows.device.type == "cuda"
     compiling = partial(
@@ -67,10 +62,10 @@ def prepare_runners(
     plan = model_config.cache_plan(dtype, frees_windows=frees_windows, max_draft=num_draft, packs_rows=packs_rows)
     runners = make_runners(
         settings.runner,
-        model,
+        half.model,
         pool.model_layers(plan),
         rows,
-        _shape(settings, model, model_config),
+        _shape(settings, half.model, model_config),
         max_batched_tokens=max_tokens,
         widths=settings.spec.widths,
         canary=Canary(rows, pool.layers(CANARY.name)[0]) if settings.cache.kv_canary else None,

@@ -13,7 +13,7 @@ from hiserve.engine.service import serve
 def build(settings: Settings, host_fd: int, replica: int, measurements: StartupMeasurements) -> Engine:
     """Builds the engine on the host segment that the supervisor passed, if there is one."""
     segment = Segment.attach(host_fd) if host_fd >= 0 else None
-    return build_engine(settings, segment, replica, measurements, waits_for_compilers=False)
+    return build_engine(settings, segment, replica, measurements, waits_for_compilers=False, ends_process=True)
 
 
 def main(endpoint: str) -> int:

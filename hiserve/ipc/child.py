@@ -205,8 +205,13 @@ def connect_to_parent(endpoint: str, death_signal: signal.Signals) -> tuple[Link
             link = link.connect_again()
         link.wait()
     link.remove_endpoint()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
+    die_with_parent(death_signal)
     return link, frames
+
+
+def die_with_parent(death_signal: signal.Signals) -> None:
+    """Has the kernel send a signal to this process when the thread that started it ends (Linux only)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
 
 
 def bound_memory(num_bytes: int) -> None:

@@ -79,7 +79,7 @@ class LLM:
             raise ConfigError("in_process runs one engine; leave replicas at 1 or in_process off.", param="replicas")
         launch = prepare(given)
         settings = launch.resolved.settings
-        if in_process and any(devices_of(settings)):
+        if in_process and devices_of(settings) not in ((), tuple(range(settings.parallel.tp))):
             raise ConfigError(
                 f"in_process runs on the first CUDA device, not on {settings.parallel.devices}; leave devices out and "
                 "set CUDA_VISIBLE_DEVICES, or leave in_process off.",

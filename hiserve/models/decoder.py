@@ -12,6 +12,7 @@ from torch import Tensor
 from hiserve.attention.base import Attention, AttentionShape, IndexShape
 from hiserve.core.activation import Activation
 from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
+from hiserve.distributed.exchange import Exchange
 from hiserve.kernels.ops import Ops, ops_for
 from hiserve.kernels.packed_weights import Weights
 from hiserve.kernels.routing import ExpertGroups
@@ -21,6 +22,7 @@ from hiserve.layers import (
     GatedMLP,
     Linear,
     MoE,
+    OutputHead,
     RMSNorm,
     Rotary,
     SelfAttention,
@@ -71,14 +73,22 @@ class Decoder:
         max_len: Tokens of the longest request.
         aux_layers: Layers, counted from 0, whose outputs (the residual stream) are returned as hidden states. The
             number of layers denotes the states after the last norm.
+        exchange: Of a rank of a group, whose share ``config`` and ``parameters`` are; None holds all.
     """
 
     def __init__(
-        self, config: ModelConfig, parameters: dict[str, Tensor], max_len: int, aux_layers: tuple[int, ...] = ()
+        self,
+        config: ModelConfig,
+        parameters: dict[str, Tensor],
+        max_len: int,
+        aux_layers: tuple[int, ...] = (),
+        exchange: Exchange | None = None,
     ) -> None:
+        self.exchange = exchange
         embedding = parameters.pop("embedding")
         scale = None if config.embedding_scale == 1.0 else embedding.new_full((), config.embedding_scale)
-        self.embedding = Embedding(embedding, scale)  # of tokens; shared with draft heads
+        first = 0 if exchange is None else exchange.shard.tokens(config.vocab_size)[0]
+        self.embedding = Embedding(embedding, scale, exchange, first)  # of tokens; shared with draft heads
         ops = ops_for(embedding.device)
         ropes = (config.rope,) if config.local_rope is None else (config.rope, config.local_rope)
         self._rotaries = [make_rotary(rope, config, max_len, embedding, ops) for rope in ropes]
@@ -86,9 +96,10 @@ class Decoder:
         self._logit_cap = config.logit_cap
         sinks = [parameters.pop(f"layers.{index}.sinks", None) for index in range(config.num_layers)]
         self.sinks = tuple(sinks) if config.has_sinks else ()  # of each layer, as for ``AttentionShape``
-        self._layers = [make_layer(config, parameters, index, ops) for index in range(config.num_layers)]
-        self._norm = RMSNorm(parameters.pop("norm"), config.norm_eps, ops)
-        self.head = Linear(parameters.pop("head", embedding))  # states to logits; shared with draft heads
+        self._layers = [make_layer(config, parameters, index, ops, exchange) for index in range(config.num_layers)]
+        self._norm = RMSNorm(parameters.pop("norm"), config.norm_eps, ops, exchange)
+        output = Linear(parameters.pop("head", embedding))
+        self.head = OutputHead(output, config.vocab_size, exchange)  # states to logits; shared with draft heads
         self._columns = {
             layer: slice(i * config.hidden_size, (i + 1) * config.hidden_size) for i, layer in enumerate(aux_layers)
         }
@@ -190,11 +201,13 @@ def make_rotary(rope: RopeConfig, config: ModelConfig, max_len: int, like: Tenso
     return Rotary(frequencies, like.dtype, ops, rope.attention_factor)
 
 
-def make_layer(config: ModelConfig, parameters: dict[str, Tensor], index: int, ops: Ops) -> Layer:
-    """Removes the parameters of one layer, counted from 0, from a decoder's, and makes the layer."""
+def make_layer(
+    config: ModelConfig, parameters: dict[str, Tensor], index: int, ops: Ops, exchange: Exchange | None = None
+) -> Layer:
+    """Removes the parameters of one layer, counted from 0, from a decoder's, and makes the layer; ``exchange`` as for ``Decoder``."""
     ours = f"layers.{index}."
     norms = {
-        name: RMSNorm(parameters.pop(ours + name), config.norm_eps, ops)
+        name: RMSNorm(parameters.pop(ours + name), config.norm_eps, ops, exchange)
         for name in ("input_norm", "mlp_norm", "attn_out_norm", "mlp_out_norm")
         if config.has_out_norms or "out" not in name
     }

@@ -11,6 +11,7 @@ from hiserve.config.options import Options
 from hiserve.config.settings import Settings
 from hiserve.core.kv_groups import CacheGroupSpec, debug_groups, page_hidden_group, rename
 from hiserve.core.step_memory import DraftFacts, DraftShape, ModelFacts
+from hiserve.distributed.shard import Shard
 from hiserve.errors import ConfigError, ModelError
 from hiserve.models.builtin_shapes import SHAPES
 from hiserve.models.checkpoint import tensor_names
@@ -32,6 +33,7 @@ from hiserve.models.head_shape import has_experts_behind, one_layer
 from hiserve.models.model_config import ModelConfig, find_model, parse_config, read_model_config
 from hiserve.models.names import bundled_prefixes
 from hiserve.models.quantized_names import kept_size
+from hiserve.models.shards import absent_params, local_config, refuse_unshardable
 
 DraftKind = Literal["eagle3", "mtp", "draft_model"]
 
@@ -76,6 +78,10 @@ class DraftConfig(msgspec.Struct, frozen=True, kw_only=True):
             return self.model.num_params
         pieces = [piece for stacked in self.head.table(self.model).values() for piece in stacked]
         return sum(piece.num_rows * (piece.shape[-1] if len(piece.shape) > 1 else 1) for piece in pieces)
+
+    def local(self, shard: Shard) -> DraftConfig:
+        """Returns a rank's share of it."""
+        return msgspec.structs.replace(self, model=local_config(self.model, shard))
 
     def memory_shape(self, hidden_size: int) -> DraftShape:
         """Returns the sizes of its forwards, for a model of this ``hidden_size``."""
@@ -367,12 +373,16 @@ def model_facts(config: Options, folder: Path, model: ModelConfig) -> ModelFacts
     Raises:
         ConfigError, ModelError: As ``read_draft``.
     """
-    draft = read_draft(config, folder, model)
-    own = model.facts()
+    draft, shard = read_draft(config, folder, model), Shard(0, config.parallel.tp)
+    refuse_unshardable(model, shard.size)
+    absent, model = absent_params(model, shard), local_config(model, shard)
+    own = msgspec.structs.replace(model.facts(), num_params=model.num_params - absent)
     if model.quantization is not None:
         own = msgspec.structs.replace(own, quantized_linears=kept_size(table_of(model), model.quantization))
     if draft is None:
         return own
+    refuse_unshardable(draft.model, shard.size, name="the draft")
+    draft = draft.local(shard)
     shape = draft.model
     facts = DraftFacts(
         kind=draft.kind,

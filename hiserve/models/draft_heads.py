@@ -12,9 +12,10 @@ from torch import Tensor
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.core.kv_groups import CacheGroupSpec
+from hiserve.distributed.shard import WHOLE
 from hiserve.errors import ModelError
 from hiserve.kernels.ops import Ops, ops_for
-from hiserve.layers import Embedding, Linear, RMSNorm, Rotary
+from hiserve.layers import Linear, OutputHead, RMSNorm, Rotary
 from hiserve.models.decoder import Layer, attention_shape, make_layer, make_rotary
 from hiserve.models.delta_layer import DeltaLayer
 from hiserve.models.draft_config import DraftConfig
@@ -63,7 +64,7 @@ class _Body:
     layer: Layer
     rotary: Rotary
     norm: RMSNorm
-    output: Linear
+    output: OutputHead
     # int64 ``[n]``, the model's token of each that it can draft; None if the vocabularies are the same.
     tokens: Tensor | None
     vocab_size: int  # of the model
@@ -112,13 +113,16 @@ class Eagle3Head:
         self.groups = draft.kv_groups
         own = parameters.pop("embedding", None)
         is_shared = own is None or torch.equal(own, target.embedding.weight)
-        self._embedding = target.embedding if own is None or is_shared else Embedding(own)
+        self._embedding = (
+            target.embedding if own is None or is_shared else replace(target.embedding, weight=own, scale=None)
+        )
         self._fuse = Linear(parameters.pop("fuse"))
         eps = draft.model.norm_eps
         self._fuse_norm = RMSNorm(parameters.pop("fuse_norm"), eps, ops) if head.norm_before_fuse else None
         self._state_norm = RMSNorm(parameters.pop("state_norm"), eps, ops)
         self._norm_before_residual = head.norm_before_residual
-        self._body = _body(draft, parameters, Linear(parameters.pop("head")), tokens, target, max_len)
+        output = OutputHead(Linear(parameters.pop("head")), head.vocab_size, target.exchange)
+        self._body = _body(draft, parameters, output, tokens, target, max_len)
 
     def fuse(self, aux_states: Tensor) -> Tensor:
         return self._fuse(aux_states if self._fuse_norm is None else self._fuse_norm(aux_states))
@@ -199,7 +203,7 @@ def load_draft(
 
     Args:
         draft: From ``find_draft``.
-        target: The model that it drafts for, on the same device, of the same type.
+        target: The model that it drafts for, on the same device, of the same type; a rank's share of it drafts with a share.
         dtype: Type name of weights and activations, a key of ``config.options.DTYPE_BYTES``.
         device: ``cpu`` or ``cuda``.
         load_format: ``auto`` or ``dummy``.
@@ -211,12 +215,20 @@ def load_draft(
     if draft.head is None:
         try:
             decoder = load_decoder(
-                draft.folder, draft.model, dtype=dtype, device=device, load_format=load_format, max_len=max_len
+                draft.folder,
+                draft.model,
+                dtype=dtype,
+                device=device,
+                load_format=load_format,
+                max_len=max_len,
+                exchange=target.exchange,
             )
         except ModelError as error:
             raise ModelError(error.message, param="spec") from None
         return DraftModel(draft, decoder)
-    parameters, tokens = load_head_parameters(draft, getattr(torch, dtype), torch.device(device), load_format)
+    shard = WHOLE if target.exchange is None else target.exchange.shard
+    parameters, tokens = load_head_parameters(draft, getattr(torch, dtype), torch.device(device), load_format, shard)
+    draft = draft.local(shard)
     if draft.model.compressed is not None:
         return StreamHead(draft, parameters, target, max_len)
     if draft.kind == "eagle3":
@@ -227,16 +239,16 @@ def load_draft(
 def _body(
     draft: DraftConfig,
     parameters: dict[str, Tensor],
-    output: Linear,
+    output: OutputHead,
     tokens: Tensor | None,
     target: AnyDecoder,
     max_len: int,
 ) -> _Body:
-    model, weight, ops = draft.model, target.embedding.weight, _ops(target)
+    model, weight, ops, exchange = draft.model, target.embedding.weight, _ops(target), target.exchange
     return _Body(
-        layer=make_layer(model, parameters, 0, ops),
+        layer=make_layer(model, parameters, 0, ops, exchange),
         rotary=make_rotary(model.rope, model, max_len, weight, ops),
-        norm=RMSNorm(parameters.pop("norm"), model.norm_eps, ops),
+        norm=RMSNorm(parameters.pop("norm"), model.norm_eps, ops, exchange),
         output=output,
         tokens=tokens,
         vocab_size=model.vocab_size,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from hiserve.models.delta_config import DeltaConfig
 from hiserve.models.experts_config import ExpertsConfig
@@ -52,6 +53,14 @@ class Form(Enum):
     MXFP4 = "blocks and scales"
 
 
+class Cut(NamedTuple):
+    """A part of a tensor along one dimension."""
+
+    dim: int
+    begin: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSource:
     """One checkpoint tensor and its place in a parameter."""
@@ -62,6 +71,7 @@ class TensorSource:
     start: int = 0
     form: Form = Form.PLAIN
     is_interleaved: bool = False  # gate and up rows alternate; the parameter has all gate rows first
+    cut: Cut | None = None  # the part that the parameter has; None is all
 
     @property
     def is_converted(self) -> bool:
@@ -76,7 +86,14 @@ class TensorSource:
     @property
     def num_rows(self) -> int:
         """Rows of the parameter that it fills."""
-        return self.shape[0] if len(self.shape) == 1 else math.prod(self.shape[:-1])
+        return self.part[0] if len(self.shape) == 1 else math.prod(self.part[:-1])
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """Shape of the part that the parameter has."""
+        if self.cut is None:
+            return self.shape
+        return (*self.shape[: self.cut.dim], self.cut.end - self.cut.begin, *self.shape[self.cut.dim + 1 :])
 
 
 def parameter_table(
@@ -323,7 +340,7 @@ def parameter_shape(pieces: tuple[TensorSource, ...]) -> tuple[int, ...]:
         count, columns, rows = first.shape
         return (count * rows, columns)
     rows = sum(piece.num_rows for piece in pieces)
-    return (rows,) if len(first.shape) == 1 else (rows, first.shape[-1])
+    return (rows,) if len(first.shape) == 1 else (rows, first.part[-1])
 
 
 def stack(*parts: Part) -> tuple[TensorSource, ...]:

@@ -11,10 +11,11 @@ from torch import Tensor
 from hiserve.attention.base import Attention
 from hiserve.attention.union import UnionAttention
 from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
+from hiserve.distributed.exchange import Exchange
 from hiserve.kernels.compressed_ops import CompressedOps, compressed_ops_for
 from hiserve.kernels.ops import Ops, ops_for
 from hiserve.kernels.pairs import PairFrequencies
-from hiserve.layers import Embedding, Experts, GatedMLP, Linear, RMSNorm
+from hiserve.layers import Embedding, Experts, GatedMLP, Linear, OutputHead, RMSNorm
 from hiserve.models.compressed_attention import CompressedSelfAttention, Turns, make_compressed_attention
 from hiserve.models.compressed_config import LayerKind
 from hiserve.models.decoder import make_experts
@@ -99,13 +100,15 @@ class StreamDecoder:
         assert compressed is not None and set(aux_layers) <= {config.num_layers}, (config.architecture, aux_layers)
         self.embedding = Embedding(parameters.pop("embedding"))  # of tokens; shared with draft heads
         self.sinks = ()
+        self.exchange: Exchange | None = None  # it runs alone
         ops = ops_for(self.embedding.weight.device)
         self._compressed = compressed
         self._rotary = Rotary(config, max_len, self.embedding.weight)
         self._layers = [make_stream_layer(config, parameters, layer, ops) for layer in range(config.num_layers)]
         self._join = make_mix(parameters, "head_mix", compressed.streams, config.norm_eps)
         self._norm = RMSNorm(parameters.pop("norm"), config.norm_eps, ops)
-        self.head = Linear(parameters.pop("head", self.embedding.weight))  # states to logits; shared with draft heads
+        output = Linear(parameters.pop("head", self.embedding.weight))
+        self.head = OutputHead(output, config.vocab_size)  # states to logits; shared with draft heads
         self._has_aux = bool(aux_layers)
 
     @property

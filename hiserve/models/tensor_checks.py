@@ -1,8 +1,9 @@
-"""Checks each tensor of a checkpoint before it is read."""
+"""Checks the names of a checkpoint's tensors, and each tensor, before it is read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 
 from hiserve.core.quantization import Quantization
 from hiserve.errors import ModelError
@@ -15,6 +16,7 @@ from hiserve.models.quantize import MADE
 from hiserve.models.reading import TORCH_DTYPES
 
 _WHOLE = ("I64", "I32")
+_MAX_NAMES = 5
 
 
 def check_tensor(
@@ -82,3 +84,32 @@ def check_tensor(
             f"{str(folder)!r}.",
             param=param,
         )
+
+
+def compare(folder: Path, title: str, wanted: set[str], held: set[str], *, param: str) -> None:
+    """Compares the names of tensors before anything is read.
+
+    Args:
+        folder: Of the checkpoint.
+        title: Of the parameters, for messages.
+        wanted: Names of the needed tensors.
+        held: Names of the checkpoint's tensors, without ignored ones.
+        param: The setting that names the checkpoint.
+
+    Raises:
+        ModelError: They differ.
+    """
+    missing, unexpected = wanted - held, held - wanted
+    if missing:
+        raise ModelError(f"{str(folder)!r} lacks {_named(missing)}. Is the download complete?", param=param)
+    if unexpected:
+        raise ModelError(
+            f"{str(folder)!r} has {_named(unexpected)}, which {title} has no place for. Does config.json describe these files?",
+            param=param,
+        )
+
+
+def _named(names: Collection[str]) -> str:
+    shown = sorted(names)[:_MAX_NAMES]
+    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    return f"tensor{'s' if len(names) > 1 else ''} {', '.join(shown)}{more}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hiserve.core.quantization import Quantization, QuantSpec
+from hiserve.distributed.shard import WHOLE, Shard
 from hiserve.errors import ModelError
 from hiserve.kernels.quantized import quantize
 from hiserve.models.block_scales import FP8, multiply, scale_names, scaled_weights
@@ -36,30 +37,36 @@ from hiserve.models.quantize import MADE
 from hiserve.models.quantized_names import kept_specs, read_name
 from hiserve.models.quantized_weights import read_kept, spell_out
 from hiserve.models.reading import plan_chunks, read_chunks
-from hiserve.models.tensor_checks import check_tensor
+from hiserve.models.shard_weights import cut_drawn, has_columns, held_parts, read_columns
+from hiserve.models.shards import cut_table
+from hiserve.models.tensor_checks import check_tensor, compare
 
 _DUMMY_SEED = 0
 _DUMMY_STD = 0.02
-_MAX_NAMES = 5
 # Ends of the names of parameters that are float32 whatever the model's type is.
 _WIDE = ("choice_bias", "sinks", "position_bias", "mix", "mix_base", "mix_scale", "decay_rate", "decay_bias")
 _TABLE = "expert_table"  # that of the name of a parameter of experts' numbers
 
 
 def load_parameters(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, load_format: str
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str,
+    shard: Shard = WHOLE,
 ) -> dict[str, Any]:
     """Allocates every parameter on the device and fills it: a tensor, or a ``QuantizedWeight`` of one that stays quantized.
 
     ``load_format`` is ``auto``, which reads safetensors, or ``dummy``, which draws weights from a fixed seed and reads
-    no file.
+    no file. ``config`` is that of the whole model, of which a rank reads its ``shard``.
 
     Raises:
         ModelError: A file is missing or damaged; a tensor is missing, unexpected or of the wrong shape or type.
     """
     norm_dtype = _norm_dtype(config, dtype)
     if load_format == "dummy":
-        parameters = draw_parameters(table_of(config), config, dtype, device, norm_dtype, keeps=True)
+        parameters = draw_parameters(table_of(config), config, dtype, device, norm_dtype, shard, keeps=True)
         for name, parameter in parameters.items():
             if config.experts is not None and name.endswith(_TABLE):
                 parameter.remainder_(config.experts.num_experts)
@@ -73,6 +80,7 @@ def load_parameters(
     compare(
         folder, title, {piece.source for pieces in table.values() for piece in pieces}, sources - ignored, param="model"
     )
+    table = cut_table(table, config, shard)
     parameters = read_parameters(held, table, config, dtype, device, param="model", norm_dtype=norm_dtype, keeps=True)
     _refuse_strange_experts(parameters, config)
     _offset_norms(parameters, config)
@@ -101,11 +109,15 @@ def draw_parameters(
     dtype: torch.dtype,
     device: torch.device,
     norm_dtype: torch.dtype | None = None,
+    shard: Shard = WHOLE,
     *,
     keeps: bool = False,
 ) -> dict[str, Any]:
-    """Draws every parameter of a table from a fixed seed; norms are 1. Other arguments as for ``read_parameters``."""
-    packed = packed_parameters(table, config, dtype, device)
+    """Draws every parameter of a table from a fixed seed; norms are 1. Other arguments as for ``read_parameters``.
+
+    A rank draws the whole model, one parameter at a time, and keeps its ``shard``.
+    """
+    packed, cut = packed_parameters(table, config, dtype, device), cut_table(table, config, shard)
     kept, generator = kept_specs(table, config.quantization) if keeps else {}, None
     parameters: dict[str, Any] = {}
     for name, pieces in table.items():
@@ -113,7 +125,9 @@ def draw_parameters(
             continue
         one = _allocate({name: pieces}, dtype, device, norm_dtype)
         generator = _draw(one, device, generator)
-        parameters[name] = quantize(one[name], kept[name]) if name in kept else one[name]
+        if shard.size > 1:
+            one = {name: cut_drawn(one[name], cut[name])} if name in cut else {}
+        parameters |= {name: quantize(each, kept[name]) if name in kept else each for name, each in one.items()}
     return parameters | draw_packed(packed, device)
 
 
@@ -144,16 +158,18 @@ def read_parameters(
     for pieces in table.values():
         for piece in pieces:
             check_tensor(held, four_bits, piece, quantization, param=param)
+    held = held_parts(held, table)
     packed = packed_parameters(table, config, dtype, device, held)
     kept = _kept(held, table, quantization) if keeps else {}
     rest = {name: pieces for name, pieces in table.items() if name not in packed and name not in kept}
     parameters: dict[str, Any] = _allocate(rest, dtype, device, norm_dtype)
-    wanted = [
-        (piece.source, parameters[name][piece.start : piece.start + piece.num_rows])
+    places = [
+        (piece, parameters[name][piece.start : piece.start + piece.num_rows])
         for name, pieces in rest.items()
         for piece in pieces
         if not piece.is_converted
     ]
+    wanted = [(piece.source, part) for piece, part in places if not has_columns(piece)]
     spelled = [each for each in wanted if each[0] in four_bits]
     wanted = [each for each in wanted if each[0] not in four_bits]
     unpacked = [each for each in wanted if held[each[0]].dtype == FP4]
@@ -162,6 +178,7 @@ def read_parameters(
     targets = [(held[source], part) for source, part in wanted + [(scale, memory) for scale, memory, _ in scaled]]
     try:
         read_chunks(plan_chunks(targets), device)
+        read_columns(held, [each for each in places if has_columns(each[0])])
         multiply(scaled, param)
         read_packed(held, unpacked, device)
         read_converted(held, rest, parameters, device)
@@ -261,29 +278,6 @@ def _draw(parameters: dict[str, Tensor], device: torch.device, generator: torch.
     return generator
 
 
-def compare(folder: Path, title: str, wanted: set[str], held: set[str], *, param: str) -> None:
-    """Compares the names of tensors before anything is read.
-
-    Args:
-        folder: Of the checkpoint.
-        title: Of the parameters, for messages.
-        wanted: Names of the needed tensors.
-        held: Names of the checkpoint's tensors, without ignored ones.
-        param: The setting that names the checkpoint.
-
-    Raises:
-        ModelError: They differ.
-    """
-    missing, unexpected = wanted - held, held - wanted
-    if missing:
-        raise ModelError(f"{str(folder)!r} lacks {_named(missing)}. Is the download complete?", param=param)
-    if unexpected:
-        raise ModelError(
-            f"{str(folder)!r} has {_named(unexpected)}, which {title} has no place for. Does config.json describe these files?",
-            param=param,
-        )
-
-
 def _is_ignored(source: str, config: ModelConfig) -> bool:
     """Whether a tensor is not needed: a tied head, rotary frequencies, part of a bundled draft head or of no text model."""
     is_copy = source.endswith("rotary_emb.inv_freq") or (source == "lm_head.weight" and config.tie_embeddings)
@@ -301,12 +295,6 @@ def _refuse_strange_experts(parameters: dict[str, Tensor], config: ModelConfig) 
                     f"the table {name} names experts {low} to {high}, of {config.experts.num_experts}. Fetch the checkpoint again.",
                     param="model",
                 )
-
-
-def _named(names: Collection[str]) -> str:
-    shown = sorted(names)[:_MAX_NAMES]
-    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
-    return f"tensor{'s' if len(names) > 1 else ''} {', '.join(shown)}{more}"
 
 
 @contextmanager
@@ -328,9 +316,9 @@ def _opened(path: Path, param: str) -> Iterator[Any]:
 
 
 def load_head_parameters(
-    draft: DraftConfig, dtype: torch.dtype, device: torch.device, load_format: str
+    draft: DraftConfig, dtype: torch.dtype, device: torch.device, load_format: str, shard: Shard = WHOLE
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Allocates every parameter of a head on the device and fills it; ``load_format`` as for ``load_parameters``.
+    """Allocates every parameter of a head on the device and fills it; ``load_format`` and ``shard`` as for ``load_parameters``.
 
     Returns:
         The parameters, named as in ``Head.table``; and the model's token of each token that the head can draft, int64
@@ -345,7 +333,7 @@ def load_head_parameters(
     if load_format == "dummy":
         tokens = torch.arange(head.vocab_size, device=device) if is_reduced else None
         norm_dtype = _norm_dtype(draft.model, dtype)
-        return draw_parameters(head.table(draft.model), draft.model, dtype, device, norm_dtype), tokens
+        return draw_parameters(head.table(draft.model), draft.model, dtype, device, norm_dtype, shard), tokens
     rename = compressed_name if draft.model.compressed is not None else str
     quantization = draft.model.quantization
     held = _renamed(draft.folder, rename, quantization, param="spec")
@@ -361,6 +349,7 @@ def load_head_parameters(
     title = f"a head in the format {head.format.title} as described by config.json"
     compare(draft.folder, title, wanted, sources, param="spec")
     norm_dtype = _norm_dtype(draft.model, dtype)
+    table = cut_table(table, draft.model, shard)
     parameters = read_parameters(held, table, draft.model, dtype, device, param="spec", norm_dtype=norm_dtype)
     _offset_norms(parameters, draft.model)
     if maps is None or maps not in wanted:

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
-import hiserve.engine.build as build
 from hiserve import LLM
 from hiserve.cache.storage.device import DevicePool
+from hiserve.engine import executing_half
 from hiserve.engine.loop import Engine
 from hiserve.models.model_config import NANO, find_model
 from tests.helpers.tiered import engine_of
@@ -145,7 +145,7 @@ class PoisonedPool:
             self.made.append(poison(make(*args)))
             return self.made[-1]
 
-        patch.setattr(build, "DevicePool", kept)
+        patch.setattr(executing_half, "DevicePool", kept)
 
     def watch(self, llm: LLM) -> Engine:
         """Poisons pages, and what rows carry along, after each step of an LLM, once no request holds them."""

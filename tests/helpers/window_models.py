@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import hiserve.engine.build as build
 from hiserve import LLM
 from hiserve.cache.storage.device import DevicePool
+from hiserve.engine import executing_half
 from hiserve.engine.loop import Engine
 from hiserve.models.model_config import NANO, find_model
 from tests.helpers.cuda import wait_for_stream
@@ -88,7 +88,7 @@ class WindowPool:
             self.made.append(make(*args))
             return self.made[-1]
 
-        patch.setattr(build, "DevicePool", kept)
+        patch.setattr(executing_half, "DevicePool", kept)
 
     def watch(self, llm: LLM, then: Callable[[Engine], None] = lambda engine: None) -> Engine:
         """Watches the engine of an LLM; see ``watch_engine``."""

@@ -54,6 +54,7 @@ ALLOWED = (
     Allowed("models/four_bits.py", "unpack_weight", "int(tensor)", _LOADING),
     Allowed("models/four_bits.py", "_order", "torch.equal", _LOADING),
     Allowed("models/quantized_weights.py", "_join_four_bits", "torch.equal", _LOADING),
+    Allowed("models/shard_weights.py", "read_columns", "*", _LOADING),
     Allowed("models/weights.py", "load_head_parameters", "*", _LOADING),
     Allowed("models/weights.py", "_refuse_strange_experts", "*", _LOADING),
     Allowed("models/weights.py", "_tokens", "*", _LOADING),
@@ -95,7 +96,7 @@ ALLOWED = (
         "engine/executor.py", "Executor._free_memory", "synchronize", "once memory has run out, when a step failed"
     ),
     Allowed("engine/executor.py", "Executor._nothing", "allocation", "of no elements, for a plan without rows"),
-    Allowed("engine/executor.py", "_read", "*", _OTHER_THREAD),
+    Allowed("engine/executor.py", "Executor._read", "*", _OTHER_THREAD),
     Allowed("spec/rehearsed.py", "RehearsedReplies.record", "tensor of values", "between runs of a benchmark"),
     Allowed("engine/startup.py", "CudaMemoryMeter.begin", "synchronize", _AT_START),
     Allowed("engine/graph_check.py", "*", "*", _CHECKING),

@@ -17,8 +17,8 @@ with options.without_secrets, test_config.test_no_secret_is_left_in_what_may_be_
     options
 with devices.environment_of, test_devices:
     "all replicas run on the first device"
-    replica
-    0
+    devices[replica * size : (replica + 1) * size]
+    devices[:size]
 with flags.Flag.add_to, test_config.test_what_is_for_debugging_works_and_is_not_shown:
     "--help shows what is for debugging"
     self.is_debug

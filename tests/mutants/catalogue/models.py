@@ -16,6 +16,7 @@ from hiserve.models import (
     model_config,
     reading,
     refusals,
+    tensor_checks,
     weights,
 )
 from tests.e2e import test_latent_oracle, test_transformers_oracle, test_window_families_oracle
@@ -51,7 +52,7 @@ with reading._Buffer.unload, test_reading.test_targets_that_were_made_in_inferen
     "a thread writes targets of inference mode outside of it, which torch refuses"
     torch.inference_mode()
     nullcontext()
-with weights.compare, test_weights.test_a_missing_tensor_is_named:
+with tensor_checks.compare, test_weights.test_a_missing_tensor_is_named:
     "a checkpoint may lack a tensor"
     raise ModelError(f"{str(folder)!r} lacks {_named(missing)}. Is the download complete?", param=param)
     pass

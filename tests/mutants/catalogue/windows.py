@@ -4,7 +4,7 @@ from hiserve.attention import reference_attention
 from hiserve.cache.index import eviction, nodes, prefixes, radix, resumable_pages, retention, tail_pool, tails, tiers, transfers
 from hiserve.cache.storage import cuda_transfer, host, page_streams, records, transfer
 from hiserve.core import memory_plan, window_pool, windows
-from hiserve.engine import admission, row_tails, row_windows, tier_transfers
+from hiserve.engine import admission, host_recovery, row_tails, row_windows
 from hiserve.kernels import step_inputs
 from hiserve.runners import device_rows, inputs
 from tests.contract import test_attention
@@ -326,7 +326,7 @@ with host.HostPool.recover, test_host_pool.test_frames_of_a_former_process_are_v
     "INV H10: frames of a former process are not verified"
     (*(run.pages for run in runs), *(tail.frames for tail in self.tails()))
     [run.pages for run in runs]
-with tier_transfers.recover_host_pages, test_build_host.test_frames_of_tails_behind_their_history_are_waited_for:
+with host_recovery.recover_host_pages, test_build_host.test_frames_of_tails_behind_their_history_are_waited_for:
     "INV H10: frames are adopted before their memory is ready"
     (*(run.pages for run in runs), *(tail.frames for tail in tails))
     [run.pages for run in runs]

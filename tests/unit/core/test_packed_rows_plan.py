@@ -12,7 +12,7 @@ import pytest
 from hiserve.cache.storage.cache_identity import identify
 from hiserve.config.options import make_options
 from hiserve.core.kv_groups import Space
-from hiserve.engine.build import _check_capability
+from hiserve.engine.executing_half import _check_capability
 from hiserve.errors import ConfigError
 from hiserve.launch import Launch, prepare
 from hiserve.models.builtin_shapes import shape_config

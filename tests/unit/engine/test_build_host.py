@@ -31,7 +31,8 @@ from hiserve.core.startup_measurements import NO_MEASUREMENTS
 from hiserve.core.transfers import CopyAck, PageCopy, TailImage
 from hiserve.engine import runner_factory, worker
 from hiserve.engine.build import build_engine
-from hiserve.engine.tier_transfers import TierTransfers, recover_host_pages
+from hiserve.engine.host_recovery import recover_host_pages
+from hiserve.engine.tier_transfers import TierTransfers
 from hiserve.errors import ConfigError
 from hiserve.models.model_config import find_model
 from tests.helpers.host import NAMESPACE, PAGE_SIZE, fill, make_layout, make_run, told
@@ -288,4 +289,4 @@ def test_a_worker_of_a_server_waits_for_no_compiler(monkeypatch: pytest.MonkeyPa
     given: dict[str, Any] = {}
     monkeypatch.setattr(worker, "build_engine", lambda *_, **named: given.update(named))
     worker.build(settings_of(), -1, 0, NO_MEASUREMENTS)
-    assert given == {"waits_for_compilers": False}
+    assert given == {"waits_for_compilers": False, "ends_process": True}

@@ -16,7 +16,7 @@ from hiserve.config.options import MAX_SPEC_STEPS
 from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.plan import BatchPlan
 from hiserve.core.startup_measurements import StartupMeasurements
-from hiserve.engine import build
+from hiserve.engine import executing_half
 from hiserve.engine.draft_costs import LONG_CONTEXT, DraftTimer, _Seconds, without_stalls
 from hiserve.errors import ConfigError
 from hiserve.runners.device_rows import DeviceRows
@@ -38,7 +38,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[DevicePool]:
             made[-1].storage(group.name).fill_(torch.nan)
         return made[-1]
 
-    monkeypatch.setattr(build, "DevicePool", poisoned)
+    monkeypatch.setattr(executing_half, "DevicePool", poisoned)
     return made
 
 

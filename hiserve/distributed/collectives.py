@@ -1,0 +1,70 @@
+"""Exchanges by torch's collectives: gloo between CPUs, NCCL between GPUs.
+
+The rendezvous is a file, so that the group opens no port but those of the library, on loopback; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from hiserve.distributed.shard import Shard
+from hiserve.kernels.ops import Ops, ops_for
+
+JOIN_S = 600.0  # an exchange waits so long at most; ranks load weights between two
+LOOPBACK = "127.0.0.1"
+
+
+class Collectives:
+    """The exchanges of one rank; see ``Exchange``.
+
+    Args:
+        shard: This rank's.
+        device: Of all tensors.
+        rendezvous: A file that all ranks name, in a folder that no other user can enter; it need not exist.
+    """
+
+    def __init__(self, shard: Shard, device: torch.device, rendezvous: Path) -> None:
+        self.shard = shard
+        self._ops: Ops = ops_for(device)
+        self._group: Any = _open(shard, device, rendezvous)
+
+    def reduce_add_norm(self, delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._ops.add_rms_norm(self.sum(delta), residual, weight, eps)
+
+    def sum(self, x: Tensor) -> Tensor:
+        if x.numel():
+            self._group.allreduce([x]).wait()
+        return x
+
+    def gather_columns(self, x: Tensor, size: int) -> Tensor:
+        share = self.shard.token_share(size)
+        if not x.shape[0]:
+            return x.new_empty((0, size))
+        if x.shape[1] < share:
+            x = F.pad(x, (0, share - x.shape[1]), value=-torch.inf)
+        parts = x.new_empty((self.shard.size * x.shape[0], share))
+        self._group._allgather_base(parts, x.contiguous()).wait()
+        return parts.view(self.shard.size, -1, share).transpose(0, 1).reshape(x.shape[0], -1)[:, :size]
+
+    def close(self) -> None:
+        self._group = None
+
+
+def _open(shard: Shard, device: torch.device, rendezvous: Path) -> Any:
+    store = dist.FileStore(str(rendezvous), shard.size)  # type: ignore[attr-defined]
+    timeout = timedelta(seconds=JOIN_S)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, shard.rank, shard.size, options)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, shard.rank, shard.size, options)

@@ -1,0 +1,204 @@
+"""A rank of a group but the first: it executes the plans that the first one orders, and plans nothing itself.
+
+Started by ``engine/ranks.py`` through ``ipc/launcher.py``, with its end of a pair of sockets.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from hiserve.core.plan import BatchPlan, MaskPlan, StepFault, StepResult
+from hiserve.distributed.collectives import Collectives
+from hiserve.distributed.exchange import Exchange
+from hiserve.distributed.shard import Shard
+from hiserve.engine.draft_costs import measure_drafts
+from hiserve.engine.executing_half import load_half
+from hiserve.engine.executor import Executor
+from hiserve.engine.group_facts import facts_of
+from hiserve.engine.rank_messages import (
+    DrawOrder,
+    Farewell,
+    FromRank,
+    Order,
+    Ran,
+    RankLoaded,
+    RankReady,
+    Setup,
+    StopRank,
+    ToRank,
+    decode_to_rank,
+    encode,
+)
+from hiserve.engine.runner_factory import open_proposer, prepare_runners
+from hiserve.errors import EngineError, HiserveError
+from hiserve.ipc.child import die_with_parent, log_to_stderr
+from hiserve.ipc.frames import FrameSocket
+from hiserve.runners.gate import Action, Decision
+
+EXIT_FAILED = 1
+
+
+class Follower:
+    """Executes orders; for its executor it is the ``StepGroup`` in which the first rank decides."""
+
+    def __init__(self, socket: FrameSocket) -> None:
+        self._socket = socket
+        self._order: Order | None = None
+        self._number = 0
+        self._latest: Future[StepResult] | None = None
+
+    def settle(self, plan: BatchPlan, decide: Callable[[], Decision | None]) -> Decision | None:
+        """As the protocol: the verdict of the first rank."""
+        assert self._order is not None and self._order.plan is plan, f"step {plan.step_id} was not ordered"
+        return self._order.decision
+
+    def draw(self, step_id: int, masks: MaskPlan | None) -> None:
+        """As the protocol: the first rank has told the others."""
+
+    def fault_of(self, step_id: int) -> None:
+        """As the protocol: the first rank undoes the plan, by later plans."""
+
+    def close(self) -> None:
+        """As the protocol: this rank ends nobody."""
+
+    def check(self) -> None:
+        """As the protocol: this process ends with the first rank."""
+
+    def execute(self, order: Order, executor: Executor) -> None:
+        """Launches a step, and says that it did, or that it found no memory; any other error is raised."""
+        assert order.number == self._number + 1, f"order {order.number} after {self._number}"
+        self._number, self._order = order.number, order
+        self._check_latest()
+        self._latest = executor.submit(order.plan)
+        if not order.plan.awaits_masks:
+            self._tell(order)
+
+    def execute_draw(self, order: DrawOrder, executor: Executor) -> None:
+        """Launches the second half of the step ordered last."""
+        assert self._order is not None and self._order.plan.step_id == order.step_id, (
+            f"no step {order.step_id} awaits masks"
+        )
+        masks = None
+        if order.entries is not None and order.masks is not None:
+            entries, words = executor.lend_masks(order.entries.size, len(order.masks))
+            entries[:], words[:] = order.entries, order.masks
+            masks = MaskPlan(order.step_id, entries, words)
+        executor.draw(masks)
+        self._tell(self._order)
+
+    def say(self, message: FromRank) -> None:
+        """Sends a message to the first rank."""
+        self._socket.send(encode(message))
+
+    def _tell(self, order: Order) -> None:
+        decision = order.decision
+        if decision is None or decision.action is Action.DEFER:
+            return
+        fault: StepFault | None = None
+        assert self._latest is not None
+        if self._latest.done():
+            fault = self._latest.result().fault
+        self.say(Ran(order.plan.step_id, fault))
+
+    def _check_latest(self) -> None:
+        """Raises the error of the step before, which on CUDA is known only when it has run."""
+        if self._latest is not None and self._latest.done():
+            self._latest.result()
+
+
+def main(descriptor: str) -> int:
+    """Executes orders until the first rank says stop, or ends; returns the exit code."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    die_with_parent(signal.SIGKILL)
+    socket = FrameSocket.inherited(int(descriptor))
+    frame = socket.receive()
+    if frame is None:
+        return EXIT_FAILED
+    setup = decode_to_rank(frame)
+    assert isinstance(setup, Setup), f"a {type(setup).__name__} before Setup"
+    log_to_stderr(setup.settings)
+    leave = partial(os._exit, EXIT_FAILED)  # no destructor: it could wait for a broken device, or for an exchange
+    if not follow(setup, socket, leave):
+        leave()
+    return 0
+
+
+def follow(setup: Setup, socket: FrameSocket, on_gone: Callable[[], None]) -> bool:
+    """Executes the orders of the first rank, until it says stop, or an error, which it is told.
+
+    Args:
+        setup: The first message.
+        socket: For all others.
+        on_gone: Called in another thread if the first rank ends, whatever this one waits for then.
+
+    Returns:
+        Whether it said stop.
+    """
+    follower = Follower(socket)
+    try:
+        _execute_all(setup, follower, _received(socket, on_gone))
+    except Exception as error:  # noqa: BLE001 - the first rank gets a report
+        message, code = f"{type(error).__name__}: {error}", EngineError.code
+        if isinstance(error, HiserveError):
+            message, code = error.message, error.code
+        with suppress(OSError):  # it is gone
+            follower.say(Farewell(message, code, traceback.format_exc()))
+        return False
+    return True
+
+
+def _execute_all(setup: Setup, follower: Follower, orders: queue.SimpleQueue[ToRank]) -> None:
+    device = torch.device(setup.settings.model.device)
+    exchange = Collectives(Shard(setup.rank, setup.settings.parallel.tp), device, Path(setup.rendezvous))
+    executor = _build(setup, exchange, follower)
+    follower.say(RankReady())
+    while not isinstance(order := orders.get(), StopRank):
+        match order:
+            case Order():
+                follower.execute(order, executor)
+            case DrawOrder():
+                follower.execute_draw(order, executor)
+            case Setup():
+                raise AssertionError(f"a second Setup, for rank {order.rank}")
+    executor.close()
+    exchange.close()
+
+
+def _received(socket: FrameSocket, on_gone: Callable[[], None]) -> queue.SimpleQueue[ToRank]:
+    """Returns a queue of the orders, which a thread fills."""
+    orders: queue.SimpleQueue[ToRank] = queue.SimpleQueue()
+
+    def receive() -> None:
+        while (frame := socket.receive()) is not None:
+            order = decode_to_rank(frame)
+            orders.put(order)
+            if isinstance(order, StopRank):
+                return
+        on_gone()
+
+    threading.Thread(target=receive, name="hiserve-orders", daemon=True).start()
+    return orders
+
+
+def _build(setup: Setup, exchange: Exchange, follower: Follower) -> Executor:
+    """Loads the share, and runs the same steps as the first rank does before it serves."""
+    settings = setup.settings
+    half = load_half(settings, {}, exchange)
+    follower.say(RankLoaded(facts_of(settings, half)))
+    proposer = open_proposer(settings, half.draft, half.head, half.pool, half.rows)
+    runners = prepare_runners(settings, half, proposer, None)
+    if setup.measures_drafts and len(settings.spec.tiers) > 1:
+        measure_drafts(settings, runners, half)
+    return Executor(runners, half.rows, group=follower)

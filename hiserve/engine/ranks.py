@@ -1,0 +1,261 @@
+"""The ranks of a group but the first, as the first one sees them: started with it, sent every plan, and heard after each step."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from hiserve.config.settings import Settings
+from hiserve.core.devices import environment_with
+from hiserve.core.plan import BatchPlan, MaskPlan, StepFault
+from hiserve.distributed.collectives import Collectives
+from hiserve.distributed.exchange import Exchange
+from hiserve.distributed.shard import Shard
+from hiserve.engine.rank_messages import (
+    DrawOrder,
+    Farewell,
+    FromRank,
+    Order,
+    Ran,
+    RankLoaded,
+    RankReady,
+    Setup,
+    StopRank,
+    ToRank,
+    decode_from_rank,
+    encode,
+)
+from hiserve.errors import ConfigError, EngineError, HiserveError, ResourceError, to_error
+from hiserve.ipc.frames import FrameSocket
+from hiserve.runners.gate import Action, Decision
+
+RANK_COMMAND = (sys.executable, "-m", "hiserve.ipc.launcher", "hiserve.engine.rank")
+STOP_S = 5.0  # for a rank to end by itself
+NOTICE_S = 2.0  # from an exchange that failed to the news of the rank that ended
+
+EXIT_S = 3.0  # for this process to report that a rank has ended
+EXIT_FAILED = 70  # as of a step that failed
+
+logger = logging.getLogger(__name__)
+
+
+def end_process() -> None:
+    """Ends this process some seconds after a rank, if it has not ended itself: it may wait for an exchange that does not come."""
+    time.sleep(EXIT_S)
+    logger.error("a rank of the group has ended, and with it this process")
+    os._exit(EXIT_FAILED)
+
+
+class RankProcess:
+    """A rank's process, and what it has said."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.number = setup.rank
+        self.socket, theirs = FrameSocket.pair()
+        environment = environment_with((setup.rank,)) if setup.settings.model.device == "cuda" else None
+        with theirs:
+            self._process = subprocess.Popen(
+                (*RANK_COMMAND, str(theirs.fileno())),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env=environment,
+            )
+        self.socket.send(encode(setup))
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    def how_it_ended(self) -> str:
+        """Returns exit code or signal; its end of the socket is closed."""
+        try:
+            code = self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            return "it has closed its socket"
+        return f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
+
+    def close(self) -> None:
+        """Ends it, after the orders that it has."""
+        try:
+            self.socket.send(encode(StopRank()))
+            self._process.wait(STOP_S)
+        except (OSError, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._process.wait()
+        self.socket.close()
+
+
+class Ranks:
+    """Ranks 1 to N - 1 of a group; see ``StepGroup``. Made in the thread that outlives them: they end with it.
+
+    Args:
+        settings: Of the worker.
+        on_lost: Called, in a thread, when a rank has ended by itself.
+        measures_drafts: As in ``Setup``.
+
+    Raises:
+        ResourceError: A process cannot be started.
+    """
+
+    def __init__(self, settings: Settings, on_lost: Callable[[], None], *, measures_drafts: bool) -> None:
+        self._settings = settings
+        self._on_lost = on_lost
+        self._folder = Path(tempfile.mkdtemp(prefix="hiserve-ranks-"))
+        self._ranks: list[RankProcess] = []
+        self._heard = threading.Condition()
+        self._facts: dict[int, dict[str, str]] = {}
+        self._num_ready = 0
+        self._ran: dict[int, list[StepFault | None]] = defaultdict(list)  # by step
+        self._lost: HiserveError | None = None
+        self._is_closing = False
+        self._number = 0
+        self.exchange: Exchange | None = None
+        rendezvous = str(self._folder / "rendezvous")
+        try:
+            for number in range(1, settings.parallel.tp):
+                self._ranks.append(RankProcess(Setup(settings, number, rendezvous, measures_drafts)))
+        except OSError as error:
+            self.close()
+            raise ResourceError(f"rank {len(self._ranks) + 1} cannot be started: {error}. Free memory.") from error
+        self._threads = [threading.Thread(target=self._listen, args=(rank,), daemon=True) for rank in self._ranks]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def pids(self) -> list[int]:
+        """Their process ids, from rank 1 on."""
+        return [rank.pid for rank in self._ranks]
+
+    def join(self, device: torch.device) -> Exchange:
+        """Meets the other ranks, and returns the exchange with them.
+
+        Raises:
+            HiserveError: A rank has ended, for this reason.
+        """
+        try:
+            self.exchange = Collectives(Shard(0, self._settings.parallel.tp), device, self._folder / "rendezvous")
+        except RuntimeError:
+            self.check()
+            raise
+        return self.exchange
+
+    def agree(self, facts: dict[str, str]) -> None:
+        """Waits until all ranks hold their shares, and compares their facts with those of this one.
+
+        Raises:
+            ConfigError: They differ.
+            HiserveError: A rank has ended, for this reason.
+        """
+        self._await(lambda: len(self._facts) == len(self._ranks))
+        for rank, theirs in sorted(self._facts.items()):
+            for name, ours in facts.items():
+                if theirs.get(name) != ours:
+                    raise ConfigError(
+                        f"rank {rank} of --tp {self._settings.parallel.tp} has {name} {theirs.get(name)}, and rank 0 has {ours}. Use "
+                        "devices of one kind, and one installation.",
+                        param="tp",
+                    )
+
+    def await_ready(self) -> None:
+        """Waits until all ranks take orders.
+
+        Raises:
+            HiserveError: A rank has ended, for this reason.
+        """
+        self._await(lambda: self._num_ready == len(self._ranks))
+
+    def settle(self, plan: BatchPlan, decide: Callable[[], Decision | None]) -> Decision | None:
+        """As the protocol: decides, and sends the order."""
+        decision = decide()
+        self._number += 1
+        self._send(Order(self._number, plan, decision))
+        if decision is not None and decision.action is Action.DEFER:
+            self._ran[plan.step_id] = [None] * len(self._ranks)
+        return decision
+
+    def draw(self, step_id: int, masks: MaskPlan | None) -> None:
+        """As the protocol."""
+        self._send(DrawOrder(step_id) if masks is None else DrawOrder(step_id, masks.entries, masks.masks))
+
+    def fault_of(self, step_id: int) -> StepFault | None:
+        """As the protocol."""
+        self._await(lambda: len(self._ran[step_id]) == len(self._ranks))
+        with self._heard:
+            faults = self._ran[step_id]
+            for step in [
+                step for step in self._ran if step <= step_id
+            ]:  # also steps that failed here, which nobody asked for
+                del self._ran[step]
+        return next((fault for fault in faults if fault is not None), None)
+
+    def check(self) -> None:
+        """As the protocol."""
+        with self._heard:
+            self._heard.wait_for(lambda: self._lost is not None, NOTICE_S)
+        if self._lost is not None:
+            raise self._lost
+
+    def close(self) -> None:
+        """Ends all ranks."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        for rank in self._ranks:
+            rank.close()
+        if self.exchange is not None:
+            self.exchange.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _send(self, message: ToRank) -> None:
+        frame = encode(message)
+        for rank in self._ranks:
+            try:
+                rank.socket.send(frame)
+            except OSError:
+                self.check()
+                raise
+
+    def _await(self, is_done: Callable[[], bool]) -> None:
+        with self._heard:
+            self._heard.wait_for(lambda: is_done() or self._lost is not None)
+            if not is_done():
+                assert self._lost is not None
+                raise self._lost
+
+    def _listen(self, rank: RankProcess) -> None:
+        """Takes in the messages of a rank until it ends."""
+        while (frame := rank.socket.receive()) is not None:
+            with self._heard:
+                self._take(rank, decode_from_rank(frame))
+                self._heard.notify_all()
+        if self._is_closing:
+            return
+        how = rank.how_it_ended()
+        with self._heard:
+            self._lost = self._lost or EngineError(f"rank {rank.number} of the group has ended ({how}).")
+            self._heard.notify_all()
+        self._on_lost()
+
+    def _take(self, rank: RankProcess, message: FromRank) -> None:
+        match message:
+            case RankLoaded(facts):
+                self._facts[rank.number] = facts
+            case RankReady():
+                self._num_ready += 1
+            case Ran(step_id, fault):
+                self._ran[step_id].append(fault)
+            case Farewell(text, code, trace):
+                self._lost = self._lost or to_error(code, f"rank {rank.number}: {text}", trace)

@@ -1,0 +1,36 @@
+"""The other ranks of a group, as the executor of one sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from hiserve.core.plan import BatchPlan, MaskPlan, StepFault
+from hiserve.runners.gate import Decision
+
+
+class StepGroup(Protocol):
+    """Steps of a group: the first rank decides about each, once, and a step has failed if it failed on one rank."""
+
+    def settle(self, plan: BatchPlan, decide: Callable[[], Decision | None]) -> Decision | None:
+        """Returns how a step is launched, on all ranks alike; None of a plan without rows. Called once a plan, before its launch."""
+
+    def draw(self, step_id: int, masks: MaskPlan | None) -> None:
+        """Starts the second half of a step that awaits masks on the other ranks too."""
+
+    def fault_of(self, step_id: int) -> StepFault | None:
+        """Waits until each other rank has launched a step; returns the fault of one that ran out of memory.
+
+        Raises:
+            EngineError: A rank has ended.
+        """
+
+    def close(self) -> None:
+        """Ends the other ranks; the steps that were submitted have ended here."""
+
+    def check(self) -> None:
+        """Says so if a rank has ended: an exchange with it then fails with another error.
+
+        Raises:
+            EngineError: It has.
+        """

@@ -1,0 +1,61 @@
+"""Parts of tensors: rows are read in place, as they are contiguous in the file; columns are copied out of a map of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from hiserve.models.checkpoint import StoredTensor
+from hiserve.models.names import TensorSource
+from hiserve.models.reading import TORCH_DTYPES
+
+
+def has_columns(piece: TensorSource) -> bool:
+    """Whether a parameter has some columns of a tensor."""
+    return piece.cut is not None and piece.cut.dim == 1
+
+
+def held_parts(held: dict[str, StoredTensor], table: Mapping[str, tuple[TensorSource, ...]]) -> dict[str, StoredTensor]:
+    """Returns the tensors of a checkpoint, by name, in place of those of which a table has some rows these rows."""
+    rows = {}
+    for piece in (piece for pieces in table.values() for piece in pieces):
+        if piece.cut is not None and piece.cut.dim == 0:
+            tensor = held[piece.source]
+            num_bytes = piece.num_elements // piece.shape[0] * TORCH_DTYPES[tensor.dtype].itemsize
+            begin = tensor.begin + piece.cut.begin * num_bytes
+            rows[piece.source] = msgspec.structs.replace(tensor, shape=piece.part, begin=begin)
+    return held | rows
+
+
+def read_columns(held: Mapping[str, StoredTensor], wanted: Sequence[tuple[TensorSource, Tensor]]) -> None:
+    """Copies columns of tensors to their targets, on any device.
+
+    Raises:
+        OSError: A file cannot be read; ``EOFError``: it is shorter than it was.
+    """
+    for piece, target in wanted:
+        tensor, cut = held[piece.source], piece.cut
+        assert cut is not None, piece.source
+        stored = TORCH_DTYPES[tensor.dtype]
+        size = piece.num_elements * stored.itemsize
+        try:
+            mapped = np.memmap(tensor.path, dtype=np.uint8, mode="c", offset=tensor.begin, shape=(size,))
+        except ValueError:
+            raise EOFError(f"{tensor.path.name} ends before byte {tensor.begin + size}") from None
+        with torch.inference_mode():
+            target.copy_(torch.from_numpy(mapped).view(stored).view(piece.shape)[:, cut.begin : cut.end])
+
+
+def cut_drawn(whole: Tensor, pieces: tuple[TensorSource, ...]) -> Tensor:
+    """Returns a rank's part of a parameter of the whole model, which is drawn alike for every number of ranks."""
+    parts, start = [], 0
+    for piece in pieces:
+        num_rows = piece.num_elements // (piece.shape[-1] if len(piece.shape) > 1 else 1)
+        part, cut = whole[start : start + num_rows], piece.cut
+        parts.append(part if cut is None else part.narrow(cut.dim, cut.begin, cut.end - cut.begin))
+        start += num_rows
+    return torch.cat(parts)

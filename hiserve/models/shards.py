@@ -1,0 +1,148 @@
+"""The share of a model that a rank of a tensor-parallel group computes: its configuration, and the part of each tensor.
+
+Projections into heads and MLPs are cut by rows, those out of them by columns, so that each rank adds its part of a layer's
+output (Shoeybi et al., Megatron-LM, 2019); the vocabulary is cut by tokens. Norms and routers are whole everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from hiserve.distributed.shard import Shard
+from hiserve.errors import ConfigError
+from hiserve.models.model_config import ModelConfig
+from hiserve.models.names import Cut, Form, TensorSource
+
+Table = dict[str, tuple[TensorSource, ...]]
+
+_HEADS, _INNER, _INNER_OF_EXPERTS, _TOKENS = "qkv", "gate_up", "experts_gate_up", ("embedding", "head")
+_COLUMNS = {"out": "heads", "down": "inner", "experts_down": "experts"}
+_ONCE = ("out_bias", "down_bias")  # added by the first rank alone
+
+
+def refuse_unshardable(model: ModelConfig, size: int, *, name: str = "this model") -> None:
+    """Checks that a group of ``size`` ranks can compute a model.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if size == 1:
+        return
+    experts = model.experts
+    foreign = {
+        "latent attention": model.latent is not None,
+        "compressed rows": model.compressed is not None,
+        "recurrent states": model.delta is not None or model.has_attention_gates,
+        "layers with a window beside others": model.tail_window > 0,
+        "sinks": model.has_sinks,
+        "norms of outputs": model.has_out_norms,
+        "quantized weights": model.quantization is not None,
+        "a shared expert": experts is not None and experts.shared_size > 0,
+        "experts with biases": experts is not None and experts.has_bias,
+    }
+    if named := [feature for feature, is_there in foreign.items() if is_there]:
+        raise ConfigError(
+            f"--tp is {size}, but {name} has {', '.join(named)}: groups compute decoders of grouped-query attention and MLPs or "
+            "experts, in 16 bits or more. Leave --tp out; --replicas takes more devices.",
+            param="tp",
+        )
+    if not _divides(model, size):
+        allowed = [each for each in range(1, model.num_heads + 1) if _divides(model, each)]
+        inner = (
+            model.intermediate_size if experts is None else f"{model.intermediate_size} and {experts.intermediate_size}"
+        )
+        raise ConfigError(
+            f"--tp is {size}, but {name} has {model.num_heads} heads, {model.num_kv_heads} of keys and values, and MLPs of width "
+            f"{inner}. Use one of {', '.join(map(str, allowed))}.",
+            param="tp",
+        )
+
+
+def _divides(model: ModelConfig, size: int) -> bool:
+    heads, keys = model.num_heads, model.num_kv_heads
+    inner = (
+        [model.intermediate_size]
+        if model.experts is None
+        else [model.intermediate_size, model.experts.intermediate_size]
+    )
+    last, _ = Shard(size - 1, size).tokens(model.vocab_size)
+    return (
+        heads % size == 0
+        and (keys % size == 0 or size % keys == 0)
+        and all(each % size == 0 for each in inner)
+        and last < model.vocab_size
+    )
+
+
+def local_config(model: ModelConfig, shard: Shard) -> ModelConfig:
+    """Returns the configuration of a rank's share; the vocabulary is that of the model, which every rank draws from."""
+    if shard.size == 1:
+        return model
+    experts = model.experts
+    if experts is not None:
+        experts = msgspec.structs.replace(experts, intermediate_size=experts.intermediate_size // shard.size)
+    return msgspec.structs.replace(
+        model,
+        num_heads=model.num_heads // shard.size,
+        num_kv_heads=max(1, model.num_kv_heads // shard.size),
+        intermediate_size=model.intermediate_size // shard.size,
+        experts=experts,
+    )
+
+
+def absent_params(model: ModelConfig, shard: Shard) -> int:
+    """Returns the parameters of the vocabulary that a rank does not hold, of those that ``ModelConfig.num_params`` counts."""
+    if shard.size == 1:
+        return 0
+    absent = model.vocab_size - shard.token_share(model.vocab_size)
+    return absent * model.hidden_size * (1 if model.tie_embeddings else 2)
+
+
+def cut_table(table: Table, model: ModelConfig, shard: Shard) -> Table:
+    """Returns the parameters of a rank, and the parts of tensors stacked in each.
+
+    Args:
+        table: Of the whole model, head or draft model.
+        model: Its whole configuration.
+        shard: The rank's.
+    """
+    if shard.size == 1:
+        return table
+    cut: Table = {}
+    for name, pieces in table.items():
+        last = name.rpartition(".")[2]
+        if last in _ONCE and shard.rank:
+            continue
+        cut[name] = _stacked([replace(piece, cut=_cut(last, i, piece, model, shard)) for i, piece in enumerate(pieces)])
+    return cut
+
+
+def _cut(name: str, index: int, piece: TensorSource, model: ModelConfig, shard: Shard) -> Cut | None:
+    """Returns the part of a parameter's tensor, the ``index``-th stacked in it; None is all of it."""
+    if name in _COLUMNS:
+        if piece.form is not Form.PLAIN or len(piece.shape) != 2:
+            raise ConfigError(
+                f"--tp is {shard.size}, but {piece.source} holds all experts in one tensor: groups read checkpoints of one tensor for "
+                "each. Leave --tp out.",
+                param="tp",
+            )
+        return Cut(1, *shard.part(piece.shape[1]))
+    rows = name.removesuffix("_bias")
+    if rows == _HEADS:
+        heads = shard.part(model.num_heads) if index == 0 else shard.kv_heads(model.num_kv_heads)
+        return Cut(0, heads[0] * model.head_dim, heads[1] * model.head_dim)
+    if rows in (_INNER, _INNER_OF_EXPERTS):
+        return Cut(0, *shard.part(piece.shape[0]))
+    if name in _TOKENS:
+        return Cut(0, *shard.tokens(piece.shape[0]))
+    return None
+
+
+def _stacked(pieces: list[TensorSource]) -> tuple[TensorSource, ...]:
+    stacked, start = [], 0
+    for piece in pieces:
+        stacked.append(replace(piece, start=start))
+        start += piece.num_rows
+    return tuple(stacked)

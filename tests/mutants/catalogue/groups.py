@@ -1,0 +1,59 @@
+"""Groups of ranks: shares, exchanges, orders."""
+
+from hiserve import layers
+from hiserve.distributed import collectives, shard
+from hiserve.engine import executor, rank, ranks
+from hiserve.models import shard_weights, shards, weights
+from tests.e2e import test_rank_processes
+from tests.unit.distributed import test_collectives, test_shard
+from tests.unit.engine import test_ranks
+from tests.unit.models import test_shards
+
+with layers.Embedding._of_all, test_ranks.test_memory_that_another_rank_lacks_at_the_end_costs_the_step:
+    "S1: each rank adds a vector for the tokens of others"
+    (rows < 0) | (rows >= count)
+    rows < 0
+with shards.cut_table, test_shards.test_each_rank_has_its_heads_its_columns_and_its_tokens["auto-2"]:
+    "S1: each rank adds the bias of an output"
+    last in _ONCE and shard.rank
+    False
+with weights.draw_parameters, test_shards.test_each_rank_has_its_heads_its_columns_and_its_tokens["dummy-2"]:
+    "S1: dummy weights of a group are those of another model"
+    _allocate({name: pieces}, dtype, device, norm_dtype)
+    _allocate({name: cut.get(name, pieces)}, dtype, device, norm_dtype)
+with shard_weights.held_parts, test_shards.test_each_rank_has_its_heads_its_columns_and_its_tokens["auto-2"]:
+    "S1: every rank reads the first rows"
+    tensor.begin + piece.cut.begin * num_bytes
+    tensor.begin
+with shard.Shard.kv_heads, test_shard.test_with_fewer_key_heads_than_ranks_neighbours_hold_the_same["2-4-heads1"]:
+    "S1: ranks beyond the key heads hold the wrong ones"
+    self.rank * count // self.size
+    self.rank % count
+with rank.Follower.execute, test_ranks.test_an_order_that_is_missing_ends_the_rank_and_says_so:
+    "S2: a rank executes whatever order comes"
+    order.number == self._number + 1
+    True
+with rank.Follower.settle, test_ranks.test_a_verdict_is_made_once_and_every_order_arrives:
+    "S3: each rank has a gate of its own"
+    self._order.decision
+    decide()
+with collectives.Collectives.gather_columns, test_collectives.test_sums_and_logits_have_the_same_bits_everywhere["dtype0-2"]:
+    "S5: the last rank's tokens lie where others were expected"
+    x = F.pad(x, (0, share - x.shape[1]), value=-torch.inf)
+    x = F.pad(x, (share - x.shape[1], 0), value=-torch.inf)
+with executor.Executor._join, test_ranks.test_memory_that_another_rank_lacks_at_the_end_costs_the_step:
+    "S7: a step that failed on another rank counts as done"
+    result if fault is None else self._failed(plan, fault)
+    result
+with ranks.Ranks._listen, test_rank_processes.test_a_rank_that_is_killed_ends_its_engine_by_name_and_nothing_stays:
+    "S8: nobody learns how a rank ended"
+    how = rank.how_it_ended()
+    how = "somehow"
+with ranks.Ranks.agree, test_ranks.test_ranks_that_differ_do_not_serve:
+    "S11: ranks on different devices serve together"
+    theirs.get(name) != ours
+    False
+with collectives._open, test_collectives.test_a_group_listens_on_loopback_alone:
+    "S13: gloo listens on all interfaces"
+    dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)
+    dist.ProcessGroupGloo.create_device(hostname="0.0.0.0")

@@ -1,0 +1,84 @@
+"""Exchanges over gloo: equal bits on all ranks, and no open door."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+
+from hiserve.distributed.collectives import Collectives
+from hiserve.distributed.shard import Shard
+from hiserve.kernels import reference
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+VOCABULARY = 300  # of which the last rank has fewer tokens than its share
+
+
+def together(folder: Path, size: int, work: Callable[[Collectives], T]) -> list[T]:
+    """Does the same on each rank, in threads; returns what each has."""
+    done: dict[int, T] = {}
+
+    def run(rank: int) -> None:
+        exchange = Collectives(Shard(rank, size), CPU, folder / "rendezvous")
+        done[rank] = work(exchange)
+        exchange.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [done[rank] for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_and_logits_have_the_same_bits_everywhere(tmp_path: Path, size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    parts, residual = torch.randn((size, 5, 32)).to(dtype), torch.randn((5, 32)).to(dtype)
+    logits, weight = torch.randn((4, VOCABULARY)).to(dtype), torch.rand(32).to(dtype)
+
+    def work(exchange: Collectives) -> tuple[torch.Tensor, ...]:
+        stream, shard = residual.clone(), exchange.shard
+        normed = exchange.reduce_add_norm(parts[shard.rank].clone(), stream, weight, 1e-6)
+        begin, end = shard.tokens(VOCABULARY)
+        gathered = exchange.gather_columns(logits[:, begin:end], VOCABULARY)
+        nothing = exchange.gather_columns(logits[:0, begin:end], VOCABULARY), exchange.sum(parts[0, :0])
+        assert [each.shape[0] for each in nothing] == [0, 0]
+        return normed, stream, gathered
+
+    first, *others = together(tmp_path, size, work)
+    for other in others:
+        assert all(torch.equal(mine, its) for mine, its in zip(first, other, strict=True))
+    expected = residual.clone()
+    normed = reference.add_rms_norm(parts.float().sum(0).to(dtype), expected, weight, 1e-6)
+    close = {"rtol": 0.02, "atol": 0.05} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(first[0], normed, **close)
+    torch.testing.assert_close(first[1], expected, **close)
+    assert torch.equal(first[2], logits)
+
+
+def listening(path: str) -> dict[str, str]:
+    """Returns the address of each socket of this machine that listens, by inode."""
+    rows = [line.split() for line in Path(path).read_text().splitlines()[1:]]
+    return {row[9]: row[1].partition(":")[0] for row in rows if row[3] == "0A"}
+
+
+def test_a_group_listens_on_loopback_alone(tmp_path: Path) -> None:
+    def work(exchange: Collectives) -> set[str]:
+        ours = {
+            link.readlink().name.removeprefix("socket:[").rstrip("]")
+            for link in Path("/proc/self/fd").iterdir()
+            if link.is_symlink()
+        }
+        found = listening("/proc/self/net/tcp") | listening("/proc/self/net/tcp6")
+        exchange.sum(torch.zeros(1))  # nobody has left yet
+        return {address for inode, address in found.items() if inode in ours}
+
+    loopback = "0100007F"
+    assert together(tmp_path, 2, work)[0] <= {loopback}

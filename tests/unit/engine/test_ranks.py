@@ -1,0 +1,154 @@
+"""Orders to the other ranks of a group, and what they say."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hiserve import LLM, SamplingParams
+from hiserve.core.plan import BatchPlan, RowAdmit, StepFault, TableWrites
+from hiserve.core.step_faults import OUT_OF_MEMORY
+from hiserve.core.transfers import CopyKind, PageCopy, PageRun, StoreLookup
+from hiserve.engine import group_facts, rank, ranks
+from hiserve.engine.executor import Executor
+from hiserve.engine.rank_messages import DrawOrder, Order, Ran, decode_from_rank, decode_to_rank, encode
+from hiserve.errors import ConfigError, EngineError, ModelError
+from hiserve.runners.gate import Action, Decision, Reason
+from tests.helpers.cache_paths import SETTINGS, pool
+from tests.helpers.rank_threads import rank_threads
+from tests.helpers.tiered import engine_of
+
+GROUP: dict[str, Any] = SETTINGS | pool(16) | {"tp": 2, "host_cache_gib": 0, "spec": "off"}
+PROMPT = [*range(50, 65), *range(3000, 3015)]  # tokens of both ranks
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def in_threads() -> Iterator[None]:
+    with rank_threads():
+        yield
+
+
+def ints(*values: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return np.array(values, dtype=np.int32)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values of plans are equal, arrays with their types and shapes."""
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if dataclasses.is_dataclass(one):
+        fields = [field.name for field in dataclasses.fields(one)]
+        return type(one) is type(other) and all(same(getattr(one, name), getattr(other, name)) for name in fields)
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def test_a_plan_arrives_as_it_was_made() -> None:
+    sampling = SamplingParams(seed=3, top_p=0.5, logit_bias={5: -1.0}, stop_token_ids=(4,))
+    run = PageRun(ints(3), bytes(16), bytes(range(16)), [b"digest"], b"key", 7, 8)
+    plan = BatchPlan(
+        step_id=4,
+        rows=ints(2, 1),
+        num_new=ints(1, 3),
+        num_draft=ints(0, 2),
+        samples=np.array([True, False]),
+        num_scored=ints(0, 0),
+        max_len=ints(9, 7),
+        num_propose=2,
+        continuations=ints(1, 2, 3, 4, 5, 6).reshape(2, 3),
+        release=ints(5),
+        admit=(RowAdmit(1, ints(7, 8, 9), 2, 1, sampling, choice=1, restore_slot=2),),
+        table=TableWrites(ints(1), ints(0), ints(4), ints(6), np.array([True])),
+        host_retained=ints(3),
+        host_retained_until_s=np.array([2**40]),
+        copies=(
+            PageCopy(9, CopyKind.OFFLOAD, ints(4), ints(3), 2, run),
+            PageCopy(10, CopyKind.LOAD, ints(4), ints(3), 0),
+        ),
+        waits=(10,),
+        lookups=(StoreLookup(11, [b"a", b"b"], 1, needs_tail=True),),
+        relocation_version=12,
+        may_replay=False,
+        awaits_masks=True,
+    )
+    decision = Decision(Action.REPLAY, Reason.MIXED, (10,), 16, "greedy")
+    received = decode_to_rank(encode(Order(5, plan, decision)))
+    assert isinstance(received, Order)
+    assert (received.number, received.decision) == (5, decision)
+    assert same(received.plan, plan)
+    draw = decode_to_rank(encode(DrawOrder(4, ints(0, -1), ints(1, 2, 3, 4).reshape(2, 2))))
+    assert isinstance(draw, DrawOrder) and draw.masks is not None and draw.masks.tolist() == [[1, 2], [3, 4]]
+    fault = StepFault(OUT_OF_MEMORY, "none left")
+    assert decode_from_rank(encode(Ran(4, fault))) == Ran(4, fault)
+
+
+def test_a_verdict_is_made_once_and_every_order_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One gate has an opinion for each step; the other rank's would differ."""
+    numbers, admitted = [], []
+    monkeypatch.setattr(
+        "hiserve.engine.executor.admit", lambda plan, *_, **__: admitted.append(plan.step_id) or _eager()
+    )
+    execute = rank.Follower.execute
+
+    def noted(self: rank.Follower, order: Order, executor: Executor) -> None:
+        numbers.append(order.number)
+        execute(self, order, executor)
+
+    monkeypatch.setattr(rank.Follower, "execute", noted)
+    with LLM(**GROUP) as llm:
+        llm.generate([PROMPT], [GREEDY])
+    assert len(admitted) == len(set(admitted)) >= GREEDY.max_tokens  # type: ignore[operator]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert len(numbers) >= len(admitted)
+
+
+def _eager() -> Decision:
+    return Decision(Action.EAGER, Reason.GRAPHS_OFF, sampling="greedy")
+
+
+def test_an_order_that_is_missing_ends_the_rank_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "Order", lambda number, plan, decision: Order(number + (number > 2), plan, decision))
+    with LLM(**GROUP) as llm, pytest.raises(EngineError, match=r"rank 1: AssertionError: order 4 after 2"):
+        llm.generate([PROMPT], [GREEDY])
+
+
+def test_memory_that_another_rank_lacks_at_the_end_costs_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its last exchange: this rank has sampled, and takes the tokens back."""
+    with LLM(**GROUP | {"tp": 1}) as llm:
+        expected = llm.generate([PROMPT], [GREEDY])[0].outputs[0].token_ids
+    execute, failed = Executor._finish, []
+
+    def short(self: Executor, plan: BatchPlan, *rest: Any) -> Any:
+        if isinstance(self._group, rank.Follower) and plan.step_id == 3 and not failed:
+            failed.append(plan.step_id)
+            raise RuntimeError("out of memory")
+        return execute(self, plan, *rest)
+
+    monkeypatch.setattr(Executor, "_finish", short)
+    with LLM(**GROUP) as llm:
+        assert llm.generate([PROMPT], [GREEDY])[0].outputs[0].token_ids == expected
+        assert sum(engine_of(llm).stats().step_faults.values()) == 1
+    assert failed == [3]
+
+
+def test_a_rank_that_cannot_start_gives_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ModelError("the weights are gone.")
+
+    monkeypatch.setattr(rank, "load_half", refuse)
+    with pytest.raises(ModelError, match=r"rank 1: the weights are gone"):
+        LLM(**GROUP)
+
+
+def test_ranks_that_differ_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        rank, "facts_of", lambda *arguments: group_facts.facts_of(*arguments) | {"device": "another one"}
+    )
+    with pytest.raises(ConfigError, match=r"rank 1 of --tp 2 has device another one, and rank 0 has cpu"):
+        LLM(**GROUP)

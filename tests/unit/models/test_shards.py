@@ -1,0 +1,131 @@
+"""Shares of models: what each rank reads, and which models have none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hiserve.config.options import make_options
+from hiserve.distributed.shard import Shard
+from hiserve.errors import ConfigError, ModelError
+from hiserve.models.builtin_shapes import shape_config
+from hiserve.models.draft_config import find_draft, model_facts
+from hiserve.models.model_config import find_model, read_model_config
+from hiserve.models.shards import local_config, refuse_unshardable
+from hiserve.models.weights import load_head_parameters, load_parameters
+from tests.helpers.models import save_family, save_llama
+
+CPU = torch.device("cpu")
+
+
+def whole_and_shares(
+    folder: Path, load_format: str, size: int
+) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
+    config = read_model_config(folder)
+    parts = [
+        load_parameters(folder, config, torch.float32, CPU, load_format, Shard(rank, size)) for rank in range(size)
+    ]
+    return load_parameters(folder, config, torch.float32, CPU, load_format), parts
+
+
+def sections(whole: torch.Tensor, *rows: int) -> list[torch.Tensor]:
+    return list(torch.split(whole, rows))
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_rank_has_its_heads_its_columns_and_its_tokens(tmp_path: Path, load_format: str, size: int) -> None:
+    """Of 4 heads of 16 elements, 2 of keys and values, an MLP of 96 and 320 tokens; all projections have biases."""
+    save_llama(tmp_path, attention_bias=True, mlp_bias=True)
+    whole, shares = whole_and_shares(tmp_path, load_format, size)
+    queries, keys, values = sections(whole["layers.1.qkv"], 64, 32, 32)
+    gate, up = sections(whole["layers.1.gate_up"], 96, 96)
+    tokens = 192 if size == 2 else 128
+    for rank, share in enumerate(shares):
+        q, kv = slice(rank * 64 // size, (rank + 1) * 64 // size), 16 * (rank * 2 // size)
+        inner = slice(rank * 96 // size, (rank + 1) * 96 // size)
+        assert torch.equal(share["layers.1.qkv"], torch.cat((queries[q], keys[kv : kv + 16], values[kv : kv + 16])))
+        assert torch.equal(share["layers.1.out"], whole["layers.1.out"][:, q])
+        assert torch.equal(share["layers.1.gate_up"], torch.cat((gate[inner], up[inner])))
+        assert torch.equal(share["layers.1.down"], whole["layers.1.down"][:, inner])
+        assert torch.equal(
+            share["layers.1.gate_up_bias"], whole["layers.1.gate_up_bias"].view(2, -1)[:, inner].flatten()
+        )
+        assert ("layers.1.out_bias" in share, "layers.1.down_bias" in share) == (rank == 0, rank == 0)
+        for name in ("embedding", "head"):
+            assert torch.equal(share[name], whole[name][rank * tokens : (rank + 1) * tokens])
+        assert torch.equal(share["layers.1.mlp_norm"], whole["layers.1.mlp_norm"])
+
+
+def test_experts_are_cut_inside_and_every_rank_has_the_router(tmp_path: Path) -> None:
+    save_family("mixtral", tmp_path)
+    whole, shares = whole_and_shares(tmp_path, "auto", 2)
+    for rank, share in enumerate(shares):
+        gate_up = whole["layers.0.experts_gate_up"].view(6, 2, 2, 48, 64)[:, :, rank]
+        assert torch.equal(share["layers.0.experts_gate_up"], gate_up.flatten(0, 2))
+        assert torch.equal(
+            share["layers.0.experts_down"], whole["layers.0.experts_down"][:, 48 * rank : 48 * (rank + 1)]
+        )
+        assert torch.equal(share["layers.0.router"], whole["layers.0.router"])
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_draft_heads_are_cut_like_layers(kind: str) -> None:
+    folder = find_model("hiserve-nano")
+    draft = find_draft(kind, None, folder, read_model_config(folder))  # type: ignore[arg-type]
+    whole, share = (
+        load_head_parameters(draft, torch.float32, CPU, "auto", shard)[0] for shard in (Shard(), Shard(1, 2))
+    )
+    for name in ("layers.0.out", "layers.0.down"):
+        assert torch.equal(share[name], whole[name][:, whole[name].shape[1] // 2 :])
+    for name in ("state_norm", "fuse" if kind == "eagle3" else "join"):
+        assert torch.equal(share[name], whole[name])
+    if kind == "eagle3":
+        assert torch.equal(share["head"], whole["head"][share["head"].shape[0] :])
+
+
+def test_a_file_that_was_cut_short_is_reported_for_columns_too(tmp_path: Path) -> None:
+    save_llama(tmp_path)
+    config, path = read_model_config(tmp_path), tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    load_parameters(tmp_path, config, torch.float32, CPU, "auto", Shard(1, 2))
+    path.write_bytes(whole[:-64])
+    with pytest.raises(ModelError):
+        load_parameters(tmp_path, config, torch.float32, CPU, "auto", Shard(1, 2))
+
+
+def test_facts_of_a_share_are_those_of_its_parameters(tmp_path: Path) -> None:
+    save_llama(tmp_path)
+    config = read_model_config(tmp_path)
+    facts = model_facts(make_options(tp=2, spec="off"), tmp_path, config)
+    first = load_parameters(tmp_path, config, torch.float32, CPU, "auto", Shard(0, 2))
+    assert facts.num_params == sum(each.numel() for each in first.values())
+    assert facts.slot_elements == config.slot_elements // 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "fact"),
+    [
+        ("gpt-oss-20b", 2, "sinks"),
+        ("gemma-3-27b", 2, "norms of outputs"),
+        ("v3-like", 2, "latent attention"),
+        ("qwen3.5-35b-a3b", 2, "recurrent states"),
+        ("v4-flash-like", 2, "compressed rows"),
+        ("llama-8b", 3, "Use one of 1, 2, 4, 8, 16, 32."),
+        ("llama-8b", 64, "32 heads"),
+    ],
+)
+def test_what_a_group_cannot_compute_is_refused_by_name(shape: str, size: int, fact: str) -> None:
+    config = shape_config(shape)
+    refuse_unshardable(config, 1)
+    with pytest.raises(ConfigError, match=fact) as caught:
+        refuse_unshardable(config, size)
+    assert caught.value.param == "tp"
+
+
+def test_a_share_of_a_group_of_one_is_the_model() -> None:
+    config = shape_config("llama-8b")
+    assert local_config(config, Shard()) is config
+    assert local_config(config, Shard(3, 16)).num_kv_heads == 1
