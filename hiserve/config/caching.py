@@ -121,13 +121,31 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         about(
             "Keep cached prefixes beyond the host cache too, where they outlive the server: file:DIR is a directory, made "
-            "if missing and closed to other users, which replicas and servers may share."
+            "if missing and closed to other users, which replicas and servers may share; valkey://HOST:PORT is a Valkey server, for "
+            "servers of several hosts (valkeys:// with TLS; several are separated by commas; ?password_file=PATH&ca_file=PATH)."
         ),
     ] = None
+    store_secret_file: Annotated[
+        str | None,
+        about(
+            "File with the secret of the servers that share a store on the network, at least 32 bytes that its user alone can "
+            "read: they take no pages from a server without it."
+        ),
+    ] = None
+    store_timeout_s: Annotated[
+        float,
+        about(
+            "Longest a call of a store on the network takes, for up to 4 MiB. After three failures it is left alone for 5 s.",
+            unit="s",
+            least=0.05,
+            most=60,
+            is_debug=True,
+        ),
+    ] = 2.0
     store_gib: Annotated[
         float,
         about(
-            "Most that the store may hold; the pages used longest ago go first.",
+            "Most that the store may hold, if it is a directory; the pages used longest ago go first.",
             unit="GiB",
             least=0.001,
             most=1_048_576,

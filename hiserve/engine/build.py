@@ -13,9 +13,9 @@ from msgspec.structs import replace
 
 from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache, TailSizes
 from hiserve.cache.storage.device import DevicePool
-from hiserve.cache.storage.file_store import open_store
 from hiserve.cache.storage.host import HostPool
 from hiserve.cache.storage.segment import Segment
+from hiserve.cache.storage.store_address import open_store
 from hiserve.cache.storage.store_transfers import StoreTransfers
 from hiserve.config.settings import Settings
 from hiserve.core.digest import chain_of

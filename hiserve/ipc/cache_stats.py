@@ -52,7 +52,9 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     num_evicted: int = 0  # removed to stay within the cap
     num_corrupt: int = 0  # removed because they were truncated, damaged or of another key
     num_errors: int = 0  # reads, writes and removals that failed (of operations, not of pages)
-    last_error: str = ""  # text of the last of them; empty without one
+    num_timeouts: int = 0  # of these, those that took too long
+    num_paused: int = 0  # calls that were not made, because those before failed
+    last_error: str = ""  # text of the last error; empty without one
 
 
 class CacheStats(msgspec.Struct, frozen=True):

@@ -10,23 +10,42 @@ from pathlib import Path
 
 import pytest
 
+from hiserve.cache.storage import page_tags
 from hiserve.cache.storage.file_store import FileStore
-from hiserve.cache.storage.store import PageStore
+from hiserve.cache.storage.resp import Endpoint
+from hiserve.cache.storage.store import HEADER_BYTES, PageStore
+from hiserve.cache.storage.valkey_store import ValkeyStore
 from tests.helpers.host import make_keys
 from tests.helpers.sim_store import SimStore
 from tests.helpers.stores import PAGE_BYTES, blanks, page, pages
+from tests.helpers.valkey import SECRET, valkey
+from tests.helpers.waiting import PATIENCE_S
 
 MAKERS: dict[str, Callable[[Path], PageStore]] = {
     "file": lambda directory: FileStore(directory / "store", 10**9),
     "sim": lambda directory: SimStore(),
 }
+VALKEYS = ("valkey", "two valkeys")
 KEYS = make_keys("x", 12)
 STRANGE = make_keys("y", 12)
 
 
-@pytest.fixture(params=MAKERS)
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Endpoint]]:
+    folder = tmp_path_factory.mktemp("valkey")
+    with valkey(folder) as one, valkey(folder) as other:
+        yield [one, other]
+
+
+@pytest.fixture(params=[*MAKERS, *VALKEYS])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[PageStore]:
-    made = MAKERS[request.param](tmp_path)
+    made: PageStore
+    if request.param in VALKEYS:
+        servers = request.getfixturevalue("servers")
+        made = ValkeyStore(servers[: 1 + VALKEYS.index(request.param)], SECRET, PATIENCE_S)
+        made.clear()
+    else:
+        made = MAKERS[request.param](tmp_path)
     yield made
     made.close()
 
@@ -144,4 +163,5 @@ def test_threads_may_use_it_at_once(store: PageStore) -> None:
     stats = store.stats()
     assert (stats.num_corrupt, stats.num_errors) == (0, 0)
     assert stats.num_pages >= store.exists(KEYS)
-    assert stats.num_bytes == stats.num_pages * (64 + PAGE_BYTES)
+    header = page_tags.HEADER_BYTES if isinstance(store, ValkeyStore) else HEADER_BYTES
+    assert stats.num_bytes == stats.num_pages * (header + PAGE_BYTES)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from hiserve.cache.storage.file_store import secret_of
 from hiserve.cache.storage.segment import SHARED_MEMORY, PageLayout, segment_path
 from hiserve.cache.storage.store import read_secret
+from hiserve.cache.storage.store_address import secret_of
 from hiserve.config.settings import CacheIdentity, FileStamp, Settings
 from hiserve.core.kv_groups import Space, debug_groups
 from hiserve.errors import ConfigError
@@ -90,7 +90,7 @@ def server_secret(settings: Settings, directory: Path = SHARED_MEMORY) -> bytes:
         ConfigError: The file that holds it cannot be used.
     """
     if settings.cache.store is not None:
-        return secret_of(settings.cache.store)
+        return secret_of(settings.cache)
     name = settings.cache.host_cache_name
     if name is None:
         return b""

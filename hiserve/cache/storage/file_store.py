@@ -18,11 +18,8 @@ from enum import Enum
 from pathlib import Path
 
 from hiserve.cache.storage.page_order import PageOrder
-from hiserve.cache.storage.store import HEADER_BYTES, PageStore, is_intact, read_secret, seal
+from hiserve.cache.storage.store import HEADER_BYTES, is_intact, seal
 from hiserve.cache.storage.store_directory import MARKER, claim, share_marker
-from hiserve.config.caching import Cache
-from hiserve.core.machine import GIB
-from hiserve.errors import ConfigError
 from hiserve.ipc.cache_stats import StoreStats
 
 PAUSE_S = 30.0  # without writes after one that failed
@@ -327,35 +324,3 @@ def _write_file(path: str, header: bytes, page: memoryview) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:
         os.close(fd)
-
-
-def open_store(cache: Cache) -> PageStore | None:
-    """Opens the store that ``--store`` names; None without one.
-
-    Raises:
-        ConfigError: It names none, or a directory that cannot be used.
-    """
-    return None if cache.store is None else FileStore(_directory_of(cache.store), int(cache.store_gib * GIB))
-
-
-def secret_of(store: str) -> bytes:
-    """Returns the secret of the servers that share a store (``--store``).
-
-    Raises:
-        ConfigError: It names no directory, or the directory or its secret cannot be used.
-    """
-    directory = _directory_of(store)
-    claim(directory)
-    return read_secret(directory / f"{MARKER}.secret")
-
-
-def _directory_of(store: str) -> Path:
-    """Returns the DIR of ``file:DIR``; ``~`` is the user's home.
-
-    Raises:
-        ConfigError: It has another form.
-    """
-    scheme, _, directory = store.partition(":")
-    if scheme != "file" or not directory:
-        raise ConfigError(f"--store is {store!r}; the one kind is file:DIR.", param="store")
-    return Path(directory).expanduser().absolute()

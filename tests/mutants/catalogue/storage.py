@@ -1,6 +1,19 @@
 """What outlives a process or comes from outside: segment, records, checksums, stores, identity of a cache."""
 
-from hiserve.cache.storage import file_store, host, prefault, records, segment, store_directory, store_transfers, transfer
+from hiserve.cache.storage import (
+    breaker,
+    file_store,
+    host,
+    page_tags,
+    prefault,
+    records,
+    resp,
+    segment,
+    store_address,
+    store_directory,
+    store_transfers,
+    transfer,
+)
 from hiserve.core import machine
 from hiserve.engine import build
 from hiserve.models import cache_digests
@@ -16,6 +29,7 @@ from tests.unit.storage import (
     test_prefault,
     test_records,
     test_store_transfers,
+    test_valkey_store,
 )
 
 with build._tier_transfers, test_build_host.test_a_start_that_fails_leaves_no_thread_and_no_lock:
@@ -92,7 +106,7 @@ with (
     "INV 31: bytes that arrive after the deadline become valid"
     self._is_closing.is_set()
     False
-with file_store.secret_of, test_open_store.test_the_secret_of_a_directory_that_is_no_store_is_not_made:
+with store_address.secret_of, test_open_store.test_the_secret_of_a_directory_that_is_no_store_is_not_made:
     "a secret is written into a directory of another user"
     claim(directory)
     pass
@@ -112,3 +126,33 @@ with transfer.ThreadTransfers._move, test_canary.test_a_page_of_each_tier_passes
     "INV 34: a copy mixes up the order of its pages"
     torch.from_numpy(host_pages).long()
     torch.from_numpy(host_pages).long().roll(int(is_load))
+with (
+    page_tags.PageTags._cipher,
+    test_valkey_store.test_a_page_that_no_server_of_the_secret_wrote_is_a_counted_miss_and_written_again["the page of another key"],
+):
+    "INV 92: a page passes for one of another key"
+    hmac.digest(self._secret, key, "sha256")
+    self._secret
+with (
+    page_tags.PageTags.is_intact,
+    test_valkey_store.test_a_page_that_no_server_of_the_secret_wrote_is_a_counted_miss_and_written_again["another page"],
+):
+    "INV 92: a tag is not verified"
+    self._cipher(key).decrypt(nonce, tag, page)
+    pass
+with resp.Connection.read_values, test_valkey_store.test_a_server_that_lies_is_a_miss["an endless value"]:
+    "INV 92: an answer is read whatever its size"
+    sizes[-1] != buffer.nbytes
+    False
+with resp.Connection._set_time, test_valkey_store.test_calls_of_a_server_that_never_ends_its_answer_are_bounded:
+    "INV 92: each byte of an answer may take the whole time"
+    left_s <= 0
+    (left_s := self._timeout_s) <= 0
+with breaker.Breaker.failed, test_valkey_store.test_a_server_that_is_down_is_left_alone_and_used_again_when_it_is_back:
+    "INV 93: a server that is down is asked by every request"
+    self._num_failures += 1
+    pass
+with store_address._read_shared_secret, test_open_store.test_a_store_on_the_network_needs_a_secret_that_its_user_alone_can_read:
+    "INV 94: others may read the secret"
+    status.st_mode & 0o077
+    0
