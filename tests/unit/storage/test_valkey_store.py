@@ -213,7 +213,7 @@ def test_tls_verifies_the_name_of_the_server(tmp_path: Path, server: Endpoint, s
 
     def forward(connection: socket.socket) -> None:
         behind = socket.create_connection((server.host, server.port))
-        with context.wrap_socket(connection, server_side=True) as front, behind:
+        with behind, context.wrap_socket(connection, server_side=True) as front:
             while request := front.recv(2**20):
                 behind.sendall(request)
                 front.sendall(behind.recv(2**20))
