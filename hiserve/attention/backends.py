@@ -155,7 +155,6 @@ _BACKENDS = {
         "CpuAttention",
         devices=("cpu",),
         has_hidden_first=False,
-        has_trees=False,
         absorbed=("hiserve.attention.cpu", "CpuAttention"),
         chosen=_CHOSEN,
     ),
@@ -218,7 +217,9 @@ def _open_union(name: str, shape: AttentionShape) -> Attention:
     return UnionAttention(shape)
 
 
-def open_draft_attention(name: str, shape: AttentionShape, device: torch.device) -> Attention:
+def open_draft_attention(
+    name: str, shape: AttentionShape, device: torch.device, *, has_trees: bool = False
+) -> Attention:
     """Creates the backend of drafts: the model's, or the best one that reads lengths on the device.
 
     Drafts need such a backend because only the device knows how many tokens were accepted. If the backend ``name``
@@ -229,10 +230,11 @@ def open_draft_attention(name: str, shape: AttentionShape, device: torch.device)
     if shape.is_union:
         return UnionAttention(shape)
     named = _BACKENDS.get(name)
-    refusal = None if named is None else named.refusal(shape, device, False)
+    refusal = None if named is None else named.refusal(shape, device, has_trees)
     if named is not None and refusal is None and named.has_device_lengths:
         return named.open(shape)
-    best = next(fit for fit in fitting_backends(shape, device) if _BACKENDS[fit].has_device_lengths)
+    fits = fitting_backends(shape, device, has_trees=has_trees)
+    best = next(fit for fit in fits if _BACKENDS[fit].has_device_lengths)
     if named is not None:
         why = refusal or "needs lengths from the host, which knows only later how many drafts were accepted"
         logger.warning("drafts attend with %s: the attention backend %s %s", best, name, why)
@@ -265,7 +267,8 @@ def _open_fastest(
         plain = _open_fastest(replace(shape, index=None), device, is_serving, has_trees=has_trees, has_drafts=True)
         return _BACKENDS[fits[0]].indexed(shape, plain)
     make: Callable[[AttentionShape], Attention] = _BACKENDS[fits[0]].class_for(shape)
-    has_prompts, has_graphs = "flashinfer" in fits[1:], _has_graphs(shape, device, has_trees or has_drafts)
+    has_prompts = fits[0] != "flashinfer" and "flashinfer" in fitting_backends(shape, device)  # prompts have no trees
+    has_graphs = _has_graphs(shape, device, has_trees or has_drafts)
     if (has_prompts or has_graphs) and is_hopper(device):
         make = partial(
             _open_pair, shape, decoding=fits[0], has_prompts=has_prompts, has_graphs=has_graphs, is_serving=is_serving

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,11 +43,11 @@ class _CpuRow:
     num_new: int  # its tokens
     kv_len: int  # tokens it attends over
     places: dict[int | None, _Place]  # by window
-    seen: Mapping[int | None, _Seen]  # by window
+    seen: dict[int | None, _Seen]  # by window
 
 
 class CpuAttention:
-    """Reads the pool in place where pages are adjacent. Does not support hidden positions and tree masks.
+    """Reads the pool in place where pages are adjacent. Does not support hidden positions.
 
     At 500 to 1,000 tokens of context a decode row over adjacent pages costs about half of a gather of
     its pages. A gather by runs of adjacent pages was measured no faster than by pages, so there is none.
@@ -69,7 +68,6 @@ class CpuAttention:
 
     def plan(self, inputs: ForwardInputs) -> None:
         """Decides for each row whether its keys are adjacent in the pool."""
-        assert inputs.tree_mask is None, "the CPU backend has no tree masks"
         table, kv_lens = inputs.page_table.numpy(), inputs.kv_lens.numpy()
         stretches = self._stretches(table, kv_lens, None)
         starts, lengths = inputs.qo_indptr.tolist(), kv_lens.tolist()
@@ -80,8 +78,27 @@ class CpuAttention:
             seen = {window: self._seen(num_new, kv_len, window) for window in windows}
             places = dict.fromkeys(windows, stretch)
             self._rows.append(_CpuRow(start=starts[row], num_new=num_new, kv_len=kv_len, places=places, seen=seen))
+        if inputs.tree_mask is not None:
+            self._see_trees(inputs.tree_mask, inputs.positions)
         if inputs.window_table is not None:
             self._place_windows(inputs.window_table.numpy(), kv_lens)
+
+    def _see_trees(self, tree_mask: Tensor, positions: Tensor) -> None:
+        """Replaces the masks of rows that verify trees: a node sees its ancestors, and what is in its window."""
+        has_nodes = tree_mask.numpy() != 0
+        for row in self._rows:
+            if row.num_new == 1 or not has_nodes[row.start]:
+                continue
+            nodes = tree_mask[row.start : row.start + row.num_new, None]
+            position = positions[row.start : row.start + row.num_new, None]
+            for window, seen in row.seen.items():
+                keys = torch.arange(seen.first, row.kv_len)
+                new = keys - (row.kv_len - row.num_new)
+                hidden = (new >= 0) & (nodes >> new.clamp(min=0) & 1 == 0)
+                if window is not None:
+                    hidden |= keys <= position - window
+                mask = torch.zeros(hidden.shape, dtype=self._shape.dtype).masked_fill_(hidden, -torch.inf)
+                row.seen[window] = _Seen(seen.first, mask)
 
     def _place_windows(self, table: Int32Array, kv_lens: Int64Array) -> None:
         """Takes the keys of layers with a window from pages of their own, whose entries below the window may be anything."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -80,7 +81,8 @@ class PairedAttention:
         if num_decode:
             self._decoding.plan(inputs.cut(0, num_decode) if self._has_prompts else inputs)
         if self._has_prompts:
-            self._prompts.plan(inputs.cut(num_decode, num_rows) if num_decode else inputs)
+            prompts = inputs.cut(num_decode, num_rows) if num_decode else inputs
+            self._prompts.plan(replace(prompts, tree_mask=None))  # no row without a draft has nodes
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
         """Attends part by part."""

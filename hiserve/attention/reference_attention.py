@@ -45,11 +45,10 @@ class ReferenceAttention:
             self._slots[window] = (pages * page_size + self._keys % page_size).masked_fill_(unseen, 0)
         self._positions = self._pad(inputs.positions)
         new = (self._keys - first)[:, None]
-        if inputs.tree_mask is None:
-            hidden = new > torch.arange(inputs.max_q_len, device=device)[:, None]
-        else:
-            seen = self._pad(inputs.tree_mask)[:, :, None] >> new.clamp(0, 62)
-            hidden = (new >= 0) & (seen & 1 == 0)
+        hidden = new > torch.arange(inputs.max_q_len, device=device)[:, None]
+        if inputs.tree_mask is not None:
+            seen = self._pad(inputs.tree_mask)[:, :, None]
+            hidden = torch.where(seen == 0, hidden, (new >= 0) & (seen >> new.clamp(0, 62) & 1 == 0))
         self._hidden = hidden | unread[:, None]
         if self._shape.hides_first:
             self._hidden |= self._keys == 0

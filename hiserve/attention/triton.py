@@ -42,6 +42,7 @@ class _Others:
     rows: _Rows  # views of the step's; ``qo_indptr`` counts from the first token of the step
     has_fresh: bool  # there are rows without a prefix
     has_prefixed: bool  # there may be rows with a prefix
+    has_nodes: bool  # there may be rows that verify trees
     num_parts: int  # parts the keys of each row are split into, in layers without a window
 
 
@@ -91,6 +92,7 @@ class TritonAttention:
                 _cut(inputs, num_short, len(q_lens)),
                 has_fresh=bool((bounds == new).any()),
                 has_prefixed=bool((bounds > new).any()),
+                has_nodes=bool((new < MAX_TOKENS).any()),
                 num_parts=choose_num_parts(new, int(bounds.max()), heads, shape.head_dim, shape.dtype, num_sms=num_sms),
             )
 
@@ -140,7 +142,7 @@ class TritonAttention:
                 window=window,
                 sinks=sinks,
                 hides_first=shape.hides_first,
-                tree_mask=self._tree_mask,
+                tree_mask=self._tree_mask if others.has_nodes else None,
                 has_fresh=others.has_fresh,
                 has_prefixed=others.has_prefixed,
                 num_parts=others.num_parts if window is None else 1,

@@ -270,6 +270,15 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
             most=MAX_SPEC_STEPS,
         ),
     ] = "auto"
+    spec_tree: Annotated[
+        str,
+        about(
+            "Drafts of a head or draft model as a tree of candidates: off, chains; WIDTHxDEPTH:NODES, such as 3x6:16, the likeliest "
+            "candidates after each of the likeliest, DEPTH deep, of which NODES, the last sampled token included, are verified "
+            "after each step; --spec-steps is left out then.",
+            is_debug=True,
+        ),
+    ] = "off"
     spec_history: Annotated[
         int,
         about(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from hiserve.config.caching import Cache, KVDType
 from hiserve.config.options import AUTO_TIERS, Model, Options, Runner, Scheduler, Spec
 from hiserve.config.serving import Server
+from hiserve.errors import ConfigError
 
 Device = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16", "float16", "float64"]
 Graphs = Literal["off", "decode", "all"]
+MAX_TREE_NODES = 63  # a node's mask is one number of 64 bits
+_TREE = re.compile(r"([1-9][0-9]?)x([1-9][0-9]?):([1-9][0-9]?)")
 
 
 class FileStamp(msgspec.Struct, frozen=True, array_like=True):
@@ -88,6 +92,52 @@ class RunnerSettings(Runner, frozen=True, kw_only=True):
     grammar_threads: int
 
 
+class TreeShape(NamedTuple):
+    """A tree of drafts; a chain is the tree of one candidate a level."""
+
+    width: int  # candidates after a node, and nodes of a level that get candidates
+    depth: int  # levels below the root, which is the last known token
+    num_nodes: int  # nodes that are verified, the root included
+
+    @property
+    def num_candidates(self) -> int:
+        """Candidates of all levels, of which the likeliest are verified."""
+        return self.width + (self.depth - 1) * self.width**2
+
+    @classmethod
+    def read(cls, text: str) -> TreeShape | None:
+        """Reads ``--spec-tree``; None without trees.
+
+        Raises:
+            ConfigError: It is no shape, or one that cannot be made.
+        """
+        if text == "off":
+            return None
+        if (found := _TREE.fullmatch(text)) is None:
+            raise ConfigError(
+                f"--spec-tree is {text!r}. Use off, or WIDTHxDEPTH:NODES, such as 3x6:16.", param="spec_tree"
+            )
+        shape = cls(*map(int, found.groups()))
+        limits = {
+            f"a tree has at most {MAX_TREE_NODES} nodes": shape.num_nodes <= MAX_TREE_NODES,
+            f"its levels have {shape.num_candidates} candidates": shape.num_nodes - 1 <= shape.num_candidates,
+            # The head computes them in the places that the nodes to verify are given.
+            f"the head computes {shape.num_computed} candidates, and a tree has more nodes": (
+                shape.num_computed < shape.num_nodes
+            ),
+        }
+        if broken := [limit for limit, holds in limits.items() if not holds]:
+            raise ConfigError(
+                f"--spec-tree is {text}, but {broken[0]}. Use another number of nodes.", param="spec_tree"
+            )
+        return shape
+
+    @property
+    def num_computed(self) -> int:
+        """Candidates that the head computes: all that get candidates themselves."""
+        return self.width * (self.depth - 1)
+
+
 class SpecSettings(Spec, frozen=True, kw_only=True):
     """The proposer. ``spec_steps`` may still be ``auto``: the number of drafts is then chosen for each step."""
 
@@ -96,7 +146,14 @@ class SpecSettings(Spec, frozen=True, kw_only=True):
         """Numbers of tokens that may be proposed at once, ascending."""
         if self.spec == "off":
             return (0,)
+        if (tree := self.tree) is not None:
+            return (tree.num_nodes - 1,)
         return AUTO_TIERS if self.spec_steps == "auto" else (self.spec_steps,)
+
+    @property
+    def tree(self) -> TreeShape | None:
+        """The shape of drafts; None where they are chains."""
+        return None if self.spec == "off" else TreeShape.read(self.spec_tree)
 
     @property
     def widths(self) -> tuple[int, ...]:

@@ -158,13 +158,16 @@ class Proposer(Protocol):
     """Guesses the next tokens of rows at a lower cost than the model.
 
     After each step that is not cold, either ``update_only`` runs, or ``prepare``, then ``draft``, then ``extend`` and
-    ``draft`` for each later draft. No operation waits for the device. Drafts do not change the output, only the number of
+    ``draft`` for each later round. No operation waits for the device. Drafts do not change the output, only the number of
     accepted tokens.
     """
 
     # Layers of the model, from 0, whose outputs for every token, concatenated, the proposer reads; the number of layers is
     # the input of the output head
     aux_layers: tuple[int, ...]
+
+    def num_rounds(self, num_draft: int) -> int:
+        """Returns the calls of ``draft`` that write so many drafts of each row."""
 
     def is_capturable(self, num_rows: int, width: int) -> bool:
         """Returns whether its operations after static steps of this shape can be captured; then allocates shared tensors."""
@@ -173,7 +176,7 @@ class Proposer(Protocol):
         """Computes the logits of the first draft of each sampling row; None if no row samples or all drafts are written."""
 
     def draft(self, chain: DraftChain, *, is_greedy: bool) -> None:
-        """Samples the next draft of each row, and writes it after the row's known tokens."""
+        """Samples the next draft of each row, or all of them, and writes them after the row's known tokens."""
 
     def extend(self, chain: DraftChain) -> None:
         """Computes the latest draft, for the logits of the next one."""
@@ -190,7 +193,7 @@ def propose(proposer: Proposer, step: DraftStep) -> None:
     chain = proposer.prepare(step)
     if chain is None:
         return
-    for index in range(step.num_draft):
+    for index in range(proposer.num_rounds(step.num_draft)):
         if index:
             proposer.extend(chain)
         proposer.draft(chain, is_greedy=step.is_greedy)

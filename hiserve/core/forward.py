@@ -142,7 +142,7 @@ class ForwardInputs:
         max_kv_len: Upper bound of all ``kv_lens``; in a captured graph that of any replay.
         num_decode: Rows up to the last that decodes: the ``kv_bounds`` of the later ones are exact.
         tree_mask: int64 ``[T]``. Bit j of a token: it attends to the j-th of its row's new tokens, besides all before these.
-            At most 63 new tokens a row then. None is causal.
+            0, as of all tokens of a row of more than 63, is causal. None: all tokens are.
         before_layer: Called with the index of each layer, or once with None for all, before it reads keys and values that may
             still be loading; None when all are loaded.
         wants_hidden_states: Whether a draft head reads the hidden states of this step, if the model has ``aux_layers``.

@@ -98,7 +98,7 @@ def choose_spec(given: Options, model: ModelFacts, length: int) -> tuple[SpecSet
     if who == "auto":
         if model.draft is None:
             who, why = "off", "no head came with the model"
-        elif given.spec.spec_steps == "auto" and length < MIN_AUTO_LEN:
+        elif given.spec.spec_steps == "auto" and given.spec.spec_tree == "off" and length < MIN_AUTO_LEN:
             who, why = "off", f"requests of {length} tokens are too short to measure what drafts cost"
         else:
             who, why = model.draft.kind, "this head came with the model"

@@ -245,8 +245,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 param="spec.num_steps",
             )
 
-    def most_drafts(self, spec_steps: int) -> int:
-        """Returns the most drafts to verify at once; ``spec_steps`` if the request leaves it to the engine."""
+    def most_drafts(self, spec_steps: int, *, has_trees: bool = False) -> int:
+        """Returns the most drafts to verify at once; ``spec_steps`` if the request leaves it to the engine.
+
+        Masks of a grammar follow chains: where drafts are trees, a request with a grammar verifies none.
+        """
+        if has_trees and self.grammar is not None:
+            return 0
         if self.spec is None:
             return spec_steps
         if self.spec.enabled is False:

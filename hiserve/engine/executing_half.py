@@ -14,7 +14,7 @@ import torch
 from hiserve.cache.storage.cache_identity import check_unchanged
 from hiserve.cache.storage.device import DevicePool
 from hiserve.config.settings import Settings
-from hiserve.core.kv_groups import CacheGroupSpec
+from hiserve.core.kv_groups import CacheGroupSpec, debug_groups
 from hiserve.core.row_shapes import PACKED_CAPABILITY
 from hiserve.distributed.exchange import Exchange
 from hiserve.distributed.shard import WHOLE
@@ -107,7 +107,18 @@ def _device_rows(settings: Settings, model_config: ModelConfig, pool: DevicePool
         window=model_config.tail_window,
         num_window_pages=settings.cache.window_pages,
         carried=tuple(pool.carried.values()),
+        tree=settings.spec.tree,
+        storages=_moved_storages(settings, model_config, pool),
     )
+
+
+def _moved_storages(settings: Settings, model_config: ModelConfig, pool: DevicePool) -> list[torch.Tensor]:
+    """Returns the memory in which accepted nodes of trees are moved: the head computes its own part of a page after each step."""
+    if settings.spec.tree is None:
+        return []
+    frees_windows, packs_rows = settings.cache.frees_windows, settings.cache.packs_rows
+    plan = model_config.cache_plan(settings.model.dtype, frees_windows=frees_windows, packs_rows=packs_rows)
+    return [pool.storage(group.name) for group in (*plan.groups, *debug_groups(settings.cache))]
 
 
 def _load(

@@ -44,6 +44,7 @@ class RowState:
         num_ahead: Drafts that a step may write after the last token of a row.
         eos_token_ids: Tokens that end every reply, unless its request ignores them.
         limits: Of tails; None where each boundary is a resume point.
+        has_trees: Drafts are trees: rows with a grammar verify none, as masks follow chains.
 
     Attributes:
         tokens: int32 ``[R, max_len]``. Known tokens.
@@ -76,12 +77,15 @@ class RowState:
         num_ahead: int = 0,
         eos_token_ids: tuple[int, ...] = (),
         limits: WindowLimits | None = None,
+        *,
+        has_trees: bool = False,
     ) -> None:
         count = max_rows + 1
         self._cache = cache
         self._page_size = cache.page_size
         self._max_len = max_len
         self._num_ahead = num_ahead
+        self._has_trees = has_trees
         self.tokens = np.zeros((count, max_len), dtype=np.int32)
         self.known = np.zeros(count, dtype=np.int32)
         self.pending = np.zeros(count, dtype=np.int32)
@@ -105,13 +109,11 @@ class RowState:
         self.snapshots = None if self.tails is None else self.tails.snapshots
         self._requests: list[Request | None] = [None] * count
         self._locks: list[PrefixLock | None] = [None] * count  # on the published prefix
-        self._free = list(range(1, count))
-        self._released: list[int] = []
-        self._num_admitted = 0
+        self._free, self._released = list(range(1, count)), list[int]()
         self._facts: dict[int, RequestFacts] = {}  # not reported yet
         self._has_new_draft_use = np.zeros(count, dtype=np.bool_)
         self._score_end = np.zeros(count, dtype=np.int32)  # a wanted prompt score follows each position below it
-        self._num_scoring = 0  # rows with a ``_score_end``
+        self._num_scoring, self._num_admitted = 0, 0  # rows with a ``_score_end``; requests until now
         self._stops = StopTokens(count, eos_token_ids)
 
     # --- a request comes and goes -----------------------------------------------------------
@@ -139,7 +141,7 @@ class RowState:
         self.num_published[row] = num_prefix
         self.limit[row] = self.limit_of(request)
         self.drafted[row] = 0
-        self.max_draft[row] = request.sampling.most_drafts(self._num_ahead)
+        self.max_draft[row] = request.sampling.most_drafts(self._num_ahead, has_trees=self._has_trees)
         self.draft_use[row] = 0 if request.draft_use is None else request.draft_use
         self._has_new_draft_use[row] = self._num_ahead > 0
         self.source[row] = SOURCES.index(request.source)
@@ -356,8 +358,7 @@ class RowState:
     def take_changed_drafts(self, rows: Int64Array) -> Int64Array:
         """Returns the indices into ``rows`` (int64 ``[n]``) whose ``draft_use`` changed since the last call."""
         fresh: Int64Array = self._has_new_draft_use[rows].nonzero()[0]
-        if fresh.size:
-            self._has_new_draft_use[rows[fresh]] = False
+        self._has_new_draft_use[rows[fresh]] = False
         return fresh
 
     def num_pages_for(self, num_known: NDArray[np.integer]) -> NDArray[np.integer]:
@@ -368,9 +369,8 @@ class RowState:
 
     def num_promised_pages(self) -> int:
         """Returns the pages that rows still need for their known tokens, and one more token."""
-        rows = self.active
-        whole = self.num_pages_for(self.known[rows])
-        return int(np.maximum(whole - self.tables.num_pages[rows], 0).sum())
+        whole = self.num_pages_for(self.known[self.active])
+        return int(np.maximum(whole - self.tables.num_pages[self.active], 0).sum())
 
     def check(self) -> None:
         """Asserts the order of the lengths of every live row, that its pages hold them, and that rows are free or live.

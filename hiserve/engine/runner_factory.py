@@ -37,6 +37,7 @@ from hiserve.runners.piecewise import PiecewiseRunner
 from hiserve.runners.step_output import LogitsHead
 from hiserve.spec.head import DraftPool, HeadProposer
 from hiserve.spec.ngram import NgramProposer
+from hiserve.spec.tree_head import TreeProposer
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +135,12 @@ def make_runners(
     """
     has_drafts = proposer is not None or max(widths) > 1
     attention = open_attention(
-        runner.attention_backend, shape, rows.device, has_drafts=has_drafts, is_serving=is_serving
+        runner.attention_backend,
+        shape,
+        rows.device,
+        has_drafts=has_drafts,
+        has_trees=rows.state.trees is not None,
+        is_serving=is_serving,
     )
     eager = EagerRunner(model, layers, attention)
     if runner.graphs == "off" or canary is not None:
@@ -184,7 +190,7 @@ def open_proposer(
     (of_pages,) = pool.layers("boundary")
     boundary, flags = (each.view(rows.num_pages, -1) for each in (of_pages.k, of_pages.v))
     rows.is_drafted = flags[:, 0]
-    return HeadProposer(
+    proposer = HeadProposer(
         head,
         DraftPool(
             layers=pool.layers("draft"),
@@ -199,6 +205,10 @@ def open_proposer(
         rows.ops,
         ops,
     )
+    tree = settings.spec.tree
+    if tree is None or rows.state.trees is None:
+        return proposer
+    return TreeProposer(proposer, tree, rows.state, rows.sampling, ops)
 
 
 def _draft_attention(
@@ -209,4 +219,6 @@ def _draft_attention(
     shape = draft_attention_shape(
         draft, dtype=dtype, page_size=cache.page_size, sinks=sinks, packs_rows=cache.packs_rows
     )
-    return open_draft_attention(settings.runner.attention_backend, shape, rows.device)
+    return open_draft_attention(
+        settings.runner.attention_backend, shape, rows.device, has_trees=rows.state.trees is not None
+    )

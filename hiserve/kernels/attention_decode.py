@@ -95,7 +95,7 @@ def decode(
         page_size: Tokens per page.
         scale: Factor of the scores.
         sinks: float32 ``[num_heads]``, scores that take part in the softmax without a value.
-        tree_mask: int64 ``[T]``. Bit j of a token: it sees the j-th of its row's own tokens. None is causal.
+        tree_mask: int64 ``[T]``. Bit j of a token: it sees the j-th of its row's own tokens. 0 is causal, and None all tokens.
         out: Written and returned when given; else a new contiguous tensor like ``q``. Zeros where a token sees no key.
         lse: float32 ``[T, num_heads]``, written when given: the log of the sum of exponentials, sinks included.
     """
@@ -190,6 +190,7 @@ def _attend(  # type: ignore[no-untyped-def]
     seen, depth = None, token
     if rows.tree_mask is not None:
         seen = tl.load(rows.tree_mask + start + token, is_query, other=0)
+        seen = tl.where(seen == 0, (tl.full([], 2, tl.int64) << token.to(tl.int64)) - 1, seen)  # causal
         if window is not None:  # a token's depth in the tree is its number of ancestors
             depth = tl.sum((seen[:, None] >> tl.arange(0, 64)[None, :]) & 1, 1).to(tl.int32) - 1
     kv_head = tl.program_id(0) % (SHAPE.num_heads // SHAPE.group)

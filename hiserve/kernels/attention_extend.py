@@ -153,7 +153,7 @@ def extend(
         window: A token at position p sees positions above p - window.
         sinks: float32 ``[num_heads]``. Scores that take part in the softmax without a value.
         hides_first: No token sees position 0.
-        tree_mask: int64 ``[T]``. Bit j of a token: it sees the j-th of its row's new tokens, besides all before these.
+        tree_mask: int64 ``[T]``. Bit j of a token: it sees the j-th of its row's new tokens, besides all before these; 0 is causal.
         has_fresh: There may be rows without a prefix, and these read ``k`` and ``v``.
         has_prefixed: There may be rows with a prefix; or without, if ``has_fresh`` is false.
         num_parts: Parts the keys of each row are split into.
@@ -290,7 +290,9 @@ def _span(prefix, q_len, first, tokens, window, seen, shape: tl.constexpr):  # t
     first_position, last = prefix + first, tl.minimum(first + tokens, q_len) - 1 + prefix
     end_all, end = first_position + 1, last + 1
     if seen is not None:
-        first_position, end_all, end = prefix, prefix, prefix + q_len
+        has_nodes = tl.max(seen, 0) > 0
+        first_position, end_all = tl.where(has_nodes, prefix, first_position), tl.where(has_nodes, prefix, end_all)
+        end = tl.where(has_nodes, prefix + q_len, end)
     begin, begin_all = 0, 0
     if window is not None:
         begin, begin_all = tl.maximum(first_position - window + 1, 0), tl.maximum(last - window + 1, 0)
@@ -338,9 +340,10 @@ def _sees(key, is_key, prefix, position, window, seen, shape: tl.constexpr):  # 
         sees = key[None, :] <= position[:, None]
     else:
         bit = tl.minimum(tl.maximum(key - prefix, 0), 63)
-        sees = (key < prefix)[None, :] | (((seen[:, None] >> bit[None, :]) & 1) != 0)
-        ones = (seen[:, None] >> tl.arange(0, 64)[None, :]) & 1
-        position = prefix - 1 + tl.sum(ones, 1).to(tl.int32)  # a token's depth is its number of ancestors
+        is_seen = (key < prefix)[None, :] | (((seen[:, None] >> bit[None, :]) & 1) != 0)
+        sees = tl.where((seen == 0)[:, None], key[None, :] <= position[:, None], is_seen)
+        ones = tl.sum((seen[:, None] >> tl.arange(0, 64)[None, :]) & 1, 1).to(tl.int32)
+        position = tl.where(seen == 0, position, prefix - 1 + ones)  # a token's depth is its number of ancestors
     if window is not None:
         sees &= key[None, :] > position[:, None] - window
     if seen is not None or shape.hides_first:  # else these conditions imply it

@@ -179,6 +179,22 @@ class DraftOps(Protocol):
             max_known: Upper bound of ``known_len`` of these rows; in a captured graph that of any replay.
         """
 
+    def likeliest(
+        self, logits: Tensor, noise: tuple[Tensor, Tensor, Tensor, Tensor] | None, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Finds the tokens of the highest scores: logits, plus temperature times the noise that a draw of the position has.
+
+        Args:
+            logits: ``[S, m, vocab_size]``, of m tokens for the same position. Unchanged.
+            noise: Temperature float64, seed, choice and position int64, ``[S]`` each, as of ``StepOps.draw_free``; None is no
+                temperature.
+            count: Tokens of each.
+
+        Returns:
+            Their probabilities with scores as logits, in float32 or wider, and themselves, int64; both ``[S, m, count]``, the
+            highest first. Tokens whose logits are -inf have a probability of 0, or NaN where all have.
+        """
+
 
 def draft_forward(
     layout: DraftLayout, *, kv_lens: Tensor, page_table: Tensor, input_ids: Tensor, positions: Tensor, slots: Tensor

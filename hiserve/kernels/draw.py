@@ -196,8 +196,10 @@ def _find_drawn(  # type: ignore[no-untyped-def]
         )
         x = _allowed(x, row, entry, size, mask_of, words, num_words)
         if draws:
-            noise = _words(tl.load(seed + row), tl.load(choice + row), tl.load(position + row), STREAM, block, BLOCK)
-            x = _divide(x - maximum, divisor) + _gumbel(noise).to(values.dtype.element_ty)
+            noise = noise_words(
+                tl.load(seed + row), tl.load(choice + row), tl.load(position + row), STREAM, block, BLOCK
+            )
+            x = _divide(x - maximum, divisor) + gumbel(noise).to(values.dtype.element_ty)
         best, where = _better(best, where, x, entry)
     _store_part(best, where, values, entries, row * tl.num_programs(0) + part, size)
 
@@ -256,7 +258,7 @@ def _divide(x, y):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _words(seed, choice, position, stream, block, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+def noise_words(seed, choice, position, stream, block, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
     """One random word for each entry of a block, as in ``kernels.noise.gumbel``: four to a counter."""
     counter = (block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     a, b, c, d = tl.philox(seed, counter, position.to(tl.uint32), choice.to(tl.uint32), stream)
@@ -264,6 +266,6 @@ def _words(seed, choice, position, stream, block, BLOCK: tl.constexpr):  # type:
 
 
 @triton.jit
-def _gumbel(words):  # type: ignore[no-untyped-def]
+def gumbel(words):  # type: ignore[no-untyped-def]
     uniform = (words.to(tl.float64) + 0.5) * 2.0**-32
     return -tl.log(-tl.log(uniform))

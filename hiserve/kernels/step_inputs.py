@@ -42,11 +42,20 @@ class _States(NamedTuple):
     step_snap_slots: Tensor
 
 
+class _Trees(NamedTuple):
+    """The trees of the rows' drafts, and the masks of a step's tokens."""
+
+    masks: Tensor
+    num_draft: Tensor
+    tree_mask: Tensor
+
+
 def fill_inputs(inputs: StepInputs, state: RowTensors, *, page_size: int) -> None:
     forward = inputs.forward
     num_rows, num_tokens = inputs.rows.shape[0], forward.token_rows.shape[0]
     early = early_launch(state.tokens.device)
     windows, size, num_window_pages = _windows(forward, state)
+    trees, num_nodes = _trees(inputs, state)
     _check_rows[(num_rows,)](
         inputs.rows,
         inputs.num_new,
@@ -89,6 +98,8 @@ def fill_inputs(inputs: StepInputs, state: RowTensors, *, page_size: int) -> Non
         forward.positions,
         forward.slots,
         windows,
+        trees,
+        num_nodes,
         num_tokens,
         state.page_table.shape[1],
         state.tokens.shape[1],
@@ -110,6 +121,14 @@ def _windows(forward: ForwardInputs, state: RowTensors) -> tuple[_Windows | None
     return tensors, windows.size, windows.page_owner.shape[0]
 
 
+def _trees(inputs: StepInputs, state: RowTensors) -> tuple[_Trees | None, int]:
+    """Returns the tensors of trees, and their nodes; None where no row verifies one."""
+    if state.trees is None or inputs.forward.tree_mask is None:
+        return None, 0
+    masks = state.trees.masks
+    return _Trees(masks, inputs.num_draft, inputs.forward.tree_mask), masks.shape[1]
+
+
 def _states(forward: ForwardInputs, state: RowTensors) -> _States | None:
     """Returns the tensors of carried states; None where rows carry nothing."""
     kept, filled = state.states, forward.state
@@ -123,7 +142,7 @@ def _states(forward: ForwardInputs, state: RowTensors) -> _States | None:
 _VARYING = [
     *("rows", "num_new", "num_draft", "samples", "max_len", "token_rows", "offsets"),
     *("legal", "kv_lens", "table", "input_ids", "positions", "slots"),
-    *("table_stride", "width", "num_tokens", "window", "num_window_pages"),
+    *("table_stride", "width", "num_tokens", "window", "num_window_pages", "num_nodes"),
 ]
 
 
@@ -263,6 +282,8 @@ def _place_tokens(  # type: ignore[no-untyped-def]
     positions,
     slots,
     windows,
+    trees,
+    num_nodes,
     num_tokens,
     num_entries,
     capacity,
@@ -279,11 +300,18 @@ def _place_tokens(  # type: ignore[no-untyped-def]
     number = tl.load(token_rows + token, mask=mask, other=0)
     row = tl.load(rows + number, mask=mask, other=0)
     first = tl.load(kv_lens + number, mask=mask, other=0) - tl.load(num_new + number, mask=mask, other=0)
-    position = first + tl.load(offsets + token, mask=mask, other=0)
+    offset = tl.load(offsets + token, mask=mask, other=0)
+    position = first + offset
     is_legal = tl.load(legal + number, mask=mask, other=0) != 0
     page = tl.load(page_table + row * num_entries + position // PAGE_SIZE, mask=mask & is_legal, other=SINK)
     input_id = tl.load(tokens + row * capacity + position, mask=mask, other=0)
     put_tokens(token, mask, input_id, position, page, input_ids, positions, slots, PAGE_SIZE)
+    if trees is not None:
+        is_node = mask & (tl.load(trees.num_draft + number, mask=mask, other=0) > 0)
+        seen = tl.load(trees.masks + row * num_nodes + offset, mask=is_node & (offset < num_nodes), other=0)
+        tl.store(trees.tree_mask + token, seen, mask=mask)
+        depth = tl.sum((seen[:, None] >> tl.arange(0, 64)[None, :]) & 1, 1) - 1
+        tl.store(positions + token, first + depth, mask=mask & (seen != 0))  # the slot is that of its number
     if windows is not None:
         page = tl.load(windows.table + row * num_entries + position // PAGE_SIZE, mask=mask & is_legal, other=SINK)
         tl.store(windows.slots + token, page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE, mask=mask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol, cast
@@ -47,6 +48,20 @@ class StateTensors:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TreeTensors:
+    """The trees of the rows' drafts: node 0, the root, is the last known token, node j the j-th of its drafts.
+
+    Attributes:
+        masks: int64 ``[R, N]``. Bit j: node j lies on the path from the root to the node, itself included. Parents come before
+            children, so that the first nodes of a tree are a tree. A chain has the masks 1, 3, 7, …
+        max_depth: No node has more ancestors.
+    """
+
+    masks: Tensor
+    max_depth: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RowTensors:
     """The device state of R permanent rows of L tokens and P pages; fields as in ``DeviceRows``.
 
@@ -59,6 +74,7 @@ class RowTensors:
         page_owner: int32 ``[num_pages]``. The allocation each page belongs to.
         windows: The same of the layers with a window; None where their pages are those of the other layers.
         states: Of what rows carry along; None where they carry nothing.
+        trees: Of the rows' drafts; None where all drafts are chains.
     """
 
     tokens: Tensor
@@ -69,6 +85,7 @@ class RowTensors:
     page_owner: Tensor
     windows: WindowTensors | None = None
     states: StateTensors | None = None
+    trees: TreeTensors | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,6 +123,8 @@ class StepInputs:
         forward: The inputs of the model.
         scored_tokens: int64 ``[P]``. Known tokens to score, in plan order: those that follow the tokens of
             ``forward.logits_rows[S * width:]``. None when P is 0.
+        path: int64 ``[S, max_depth + 1]``, where drafts are trees: the nodes whose tokens each row accepts, from the root on, the
+            last of them repeated. Written when tokens are drawn. None where drafts are chains or no row has any.
     """
 
     rows: Tensor
@@ -119,6 +138,12 @@ class StepInputs:
     legal: Tensor
     forward: ForwardInputs
     scored_tokens: Tensor | None = None
+    path: Tensor | None = None
+
+    @property
+    def num_emitted(self) -> int:
+        """Columns of the step's emitted tokens."""
+        return self.width if self.path is None else self.path.shape[1]
 
 
 class StepOps(Protocol):
@@ -136,6 +161,9 @@ class StepOps(Protocol):
         its window table below the first page seen. ``state`` is unchanged.
 
         What rows carry along is addressed by ``forward.state``: an illegal row is row 0 there, of no tokens, without a snapshot.
+
+        With ``forward.tree_mask``, of rows that verify drafts it gets the masks of ``state.trees``, of others 0. A node stands at the
+        position of its depth, and is stored at its number: ``move`` puts accepted tokens into the slots of their positions.
         """
 
     def accept(self, drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowTensors) -> Tensor:
@@ -149,6 +177,34 @@ class StepOps(Protocol):
 
         Returns:
             int64 ``[S]``, at least 1; meaningless for an illegal row.
+        """
+
+    def walk(self, drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowTensors) -> tuple[Tensor, Tensor]:
+        """Accepts in the tree of each row, from the root on, the child whose token was drawn, as long as there is one.
+
+        Args:
+            drawn: int64 ``[S, w]``. The token drawn after each node.
+            sampling_rows: int64 ``[S]``. Row numbers.
+            num_draft: int64 ``[S]``. Nodes after the root, below w.
+            state: The rows, with ``trees``; ``known_len`` as before the step.
+
+        Returns:
+            int64 ``[S]``, as ``accept``, and int64 ``[S, max_depth + 1]``, as ``StepInputs.path``; both are meaningless for an
+            illegal row, but its nodes are below w.
+        """
+
+    def move(self, storages: Sequence[Tensor], slots: Tensor, starts: Tensor, path: Tensor, counts: Tensor) -> None:
+        """Moves the nodes of accepted paths into adjacent slots: the d-th of a path into that of node d.
+
+        A path's nodes ascend, so that no slot is written before it was read.
+
+        Args:
+            storages: Memory of KV groups with a row for each token, ``[num_layers, num_planes, num_slots, heads, head_dim]``,
+                elements adjacent. Changed.
+            slots: int64 ``[T]``. Of the step's tokens.
+            starts: int ``[S]``. The root of each path among these.
+            path: int64 ``[S, max_depth + 1]``, from ``walk``.
+            counts: int64 ``[S]``. Nodes of each path; no others are moved.
         """
 
     def advance(self, inputs: StepInputs, drawn: Tensor, counts: Tensor, state: RowTensors) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,9 +11,10 @@ from hiserve.core.forward import StateRows
 from hiserve.kernels.noise import gumbel
 from hiserve.kernels.reference import PADDING_PAGE, is_last_loc_legal, is_table_owned, last_loc
 from hiserve.kernels.sampling import argmax, masked
-from hiserve.kernels.step_ops import RowTensors, StateTensors, StepInputs, TokenMasks, WindowTensors
+from hiserve.kernels.step_ops import RowTensors, StateTensors, StepInputs, TokenMasks, TreeTensors, WindowTensors
 
 SAMPLE_STREAM = 0
+MASK_BITS = 63  # of a node's mask that are used
 
 
 def fill_inputs(inputs: StepInputs, state: RowTensors, *, page_size: int) -> None:
@@ -20,6 +23,7 @@ def fill_inputs(inputs: StepInputs, state: RowTensors, *, page_size: int) -> Non
     table = state.page_table.index_select(0, inputs.rows).narrow(1, 0, width)
     computed_len = state.computed_len.index_select(0, inputs.rows)
     legal = _check(inputs, state, table, computed_len, page_size)
+    nodes = None if state.trees is None or forward.tree_mask is None else _nodes(inputs, state.trees)
     table = torch.where(
         legal[:, None], table, PADDING_PAGE
     )  # an illegal row reads and writes the padding page, from position 0
@@ -34,6 +38,10 @@ def fill_inputs(inputs: StepInputs, state: RowTensors, *, page_size: int) -> Non
     forward.page_table.copy_(torch.where(is_used, table, forward.page_table))
     forward.input_ids.copy_(state.tokens.view(-1).index_select(0, flat))
     forward.positions.copy_(positions)
+    if nodes is not None and forward.tree_mask is not None:
+        forward.tree_mask.copy_(nodes)
+        depths = (nodes[:, None] >> torch.arange(MASK_BITS, device=table.device) & 1).sum(1) - 1
+        forward.positions.copy_(torch.where(nodes == 0, positions, positions - inputs.offsets + depths))
     forward.slots.copy_(pages * page_size + positions % page_size)
     if forward.window_table is not None and forward.window_slots is not None and state.windows is not None:
         table = state.windows.table.index_select(0, inputs.rows).narrow(1, 0, width)
@@ -45,6 +53,14 @@ def fill_inputs(inputs: StepInputs, state: RowTensors, *, page_size: int) -> Non
         forward.window_slots.copy_(pages * page_size + positions % page_size)
     if forward.state is not None and state.states is not None:
         _fill_states(inputs, state.states, computed_len, forward.state)
+
+
+def _nodes(inputs: StepInputs, trees: TreeTensors) -> Tensor:
+    """The mask of each token that is a node, int64 ``[T]``; 0 of the others."""
+    token_rows = inputs.forward.token_rows
+    node = inputs.offsets.clamp(max=trees.masks.shape[1] - 1)
+    masks = trees.masks.view(-1)[inputs.rows.index_select(0, token_rows) * trees.masks.shape[1] + node]
+    return masks * (inputs.num_draft.index_select(0, token_rows) > 0)
 
 
 def _fill_states(inputs: StepInputs, states: StateTensors, computed_len: Tensor, filled: StateRows) -> None:
@@ -101,6 +117,34 @@ def accept(drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowTe
     drafts = state.tokens.view(-1)[sampling_rows[:, None] * state.tokens.shape[1] + places]
     agrees = (drafts == drawn) & (index < num_draft[:, None])
     return agrees.to(torch.int64).cumprod(1).sum(1).add_(1)
+
+
+def walk(drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowTensors) -> tuple[Tensor, Tensor]:
+    assert state.trees is not None, "rows without trees"
+    index = torch.arange(drawn.shape[1], device=drawn.device)
+    masks = state.trees.masks.index_select(0, sampling_rows)[:, : drawn.shape[1]]
+    parents, is_draft = masks ^ (1 << index), (index > 0) & (index <= num_draft[:, None])
+    places = (state.known_len.index_select(0, sampling_rows)[:, None] - 1 + index).clamp_(0, state.tokens.shape[1] - 1)
+    tokens = state.tokens.view(-1)[sampling_rows[:, None] * state.tokens.shape[1] + places]
+    node = torch.zeros_like(num_draft)[:, None]
+    counts, path = torch.ones_like(num_draft), [node]
+    for _ in range(state.trees.max_depth):
+        is_next = is_draft & (parents == masks.gather(1, node)) & (tokens == drawn.gather(1, node))
+        node = torch.where(is_next.any(1, keepdim=True), is_next.int().argmax(1, keepdim=True), node)
+        counts += is_next.any(1)
+        path.append(node)
+    return counts, torch.cat(path, 1)
+
+
+def move(storages: Sequence[Tensor], slots: Tensor, starts: Tensor, path: Tensor, counts: Tensor) -> None:
+    depth, begin = torch.arange(path.shape[1], device=slots.device), starts.long()[:, None]
+    is_moved = depth < counts[:, None]
+    # The others stay in the slot of the root, which no path moves.
+    sources, targets = (
+        slots[begin + torch.where(is_moved, each, 0)].flatten() for each in (path, depth.expand_as(path))
+    )
+    for storage in storages:
+        storage.index_copy_(2, targets, storage.index_select(2, sources))
 
 
 def advance(inputs: StepInputs, drawn: Tensor, counts: Tensor, state: RowTensors) -> Tensor:

@@ -11,8 +11,9 @@ from hiserve.kernels.draw import draw_free, greedy
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 from hiserve.kernels.step_inputs import fill_inputs
 from hiserve.kernels.step_ops import RowTensors, StepInputs
+from hiserve.kernels.trees import move, walk
 
-__all__ = ["accept", "advance", "draw_free", "fill_inputs", "greedy"]
+__all__ = ["accept", "advance", "draw_free", "fill_inputs", "greedy", "move", "walk"]
 
 _SAMPLING_BLOCK = 256
 

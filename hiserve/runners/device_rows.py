@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hiserve.config.settings import TreeShape
 from hiserve.core.forward import RowMemory
 from hiserve.core.plan import BatchPlan, Int32Array, RowAdmit, TableWrites
 from hiserve.core.upload import upload
 from hiserve.kernels.reference import NO_OWNER, PADDING_PAGE
-from hiserve.kernels.step_ops import RowTensors, WindowTensors, step_ops_for
+from hiserve.kernels.step_ops import RowTensors, TreeTensors, WindowTensors, step_ops_for
 from hiserve.runners.mask_buffers import MaskBuffers
 from hiserve.runners.row_states import RowStates
 from hiserve.sampling.params import SamplingRows
@@ -43,6 +44,7 @@ class DeviceRows:
         masks: Those of the step that draws next.
         max_draft: Drafts of a row, at most.
         taken_len: int64 ``[R]``, as in ``DraftProgress``: 0 for a row that changes hands.
+        storages: Memory of the pool with a row for each token that the model writes, as ``StepOps.move`` takes it.
         is_drafted: ``[num_pages]``, as in ``DraftProgress``: 0 once a page is handed out for tokens that are to be
             computed. None where no page has anything to draft with.
 
@@ -55,6 +57,8 @@ class DeviceRows:
         window: The widest, where layers with one have pages of their own; else 0.
         num_window_pages: Of these pages, the padding page included.
         carried: Memory of what rows carry along, of each group; empty where they carry nothing.
+        tree: Shape of the rows' drafts; None where they are chains.
+        storages: As above; read where drafts are trees.
     """
 
     def __init__(
@@ -71,6 +75,8 @@ class DeviceRows:
         window: int = 0,
         num_window_pages: int = 0,
         carried: Sequence[RowMemory] = (),
+        tree: TreeShape | None = None,
+        storages: Sequence[Tensor] = (),
     ) -> None:
         self.device = torch.empty(0, device=device).device  # with its index
         self.ops = step_ops_for(self.device)
@@ -94,6 +100,7 @@ class DeviceRows:
                 size=window,
             )
         self.states = RowStates(num_rows, self.device, carried) if carried else None
+        self.storages = tuple(storages)
         self.state = RowTensors(
             tokens=self.tokens,
             computed_len=self.computed_len,
@@ -103,6 +110,7 @@ class DeviceRows:
             page_owner=self.page_owner,
             windows=self.windows,
             states=None if self.states is None else self.states.tensors,
+            trees=None if tree is None else _chains(tree, num_rows, self.device),
         )
         self.forget()
         self.relocation_version = 0
@@ -231,3 +239,9 @@ class DeviceRows:
         windows.table.view(-1).index_copy_(0, entries, pages)
         windows.entry_owner.view(-1).index_copy_(0, entries, owners)
         windows.page_owner.index_copy_(0, pages.long(), owners)
+
+
+def _chains(shape: TreeShape, num_rows: int, device: torch.device) -> TreeTensors:
+    """Returns room for trees of a shape, which are chains until something drafts."""
+    masks = (2 << torch.arange(shape.num_nodes, device=device)) - 1
+    return TreeTensors(masks.repeat(num_rows, 1), shape.depth)

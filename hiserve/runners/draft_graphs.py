@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,7 @@ class DraftGraphs:
     # From logits to drafts: the likeliest tokens, or drawn ones, by whether they are the likeliest.
     draws: dict[bool, Graph]
     extend: Graph | None  # from a draft to the next one's logits; None where there is never a second
+    num_rounds: Callable[[int], int]  # as ``Proposer.num_rounds``
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
@@ -45,7 +47,7 @@ class DraftGraphs:
             self.update_only.replay()
             return
         self.prepare.replay()
-        for index in range(num_draft):
+        for index in range(self.num_rounds(num_draft)):
             if index:
                 assert self.extend is not None, f"{num_draft} drafts, and no graph of a second"
                 self.extend.replay()
@@ -82,20 +84,23 @@ class DraftCapture:
             RuntimeError: Something cannot be captured, or a replay differs from the eager step.
         """
         forward, width, num_rows = inputs.forward, inputs.width, inputs.rows.shape[0]
-        proposer = self._proposer
-        if not proposer.is_capturable(num_rows, width):
+        proposer, path = self._proposer, inputs.path
+        num_kept = width if path is None else min(width, path.shape[1])  # tokens of a row
+        if not proposer.is_capturable(num_rows, num_kept):
             return None
-        first = forward.kv_lens - width
+        first, kept = forward.kv_lens - width, hidden_states
+        if path is not None and hidden_states is not None:
+            kept = hidden_states.new_zeros((num_rows * num_kept, hidden_states.shape[1]))
         step = DraftStep(
             rows=inputs.rows,
             first=first,
             legal=inputs.legal,
             sampling=inputs.sampling,
-            q_lens=forward.q_lens,
+            q_lens=np.full_like(forward.q_lens, num_kept),
             kv_bounds=forward.kv_bounds,
             num_draft=1,
             is_greedy=False,
-            hidden_states=hidden_states,
+            hidden_states=kept,
             is_static=True,
         )
         shared = self._first.get(num_rows)
@@ -105,6 +110,9 @@ class DraftCapture:
 
         def after_step(work: Callable[[], None]) -> None:
             torch.sub(forward.kv_lens, width, out=first)
+            if path is not None and hidden_states is not None and kept is not None:
+                places = forward.qo_indptr[:-1, None] + path[:, :num_kept]
+                torch.index_select(hidden_states, 0, places.flatten(), out=kept)
             work()
 
         prepare = partial(after_step, partial(_prepare_into, chain, proposer, step))
@@ -116,7 +124,7 @@ class DraftCapture:
         _check(prepare, graphs[0], chain)
         if shared is None and extend is not None:
             _check(partial(proposer.extend, chain), extend, chain)
-        captured = DraftGraphs((prepare, update_only), *graphs, chain, draws, extend)
+        captured = DraftGraphs((prepare, update_only), *graphs, chain, draws, extend, proposer.num_rounds)
         self._first.setdefault(num_rows, captured)
         return captured
 
@@ -130,7 +138,7 @@ class DraftCapture:
             extend()
         return (
             {way: self._capture.record(draw) for way, draw in draws.items() if self._max_draft > 0},
-            self._capture.record(extend) if self._max_draft > 1 else None,
+            self._capture.record(extend) if self._proposer.num_rounds(self._max_draft) > 1 else None,
         )
 
 

@@ -165,7 +165,7 @@ class GraphRunner:
 
         def reset_rows() -> None:
             # After this step's tokens come the one that is drawn and its drafts.
-            rows.warm_up(self._width + 1 + NUM_WARMUP_DRAFTS)
+            rows.warm_up(self._width + 1 + max(NUM_WARMUP_DRAFTS, 0 if rows.state.trees is None else rows.max_draft))
 
         reset_rows()
         forward()
@@ -205,7 +205,7 @@ class GraphRunner:
             if drawing in captured.draws:
                 graph, words = captured.draws[drawing]
                 graph.replay()
-                output = DeviceOutput(words, bucket, bucket, self._width)
+                output = DeviceOutput(words, bucket, bucket, captured.inputs.num_emitted)
             else:
                 logits = captured.logits[: plan.rows.size * self._width]
                 output = finish_step(plan, _of_plan(captured.inputs, plan), logits, self._rows, is_masked=is_masked)
@@ -237,6 +237,7 @@ def _of_plan(inputs: StepInputs, plan: BatchPlan) -> StepInputs:
         legal=inputs.legal[:num_rows],
         num_draft=inputs.num_draft[:num_rows],
         sampling=inputs.sampling[:num_rows],
+        path=None if inputs.path is None else inputs.path[:num_rows],  # the proposer's graphs read it
     )
 
 

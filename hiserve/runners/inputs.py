@@ -48,8 +48,10 @@ def uniform_inputs(varying: Tensor, width: int, max_kv_len: int, rows: DeviceRow
         sampling=each_row,
         width=width,
         legal=torch.empty_like(each_row, dtype=torch.bool),
+        path=new_path(rows, num_rows, width),
         forward=_unfilled(
             rows,
+            has_drafts=width > 1,
             token_rows=each_token // width,
             qo_indptr=torch.arange(0, num_rows * width + 1, width, dtype=torch.int32, device=device),
             logits_rows=each_token,
@@ -126,8 +128,10 @@ def _upload(plan: BatchPlan, rows: DeviceRows) -> StepInputs:
         sampling=sampling,
         width=width,
         legal=torch.empty_like(samples),
+        path=new_path(rows, sampled.size, width),
         forward=_unfilled(
             rows,
+            has_drafts=width > 1,
             token_rows=token_rows,
             qo_indptr=qo_indptr,
             logits_rows=logits_rows,
@@ -142,6 +146,7 @@ def _upload(plan: BatchPlan, rows: DeviceRows) -> StepInputs:
 def _unfilled(
     rows: DeviceRows,
     *,
+    has_drafts: bool,
     token_rows: Tensor,
     qo_indptr: Tensor,
     logits_rows: Tensor,
@@ -171,7 +176,16 @@ def _unfilled(
         kv_bounds=kv_bounds,
         max_kv_len=max_kv_len,
         num_decode=num_decode,
+        tree_mask=torch.empty_like(token_rows) if has_drafts and rows.state.trees is not None else None,
     )
+
+
+def new_path(rows: DeviceRows, num_sampling: int, width: int) -> Tensor | None:
+    """Returns memory for ``StepInputs.path`` of rows that verify drafts; None for others."""
+    trees = rows.state.trees
+    if trees is None or width == 1:
+        return None
+    return torch.zeros((num_sampling, 1 + trees.max_depth), dtype=torch.int64, device=rows.device)
 
 
 def no_states(num_rows: int, device: torch.device) -> StateRows:

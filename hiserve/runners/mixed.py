@@ -36,6 +36,7 @@ class StaticInputs:
         table_width: Entries of a row's page table.
         has_windows: Whether layers with a window have pages of their own.
         has_states: Whether rows carry states along.
+        has_trees: Whether their drafts are trees.
 
     Attributes:
         inputs: The tensors, ``[D + max_prompts]`` and ``[T]``.
@@ -51,6 +52,7 @@ class StaticInputs:
         *,
         has_windows: bool = False,
         has_states: bool = False,
+        has_trees: bool = False,
     ) -> None:
         num_rows = max_decode + max_prompts
         zeros, lengths = torch.zeros(num_tokens, dtype=torch.int64, device=device), np.zeros(num_rows, dtype=np.int32)
@@ -71,6 +73,7 @@ class StaticInputs:
             kv_bounds=lengths,
             max_kv_len=1,
             num_decode=max_decode,
+            tree_mask=zeros.clone() if has_trees else None,
         )
 
     def bounded(self, num_tokens: int, max_width: int, max_len: int) -> ForwardInputs:
@@ -86,6 +89,7 @@ class StaticInputs:
             slots=static.slots[:num_tokens],
             window_slots=None if static.window_slots is None else static.window_slots[:num_tokens],
             token_rows=static.token_rows[:num_tokens],
+            tree_mask=None if static.tree_mask is None else static.tree_mask[:num_tokens],
             q_lens=q_lens,
             kv_bounds=np.full_like(q_lens, max_len),
             max_kv_len=max_len,
@@ -97,6 +101,10 @@ class StaticInputs:
         num_tokens = inputs.input_ids.shape[0]
         put_tokens(inputs, static, bucket)
         static.positions[num_tokens:bucket].zero_()  # a row may have no page for another
+        if static.tree_mask is not None:
+            static.tree_mask[:bucket].zero_()
+            if inputs.tree_mask is not None:
+                static.tree_mask[:num_tokens].copy_(inputs.tree_mask)
         indptr = _spread(inputs.q_lens, num_decode, static.num_decode, static.qo_indptr.shape[0])
         token_rows = np.zeros(bucket, dtype=np.int64)
         token_rows[:num_tokens] = np.repeat(np.arange(indptr.size - 1), np.diff(indptr))
@@ -203,6 +211,7 @@ class MixedRunner:
             rows.device,
             has_windows=rows.windows is not None,
             has_states=rows.states is not None,
+            has_trees=rows.state.trees is not None,
         )
         # Noise shows whether the replay wrote the output. It has its own generator: torch's cannot be used outside graphs
         # once a capture has failed.

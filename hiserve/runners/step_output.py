@@ -132,6 +132,9 @@ def finish_step(
     words = [record(inputs, drawn.view(num_sampling, width), rows)]
     num_top = rows.sampling.num_top(host_rows)
     if num_top is not None:
+        if inputs.path is not None:
+            places = torch.arange(num_sampling, device=drawn.device)[:, None] * width + inputs.path
+            sampled_logits, drawn = sampled_logits.index_select(0, places.view(-1)), drawn[places.view(-1)]
         words.append(pack_scores(sampled_logits, drawn, num_top).view(-1))
     num_prompt_top = None
     if inputs.scored_tokens is not None:
@@ -139,7 +142,7 @@ def finish_step(
         assert num_prompt_top is not None, f"step {plan.step_id} scores prompts of rows that want no scores"
         words.append(pack_scores(scored_logits, inputs.scored_tokens, num_prompt_top).view(-1))
     all_words = torch.cat(words) if len(words) > 1 else words[0]
-    return DeviceOutput(all_words, plan.rows.size, num_sampling, width, num_top, num_prompt_top)
+    return DeviceOutput(all_words, plan.rows.size, num_sampling, inputs.num_emitted, num_top, num_prompt_top)
 
 
 def draw(
@@ -170,14 +173,34 @@ def _draw_any(
     """Draws a slice of rows at a time: it needs many times the memory of the logits, of which drafts add more."""
     tokens = rows.tokens.narrow(1, 0, inputs.forward.max_kv_len)
     host_rows, drawing_rows, positions = np.repeat(host_rows, inputs.width), _drawing_rows(inputs), _positions(inputs)
+    ahead = None if inputs.path is None else _ahead(inputs)
     drawn = []
     for first in range(0, host_rows.size, DRAWN_SLICE):
         ours = slice(first, first + DRAWN_SLICE)
         batch = rows.sampling.gather(
-            host_rows=host_rows[ours], rows=drawing_rows[ours], position=positions[ours], tokens=tokens
+            host_rows=host_rows[ours],
+            rows=drawing_rows[ours],
+            position=positions[ours],
+            tokens=tokens,
+            ahead=None if ahead is None else (ahead[0][ours], ahead[1][ours]),
         )
         drawn.append(sample(logits[ours], replace(batch, masks=_part(masks, ours))))
     return torch.cat(drawn) if len(drawn) > 1 else drawn[0]
+
+
+def _ahead(inputs: StepInputs) -> tuple[Tensor, Tensor]:
+    """Returns the tokens on the path to each node that draws: their positions int64 ``[S * width, max_depth + 1]``, and themselves.
+
+    Paths of other depths repeat their last token.
+    """
+    forward, drawing = inputs.forward, _drawing_tokens(inputs)
+    assert forward.tree_mask is not None and inputs.path is not None, "drafts are chains"
+    bits = forward.tree_mask.index_select(0, drawing)[:, None] >> torch.arange(inputs.width, device=drawing.device) & 1
+    depth = torch.arange(inputs.path.shape[1], device=drawing.device)[:, None]
+    is_ancestor = (bits[:, None] == 1) & (bits.cumsum(1)[:, None] == 1 + depth)  # at each depth at most one node
+    roots = drawing - inputs.offsets.index_select(0, drawing)
+    tokens = torch.where(is_ancestor.any(2), roots[:, None] + is_ancestor.int().argmax(2), drawing[:, None])
+    return forward.positions[tokens], forward.input_ids[tokens]
 
 
 def _part(masks: TokenMasks | None, which: slice) -> TokenMasks | None:
@@ -189,16 +212,21 @@ def _drawing_rows(inputs: StepInputs) -> Tensor:
     return inputs.rows.index_select(0, inputs.sampling)[:, None].expand(-1, inputs.width).reshape(-1)
 
 
+def _drawing_tokens(inputs: StepInputs) -> Tensor:
+    """Returns the token of the step after which each token is drawn, int64 ``[S * width]``."""
+    return inputs.forward.logits_rows[: inputs.sampling.shape[0] * inputs.width]
+
+
 def _positions(inputs: StepInputs) -> Tensor:
     """Returns the absolute position of each token to draw, int64 ``[S * width]``."""
-    num_draft = inputs.num_draft.index_select(0, inputs.sampling)[:, None]
-    first = inputs.forward.kv_lens.index_select(0, inputs.sampling)[:, None] - num_draft
-    nodes = torch.arange(inputs.width, device=first.device)
-    return (first + torch.minimum(nodes, num_draft)).view(-1)
+    return inputs.forward.positions.index_select(0, _drawing_tokens(inputs)).add_(1)
 
 
 def record(inputs: StepInputs, drawn: Tensor, rows: DeviceRows) -> Tensor:
     """Accepts drafts that were drawn, and adds the step's computed and emitted tokens to the rows.
+
+    Keys and values of accepted nodes are moved to their positions first: if the step fails between the two, its rows are
+    computed again.
 
     Args:
         inputs: Of B rows.
@@ -206,30 +234,55 @@ def record(inputs: StepInputs, drawn: Tensor, rows: DeviceRows) -> Tensor:
         rows: Changed.
 
     Returns:
-        int32 ``[B + S + S * width]``; see ``DeviceOutput``.
+        int32 ``[B + S + S * num_emitted]``; see ``DeviceOutput``.
     """
     sampling_rows = inputs.rows.index_select(0, inputs.sampling)
     num_draft = inputs.num_draft.index_select(0, inputs.sampling)
-    counts = rows.ops.accept(drawn, sampling_rows, num_draft, rows.state)
+    if inputs.path is None:
+        counts = rows.ops.accept(drawn, sampling_rows, num_draft, rows.state)
+    else:
+        counts, path = rows.ops.walk(drawn, sampling_rows, num_draft, rows.state)
+        starts = inputs.forward.qo_indptr.index_select(0, inputs.sampling)
+        rows.ops.move(rows.storages, inputs.forward.slots, starts, path, counts)
+        inputs.path.copy_(path)
+        drawn = drawn.gather(1, path)
     return rows.ops.advance(inputs, drawn, counts, rows.state)
 
 
 def draft_step(plan: BatchPlan, launched_step: LaunchedStep) -> DraftStep:
-    """Returns a launched step for a proposer."""
+    """Returns a launched step for a proposer; of rows that verified trees it has the accepted paths alone, as chains."""
     inputs, num_rows = launched_step.inputs, plan.rows.size
     starts = inputs.forward.qo_indptr[: num_rows + 1].long()
+    q_lens, states = plan.num_new, launched_step.hidden_states
+    if inputs.path is not None:
+        longest = np.int32(inputs.path.shape[1])
+        q_lens = np.where(plan.num_draft > 0, np.minimum(plan.num_new, longest), plan.num_new)
+        if states is not None:
+            states = states.index_select(0, _on_paths(plan, q_lens, inputs.path))
     return DraftStep(
         rows=inputs.rows[:num_rows],
         first=inputs.forward.kv_lens[:num_rows] - starts.diff(),
         legal=inputs.legal[:num_rows],
         sampling=inputs.sampling[: int(plan.samples.sum())],
-        q_lens=plan.num_new,
-        kv_bounds=plan.max_len,
+        q_lens=q_lens,
+        kv_bounds=plan.max_len - (plan.num_new - q_lens),
         num_draft=plan.num_propose,
         is_greedy=launched_step.is_greedy,
         continuations=None if plan.continuations is None else upload((plan.continuations,), inputs.rows.device)[0],
-        hidden_states=None if launched_step.hidden_states is None else launched_step.hidden_states[: plan.num_tokens],
+        hidden_states=None if states is None else states[: int(q_lens.sum())],
     )
+
+
+def _on_paths(plan: BatchPlan, q_lens: Int32Array, path: Tensor) -> Tensor:
+    """Returns the tokens of a step that its rows keep, in row order: int64 ``[q_lens.sum()]``, indices into all of them."""
+    counts = q_lens.astype(np.int64)
+    rows = np.repeat(np.arange(counts.size), counts)
+    offsets = np.arange(rows.size) - (np.cumsum(counts) - counts)[rows]
+    starts = (np.cumsum(plan.num_new) - plan.num_new)[rows]
+    is_node = plan.num_draft[rows] > 0
+    in_path = np.where(is_node, (np.cumsum(plan.samples) - 1)[rows] * path.shape[1] + offsets, 0)
+    firsts, in_paths, nodes = upload((starts + np.where(is_node, 0, offsets), in_path, is_node), path.device)
+    return firsts + path.view(-1).index_select(0, in_paths) * nodes
 
 
 def read_output(plan: BatchPlan, output: DeviceOutput, words: Int32Array) -> StepResult:

@@ -133,7 +133,14 @@ class SamplingRows:
         """Returns the most likeliest tokens that any of the rows reports per prompt token; None if none does."""
         return _most(self._num_prompt_top[host_rows])
 
-    def gather(self, host_rows: Int32Array, rows: Tensor, position: Tensor, tokens: Tensor) -> SamplingBatch:
+    def gather(
+        self,
+        host_rows: Int32Array,
+        rows: Tensor,
+        position: Tensor,
+        tokens: Tensor,
+        ahead: tuple[Tensor, Tensor] | None = None,
+    ) -> SamplingBatch:
         """Returns the sampling inputs of the S entries of a batch.
 
         Args:
@@ -141,6 +148,7 @@ class SamplingRows:
             rows: The same rows on the device, int64.
             position: int64 ``[S]``. Absolute position of the token that each entry draws.
             tokens: int32 ``[R, L]``. Tokens of all permanent rows, valid up to each ``position``.
+            ahead: Positions int64 ``[S, n]`` and tokens int32 ``[S, n]`` that replace those of ``tokens`` for each entry.
         """
         needs = self._needs[host_rows]
         floats, ints = self._floats.index_select(0, rows), self._ints.index_select(0, rows)
@@ -149,7 +157,7 @@ class SamplingRows:
         free, few, filtered = (_draws(subset, floats, ints, position, has_min_p) for subset in drawing)
         return SamplingBatch(
             biases=None if biased is None else self._biases(biased, ints, rows, position),
-            penalties=None if penalised is None else _penalties(penalised, floats, ints, rows, position, tokens),
+            penalties=None if penalised is None else _penalties(penalised, floats, ints, rows, position, tokens, ahead),
             free=free,
             few=few,
             filtered=filtered,
@@ -180,15 +188,25 @@ def _draws(subset: Subset | None, floats: Tensor, ints: Tensor, position: Tensor
 
 
 def _penalties(
-    subset: Subset, floats: Tensor, ints: Tensor, rows: Tensor, position: Tensor, tokens: Tensor
+    subset: Subset,
+    floats: Tensor,
+    ints: Tensor,
+    rows: Tensor,
+    position: Tensor,
+    tokens: Tensor,
+    ahead: tuple[Tensor, Tensor] | None,
 ) -> Penalties:
     of_floats = _Floats(*subset.take(floats).unbind(1))
+    known = tokens.index_select(0, subset.take(rows)).long()
+    if ahead is not None:
+        places, drafts = map(subset.take, ahead)
+        known.scatter_(1, places, drafts.long())
     return Penalties(
         subset=subset,
         repetition=of_floats.repetition,
         presence=of_floats.presence,
         frequency=of_floats.frequency,
-        tokens=tokens.index_select(0, subset.take(rows)).long(),
+        tokens=known,
         num_prompt=_Ints(*subset.take(ints).unbind(1)).num_prompt,
         position=subset.take(position),
     )

@@ -46,6 +46,25 @@ class DraftPool:
     page_size: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftNodes:
+    """Candidates after the known tokens of S rows, n of each, parents before children.
+
+    Attributes:
+        tokens: int64 ``[S, n]``.
+        states: ``[S, n, F]``. The proposer's state at the parent of each.
+        depths: int64 ``[n]``. From 0 on: of candidates for the same position.
+        masks: int64 ``[S, n]``. Bit j: candidate j lies on the path to this one, itself included.
+        num_last: The candidates, the last ones, whose logits are wanted.
+    """
+
+    tokens: Tensor
+    states: Tensor
+    depths: Tensor
+    masks: Tensor
+    num_last: int
+
+
 class HeadProposer:
     """Drafts with a head, token by token."""
 
@@ -80,15 +99,22 @@ class HeadProposer:
         # Layouts and attentions that graphs of static steps read, by rows and tokens of each.
         self._static: dict[tuple[int, int], tuple[DraftLayout, Attention]] = {}
 
+    def num_rounds(self, num_draft: int) -> int:
+        """Returns one for each draft."""
+        return num_draft
+
     def is_capturable(self, num_rows: int, width: int) -> bool:
         """As the protocol."""
-        for tokens in (1, 1 + width):
-            if (num_rows, tokens) not in self._static:
-                attention = self._attention.captured(num_rows, tokens)
-                if attention is None:
-                    return False
-                layout = DraftLayout.uniform(num_rows, tokens, self._state.tokens.shape[1], self._last.device)
-                self._static[num_rows, tokens] = layout, attention
+        return self.reserve(num_rows, 1) and self.reserve(num_rows, 1 + width)
+
+    def reserve(self, num_rows: int, num_tokens: int) -> bool:
+        """Allocates what graphs of forwards of so many tokens of each row share; returns whether they can be captured."""
+        if (num_rows, num_tokens) not in self._static:
+            attention = self._attention.captured(num_rows, num_tokens)
+            if attention is None:
+                return False
+            layout = DraftLayout.uniform(num_rows, num_tokens, self._state.tokens.shape[1], self._last.device)
+            self._static[num_rows, num_tokens] = layout, attention
         return True
 
     def prepare(self, step: DraftStep) -> DraftChain | None:
@@ -153,6 +179,37 @@ class HeadProposer:
         logits, carried = self._run(made, chain.carried, made.token_rows, attention)
         chain.logits.copy_(logits)
         chain.carried.copy_(carried)
+
+    def compute(self, chain: DraftChain, nodes: DraftNodes) -> tuple[Tensor, Tensor]:
+        """Computes candidates after the known tokens of each row, stored one after the other there; returns logits and states.
+
+        The chain is unchanged.
+
+        Args:
+            chain: Of S rows.
+            nodes: The candidates.
+
+        Returns:
+            Of the last ``nodes.num_last`` of each row: ``[S * num_last, vocab_size]`` and ``[S * num_last, F]``.
+        """
+        num_rows, num_tokens = nodes.tokens.shape
+        if chain.is_static:
+            layout, attention = self._static[num_rows, num_tokens]
+        else:
+            most = min(chain.layout.max_kv_len + num_tokens, self._max_kv_len)
+            layout = DraftLayout.uniform(num_rows, num_tokens, most, chain.rows.device)
+            attention = self._attention
+        made = self._inputs(chain.rows, chain.positions, chain.legal, layout)
+        made = self._window(chain.rows, chain.positions, chain.legal, made)
+        made = replace(
+            made,
+            input_ids=nodes.tokens.flatten().int(),
+            positions=(chain.positions[:, None] + nodes.depths).flatten(),
+            tree_mask=nodes.masks.flatten(),
+        )
+        each = torch.arange(num_rows * num_tokens, device=chain.rows.device).view(num_rows, num_tokens)
+        last = each[:, num_tokens - nodes.num_last :].flatten()
+        return self._run(made, nodes.states.flatten(0, 1), last, attention)
 
     def _forward_after(self, step: DraftStep) -> tuple[DraftLayout, Attention]:
         """Returns the tokens of the forward that computes a step's, and its attention."""

@@ -37,6 +37,10 @@ class NgramProposer:
             (state.known_len.shape[0], 2), dtype=torch.int32, device=state.tokens.device
         )
 
+    def num_rounds(self, num_draft: int) -> int:
+        """Returns 0: ``prepare`` writes them."""
+        return 0
+
     def is_capturable(self, num_rows: int, width: int) -> bool:
         """Returns False: one launch needs no graph."""
         return False

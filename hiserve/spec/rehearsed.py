@@ -73,6 +73,10 @@ class RehearsedProposer:
         self._state = state
         self._sampling = sampling
 
+    def num_rounds(self, num_draft: int) -> int:
+        """As the other one."""
+        return self._proposer.num_rounds(num_draft)
+
     def is_capturable(self, num_rows: int, width: int) -> bool:
         """As the other one."""
         return self._proposer.is_capturable(num_rows, width)

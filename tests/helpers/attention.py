@@ -72,7 +72,9 @@ class Case:
             packs_rows=packs,
         )
         tokens = [(row, place) for row, (cached, new) in enumerate(lengths) for place in range(cached, cached + new)]
-        self.masks = [self._mask(new, trees) for _, new in lengths]
+        # Of several rows with trees the last has none, as a prompt beside rows that verify drafts.
+        self._has_tree = [trees and (row == 0 or row + 1 < len(lengths)) for row in range(len(lengths))]
+        self.masks = [self._mask(new, has_tree) for (_, new), has_tree in zip(lengths, self._has_tree, strict=True)]
         self._fill()
         self._frees_windows = frees_windows
         self.inputs = self._inputs(tokens, trees)
@@ -136,7 +138,11 @@ class Case:
         for row, own in enumerate(self.tables):
             table[row, : len(own)] = own
         depths = [int(seen.sum()) - 1 for mask in self.masks for seen in mask]
-        bits = [sum(1 << int(other) for other in seen.nonzero()) for mask in self.masks for seen in mask]
+        bits = [
+            sum(1 << int(other) for other in seen.nonzero()) * has_tree
+            for mask, has_tree in zip(self.masks, self._has_tree, strict=True)
+            for seen in mask
+        ]
         slots = [self._slots(row)[place] for row, place in tokens]
         rows = torch.tensor([row for row, _ in tokens])
         inputs = ForwardInputs(

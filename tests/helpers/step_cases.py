@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hiserve.core.forward import ForwardInputs, StateRows
-from hiserve.kernels.step_ops import RowTensors, StateTensors, StepInputs, WindowTensors
+from hiserve.kernels.step_ops import RowTensors, StateTensors, StepInputs, TreeTensors, WindowTensors
 
 NUM_ROWS, STALE = 7, -7
 
@@ -50,7 +51,7 @@ def filled(inputs: StepInputs) -> dict[str, Tensor]:
 
 
 def _rooms(forward: ForwardInputs) -> dict[str, Tensor]:
-    names = ("kv_lens", "page_table", "input_ids", "positions", "slots", "window_table", "window_slots")
+    names = ("kv_lens", "page_table", "input_ids", "positions", "slots", "window_table", "window_slots", "tree_mask")
     values = {name: getattr(forward, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -123,6 +124,24 @@ def random_case(generator: torch.Generator) -> StepCase:
         states[0] = torch.minimum(states[0], state.computed_len.clamp(min=0))
         state = replace(state, states=StateTensors(*states))
     return _case(generator, state, columns, page_size)
+
+
+def with_trees(generator: torch.Generator, case: StepCase, num_nodes: int = 6) -> StepCase | None:
+    """The same step where drafts are random trees, of fewer nodes than rows have room for; None if a row drafts inside its prompt."""
+    inputs = case.inputs
+    if ((inputs.num_draft > 0) & (inputs.num_new != inputs.num_draft + 1)).any() or case.drawn.shape[1] > num_nodes:
+        return None
+    masks = torch.zeros((NUM_ROWS, num_nodes), dtype=torch.int64)
+    for row, node in product(range(NUM_ROWS), range(num_nodes)):
+        parent = int(torch.randint(max(node, 1), (), generator=generator))
+        masks[row, node] = 1 << node | int(masks[row, parent])
+    path = torch.zeros((len(inputs.sampling), num_nodes), dtype=torch.int64)
+    forward = replace(inputs.forward, tree_mask=torch.zeros_like(inputs.forward.slots))
+    return replace(
+        case,
+        inputs=replace(inputs, forward=forward, path=path),
+        state=replace(case.state, trees=TreeTensors(masks, num_nodes - 1)),
+    )
 
 
 def _spoil(state: RowTensors, row: int, entry: int, computed: int, page_size: int, fault: int) -> None:

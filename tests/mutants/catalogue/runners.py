@@ -24,8 +24,8 @@ with device_rows.DeviceRows.apply, test_executor.test_plans_are_applied_in_the_o
     True
 with step_output._positions, test_verify.test_tokens_are_those_of_plain_decoding:
     "INV 40: a draft is drawn at the position of the last token"
-    torch.minimum(nodes, num_draft)
-    0 * torch.minimum(nodes, num_draft)
+    _drawing_tokens(inputs)
+    _drawing_tokens(inputs)[:: inputs.width].repeat_interleave(inputs.width)
 with graph.GraphRunner._fill, test_graph.test_replays_over_garbage_give_the_tokens_of_eager_steps:
     "INV 35: padding rows keep the data of the previous replay"
     host[0, :num_rows], host[0, num_rows:] = (plan.rows, 0)

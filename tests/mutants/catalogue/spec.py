@@ -2,14 +2,23 @@
 
 from hiserve.cache.storage import transfer
 from hiserve.engine import drafting, page_tables, planner, rows
-from hiserve.kernels import draft_reference
-from hiserve.runners import device_rows, draft_graphs, gate
+from hiserve.kernels import draft_reference, step_reference
+from hiserve.runners import device_rows, draft_graphs, gate, step_output
 from hiserve.spec import adaptive, head, history, rehearsed
-from tests.e2e import test_rehearsed_drafts, test_spec_acceptance, test_spec_drafts, test_spec_hits, test_spec_parity, test_spec_sources
+from tests.e2e import (
+    test_rehearsed_drafts,
+    test_spec_acceptance,
+    test_spec_drafts,
+    test_spec_hits,
+    test_spec_parity,
+    test_spec_sources,
+    test_tree_drafts,
+    test_tree_matrix,
+)
 from tests.invariants import test_reported_bugs_drafts
 from tests.unit.engine import test_drafting, test_reply_drafts
 from tests.unit.kernels import test_ngram_search
-from tests.unit.runners import test_draft_graphs
+from tests.unit.runners import test_draft_graphs, test_tree_steps
 from tests.unit.spec import test_adaptive, test_cold, test_history
 
 with draft_reference.draft_hidden_states, test_spec_sources.test_prompts_that_part_right_behind_a_page_keep_their_acceptance:
@@ -104,3 +113,19 @@ with rehearsed.RehearsedReplies.record, test_rehearsed_drafts.test_tokens_are_th
     "rehearsed drafts are right less often than asked for"
     chances(seeds, positions) < acceptance
     chances(seeds, positions) < acceptance**2
+with step_output.record, test_tree_matrix.test_trees_change_nothing:
+    "INV 81: keys and values of accepted nodes stay where they were computed"
+    rows.ops.move(rows.storages, inputs.forward.slots, starts, path, counts)
+    pass
+with step_reference.fill_inputs, test_tree_matrix.test_trees_change_nothing:
+    "INV 81: a node stands at its number"
+    torch.where(nodes == 0, positions, positions - inputs.offsets + depths)
+    positions
+with step_output.draft_step, test_tree_drafts.test_branches_bring_more_tokens_a_step_than_a_chain_as_deep:
+    "drafts in trees: the head gets the states of the first nodes instead of the accepted ones"
+    states.index_select(0, _on_paths(plan, q_lens, inputs.path))
+    states
+with step_output._ahead, test_tree_steps.test_the_tokens_before_a_node_are_those_of_its_path:
+    "drafts in trees: penalties count the first nodes instead of the path"
+    is_ancestor.int().argmax(2)
+    depth[:, 0]

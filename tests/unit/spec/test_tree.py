@@ -11,22 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from hiserve.config.settings import MAX_TREE_NODES
 from hiserve.core.forward import ForwardInputs
 from hiserve.kernels import step_reference
-from hiserve.kernels.step_ops import RowTensors
-from hiserve.spec.tree import (
-    MAX_NODES,
-    DraftTree,
-    Level,
-    beam,
-    build_tree,
-    chain,
-    first_level,
-    link,
-    next_level,
-    place,
-    walk,
-)
+from hiserve.kernels.step_ops import RowTensors, TreeTensors
+from hiserve.spec.tree import DraftTree, Level, beam, build_tree, first_level, next_level
 from tests.helpers.models import Engine, save_llama
 from tests.helpers.plans import HandPlanner
 
@@ -95,15 +84,14 @@ def golden_level(index: int) -> Level:
 
 
 def test_the_golden_tree() -> None:
-    tree = build_tree(torch.tensor([29974, 13]), [golden_level(index) for index in range(4)], 8)
-    positions, _ = place(tree, torch.tensor([5, 10]))
-    assert positions.tolist() == [5, 6, 6, 7, 7, 8, 8, 9, 10, 11, 12, 12, 12, 12, 13, 14]
-    links = link(tree)
-    assert links.retrieve_index.tolist() == [list(range(8)), list(range(8, 16))]
-    assert links.next_token.tolist() == [[1, 3, 4, 5, 6, 7, -1, -1], [1, 2, -1, 6, -1, -1, 7, -1]]
-    assert links.next_sibling.tolist() == [[-1, 2, -1, -1, -1, -1, -1, -1], [-1, -1, 3, 4, 5, -1, -1, -1]]
-    assert tree.tokens[0].tolist() == [29974, 29896, 29906, 29889, 29974, 29946, 29896, 29946]
-    assert tree.tokens[1].tolist() == [13, 13, 22550, 4136, 16492, 8439, 29871, 29941]
+    tree = build_tree([golden_level(index) for index in range(4)], 8)
+    depths = [[len(path) - 1 for path in paths_of(tree, index)] for index in range(2)]
+    assert depths == [[0, 1, 1, 2, 2, 3, 3, 4], [0, 1, 2, 2, 2, 2, 3, 4]]
+    children = [[children_of(tree, index, node) for node in range(8)] for index in range(2)]
+    assert children[0] == [[1, 2], [3], [4], [5], [6], [7], [], []]
+    assert children[1] == [[1], [2, 3, 4, 5], [], [6], [], [], [7], []]
+    assert tree.drafts[0].tolist() == [29896, 29906, 29889, 29974, 29946, 29896, 29946]
+    assert tree.drafts[1].tolist() == [13, 22550, 4136, 16492, 8439, 29871, 29941]
 
 
 def test_the_candidates_that_the_golden_tree_expands_are_the_beam() -> None:
@@ -119,7 +107,6 @@ def test_the_candidates_that_the_golden_tree_expands_are_the_beam() -> None:
 class Grown:
     """What a draft said, level by level, and what becomes of it."""
 
-    roots: Tensor
     probabilities: list[Tensor]
     tokens: list[Tensor]
     levels: list[Level]
@@ -135,9 +122,7 @@ def grow(*, num_trees: int, size: int, depth: int, seed: int) -> Grown:
         return chances, torch.rand((*shape, 12), generator=generator).argsort(-1)[..., :size]  # all different
 
     chances, tokens = draw(num_trees)
-    grown = Grown(
-        torch.randint(12, (num_trees,), generator=generator), [chances], [tokens], [first_level(chances, tokens)]
-    )
+    grown = Grown([chances], [tokens], [first_level(chances, tokens)])
     for _ in range(depth - 1):
         expanded = beam(grown.levels[-1], size)
         chances, tokens = draw(num_trees, expanded.shape[1])
@@ -168,96 +153,86 @@ def enumerate_paths(grown: Grown, tree: int, size: int) -> list[tuple[float, tup
 def test_a_tree_is_that_of_the_paths_that_are_worth_most(size: int, depth: int, seed: int) -> None:
     grown = grow(num_trees=3, size=size, depth=depth, seed=seed)
     num_candidates = sum(level.worth.shape[1] for level in grown.levels)
-    for num_nodes in {1, 2, min(7, num_candidates), min(MAX_NODES, num_candidates + 1)}:
-        built = build_tree(grown.roots, grown.levels, num_nodes)
-        links = link(built)
+    for num_nodes in {1, 2, min(7, num_candidates), min(MAX_TREE_NODES, num_candidates + 1)}:
+        built = build_tree(grown.levels, num_nodes)
         for tree in range(3):
             every = enumerate_paths(grown, tree, size)
             best = sorted(range(len(every)), key=lambda index: -every[index][0])[: num_nodes - 1]
             paths = [(), *(every[index][1] for index in sorted(best))]
             node = {path: index for index, path in enumerate(paths)}
             assert len(node) == num_nodes, "two nodes have the same path"
-            assert built.tokens[tree].tolist() == [int(grown.roots[tree]), *(path[-1] for path in paths[1:])]
-            assert built.parents[tree].tolist() == [-1, *(node[path[:-1]] for path in paths[1:])]
-            assert built.depths[tree].tolist() == [len(path) for path in paths]
+            assert built.drafts[tree].tolist() == [path[-1] for path in paths[1:]]
             on_path = [{node[path[:length]] for length in range(len(path) + 1)} for path in paths]
             assert built.masks[tree].tolist() == [sum(1 << other for other in seen) for seen in on_path]
-            children = {path: [node[other] for other in paths if other and other[:-1] == path] for path in paths}
-            assert links.next_token[tree].tolist() == [children[path][0] if children[path] else -1 for path in paths]
-            later = [[other for other in children[path[:-1]] if other > node[path]] if path else [] for path in paths]
-            assert links.next_sibling[tree].tolist() == [others[0] if others else -1 for others in later]
 
 
 def test_a_chain_is_the_tree_of_one_candidate_a_level() -> None:
     grown = grow(num_trees=3, size=1, depth=5, seed=1)
-    built = build_tree(grown.roots, grown.levels, 6)
-    straight = chain(grown.roots, torch.cat([tokens.view(3, 1) for tokens in grown.tokens], 1))
-    for name in ("tokens", "parents", "depths", "masks"):
-        assert torch.equal(getattr(built, name), getattr(straight, name)), name
-    assert straight.masks[0].tolist() == [1, 3, 7, 15, 31, 63]
-    assert straight.max_depth == built.max_depth == 5
-    positions, slots = place(straight, torch.tensor([0, 7, 30]))
-    assert torch.equal(positions, slots)
-
-
-def test_no_drafts_are_a_root_alone() -> None:
-    tree = chain(torch.tensor([4, 5]), torch.zeros((2, 0), dtype=torch.int64))
-    assert (tree.parents.tolist(), tree.masks.tolist()) == ([[-1], [-1]], [[1], [1]])
-    walked = walk(tree, torch.tensor([[8], [9]]))
-    assert (walked.counts.tolist(), walked.nodes.tolist(), walked.tokens.tolist()) == ([1, 1], [[0], [0]], [[8], [9]])
+    built = build_tree(grown.levels, 6)
+    assert torch.equal(built.drafts, torch.cat([tokens.view(3, 1) for tokens in grown.tokens], 1))
+    assert built.masks.tolist() == [[1, 3, 7, 15, 31, 63]] * 3
 
 
 def test_masks_have_room_for_so_many_nodes() -> None:
-    drafts = torch.arange(MAX_NODES - 1)[None]
-    assert chain(torch.tensor([1]), drafts).masks[0, -1].item() == 2**MAX_NODES - 1
-    with pytest.raises(AssertionError, match="63 drafts"):
-        chain(torch.tensor([1]), torch.arange(MAX_NODES)[None])
     level = first_level(torch.rand(1, 64), torch.arange(64)[None])
+    assert build_tree([level], MAX_TREE_NODES).masks[0, -1].item() == 2**62 + 1
     with pytest.raises(AssertionError, match="64 nodes"):
-        build_tree(torch.tensor([1]), [level], 64)
+        build_tree([level], 64)
     with pytest.raises(AssertionError, match="nodes of 2"):
-        build_tree(torch.tensor([1]), [first_level(torch.rand(1, 2), torch.tensor([[5, 6]]))], 4)
+        build_tree([first_level(torch.rand(1, 2), torch.tensor([[5, 6]]))], 4)
 
 
 # --- the walk -----------------------------------------------------------------------------
 
 
 def paths_of(tree: DraftTree, index: int) -> list[tuple[int, ...]]:
-    """Each node's nodes from the root to itself, by its parents."""
-    paths: list[tuple[int, ...]] = []
-    for node, parent in enumerate(tree.parents[index].tolist()):
-        paths.append((*(paths[parent] if parent >= 0 else ()), node))
-    return paths
+    """Each node's nodes from the root to itself, by its mask."""
+    return [tuple(other for other in range(63) if mask >> other & 1) for mask in tree.masks[index].tolist()]
 
 
-@pytest.mark.parametrize("seed", range(6))
+def children_of(tree: DraftTree, index: int, node: int) -> list[int]:
+    """The nodes whose parent it is."""
+    paths = paths_of(tree, index)
+    return [other for other, path in enumerate(paths) if path[:-1] == paths[node]]
+
+
+def walk(tree: DraftTree, drawn: Tensor, max_depth: int) -> tuple[list[int], list[list[int]]]:
+    """The tokens that each row emits, and its path, of rows of one known token."""
+    num_trees, num_nodes = tree.masks.shape
+    nothing, lengths = torch.zeros((num_trees, 1), dtype=torch.int32), torch.ones(num_trees, dtype=torch.int64)
+    tokens = torch.cat((nothing, tree.drafts.int()), 1)
+    trees = TreeTensors(tree.masks, max_depth)
+    state = RowTensors(tokens, lengths - 1, lengths, nothing, nothing, nothing[:, 0], trees=trees)
+    counts, path = step_reference.walk(drawn, torch.arange(num_trees), lengths * (num_nodes - 1), state)
+    assert path.shape == (num_trees, max_depth + 1)
+    return counts.tolist(), path.tolist()
+
+
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("size", "depth", "num_nodes"), [(1, 4, 5), (2, 4, 9), (4, 3, 16)])
 def test_a_walk_takes_the_longest_path_that_was_drawn(size: int, depth: int, num_nodes: int, seed: int) -> None:
     grown = grow(num_trees=40, size=size, depth=depth, seed=seed)
-    tree = build_tree(grown.roots, grown.levels, num_nodes)
+    tree = build_tree(grown.levels, num_nodes)
     drawn = torch.randint(4, (40, num_nodes), generator=torch.Generator().manual_seed(seed))
-    # What no chance could draw is drawn: half of the nodes draw one of their children, where they have any.
-    child = link(tree).next_token
-    follow = (torch.rand((40, num_nodes), generator=torch.Generator().manual_seed(seed + 9)) < 0.6) & (child >= 0)
-    drawn = torch.where(follow, tree.tokens.gather(1, child.clamp(min=0)), drawn)
-    walked = walk(tree, drawn)
-    assert walked.nodes.shape == walked.tokens.shape == (40, depth + 1)
-    for index in range(40):
-        tokens, said = tree.tokens[index].tolist(), drawn[index].tolist()
+    # What no chance could draw is drawn: many nodes draw one of their children, where they have any.
+    for index, node in itertools.product(range(40), range(num_nodes)):
+        if (children := children_of(tree, index, node)) and (index + 3 * node) % 5 > 1:
+            drawn[index, node] = tree.drafts[index, children[index % len(children)] - 1]
+    counts, paths = walk(tree, drawn, depth)
+    for index, (count, found) in enumerate(zip(counts, paths, strict=True)):
+        tokens, said = [-1, *tree.drafts[index].tolist()], drawn[index].tolist()
         agreed = [
             path
             for path in paths_of(tree, index)
             if all(said[parent] == tokens[node] for parent, node in itertools.pairwise(path))
         ]
         path = list(max(agreed, key=len))
-        count, pad = len(path), [-1] * (depth + 1 - len(path))
-        assert walked.counts[index].item() == count
-        assert walked.nodes[index].tolist() == path + pad
-        assert walked.tokens[index].tolist() == [said[node] for node in path] + pad
-    assert 1 < walked.counts.double().mean() < depth + 1
+        assert count == len(path)
+        assert found == path + path[-1:] * (depth + 1 - count)
+    assert 1 < np.mean(counts) < depth + 1
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_what_a_tree_emits_is_what_decoding_emits(seed: int) -> None:
     """The next token is a function of all before it: drafts change how many come at once, and nothing else."""
 
@@ -265,24 +240,19 @@ def test_what_a_tree_emits_is_what_decoding_emits(seed: int) -> None:
         return hash((seed, *context)) % 3
 
     context: tuple[int, ...] = (1,)
-    emitted: list[int] = []
     generator = torch.Generator().manual_seed(seed)
     counts = []
-    while len(emitted) < 60:
-        root = torch.tensor([context[-1]])
+    while len(context) < 60:
         levels = [first_level(torch.rand((1, 2), generator=generator), torch.tensor([[0, 2]]))]
         for _ in range(2):
             chances = torch.rand((1, 2, 2), generator=generator)
             levels.append(next_level(levels[-1], beam(levels[-1], 2), chances, torch.tensor([[[1, 0], [2, 1]]])))
-        tree = build_tree(root, levels, 8)
-        tokens = tree.tokens[0].tolist()
+        tree = build_tree(levels, 8)
+        tokens = [-1, *tree.drafts[0].tolist()]
         drawn = [follow((*context, *(tokens[node] for node in path[1:]))) for path in paths_of(tree, 0)]
-        walked = walk(tree, torch.tensor([drawn]))
-        count = int(walked.counts[0])
-        new = walked.tokens[0, :count].tolist()
+        (count,), (path,) = walk(tree, torch.tensor([drawn]), 3)
         counts.append(count)
-        emitted += new
-        context += tuple(new)
+        context += tuple(drawn[node] for node in path[:count])
     expected: tuple[int, ...] = (1,)
     while len(expected) < len(context):
         expected += (follow(expected),)
@@ -292,16 +262,15 @@ def test_what_a_tree_emits_is_what_decoding_emits(seed: int) -> None:
 
 def test_a_walk_along_a_chain_counts_as_the_acceptance_of_drafts_does() -> None:
     generator = torch.Generator().manual_seed(2)
-    drafts = torch.randint(2, (50, 4), generator=generator)
-    drawn = torch.randint(2, (50, 5), generator=generator)
-    tokens = torch.zeros((50, 20), dtype=torch.int32)
-    tokens[:, 3:7] = drafts
-    nothing = torch.zeros((50, 1), dtype=torch.int32)
-    lengths = torch.full((50,), 3)
-    state = RowTensors(tokens, lengths - 1, lengths, nothing, nothing, nothing[:, 0])
-    counts = step_reference.accept(drawn, torch.arange(50), torch.full((50,), 4), state)
-    walked = walk(chain(tokens[:, 2].long(), drafts), drawn)
-    assert torch.equal(walked.counts, counts)
+    drawn = torch.randint(2, (200, 5), generator=generator)
+    tokens = torch.randint(2, (200, 20), generator=generator, dtype=torch.int32)
+    nothing, lengths = torch.zeros((200, 1), dtype=torch.int32), torch.full((200,), 3)
+    chains = TreeTensors(torch.tensor([1, 3, 7, 15, 31]).expand(200, -1), 4)
+    state = RowTensors(tokens, lengths - 1, lengths, nothing, nothing, nothing[:, 0], trees=chains)
+    num_draft = torch.arange(200) % 5  # the other nodes are none of a row's
+    counts, path = step_reference.walk(drawn, torch.arange(200), num_draft, state)
+    assert torch.equal(counts, step_reference.accept(drawn, torch.arange(200), num_draft, state))
+    assert path.tolist() == [[min(depth, count - 1) for depth in range(5)] for count in counts.tolist()]
     assert set(counts.tolist()) == {1, 2, 3, 4, 5}
 
 
@@ -355,17 +324,18 @@ def test_each_node_has_the_logits_that_its_path_alone_gives(tmp_path: Path) -> N
     rows.logits(prompts, whole_prompts, whole_prompts, None)
 
     grown = grow(num_trees=2, size=3, depth=3, seed=6)
-    tree = build_tree(grown.roots, grown.levels, 12)
-    assert (link(tree).next_sibling >= 0).any(1).all(), "the trees have no branches"
-    positions, places = place(tree, first)
-    assert places.view(2, 12)[:, 0].tolist() == first.tolist()
-    logits = rows.logits(list(tree.tokens), positions, places, tree.masks.flatten())
+    tree = build_tree(grown.levels, 12)
+    assert all(any(len(children_of(tree, row, node)) > 1 for node in range(12)) for row in range(2)), "no branches"
+    tokens = torch.cat((torch.tensor([[7], [9]]), tree.drafts), 1)
+    depths = torch.tensor([[len(path) - 1 for path in paths_of(tree, row)] for row in range(2)])
+    positions, places = (first[:, None] + depths).flatten(), (first[:, None] + torch.arange(12)).flatten()
+    logits = rows.logits(list(tokens), positions, places, tree.masks.flatten())
 
     for row in range(2):
         for node, path in enumerate(paths_of(tree, row)):
             alone = Engine(folder, dtype="float64", attention="reference")
-            whole = prompts[row].tolist() + tree.tokens[row, list(path)].tolist()
+            whole = prompts[row].tolist() + tokens[row, list(path)].tolist()
             expected = alone.logits(HandPlanner(16, 60), {1: whole}, chunk=64)[1][-1]
             torch.testing.assert_close(logits[row][node], expected, rtol=1e-9, atol=1e-9)
-    causal = rows.logits(list(tree.tokens), positions, places, None)
+    causal = rows.logits(list(tokens), positions, places, None)
     assert not torch.allclose(causal[0], logits[0]), "the masks hide nothing"
