@@ -55,7 +55,7 @@ def allow_recording(
     def open_recordable(name: str, shape: AttentionShape, device: torch.device, **_: Any) -> Attention:
         return recordable(shape, attention)
 
-    def open_draft(name: str, shape: AttentionShape, device: torch.device) -> Attention:
+    def open_draft(name: str, shape: AttentionShape, device: torch.device, **_: Any) -> Attention:
         return recordable(shape, RecordableAttention)
 
     def recordable(shape: AttentionShape, make: Callable[[ReferenceAttention], Attention]) -> Attention:

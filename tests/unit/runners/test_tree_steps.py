@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import torch
 
+from hiserve.config.settings import TreeShape
 from hiserve.core.plan import BatchPlan
 from hiserve.kernels import step_reference
-from hiserve.runners.step_output import _ahead, _on_paths
+from hiserve.runners.device_rows import DeviceRows
+from hiserve.runners.inputs import fill_inputs, uniform_inputs
+from hiserve.runners.step_output import _ahead, _on_paths, record
+from tests.helpers.recorded import RecordedCapture
 from tests.helpers.step_cases import random_case, with_trees
+
+# The parent of each node of a tree of 15, four levels deep.
+PARENTS = (0, 0, 0, 0, 1, 1, 2, 3, 4, 4, 5, 6, 8, 9, 12)
 
 
 def test_the_tokens_before_a_node_are_those_of_its_path() -> None:
@@ -54,3 +62,49 @@ def test_a_proposer_gets_the_accepted_path_of_a_row_and_all_tokens_of_others() -
     path = torch.tensor([[0, 2, 3], [0, 0, 0], [0, 2, 2]])
     kept = _on_paths(plan, np.array([3, 1, 3, 5], np.int32), path)
     assert kept.tolist() == [0, 2, 3, 4, 5, 7, 7, 8, 9, 10, 11, 12]
+
+
+def test_one_graph_accepts_every_path_of_a_tree() -> None:
+    """It moves the keys and values of the path and no others."""
+    num_nodes, known, page = len(PARENTS), 6, 4
+    storage = torch.zeros((2, 2, 20 * page, 1, 3))
+    rows = DeviceRows(1, 60, page, 20, "cpu", max_draft=14, tree=TreeShape(4, 5, num_nodes), storages=[storage])
+    paths: list[list[int]] = [[0]]
+    for node in range(1, num_nodes):
+        paths.append([*paths[PARENTS[node]], node])
+    assert rows.state.trees is not None and max(map(len, paths)) == 6
+    masks = torch.tensor([sum(1 << node for node in path) for path in paths])
+    drafts = torch.arange(100, 100 + num_nodes - 1, dtype=torch.int32)
+
+    def reset() -> None:
+        rows.warm_up(known + num_nodes)
+        rows.known_len[1:], rows.computed_len[1:] = known, known - 1
+        rows.tokens[1:, known : known + num_nodes - 1] = drafts
+        rows.state.trees.masks[1:] = masks  # type: ignore[union-attr]
+        storage.copy_(torch.arange(storage.numel()).view(storage.shape))
+
+    reset()
+    inputs = uniform_inputs(torch.tensor([[1], [60]]), num_nodes, 60, rows)
+    drawn = torch.zeros((1, num_nodes), dtype=torch.int64)
+
+    def step() -> None:
+        fill_inputs(inputs, rows)
+        record(inputs, drawn, rows)
+
+    step()
+    graph = RecordedCapture().record(step)
+    for path in paths:
+        reset()
+        before, expected = storage.clone(), storage.clone()
+        drawn.fill_(7)  # a token of no node
+        for parent, node in pairwise(path):
+            drawn[0, parent] = drafts[node - 1]
+        graph.replay()
+        slots = [(1 + (known - 1 + node) // page) * page + (known - 1 + node) % page for node in range(num_nodes)]
+        for depth, node in enumerate(path):
+            expected[:, :, slots[depth]] = before[:, :, slots[node]]
+        assert torch.equal(storage, expected)
+        end = known + len(path)
+        assert rows.tokens[1, known:end].tolist() == [*(int(drafts[node - 1]) for node in path[1:]), 7]
+        assert (int(rows.known_len[1]), int(rows.computed_len[1])) == (end, end - 1)
+        assert inputs.path is not None and inputs.path[0, : len(path)].tolist() == path

@@ -1,0 +1,33 @@
+"""Trees of drafts as graphs: one graph of a width serves every tree and every accepted path.
+
+Exact: float64 on the CPU, where graphs are recorded, against an engine without graphs that guesses nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hiserve import SamplingParams
+from tests.helpers.cache_paths import answer, host_hits
+from tests.helpers.dialogues import held_out_prompts
+from tests.helpers.recorded_llm import allow_recording
+
+
+@pytest.mark.parametrize(
+    ("tree", "graphs", "depth", "temperature"),
+    [("3x4:15", "all", 1, 0.8), pytest.param("2x3:7", "decode", 0, 0.0, marks=pytest.mark.wide)],
+)
+def test_graphs_of_trees_change_nothing(
+    tree: str, graphs: str, depth: int, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [text[:44] for text in held_out_prompts("services") if len(text) > 100][:3]
+    sampling = [SamplingParams(seed=i, temperature=temperature, max_tokens=18 - i, ignore_eos=True) for i in range(3)]
+    work = answer(prompts, sampling)
+    executors = allow_recording(monkeypatch)
+    settings = {"spec": "eagle3", "spec_tree": tree, "spec_steps": "auto", "kv_canary": False}
+    host_hits(work, tmp_path, graphs=graphs, overlap=depth, **settings)
+    (executor,) = executors
+    counts = executor.gate_counts()["replay"]
+    assert counts["verify"] >= 5, counts
