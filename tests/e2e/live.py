@@ -109,13 +109,15 @@ def serve(
         line = [*command, "serve", "--port", "0", *PLAIN, *flags]
         variables = os.environ | (environment or {})
         process: subprocess.Popen[str] | Fork
+        read, write = os.pipe()
         if is_fork:
-            process = Fork(line, sink.fileno(), variables)
+            process = Fork(line, write, sink.fileno(), variables)
         else:
-            process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=sink, text=True, env=variables)
+            process = subprocess.Popen(line, stdout=write, stderr=sink, text=True, env=variables)
+        os.close(write)
+        output = os.fdopen(read)
     try:
-        assert process.stdout is not None
-        first = process.stdout.readline()
+        first = output.readline()
         assert first.startswith("listening on "), f"{first!r}; {log.read_text()}"
         yield Live(first.removeprefix("listening on ").strip(), process, log)
     finally:
@@ -126,5 +128,4 @@ def serve(
         finally:
             process.kill()
             process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+            output.close()

@@ -69,10 +69,11 @@ def test_a_fork_is_as_a_process(program: str, code: int, out: str, err: str, tmp
 
 
 def test_a_fork_can_be_asked_and_told() -> None:
-    with open(os.devnull, "w") as nowhere:
-        fork = Fork([*PYTHON, "import time; print('begun', flush=True); time.sleep(600)"], nowhere.fileno(), os.environ)
-    with fork.stdout:
-        assert fork.stdout.readline() == "begun\n"
+    (read, write), begun = os.pipe(), "import time; print('begun', flush=True); time.sleep(600)"
+    fork = Fork([*PYTHON, begun], write, write, os.environ)
+    os.close(write)
+    with os.fdopen(read) as output:
+        assert output.readline() == "begun\n"
         assert fork.poll() is None
         with pytest.raises(subprocess.TimeoutExpired):
             fork.wait(0.01)

@@ -30,9 +30,9 @@ import hiserve.cli
 import hiserve.commands.serve
 import hiserve.engine.worker
 import hiserve.scheduler.process  # noqa: F401
+import tests.helpers.fake_engine  # noqa: F401
+from tests.helpers.forks import FORKED
 
-# The others, helpers of the API process, are small, and restart when they have grown.
-FORKED = ("hiserve.scheduler.process", "hiserve.ipc.launcher", "tests.faults.scheduler")
 MAX_REQUEST_BYTES = 2**20
 NUM_FILES = 3  # the standard output, the standard error, and the end of a pipe for the exit status
 
@@ -163,8 +163,11 @@ def serve_one(request: Mapping[str, Any], files: Sequence[int]) -> None:
         os.write(ends, b"%d" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         os._exit(0)
     os.chdir(request["folder"])
+    if request["is_leader"]:
+        os.setsid()
     asyncio.create_subprocess_exec = functools.partial(start_child, asyncio.create_subprocess_exec)  # type: ignore[assignment]
-    become(request["command"], dict(enumerate(outputs, start=1)), (), request["environment"])
+    files_of = {0: os.open(os.devnull, os.O_RDONLY)} | dict(enumerate(outputs, start=1))
+    become(request["command"], files_of, (), request["environment"])
 
 
 def main(number: str) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import contextlib
 import json
 import os
 import select
@@ -10,35 +12,56 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
+EXECUTE = asyncio.create_subprocess_exec
+# The others, helpers of the API process, are small, and restart when they have grown.
+FORKED = ("hiserve.scheduler.process", "hiserve.ipc.launcher", "tests.faults.scheduler", "tests.helpers.fake_processes")
 
 
 class Fork:
     """A fork that runs a command of Python; like ``subprocess.Popen``, as far as tests use it.
 
+    Attributes:
+        ends: A descriptor that can be read when the fork has ended.
+
     Args:
         command: ``python -c CODE ARGUMENT...`` or ``python -m MODULE ARGUMENT...``.
+        stdout: A descriptor for its standard output.
         stderr: A descriptor for its standard error.
         environment: Its variables.
+        is_leader: It has a session of its own.
     """
 
-    def __init__(self, command: Sequence[str], stderr: int, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        stdout: int,
+        stderr: int,
+        environment: Mapping[str, str],
+        *,
+        is_leader: bool = False,
+    ) -> None:
         self._command = command
         self.returncode: int | None = None
-        read, write = os.pipe()
-        self._ends, ends = os.pipe()
-        request = {"command": command, "folder": os.getcwd(), "environment": dict(environment)}
-        socket.send_fds(_server(), [json.dumps(request).encode()], [write, stderr, ends])
-        os.close(write)
+        self.ends, ends = os.pipe()
+        request = {
+            "command": command,
+            "folder": os.getcwd(),
+            "environment": dict(environment),
+            "is_leader": is_leader,
+        }
+        socket.send_fds(_server(), [json.dumps(request).encode()], [stdout, stderr, ends])
         os.close(ends)
-        self.stdout = os.fdopen(read)
         pid = b""
         while not pid.endswith(b" "):
-            pid += (got := os.read(self._ends, 1))
+            pid += (got := os.read(self.ends, 1))
             assert got, f"{command} was not forked"
         self.pid = int(pid)
 
@@ -66,10 +89,49 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
     def _status(self, timeout_s: float | None) -> int | None:
-        if self.returncode is None and select.select([self._ends], [], [], timeout_s)[0]:
-            self.returncode = int(os.read(self._ends, 16))
-            os.close(self._ends)
+        if self.returncode is None and select.select([self.ends], [], [], timeout_s)[0]:
+            self.returncode = int(os.read(self.ends, 16))
+            os.close(self.ends)
         return self.returncode
+
+
+class Child:
+    """A fork as an ``asyncio.subprocess.Process``."""
+
+    def __init__(self, fork: Fork) -> None:
+        self._fork = fork
+        self._loop = asyncio.get_running_loop()
+        self._ended = asyncio.Event()
+        self._loop.add_reader(fork.ends, self._end)
+        self.pid, self.send_signal, self.kill = fork.pid, fork.send_signal, fork.kill
+
+    @property
+    def returncode(self) -> int | None:
+        return self._fork.returncode
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        return self._fork.wait()
+
+    def _end(self) -> None:
+        self._loop.remove_reader(self._fork.ends)
+        self._fork.wait()
+        self._ended.set()
+
+
+async def start_child(*command: str, env: Mapping[str, str] | None, **options: Any) -> Any:
+    """Stands for ``asyncio.create_subprocess_exec`` where this process starts an engine: its scheduler is a fork."""
+    if command[2] not in FORKED or options["pass_fds"]:
+        return await EXECUTE(*command, env=env, **options)
+    return Child(Fork(command, 1, 2, os.environ if env is None else env, is_leader=options["start_new_session"]))
+
+
+@contextlib.contextmanager
+def forked_engines() -> Iterator[None]:
+    """Engines that this process starts meanwhile are forks, scheduler and workers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio, "create_subprocess_exec", start_child)
+        yield
 
 
 def run(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
@@ -79,12 +141,14 @@ def run(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Co
         command: As for ``Fork``. It prints less than a pipe holds.
         environment: Its variables.
     """
-    read, write = os.pipe()
+    pipes = [os.pipe() for _ in range(2)]
     try:
-        fork = Fork(command, write, environment)
+        fork = Fork(command, *(write for _, write in pipes), environment)
     finally:
-        os.close(write)
-    with os.fdopen(read) as errors, fork.stdout as output:
+        for _, write in pipes:
+            os.close(write)
+    output, errors = (os.fdopen(read) for read, _ in pipes)
+    with output, errors:
         told = errors.read()
         return subprocess.CompletedProcess(command, fork.wait(), output.read(), told)
 

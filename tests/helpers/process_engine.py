@@ -16,6 +16,7 @@ from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.scheduler.client import EngineClient, TokenDelta
 from tests.helpers.fake_engine import SLOW_FILE, reply
 from tests.helpers.fake_processes import FAKE_SCHEDULER, SETTINGS
+from tests.helpers.forks import forked_engines
 from tests.helpers.processes import children, is_alive, wait_dead
 from tests.helpers.settings import settings_of
 from tests.helpers.waiting import PATIENCE_S
@@ -35,7 +36,8 @@ def private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 async def engine(*, max_unread_bytes: int | None = None, **settings: object) -> AsyncIterator[EngineClient]:
     """Starts an engine, and after the test sees to it that no process is left."""
     config = settings_of(**(SETTINGS | settings))
-    client = await EngineClient.start(config, command=FAKE_SCHEDULER, max_unread_bytes=max_unread_bytes)
+    with forked_engines():
+        client = await EngineClient.start(config, command=FAKE_SCHEDULER, max_unread_bytes=max_unread_bytes)
     pids = [client.started.scheduler_pid, *(worker.pid for worker in client.started.workers)]
     try:
         yield client
