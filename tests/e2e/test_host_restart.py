@@ -28,6 +28,7 @@ from hiserve.ipc.cache_stats import CopyStats
 from hiserve.models.builtin_shapes import read_model
 from hiserve.models.draft_config import model_facts
 from hiserve.scheduler.client import EngineClient
+from tests.helpers.forks import forked_engines
 from tests.helpers.segment_name import segment_name
 from tests.helpers.settings import identified
 from tests.helpers.waiting import PATIENCE_S, until
@@ -224,7 +225,8 @@ async def ask_again(client: EngineClient) -> Answers:
 
 
 async def test_a_killed_worker_leaves_its_host_cache_to_its_successor(expected: list[list[int]]) -> None:
-    client = await EngineClient.start(resolved())
+    with forked_engines():
+        client = await EngineClient.start(resolved())
     try:
         first, _, drafts = await ask(client, retain=((3 * PAGE, 3600),))
         assert first == expected
@@ -246,7 +248,8 @@ async def test_a_killed_worker_leaves_its_host_cache_to_its_successor(expected: 
 
 async def test_a_named_cache_survives_the_whole_server_and_has_one_owner(name: str, expected: list[list[int]]) -> None:
     config = resolved(host_cache_name=name)
-    client = await EngineClient.start(config)
+    with forked_engines():
+        client = await EngineClient.start(config)
     try:
         assert (await ask(client))[0] == expected
         with pytest.raises(HiserveError, match="another server uses") as refused:
@@ -254,7 +257,8 @@ async def test_a_named_cache_survives_the_whole_server_and_has_one_owner(name: s
         assert refused.value.code == ResourceError.code
     finally:
         await client.stop()
-    client = await EngineClient.start(config)
+    with forked_engines():
+        client = await EngineClient.start(config)
     try:
         tokens, cached, _ = await ask(client)
         assert tokens == expected

@@ -28,6 +28,7 @@ from hiserve.core.digest import chain, namespace_digest, pack_tokens
 from hiserve.core.usage import CacheUse
 from hiserve.models.model_config import NANO, find_model
 from hiserve.scheduler.client import EngineClient
+from tests.helpers.forks import forked_engines
 from tests.helpers.models import save_family
 from tests.helpers.processes import wait_dead
 from tests.helpers.segment_name import segment_name
@@ -122,7 +123,8 @@ async def engine(**options: Any) -> AsyncIterator[tuple[EngineClient, bytes]]:
     given = SETTINGS | HOST | options
     del given["in_process"]
     settings = identified(make_options(**given))
-    client = await EngineClient.start(settings)
+    with forked_engines():
+        client = await EngineClient.start(settings)
     try:
         yield client, settings.cache_identity.namespace
     finally:

@@ -28,6 +28,7 @@ from hiserve.errors import (
 from hiserve.ipc.updates import TokenDelta
 from hiserve.llm.offline_backends import InProcess
 from hiserve.llm.outputs import ChoiceBuilder
+from tests.helpers.forks import forked_engines
 from tests.helpers.processes import children, wait_dead
 from tests.helpers.waiting import PATIENCE_S
 from tests.helpers.widening import some
@@ -56,7 +57,9 @@ MODES = ["in process", "processes"]
 @pytest.fixture(scope="module")
 def engines() -> Iterator[dict[str, LLM]]:
     """Both kinds, side by side; every test leaves them usable."""
-    with LLM(in_process=True, **SMALL) as inside, LLM(**SMALL) as outside:
+    with forked_engines():
+        outside = LLM(**SMALL)
+    with LLM(in_process=True, **SMALL) as inside, outside:
         yield {"in process": inside, "processes": outside}
 
 
@@ -571,7 +574,7 @@ def test_drafts_tell_what_they_cost_where_their_number_is_chosen() -> None:
 def test_a_conversation_returns_to_the_worker_that_holds_its_prefix() -> None:
     rng = np.random.default_rng(11)
     histories = [rng.integers(3, 4096, size=100).tolist() for _ in range(4)]
-    with LLM(replicas=2, **SMALL) as llm:
+    with forked_engines(), LLM(replicas=2, **SMALL) as llm:
         for turn in range(3):
             if turn == 0:  # all at once: two conversations on each worker
                 results = llm.generate(histories, GREEDY)

@@ -20,6 +20,7 @@ from hiserve.core.usage import CacheUse, DraftUse
 from hiserve.models.builtin_shapes import read_model
 from hiserve.models.draft_config import model_facts
 from hiserve.scheduler.client import EngineClient
+from tests.helpers.forks import forked_engines
 from tests.helpers.grammars import GRAMMARS
 from tests.helpers.settings import identified
 from tests.helpers.waiting import PATIENCE_S
@@ -114,7 +115,8 @@ async def run(client: EngineClient, asked: dict[str, SamplingParams], num_deaths
 async def test_every_request_gets_what_it_would_have_had() -> None:
     print(f"seed {SEED}")
     asked = {name: SamplingParams(**({"max_tokens": NUM_NEW, "ignore_eos": True} | how)) for name, how in CASES.items()}
-    client = await EngineClient.start(resolved())
+    with forked_engines():
+        client = await EngineClient.start(resolved())
     try:
         expected = await run(client, asked, 0)
         stop = next(token for token in expected["stops"].tokens[50:] if token not in expected["stops"].tokens[:50])

@@ -16,6 +16,7 @@ from hiserve.config.options import make_options
 from hiserve.engine import build, store_prefetch
 from hiserve.ipc.messages import Admit, WorkerStats
 from hiserve.models.builtin_shapes import read_model
+from tests.helpers.forks import forked_engines
 from tests.helpers.sim_store import Fault, SimStore, Step
 from tests.helpers.tiered import PAGE, SMALL, cache_of, check_whole, engine_of, rest
 from tests.helpers.widening import some
@@ -71,7 +72,7 @@ def test_processes_find_what_was_stored_before_them(tmp_path: Path, expected: li
     options = SMALL | {"store": f"file:{tmp_path}", "store_prefetch": "wait"}
     with LLM(**options) as llm:
         assert tokens_of(llm) == expected
-    with LLM(**options | {"in_process": False}) as llm:
+    with forked_engines(), LLM(**options | {"in_process": False}) as llm:
         results = llm.generate(*workload())
     assert [result.outputs[0].token_ids for result in results] == expected
     assert sum(result.cached.store for result in results) == sum((size - 1) // PAGE * PAGE for size in LENGTHS)

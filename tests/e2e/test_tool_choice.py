@@ -19,6 +19,7 @@ from hiserve.models.model_config import NANO
 from hiserve.text.reader.buffer import called
 from tests.e2e.live import Live, serve
 from tests.helpers.cache_paths import SETTINGS
+from tests.helpers.forks import forked_engines
 from tests.helpers.grammars import TOOL_SCHEMA, TOOLS
 from tests.helpers.waiting import PATIENCE_S
 
@@ -122,7 +123,7 @@ async def test_a_tool_that_nothing_forces_may_have_a_broken_schema(client: opena
 
 def test_offline_calls_are_made_and_grammars_that_kill_are_refused() -> None:
     sampling = SamplingParams(temperature=1.0, seed=5, max_tokens=120)
-    with LLM(**SETTINGS | {"max_model_len": 512}) as llm:
+    with forked_engines(), LLM(**SETTINGS | {"max_model_len": 512}) as llm:
         for fields in ({"tool_choice": "required", "parallel_tool_calls": False}, {"tool_choice": NAMED}):
             (output,) = llm.chat([USER], sampling, tools=TOOLS, **fields)
             (reply,) = output.outputs
