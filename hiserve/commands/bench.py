@@ -55,6 +55,7 @@ from hiserve.bench.workload import Run
 from hiserve.commands.progress import progress
 from hiserve.config.options import Options, flat, without_secrets
 from hiserve.errors import ConfigError
+from hiserve.fleet.report import FleetOptions, draw_fleet, missed_bars, run_fleet, show_fleet
 from hiserve.models.builtin_shapes import read_model
 
 _T = TypeVar("_T")
@@ -230,6 +231,18 @@ def _soak(config: Options, arguments: Mapping[str, Any]) -> int:
     return INTERRUPTED if found.is_partial else int(bool(found.figures.num_violations))
 
 
+def _fleet(_: Options, arguments: Mapping[str, Any]) -> int:
+    options, plotter = pick(FleetOptions, arguments), _plotter(arguments)
+    with progress("cases") as begin:
+        found = run_fleet(options, begin)
+    show_fleet(Console(highlight=False), found)
+    missed = missed_bars(found)
+    _write(arguments, None, {"options": [options], "cases": found.cases, "endless": found.endless, "missed": missed})
+    if plotter is not None:
+        draw_fleet(plotter, "made-up conversations" if options.path is None else options.path.name, found)
+    return int(bool(missed))
+
+
 # The one table of benchmarks.
 KINDS = {
     "serve": BenchKind(
@@ -256,6 +269,12 @@ KINDS = {
         (SweepOptions, RehearsalOptions, OutputOptions, PlotOptions),
         True,
         _spec,
+    ),
+    "fleet": BenchKind(
+        "Compute what replicas find cached by the way in which requests are spread over them; no engine runs.",
+        (FleetOptions, OutputOptions, PlotOptions),
+        False,
+        _fleet,
     ),
     "soak": BenchKind(
         "Load a server, strike it with faults, and see what it survives.", (SoakOptions, OutputOptions), True, _soak

@@ -1,0 +1,1 @@
+"""Engines under the control of others: where their requests go, and adapters."""

@@ -1,0 +1,21 @@
+"""Fleets: where requests go."""
+
+from hiserve.fleet import affinity, simulation
+from tests.unit.fleet import test_affinity, test_simulation
+
+with affinity.Affinity.homes, test_affinity.test_routers_choose_alike_whatever_the_order_of_their_names:
+    "INV 95: a replica's place in the list decides"
+    self._hashes ^ np.uint64(_hash(key))
+    np.arange(self._hashes.size, dtype=np.uint64) ^ np.uint64(_hash(key))
+with affinity.Affinity.choose, test_affinity.test_a_busy_home_is_passed_by_in_order_and_then_the_idlest_takes_over:
+    "INV 95: a crowd follows its conversation's first home"
+    loads[home] <= limit
+    True
+with affinity.conversation_key, test_affinity.test_the_turns_of_a_conversation_have_one_key_and_others_have_others:
+    "INV 95: each turn of a conversation has a key of its own"
+    next(ends, len(messages))
+    len(messages)
+with simulation._Fleet.use, test_simulation.test_a_cache_gives_up_the_ends_of_prompts_first:
+    "the simulation evicts the starts of prompts first"
+    reversed(blocks)
+    blocks
