@@ -14,7 +14,8 @@ PACKED_CAPABILITY = (8, 9)  # the least of a GPU with instructions for E4M3
 class PackedShape(NamedTuple):
     """Numbers of a row: those in 8 bits (E4M3), in tiles that have a scale each, then those in bfloat16.
 
-    A page keeps the numbers of all its rows, then their scales.
+    A page keeps the numbers of all its rows, then their scales. Of several float32 scales those of tiles 0 and 1, 2 and 3 lie in turns:
+    a number of the one, a number of the other.
 
     Attributes:
         scaled: Numbers in 8 bits, a multiple of ``tile``.
@@ -42,6 +43,11 @@ class PackedShape(NamedTuple):
     def num_tiles(self) -> int:
         """Scales of a row."""
         return self.scaled // self.tile
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether the numbers of two tiles lie in turns."""
+        return self.has_wide_scales and self.num_tiles > 1
 
     @property
     def scale_bytes(self) -> int:

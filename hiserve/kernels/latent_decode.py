@@ -16,8 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from hiserve.core.row_shapes import PackedPages
-from hiserve.kernels.latent_rows import load_latents, page_rows_of
+from hiserve.kernels.few_bits import has_instructions
+from hiserve.kernels.latent_rows import page_rows_of
 from hiserve.kernels.launch import await_previous, early_launch, start_next
+from hiserve.kernels.packed_latents import add_scores, attend_packed, find_keys
 
 MAX_PARTS = 64
 """Most parts of a row."""
@@ -63,6 +65,7 @@ class _Shape(NamedTuple):
     num_keys: int
     min_part_keys: int
     hides_first: bool
+    has_instructions: bool  # of a GPU, for packed rows
 
 
 _WIDE_TILE = Tile(16, 16, 4, 2)  # of float32, whose products take no tensor cores
@@ -127,7 +130,9 @@ def decode(
     sizes = (tile.num_queries, tile.num_keys, _MIN_PART_KEYS)
     packed_rows = page_rows_of(packed, pool, rank, width - rank)
     assert packed_rows or (pool.dtype == q.dtype and pool.shape[2] == width), (pool.dtype, pool.shape)
-    shape = _Shape(num_heads, rank, width - rank, page_size, packed_rows, *sizes, hides_first=hides_first)
+    shape = _Shape(
+        num_heads, rank, width - rank, page_size, packed_rows, *sizes, hides_first, has_instructions(q.device, q.dtype)
+    )
     num_rows = rows.kv_lens.shape[0]
     part_out, part_lse = out, None
     if num_parts > 1:
@@ -172,16 +177,26 @@ def _part_keys(kv_len, num_parts, SHAPE: tl.constexpr):  # type: ignore[no-untyp
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _load_keys(pool, slot, slot_stride, is_key, DTYPE: tl.constexpr, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Returns the latents of slots and their rotated keys, plain or packed; zeros where there is none."""
-    if SHAPE.packed_rows:
-        latents, turns = load_latents(pool, slot, is_key, DTYPE, SHAPE.rank, SHAPE.rope_dim, SHAPE.packed_rows)
-    else:
+def _attend_plain(mine, is_query, last, pool, slot_stride, table, keys, scale, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Returns of queries the largest score, the sum of exponentials, and that of values, over keys from one on up to another."""
+    plain = tl.load(mine + tl.arange(0, SHAPE.rank)[None, :], mask=is_query[:, None], other=0.0)
+    turned = SHAPE.rank + tl.arange(0, SHAPE.rope_dim)
+    rotated = tl.load(mine + turned[None, :], mask=is_query[:, None], other=0.0)
+    best = tl.full((SHAPE.num_queries,), -float("inf"), tl.float32)
+    total = tl.full((SHAPE.num_queries,), 0.0, tl.float32)  # Triton 3.6 has no tl.zeros of such a shape
+    summed = tl.full((SHAPE.num_queries, SHAPE.rank), 0.0, tl.float32)
+    low, high = keys
+    for first in range(low, high, SHAPE.num_keys):
+        key, slot, is_key = find_keys(first, high, table, SHAPE)
         place = pool + slot[:, None] * slot_stride
         latents = tl.load(place + tl.arange(0, SHAPE.rank)[None, :], mask=is_key[:, None], other=0.0)
-        turned = SHAPE.rank + tl.arange(0, SHAPE.rope_dim)
         turns = tl.load(place + turned[None, :], mask=is_key[:, None], other=0.0)
-    return latents, turns
+        scores = tl.dot(plain, tl.trans(latents), input_precision="ieee")
+        scores = tl.dot(rotated, tl.trans(turns), scores, input_precision="ieee") * scale
+        scores = tl.where(is_key[None, :] & (key[None, :] <= last[:, None]), scores, -float("inf"))
+        best, total, shares, kept = add_scores(scores, best, total)
+        summed = tl.dot(shares.to(latents.dtype), latents, summed * kept[:, None], input_precision="ieee")
+    return best, total, summed
 
 
 @triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
@@ -217,45 +232,29 @@ def _attend(  # type: ignore[no-untyped-def]
         block_end = tl.minimum((tl.program_id(0) + 1) * SHAPE.num_queries - 1, q_len * SHAPE.num_heads - 1)
         high = tl.minimum(low + share, kv_len - q_len + block_end // SHAPE.num_heads + 1)
         cell = (start + token).to(tl.int64) * SHAPE.num_heads + query % SHAPE.num_heads
-        column, turned = tl.arange(0, SHAPE.rank), SHAPE.rank + tl.arange(0, SHAPE.rope_dim)
         mine = q + cell[:, None] * (SHAPE.rank + SHAPE.rope_dim)
-        plain = tl.load(mine + column[None, :], mask=is_query[:, None], other=0.0)
-        rotated = tl.load(mine + turned[None, :], mask=is_query[:, None], other=0.0)
-        best = tl.full((SHAPE.num_queries,), -float("inf"), tl.float32)
-        total = tl.full((SHAPE.num_queries,), 0.0, tl.float32)  # Triton 3.6 has no tl.zeros of such a shape
-        summed = tl.full((SHAPE.num_queries, SHAPE.rank), 0.0, tl.float32)
-        for first in range(low, high, SHAPE.num_keys):
-            key = first + tl.arange(0, SHAPE.num_keys)
-            is_key = key < high
-            if SHAPE.hides_first:
-                is_key = is_key & (key > 0)
-            entry = page_table + row.to(tl.int64) * table_stride + key // SHAPE.page_size
-            page = tl.load(entry, mask=is_key, other=0)
-            slot = page.to(tl.int64) * SHAPE.page_size + key % SHAPE.page_size
-            latents, turns = _load_keys(pool, slot, slot_stride, is_key, plain.dtype, SHAPE)
-            scores = tl.dot(plain, tl.trans(latents), input_precision="ieee")
-            scores = tl.dot(rotated, tl.trans(turns), scores, input_precision="ieee") * scale
-            scores = tl.where(is_key[None, :] & (key[None, :] <= last[:, None]), scores, -float("inf"))
-            better = tl.maximum(best, tl.max(scores, 1))
-            base = tl.where(better == -float("inf"), 0.0, better)
-            shares, kept = tl.exp2(scores - base[:, None]), tl.exp2(best - base)
-            total = total * kept + tl.sum(shares, 1)
-            summed = tl.dot(shares.to(latents.dtype), latents, summed * kept[:, None], input_precision="ieee")
-            best = better
+        table, keys = page_table + row.to(tl.int64) * table_stride, (low, high)
         target = part.to(tl.int64) * num_tokens * SHAPE.num_heads + cell
-        _store_part(out, lse, target, best, total, summed, is_query, SHAPE)
+        if SHAPE.packed_rows:
+            best, total, one, two, three, four = attend_packed(mine, is_query, last, pool, table, keys, scale, SHAPE)
+            _store_values(out, target, total, one, 0, is_query, SHAPE)
+            _store_values(out, target, total, two, SHAPE.rank // 4, is_query, SHAPE)
+            _store_values(out, target, total, three, SHAPE.rank // 2, is_query, SHAPE)
+            _store_values(out, target, total, four, SHAPE.rank // 4 * 3, is_query, SHAPE)
+        else:
+            best, total, one = _attend_plain(mine, is_query, last, pool, slot_stride, table, keys, scale, SHAPE)
+            _store_values(out, target, total, one, 0, is_query, SHAPE)
+        if lse is not None:
+            logs = best * _LN_2 + tl.log(tl.where(total > 0.0, total, 1.0))
+            tl.store(lse + target, tl.where(total > 0.0, logs, -float("inf")), mask=is_query)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store_part(out, lse, target, best, total, summed, is_query, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Stores values and, if there is memory for them, logarithms; zeros and -inf where a query saw no key."""
-    sees = total > 0.0
-    summed = summed / tl.where(sees, total, 1.0)[:, None]
-    values = out + target[:, None] * SHAPE.rank + tl.arange(0, SHAPE.rank)[None, :]
+def _store_values(out, target, total, summed, first, is_query, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Stores columns of values from ``first`` on; zeros where a query saw no key."""
+    summed = summed / tl.where(total > 0.0, total, 1.0)[:, None]
+    values = out + target[:, None] * SHAPE.rank + first + tl.arange(0, summed.shape[1])[None, :]
     tl.store(values, summed.to(out.dtype.element_ty), mask=is_query[:, None])
-    if lse is not None:
-        logs = tl.where(sees, best * _LN_2 + tl.log(tl.where(sees, total, 1.0)), -float("inf"))
-        tl.store(lse + target, logs, mask=is_query)
 
 
 @triton.jit(do_not_specialize=["qo_indptr", "kv_lens", "num_tokens", "num_parts"])  # type: ignore[untyped-decorator]

@@ -1,6 +1,7 @@
 """Latents in 8 bits within kernels of Triton: packed as they are stored, unpacked in registers; ``kernels.row_codecs`` is the twin.
 
-A row is a latent, whose quarters have a float32 scale each, and a rotated key, which stays in bfloat16.
+A row is a latent, whose quarters have a float32 scale each, and a rotated key, which stays in bfloat16. Two quarters lie byte by
+byte in turns, so that elements of 16 bits have one of each: kernels widen two at once, and multiply quarter by quarter.
 """
 
 from __future__ import annotations
@@ -16,6 +17,24 @@ from hiserve.kernels.row_codec_triton import rounded, to_e4m3, widened
 
 _SCALES = tl.constexpr(row_shapes.LATENT_SCALES)
 _SCALE_BYTES = tl.constexpr(row_shapes.LATENT_SCALES * row_shapes.WIDE_SCALE_BYTES)
+# As ``few_bits.widen_e4m3``, then times scales.
+_SCALED = tl.constexpr("""{
+.reg .b32 a, b, c, d;
+shl.b32 a, $2, 8;
+shl.b32 b, $2, 4;
+shr.u32 c, $2, 4;
+and.b32 b, b, 0x07f007f0;
+and.b32 c, c, 0x07f007f0;
+lop3.b32 b, a, 0x80008000, b, 0xea;
+lop3.b32 c, $2, 0x80008000, c, 0xea;
+mov.b32 a, 0x7b807b80;
+mov.b32 d, 0x80008000;
+fma.rn.bf16x2 b, b, a, d;
+fma.rn.bf16x2 c, c, a, d;
+fma.rn.bf16x2 c, c, $4, d;
+fma.rn.bf16x2 $0, b, $3, d;
+mov.b32 $1, c;
+}""")
 _LARGEST, _LEAST = tl.constexpr(row_codecs.LARGEST), tl.constexpr(row_codecs.LEAST)
 
 
@@ -48,18 +67,34 @@ def load_latents(  # type: ignore[no-untyped-def]
     RANK: tl.constexpr,  # noqa: N803
     ROPE_DIM: tl.constexpr,  # noqa: N803
     PAGE_ROWS: tl.constexpr,  # noqa: N803
+    HAS_INSTRUCTIONS: tl.constexpr,  # noqa: N803
 ):
-    """Returns the latents of slots ``[K]``, ``[K, RANK]``, and their rotated keys, ``[K, ROPE_DIM]``; zeros where there is none."""
+    """Returns the latents of slots ``[K]``, four quarters ``[K, RANK / 4]``, and rotated keys, ``[K, ROPE_DIM]``; zeros where there is none."""
     place, scale = _places_of(pool, slot, RANK, ROPE_DIM, PAGE_ROWS)
     tile: tl.constexpr = RANK // _SCALES
-    quarter, element = tl.arange(0, _SCALES), tl.arange(0, tile)
-    column = quarter[:, None] * tile + element[None, :]
-    small = tl.load(place[:, None, None] + column[None, :, :], mask=is_there[:, None, None], other=0)
-    factor = tl.load(scale[:, None] + quarter[None, :], mask=is_there[:, None], other=0.0)
-    latents = tl.reshape((widened(small) * factor[:, :, None]).to(DTYPE), [place.shape[0], RANK])
-    turns = (place + RANK).to(tl.pointer_type(tl.bfloat16), bitcast=True)
-    turned = tl.load(turns[:, None] + tl.arange(0, ROPE_DIM)[None, :], mask=is_there[:, None], other=0.0)
-    return latents, turned.to(DTYPE)
+    mask, half = is_there[:, None], tl.arange(0, tile)[None, :]
+    pairs = place.to(tl.pointer_type(tl.int16), bitcast=True)[:, None] + half
+    one, two = tl.load(scale, mask=is_there, other=0.0), tl.load(scale + 1, mask=is_there, other=0.0)
+    three, four = tl.load(scale + 2, mask=is_there, other=0.0), tl.load(scale + 3, mask=is_there, other=0.0)
+    first, second = _widen(tl.load(pairs, mask=mask, other=0), one, two, DTYPE, HAS_INSTRUCTIONS)
+    third, fourth = _widen(tl.load(pairs + tile, mask=mask, other=0), three, four, DTYPE, HAS_INSTRUCTIONS)
+    turns = (place + RANK).to(tl.pointer_type(tl.bfloat16), bitcast=True)[:, None] + tl.arange(0, ROPE_DIM)[None, :]
+    return first, second, third, fourth, tl.load(turns, mask=mask, other=0.0).to(DTYPE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _widen(pairs, low, high, DTYPE: tl.constexpr, HAS_INSTRUCTIONS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Returns the numbers of the lower and of the upper bytes of int16 ``[K, N]``, times scales ``[K]``, each rounded once."""
+    if HAS_INSTRUCTIONS:
+        low = tl.broadcast_to(low.to(tl.bfloat16)[:, None], pairs.shape)
+        high = tl.broadcast_to(high.to(tl.bfloat16)[:, None], pairs.shape)
+        one, other = tl.inline_asm_elementwise(
+            _SCALED, "=r,=r,r,r,r", [pairs, low, high], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+    else:
+        one = (widened((pairs & 255).to(tl.uint8)) * low[:, None]).to(DTYPE)
+        other = (widened((pairs >> 8 & 255).to(tl.uint8)) * high[:, None]).to(DTYPE)
+    return one, other
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -88,9 +123,12 @@ def store_latent(  # type: ignore[no-untyped-def]
         value = tl.reshape(rounded(latent).to(tl.float32, bitcast=True), [_SCALES, tile])
         # Of what is not finite no number is read: its scale is infinite.
         largest = tl.max(tl.where(value != value, float("inf"), tl.abs(value)), 1)
-        factor = tl.maximum(largest, _LEAST) * (1 / _LARGEST)
+        # Up to a number of bfloat16, whose products with numbers are then rounded once, whoever computes them.
+        factor = (tl.maximum(largest, _LEAST) * (1 / _LARGEST)).to(tl.int32, bitcast=True)
+        factor = ((factor + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
         small = to_e4m3(tl.div_rn(value, tl.broadcast_to(factor[:, None], [_SCALES, tile])))
-        tl.store(place + column, tl.reshape(small, [RANK]))
+        pairs = tl.permute(tl.reshape(small, [2, 2, tile]), (0, 2, 1))
+        tl.store(place + column, tl.reshape(pairs, [RANK]))
         tl.store(scale + tl.arange(0, _SCALES), factor)
         latent = tl.reshape(widened(small) * factor[:, None], [RANK]).to(latent.dtype)
         stored = (place + RANK).to(tl.pointer_type(tl.bfloat16), bitcast=True)

@@ -39,13 +39,20 @@ def store_packed(pool: Tensor, slots: Tensor, rows: Tensor, pages: PackedPages) 
     if shape.has_wide_scales:
         # Of what is not finite no number is read: its scale is infinite.
         factors = largest.nan_to_num_(nan=torch.inf, posinf=torch.inf).clamp_(min=LEAST) * (1 / LARGEST)
+        if (
+            shape.has_pairs
+        ):  # up to a number of bfloat16, whose products with numbers are then rounded once, whoever computes them
+            factors = ((factors.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
         small, scales = wide / factors[..., None], factors.view(torch.uint8)
     else:
         exponents = scale_exponents(largest)
         small = torch.ldexp(wide, -exponents[..., None])
         scales = (exponents + 127).clamp_(0, 255).to(torch.uint8)
         scales = torch.nn.functional.pad(scales, (0, shape.scale_bytes - shape.num_tiles))
-    small = small.clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)
+    small = small.clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
+    if shape.has_pairs:
+        small = small.unflatten(1, (-1, 2)).transpose(2, 3)
+    small = small.flatten(1)
     values = torch.cat((small, narrow[:, shape.scaled :].contiguous().view(torch.uint8)), 1)
     place = (slots // pages.page_rows, slots % pages.page_rows)
     for parts, new in zip(_parts(pool, pages), (values, scales), strict=True):
@@ -56,8 +63,10 @@ def load_packed(pool: Tensor, slots: Tensor, pages: PackedPages) -> Tensor:
     """Returns the rows of slots, float32 ``[*slots.shape, shape.width]``; zeros for slot -1. As ``store_packed``."""
     shape, is_none, place = pages.shape, slots < 0, slots.clamp(min=0).flatten()
     values, scales = (each[place // pages.page_rows, place % pages.page_rows] for each in _parts(pool, pages))
-    small = values[:, : shape.scaled].contiguous().view(torch.float8_e4m3fn).float()
-    small = small.view(-1, shape.num_tiles, shape.tile)
+    bits = values[:, : shape.scaled]
+    if shape.has_pairs:
+        bits = bits.unflatten(1, (-1, shape.tile, 2)).transpose(2, 3)
+    small = bits.contiguous().view(torch.float8_e4m3fn).float().view(-1, shape.num_tiles, shape.tile)
     if shape.has_wide_scales:
         scaled = small * scales.view(torch.float32)[..., None]
     else:

@@ -1,0 +1,68 @@
+"""The loop of ``kernels.latent_decode`` over packed latents, quarter by quarter, and what it shares with the one over plain ones."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hiserve.kernels.latent_rows import load_latents
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def find_keys(first, high, table, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Returns the keys from ``first`` on, their slots, and which there are, below ``high``."""
+    key = first + tl.arange(0, SHAPE.num_keys)
+    is_key = key < high
+    if SHAPE.hides_first:
+        is_key = is_key & (key > 0)
+    page = tl.load(table + key // SHAPE.page_size, mask=is_key, other=0)
+    return key, page.to(tl.int64) * SHAPE.page_size + key % SHAPE.page_size, is_key
+
+
+@triton.jit
+def add_scores(scores, best, total):  # type: ignore[no-untyped-def]
+    """Adds scores, -inf where a query does not see a key, to a softmax.
+
+    Returns:
+        Its largest score and its sum; the shares of these keys, and the factor of what was summed before.
+    """
+    better = tl.maximum(best, tl.max(scores, 1))
+    base = tl.where(better == -float("inf"), 0.0, better)
+    shares, kept = tl.exp2(scores - base[:, None]), tl.exp2(best - base)
+    return better, total * kept + tl.sum(shares, 1), shares, kept
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def attend_packed(mine, is_query, last, pool, table, keys, scale, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """As ``latent_decode._attend_plain``; the sum of values comes in quarters."""
+    tile: tl.constexpr = SHAPE.rank // 4
+    low, high = keys
+    column, mask = mine + tl.arange(0, tile)[None, :], is_query[:, None]
+    q_one, q_two = tl.load(column, mask=mask, other=0.0), tl.load(column + tile, mask=mask, other=0.0)
+    q_three, q_four = tl.load(column + 2 * tile, mask=mask, other=0.0), tl.load(column + 3 * tile, mask=mask, other=0.0)
+    rotated = tl.load(mine + SHAPE.rank + tl.arange(0, SHAPE.rope_dim)[None, :], mask=mask, other=0.0)
+    best = tl.full((SHAPE.num_queries,), -float("inf"), tl.float32)
+    total = tl.full((SHAPE.num_queries,), 0.0, tl.float32)
+    one = tl.full((SHAPE.num_queries, tile), 0.0, tl.float32)
+    two = tl.full((SHAPE.num_queries, tile), 0.0, tl.float32)
+    three = tl.full((SHAPE.num_queries, tile), 0.0, tl.float32)
+    four = tl.full((SHAPE.num_queries, tile), 0.0, tl.float32)
+    dtype: tl.constexpr = q_one.dtype
+    for start in range(low, high, SHAPE.num_keys):
+        key, slot, is_key = find_keys(start, high, table, SHAPE)
+        k_one, k_two, k_three, k_four, turns = load_latents(
+            pool, slot, is_key, dtype, SHAPE.rank, SHAPE.rope_dim, SHAPE.packed_rows, SHAPE.has_instructions
+        )
+        scores = tl.dot(rotated, tl.trans(turns), input_precision="ieee")
+        scores = tl.dot(q_one, tl.trans(k_one), scores, input_precision="ieee")
+        scores = tl.dot(q_two, tl.trans(k_two), scores, input_precision="ieee")
+        scores = tl.dot(q_three, tl.trans(k_three), scores, input_precision="ieee")
+        scores = tl.dot(q_four, tl.trans(k_four), scores, input_precision="ieee") * scale
+        scores = tl.where(is_key[None, :] & (key[None, :] <= last[:, None]), scores, -float("inf"))
+        best, total, shares, kept = add_scores(scores, best, total)
+        shares, rest = shares.to(dtype), kept[:, None]
+        one = tl.dot(shares, k_one, one * rest, input_precision="ieee")
+        two = tl.dot(shares, k_two, two * rest, input_precision="ieee")
+        three = tl.dot(shares, k_three, three * rest, input_precision="ieee")
+        four = tl.dot(shares, k_four, four * rest, input_precision="ieee")
+    return best, total, one, two, three, four
