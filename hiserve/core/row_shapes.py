@@ -14,8 +14,8 @@ PACKED_CAPABILITY = (8, 9)  # the least of a GPU with instructions for E4M3
 class PackedShape(NamedTuple):
     """Numbers of a row: those in 8 bits (E4M3), in tiles that have a scale each, then those in bfloat16.
 
-    A page keeps the numbers of all its rows, then their scales. Of several float32 scales those of tiles 0 and 1, 2 and 3 lie in turns:
-    a number of the one, a number of the other.
+    A page keeps the numbers of all its rows, then their scales. Where tiles have several float32 scales, the numbers of the first half
+    of them and those of the second lie in turns.
 
     Attributes:
         scaled: Numbers in 8 bits, a multiple of ``tile``.
@@ -46,7 +46,7 @@ class PackedShape(NamedTuple):
 
     @property
     def has_pairs(self) -> bool:
-        """Whether the numbers of two tiles lie in turns."""
+        """Whether the numbers of two halves lie in turns."""
         return self.has_wide_scales and self.num_tiles > 1
 
     @property

@@ -236,11 +236,9 @@ def _attend(  # type: ignore[no-untyped-def]
         table, keys = page_table + row.to(tl.int64) * table_stride, (low, high)
         target = part.to(tl.int64) * num_tokens * SHAPE.num_heads + cell
         if SHAPE.packed_rows:
-            best, total, one, two, three, four = attend_packed(mine, is_query, last, pool, table, keys, scale, SHAPE)
+            best, total, one, two = attend_packed(mine, is_query, last, pool, table, keys, scale, SHAPE)
             _store_values(out, target, total, one, 0, is_query, SHAPE)
-            _store_values(out, target, total, two, SHAPE.rank // 4, is_query, SHAPE)
-            _store_values(out, target, total, three, SHAPE.rank // 2, is_query, SHAPE)
-            _store_values(out, target, total, four, SHAPE.rank // 4 * 3, is_query, SHAPE)
+            _store_values(out, target, total, two, SHAPE.rank // 2, is_query, SHAPE)
         else:
             best, total, one = _attend_plain(mine, is_query, last, pool, slot_stride, table, keys, scale, SHAPE)
             _store_values(out, target, total, one, 0, is_query, SHAPE)

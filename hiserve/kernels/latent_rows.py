@@ -1,7 +1,7 @@
 """Latents in 8 bits within kernels of Triton: packed as they are stored, unpacked in registers; ``kernels.row_codecs`` is the twin.
 
-A row is a latent, whose quarters have a float32 scale each, and a rotated key, which stays in bfloat16. Two quarters lie byte by
-byte in turns, so that elements of 16 bits have one of each: kernels widen two at once, and multiply quarter by quarter.
+A row is a latent, whose quarters have a float32 scale each, and a rotated key, which stays in bfloat16. The halves of a latent lie
+byte by byte in turns, so that elements of 16 bits have one of each: kernels widen two at once, and multiply half by half.
 """
 
 from __future__ import annotations
@@ -69,31 +69,32 @@ def load_latents(  # type: ignore[no-untyped-def]
     PAGE_ROWS: tl.constexpr,  # noqa: N803
     HAS_INSTRUCTIONS: tl.constexpr,  # noqa: N803
 ):
-    """Returns the latents of slots ``[K]``, four quarters ``[K, RANK / 4]``, and rotated keys, ``[K, ROPE_DIM]``; zeros where there is none."""
+    """Returns the halves of the latents of slots ``[K]``, ``[K, RANK / 2]``, and rotated keys, ``[K, ROPE_DIM]``; zeros where there is none."""
     place, scale = _places_of(pool, slot, RANK, ROPE_DIM, PAGE_ROWS)
     tile: tl.constexpr = RANK // _SCALES
-    mask, half = is_there[:, None], tl.arange(0, tile)[None, :]
-    pairs = place.to(tl.pointer_type(tl.int16), bitcast=True)[:, None] + half
-    one, two = tl.load(scale, mask=is_there, other=0.0), tl.load(scale + 1, mask=is_there, other=0.0)
-    three, four = tl.load(scale + 2, mask=is_there, other=0.0), tl.load(scale + 3, mask=is_there, other=0.0)
-    first, second = _widen(tl.load(pairs, mask=mask, other=0), one, two, DTYPE, HAS_INSTRUCTIONS)
-    third, fourth = _widen(tl.load(pairs + tile, mask=mask, other=0), three, four, DTYPE, HAS_INSTRUCTIONS)
+    mask, quarter = is_there[:, None], tl.arange(0, 2)[None, :]
+    column = tl.arange(0, 2)[:, None] * tile + tl.arange(0, tile)[None, :]
+    pairs = place.to(tl.pointer_type(tl.int16), bitcast=True)[:, None, None] + column[None, :, :]
+    low = tl.load(scale[:, None] + quarter, mask=mask, other=0.0)
+    high = tl.load(scale[:, None] + 2 + quarter, mask=mask, other=0.0)
+    one, two = _widen(tl.load(pairs, mask=mask[:, :, None], other=0), low, high, DTYPE, HAS_INSTRUCTIONS)
+    one, two = tl.reshape(one, [slot.shape[0], RANK // 2]), tl.reshape(two, [slot.shape[0], RANK // 2])
     turns = (place + RANK).to(tl.pointer_type(tl.bfloat16), bitcast=True)[:, None] + tl.arange(0, ROPE_DIM)[None, :]
-    return first, second, third, fourth, tl.load(turns, mask=mask, other=0.0).to(DTYPE)
+    return one, two, tl.load(turns, mask=mask, other=0.0).to(DTYPE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _widen(pairs, low, high, DTYPE: tl.constexpr, HAS_INSTRUCTIONS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Returns the numbers of the lower and of the upper bytes of int16 ``[K, N]``, times scales ``[K]``, each rounded once."""
+    """Returns the numbers of the lower and of the upper bytes of int16 ``[K, 2, N]``, times scales ``[K, 2]``, each rounded once."""
     if HAS_INSTRUCTIONS:
-        low = tl.broadcast_to(low.to(tl.bfloat16)[:, None], pairs.shape)
-        high = tl.broadcast_to(high.to(tl.bfloat16)[:, None], pairs.shape)
+        low = tl.broadcast_to(low.to(tl.bfloat16)[:, :, None], pairs.shape)
+        high = tl.broadcast_to(high.to(tl.bfloat16)[:, :, None], pairs.shape)
         one, other = tl.inline_asm_elementwise(
             _SCALED, "=r,=r,r,r,r", [pairs, low, high], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )
     else:
-        one = (widened((pairs & 255).to(tl.uint8)) * low[:, None]).to(DTYPE)
-        other = (widened((pairs >> 8 & 255).to(tl.uint8)) * high[:, None]).to(DTYPE)
+        one = (widened((pairs & 255).to(tl.uint8)) * low[:, :, None]).to(DTYPE)
+        other = (widened((pairs >> 8 & 255).to(tl.uint8)) * high[:, :, None]).to(DTYPE)
     return one, other
 
 
@@ -127,7 +128,7 @@ def store_latent(  # type: ignore[no-untyped-def]
         factor = (tl.maximum(largest, _LEAST) * (1 / _LARGEST)).to(tl.int32, bitcast=True)
         factor = ((factor + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
         small = to_e4m3(tl.div_rn(value, tl.broadcast_to(factor[:, None], [_SCALES, tile])))
-        pairs = tl.permute(tl.reshape(small, [2, 2, tile]), (0, 2, 1))
+        pairs = tl.permute(tl.reshape(small, [2, RANK // 2]), (1, 0))
         tl.store(place + column, tl.reshape(pairs, [RANK]))
         tl.store(scale + tl.arange(0, _SCALES), factor)
         latent = tl.reshape(widened(small) * factor[:, None], [RANK]).to(latent.dtype)

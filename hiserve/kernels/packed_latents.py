@@ -1,4 +1,4 @@
-"""The loop of ``kernels.latent_decode`` over packed latents, quarter by quarter, and what it shares with the one over plain ones."""
+"""The loop of ``kernels.latent_decode`` over packed latents, half by half, and what it shares with the one over plain ones."""
 
 from __future__ import annotations
 
@@ -34,35 +34,27 @@ def add_scores(scores, best, total):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def attend_packed(mine, is_query, last, pool, table, keys, scale, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """As ``latent_decode._attend_plain``; the sum of values comes in quarters."""
-    tile: tl.constexpr = SHAPE.rank // 4
+    """As ``latent_decode._attend_plain``; the sum of values comes in halves."""
+    half: tl.constexpr = SHAPE.rank // 2
     low, high = keys
-    column, mask = mine + tl.arange(0, tile)[None, :], is_query[:, None]
-    q_one, q_two = tl.load(column, mask=mask, other=0.0), tl.load(column + tile, mask=mask, other=0.0)
-    q_three, q_four = tl.load(column + 2 * tile, mask=mask, other=0.0), tl.load(column + 3 * tile, mask=mask, other=0.0)
+    column, mask = mine + tl.arange(0, half)[None, :], is_query[:, None]
+    q_one, q_two = tl.load(column, mask=mask, other=0.0), tl.load(column + half, mask=mask, other=0.0)
     rotated = tl.load(mine + SHAPE.rank + tl.arange(0, SHAPE.rope_dim)[None, :], mask=mask, other=0.0)
     best = tl.full((SHAPE.num_queries,), -float("inf"), tl.float32)
     total = tl.full((SHAPE.num_queries,), 0.0, tl.float32)
-    one = tl.full((SHAPE.num_queries, tile), 0.0, tl.float32)
-    two = tl.full((SHAPE.num_queries, tile), 0.0, tl.float32)
-    three = tl.full((SHAPE.num_queries, tile), 0.0, tl.float32)
-    four = tl.full((SHAPE.num_queries, tile), 0.0, tl.float32)
+    one = tl.full((SHAPE.num_queries, half), 0.0, tl.float32)
+    two = tl.full((SHAPE.num_queries, half), 0.0, tl.float32)
     dtype: tl.constexpr = q_one.dtype
     for start in range(low, high, SHAPE.num_keys):
         key, slot, is_key = find_keys(start, high, table, SHAPE)
-        k_one, k_two, k_three, k_four, turns = load_latents(
+        k_one, k_two, turns = load_latents(
             pool, slot, is_key, dtype, SHAPE.rank, SHAPE.rope_dim, SHAPE.packed_rows, SHAPE.has_instructions
         )
-        scores = tl.dot(rotated, tl.trans(turns), input_precision="ieee")
-        scores = tl.dot(q_one, tl.trans(k_one), scores, input_precision="ieee")
+        scores = tl.dot(q_one, tl.trans(k_one), input_precision="ieee")
         scores = tl.dot(q_two, tl.trans(k_two), scores, input_precision="ieee")
-        scores = tl.dot(q_three, tl.trans(k_three), scores, input_precision="ieee")
-        scores = tl.dot(q_four, tl.trans(k_four), scores, input_precision="ieee") * scale
+        scores = tl.dot(rotated, tl.trans(turns), scores, input_precision="ieee") * scale
         scores = tl.where(is_key[None, :] & (key[None, :] <= last[:, None]), scores, -float("inf"))
         best, total, shares, kept = add_scores(scores, best, total)
-        shares, rest = shares.to(dtype), kept[:, None]
-        one = tl.dot(shares, k_one, one * rest, input_precision="ieee")
-        two = tl.dot(shares, k_two, two * rest, input_precision="ieee")
-        three = tl.dot(shares, k_three, three * rest, input_precision="ieee")
-        four = tl.dot(shares, k_four, four * rest, input_precision="ieee")
-    return best, total, one, two, three, four
+        one = tl.dot(shares.to(dtype), k_one, one * kept[:, None], input_precision="ieee")
+        two = tl.dot(shares.to(dtype), k_two, two * kept[:, None], input_precision="ieee")
+    return best, total, one, two
