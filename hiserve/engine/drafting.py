@@ -71,11 +71,10 @@ class Drafting:
         # A row of fewer tokens begins with repetitions of its first one.
         last = state.tokens[rows[:, None], np.maximum(known[:, None] - _BACK, 0)]
         last[:, LONGEST] = -1
-        tenants = [state.request(row).tenant for row in rows.tolist()]
         num_following = min(int(state.pending[rows].max()) + num_propose, MAX_FOLLOWING)
         found = np.empty((rows.size, 2 + num_following), dtype=np.int32)
         found[:, 0] = known
-        found[:, 1], found[:, 2:] = self._history.follow(tenants, last, num_following)
+        found[:, 1], found[:, 2:] = self._history.follow(state.tenant[rows].tolist(), last, num_following)
         self._num_searched += rows.size
         self._num_found += int(np.count_nonzero(found[:, 1]))
         return found

@@ -58,6 +58,7 @@ class RowState:
         max_draft: int32 ``[R]``. Drafts that the request lets a step verify.
         draft_use: int32 ``[R, 2 + num_ahead]``. Steps of the request that verified drafts, these drafts, and how many
             of them were accepted at each position.
+        tenant: object ``[R]``. Namespace of the request, bytes.
         source: int8 ``[R]``. Index into ``SOURCES`` of the tier that gave most of the cached prompt.
         generation: int64 ``[R]``. Serial number of the request in its row; 0 for a free row.
         uid: int64 ``[R]``.
@@ -96,6 +97,7 @@ class RowState:
         self.drafted = np.zeros(count, dtype=np.int32)
         self.max_draft = np.zeros(count, dtype=np.int32)
         self.draft_use = np.zeros((count, 2 + num_ahead), dtype=np.int32)
+        self.tenant = np.full(count, b"", dtype=np.object_)
         self.source = np.zeros(count, dtype=np.int8)
         self.generation = np.zeros(count, dtype=np.int64)
         self.uid = np.zeros(count, dtype=np.int64)
@@ -144,6 +146,7 @@ class RowState:
         self.max_draft[row] = request.sampling.most_drafts(self._num_ahead, has_trees=self._has_trees)
         self.draft_use[row] = 0 if request.draft_use is None else request.draft_use
         self._has_new_draft_use[row] = self._num_ahead > 0
+        self.tenant[row] = request.tenant
         self.source[row] = SOURCES.index(request.source)
         logprobs = request.sampling.logprobs
         self.num_top[row] = -1 if logprobs is None else logprobs
@@ -376,9 +379,6 @@ class RowState:
         """Asserts the order of the lengths of every live row, that its pages hold them, and that rows are free or live.
 
         For tests, between steps.
-
-        Raises:
-            AssertionError: With the numbers of the row.
         """
         live = np.flatnonzero(self.generation)
         assert sorted([*self._free, *live]) == list(range(1, self.generation.size)), f"rows {live}, free {self._free}"

@@ -58,27 +58,27 @@ class LatentCase:
         table = torch.full((len(rows), max(num_pages)), NO_PAGE, dtype=torch.int32)
         num_slots = (sum(num_pages) + 1) * shape.page_size
         self._pool = torch.full((num_slots, 1, shape.head_dim), torch.nan, dtype=shape.dtype)
+        bits, packed = pack_latents(self._pool, rank, shape.page_size) if packs else (self._pool, None)
         queries, slots, expected, fresh = [], [], [], []
         for row, ((cached, new), pages) in enumerate(zip(rows, order, strict=True)):
             table[row, : len(pages)] = pages
             positions = torch.arange(cached + new)
             places = pages[positions // shape.page_size] * shape.page_size + positions % shape.page_size
             held = self._draw(cached + new, 1, shape.head_dim).to(shape.dtype)
-            if packs:
-                bits, one = pack_latents(held, rank, 1)
-                held = load_packed(bits[:, 0], torch.arange(len(held)), one).to(shape.dtype)[:, None]
+            if packed is not None:
+                store_packed(bits[:, 0], places, held[:, 0], packed)
+                held = load_packed(bits[:, 0], places, packed).to(shape.dtype)[:, None]
             self._pool[places] = held
             q = self._draw(new, num_heads, self._latent.nope_dim + self._latent.rope_dim).to(shape.dtype)
             expected.append(self._oracle(q, places))
             if shape.hides_first:
-                self._pool[places[0]] = torch.nan
+                bits[places[0]] = 255 if packs else torch.nan
             queries.append(q)
             slots.append(places[cached:])
             fresh.append(self._pool[places[cached:]])
         self.expected = torch.cat(expected)
         self.q, self.k = torch.cat(queries).to(device), torch.cat(fresh).to(device)
-        pool, packed = pack_latents(self._pool, rank, shape.page_size) if packs else (self._pool, None)
-        pool, matrices = pool.to(device), (self._to_keys.to(device), self._to_values.to(device))
+        pool, matrices = bits.to(device), (self._to_keys.to(device), self._to_values.to(device))
         self.kv = LatentKV(k=pool, v=pool[..., :rank], to_keys=matrices[0], to_values=matrices[1], packed=packed)
         q_lens = np.array([new for _, new in rows], dtype=np.int32)
         token_rows = torch.repeat_interleave(torch.arange(len(rows)), torch.from_numpy(q_lens).long())
