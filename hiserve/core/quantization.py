@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from fnmatch import fnmatchcase
 from typing import Literal
 
 import msgspec
+
+from hiserve.core.name_patterns import name_pattern
 
 _SCALE_BYTES = {8: 4, 4: 2}  # of a scale on the device, by the bits of a value
 TILE_ROWS = 64  # rows of a tile of 4-bit codes
@@ -55,7 +56,7 @@ class Quantization(msgspec.Struct, frozen=True):
         linears: Of projections; None if they are not quantized.
         experts: Of experts, likewise.
         ignored: Modules that are left as they are: names, parts of names between dots, patterns with ``*``, or after
-            ``re:`` regular expressions. Which these are the tensors of a checkpoint say; without them this counts.
+            ``re:`` regular expressions (``core.name_patterns``). Which these are the tensors of a checkpoint say; without them this counts.
     """
 
     method: str
@@ -67,7 +68,7 @@ class Quantization(msgspec.Struct, frozen=True):
         """Whether a module is left as it is; ``module`` is the name of a tensor without its last part."""
         for pattern in self.ignored:
             if pattern.startswith("re:"):
-                found = re.match(pattern.removeprefix("re:"), module) is not None
+                found = name_pattern(pattern.removeprefix("re:")).matches_start(module)
             elif "*" in pattern:
                 found = fnmatchcase(module, pattern) or fnmatchcase(module, pattern + ".*")
             else:

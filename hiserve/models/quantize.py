@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
 
+from hiserve.core.name_patterns import PatternError, name_pattern
 from hiserve.core.quantization import Quantization, QuantSpec
 from hiserve.errors import ModelError
 from hiserve.models.config_fields import ConfigFields
@@ -89,12 +89,13 @@ def _read_ignored(fields: Fields) -> tuple[str, ...]:
             raise _UnsupportedError(name, given, "a list of names is")
         found += given or ()
     for pattern in found:
+        if not pattern.startswith("re:"):
+            continue
         try:
-            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
-        except re.error as error:
-            raise _UnsupportedError(
-                "a module to leave as it is,", f"{pattern} ({error})", "a regular expression is"
-            ) from None
+            name_pattern(pattern.removeprefix("re:"))
+        except PatternError as error:
+            supported = "a regular expression of characters, classes, groups, alternatives and repetitions is"
+            raise _UnsupportedError("a module to leave as it is,", f"{pattern} ({error})", supported) from None
     return tuple(found)
 
 

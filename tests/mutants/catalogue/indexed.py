@@ -65,9 +65,9 @@ with row_codec_triton.store_key, test_index_store.test_packed_keys_have_the_byte
     tl.maximum(largest, tl.max(tl.abs(three), 0))
     largest
 with latent_rows.load_latents, test_latent_decode.test_rows_in_8_bits_are_read_as_the_reference_reads_them:
-    "kernel: all quarters of a packed latent have the scale of the first"
-    tl.load(scale[:, None] + quarter[None, :], mask=is_there[:, None], other=0.0)
-    tl.load(scale[:, None] + 0 * quarter[None, :], mask=is_there[:, None], other=0.0)
+    "kernel: the second half of a packed latent has the scales of the first"
+    tl.load(scale[:, None] + 2 + quarter, mask=mask, other=0.0)
+    tl.load(scale[:, None] + quarter, mask=mask, other=0.0)
 with latent_rows.store_turned, test_fused.test_fused_kernels_compute_what_their_twins_do:
     "kernel: new rotated keys are read wider than those that are stored in 8 bits"
     rounded(turned).to(tl.float32, bitcast=True).to(turned.dtype)

@@ -1,6 +1,7 @@
 """Models, their configurations and weights."""
 
 from hiserve.attention import backends, latent
+from hiserve.core import name_patterns
 from hiserve.kernels import quantized, routing
 from hiserve.models import (
     block_scales,
@@ -21,6 +22,7 @@ from hiserve.models import (
 )
 from tests.e2e import test_latent_oracle, test_transformers_oracle, test_window_families_oracle
 from tests.unit.attention import test_backends, test_latent
+from tests.unit.core import test_name_patterns
 from tests.unit.kernels import test_routing
 from tests.unit.models import (
     test_block_scales,
@@ -44,6 +46,10 @@ with model_config._checked, test_model_config.test_a_size_that_no_model_has_is_r
     "config.json may name any size"
     refuse_oversize(fields, path)
     pass
+with name_patterns.NamePattern._enter, test_name_patterns.test_drawn_patterns_match_what_pythons_do:
+    "conditions on places in a name are not asked"
+    not state.takes_character and (state.test is None or state.test(name, at))
+    not state.takes_character
 with reading._Buffer.load, test_reading.test_a_buffer_is_pinned_once_after_its_first_read:
     "a buffer of weights is pinned once, and used many times"
     not self._has_been_pinned
