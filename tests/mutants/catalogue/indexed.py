@@ -68,6 +68,10 @@ with latent_rows.load_latents, test_latent_decode.test_rows_in_8_bits_are_read_a
     "kernel: the second half of a packed latent has the scales of the first"
     tl.load(scale[:, None] + 2 + quarter, mask=mask, other=0.0)
     tl.load(scale[:, None] + quarter, mask=mask, other=0.0)
+with packed_latents.attend_packed, test_latent_decode.test_rows_in_8_bits_are_read_as_the_reference_reads_them:
+    "a draft sees the drafts after it in packed latents"
+    is_key[None, :] & (key[None, :] <= last[:, None])
+    is_key[None, :]
 with latent_rows.store_turned, test_fused.test_fused_kernels_compute_what_their_twins_do:
     "kernel: new rotated keys are read wider than those that are stored in 8 bits"
     rounded(turned).to(tl.float32, bitcast=True).to(turned.dtype)

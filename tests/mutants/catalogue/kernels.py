@@ -110,11 +110,11 @@ with latent_decode._join, test_latent_decode.test_parts_of_rows_are_joined_by_th
     "parts of a row of latents count alike"
     tl.exp2((logs - base) * _LOG2_E)
     tl.where(logs > -float("inf"), 1.0, 0.0)
-with latent_decode._attend, test_compiling.test_absorbed_queries_of_large_models:
+with latent_decode._attend_plain, test_compiling.test_absorbed_queries_of_large_models:
     "Triton 3.6 cannot compile the kernel of absorbed queries"
     tl.full((SHAPE.num_queries,), 0.0, tl.float32)
     tl.zeros((SHAPE.num_queries,), tl.float32)
-with latent_decode._attend, test_latent_decode.test_ragged_rows_see_what_the_reference_sees:
+with latent_decode._attend_plain, test_latent_decode.test_ragged_rows_see_what_the_reference_sees:
     "a draft sees the drafts after it"
     is_key[None, :] & (key[None, :] <= last[:, None])
     is_key[None, :]
