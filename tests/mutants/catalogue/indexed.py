@@ -1,7 +1,16 @@
 """An index beside latents (DeepSeek-V3.2, GLM-5)."""
 
 from hiserve.attention import indexed
-from hiserve.kernels import chosen_reference, chosen_triton, index_rows, index_store, latent_rows, reference, row_codec_triton
+from hiserve.kernels import (
+    chosen_reference,
+    chosen_triton,
+    index_rows,
+    index_store,
+    latent_rows,
+    packed_latents,
+    reference,
+    row_codec_triton,
+)
 from hiserve.models import index_config, latent_attention, model_config, row_index
 from hiserve.text.template import deepseek_v32
 from tests.e2e import test_index_graphs, test_index_oracle, test_packed_latents
