@@ -51,7 +51,7 @@ def store_packed(pool: Tensor, slots: Tensor, rows: Tensor, pages: PackedPages) 
         scales = torch.nn.functional.pad(scales, (0, shape.scale_bytes - shape.num_tiles))
     small = small.clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
     if shape.has_pairs:
-        small = small.view(len(small), 2, -1).transpose(1, 2)
+        small = small.view(len(small), 2, shape.scaled // 2).transpose(1, 2)
     small = small.flatten(1)
     values = torch.cat((small, narrow[:, shape.scaled :].contiguous().view(torch.uint8)), 1)
     place = (slots // pages.page_rows, slots % pages.page_rows)
@@ -65,7 +65,7 @@ def load_packed(pool: Tensor, slots: Tensor, pages: PackedPages) -> Tensor:
     values, scales = (each[place // pages.page_rows, place % pages.page_rows] for each in _parts(pool, pages))
     bits = values[:, : shape.scaled]
     if shape.has_pairs:
-        bits = bits.reshape(len(bits), -1, 2).transpose(1, 2)
+        bits = bits.reshape(len(bits), shape.scaled // 2, 2).transpose(1, 2)
     small = bits.contiguous().view(torch.float8_e4m3fn).float().view(-1, shape.num_tiles, shape.tile)
     if shape.has_wide_scales:
         scaled = small * scales.view(torch.float32)[..., None]
