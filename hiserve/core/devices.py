@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 from hiserve.config.options import Options
 from hiserve.config.settings import Settings
 from hiserve.errors import ConfigError
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"  # CUDA's own variable: the devices that a process sees, in order
+
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 
 
 def choose_devices(options: Options, num_found: int, *, on_cpu: bool) -> tuple[int, ...]:
@@ -91,6 +93,11 @@ def environment_with(devices: Sequence[int], environ: Mapping[str, str] = os.env
     seen = environ.get(VISIBLE_DEVICES)
     shown = [str(number) if seen is None else seen.split(",")[number].strip() for number in devices]
     return {**environ, VISIBLE_DEVICES: ",".join(shown)}
+
+
+def keep_on_loopback(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Has NCCL, which reads its settings in the environment, connect ranks on loopback, unless the user has chosen an interface."""
+    environ.setdefault(NCCL_INTERFACE, "lo")
 
 
 def _numbers(given: str) -> tuple[int, ...]:

@@ -5,6 +5,8 @@ The rendezvous is a file, so that the group opens no port but those of the libra
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from hiserve.core.devices import keep_on_loopback
 from hiserve.distributed.shard import Shard
 from hiserve.kernels.ops import Ops, ops_for
 
@@ -34,13 +37,19 @@ class Collectives:
         self.shard = shard
         self._ops: Ops = ops_for(device)
         self._group: Any = _open(shard, device, rendezvous)
+        self._is_paused = False
+        # On the current stream, so that a graph can hold them.
+        self._reduce = dist.AllreduceOptions()
+        self._gather = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
+        self._reduce.asyncOp = self._gather.asyncOp = False
+        self.sum(torch.zeros(1, device=device))  # NCCL connects with the first exchange, which no graph can hold
 
     def reduce_add_norm(self, delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._ops.add_rms_norm(self.sum(delta), residual, weight, eps)
 
     def sum(self, x: Tensor) -> Tensor:
-        if x.numel():
-            self._group.allreduce([x]).wait()
+        if x.numel() and not self._is_paused:
+            self._group.allreduce([x], self._reduce).wait()
         return x
 
     def gather_columns(self, x: Tensor, size: int) -> Tensor:
@@ -50,8 +59,17 @@ class Collectives:
         if x.shape[1] < share:
             x = F.pad(x, (0, share - x.shape[1]), value=-torch.inf)
         parts = x.new_empty((self.shard.size * x.shape[0], share))
-        self._group._allgather_base(parts, x.contiguous()).wait()
+        if not self._is_paused:
+            self._group._allgather_base(parts, x.contiguous(), self._gather).wait()
         return parts.view(self.shard.size, -1, share).transpose(0, 1).reshape(x.shape[0], -1)[:, :size]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def close(self) -> None:
         self._group = None
@@ -61,6 +79,7 @@ def _open(shard: Shard, device: torch.device, rendezvous: Path) -> Any:
     store = dist.FileStore(str(rendezvous), shard.size)  # type: ignore[attr-defined]
     timeout = timedelta(seconds=JOIN_S)
     if device.type == "cuda":
+        keep_on_loopback()
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, shard.rank, shard.size, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
@@ -25,6 +26,9 @@ class Exchange(Protocol):
 
     def gather_columns(self, x: Tensor, size: int) -> Tensor:
         """Returns ``[T, size]`` of all ranks' columns ``[T, n]``: the rank's tokens of a vocabulary of ``size``, as ``Shard.tokens`` says."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Within, nothing is exchanged, and results are undefined: for steps that not all ranks run, as they only compile kernels."""
 
     def close(self) -> None:
         """Leaves the group. No exchange follows."""

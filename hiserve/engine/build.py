@@ -133,7 +133,7 @@ def _compose(
         runners = prepare_runners(settings, half, proposer, None if waits else serving.is_set)
         controller = _controller(settings, runners, half, measurements)
         if ranks is not None:
-            ranks.await_ready()
+            runners.coverage = ranks.await_ready(runners.coverage)
         serving.set()
     depth = _depth(settings, runners)
     facts = EngineFacts(
@@ -160,8 +160,7 @@ def _start_ranks(
     settings: Settings, measurements: StartupMeasurements, *, ends_process: bool, undo: ExitStack
 ) -> Ranks:
     """Starts the other ranks of a group and meets them."""
-    measures = measurements.draft_costs is None
-    ranks = Ranks(settings, end_process if ends_process else lambda: None, measures_drafts=measures)
+    ranks = Ranks(settings, measurements, end_process if ends_process else lambda: None)
     undo.callback(ranks.close)
     ranks.join(torch.device(settings.model.device))
     return ranks

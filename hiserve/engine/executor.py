@@ -173,9 +173,9 @@ class Executor:
         """Finishes the submitted steps and ends the threads."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
+        self._runners.close()  # before the group: NCCL waits for the end of graphs that hold its exchanges
         if self._group is not None:
             self._group.close()
-        self._runners.close()
         if self._tier_transfers is not None:
             self._tier_transfers.close()
 

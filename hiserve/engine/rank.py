@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from hiserve.core.machine import free_cuda_bytes
 from hiserve.core.plan import BatchPlan, MaskPlan, StepFault, StepResult
 from hiserve.distributed.collectives import Collectives
 from hiserve.distributed.exchange import Exchange
@@ -41,6 +42,7 @@ from hiserve.engine.rank_messages import (
     encode,
 )
 from hiserve.engine.runner_factory import open_proposer, prepare_runners
+from hiserve.engine.startup import await_memory
 from hiserve.errors import EngineError, HiserveError
 from hiserve.ipc.child import die_with_parent, log_to_stderr
 from hiserve.ipc.frames import FrameSocket
@@ -163,7 +165,6 @@ def _execute_all(setup: Setup, follower: Follower, orders: queue.SimpleQueue[ToR
     device = torch.device(setup.settings.model.device)
     exchange = Collectives(Shard(setup.rank, setup.settings.parallel.tp), device, Path(setup.rendezvous))
     executor = _build(setup, exchange, follower)
-    follower.say(RankReady())
     while not isinstance(order := orders.get(), StopRank):
         match order:
             case Order():
@@ -195,10 +196,13 @@ def _received(socket: FrameSocket, on_gone: Callable[[], None]) -> queue.SimpleQ
 def _build(setup: Setup, exchange: Exchange, follower: Follower) -> Executor:
     """Loads the share, and runs the same steps as the first rank does before it serves."""
     settings = setup.settings
+    if settings.model.device == "cuda":
+        await_memory(setup.measurements.free_bytes, free_cuda_bytes)
     half = load_half(settings, {}, exchange)
     follower.say(RankLoaded(facts_of(settings, half)))
     proposer = open_proposer(settings, half.draft, half.head, half.pool, half.rows)
     runners = prepare_runners(settings, half, proposer, None)
-    if setup.measures_drafts and len(settings.spec.tiers) > 1:
+    if setup.measurements.draft_costs is None and len(settings.spec.tiers) > 1:
         measure_drafts(settings, runners, half)
+    follower.say(RankReady(runners.coverage))
     return Executor(runners, half.rows, group=follower)

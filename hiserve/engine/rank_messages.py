@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from hiserve.config.settings import Settings
 from hiserve.core.plan import BatchPlan, Int32Array, StepFault
-from hiserve.runners.gate import Decision
+from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
+from hiserve.runners.gate import Coverage, Decision
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
@@ -20,7 +21,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     settings: Settings
     rank: int
     rendezvous: str  # path of the file at which the ranks meet
-    measures_drafts: bool = False  # the costs of drafts are measured, where their number is chosen
+    measurements: StartupMeasurements = NO_MEASUREMENTS  # of the group before it
 
 
 class Order(msgspec.Struct, frozen=True, tag=True):
@@ -53,7 +54,9 @@ class RankLoaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
-    """A rank executes orders."""
+    """A rank executes orders, and replays no other graphs than these."""
+
+    coverage: Coverage
 
 
 class Ran(msgspec.Struct, frozen=True, tag=True):

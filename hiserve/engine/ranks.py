@@ -12,6 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ import torch
 from hiserve.config.settings import Settings
 from hiserve.core.devices import environment_with
 from hiserve.core.plan import BatchPlan, MaskPlan, StepFault
+from hiserve.core.startup_measurements import StartupMeasurements
 from hiserve.distributed.collectives import Collectives
 from hiserve.distributed.exchange import Exchange
 from hiserve.distributed.shard import Shard
@@ -38,7 +40,7 @@ from hiserve.engine.rank_messages import (
 )
 from hiserve.errors import ConfigError, EngineError, HiserveError, ResourceError, to_error
 from hiserve.ipc.frames import FrameSocket
-from hiserve.runners.gate import Action, Decision
+from hiserve.runners.gate import Action, Coverage, Decision, common_coverage
 
 RANK_COMMAND = (sys.executable, "-m", "hiserve.ipc.launcher", "hiserve.engine.rank")
 STOP_S = 5.0  # for a rank to end by itself
@@ -103,21 +105,21 @@ class Ranks:
 
     Args:
         settings: Of the worker.
+        measurements: As in ``Setup``.
         on_lost: Called, in a thread, when a rank has ended by itself.
-        measures_drafts: As in ``Setup``.
 
     Raises:
         ResourceError: A process cannot be started.
     """
 
-    def __init__(self, settings: Settings, on_lost: Callable[[], None], *, measures_drafts: bool) -> None:
+    def __init__(self, settings: Settings, measurements: StartupMeasurements, on_lost: Callable[[], None]) -> None:
         self._settings = settings
         self._on_lost = on_lost
         self._folder = Path(tempfile.mkdtemp(prefix="hiserve-ranks-"))
         self._ranks: list[RankProcess] = []
         self._heard = threading.Condition()
         self._facts: dict[int, dict[str, str]] = {}
-        self._num_ready = 0
+        self._coverages: list[Coverage] = []
         self._ran: dict[int, list[StepFault | None]] = defaultdict(list)  # by step
         self._lost: HiserveError | None = None
         self._is_closing = False
@@ -126,7 +128,7 @@ class Ranks:
         rendezvous = str(self._folder / "rendezvous")
         try:
             for number in range(1, settings.parallel.tp):
-                self._ranks.append(RankProcess(Setup(settings, number, rendezvous, measures_drafts)))
+                self._ranks.append(RankProcess(Setup(settings, number, rendezvous, measurements)))
         except OSError as error:
             self.close()
             raise ResourceError(f"rank {len(self._ranks) + 1} cannot be started: {error}. Free memory.") from error
@@ -169,13 +171,14 @@ class Ranks:
                         param="tp",
                     )
 
-    def await_ready(self) -> None:
-        """Waits until all ranks take orders.
+    def await_ready(self, coverage: Coverage) -> Coverage:
+        """Waits until all ranks take orders; returns the graphs that all of them have, of those that this one has.
 
         Raises:
             HiserveError: A rank has ended, for this reason.
         """
-        self._await(lambda: self._num_ready == len(self._ranks))
+        self._await(lambda: len(self._coverages) == len(self._ranks))
+        return reduce(common_coverage, self._coverages, coverage)
 
     def settle(self, plan: BatchPlan, decide: Callable[[], Decision | None]) -> Decision | None:
         """As the protocol: decides, and sends the order."""
@@ -253,8 +256,8 @@ class Ranks:
         match message:
             case RankLoaded(facts):
                 self._facts[rank.number] = facts
-            case RankReady():
-                self._num_ready += 1
+            case RankReady(coverage):
+                self._coverages.append(coverage)
             case Ran(step_id, fault):
                 self._ran[step_id].append(fault)
             case Farewell(text, code, trace):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import nullcontext
 
 import torch
 
@@ -52,13 +52,19 @@ def prepare_runners(
     model_config, draft, pool, rows = half.config, half.draft, half.pool, half.rows
     dtype, max_tokens = settings.model.dtype, settings.scheduler.max_batched_tokens
     num_draft, has_kernels = settings.spec.tiers[-1], rows.device.type == "cuda"
-    compiling = partial(
-        compile_steps,
-        rows=rows,
-        num_threads=settings.runner.cpu_threads,
-        max_batched_tokens=max_tokens,
-        num_draft=num_draft,
-    )
+    exchange = half.model.exchange
+
+    def compile_alone(runners: Dispatch) -> None:
+        """Compiles what no earlier start has: ranks of a group may find different kernels in the cache."""
+        with nullcontext() if exchange is None else exchange.paused():
+            compile_steps(
+                runners,
+                rows,
+                num_threads=settings.runner.cpu_threads,
+                max_batched_tokens=max_tokens,
+                num_draft=num_draft,
+            )
+
     frees_windows, packs_rows = settings.cache.frees_windows, settings.cache.packs_rows
     plan = model_config.cache_plan(dtype, frees_windows=frees_windows, max_draft=num_draft, packs_rows=packs_rows)
     runners = make_runners(
@@ -73,7 +79,7 @@ def prepare_runners(
         proposer=proposer,
         is_serving=is_serving,
         # A canary reads results of kernels on the host; a dry run has none.
-        before_capture=compiling if has_kernels and not settings.cache.kv_canary else None,
+        before_capture=compile_alone if has_kernels and not settings.cache.kv_canary else None,
     )
     if has_kernels:
         warm_up_steps(runners, rows, max_batched_tokens=max_tokens, num_draft=num_draft)

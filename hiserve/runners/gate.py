@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import TypeVar
 
 import numpy as np
 
@@ -98,6 +99,9 @@ class MixedGraphs:
     failed: frozenset[int] = frozenset()  # buckets whose capture failed
 
 
+Graphs = TypeVar("Graphs", FullGraphs, PiecewiseGraphs, MixedGraphs)
+
+
 @dataclass(frozen=True, slots=True)
 class Coverage:
     """The captured graphs, as numbers."""
@@ -107,6 +111,20 @@ class Coverage:
     mixed: MixedGraphs | None = None  # None without
     piecewise: PiecewiseGraphs | None = None  # likewise
     is_strict: bool = False  # no graph is replayed while any load is open, or after a live row's page moved
+
+
+def common_coverage(one: Coverage, other: Coverage) -> Coverage:
+    """Returns the graphs that two ranks have, which were asked for the same: a capture that failed on one is dropped on both."""
+    return replace(
+        one,
+        full={width: _common(graphs, other.full[width]) for width, graphs in one.full.items() if width in other.full},
+        mixed=None if one.mixed is None or other.mixed is None else _common(one.mixed, other.mixed),
+        piecewise=None if one.piecewise is None or other.piecewise is None else _common(one.piecewise, other.piecewise),
+    )
+
+
+def _common(one: Graphs, other: Graphs) -> Graphs:
+    return replace(one, failed=one.failed | other.failed | (set(one.buckets) - set(other.buckets)))
 
 
 @dataclass(frozen=True, slots=True)
