@@ -92,6 +92,11 @@ def _check_trees(settings: Settings, model: ModelFacts, why_no_head: str) -> Non
             f"{given} --spec-steps is {spec.spec_steps}, which is a number of drafts too. Leave one of them out.",
             param="spec_tree",
         )
+    if settings.parallel.tp > 1:
+        raise ConfigError(
+            f"{given} --tp is {settings.parallel.tp}, and ranks of a group draft in chains. Leave one of them out.",
+            param="spec_tree",
+        )
     models = [model.step] + ([] if model.draft is None else [model.draft.step.step])
     obstacles = {
         "latents or rows of several kinds are stored": any(each.latent_elements for each in models),

@@ -5,7 +5,8 @@ The rendezvous is a file, so that the group opens no port but those of the libra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hiserve.core.devices import keep_on_loopback
+from hiserve.distributed.exchange import Exchanged
 from hiserve.distributed.shard import Shard
 from hiserve.kernels.ops import Ops, ops_for
 
@@ -35,9 +37,11 @@ class Collectives:
 
     def __init__(self, shard: Shard, device: torch.device, rendezvous: Path) -> None:
         self.shard = shard
+        self._device = device
         self._ops: Ops = ops_for(device)
         self._group: Any = _open(shard, device, rendezvous)
         self._is_paused = False
+        self._left: deque[Exchanged] | None = None  # what is expected, if it is known
         # On the current stream, so that a graph can hold them.
         self._reduce = dist.AllreduceOptions()
         self._gather = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
@@ -49,6 +53,7 @@ class Collectives:
 
     def sum(self, x: Tensor) -> Tensor:
         if x.numel() and not self._is_paused:
+            self._note("sum", x, x.shape[-1])
             self._group.allreduce([x], self._reduce).wait()
         return x
 
@@ -60,8 +65,29 @@ class Collectives:
             x = F.pad(x, (0, share - x.shape[1]), value=-torch.inf)
         parts = x.new_empty((self.shard.size * x.shape[0], share))
         if not self._is_paused:
+            self._note("gather", x, size)
             self._group._allgather_base(parts, x.contiguous(), self._gather).wait()
         return parts.view(self.shard.size, -1, share).transpose(0, 1).reshape(x.shape[0], -1)[:, :size]
+
+    def expect(self, exchanges: Sequence[Exchanged] | None) -> None:
+        assert not self._left, f"{len(self._left)} exchanges were not issued, first {self._left[0]}"
+        self._left = None if exchanges is None else deque(each for each in exchanges if each.rows)
+
+    def finish(self) -> None:
+        while self._left:
+            kind, rows, columns, dtype = self._left[0]
+            if kind == "sum":
+                self.sum(torch.zeros((rows, columns), dtype=dtype, device=self._device))
+            else:
+                begin, end = self.shard.tokens(columns)
+                self.gather_columns(torch.zeros((rows, end - begin), dtype=dtype, device=self._device), columns)
+
+    def _note(self, kind: str, x: Tensor, columns: int) -> None:
+        """Checks that an exchange is the one that all ranks expect."""
+        if self._left is not None:
+            issued = (kind, x.shape[0], columns, x.dtype)
+            assert self._left and self._left[0] == issued, f"{issued} in place of {next(iter(self._left), 'none')}"
+            self._left.popleft()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

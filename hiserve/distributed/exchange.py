@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from hiserve.distributed.shard import Shard
+
+
+class Exchanged(NamedTuple):
+    """One exchange; of no rows there is none."""
+
+    kind: Literal["sum", "gather"]
+    rows: int
+    columns: int  # of the sum; of all that is gathered
+    dtype: torch.dtype
 
 
 class Exchange(Protocol):
@@ -26,6 +37,12 @@ class Exchange(Protocol):
 
     def gather_columns(self, x: Tensor, size: int) -> Tensor:
         """Returns ``[T, size]`` of all ranks' columns ``[T, n]``: the rank's tokens of a vocabulary of ``size``, as ``Shard.tokens`` says."""
+
+    def expect(self, exchanges: Sequence[Exchanged] | None) -> None:
+        """Says which exchanges come next, and no others; None is not known. Those that were expected before have come."""
+
+    def finish(self) -> None:
+        """Issues the expected exchanges that are left, of zeros: their results are undefined on every rank."""
 
     def paused(self) -> AbstractContextManager[None]:
         """Within, nothing is exchanged, and results are undefined: for steps that not all ranks run, as they only compile kernels."""

@@ -35,6 +35,7 @@ from hiserve.engine.planner import Planner
 from hiserve.engine.ranks import Ranks, end_process
 from hiserve.engine.runner_factory import MakeProposer, open_proposer, prepare_runners
 from hiserve.engine.startup import await_memory
+from hiserve.engine.step_exchanges import StepExchanges
 from hiserve.engine.tier_transfers import TierTransfers, make_registrar, make_transfers
 from hiserve.errors import ConfigError
 from hiserve.grammar.matcher import Vocabulary
@@ -147,12 +148,22 @@ def _compose(
     )
     return Engine(
         _planner(settings, cache, half.folder, half.config, controller),
-        Executor(runners, rows, threaded=depth > 0, tier_transfers=tier_transfers, group=ranks),
+        _executor(runners, half, tier_transfers, ranks, threaded=depth > 0),
         depth,
         facts,
         shares_prefixes=not settings.cache.disable_prefix_cache,
         kv_events=kv_events,
         has_persistent_tiers=settings.cache.store is not None or settings.cache.host_cache_name is not None,
+    )
+
+
+def _executor(
+    runners: Dispatch, half: LoadedHalf, tier_transfers: TierTransfers | None, ranks: Ranks | None, *, threaded: bool
+) -> Executor:
+    exchange = half.model.exchange
+    exchanges = None if exchange is None else StepExchanges(exchange, half.model, half.head)
+    return Executor(
+        runners, half.rows, threaded=threaded, tier_transfers=tier_transfers, group=ranks, exchanges=exchanges
     )
 
 

@@ -17,6 +17,7 @@ from hiserve.core.plan import BatchPlan, Int32Array, MaskPlan, StepFault, StepRe
 from hiserve.core.step_faults import fault_of, first_line
 from hiserve.core.transfers import CopyAck, StoreEnds
 from hiserve.engine.decision_log import DecisionLog
+from hiserve.engine.step_exchanges import StepExchanges
 from hiserve.engine.step_group import StepGroup
 from hiserve.engine.tier_transfers import TierTransfers
 from hiserve.errors import EngineError
@@ -63,6 +64,7 @@ class Executor:
         threaded: On CPU, compute in a thread, so that the caller can plan meanwhile.
         tier_transfers: Copies pages between tiers; None with one tier. Closed at the end.
         group: The other ranks that execute the same plans; None without.
+        exchanges: Those with them.
     """
 
     def __init__(
@@ -73,9 +75,10 @@ class Executor:
         threaded: bool = False,
         tier_transfers: TierTransfers | None = None,
         group: StepGroup | None = None,
+        exchanges: StepExchanges | None = None,
     ) -> None:
         self._runners = runners
-        self._group = group
+        self._group, self._exchanges = group, exchanges
         self._rows = rows
         self._tier_transfers = tier_transfers
         self._stream: torch.cuda.Stream | None = None
@@ -109,11 +112,7 @@ class Executor:
         return self._rows.masks.lend(num_entries, num_masks)
 
     def draw(self, masks: MaskPlan | None) -> None:
-        """Runs or launches the second half of a step that awaits masks.
-
-        Args:
-            masks: In lent arrays; None leaves all tokens free.
-        """
+        """Runs or launches the second half of a step that awaits ``masks``, which are in lent arrays; None leaves all tokens free."""
         undrawn, self._undrawn = self._undrawn, None
         assert undrawn is not None, "there is no step to draw"
         plan = undrawn.plan
@@ -132,11 +131,7 @@ class Executor:
         return self._drafts.numpy()
 
     def take_acks(self, wait_s: float = 0.0) -> list[CopyAck]:
-        """Returns the copies that have ended since the last call.
-
-        Args:
-            wait_s: How long to wait for one if none has.
-        """
+        """Returns the copies that have ended since the last call; waits up to ``wait_s`` seconds for one if none has."""
         return [] if self._tier_transfers is None else self._tier_transfers.take_acks(wait_s)
 
     def take_found(self) -> list[StoreEnds]:
@@ -211,6 +206,9 @@ class Executor:
         else:
             return self._join(plan, done) if isinstance(done, StepResult) else done
         # The error is gone, and with it the tensors of its frames. Launched work may still run: copies come after it.
+        if self._exchanges is not None:
+            with self._on_stream(), torch.inference_mode():
+                self._exchanges.abandon(plan, owes_drafts=work != self._launch_forward)
         return self._failed(plan, fault)
 
     def _join(self, plan: BatchPlan, result: StepResult) -> StepResult:
@@ -243,6 +241,8 @@ class Executor:
             self._group.draw(plan.step_id, masks)
         over = forward.result()
         if over is not None:
+            if self._exchanges is not None and over.fault is not None:
+                self._exchanges.abandon(plan)
             return over
         half, self._half = self._half, None
         assert half is not None, f"step {plan.step_id} has no forward to draw from"
@@ -336,6 +336,8 @@ class Executor:
 
     def _propose(self, plan: BatchPlan, launched_step: LaunchedStep | None) -> None:
         if launched_step is not None:
+            if self._exchanges is not None:
+                self._exchanges.begin_drafts(plan)
             self._runners.propose(plan, launched_step)
             if plan.awaits_masks and plan.num_propose:  # the next masks of a row depend on its drafts
                 self._rows.copy_drafts(self._drafts)
@@ -368,6 +370,8 @@ class Executor:
         if decision.action is Action.DEFER:
             return self._nothing(deferred=decision.reason.value)
         self._is_replay = decision.action is Action.REPLAY
+        if self._exchanges is not None:
+            self._exchanges.begin(plan, decision)
         wait = None
         if decision.loads:
             assert tier_transfers is not None, f"loads {decision.loads} with one tier"

@@ -43,6 +43,7 @@ from hiserve.engine.rank_messages import (
 )
 from hiserve.engine.runner_factory import open_proposer, prepare_runners
 from hiserve.engine.startup import await_memory
+from hiserve.engine.step_exchanges import StepExchanges
 from hiserve.errors import EngineError, HiserveError
 from hiserve.ipc.child import die_with_parent, log_to_stderr
 from hiserve.ipc.frames import FrameSocket
@@ -205,4 +206,4 @@ def _build(setup: Setup, exchange: Exchange, follower: Follower) -> Executor:
     if setup.measurements.draft_costs is None and len(settings.spec.tiers) > 1:
         measure_drafts(settings, runners, half)
     follower.say(RankReady(runners.coverage))
-    return Executor(runners, half.rows, group=follower)
+    return Executor(runners, half.rows, group=follower, exchanges=StepExchanges(exchange, half.model, half.head))

@@ -12,7 +12,7 @@ from torch import Tensor
 from hiserve.attention.base import Attention, AttentionShape, IndexShape
 from hiserve.core.activation import Activation
 from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
-from hiserve.distributed.exchange import Exchange
+from hiserve.distributed.exchange import Exchange, Exchanged
 from hiserve.kernels.ops import Ops, ops_for
 from hiserve.kernels.packed_weights import Weights
 from hiserve.kernels.routing import ExpertGroups
@@ -117,6 +117,14 @@ class Decoder:
         """
         hidden_states = self.new_hidden_states(inputs.input_ids.shape[0]) if inputs.wants_hidden_states else None
         return self.finish(self.trunk(inputs, layers, attention, hidden_states), inputs, hidden_states)
+
+    def exchanges(self, num_tokens: int, num_logits: int, *, wants_hidden_states: bool) -> list[Exchanged]:
+        """Returns what a rank exchanges in a forward of so many tokens and rows of logits, in order."""
+        size, dtype = self.embedding.weight.shape[1], self.embedding.weight.dtype
+        num_last = num_tokens if wants_hidden_states and self._has_last_aux else num_logits
+        whole, last = (Exchanged("sum", rows, size, dtype) for rows in (num_tokens, num_last))
+        logits = Exchanged("gather", num_logits, self.head.vocab_size, dtype)
+        return [whole] * (2 * len(self._layers) - 1) + [last, last, logits]
 
     def new_hidden_states(self, num_tokens: int) -> Tensor | None:
         """Allocates hidden states of ``num_tokens`` tokens; None without auxiliary layers."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.core.kv_groups import CacheGroupSpec
+from hiserve.distributed.exchange import Exchanged
 from hiserve.distributed.shard import WHOLE
 from hiserve.errors import ModelError
 from hiserve.kernels.ops import Ops, ops_for
@@ -35,6 +36,9 @@ class DraftHead(Protocol):
 
     def groups(self, dtype: str) -> tuple[CacheGroupSpec, ...]:
         """Returns the KV groups of its layers, stored as ``dtype``."""
+
+    def exchanges(self, num_tokens: int, num_logits: int) -> list[Exchanged]:
+        """Returns what a rank exchanges in a forward of so many tokens and rows of logits, in order."""
 
     def fuse(self, aux_states: Tensor) -> Tensor:
         """Returns hidden states ``[T, feature_size]`` made of the model's, ``[T, len(aux_layers) * hidden_size]``."""
@@ -69,6 +73,13 @@ class _Body:
     tokens: Tensor | None
     vocab_size: int  # of the model
     carries_normed: bool  # the carried state is that after ``norm``
+
+    def exchanges(self, num_tokens: int, num_logits: int) -> list[Exchanged]:
+        """As ``DraftHead.exchanges``, those of the embedding included."""
+        size, dtype = self.norm.weight.shape[0], self.norm.weight.dtype
+        after = Exchanged("sum", num_logits, size, dtype)
+        logits = Exchanged("gather", num_logits, self.output.vocab_size, dtype)
+        return [Exchanged("sum", num_tokens, size, dtype), after, after, logits]
 
     def __call__(
         self, x: Tensor, stream: Tensor, inputs: ForwardInputs, layers: Sequence[LayerKV], attention: Attention
@@ -124,6 +135,9 @@ class Eagle3Head:
         output = OutputHead(Linear(parameters.pop("head")), head.vocab_size, target.exchange)
         self._body = _body(draft, parameters, output, tokens, target, max_len)
 
+    def exchanges(self, num_tokens: int, num_logits: int) -> list[Exchanged]:
+        return self._body.exchanges(num_tokens, num_logits)
+
     def fuse(self, aux_states: Tensor) -> Tensor:
         return self._fuse(aux_states if self._fuse_norm is None else self._fuse_norm(aux_states))
 
@@ -158,6 +172,9 @@ class MTPHead:
         self._masks_first = head.format.masks_first
         self._body = _body(draft, parameters, target.head, None, target, max_len)
 
+    def exchanges(self, num_tokens: int, num_logits: int) -> list[Exchanged]:
+        return self._body.exchanges(num_tokens, num_logits)
+
     def fuse(self, aux_states: Tensor) -> Tensor:
         """Returns its argument: MTP takes one layer."""
         return aux_states
@@ -184,6 +201,9 @@ class DraftModel:
         self.groups = draft.kv_groups
         self.sinks = decoder.sinks
         self._decoder = decoder
+
+    def exchanges(self, num_tokens: int, num_logits: int) -> list[Exchanged]:
+        return self._decoder.exchanges(num_tokens, num_logits, wants_hidden_states=False)
 
     def fuse(self, aux_states: Tensor) -> Tensor:
         """Returns empty hidden states."""

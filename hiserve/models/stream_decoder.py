@@ -11,7 +11,7 @@ from torch import Tensor
 from hiserve.attention.base import Attention
 from hiserve.attention.union import UnionAttention
 from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
-from hiserve.distributed.exchange import Exchange
+from hiserve.distributed.exchange import Exchange, Exchanged
 from hiserve.kernels.compressed_ops import CompressedOps, compressed_ops_for
 from hiserve.kernels.ops import Ops, ops_for
 from hiserve.kernels.pairs import PairFrequencies
@@ -115,6 +115,10 @@ class StreamDecoder:
     def hidden_states_size(self) -> int:
         """Elements of a token's hidden states."""
         return self._compressed.streams.count * self.embedding.weight.shape[1] if self._has_aux else 0
+
+    def exchanges(self, num_tokens: int, num_logits: int, *, wants_hidden_states: bool) -> list[Exchanged]:
+        """Returns nothing: it runs alone."""
+        return []
 
     def new_hidden_states(self, num_tokens: int) -> None:
         """Returns None: ``finish`` makes them, of the streams behind the last layer."""

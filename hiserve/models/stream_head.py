@@ -9,6 +9,7 @@ from torch import Tensor
 from hiserve.attention.base import Attention
 from hiserve.attention.union import UnionAttention
 from hiserve.core.forward import ForwardInputs, LayerKV
+from hiserve.distributed.exchange import Exchanged
 from hiserve.kernels.ops import ops_for
 from hiserve.layers import Linear, RMSNorm
 from hiserve.models.compressed_config import LayerKind
@@ -45,6 +46,10 @@ class StreamHead:
         self._rotary = Rotary(model, max_len, target.embedding.weight)
         self._layer = make_stream_layer(model, parameters, 0, ops)
         self._join = make_mix(parameters, "head_mix", model.compressed.streams, model.norm_eps)
+
+    def exchanges(self, num_tokens: int, num_logits: int) -> list[Exchanged]:
+        """Returns nothing: it runs alone."""
+        return []
 
     def fuse(self, aux_states: Tensor) -> Tensor:
         """Returns its argument: it takes the streams as they are."""

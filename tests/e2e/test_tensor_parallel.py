@@ -20,7 +20,7 @@ SEED = 43
 NUM_NEW = 10
 PATHS: tuple[Callable[..., None], ...] = (chunks, preemption, device_hits)
 ALL: list[Case] = list(product(PATHS, ("off", "ngram", "eagle3", "mtp"), (0, 2, "auto"), (0, 1), (2, 4)))
-USUAL: list[Case] = [(preemption, "eagle3", "auto", 1, 2), (device_hits, "mtp", 2, 0, 4)]
+USUAL: list[Case] = [(preemption, "eagle3", "auto", 1, 2)]
 
 
 @lru_cache

@@ -56,6 +56,7 @@ def test_a_shape_that_cannot_be_made_is_refused(given: str, fact: str) -> None:
         (WITH_HEAD, {"spec": "off"}, "--spec is off"),
         (WITH_HEAD, {"spec": "ngram"}, "--spec is ngram"),
         (WITH_HEAD, {"spec_steps": 3}, "--spec-steps is 3"),
+        (WITH_HEAD, {"tp": 2}, "--tp is 2"),
         (LATENT, {}, "latents or rows of several kinds"),
         (WITH_STATES, {}, "rows carry states along"),
         (WITH_WINDOWS, {}, "Use --window-pages 0"),

@@ -1,0 +1,95 @@
+"""Memory that runs out on one rank of a group, before any operation of a step or of its drafts (S7)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hiserve import LLM, SamplingParams
+from hiserve.core.plan import BatchPlan
+from hiserve.core.request import Grammar
+from hiserve.engine.executor import Executor
+from hiserve.engine.oom_recovery import StepBackoff
+from hiserve.engine.rank import Follower
+from tests.helpers.cache_paths import SETTINGS, pool
+from tests.helpers.dialogues import trained
+from tests.helpers.rank_threads import rank_threads
+from tests.helpers.tiered import engine_of
+from tests.helpers.widening import some
+
+GROUP: dict[str, Any] = SETTINGS | pool(16) | {"tp": 2, "host_cache_gib": 0, "spec": trained("eagle3"), "spec_steps": 2}
+PROMPT = [*range(50, 60), *range(3000, 3010)]  # tokens of both ranks
+FREE = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)
+BOUND = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True, grammar=Grammar.of("regex", "[a-z ]{40,60}"))
+STRIDE, FEW = 131, 337  # operations between two faults; neither divides those of a layer
+
+
+class Counting(TorchDispatchMode):
+    """Calls back before each operation of torch in this thread."""
+
+    def __init__(self, tick: Callable[[], None]) -> None:
+        super().__init__()
+        self._tick = tick
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        if "c10d" not in str(function):  # an exchange that has begun does not fail here: it is in torch's hands
+            self._tick()
+        return function(*arguments, **named or {})
+
+
+class Shortage:
+    """Memory runs out once: on one rank, in its ``step``-th step from now, before the operation ``launch``."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, who: int, step: int, launch: int) -> None:
+        self.has_failed = False
+        self._who, self._step, self._left = who, step, launch
+        self._num_begun = 0
+        for name in ("_run", "_launch_draw", "_propose"):
+            patch.setattr(Executor, name, self._counted(getattr(Executor, name), begins=name == "_run"))
+
+    def _counted(self, method: Callable[..., Any], *, begins: bool) -> Callable[..., Any]:
+        def wrapped(executor: Executor, *arguments: Any) -> Any:
+            if int(isinstance(executor._group, Follower)) != self._who:
+                return method(executor, *arguments)
+            assert any(isinstance(each, BatchPlan) for each in arguments)
+            self._num_begun += begins
+            if self._num_begun != self._step or self.has_failed:
+                return method(executor, *arguments)
+            with Counting(self._tick):
+                return method(executor, *arguments)
+
+        return wrapped
+
+    def _tick(self) -> None:
+        self._left -= 1
+        if self._left < 0 and not self.has_failed:
+            self.has_failed = True
+            raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize(
+    ("who", "step", "tokens", "stride"),
+    some(product((0, 1), (1, 2), ("free", "bound"), (STRIDE, FEW)), (0, 2, "free", FEW), (1, 2, "free", FEW)),
+)
+def test_memory_that_runs_out_anywhere_on_a_rank_costs_one_step(
+    who: int, step: int, tokens: str, stride: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 1 computes the prompt and drafts, step 2 verifies them. Nobody waits for an exchange, and the tokens stay the same."""
+    sampling = FREE if tokens == "free" else BOUND
+    monkeypatch.setattr(StepBackoff, "shrink", lambda *_, **__: True)  # all steps have their sizes
+    with LLM(**GROUP | {"tp": 1}) as llm:
+        expected = llm.generate([PROMPT], [sampling])[0].outputs[0].token_ids
+    num_failed, has_failed = 0, True
+    with rank_threads(), LLM(**GROUP | {"disable_prefix_cache": True}) as llm:
+        while has_failed:
+            with pytest.MonkeyPatch.context() as patch:
+                shortage = Shortage(patch, who, step, stride * num_failed)
+                assert llm.generate([PROMPT], [sampling])[0].outputs[0].token_ids == expected
+            has_failed = shortage.has_failed
+            num_failed += has_failed
+            assert sum(engine_of(llm).stats().step_faults.values()) == num_failed
+    assert num_failed > 1
