@@ -72,8 +72,10 @@ class Case:
             packs_rows=packs,
         )
         tokens = [(row, place) for row, (cached, new) in enumerate(lengths) for place in range(cached, cached + new)]
-        # Of several rows with trees the last has none, as a prompt beside rows that verify drafts.
-        self._has_tree = [trees and (row == 0 or row + 1 < len(lengths)) for row in range(len(lengths))]
+        # Of several rows with trees the last has none, and none of many tokens has one: prompts beside rows that verify drafts.
+        self._has_tree = [
+            trees and new < 64 and (row == 0 or row + 1 < len(lengths)) for row, (_, new) in enumerate(lengths)
+        ]
         self.masks = [self._mask(new, has_tree) for (_, new), has_tree in zip(lengths, self._has_tree, strict=True)]
         self._fill()
         self._frees_windows = frees_windows

@@ -69,21 +69,18 @@ def test_a_refusal_names_the_fact_and_the_backend_that_would_do(
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "trees", "fact"),
+    ("name", "changes", "fact"),
     [
-        ("cpu", {"hides_first": True}, False, "has no hidden first positions"),
-        ("cpu", {}, True, "has no tree masks"),
-        ("triton", {}, False, "does not run on cpu"),
-        ("flashinfer", {}, False, "does not run on cpu"),
+        ("cpu", {"hides_first": True}, "has no hidden first positions"),
+        ("triton", {}, "does not run on cpu"),
+        ("flashinfer", {}, "does not run on cpu"),
     ],
 )
-def test_on_a_cpu_the_reference_does_what_the_fast_path_cannot(
-    name: str, changes: dict[str, Any], trees: bool, fact: str
-) -> None:
+def test_on_a_cpu_the_reference_does_what_the_fast_path_cannot(name: str, changes: dict[str, Any], fact: str) -> None:
     shape = dataclasses.replace(SHAPE, **changes)
     with pytest.raises(ConfigError, match=fact) as raised:
-        open_attention(name, shape, CPU, has_trees=trees)
-    would_do = fitting_backends(shape, CPU, has_trees=trees)[0]
+        open_attention(name, shape, CPU)
+    would_do = fitting_backends(shape, CPU)[0]
     assert raised.value.message.endswith(f"--attention-backend {would_do}.")
     assert would_do == ("cpu" if name != "cpu" else "reference")
 
@@ -296,20 +293,18 @@ def hopper(all_installed: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, An
 
 
 @pytest.mark.usefixtures("hopper")
-def test_auto_decodes_with_triton_and_computes_prompts_with_flashinfer_on_hopper() -> None:
-    attention = open_attention("auto", SHAPE, CUDA)
+@pytest.mark.parametrize("has_trees", [False, True])
+def test_auto_decodes_with_triton_and_computes_prompts_with_flashinfer_on_hopper(has_trees: bool) -> None:
+    """Prompts have no trees."""
+    attention = open_attention("auto", SHAPE, CUDA, has_trees=has_trees)
     assert isinstance(attention, PairedAttention)
     assert not attention.needs_host_lengths
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize(
-    ("changes", "trees"),
-    [({"head_dim": 80}, False), ({"sinks": SINKS}, False), ({"dtype": torch.float32}, False), ({}, True)],
-)
-def test_auto_is_triton_alone_where_flashinfer_does_not_fit(changes: dict[str, Any], trees: bool) -> None:
-    shape = dataclasses.replace(SHAPE, **changes)
-    assert isinstance(open_attention("auto", shape, CUDA, has_trees=trees), Fake)
+@pytest.mark.parametrize("changes", [{"head_dim": 80}, {"sinks": SINKS}, {"dtype": torch.float32}])
+def test_auto_is_triton_alone_where_flashinfer_does_not_fit(changes: dict[str, Any]) -> None:
+    assert isinstance(open_attention("auto", dataclasses.replace(SHAPE, **changes), CUDA), Fake)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -407,4 +402,4 @@ def test_the_table_says_which_backends_need_lengths_from_the_host() -> None:
 def test_auto_is_the_first_that_fits_on_a_cpu() -> None:
     assert isinstance(open_attention("auto", SHAPE, CPU), CpuAttention)
     assert isinstance(open_attention("auto", dataclasses.replace(SHAPE, sinks=SINKS), CPU), CpuAttention)
-    assert isinstance(open_attention("auto", SHAPE, CPU, has_trees=True), ReferenceAttention)
+    assert isinstance(open_attention("auto", SHAPE, CPU, has_trees=True), CpuAttention)

@@ -26,10 +26,13 @@ def test_a_prompt_without_a_prefix_is_never_gathered(monkeypatch: pytest.MonkeyP
     case.run(CpuAttention(case.shape))
 
 
-def test_a_tree_is_refused() -> None:
-    case = Case(((20, 3),), trees=True)
-    with pytest.raises(AssertionError, match="no tree masks"):
-        case.run(CpuAttention(case.shape))
+@pytest.mark.parametrize("window", [None, 7])
+def test_nodes_of_a_tree_see_their_ancestors_and_a_prompt_beside_them_its_own_past(window: int | None) -> None:
+    case = Case(((20, 9), (3, 5), (0, 70), (40, 66)), trees=True, window=window)
+    for layer in (0, 1):
+        torch.testing.assert_close(
+            case.run(CpuAttention(case.shape), layer).double(), case.oracle(layer)[0], atol=2e-5, rtol=2e-5
+        )
 
 
 def test_a_row_in_scattered_pages_gathers_those_that_its_window_reaches(monkeypatch: pytest.MonkeyPatch) -> None:

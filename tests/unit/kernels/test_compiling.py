@@ -45,7 +45,7 @@ from tests.helpers.delta_cases import Chunk, Layer, nan_pools, random_inputs, ra
 from tests.helpers.draft_cases import draft_case
 from tests.helpers.latent_case import pack_latents
 from tests.helpers.packed_cases import random_4, random_8
-from tests.helpers.step_cases import copied, random_case
+from tests.helpers.step_cases import copied, random_case, with_trees
 from tests.helpers.widening import some
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # told by Triton on the CPU
@@ -110,6 +110,13 @@ def attend(*lengths: tuple[int, int]) -> None:
         case = Case(lengths, group=8, head_dim=64, window=128, sinks=True, dtype=BF16, packs=packs)
         for layer in layers:
             case.run(TritonAttention(case.shape), layer)
+
+
+def attend_trees(*lengths: tuple[int, int]) -> None:
+    """Nodes of trees in rows of few tokens, and a prompt beside them."""
+    case = Case(lengths, group=4, head_dim=64, window=128, dtype=BF16, trees=True)
+    for layer in (0, 1):
+        case.run(TritonAttention(case.shape), layer)
 
 
 def store() -> None:
@@ -324,6 +331,22 @@ def advance_states() -> None:
             layer.step([Chunk(1, 0, 0, random_inputs(num_tokens, shape, dtype))])
 
 
+def walk_trees() -> None:
+    """A step whose rows verify trees: inputs, the walk, the move of keys and values in 16 bits and of bytes; candidates of a head."""
+    generator, case = torch.Generator().manual_seed(1), None
+    while case is None or not len(case.inputs.sampling):
+        case = with_trees(generator, random_case(generator))
+    made = case.unfilled()
+    step_triton.fill_inputs(made, case.state, page_size=case.page_size)
+    counts, path = step_triton.walk(case.drawn, case.sampling_rows, case.sampling_drafts, case.state)
+    starts = made.forward.qo_indptr[: len(counts)]
+    storages = [torch.zeros(2, 2, 704, 2, 64, dtype=BF16), torch.zeros(1, 1, 704, 1, 3, dtype=torch.uint8)]
+    step_triton.move(storages, made.forward.slots, starts, path, counts)
+    number = torch.zeros(2, dtype=torch.int64)
+    for noise in (None, (torch.ones(2, dtype=torch.float64), number, number, number)):
+        draft_triton.likeliest(torch.zeros(2, 3, 5000, dtype=BF16), noise, 3)
+
+
 FEW = {"few_packed._gate_kernel", "few_packed._down_kernel"}
 MANY = {"experts._group_kernel", "packed_products._packed_kernel", "experts._sum_kernel"}
 DECODED = {"attention_schedule._schedule", "attention_decode._attend"}
@@ -365,6 +388,12 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
         {f"step_inputs.{name}" for name in ("_check_rows", "_place_tokens")}
         | {f"step_triton.{name}" for name in ("_count_accepted", "_advance_rows")},
     ),
+    "trees": (
+        walk_trees,
+        {f"step_inputs.{name}" for name in ("_check_rows", "_place_tokens")}
+        | {f"trees.{name}" for name in ("_walk_rows", "_move_rows", "_find_candidates", "_join_candidates")},
+    ),
+    "attention to trees": (lambda: attend_trees((700, 9), (2000, 70)), DECODED | EXTENDED),
     "draft": (
         draft,
         {f"draft_triton.{name}" for name in ("_draft_inputs", "_draft_hidden_states", "_keep_hidden_states")}
