@@ -1,4 +1,4 @@
-# hiserve: make demo | test | test-wide | test-long | test-clients | test-browser | test-matrix | test-gpu | mutants | mutants-pure | bench | bench-gpu | docs | nano-heads
+# hiserve: make demo | test | test-wide | test-long | test-clients | test-ray | test-browser | test-matrix | test-gpu | mutants | mutants-pure | bench | bench-gpu | docs | nano-heads
 PYTHON ?= python3
 PIP_ARGS ?=
 MINUTES ?= 30
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALL := -m pip install --disable-pip-version-check $(PIP_ARGS)
 ARGS ?=
 
-.PHONY: test-browser demo test test-wide test-long test-clients test-coding test-matrix test-gpu mutants mutants-pure check bench bench-gpu docs nano-heads clean
+.PHONY: test-browser demo test test-wide test-long test-clients test-ray test-coding test-matrix test-gpu mutants mutants-pure check bench bench-gpu docs nano-heads clean
 
 $(VENV)/.installed: pyproject.toml
 	@echo "installing hiserve and PyTorch into $(VENV); a first time takes some minutes"
@@ -44,6 +44,11 @@ test-long: $(VENV)/.installed-dev  ## the full products and the soaks
 .venv-clients/.installed: pyproject.toml  # of their own: they want an older openai
 	$(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/python $(INSTALL) -e ".[dev,clients]"
+	touch $@
+
+.venv-ray/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python $(INSTALL) -e ".[dev,ray]"
 	touch $@
 
 .venv-agents/.installed: pyproject.toml
@@ -85,6 +90,9 @@ test-clients: .venv-clients/.installed .venv-agents/.installed $(MEASURING) test
 
 test-coding: $(VENV)/.installed-dev .npm-clients/.installed  ## coding agents, where they reach this server alone; 1.2 GB
 	unshare -rn sh -c 'ip link set lo up && exec "$$@"' sh $(BIN)/python -m pytest -m clients $(CODING)
+
+test-ray: .venv-ray/.installed  ## the gateway of Ray Serve over two engines, of which one is killed
+	.venv-ray/bin/python -m pytest -m ray -W default tests/e2e/test_ray_app.py  # Ray warns
 
 test-browser: $(VENV)/.installed-dev  ## the dashboard in Chromium, which must be installed
 	$(BIN)/python $(INSTALL) -q -e ".[browser]"

@@ -1,7 +1,7 @@
 """Fleets: where requests go."""
 
-from hiserve.fleet import affinity, simulation
-from tests.unit.fleet import test_affinity, test_simulation
+from hiserve.fleet import affinity, resuming, simulation
+from tests.unit.fleet import test_affinity, test_resuming, test_simulation
 
 with affinity.Affinity.homes, test_affinity.test_routers_choose_alike_whatever_the_order_of_their_names:
     "INV 95: a replica's place in the list decides"
@@ -19,3 +19,15 @@ with simulation._Fleet.use, test_simulation.test_a_cache_gives_up_the_ends_of_pr
     "the simulation evicts the starts of prompts first"
     reversed(blocks)
     blocks
+with resuming.Resumption.push, test_resuming.test_the_events_are_those_of_one_engine_wherever_it_dies["/v1/chat/completions-plain"]:
+    "INV 96: the opening of a stream that broke before its first token comes twice"
+    self._tokens and not self._is_ending
+    not self._is_ending
+with resuming.Resumption.push, test_resuming.test_the_events_are_those_of_one_engine_wherever_it_dies["/v1/chat/completions-plain"]:
+    "INV 96: a stream that broke between its finish and its end cannot go on"
+    self._tokens and not self._is_ending
+    self._tokens
+with resuming.Resumption.broke, test_resuming.test_the_events_are_those_of_one_engine_wherever_it_dies["/v1/completions-plain"]:
+    "INV 96: half an event of a dead engine stays before the next one's first"
+    self._rest = self._held = b""
+    self._held = b""
