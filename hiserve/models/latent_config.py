@@ -43,6 +43,11 @@ class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Elements of a head's query and key."""
         return self.nope_dim + self.rope_dim
 
+    @property
+    def head_elements(self) -> int:
+        """Elements of a head's query and of its output."""
+        return self.key_dim + self.value_dim
+
     def num_params(self, hidden_size: int, num_heads: int) -> int:
         """Returns the parameters of a layer's attention."""
         queries, source = num_heads * self.key_dim, hidden_size

@@ -145,8 +145,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the facts that ``core.resolve`` needs."""
         num_planes = 2 if self.compressed is None else 1
         attention_elements = 0 if self.latent is None else self.latent.step_elements(self.num_heads)
-        if self.index is not None:
-            attention_elements += self.index.step_elements()
+        if self.index is not None and self.latent is not None:  # tokens are attended to in two parts
+            attention_elements += self.index.step_elements() + self.num_heads * self.latent.head_elements
         if self.compressed is not None:
             attention_elements = self.compressed.step_elements(self.num_heads, self.hidden_size)
         return ModelFacts(

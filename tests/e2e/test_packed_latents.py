@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from hiserve import LLM, SamplingParams
-from hiserve.attention import latent
 from hiserve.core.row_shapes import PackedPages, PackedShape, packed_key, packed_latent
 from hiserve.engine.host_loads import LoadCostModel
 from hiserve.kernels import reference
@@ -19,7 +18,7 @@ from hiserve.kernels.row_codecs import load_packed, store_packed
 from hiserve.models.model_config import NANO, find_model
 from tests.helpers.compressed_models import PoisonedPool, poison
 from tests.helpers.compressed_oracle import SETTINGS, prompts_of
-from tests.helpers.latent_models import save_latent, save_with_mtp
+from tests.helpers.latent_models import expand_from, save_latent, save_with_mtp
 from tests.helpers.models import Engine
 from tests.helpers.plans import HandPlanner
 from tests.helpers.tiered import rest
@@ -75,8 +74,7 @@ def round_rows(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", ["glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"])
 def test_logits_are_those_of_rounded_rows(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in pages against rows one by one, in other chunks, some of which are expanded."""
-    monkeypatch.setattr(latent, "MIN_EXPANDED", 8)
-    monkeypatch.setattr(latent, "EXPANDED_KEYS", 5)
+    expand_from(8, monkeypatch)
     torch.set_num_threads(1)
     save_latent(family, tmp_path)
     prompts = [[token % 320 for token in prompt] for prompt in prompts_of(70, 33)]
@@ -94,7 +92,7 @@ def test_tokens_do_not_depend_on_chunks_pages_hits_drafts_and_tiers(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setattr(latent, "MIN_EXPANDED", 8)
+    expand_from(8, monkeypatch)
     save_with_mtp(family, tmp_path, vocab_size=VOCAB)
     shutil.copy(find_model(NANO) / "tokenizer.json", tmp_path)
     monkeypatch.setattr(LoadCostModel, "is_worth_loading", lambda *measures: True)

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from hiserve.attention import indexed, latent
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 320,
@@ -56,6 +59,13 @@ INDEXED: dict[str, dict[str, Any]] = {
     | {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]}
     | {"n_group": 1, "topk_group": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
 }
+
+
+def expand_from(num_tokens: int, patch: pytest.MonkeyPatch) -> None:
+    """Lets rows with so many new tokens be expanded, five tokens of a prefix at a time."""
+    patch.setattr(latent.LatentAttention.__init__, "__defaults__", (num_tokens, None))
+    patch.setattr(indexed.IndexedAttention.__init__, "__defaults__", (num_tokens,))
+    patch.setattr(latent, "EXPANDED_KEYS", 5)
 
 
 def save_latent(family: str, folder: Path, *, save: dict[str, Any] | None = None, **overrides: Any) -> Path:

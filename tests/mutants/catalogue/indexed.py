@@ -24,8 +24,12 @@ with indexed.IndexedAttention.plan, test_index_oracle.test_logits_are_those_of_t
     False
 with indexed.IndexedAttention.choose, test_index_oracle.test_logits_are_those_of_transformers["deepseek"]:
     "a short row has one chosen token less"
-    (inputs.positions + 1).clamp_(max=self._most)
-    (inputs.positions + 1).clamp_(max=self._most - 1)
+    (positions + 1).clamp_(max=self._most)
+    (positions + 1).clamp_(max=self._most - 1)
+with indexed.IndexedAttention._plan_early, test_index_oracle.test_logits_are_those_of_transformers["deepseek"]:
+    "the first token of a prompt that must choose sees all tokens"
+    self._most - starts
+    self._most + 1 - starts
 with index_rows.rotate_first, test_index_oracle.test_logits_are_those_of_transformers["deepseek"]:
     "keys of an index know no positions"
     torch.cat((rotated, plain), -1)
