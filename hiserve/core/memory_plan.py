@@ -328,15 +328,12 @@ class _Worker:
         given, page, where = self._cache.host_cache_gib, self.page_bytes, "memory"
         if self._cache.disable_prefix_cache:
             return 0.0, "the prefix cache is disabled"
-        if self._chosen.given.parallel.tp > 1:
-            if isinstance(given, str):
-                return 0.0, "groups of ranks have no host cache yet"
-            if given:
-                raise ConfigError(
-                    f"--host-cache-gib is {given:.3g}, but with --tp {self._chosen.given.parallel.tp} there is no host cache yet. "
-                    "Leave it out.",
-                    param="host_cache_gib",
-                )
+        if self._chosen.given.parallel.tp > 1 and (self._cache.store or self._cache.host_cache_name) is not None:
+            raise ConfigError(
+                f"--tp is {self._chosen.given.parallel.tp}, and the host cache of a group ends with it: leave out --store and "
+                "--host-cache-name.",
+                param="store" if self._cache.store is not None else "host_cache_name",
+            )
         shares = self._host_shares(pages * page, room)
         if self._cache.host_cache_name is not None:
             shm = self._machine.shm_bytes // self._num_ranks

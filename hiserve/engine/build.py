@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from hiserve.cache.storage.store_address import open_store
 from hiserve.cache.storage.store_transfers import StoreTransfers
 from hiserve.config.settings import Settings
 from hiserve.core.digest import chain_of
-from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.machine import free_cuda_bytes
 from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
 from hiserve.core.windows import WindowLimits
@@ -36,7 +34,7 @@ from hiserve.engine.ranks import Ranks, end_process
 from hiserve.engine.runner_factory import MakeProposer, open_proposer, prepare_runners
 from hiserve.engine.startup import await_memory
 from hiserve.engine.step_exchanges import StepExchanges
-from hiserve.engine.tier_transfers import TierTransfers, make_registrar, make_transfers
+from hiserve.engine.tier_transfers import TierTransfers, make_host_pool, make_transfers
 from hiserve.errors import ConfigError
 from hiserve.grammar.matcher import Vocabulary
 from hiserve.models.model_config import ModelConfig
@@ -124,7 +122,7 @@ def _compose(
     if ranks is not None:
         ranks.agree(facts_of(settings, half))
     namespace = settings.cache_identity.namespace
-    host = None if segment is None else _host_pool(settings, segment, half.groups, namespace)
+    host = None if segment is None else make_host_pool(settings, segment, half.groups)
     cache = _cache(settings, namespace, half.config.tail_window, host, kv_events)
     tier_transfers = None if host is None else _tier_transfers(settings, host, cache, pool, startup_s, undo)
     with phase(startup_s, "prepare runners"):
@@ -297,6 +295,8 @@ def _tier_transfers(
     """Recovers the host pages of a former process, and opens the store."""
     undo.callback(host.close)
     with phase(startup_s, "adopt host cache"):
+        if settings.parallel.tp > 1:
+            host.clear()  # of pages of a former group the other ranks have lost their parts
         recover_host_pages(host, cache)
     transfers = make_transfers(settings.model.device, pool, host)
     undo.callback(transfers.close)
@@ -306,10 +306,3 @@ def _tier_transfers(
             beyond = StoreTransfers(store, host, wake=transfers.wake)
             undo.callback(beyond.close)
     return TierTransfers(transfers, host, beyond, linger_s=0.0 if settings.cache.host_cache_name is None else LINGER_S)
-
-
-def _host_pool(settings: Settings, segment: Segment, groups: Sequence[CacheGroupSpec], namespace: bytes) -> HostPool:
-    assert segment.layout.namespace == namespace, "the segment of another identity was handed to a worker"
-    registrar = make_registrar(settings.model.device)
-    link = chain_of(is_strong=settings.cache.store is not None)
-    return HostPool(segment, groups, registrar=registrar, verify=settings.cache.cache_verify, link=link)

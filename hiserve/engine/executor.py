@@ -132,7 +132,8 @@ class Executor:
 
     def take_acks(self, wait_s: float = 0.0) -> list[CopyAck]:
         """Returns the copies that have ended since the last call; waits up to ``wait_s`` seconds for one if none has."""
-        return [] if self._tier_transfers is None else self._tier_transfers.take_acks(wait_s)
+        acks = [] if self._tier_transfers is None else self._tier_transfers.take_acks(wait_s)
+        return acks if self._group is None else self._group.join_acks(acks)
 
     def take_found(self) -> list[StoreEnds]:
         """Returns the answers to lookups in the store since the last call."""
@@ -162,7 +163,8 @@ class Executor:
     @property
     def num_ready_host_pages(self) -> int:
         """Host pages below this may be copied to and from; it grows while their memory is made ready."""
-        return 0 if self._tier_transfers is None else self._tier_transfers.num_ready_host_pages
+        ready = 0 if self._tier_transfers is None else self._tier_transfers.num_ready_host_pages
+        return ready if self._group is None else min(ready, self._group.num_ready_host_pages)
 
     def close(self) -> None:
         """Finishes the submitted steps and ends the threads."""

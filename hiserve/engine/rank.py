@@ -13,13 +13,17 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from hiserve.cache.storage.host_segment import open_segment
+from hiserve.config.serving import MAX_INT32
 from hiserve.core.machine import free_cuda_bytes
 from hiserve.core.plan import BatchPlan, MaskPlan, StepFault, StepResult
+from hiserve.core.transfers import CopyAck
 from hiserve.distributed.collectives import Collectives
 from hiserve.distributed.exchange import Exchange
 from hiserve.distributed.shard import Shard
@@ -28,6 +32,7 @@ from hiserve.engine.executing_half import load_half
 from hiserve.engine.executor import Executor
 from hiserve.engine.group_facts import facts_of
 from hiserve.engine.rank_messages import (
+    Acked,
     DrawOrder,
     Farewell,
     FromRank,
@@ -44,12 +49,14 @@ from hiserve.engine.rank_messages import (
 from hiserve.engine.runner_factory import open_proposer, prepare_runners
 from hiserve.engine.startup import await_memory
 from hiserve.engine.step_exchanges import StepExchanges
+from hiserve.engine.tier_transfers import TierTransfers, make_host_pool, make_transfers
 from hiserve.errors import EngineError, HiserveError
 from hiserve.ipc.child import die_with_parent, log_to_stderr
 from hiserve.ipc.frames import FrameSocket
 from hiserve.runners.gate import Action, Decision
 
 EXIT_FAILED = 1
+COPY_POLL_S, READY_POLL_S = 0.001, 0.05  # between two looks at copies that run, and at memory that is made ready
 
 
 class Follower:
@@ -60,17 +67,48 @@ class Follower:
         self._order: Order | None = None
         self._number = 0
         self._latest: Future[StepResult] | None = None
+        self._num_copies = 0  # that have not ended
+        self._num_ready_pages = 0  # that the first rank knows of
 
     def settle(self, plan: BatchPlan, decide: Callable[[], Decision | None]) -> Decision | None:
         """As the protocol: the verdict of the first rank."""
         assert self._order is not None and self._order.plan is plan, f"step {plan.step_id} was not ordered"
-        return self._order.decision
+        decision = self._order.decision
+        # A load that has ended there may not have ended here.
+        return (
+            None
+            if decision is None
+            else replace(decision, loads=plan.waits if decision.action is not Action.DEFER else ())
+        )
 
     def draw(self, step_id: int, masks: MaskPlan | None) -> None:
         """As the protocol: the first rank has told the others."""
 
     def fault_of(self, step_id: int) -> None:
         """As the protocol: the first rank undoes the plan, by later plans."""
+
+    def join_acks(self, acks: list[CopyAck]) -> list[CopyAck]:
+        """As the protocol: tells the first rank, for which all of them count."""
+        self._num_copies -= len(acks)
+        return acks
+
+    @property
+    def num_ready_host_pages(self) -> int:
+        """As the protocol: the first rank compares."""
+        return MAX_INT32
+
+    def report(self, executor: Executor) -> None:
+        """Tells the first rank which copies have ended, and how many host pages are ready."""
+        acks, num_ready = executor.take_acks(), executor.num_ready_host_pages
+        if acks or num_ready != self._num_ready_pages:
+            self._num_ready_pages = num_ready
+            self.say(Acked(acks, num_ready))
+
+    def patience_s(self, num_host_pages: int) -> float | None:
+        """Returns how long it may wait for an order before it reports; None is without end."""
+        if self._num_copies:
+            return COPY_POLL_S
+        return READY_POLL_S if self._num_ready_pages < num_host_pages else None
 
     def close(self) -> None:
         """As the protocol: this rank ends nobody."""
@@ -82,6 +120,7 @@ class Follower:
         """Launches a step, and says that it did, or that it found no memory; any other error is raised."""
         assert order.number == self._number + 1, f"order {order.number} after {self._number}"
         self._number, self._order = order.number, order
+        self._num_copies += len(order.plan.copies)
         self._check_latest()
         self._latest = executor.submit(order.plan)
         if not order.plan.awaits_masks:
@@ -165,9 +204,16 @@ def follow(setup: Setup, socket: FrameSocket, on_gone: Callable[[], None]) -> bo
 def _execute_all(setup: Setup, follower: Follower, orders: queue.SimpleQueue[ToRank]) -> None:
     device = torch.device(setup.settings.model.device)
     exchange = Collectives(Shard(setup.rank, setup.settings.parallel.tp), device, Path(setup.rendezvous))
-    executor = _build(setup, exchange, follower)
-    while not isinstance(order := orders.get(), StopRank):
+    executor, num_host_pages = _build(setup, exchange, follower)
+    while True:
+        follower.report(executor)
+        try:
+            order = orders.get(timeout=follower.patience_s(num_host_pages))
+        except queue.Empty:
+            continue
         match order:
+            case StopRank():
+                break
             case Order():
                 follower.execute(order, executor)
             case DrawOrder():
@@ -194,8 +240,8 @@ def _received(socket: FrameSocket, on_gone: Callable[[], None]) -> queue.SimpleQ
     return orders
 
 
-def _build(setup: Setup, exchange: Exchange, follower: Follower) -> Executor:
-    """Loads the share, and runs the same steps as the first rank does before it serves."""
+def _build(setup: Setup, exchange: Exchange, follower: Follower) -> tuple[Executor, int]:
+    """Loads the share, and runs the same steps as the first rank does before it serves; returns also the number of host pages."""
     settings = setup.settings
     if settings.model.device == "cuda":
         await_memory(setup.measurements.free_bytes, free_cuda_bytes)
@@ -205,5 +251,10 @@ def _build(setup: Setup, exchange: Exchange, follower: Follower) -> Executor:
     runners = prepare_runners(settings, half, proposer, None)
     if setup.measurements.draft_costs is None and len(settings.spec.tiers) > 1:
         measure_drafts(settings, runners, half)
+    segment = open_segment(settings, setup.rank)  # a group of its own has nothing to adopt
+    host = None if segment is None else make_host_pool(settings, segment, half.groups)
+    tiers = None if host is None else TierTransfers(make_transfers(settings.model.device, half.pool, host), host)
+    exchanges = StepExchanges(exchange, half.model, half.head)
+    executor = Executor(runners, half.rows, tier_transfers=tiers, group=follower, exchanges=exchanges)
     follower.say(RankReady(runners.coverage))
-    return Executor(runners, half.rows, group=follower, exchanges=StepExchanges(exchange, half.model, half.head))
+    return executor, 0 if host is None else host.num_pages

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from hiserve.config.settings import Settings
 from hiserve.core.plan import BatchPlan, Int32Array, StepFault
 from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
+from hiserve.core.transfers import CopyAck
 from hiserve.runners.gate import Coverage, Decision
 
 
@@ -66,6 +67,13 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
     fault: StepFault | None = None
 
 
+class Acked(msgspec.Struct, frozen=True, tag=True):
+    """Copies have ended, or more host pages are ready."""
+
+    acks: list[CopyAck]
+    num_ready_host_pages: int
+
+
 class Farewell(msgspec.Struct, frozen=True, tag=True):
     """A rank ends because of an error."""
 
@@ -74,7 +82,7 @@ class Farewell(msgspec.Struct, frozen=True, tag=True):
     trace: str
 
 
-FromRank = RankLoaded | RankReady | Ran | Farewell
+FromRank = RankLoaded | RankReady | Ran | Acked | Farewell
 
 
 def encode(message: ToRank | FromRank) -> bytes:
@@ -83,7 +91,7 @@ def encode(message: ToRank | FromRank) -> bytes:
 
 
 def decode_to_rank(frame: bytes) -> ToRank:
-    """Reads a frame of the first rank; arrays are views of it, which cannot be written."""
+    """Reads a frame of the first rank; its arrays can be written, as torch asks of arrays that become tensors."""
     return _TO_RANK.decode(frame)
 
 
@@ -104,7 +112,7 @@ def _to_array(kind: Any, value: Any) -> NDArray[Any]:
     assert len(shape) == 1 or len(held) == math.prod(shape) * np.dtype(element).itemsize, (
         f"{len(held)} bytes of {shape}"
     )
-    return np.frombuffer(held, dtype=element).reshape(shape)
+    return np.frombuffer(bytearray(held), dtype=element).reshape(shape)
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_bytes)

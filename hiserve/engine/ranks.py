@@ -21,10 +21,13 @@ from hiserve.config.settings import Settings
 from hiserve.core.devices import environment_with
 from hiserve.core.plan import BatchPlan, MaskPlan, StepFault
 from hiserve.core.startup_measurements import StartupMeasurements
+from hiserve.core.transfers import CopyAck
 from hiserve.distributed.collectives import Collectives
 from hiserve.distributed.exchange import Exchange
 from hiserve.distributed.shard import Shard
+from hiserve.engine.joined_acks import JoinedAcks
 from hiserve.engine.rank_messages import (
+    Acked,
     DrawOrder,
     Farewell,
     FromRank,
@@ -121,6 +124,8 @@ class Ranks:
         self._facts: dict[int, dict[str, str]] = {}
         self._coverages: list[Coverage] = []
         self._ran: dict[int, list[StepFault | None]] = defaultdict(list)  # by step
+        self._acks = JoinedAcks(settings.parallel.tp)
+        self._num_ready_pages = dict.fromkeys(range(1, settings.parallel.tp), 0)
         self._lost: HiserveError | None = None
         self._is_closing = False
         self._number = 0
@@ -204,6 +209,19 @@ class Ranks:
                 del self._ran[step]
         return next((fault for fault in faults if fault is not None), None)
 
+    def join_acks(self, acks: list[CopyAck]) -> list[CopyAck]:
+        """As the protocol."""
+        with self._heard:
+            if self._lost is not None:
+                raise self._lost
+            self._acks.add(acks)
+            return self._acks.take()
+
+    @property
+    def num_ready_host_pages(self) -> int:
+        """As the protocol."""
+        return min(self._num_ready_pages.values())
+
     def check(self) -> None:
         """As the protocol."""
         with self._heard:
@@ -260,5 +278,8 @@ class Ranks:
                 self._coverages.append(coverage)
             case Ran(step_id, fault):
                 self._ran[step_id].append(fault)
+            case Acked(acks, num_ready):
+                self._acks.add(acks)
+                self._num_ready_pages[rank.number] = num_ready
             case Farewell(text, code, trace):
                 self._lost = self._lost or to_error(code, f"rank {rank.number}: {text}", trace)

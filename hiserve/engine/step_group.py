@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from hiserve.core.plan import BatchPlan, MaskPlan, StepFault
+from hiserve.core.transfers import CopyAck
 from hiserve.runners.gate import Decision
 
 
@@ -24,6 +25,13 @@ class StepGroup(Protocol):
         Raises:
             EngineError: A rank has ended.
         """
+
+    def join_acks(self, acks: list[CopyAck]) -> list[CopyAck]:
+        """Takes the copies that have ended here; returns those that have ended on all ranks, each once."""
+
+    @property
+    def num_ready_host_pages(self) -> int:
+        """Host pages below this are ready on the other ranks."""
 
     def close(self) -> None:
         """Ends the other ranks; the steps that were submitted have ended here."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,8 +12,12 @@ import torch
 from hiserve.cache.storage.device import DevicePool
 from hiserve.cache.storage.host import HostPool
 from hiserve.cache.storage.prefault import CudaRegistrar, Registrar
+from hiserve.cache.storage.segment import Segment
 from hiserve.cache.storage.store_transfers import StoreTransfers
 from hiserve.cache.storage.transfer import TransferEngine
+from hiserve.config.settings import Settings
+from hiserve.core.digest import chain_of
+from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.plan import BatchPlan
 from hiserve.core.transfers import DEVICE_KINDS, CopyAck, CopyKind, StoreEnds
 from hiserve.ipc.cache_stats import StoreStats
@@ -39,6 +43,14 @@ _MAX_STORE_BYTES_PER_S = {"cpu": 4e9, "cuda": 20e9}
 def make_registrar(device: str) -> Registrar | None:
     """Returns the registrar that pins host memory for a device, ``cpu`` or ``cuda``; None for a CPU."""
     return CudaRegistrar(torch.cuda.current_device()) if device == "cuda" else None
+
+
+def make_host_pool(settings: Settings, segment: Segment, groups: Sequence[CacheGroupSpec]) -> HostPool:
+    """Returns the pool of the pages in a segment, of these groups."""
+    assert segment.layout.namespace == settings.cache_identity.namespace, "the segment of another identity"
+    link = chain_of(is_strong=settings.cache.store is not None)
+    registrar = make_registrar(settings.model.device)
+    return HostPool(segment, groups, registrar=registrar, verify=settings.cache.cache_verify, link=link)
 
 
 def make_transfers(device: str, pool: DevicePool, host: HostPool) -> TransferEngine:

@@ -6,21 +6,43 @@ from collections.abc import Callable
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from hiserve import SamplingParams
-from tests.helpers.cache_paths import Case, Work, answer, chunks, device_hits, pairwise, preemption
+from hiserve import LLM, SamplingParams
+from hiserve.cache.storage.transfer import TransferEngine
+from hiserve.core.transfers import CopyKind, PageCopy
+from hiserve.engine import rank
+from tests.helpers.cache_paths import (
+    DRAFTS,
+    HOST,
+    SETTINGS,
+    Case,
+    Work,
+    answer,
+    ask,
+    chunks,
+    device_hits,
+    failed_loads,
+    host_hits,
+    pairwise,
+    pool,
+    preemption,
+)
 from tests.helpers.dialogues import trained
 from tests.helpers.rank_threads import rank_threads
+from tests.helpers.tiered import check_whole, counts_of, leave_device
+from tests.helpers.transfers import hold_copies
 from tests.helpers.widening import some
 
 SEED = 43
 NUM_NEW = 10
-PATHS: tuple[Callable[..., None], ...] = (chunks, preemption, device_hits)
+WITHOUT_HOST: tuple[Callable[..., None], ...] = (chunks, preemption, device_hits)
+PATHS: tuple[Callable[..., None], ...] = (*WITHOUT_HOST, host_hits, failed_loads)
 ALL: list[Case] = list(product(PATHS, ("off", "ngram", "eagle3", "mtp"), (0, 2, "auto"), (0, 1), (2, 4)))
-USUAL: list[Case] = [(preemption, "eagle3", "auto", 1, 2)]
+USUAL: list[Case] = [(preemption, "eagle3", "auto", 1, 2), (host_hits, "mtp", 2, 0, 2)]
 
 
 @lru_cache
@@ -47,6 +69,33 @@ def work() -> Work:
 def test_a_group_has_the_tokens_of_one(
     path: Callable[..., None], proposer: str, steps: int | str, depth: int, size: int, tmp_path: Path
 ) -> None:
-    spec = {"spec": "off"} if proposer == "off" else {"spec": trained(proposer), "spec_steps": steps}
+    spec: dict[str, Any] = {"spec": "off"} if proposer == "off" else {"spec": trained(proposer), "spec_steps": steps}
+    if path in WITHOUT_HOST:
+        spec["host_cache_gib"] = 0
     with rank_threads():
-        path(work(), tmp_path, 16, overlap=depth, tp=size, host_cache_gib=0, max_model_len=96, **spec)
+        path(work(), tmp_path, 16, overlap=depth, tp=size, max_model_len=96, **spec)
+
+
+def test_a_load_that_fails_on_another_rank_alone_is_computed_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S6: this rank has the bytes, and takes back what it computed from them."""
+    made, num_failed = rank.make_transfers, 0
+
+    def fail(copy: PageCopy) -> str | None:
+        nonlocal num_failed
+        is_load = copy.kind is CopyKind.LOAD
+        num_failed += is_load
+        return "broken" if is_load else None
+
+    def breaking(*arguments: Any) -> TransferEngine:
+        transfers = made(*arguments)
+        hold_copies(transfers, fail)
+        return transfers
+
+    monkeypatch.setattr(rank, "make_transfers", breaking)
+    with rank_threads(), LLM(**SETTINGS | DRAFTS | pool(16) | HOST | {"tp": 2, "max_model_len": 96}) as llm:
+        ask(llm, work())
+        leave_device(llm)
+        ask(llm, work())
+        assert counts_of(llm).loads.unfulfilled["broken"] == counts_of(llm).loads.num_wanted > 0
+        check_whole(llm)
+    assert num_failed > 0

@@ -11,10 +11,12 @@ from hiserve.cache.storage.store import read_secret
 from hiserve.cache.storage.store_address import secret_of
 from hiserve.config.settings import CacheIdentity, FileStamp, Settings
 from hiserve.core.kv_groups import Space, debug_groups
+from hiserve.distributed.shard import Shard
 from hiserve.errors import ConfigError
 from hiserve.models.cache_digests import cache_namespace, shape_digest, stamps, weight_digests
 from hiserve.models.draft_config import DraftConfig, page_groups, read_draft
 from hiserve.models.model_config import ModelConfig
+from hiserve.models.shards import local_config
 
 
 def identify(settings: Settings, folder: Path, model: ModelConfig, directory: Path = SHARED_MEMORY) -> Settings:
@@ -35,7 +37,9 @@ def identify(settings: Settings, folder: Path, model: ModelConfig, directory: Pa
     draft = read_draft(settings, folder, model)
     files = _files(settings, folder, draft)
     shape = shape_digest(model, draft, settings.model.max_model_len)
-    groups = page_groups(settings, model, draft, frees_windows=settings.cache.frees_windows)
+    share = Shard(0, settings.parallel.tp)  # all ranks have pages of as many bytes
+    local = local_config(model, share), None if draft is None else draft.local(share)
+    groups = page_groups(settings, *local, frees_windows=settings.cache.frees_windows)
     history = [group for group in groups if group.space is Space.HISTORY]
     page_bytes = PageLayout(history, settings.cache.page_size).page_bytes
     identity = CacheIdentity(

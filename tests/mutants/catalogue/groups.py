@@ -2,11 +2,11 @@
 
 from hiserve import layers
 from hiserve.distributed import collectives, shard
-from hiserve.engine import executor, rank, ranks, step_exchanges
+from hiserve.engine import executor, joined_acks, rank, ranks, step_exchanges
 from hiserve.models import decoder, shard_weights, shards, weights
 from tests.e2e import test_rank_processes, test_tensor_parallel
 from tests.unit.distributed import test_collectives, test_shard
-from tests.unit.engine import test_rank_memory, test_ranks
+from tests.unit.engine import test_joined_acks, test_rank_memory, test_ranks
 from tests.unit.models import test_shards
 
 with layers.Embedding._of_all, test_tensor_parallel.test_a_group_has_the_tokens_of_one["preemption-eagle3-auto-1-2"]:
@@ -49,6 +49,14 @@ with step_exchanges.StepExchanges.abandon, test_rank_memory.test_memory_that_run
     "S7: a rank that ran out of memory leaves the others waiting for its drafts"
     owes_drafts and self._owes_drafts
     False
+with joined_acks.JoinedAcks.add, test_joined_acks:
+    "S6: a copy has ended when the first rank has ended it"
+    len(got) == self._num_ranks
+    len(got) == 1
+with joined_acks._joined, test_tensor_parallel.test_a_load_that_fails_on_another_rank_alone_is_computed_on_all:
+    "S6: a load that failed on another rank counts as done"
+    next((ack for ack in acks if not ack.is_ok), acks[0])
+    acks[0] if acks[0].is_ok else acks[1]
 with executor.Executor._join, test_rank_memory.test_memory_that_runs_out_anywhere_on_a_rank_costs_one_step["1-2-free-337"]:
     "S7: a step that failed on another rank counts as done"
     result if fault is None else self._failed(plan, fault)
