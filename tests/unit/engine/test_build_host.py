@@ -268,9 +268,10 @@ def test_attention_changes_after_the_start_at_the_earliest_and_only_where_nothin
         device: torch.device,
         *,
         has_drafts: bool,
+        has_trees: bool,
         is_serving: Callable[[], bool] | None,
     ) -> Attention:
-        assert not has_drafts
+        assert not has_drafts and not has_trees
         asked.append(is_serving)
         if is_serving is not None:
             during.append(is_serving())
