@@ -19,6 +19,7 @@ from hiserve.kernels.ops import Ops, ops_for
 from hiserve.kernels.packed_weights import Weights
 from hiserve.kernels.quantized import QuantizedWeight
 from hiserve.kernels.routing import ExpertGroups
+from hiserve.kernels.terms import Inputs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +63,7 @@ class Linear:
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, *, is_after_attention: bool = False
     ) -> None:
         self._weight, self._bias = weight, bias
-        self._project: Callable[[Tensor, Any, Tensor | None], Tensor]
+        self._project: Callable[[Any, Any, Tensor | None], Tensor]
         if isinstance(weight, QuantizedWeight):
             self._project = partial(ops_for(weight.device).quantized_linear, is_after_attention=is_after_attention)
         elif can_pack(weight):
@@ -71,10 +72,15 @@ class Linear:
         else:
             self._project = partial(ops_for(weight.device).linear, is_after_attention=is_after_attention)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @property
+    def quantized(self) -> QuantizedWeight | None:
+        """The weight, if it is quantized."""
+        return self._weight if isinstance(self._weight, QuantizedWeight) else None
+
+    def __call__(self, x: Inputs) -> Tensor:
         """Projects ``[T, in_features]``, of the weight's type or a narrower one, to the weight's type.
 
-        Inputs of a quantized weight may have any floating type, which the product has too.
+        Inputs of a quantized weight may have any floating type, which the product has too, or come in two terms.
         """
         return self._project(x, self._weight, self._bias)
 
@@ -114,12 +120,14 @@ class RMSNorm:
         weight: ``[n]``, of the type of the states, or float32 to round only the product.
         eps: Added to the mean square.
         exchange: Of a rank that computes a part of each ``delta``; None computes it whole.
+        reader: The weight of the only projection that reads ``inputs``, if it is quantized.
     """
 
     weight: Tensor
     eps: float
     ops: Ops
     exchange: Exchange | None = None
+    reader: QuantizedWeight | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Norms ``[T, n]``."""
@@ -130,6 +138,12 @@ class RMSNorm:
         if self.exchange is not None:
             return self.exchange.reduce_add_norm(delta, residual, self.weight, self.eps)
         return self.ops.add_rms_norm(delta, residual, self.weight, self.eps)
+
+    def inputs(self, x: Tensor, delta: Tensor | None = None) -> Inputs:
+        """Norms ``[T, n]``, with a delta as ``add`` to it, for the reader, which may take two terms."""
+        if delta is not None and self.exchange is not None:
+            return self.add(delta, x)
+        return self.ops.norm_inputs(x, delta, self.weight, self.eps, self.reader)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,15 +205,16 @@ class SelfAttention:
     has_window: bool = False
 
     def __call__(
-        self, x: Tensor, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV, attention: Attention
+        self, x: Inputs, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV, attention: Attention
     ) -> Tensor:
         """Stores the step's keys and values and attends. Returns ``[T, num_heads * head_dim]``, before ``out``."""
         q, k, v = self.store(x, inputs, rotation, kv)
         return attention.forward(q, k, v, kv, self.layer).flatten(1)
 
-    def store(self, x: Tensor, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV) -> tuple[Tensor, Tensor, Tensor]:
+    def store(self, x: Inputs, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV) -> tuple[Tensor, Tensor, Tensor]:
         """Stores keys and values, and returns queries, keys and values, each ``[T, heads, head_dim]``."""
-        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        projected = self.qkv(x)
+        qkv = projected.view(projected.shape[0], -1, self.head_dim)
         slots = inputs.slots
         if self.has_window and inputs.window_slots is not None:
             slots = inputs.window_slots
@@ -220,9 +235,9 @@ class GatedMLP:
     ops: Ops
     activation: Activation = SILU
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Inputs) -> Tensor:
         """Maps ``[T, hidden_size]`` to the same shape."""
-        return self.down(self.ops.act_mul(self.gate_up(x), self.activation))
+        return self.down(self.ops.act_inputs(self.gate_up(x), self.activation, self.down.quantized))
 
 
 # Maps x ``[T, hidden_size]``, shares ``[T, k]`` and their experts, int64 ``[T, k]``, to ``[T, hidden_size]``.
@@ -251,8 +266,9 @@ class MoE:
     shared: GatedMLP | None = None
     shared_gate: Linear | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Inputs) -> Tensor:
         """Maps ``[T, hidden_size]`` to the same shape."""
+        assert isinstance(x, Tensor), "inputs of several projections are not split"
         logits = self.router(x)
         if self.groups is None:
             routed = self.ops.route(logits, self.num_per_token, self.is_normalized)

@@ -8,7 +8,9 @@ model.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +18,13 @@ from torch import Tensor
 from benchmarks.gpu import ceilings
 from benchmarks.gpu.ceilings import median_s, recorded
 from hiserve.core.quantization import QuantSpec
-from hiserve.kernels import quantized_linear, skinny_linear
+from hiserve.kernels import quantized_linear, skinny_linear, term_products
 from hiserve.kernels.quantized import QuantizedWeight, quantize
 from hiserve.models.quantize import make_quantization
 
 SEED = 20261128
 REPEATS = 10
-COLUMNS = {8: (64, 128), 4: (64,)}  # of a tile, by bits
-NUM_SETS = 2  # of weights, which are read in turn, so that no cache holds them
+SET_BYTES = 360 << 20  # of weights of a shape, which are read in turn, so that no cache holds them
 WEIGHTS = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28_672, 4096), "down": (4096, 14_336)}
 NUM_PROMPT = 8192  # tokens of a step of prompts
 DEVICE = torch.device("cuda")
@@ -49,24 +50,35 @@ def seconds(weights: list[Tensor] | list[QuantizedWeight], x: Tensor) -> float:
         return median_s("cuda", recorded(step), REPEATS) / len(weights)
 
 
+def enough(weights: list[Any]) -> list[Any]:
+    """Returns the weights, and as many copies as no cache holds."""
+    size = weights[0].nbytes if isinstance(weights[0], Tensor) else weights[0].num_bytes
+    return [copied(weights[index % len(weights)]) for index in range(max(2, SET_BYTES // size))]
+
+
+def copied(weight: Any) -> Any:
+    if isinstance(weight, Tensor):
+        return weight.clone()
+    return replace(weight, codes=weight.codes.clone(), scales=weight.scales.clone())
+
+
 def compare(name: str, plain: dict[str, list[Tensor]], copy_rate: float) -> None:
     """Prints the times of few rows with each number of programs and stages, and of many rows."""
     spec = SPECS[name]
     assert spec is not None
-    made = {each: [quantize(weight, spec) for weight in weights] for each, weights in plain.items()}
-    tiles = dict(quantized_linear._TILES)
+    made = {each: enough([quantize(weight, spec) for weight in weights]) for each, weights in plain.items()}
+    tiles, takes_terms = dict(term_products.TILES), term_products.takes_terms(made["out"][0])
     for num_rows in (1, 8, 32):
-        rows = 16 if num_rows <= 16 else 32
         for which, weights in made.items():
             x = torch.randn(num_rows, weights[0].shape[1], device=DEVICE).to(torch.bfloat16)
-            wide, limit, found = seconds(plain[which], x), weights[0].num_bytes / copy_rate, []
-            for columns, warps, depth, count in product(COLUMNS[spec.bits], (4, 8), (3, 4, 6, 8), (1, 2, 3, 4, 6, 8)):
-                quantized_linear._TILES[spec.bits, rows] = tile = quantized_linear.Tile(columns, warps, depth, count)
+            wide, limit, found = seconds(enough(plain[which]), x), weights[0].num_bytes / copy_rate, []
+            for columns, stages, count in product((64, 128), (4, 5, 6), (1, 2, 3, 4) if takes_terms else ()):
+                term_products.TILES[spec.bits] = tile = term_products.Tile(columns, columns, 4, stages, count)
                 try:
                     found.append((seconds(weights, x), tile))
                 except Exception as error:  # noqa: BLE001 - of stages that do not fit the others are of interest
                     print(f"  {tile}: {str(error).splitlines()[0]}", flush=True)
-            quantized_linear._TILES |= tiles
+            term_products.TILES |= tiles
             now = seconds(weights, x)
             told = ", ".join(f"{1e6 * taken:.1f} {tuple(tile)}" for taken, tile in sorted(found)[:4])
             print(
@@ -85,7 +97,7 @@ def main() -> None:
     torch.manual_seed(SEED)
     rate = ceilings.copy_rate("cuda", 8 << 30)
     plain = {
-        name: [(torch.randn(shape, device=DEVICE) * 0.02).to(torch.bfloat16) for _ in range(NUM_SETS)]
+        name: [(torch.randn(shape, device=DEVICE) * 0.02).to(torch.bfloat16) for _ in range(2)]
         for name, shape in WEIGHTS.items()
     }
     for name in SPECS:

@@ -20,17 +20,23 @@ from hiserve.kernels.group_route import route_in_groups
 from hiserve.kernels.index_store import rotate_first, store_index_keys
 from hiserve.kernels.latent_store import store_latents
 from hiserve.kernels.launch import await_previous, early_launch, start_next
+from hiserve.kernels.quantized import QuantizedWeight
 from hiserve.kernels.quantized_linear import quantized_linear
 from hiserve.kernels.row_codec_triton import store_halves
 from hiserve.kernels.skinny_linear import linear
+from hiserve.kernels.term_products import reads_terms
+from hiserve.kernels.terms import Inputs
+from hiserve.kernels.terms_triton import act_terms, norm_terms
 
 __all__ = [
+    "act_inputs",
     "act_mul",
     "add_rms_norm",
     "delta",
     "gated_rms_norm",
     "linear",
     "mix_experts",
+    "norm_inputs",
     "quantized_linear",
     "rms_norm",
     "rotate_and_store",
@@ -56,6 +62,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Like ``reference.add_rms_norm``, for contiguous ``[T, n]``."""
     return _norm(residual, delta, weight, eps)
+
+
+def norm_inputs(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, reader: QuantizedWeight | None) -> Inputs:
+    """Like ``reference.norm_inputs``, in two terms where the reader takes them."""
+    return norm_terms(x, delta, weight, eps) if reads_terms(reader, x) else _norm(x, delta, weight, eps)
 
 
 def _norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -270,6 +281,11 @@ def act_mul(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
         **early_launch(gate_up.device),
     )
     return out
+
+
+def act_inputs(gate_up: Tensor, activation: Activation, reader: QuantizedWeight | None) -> Inputs:
+    """Like ``reference.act_inputs``, in two terms where the reader takes them."""
+    return act_terms(gate_up, activation) if reads_terms(reader, gate_up) else act_mul(gate_up, activation)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

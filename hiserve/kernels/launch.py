@@ -68,3 +68,11 @@ def await_previous(IS_EARLY: tl.constexpr):  # type: ignore[no-untyped-def] # no
     """Waits until the previous kernel has ended."""
     if IS_EARLY:
         gdc_wait()
+
+
+@triton.jit
+def prefetch(pointers):  # type: ignore[no-untyped-def]
+    """Brings lines of weights into the device's cache, on a GPU; what reads them does not wait for it."""
+    tl.inline_asm_elementwise(
+        "{ prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l", [pointers], tl.int32, is_pure=False, pack=1
+    )

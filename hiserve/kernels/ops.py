@@ -15,6 +15,7 @@ from hiserve.kernels.delta import DeltaPools, DeltaShape, DeltaWeights
 from hiserve.kernels.packed_weights import Weights
 from hiserve.kernels.quantized import QuantizedWeight
 from hiserve.kernels.routing import ExpertGroups
+from hiserve.kernels.terms import Inputs
 
 # Imported by name: triton, which CUDA kernels need, is not installed everywhere.
 _MODULES = {"cpu": "hiserve.kernels.reference", "cuda": "hiserve.kernels.fused"}
@@ -32,6 +33,11 @@ class Ops(Protocol):
 
     def add_rms_norm(self, delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Adds ``delta`` to ``residual`` in place and returns the norm of the sum."""
+
+    def norm_inputs(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, reader: QuantizedWeight | None
+    ) -> Inputs:
+        """Norms as ``rms_norm``, with a delta as ``add_rms_norm``; in two terms if a quantized reader takes them."""
 
     def rotations(
         self, positions: Tensor, frequencies: Tensor, attention_factor: float, dtype: torch.dtype
@@ -85,12 +91,15 @@ class Ops(Protocol):
         """Projects ``[T, n]`` to the weight's type. After an attention a device may launch it without overlap, which the attention needs."""
 
     def quantized_linear(
-        self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, *, is_after_attention: bool
+        self, x: Inputs, weight: QuantizedWeight, bias: Tensor | None, *, is_after_attention: bool
     ) -> Tensor:
         """Projects ``[T, n]`` by a weight in 8 or 4 bits; otherwise as ``linear``."""
 
     def act_mul(self, gate_up: Tensor, activation: Activation = SILU) -> Tensor:
         """Returns the activation of gate and up."""
+
+    def act_inputs(self, gate_up: Tensor, activation: Activation, reader: QuantizedWeight | None) -> Inputs:
+        """Returns ``act_mul``; in two terms if a quantized reader takes them."""
 
     def route(self, logits: Tensor, num_per_token: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
         """Returns shares and numbers of the likeliest experts."""

@@ -17,6 +17,9 @@ from hiserve.kernels.launch import await_previous, early_launch, num_processors,
 from hiserve.kernels.quantized import QuantizedWeight
 from hiserve.kernels.scaled_products import multiply_rounded, multiply_slices
 from hiserve.kernels.skinny_linear import sum_parts
+from hiserve.kernels.term_products import has_terms, multiply_terms
+from hiserve.kernels.terms import Inputs
+from hiserve.kernels.terms_triton import split_terms
 
 _TILE_ROWS = (16, 32, 64, 128)
 _MAX_EXACT_ROWS = 32  # of inputs that may be rounded: with more, products in 8 bits are faster
@@ -54,14 +57,19 @@ _TILES = {
 
 
 def quantized_linear(
-    x: Tensor, weight: QuantizedWeight, bias: Tensor | None, *, is_after_attention: bool = False
+    x: Inputs, weight: QuantizedWeight, bias: Tensor | None, *, is_after_attention: bool = False
 ) -> Tensor:
     """Like ``quantized.quantized_linear``, for weights that were on the device before the step.
 
-    Weights of whole tiles are never spelled out: few rows of a 16-bit type use a kernel that reads the weight once and
-    widens it in its tiles. More rows are rounded to the weight's type, where its spec allows that, or multiplied by one
-    slice of the weight after the other.
+    Weights of whole tiles are never spelled out: few rows of bfloat16 are split in two terms, which are multiplied in 8
+    bits; other few rows of a 16-bit type use a kernel that widens the weight in its tiles. More rows are rounded to the
+    weight's type, where its spec allows that, or multiplied by one slice of the weight after the other.
     """
+    if isinstance(x, Tensor) and has_terms(x, weight):
+        # An early launch would slow the attention before it: see docs/design/execution.md.
+        x = split_terms(x, weight.order, is_early=not is_after_attention)
+    if not isinstance(x, Tensor):
+        return multiply_terms(x, weight, bias)
     num_rows = x.shape[0]
     if x.dtype.itemsize != 2 or not num_rows or not _has_kernels(weight):
         return quantized.quantized_linear(x, weight, bias)

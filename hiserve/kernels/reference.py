@@ -13,7 +13,11 @@ from hiserve.kernels.delta import delta as delta
 from hiserve.kernels.gated_norm import gated_rms_norm as gated_rms_norm
 from hiserve.kernels.index_rows import rotate_first as rotate_first
 from hiserve.kernels.index_rows import store_index_keys as store_index_keys
+from hiserve.kernels.norms import add_rms_norm as add_rms_norm
+from hiserve.kernels.norms import norm_inputs as norm_inputs
+from hiserve.kernels.norms import rms_norm as rms_norm
 from hiserve.kernels.packed_weights import Weights, plain
+from hiserve.kernels.quantized import QuantizedWeight
 from hiserve.kernels.quantized import quantized_linear as quantized_linear
 from hiserve.kernels.routing import route_in_groups as route_in_groups
 from hiserve.kernels.row_codecs import load_packed, store_heads, store_packed
@@ -21,22 +25,6 @@ from hiserve.kernels.row_codecs import load_packed, store_heads, store_packed
 NO_LAST_LOC = -1
 NO_OWNER = -1
 PADDING_PAGE = 0
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm of the last dimension of ``[..., n]``; 16-bit inputs are reduced in float32.
-
-    ``weight`` broadcasts to ``x`` and has its dtype, or float32, which then is the type of the product; ``eps`` is added
-    to the mean square.
-    """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
-    return ((wide * scale).to(weight.dtype) * weight).to(x.dtype)
-
-
-def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Adds ``delta`` to ``residual`` in place, both ``[T, n]``, and returns the norm of the sum."""
-    return rms_norm(residual.add_(delta), weight, eps)
 
 
 def rotations(
@@ -194,6 +182,11 @@ def act_mul(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
     return ((wide * inner.sigmoid_()).to(gate.dtype).to(wide.dtype) * (up.to(wide.dtype) + activation.shift)).to(
         gate.dtype
     )
+
+
+def act_inputs(gate_up: Tensor, activation: Activation, reader: QuantizedWeight | None) -> Tensor:
+    """Returns ``act_mul``, whatever weight reads it."""
+    return act_mul(gate_up, activation)
 
 
 def route(logits: Tensor, num_per_token: int, is_normalized: bool) -> tuple[Tensor, Tensor]:

@@ -59,7 +59,7 @@ class Layer:
         delta = self.attention.out(attn_out)
         if self.attn_out_norm is not None:
             delta = self.attn_out_norm(delta)
-        out = self.mlp(self.mlp_norm.add(delta, residual))
+        out = self.mlp(self.mlp_norm.inputs(residual, delta))
         return out if self.mlp_out_norm is None else self.mlp_out_norm(out)
 
 
@@ -151,13 +151,13 @@ class Decoder:
         """
         rotations = [rotary(inputs.positions) for rotary in self._rotaries]
         residual = self.embedding(inputs.input_ids)
-        x = self._layers[0].input_norm(residual)
+        x = self._layers[0].input_norm.inputs(residual)
         for index, (layer, kv) in enumerate(zip(self._layers, layers, strict=True)):
             if inputs.before_layer is not None:
                 inputs.before_layer(index)
             attn_out = layer.attention(x, inputs, rotations[index in self._local_layers], kv, attention)
             if index + 1 < len(self._layers):
-                x = self._layers[index + 1].input_norm.add(layer.finish(attn_out, residual), residual)
+                x = self._layers[index + 1].input_norm.inputs(residual, layer.finish(attn_out, residual))
                 self._keep_aux(index, residual, hidden_states)
         return attn_out, residual
 
@@ -214,22 +214,25 @@ def make_layer(
 ) -> Layer:
     """Removes the parameters of one layer, counted from 0, from a decoder's, and makes the layer; ``exchange`` as for ``Decoder``."""
     ours = f"layers.{index}."
+    attention, mlp = _mixer(config, parameters, index, ops), _mlp(config, parameters, index, ops)
+    readers = {
+        "input_norm": attention.qkv.quantized if type(attention) is SelfAttention else None,
+        "mlp_norm": mlp.gate_up.quantized if isinstance(mlp, GatedMLP) else None,
+    }
     norms = {
-        name: RMSNorm(parameters.pop(ours + name), config.norm_eps, ops, exchange)
+        name: RMSNorm(parameters.pop(ours + name), config.norm_eps, ops, exchange, readers.get(name))
         for name in ("input_norm", "mlp_norm", "attn_out_norm", "mlp_out_norm")
         if config.has_out_norms or "out" not in name
     }
-    return Layer(
-        **norms,
-        attention=_mixer(config, parameters, index, ops),
-        mlp=(
-            _moe(config.experts, config.activation, parameters, ours, ops)
-            if config.experts is not None and config.experts.is_in(index)
-            else GatedMLP(
-                _linear(parameters, ours + "gate_up"), _linear(parameters, ours + "down"), ops, config.activation
-            )
-        ),
-    )
+    return Layer(**norms, attention=attention, mlp=mlp)
+
+
+def _mlp(config: ModelConfig, parameters: dict[str, Tensor], index: int, ops: Ops) -> GatedMLP | MoE:
+    ours = f"layers.{index}."
+    if config.experts is not None and config.experts.is_in(index):
+        return _moe(config.experts, config.activation, parameters, ours, ops)
+    gate_up, down = (_linear(parameters, ours + name) for name in ("gate_up", "down"))
+    return GatedMLP(gate_up, down, ops, config.activation)
 
 
 def _mixer(

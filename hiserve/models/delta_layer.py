@@ -11,6 +11,7 @@ from hiserve.attention.base import Attention
 from hiserve.core.forward import ForwardInputs, GroupedKV, LayerKV
 from hiserve.kernels.delta import DeltaPools, DeltaShape, DeltaWeights
 from hiserve.kernels.ops import Ops
+from hiserve.kernels.terms import Inputs
 from hiserve.layers import Linear, Rotation
 from hiserve.models.delta_config import INPUTS, STATE, DeltaConfig
 
@@ -38,7 +39,7 @@ class DeltaLayer:
     ops: Ops
 
     def __call__(
-        self, x: Tensor, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV, attention: Attention
+        self, x: Inputs, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV, attention: Attention
     ) -> Tensor:
         """Advances the rows' states. Returns ``[T, num_value_heads * value_dim]``, before ``out``."""
         config = self.config

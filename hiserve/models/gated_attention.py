@@ -10,6 +10,7 @@ from torch import Tensor
 from hiserve.attention.base import Attention
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.kernels.ops import Ops
+from hiserve.kernels.terms import Inputs
 from hiserve.layers import Linear, Rotation, SelfAttention
 from hiserve.models.model_config import ModelConfig
 
@@ -25,7 +26,7 @@ class GatedSelfAttention(SelfAttention):
     gate: Linear = field(kw_only=True)
 
     def __call__(
-        self, x: Tensor, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV, attention: Attention
+        self, x: Inputs, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV, attention: Attention
     ) -> Tensor:
         """As ``SelfAttention``, gated."""
         q, k, v = self.store(x, inputs, rotation, kv)

@@ -13,6 +13,7 @@ from hiserve.core.forward import ForwardInputs, LatentKV, LayerKV
 from hiserve.core.row_shapes import PackedPages
 from hiserve.kernels.ops import Ops
 from hiserve.kernels.row_codecs import pages_of
+from hiserve.kernels.terms import Inputs
 from hiserve.layers import Linear, RMSNorm, Rotation
 from hiserve.models.index_config import IndexConfig
 from hiserve.models.latent_config import LatentConfig
@@ -56,7 +57,7 @@ class LatentSelfAttention:
     ops: Ops
 
     def __call__(
-        self, x: Tensor, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV, attention: Attention
+        self, x: Inputs, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV, attention: Attention
     ) -> Tensor:
         """Stores the step's rows and attends. Returns ``[T, num_heads * value_dim]``, before ``out``."""
         source, row, *of_index = self._project(x)
@@ -68,7 +69,7 @@ class LatentSelfAttention:
         latents = LatentKV(k=kv.k, v=kv.v, to_keys=self.to_keys, to_values=self.to_values, packed=self._packed(kv))
         return attention.forward(q, k, v, latents, self.layer).flatten(1)
 
-    def store(self, x: Tensor, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV) -> tuple[Tensor, Tensor, Tensor]:
+    def store(self, x: Inputs, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV) -> tuple[Tensor, Tensor, Tensor]:
         """Stores rows, and returns queries, rows as they are read, and their latents.
 
         Queries are ``[T, num_heads, nope_dim + rope_dim]``, rows ``[T, 1, rank + rope_dim]``.
@@ -76,7 +77,7 @@ class LatentSelfAttention:
         source, row = self._project(x)
         return self._store(source, row, inputs, rotation, kv)
 
-    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+    def _project(self, x: Inputs) -> tuple[Tensor, ...]:
         """Returns queries or their latent, normed, then rows before their norm, then what the index has of the input."""
         source, *others = self.into(x).split_with_sizes(self.sizes, -1)
         return (source if self.query_norm is None else self.query_norm(source), *others)

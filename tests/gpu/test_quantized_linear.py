@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hiserve.core.activation import SILU
 from hiserve.core.quantization import QuantSpec
-from hiserve.kernels import quantized, quantized_linear
+from hiserve.kernels import fused, quantized, quantized_linear, terms, terms_triton
 from hiserve.kernels.quantized import QuantizedWeight, dequantize, pack_codes, quantize, split_halves
 from hiserve.kernels.scaled_products import round_tokens
 from tests.helpers.cuda import generate, graph_engine, prompts_of
@@ -24,7 +25,12 @@ FP8 = {
     "rounded rows": QuantSpec(8, "e4m3", (1, 0), "token"),
     "rounded blocks": QuantSpec(8, "e4m3", (128, 128), "token"),
 }
-INT4 = {"int of 128": ("int", 128, False), "uint of 64": ("uint", 64, True), "uint of 32": ("uint", 32, False)}
+INT4 = {
+    "int of 128": ("int", 128, False),
+    "uint of 128": ("uint", 128, True),
+    "uint of 64": ("uint", 64, True),
+    "uint of 32": ("uint", 32, False),
+}
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -68,6 +74,41 @@ def test_products_are_those_of_the_values(name: str, dtype: torch.dtype, monkeyp
         if is_rounded:  # and it is near the product of inputs that are not
             plain = x.double() @ values.T + bias.double()
             assert float((found - plain).norm() / plain.norm()) < 0.05
+
+
+@pytest.mark.parametrize("name", ["rounded rows", "blocks", "int of 128", "uint of 128"])
+def test_a_row_of_few_is_the_same_in_any_batch(name: str) -> None:
+    weight = weight_of(name, 1024, 4096)
+    x = torch.randn(32, 4096, device="cuda").to(torch.bfloat16)
+    whole = quantized_linear.quantized_linear(x, weight, None)
+    for num_rows in (1, 8, 9, 16, 17):
+        assert torch.equal(quantized_linear.quantized_linear(x[:num_rows], weight, None), whole[:num_rows]), num_rows
+
+
+@pytest.mark.parametrize("num_rows", [1, 32])
+def test_inputs_are_split_as_by_the_twin(num_rows: int) -> None:
+    """Alone, and behind a norm and an activation; with numbers that are not finite, and small ones."""
+    residual, delta = (torch.randn(num_rows, 2048, device="cuda").bfloat16() for _ in range(2))
+    residual[0, 3:131] *= 1e-3
+    residual[0, 300], delta[-1, 700] = torch.inf, torch.nan
+    norm, eps = torch.randn(2048, device="cuda").bfloat16(), 1e-5
+    gate_up = torch.cat((residual, delta), 1)
+    for split, plain in (
+        (terms_triton.split_terms(residual), residual),
+        (
+            terms_triton.norm_terms(residual.clone(), delta, norm, eps),
+            fused.add_rms_norm(delta, residual.clone(), norm, eps),
+        ),
+        (terms_triton.act_terms(gate_up, SILU), fused.act_mul(gate_up)),
+    ):
+        expected = terms.split_terms(plain)
+        is_known = expected.scales.isfinite()
+        assert torch.equal(split.scales, expected.scales)
+        # Sums of squares are added in another order: behind a norm a number of 16 bits may be the neighbour.
+        torch.testing.assert_close(split.sums, expected.sums, rtol=1e-5, atol=0.05, equal_nan=True)
+        found, codes = (each.codes.view(torch.uint8).view(num_rows, 2, -1, 128) for each in (split, expected))
+        differing = (found != codes).transpose(1, 2)[is_known]
+        assert int(differing.sum()) <= 2e-3 * differing.numel(), (differing.sum(), differing.numel())
 
 
 def test_every_code_is_widened_exactly() -> None:

@@ -24,6 +24,8 @@ from hiserve.kernels import (
     reference,
     step_inputs,
     step_reference,
+    term_products,
+    terms_triton,
 )
 from tests.unit.kernels import (
     test_attention_decode,
@@ -44,6 +46,7 @@ from tests.unit.kernels import (
     test_reference,
     test_routing,
     test_step_triton,
+    test_terms,
 )
 
 with attention_decode._attend_part, test_attention_decode.test_equals_the_oracle_and_reads_nothing_that_a_row_does_not_own["edges"]:
@@ -190,3 +193,15 @@ with gated_norm_triton._gated_norm_kernel, test_fused.test_fused_kernels_compute
     "a gated norm is not rounded before its gate, as checkpoints were trained"
     ((value * scale).to(dtype).to(wide) * weights).to(dtype).to(wide)
     value * scale * weights
+with terms_triton._store_terms, test_terms.test_kernels_split_as_the_twin:
+    "kernel: the scale of inputs in two terms follows half of a group"
+    _size(high)
+    _size(low)
+with term_products.reads_terms, test_terms.test_norms_and_activations_split_for_their_reader:
+    "a norm splits inputs of a weight that reads them in another order"
+    reader.order is None
+    True
+with term_products._int4_kernel, test_terms.test_products_are_those_of_the_values:
+    "kernel: codes of 4 bits without zero points of their own are not centered"
+    MIDDLE_ZERO if zeros is None else tl.load(zeros + tile * num_columns + column).to(tl.float32)[:, None]
+    0.0 if zeros is None else tl.load(zeros + tile * num_columns + column).to(tl.float32)[:, None]

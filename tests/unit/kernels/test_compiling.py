@@ -27,6 +27,7 @@ from hiserve.kernels import (
     page_lists,
     quantized_linear,
     step_triton,
+    term_products,
 )
 from hiserve.kernels.chosen_triton import attend_chosen
 from hiserve.kernels.delta import DeltaShape
@@ -52,6 +53,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # to
 
 BF16 = torch.bfloat16
 ABSORBED = {"latent_decode._attend", "latent_decode._join"}
+TERMS = {f"terms_triton._{name}_kernel" for name in ("split", "norm", "act")}
+TERMS |= {"term_products._fp8_kernel", "term_products._int4_kernel", "skinny_linear._sum_kernel"}
 
 
 @pytest.fixture
@@ -198,7 +201,9 @@ def project() -> None:
 def weights_in_few_bits() -> dict[str, QuantizedWeight]:
     """Scales of rows, of blocks and of groups; with zero points and an order."""
     codes, scales = torch.zeros(128, 2048, dtype=torch.float8_e4m3fn), torch.ones(128)
-    small, large = QuantSpec(4, "uint", (1, 32)), QuantSpec(4, "int", (1, 128))
+    small, large, zeroed = (
+        QuantSpec(4, kind, (1, group)) for kind, group in (("uint", 32), ("int", 128), ("uint", 128))
+    )
     packed, of_groups = (
         (pack_codes(codes.view(torch.uint8), each) for each in (small, large)),
         torch.ones(64, 128, dtype=BF16),
@@ -209,7 +214,8 @@ def weights_in_few_bits() -> dict[str, QuantizedWeight]:
         "rows": QuantizedWeight(QuantSpec(8, "e4m3", (1, 0)), shape, codes, scales),
         "blocks": QuantizedWeight(QuantSpec(8, "e4m3", (128, 128), "token"), shape, codes, scales[:16].view(1, 16)),
         "small": QuantizedWeight(small, shape, next(packed), of_groups, zeros, order),
-        "large": QuantizedWeight(large, shape, next(packed), of_groups[:16]),
+        "large": QuantizedWeight(large, shape, plain := next(packed), of_groups[:16]),
+        "zeros": QuantizedWeight(zeroed, shape, plain, of_groups[:16], zeros[:16], order),
     }
 
 
@@ -218,6 +224,20 @@ def project_in_few_bits(cases: Sequence[tuple[str, int]]) -> None:
     for name, num_rows in cases:
         x = torch.zeros(num_rows, 2048, dtype=BF16)
         fused.quantized_linear(x, weights[name], x[0, :128], is_after_attention=False)
+
+
+def project_in_terms(num_rows: int) -> None:
+    """Inputs of projections split behind a norm and an activation, and alone; scales of rows, of blocks and of groups."""
+    weights, norm = weights_in_few_bits(), torch.ones(2048, dtype=BF16)
+    x = torch.zeros(num_rows, 2048, dtype=BF16)
+    split = fused.norm_inputs(x, x, norm, 1e-6, weights["rows"])
+    for inputs, name in (
+        (split, "rows"),
+        (fused.norm_inputs(x, None, norm, 1e-6, weights["large"]), "large"),
+        (fused.act_inputs(torch.zeros(num_rows, 4096, dtype=BF16), GELU_TANH, weights["blocks"]), "blocks"),
+        (x, "zeros"),
+    ):
+        fused.quantized_linear(inputs, weights[name], norm[:128], is_after_attention=False)
 
 
 def draw_tokens() -> None:
@@ -382,6 +402,7 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
         {"quantized_linear._fp8_kernel", "quantized_linear._int4_kernel", "skinny_linear._sum_kernel"}
         | {f"scaled_products.{name}_kernel" for name in ("_round", "_upcast", "_block")},
     ),
+    "terms": (lambda: project_in_terms(32), TERMS),
     "draw": (draw_tokens, {f"draw.{name}" for name in ("_find_best", "_find_drawn", "_join_parts")}),
     "step": (
         step,
@@ -429,14 +450,13 @@ def test_weights_of_few_bits_are_widened_by_instructions(compiled: Compiled, mon
     """As on a GPU; the kernels of the runs below convert them as the interpreter can."""
     monkeypatch.setattr(quantized_linear, "has_instructions", lambda *_: True)
     monkeypatch.setattr(attention_decode, "_has_instructions", lambda _: True)
-    project_in_few_bits((("blocks", 2), ("small", 2)))
+    monkeypatch.setattr(term_products, "has_instructions", lambda *_: True)
+    project_in_few_bits((("rows", 100), ("small", 2)))
+    project_in_terms(1)
     case = Case(((9, 1),), group=8, head_dim=64, dtype=BF16, packs=True)
     case.run(TritonAttention(case.shape), 0)
-    assert {
-        "quantized_linear._fp8_kernel",
-        "quantized_linear._int4_kernel",
-        "attention_decode._attend",
-    } < compiled.names()
+    widened = {"quantized_linear._fp8_kernel", "quantized_linear._int4_kernel", "attention_decode._attend"}
+    assert widened | TERMS < compiled.names()
 
 
 @pytest.mark.parametrize("name", RUNS)

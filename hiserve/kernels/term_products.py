@@ -1,0 +1,209 @@
+"""Products of few rows by weights in 8 and 4 bits, in 8 bits: inputs are in two terms (``terms.py``), and no weight is widened.
+
+A product of 128 inputs is summed by matrix instructions, whose sums in 8 bits keep some 14 bits; sums of these are float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hiserve.core.quantization import TILE_ROWS
+from hiserve.kernels.few_bits import has_instructions
+from hiserve.kernels.launch import await_previous, early_launch, num_processors, prefetch, start_next
+from hiserve.kernels.quantized import MIDDLE, QuantizedWeight
+from hiserve.kernels.skinny_linear import sum_parts
+from hiserve.kernels.terms import FINE, GROUP, Terms
+
+MAX_ROWS = 32
+_ROWS = (8, 16, 32)
+_CAPABILITY = (9, 0)
+_MIN_BLOCKS = 4  # of 128 inputs, for each part
+_SCALES_AHEAD = 8  # tiles for whose scales a program of 4 bits asks
+_FINE = tl.constexpr(1 / FINE)
+
+
+class Tile(NamedTuple):
+    """Sizes of a program.
+
+    Attributes:
+        columns: Of the result; ``TILE_ROWS`` if these do not divide it.
+        fewer: Columns of a result of fewer tiles than multiprocessors.
+        num_stages: Blocks of 128 inputs in flight.
+        programs: Of a multiprocessor, until which the depth is split.
+    """
+
+    columns: int
+    fewer: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+
+# By bits, whatever the number of rows: a row's product is the same in any batch. The fastest of some ten for a layer of Llama-8B on
+# an H200 (``benchmarks.kernels.few_bits``).
+TILES = {8: Tile(128, 64, 4, 4, 3), 4: Tile(128, 128, 4, 5, 2)}
+
+
+def has_terms(x: Tensor, weight: QuantizedWeight) -> bool:
+    """Whether inputs ``[T, n]`` and a weight have such a product."""
+    if x.dtype != torch.bfloat16 or not 0 < x.shape[0] <= MAX_ROWS or not takes_terms(weight):
+        return False
+    return x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) >= _CAPABILITY
+
+
+def reads_terms(reader: QuantizedWeight | None, x: Tensor) -> bool:
+    """Whether a kernel that computes inputs of a weight from ``x`` may write them in two terms."""
+    return reader is not None and reader.order is None and has_terms(x, reader)
+
+
+def takes_terms(weight: QuantizedWeight) -> bool:
+    """Whether a weight has whole tiles and scales of all inputs or of groups of 128."""
+    (num_columns, depth), spec = weight.shape, weight.spec
+    return num_columns % TILE_ROWS == 0 and depth % GROUP == 0 and (spec.bits == 8 or spec.group == (1, GROUP))
+
+
+def multiply_terms(
+    terms: Terms, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """Projects inputs in two terms, ``[T, n]`` in the order of the weight's columns, to ``[T, rows]`` of a type.
+
+    Few tiles are split along their depth; the parts are summed in order.
+    """
+    num_rows, _, depth = terms.codes.shape
+    num_columns, device, tile = weight.shape[0], weight.device, TILES[weight.spec.bits]
+    count = num_processors(device)
+    columns = tile.columns if num_columns >= tile.columns * count else tile.fewer
+    columns = TILE_ROWS if num_columns % columns else columns
+    num_tiles = num_columns // columns
+    num_parts = max(1, min(count * tile.programs // num_tiles, depth // GROUP // _MIN_BLOCKS))
+    out = torch.empty((num_rows, num_columns), dtype=dtype, device=device)
+    parts = out if num_parts == 1 else out.new_empty((num_parts, num_rows, num_columns), dtype=torch.float32)
+    settings: dict[str, Any] = {"ROWS": next(rows for rows in _ROWS if num_rows <= rows), "COLUMNS": columns}
+    settings |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **early_launch(device)}
+    behind = bias if num_parts == 1 else None, parts, num_rows, num_columns, depth
+    if weight.spec.bits == 8:
+        settings["HAS_BLOCKS"] = weight.scales.dim() == 2
+        _fp8_kernel[(num_tiles, num_parts)](terms.codes, terms.scales, weight.codes, weight.scales, *behind, **settings)
+    else:
+        settings |= {"TILE_ROWS": TILE_ROWS, "MIDDLE_ZERO": MIDDLE, "SCALES_AHEAD": _SCALES_AHEAD}
+        settings["HAS_INSTRUCTIONS"] = has_instructions(device, torch.bfloat16)
+        _int4_kernel[(num_tiles, num_parts)](*terms, weight.codes, weight.scales, weight.zeros, *behind, **settings)
+    return out if num_parts == 1 else sum_parts(parts, bias, out)
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+def _fp8_kernel(  # type: ignore[no-untyped-def]
+    x, x_scales, codes, scales, bias, out, num_rows, num_columns, depth,
+    ROWS: tl.constexpr,  # noqa: N803
+    COLUMNS: tl.constexpr,  # noqa: N803
+    HAS_BLOCKS: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """Like ``skinny_linear._tile_kernel``, of both terms of each row."""
+    await_previous(IS_EARLY)
+    part, num_parts = tl.program_id(1), tl.num_programs(1)
+    row, term = tl.arange(0, ROWS), tl.arange(0, 2 * ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    element = tl.arange(0, 128)
+    is_row, is_term = row < num_rows, term < 2 * num_rows
+    num_blocks = depth // 128
+    begin, end = part * num_blocks // num_parts, (part + 1) * num_blocks // num_parts
+    columns = codes + column.to(tl.int64)[:, None] * depth + element[None, :]
+    terms = x + term[None, :] * depth + element[:, None]
+    x_scales += row * num_blocks
+    if HAS_BLOCKS:
+        scales += tl.program_id(0) * COLUMNS // 128 * num_blocks
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    next_scale = tl.load(x_scales + begin, mask=is_row, other=0.0)
+    for block in range(begin, end):
+        weights = tl.load(columns + block * 128)
+        values = tl.load(terms + block * 128, mask=is_term[None, :], other=0.0)
+        scale = next_scale
+        next_scale = tl.load(x_scales + tl.minimum(block + 1, num_blocks - 1), mask=is_row, other=0.0)
+        if HAS_BLOCKS:
+            scale *= tl.load(scales + block)
+        coarse, fine = tl.split(tl.dot(weights, values).reshape(COLUMNS, ROWS, 2))
+        total += (coarse + fine * _FINE) * scale[None, :]
+    start_next(IS_EARLY)
+    if not HAS_BLOCKS:
+        total *= tl.load(scales + column)[:, None]
+    if bias is not None:
+        total += tl.load(bias + column).to(tl.float32)[:, None]
+    target = out + (part * num_rows + row)[:, None] * num_columns + column[None, :]
+    tl.store(target, total.T.to(out.dtype.element_ty), mask=is_row[:, None])
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+def _int4_kernel(  # type: ignore[no-untyped-def]
+    x, x_scales, x_sums, codes, scales, zeros, bias, out, num_rows, num_columns, depth,
+    ROWS: tl.constexpr,  # noqa: N803
+    COLUMNS: tl.constexpr,  # noqa: N803
+    TILE_ROWS: tl.constexpr,  # noqa: N803
+    MIDDLE_ZERO: tl.constexpr,  # noqa: N803
+    SCALES_AHEAD: tl.constexpr,  # noqa: N803
+    HAS_INSTRUCTIONS: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """Like ``_fp8_kernel``, of codes of 4 bits, which are numbers of E4M3, and zero points, which multiply sums of inputs."""
+    await_previous(IS_EARLY)
+    part, num_parts = tl.program_id(1), tl.num_programs(1)
+    row, term = tl.arange(0, ROWS), tl.arange(0, 2 * ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    element = tl.arange(0, 64)
+    is_row, is_term = row < num_rows, term < 2 * num_rows
+    num_tiles = depth // 128
+    begin, end = part * num_tiles // num_parts, (part + 1) * num_tiles // num_parts
+    rows = codes + ((column // TILE_ROWS).to(tl.int64) * num_tiles * TILE_ROWS + column % TILE_ROWS)[:, None] * 64
+    lines = scales + tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS // TILE_ROWS) * TILE_ROWS
+    if HAS_INSTRUCTIONS:
+        ahead = tl.minimum(begin + tl.arange(0, SCALES_AHEAD), num_tiles - 1)
+        prefetch(lines[:, None] + ahead[None, :] * num_columns)
+    tiles, terms = rows + element[None, :], x + term[None, :] * depth + element[:, None]
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    x_scales += row * num_tiles
+    x_sums += row * num_tiles
+    next_scale = tl.load(x_scales + begin, mask=is_row, other=0.0)
+    next_sum = tl.load(x_sums + begin, mask=is_row, other=0.0)
+    next_factor = tl.load(scales + begin * num_columns + column)
+    for tile in range(begin, end):
+        low, high = _split_bytes(tl.load(tiles + tile * (TILE_ROWS * 64)), HAS_INSTRUCTIONS)
+        first = tl.load(terms + tile * 128, mask=is_term[None, :], other=0.0)
+        second = tl.load(terms + tile * 128 + 64, mask=is_term[None, :], other=0.0)
+        scale, sums, factor = next_scale * 512.0, next_sum, next_factor.to(tl.float32)[:, None]
+        following = tl.minimum(tile + 1, num_tiles - 1)
+        next_scale = tl.load(x_scales + following, mask=is_row, other=0.0)
+        next_sum = tl.load(x_sums + following, mask=is_row, other=0.0)
+        next_factor = tl.load(scales + following * num_columns + column)
+        if HAS_INSTRUCTIONS:
+            prefetch(lines + tl.minimum(tile + SCALES_AHEAD, num_tiles - 1) * num_columns)
+        found = tl.dot(high, second, tl.dot(low, first))
+        coarse, fine = tl.split(found.reshape(COLUMNS, ROWS, 2))
+        zero = MIDDLE_ZERO if zeros is None else tl.load(zeros + tile * num_columns + column).to(tl.float32)[:, None]
+        total += ((coarse + fine * _FINE) * scale[None, :] - zero * sums[None, :]) * factor
+    start_next(IS_EARLY)
+    if bias is not None:
+        total += tl.load(bias + column).to(tl.float32)[:, None]
+    target = out + (part * num_rows + row)[:, None] * num_columns + column[None, :]
+    tl.store(target, total.T.to(out.dtype.element_ty), mask=is_row[:, None])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _split_bytes(packed, HAS_INSTRUCTIONS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Returns the lower and the upper four bits of bytes: in E4M3 such a byte is its number times 2**-9."""
+    if HAS_INSTRUCTIONS:
+        low, high = tl.inline_asm_elementwise(
+            "{ and.b32 $0, $2, 0x0f0f0f0f; shr.u32 $1, $2, 4; and.b32 $1, $1, 0x0f0f0f0f; }",
+            "=r,=r,r",
+            [packed],
+            (tl.uint8, tl.uint8),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        low, high = packed & 15, packed >> 4
+    return low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True)
