@@ -157,10 +157,11 @@ def serve_one(request: Mapping[str, Any], files: Sequence[int]) -> None:
     """Runs a command in a fork, below a process that writes its number and its exit status into the last of the files."""
     *outputs, ends = files
     if pid := os.fork():
-        for number in outputs:
-            os.close(number)
-        os.write(ends, b"%d " % pid)
-        os.write(ends, b"%d" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        os.closerange(3, ends)  # the socket too: where this process alone is left, nobody waits for an answer
+        os.closerange(ends + 1, os.sysconf("SC_OPEN_MAX"))
+        with contextlib.suppress(BrokenPipeError):  # who asked is gone
+            os.write(ends, b"%d " % pid)
+            os.write(ends, b"%d" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         os._exit(0)
     os.chdir(request["folder"])
     if request["is_leader"]:
@@ -177,7 +178,7 @@ def main(number: str) -> int:
         while True:
             request, files, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, NUM_FILES)
             with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-1, 0 if not request else os.WNOHANG)[0]:
+                while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
             if not request:
                 return 0

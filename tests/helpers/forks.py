@@ -162,6 +162,7 @@ def _server() -> socket.socket:
         process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
 
     def end() -> None:
+        ours.shutdown(socket.SHUT_RDWR)  # whoever else has it open
         ours.close()
         process.wait()
 
