@@ -76,7 +76,6 @@ def run(command: Sequence[str]) -> int:
         spec = importlib.util.find_spec(source)
         assert flag == "-m" and spec is not None and spec.loader is not None, command
         code = spec.loader.get_code(source)  # type: ignore[attr-defined]
-        main.__spec__ = spec
     sys.modules["__main__"] = main
     sys.argv = [flag if flag == "-c" else source, *arguments]
     try:

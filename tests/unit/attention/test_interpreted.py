@@ -10,6 +10,7 @@ ALL = "triton-cpu"
 SIMILAR = (
     "(any_number and (plain or all)) or (what_is_behind and (33-freed or 1-freed or 7-kept))"
     " or (their_share and (12-chains or None-ragged))"
+    " or (whatever_the_rows and (ordered-2 or decodes-2 or chains-2 or prompt-4 or chunk-4 or first-4 or decode-4))"
 )  # to one that runs
 SOME = f"{ALL} and not each_plan and not bounds and (not ragged_batches or 16-True-2-80 or 64-False-8-128) and not ({SIMILAR})"
 
