@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from hiserve import LLM, SamplingParams
-from hiserve.engine import build
+from hiserve.engine import executing_half
 from hiserve.engine.host_loads import LoadCostModel
 from hiserve.errors import ConfigError, ModelError, ResourceError
 from tests.e2e.live import Live, serve
@@ -224,7 +224,7 @@ def test_a_path_in_use_is_refused_before_a_model_is_loaded(
         raise AssertionError("the model was loaded")
 
     with LLM(in_process=True, kv_events=endpoints[0], **SMALL):
-        monkeypatch.setattr(build, "load_decoder", refuse)
+        monkeypatch.setattr(executing_half, "load_decoder", refuse)
         with pytest.raises(ResourceError) as raised:
             LLM(in_process=True, kv_events=endpoints[0], **SMALL)
     assert raised.value.param == "kv_events"
@@ -236,7 +236,7 @@ def test_a_model_that_does_not_load_gives_the_address_back(
     def fail(*given: Any, **options: Any) -> None:
         raise ModelError("broken weights")
 
-    monkeypatch.setattr(build, "load_decoder", fail)
+    monkeypatch.setattr(executing_half, "load_decoder", fail)
     for _ in range(2):
         with pytest.raises(ModelError, match="broken weights"):
             LLM(in_process=True, kv_events=endpoints[0], **SMALL)
