@@ -16,12 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-import hiserve.engine.build as build
 from hiserve import LLM, SamplingParams
 from hiserve.cache.index.prefix_cache import TailPool
 from hiserve.cache.storage import cuda_transfer
 from hiserve.cache.storage.device import DevicePool
-from hiserve.engine import tier_transfers
+from hiserve.engine import executing_half, tier_transfers
 from hiserve.engine.host_loads import LoadCostModel
 from hiserve.engine.loop import Engine
 from hiserve.errors import ConfigError
@@ -77,7 +76,7 @@ class Poisoned:
             self.made.append(DevicePool(*args, **options))
             return self.made[-1]
 
-        patch.setattr(build, "DevicePool", kept)
+        patch.setattr(executing_half, "DevicePool", kept)
 
     def watch(self, llm: LLM) -> Engine:
         engine, carried = engine_of(llm), self.made[-1].carried
