@@ -13,15 +13,15 @@ with layers.Embedding._of_all, test_tensor_parallel.test_a_group_has_the_tokens_
     "S1: each rank adds a vector for the tokens of others"
     (rows < 0) | (rows >= count)
     rows < 0
-with shards.cut_table, test_shards.test_each_rank_has_its_heads_its_columns_and_its_tokens["auto-2"]:
+with shards.cut_table, test_shards.test_each_rank_has_its_heads_its_columns_and_its_tokens["2-auto"]:
     "S1: each rank adds the bias of an output"
     last in _ONCE and shard.rank
     False
-with weights.draw_parameters, test_shards.test_each_rank_has_its_heads_its_columns_and_its_tokens["dummy-2"]:
+with weights.draw_parameters, test_shards.test_each_rank_has_its_heads_its_columns_and_its_tokens["2-dummy"]:
     "S1: dummy weights of a group are those of another model"
     _allocate({name: pieces}, dtype, device, norm_dtype)
     _allocate({name: cut.get(name, pieces)}, dtype, device, norm_dtype)
-with shard_weights.held_parts, test_shards.test_each_rank_has_its_heads_its_columns_and_its_tokens["auto-2"]:
+with shard_weights.held_parts, test_shards.test_each_rank_has_its_heads_its_columns_and_its_tokens["2-auto"]:
     "S1: every rank reads the first rows"
     tensor.begin + piece.cut.begin * num_bytes
     tensor.begin
