@@ -183,7 +183,12 @@ class SweepOptions(msgspec.Struct, frozen=True, kw_only=True):
     proposers: Annotated[
         tuple[str, ...], about("As for --spec; the default is --spec, or the head that came with the model.")
     ] = ()
-    steps: Annotated[tuple[str, ...], about("Drafts of a step; auto chooses for each step the number that pays.")] = (
+    steps: Annotated[
+        tuple[str, ...],
+        about(
+            "Drafts of a step; auto chooses for each step the number that pays; a shape as of --spec-tree, such as 3x6:16, is a tree."
+        ),
+    ] = (
         "0",
         "3",
         "auto",

@@ -290,7 +290,7 @@ def _accept_length(panel: Any, cases: Sequence[Case]) -> None:
     for i, proposer in enumerate(proposers):
         for j, temperature in enumerate(temperatures):
             chosen = [case for case in cases if (case.proposer, case.temperature) == (proposer, temperature)]
-            fixed = sorted({int(case.steps) for case in chosen if case.steps not in ("0", "auto")})
+            fixed = sorted({int(case.steps) for case in chosen if case.steps.isdecimal() and case.steps != "0"})
             lengths = [
                 drafts_of([case for case in chosen if case.steps == str(steps)]).accept_length for steps in fixed
             ]
@@ -303,7 +303,7 @@ def _accept_length(panel: Any, cases: Sequence[Case]) -> None:
 def _acceptance(panel: Any, cases: Sequence[Case]) -> None:
     """Draws acceptance by place with the most drafts, for each proposer, by the tier of prompts."""
     panel.set(title="Accepted, of verifying steps", xlabel="place of the draft", ylabel="share", ylim=(0, 1.02))
-    fixed = [int(case.steps) for case in cases if case.steps not in ("0", "auto")]
+    fixed = [int(case.steps) for case in cases if case.steps.isdecimal() and case.steps != "0"]
     for i, proposer in enumerate(dict.fromkeys(case.proposer for case in cases)):
         for j, source in enumerate(dict.fromkeys(case.source for case in cases)):
             most = str(max(fixed, default=0))

@@ -136,6 +136,8 @@ def fitted(config: Options, sweep: SweepOptions, rehearsal: RehearsalOptions) ->
     check_sweep(config, sweep)
     if len(sweep.proposers) > 1:
         raise ConfigError("--sweep measures one proposer. Name one, and run it again for another.", param="proposers")
+    if trees := [each for each in sweep.steps if "x" in each]:
+        raise ConfigError(f"--steps has {trees[0]!r}, but drafts are rehearsed as chains. Leave it out.", param="steps")
     if not any(each != "0" for each in sweep.steps):
         raise ConfigError(
             "--sweep compares drafts with none, and --steps has none. Add auto or a number.", param="steps"

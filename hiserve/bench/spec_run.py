@@ -15,6 +15,7 @@ from hiserve.bench.load import Begin
 from hiserve.bench.options import SweepOptions
 from hiserve.bench.spec_engine import BatchResult, SpecEngine, Tokens, check_source, prepare, read_prompts, run_batch
 from hiserve.config.options import MAX_SPEC_STEPS, Options, flat
+from hiserve.config.settings import TreeShape
 from hiserve.core.request import SamplingParams
 from hiserve.core.startup_measurements import StepCosts
 from hiserve.core.step_memory import DEFAULT_PAGE_SIZE
@@ -169,8 +170,7 @@ def sweep_engines(config: Options, sweep: SweepOptions, open_engine: Open, begin
         judge = EqualityChecker(plain)
         try:
             for proposer, steps in product(proposers, sweep.steps):
-                number = "auto" if steps == "auto" else int(steps)
-                with open_engine(settings | {"spec": proposer, "spec_steps": number}) as engine:
+                with open_engine(settings | {"spec": proposer} | settings_of_drafts(steps)) as engine:
                     name = name_of(engine, proposer)
                     first = len(cases)
                     for case in _measured((plain, engine), judge, prompts, sweep, name, steps):
@@ -189,14 +189,28 @@ def sweep_engines(config: Options, sweep: SweepOptions, open_engine: Open, begin
 def check_sweep(config: Options, sweep: SweepOptions) -> None:
     """Refuses what cannot be swept. Raises ConfigError."""
     for steps in sweep.steps:
-        if steps != "auto" and not (steps.isdecimal() and int(steps) <= MAX_SPEC_STEPS):
-            raise ConfigError(f"--steps has {steps!r}. Use auto, or numbers from 0 to {MAX_SPEC_STEPS}.", param="steps")
+        if "x" in steps:
+            TreeShape.read(steps)
+        elif steps != "auto" and not (steps.isdecimal() and int(steps) <= MAX_SPEC_STEPS):
+            raise ConfigError(
+                f"--steps has {steps!r}. Use auto, numbers from 0 to {MAX_SPEC_STEPS}, or trees as of --spec-tree, such as 3x6:16.",
+                param="steps",
+            )
+    if config.spec.spec_tree != "off":
+        raise ConfigError("bench spec sets --spec-tree itself. Leave it out, and use --steps.", param="spec_tree")
     if config.spec.spec_steps != "auto":
         raise ConfigError("bench spec sets --spec-steps itself. Leave it out, and use --steps.", param="spec_steps")
     if config.spec.spec != "auto" and sweep.proposers:
         raise ConfigError("--spec and --proposers name the same thing. Leave one out.", param="proposers")
     if config.cache.disable_prefix_cache and set(sweep.sources) != {"cold"}:
         raise ConfigError("--sources need the prefix cache. Leave --disable-prefix-cache out.", param="sources")
+
+
+def settings_of_drafts(steps: str) -> dict[str, Any]:
+    """Returns the settings of a number of drafts, of ``auto`` or of a tree."""
+    if "x" in steps:
+        return {"spec_tree": steps, "spec_steps": "auto"}
+    return {"spec_steps": "auto" if steps == "auto" else int(steps)}
 
 
 def engine_settings(config: Options, sweep: SweepOptions) -> dict[str, Any]:

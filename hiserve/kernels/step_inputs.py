@@ -46,7 +46,6 @@ class _Trees(NamedTuple):
     """The trees of the rows' drafts, and the masks of a step's tokens."""
 
     masks: Tensor
-    num_draft: Tensor
     tree_mask: Tensor
 
 
@@ -90,6 +89,7 @@ def fill_inputs(inputs: StepInputs, state: RowTensors, *, page_size: int) -> Non
         inputs.offsets,
         inputs.rows,
         inputs.num_new,
+        inputs.num_draft,
         forward.kv_lens,
         inputs.legal,
         state.tokens,
@@ -126,7 +126,7 @@ def _trees(inputs: StepInputs, state: RowTensors) -> tuple[_Trees | None, int]:
     if state.trees is None or inputs.forward.tree_mask is None:
         return None, 0
     masks = state.trees.masks
-    return _Trees(masks, inputs.num_draft, inputs.forward.tree_mask), masks.shape[1]
+    return _Trees(masks, inputs.forward.tree_mask), masks.shape[1]
 
 
 def _states(forward: ForwardInputs, state: RowTensors) -> _States | None:
@@ -274,6 +274,7 @@ def _place_tokens(  # type: ignore[no-untyped-def]
     offsets,
     rows,
     num_new,
+    num_draft,
     kv_lens,
     legal,
     tokens,
@@ -307,7 +308,7 @@ def _place_tokens(  # type: ignore[no-untyped-def]
     input_id = tl.load(tokens + row * capacity + position, mask=mask, other=0)
     put_tokens(token, mask, input_id, position, page, input_ids, positions, slots, PAGE_SIZE)
     if trees is not None:
-        is_node = mask & (tl.load(trees.num_draft + number, mask=mask, other=0) > 0)
+        is_node = mask & (tl.load(num_draft + number, mask=mask, other=0) > 0)
         seen = tl.load(trees.masks + row * num_nodes + offset, mask=is_node & (offset < num_nodes), other=0)
         tl.store(trees.tree_mask + token, seen, mask=mask)
         depth = tl.sum((seen[:, None] >> tl.arange(0, 64)[None, :]) & 1, 1) - 1

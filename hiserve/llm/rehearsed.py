@@ -55,6 +55,11 @@ class RehearsedLLM(LLM):
                 "eagle3:PATH, mtp:PATH or draft:PATH.",
                 param="spec",
             )
+        if rows.state.trees is not None:
+            raise ConfigError(
+                f"--spec-tree is {settings.spec.spec_tree}, but drafts are rehearsed as chains. Leave it out.",
+                param="spec_tree",
+            )
         num_requests, max_len = rows.state.tokens.shape
         self._replies = RehearsedReplies(num_requests - 1, max_len, self._vocab_size, rows.device)
         return RehearsedProposer(proposer, self._replies, rows.state, rows.sampling)

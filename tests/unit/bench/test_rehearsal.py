@@ -127,6 +127,7 @@ def test_ctrl_c_before_the_first_case_is_one() -> None:
     ("given", "words"),
     [
         ({"steps": ("0",)}, "--steps has none"),
+        ({"steps": ("3x6:16",)}, "drafts are rehearsed as chains"),
         ({"proposers": ("mtp", "eagle3")}, "one proposer"),
         ({"steps": ("9999",)}, "--steps has '9999'"),
         ({"temperatures": (0.8,), "batches": (3,)}, "takes no --batches, --temperatures"),

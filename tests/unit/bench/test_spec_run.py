@@ -33,7 +33,8 @@ SMALL: dict[str, Any] = {"batches": (1, 2), "sources": ("cold", "device"), "outp
 
 
 def make(settings: dict[str, Any]) -> FakeEngine:
-    drafts = DraftUse(2, 6, (2, 2, 2)) if settings["spec_steps"] == 3 else DraftUse()
+    is_fixed = settings["spec_steps"] == 3 or settings.get("spec_tree", "off") != "off"
+    drafts = DraftUse(2, 6, (2, 2, 2)) if is_fixed else DraftUse()
     engine = FakeEngine(counting, drafts=None if settings["spec"] == "off" else drafts, spec=settings["spec"])
     engine.draft_costs = costs() if settings["spec_steps"] == "auto" and settings["spec"] != "off" else None
     return engine
@@ -56,6 +57,14 @@ def test_every_case_is_measured_with_one_plain_engine_and_one_that_speculates() 
     assert all(len(case.plain) == len(case.spec) == 2 for case in found.cases)
     assert list(found.costs) == ["ngram", "mtp:x"]
     assert [(cost.batch, cost.steps) for cost in found.costs["ngram"]] == [(b, k) for b in (1, 4) for k in (0, 1, 3)]
+
+
+def test_a_tree_is_measured_beside_numbers_of_drafts() -> None:
+    opener = Opener(make)
+    found = run(opener, SweepOptions(proposers=("ngram",), steps=("3", "3x6:16"), **SMALL))
+    given = [(each["spec_steps"], each["spec_tree"]) for each in opener.settings]
+    assert given == [("auto", "off"), (3, "off"), ("auto", "3x6:16")]
+    assert {case.steps for case in found.cases} == {"3", "3x6:16"}
 
 
 def test_plain_and_speculative_runs_take_turns() -> None:
@@ -119,9 +128,11 @@ def test_a_proposer_of_which_nothing_is_accepted_ends_the_sweep() -> None:
 @pytest.mark.parametrize(
     ("fields", "settings", "words"),
     [
-        ({"steps": ("some",)}, {}, "--steps has 'some'. Use auto, or numbers from 0 to 15"),
+        ({"steps": ("some",)}, {}, "--steps has 'some'. Use auto, numbers from 0 to 15, or trees"),
         ({"steps": ("16",)}, {}, "--steps has '16'"),
+        ({"steps": ("3x6:99",)}, {}, "a tree has at most 63 nodes"),
         ({}, {"spec_steps": 3}, "use --steps"),
+        ({}, {"spec_tree": "3x6:16"}, "use --steps"),
         ({"proposers": ("ngram",)}, {"spec": "ngram"}, "--spec and --proposers"),
         ({}, {"disable_prefix_cache": True}, "need the prefix cache"),
         ({"batches": (4096,)}, {}, "gives 128 prompts"),

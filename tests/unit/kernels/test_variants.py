@@ -18,7 +18,8 @@ import pytest
         ("page_lists", "_list_pages", ("page_table", "kv_lens", "rows", "indptr")),
         ("page_copy", "_copy_pages", ("indices",)),
         ("step_inputs", "_check_rows", ("rows", "num_new", "num_draft", "samples", "max_len")),
-        ("step_inputs", "_place_tokens", ("token_rows", "offsets", "rows", "num_new")),
+        ("step_inputs", "_place_tokens", ("token_rows", "offsets", "rows", "num_new", "num_draft")),
+        ("trees", "_walk_rows", ("sampling_rows", "num_draft")),
         ("step_triton", "_count_accepted", ("sampling_rows", "num_draft")),
         ("step_triton", "_advance_rows", ("rows", "num_draft", "sampling")),
         (
