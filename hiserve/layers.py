@@ -15,7 +15,7 @@ from hiserve.attention.base import Attention
 from hiserve.core.activation import SILU, Activation
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.distributed.exchange import Exchange
-from hiserve.kernels.ops import Ops, ops_for
+from hiserve.kernels.ops import Ops
 from hiserve.kernels.packed_weights import Weights
 from hiserve.kernels.quantized import QuantizedWeight
 from hiserve.kernels.routing import ExpertGroups
@@ -55,22 +55,28 @@ class Linear:
 
     Args:
         weight: ``[out_features, in_features]``. Copied where packing makes products faster.
+        ops: Of its device. Those that are exact take weights that are not packed.
         bias: ``[out_features]``, or None.
         is_after_attention: The input is an attention's output.
     """
 
     def __init__(
-        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, *, is_after_attention: bool = False
+        self,
+        weight: Tensor | QuantizedWeight,
+        ops: Ops,
+        bias: Tensor | None = None,
+        *,
+        is_after_attention: bool = False,
     ) -> None:
         self._weight, self._bias = weight, bias
         self._project: Callable[[Any, Any, Tensor | None], Tensor]
         if isinstance(weight, QuantizedWeight):
-            self._project = partial(ops_for(weight.device).quantized_linear, is_after_attention=is_after_attention)
-        elif can_pack(weight):
+            self._project = partial(ops.quantized_linear, is_after_attention=is_after_attention)
+        elif can_pack(weight) and not ops.is_exact:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
             self._project = _packed_linear
         else:
-            self._project = partial(ops_for(weight.device).linear, is_after_attention=is_after_attention)
+            self._project = partial(ops.linear, is_after_attention=is_after_attention)
 
     @property
     def quantized(self) -> QuantizedWeight | None:

@@ -47,6 +47,8 @@ class _Backend:
     has_trees: bool = True  # supports ``ForwardInputs.tree_mask``
     # Module and class that compute absorbed queries of ``AttentionShape.latent``; None has no latent attention.
     absorbed: tuple[str, str] | None = None
+    # Module and class of ``AttentionShape.segment``, for causal masks; None has no such order.
+    exact: tuple[str, str] | None = None
     chosen: str | None = None  # module that chooses rows and attends to these (``IndexedAttention``); None has none
     # Least elements of latents, rotated keys and keys of an index, which are powers of 2 if it is more.
     min_latent: int = 1
@@ -65,8 +67,12 @@ class _Backend:
         features = {
             "attention sinks": (any(sink is not None for sink in shape.sinks), self.has_sinks),
             "hidden first positions": (shape.hides_first, self.has_hidden_first),
-            f"{'latents' if shape.latent else 'keys and values'} in 8 bits": (shape.packs_rows, self.has_packed_rows),
-            "tree masks": (has_trees, self.has_trees),
+            f"{'latents' if shape.latent else 'keys and values'} in 8 bits": (
+                shape.packs_rows,
+                self.has_packed_rows and shape.segment is None,
+            ),
+            "tree masks": (has_trees, self.has_trees and shape.segment is None),
+            "sums in one order": (shape.segment is not None, self.exact is not None and shape.latent is None),
             "latent attention": (shape.latent is not None, self.absorbed is not None),
             "attention to chosen tokens": (shape.index is not None, self.chosen is not None),
         }
@@ -109,6 +115,8 @@ class _Backend:
     def class_for(self, shape: AttentionShape) -> Any:
         """Imports the class that computes heads in groups, or absorbed queries."""
         module, name = self.absorbed if shape.latent and self.absorbed else (self.module, self.name)
+        if shape.segment is not None and self.exact is not None:
+            module, name = self.exact
         return getattr(importlib.import_module(module), name)
 
     def open(self, shape: AttentionShape) -> Attention:
@@ -127,6 +135,7 @@ _BACKENDS = {
     "triton": _Backend(
         "hiserve.attention.triton",
         "TritonAttention",
+        exact=("hiserve.attention.exact_triton", "ExactTritonAttention"),
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         package="triton",
         max_group=128,
@@ -153,6 +162,7 @@ _BACKENDS = {
     "cpu": _Backend(
         "hiserve.attention.cpu",
         "CpuAttention",
+        exact=("hiserve.attention.cpu", "ExactCpuAttention"),
         devices=("cpu",),
         has_hidden_first=False,
         absorbed=("hiserve.attention.cpu", "CpuAttention"),

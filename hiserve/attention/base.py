@@ -49,6 +49,8 @@ class AttentionShape:
             ``nope_dim + rope_dim`` and outputs ``value_dim``. None is grouped-query attention.
         score_scalar: Scores are scaled by its inverse square root; None is ``head_dim``.
         first_layer: The first layer with attention: what all layers share is made there, in each replay of a graph.
+        segment: Keys whose sum is made before it is joined with others, in one order whatever the step: the bits of a
+            token depend on its row alone. None is any order.
         index: Beside latents, chooses the tokens that a token sees; None where it sees all.
         packs_rows: The pool has keys and values, or latents, in 8 bits (``LayerKV.scales``, ``LatentKV.packed``).
         is_union: Layers attend over rows of several groups, which heads share as keys and values (``attention.union``).
@@ -69,6 +71,7 @@ class AttentionShape:
     packs_rows: bool = False
     is_union: bool = False
     index: IndexShape | None = None
+    segment: int | None = None
 
     @property
     def computes_padding(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -179,6 +180,21 @@ class CpuAttention:
         skipped, offset = divmod(first, self._page_size)
         found = pool.view(-1, self._page_size, *pool.shape[1:]).index_select(0, pages[skipped:]).flatten(0, 1)
         return _heads_first(found.narrow(0, offset, num_keys))
+
+
+class ExactCpuAttention(CpuAttention):
+    """Each token attends by a call of its own, whose shape, and so the order of sums, is that of its position."""
+
+    def plan(self, inputs: ForwardInputs) -> None:
+        """Makes a row of each token."""
+        super().plan(inputs)
+        self._rows = [token for row in self._rows for token in self._tokens(row)]
+
+    def _tokens(self, row: _CpuRow) -> Iterator[_CpuRow]:
+        for place in range(row.num_new):
+            kv_len = row.kv_len - row.num_new + place + 1
+            seen = {window: self._seen(1, kv_len, window) for window in row.seen}
+            yield replace(row, start=row.start + place, num_new=1, kv_len=kv_len, seen=seen)
 
 
 def _attend_with_sinks(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, **options: Any) -> Tensor:

@@ -260,8 +260,11 @@ class SoakOptions(msgspec.Struct, frozen=True, kw_only=True):
     memory_limit: Annotated[
         float, about("Most that a process may grow in ten minutes or more after its warm-up.", unit="MiB/min", above=0)
     ] = 1.0
-    exact: Annotated[
-        bool | None, about("Replies must be those recorded, token by token; the default does for servers in float64.")
+    same_tokens: Annotated[
+        bool | None,
+        about(
+            "Replies must be those recorded, token by token; the default does for servers in float64 or with --exact."
+        ),
     ] = None
     timeout: Timeout = 120.0
     seed: Seed = 42

@@ -204,6 +204,13 @@ class Runner(msgspec.Struct, frozen=True, kw_only=True):
             "Attention kernels on cuda; auto decodes with triton, and takes flashinfer for prompts where that is faster."
         ),
     ] = "auto"
+    exact: Annotated[
+        bool,
+        about(
+            "Makes every sum in one order, whatever else a step computes: chunks, cached prefixes, drafts, other requests and "
+            "their number change no bit of a reply. In bfloat16 and float16 on cuda, and any type on cpu; slower."
+        ),
+    ] = False
     graphs: Annotated[
         Graphs,
         about(

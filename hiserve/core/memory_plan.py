@@ -284,6 +284,7 @@ class _Worker:
             widths=choose_spec(chosen.given, self._model, length)[0].widths,
             draft=None if self._model.draft is None else self._model.draft.step,
             frees_windows=self.windows.page_bytes > 0,
+            is_exact=chosen.runner.exact,
         )
         return items | {"driver, libraries and spare": CONTEXT_BYTES + self.free // SPARE_SHARE}
 

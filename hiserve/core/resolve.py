@@ -33,6 +33,7 @@ from hiserve.errors import ConfigError
 # Of the largest body: an id takes up to 8 bytes, a token of escaped text some 9; a body may have several prompts.
 BODY_BYTES_PER_TOKEN, LEAST_BODY_BYTES = 32, 8 * 2**20
 MAX_GRAMMAR_THREADS = 8
+EXACT_DTYPES = ("bfloat16", "float16")  # on cuda
 Section = TypeVar("Section", bound=msgspec.Struct)
 
 
@@ -66,7 +67,8 @@ def resolve(options: Options, model: ModelFacts, machine: Machine) -> Resolved:
         if memory.window_pages or memory.snapshot_slots
         else dict.fromkeys(("tail_share", "tail_every"), "no boundary needs a tail")
     )
-    decisions = _decisions(options, settings, memory.reasons | no_windows | _packed_reason(model))
+    packed_reason = _packed_reason(model, is_exact=options.runner.exact)
+    decisions = _decisions(options, settings, memory.reasons | no_windows | packed_reason)
     return Resolved(settings=settings, decisions=decisions, memory=memory)
 
 
@@ -120,7 +122,11 @@ def _choose(options: Options, model: ModelFacts, machine: Machine) -> Chosen:
     """Replaces every ``auto`` that does not depend on memory."""
     device = _device(options, machine)
     on_cpu = device == "cpu"
+    dtype = _dtype(options, model, on_cpu=on_cpu)
+    kv_dtype = _kv_dtype(options, model)
     _check_backend(options, on_cpu=on_cpu)
+    if options.runner.exact:
+        _check_exact(options, model, dtype, on_cpu=on_cpu)
     scheduler, runner, parallel = options.scheduler, options.runner, options.parallel
     length = _or(options.model.max_model_len, model.context_length)
     if length > model.context_length:
@@ -134,7 +140,7 @@ def _choose(options: Options, model: ModelFacts, machine: Machine) -> Chosen:
             ModelSettings,
             options.model,
             device=device,
-            dtype=_dtype(options, model, on_cpu=on_cpu),
+            dtype=dtype,
             max_model_len=length,
         ),
         scheduler=_filled(
@@ -154,7 +160,7 @@ def _choose(options: Options, model: ModelFacts, machine: Machine) -> Chosen:
             graphs=_graphs(options, on_cpu=on_cpu),
         ),
         page_size=_page_size(options, model),
-        kv_dtype=_kv_dtype(options, model),
+        kv_dtype=kv_dtype,
         devices=choose_devices(options, len(machine.cuda_memory_bytes), on_cpu=on_cpu),
     )
 
@@ -262,16 +268,20 @@ def _kv_dtype(options: Options, model: ModelFacts) -> KVDType:
             param="kv_dtype",
         )
     if given == "auto":
-        return "fp8" if model.asks_for_packed and model.packed is not None else "bf16"
+        packs = model.asks_for_packed and model.packed is not None and not options.runner.exact
+        return "fp8" if packs else "bf16"
     return given
 
 
-def _packed_reason(model: ModelFacts) -> dict[str, str]:
+def _packed_reason(model: ModelFacts, *, is_exact: bool) -> dict[str, str]:
     """Returns why keys and values are, or are not, what the checkpoint was made for."""
     if not model.asks_for_packed:
         return {}
-    made_for = "the checkpoint was made for it; each token has its own scales"
-    return {"kv_dtype": made_for if model.packed else "the checkpoint was made for fp8, which its rows do not fit"}
+    if model.packed is None:
+        return {"kv_dtype": "the checkpoint was made for fp8, which its rows do not fit"}
+    if is_exact:
+        return {"kv_dtype": "the checkpoint was made for fp8, but --exact is given"}
+    return {"kv_dtype": "the checkpoint was made for it; each token has its own scales"}
 
 
 def _check_backend(options: Options, *, on_cpu: bool) -> None:
@@ -281,4 +291,45 @@ def _check_backend(options: Options, *, on_cpu: bool) -> None:
             f"--attention-backend is {backend}, which needs a CUDA device, but the model runs on cpu. Leave it out, or use "
             "reference.",
             param="attention_backend",
+        )
+
+
+def _check_exact(options: Options, model: ModelFacts, dtype: DType, *, on_cpu: bool) -> None:
+    """Checks that everything that the options ask for has sums in one order.
+
+    Raises:
+        ConfigError: Something has not.
+    """
+    backend, exact = options.runner.attention_backend, "cpu" if on_cpu else "triton"
+    if model.inexact is not None:
+        raise ConfigError(
+            f"--exact is given, but sums of this model have no order of their own, as it has {model.inexact}. Leave --exact out.",
+            param="exact",
+        )
+    if options.parallel.tp > 1:
+        raise ConfigError(
+            f"--tp is {options.parallel.tp}, whose ranks add their shares, but --exact is given. Leave one of them out.",
+            param="tp",
+        )
+    if TreeShape.read(options.spec.spec_tree) is not None:
+        raise ConfigError(
+            f"--spec-tree is {options.spec.spec_tree}, whose drafts lie in other slots than the tokens that they become, but "
+            "--exact is given. Leave one of them out.",
+            param="spec_tree",
+        )
+    if backend not in ("auto", exact):
+        raise ConfigError(
+            f"--attention-backend is {backend}, whose sums depend on the batch, but --exact is given. Leave one of them out.",
+            param="attention_backend",
+        )
+    if options.cache.kv_dtype == "fp8":
+        raise ConfigError(
+            "--kv-dtype is fp8, whose sums have no order of their own, but --exact is given. Leave one of them out.",
+            param="kv_dtype",
+        )
+    if not on_cpu and dtype not in EXACT_DTYPES:
+        raise ConfigError(
+            f"--exact is given, but on cuda only {' and '.join(EXACT_DTYPES)} have sums in one order, not {dtype}. Use "
+            f"--dtype {EXACT_DTYPES[0]}, or leave --exact out.",
+            param="exact",
         )

@@ -22,6 +22,9 @@ DRAWN_SLICE, DRAWN_BYTES, COUNTED_BYTES = 256, 64, 20
 SCORED_SLICE, SCORED_BYTES = 128, 24
 # Attention: programs with partial results, query vectors per program, bytes of schedules and workspaces of libraries.
 MAX_PROGRAMS, PROGRAM_QUERIES, SCHEDULE_BYTES = 320, 128, 64 << 20
+# Under ``--exact``: keys of a segment at least, segments of the longest row at most, query vectors of rows that are split, words
+# beside the elements of a segment's sum.
+LEAST_SEGMENT, MAX_SEGMENTS, SPLIT_QUERIES, SEGMENT_WORDS = 256, 64, 64, 2
 INDEX_BYTES = 64 << 20  # of scores of rows by an index at once, where one token has no more
 SCORE_BYTES = 8  # of a score, and of half a row that is chosen from several parts of a context, with its score
 DELTA_CHUNK = (
@@ -115,6 +118,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     step: StepShape  # of a step
     draft: DraftFacts | None = None  # its draft head or model; None without a checkpoint of one
     packed: StoredBytes | None = None  # of its rows if they are packed; None if they cannot be
+    inexact: str | None = None  # what it has that has no sums in one order, in words; None without
     asks_for_packed: bool = False  # the checkpoint was made for keys and values in 8 bits
 
     def stored_bytes(self, element_bytes: int, *, packs_rows: bool) -> StoredBytes:
@@ -138,6 +142,11 @@ def index_memory(num_tokens: int, num_rows: int) -> int:
     return index_tokens(num_tokens, num_rows) * num_rows * SCORE_BYTES
 
 
+def segment_for(max_len: int) -> int:
+    """Returns the keys of a segment of rows of up to so many tokens: a power of two."""
+    return max(LEAST_SEGMENT, 1 << (-(-max_len // MAX_SEGMENTS) - 1).bit_length())
+
+
 def step_memory(
     shape: StepShape,
     *,
@@ -150,6 +159,7 @@ def step_memory(
     widths: Sequence[int] = (1,),
     draft: DraftShape | None = None,
     frees_windows: bool = False,
+    is_exact: bool = False,
 ) -> dict[str, int]:
     """Returns bytes by item; their sum bounds the memory of any step.
 
@@ -164,6 +174,7 @@ def step_memory(
         widths: Tokens per row of steps that sample from all of them: 1, and those of verifying steps.
         draft: Of the draft head or model; None without one.
         frees_windows: Layers with a window have page tables of their own; drafts do not read these.
+        is_exact: Sums are made in one order.
     """
     table = max_rows * -(-max_len // page_size) * PAGE_BYTES
     tables = (1 + frees_windows) * table
@@ -184,6 +195,11 @@ def step_memory(
         "masks of grammars": max_rows * max(widths) * (1 + -(-shape.vocab_size // MASK_BITS)) * MASK_BYTES,
         "attention workspace": attention_bytes + SCHEDULE_BYTES,
     }
+    if is_exact:
+        queries = min(SPLIT_QUERIES, 2 * max(widths) * (shape.num_heads // shape.num_kv_heads))
+        items["segments of attention"] = (
+            4 * MAX_PROGRAMS * queries * -(-max_len // segment_for(max_len)) * (shape.head_dim + SEGMENT_WORDS)
+        )
     if shape.index_ratio:
         items["scores of the index"] = index_memory(max_tokens, max_len // shape.index_ratio)
     if draft is not None:

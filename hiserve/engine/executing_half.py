@@ -130,7 +130,10 @@ def _load(
     max_len = settings.model.max_model_len
     loading: dict[str, Any] = {name: getattr(settings.model, name) for name in ("dtype", "device", "load_format")}
     aux_layers = () if draft is None else draft.aux_layers
-    model = load_decoder(folder, model_config, max_len=max_len, aux_layers=aux_layers, exchange=exchange, **loading)
+    is_exact = settings.runner.exact
+    model = load_decoder(
+        folder, model_config, max_len=max_len, aux_layers=aux_layers, exchange=exchange, is_exact=is_exact, **loading
+    )
     return model, None if draft is None else load_draft(draft, model, max_len=max_len, **loading)
 
 

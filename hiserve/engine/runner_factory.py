@@ -17,7 +17,7 @@ from hiserve.config.settings import Settings
 from hiserve.core.drafts import Proposer
 from hiserve.core.forward import LayerKV
 from hiserve.core.kv_groups import CANARY
-from hiserve.core.step_memory import step_memory
+from hiserve.core.step_memory import segment_for, step_memory
 from hiserve.engine.executing_half import LoadedHalf
 from hiserve.engine.startup import CudaMemoryMeter, compile_steps, profile_steps, warm_up_steps
 from hiserve.kernels.draft_ops import draft_ops_for
@@ -94,6 +94,7 @@ def prepare_runners(
             widths=settings.spec.widths,
             draft=None if draft is None else draft.memory_shape(model_config.hidden_size),
             frees_windows=frees_windows,
+            is_exact=settings.runner.exact,
         )
         profile_steps(
             runners,
@@ -113,6 +114,7 @@ def _shape(settings: Settings, model: AnyDecoder, model_config: ModelConfig) -> 
         page_size=settings.cache.page_size,
         sinks=model.sinks,
         packs_rows=settings.cache.packs_rows,
+        segment=segment_for(settings.model.max_model_len) if settings.runner.exact else None,
     )
 
 

@@ -33,6 +33,8 @@ _LOW = Tile(rows=16, columns=32, depth=128, warps=4, stages=4)
 _MIDDLE = Tile(rows=64, columns=64, depth=64, warps=4, stages=4)
 _TALL = Tile(rows=128, columns=128, depth=64, warps=8, stages=4)
 TILES: Tiles = ((_LOW, _LOW), (_MIDDLE, _MIDDLE), (_TALL, replace(_TALL, columns=256)))
+# Those whose matrix instructions add alike: of 64 rows, 16 elements after 16 elements.
+EXACT_TILES: Tiles = TILES[1:]
 
 
 def tiles_for(tiles: Tiles, num_pairs: int, num_experts: int) -> tuple[Tile, Tile]:

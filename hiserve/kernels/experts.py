@@ -20,7 +20,7 @@ from torch import Tensor
 from hiserve.core.activation import SILU, Activation
 from hiserve.core.row_shapes import PACKED_CAPABILITY
 from hiserve.kernels import reference
-from hiserve.kernels.expert_products import TILES, multiply, tiles_for
+from hiserve.kernels.expert_products import EXACT_TILES, TILES, Tiles, multiply, tiles_for
 from hiserve.kernels.few_experts import MAX_TOKENS, mix_few
 from hiserve.kernels.few_packed import mix_few_packed
 from hiserve.kernels.launch import await_previous, early_launch, start_next
@@ -116,13 +116,50 @@ def mix_experts(
     if 1 <= x.shape[0] <= MAX_TOKENS:
         few: Callable[..., Tensor] = mix_few_packed if is_packed else mix_few
         return few(x, shares, chosen, gate_up, down, (gate_up_bias, down_bias), shared, activation)
+    tiles = PACKED_TILES if is_packed else TILES
+    return _mix_by_expert(
+        x, shares, chosen, gate_up, down, (gate_up_bias, down_bias), activation, shared, tiles, is_packed=is_packed
+    )
+
+
+def mix_experts_exactly(
+    x: Tensor,
+    shares: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: Activation = SILU,
+    shared: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Like ``mix_experts`` of 16-bit weights, with sums that do not depend on the other tokens of a call."""
+    biases = gate_up_bias, down_bias
+    return _mix_by_expert(x, shares, chosen, gate_up, down, biases, activation, shared, EXACT_TILES, is_packed=False)
+
+
+def _mix_by_expert(
+    x: Tensor,
+    shares: Tensor,
+    chosen: Tensor,
+    gate_up: Weights,
+    down: Weights,
+    biases: tuple[Tensor | None, Tensor | None],
+    activation: Activation,
+    shared: tuple[Weights, Weights] | None,
+    tiles: Tiles,
+    *,
+    is_packed: bool,
+) -> Tensor:
+    """As ``mix_experts``, in programs of one expert and some of its tokens each."""
+    gate_up_bias, down_bias = biases
     num_experts, num_chosen = gate_up.shape[0], chosen.numel()
     num_pairs = num_chosen + (0 if shared is None else x.shape[0])
     order, ends = _group(chosen, num_experts, num_pairs)
     activated, made = (x.new_empty((num_pairs, width)) for width in (down.shape[2], x.shape[1]))
     shared_gate_up, shared_down = (None, None) if shared is None else shared
     product: Any = multiply_packed if is_packed else multiply
-    first, second = tiles_for(PACKED_TILES if is_packed else TILES, num_chosen, num_experts)
+    first, second = tiles_for(tiles, num_chosen, num_experts)
     product(x, gate_up, shared_gate_up, gate_up_bias, order, ends, activated, chosen, activation, first)
     product(activated, down, shared_down, down_bias, order, ends, made, chosen, None, second)
     return _sum(made, shares, has_shared=shared is not None)

@@ -34,6 +34,7 @@ __all__ = [
     "add_rms_norm",
     "delta",
     "gated_rms_norm",
+    "is_exact",
     "linear",
     "mix_experts",
     "norm_inputs",
@@ -47,6 +48,8 @@ __all__ = [
     "store_index_keys",
     "store_latents",
 ]
+
+is_exact = False
 
 _MAX_WARPS = 8
 _ELEMENTS_PER_WARP = 512

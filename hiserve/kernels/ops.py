@@ -19,6 +19,7 @@ from hiserve.kernels.terms import Inputs
 
 # Imported by name: triton, which CUDA kernels need, is not installed everywhere.
 _MODULES = {"cpu": "hiserve.kernels.reference", "cuda": "hiserve.kernels.fused"}
+_EXACT_MODULES = {"cpu": "hiserve.kernels.exact_reference", "cuda": "hiserve.kernels.exact"}
 
 
 class Ops(Protocol):
@@ -26,7 +27,12 @@ class Ops(Protocol):
 
     None waits for the device, and shapes depend on shapes alone: a CUDA graph can record them all. Weights may be read
     while the previous kernel still runs, because no step computes them.
+
+    Attributes:
+        is_exact: The bits of a row do not depend on the other rows of a call, nor on their number.
     """
+
+    is_exact: bool
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Norms the last dimension of ``[T, n]``."""
@@ -138,6 +144,6 @@ class Ops(Protocol):
         """Advances the recurrent states of the rows by the gated delta rule, and reads them for each token."""
 
 
-def ops_for(device: torch.device) -> Ops:
-    """Returns the operations of a device."""
-    return cast(Ops, importlib.import_module(_MODULES[device.type]))
+def ops_for(device: torch.device, *, is_exact: bool = False) -> Ops:
+    """Returns the operations of a device: the fastest, or those whose bits do not depend on the batch."""
+    return cast(Ops, importlib.import_module((_EXACT_MODULES if is_exact else _MODULES)[device.type]))

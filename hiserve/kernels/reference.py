@@ -22,6 +22,8 @@ from hiserve.kernels.quantized import quantized_linear as quantized_linear
 from hiserve.kernels.routing import route_in_groups as route_in_groups
 from hiserve.kernels.row_codecs import load_packed, store_heads, store_packed
 
+is_exact = False
+
 NO_LAST_LOC = -1
 NO_OWNER = -1
 PADDING_PAGE = 0

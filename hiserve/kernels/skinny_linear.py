@@ -37,18 +37,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention
     if x.dtype != weight.dtype:
         is_narrow = x.dtype.itemsize == 2 and weight.dtype == torch.float32
         if is_narrow and 1 <= num_rows <= _MAX_WIDE_ELEMENTS // weight.numel():
-            return _row_linear(x, weight, bias)
+            return row_linear(x, weight, bias)
         return F.linear(x.to(weight.dtype), weight, bias)
     if x.dtype.itemsize == 2 and 1 <= num_rows <= _TILE_ROWS[-1]:
         has_whole_tiles = num_columns % _TILE_COLUMNS == 0 and depth % _TILE_DEPTH == 0
         if num_rows == 1 and not (has_whole_tiles and weight.numel() > _MAX_ROW_ELEMENTS):
-            return _row_linear(x, weight, bias)
+            return row_linear(x, weight, bias)
         if has_whole_tiles:
             return _tiled_linear(x, weight, bias, is_early=not is_after_attention)
     return F.linear(x, weight, bias)
 
 
-def _row_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Like ``linear``, by programs of one row each, whose sums do not depend on the number of rows."""
     assert x.is_contiguous() and weight.is_contiguous(), (x.stride(), weight.stride())
     num_columns, depth = weight.shape
     out = weight.new_empty((x.shape[0], num_columns))

@@ -209,14 +209,14 @@ def make_compressed_attention(
         sizes += [2 * compressed.width] * 2 + [2 * compressed.index_width] * 2 + [compressed.index_heads]
     out_groups = parameters.pop(ours + "out_groups")
     return CompressedSelfAttention(
-        into=Linear(into),
+        into=Linear(into, norms),
         sizes=tuple(sizes),
         query_norm=RMSNorm(parameters.pop(ours + "query_latent_norm"), eps, norms),
-        query_up=Linear(parameters.pop(ours + "query_up")),
+        query_up=Linear(parameters.pop(ours + "query_up"), norms),
         row_norm=parameters.pop(ours + "row_norm"),
         sinks=parameters.pop(ours + "sinks"),
         out_groups=out_groups.view(compressed.num_groups, -1, out_groups.shape[1]),
-        out=Linear(parameters.pop(ours + "out"), is_after_attention=True),
+        out=Linear(parameters.pop(ours + "out"), norms, is_after_attention=True),
         compressor=compressor,
         indexer=indexer,
         config=compressed,

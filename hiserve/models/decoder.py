@@ -13,7 +13,7 @@ from hiserve.attention.base import Attention, AttentionShape, IndexShape
 from hiserve.core.activation import Activation
 from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
 from hiserve.distributed.exchange import Exchange, Exchanged
-from hiserve.kernels.ops import Ops, ops_for
+from hiserve.kernels.ops import Ops
 from hiserve.kernels.packed_weights import Weights
 from hiserve.kernels.routing import ExpertGroups
 from hiserve.layers import (
@@ -73,6 +73,7 @@ class Decoder:
         max_len: Tokens of the longest request.
         aux_layers: Layers, counted from 0, whose outputs (the residual stream) are returned as hidden states. The
             number of layers denotes the states after the last norm.
+        ops: Of the device of the parameters; shared with draft heads.
         exchange: Of a rank of a group, whose share ``config`` and ``parameters`` are; None holds all.
     """
 
@@ -81,7 +82,8 @@ class Decoder:
         config: ModelConfig,
         parameters: dict[str, Tensor],
         max_len: int,
-        aux_layers: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...],
+        ops: Ops,
         exchange: Exchange | None = None,
     ) -> None:
         self.exchange = exchange
@@ -89,7 +91,7 @@ class Decoder:
         scale = None if config.embedding_scale == 1.0 else embedding.new_full((), config.embedding_scale)
         first = 0 if exchange is None else exchange.shard.tokens(config.vocab_size)[0]
         self.embedding = Embedding(embedding, scale, exchange, first)  # of tokens; shared with draft heads
-        ops = ops_for(embedding.device)
+        self.ops = ops
         ropes = (config.rope,) if config.local_rope is None else (config.rope, config.local_rope)
         self._rotaries = [make_rotary(rope, config, max_len, embedding, ops) for rope in ropes]
         self._local_layers = config.local_layers
@@ -98,7 +100,7 @@ class Decoder:
         self.sinks = tuple(sinks) if config.has_sinks else ()  # of each layer, as for ``AttentionShape``
         self._layers = [make_layer(config, parameters, index, ops, exchange) for index in range(config.num_layers)]
         self._norm = RMSNorm(parameters.pop("norm"), config.norm_eps, ops, exchange)
-        output = Linear(parameters.pop("head", embedding))
+        output = Linear(parameters.pop("head", embedding), ops)
         self.head = OutputHead(output, config.vocab_size, exchange)  # states to logits; shared with draft heads
         self._columns = {
             layer: slice(i * config.hidden_size, (i + 1) * config.hidden_size) for i, layer in enumerate(aux_layers)
@@ -231,7 +233,7 @@ def _mlp(config: ModelConfig, parameters: dict[str, Tensor], index: int, ops: Op
     ours = f"layers.{index}."
     if config.experts is not None and config.experts.is_in(index):
         return _moe(config.experts, config.activation, parameters, ours, ops)
-    gate_up, down = (_linear(parameters, ours + name) for name in ("gate_up", "down"))
+    gate_up, down = (_linear(parameters, ours + name, ops) for name in ("gate_up", "down"))
     return GatedMLP(gate_up, down, ops, config.activation)
 
 
@@ -253,8 +255,8 @@ def _grouped_attention(config: ModelConfig, parameters: dict[str, Tensor], index
         qk_weight = torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))
     return SelfAttention(
         layer=index,
-        qkv=_linear(parameters, ours + "qkv"),
-        out=_linear(parameters, ours + "out", is_after_attention=True),
+        qkv=_linear(parameters, ours + "qkv", ops),
+        out=_linear(parameters, ours + "out", ops, is_after_attention=True),
         qk_weight=qk_weight,
         eps=config.norm_eps,
         head_dim=config.head_dim,
@@ -263,9 +265,9 @@ def _grouped_attention(config: ModelConfig, parameters: dict[str, Tensor], index
     )
 
 
-def _linear(parameters: dict[str, Tensor], name: str, *, is_after_attention: bool = False) -> Linear:
+def _linear(parameters: dict[str, Tensor], name: str, ops: Ops, *, is_after_attention: bool = False) -> Linear:
     weight, bias = parameters.pop(name), parameters.pop(name + "_bias", None)
-    return Linear(weight, bias, is_after_attention=is_after_attention)
+    return Linear(weight, ops, bias, is_after_attention=is_after_attention)
 
 
 def make_experts(
@@ -295,11 +297,14 @@ def make_experts(
         biases = (none if bias is None else bias for bias in (gate_up_bias, down_bias))
         each = zip(gate_up, down, *biases, strict=True)
         experts = SparseExperts(
-            [GatedMLP(Linear(mine, one), Linear(its, other), ops, activation) for mine, its, one, other in each]
+            [
+                GatedMLP(Linear(mine, ops, one), Linear(its, ops, other), ops, activation)
+                for mine, its, one, other in each
+            ]
         )
     if shared is None or joins:
         return experts, None
-    return experts, GatedMLP(Linear(shared[0]), Linear(shared[1]), ops, activation)
+    return experts, GatedMLP(Linear(shared[0], ops), Linear(shared[1], ops), ops, activation)
 
 
 def _matrices(weights: Weights, num_experts: int) -> Weights:
@@ -314,14 +319,14 @@ def _moe(config: ExpertsConfig, activation: Activation, parameters: dict[str, Te
         groups = ExpertGroups(bias, routing.num_groups, routing.num_chosen, routing.scale)
         router = router.to(bias.dtype)
     return MoE(
-        router=Linear(router, parameters.pop(ours + "router_bias", None)),
+        router=Linear(router, ops, parameters.pop(ours + "router_bias", None)),
         experts=experts,
         num_per_token=config.num_per_token,
         is_normalized=config.is_normalized,
         ops=ops,
         groups=groups,
         shared=shared,
-        shared_gate=Linear(parameters.pop(ours + "shared_gate")) if config.has_shared_gate else None,
+        shared_gate=Linear(parameters.pop(ours + "shared_gate"), ops) if config.has_shared_gate else None,
     )
 
 
@@ -332,11 +337,12 @@ def attention_shape(
     page_size: int,
     sinks: tuple[Tensor | None, ...] = (),
     packs_rows: bool = False,
+    segment: int | None = None,
 ) -> AttentionShape:
     """Returns the shape of the attention in every layer.
 
     ``dtype`` is that of queries, and of keys and values that are not packed; ``sinks`` are the decoder's; ``packs_rows`` as for
-    ``ModelConfig.cache_plan``.
+    ``ModelConfig.cache_plan``; ``segment`` as for ``AttentionShape``.
     """
     assert bool(sinks) == config.has_sinks, f"{len(sinks)} layers with sinks"
     return AttentionShape(
@@ -354,4 +360,5 @@ def attention_shape(
         packs_rows=packs_rows and config.compressed is None and config.packed_bytes is not None,
         is_union=config.compressed is not None,
         index=None if config.index is None else IndexShape(config.index.width, config.index.most),
+        segment=segment,
     )

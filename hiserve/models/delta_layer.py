@@ -61,7 +61,7 @@ def make_delta_layer(
     ours = f"layers.{layer}."
     into = _ordered(config, parameters, ours) if config.is_interleaved else parameters.pop(ours + "delta_in")
     return DeltaLayer(
-        into=Linear(into),
+        into=Linear(into, ops),
         weights=DeltaWeights(
             conv=parameters.pop(ours + "delta_conv").t().contiguous().t(),
             a_log=parameters.pop(ours + "decay_rate"),
@@ -69,7 +69,7 @@ def make_delta_layer(
         ),
         gain=parameters.pop(ours + "delta_gain"),
         eps=eps,
-        out=Linear(parameters.pop(ours + "out")),
+        out=Linear(parameters.pop(ours + "out"), ops),
         config=config,
         ops=ops,
     )

@@ -27,6 +27,7 @@ from hiserve.models.draft_formats import (
     HeadKind,
     mtp_format,
 )
+from hiserve.models.exactness import inexact_part
 from hiserve.models.family import FAMILIES
 from hiserve.models.generation_config import GenerationConfig
 from hiserve.models.head_shape import has_experts_behind, one_layer
@@ -375,8 +376,9 @@ def model_facts(config: Options, folder: Path, model: ModelConfig) -> ModelFacts
     """
     draft, shard = read_draft(config, folder, model), Shard(0, config.parallel.tp)
     refuse_unshardable(model, shard.size)
+    inexact = inexact_part(model)
     absent, model = absent_params(model, shard), local_config(model, shard)
-    own = msgspec.structs.replace(model.facts(), num_params=model.num_params - absent)
+    own = msgspec.structs.replace(model.facts(), num_params=model.num_params - absent, inexact=inexact)
     if model.quantization is not None:
         own = msgspec.structs.replace(own, quantized_linears=kept_size(table_of(model), model.quantization))
     if draft is None:

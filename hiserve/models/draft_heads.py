@@ -15,7 +15,6 @@ from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.distributed.exchange import Exchanged
 from hiserve.distributed.shard import WHOLE
 from hiserve.errors import ModelError
-from hiserve.kernels.ops import Ops, ops_for
 from hiserve.layers import Linear, OutputHead, RMSNorm, Rotary
 from hiserve.models.decoder import Layer, attention_shape, make_layer, make_rotary
 from hiserve.models.delta_layer import DeltaLayer
@@ -118,7 +117,7 @@ class Eagle3Head:
     def __init__(
         self, draft: DraftConfig, parameters: dict[str, Tensor], tokens: Tensor | None, target: AnyDecoder, max_len: int
     ) -> None:
-        head, ops = _head(draft), _ops(target)
+        head, ops = _head(draft), target.ops
         self.feature_size = draft.feature_size
         self.aux_layers = draft.aux_layers
         self.groups = draft.kv_groups
@@ -127,12 +126,12 @@ class Eagle3Head:
         self._embedding = (
             target.embedding if own is None or is_shared else replace(target.embedding, weight=own, scale=None)
         )
-        self._fuse = Linear(parameters.pop("fuse"))
+        self._fuse = Linear(parameters.pop("fuse"), ops)
         eps = draft.model.norm_eps
         self._fuse_norm = RMSNorm(parameters.pop("fuse_norm"), eps, ops) if head.norm_before_fuse else None
         self._state_norm = RMSNorm(parameters.pop("state_norm"), eps, ops)
         self._norm_before_residual = head.norm_before_residual
-        output = OutputHead(Linear(parameters.pop("head")), head.vocab_size, target.exchange)
+        output = OutputHead(Linear(parameters.pop("head"), ops), head.vocab_size, target.exchange)
         self._body = _body(draft, parameters, output, tokens, target, max_len)
 
     def exchanges(self, num_tokens: int, num_logits: int) -> list[Exchanged]:
@@ -160,14 +159,14 @@ class MTPHead:
     sinks: tuple[Tensor | None, ...] = ()
 
     def __init__(self, draft: DraftConfig, parameters: dict[str, Tensor], target: AnyDecoder, max_len: int) -> None:
-        head, ops, eps = _head(draft), _ops(target), draft.model.norm_eps
+        head, ops, eps = _head(draft), target.ops, draft.model.norm_eps
         self.feature_size = draft.feature_size
         self.aux_layers = draft.aux_layers
         self.groups = draft.kv_groups
         self._embedding = target.embedding
         self._embedding_norm = RMSNorm(parameters.pop("embedding_norm"), eps, ops)
         self._state_norm = RMSNorm(parameters.pop("state_norm"), eps, ops)
-        self._join = Linear(parameters.pop("join"))
+        self._join = Linear(parameters.pop("join"), ops)
         self._state_first = head.format.state_first
         self._masks_first = head.format.masks_first
         self._body = _body(draft, parameters, target.head, None, target, max_len)
@@ -264,7 +263,7 @@ def _body(
     target: AnyDecoder,
     max_len: int,
 ) -> _Body:
-    model, weight, ops, exchange = draft.model, target.embedding.weight, _ops(target), target.exchange
+    model, weight, ops, exchange = draft.model, target.embedding.weight, target.ops, target.exchange
     return _Body(
         layer=make_layer(model, parameters, 0, ops, exchange),
         rotary=make_rotary(model.rope, model, max_len, weight, ops),
@@ -279,10 +278,6 @@ def _body(
 def _head(draft: DraftConfig) -> Head:
     assert draft.head is not None, f"{draft.kind} is no head"
     return draft.head
-
-
-def _ops(target: AnyDecoder) -> Ops:
-    return ops_for(target.embedding.weight.device)
 
 
 def draft_attention_shape(

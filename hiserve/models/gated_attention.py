@@ -52,13 +52,13 @@ def make_gated_attention(
     weight = torch.where(is_still, weight / config.rope.attention_factor, weight)
     return GatedSelfAttention(
         layer=layer,
-        qkv=Linear(torch.cat([each.flatten(0, 1) for each in (query, keys, values)])),
-        out=Linear(parameters.pop(ours + "out"), is_after_attention=True),
+        qkv=Linear(torch.cat([each.flatten(0, 1) for each in (query, keys, values)]), ops),
+        out=Linear(parameters.pop(ours + "out"), ops, is_after_attention=True),
         qk_weight=weight,
         eps=config.norm_eps,
         head_dim=head_dim,
         ops=ops,
-        gate=Linear(gate.flatten(0, 1)),
+        gate=Linear(gate.flatten(0, 1), ops),
     )
 
 

@@ -119,14 +119,14 @@ def make_latent_attention(
     )
     return LatentSelfAttention(
         layer=layer,
-        into=Linear(into),
+        into=Linear(into, ops),
         sizes=tuple(sizes),
         query_norm=None if query_up is None else RMSNorm(parameters.pop(ours + "query_latent_norm"), _EPS, ops),
-        query_up=None if query_up is None else Linear(query_up),
+        query_up=None if query_up is None else Linear(query_up, ops),
         row_weight=parameters.pop(ours + "latent_norm"),
         to_keys=to_keys,
         to_values=to_values,
-        out=Linear(parameters.pop(ours + "out"), is_after_attention=True),
+        out=Linear(parameters.pop(ours + "out"), ops, is_after_attention=True),
         config=latent,
         index=index,
         ops=ops,
@@ -142,7 +142,7 @@ def _make_index(
         _pair_halves(up.view(config.num_heads, config.width, -1)[:, :rope_dim])
         for each in (into, norm[:, None], bias[:, None]):
             _pair_halves(each[None, :rope_dim])
-    return RowIndex(Linear(up), norm, bias, config, ops)
+    return RowIndex(Linear(up, ops), norm, bias, config, ops)
 
 
 def _pair_halves(rows: Tensor) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from hiserve.distributed.exchange import Exchange
 from hiserve.distributed.shard import WHOLE
+from hiserve.kernels.ops import ops_for
 from hiserve.models.decoder import Decoder
 from hiserve.models.model_config import ModelConfig
 from hiserve.models.shards import local_config
@@ -27,6 +28,7 @@ def load_decoder(
     max_len: int | None = None,
     aux_layers: tuple[int, ...] = (),
     exchange: Exchange | None = None,
+    is_exact: bool = False,
 ) -> AnyDecoder:
     """Reads a checkpoint, or draws random weights of its shape.
 
@@ -39,6 +41,7 @@ def load_decoder(
         max_len: Tokens of the longest request; None is the model's context.
         aux_layers: As for ``Decoder``.
         exchange: Of a rank of a group, which loads its share; None loads all.
+        is_exact: Its operations are those whose bits do not depend on the batch.
 
     Raises:
         ModelError: The checkpoint cannot be used.
@@ -46,6 +49,7 @@ def load_decoder(
     shard = WHOLE if exchange is None else exchange.shard
     parameters = load_parameters(folder, config, getattr(torch, dtype), torch.device(device), load_format, shard)
     max_len = config.context_length if max_len is None else max_len
+    ops = ops_for(torch.device(device), is_exact=is_exact)
     if config.compressed is not None:
-        return StreamDecoder(config, parameters, max_len, aux_layers)
-    return Decoder(local_config(config, shard), parameters, max_len, aux_layers, exchange)
+        return StreamDecoder(config, parameters, max_len, aux_layers, ops)
+    return Decoder(local_config(config, shard), parameters, max_len, aux_layers, ops, exchange)

@@ -13,7 +13,7 @@ from hiserve.attention.union import UnionAttention
 from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
 from hiserve.distributed.exchange import Exchange, Exchanged
 from hiserve.kernels.compressed_ops import CompressedOps, compressed_ops_for
-from hiserve.kernels.ops import Ops, ops_for
+from hiserve.kernels.ops import Ops
 from hiserve.kernels.pairs import PairFrequencies
 from hiserve.layers import Embedding, Experts, GatedMLP, Linear, OutputHead, RMSNorm
 from hiserve.models.compressed_attention import CompressedSelfAttention, Turns, make_compressed_attention
@@ -91,23 +91,29 @@ class StreamDecoder:
         parameters: Named as in ``compressed_names.compressed_table``. Removed one by one.
         max_len: Tokens of the longest request.
         aux_layers: The number of layers, if the streams behind the last layer are returned as hidden states.
+        ops: Of the device of the parameters; shared with draft heads.
     """
 
     def __init__(
-        self, config: ModelConfig, parameters: dict[str, Tensor], max_len: int, aux_layers: tuple[int, ...] = ()
+        self,
+        config: ModelConfig,
+        parameters: dict[str, Tensor],
+        max_len: int,
+        aux_layers: tuple[int, ...],
+        ops: Ops,
     ) -> None:
         compressed = config.compressed
         assert compressed is not None and set(aux_layers) <= {config.num_layers}, (config.architecture, aux_layers)
         self.embedding = Embedding(parameters.pop("embedding"))  # of tokens; shared with draft heads
         self.sinks = ()
         self.exchange: Exchange | None = None  # it runs alone
-        ops = ops_for(self.embedding.weight.device)
+        self.ops = ops
         self._compressed = compressed
         self._rotary = Rotary(config, max_len, self.embedding.weight)
         self._layers = [make_stream_layer(config, parameters, layer, ops) for layer in range(config.num_layers)]
         self._join = make_mix(parameters, "head_mix", compressed.streams, config.norm_eps)
         self._norm = RMSNorm(parameters.pop("norm"), config.norm_eps, ops)
-        output = Linear(parameters.pop("head", self.embedding.weight))
+        output = Linear(parameters.pop("head", self.embedding.weight), ops)
         self.head = OutputHead(output, config.vocab_size)  # states to logits; shared with draft heads
         self._has_aux = bool(aux_layers)
 
@@ -216,7 +222,7 @@ def make_stream_layer(config: ModelConfig, parameters: dict[str, Tensor], index:
         mlp_mix=mlp_mix,
         mlp_norm=mlp_norm,
         mlp=HashedExperts(
-            router=Linear(router.to(torch.promote_types(router.dtype, torch.float32))),
+            router=Linear(router.to(torch.promote_types(router.dtype, torch.float32)), ops),
             experts=mixed,
             num_per_token=experts.num_per_token,
             scale=experts.routing.scale,

@@ -10,7 +10,6 @@ from hiserve.attention.base import Attention
 from hiserve.attention.union import UnionAttention
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.distributed.exchange import Exchanged
-from hiserve.kernels.ops import ops_for
 from hiserve.layers import Linear, RMSNorm
 from hiserve.models.compressed_config import LayerKind
 from hiserve.models.draft_config import DraftConfig
@@ -29,7 +28,7 @@ class StreamHead:
     sinks: tuple[Tensor | None, ...] = ()
 
     def __init__(self, draft: DraftConfig, parameters: dict[str, Tensor], target: AnyDecoder, max_len: int) -> None:
-        model, ops = draft.model, ops_for(target.embedding.weight.device)
+        model, ops = draft.model, target.ops
         assert model.compressed is not None, model.architecture
         self.feature_size = draft.feature_size
         self.aux_layers = draft.aux_layers
@@ -41,7 +40,7 @@ class StreamHead:
             RMSNorm(parameters.pop(name), model.norm_eps, ops) for name in ("embedding_norm", "state_norm", "norm")
         )
         self._embedding_join, self._state_join = (
-            Linear(parameters.pop(name)) for name in ("embedding_join", "state_join")
+            Linear(parameters.pop(name), ops) for name in ("embedding_join", "state_join")
         )
         self._rotary = Rotary(model, max_len, target.embedding.weight)
         self._layer = make_stream_layer(model, parameters, 0, ops)

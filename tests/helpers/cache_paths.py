@@ -43,11 +43,13 @@ class Work:
         prompts: Their tokens.
         sampling: Of each.
         expected: The answer to each.
+        max_error: Of log-probabilities.
     """
 
     prompts: list[list[int]]
     sampling: list[SamplingParams]
     expected: list[CompletionOutput]
+    max_error: float = MAX_LOGPROB_ERROR
 
     def num_full(self, page_size: int) -> list[int]:
         """Tokens of each prompt that can come from a cache."""
@@ -72,19 +74,19 @@ def ask(llm: LLM, work: Work, *, backwards: bool = False) -> list[CacheUse]:
     order = -1 if backwards else 1
     results = llm.generate(work.prompts[::order], work.sampling[::order])[::order]
     for result, expected in zip(results, work.expected, strict=True):
-        check(result.outputs[0], expected)
+        check(result.outputs[0], expected, work.max_error)
     if llm.settings.spec.spec in TRAINED and llm.settings.spec.spec_steps not in (0, "auto"):
         assert sum(result.outputs[0].drafts.accepted for result in results if result.outputs[0].drafts) > 0
     return [result.cached for result in results]
 
 
-def check(got: CompletionOutput, expected: CompletionOutput) -> None:
+def check(got: CompletionOutput, expected: CompletionOutput, max_error: float = MAX_LOGPROB_ERROR) -> None:
     """The same tokens, end and log-probabilities."""
     assert got.token_ids == expected.token_ids
     assert (got.finish_reason, got.stop_reason) == (expected.finish_reason, expected.stop_reason)
     assert (got.logprobs is None) == (expected.logprobs is None)
     for ours, theirs in zip(got.logprobs or (), expected.logprobs or (), strict=True):
-        assert abs(ours.logprob - theirs.logprob) <= MAX_LOGPROB_ERROR
+        assert abs(ours.logprob - theirs.logprob) <= max_error
         assert ours.top.keys() == theirs.top.keys()
 
 

@@ -25,10 +25,10 @@ FLAGS = """
     --kv-events --kv-events-replay
     --drain-timeout-s --metrics-compat --kv-canary --disable-prefix-cache --host-cache-gib --shape
     --host-cache-name --host-admission --cache-verify --eviction
-    --attention-backend --graphs --graph-gate --graph-max-len --grammar-threads --spec --spec-steps --spec-tree --spec-history
+    --attention-backend --exact --graphs --graph-gate --graph-max-len --grammar-threads --spec --spec-steps --spec-tree --spec-history
     --store --store-gib --store-prefetch --store-prefetch-timeout-s --store-secret-file --store-timeout-s --tail-share --tail-every --state-dtype --quantize
 """
-MAX_FLAGS, MAX_SHOWN = 73, 52
+MAX_FLAGS, MAX_SHOWN = 74, 53
 
 
 def value_of(config: Options, setting: Flag) -> Any:

@@ -29,7 +29,6 @@ IDLE_S = 30.0
 POLL_S = 0.1
 # Descriptors that may be more open at the end than before the load: connections that are kept.
 SPARE_FILES = 8
-EXACT_DTYPES = ("float64",)
 
 
 class SoakOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,9 +108,9 @@ class _Run:
         self._files = self._watch.open_files()
         self._counters = await scrape(self._pool)
         info = await self._info()
-        dtype = info["config"]["model"]["dtype"] if info else None
-        exact = self._options.exact
-        self._is_exact = dtype in EXACT_DTYPES if exact is None else exact
+        self._is_exact = has_same_tokens(info["config"]) if info else False
+        if self._options.same_tokens is not None:
+            self._is_exact = self._options.same_tokens
 
     async def load(self, faults: list[Any], advance: Advance) -> None:
         """Runs users and faults for the given time, or until Ctrl-C, and waits for the last reply."""
@@ -193,6 +192,11 @@ class _Run:
             return {}
         is_fresh = isinstance(info, dict) and "workers" in info and info.get("engine_error") is None
         return dict(info) if status == 200 and is_fresh else {}
+
+
+def has_same_tokens(config: dict[str, Any]) -> bool:
+    """Whether replies of a server with this configuration, as ``/server_info`` has it, depend on nothing else that it computes."""
+    return config["model"]["dtype"] == "float64" or bool(config["runner"].get("exact", False))
 
 
 def still_open(info: dict[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ from hiserve.cache.storage.store import read_secret
 from hiserve.cache.storage.store_address import secret_of
 from hiserve.config.settings import CacheIdentity, FileStamp, Settings
 from hiserve.core.kv_groups import Space, debug_groups
+from hiserve.core.step_memory import segment_for
 from hiserve.distributed.shard import Shard
 from hiserve.errors import ConfigError
 from hiserve.models.cache_digests import cache_namespace, shape_digest, stamps, weight_digests
@@ -50,6 +51,7 @@ def identify(settings: Settings, folder: Path, model: ModelConfig, directory: Pa
             page_size=settings.cache.page_size,
             extra_groups=[
                 *(group.name for group in debug_groups(settings.cache)),
+                *([f"exact {segment_for(settings.model.max_model_len)}"] if settings.runner.exact else []),
                 *(group.name for group in groups if group.space is Space.WINDOW),
                 *(f"{group.name} {group.dtype}" for group in groups if group.space is Space.ROW),
                 *(f"{group.name} {group.codec}" for group in groups if group.codec in ("packed", "heads")),

@@ -10,6 +10,9 @@ from hiserve.kernels import (
     delta_step,
     draft_reference,
     draw,
+    exact_decode,
+    exact_linear,
+    exact_reference,
     expert_products,
     few_experts,
     few_packed,
@@ -27,6 +30,7 @@ from hiserve.kernels import (
     term_products,
     terms_triton,
 )
+from tests.e2e import test_exact
 from tests.unit.kernels import (
     test_attention_decode,
     test_attention_extend,
@@ -36,6 +40,8 @@ from tests.unit.kernels import (
     test_draft_triton,
     test_draft_window,
     test_draw,
+    test_exact_attention,
+    test_exact_linear,
     test_experts,
     test_fused,
     test_large_pools,
@@ -205,3 +211,15 @@ with term_products._int4_kernel, test_terms.test_products_are_those_of_the_value
     "kernel: codes of 4 bits without zero points of their own are not centered"
     MIDDLE_ZERO if zeros is None else tl.load(zeros + tile * num_columns + column).to(tl.float32)[:, None]
     0.0 if zeros is None else tl.load(zeros + tile * num_columns + column).to(tl.float32)[:, None]
+with exact_decode._attend, test_exact_attention.test_the_bits_of_a_query_depend_on_its_row_alone["orders"]:
+    "INV 85: keys are joined where the split of the row ends, not at multiples of a segment"
+    ((place + KEYS) % SHAPE.segment == 0) | (place + KEYS >= end)
+    place + KEYS >= end
+with exact_linear.count_parts, test_exact_linear.test_every_tile_makes_the_same_bits_for_a_row_whatever_its_neighbours:
+    "INV 85: a weight's depth is split by another number of parts"
+    depth // _PART_DEPTH
+    1
+with exact_reference.linear, test_exact.test_nothing_changes_a_bit:
+    "INV 85: on a CPU two rows are one product, whose sums have another order than one row's"
+    torch.split(x, 1)
+    torch.split(x, 2)

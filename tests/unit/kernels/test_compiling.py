@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hiserve.attention.exact_triton import ExactTritonAttention
 from hiserve.attention.triton import TritonAttention
 from hiserve.core.activation import GELU_TANH, Activation
 from hiserve.core.forward import LayerKV
@@ -21,6 +23,7 @@ from hiserve.kernels import (
     delta_triton,
     draft_triton,
     draw,
+    exact,
     fused,
     index_store,
     latent_decode,
@@ -269,6 +272,15 @@ def draft() -> None:
     draft_triton.draft_ngrams(case.rows, case.state, continuations, **lengths)
 
 
+def sum_in_order() -> None:
+    """Products of a row and of many, whose parts are spread and joined; attention of rows that decode, of a prompt and of a chunk."""
+    for rows in (1, 2000):
+        exact.linear(torch.zeros(rows, 1024, dtype=BF16), torch.zeros(64, 1024, dtype=BF16), None)
+    case = Case(((9, 1), (0, 33), (9, 40)), group=4, head_dim=256, sinks=True, dtype=BF16)
+    case.shape = replace(case.shape, segment=256)
+    case.run(ExactTritonAttention(case.shape))
+
+
 def compressed() -> None:
     """Attention of DeepSeek-V4's shape in one and in several parts, and of a small model; its index; rows of both ratios."""
     case, small = CompressedStep(), CompressedStep(width=32, num_heads=4, dtype=torch.float32)
@@ -442,6 +454,11 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
         pack,
         {"latent_union._attend", "latent_union._join", "index_topk._score", "index_topk._choose"}
         | {"compress._make", "compress._keep", "pairs_triton._turn_kernel"},
+    ),
+    "sums in one order": (
+        sum_in_order,
+        {"exact_linear._product_kernel", "exact_decode._attend", "exact_extend._extend", "skinny_linear._sum_kernel"}
+        | {"attention_schedule._schedule"},
     ),
     "pages": (pages, {"page_lists._list_pages", "page_copy._copy_pages"}),
 }

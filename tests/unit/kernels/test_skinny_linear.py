@@ -55,7 +55,7 @@ for rows, depth, columns in ((1, 40, 6), (3, 2100, 5), (32, 64, 8)):
             assert got.dtype == torch.float32 and got.shape == (rows, columns)
             assert_close(got.double(), expected, atol=1e-3, rtol=1e-4)
 linear._MAX_WIDE_ELEMENTS = 3 * weight.numel()
-linear._row_linear = refuse
+linear.row_linear = refuse
 for rows, of_weight in ((4, torch.float32), (0, torch.float32), (1, torch.float64)):  # too much for the cache, none, wider
     x, wide = randn(rows, depth, dtype=torch.float16), weight.to(of_weight)
     assert torch.equal(linear.linear(x, wide, None), torch.nn.functional.linear(x.to(of_weight), wide))
@@ -83,7 +83,7 @@ for processors, depth, columns, of_tiles in (
         check(rows, depth, columns, torch.float16)
         of_sums = [(-(-rows * columns // 512),)] * (of_tiles[1] > 1)
         assert grids == [of_tiles, *of_sums] * 2, grids
-linear._MAX_ROW_ELEMENTS, linear._row_linear = 0, refuse
+linear._MAX_ROW_ELEMENTS, linear.row_linear = 0, refuse
 check(1, 1024, 64, torch.float16)
 wanted = []
 plain = linear.early_launch

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from hiserve.kernels import reference
+from hiserve.kernels.ops import Ops
 from hiserve.layers import Embedding, GatedMLP, Linear, RMSNorm, Rotary, can_pack
 from hiserve.models.frequencies import rotary_frequencies
 from hiserve.models.rope import RopeConfig
@@ -39,7 +42,7 @@ def test_rotation_of_a_sixteen_bit_model_happens_in_float32() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_linear_projects_no_rows_too(dtype: torch.dtype) -> None:
     """A step in which no row samples has no logits."""
-    linear = Linear(torch.eye(4, dtype=dtype)[:3])
+    linear = Linear(torch.eye(4, dtype=dtype)[:3], reference)
     x = torch.arange(8, dtype=dtype).view(2, 4)
     assert torch.equal(linear(x), x[:, :3])
     assert linear(x[:0]).shape == (0, 3)
@@ -50,7 +53,7 @@ def test_linear_projects_no_rows_too(dtype: torch.dtype) -> None:
 def test_linear_adds_its_bias_packed_or_not(dtype: torch.dtype, rows: int) -> None:
     generator = torch.Generator().manual_seed(4)
     weight, bias, x = (torch.randn(shape, generator=generator) for shape in ((6, 4), (6,), (rows, 4)))
-    got = Linear(weight.to(dtype), bias.to(dtype))(x.to(dtype))
+    got = Linear(weight.to(dtype), reference, bias.to(dtype))(x.to(dtype))
     assert got.dtype == dtype
     torch.testing.assert_close(
         got.float(), x @ weight.t() + bias, atol=0.1 if dtype == torch.bfloat16 else 1e-5, rtol=0
@@ -60,7 +63,7 @@ def test_linear_adds_its_bias_packed_or_not(dtype: torch.dtype, rows: int) -> No
 def test_mlp_gates_then_projects_down() -> None:
     gate, up, down = (torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(9))
-    mlp = GatedMLP(gate_up=Linear(torch.cat((gate, up))), down=Linear(down), ops=reference)
+    mlp = GatedMLP(gate_up=Linear(torch.cat((gate, up)), reference), down=Linear(down, reference), ops=reference)
     expected = (torch.nn.functional.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
     torch.testing.assert_close(mlp(x), expected, atol=1e-5, rtol=0)
 
@@ -77,9 +80,17 @@ def test_packed_products_equal_plain_ones(rows: int) -> None:
     generator = torch.Generator().manual_seed(5)
     weight, x = torch.randn(48, 32, generator=generator), torch.randn(rows, 40, generator=generator)[:, :32]
     assert can_pack(weight)
-    torch.testing.assert_close(Linear(weight)(x), x @ weight.t(), atol=1e-4, rtol=0)
+    torch.testing.assert_close(Linear(weight, reference)(x), x @ weight.t(), atol=1e-4, rtol=0)
 
 
 def test_only_float32_weights_on_the_cpu_are_packed() -> None:
     assert not can_pack(torch.zeros(4, 4, dtype=torch.float64))
     assert not can_pack(torch.zeros(4, 4, device="meta"))
+
+
+@pytest.mark.parametrize("module", ["reference", "exact_reference", "fused", "exact"])
+def test_each_set_of_operations_has_all_of_them(module: str) -> None:
+    found = importlib.import_module(f"hiserve.kernels.{module}")
+    wanted = {name for name in (*vars(Ops), *Ops.__annotations__) if not name.startswith("_")}
+    assert "norm_inputs" in wanted and wanted <= set(dir(found))
+    assert found.is_exact == module.startswith("exact")

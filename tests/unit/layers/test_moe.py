@@ -33,9 +33,15 @@ def moe(form: str, dtype: torch.dtype, num_per_token: int, is_normalized: bool) 
     experts: StackedExperts | SparseExperts = StackedExperts(gate_up, down, reference)
     if form == "sparse":
         pairs = zip(gate_up, down, strict=True)
-        experts = SparseExperts([GatedMLP(Linear(mine), Linear(its), reference) for mine, its in pairs])
+        experts = SparseExperts(
+            [GatedMLP(Linear(mine, reference), Linear(its, reference), reference) for mine, its in pairs]
+        )
     return MoE(
-        router=Linear(router), experts=experts, num_per_token=num_per_token, is_normalized=is_normalized, ops=reference
+        router=Linear(router, reference),
+        experts=experts,
+        num_per_token=num_per_token,
+        is_normalized=is_normalized,
+        ops=reference,
     )
 
 
@@ -96,7 +102,7 @@ def test_on_the_cpu_an_expert_without_tokens_is_not_run() -> None:
             calls.append(x.shape[0])
             return x
 
-    linear = Linear(torch.zeros(1, 1))
+    linear = Linear(torch.zeros(1, 1), reference)
     experts = SparseExperts([Counted(linear, linear, reference) for _ in range(4)])
     out = experts(torch.ones(3, 1), torch.tensor([[0.5], [1.0], [2.0]]), torch.tensor([[1], [3], [1]]))
     assert calls == [2, 1]

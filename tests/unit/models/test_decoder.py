@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hiserve import layers
 from hiserve.core.activation import SILU
 from hiserve.kernels import reference
 from hiserve.layers import StackedExperts
@@ -40,10 +39,7 @@ def test_the_projection_behind_an_attention_is_told_of_it(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("shared_size", [0, 8, 16])
-def test_a_shared_expert_of_the_size_of_the_others_joins_their_products_on_a_device(
-    shared_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layers, "ops_for", lambda _device: reference)
+def test_a_shared_expert_of_the_size_of_the_others_joins_their_products_on_a_device(shared_size: int) -> None:
     config = ExpertsConfig(
         num_experts=4,
         num_per_token=2,

@@ -9,6 +9,7 @@ import pytest
 
 from hiserve.bench.options import SoakOptions
 from hiserve.bench.soak.faults import FaultRecovery
+from hiserve.bench.soak.soak_run import has_same_tokens
 from hiserve.bench.soak.soak_summary import (
     MIB,
     ProcessHistory,
@@ -115,3 +116,18 @@ def test_a_watch_sees_memory_and_open_files_of_living_processes() -> None:
     with open(os.devnull), open(os.devnull):
         assert watch.open_files() == {"api": before + 2}
     assert watch.histories[os.getpid()].memory_bytes[0] > 10 * MIB
+
+
+@pytest.mark.parametrize(
+    ("dtype", "runner", "is_exact"),
+    [
+        ("float64", {}, True),
+        ("bfloat16", {}, False),
+        ("bfloat16", {"exact": False}, False),
+        ("bfloat16", {"exact": True}, True),
+    ],
+)
+def test_replies_are_compared_token_by_token_where_nothing_else_changes_them(
+    dtype: str, runner: dict[str, Any], is_exact: bool
+) -> None:
+    assert has_same_tokens({"model": {"dtype": dtype}, "runner": runner}) == is_exact

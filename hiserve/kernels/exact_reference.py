@@ -1,0 +1,75 @@
+"""The operations of ``kernels.reference``, with sums that do not depend on the number of rows.
+
+torch and its libraries choose how they sum by the shape of a product. Here each row is a product of its own, of one shape; all
+other operations of a decoder have one sum for each row anyway.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hiserve.kernels import reference
+from hiserve.kernels.quantized import QuantizedWeight
+from hiserve.kernels.reference import (
+    act_inputs,
+    act_mul,
+    add_rms_norm,
+    delta,
+    gated_rms_norm,
+    norm_inputs,
+    rms_norm,
+    rotate_and_store,
+    rotate_first,
+    rotations,
+    route,
+    route_in_groups,
+    store_index_keys,
+    store_latents,
+)
+
+__all__ = [
+    "act_inputs",
+    "act_mul",
+    "add_rms_norm",
+    "delta",
+    "gated_rms_norm",
+    "is_exact",
+    "linear",
+    "mix_experts",
+    "norm_inputs",
+    "quantized_linear",
+    "rms_norm",
+    "rotate_and_store",
+    "rotate_first",
+    "rotations",
+    "route",
+    "route_in_groups",
+    "store_index_keys",
+    "store_latents",
+]
+
+is_exact = True
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention: bool = False) -> Tensor:
+    """Like ``reference.linear``."""
+    project = partial(reference.linear, weight=weight, bias=bias)
+    return torch.cat([project(row) for row in torch.split(x, 1)]) if x.shape[0] else project(x)
+
+
+def quantized_linear(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None, *, is_after_attention: bool = False
+) -> Tensor:
+    """Refused before a model is loaded (``models.exactness``)."""
+    raise AssertionError(f"weights of {weight.spec.bits} bits have no exact products")
+
+
+def mix_experts(x: Tensor, shares: Tensor, chosen: Tensor, *weights: Any) -> Tensor:
+    """Like ``reference.mix_experts``."""
+    rows = zip(torch.split(x, 1), torch.split(shares, 1), torch.split(chosen, 1), strict=True)
+    mixed = [reference.mix_experts(*each, *weights) for each in rows]
+    return torch.cat(mixed) if mixed else torch.empty_like(x)
