@@ -8,6 +8,7 @@ every engine a setting. The file is written after each engine.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +36,7 @@ def main() -> int:
     times: dict[str, dict[str, float]] = result["times_s"]
     for quantize in ("off", *given.quantize):
         bench = Bench(sizes, {}, {"quantize": quantize, **dict(given.set)})
-        times[quantize] = measure(bench, tiny=given.tiny)
+        times[quantize] = measure(bench, CASES, tiny=given.tiny)
         result["memory_bytes"][quantize] = bench.built[0]["memory_bytes"]
         bench.close()
         result["ratios"][quantize] = {name: times["off"][name] / s for name, s in times[quantize].items()}
@@ -50,12 +51,12 @@ def main() -> int:
     return int(bool(missed) and not given.tiny)
 
 
-def measure(bench: Bench, *, tiny: bool) -> dict[str, float]:
+def measure(bench: Bench, cases: Sequence[tuple[int, int]], *, tiny: bool) -> dict[str, float]:
     """Returns the median seconds of a step that decodes, by rows and context, and of a batch of prompts."""
     sizes: Any = bench.sizes
     drive = bench.engine(LARGE)
     found = {}
-    for rows, context in [(4, 64)] if tiny else CASES:
+    for rows, context in [(4, 64)] if tiny else cases:
         found[f"{rows} x {context}"] = decode(bench, drive, rows, context).median_s
     num_prompts, length = (2, 64) if tiny else (4, 8192)
     run(drive, [bench.prompt(drive, length)], 1)
