@@ -39,7 +39,12 @@ def work_of(dtype: str) -> Work:
     return replace(work, max_error=0.0)
 
 
-@pytest.mark.parametrize("case", usual(product(PATHS, PROPOSERS, DEPTHS, DTYPES)), ids=str)
+def name_of(case: tuple[Callable[..., None], str, int, str]) -> str:
+    path, *others = case
+    return "-".join((path.__name__, *map(str, others)))
+
+
+@pytest.mark.parametrize("case", usual(product(PATHS, PROPOSERS, DEPTHS, DTYPES)), ids=name_of)
 def test_nothing_changes_a_bit(case: tuple[Callable[..., None], str, int, str], tmp_path: Path) -> None:
     path, proposer, depth, dtype = case
     options = {"spec": trained(proposer), "spec_steps": 0 if proposer == "off" else 3, "overlap": depth}
