@@ -283,7 +283,8 @@ class MoE:
         mixed = self.experts(x, *routed)
         if self.shared is None:
             return mixed
-        return mixed + (self.shared(x) if self.shared_gate is None else self.shared(x) * self.shared_gate(x).sigmoid_())
+        shared = self.shared(x)
+        return mixed + (shared if self.shared_gate is None else shared * self.ops.sigmoid(self.shared_gate(x)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,6 +20,7 @@ from hiserve.kernels.fused import (
     rotations,
     route,
     route_in_groups,
+    sigmoid,
     store_index_keys,
     store_latents,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "rotations",
     "route",
     "route_in_groups",
+    "sigmoid",
     "store_index_keys",
     "store_latents",
 ]

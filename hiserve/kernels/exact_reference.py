@@ -1,22 +1,23 @@
 """The operations of ``kernels.reference``, with sums that do not depend on the number of rows.
 
-torch and its libraries choose how they sum by the shape of a product. Here each row is a product of its own, of one shape; all
-other operations of a decoder have one sum for each row anyway.
+torch and its libraries choose how they sum by the shape of a product. Here each row is a product of its own, of one shape. Likewise
+activations: vector instructions round exponentials otherwise than the scalar ones at the end of a tensor, or of a thread's part of
+it. All other operations of a decoder have one sum for each row anyway.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hiserve.core.activation import SILU, Activation
 from hiserve.kernels import reference
 from hiserve.kernels.quantized import QuantizedWeight
 from hiserve.kernels.reference import (
-    act_inputs,
-    act_mul,
     add_rms_norm,
     delta,
     gated_rms_norm,
@@ -48,6 +49,7 @@ __all__ = [
     "rotations",
     "route",
     "route_in_groups",
+    "sigmoid",
     "store_index_keys",
     "store_latents",
 ]
@@ -57,8 +59,7 @@ is_exact = True
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention: bool = False) -> Tensor:
     """Like ``reference.linear``."""
-    project = partial(reference.linear, weight=weight, bias=bias)
-    return torch.cat([project(row) for row in torch.split(x, 1)]) if x.shape[0] else project(x)
+    return _row_by_row(partial(reference.linear, weight=weight, bias=bias), x)
 
 
 def quantized_linear(
@@ -68,8 +69,27 @@ def quantized_linear(
     raise AssertionError(f"weights of {weight.spec.bits} bits have no exact products")
 
 
+def act_mul(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
+    """Like ``reference.act_mul``."""
+    return _row_by_row(partial(reference.act_mul, activation=activation), gate_up)
+
+
+def act_inputs(gate_up: Tensor, activation: Activation, reader: QuantizedWeight | None) -> Tensor:
+    """Like ``reference.act_inputs``."""
+    return act_mul(gate_up, activation)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Like ``reference.sigmoid``."""
+    return _row_by_row(reference.sigmoid, x)
+
+
 def mix_experts(x: Tensor, shares: Tensor, chosen: Tensor, *weights: Any) -> Tensor:
     """Like ``reference.mix_experts``."""
     rows = zip(torch.split(x, 1), torch.split(shares, 1), torch.split(chosen, 1), strict=True)
     mixed = [reference.mix_experts(*each, *weights) for each in rows]
     return torch.cat(mixed) if mixed else torch.empty_like(x)
+
+
+def _row_by_row(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return torch.cat([compute(row) for row in torch.split(x, 1)]) if x.shape[0] else compute(x)

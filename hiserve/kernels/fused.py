@@ -22,6 +22,7 @@ from hiserve.kernels.latent_store import store_latents
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 from hiserve.kernels.quantized import QuantizedWeight
 from hiserve.kernels.quantized_linear import quantized_linear
+from hiserve.kernels.reference import sigmoid
 from hiserve.kernels.row_codec_triton import store_halves
 from hiserve.kernels.skinny_linear import linear
 from hiserve.kernels.term_products import reads_terms
@@ -45,6 +46,7 @@ __all__ = [
     "rotations",
     "route",
     "route_in_groups",
+    "sigmoid",
     "store_index_keys",
     "store_latents",
 ]

@@ -107,6 +107,9 @@ class Ops(Protocol):
     def act_inputs(self, gate_up: Tensor, activation: Activation, reader: QuantizedWeight | None) -> Inputs:
         """Returns ``act_mul``; in two terms if a quantized reader takes them."""
 
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """Returns the sigmoid; ``x`` may be overwritten."""
+
     def route(self, logits: Tensor, num_per_token: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
         """Returns shares and numbers of the likeliest experts."""
 

@@ -191,6 +191,11 @@ def act_inputs(gate_up: Tensor, activation: Activation, reader: QuantizedWeight 
     return act_mul(gate_up, activation)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """The sigmoid of ``[T, n]``, which may be overwritten."""
+    return x.sigmoid_()
+
+
 def route(logits: Tensor, num_per_token: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
     """Chooses the likeliest experts of each token.
 

@@ -42,6 +42,7 @@ from tests.unit.kernels import (
     test_draw,
     test_exact_attention,
     test_exact_linear,
+    test_exact_reference,
     test_experts,
     test_fused,
     test_large_pools,
@@ -219,7 +220,11 @@ with exact_linear.count_parts, test_exact_linear.test_every_tile_makes_the_same_
     "INV 85: a weight's depth is split by another number of parts"
     depth // _PART_DEPTH
     1
-with exact_reference.linear, test_exact.test_nothing_changes_a_bit:
+with exact_reference._row_by_row, test_exact.test_nothing_changes_a_bit:
     "INV 85: on a CPU two rows are one product, whose sums have another order than one row's"
     torch.split(x, 1)
     torch.split(x, 2)
+with exact_reference.act_mul, test_exact_reference.test_a_row_has_the_same_bits_beside_others_and_alone:
+    "INV 85: on a CPU activations of several rows are computed together, whose last ones have other instructions"
+    _row_by_row(partial(reference.act_mul, activation=activation), gate_up)
+    reference.act_mul(gate_up, activation)
