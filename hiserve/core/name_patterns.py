@@ -1,4 +1,6 @@
-"""Regular expressions over names, in time that grows with the product of both lengths: checkpoints bring them.
+"""Regular expressions over names, in time that grows with the product of both lengths, with lookaheads once more with the name's.
+
+Checkpoints bring them.
 
 Python's own try ways one after the other, of which there may be exponentially many. Here all states that a pattern can be in are
 followed at once (Thompson 1968), so that it has no references to groups.
@@ -18,8 +20,10 @@ MAX_DEPTH = 20  # of groups
 _Test: TypeAlias = Callable[[str, int], bool]  # of a name, and a place in it
 _Build: TypeAlias = Callable[[int], int]  # adds states before one, and returns the first
 
-_ATOM = re.compile(r"\\[dDwWsS\W]|\[\^?\]?(?:\\.|[^\]\\])*\]|[^\\()\[|*+?^$]", re.DOTALL)
-_COUNT = re.compile(r"(?:([*+?])|\{(\d{1,4})(?:(,)(\d{0,4}))?\})\??")
+_ATOM = re.compile(
+    r"\\(?:[dDwWsS]|[^a-zA-Z0-9])|\[\^?\]?(?:\\.|[^\]\\])*\]|(?!\{(?:\d+(?:,\d*)?|,\d*)\})[^\\()\[|*+?^$]", re.DOTALL
+)  # a number of repetitions is no character
+_COUNT = re.compile(r"(?:([*+?])|\{(?!\})(\d{0,9})(?:(,)(\d{0,9}))?\})\??")
 _COUNTS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 _GROUP = re.compile(r"\((?:\?(?:(:|P<\w+>)|([=!])))?(?!\?)")
 _END = 0  # the state of a pattern that has matched
@@ -140,7 +144,7 @@ class NamePattern:
             return build
         self._at = found.end()
         sign, fewest, comma, largest = found.groups()
-        least, most = _COUNTS[sign] if sign else (int(fewest), int(largest) if largest else None)
+        least, most = _COUNTS[sign] if sign else (int(fewest or 0), int(largest) if largest else None)
         if not sign and not comma:
             most = least
         if most is not None and most < least:

@@ -22,6 +22,11 @@ FOUND = [  # in configurations of checkpoints
     r".*layers\.[1-3]{1,2}\..*",
     r".*\.shared_expert(?=_gate).*",
     r"(?P<tower>model)\..*?norm",
+    r".*layers\.\d{,2}\.mlp\.(gate|experts)",
+    r"model\.layers\.\d{00001}\.",
+    r".{,}\.norm",
+    r"lm\_head",
+    r"lm_head{|lm_{}head|l}m|[{]2}",
 ]
 NAMES = [
     "lm_head",
@@ -87,6 +92,9 @@ def test_patterns_that_take_python_forever_do_not(text: str) -> None:
         ("(?<=a)b", "no such group"),
         ("(?i)a", "no such group"),
         ("a{3,2}", "less than nothing"),
+        ("a{2}{3}", "no such character"),
+        ("a|{2}", "no such character"),
+        ("a{" + "9" * 5000 + "}", "no such character"),
         ("(a{100}){100}", "more than 2000 states"),
         ("(" * (MAX_DEPTH + 1) + "a" + ")" * (MAX_DEPTH + 1), "nested too deeply"),
         ("(?=(?!a)b)", "nested too deeply"),
