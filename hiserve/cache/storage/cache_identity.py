@@ -51,7 +51,7 @@ def identify(settings: Settings, folder: Path, model: ModelConfig, directory: Pa
             page_size=settings.cache.page_size,
             extra_groups=[
                 *(group.name for group in debug_groups(settings.cache)),
-                *([f"exact {segment_for(settings.model.max_model_len)}"] if settings.runner.exact else []),
+                *(_order_of_sums(settings) if settings.runner.exact else ()),
                 *(group.name for group in groups if group.space is Space.WINDOW),
                 *(f"{group.name} {group.dtype}" for group in groups if group.space is Space.ROW),
                 *(f"{group.name} {group.codec}" for group in groups if group.codec in ("packed", "heads")),
@@ -63,6 +63,12 @@ def identify(settings: Settings, folder: Path, model: ModelConfig, directory: Pa
         files=files,
     )
     return msgspec.structs.replace(settings, identity=identity)
+
+
+def _order_of_sums(settings: Settings) -> list[str]:
+    """Returns what the bits of pages depend on under ``--exact``; a CPU's products are also shared among its threads."""
+    segment = f"exact {segment_for(settings.model.max_model_len)}"
+    return [segment, f"{settings.runner.cpu_threads} threads"] if settings.model.device == "cpu" else [segment]
 
 
 def check_unchanged(settings: Settings, folder: Path, model: ModelConfig, draft: DraftConfig | None) -> None:

@@ -90,6 +90,8 @@ def test_pages_of_other_sums_have_another_namespace() -> None:
     def namespace(**given: Any) -> bytes:
         return prepare(make_options(kv_pages=2048, **given)).identified().cache_identity.namespace
 
-    exact = namespace(exact=True, max_model_len=256)
+    exact = namespace(exact=True, max_model_len=256, cpu_threads=2)
     assert exact != namespace(max_model_len=256)
-    assert exact == namespace(exact=True, max_model_len=512)  # segments are as long
+    assert exact == namespace(exact=True, max_model_len=512, cpu_threads=2)  # segments are as long
+    assert exact != namespace(exact=True, max_model_len=256, cpu_threads=3, device="cpu")  # which share a product
+    assert namespace(cpu_threads=2, max_model_len=256) == namespace(cpu_threads=3, max_model_len=256)
