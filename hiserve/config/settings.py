@@ -119,7 +119,7 @@ class TreeShape(NamedTuple):
             )
         shape = cls(*map(int, found.groups()))
         limits = {
-            f"a tree has at most {MAX_TREE_NODES} nodes": shape.num_nodes <= MAX_TREE_NODES,
+            f"a tree has 2 to {MAX_TREE_NODES} nodes": 2 <= shape.num_nodes <= MAX_TREE_NODES,
             f"its levels have {shape.num_candidates} candidates": shape.num_nodes - 1 <= shape.num_candidates,
             # The head computes them in the places that the nodes to verify are given.
             f"the head computes {shape.num_computed} candidates, and a tree has more nodes": (

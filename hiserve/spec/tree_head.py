@@ -78,15 +78,17 @@ class TreeProposer:
 
         probabilities, tokens = likeliest(chain.logits, 0)
         levels = [first_level(probabilities[:, 0], tokens[:, 0])]
-        expanded = beam(levels[0], width)
-        nodes = self._after_root(levels[0].tokens.gather(1, expanded), chain.carried)
+        nodes: DraftNodes | None = None
+        carried = chain.carried
         for depth in range(1, self._shape.depth):
+            expanded = beam(levels[-1], width)
+            chosen = levels[-1].tokens.gather(1, expanded)
+            if nodes is None:
+                nodes = self._after_root(chosen, carried)
+            else:  # the candidates of a level follow in the order of their parents
+                nodes = self._after(nodes, chosen, carried, expanded // width)
             logits, carried = self._head.compute(chain, nodes)
             levels.append(next_level(levels[-1], expanded, *likeliest(logits, depth)))
-            if depth + 1 < self._shape.depth:
-                expanded = beam(levels[-1], width)
-                # The candidates of a level follow in the order of their parents.
-                nodes = self._after(nodes, levels[-1].tokens.gather(1, expanded), carried, expanded // width)
         self._write(chain, build_tree(levels, self._shape.num_nodes))
 
     def _after_root(self, tokens: Tensor, carried: Tensor) -> DraftNodes:

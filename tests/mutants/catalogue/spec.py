@@ -4,7 +4,7 @@ from hiserve.cache.storage import transfer
 from hiserve.engine import drafting, page_tables, planner, rows
 from hiserve.kernels import draft_reference, step_reference
 from hiserve.runners import device_rows, draft_graphs, gate, step_output
-from hiserve.spec import adaptive, head, history, rehearsed
+from hiserve.spec import adaptive, head, history, rehearsed, tree_head
 from tests.e2e import (
     test_rehearsed_drafts,
     test_spec_acceptance,
@@ -19,7 +19,7 @@ from tests.invariants import test_reported_bugs_drafts
 from tests.unit.engine import test_drafting, test_reply_drafts
 from tests.unit.kernels import test_ngram_search
 from tests.unit.runners import test_draft_graphs, test_tree_steps
-from tests.unit.spec import test_adaptive, test_cold, test_history
+from tests.unit.spec import test_adaptive, test_cold, test_history, test_tree_head
 
 with draft_reference.draft_hidden_states, test_spec_sources.test_prompts_that_part_right_behind_a_page_keep_their_acceptance:
     "INV 45: a prompt continues after a page with the hidden states of another row"
@@ -129,3 +129,7 @@ with step_output._ahead, test_tree_steps.test_the_tokens_before_a_node_are_those
     "drafts in trees: penalties count the first nodes instead of the path"
     is_ancestor.int().argmax(2)
     depth[:, 0]
+with tree_head.TreeProposer._write, test_tree_head.test_drafts_are_written_in_slots_of_their_own_row_alone["branched"]:
+    "drafts in trees: nodes past the last slot of a row are written into the next one"
+    places < tokens.shape[1]
+    places >= 0

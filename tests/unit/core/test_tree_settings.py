@@ -38,7 +38,8 @@ def test_a_shape_is_read_and_its_nodes_are_the_only_number_of_drafts() -> None:
     [
         ("3", "Use off, or WIDTHxDEPTH:NODES, such as 3x6:16."),
         ("0x3:4", "Use off, or WIDTHxDEPTH:NODES, such as 3x6:16."),
-        ("8x8:64", "a tree has at most 63 nodes"),
+        ("8x8:64", "a tree has 2 to 63 nodes"),
+        ("1x1:1", "a tree has 2 to 63 nodes"),
         ("2x1:4", "its levels have 2 candidates"),
         ("4x5:16", "the head computes 16 candidates, and a tree has more nodes"),
     ],
