@@ -307,6 +307,17 @@ def quantized() -> Iterator[Entry]:
             )
 
 
+def exact() -> Iterator[Entry]:
+    """Yields the entry of sums in one order."""
+    run = result("exact")
+    said = [f"{case}: {ratio:.2f} × {at_most(ratio, run['bars'][case])}" for case, ratio in run["ratios"].items()]
+    yield (
+        "Llama-8B shape, `--exact`: time of steps of rows x context, and of prompts / by default, Triton's attention",
+        "; ".join(said),
+        run,
+    )
+
+
 def sweeps() -> Iterator[Entry]:
     """Yields the entries of ``hiserve bench spec --sweep``: drafts whose number is chosen step by step."""
     for path in sorted(RESULTS.glob("spec_sweep*.json")):
@@ -371,7 +382,7 @@ def limit_rows() -> list[str]:
 def rows() -> list[Entry]:
     return [
         each
-        for part in (cpu, heads, partial(surface, result), recovery, soak, tiers, gpu, quantized, sweeps)
+        for part in (cpu, heads, partial(surface, result), recovery, soak, tiers, gpu, quantized, exact, sweeps)
         for each in part()
     ]
 

@@ -226,7 +226,8 @@ def test_one_graph_serves_every_length(packs_rows: bool) -> None:
 def test_a_stored_latent_has_the_bytes_of_the_twin_but_where_its_numbers_are_rounded() -> None:
     """Of DeepSeek-V3.2; new rows are read as stored ones."""
     torch.manual_seed(8)
-    row, angles = torch.randn(64, 576, device="cuda", dtype=BF16) * 3, torch.randn(64, 1, 64, device="cuda")
+    row, positions = torch.randn(64, 576, device="cuda", dtype=BF16) * 3, torch.arange(64, device="cuda")
+    turns = reference.rotations(positions, torch.linspace(1, 1e-3, 32, device="cuda"), 1.0, torch.float32)
     q, weight = torch.randn(64, 20, 192, device="cuda", dtype=BF16), torch.rand(512, device="cuda", dtype=BF16)
     shape, slots = packed_latent(512, 64), torch.randperm(256, device="cuda")[:64]
     assert shape is not None
@@ -236,7 +237,6 @@ def test_a_stored_latent_has_the_bytes_of_the_twin_but_where_its_numbers_are_rou
         [],
     )
     for module, pool in zip((latent_store, reference), pools, strict=True):
-        turns = (angles.cos(), angles.sin())
         given.append(module.store_latents(q.clone(), row, weight, 1e-6, *turns, LayerKV(k=pool, v=pool), slots, pages))
         assert torch.equal(given[-1][1][:, 0], load_packed(pool[:, 0], slots, pages).to(BF16))
     assert_close(given[0][0], given[1][0])
