@@ -6,11 +6,12 @@ Exact: float64 on the CPU, where graphs are recorded, against an engine without 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hiserve import SamplingParams
-from tests.helpers.cache_paths import answer, host_hits
+from hiserve import LLM, SamplingParams
+from tests.helpers.cache_paths import SETTINGS, answer, host_hits, pool
 from tests.helpers.dialogues import held_out_prompts
 from tests.helpers.recorded_llm import allow_recording
 
@@ -31,3 +32,21 @@ def test_graphs_of_trees_change_nothing(
     (executor,) = executors
     counts = executor.gate_counts()["replay"]
     assert counts["verify"] >= 5, counts
+
+
+def test_as_many_drafts_are_accepted_after_replays_as_after_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proposer gets the states of the accepted path from a graph, too."""
+    prompts = [text[:48] for text in held_out_prompts("services") if len(text) > 100][:3]
+    sampling = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+
+    def uses(**settings: Any) -> list[tuple[list[int], int, int]]:
+        settings |= {"spec": "eagle3", "spec_tree": "3x4:15", "spec_steps": "auto", "host_cache_gib": 0, "overlap": 0}
+        with LLM(**SETTINGS | pool(16) | settings) as llm:
+            outputs = [each.outputs[0] for each in llm.generate(prompts, sampling)]
+        return [(each.token_ids, each.drafts.verify_steps, each.drafts.accepted) for each in outputs if each.drafts]
+
+    eager = uses()
+    assert len(eager) == len(prompts) and all(accepted > 8 for _, _, accepted in eager)
+    executors = allow_recording(monkeypatch)
+    assert uses(graphs="decode") == eager
+    assert executors[0].gate_counts()["replay"]["verify"] >= 5

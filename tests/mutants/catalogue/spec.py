@@ -3,7 +3,7 @@
 from hiserve.cache.storage import transfer
 from hiserve.engine import drafting, page_tables, planner, rows
 from hiserve.kernels import draft_reference, step_reference
-from hiserve.runners import device_rows, draft_graphs, gate, step_output
+from hiserve.runners import device_rows, draft_graphs, gate, mixed, step_output
 from hiserve.spec import adaptive, head, history, rehearsed, tree_head
 from tests.e2e import (
     test_rehearsed_drafts,
@@ -13,12 +13,13 @@ from tests.e2e import (
     test_spec_parity,
     test_spec_sources,
     test_tree_drafts,
+    test_tree_graphs,
     test_tree_matrix,
 )
 from tests.invariants import test_reported_bugs_drafts
 from tests.unit.engine import test_drafting, test_reply_drafts
 from tests.unit.kernels import test_ngram_search
-from tests.unit.runners import test_draft_graphs, test_tree_steps
+from tests.unit.runners import test_draft_graphs, test_static_inputs, test_tree_steps
 from tests.unit.spec import test_adaptive, test_cold, test_history, test_tree_head
 
 with draft_reference.draft_hidden_states, test_spec_sources.test_prompts_that_part_right_behind_a_page_keep_their_acceptance:
@@ -133,3 +134,11 @@ with tree_head.TreeProposer._write, test_tree_head.test_drafts_are_written_in_sl
     "drafts in trees: nodes past the last slot of a row are written into the next one"
     places < tokens.shape[1]
     places >= 0
+with draft_graphs.DraftCapture.after, test_tree_graphs.test_as_many_drafts_are_accepted_after_replays_as_after_eager_steps:
+    "drafts in trees: after a replay the head gets the states of the first nodes instead of the accepted ones"
+    path[:, :num_kept]
+    path[:, :num_kept] * 0
+with mixed.StaticInputs.fill, test_static_inputs.test_nodes_of_the_step_before_are_causal_again:
+    "drafts in trees: a replay reads masks of the step before"
+    static.tree_mask[:bucket].zero_()
+    pass

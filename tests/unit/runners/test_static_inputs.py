@@ -48,3 +48,15 @@ def test_every_token_has_its_place_and_padding_reads_nothing_of_the_step_before(
     for token in range(6):
         place = int(inputs.token_rows[token])
         assert inputs.qo_indptr[place] <= token < inputs.qo_indptr[place + 1]
+
+
+def test_nodes_of_the_step_before_are_causal_again() -> None:
+    static = StaticInputs(12, **PLACES, has_trees=True)
+    nodes = torch.arange(12) + 1
+    static.fill(replace(step((1, 2, 1, 3, 5), 3), tree_mask=nodes), 12)
+    mask = static.inputs.tree_mask
+    assert mask is not None and torch.equal(mask, nodes)
+    static.fill(replace(step((2, 4), 1), tree_mask=nodes[:6]), 8)
+    assert mask[:8].tolist() == [1, 2, 3, 4, 5, 6, 0, 0]
+    static.fill(step((2, 4), 1), 8)  # no row verifies drafts
+    assert not mask[:8].any()
