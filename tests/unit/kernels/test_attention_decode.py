@@ -77,9 +77,9 @@ check(Case(((20, 63),), group=1, head_dim=16, num_kv_heads=1, trees=True), 4, ke
 PARTS = """
 case = Case(((48, 3), (80, 2), (16, 5)), head_dim=16, num_kv_heads=1, adjacent=False)
 inputs, expected = case.inputs, case.oracle()
-# A mask without bits sees the prefix alone; a table from its end on holds the new tokens alone.
-nothing = torch.zeros(case.q.shape[0], dtype=torch.int64)
-prefix = attend(case, 5, tree_mask=nothing)
+# A mask of a token that no row has sees the prefix alone; a table from its end on holds the new tokens alone.
+nobody = torch.full((case.q.shape[0],), 1 << 62)
+prefix = attend(case, 5, tree_mask=nobody)
 prefixes = [cached // 16 for cached, _ in case.lengths]
 tables = [torch.roll(row, -cut) for row, cut in zip(inputs.page_table, prefixes, strict=True)]
 case.inputs = dataclasses.replace(inputs, page_table=torch.stack(tables), kv_lens=inputs.qo_indptr.diff().long())
