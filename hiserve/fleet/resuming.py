@@ -111,19 +111,21 @@ async def resumed(
         failures: Raised by a stream whose engine is gone.
 
     Raises:
-        Exception: The last of ``failures``, if every engine has failed.
+        Exception: The last of ``failures``, if every engine has failed, or the client has a part of what cannot be resumed.
     """
+    has_begun = False
     for index, engine in enumerate(engines):
         try:
             async with aclosing(opens(engine, resumption.body)) as stream:
                 async for data in stream:
                     if shown := resumption.push(data):
+                        has_begun = True
                         yield shown
             if resumption.is_over or resumption.is_plain:
                 return
             raise ConnectionError("the engine's stream ended early")
         except failures:
-            if index == len(engines) - 1:
+            if index == len(engines) - 1 or (has_begun and resumption.is_plain):
                 raise
             resumption.broke()
 

@@ -31,3 +31,7 @@ with resuming.Resumption.broke, test_resuming.test_the_events_are_those_of_one_e
     "INV 96: half an event of a dead engine stays before the next one's first"
     self._rest = self._held = b""
     self._held = b""
+with resuming.resumed, test_resuming.test_a_reply_that_cannot_be_resumed_is_not_begun_again:
+    "INV 96: a client gets another engine's reply behind a part of the first one's"
+    has_begun and resumption.is_plain
+    False

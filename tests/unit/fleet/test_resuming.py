@@ -115,6 +115,25 @@ def test_other_replies_are_not_resumed(path: str, body: bytes) -> None:
     assert Resumption.of(path, body) is None
 
 
+async def test_a_reply_that_cannot_be_resumed_is_not_begun_again() -> None:
+    """Else the client would get the reply of another engine behind the part that it has."""
+    asked: list[int] = []
+
+    async def opens(engine: int, _: bytes) -> AsyncGenerator[bytes, None]:
+        asked.append(engine)
+        if engine:
+            yield b"part"
+        raise EngineDiedError
+
+    resumption = Resumption({})
+    resumption.is_plain = True
+    stream = resumed(resumption, [0, 1, 2], opens, (EngineDiedError,))
+    assert await anext(stream) == b"part"
+    with pytest.raises(EngineDiedError):
+        await anext(stream)
+    assert asked == [0, 1]
+
+
 async def test_a_refusal_passes_as_it_is() -> None:
     refusal = b'{"error": {"message": "x"}}'
 
