@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 Argument = bytes | memoryview
 MAX_LINE_BYTES = 1024
+MAX_NUMBER = 1 << 32  # keys of a database at most; a value has fewer bytes
 _RECEIVE_BYTES = 1 << 16
 
 
@@ -103,7 +104,7 @@ class Connection:
 
     def read_number(self) -> int:
         """Reads a number."""
-        return _number(self._read_line(b":"))
+        return _number(self._read_line(b":"), least=0)
 
     def read_values(self, buffers: Sequence[memoryview]) -> bool:
         """Reads an array of as many values, each of its buffer's size; returns whether they are there.
@@ -216,8 +217,11 @@ class Connection:
         self._socket.settimeout(left_s)
 
 
-def _number(line: bytes) -> int:
+def _number(line: bytes, least: int = -1) -> int:
     try:
-        return int(line)
+        number = int(line)
     except ValueError:
         raise ProtocolError(f"{line[:20]!r} is no number") from None
+    if not least <= number <= MAX_NUMBER:
+        raise ProtocolError(f"{line[:20]!r} is no count, and no size")
+    return number

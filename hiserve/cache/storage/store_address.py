@@ -76,7 +76,12 @@ def endpoints_of(store: str) -> list[Endpoint]:
     Raises:
         ConfigError: One has another form.
     """
-    return [_endpoint(one.strip(), store) for one in store.split(",")]
+    endpoints = [_endpoint(one.strip(), store) for one in store.split(",")]
+    if len({endpoint.name for endpoint in endpoints}) < len(endpoints):
+        raise ConfigError(
+            f"--store is {store[:200]!r}, which names a server twice. Name each server once.", param="store"
+        )
+    return endpoints
 
 
 def _is_network(store: str) -> bool:
@@ -87,12 +92,13 @@ def _is_network(store: str) -> bool:
 def _endpoint(address: str, store: str) -> Endpoint:
     try:
         url = urlsplit(address)
-        port = url.port or Endpoint("").port
+        port = Endpoint("").port if url.port is None else url.port
+        (url.hostname or "").encode("idna")  # as for its look-up, which raises the same error
         options = dict(parse_qsl(url.query, strict_parsing=True)) if url.query else {}
         database = int(url.path.strip("/") or 0)
     except ValueError:
         raise _no_store(store) from None
-    if url.scheme not in SCHEMES or not url.hostname or url.fragment or database < 0:
+    if url.scheme not in SCHEMES or not url.hostname or not port or url.fragment or database < 0:
         raise _no_store(store)
     _check_options(url, options)
     return Endpoint(

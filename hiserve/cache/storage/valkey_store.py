@@ -161,6 +161,11 @@ class ValkeyStore:
                     found[key], self._last_error = False, str(error)
                     foreign.append(key)
                     break
+                except RefusedError as error:
+                    if not str(error).startswith("WRONGTYPE"):
+                        raise
+                    found[key] = False
+                    foreign.append(key)
                 if found[key] and not self._tags.is_intact(key, header, buffers[key]):
                     found[key] = False
                     foreign.append(key)

@@ -72,6 +72,15 @@ def test_a_page_that_no_server_of_the_secret_wrote_is_a_counted_miss_and_written
     assert buffers == pages(KEYS)
 
 
+def test_a_key_of_another_type_is_a_page_that_no_server_wrote(server: Endpoint, store: ValkeyStore) -> None:
+    store.put(KEYS, pages(KEYS))
+    command(server, b"DEL", PREFIX + KEYS[1])
+    command(server, b"LPUSH", PREFIX + KEYS[1], b"x")
+    assert store.get(KEYS, blanks(6)) == 1
+    assert (store.stats().num_corrupt, store.stats().num_errors) == (1, 0)
+    assert store.put(KEYS, pages(KEYS)) == store.get(KEYS, blanks(6)) == 6
+
+
 def test_nonces_are_fresh() -> None:
     tags = PageTags(SECRET)
     headers = {tags.seal(KEYS[0], page(KEYS[0])) for _ in range(9)}
@@ -93,7 +102,9 @@ def test_a_breaker_pauses_after_failures_in_a_row_and_lets_one_call_try() -> Non
         assert breaker.allows()
         breaker.failed()
     assert not breaker.allows()
+    assert breaker.is_paused
     clock.now_s += PAUSE_S
+    assert not breaker.is_paused, "its pause is over"
     assert [breaker.allows(), breaker.allows()] == [True, False]
     breaker.failed()
     assert not breaker.allows()
@@ -167,6 +178,22 @@ def test_a_server_that_lies_is_a_miss(lie: str) -> None:
         stats = store.stats()
         assert stats.num_errors + stats.num_corrupt >= 3
         assert stats.num_misses == 1
+        store.close()
+
+
+@pytest.mark.parametrize("size", [b"9" * 900, b"%d" % (2**63 - 1), b"-1"], ids=["digits", "int64", "negative"])
+def test_a_server_that_lies_about_its_size_has_none(size: bytes) -> None:
+    """Each step of the engine reads the counts, and sends them on in messages of 64-bit numbers."""
+
+    def answer(connection: socket.socket) -> None:
+        while asked := connection.recv(2**20):
+            connection.sendall(b":%b\r\n" % size if b"DBSIZE" in asked else b":1\r\n")
+
+    with answering(answer) as endpoint:
+        store = ValkeyStore([endpoint], SECRET, PATIENCE_S)
+        assert store.put(KEYS[:1], pages(KEYS[:1])) == 1
+        stats = store.stats()
+        assert (stats.num_pages, stats.num_bytes, stats.num_errors) == (0, 0, 1)
         store.close()
 
 
