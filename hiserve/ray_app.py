@@ -185,7 +185,7 @@ class Gateway:
         key = conversation_key(request.headers.get("authorization", ""), body if isinstance(body, dict) else {})
         rest = [*self._affinity.homes(key), *np.argsort(self._loads, kind="stable").tolist()]
         order = list(dict.fromkeys([self._affinity.choose(key, self._loads), *rest]))
-        return sorted(order, key=lambda engine: not self._breakers[engine].allows())
+        return sorted(order, key=lambda engine: self._breakers[engine].is_paused)
 
 
 def direct(settings: dict[str, str]) -> serve.Application:

@@ -33,6 +33,12 @@ class Breaker:
             self._paused_until_s = self._clock() + PAUSE_S  # one call tries
             return True
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether a call would not be allowed now; unlike ``allows`` it takes nobody's turn to try."""
+        with self._lock:
+            return self._num_failures >= MAX_FAILURES and self._clock() < self._paused_until_s
+
     def succeeded(self) -> None:
         """Reports a call that succeeded."""
         with self._lock:

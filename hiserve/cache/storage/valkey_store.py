@@ -260,7 +260,7 @@ class ValkeyStore:
         shard.calls.failed()
         self._record(error)
         self._count(num_timeouts=int(isinstance(error, TimeoutError)))
-        if not shard.calls.allows():
+        if shard.calls.is_paused:
             logger.warning("the store %s is left alone for %g s: %s", shard.name, PAUSE_S, error)
 
     def _record(self, error: OSError) -> None:
