@@ -12,6 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import reduce
 from pathlib import Path
 
@@ -152,8 +153,23 @@ class Ranks:
         Raises:
             HiserveError: A rank has ended, for this reason.
         """
+        joining: Future[Exchange] = Future()
+
+        def join() -> None:
+            try:
+                joining.set_result(
+                    Collectives(Shard(0, self._settings.parallel.tp), device, self._folder / "rendezvous")
+                )
+            except Exception as error:  # noqa: BLE001 - ``result`` raises it
+                joining.set_exception(error)
+            with self._heard:
+                self._heard.notify_all()
+
+        # In a thread: it waits long for a rank that has ended.
+        threading.Thread(target=join, name="hiserve-join", daemon=True).start()
+        self._await(joining.done)
         try:
-            self.exchange = Collectives(Shard(0, self._settings.parallel.tp), device, self._folder / "rendezvous")
+            self.exchange = joining.result()
         except RuntimeError:
             self.check()
             raise
@@ -191,7 +207,8 @@ class Ranks:
         self._number += 1
         self._send(Order(self._number, plan, decision))
         if decision is not None and decision.action is Action.DEFER:
-            self._ran[plan.step_id] = [None] * len(self._ranks)
+            with self._heard:
+                self._ran[plan.step_id] = [None] * len(self._ranks)
         return decision
 
     def draw(self, step_id: int, masks: MaskPlan | None) -> None:
@@ -268,6 +285,7 @@ class Ranks:
         with self._heard:
             self._lost = self._lost or EngineError(f"rank {rank.number} of the group has ended ({how}).")
             self._heard.notify_all()
+        logger.error("%s", self._lost.message)  # this process may end before anybody asks
         self._on_lost()
 
     def _take(self, rank: RankProcess, message: FromRank) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import threading
 import time
 from typing import Any
@@ -18,6 +19,8 @@ from hiserve.config.settings import Settings
 from hiserve.core.machine import probe
 from hiserve.core.request import FinishReason
 from hiserve.core.resolve import resolve
+from hiserve.distributed import collectives
+from hiserve.engine import ranks
 from hiserve.errors import ConfigError, EngineError
 from hiserve.models.builtin_shapes import read_model
 from hiserve.models.draft_config import model_facts
@@ -59,6 +62,15 @@ def test_a_rank_that_is_killed_ends_its_engine_by_name_and_nothing_stays() -> No
         assert time.monotonic() - begin_s < PATIENCE_S / 2
     wait_dead([rank])
     assert set(children(os.getpid())) == before
+
+
+def test_a_rank_that_ends_before_it_meets_the_others_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "RANK_COMMAND", (sys.executable, "-c", "raise SystemExit(3)"))
+    monkeypatch.setattr(collectives, "JOIN_S", PATIENCE_S)
+    begin_s = time.monotonic()
+    with pytest.raises(EngineError, match=r"rank 1 of the group has ended \(exit code 3\)"):
+        LLM(**GROUP)
+    assert time.monotonic() - begin_s < PATIENCE_S / 2
 
 
 def test_a_group_that_cannot_be_is_refused_before_anything_starts() -> None:

@@ -117,13 +117,16 @@ def test_an_order_that_is_missing_ends_the_rank_and_says_so(monkeypatch: pytest.
         llm.generate([PROMPT], [GREEDY])
 
 
-def test_a_rank_that_cannot_start_gives_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_start_gives_its_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def refuse(*_: object) -> None:
         raise ModelError("the weights are gone.")
 
     monkeypatch.setattr(rank, "load_half", refuse)
     with pytest.raises(ModelError, match=r"rank 1: the weights are gone"):
         LLM(**GROUP)
+    assert "rank 1: the weights are gone" in caplog.text  # a worker may end before it can report
 
 
 def test_ranks_that_differ_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
