@@ -121,13 +121,13 @@ def cut_table(table: Table, model: ModelConfig, shard: Shard) -> Table:
 
 def _cut(name: str, index: int, piece: TensorSource, model: ModelConfig, shard: Shard) -> Cut | None:
     """Returns the part of a parameter's tensor, the ``index``-th stacked in it; None is all of it."""
+    if name in (*_COLUMNS, _INNER_OF_EXPERTS) and (piece.form is not Form.PLAIN or len(piece.shape) != 2):
+        raise ConfigError(
+            f"--tp is {shard.size}, but {piece.source} holds all experts in one tensor: groups read checkpoints of one tensor for "
+            "each. Leave --tp out.",
+            param="tp",
+        )
     if name in _COLUMNS:
-        if piece.form is not Form.PLAIN or len(piece.shape) != 2:
-            raise ConfigError(
-                f"--tp is {shard.size}, but {piece.source} holds all experts in one tensor: groups read checkpoints of one tensor for "
-                "each. Leave --tp out.",
-                param="tp",
-            )
         return Cut(1, *shard.part(piece.shape[1]))
     rows = name.removesuffix("_bias")
     if rows == _HEADS:
