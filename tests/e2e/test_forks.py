@@ -17,6 +17,8 @@ from tests.helpers import forks
 from tests.helpers.forks import Fork
 
 PYTHON = (sys.executable, "-c")
+# A thread that the end of a process must wait for: a server that leaves one hangs when it should end.
+LATE = "threading.Thread(target=lambda: (time.sleep(0.2), print('late'))).start()"
 # A process of the engine's kind starts one of the next: their parents, sessions, arguments, files and variables.
 PARENT = """
 import asyncio, json, os, sys
@@ -57,6 +59,14 @@ def main(number: str, endpoint: str) -> int:
         ("import sys; sys.exit(3)", 3, "", ""),
         ("import sys; sys.exit('why')", 1, "", "why\n"),
         ("import atexit; atexit.register(print, 'at the end'); 1 / 0", 1, "at the end\n", "ZeroDivisionError"),
+        ("import sys; sys.exit([1])", 1, "", "[1]\n"),
+        (
+            "import atexit; atexit.register(print, 'at the end'); raise KeyboardInterrupt",
+            -2,
+            "at the end\n",
+            "KeyboardInterrupt",
+        ),
+        (f"import threading, time; {LATE}", 0, "late\n", ""),
         ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL, "", ""),
         ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, "", ""),
     ],

@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import traceback
 import types
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -67,7 +68,7 @@ class Child:
 
 
 def run(command: Sequence[str]) -> int:
-    """Does what ``python -c CODE ARGUMENT...`` or ``python -m MODULE ARGUMENT...`` does; returns the exit code."""
+    """Does what ``python -c CODE ARGUMENT...`` or ``python -m MODULE ARGUMENT...`` does; returns the exit code, or less the signal."""
     _, flag, source, *arguments = command
     main = types.ModuleType("__main__")
     if flag == "-c":
@@ -81,15 +82,14 @@ def run(command: Sequence[str]) -> int:
     try:
         exec(code, main.__dict__)
     except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    except Exception:  # noqa: BLE001 - whatever the program raises
-        traceback.print_exc()
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 0xFF
+        print(end.code, file=sys.stderr)
         return 1
+    except BaseException as error:  # noqa: BLE001 - whatever the program raises
+        ours = error.__traceback__
+        traceback.print_exception(error.with_traceback(ours and ours.tb_next))
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
 
@@ -123,9 +123,13 @@ def become(
             os.environ.update(environment)
         tempfile.tempdir = None
         code = run(command)
+        threading._shutdown()  # type: ignore[attr-defined]  # as at the end of Python: a thread that goes on is waited for
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
+        if code < 0:
+            signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
     except Exception:  # noqa: BLE001 - nothing may return to the process that was forked
         traceback.print_exc()
     finally:
