@@ -185,8 +185,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--vocab-size", type=int, help="of the models at --url (default: as of the model that is started)"
     )
-    parser.add_argument("flags", nargs="*", help="of the server that is started, after --")
-    given = parser.parse_args()
+    words = sys.argv[1:]
+    end = words.index("--") if "--" in words else len(words)
+    given = parser.parse_args(words[:end])
+    given.flags = words[end + 1 :]
     if given.flags and len(given.start or ()) != 1:
         parser.error(f"flags {' '.join(given.flags)} are for one server that is started: --start NAME")
     if given.vocab_size is None:

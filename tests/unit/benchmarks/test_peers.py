@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -71,6 +72,15 @@ def test_the_workloads_are_those_of_the_engine() -> None:
     assert peers.workloads(TINY)["4 chats x 2 turns"] == peers.Workload(
         "multiturn", {"num_clients": 4, "num_rounds": 2, "request_length": 16, "output_length": 8}
     )
+
+
+def test_what_follows_two_dashes_are_flags_of_the_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["peers", "out.json", "abc", "--start", "hiserve", "--tiny", "--", "--tp", "2"])
+    given = peers.arguments()
+    assert (given.out, given.start, given.flags) == (Path("out.json"), ["hiserve"], ["--tp", "2"])
+    monkeypatch.setattr(sys, "argv", ["peers", "out.json", "abc", "--url", "http://one", "--", "--tp", "2"])
+    with pytest.raises(SystemExit):
+        peers.arguments()
 
 
 def test_ratios_are_of_the_first_server_to_each_other_in_workloads_that_both_ran() -> None:
