@@ -13,7 +13,8 @@ from hiserve.errors import ConfigError, ModelError
 from hiserve.models.builtin_shapes import shape_config
 from hiserve.models.draft_config import find_draft, model_facts
 from hiserve.models.model_config import find_model, read_model_config
-from hiserve.models.shards import local_config, refuse_unshardable
+from hiserve.models.names import TensorSource
+from hiserve.models.shards import cut_table, local_config, refuse_unshardable
 from hiserve.models.weights import load_head_parameters, load_parameters
 from tests.helpers.models import save_family, save_llama
 
@@ -69,6 +70,13 @@ def test_experts_are_cut_inside_and_every_rank_has_the_router(tmp_path: Path) ->
             share["layers.0.experts_down"], whole["layers.0.experts_down"][:, 48 * rank : 48 * (rank + 1)]
         )
         assert torch.equal(share["layers.0.router"], whole["layers.0.router"])
+
+
+def test_experts_in_one_tensor_are_refused_whatever_their_number() -> None:
+    table = {"layers.0.experts_gate_up": (TensorSource("model.layers.0.mlp.experts.gate_up_proj", (6, 96, 64)),)}
+    with pytest.raises(ConfigError, match="all experts in one tensor") as caught:
+        cut_table(table, shape_config("llama-8b"), Shard(0, 4))
+    assert caught.value.param == "tp"
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
