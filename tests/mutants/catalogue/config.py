@@ -19,6 +19,10 @@ with devices.environment_of, test_devices:
     "all replicas run on the first device"
     devices[replica * size : (replica + 1) * size]
     devices[:size]
+with devices.environment_of, test_devices.test_groups_of_replicas_share_no_device:
+    "groups of replicas share a device"
+    devices[replica * size : (replica + 1) * size]
+    devices[replica : replica + size]
 with flags.Flag.add_to, test_config.test_what_is_for_debugging_works_and_is_not_shown:
     "--help shows what is for debugging"
     self.is_debug

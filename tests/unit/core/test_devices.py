@@ -30,5 +30,12 @@ def test_each_replica_sees_its_device_alone(seen: str | None, devices: str, give
     assert found == [{"HOME": "/root", VISIBLE_DEVICES: name} for name in given]
 
 
+def test_groups_of_replicas_share_no_device() -> None:
+    settings = resolved("4,1,0,7")
+    settings = replace(settings, parallel=replace(settings.parallel, tp=2))
+    found = [environment_of(settings, replica, {}) for replica in range(2)]
+    assert found == [{VISIBLE_DEVICES: "4,1"}, {VISIBLE_DEVICES: "0,7"}]
+
+
 def test_on_cpu_a_worker_has_the_environment_of_its_parent() -> None:
     assert environment_of(resolved(None), 0, {VISIBLE_DEVICES: "1"}) is None
