@@ -130,7 +130,7 @@ def test_a_proposer_of_which_nothing_is_accepted_ends_the_sweep() -> None:
     [
         ({"steps": ("some",)}, {}, "--steps has 'some'. Use auto, numbers from 0 to 15, or trees"),
         ({"steps": ("16",)}, {}, "--steps has '16'"),
-        ({"steps": ("3x6:99",)}, {}, "a tree has at most 63 nodes"),
+        ({"steps": ("3x6:99",)}, {}, "a tree has 2 to 63 nodes"),
         ({}, {"spec_steps": 3}, "use --steps"),
         ({}, {"spec_tree": "3x6:16"}, "use --steps"),
         ({"proposers": ("ngram",)}, {"spec": "ngram"}, "--spec and --proposers"),
