@@ -6,7 +6,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,7 +56,7 @@ class Connection:
 
     Args:
         endpoint: The server.
-        timeout_s: Longest that an exchange takes, the connecting included.
+        timeout_s: Longest that an exchange takes; connecting takes as long for each address of the host, beside the search for these.
         clock: Seconds, monotonic.
 
     Raises:
@@ -69,15 +69,14 @@ class Connection:
         self._received = bytearray()
         self._deadline_s = clock() + timeout_s
         self._socket = socket.create_connection((endpoint.host, endpoint.port), timeout_s)
-        try:
+        with ExitStack() as failed:
+            failed.callback(self.close)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if endpoint.has_tls:
                 context = ssl.create_default_context(cafile=None if endpoint.ca_file is None else str(endpoint.ca_file))
                 self._socket = context.wrap_socket(self._socket, server_hostname=endpoint.host)
             self._log_in(endpoint)
-        except BaseException:
-            self.close()
-            raise
+            failed.pop_all()
 
     def send(self, commands: Sequence[Sequence[Argument]]) -> None:
         """Begins an exchange: sends commands, whose replies are read one after the other."""
