@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -70,7 +71,8 @@ class RankProcess:
         self.number = setup.rank
         self.socket, theirs = FrameSocket.pair()
         environment = environment_with((setup.rank,)) if setup.settings.model.device == "cuda" else None
-        with theirs:
+        with theirs, contextlib.ExitStack() as if_it_cannot_start:
+            if_it_cannot_start.callback(self.socket.close)
             self._process = subprocess.Popen(
                 (*RANK_COMMAND, str(theirs.fileno())),
                 stdin=subprocess.DEVNULL,
@@ -78,7 +80,9 @@ class RankProcess:
                 start_new_session=True,
                 env=environment,
             )
-        self.socket.send(encode(setup))
+            if_it_cannot_start.pop_all()
+        with contextlib.suppress(ConnectionError):  # it has ended: who reads its messages says how
+            self.socket.send(encode(setup))
 
     @property
     def pid(self) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -21,7 +23,7 @@ from hiserve.core.request import FinishReason
 from hiserve.core.resolve import resolve
 from hiserve.distributed import collectives
 from hiserve.engine import ranks
-from hiserve.errors import ConfigError, EngineError
+from hiserve.errors import ConfigError, EngineError, ResourceError
 from hiserve.models.builtin_shapes import read_model
 from hiserve.models.draft_config import model_facts
 from hiserve.scheduler.client import EngineClient
@@ -35,6 +37,15 @@ GROUP: dict[str, Any] = SETTINGS | pool(16) | {"tp": 2, "host_cache_gib": 0, "sp
 RNG = np.random.default_rng(5)
 PROMPTS = [RNG.integers(7, 4096, 20 + 9 * index).tolist() for index in range(3)]
 SAMPLING = [SamplingParams(seed=i, temperature=0.8 * (i % 2), max_tokens=10, ignore_eos=True) for i in range(3)]
+
+
+def open_sockets() -> set[str]:
+    """Those of this process."""
+    links = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the list itself
+            links.add(os.readlink(f"/proc/self/fd/{name}"))
+    return {link for link in links if link.startswith("socket:")}
 
 
 def tokens_of(llm: LLM, sampling: list[SamplingParams]) -> list[list[int]]:
@@ -64,13 +75,33 @@ def test_a_rank_that_is_killed_ends_its_engine_by_name_and_nothing_stays() -> No
     assert set(children(os.getpid())) == before
 
 
-def test_a_rank_that_ends_before_it_meets_the_others_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+class _Awaited(subprocess.Popen[bytes]):
+    """A process that has ended once it is made."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.wait()
+
+
+@pytest.mark.parametrize("process", [subprocess.Popen, _Awaited], ids=["later", "before its setup is sent"])
+def test_a_rank_that_ends_before_it_meets_the_others_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, process: type[subprocess.Popen[bytes]]
+) -> None:
     monkeypatch.setattr(ranks, "RANK_COMMAND", (sys.executable, "-c", "raise SystemExit(3)"))
+    monkeypatch.setattr(subprocess, "Popen", process)
     monkeypatch.setattr(collectives, "JOIN_S", PATIENCE_S)
     begin_s = time.monotonic()
     with pytest.raises(EngineError, match=r"rank 1 of the group has ended \(exit code 3\)"):
         LLM(**GROUP)
     assert time.monotonic() - begin_s < PATIENCE_S / 2
+
+
+def test_a_rank_that_cannot_be_started_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "RANK_COMMAND", ("/nowhere/to/be/found",))
+    before = open_sockets()
+    with pytest.raises(ResourceError, match="rank 1 cannot be started"):
+        LLM(**GROUP)
+    assert open_sockets() <= before
 
 
 def test_a_group_that_cannot_be_is_refused_before_anything_starts() -> None:
