@@ -25,6 +25,7 @@ from hiserve.commands.serve import MAX_UNREAD_BYTES, assemble
 from hiserve.config.options import make_options
 from hiserve.fleet.affinity import Affinity, conversation_key
 from hiserve.fleet.resuming import Resumption, resumed
+from hiserve.fleet.stream_events import NativeEvents
 from hiserve.server.http.errors import error_body
 
 Head = tuple[int, list[tuple[str, str]]]
@@ -232,7 +233,7 @@ class PlainReply(Resumption):
     """A reply that is tried anew at the next engine as long as nothing of it has come."""
 
     def __init__(self, raw: bytes) -> None:
-        super().__init__({})
+        super().__init__({}, NativeEvents({}))
         self._raw = raw
         self.is_plain = True
 

@@ -56,17 +56,22 @@ def conversation_key(tenant: str, body: Mapping[str, Any]) -> bytes:
 
     Args:
         tenant: Separates callers, whose caches are separate.
-        body: Of the request. Its messages up to the user's first one, with system texts and tools, are known to every turn; of a
+        body: Of the request. Its messages, or items, up to the user's first one, with system texts and tools, are known to every turn; of a
             request without messages the start of its prompt.
     """
-    messages = body.get("messages")
-    if isinstance(messages, list) and messages:
+    given = body.get("messages") or body.get("input")
+    messages = given if isinstance(given, list) and isinstance(given[0], dict) else ()
+    if messages:
         ends = (
             index
             for index, message in enumerate(messages, 1)
             if isinstance(message, dict) and message.get("role") == "user"
         )
-        start: Any = [body.get("system"), body.get("tools"), messages[: next(ends, len(messages))]]
+        start: Any = [
+            body.get("system") or body.get("instructions"),
+            body.get("tools"),
+            messages[: next(ends, len(messages))],
+        ]
     else:
         prompt = next((body[name] for name in ("prompt", "text", "input", "input_ids") if body.get(name)), "")
         start = prompt[:PROMPT_CHARS] if isinstance(prompt, str | list) else prompt

@@ -1,4 +1,4 @@
-"""Streams of chats and completions that go on at another engine when theirs dies: the events are those of one engine."""
+"""Streams that go on at another engine when theirs dies: the events are those of one engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from typing import Any
 
 import msgspec
 
-ROUTES = ("/v1/chat/completions", "/v1/completions")
+from hiserve.fleet.stream_events import BlockEvents, ItemEvents, NativeEvents, OpenAIEvents, StreamEvents
+
+PROTOCOLS: dict[str, Callable[[dict[str, Any]], StreamEvents]] = {
+    "/v1/chat/completions": OpenAIEvents,
+    "/v1/completions": OpenAIEvents,
+    "/generate": NativeEvents,
+    "/v1/messages": BlockEvents,
+    "/v1/responses": ItemEvents,
+}
+# Names of fields with the scores of prompts, which a resumed stream of several choices does not have.
+PROMPT_SCORES = ("prompt_logprobs", "echo", "logprob_start_len")
 # Opens a stream of a request's body at an engine, by its index; yields bytes, any partition of the reply.
 Opens = Callable[[int, bytes], AsyncGenerator[bytes, None]]
 
@@ -16,46 +26,67 @@ Opens = Callable[[int, bytes], AsyncGenerator[bytes, None]]
 class Resumption:
     """The tokens of one stream so far, and the request that goes on after them.
 
+    An event goes to the client once the tokens are known of which it is a part: the next engine sends what comes after them. The
+    event with the end of a choice waits for the end of the stream, as no engine goes on with a choice that has ended.
+
     Args:
-        body: Of the request; a stream of one choice can be resumed.
+        body: Of the request.
+        events: Reads the stream.
+        num_choices: Of all prompts.
 
     Attributes:
         is_over: Its last event has come.
         is_plain: The answer is no stream: a refusal, which passes as it is.
     """
 
-    def __init__(self, body: dict[str, Any]) -> None:
+    def __init__(self, body: dict[str, Any], events: StreamEvents, num_choices: int = 1) -> None:
         self._body = body
-        self._shows_tokens = bool(body.get("return_token_ids"))
-        self._tokens: list[int] = list(body.get("resume_token_ids") or [])
-        self._head: dict[str, Any] = {}  # fields that each event of the first engine has
+        self._events = events
+        given = body.get("resume_token_ids") or [[]] * num_choices
+        if num_choices == 1 and given != [[]]:
+            given = [given]
+        self._tokens: list[list[int] | None] = [None if each is None else list(each) for each in given]
         self._rest = b""  # of an event that has not ended
-        # Events that the next engine would send again: before the first token, and from the one with the finish on.
-        self._held = b""
-        self._is_ending = False
+        self._held: list[
+            tuple[int | None, bytes]
+        ] = []  # events that the next engine would send again, with their choices
+        self._ended: set[int | None] = set()  # choices of which the end is held
+        self._num_events = 0
         self.is_over = self.is_plain = False
 
     @classmethod
     def of(cls, path: str, raw: bytes) -> Resumption | None:
         """Returns that of a request; None of one that cannot be resumed."""
-        if path not in ROUTES:
+        if path not in PROTOCOLS:
             return None
         try:
             body = msgspec.json.decode(raw)
         except (msgspec.DecodeError, RecursionError):
             return None
-        if not isinstance(body, dict) or body.get("stream") is not True or body.get("n") not in (None, 1):
+        if not isinstance(body, dict) or body.get("stream") is not True:
             return None
-        prompt = body.get("prompt")
-        is_single = not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int)
-        return cls(body) if is_single and isinstance(body.get("resume_token_ids") or [], list) else None
+        number = _num_choices(body)
+        given = body.get("resume_token_ids")
+        if number > 1:
+            is_readable = not any(body.get(name) for name in PROMPT_SCORES) and (
+                given is None
+                or (
+                    isinstance(given, list)
+                    and len(given) == number
+                    and all(isinstance(it, list | None) for it in given)
+                )
+            )
+        else:
+            is_readable = number == 1 and isinstance(given, list | None)
+        is_scored = path == "/v1/responses" and bool(body.get("include")) and _is_scored(body["include"])
+        return cls(body, PROTOCOLS[path](body), number) if is_readable and not is_scored else None
 
     @property
     def body(self) -> bytes:
         """The request for the next engine."""
-        wanted = self._body | {"return_token_ids": True}
-        if self._tokens:
-            wanted["resume_token_ids"] = self._tokens
+        wanted = {**self._body, **self._events.wanted}
+        if any(tokens is None or tokens for tokens in self._tokens):
+            wanted["resume_token_ids"] = self._tokens if len(self._tokens) > 1 else self._tokens[0]
         return msgspec.json.encode(wanted)
 
     def push(self, data: bytes) -> bytes:
@@ -63,40 +94,44 @@ class Resumption:
         if self.is_plain:
             return data
         *events, self._rest = (self._rest + data).split(b"\n\n")
-        shown = b""
-        for event in events:
-            self._held += self._event(event)
-            if self.is_over or (self._tokens and not self._is_ending):
-                shown, self._held = shown + self._held, b""
-        return shown
+        return b"".join(map(self._event, events))
 
     def broke(self) -> None:
         """Forgets what a dead engine sent in part; the next one sends it again."""
-        self._rest = self._held = b""
-        self._is_ending = False
+        self._num_events -= len(self._held)
+        self._rest, self._held, self._ended = b"", [], set()
+        self._events.broke()
 
     def _event(self, event: bytes) -> bytes:
-        payload = event.removeprefix(b"data: ")
+        """Returns the events that the client gets now."""
+        name, _, payload = event.rpartition(b"data: ")
+        if name == b"event: ping\n":
+            return event + b"\n\n"
         if payload == b"[DONE]" or not payload.startswith(b"{"):
             self.is_over = self.is_over or payload == b"[DONE]"
-            return event + b"\n\n"
+            return self._shown(None) + event + b"\n\n"
         chunk: dict[str, Any] = msgspec.json.decode(payload)
-        self.is_over = self.is_over or "error" in chunk
-        for name in ("id", "created", "system_fingerprint"):
-            if name in chunk:
-                chunk[name] = self._head.setdefault(name, chunk[name])
-        for choice in chunk.get("choices", ()):
-            self._is_ending = self._is_ending or bool(choice.get("finish_reason"))
-            if not self._is_ending:
-                self._tokens += choice.get("token_ids") or ()
-            if not self._shows_tokens:
-                choice.pop("token_ids", None)
-                choice.pop("prompt_token_ids", None)
-        if not self._shows_tokens:
-            chunk.pop("prompt_token_ids", None)
-            if _is_empty(chunk, self._body):
-                return b""
-        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+        choice, tokens, is_end, is_last = self._events.read(chunk, self._tokens)
+        self.is_over = self.is_over or is_last
+        if self._events.mend(chunk):
+            if "sequence_number" in chunk:
+                chunk["sequence_number"] = self._num_events
+            self._num_events += 1
+            self._held.append((choice, name + b"data: " + msgspec.json.encode(chunk) + b"\n\n"))
+        if is_end:
+            self._ended.add(choice)
+        if choice is not None and choice not in self._ended:
+            known = self._tokens[choice]
+            assert known is not None, f"choice {choice} has ended before"
+            known += tokens
+        return self._shown(choice if tokens else None)
+
+    def _shown(self, choice: int | None) -> bytes:
+        """Takes the held events of a choice whose tokens are known, or all at the end of the stream."""
+        choices = {held for held, _ in self._held} if self.is_over else {choice} - self._ended - {None}
+        shown = [event for held, event in self._held if held in choices]
+        self._held = [(held, event) for held, event in self._held if held not in choices]
+        return b"".join(shown)
 
 
 async def resumed(
@@ -130,10 +165,20 @@ async def resumed(
             resumption.broke()
 
 
-def _is_empty(chunk: dict[str, Any], body: dict[str, Any]) -> bool:
-    """Whether a chunk has nothing but the token ids that its client did not ask for."""
-    choices = chunk.get("choices")
-    if not choices or body.get("logprobs") not in (None, False):
-        return False
-    (choice,) = choices
-    return not (choice.get("finish_reason") or choice.get("text") or choice.get("delta"))
+def _num_choices(body: dict[str, Any]) -> int:
+    """Returns the choices of all prompts; 0 where they cannot be told."""
+    sampling = body.get("sampling_params")
+    given = [
+        each.get("n") if isinstance(each, dict) else None
+        for each in (sampling if isinstance(sampling, list) else [sampling])
+    ]
+    numbers = [1 if number is None else number for number in (body.get("n"), *given)]
+    if not all(type(number) is int and number > 0 for number in numbers):
+        return 0
+    prompts = next((body[name] for name in ("prompt", "text", "input_ids") if body.get(name)), None)
+    num_prompts = len(prompts) if isinstance(prompts, list) and isinstance(prompts[0], list | str) else 1
+    return numbers[0] * (sum(numbers[1:]) if isinstance(sampling, list) else num_prompts * numbers[1])
+
+
+def _is_scored(include: Any) -> bool:
+    return not isinstance(include, list) or "message.output_text.logprobs" in include

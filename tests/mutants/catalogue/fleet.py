@@ -1,6 +1,6 @@
 """Fleets: where requests go."""
 
-from hiserve.fleet import affinity, resuming, simulation
+from hiserve.fleet import affinity, resuming, simulation, stream_events
 from tests.unit.fleet import test_affinity, test_resuming, test_simulation
 
 with affinity.Affinity.homes, test_affinity.test_routers_choose_alike_whatever_the_order_of_their_names:
@@ -19,18 +19,26 @@ with simulation._Fleet.use, test_simulation.test_a_cache_gives_up_the_ends_of_pr
     "the simulation evicts the starts of prompts first"
     reversed(blocks)
     blocks
-with resuming.Resumption.push, test_resuming.test_the_events_are_those_of_one_engine_wherever_it_dies["/v1/chat/completions-plain"]:
+with resuming.Resumption._event, test_resuming.test_the_events_are_those_of_one_engine_wherever_it_dies["/v1/chat/completions-plain"]:
     "INV 96: the opening of a stream that broke before its first token comes twice"
-    self._tokens and not self._is_ending
-    not self._is_ending
-with resuming.Resumption.push, test_resuming.test_the_events_are_those_of_one_engine_wherever_it_dies["/v1/chat/completions-plain"]:
-    "INV 96: a stream that broke between its finish and its end cannot go on"
-    self._tokens and not self._is_ending
-    self._tokens
+    self._shown(choice if tokens else None)
+    self._shown(choice)
+with resuming.Resumption._shown, test_resuming.test_the_events_are_those_of_one_engine_wherever_it_dies["/v1/chat/completions-choices"]:
+    "INV 96: a choice that broke between its finish and its end cannot go on"
+    {choice} - self._ended - {None}
+    {choice} - {None}
+with stream_events.NativeEvents.mend, test_resuming.test_the_events_are_those_of_one_engine_wherever_it_dies["/generate-scores"]:
+    "INV 96: the scores of an engine that died are lost, or come twice"
+    facts["finish_reason"] is None
+    True
+with stream_events.ItemEvents.mend, test_resuming.test_the_events_are_those_of_one_engine_wherever_it_dies["/v1/responses-plain"]:
+    "INV 96: an item of a response has another name after a break"
+    names.setdefault("id", chunk["item_id"])
+    chunk["item_id"]
 with resuming.Resumption.broke, test_resuming.test_the_events_are_those_of_one_engine_wherever_it_dies["/v1/completions-plain"]:
     "INV 96: half an event of a dead engine stays before the next one's first"
-    self._rest = self._held = b""
-    self._held = b""
+    self._rest, self._held, self._ended = b"", [], set()
+    self._held, self._ended = [], set()
 with resuming.resumed, test_resuming.test_a_reply_that_cannot_be_resumed_is_not_begun_again:
     "INV 96: a client gets another engine's reply behind a part of the first one's"
     has_begun and resumption.is_plain

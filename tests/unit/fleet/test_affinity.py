@@ -63,6 +63,8 @@ def test_the_turns_of_a_conversation_have_one_key_and_others_have_others() -> No
     first = conversation_key("a", {"messages": HI})
     later = [*HI, {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "How are you?"}]
     assert conversation_key("a", {"messages": later, "temperature": 0}) == first
+    items = conversation_key("a", {"input": HI, "instructions": "x"})
+    assert conversation_key("a", {"input": later, "instructions": "x"}) == items != first
     others: list[tuple[str, dict[str, Any]]] = [
         ("b", {"messages": HI}),
         ("a", {"messages": [HI[0], {"role": "user", "content": "Hi!"}]}),

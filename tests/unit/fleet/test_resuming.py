@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 
 from hiserve.fleet.resuming import Resumption, resumed
+from hiserve.fleet.stream_events import NativeEvents
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import Server, make_server, reply_script
 
-TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
-PROMPTS: dict[str, dict[str, Any]] = {TEXT: {"prompt": "Hi"}, CHAT: {"messages": [{"role": "user", "content": "Hi"}]}}
+TEXT, CHAT, NATIVE, MESSAGES, RESPONSES = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/generate",
+    "/v1/messages",
+    "/v1/responses",
+)
+PROMPTS: dict[str, dict[str, Any]] = {
+    TEXT: {"prompt": "Hi", "stream_options": {"include_usage": True}},
+    CHAT: {"messages": [{"role": "user", "content": "Hi"}], "stream_options": {"include_usage": True}},
+    NATIVE: {"text": "Hi"},
+    MESSAGES: {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 99},
+    RESPONSES: {"input": "Hi"},
+}
+FIELDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scores": {"logprobs": 1},
+    "token ids": {"return_token_ids": True},
+    "choices": {"n": 2},
+}
+# What two replies of one engine to one request differ in.
+OWN = re.compile(r'("(?:msg|resp)_|"e2e_latency": |"created_at": )[\w.]+')
 REPLY = "the token 🙂 the text"
 
 
@@ -21,16 +43,34 @@ class EngineDiedError(Exception):
     pass
 
 
+def body_of(path: str, case: str) -> dict[str, Any]:
+    fields = FIELDS[case]
+    if path == CHAT and case == "scores":
+        fields = {"logprobs": True, "top_logprobs": 1}
+    elif path == NATIVE:
+        scores = {"return_logprob": True, "top_logprobs_num": 1, "logprob_start_len": 0}
+        fields = {"scores": scores, "choices": {"sampling_params": {"n": 2}}}.get(case, {})
+    return {**PROMPTS[path], "stream": True, **fields}
+
+
 def events_of(data: bytes) -> list[Any]:
-    """Returns the events, without what differs from reply to reply."""
+    """Returns the events, without what differs from reply to reply; those of each choice together."""
     found = []
     for event in data.decode().split("\n\n")[:-1]:
-        payload = event.removeprefix("data: ")
-        found.append(payload if payload == "[DONE]" else json.loads(payload))
-    for event in found[:-1]:
-        event.pop("id")
-        event.pop("created")
-    return found
+        payload = event.rpartition("data: ")[2]
+        found.append(
+            payload if payload == "[DONE]" else json.loads(OWN.sub(r"\g<1>0", json.dumps(json.loads(payload))))
+        )
+    for event in found:
+        if "choices" in event:
+            event.pop("id")
+            event.pop("created")
+    return sorted(found, key=_choice)
+
+
+def _choice(event: Any) -> int:
+    choices = event["choices"] if "choices" in event else [{"index": event.get("index", 0)}] if "text" in event else []
+    return int(choices[0]["index"]) if choices else 9 if event == "[DONE]" else 8 if "choices" in event else 0
 
 
 async def joined(server: Server, path: str, body: dict[str, Any], deaths: list[int], size: int = 7) -> bytes:
@@ -39,7 +79,7 @@ async def joined(server: Server, path: str, body: dict[str, Any], deaths: list[i
     assert resumption is not None
 
     async def opens(engine: int, asked: bytes) -> AsyncGenerator[bytes, None]:
-        call = await server.post(path, asked)
+        call = await server.post(path, asked, x_request_id="one")
         assert call.status == 200, call.text
         data = b"".join(call.chunks)
         lives = engine >= len(deaths)
@@ -63,27 +103,28 @@ def server() -> Server:
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"logprobs": 1}, {"return_token_ids": True}], ids=["plain", "scores", "token ids"]
+    ("path", "case"),
+    [
+        *((path, case) for path in (TEXT, CHAT) for case in FIELDS),
+        *((NATIVE, case) for case in ("plain", "scores", "choices")),
+        *((path, case) for path in (MESSAGES, RESPONSES) for case in ("plain", "token ids")),
+    ],
 )
-@pytest.mark.parametrize("path", [TEXT, CHAT])
-async def test_the_events_are_those_of_one_engine_wherever_it_dies(
-    server: Server, path: str, fields: dict[str, Any]
-) -> None:
-    if path == CHAT and "logprobs" in fields:
-        fields = {"logprobs": True, "top_logprobs": 1}
-    body = {**PROMPTS[path], "stream": True, "stream_options": {"include_usage": True}, **fields}
+async def test_the_events_are_those_of_one_engine_wherever_it_dies(server: Server, path: str, case: str) -> None:
+    """INV 96: two engines die, the second one early in its part."""
+    body = body_of(path, case)
     async with server.app.router.lifespan_context(server.app):
         await server.handle.wait_open()
-        whole = await server.post(path, body)
-        expected, size = events_of(b"".join(whole.chunks)), len(whole.text)
-        if path == TEXT and "logprobs" in fields:  # the engines show an opening, since they are asked for token ids
+        whole = await server.post(path, body, x_request_id="one")
+        expected, size = events_of(b"".join(whole.chunks)), len(b"".join(whole.chunks))
+        if path == TEXT and case == "scores":  # the engines show an opening, since they are asked for token ids
             expected.insert(
                 0, expected[0] | {"choices": [dict.fromkeys(("logprobs", "finish_reason")) | {"index": 0, "text": ""}]}
             )
-        for death in range(0, size, 61):
+        for death in (*range(0, size, size // 23), size - 1):
             got = await joined(server, path, body, [death, 300])
             assert events_of(got) == expected
-            assert len({json.loads(event[6:])["id"] for event in got.decode().split("\n\n")[:-2]}) == 1
+            assert len(set(re.findall(rb'"(?:item_)?id":"([\w-]+)"', got))) <= (2 if path == RESPONSES else 1)
 
 
 async def test_when_no_engine_is_left_the_stream_fails(server: Server) -> None:
@@ -101,11 +142,16 @@ async def test_when_no_engine_is_left_the_stream_fails(server: Server) -> None:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/generate", b'{"text": "x", "stream": true}'),
+        ("/tokenize", b'{"prompt": "x", "stream": true}'),
         (TEXT, b'{"prompt": "x"}'),
-        (TEXT, b'{"prompt": "x", "stream": true, "n": 2}'),
-        (TEXT, b'{"prompt": ["x", "y"], "stream": true}'),
-        (TEXT, b'{"prompt": [[1], [2]], "stream": true}'),
+        (TEXT, b'{"prompt": "x", "stream": true, "n": 0}'),
+        (TEXT, b'{"prompt": "x", "stream": true, "n": "2"}'),
+        (TEXT, b'{"prompt": "x", "stream": true, "n": 2, "prompt_logprobs": 1}'),
+        (TEXT, b'{"prompt": "x", "stream": true, "n": 2, "resume_token_ids": [[5]]}'),
+        (TEXT, b'{"prompt": "x", "stream": true, "n": 2, "resume_token_ids": [5, 6]}'),
+        (TEXT, b'{"prompt": "x", "stream": true, "resume_token_ids": 5}'),
+        (NATIVE, b'{"text": ["x", "y"], "stream": true, "sampling_params": [{"n": 1}, 5, {"n": true}]}'),
+        (RESPONSES, b'{"input": "x", "stream": true, "include": ["message.output_text.logprobs"]}'),
         (TEXT, b"[" * 100_000),
         (TEXT, b"\xff"),
         (CHAT, b"[]"),
@@ -113,6 +159,35 @@ async def test_when_no_engine_is_left_the_stream_fails(server: Server) -> None:
 )
 def test_other_replies_are_not_resumed(path: str, body: bytes) -> None:
     assert Resumption.of(path, body) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "number"),
+    [
+        (TEXT, {"prompt": ["x", "y"]}, 2),
+        (TEXT, {"prompt": [[1], [2]], "n": 2}, 4),
+        (TEXT, {"prompt": [1, 2]}, 1),
+        (NATIVE, {"input_ids": [[1], [2]], "sampling_params": {"n": 3}}, 6),
+        (NATIVE, {"text": ["x", "y"], "sampling_params": [{"n": 3}, None]}, 4),
+    ],
+)
+def test_the_choices_of_all_prompts_are_resumed(path: str, body: dict[str, Any], number: int) -> None:
+    made = Resumption.of(path, json.dumps({**body, "stream": True}).encode())
+    assert made is not None
+    chunks = {
+        TEXT: {"choices": [{"index": number - 1, "text": "x", "token_ids": [7]}]},
+        NATIVE: {"index": number - 1, "text": "x", "output_ids": [7], "meta_info": {"finish_reason": None}},
+    }
+    assert made.push(b"data: " + json.dumps(chunks[path]).encode() + b"\n\n")
+    wanted = [7] if number == 1 else [*([] for _ in range(number - 1)), [7]]
+    assert json.loads(made.body)["resume_token_ids"] == wanted
+
+
+def test_a_stream_that_its_client_resumes_goes_on_from_there() -> None:
+    made = Resumption.of(TEXT, b'{"prompt": "x", "stream": true, "n": 2, "resume_token_ids": [null, [5]]}')
+    assert made is not None
+    made.push(b'data: {"choices": [{"index": 1, "text": "x", "token_ids": [7]}]}\n\n')
+    assert json.loads(made.body)["resume_token_ids"] == [None, [5, 7]]
 
 
 async def test_a_reply_that_cannot_be_resumed_is_not_begun_again() -> None:
@@ -125,7 +200,7 @@ async def test_a_reply_that_cannot_be_resumed_is_not_begun_again() -> None:
             yield b"part"
         raise EngineDiedError
 
-    resumption = Resumption({})
+    resumption = Resumption({}, NativeEvents({}))
     resumption.is_plain = True
     stream = resumed(resumption, [0, 1, 2], opens, (EngineDiedError,))
     assert await anext(stream) == b"part"
@@ -141,5 +216,5 @@ async def test_a_refusal_passes_as_it_is() -> None:
         resumption.is_plain = True
         yield refusal
 
-    resumption = Resumption({"stream": True})
+    resumption = Resumption({"stream": True}, NativeEvents({}))
     assert [data async for data in resumed(resumption, [0, 1], opens, (EngineDiedError,))] == [refusal]
