@@ -117,6 +117,47 @@ def test_another_server_goes_on_with_a_stream_that_broke(servers: tuple[Client, 
         check_same([*kept, *rest], whole)
 
 
+def test_each_choice_of_two_goes_on_at_another_server(servers: tuple[Client, Client]) -> None:
+    one, other = servers
+    path, body = TEXT, {"prompt": "Would you like", "max_tokens": 24, "ignore_eos": True, "stream": True, "n": 2}
+    body |= {"return_token_ids": True, **DRAWN}
+    whole, kept = read(one, path, body), read(one, path, body, most=15)
+    tokens = [[index for event in kept if event["index"] == at for index in event["token_ids"]] for at in (0, 1)]
+    rest = read(other, path, {**body, "resume_token_ids": tokens})
+    for at in (0, 1):
+        check_same(*([event for event in events if event["index"] == at] for events in ([*kept, *rest], whole)))
+
+
+def test_a_message_goes_on_at_another_server(servers: tuple[Client, Client]) -> None:
+    """The thought or text that broke goes on in its block."""
+    path, body = "/v1/messages", {"messages": [{"role": "user", "content": "Would you like"}], "max_tokens": 24}
+    body |= {"stream": True, "return_token_ids": True, **DRAWN}
+
+    def said(http: Client, **fields: Any) -> list[dict[str, Any]]:
+        reply = http.post(path, json=body | fields, headers={"x-request-id": "one-request"})
+        assert reply.status_code == 200, reply.text
+        events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: ")]
+        return [event for event in events if event["type"] != "ping"]
+
+    def tokens_of(events: list[dict[str, Any]]) -> list[int]:
+        return [index for event in events for index in event.get("token_ids", ())]
+
+    def texts(events: list[dict[str, Any]]) -> list[tuple[int, str]]:
+        deltas = [(event["index"], event["delta"]) for event in events if event["type"] == "content_block_delta"]
+        return [(index, delta.get("text") or delta.get("thinking") or "") for index, delta in deltas]
+
+    whole = said(servers[0])
+    breaks = [at for at, event in enumerate(whole) if "token_ids" in event and event["type"] == "content_block_delta"]
+    kept = whole[: breaks[len(breaks) // 2] + 1]
+    rest = said(servers[1], resume_token_ids=tokens_of(kept))
+    assert tokens_of([*kept, *rest]) == tokens_of(whole)
+    joined, expected = texts([*kept, *rest]), texts(whole)
+    assert {at: "".join(text for index, text in joined if index == at) for at, _ in joined} == {
+        at: "".join(text for index, text in expected if index == at) for at, _ in expected
+    }
+    assert rest[-2]["usage"]["output_tokens"] == whole[-2]["usage"]["output_tokens"] == len(tokens_of(whole))
+
+
 def test_a_stop_text_may_lie_on_both_sides_of_the_break(servers: tuple[Client, Client]) -> None:
     one, other = servers
     path, body = body_of("greedy, with scores")

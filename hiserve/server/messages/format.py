@@ -65,13 +65,16 @@ class MessageWriter(BlockWriter[MessageEvent]):
         model: The served model.
         seal: Seals a thought.
         shows_thoughts: Show thoughts; otherwise their signatures alone.
+        shows_tokens: Show the ids of the tokens.
 
     Attributes:
         name: Of the message; no other has it.
     """
 
-    def __init__(self, model: ServedModel, seal: Callable[[str], str], *, shows_thoughts: bool) -> None:
-        super().__init__(is_never_empty=False)
+    def __init__(
+        self, model: ServedModel, seal: Callable[[str], str], *, shows_thoughts: bool, shows_tokens: bool = False
+    ) -> None:
+        super().__init__(is_never_empty=False, shows_tokens=shows_tokens)
         self.name = f"msg_{secrets.token_hex(12)}"
         self._model = model
         self._seal = seal
@@ -90,6 +93,7 @@ class MessageWriter(BlockWriter[MessageEvent]):
             stop_reason=end.stop_reason,
             stop_sequence=end.stop_sequence,
             usage=messages_usage(choices, self._model.page_size),
+            token_ids=generation.tokens if self._shows_tokens else UNSET,
         )
 
     def open(self, choices: Choices) -> None:

@@ -18,6 +18,7 @@ from hiserve.server.messages.types import AssistantMessage, CountedTokens, Messa
 from hiserve.server.reply.format import json_response, warned
 from hiserve.server.request.body import Body
 from hiserve.server.request.grammar_fields import one_of
+from hiserve.server.request.resumption import resume, resumed_tokens
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
 from hiserve.text.body.json import decode
 from hiserve.text.body.retention import seconds_of
@@ -52,6 +53,7 @@ class MessagesRoutes:
         body = await front.bodies.read(request, MESSAGES)
         options, fields = decode(body, MessagesOptions), decode(body, MessagesFields)
         sampling, read = options.sampling(front.model), self._read(fields)
+        resumed = resumed_tokens(options.resume_token_ids, front.model, is_stream=bool(options.stream))
         engine = front.handle.require()
         context = context_of(request, fields.cache_salt, options.priority, options.rid)
         constraint = one_of([*options.constraints(), *fields.constraints])
@@ -65,12 +67,18 @@ class MessagesRoutes:
             retain_s=seconds_of(fields.cache_control),
             tool_fields=read.tool_fields,
         )
-        writer = MessageWriter(front.model, front.seals.seal, shows_thoughts=fields.shows_thoughts)
+        writer = MessageWriter(
+            front.model,
+            front.seals.seal,
+            shows_thoughts=fields.shows_thoughts,
+            shows_tokens=bool(options.return_token_ids),
+        )
         try:
             choices, warning = await begin_reply(front, request, engine, chat_request, writer.name, arrived)
         except ContextLengthError:
             raise await self._too_long(request, chat_request, fields.cache_salt, engine.max_model_len - 1) from None
-
+        for _, shown in await resume(resumed, choices, front.model, engine.max_model_len):
+            writer.resume(shown)
         response = await answer(
             request,
             engine,

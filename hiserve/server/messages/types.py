@@ -11,8 +11,10 @@ from hiserve.config.serving import MAX_INT32
 from hiserve.core.request import LENGTHS, SamplingParams
 from hiserve.errors import RequestError
 from hiserve.grammar import bounds
+from hiserve.server.reply.blocks import BlockEvent
 from hiserve.server.reply.format import CacheMiss, ServedModel
 from hiserve.server.request.grammar_fields import Constraint, GrammarFields
+from hiserve.server.request.resumption import ResumeIds
 from hiserve.server.request.sampling_fields import Limits, Name, Priority, StopText
 from hiserve.text.body.chat import MAX_MESSAGES, MAX_PARTS
 from hiserve.text.body.json import check_text
@@ -173,6 +175,8 @@ class MessagesOptions(GrammarFields, frozen=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT32)]
     stop_sequences: Annotated[list[StopText], Meta(max_length=LENGTHS["stop"])] | None = None
     stream: bool | None = None
+    return_token_ids: bool | None = None
+    resume_token_ids: ResumeIds | None = None
     priority: Priority | None = None
     rid: Name | None = None
 
@@ -265,6 +269,7 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
     stop_reason: str | None = None
     stop_sequence: str | None = None
     usage: MessagesUsage
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class CountedTokens(msgspec.Struct):
@@ -273,13 +278,13 @@ class CountedTokens(msgspec.Struct):
     input_tokens: int
 
 
-class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
+class MessageStart(BlockEvent, tag_field="type", tag="message_start"):
     """The first event."""
 
     message: AssistantMessage
 
 
-class BlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
+class BlockStart(BlockEvent, tag_field="type", tag="content_block_start"):
     """A block begins, empty."""
 
     index: int
@@ -310,14 +315,14 @@ class InputDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
     partial_json: str
 
 
-class BlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
+class BlockDelta(BlockEvent, tag_field="type", tag="content_block_delta"):
     """More of a block."""
 
     index: int
     delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta
 
 
-class BlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
+class BlockStop(BlockEvent, tag_field="type", tag="content_block_stop"):
     """A block ends."""
 
     index: int
@@ -330,14 +335,14 @@ class MessageEnd(msgspec.Struct):
     stop_sequence: str | None
 
 
-class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
+class MessageDelta(BlockEvent, tag_field="type", tag="message_delta"):
     """The message ends."""
 
     delta: MessageEnd
     usage: MessagesUsage
 
 
-class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
+class MessageStop(BlockEvent, tag_field="type", tag="message_stop"):
     """The last event."""
 
 

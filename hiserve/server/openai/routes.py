@@ -37,7 +37,7 @@ from hiserve.server.reply.logprobs import check_prompt_scores
 from hiserve.server.request.body import Body
 from hiserve.server.request.custom_tools import NOT_HELD
 from hiserve.server.request.grammar_fields import constrain
-from hiserve.server.request.resumption import check_resumed, resumed_tokens
+from hiserve.server.request.resumption import Resumed, resume, resumed_tokens
 from hiserve.server.request.sampling_fields import fit_context
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
 from hiserve.text.body.chat import ChatFields, parse_chat
@@ -166,17 +166,15 @@ class OpenAIRoutes:
                 prompts.append(truncated(prompt, fields.truncate_prompt_tokens, max_model_len))
         return prompts
 
-    def _resumed(self, fields: OpenAIFields, num_choices: int) -> list[int]:
+    def _resumed(self, fields: OpenAIFields, num_choices: int) -> Resumed:
         return resumed_tokens(
             fields.resume_token_ids, self._model, is_stream=bool(fields.stream), num_choices=num_choices
         )
 
-    async def _resume(self, tokens: list[int], choices: Choices, formatter: ReplyFormatter, max_model_len: int) -> None:
+    async def _resume(self, resumed: Resumed, choices: Choices, formatter: ReplyFormatter, max_model_len: int) -> None:
         """Begins a stream after the tokens that its client has, if it has any."""
-        if tokens:
-            (generation,) = choices.generations
-            check_resumed(tokens, generation.prompt, generation.sampling, self._model, max_model_len)
-            formatter.resume(generation, await choices.resume(tokens))
+        for generation, shown in await resume(resumed, choices, self._model, max_model_len):
+            formatter.resume(generation, shown)
 
     def _choices(
         self,

@@ -7,13 +7,28 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Generic, TypeVar
 
+import msgspec
+from msgspec import UNSET, UnsetType
+
 from hiserve.core.request import FinishReason
 from hiserve.server.reply.choices import Choices
 from hiserve.server.reply.generation import OutputDelta
 from hiserve.text.reader.buffer import Kind
 
 CONTENT, CALL, ARGUMENTS = Kind.CONTENT, Kind.CALL, Kind.ARGUMENTS  # an attribute of an enum costs time for each token
-E = TypeVar("E")  # an event of a protocol
+
+
+class BlockEvent(msgspec.Struct, kw_only=True):
+    """An event of a protocol.
+
+    Attributes:
+        token_ids: Tokens of the deltas since the last event with some; its client has all that they say.
+    """
+
+    token_ids: list[int] | UnsetType = UNSET
+
+
+E = TypeVar("E", bound=BlockEvent)
 
 
 class BlockWriter(ABC, Generic[E]):
@@ -24,10 +39,14 @@ class BlockWriter(ABC, Generic[E]):
 
     Args:
         is_never_empty: A reply without text has an empty block of content.
+        shows_tokens: The last event of each delta that has events has the new tokens, so that a client that has it can resume
+            after them; those of the last delta come with the events after the last block.
     """
 
-    def __init__(self, *, is_never_empty: bool) -> None:
+    def __init__(self, *, is_never_empty: bool, shows_tokens: bool = False) -> None:
         self._is_never_empty = is_never_empty
+        self._shows_tokens = shows_tokens
+        self._is_resumed = False
         self._made: list[E] = []  # not taken yet
         self._index = -1  # of the latest block
         self._kind: Kind | None = None  # of the open block; None where none is open
@@ -60,6 +79,11 @@ class BlockWriter(ABC, Generic[E]):
     @abstractmethod
     def encoded(self, events: list[E]) -> bytes:
         """Returns events as they are sent."""
+
+    def resume(self, shown: OutputDelta) -> None:
+        """Begins the reply after output that its client has."""
+        self.push(shown)
+        self._is_resumed = True
 
     def push(self, delta: OutputDelta) -> list[E]:
         """Returns the events of a delta."""
@@ -100,16 +124,24 @@ class BlockWriter(ABC, Generic[E]):
             choices: The one choice.
             keep: Called when the reply is complete, before its last events are sent.
         """
-        is_begun = False
+        is_begun, tokens = self._is_resumed, list[int]()
         async with aclosing(deltas):
             async for delta in deltas:
                 if not is_begun:
                     is_begun = True
                     self.open(choices)
-                if events := self.push(delta):
+                events = self.push(delta)
+                if self._shows_tokens:
+                    tokens += delta.tokens
+                    if events and not delta.finish:
+                        events[-1].token_ids, tokens = tokens, []
+                if events:
                     yield self.encoded(events)
         self.close(choices)
-        last = self.encoded(self._taken())
+        ending = self._taken()
+        if self._shows_tokens:
+            ending[0].token_ids = tokens
+        last = self.encoded(ending)
         if keep is not None:
             await keep()
         yield last

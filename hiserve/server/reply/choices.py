@@ -153,18 +153,13 @@ class Choices:
         num_bytes = sum(len(each.scores) + len(each.scorer.prompt_scores) for each in self.generations)
         return len(self.generations) > QUICK_CHOICES or num_bytes > QUICK_SCORE_BYTES
 
-    async def resume(self, tokens: list[int]) -> OutputDelta:
-        """As ``Generation.resume``, of the one choice."""
-        (generation,) = self.generations
-        return await generation.resume(tokens)
-
     def run(self, engine: EngineClient) -> AsyncGenerator[OutputDelta, None]:
-        """Yields the deltas of all choices as they arrive. Closing the generator aborts all choices.
+        """Yields the deltas of all choices that are not over, as they arrive. Closing the generator aborts all choices.
 
         Raises:
             HiserveError: The engine refused or failed one of them; the others are aborted.
         """
-        streams = [each.run(engine) for each in self.generations]
+        streams = [each.run(engine) for each in self.generations if not each.is_over]
         return streams[0] if len(streams) == 1 else merge(streams)
 
 

@@ -115,6 +115,7 @@ class Generation:
             of each choice of the prompt.
         tokens: All token ids so far, resumed ones included.
         num_resumed: The first of them, which the client had before.
+        is_over: The client had all of it before: it is not run.
         scores: Of all tokens after the resumed ones so far, packed.
         finish: RUNNING until the end.
         stop: The text or token that ended it; None for another end.
@@ -159,6 +160,7 @@ class Generation:
         self.prompt_scores = bytearray()
         self.tokens: list[int] = []
         self.num_resumed = 0
+        self.is_over = False
         self.scores = bytearray()
         self.finish = FinishReason.RUNNING
         self.stop: str | int | None = None
@@ -250,7 +252,8 @@ class Generation:
                             self._remember(self.text, self.tokens, self.events)
                     if output_delta.tokens or output_delta.events or output_delta.text or output_delta.finish:
                         self._is_scored.set()
-                        await self.scorer._is_scored.wait()
+                        if not self.scorer.is_over:
+                            await self.scorer._is_scored.wait()
                         yield output_delta
             if not self.finish:
                 raise InvariantError(f"{self.name}: the engine's stream ended after {len(self.tokens)} tokens")

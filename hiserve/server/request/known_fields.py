@@ -64,7 +64,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "regex": (),
     "response_format": ({"type": "text"},),
-    "resume_token_ids": (),
     "return_hidden_states": (False,),
     "return_tokens_as_token_ids": (False,),
     "session_params": (),

@@ -56,6 +56,7 @@ class ResponseWriter(BlockWriter[ResponseEvent]):
         names: Of the tools that may be called, by the name that the model calls.
         seal: Seals a thought; None leaves thoughts without a seal.
         score: Returns the scores of a delta's tokens; None shows none.
+        shows_tokens: Show the ids of the tokens.
 
     Attributes:
         response: The response so far.
@@ -71,8 +72,10 @@ class ResponseWriter(BlockWriter[ResponseEvent]):
         names: Mapping[str, ClientTool],
         seal: Callable[[str], str] | None,
         score: Callable[[OutputDelta], ChatScores] | None = None,
+        *,
+        shows_tokens: bool = False,
     ) -> None:
-        super().__init__(is_never_empty=True)
+        super().__init__(is_never_empty=True, shows_tokens=shows_tokens)
         self.response = response
         self._page_size = page_size
         self._names = names
@@ -90,8 +93,10 @@ class ResponseWriter(BlockWriter[ResponseEvent]):
 
     def whole(self, choices: Choices) -> ResponseObject:
         """Returns the response that is not streamed."""
-        self.push(choices.generations[0].whole())
+        whole = choices.generations[0].whole()
+        self.push(whole)
         self.close(choices)
+        self.response.token_ids = whole.tokens if self._shows_tokens else UNSET
         return self.response
 
     def open(self, choices: Choices) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from hiserve.server.reply.blocks import BlockEvent
 from hiserve.server.reply.format import CachedTokensDetails, CacheMiss, SpecTokensDetails
 from hiserve.server.reply.logprobs import ChatTokenScore
 from hiserve.server.responses.types import ChosenTool, Item, Reasoning, TextOptions
@@ -142,9 +143,10 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     top_p: float
     truncation: str
     user: str | None
+    token_ids: list[int] | UnsetType = UNSET
 
 
-class ResponseEvent(msgspec.Struct, kw_only=True):
+class ResponseEvent(BlockEvent, kw_only=True):
     """An event of a stream; its type decides which fields it has."""
 
     type: str

@@ -24,6 +24,7 @@ from hiserve.server.reply.format import json_response, named_in, warned
 from hiserve.server.reply.logprobs import chat_logprobs
 from hiserve.server.request.body import Body
 from hiserve.server.request.custom_tools import NOT_HELD
+from hiserve.server.request.resumption import resume, resumed_tokens
 from hiserve.server.responses.format import ResponseWriter
 from hiserve.server.responses.items import Deleted, InputTokens, ItemList, ResponseObject
 from hiserve.server.responses.request import Tools, conversation_of, read_tools
@@ -88,6 +89,7 @@ class ResponseRoutes:
         for name in ECHOED:
             check_json(body.get(name), name)
         sampling, tools = options.sampling(self._model), self._tools(fields)
+        resumed = resumed_tokens(options.resume_token_ids, self._model, is_stream=bool(options.stream))
         chat = conversation_of(fields, await self._earlier(request, fields), tools, self._unseal)
         engine = front.handle.require()
         context = context_of(request, options.cache_salt, options.priority, options.rid, options.prompt_cache_key)
@@ -108,7 +110,10 @@ class ResponseRoutes:
         score = None
         if options.num_top is not None:
             score = partial(chat_logprobs, num_top=options.num_top, spell=front.token_bytes.bytes_of)
-        writer = ResponseWriter(response, self._model.page_size, tools.names, seal, score)
+        shows_tokens = bool(options.return_token_ids)
+        writer = ResponseWriter(response, self._model.page_size, tools.names, seal, score, shows_tokens=shows_tokens)
+        for _, shown in await resume(resumed, choices, self._model, engine.max_model_len):
+            writer.resume(shown)
         keep = partial(self._keep, request, fields.items, response)
 
         def failure(_: int, message: str, code: str, __: str | None) -> bytes:

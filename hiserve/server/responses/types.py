@@ -12,6 +12,7 @@ from hiserve.errors import RequestError
 from hiserve.grammar import bounds
 from hiserve.server.reply.format import ServedModel
 from hiserve.server.request.grammar_fields import Constraint, JsonSchema
+from hiserve.server.request.resumption import PARAM, ResumeIds
 from hiserve.server.request.sampling_fields import Limits, Name, NonEmpty, Priority, SamplingFields, range_of
 from hiserve.text.abilities import Thinking
 from hiserve.text.body.chat import MAX_MESSAGES, MAX_PARTS
@@ -218,6 +219,8 @@ class ResponseOptions(SamplingFields, frozen=True, kw_only=True):
     include: Annotated[list[str], Meta(max_length=MAX_INCLUDE)] | None = None
     store: bool | None = None
     stream: bool | None = None
+    return_token_ids: bool | None = None
+    resume_token_ids: ResumeIds | None = None
     background: Annotated[bool, Meta(extra_json_schema={"const": False})] | None = None
     prompt: Annotated[Any, Meta(extra_json_schema={"const": None})] = None
     metadata: Annotated[
@@ -241,6 +244,10 @@ class ResponseOptions(SamplingFields, frozen=True, kw_only=True):
             raise RequestError(f"n is {self.n}; a response has one choice.", param="n")
         if self.top_logprobs and self.num_top is None:
             raise RequestError(f"top_logprobs needs {SCORED} in include.", param="top_logprobs")
+        if self.resume_token_ids is not None and self.num_top is not None:
+            raise RequestError(
+                f"{PARAM} cannot go on with {SCORED}: the last events have the scores of all tokens.", param=PARAM
+            )
 
     def sampling(self, model: ServedModel) -> SamplingParams:
         """Returns the sampling parameters."""

@@ -24,7 +24,7 @@ from hiserve.server.reply.generation import Generation, OutputDelta, nothing
 from hiserve.server.reply.logprobs import Scored, Spell, check_prompt_scores, scored_prompt, token_text, unpack
 from hiserve.server.request.body import Body
 from hiserve.server.request.grammar_fields import constrain
-from hiserve.server.request.resumption import check_resumed, resumed_tokens
+from hiserve.server.request.resumption import resume, resumed_tokens
 from hiserve.server.request.sampling_fields import fit_context
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
 from hiserve.server.sglang.types import (
@@ -85,9 +85,8 @@ class NativeRoutes:
         num_scores = (one.num_prompt_scores(len(prompt)) for one, prompt in zip(prompts, encoded, strict=True))
         check_prompt_scores(sum(num_scores), "logprob_start_len")
         choices, formatters = self._choices(request, fields, prompts, encoded, arrived)
-        if resumed:
-            check_resumed(resumed, encoded[0], prompts[0].sampling, front.model, engine.max_model_len)
-            await choices.resume(resumed)
+        for generation, shown in await resume(resumed, choices, front.model, engine.max_model_len):
+            formatters[generation.choice].resume(shown)
         is_list = fields.is_batch or len(formatters) > 1
 
         def whole() -> Any:
@@ -230,6 +229,10 @@ class NativeFormatter:
         """Whether formatting the next reply takes long: it is the first with the scores of a long prompt."""
         return self._first_scored is not None and not self._input and self._generation.scorer.has_many_prompt_scores
 
+    def resume(self, shown: OutputDelta) -> None:
+        """Begins the choice with what its client has: each event repeats it, but for the scores, which only the client has."""
+        self._text, self._tokens = shown.text, list(shown.tokens)
+
     def take(self, output_delta: OutputDelta) -> None:
         """Adds a delta."""
         self._last = output_delta
@@ -249,7 +252,7 @@ class NativeFormatter:
             id=self._name,
             finish_reason=self._finish_reason() if is_over else None,
             prompt_tokens=len(generation.prompt),
-            completion_tokens=self._num_generated,
+            completion_tokens=len(self._tokens),
             cached_tokens=cached.num_tokens,
             cached_tokens_details=StorageTokensDetails(cached.device, cached.host, cached.store),
             cache_miss=cache_miss(cached),
@@ -270,14 +273,10 @@ class NativeFormatter:
                     setattr(meta, name, scores)
         return Generated(self._text, self._tokens, meta)
 
-    @property
-    def _num_generated(self) -> int:
-        return self._generation.num_resumed + len(self._tokens)
-
     def _finish_reason(self) -> FinishInfo:
         output_delta = self._last
         if output_delta.finish is FinishReason.LENGTH:
-            return FinishInfo("length", length=self._num_generated)
+            return FinishInfo("length", length=len(self._tokens))
         if output_delta.finish is FinishReason.ABORT:
             return FinishInfo("abort", message="the request was aborted.")
         ended_by = self._tokens[-1] if output_delta.stop is None and self._tokens else output_delta.stop

@@ -141,7 +141,7 @@ def unpack_slim(packed: bytes) -> dict[str, Any]:
 
 def _packed(value: list[Any], sizes: Sizes, name: str, *, may_be_long: bool) -> Any:
     """Packs token ids, or each list of them; other values are returned unchanged."""
-    if isinstance(value[0], list):
+    if value[0] is None or isinstance(value[0], list):
         check_num_prompts(len(value), name)
         return [_packed(each, sizes, name, may_be_long=may_be_long) if isinstance(each, list) and each else each
                 for each in value]  # fmt: skip

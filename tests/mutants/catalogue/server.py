@@ -11,9 +11,9 @@ from hiserve.server.metrics import registry as metrics
 from hiserve.server.openai import custom_calls
 from hiserve.server.openai import format as openai_format
 from hiserve.server.openai import types as openai_types
-from hiserve.server.reply import choices, generation, seals, seeds
+from hiserve.server.reply import blocks, choices, generation, seals, seeds
 from hiserve.server.request import body as request_body
-from hiserve.server.request import known_fields, sampling_fields
+from hiserve.server.request import known_fields, resumption, sampling_fields
 from hiserve.server.responses import format as responses_format
 from hiserve.server.responses import request as responses_request
 from hiserve.server.responses import store as response_store
@@ -44,6 +44,7 @@ from tests.unit.server import (
     test_metrics,
     test_response_store,
     test_responses,
+    test_resumed_events,
     test_resumption,
     test_retention,
     test_schema,
@@ -258,6 +259,18 @@ with generation.Generation.run, test_resumption.test_both_parts_of_a_stream_are_
     "INV 90: the engine takes resumed tokens for a part of the prompt"
     self.num_resumed
     0
+with resumption.resume, test_resumed_events.test_each_choice_goes_on_behind_its_own_tokens["/v1/completions"]:
+    "INV 90: a choice that has ended is generated again"
+    tokens is None
+    False
+with blocks.BlockWriter.events, test_resumed_events.test_a_stream_of_blocks_goes_on_after_its_last_event_with_tokens["/v1/messages"]:
+    "INV 90: an event has the tokens of texts that come behind it"
+    events[-1].token_ids, tokens = tokens, []
+    events[0].token_ids, tokens = tokens, []
+with blocks.BlockWriter.resume, test_resumed_events.test_a_stream_of_blocks_goes_on_after_its_last_event_with_tokens["/v1/responses"]:
+    "INV 90: a resumed stream opens a second time"
+    self._is_resumed = True
+    pass
 with openai_format.CompletionFormatter.resume, test_resumption.test_both_parts_of_a_stream_are_the_whole:
     "INV 90: the places of scores begin anew after a break"
     self._logprobs[generation.choice].skip(shown.tokens)

@@ -133,10 +133,10 @@ async def test_thoughts_and_calls_go_on_where_they_broke() -> None:
     assert reply["finish_reason"] == "tool_calls"
 
 
-async def test_a_resumed_generate_has_the_rest_and_counts_the_whole(server: Server) -> None:
+async def test_the_events_of_a_resumed_generate_have_the_whole(server: Server) -> None:
     ids = scripted(server, "the token 🙂", FinishReason.LENGTH)
     *_, last, _ = (await server.post(NATIVE, {**PROMPTS[NATIVE], "stream": True, "resume_token_ids": ids[:2]})).events
-    assert last["output_ids"] == ids[2:]
+    assert (last["text"], last["output_ids"]) == ("the token 🙂", ids)
     assert last["meta_info"]["completion_tokens"] == len(ids)
     assert last["meta_info"]["finish_reason"] == {"type": "length", "length": len(ids)}
 
@@ -153,6 +153,10 @@ async def test_a_resumed_generate_has_the_rest_and_counts_the_whole(server: Serv
         ([1.5], {}, "token ids"),
         ([5, 6], {"stream": False}, "no stream"),
         ([5, 6], {"n": 2}, "2 choices"),
+        ([[5]], {"n": 2}, "2 choices"),
+        ([[5], 6], {"n": 2}, "2 choices"),
+        ([[5], [-1]], {"n": 2}, "between 0 and 499"),
+        ([None, None], {"n": 2}, "all choices have ended"),
         ([5, 6], {"max_tokens": 2}, "at most 2"),
         ([5] * 256, {}, "nothing is left"),
         ([5, 7, 6], {"stop_token_ids": [7]}, "token 7 at index 1"),
@@ -179,14 +183,6 @@ async def test_end_tokens_that_a_request_ignores_end_nothing(server: Server) -> 
     scripted(server, "the token")
     call = await server.complete("Hi", stream=True, ignore_eos=True, resume_token_ids=[tiny_text.END])
     assert call.status == 200
-
-
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
-async def test_protocols_whose_streams_show_no_tokens_refuse_it(server: Server, path: str) -> None:
-    body = {"messages": PROMPTS[CHAT]["messages"], "max_tokens": 5} if "messages" in path else {"input": "Hi"}
-    call = await server.post(path, {**body, "stream": True, "resume_token_ids": [5]})
-    assert call.status == 400
-    assert "resume_token_ids" in call.text
 
 
 # --- seeds -----------------------------------------------------------------------------------
