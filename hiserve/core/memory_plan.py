@@ -64,6 +64,11 @@ def plan_memory(chosen: Chosen, model: ModelFacts, machine: Machine) -> MemoryPl
     parts = worker.parts(pages, length)
     room = worker.check_parts(parts, pages, length)
     host_gib, why = worker.size_host(pages, room)
+    if chosen.given.cache.store is None and chosen.given.cache.store_secret_file is not None:
+        raise ConfigError(
+            "--store-secret-file is the secret of a --store on the network, and there is no --store. Give both, or neither.",
+            param="store_secret_file",
+        )
     if chosen.given.cache.store is not None and not host_gib:
         raise ConfigError(
             f"--store is {chosen.given.cache.store!r} but --host-cache-gib is 0{why and f', as {why}'}: pages come from a "

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Argument = bytes | memoryview
 MAX_LINE_BYTES = 1024
@@ -56,7 +56,8 @@ class Connection:
 
     Args:
         endpoint: The server.
-        timeout_s: Longest that an exchange takes; connecting takes as long for each address of the host, beside the search for these.
+        timeout_s: Longest that an exchange takes, and connecting to all addresses of the host, beside the search for these; each message of TLS's
+            greeting has what is left of it.
         clock: Seconds, monotonic.
 
     Raises:
@@ -67,10 +68,12 @@ class Connection:
         self._timeout_s = timeout_s
         self._clock = clock
         self._received = bytearray()
+        addresses = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
         self._deadline_s = clock() + timeout_s
-        self._socket = socket.create_connection((endpoint.host, endpoint.port), timeout_s)
+        self._socket = self._connected(addresses)
         with ExitStack() as failed:
             failed.callback(self.close)
+            self._set_time()
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if endpoint.has_tls:
                 context = ssl.create_default_context(cafile=None if endpoint.ca_file is None else str(endpoint.ca_file))
@@ -143,6 +146,23 @@ class Connection:
         with suppress(OSError):
             self._socket.close()
 
+    def _connected(self, addresses: Sequence[tuple[Any, ...]]) -> socket.socket:
+        """Returns a socket that is connected to the first address that answers; each gets its share of the time that is left."""
+        assert addresses, "the search for addresses finds some or fails"
+        failure = OSError()
+        for index, (family, kind, protocol, _, address) in enumerate(addresses):
+            try:
+                made = socket.socket(family, kind, protocol)
+                with ExitStack() as failed:
+                    failed.callback(made.close)
+                    made.settimeout(self._left_s() / (len(addresses) - index))
+                    made.connect(address)
+                    failed.pop_all()
+                    return made
+            except OSError as error:
+                failure = error
+        raise failure
+
     def _log_in(self, endpoint: Endpoint) -> None:
         commands: list[list[Argument]] = []
         if endpoint.password_file is not None:
@@ -210,10 +230,13 @@ class Connection:
             rest = rest[self._socket.send(rest) :]
 
     def _set_time(self) -> None:
+        self._socket.settimeout(self._left_s())
+
+    def _left_s(self) -> float:
         left_s = self._deadline_s - self._clock()
         if left_s <= 0:
             raise TimeoutError(f"the server did not answer within {self._timeout_s:g} s")
-        self._socket.settimeout(left_s)
+        return left_s
 
 
 def _number(line: bytes, least: int = -1) -> int:

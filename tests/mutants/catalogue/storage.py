@@ -140,7 +140,11 @@ with (
     "INV 92: a tag is not verified"
     self._cipher(key).decrypt(nonce, tag, page)
     pass
-with resp.Connection._set_time, test_valkey_store.test_calls_of_a_server_that_never_ends_its_answer_are_bounded:
+with resp.Connection._connected, test_valkey_store.test_all_addresses_of_a_host_are_tried_within_the_time_of_one_call:
+    "INV 92: each address of a host that does not answer takes the whole time"
+    self._left_s() / (len(addresses) - index)
+    self._timeout_s
+with resp.Connection._left_s, test_valkey_store.test_calls_of_a_server_that_never_ends_its_answer_are_bounded:
     "INV 92: each byte of an answer may take the whole time"
     left_s <= 0
     (left_s := self._timeout_s) <= 0

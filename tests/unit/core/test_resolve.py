@@ -230,6 +230,12 @@ def test_a_store_without_a_host_cache_is_refused(given: dict[str, Any]) -> None:
     assert ("disabled" in caught.value.message) == ("disable_prefix_cache" in given)
 
 
+def test_a_secret_without_a_store_is_refused() -> None:
+    with pytest.raises(ConfigError, match="there is no --store") as caught:
+        resolve(make_options(store_secret_file="secret"), NANO, LAPTOP)
+    assert caught.value.param == "store_secret_file"
+
+
 def test_on_cuda_the_host_cache_lies_beside_the_device_and_its_pages_pass_through_the_device() -> None:
     resolved = resolve(make_options(host_cache_gib=40), LARGE, SERVER)
     assert resolved.settings.cache.host_cache_gib == 40

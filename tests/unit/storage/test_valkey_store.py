@@ -15,10 +15,10 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from hiserve.cache.storage import valkey_store
+from hiserve.cache.storage import resp, valkey_store
 from hiserve.cache.storage.breaker import MAX_FAILURES, PAUSE_S, Breaker
 from hiserve.cache.storage.page_tags import HEADER_BYTES, PageTags
-from hiserve.cache.storage.resp import MAX_LINE_BYTES, Endpoint
+from hiserve.cache.storage.resp import MAX_LINE_BYTES, Connection, Endpoint
 from hiserve.cache.storage.valkey_store import PREFIX, ValkeyStore
 from tests.helpers.clock import Clock
 from tests.helpers.host import make_keys
@@ -213,6 +213,33 @@ def test_calls_of_a_server_that_never_ends_its_answer_are_bounded() -> None:
         assert (store.stats().num_timeouts, store.stats().num_errors) == (1, 1)
         store.close()
         over.set()
+
+
+def test_all_addresses_of_a_host_are_tried_within_the_time_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of three answers, as that of a host which drops packets."""
+    clock, asked = Clock(), list[str]()
+
+    class Silent(socket.socket):
+        def connect(self, address: tuple[str, int]) -> None:
+            asked.append(address[0])
+            clock.now_s += self.gettimeout() or 0
+            raise TimeoutError
+
+    hosts = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (f"192.0.2.{index}", 6379)) for index in range(3)]
+    monkeypatch.setattr(resp.socket, "getaddrinfo", lambda *_, **__: hosts)
+    monkeypatch.setattr(resp.socket, "socket", Silent)
+    start_s = clock.now_s
+    with pytest.raises(TimeoutError):
+        Connection(Endpoint("elsewhere"), 1.5, clock)
+    assert asked == ["192.0.2.0", "192.0.2.1", "192.0.2.2"]
+    assert clock.now_s - start_s == pytest.approx(1.5)
+
+
+def test_a_host_answers_at_a_later_address(server: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = socket.getaddrinfo
+    dead = found("127.0.0.1", free_port(), type=socket.SOCK_STREAM)
+    monkeypatch.setattr(resp.socket, "getaddrinfo", lambda *given, **named: dead + found(*given, **named))
+    Connection(server, PATIENCE_S).close()
 
 
 # --- TLS, users ------------------------------------------------------------------------------
