@@ -20,6 +20,7 @@ import yaml
 from hiserve import cli
 from hiserve.commands.serve import CLOSE_S
 from hiserve.config.options import Options, flags, make_options
+from hiserve.core.endpoints import check_kv_events, topic_of
 from hiserve.server.routes import Endpoint
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import make_server
@@ -276,6 +277,81 @@ def test_kubernetes_runs_it_as_nobody_on_a_root_that_is_read_only() -> None:
     assert f"kubectl create secret generic {secret} --from-file=hiserve.yaml=deploy/hiserve.yaml" in text
 
 
+def of_gateway(name: str) -> dict[str, dict[str, Any]]:
+    """The one resource of each kind in a file of ``deploy/``."""
+    found = list(yaml.safe_load_all((DEPLOY / f"kubernetes-{name}.yaml").read_text()))
+    made = {each["kind"]: each for each in found}
+    assert len(made) == len(found)
+    return made
+
+
+ENGINES = of_gateway("engines")["Deployment"]
+ENGINE_LABELS = ENGINES["spec"]["template"]["metadata"]["labels"]
+
+
+def test_engines_behind_a_gateway_are_those_of_one_pod_but_for_their_volumes() -> None:
+    pod = ENGINES["spec"]["template"]["spec"]
+    (own,) = pod["containers"]
+    same = ("image", "securityContext", "resources", "startupProbe", "readinessProbe", "livenessProbe", "lifecycle")
+    assert {name: own[name] for name in same} == {name: CONTAINER[name] for name in same}
+    assert own["volumeMounts"] == CONTAINER["volumeMounts"]
+    assert {each["name"] for each in pod["volumes"]} == {each["name"] for each in POD["volumes"]}
+    for name in ("automountServiceAccountToken", "shareProcessNamespace", "terminationGracePeriodSeconds"):
+        assert pod[name] == POD[name]
+    assert pod["securityContext"].items() <= POD["securityContext"].items()
+
+
+def test_engines_behind_a_gateway_say_what_gateways_read() -> None:
+    """The topic of events names address, port and model of the pod, as llm-d reads it."""
+    (own,) = ENGINES["spec"]["template"]["spec"]["containers"]
+    ports = {each["name"]: each["containerPort"] for each in own["ports"]}
+    options = served([part for argument in own["args"] for part in argument.split("=", 1)])
+    check_kv_events(options)
+    assert options.server.metrics_compat == "vllm" and options.server.port == ports["http"]
+    assert options.cache.kv_events is not None
+    endpoint, topic = topic_of(options.cache.kv_events)
+    assert endpoint == f"tcp://*:{ports['kv-events']}"
+    assert options.cache.kv_events_replay == f"tcp://*:{ports['kv-replay']}"
+    assert (ports["kv-events"], ports["kv-replay"]) == (5557, 5558), "AIBrix knows no others"
+    assert own["env"] == [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
+    kind, address, model = topic.split("@")
+    assert (kind, address, model) == ("kv", f"$(POD_IP):{ports['http']}", SETTINGS["model"])
+    assert ENGINES["spec"]["selector"]["matchLabels"].items() <= ENGINE_LABELS.items()
+    assert ENGINE_LABELS["llm-d.ai/engine-type"] == options.server.metrics_compat
+    assert ENGINES["metadata"]["labels"].items() <= ENGINE_LABELS.items()
+    assert ENGINE_LABELS["model.aibrix.ai/name"] == SETTINGS["model"]
+    assert int(ENGINE_LABELS["model.aibrix.ai/port"]) == ports["http"]
+    assert len(ENGINE_LABELS["model.aibrix.ai/kv-events-enabled"]) and ENGINES["spec"]["replicas"] == 2
+
+
+def test_gateways_find_the_engines() -> None:
+    port = served(["serve", "--config", CONFIG]).server.port
+    pool, route = (of_gateway("llm-d")[kind] for kind in ("InferencePool", "HTTPRoute"))
+    assert pool["spec"]["selector"]["matchLabels"].items() <= ENGINE_LABELS.items()
+    assert pool["spec"]["targetPorts"] == [{"number": port}]
+    (backend,) = route["spec"]["rules"][0]["backendRefs"]
+    assert (backend["kind"], backend["name"]) == (pool["kind"], pool["metadata"]["name"])
+    assert pool["apiVersion"].startswith(f"{backend['group']}/")
+    picker = yaml.safe_load(of_gateway("llm-d")["ConfigMap"]["data"]["picker.yaml"])
+    plugins = {each["type"] for each in picker["plugins"]}
+    assert {each["pluginRef"] for each in picker["schedulingProfiles"][0]["plugins"]} <= plugins
+
+    service = of_gateway("aibrix")["Service"]
+    assert service["spec"]["selector"].items() <= ENGINE_LABELS.items()
+    assert service["metadata"]["name"] == SETTINGS["model"], "AIBrix finds the service by the name of the model"
+    assert service["spec"]["ports"][0]["port"] == port
+
+    stack = of_gateway("production-stack")
+    router = stack["Deployment"]["spec"]["template"]["spec"]
+    flags_of = dict(argument.removeprefix("--").split("=", 1) for argument in router["containers"][0]["args"])
+    key, value = flags_of["k8s-label-selector"].split("=")
+    assert ENGINE_LABELS[key] == value and int(flags_of["k8s-port"]) == port
+    account = stack["ServiceAccount"]["metadata"]["name"]
+    assert router["serviceAccountName"] == stack["RoleBinding"]["subjects"][0]["name"] == account
+    assert stack["RoleBinding"]["roleRef"]["name"] == stack["Role"]["metadata"]["name"]
+    assert stack["Service"]["spec"]["selector"] == stack["Deployment"]["spec"]["selector"]["matchLabels"]
+
+
 def test_kubernetes_service_finds_the_pod() -> None:
     found = documents()
     (service,), (deployment,) = found["Service"], found["Deployment"]
@@ -288,7 +364,7 @@ def test_the_page_names_files_flags_and_routes_that_there_are() -> None:
     text = (ROOT / "docs" / "deploy.md").read_text()
     for path in DEPLOY.iterdir():
         assert f"deploy/{path.name}" in text, path
-    assert [path for path in re.findall(r"\bdeploy/[\w.]+\w", text) if not (ROOT / path).exists()] == []
+    assert [path for path in re.findall(r"\bdeploy/[\w.-]+\w", text) if not (ROOT / path).exists()] == []
     known = {f"--{name.replace('_', '-')}" for name in flags()}
     named = set(re.findall(r"(?<=`)--[a-z-]+", text)) | set(re.findall(r"hiserve serve.* (--[a-z-]+)", text))
     assert named - {"--build-arg", "--init"} <= known, "the others are docker's"

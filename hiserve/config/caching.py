@@ -173,7 +173,8 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         about(
             "Publish changes of the cached prefixes for routers, on a ZeroMQ PUB socket at this endpoint (tcp://*:5557, "
-            "ipc://PATH); each replica has the next port, or path-NUMBER."
+            "ipc://PATH); each replica has the next port, or path-NUMBER. ?topic=TEXT after it names the topic: llm-d reads "
+            "kv@ADDRESS:PORT@MODEL alone, where it sends requests."
         ),
     ] = None
     kv_events_replay: Annotated[str | None, about("Endpoint where routers request missed KV events.")] = None

@@ -29,6 +29,12 @@ def endpoint_of(endpoint: str, replica: int, num_replicas: int) -> str:
     return f"tcp://{tcp['host']}:{int(tcp['port']) + replica}" if tcp else f"{endpoint}-{replica}"
 
 
+def topic_of(given: str) -> tuple[str, str]:
+    """Returns endpoint and topic of ``--kv-events``."""
+    endpoint, _, topic = given.partition("?topic=")
+    return endpoint, topic
+
+
 def check_kv_events(config: Options) -> None:
     """Checks the endpoints of KV events.
 
@@ -46,6 +52,7 @@ def check_kv_events(config: Options) -> None:
             "--kv-events tells of cached prefixes, but --disable-prefix-cache is set. Leave one of them out.",
             param="kv_events",
         )
+    events, _ = topic_of(events)
     _check(events, "kv_events", num_replicas)
     if replay is None:
         return

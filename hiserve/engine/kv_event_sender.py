@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from hiserve.cache.index.prefix_cache import Tier
 from hiserve.config.settings import Settings
-from hiserve.core.endpoints import endpoint_of
+from hiserve.core.endpoints import endpoint_of, topic_of
 from hiserve.errors import InvariantError
 from hiserve.ipc.channel import PublishChannel
 from hiserve.ipc.codec import Frames
@@ -54,7 +54,6 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_S = 5.0
 MAX_QUEUED_BATCHES = 10_000
 MAX_ENVELOPE = 2
-_TOPIC = b""
 
 
 class Publisher:
@@ -64,6 +63,7 @@ class Publisher:
         broadcast: Owned from now on.
         page_size: Tokens per page.
         replica: Data-parallel rank that every batch names.
+        topic: The first frame of every batch; readers may subscribe to those that begin alike.
         heartbeat_s: An empty batch follows so many seconds of silence.
         max_queued: Batches that may wait for the thread; further ones are dropped, and their numbers with them.
         clock: Monotonic seconds.
@@ -75,6 +75,7 @@ class Publisher:
         *,
         page_size: int,
         replica: int,
+        topic: str = "",
         heartbeat_s: float = HEARTBEAT_S,
         max_queued: int = MAX_QUEUED_BATCHES,
         clock: Callable[[], float] = time.monotonic,
@@ -82,6 +83,7 @@ class Publisher:
         self._broadcast = broadcast
         self._page_size = page_size
         self._replica = replica
+        self._topic = topic.encode()
         self._heartbeat_s = heartbeat_s
         self._max_queued = max_queued
         self._clock = clock
@@ -147,7 +149,7 @@ class Publisher:
     def _publish(self, now_s: float, changes: Sequence[Change]) -> None:
         payload = encode_batch(now_s, changes, self._page_size, self._replica)
         # Heartbeats are not kept: they would displace the batches with changes.
-        self._broadcast.publish([_TOPIC, self._history.add(payload, keep=bool(changes)), payload])
+        self._broadcast.publish([self._topic, self._history.add(payload, keep=bool(changes)), payload])
 
     def _replay(self, question: Frames) -> None:
         *envelope, request = question  # the client's address, and an empty frame if it is a REQ socket
@@ -210,6 +212,7 @@ def open_kv_events(settings: Settings, replica: int) -> KvEventSender | None:
     given, replay = settings.cache.kv_events, settings.cache.kv_events_replay
     if given is None:
         return None
+    given, topic = topic_of(given)
     num_replicas = settings.parallel.replicas
     broadcast = PublishChannel(
         endpoint_of(given, replica, num_replicas),
@@ -217,4 +220,4 @@ def open_kv_events(settings: Settings, replica: int) -> KvEventSender | None:
         setting="kv_events",
         questions_setting="kv_events_replay",
     )
-    return KvEventSender(Publisher(broadcast, page_size=settings.cache.page_size, replica=replica))
+    return KvEventSender(Publisher(broadcast, page_size=settings.cache.page_size, replica=replica, topic=topic))

@@ -75,6 +75,10 @@ ALIASES: dict[str, list[Alias]] = {
         *_same("vllm", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "request_success"),
         *_same("vllm", "request_queue_time_seconds", "request_prompt_tokens", "request_generation_tokens"),
         *_same("vllm", "spec_decode_num_accepted_tokens_per_pos"),
+        # Names that vLLM had before, and the routers of its production stack and AIBrix read.
+        Alias("vllm:gpu_cache_usage_perc", "kv_cache_usage_perc"),
+        Alias("vllm:gpu_prefix_cache_queries", "prefix_cache_queries"),
+        Alias("vllm:gpu_prefix_cache_hits", "prefix_cache_hits"),
         Alias("vllm:cache_config_info", "cache_config_info", renames=POOL),
         *(Alias(f"vllm:{name}", name, drops=("cache_source",)) for name in DRAFTS),
         *(

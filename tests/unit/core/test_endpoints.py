@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hiserve.config.options import make_options
-from hiserve.core.endpoints import check_kv_events, endpoint_of
+from hiserve.core.endpoints import check_kv_events, endpoint_of, topic_of
 from hiserve.errors import ConfigError
 
 
@@ -92,6 +92,14 @@ def test_a_replay_of_nothing_is_refused() -> None:
     assert refused(kv_events_replay="tcp://*:5558").message == (
         "--kv-events-replay replays what --kv-events publishes. Set both."
     )
+
+
+def test_an_endpoint_may_have_a_topic() -> None:
+    given = "tcp://*:5557?topic=kv@10.0.0.1:8000@org/model"
+    check_kv_events(make_options(kv_events=given, kv_events_replay="tcp://*:5558"))
+    assert topic_of(given) == ("tcp://*:5557", "kv@10.0.0.1:8000@org/model")
+    assert topic_of("ipc://a") == ("ipc://a", "")
+    assert "overlap" in refused(kv_events=given, kv_events_replay="tcp://*:5557").message
 
 
 def test_without_a_prefix_cache_there_is_nothing_to_tell() -> None:

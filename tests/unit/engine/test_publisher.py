@@ -98,6 +98,19 @@ def test_subscribers_get_every_batch_in_order_with_its_number(setup: Setup) -> N
         assert msgspec.msgpack.decode(got[0][1])[2] == 1
 
 
+def test_batches_have_the_topic_that_was_given(setup: Setup) -> None:
+    publisher = setup.publisher(topic="kv@10.0.0.1:8000@tiny")
+    with zmq.Context() as context, context.socket(zmq.SUB) as reader:
+        reader.setsockopt(zmq.LINGER, 0)
+        reader.subscribe(b"kv@")
+        reader.connect(setup.events)
+        deadline = time.monotonic() + PATIENCE_S
+        while not reader.poll(20):
+            publisher.put(change(0))
+            assert time.monotonic() < deadline
+        assert reader.recv_multipart()[0] == b"kv@10.0.0.1:8000@tiny"
+
+
 @pytest.mark.parametrize("delimiter", [True, False], ids=["as a REQ socket asks", "without its empty frame"])
 def test_who_comes_late_gets_all_by_replay(setup: Setup, delimiter: bool) -> None:
     publisher = setup.publisher()
