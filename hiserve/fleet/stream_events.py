@@ -52,7 +52,7 @@ class OpenAIEvents:
     """
 
     def __init__(self, body: Mapping[str, Any]) -> None:
-        self.wanted = {"return_token_ids": True}
+        self.wanted: Mapping[str, Any] = {"return_token_ids": True}
         self._shows_tokens = bool(body.get("return_token_ids"))
         self._has_scores = body.get("logprobs") not in (None, False)
         self._head: Chunk = {}  # fields that each event of the first engine has
@@ -121,7 +121,7 @@ class BlockEvents:
     """Events of messages."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
-        self.wanted = {"return_token_ids": True}
+        self.wanted: Mapping[str, Any] = {"return_token_ids": True}
         self._shows_tokens = bool(body.get("return_token_ids"))
 
     def read(self, chunk: Chunk, known: Known) -> Said:
@@ -158,8 +158,8 @@ class ItemEvents(BlockEvents):
         if response := chunk.get("response"):
             for name in ("id", "created_at"):
                 response[name] = self._head.setdefault(name, response[name])
-            for index, item in enumerate(response["output"]):
-                self._name(index, item)
+            for place, item in enumerate(response["output"]):
+                self._name(place, item)
         if (index := chunk.get("output_index")) is not None:
             names = self._name(index, chunk.get("item", {}))
             if "item_id" in chunk:

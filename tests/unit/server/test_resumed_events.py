@@ -14,7 +14,7 @@ from hiserve.core.request import FinishReason
 from tests.helpers import tiny_text
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import Server, make_server, reply_script
-from tests.unit.server.test_resumption import CALLS, CHAT, NATIVE, PROMPTS, TEXT, scripted
+from tests.unit.server.resumptions import CALLS, CHAT, NATIVE, PROMPTS, TEXT, scripted
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 SCHEMA = {"type": "object"}

@@ -5,27 +5,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hiserve.core.request import FinishReason
 from tests.helpers import tiny_text
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import TOKENIZER, Server, make_server, reply_script
+from tests.unit.server.resumptions import CALLS, CHAT, NATIVE, PROMPTS, TEXT, scripted
 
-CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
-PROMPTS: dict[str, dict[str, Any]] = {
-    CHAT: {"messages": [{"role": "user", "content": "Hi"}]},
-    TEXT: {"prompt": "Hi"},
-    NATIVE: {"text": "Hi"},
-}
 ALWAYS = {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 CUSTOM = {"type": "custom", "custom": {"name": "note"}}
-CALLS = (
-    '<think>so</think>\n\nwell <tool_call>\n{"name": "look", "arguments": {"at": "the 🙂"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "note", "arguments": {"input": "a \\"b\\""}}\n</tool_call>'
-)
 
 
 def merged(parts: list[Any], into: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -45,24 +35,6 @@ def merged(parts: list[Any], into: dict[str, Any] | None = None) -> dict[str, An
             elif value is not None:
                 made[name] = value
     return made
-
-
-def scripted(server: Server, text: str, finish: FinishReason = FinishReason.STOP) -> list[int]:
-    """Makes the engine generate a text, or what of it was not generated before; returns its tokens.
-
-    The score of a token is its index.
-    """
-    ids = [index for tokens in reply_script(text, end=finish is FinishReason.STOP) for index in tokens]
-    server.engine.finish = finish
-
-    def script(_: Any) -> list[list[int]]:
-        num_resumed = server.engine.seen[-1].num_resumed
-        if server.engine.seen[-1].sampling.logprobs == 0:
-            server.engine.scores = [np.float32(-at).tobytes() for at in range(num_resumed, len(ids))]
-        return [[index] for index in ids[num_resumed:]]
-
-    server.engine.script = script
-    return ids
 
 
 async def whole_and_resumed(server: Server, path: str, ids: list[int], **fields: Any) -> list[list[Any]]:
